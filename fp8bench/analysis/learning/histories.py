@@ -80,7 +80,20 @@ def traces_of(training: Training, lines: Iterable[Line], arm: Arm) -> tuple[Trac
                 f"of {layer} {role} in {arm.name} there are {len(readings)} amaxes in {max(readings) + 1} steps, and "
                 "delayed scaling sees every one. Train with --stride 1."
             )
-    return tuple(_trace(layer, role, readings) for (layer, role, _), readings in found.items())
+    cast = _layers_cast(line for readings in found.values() for line in readings.values())
+    return tuple(_trace(layer, role, readings) for (layer, role, _), readings in found.items() if layer in cast)
+
+
+def _layers_cast(readings: Iterable[LayerReading]) -> set[str]:
+    """Layers with a product; of an arm that scales some of them, these alone: the others stay in high precision."""
+    roles: dict[str, set[str]] = {}
+    scaled = set()
+    for one in readings:
+        roles.setdefault(one.layer, set()).add(one.role)
+        if one.scale != 1:
+            scaled.add(one.layer)
+    products = {layer for layer, found in roles.items() if len(found) == len(_ROLES)}
+    return products & scaled or products
 
 
 def _trace(layer: str, role: Role, readings: Mapping[int, LayerReading]) -> Trace:
@@ -96,6 +109,17 @@ def ways(
     """Every way of scaling. The most recent amax is a history of one, whatever the history."""
     for history, margin, interval in product(histories, margins, intervals):
         yield Delayed(history, Amax.MOST_RECENT if history == 1 else Amax.MAX, margin, interval)
+
+
+def best_of(found: Sequence[Replayed]) -> Delayed:
+    """The way that cuts off in the smallest share of casts, and of such ways leaves the least idle."""
+
+    def cost(way: Delayed) -> tuple[float, float]:
+        own = [one for one in found if one.delayed == way]
+        casts = sum(one.casts for one in own)
+        return sum(one.overflow * one.casts for one in own) / casts, sum(one.idle for one in own)
+
+    return min(dict.fromkeys(one.delayed for one in found), key=cost)
 
 
 def histories_of(training: Training, lines: Iterable[Line], name: str) -> tuple[Replayed, ...]:

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fp8bench import units
-from fp8bench.analysis.learning.histories import Replayed
+from fp8bench.analysis.learning.histories import Replayed, best_of
 from fp8bench.model.training import Training
 from fp8bench.protocols import Role
-from fp8bench.report.elements import Column, Field, Page, Part, Table, Tone
+from fp8bench.report.elements import Column, Field, Page, Part, Table, Text, Tone
 
 _ROLES = (Role.INPUT, Role.WEIGHT, Role.GRADIENT)
 _COLUMNS = (
     Column("history", number=True), Column("margin", number=True), Column("interval", number=True),
-    *(Column(f"over: {role}", number=True) for role in _ROLES), Column("worst", number=True),
-    *(Column(f"under: {role}", number=True) for role in _ROLES), Column("idle", number=True),
+    *(Column(f"over {role[0]}", number=True) for role in _ROLES), Column("worst", number=True),
+    *(Column(f"under {role[0]}", number=True) for role in _ROLES), Column("idle", number=True),
 )  # fmt: skip
 _LEGEND = (
-    "over: casts whose largest value would have been cut off; worst: by how many octaves at most",
-    "under: casts whose smallest value would have become 0",
+    "over: casts of inputs (i), weights (w) and gradients (g) whose largest value would have been cut off",
+    "worst: by how many octaves at most",
+    "under: casts whose smallest value above 0 would have become 0",
     "idle: octaves of the format's range that the other casts left unused, the mean over roles",
     "a history of 1 is the most recent amax; a tensor that other scales would have changed is replayed as it was",
 )
@@ -31,7 +32,9 @@ def page_of(training: Training, arm: str, found: Sequence[Replayed]) -> Page:
     casts = sum(one.casts for one in found if one.delayed == found[0].delayed)
     table = Table("histories", "", _COLUMNS, rows, main=True)
     title = f"delayed scaling of {arm} in {training.id}, replayed over {units.whole(casts)} casts"
-    return Page(title, "", (Part("histories", "", (table,)),), _LEGEND)
+    best = best_of(found)
+    advice = f"least is cut off, and of such ways least left idle, by history {best.history}, margin {best.margin}, "
+    return Page(title, "", (Part("histories", "", (table, Text(f"{advice}interval {best.interval}"))),), _LEGEND)
 
 
 def _row(found: Sequence[Replayed]) -> Iterator[Field]:

@@ -9,14 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8bench.analysis.learning.histories import Trace, replayed, scales_of, traces_of, ways
+from fp8bench.analysis.learning.histories import Trace, best_of, replayed, scales_of, traces_of, ways
 from fp8bench.errors import UsageError
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.recipes import Amax, Delayed
 from fp8bench.model.training import Arm, LayerReading
 from fp8bench.nn.tensor_scales import DelayedScale
+from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Role
 from tests.learning_curves import training
+from tests.training.labs import lab_of, task_of
 
 DELAYED = Arm("fp8-delayed", "fp8-delayed", native=False)
 
@@ -97,9 +99,41 @@ def test_an_amax_that_stays_overflows_nowhere() -> None:
 def test_amaxes_come_from_the_lines_of_a_training() -> None:
     """In the order of steps, a trace for each tensor and seed; a step that is not finite enters no amax."""
     lines = [reading(1), reading(0), reading(2, not_finite=0.5), reading(0, arm="fp8"), reading(0, role="output")]
-    (trace,) = traces_of(training(DELAYED), lines, DELAYED)
+    others = [reading(0, role=role) for role in ("weight", "gradient")]
+    trace, *_ = traces_of(training(DELAYED), [*lines, *others], DELAYED)
     assert trace == Trace("head", Role.INPUT, (1.0, 2.0, math.inf), (0.5, 0.5, 0.5))
-    assert len(traces_of(training(DELAYED), [*lines, reading(0, seed=1)], DELAYED)) == 2
+    assert len(traces_of(training(DELAYED), [*lines, *others, reading(0, seed=1)], DELAYED)) == 4
+
+
+def test_layers_that_are_not_cast_are_left_out() -> None:
+    """What has no product, and in an arm that scales anything what it does not scale."""
+    roles = ("input", "weight", "gradient")
+    every = [replace(reading(0, role=role), layer=layer) for layer in ("head", "mlp") for role in roles]
+    embedding = replace(reading(0, role="weight"), layer="embedding")
+    assert {one.layer for one in traces_of(training(DELAYED), [*every, embedding], DELAYED)} == {"head", "mlp"}
+    scaled = [replace(one, scale=2.0) if (one.layer, one.role) == ("mlp", "weight") else one for one in every]
+    assert {one.layer for one in traces_of(training(DELAYED), scaled, DELAYED)} == {"mlp"}
+
+
+def test_the_scales_are_those_of_a_real_training(corpus: Corpus) -> None:
+    """Of all layers but the head, which stays in bf16; replayed from what was watched at every step."""
+    task = replace(task_of(corpus, DELAYED, steps=4, model="nano"), stride=1)
+    lines = lab_of(task).advance(DELAYED.name, 4)
+    readings = [line for line in lines if isinstance(line, LayerReading)]
+    traces = traces_of(training(DELAYED), lines, DELAYED)
+    assert len(traces) == 8 * 3 and "head" not in {trace.layer for trace in traces}
+    for trace in traces:
+        largest = (E5M2 if trace.role is Role.GRADIENT else E4M3).largest
+        known = [one.scale for one in readings if (one.layer, one.role) == (trace.layer, trace.role)]
+        assert scales_of(trace.amax, Delayed(), largest).tolist() == known and known[-1] != 1
+
+
+def test_the_best_way_cuts_off_least_and_then_leaves_least_idle() -> None:
+    """Amaxes that grow by an octave now and then want a margin of one, not two, and a history that remembers."""
+    amaxes = tuple(2.0 if step % 7 == 3 else 1.0 for step in range(200))
+    found = [one for way in ways() for one in replayed([Trace("a", Role.GRADIENT, amaxes)], way)]
+    best = best_of(found)
+    assert (best.margin, best.interval) == (1, 1) and best.history in (1, 4)
 
 
 def test_amaxes_that_are_not_of_every_cast_are_refused() -> None:

@@ -20,7 +20,7 @@ ARM = Arm("fp8-delayed", "fp8-delayed:formats=e4m3", native=False)
 def kept(store: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A training whose gradients grow by an octave at the fifth of eight steps."""
     writer = start_training(replace(training(ARM), id="0000beef"), store)
-    for role in ("input", "gradient"):
+    for role in ("input", "weight", "gradient"):
         writer.append(
             [
                 LayerReading(ARM.name, 0, step, "head", role, 2.0 if step > 3 and role == "gradient" else 1.0, 1e-4,
@@ -33,15 +33,16 @@ def kept(store: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_every_way_has_a_row(kept: str, fp8bench: Say) -> None:
-    """A margin of an octave spares the gradients; roles that nothing was kept of are not known."""
+    """A margin of an octave spares the gradients."""
     code, out, err = fp8bench("show", kept, "--histories", ARM.name)
-    assert (code, err) == (0, "") and "replayed over 16 casts" in out
+    assert (code, err) == (0, "") and "replayed over 24 casts" in out
     rows = [line.split() for line in out.splitlines() if line.split()[:1] in ([str(one)] for one in (1, 4, 1024))]
     cells = {tuple(row[:3]): row[3:] for row in rows}
     # Input, weight, gradient: overflow; octaves at worst; the same for underflow; idle.
-    assert cells["1", "0", "1"][:4] == ["-", "?", "12.5%", "1.0"]
-    assert cells["1", "1", "1"][:4] == ["-", "?", "-", "-"]
-    assert cells["1024", "0", "16"][:4] == ["-", "?", "-", "-"], "no scale was ever renewed"
+    assert cells["1", "0", "1"][:4] == ["-", "-", "12.5%", "1.0"]
+    assert cells["1", "1", "1"][:4] == ["-", "-", "-", "-"]
+    assert "least left idle, by history 1, margin 1, interval 1" in out
+    assert cells["1024", "0", "16"][:4] == ["-", "-", "-", "-"], "no scale was ever renewed"
 
 
 def test_the_same_for_programs(kept: str, fp8bench: Say) -> None:
@@ -49,7 +50,7 @@ def test_the_same_for_programs(kept: str, fp8bench: Say) -> None:
     _, out, _ = fp8bench("show", kept, "--histories", ARM.name, "--json")
     found = [one for one in json.loads(out) if one["delayed"] == json.loads(out)[0]["delayed"]]
     assert [(one["role"], one["casts"], one["overflow"]) for one in found] == [
-        ("input", 8, 0.0), ("gradient", 8, 0.125),
+        ("input", 8, 0.0), ("weight", 8, 0.0), ("gradient", 8, 0.125),
     ]  # fmt: skip
 
 
