@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,8 +56,7 @@ class Patient:
         kept.next = stands  # type: ignore[method-assign]
 
     def rates(self, factor: float) -> None:
-        settings = self.trainer._settings
-        self.trainer._settings = replace(settings, rate=settings.rate * factor)
+        self.trainer._rate *= factor
 
 
 class Garbage:

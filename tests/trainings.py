@@ -12,11 +12,13 @@ from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
 from fp8bench.measure.handle import Worker
 from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.training import (
+    Arm,
     ArmState,
     KeptTraining,
     Line,
     SeedTask,
     StepRow,
+    TrainerSettings,
     Training,
     TrainingEvent,
     TrainingRequest,
@@ -38,6 +40,8 @@ class FakeLab(Worker):
     closed: bool = False
     facts: DeviceFacts = CPU
     task: SeedTask | None = None
+    # What becomes of a row.
+    change: Callable[[StepRow], StepRow] = lambda row: row
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
         arm = str(arguments[0]) if name in ("advance", "validate", "drop") else ""
@@ -70,7 +74,14 @@ class FakeLab(Worker):
         assert self.task is not None and steps > 0
         first = self.steps[arm]
         self.steps[arm] = first + steps
-        return tuple(row_of(arm, self.task.seed, step) for step in range(first, first + steps))
+        return tuple(self.change(row_of(arm, self.task.seed, step)) for step in range(first, first + steps))
+
+    def _branch(self, folder: str, arm: str, trial: Arm, settings: TrainerSettings) -> int:
+        kept = json.loads((Path(folder) / "state.json").read_text()) if folder else {arm: 0}
+        if arm not in kept:
+            raise WorkerFault("StoreError", f"{folder} has nothing of {arm}.")
+        self.steps[trial.name] = kept[arm]
+        return int(kept[arm])
 
     def _validate(self, arm: str) -> tuple[Validation, ...]:
         assert self.task is not None

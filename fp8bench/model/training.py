@@ -66,7 +66,7 @@ class TrainingRequest:
     precision, to values. `data` and `other_data` are texts; `tokens` is 'bytes', or 'bpe:1024' by so many merges.
 
     `stride` is how many steps lie between two that are watched, `evaluate` between two looks at the held-out text,
-    `keep` between two checkpoints.
+    `keep` between two checkpoints. `try_fix`: an arm's first alarm has its remedies tried.
     """
 
     dtypes: tuple[str, ...] = ("bf16", "fp8")
@@ -85,6 +85,7 @@ class TrainingRequest:
     stride: int = 10
     evaluate: int = 50
     keep: int = 50
+    try_fix: bool = False
     imports: tuple[str, ...] = ()
     isolation: bool = True
 
@@ -303,7 +304,8 @@ class Validation:
 
 @dataclass(frozen=True)
 class TrainingEvent:
-    """Something that happened in a step: 'not-finite', 'alarm', 'scale-halved', 'rate-lowered', 'stopped', 'resumed'.
+    """Something that happened in a step: 'not-finite', 'alarm', 'tried-fix', 'scale-halved', 'rate-lowered', 'stopped',
+    'resumed'.
 
     `layer` and `tensor` say where, `values` what was seen there, `remedy` what may help.
     """

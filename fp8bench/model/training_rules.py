@@ -98,6 +98,7 @@ TRAINING_RULES: Mapping[str, Rule] = {
     "stride": whole_number(1, MOST_STEPS),
     "evaluate": whole_number(1, MOST_STEPS),
     "keep": whole_number(1, MOST_STEPS),
+    "try_fix": REQUEST_RULES["quick"],
     **{name: REQUEST_RULES[name] for name in (
         "dtypes", "reference", "seed", "threads", "data", "imports", "isolation",
     )},

@@ -87,19 +87,31 @@ def _written(path: Path, memory: dict[str, Any]) -> dict[str, str]:
 
 def read(folder: str, task: SeedTask, trainers: Mapping[str, Trainer]) -> None:
     """Give every arm its state back. Raises StoreError, and then no arm has changed, for whatever is not as written."""
-    place = Path(folder)
+    memories = {name: _loaded(*file) for name, file in _files(Path(folder), task).items()}
+    for name, trainer in trainers.items():
+        if name in memories:
+            trainer.recall(memories[name])
+        else:
+            trainer.stopped = True
+
+
+def memory_of(folder: str, task: SeedTask, arm: str) -> dict[str, Any]:
+    """The state of one arm. Raises StoreError where it was not kept, or is not as written."""
+    files = _files(Path(folder), task)
+    if arm not in files:
+        raise StoreError(f"the checkpoint {folder} has nothing of {arm}: its numbers were not finite then.")
+    return _loaded(*files[arm])
+
+
+def _files(place: Path, task: SeedTask) -> dict[str, tuple[Path, str]]:
+    """The file of each arm that a checkpoint keeps, and its digest."""
     try:
         head = json.loads((place / _HEAD).read_text())
     except (OSError, ValueError) as error:
         raise StoreError(f"{place} holds no whole checkpoint ({error}). Choose another.") from None
     if head.get("version") != _VERSION or head.get("task") != _plan(task):
         raise StoreError(f"the checkpoint {place} is of another training. Resume with the settings it was begun with.")
-    memories = {name: _loaded(place / said["file"], said["sha256"]) for name, said in head["arms"].items()}
-    for name, trainer in trainers.items():
-        if name in memories:
-            trainer.recall(memories[name])
-        else:
-            trainer.stopped = True
+    return {name: (place / said["file"], said["sha256"]) for name, said in head["arms"].items()}
 
 
 def _loaded(path: Path, digest: str) -> dict[str, Any]:

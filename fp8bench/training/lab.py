@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fp8bench.model.training import ArmState, Line, SeedTask, Validation
+from fp8bench.model.training import Arm, ArmState, Line, SeedTask, TrainerSettings, Validation
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.step_guards import aside
 from fp8bench.worker.switches import unchanged, under
@@ -52,6 +53,22 @@ class Lab(Bench):
         trainer = self._trainers[arm]
         with self._running(trainer):
             return trainer.validate()
+
+    def branch(self, folder: str, arm: str, trial: Arm, settings: TrainerSettings) -> int:
+        """Another arm, which goes on from what a folder keeps of one that is there, with a precision and settings of
+        its own; from the first step where `folder` is ''. Returns the step that comes next."""
+        from fp8bench.training.checkpoint import memory_of
+        from fp8bench.training.trainer import Trainer
+
+        assert self._task is not None
+        memory = memory_of(folder, self._task, arm) if folder else None
+        with self._running():
+            trainer = Trainer(replace(self._task, settings=settings), trial)
+        if memory is not None:
+            with self._running(trainer):
+                trainer.take_over(self._trainers[arm], memory)
+        self._trainers[trial.name] = trainer
+        return trainer.step
 
     def drop(self, arm: str) -> None:
         """Forget an arm."""

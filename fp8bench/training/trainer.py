@@ -252,6 +252,26 @@ class Trainer:
             "watched": self._watch.memory(),
         }
 
+    def take_over(self, other: Trainer, memory: dict[str, Any]) -> None:
+        """Go on from another arm's memory with settings and precision of one's own.
+
+        A layer whose arithmetic is not that of the other's remembers nothing of it: the step before is done once more
+        without an update, so that scales which come from earlier casts are there.
+        """
+        same = {name for name, one in self._arithmetics.items() if _alike(one, other._arithmetics[name])}
+        known = {name: one for name, one in memory["remembered"]["arithmetics"].items() if name in same}
+        own = {"arithmetics": known, "statistics": memory["remembered"]["statistics"]}
+        rate = self._rate
+        self.recall({**memory, "stopped": False, "skipped": 0, "remembered": own})
+        self._rate = rate
+        if same != set(self._arithmetics) and self.step:
+            statistics = self._remembered().statistics
+            self.step -= 1
+            with self._optimizer.weights.present():
+                self._losses(self._loss_scale.scale)
+            self.step += 1
+            self._recall(_Remembered({}, statistics))
+
     def recall(self, memory: dict[str, Any]) -> None:
         """Go on from what was in memory."""
         self.step, self.stopped = int(memory["step"]), bool(memory["stopped"])
@@ -262,6 +282,11 @@ class Trainer:
                 one.copy_(kept)
         self._recall(_Remembered(**memory["remembered"]))
         self._watch.recall(memory["watched"])
+
+
+def _alike(one: Arithmetic, other: Arithmetic) -> bool:
+    """Whether two arithmetics remember the same things in the same way."""
+    return type(one) is type(other) and getattr(one, "recipe", None) == getattr(other, "recipe", None)
 
 
 @torch.no_grad()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fp8bench.errors import StoreError
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.model.raw import Settings
 from fp8bench.model.training import Arm, ArmRole
@@ -140,3 +142,29 @@ def test_attention_in_the_arms_precision(corpus: Corpus, tmp_path: Path) -> None
         parameter.detach()[:64].mul_(75)  # queries and keys: scores as large as 5,000 become 28 million
         skipped[arm.name] = rows(lab.advance(arm.name, 1))[0].skipped
     assert skipped == {"fp16 rounded": True, "fp16 prescaled": False}
+
+
+def test_a_branch_goes_on_from_a_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
+    """As the arm itself goes on, bit for bit; with another precision or rate from the same weights."""
+    task = task_of(corpus, "fp8-delayed", steps=20)
+    lab, folder, settings = lab_of(task), str(tmp_path / "kept"), task.settings
+    lab.advance("fp8-delayed", 3)
+    lab.save(folder)
+    own = rows(lab.advance("fp8-delayed", 3))
+    trials = {
+        "as it was": ("fp8-delayed", settings),
+        "margin": ("fp8-delayed:margin=1", settings),
+        "slower": ("fp8-delayed", replace(settings, rate=settings.rate / 2)),
+    }
+    for name, (precision, changed) in trials.items():
+        assert lab.branch(folder, "fp8-delayed", Arm(name, precision), changed) == 3
+    found = {name: rows(lab.advance(name, 3)) for name in trials}
+    assert [replace(row, arm="fp8-delayed") for row in found["as it was"]] == own
+    losses = {name: [row.loss for row in some] for name, some in found.items()}
+    assert losses["margin"] == pytest.approx(losses["as it was"], rel=0.01) and losses["margin"] != losses["as it was"]
+    slower, before = found["slower"], found["as it was"]
+    assert slower[0].loss == before[0].loss and slower[0].rate == before[0].rate / 2
+    assert slower[1].loss != before[1].loss
+    assert lab.branch("", "fp8-delayed", Arm("anew", "bf16"), settings) == 0
+    with pytest.raises(StoreError, match="nothing of other"):
+        lab.branch(folder, "other", Arm("x", "bf16"), settings)

@@ -122,6 +122,8 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     words = f"steps between two looks at the held-out text; default {_REQUEST.evaluate}"
     whole("evaluate", words, _REQUEST.evaluate)
     whole("keep", f"steps between two checkpoints; default {_REQUEST.keep}", _REQUEST.keep)
+    words = "at an arm's first alarm, try what may help from the checkpoint before it, side by side, and say what did"
+    group.add_argument("--try-fix", action="store_true", help=words)
     group.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     shared(group, "--threads")
     group.add_argument("--dry-run", action="store_true", help="print the arms and what they come to, train nothing")

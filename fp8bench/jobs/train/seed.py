@@ -17,6 +17,7 @@ from fp8bench.analysis.health.health import Health
 from fp8bench.errors import StoreError, WorkerError, WorkerFault
 from fp8bench.jobs.observer import TrainingObserver
 from fp8bench.jobs.train.arms import arms_of_seed
+from fp8bench.jobs.train.try_fix import try_fix
 from fp8bench.measure.handle import START_SECONDS, Worker
 from fp8bench.measure.interrupts import held_back
 from fp8bench.measure.limits import HANG_SECONDS, HANG_STEPS
@@ -81,6 +82,7 @@ class SeedRun:
     out: dict[str, str]
     _failures: dict[str, int] = field(default_factory=dict)
     _health: Health = field(init=False)
+    _tried: set[str] = field(default_factory=set)
 
     def run(self, fresh: bool) -> None:
         """To the last step: from the first one, or from the newest place that the seed may go on from."""
@@ -119,7 +121,9 @@ class SeedRun:
         self.writer.go_back(place)
         self._health = Health(self.task.arms, self.training.request.settings)
         if place.step:
-            self._health.see(line for line in load_training(self.writer.path).lines if line.seed == self.seed)
+            lines = [line for line in load_training(self.writer.path).lines if line.seed == self.seed]
+            self._health.see(lines)
+            self._tried |= {one.arm for one in lines if isinstance(one, TrainingEvent) and one.kind == "tried-fix"}
         else:
             self._keep_lines(tuple(_sizes(states, self.seed)), 0)
         for arm in self.task.arms:
@@ -176,10 +180,34 @@ class SeedRun:
         return answer
 
     def _keep_lines(self, lines: Sequence[Line], step: int) -> None:
-        lines = (*lines, *self._health.see(lines))
+        alarms = self._health.see(lines)
+        lines = (*lines, *alarms)
         with held_back():
             self.writer.append(lines)
         self.observer.trained(self.number, step, lines)
+        if self.training.request.try_fix:
+            for alarm in alarms:
+                self._try_fix(alarm, step)
+
+    def _try_fix(self, alarm: TrainingEvent, step: int) -> None:
+        """Once an arm; a repeat or another seed of the reference would say the same."""
+        arm = next(one for one in self.task.arms if one.name == alarm.arm)
+        if arm.name in self._tried or arm.role in (ArmRole.REPEAT, ArmRole.OTHER_SEED):
+            return
+        self._tried.add(arm.name)
+
+        def ask(steps: int, name: str, *arguments: Any) -> Any:
+            try:
+                return self._asked(arm, steps, name, *arguments)
+            except _Lost as lost:
+                if isinstance(lost.error, WorkerFault) and lost.error.kind == StoreError.__name__:
+                    raise StoreError(str(lost.error)) from None
+                raise
+
+        kept = [place for place in reversed(self.writer.places[1:]) if place.step <= alarm.step]
+        lines = load_training(self.writer.path).lines
+        folders = [str(self.writer.folder_of(one)) for one in kept]
+        self._keep_lines((try_fix(ask, self.task, alarm, arm, folders, lines),), step)
 
     def _checkpoint(self, step: int) -> None:
         folder = self.writer.checkpoint(self.number, step)

@@ -261,3 +261,49 @@ def test_two_processes_never_write_one_training(trained: Trained, store: Path) -
         trained(FakeLab())
     writer.close()
     assert trained(FakeLab())[0].finished
+
+
+def steep(row: StepRow) -> StepRow:
+    """Gradients of fp8 that jump in a step, unless they are clipped harder."""
+    ill = row.arm.startswith("fp8") and "clip" not in row.arm and row.step == 27
+    return replace(row, gradient_norm=50.0 if ill else 1.0)
+
+
+def test_remedies_of_an_alarm_are_tried(trained: Trained) -> None:
+    """Once a seed, from the checkpoint before it, beside the arm as it was; the training goes on as if nothing was."""
+    request = small(steps=40, keep=12, seeds=1)
+    plain = trained(FakeLab(change=steep), request)[0]
+    assert kinds(plain) == ["alarm"]
+    kept, lab, _ = trained(FakeLab(change=steep), replace(request, try_fix=True))
+    assert kinds(kept) == ["alarm", "tried-fix"] and kept.finished
+    event = kept.of(TrainingEvent)[1]
+    assert (event.arm, event.step, event.remedy) == ("fp8", 27, "clip gradients harder")
+    assert "from step 24 on" in event.words
+    branched = [words for words in lab.log if words[0] == "branch"]
+    assert len(branched) == 3 and all(words[1].endswith("0-24") for words in branched)
+    assert sorted(words[1] for words in lab.log if words[0] == "drop") == [
+        "fp8: a lower learning rate", "fp8: as it was", "fp8: clip gradients harder",
+    ]  # fmt: skip
+    assert kept.of(StepRow) == plain.of(StepRow), "lines of trials are no lines of the training"
+
+
+def test_remedies_are_tried_from_the_first_step_where_no_checkpoint_keeps_the_arm(trained: Trained) -> None:
+    """Also where the worker is lost meanwhile: they are not tried again, and the training goes on."""
+    request = small(steps=40, keep=40, seeds=1, try_fix=True)
+    kept, _, _ = trained(FakeLab(change=steep), request)
+    assert "from step 0 on" in kept.of(TrainingEvent)[1].words
+    lost = FakeLab(strikes("fp8: as it was", 10), change=steep)
+    kept, lab, _ = trained(lost, request)
+    assert kept.finished and lab.restarts == 1
+    assert kinds(kept) == ["restarted", "alarm"]
+
+
+def test_a_training_that_is_gone_on_with_tries_nothing_twice(trained: Trained) -> None:
+    """What was tried before the checkpoint stands; what came after it is done again, and says the same."""
+    request = small(steps=40, keep=12, seeds=1, try_fix=True)
+    whole = trained(FakeLab(change=steep), request)[0]
+    for at in (30, 36):
+        trained(FakeLab(strikes("fp8", at, KeyboardInterrupt()), change=steep), request)
+        kept, lab, _ = trained(FakeLab(change=steep))
+        assert said(kept) == said(whole)
+        assert ("branch" in {words[0] for words in lab.log}) == (at == 30)
