@@ -38,9 +38,10 @@ class Place:
     @property
     def words(self) -> str:
         scaled = "" if self.scale is None else f", scaled by {self.scale:g}"
+        direction = "backward" if self.backward else "forward"
         return (
-            f"{self.tensor} of {self.layer} in {'backward' if self.backward else 'forward'}: {self.share:.3%} of it is "
-            f"not finite, the rest is up to {self.amax:g}{scaled}"
+            f"the {self.tensor} of {self.layer}, in {direction}: {self.share:.3%} of it is not finite, the rest is up "
+            f"to {self.amax:g}{scaled}"
         )
 
     @property
@@ -71,7 +72,7 @@ class Finder:
         """Look at whatever a model does in the body, in its order."""
         with ExitStack() as stack:
             for name, parameter in model.named_parameters():
-                self.see(name, "the parameter", parameter)
+                self.see(name, "parameter", parameter)
                 hook = partial(self._gradient, name, "gradient")
                 stack.callback(parameter.register_hook(hook).remove)  # type: ignore[no-untyped-call]
             for name, module in model.named_modules():

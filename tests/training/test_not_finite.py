@@ -41,7 +41,7 @@ def events(lines: tuple[Line, ...]) -> list[TrainingEvent]:
     [
         ("fp16", "blocks.0.mlp.up.weight", 7e4, "blocks.0.mlp.up", "output"),
         ("fp16", "blocks.0.mlp.down.weight", 1e7, "blocks.0.mlp.down", "weight as it was rounded"),
-        ("bf16", "head.weight", float("nan"), "head.weight", "the parameter"),
+        ("bf16", "head.weight", float("nan"), "head.weight", "parameter"),
         ("fp16", "blocks.0.norm_mlp.weight", 1e5, "blocks.0.norm_mlp", "output"),
     ],
 )
@@ -58,7 +58,7 @@ def test_it_is_found_where_it_happened(
     assert row.skipped and row.step == found.step == 2
     assert (found.kind, found.layer, found.tensor) == ("not-finite", layer, tensor), found.words
     assert dict(found.values)["direction"] == "forward" and stopped.kind == "stopped"
-    assert ("its weights" in stopped.words) == (tensor == "the parameter")
+    assert ("its weights" in stopped.words) == (tensor == "parameter")
     for key, value in weights_of(lab, arm).items():
         assert torch.equal(value.nan_to_num(7), before[key].nan_to_num(7)), key
     assert lab.advance(arm, 1) == ()
@@ -186,5 +186,5 @@ def test_the_scale_of_that_moment_is_told() -> None:
         place = finder.place
         assert place is not None and (place.layer, place.tensor, place.backward) == (layer, "input", False)
         assert (place.amax, place.share) == (2.0, 1 / 1024) and place.scale == pytest.approx(scale)
-        assert f"input of {layer} in forward: 0.098% of it is not finite" in place.words
+        assert f"the input of {layer}, in forward: 0.098% of it is not finite" in place.words
         assert type(model.first.arithmetic) is type(model.second.arithmetic), "nothing stays attached"
