@@ -20,8 +20,9 @@ from fp8bench.formats.recipes import Amax, Delayed
 from fp8bench.formats.scalings import ScaleRounding
 
 SIDE = 16
-# Free sizes of examples, in squares.
+# Free sizes of examples, in squares; those of what is turned are others, for both may be halves of a pair.
 _DOWN, _ACROSS = 40, 48
+_TURNED_DOWN, _TURNED_ACROSS = 44, 52
 _FEW, _MORE = 9, 10
 # Scalars that are written beside one another share no memory that would be worth a kernel to Inductor otherwise.
 TOGETHER = {"score_fusion_memory_threshold": 1}
@@ -119,11 +120,12 @@ class RowCodesKernel(Kernel):
         return ()
 
     def examples(self) -> list[Tensor]:
-        rows, columns = _DOWN * self.side, _ACROSS * (self.block or self.side)
+        down, across = (_TURNED_DOWN, _TURNED_ACROSS) if self.turned else (_DOWN, _ACROSS)
+        rows, columns = down * self.side, across * (self.block or self.side)
         shape = (columns, rows) if self.turned else (rows, columns)
         given = stretches(_numbers(self, *shape), self.side, self.block, self.turned)
         out = stretches(_empty_codes(self, rows, columns), self.side, self.block)
-        return [given, out, torch.empty(len(given), _DOWN, self.side, 1, 1, device=self.device)]
+        return [given, out, torch.empty(len(given), down, self.side, 1, 1, device=self.device)]
 
     def free(self) -> list[Sequence[int]]:
         return [(0, 1), (0, 1), (0, 1)] if self.block else [(1, 3), (1, 3), (1,)]

@@ -45,6 +45,39 @@ class Kernel(ABC):
         return {}
 
 
+@dataclass(frozen=True)
+class PairKernel(Kernel):
+    """Two kernels as one, for two views of a tensor: a GPU is given one launch, whose blocks do this or that.
+
+    Called with what the first takes, then with what the second does. Neither may read what the other writes, and their
+    examples have no free size in common: nothing is assumed of how the views hang together.
+    """
+
+    first: Kernel
+    second: Kernel
+
+    @property
+    def device(self) -> str:  # type: ignore[override]
+        return self.first.device
+
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        own = len(self.first.free())
+        self.first(*tensors[:own])
+        self.second(*tensors[own:])
+        return ()
+
+    def examples(self) -> list[Tensor]:
+        return [*self.first.examples(), *self.second.examples()]
+
+    def free(self) -> Sequence[Sequence[int]]:
+        return [*self.first.free(), *self.second.free()]
+
+    def options(self) -> Mapping[str, object]:
+        # Of sizes that differ, too, and whatever memory lies between them: there is none.
+        together = {"combo_kernels": True, "combo_kernel_allow_mixed_sizes": 2}
+        return {**self.first.options(), **together, "combo_kernel_peak_memory_pct_threshold": None}
+
+
 _compiling = threading.Lock()
 
 

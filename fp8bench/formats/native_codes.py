@@ -7,6 +7,7 @@ Inside a graph that torch compiles there are plain operations instead: they fuse
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from fp8bench.formats.code_kernels import (
     turned_squares,
 )
 from fp8bench.formats.codes import DTYPES, torch_codes
-from fp8bench.formats.compiling import Kernel
+from fp8bench.formats.compiling import Kernel, PairKernel
 from fp8bench.formats.grids import FORMATS, Format
 from fp8bench.formats.memory_layout import MOST_ELEMENTS, aligned
 from fp8bench.formats.quantise import check_input
@@ -37,7 +38,10 @@ from fp8bench.formats.scaled import factor, matrix_of, quantise
 from fp8bench.formats.scalings import ScaleRounding, Scaling
 
 SQUARE = 128
-LAUNCHES = {f"fp8bench::{name}": 1 for name in ("codes", "row_codes", "scale", "square_scales", "delayed_scale")}
+LAUNCHES = {
+    f"fp8bench::{name}": 1
+    for name in ("codes", "row_codes", "row_codes_both", "scale", "square_scales", "delayed_scale")
+}
 """GPU kernels that a call of each starts once it is compiled, of a matrix that lies row by row or is turned.
 
 Counted with torch 2.13 and 2.11 for CUDA, sm_90, on a runtime that computes nothing; docs/gpu.md says how.
@@ -83,13 +87,43 @@ def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0) -
     if torch.compiler.is_compiling() or not x.numel():
         return _plain_row_codes(x, fmt, scaling)
     check_input(x)
-    rows, columns = x.shape
-    x, whole = whole_blocks(x.detach(), 1, block)
-    out = torch.empty(x.shape, dtype=DTYPES[fmt.name], device=x.device)
-    inverse = torch.empty(-(-columns // block) if block else 1, rows, dtype=torch.float32, device=x.device)
-    torch.ops.fp8bench.row_codes(x, out, inverse, fmt.name, rounding.value, block)
-    # Products look at strides, of sides of 1 too: those of rows are a column, those of blocks lie by columns.
-    return (out if whole else out[:, :columns].contiguous()), turned_rows(inverse) if block else inverse.view(rows, 1)
+    made = _Rows.of(x.detach(), fmt, block)
+    torch.ops.fp8bench.row_codes(*made.memory, fmt.name, rounding.value, block)
+    return made.result()
+
+
+def row_codes_both(
+    x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The same of a matrix, and of its transpose, whose rows have scales of their own."""
+    if torch.compiler.is_compiling() or not x.numel():
+        return row_codes(x, fmt, rounding, block), row_codes(x.t(), fmt, rounding, block)
+    check_input(x)
+    straight, turned = (_Rows.of(one, fmt, block) for one in (x.detach(), x.detach().t()))
+    torch.ops.fp8bench.row_codes_both(*straight.memory, *turned.memory, fmt.name, rounding.value, block)
+    return straight.result(), turned.result()
+
+
+class _Rows(NamedTuple):
+    """A matrix whose rows are cast, filled to whole blocks, and memory for codes and scales."""
+
+    memory: tuple[Tensor, Tensor, Tensor]
+    columns: int
+    block: int
+
+    @classmethod
+    def of(cls, x: Tensor, fmt: Format, block: int) -> _Rows:
+        rows, columns = x.shape
+        matrix, _ = whole_blocks(x, 1, block)
+        out = torch.empty(matrix.shape, dtype=DTYPES[fmt.name], device=x.device)
+        inverse = torch.empty(-(-columns // block) if block else 1, rows, dtype=torch.float32, device=x.device)
+        return cls((matrix, out, inverse), columns, block)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        _, out, inverse = self.memory
+        data = out if out.shape[1] == self.columns else out[:, : self.columns].contiguous()
+        # Products look at strides, of sides of 1 too: those of rows are a column, those of blocks lie by columns.
+        return data, turned_rows(inverse) if self.block else inverse.view(-1, 1)
 
 
 def square_codes(
@@ -188,11 +222,24 @@ def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tens
 
 
 def _run_row_codes(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: str, block: int) -> None:
+    kernel, tensors, _ = _of_rows(x, out, inverse, fmt, rounding, block)
+    call(kernel, *tensors)
+
+
+def _run_row_codes_both(
+    x: Tensor, out: Tensor, inverse: Tensor, y: Tensor, out_of_y: Tensor, inverse_of_y: Tensor,
+    fmt: str, rounding: str, block: int,
+) -> None:  # fmt: skip
+    turned = _of_rows(y, out_of_y, inverse_of_y, fmt, rounding, block)
+    _of_rows(x, out, inverse, fmt, rounding, block).beside(turned)
+
+
+def _of_rows(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: str, block: int) -> Called:
     matrix, turned = laid(x)
     side = _side(x.shape[:1] if block else x.shape)
     kernel = RowCodesKernel(FORMATS[fmt], ScaleRounding(rounding), x.dtype, str(x.device), side, block, turned)
     scales = inverse.view(len(inverse), -1, side, 1, 1)
-    call(kernel, stretches(matrix, side, block, turned), stretches(out, side, block), scales)
+    return Called(kernel, (stretches(matrix, side, block, turned), stretches(out, side, block), scales), turned)
 
 
 def _run_square_scales(matrix: Tensor, scale: Tensor, inverse: Tensor, turned: Tensor, fmt: str, rounding: str) -> None:
@@ -212,6 +259,22 @@ def _run_delayed_scale(
     delayed = Delayed(len(history), Amax(algorithm), margin, interval)
     kernel = DelayedScaleKernel(FORMATS[fmt], delayed, str(scale.device))
     call(kernel, used, inverse, history, casts, scale, amax)
+
+
+class Called(NamedTuple):
+    """A kernel, what it is called with, and whether it sees a matrix that lies `turned`."""
+
+    kernel: Kernel
+    tensors: tuple[Tensor, ...]
+    turned: bool
+
+    def beside(self, other: Called) -> None:
+        """Call both as one kernel. Those that see matrices alike would share their sizes: one after the other."""
+        if self.turned != other.turned:
+            call(PairKernel(self.kernel, other.kernel), *self.tensors, *other.tensors)
+        else:
+            for one in (self, other):
+                call(one.kernel, *one.tensors)
 
 
 def call(kernel: Kernel, *tensors: Tensor) -> None:
@@ -234,6 +297,7 @@ def _side(lengths: Sequence[int]) -> int:
     return SIDE if not any(length % SIDE for length in lengths) else 1
 
 
+_ROWS = "Tensor x, Tensor(a!) out, Tensor(b!) inverse"
 _DELAYED = (
     "Tensor amax, Tensor(a!) history, Tensor(b!) casts, Tensor(c!) scale, Tensor(d!) used, Tensor(e!) inverse, "
     "str fmt, str algorithm, int margin, int interval"
@@ -241,7 +305,12 @@ _DELAYED = (
 _SQUARES = "Tensor matrix, Tensor(a!) scale, Tensor(b!) inverse, Tensor(c!) turned, str fmt, str rounding"
 for _name, _arguments, _run in (
     ("codes", "Tensor x, Tensor? scale, Tensor(a!)? out, Tensor(b!)? turned, str fmt", _run_codes),
-    ("row_codes", "Tensor x, Tensor(a!) out, Tensor(b!) inverse, str fmt, str rounding, int block", _run_row_codes),
+    ("row_codes", f"{_ROWS}, str fmt, str rounding, int block", _run_row_codes),
+    (
+        "row_codes_both",
+        f"{_ROWS}, Tensor y, Tensor(c!) out_of_y, Tensor(d!) inverse_of_y, str fmt, str rounding, int block",
+        _run_row_codes_both,
+    ),
     ("square_scales", _SQUARES, _run_square_scales),
     ("scale", "Tensor amax, Tensor(a!) scale, Tensor(b!) inverse, str fmt, str rounding", _run_scale),
     ("delayed_scale", _DELAYED, _run_delayed_scale),

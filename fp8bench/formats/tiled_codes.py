@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from fp8bench.formats import operators
 from fp8bench.formats.codes import DTYPES
 from fp8bench.formats.grids import E2M1, E4M3, FORMATS, Format
 from fp8bench.formats.memory_layout import MOST_ELEMENTS
-from fp8bench.formats.native_codes import call, laid, whole_blocks
+from fp8bench.formats.native_codes import Called, call, laid, whole_blocks
 from fp8bench.formats.quantise import check_input
 from fp8bench.formats.random_bits import key_of
 from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, bytes_in_tiles, swizzled, swizzled_into
@@ -31,31 +33,75 @@ def tiled_codes(
     magnitudes of all parts of the tensor, if they are known.
     """
     check_input(x)
-    if torch.compiler.is_compiling() or not 0 < x.numel() <= MOST_ELEMENTS:
+    if not _fused(x):
         return _plain(x, fmt, scaling, seed)
-    nvfp4, (rows, columns) = scaling.scale is E4M3, x.shape
-    matrix, whole = whole_blocks(x.detach(), scaling.rows, scaling.columns)
-    down, across = len(matrix), matrix.shape[1] // scaling.columns
-    size, in_byte = bytes_in_tiles(rows, across), 2 if fmt is E2M1 else 1
-    memory = torch.empty(size + nvfp4 * FLOAT_BYTES, dtype=torch.uint8, device=x.device)
-    above = memory[size:].view(torch.float32).view(()) if nvfp4 else None
-    key = None if seed is None else torch.empty((), dtype=torch.int32, device=x.device)
-    if above is not None:
-        amaxes = largest_magnitude(x) if amaxes is None else amaxes
-        torch.ops.fp8bench.tensor_scale(amaxes.view(-1), above, seed, key)
-    elif seed is not None and key is not None:
-        key.copy_(key_of(seed))
-    tiled = not rows % TILE_ROWS and not across % TILE_COLUMNS
-    scales = memory[:size] if tiled else torch.empty(down * across, dtype=torch.uint8, device=x.device)
-    codes = torch.empty(down, matrix.shape[1] // in_byte, dtype=torch.uint8, device=x.device)
-    kept = scaling.scale.name if scaling.scale else ""
-    written = fmt.name, scaling.rows, scaling.columns, kept, scaling.rounding.value, tiled
-    torch.ops.fp8bench.tiled_codes(matrix, codes, scales, above, key, *written)
-    if not tiled:
-        swizzled_into(memory[:size], scales.view(down, across)[:rows])
-    if not whole:
-        codes = codes[:rows, : -(-columns // in_byte)].contiguous()
-    return codes.view(_DTYPES[fmt.name]), memory if nvfp4 else memory.view(torch.float8_e8m0fnu)
+    made = _Tiled.of(x, fmt, scaling, seed, amaxes)
+    torch.ops.fp8bench.tiled_codes(*made.given, *_written(fmt, scaling))
+    return made.result()
+
+
+def tiled_codes_both(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The same of a matrix, and of its transpose, to nearest."""
+    check_input(x)
+    if not _fused(x):
+        return _plain(x, fmt, scaling, None), _plain(x.t(), fmt, scaling, None)
+    amaxes = largest_magnitude(x) if scaling.scale is E4M3 else None
+    straight, turned = (_Tiled.of(one, fmt, scaling, None, amaxes) for one in (x, x.t()))
+    torch.ops.fp8bench.tiled_codes_both(*straight.given, *turned.given, *_written(fmt, scaling))
+    return straight.result(), turned.result()
+
+
+def _fused(x: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and 0 < x.numel() <= MOST_ELEMENTS
+
+
+def _written(fmt: Format, scaling: Scaling) -> tuple[str, int, int, str, str]:
+    """A format and a scaling as an operator's arguments, which are numbers and words."""
+    assert scaling.scale is not None
+    return fmt.name, scaling.rows, scaling.columns, scaling.scale.name, scaling.rounding.value
+
+
+class _Tiled(NamedTuple):
+    """What a matrix is cast with and into: itself, filled to whole blocks, memory, the tensor's scale, the seed's key.
+
+    Scales are written to where they are kept if they fill tiles.
+    """
+
+    given: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]
+    memory: Tensor
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor | None, amaxes: Tensor | None) -> _Tiled:
+        nvfp4, rows = scaling.scale is E4M3, len(x)
+        matrix, _ = whole_blocks(x.detach(), scaling.rows, scaling.columns)
+        down, across = len(matrix), matrix.shape[1] // scaling.columns
+        size, in_byte = bytes_in_tiles(rows, across), 2 if fmt is E2M1 else 1
+        memory = torch.empty(size + nvfp4 * FLOAT_BYTES, dtype=torch.uint8, device=x.device)
+        above = memory[size:].view(torch.float32).view(()) if nvfp4 else None
+        key = None if seed is None else torch.empty((), dtype=torch.int32, device=x.device)
+        if above is not None:
+            amaxes = largest_magnitude(x) if amaxes is None else amaxes
+            torch.ops.fp8bench.tensor_scale(amaxes.view(-1), above, seed, key)
+        elif seed is not None and key is not None:
+            key.copy_(key_of(seed))
+        tiled = not rows % TILE_ROWS and not across % TILE_COLUMNS
+        scales = memory[:size] if tiled else torch.empty(down * across, dtype=torch.uint8, device=x.device)
+        codes = torch.empty(down, matrix.shape[1] // in_byte, dtype=torch.uint8, device=x.device)
+        shape = rows, -(-x.shape[1] // in_byte)
+        return cls((matrix, codes, scales, above, key, tiled), memory, shape, _DTYPES[fmt.name])
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Codes, and the bytes of scales."""
+        _, codes, scales, above, _, tiled = self.given
+        if not tiled:
+            size = len(self.memory) - (FLOAT_BYTES if above is not None else 0)
+            swizzled_into(self.memory[:size], scales.view(len(codes), -1)[: self.shape[0]])
+        if codes.shape != self.shape:
+            codes = codes[: self.shape[0], : self.shape[1]].contiguous()
+        kept = self.memory if above is not None else self.memory.view(torch.float8_e8m0fnu)
+        return codes.view(self.dtype), kept
 
 
 def _plain(x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -71,15 +117,34 @@ def _plain(x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor | None) -> tup
 
 
 def _run_tiled_codes(
-    x: Tensor, out: Tensor, scales: Tensor, above: Tensor | None, key: Tensor | None,
-    fmt: str, rows: int, columns: int, kept: str, rounding: str, tiled: bool,
+    x: Tensor, out: Tensor, scales: Tensor, above: Tensor | None, key: Tensor | None, tiled: bool,
+    fmt: str, rows: int, columns: int, kept: str, rounding: str,
 ) -> None:  # fmt: skip
+    written = fmt, rows, columns, kept, rounding
+    kernel, tensors, _ = _called(x, out, scales, above, key, tiled, *written)
+    call(kernel, *tensors)
+
+
+def _run_tiled_codes_both(
+    x: Tensor, out: Tensor, scales: Tensor, above: Tensor | None, key: Tensor | None, tiled: bool,
+    y: Tensor, out_of_y: Tensor, scales_of_y: Tensor, above_y: Tensor | None, key_of_y: Tensor | None, tiled_y: bool,
+    fmt: str, rows: int, columns: int, kept: str, rounding: str,
+) -> None:  # fmt: skip
+    written = fmt, rows, columns, kept, rounding
+    turned = _called(y, out_of_y, scales_of_y, above_y, key_of_y, tiled_y, *written)
+    _called(x, out, scales, above, key, tiled, *written).beside(turned)
+
+
+def _called(
+    x: Tensor, out: Tensor, scales: Tensor, above: Tensor | None, key: Tensor | None, tiled: bool,
+    fmt: str, rows: int, columns: int, kept: str, rounding: str,
+) -> Called:  # fmt: skip
     matrix, turned = laid(x)
     scaling = Scaling(rows, columns, FORMATS[kept], ScaleRounding(rounding))
     places = Places(scaling, tiled, turned)
     kernel = TiledCodesKernel(FORMATS[fmt], places, x.dtype, str(x.device), key is not None)
     seen = places.matrix(matrix), places.codes(out, kernel.in_byte), places.scales(scales, len(out))
-    call(kernel, *seen, *(one for one in (above, key) if one is not None))
+    return Called(kernel, (*seen, *(one for one in (above, key) if one is not None)), turned)
 
 
 def _run_tensor_scale(amaxes: Tensor, out: Tensor, seed: Tensor | None, key: Tensor | None) -> None:
@@ -87,11 +152,10 @@ def _run_tensor_scale(amaxes: Tensor, out: Tensor, seed: Tensor | None, key: Ten
     call(TensorScaleKernel(str(out.device), bool(others)), amaxes, out, *others)
 
 
-_TILED = (
-    "Tensor x, Tensor(a!) out, Tensor(b!) scales, Tensor? above, Tensor? key, "
-    "str fmt, int rows, int columns, str kept, str rounding, bool tiled"
-)
-operators.define("tiled_codes", f"({_TILED}) -> ()", _run_tiled_codes)
-operators.define(
-    "tensor_scale", "(Tensor amaxes, Tensor(a!) out, Tensor? seed, Tensor(b!)? key) -> ()", _run_tensor_scale
-)
+_TILED = "Tensor x, Tensor(a!) out, Tensor(b!) scales, Tensor? above, Tensor? key, bool tiled"
+_OF_Y = "Tensor y, Tensor(c!) out_of_y, Tensor(d!) scales_of_y, Tensor? above_y, Tensor? key_of_y, bool tiled_y"
+_WRITTEN = "str fmt, int rows, int columns, str kept, str rounding"
+_ABOVE = "Tensor amaxes, Tensor(a!) out, Tensor? seed, Tensor(b!)? key"
+operators.define("tiled_codes", f"({_TILED}, {_WRITTEN}) -> ()", _run_tiled_codes)
+operators.define("tiled_codes_both", f"({_TILED}, {_OF_Y}, {_WRITTEN}) -> ()", _run_tiled_codes_both)
+operators.define("tensor_scale", f"({_ABOVE}) -> ()", _run_tensor_scale)

@@ -23,8 +23,9 @@ from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS
 from fp8bench.formats.scalings import Scaling
 
 _QUARTER = TILE_ROWS // TILE_COLUMNS
-# Free sizes of examples, in tiles or blocks.
+# Free sizes of examples, in tiles or blocks; those of what is turned are others, for both may be halves of a pair.
 _DOWN, _ACROSS = 9, 10
+_TURNED_DOWN, _TURNED_ACROSS = 11, 13
 # The rows of a block and their columns, of what `Places` gives.
 _INSIDE = (5, 6)
 _SEED_AND_KEY = ((1,), torch.int64), ((), torch.int32)
@@ -136,7 +137,8 @@ class TiledCodesKernel(Kernel):
 
     def examples(self) -> list[Tensor]:
         (high, wide), device = self.places.least, torch.device(self.device)
-        rows, columns = _DOWN * high, _ACROSS * wide
+        down, across = (_TURNED_DOWN, _TURNED_ACROSS) if self.places.turned else (_DOWN, _ACROSS)
+        rows, columns = down * high, across * wide
         shape = (columns, rows) if self.places.turned else (rows, columns)
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, self.source)
         out = torch.empty(rows, columns // self.in_byte, dtype=torch.uint8, device=device)

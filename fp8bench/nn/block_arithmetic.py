@@ -8,9 +8,9 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from fp8bench.formats.codes import decode, unpack
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, Format
-from fp8bench.formats.native_codes import codes_turned, row_codes, square_codes
+from fp8bench.formats.native_codes import codes_turned, row_codes, row_codes_both, square_codes
 from fp8bench.formats.scale_layouts import of_squares, squares, unswizzled
-from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes
+from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.numerics.products import in_dtype
 from fp8bench.protocols import Operand, Role
@@ -40,9 +40,14 @@ class BlockArithmetic(RecipeArithmetic):
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         one = self.treatments[role]
-        if one.scaling is None or one.scaling.scale is not None or not self._turns(role):
+        if one.scaling is None or not self._twice(role):
             return super().cast_both(tensor, role, amax)
-        straight, turned = square_codes(tensor, one.fmt, one.scaling.rounding, both=True)
+        if one.scaling.scale is not None:
+            straight, turned = tiled_codes_both(tensor, one.fmt, one.scaling)
+        elif one.scaling.rows > 1:
+            straight, turned = square_codes(tensor, one.fmt, one.scaling.rounding, both=True)
+        else:
+            straight, turned = row_codes_both(tensor, one.fmt, one.scaling.rounding, _BLOCK)
         return Operand(*straight, role is Role.GRADIENT), Operand(*turned, role is Role.GRADIENT)
 
     def _turns(self, role: Role) -> bool:

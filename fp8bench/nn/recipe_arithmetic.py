@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from fp8bench.formats.native_codes import codes, codes_both, codes_turned, current_scale, row_codes
+from fp8bench.formats.native_codes import codes, codes_both, codes_turned, current_scale, row_codes, row_codes_both
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.formats.scaled import largest_magnitude
@@ -106,8 +106,12 @@ class RecipeArithmetic(Arithmetic):
     def _turns(self, role: Role) -> bool:
         """Whether one cast of a tensor serves both of its products."""
         one = self.treatments[role]
+        return self._twice(role) and (one.scaling is None or one.scaling.turns)
+
+    def _twice(self, role: Role) -> bool:
+        """Whether both products take the same tensor, cast in the same way."""
         other = role is not Role.WEIGHT and (self.recipe.high_weight_gradient or self.recipe.hadamard)
-        return not (other or one.stochastic) and (one.scaling is None or one.scaling.turns)
+        return not (other or self.treatments[role].stochastic)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         if a.data.dtype == b.data.dtype == self.carrier:  # the weight gradient, where it is left alone
@@ -182,7 +186,10 @@ class ScaledArithmetic(RecipeArithmetic):
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         one = self.treatments[role]
         if not self._turns(role):
-            return self.cast(tensor, role), None
+            if one.scaling is None or not self._twice(role):
+                return self.cast(tensor, role), None
+            both = row_codes_both(tensor, one.fmt, one.scaling.rounding)
+            return Operand(*both[0], role is Role.GRADIENT), Operand(*both[1], role is Role.GRADIENT)
         scale, inverse = self._scale(tensor, role, _again(role), amax)
         found = codes_both(tensor, one.fmt, scale)
         straight, turned = (Operand(data, inverse, role is Role.GRADIENT) for data in found)

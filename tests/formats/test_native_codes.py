@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8bench.formats import operators, vector_width
 from fp8bench.formats.codes import DTYPES
+from fp8bench.formats.compiling import PairKernel
 from fp8bench.formats.grids import E4M3, E5M2, FP16, Format
 from fp8bench.formats.native_codes import (
     codes,
@@ -21,6 +22,7 @@ from fp8bench.formats.native_codes import (
     current_scale,
     delayed_scale,
     row_codes,
+    row_codes_both,
     square_codes,
 )
 from fp8bench.formats.recipes import Amax, Delayed
@@ -192,6 +194,42 @@ def test_compiled_blocks_are_eager_ones(
     for x, wanted in zip(many, eager, strict=True):
         assert same_blocks(in_blocks(x, fmt, rounding), wanted), (x.shape, x.stride())
     assert counted()[0] == before[0] and not counted()[2]
+
+
+def both_ways(x: Tensor) -> list[Tensor]:
+    """By rows and by blocks of 128."""
+    pairs = [*row_codes_both(x, E4M3, POWER_OF_TWO), *row_codes_both(x, E4M3, EXACT, 128)]
+    return [one for pair in pairs for one in pair]
+
+
+def one_way_each(x: Tensor) -> list[Tensor]:
+    """The same by two calls."""
+    casts = [(one, *how) for how in ((POWER_OF_TWO, 0), (EXACT, 128)) for one in (x, x.t())]
+    pairs = [row_codes(one, E4M3, rounding, block) for one, rounding, block in casts]
+    return [one for pair in pairs for one in pair]
+
+
+def test_both_ways_are_each_by_itself() -> None:
+    for x in pieces(BF16):
+        assert same_blocks(both_ways(x), one_way_each(x)), (x.shape, x.stride())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
+def test_compiled_both_ways_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel for both, whose sizes are free in each."""
+    monkeypatch.setattr(vector_width, "widths", lambda device: ())
+    x = AWKWARD.to(BF16)
+    many = [x, x[192:208], x[8:41, :250], x.repeat(2, 2)[:256, :384]]
+    for x in many:
+        both_ways(x)
+    operators.KERNELS.compile(*operators.KERNELS.wanted)
+    assert any(isinstance(one, PairKernel) for one in operators.KERNELS._ready)
+    before = counted()
+    found = [both_ways(x) for x in many]
+    assert counted()[0] == before[0]
+    for x, mine in zip(many, found, strict=True):
+        assert same_blocks(mine, one_way_each(x)), (x.shape, x.stride())
 
 
 def course(delayed: Delayed, fmt: Format, device: str = "cpu") -> list[list[Tensor]]:

@@ -17,7 +17,7 @@ from fp8bench.formats.grids import E2M1, E4M3, E5M2, E8M0, Format
 from fp8bench.formats.scale_layouts import swizzled, unswizzled
 from fp8bench.formats.scaled import quantise
 from fp8bench.formats.scalings import MX, NVFP4, NVFP4_SQUARE, NVFP4_UP, ScaleRounding, Scaling
-from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes
+from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both
 from tests.formats.scaling_definitions import gaussian
 from tests.formats.test_operators import AWKWARD, BF16, F16, F32, Operators, counted
 
@@ -83,6 +83,18 @@ def test_codes_are_stored_ones(how: Cast) -> None:
         assert same(cast(x, how), stored(x, how)), (x.shape, x.stride())
 
 
+def both_ways(x: Tensor, how: Cast) -> list[Tensor]:
+    """Of the matrix, and of its transpose."""
+    return [one.view(torch.uint8) for pair in tiled_codes_both(x, how.fmt, how.scaling) for one in pair]
+
+
+@pytest.mark.parametrize("how", [one for one in CASTS if one.seed is None], ids=str)
+def test_both_ways_are_each_by_itself(how: Cast) -> None:
+    """Where one fills its tiles and the other does not, too."""
+    for x in pieces(how.source):
+        assert same(both_ways(x, how), [*stored(x, how), *stored(x.t(), how)]), (x.shape, x.stride())
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_mx_codes_are_those_of_ml_dtypes(turned: bool) -> None:
     """The power of two at or above amax / 448; elements to nearest."""
@@ -146,6 +158,22 @@ def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
 def test_other_numbers_are_refused() -> None:
     with pytest.raises(TypeError, match="give a tensor of float32, bfloat16 or float16"):
         tiled_codes(torch.zeros(32, 32, dtype=torch.float64), E4M3, MX)
+
+
+@pytest.mark.slow
+def test_compiled_both_ways_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel for both, whose sizes are free in each."""
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
+    monkeypatch.setattr(vector_width, "widths", lambda device: ())
+    x = AWKWARD.to(BF16)
+    many = [torch.cat([x, x.flip(0)])[:256, :128].contiguous(), x[:128].contiguous(), x[:128].repeat(3, 1)]
+    for one in many:
+        both_ways(one, CASTS[0])
+    operators.KERNELS.compile(*operators.KERNELS.wanted)
+    before = counted()
+    for one in many:
+        assert same(both_ways(one, CASTS[0]), [*stored(one, CASTS[0]), *stored(one.t(), CASTS[0])]), one.shape
+    assert counted()[:2] == (before[0], before[1] + len(many))
 
 
 @pytest.mark.slow

@@ -33,13 +33,13 @@ class Launches:
 
 # The largest magnitude, the scale and its inverse, the codes: those of both orientations are written by one kernel.
 A_TENSOR = Launches(one=3, both=3, weight=3, weight_both=3, known=2)
-# Each orientation has scales of its own, and one kernel finds and applies them.
-A_ROW = Launches(one=1, both=2, weight=1, weight_both=2, known=2)
+# Each orientation has scales of its own, and one kernel finds and applies them, those of both if it is asked for both.
+A_ROW = Launches(one=1, both=1, weight=1, weight_both=1, known=1)
 # The same of 128 elements; of a weight's squares the scales, the codes, and memory that is filled up with zeros.
-A_BLOCK = Launches(one=1, both=2, weight=3, weight_both=3, known=3, restored=3)
-# Codes and scales of 32 elements by one kernel for each orientation, in tiles; else two operations bring scales there.
+A_BLOCK = Launches(one=1, both=1, weight=3, weight_both=3, known=3, restored=3)
+# Codes and scales of 32 elements by one kernel, in tiles; else two operations bring scales there.
 # Back: scales out of their tiles, looked up, one for every element; codes, times those.
-AN_MX = Launches(one=1, both=2, weight=1, weight_both=2, known=2, restored=7, untiled=2)
+AN_MX = Launches(one=1, both=1, weight=1, weight_both=1, known=1, restored=7, untiled=2)
 BY_EXTENTS = {
     frozenset({(0, 0, None)}): A_TENSOR,
     frozenset({(1, 0, None)}): A_ROW,
