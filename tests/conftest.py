@@ -110,6 +110,15 @@ def fp8bench(capsys: pytest.CaptureFixture[str]) -> Say:
     return say
 
 
+@pytest.fixture(scope="module")
+def short_slots() -> Iterator[None]:
+    """One state a case and few calls a slot, for runs whose times are of no matter."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr("fp8bench.measure.arm.STATES", 1)
+        patches.setattr("fp8bench.measure.slots.SLOT_SECONDS", 5e-4)
+        yield
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """The text that runs use which are given none."""

@@ -21,6 +21,8 @@ from fp8bench.store.runs.write import RunWriter, reopen_run, running_beside
 from fp8bench.user_code import import_user_modules
 from tests.own_suites import adding_up, forgotten
 
+pytestmark = pytest.mark.usefixtures("short_slots")
+
 SUITE = adding_up("sums", 0, 1, 2, 3)
 
 

@@ -16,6 +16,8 @@ from tests.facts import CPU
 from tests.fakes import Listener
 from tests.own_suites import forgotten
 
+pytestmark = pytest.mark.usefixtures("short_slots")
+
 SUITE = """
 import torch
 

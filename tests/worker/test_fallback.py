@@ -17,6 +17,8 @@ from tests.facts import CPU, H200
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
 from tests.own_suites import forgotten
 
+pytestmark = pytest.mark.usefixtures("short_slots")
+
 # All claim to be fp8 with a scale a tensor. The native ones say that torch's kernels on this processor are hardware.
 PRECISIONS = """
 import torch

@@ -13,6 +13,8 @@ from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules
 from tests.own_suites import forgotten
 
+pytestmark = pytest.mark.usefixtures("short_slots")
+
 SUITE = """
 from types import SimpleNamespace
 
