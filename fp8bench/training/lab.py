@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.model.training import Arm, ArmState, Line, SeedTask, TrainerSettings, Validation
 from fp8bench.worker.bench import Bench
+from fp8bench.worker.faults import Fault, described
 from fp8bench.worker.step_guards import aside
 from fp8bench.worker.switches import unchanged, under
 
@@ -24,33 +25,41 @@ if TYPE_CHECKING:
 MODULE = "fp8bench.training.main"
 
 
+class NotBuilt(RuntimeError):
+    """An arm whose model or optimizer could not be made."""
+
+
 class Lab(Bench):
     """The trainers of a seed by the names of their arms."""
 
     _task: SeedTask | None = None
 
     def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
-        """Forget the seed before, and build every arm of this one."""
+        """Forget the seed before, and build every arm of this one. Why one cannot be is said when it is asked for."""
         from fp8bench.training.trainer import Trainer
 
         self._trainers: dict[str, Trainer] = {}
+        self._unbuilt: dict[str, Fault] = {}
         gc.collect()
         self._task = task
         self._selected(task.facts).empty_cache()
         for arm in task.arms:
-            with self._running():
-                self._trainers[arm.name] = Trainer(task, arm)
+            try:
+                with self._running():
+                    self._trainers[arm.name] = Trainer(task, arm)
+            except Exception as error:  # noqa: BLE001 - the others have room, or a sound plan
+                self._unbuilt[arm.name] = described(error)
         return tuple(one.state() for one in self._trainers.values())
 
     def advance(self, arm: str, steps: int) -> tuple[Line, ...]:
         """Go on by so many steps: what they say. An arm that has stopped, or is done, says nothing."""
-        trainer = self._trainers[arm]
+        trainer = self._trainer(arm)
         with self._running(trainer):
             return tuple(line for _ in range(steps) for line in trainer.advance())
 
     def validate(self, arm: str) -> tuple[Validation, ...]:
         """The losses on text that is never trained on."""
-        trainer = self._trainers[arm]
+        trainer = self._trainer(arm)
         with self._running(trainer):
             return trainer.validate()
 
@@ -72,7 +81,7 @@ class Lab(Bench):
 
     def drop(self, arm: str) -> None:
         """Forget an arm."""
-        del self._trainers[arm]
+        self._trainers.pop(arm, None)
         gc.collect()
 
     def save(self, folder: str) -> tuple[str, ...]:
@@ -94,6 +103,12 @@ class Lab(Bench):
     def close(self) -> None:
         self._trainers = {}
         super().close()
+
+    def _trainer(self, arm: str) -> Trainer:
+        if arm in self._unbuilt:
+            fault = self._unbuilt[arm]
+            raise NotBuilt(f"{fault.kind}: {fault.text}")
+        return self._trainers[arm]
 
     @contextmanager
     def _running(self, trainer: Trainer | None = None) -> Iterator[None]:

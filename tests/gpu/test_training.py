@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fp8bench.devices.cuda import Cuda
 from fp8bench.model.training import Arm, SeedTask
 from fp8bench.plan.corpus import Corpus
+from tests.gpu.waits import waits
 from tests.training.labs import lab_of, rows, task_of
 
 pytestmark = pytest.mark.gpu
@@ -48,15 +47,9 @@ def test_a_step_waits_once(corpus: Corpus, arm: Arm) -> None:
     """For its five numbers; a step that is not watched."""
     lab = lab_of(task(corpus, arm))
     lab.advance(arm.name, 2)
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            lab.advance(arm.name, 1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    waits = [str(one.message) for one in said if "synchronizing" in str(one.message)]
-    assert len(waits) == 1, waits
+    with waits() as found:
+        lab.advance(arm.name, 1)
+    assert len(found) == 1, found
 
 
 def test_an_overflow_is_located(corpus: Corpus) -> None:

@@ -19,6 +19,20 @@ def none_may_wait() -> Iterator[None]:
         _set("default")
 
 
+@contextmanager
+def waits() -> Iterator[list[str]]:
+    """What torch says of each time that the body waits for the device."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            found += [str(one.message) for one in said if "synchronizing CUDA operation" in str(one.message)]
+
+
 def _set(mode: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

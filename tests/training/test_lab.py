@@ -13,7 +13,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.model.training import Arm, ArmRole
 from fp8bench.plan.corpus import Corpus
 from fp8bench.registry import precisions
-from fp8bench.training.lab import MODULE
+from fp8bench.training.lab import MODULE, Lab
 from tests.training.labs import lab_of, rows, task_of
 
 
@@ -81,6 +81,19 @@ def test_so_does_every_architecture(corpus: Corpus, tmp_path: Path, arch: str) -
     other = lab_of(task)
     other.restore(str(tmp_path / "kept"))
     assert (rows(other.advance("fp8", 2)), other.validate("fp8")) == wanted
+
+
+def test_an_arm_that_cannot_be_built_says_so_when_it_is_asked_for(corpus: Corpus, tmp_path: Path) -> None:
+    """The others are trained, and kept."""
+    lab = Lab(Settings())
+    task = task_of(corpus, "bf16", Arm("odd", "bf16", settings=(("model", "vast"),)))
+    (state,) = lab.begin(task)
+    assert state.arm == "bf16" and len(lab.advance("bf16", 1)) > 0
+    for ask in (lambda: lab.advance("odd", 1), lambda: lab.validate("odd")):
+        with pytest.raises(RuntimeError, match="UnknownName: unknown model 'vast'"):
+            ask()
+    lab.drop("odd")
+    assert lab.save(str(tmp_path / "kept")) == () and lab.restore(str(tmp_path / "kept")) == (("bf16", 1),)
 
 
 @pytest.mark.slow
