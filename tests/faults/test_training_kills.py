@@ -26,7 +26,7 @@ from tests.trainings import said
 USUAL = ("train", "--data", "text.txt", "--batch", "1", "--sequence", "16", "--dropout", "0.1", "--evaluate", "8")
 SHORT = (*USUAL, "--dtypes", "bf16,fp8-delayed", "--steps", "6", "--seeds", "1", "--keep", "2")
 LONG = (*USUAL, "--dtypes", "bf16,fp8-delayed,nvfp4", "--steps", "16", "--seeds", "2", "--keep", "6")
-_PATIENCE = 120.0
+_PATIENCE = 300.0
 
 
 def command_of(store: Path, *words: str) -> list[str]:
@@ -49,6 +49,7 @@ def wait_for(process: subprocess.Popen[bytes], store: Path, more: int) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.timeout(1800)
 @counts(1, 20)
 def test_killed_and_gone_on_with_it_comes_to_the_same_losses(
     count: int, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
