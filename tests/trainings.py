@@ -17,6 +17,7 @@ from fp8bench.model.training import (
     KeptTraining,
     Line,
     SeedTask,
+    StepFigure,
     StepRow,
     TrainerSettings,
     Training,
@@ -151,7 +152,7 @@ class SilentTraining:
 
 
 def said(kept: KeptTraining) -> list[Line]:
-    """The lines of a training without what says when it was gone on with, and without times."""
+    """The lines of a training without what says when it was gone on with, and without times and memory."""
     return [
         replaced(line) for line in kept.lines
         if not isinstance(line, TrainingEvent) or line.kind not in ("resumed", "restarted", "out")
@@ -159,6 +160,8 @@ def said(kept: KeptTraining) -> list[Line]:
 
 
 def replaced(line: Line) -> Line:
+    if isinstance(line, StepFigure) and line.name in ("memory", "energy"):
+        return replace(line, value=0.0)
     return replace(line, seconds=0.0) if isinstance(line, StepRow) else line
 
 

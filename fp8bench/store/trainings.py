@@ -86,20 +86,25 @@ class TrainingWriter(LineWriter):
         place = Place(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out))
         before = [one for one in self.places if (one.number, one.step) < (number, step) and one.number == number]
         begun, checkpoints = before[:1], before[1:][1 - _KEPT_CHECKPOINTS :]
-        self.places = (*begun, *checkpoints, place)
         with self._room():
-            write_whole(self.path.with_name(_PLACES), json.dumps(encode(self.places)))
-        remove_others(self.path.parent, self.places)
+            self._write((*begun, *checkpoints, place))
 
     def go_back(self, place: Place) -> None:
         """Cut the stream to what it had there, but for the events that are no step's: when it was gone on with, say."""
-        self.places = tuple(one for one in self.places if (one.number, one.step) <= (place.number, place.step))
+        places = tuple(one for one in self.places if (one.number, one.step) <= (place.number, place.step))
         with self._room():
+            if places != self.places:  # else what is trained again would be taken for what they name
+                self._write(places)
             cut = self.path.read_bytes()[place.length :].split(b"\n")
             told = [line for line in cut[:-1] if line.startswith(_EVENT) and any(kind in line for kind in _STAY)]
             self._file.truncate(place.length)
             self._file.seek(place.length)
             append(self._file, b"".join(line + b"\n" for line in told))
+
+    def _write(self, places: tuple[Place, ...]) -> None:
+        write_whole(self.path.with_name(_PLACES), json.dumps(encode(places)))
+        self.places = places
+        remove_others(self.path.parent, places)
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:

@@ -149,6 +149,9 @@ def test_going_back_cuts_the_stream_and_keeps_what_happened(writer: TrainingWrit
     again.go_back(again.places[0])
     assert load_training(writer.path).lines == (resumed,) and again.places == writer.places[:1]
     again.close()
+    third = reopen_training(writer.path)
+    assert third.places == again.places and not list(folder.parent.iterdir()), "a place that was passed over is gone"
+    third.close()
 
 
 def test_a_checkpoint_that_no_place_names_is_removed(writer: TrainingWriter) -> None:

@@ -176,10 +176,11 @@ def run(arguments: argparse.Namespace) -> int:
     request = request_from(arguments)
     check_training(request)
     if arguments.dry_run:
-        from fp8bench.report.terminal.training import plan_page
+        from fp8bench.report.terminal.training import expected_time, plan_page
 
         found = planned(request, arguments.store)
-        tell(arguments, partial(plan_page, request, found.arms, found.device, found.reference))
+        time = expected_time(found.seconds, found.unknown)
+        tell(arguments, partial(plan_page, request, found.arms, found.device, found.reference, time))
         return EXIT_OK
     with only_once(), _kept_or_shown(arguments):
         kept = train(request, arguments.store, TERMINAL, command_line())

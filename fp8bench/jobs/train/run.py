@@ -13,6 +13,7 @@ from fp8bench import __version__
 from fp8bench.errors import NotKept, StoreError, WorkerError
 from fp8bench.jobs.observer import JobObserver, TrainingObserver
 from fp8bench.jobs.train.arms import check_training, device_of, make_arms
+from fp8bench.jobs.train.expected import expected_seconds
 from fp8bench.jobs.train.seed import Pace, SeedRun, lab_of
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker, claimed
@@ -42,12 +43,16 @@ from fp8bench.user_code import import_user_modules
 
 @dataclass(frozen=True)
 class Planned:
-    """A training as it would be: its arms on their device, the text, and the reference's model as it was built."""
+    """A training as it would be: its arms on their device, and the reference's model as it was built.
+
+    `seconds` are those of all steps of arms whose precision was trained here before; `unknown` are the other arms.
+    """
 
     arms: tuple[Arm, ...]
     device: DeviceFacts
-    text: TrainingText
     reference: ArmState
+    seconds: float
+    unknown: list[str]
 
 
 def train(request: TrainingRequest, store: Path, observer: JobObserver, command: str) -> KeptTraining:
@@ -88,7 +93,8 @@ def planned(request: TrainingRequest, store: Path) -> Planned:
     """What a training would do; nothing is trained."""
     with _ready(request, store) as (worker, text):
         device, arms, _ = _asked(request, worker)
-        return Planned(arms, device, text, _reference(request, worker, arms, device, text))
+        reference = _reference(request, worker, arms, device, text)
+        return Planned(arms, device, reference, *expected_seconds(request, arms, device, store))
 
 
 @contextmanager
@@ -146,6 +152,7 @@ def _trained(
     except WorkerError:
         with contextlib.suppress(StoreError):
             writer.finish("interrupted")
+        observer.note(f"what was trained is kept; `fp8bench train --resume {training.id}` goes on with it")
         raise
     finally:
         writer.close()

@@ -62,10 +62,10 @@ def lab_of(worker: Worker, seconds: float) -> Lab:
 
 
 class _Lost(Exception):
-    """A request that an arm did not survive."""
+    """A request that the worker did not survive: of an arm, or None where it was of all of them."""
 
-    def __init__(self, arm: Arm, error: WorkerError) -> None:
-        super().__init__(arm.name)
+    def __init__(self, arm: Arm | None, error: WorkerError) -> None:
+        super().__init__(str(error))
         self.arm, self.error = arm, error
 
 
@@ -86,6 +86,7 @@ class SeedRun:
 
     def run(self, fresh: bool) -> None:
         """To the last step: from the first one, or from the newest place that the seed may go on from."""
+        self._health = Health(self.training.arms, self.training.request.settings)
         if fresh:
             self.writer.keep(self.number, 0, None, tuple(self.out.items()))
         while True:
@@ -116,7 +117,8 @@ class SeedRun:
     def _begin(self) -> int:
         """Build the arms and restore the newest checkpoint that is sound; returns the step that comes next."""
         lab = lab_of(self.worker, START_SECONDS)
-        states = lab.begin(self.task)
+        with _of_all_arms():
+            states = lab.begin(self.task)
         place = self._restored(lab)
         self.writer.go_back(place)
         self._health = Health(self.task.arms, self.training.request.settings)
@@ -135,7 +137,7 @@ class SeedRun:
         first, *checkpoints = self.writer.places
         for place in reversed(checkpoints):
             try:
-                with _as_store_error():
+                with _of_all_arms():
                     lab.restore(str(self.writer.folder_of(place)))
                 return place
             except StoreError as error:
@@ -211,19 +213,19 @@ class SeedRun:
 
     def _checkpoint(self, step: int) -> None:
         folder = self.writer.checkpoint(self.number, step)
-        with _as_store_error():
+        with _of_all_arms():
             lab_of(self.worker, START_SECONDS).save(str(folder))
         with held_back():
             self.writer.keep(self.number, step, folder, tuple(self.out.items()))
 
     def _go_back(self, lost: _Lost) -> None:
         """A fresh worker, and an arm less if it was the same one again. The reference cannot be done without."""
-        name = lost.arm.name
+        name = lost.arm.name if lost.arm is not None else ""
         self._failures[name] = self._failures.get(name, 0) + 1
         self.worker.restart()
         kind, words = "restarted", f"{lost.error}; a fresh worker goes on from what was kept"
         if self._failures[name] == _FAILURES:
-            if lost.arm.role is ArmRole.REFERENCE:
+            if lost.arm is None or lost.arm.role is ArmRole.REFERENCE:
                 raise lost.error
             self.out[name] = str(lost.error)
             kind, words = "out", f"{lost.error}; it is trained no further"
@@ -245,11 +247,11 @@ def _next(step: int, every: int) -> int:
 
 
 @contextlib.contextmanager
-def _as_store_error() -> Iterator[None]:
-    """What the worker says of a checkpoint is said by the parent's own error."""
+def _of_all_arms() -> Iterator[None]:
+    """What the worker says of a checkpoint is said by the parent's own error; another one is no single arm's."""
     try:
         yield
-    except WorkerFault as fault:
-        if fault.kind != StoreError.__name__:
-            raise
-        raise StoreError(str(fault).removeprefix(f"{fault.kind}: ")) from None
+    except WorkerError as error:
+        if isinstance(error, WorkerFault) and error.kind == StoreError.__name__:
+            raise StoreError(str(error).removeprefix(f"{error.kind}: ")) from None
+        raise _Lost(None, error) from None

@@ -70,7 +70,17 @@ def page_of(kept: KeptTraining, found: Verdicts) -> Page:
     return Page(_title(training), "", tuple(parts), _LEGEND, tuple(_facts(training)))
 
 
-def plan_page(request: TrainingRequest, arms: Sequence[Arm], device: DeviceFacts, reference: ArmState) -> Page:
+def expected_time(seconds: float, unknown: Sequence[str]) -> str:
+    """How long all steps would take, as far as steps of the same model are known."""
+    if not seconds:
+        return "time: not known before such a model was trained here; --quick tells"
+    more = f", and what {', '.join(unknown)} takes, which was not trained here before" if unknown else ""
+    return f"time: about {units.clock(seconds)} for the steps, by those of kept trainings{more}"
+
+
+def plan_page(
+    request: TrainingRequest, arms: Sequence[Arm], device: DeviceFacts, reference: ArmState, time: str
+) -> Page:
     """The arms that would be trained, and what they come to."""
     columns = (Column("arm"), Column("role"), Column("how"), Column("why not", below=True))
     rows = tuple(tuple(map(Field, (arm.name, arm.role.value, _how(arm), arm.skip))) for arm in arms)
@@ -83,6 +93,7 @@ def plan_page(request: TrainingRequest, arms: Sequence[Arm], device: DeviceFacts
         + many(request.seeds, "seed"),
         f"tokens: {units.whole(reference.tokens)} a step, {units.whole(steps * reference.tokens)} in all",
         f"kept between two steps of the reference: {_bytes(dict(reference.bytes_per_parameter))}",
+        time,
     )
     table = Table("arms", "", columns, rows)
     return Page(

@@ -128,6 +128,8 @@ def test_a_training_is_told_kept_shown_and_exported(say: Say, fp8bench: Say, sto
     assert repr(steps[3]["loss"]) == losses[0] and document["finished"]
     assert document["verdicts"]["fp8"]["words"].startswith("inconclusive")
     assert re.search(r"\n  fp8 +\d\.\d{3} \(\d+\.?\d*\) +", out.partition("never trained on")[2]), "perplexities"
+    _, planned, _ = say(*TINY, "--dtypes", "bf16,fp8,mxfp8", "--seeds", "100", "--dry-run")
+    assert re.search(r"time: about [\d.]+ \w+.* for the steps, .*, and what mxfp8 takes", " ".join(planned.split()))
     _, listed, _ = fp8bench("history", "list", "--runs")
     assert f"{kept.training.id} of {kept.training.started[:10]} " in listed and ": nano in bf16, fp8" in listed
     code, out, err = say("--resume", "last")
@@ -145,6 +147,7 @@ def test_a_plan_is_told_and_nothing_is_trained(say: Say, store: Path, local: Non
     assert (code, err) == (0, "") and not training_files(store)
     assert "fp8 gradients=bf16 candidate emulated" in words and "bf16 again repeat native" in words
     assert "steps: 52 in all, 4 steps of 5 arms in 3 seeds" in words and "16 a step, 832 in all" in words
+    assert "time: not known before such a model was trained here; --quick tells" in words
     assert re.search(r"parameters: [\d,]+ ", words) and "bytes a parameter (weights 4, gradients 4," in words
 
 

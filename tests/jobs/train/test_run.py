@@ -161,6 +161,29 @@ def test_a_lost_worker_costs_the_steps_since_the_checkpoint(trained: Trained) ->
     assert "the worker crashed" in event.words
 
 
+@pytest.mark.parametrize("name", ["begin", "save", "restore"])
+def test_a_worker_lost_between_slices_is_replaced_once(trained: Trained, name: str) -> None:
+    """It is no arm's fault; the second time the training ends, and what was kept stays."""
+    whole, _, _ = trained(FakeLab(), small())
+    if name == "restore":
+        trained(FakeLab(strikes("fp8", 7, KeyboardInterrupt())), small())
+    request = None if name == "restore" else small()
+    counted = strikes("", 0, times=2, name=name)
+    asked = [1 if name == "begin" else 0]  # the first one is asked to count the reference's parameters
+
+    def fault(*words: object) -> BaseException | None:
+        if words[0] == name and asked[0]:
+            asked[0] -= 1
+            return None
+        return counted(*words)  # type: ignore[arg-type]
+
+    with pytest.raises(WorkerLost):
+        trained(FakeLab(fault), request)
+    kept, lab, _ = trained(FakeLab(strikes("", 0, name=name)))
+    assert said(kept) == said(whole) and lab.restarts == 1
+    assert [event.arm for event in kept.of(TrainingEvent) if event.kind == "restarted"] == ["", ""]
+
+
 @pytest.mark.parametrize("error", [WorkerLost("gone"), WorkerFault("RuntimeError", "out of memory", "", True)])
 def test_an_arm_that_fails_twice_is_out(trained: Trained, error: Exception) -> None:
     """With the reason, in the seeds to come too; the others go on to their ends."""
