@@ -89,7 +89,7 @@ OPTIONS = {
         "--tokens", "--import", "--steps", "--seeds", "--margin", "--quick", "--seed", "--stride", "--evaluate",
         "--keep", "--device", "--threads", "--dry-run", "--no-isolation", "--rate", "--rates", "--warmup",
         "--scale-growth", "--floor", "--weight-decay", "--clip", "--loss-scale", "--optimizer-states", "--master",
-        "--gradients", "--on-nan", "--store", "--resume", "--explain", "--json", "--csv",
+        "--gradients", "--on-nan", "--store", "--resume", "--try-fix", "--explain", "--json", "--csv",
     },
     "selftest": COMMON | {"--device", "--power", "--trials", "--operation", "--json"},
 }  # fmt: skip
