@@ -16,6 +16,9 @@ from fp8bench.nn.linear import Choose, Linear, within
 from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
 from fp8bench.protocols import Phases
 
+# The deviation of embeddings at the start, as a GPT's.
+_EMBEDDING = 0.02
+
 
 class WindowMLP(LanguageModel):
     """The last CONTEXT tokens beside each other, one product of them, then feed-forward blocks with residuals."""
@@ -23,7 +26,7 @@ class WindowMLP(LanguageModel):
     def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0) -> None:
         super().__init__()
         self.carrier, self.dropout = carrier, dropout
-        self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
+        self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * _EMBEDDING)
         self.window = Linear(CONTEXT * config.width, config.width, choose("window"))
         gain = config.layers**-0.5
         parts = [within(choose, f"blocks.{number}") for number in range(config.layers)]
@@ -45,7 +48,7 @@ class WindowMLP(LanguageModel):
 
 
 class CausalBlock(nn.Module):
-    """Two convolutions, each with batch norm and ReLU, added to what came in.
+    """Two convolutions, each with batch norm, ReLU between them, added to what came in.
 
     An image is a text in lines. Moved down and right by one, each place of it sees, in its 3x3 window, itself and
     places to the left of it, in its own line and in the two above: nothing that comes later.
@@ -55,11 +58,14 @@ class CausalBlock(nn.Module):
         super().__init__()
         self.first, self.second = (Convolution(channels, channels, choose(name)) for name in ("first", "second"))
         self.norm_first, self.norm_second = (BatchNorm(channels, running=True) for _ in range(2))
+        # At first a block adds as much as there is: what it adds at full size would drown the tokens for long.
+        nn.init.constant_(self.norm_second.weight, _EMBEDDING)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = F.relu(self.norm_first(causal(self.first, x, phase)))
         # A layer of another precision hands back its own carrier; the block gives what it was given.
-        return x + F.relu(self.norm_second(causal(self.second, hidden, phase))).to(x.dtype)
+        y: Tensor = x + self.norm_second(causal(self.second, hidden, phase)).to(x.dtype)
+        return y
 
 
 def causal(convolution: Convolution, x: Tensor, phase: Phases) -> Tensor:
@@ -75,10 +81,10 @@ class TextCNN(LanguageModel):
     def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0) -> None:
         super().__init__()
         self.carrier, self.dropout = carrier, dropout
-        self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
+        self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * _EMBEDDING)
         parts = [within(choose, f"blocks.{number}") for number in range(config.layers)]
         self.blocks = nn.ModuleList(CausalBlock(config.width, one) for one in parts)
-        self.norm = BatchNorm(config.width, running=True)
+        self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:

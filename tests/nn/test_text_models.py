@@ -69,9 +69,11 @@ def plain_cnn(weights: dict[str, Tensor], tokens: Tensor, _: bool) -> Tensor:
         for part in ("first", "second"):
             window = as_torch_differentiably(weights[f"blocks.{block}.{part}.weight"])
             y = functional.conv2d(functional.pad(y, (2, 0, 2, 0)), window)
-            y = functional.relu(normed(y, f"blocks.{block}.norm_{part}"))
+            y = normed(y, f"blocks.{block}.norm_{part}")
+            y = functional.relu(y) if part == "first" else y
         x = x + y
-    return normed(x, "norm").permute(0, 2, 3, 1).reshape(-1, 16) @ weights["head.weight"].T
+    rows = x.permute(0, 2, 3, 1).reshape(-1, 16)
+    return torch.stack([plain_norm(row, weights["norm.weight"], False) for row in rows]) @ weights["head.weight"].T
 
 
 def as_torch_differentiably(weight: Tensor) -> Tensor:

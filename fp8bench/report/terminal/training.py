@@ -43,7 +43,7 @@ _LEGEND = (
     "loss: of training, in nats a token: the mean over seeds and the last tenth of the steps",
     "held-out: the loss on text that was never trained on, after the last step",
     "gap: of the loss, relative to the reference's of the same seed, which has the same weights, batches and dropout",
-    "quantised:fp8: the held-out text again, with every linear layer quantised for inference, however it was trained",
+    "quantised:fp8: the held-out text again, all layers but the head quantised for inference, however trained",
     "in brackets: the 95% interval over seeds; the verdict is by the 99% interval",
     "tokens/s: by the median step; of emulated arms it would say nothing",
     "B/param: bytes that are kept between two steps, as counted, for each parameter",
