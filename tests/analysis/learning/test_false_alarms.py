@@ -29,17 +29,18 @@ def test_what_was_planted_is_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", [NEAR, 0.01, FAR])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "Gaussian"])
+@pytest.mark.parametrize("spread", [NEAR, 0.01])
+@pytest.mark.parametrize("name", NAMES)
 def test_of_ten_thousand_at_most_one_in_a_hundred_is_called(name: str, spread: float) -> None:
-    """Noise as real curves have it: tails, spikes, steps that are alike, and gaps that were trained."""
+    """Up to a spread as large as the margin, which no null arm that was trained went far beyond."""
     assert false_alarms(noises()[name], MANY, spread) <= 0.01
 
 
 @pytest.mark.slow
-def test_gaussian_noise_far_beyond_the_margin_is_called_as_often_as_the_interval_says() -> None:
-    """Exactly one in a hundred: the worst case, with held-out losses that always agree."""
-    assert false_alarms(noises()["Gaussian"], MANY, FAR) == pytest.approx(0.01, abs=0.003)
+@pytest.mark.parametrize("name", NAMES)
+def test_noise_far_beyond_the_margin_is_called_no_more_often_than_the_interval_says(name: str) -> None:
+    """One in a hundred, with the error of ten thousand studies: there the margin spares nothing any more."""
+    assert false_alarms(noises()[name], MANY, FAR) <= 0.013
 
 
 @pytest.mark.slow
