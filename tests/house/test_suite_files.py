@@ -25,6 +25,7 @@ OTHERS = {
     "null_trainings",
     "quantisers",
     "sight",
+    "training_step",
     "verdicts",
 }
 FILE = '''"""What asv follows of the suite {name}."""
