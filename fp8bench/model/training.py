@@ -258,6 +258,8 @@ class LayerReading:
 
 # The figure of what an arm keeps between two steps; its layer is what that is for ('weights').
 BYTES_PER_PARAMETER = "bytes_per_parameter"
+# That of how long a watched step took, watching included.
+WATCHED_SECONDS = "watched_seconds"
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,7 @@ class StepFigure:
     """A further figure of a watched step by its name, of a layer or, without one, of all.
 
     'update_ratio' and 'gradient_snr' of a weight, 'noise_scale' (in tokens), 'output_amax', 'attention_score',
-    'embedding_spread', 'batch_norm_drift', 'memory' (bytes), 'energy'.
+    'embedding_spread', 'batch_norm_drift', 'memory' (bytes), WATCHED_SECONDS, 'energy'.
     """
 
     arm: str

@@ -27,7 +27,7 @@ class _Row(NamedTuple):
     step: int
     loss: Tensor
     gradient_norm: Tensor
-    parameter_norm: Tensor
+    parameter_norm: Tensor | float
     update_ratio: Tensor | float
     rate: float
     seconds: float
@@ -37,8 +37,8 @@ class OwnLoop:
     """Every step gives a row, and every `stride`-th is watched; `told` gets their lines as watched steps end.
 
     A step is what happens until the optimizer has made one, whatever micro-batches there are. Where a GradScaler skips
-    one, it goes on. Norms are those that the optimizer meets: after any clipping. A step whose loss nobody knows has
-    no row.
+    one, it goes on. Norms are those that the optimizer meets: after any clipping; that of the parameters is of the last
+    watched step. A step whose loss nobody knows has no row.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class OwnLoop:
         self._step, self._began = 0, 0.0
         self._losses: list[Tensor] = []
         self._rows: list[_Row] = []
-        self._norms: tuple[Tensor, Tensor] | None = None
+        self._norm: Tensor | None = None
+        self._size: Tensor | float = math.nan
         self._before: list[Tensor] = []
         self._seen: WatchedStep | None = None
         self._hooks, self._attached = ExitStack(), ExitStack()
@@ -121,12 +122,13 @@ class OwnLoop:
         trained = [one for group in self._optimizer.param_groups for one in group["params"]]
         gradients = [_values(one.grad) for one in trained if one.grad is not None]
         if not gradients:
-            self._norms = None
+            self._norm = None
             return
         scale = getattr(self._optimizer, "grad_scale", None)  # a fused one takes gradients as a GradScaler left them
         norm = _joint(gradients)
-        self._norms = norm if scale is None else norm / scale, _joint(trained)
+        self._norm = norm if scale is None else norm / scale
         if self._seen is not None:
+            self._size = _joint(trained)
             self._before = [one.detach().clone() for one in self._watch.parameters.values()]
 
     @torch.no_grad()
@@ -139,14 +141,15 @@ class OwnLoop:
             sizes = torch._foreach_norm(self._before)
             self._seen.updated(dict(zip(names, moved, strict=True)), dict(zip(names, sizes, strict=True)))
             ratio = _joint(moved) / _joint(sizes)
-        if self._norms is not None and self._losses:
+        if self._norm is not None and self._losses:
             loss, rate = torch.stack(self._losses).mean(), float(optimizer.param_groups[0]["lr"])
             watched = self._seen is not None
-            self._rows.append(_Row(self._step, loss, *self._norms, ratio, rate, 0.0 if watched else seconds))
+            took = 0.0 if watched else seconds
+            self._rows.append(_Row(self._step, loss, self._norm, self._size, ratio, rate, took))
         self._attached.close()
         if self._seen is not None:
             self._tell(tuple(self._watch.lines(self._step, self._seen)))
-        self._seen, self._before, self._norms, self._losses = None, [], None, []
+        self._seen, self._before, self._norm, self._losses = None, [], None, []
         self._step += 1
         self._begin()
 

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.model import DeviceFacts
-from fp8bench.model.training import Arm, ArmState, Line, SeedTask, StepRow, TrainingEvent, Validation
+from fp8bench.model.training import (
+    WATCHED_SECONDS,
+    Arm,
+    ArmState,
+    Line,
+    SeedTask,
+    StepFigure,
+    StepRow,
+    TrainingEvent,
+    Validation,
+)
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
 from fp8bench.nn.cached_weights import CachedWeights
 from fp8bench.nn.gpt import Forward, LanguageModel, compiled
@@ -140,6 +150,8 @@ class Trainer:
         yield row
         if seen is not None:
             yield from self._watch.lines(self.step, seen)
+            whole = time.perf_counter() - started
+            yield StepFigure(row.arm, row.seed, row.step, WATCHED_SECONDS, whole)
         self._loss_scale.seen(not row.skipped)
         if row.skipped or not math.isfinite(row.parameter_norm):
             yield from self._answered(row, before)

@@ -91,6 +91,7 @@ def test_what_else_a_watched_step_says(lines: list[Line]) -> None:
     assert found["delayed", "attention_score", "blocks.0.attn"] > 0
     assert found["cnn", "batch_norm_drift", "blocks.0.norm_first"] > 0
     assert found["delayed", "embedding_spread", "embedding"] > 0 and found["delayed", "memory", ""] > 1 << 20
+    assert 0 < found["delayed", "watched_seconds", ""] < 60
 
 
 def test_lines_after_a_checkpoint_are_those_without_one(

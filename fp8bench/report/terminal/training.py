@@ -15,6 +15,7 @@ from fp8bench.analysis.learning.verdicts import Verdicts
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.model.training import (
     BYTES_PER_PARAMETER,
+    WATCHED_SECONDS,
     Arm,
     ArmRole,
     ArmState,
@@ -233,4 +234,18 @@ def _ending(kept: KeptTraining) -> Iterator[str]:
     if not kept.finished:
         seed, step = max(((row.seed, row.step) for row in kept.of(StepRow)), default=(kept.training.request.seed, -1))
         yield f"cut off in seed {seed} after {many(step + 1, 'step')}: what is said is of what was kept"
+    if costs := dict(_watching(kept)):
+        most = max(costs, key=costs.__getitem__)
+        every = many(kept.training.request.stride, "step")
+        yield f"watched: every {every}, which took {units.percent(costs[most])} of a step's time at most ({most})"
     yield f"stored in {kept.path}"
+
+
+def _watching(kept: KeptTraining) -> Iterator[tuple[str, float]]:
+    """What watching added to the time of a step, on average over all of them, by arm."""
+    for arm in kept.training.arms:
+        plain = [row.seconds for row in kept.of(StepRow) if row.arm == arm.name and row.seconds > 0]
+        lines = [one for one in kept.of(StepFigure) if one.arm == arm.name and one.name == WATCHED_SECONDS]
+        if plain and lines:
+            usual = median(plain)
+            yield arm.name, (median(one.value for one in lines) / usual - 1) / kept.training.request.stride
