@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.blocks import float_factor
-from fp8bench.formats.grids import BF16, FP16, Format
+from fp8bench.formats.grids import BF16, FORMATS, FP16, Format
 from fp8bench.formats.scaled import blocks_of
-from fp8bench.formats.scalings import Scaling
+from fp8bench.formats.scalings import ScaleRounding, Scaling
 from fp8bench.model.training import LayerReading
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.numerics.norms import as_rows
@@ -28,11 +28,14 @@ from fp8bench.units import EXACT_DB
 Number = float | Tensor
 Figures = dict[str, Number]
 
-_INFINITY, _MAGNITUDE, _SMALLEST_NORMAL = 0x7F800000, 0x7FFFFFFF, 0x00800000
+_INFINITY, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF
 # A magnitude is beyond the largest when it is by more than a float32 scale and its inverse can be wrong.
 _SLACK = 1 + 2.0**-21
+_LARGEST = {fmt.largest: fmt for fmt in FORMATS.values()}
 # Squares of magnitudes between these are float32 numbers, and so are the sums of as many as a row has.
 _PLAIN = (2.0**-45, 2.0**45)
+# Values that are looked at together on a GPU: 256 MiB of float32.
+_PIECE = 1 << 26
 _CARRIERS = {torch.bfloat16: BF16, torch.float16: FP16}
 
 
@@ -70,140 +73,150 @@ def figures_of(x: Tensor, cast: Cast | None = None) -> Figures:
     """All figures of a tensor, and of its cast if there was one. On a GPU nothing waits for it."""
     if not x.numel():
         return {}
-    found = _Values(as_rows(x))
-    figures = found.figures()
-    if cast is not None and cast.left is not None:
-        figures |= found.losses(as_rows(cast.left))
-    if cast is not None and cast.fmt is not None:
-        figures |= found.range(cast.fmt, cast)
-    return figures
+    rows, cast = as_rows(x), cast or Cast()
+    quick = _quick(rows, cast) if waits_for(x) else None
+    return _counted(rows, cast) if quick is None else quick
 
 
-class _Values:
-    """Values as float32 rows. On a processor a look at the least and the largest spares most of the work."""
+def _quick(x: Tensor, cast: Cast) -> Figures | None:
+    """Those of healthy values, where a look at the least and the largest spares most of the work; else None.
 
-    def __init__(self, x: Tensor) -> None:
-        self.waits = waits_for(x)
-        self.given = self.values = x.to(torch.float32)
-        # Magnitudes as the integers that order them: of bfloat16 those have half as many bits.
-        self.shift = 16 if x.dtype == torch.bfloat16 else 0
-        words = x.view(torch.int16) if self.shift else self.values.view(torch.int32)
-        infinity, magnitude = _INFINITY >> self.shift, _MAGNITUDE >> self.shift
-        self.bits = words.bitwise_and(magnitude)
-        low, self.peak = self.bits.aminmax()
-        high = self.peak
-        self.lost: Number = 0
-        self.finite: Tensor | None = None
-        if not self.waits or int(high) >= infinity:
-            self.finite = self.bits < infinity
-            self.lost = x.numel() - self.finite.sum()
-            self.values, self.bits = (torch.where(self.finite, one, 0) for one in (self.values, self.bits))
-            low, high = self.bits.aminmax()
-        self.zeros: Number = 0
-        if not self.waits or not int(low):
-            self.zeros = x.numel() - _ones(self.bits).sum(dtype=torch.int32) - self.lost
-            low = self.bits.sub(1).bitwise_and_(magnitude).amin().clamp_(max=magnitude - 1) + 1  # NaN of zeros alone
-        self.low, self.high = low, high
-        self.amax: Number = _number(int(high), self.shift) if self.waits else self._as_float(high)
-        self.unit = self._unit()
-        self.squares = _squares(self._in_units(self.values))
-
-    def figures(self) -> Figures:
-        """Those of the tensor itself, sums in units of `unit`."""
-        values = self._in_units(self.values)
-        total, finite = values.sum(), self.values.numel() - self.lost
-        found: Figures = {
-            "count": values.numel(), "low": self.low, "high": self.high, "shift": self.shift, "zeros": self.zeros,
-            "lost": self.lost, "unit": 1.0 if self.unit is None else self.unit, "total": total, "squares": self.squares,
-        }  # fmt: skip
-        if not self.waits or float(self.squares) * float(finite) < 2 * float(total) ** 2:
-            # The variance would be a difference of nearly the same numbers.
-            centred = values - total / finite
-            found["centred"] = _squares(centred if self.finite is None else torch.where(self.finite, centred, 0.0))
-        return found
-
-    def losses(self, left: Tensor) -> Figures:
-        """What is left of the values: how many vanished or are no longer finite, and how wrong the others are."""
+    Magnitudes are looked at as the integers that order them: of bfloat16 those have half as many bits. Nothing is
+    compared with a number: on a processor that takes ten times as long.
+    """
+    values, count = x.to(torch.float32), x.numel()
+    shift = 16 if x.dtype == torch.bfloat16 else 0
+    magnitude = _MAGNITUDE >> shift
+    bits = (x.view(torch.int16) if shift else values.view(torch.int32)).bitwise_and(magnitude)
+    low, high = map(int, bits.aminmax())
+    amax = _number(min(high, _INFINITY >> shift), shift)
+    if amax and not _PLAIN[0] < amax < _PLAIN[1]:
+        return None
+    nonzero = count if low else int(_ones(bits).sum(dtype=torch.int32))
+    if nonzero and not low:
+        low = int(bits.sub(1).bitwise_and_(magnitude).amin()) + 1  # of zero the largest number of all
+    norm, mean = float(_norm(values)), float(values.sum()) / count
+    variance = norm**2 / count - mean**2
+    if variance < mean**2:  # a difference of nearly the same numbers
+        return None
+    found: Figures = {
+        "count": count, "finite": count, "nonzero": nonzero, "amax": amax, "smallest": _number(low, shift),
+        "mean": mean, "variance": variance, "kept": count,
+    }  # fmt: skip
+    if cast.left is not None:
+        left = as_rows(cast.left)
         left_bits = left.abs().view(torch.int32)
-        low, high = left_bits.aminmax()
-        error, lost, signal = left - self.values, self.lost, self.squares
-        if not self.waits or self.finite is not None or int(high) >= _INFINITY:
-            kept = left_bits < _INFINITY if self.finite is None else self.finite & (left_bits < _INFINITY)
-            lost = left.numel() - kept.sum()
-            error, exact = torch.where(kept, error, 0.0), torch.where(kept, self.values, 0.0)
-            signal = _squares(self._in_units(exact))
-        vanished: Number = 0
-        if not self.waits or not int(low):
-            # Never what is zero in both: a difference of two counts can be negative.
-            vanished = (_ones(self.bits) - _ones(left_bits)).clamp_(min=0).sum(dtype=torch.int32)
-        return {"noise": _squares(self._in_units(error)), "signal": signal, "vanished": vanished, "not_finite": lost}
+        low, high = map(int, left_bits.aminmax())
+        if high >= _INFINITY:
+            return None
+        # Never what is zero in both: a difference of two counts can be negative.
+        gone = 0 if low else int((_ones(bits) - _ones(left_bits)).clamp_(min=0).sum(dtype=torch.int32))
+        found |= {"signal": norm, "noise": _norm(left - values), "vanished": gone}
+    return found | _range(values, amax, cast)
 
-    def range(self, fmt: Format, cast: Cast) -> Figures:
-        """How much of a format's range the values take up, and what they are multiplied by for it."""
-        found: Figures = {"largest": fmt.largest}
-        if cast.scaling is None:
-            return found | {"saturated": self._beyond(self.values, fmt.largest)}
-        if not cast.scaling.rows:
-            scale = cast.scale
-            if scale is None:
-                scale = float_factor(self._as_float(self.peak), fmt, cast.scaling.rounding)
-            return found | {"scale": scale, "saturated": self._beyond(self.values, fmt.largest / scale)}
-        blocks = blocks_of(self.given.abs(), fmt, cast.scaling, cast.scale)
-        steps = blocks.steps.to(torch.float64)
-        sound = steps.isfinite() & (steps > 0)
-        fullest = torch.where(sound & blocks.peaks.isfinite(), blocks.peaks / steps, 0.0).amax() / fmt.largest
-        limits = torch.where(sound, steps * fmt.largest, math.inf).to(torch.float32)
-        found |= {"fullest": fullest, **_scales_of(steps, sound & (blocks.peaks > 0))}
-        return found | {"saturated": self._beyond(blocks.magnitudes, limits, fullest)}
 
-    def _beyond(self, values: Tensor, limits: Number, fullest: Tensor | None = None) -> Number:
-        """How many finite magnitudes are above their limit; `fullest` is the largest share of it, if it is known."""
-        if self.waits and self.finite is None:
-            share = float(self.amax) / float(limits) if fullest is None else float(fullest)
-            if share <= _SLACK:
-                return 0
-        return ((values.abs() > limits * _SLACK) & values.isfinite()).sum()
+def _counted(x: Tensor, cast: Cast) -> Figures:
+    """Those of any values, in few kernels, without a look at any of them; of a large tensor piece by piece."""
+    left = None if cast.left is None else as_rows(cast.left)
+    rows = max(1, _PIECE // x.shape[1])
+    places = [slice(top, top + rows) for top in range(0, len(x), rows)]
+    parts = [_piece(x[place], None if left is None else left[place]) for place in places]
+    return (parts[0] if len(parts) == 1 else _merged(parts)) | _range(x, None, cast)
 
-    def _unit(self) -> Number | None:
-        """A power of two to divide by before values are squared, where that is needed."""
-        if not self.waits:
-            exponent = self._as_float(self.high).view(torch.int32).bitwise_and(_INFINITY)
-            return exponent.clamp_(min=_SMALLEST_NORMAL).view(torch.float32)
-        amax = float(self.amax)
-        return None if not amax or _PLAIN[0] < amax < _PLAIN[1] else math.ldexp(1.0, max(math.frexp(amax)[1], -125) - 1)
 
-    def _as_float(self, bits: Tensor) -> Tensor:
-        return (bits.to(torch.int32) << self.shift).view(torch.float32)
+def _piece(x: Tensor, left: Tensor | None) -> Figures:
+    values = x.to(torch.float64 if waits_for(x) else torch.float32)
+    finite = values - values == 0
+    values = torch.where(finite, values, 0.0)
+    magnitudes = values.abs()
+    nonzero, kept = magnitudes > 0, finite
+    variance, mean = torch.var_mean(values, correction=0)
+    found: Figures = {
+        "count": x.numel(), "finite": finite.sum(), "nonzero": nonzero.sum(), "amax": magnitudes.amax(),
+        "smallest": torch.where(nonzero, magnitudes, math.inf).amin(), "mean": mean, "variance": variance,
+    }  # fmt: skip
+    if left is not None:
+        left = left.to(values.dtype)
+        kept = finite & (left - left == 0)
+        found |= {
+            "signal": torch.linalg.vector_norm(torch.where(kept, values, 0.0)),
+            "noise": torch.linalg.vector_norm(torch.where(kept, left - values, 0.0)),
+            "vanished": (nonzero & (left == 0)).sum(),
+        }
+    return found | {"kept": kept.sum()}
 
-    def _in_units(self, values: Tensor) -> Tensor:
-        return values if self.unit is None else values / self.unit
+
+def _merged(parts: Sequence[Figures]) -> Figures:
+    """The figures of all pieces together."""
+    every = {name: torch.stack([torch.as_tensor(one[name]) for one in parts]) for name in parts[0] if name != "count"}
+    counts = [float(one["count"]) for one in parts]
+    shares = torch.tensor(counts, dtype=torch.float64, device=every["mean"].device) / sum(counts)
+    mean = (shares * every["mean"]).sum()
+    merged: Figures = {"count": sum(counts), "mean": mean}
+    merged["variance"] = (shares * (every["variance"] + (every["mean"] - mean).square())).sum()
+    ways = {"amax": torch.amax, "smallest": torch.amin, "signal": torch.linalg.vector_norm,
+            "noise": torch.linalg.vector_norm}  # fmt: skip
+    return {name: ways.get(name, torch.sum)(value) for name, value in every.items()} | merged
+
+
+def _range(x: Tensor, amax: float | None, cast: Cast) -> Figures:
+    """How much of a format's range the values take up, and what they are multiplied by for it.
+
+    `amax` is their largest magnitude, if it is known and all of them are finite.
+    """
+    if cast.fmt is None:
+        return {}
+    found: Figures = {"largest": cast.fmt.largest}
+    if cast.scaling is not None and cast.scaling.rows:
+        return found | _blocks(x, cast.fmt, cast.scaling, amax is not None)
+    limit: Number = cast.fmt.largest * _SLACK
+    if cast.scale is not None:
+        limit = limit / (cast.scale if amax is None else float(cast.scale))
+        found["scale"] = cast.scale
+    elif cast.scaling is not None:  # that of the tensor itself: 1 where it is not finite, or nothing is beyond
+        found["own_scale"] = float(cast.scaling.rounding is ScaleRounding.POWER_OF_TWO)
+        limit = limit if amax is None else math.inf
+    return found | {"saturated": 0 if amax is not None and amax <= limit else _beyond(x.abs(), limit)}
+
+
+def _blocks(x: Tensor, fmt: Format, scaling: Scaling, waits: bool) -> Figures:
+    """The same of many scales; those of zeros are left out, and those that leave nothing."""
+    blocks = blocks_of(x.to(torch.float32).abs(), fmt, scaling)
+    steps = blocks.steps.to(torch.float64)
+    sound = (steps > 0) & (steps < math.inf)
+    used = sound & (blocks.peaks > 0)
+    fullest = torch.where(sound & (blocks.peaks < math.inf), blocks.peaks / steps, 0.0).amax() / fmt.largest
+    saturated: Number = 0
+    if not waits or float(fullest) > _SLACK:
+        saturated = _beyond(blocks.magnitudes, torch.where(sound, steps * (fmt.largest * _SLACK), math.inf))
+    return {
+        "fullest": fullest, "saturated": saturated,
+        "octaves": torch.where(used, -steps.log2(), 0.0).sum() / used.sum(),  # in the middle
+        "largest_step": torch.where(used, steps, 0.0).amax(),
+        "least_step": torch.where(used, steps, math.inf).amin(),
+    }  # fmt: skip
+
+
+def _beyond(magnitudes: Tensor, limits: Number) -> Tensor:
+    """How many finite ones are above their limit."""
+    return ((magnitudes > limits) & (magnitudes < math.inf)).sum()
 
 
 def _ones(bits: Tensor) -> Tensor:
-    """1 where a magnitude is not 0. Not compared with it: on a processor that takes ten times as long."""
+    """1 where a magnitude is not 0."""
     return bits.to(torch.int32).clamp(max=1)
+
+
+def _norm(rows: Tensor) -> Tensor:
+    """Of a row in float32, of all rows in float64."""
+    norm: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=-1).to(torch.float64))
+    return norm
 
 
 def _number(bits: int, shift: int) -> float:
     """The float32 number with such bits."""
     found: float = struct.unpack("=f", struct.pack("=i", bits << shift))[0]
     return found
-
-
-def _squares(rows: Tensor) -> Tensor:
-    """The sum of squares: of a row in float32, of all rows in float64."""
-    norms = torch.linalg.vector_norm(rows, dim=-1).to(torch.float64)
-    return torch.dot(norms, norms)
-
-
-def _scales_of(steps: Tensor, used: Tensor) -> Figures:
-    """The scales of many blocks, those of zeros left out: in the middle (in octaves), the least and the largest."""
-    octaves = torch.where(used, -steps.log2(), 0.0)
-    return {
-        "octaves": octaves.sum() / used.sum(),
-        "largest_step": torch.where(used, steps, 0.0).amax(),
-        "least_step": torch.where(used, steps, math.inf).amin(),
-    }
 
 
 def read(figures: Sequence[Figures]) -> list[dict[str, float]]:
@@ -226,29 +239,39 @@ def reading_of(
     count = found.get("count", 0)
     if not count:
         return LayerReading(arm, seed, step, layer, role, 0.0, 0.0, 0.0, 0.0, 0.0)
-    amax, smallest = (_number(int(found[name]), int(found["shift"])) for name in ("high", "low"))
+    amax, finite = found["amax"], found["finite"]
     mean, deviation = _moments(found)
-    middle = 2.0 ** found["octaves"] if math.isfinite(found.get("octaves", math.nan)) else 1.0
-    scale = found.get("scale", middle)
+    scale = _scale(found)
     in_blocks = bool(found.get("largest_step"))
+    own = "own_scale" in found and finite == count  # under which nothing is beyond the largest
     return LayerReading(
-        arm, seed, step, layer, role, amax, smallest if math.isfinite(smallest) else 0.0, mean, deviation,
-        found["zeros"] / count, scale,
+        arm, seed, step, layer, role, amax, found["smallest"] if found["nonzero"] else 0.0, mean, deviation,
+        (finite - found["nonzero"]) / count, scale,
         1 / found["largest_step"] if in_blocks else scale, 1 / found["least_step"] if in_blocks else scale,
         _lag(found.get("fullest", amax * scale / found.get("largest", math.inf))),
         None if before is None else _octaves_between(scale, before), found.get("vanished", 0) / count,
-        found.get("saturated", 0) / count, _signal_to_noise(found), found.get("not_finite", found["lost"]) / count,
+        0.0 if own else found.get("saturated", 0) / count, _signal_to_noise(found), (count - found["kept"]) / count,
     )  # fmt: skip
 
 
 def _moments(found: Mapping[str, float]) -> tuple[float, float]:
-    """Mean and standard deviation of the finite values; NaN of none."""
-    finite = found["count"] - found["lost"]
-    if not finite:
+    """Mean and standard deviation of the finite values, from those of all of which the others are 0; NaN of none."""
+    count, finite = found["count"], found["finite"]
+    if not finite or found["variance"] == math.inf:  # the squares are beyond float32
         return math.nan, math.nan
-    mean = found["total"] / finite
-    variance = found["centred"] / finite if "centred" in found else found["squares"] / finite - mean**2
-    return mean * found["unit"], math.sqrt(variance) * found["unit"]
+    mean = found["mean"] * count / finite
+    if finite == count:
+        return mean, math.sqrt(found["variance"])
+    return mean, math.sqrt(max(0.0, (found["variance"] + found["mean"] ** 2) * count / finite - mean**2))
+
+
+def _scale(found: Mapping[str, float]) -> float:
+    """What values were multiplied by; of many scales the one in the middle, and 1 without any."""
+    if "own_scale" in found and found["finite"] == found["count"]:
+        rounding = ScaleRounding.POWER_OF_TWO if found["own_scale"] else ScaleRounding.EXACT
+        return float(float_factor(torch.tensor(found["amax"]), _LARGEST[found["largest"]], rounding))
+    octaves = found.get("octaves", math.nan)
+    return found.get("scale", 2.0**octaves if math.isfinite(octaves) else 1.0)
 
 
 def _lag(fullest: float) -> float | None:
@@ -263,6 +286,6 @@ def _octaves_between(scale: float, before: float) -> float | None:
 
 
 def _signal_to_noise(found: Mapping[str, float]) -> float | None:
-    if not found.get("signal"):
+    if not 0 < found.get("signal", 0.0) < math.inf:
         return None
-    return min(decibels(found["signal"], found["noise"]), EXACT_DB)
+    return min(2 * decibels(found["signal"], found["noise"]), EXACT_DB)  # of norms, not of their squares

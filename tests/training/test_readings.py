@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from fp8bench.formats.scaled import quantise
 from fp8bench.formats.scalings import Scaling
 from fp8bench.model.training import LayerReading
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Arithmetic, Role
 from fp8bench.registry import precisions
 from fp8bench.training import readings
@@ -152,19 +154,56 @@ def test_a_spread_that_is_small_beside_the_mean_keeps_its_digits() -> None:
     check(precisions.get("fp32").arithmetic(CPU), 1000 + gaussian(64, 64), Role.WEIGHT)
 
 
-def test_what_a_gpu_does_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("piece", [1 << 26, 1000], ids=["whole", "in pieces"])
+def test_what_a_gpu_does_gives_the_same(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """There everything is counted, because nobody waits to see whether it has to be."""
     arithmetic = precisions.get("fp8").arithmetic(CPU)
-    tensors = [gaussian(40, 96), spread_out((40, 100)), gaussian(4, 8) * 1e25, gaussian(40, 96).bfloat16()]
+    tensors = [gaussian(40, 96), spread_out((40, 100)), gaussian(40, 96).bfloat16(), 100 + gaussian(33, 7)]
     tensors.append(tensors[1].index_fill(1, torch.tensor([3]), math.inf))
     quick = [reading(arithmetic, x, Role.GRADIENT)[0] for x in tensors]
     monkeypatch.setattr(readings, "waits_for", lambda x: False)
+    monkeypatch.setattr(readings, "_PIECE", piece)
     for x, before in zip(tensors, quick, strict=True):
         found, _ = reading(arithmetic, x, Role.GRADIENT)
         for name in ("amax", "smallest", "zeros", "underflow", "saturated", "not_finite", "scale"):
             assert getattr(found, name) == getattr(before, name), name
         assert found.deviation == pytest.approx(before.deviation, rel=1e-6)
+        assert found.mean == pytest.approx(before.mean, rel=1e-5, abs=1e-6 * found.amax)
         assert found.signal_to_noise == pytest.approx(before.signal_to_noise, abs=1e-4)
+    huge, _ = reading(arithmetic, gaussian(4, 8) * 1e25, Role.GRADIENT)
+    assert math.isnan(huge.deviation) and huge.signal_to_noise is None, "float32 has no squares of these"
+
+
+# Scales of rows or blocks, which are found anew.
+CURRENT = ("fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
+
+
+class _Waits(OperatorWatch):
+    """Raises where a number is read, which on a GPU would wait for it; counts what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select"), f"{name} waits for the device"
+        self.operators += name not in ("view", "detach", "reshape", "_unsafe_view", "as_strided", "expand", "select")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
+def test_on_a_gpu_nothing_waits_until_all_is_read(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no tensor takes more kernels than some dozens."""
+    monkeypatch.setattr(readings, "waits_for", lambda x: False)
+    arithmetic = precisions.get(mode).arithmetic(CPU).layer("layer")
+    for role, x in ((Role.WEIGHT, gaussian(32, 256)), (Role.GRADIENT, spread_out((32, 256)).to(arithmetic.carrier))):
+        cast = cast_of(arithmetic, arithmetic.cast(x, role), x, role)
+        with _Waits() as seen:
+            found = figures_of(x, cast)
+        assert 15 < seen.operators < (95 if mode in CURRENT else 40) and read([found])[0]["count"] == x.numel()
 
 
 def test_delayed_scales_say_lag_and_drift() -> None:
