@@ -211,3 +211,18 @@ def test_what_changes_how_a_gpu_computes_is_told(name: str, monkeypatch: pytest.
     """Which attention kernel is asked first, what products may take as workspace, which kernels were tuned."""
     monkeypatch.setenv(name, "1")
     assert gather({}, "0", 1).get(f"env_{name}") == "1"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "TORCH_CUDNN_SDPA_DEPRIORITIZED",
+        "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "CUBLASLT_WORKSPACE_SIZE", "PYTORCH_TUNABLEOP_ENABLED",
+    ],
+)  # fmt: skip
+def test_what_changes_a_gpus_times_is_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is set; what else libraries read there nobody knows."""
+    monkeypatch.delenv(name, raising=False)
+    assert f"env_{name}" not in gather({}, "0", 1).facts
+    monkeypatch.setenv(name, "1")
+    assert gather({}, "0", 1).facts[f"env_{name}"] == "1"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.measure.slots import COLD_CALLS, DEVICE_CALLS, MOST_FILLING_SECONDS, SlotShape, filling_of, shape_of
+from fp8bench.measure.slots import COLD_CALLS, MOST_FILLING_SECONDS, SlotShape, filling_of, shape_of
 
 seconds = st.floats(1e-7, 1e3)
 
@@ -18,7 +18,7 @@ seconds = st.floats(1e-7, 1e3)
         (1e-3, "rotating", False, SlotShape(8, 1)),
         (1e-3, "cold", False, SlotShape(COLD_CALLS, 1)),
         (30e-3, "cold", False, SlotShape(1, 0)),
-        (30e-3, "hot", True, SlotShape(DEVICE_CALLS, 0, filling_of(1e-5, DEVICE_CALLS))),
+        (30e-3, "hot", True, SlotShape(3, 0, filling_of(1e-5, 3))),
         (1e-3, "cold", True, SlotShape(COLD_CALLS, 1, filling_of(1e-5, COLD_CALLS))),
     ],
 )
