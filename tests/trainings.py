@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
+from fp8bench.jobs.train.arms import make_arms
 from fp8bench.measure.handle import Worker
-from fp8bench.model import DeviceFacts, Scalar
+from fp8bench.model import DeviceFacts, Environment, Scalar
 from fp8bench.model.training import (
     Arm,
     ArmState,
@@ -19,10 +20,12 @@ from fp8bench.model.training import (
     SeedTask,
     StepFigure,
     StepRow,
+    TokenSpan,
     TrainerSettings,
     Training,
     TrainingEvent,
     TrainingRequest,
+    TrainingText,
     Validation,
 )
 from tests.facts import CPU
@@ -168,3 +171,13 @@ def replaced(line: Line) -> Line:
 def small(**changes: Any) -> TrainingRequest:
     """Two seeds of a few steps."""
     return TrainingRequest(**{"steps": 20, "seeds": 2, "evaluate": 10, "keep": 6, "data": "text.txt", **changes})
+
+
+def training(number: int = 1) -> Training:
+    """One that has just begun."""
+    request, span = small(), TokenSpan("text.tokens", 0, 10_000)
+    text = TrainingText(span, span, None, 256, "bytes", "text:0123abcd", ((256, 97),))
+    return Training(
+        f"{number:08x}", f"2026-01-05T12:00:{number:02d}.000+00:00", "fp8bench train", request,
+        make_arms(request, CPU), CPU, Environment({"commit": "f" * 40, "machine": "box"}), text, 1000,
+    )  # fmt: skip

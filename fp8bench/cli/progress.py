@@ -153,16 +153,20 @@ class DuelProgress(LiveLine, SilentObserver):
 class TrainingProgress(LiveLine):
     """An observer of a training: one line that stays where a person watches, else one at each look at held-out text."""
 
-    def __init__(self, stream: TextIO | None, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, stream: TextIO | None, environ: Mapping[str, str], say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         super().__init__(stream, environ)
         self._say = say
-        self._begun = time.monotonic()
+        self._clock = clock
+        self._begun = clock()
         self._done_before: float | None = None
         self._losses: dict[str, float] = {}
         self._told: tuple[int, int] | None = None
 
     def begun(self, training: Training) -> None:
-        self._training, self._begun = training, time.monotonic()
+        self._training, self._begun = training, self._clock()
 
     def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
         if step == 0:
@@ -198,7 +202,7 @@ class TrainingProgress(LiveLine):
             self._done_before = done  # of a training that was gone on with
         if done == 1:
             return ""
-        return _left(time.monotonic() - self._begun, (done - self._done_before) / (1 - self._done_before))
+        return _left(self._clock() - self._begun, (done - self._done_before) / (1 - self._done_before))
 
 
 class TerminalJob:

@@ -16,17 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.jobs.train.arms import make_arms
-from fp8bench.model import Environment
 from fp8bench.model.codec import encode
 from fp8bench.model.training import (
     LayerReading,
     Line,
     StepFigure,
-    TokenSpan,
-    Training,
     TrainingEvent,
-    TrainingText,
     Validation,
 )
 from fp8bench.store.trainings import (
@@ -40,8 +35,7 @@ from fp8bench.store.trainings import (
     training_named,
 )
 from tests.commands import environment
-from tests.facts import CPU
-from tests.trainings import row_of, small
+from tests.trainings import row_of, training
 
 LINES: tuple[Line, ...] = (
     row_of("fp8", 0, 3),
@@ -51,7 +45,6 @@ LINES: tuple[Line, ...] = (
     Validation("fp8", 0, 5, "held-out", 3.25, 4096, None),
     TrainingEvent("fp8", 0, 5, "not-finite", "the loss is nan", "head", "output", (("amax", 1e38),), "lower the rate"),
 )
-SPAN = TokenSpan("text.tokens", 0, 10_000)
 FULL = """
 import resource, sys
 from pathlib import Path
@@ -66,15 +59,6 @@ try:
 except StoreError as error:
     print(step, error)
 """
-
-
-def training(number: int = 1) -> Training:
-    request = small()
-    text = TrainingText(SPAN, SPAN, None, 256, "bytes", "text:0123abcd", ((256, 97),))
-    return Training(
-        f"{number:08x}", f"2026-01-05T12:00:{number:02d}.000+00:00", "fp8bench train", request,
-        make_arms(request, CPU), CPU, Environment({"commit": "f" * 40, "machine": "box"}), text, 1000,
-    )  # fmt: skip
 
 
 @pytest.fixture

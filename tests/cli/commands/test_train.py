@@ -134,6 +134,13 @@ def test_a_training_is_told_kept_shown_and_exported(say: Say, fp8bench: Say, sto
     assert f"{kept.training.id} of {kept.training.started[:10]} " in listed and ": nano in bf16, fp8" in listed
     code, out, err = say("--resume", "last")
     assert code == 0 and out == shown[1] and f"training {kept.training.id} is finished; nothing was missing" in err
+    for name in (f"runs/box/20260105T120000.000Z-aaaaaaaa-{kept.training.id[:4]}0000.jsonl",):
+        (store / name).parent.mkdir(parents=True)
+        (store / name).write_text("{}")
+    code, _, err = fp8bench("show", kept.training.id[:4])
+    assert code == 2 and f"and the training {path.parent.name}. Give more of the id." in unfolded(err)
+    (store / name).unlink()
+    assert fp8bench("show", kept.training.id[:4]) == shown
     code, _, err = fp8bench("show", "last")
     assert code == 2 and "The store has no runs yet" in err
     code, _, err = fp8bench("show", kept.training.id, "--tensorboard", "board")
