@@ -116,7 +116,7 @@ def test_a_quantised_model_is_the_same_weights_in_that_precision(text: TrainingT
     assert found[f"quantised:{mode}"].loss == wanted.loss != found["held-out"].loss
 
 
-@pytest.mark.parametrize("mode", ["fp8-delayed", "nvfp4"])
+@pytest.mark.parametrize("mode", ["fp8-delayed", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_looks_change_no_step_to_come(corpus: Corpus, mode: str) -> None:
     """Neither histories nor counters of stochastic rounding, on the way or at the end."""
     looked, unseen = (lab_of(task_of(corpus, mode, steps=4)) for _ in range(2))
