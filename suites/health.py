@@ -23,7 +23,7 @@ import torch
 
 from fp8bench.analysis.health.health import RULES, Health
 from fp8bench.model.training import Line, StepRow, TrainingEvent
-from suites.health_streams import JUDGING, SETTING, SLICE, Study, ill, keep, kept, well
+from suites.health_streams import JUDGING, SETTING, Study, ill, is_whole, keep, kept, well
 from suites.illnesses import ILLNESSES
 
 PARTS: dict[str, list[Study]] = {"well": well(JUDGING), "setting": well(SETTING), "ill": ill(JUDGING[:2])}
@@ -32,10 +32,14 @@ NAMES = [rule.name for rule in RULES]
 
 @dataclass(frozen=True)
 class WellRow:
-    """All well steps of some trainings, and the alarms in them; `at_most` is the upper 95% bound in 10,000 steps."""
+    """All well steps of some trainings, and the alarms in them; `at_most` is the upper 95% bound in 10,000 steps.
+
+    A training that was cut off counts as far as it came; `whole` are those that were not.
+    """
 
     part: str
     trainings: int
+    whole: int
     steps: int
     alarms: dict[str, int]
     at_most: float
@@ -92,26 +96,29 @@ def rule_of(event: TrainingEvent) -> str:
 
 def judge_well(part: str, folder: Path) -> WellRow | None:
     """Of the trainings of a part that are there."""
-    steps, trainings, told, alarms = 0, 0, [], Counter[str]()
+    steps, trainings, whole, told, alarms = 0, 0, 0, [], Counter[str]()
     for study in PARTS[part]:
-        if (found := kept(study, folder)) is None:
+        if not (lines := kept(study, folder)):
             continue
-        lines, _ = found
-        steps += sum(isinstance(line, StepRow) for line in lines)
-        trainings += len(study.arms)
+        rows = [line for line in lines if isinstance(line, StepRow)]
+        steps += len(rows)
+        trainings += len({row.arm for row in rows})
+        whole += sum(row.step == study.steps - 1 for row in rows)
         events = judged(study, lines)
         alarms.update(map(rule_of, events))
         told += [f"{study.name}, {one.arm}, step {one.step}: {rule_of(one)}: {one.words}" for one in events]
-    return WellRow(part, trainings, steps, dict(alarms), 1e4 * upper_bound(len(told), steps), told) if steps else None
+    bound = 1e4 * upper_bound(len(told), steps) if steps else math.nan
+    return WellRow(part, trainings, whole, steps, dict(alarms), bound, told) if steps else None
 
 
 def judge_ill(folder: Path) -> list[IllRow]:
-    """A row for every illness whose trainings are there."""
+    """A row for every illness of which a training is there to its end."""
     rows = []
     for illness in ILLNESSES:
-        studies = [(one, found) for one in PARTS["ill"] if one.illness is illness and (found := kept(one, folder))]
+        whole = [one for one in PARTS["ill"] if one.illness is illness and is_whole(one, folder)]
+        studies = [(one, kept(one, folder)) for one in whole]
         delays, others, early, jumps = [], Counter[str](), 0, []
-        for study, (lines, _) in studies:
+        for study, lines in studies:
             events = judged(study, lines)
             early += sum(one.arm != "ill" or one.step < illness.onset for one in events)
             after = [one for one in events if one.arm == "ill" and one.step >= illness.onset]
@@ -141,13 +148,12 @@ def _loss_jump(lines: Sequence[Line], onset: int) -> int | None:
 def page(wells: Sequence[WellRow], ills: Sequence[IllRow]) -> str:
     """The confusion matrix as Markdown: illnesses down, and which rules alarmed in how many seeds."""
     rows = [
-        "| trained | trainings | steps | false alarms | in 10,000 steps, at most (95%) |",
-        "| --- | --- | --- | --- | --- |",
+        "| trained | trainings | to the end | steps | false alarms | in 10,000 steps, at most (95%) |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    rows += [
-        f"| {one.part} | {one.trainings} | {one.steps:,} | {sum(one.alarms.values())} | {one.at_most:.2f} |"
-        for one in wells
-    ]
+    for one in wells:
+        counts = (one.part, one.trainings, one.whole, f"{one.steps:,}", sum(one.alarms.values()), f"{one.at_most:.2f}")
+        rows.append(f"| {' | '.join(map(str, counts))} |")
     rows += [f"- {told}" for one in wells for told in one.told]
     rows += ["", "| illness | precision | its rule | found | late by, steps | other rules | false before it |"]
     rows += ["| --- | --- | --- | --- | --- | --- | --- |"]
@@ -161,20 +167,14 @@ def page(wells: Sequence[WellRow], ills: Sequence[IllRow]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def cost(folder: Path) -> dict[str, float]:
-    """What reading takes the rules, a line; and the load that trainings ran under."""
-    loads, spent, count = [], 0.0, 0
-    for study in PARTS["well"]:
-        if (found := kept(study, folder)) is not None:
-            started = time.process_time()
-            judged(study, found[0])
-            spent, count = spent + time.process_time() - started, count + len(found[0])
-            loads.append(found[1]["load"])
-    return (
-        {"microseconds_a_line": 1e6 * spent / count, "lowest_load": min(loads), "highest_load": max(loads)}
-        if loads
-        else {}
-    )
+def cost(folder: Path) -> float:
+    """The processor time that a line takes the rules, in seconds, over the first well training that is there."""
+    study, lines = next(((one, lines) for one in PARTS["well"] if (lines := kept(one, folder))), (None, []))
+    if study is None:
+        return math.nan
+    started = time.process_time()
+    judged(study, lines)
+    return (time.process_time() - started) / len(lines)
 
 
 def main() -> int:
@@ -196,7 +196,7 @@ def main() -> int:
     if arguments.report:
         arguments.report.mkdir(parents=True, exist_ok=True)
         found = {"torch": torch.__version__, "rules": NAMES, "well": [asdict(one) for one in wells]}
-        found |= {"ill": [asdict(one) for one in ills], "cost": cost(arguments.streams), "slice": SLICE}
+        found |= {"ill": [asdict(one) for one in ills], "seconds_a_line": cost(arguments.streams)}
         (arguments.report / "confusion.json").write_text(json.dumps(found, indent=1) + "\n")
         (arguments.report / "confusion.md").write_text(text)
     missed = [one.illness for one in ills if one.found < one.seeds]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -112,26 +112,41 @@ def _change_text(trainer: Any, text: TrainingText) -> None:
 
 
 def keep(study: Study, folder: Path) -> None:
-    """Train a study and keep its lines, unless they are there."""
-    path = folder / f"{study.name}.jsonl.gz"
+    """Train a study and keep its lines, unless all of them are there."""
+    path = _path(study, folder)
     if path.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
     text = prepare_text(None, None, "bytes", folder, WINDOWS["sequence"])
-    started, partial = time.perf_counter(), path.with_suffix(f".{os.getpid()}")
+    partial = path.with_suffix(f".{os.getpid()}")
     with gzip.open(partial, "wt", compresslevel=5) as file:
         for line in train(study, text):
             if isinstance(line, KINDS):
                 file.write(json.dumps([KINDS.index(type(line)), *astuple(line)]) + "\n")
-        file.write(json.dumps({"seconds": time.perf_counter() - started, "load": os.getloadavg()[0]}) + "\n")
     partial.rename(path)
 
 
-def kept(study: Study, folder: Path) -> tuple[list[Line], dict[str, float]] | None:
-    """The lines of a study and what they cost, if it was trained."""
-    path = folder / f"{study.name}.jsonl.gz"
-    if not path.exists():
-        return None
-    with gzip.open(path, "rt") as file:
-        *lines, cost = map(json.loads, file)
-    return [KINDS[kind](*values) for kind, *values in lines], cost
+def kept(study: Study, folder: Path) -> list[Line]:
+    """The lines of a study as far as it was trained: a training that was cut off has been well, or ill, until then."""
+    path = _path(study, folder)
+    partial = sorted(folder.glob(f"{path.stem}.*"), key=lambda one: one.stat().st_size)
+    for found in [path] if path.exists() else partial[-1:]:
+        return list(_lines(found))
+    return []
+
+
+def is_whole(study: Study, folder: Path) -> bool:
+    """Whether it was trained to its end."""
+    return _path(study, folder).exists()
+
+
+def _path(study: Study, folder: Path) -> Path:
+    return folder / f"{study.name}.jsonl.gz"
+
+
+def _lines(path: Path) -> Iterator[Line]:
+    with gzip.open(path, "rt") as file, contextlib.suppress(EOFError):
+        for text in file:
+            if text.endswith("]\n"):
+                kind, *values = json.loads(text)
+                yield KINDS[kind](*values)

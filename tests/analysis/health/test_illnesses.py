@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
 from fp8bench.analysis.health.health import RULES
+from fp8bench.model.training import StepRow
 from suites.health import PARTS, judge_ill, judge_well, page, upper_bound
 from suites.health_streams import keep
 from suites.illnesses import ILLNESSES
@@ -27,6 +31,20 @@ def test_nothing_is_made_of_what_is_not_there(tmp_path: Path) -> None:
     """No training, no row: neither an illness that was found nor steps without alarms."""
     assert judge_well("well", tmp_path) is None and judge_ill(tmp_path) == []
     assert "of 2" not in page([], [])
+
+
+def test_a_training_that_was_cut_off_counts_as_far_as_it_came(tmp_path: Path) -> None:
+    """Of a well one every step is a well step; of an ill one nobody knows what its rule would have found."""
+    rows = [
+        StepRow("bf16", 0, step, 3 - step / 1000, 1e-3, 1.0, 0.0, 50.0, 1e-3, 1.0, 256, 0.01) for step in range(600)
+    ]
+    for study in (PARTS["well"][0], PARTS["ill"][0]):
+        whole = gzip.compress(b"".join(json.dumps([0, *astuple(row)]).encode() + b"\n" for row in rows))
+        (tmp_path / f"{study.name}.jsonl.77").write_bytes(whole[:-20])
+    found = judge_well("well", tmp_path)
+    assert found is not None and (found.trainings, found.whole, found.alarms) == (1, 0, {})
+    assert 500 < found.steps < 600
+    assert judge_ill(tmp_path) == []
 
 
 @pytest.mark.slow
