@@ -273,16 +273,18 @@ class Trainer:
         same = {name for name, one in self._arithmetics.items() if _alike(one, other._arithmetics[name])}
         known = {name: one for name, one in memory["remembered"]["arithmetics"].items() if name in same}
         own = {"arithmetics": known, "statistics": memory["remembered"]["statistics"]}
-        rate = self._rate
-        self.recall({**memory, "stopped": False, "skipped": 0, "remembered": own})
-        self._rate = rate
+        own_scale = [self._loss_scale.scale, self._loss_scale.good_steps]
+        changed = self._settings.loss_scale != other._settings.loss_scale
+        scale = own_scale if changed else memory["loss_scale"]
+        kept = {"rate": self._rate, "loss_scale": scale, "stopped": False, "skipped": 0, "remembered": own}
+        self.recall({**memory, **kept})
         if same != set(self._arithmetics) and self.step:
-            statistics = self._remembered().statistics
+            before = self._remembered()
             self.step -= 1
             with self._optimizer.weights.present():
                 self._losses(self._loss_scale.scale)
             self.step += 1
-            self._recall(_Remembered({}, statistics))
+            self._recall(_Remembered({name: before.arithmetics[name] for name in same}, before.statistics))
 
     def recall(self, memory: dict[str, Any]) -> None:
         """Go on from what was in memory."""

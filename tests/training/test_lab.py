@@ -168,6 +168,7 @@ def test_a_branch_goes_on_from_a_checkpoint(corpus: Corpus, tmp_path: Path) -> N
         "as it was": ("fp8-delayed", settings),
         "margin": ("fp8-delayed:margin=1", settings),
         "slower": ("fp8-delayed", replace(settings, rate=settings.rate / 2)),
+        "scaled": ("fp8-delayed", replace(settings, loss_scale="dynamic")),
     }
     for name, (precision, changed) in trials.items():
         assert lab.branch(folder, "fp8-delayed", Arm(name, precision), changed) == 3
@@ -178,6 +179,7 @@ def test_a_branch_goes_on_from_a_checkpoint(corpus: Corpus, tmp_path: Path) -> N
     slower, before = found["slower"], found["as it was"]
     assert slower[0].loss == before[0].loss and slower[0].rate == before[0].rate / 2
     assert slower[1].loss != before[1].loss
+    assert found["scaled"][0].loss_scale == 2.0**16, "a scale that finds itself begins where it always does"
     assert lab.branch("", "fp8-delayed", Arm("anew", "bf16"), settings) == 0
     with pytest.raises(StoreError, match="nothing of other"):
         lab.branch(folder, "other", Arm("x", "bf16"), settings)
