@@ -188,3 +188,17 @@ def test_the_scale_of_that_moment_is_told() -> None:
         assert (place.amax, place.share) == (2.0, 1 / 1024) and place.scale == pytest.approx(scale)
         assert f"the input of {layer}, in forward: 0.098% of it is not finite" in place.words
         assert type(model.first.arithmetic) is type(model.second.arithmetic), "nothing stays attached"
+
+
+def test_what_batch_norms_keep_is_not_spoilt(corpus: Corpus) -> None:
+    """A step that is skipped leaves running statistics as they were, though its forward pass was infinite."""
+    lab = lab_of(task_of(corpus, "fp16", arch="cnn", on_nan="skip"))
+    trainer = lab._trainers["fp16"]
+    lab.advance("fp16", 1)
+    spoil(lab, "fp16", "blocks.0.first.weight", 1e7)
+    before = trainer._remembered().statistics
+    lines = lab.advance("fp16", 1)
+    assert rows(lines)[0].skipped and events(lines)[0].layer.startswith("blocks.0.first")
+    after = trainer._remembered().statistics
+    assert any("running" in name for name in before)
+    assert all(torch.equal(one, after[name]) for name, one in before.items())
