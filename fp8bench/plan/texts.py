@@ -196,7 +196,10 @@ def _documents(folder: Path) -> Iterator[str]:
             f"--data {folder} is a saved dataset, which is read by pyarrow, and that is not installed. Install it "
             "(pip install pyarrow), or give a text file."
         ) from None
-    files = [entry.get("filename", "") for entry in _json_of(folder / "state.json").get("_data_files", [])]
+    try:
+        files = [str(entry["filename"]) for entry in _json_of(folder / "state.json")["_data_files"]]
+    except (KeyError, TypeError):
+        raise UsageError(f"--data: {folder / 'state.json'} names no files. Save the dataset again.") from None
     for name in files:
         try:
             with pyarrow.memory_map(str(folder / name)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:

@@ -226,6 +226,10 @@ def test_saved_datasets_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(UsageError, match=r"\.arrow cannot be read .*Save the dataset again"):
         prepare_text(str(tmp_path / "torn"), None, "bytes", tmp_path / "data", 8)
+    for notes in ("{}", "[]", '{"_data_files": [1]}', '{"_data_files": 7}'):
+        (tmp_path / "torn" / "state.json").write_text(notes)
+        with pytest.raises(UsageError, match=r"state\.json names no files"):
+            prepare_text(str(tmp_path / "torn"), None, "bytes", tmp_path / "data", 8)
     (tmp_path / "torn" / "state.json").write_text("{")
     with pytest.raises(UsageError, match=r"state\.json cannot be read"):
         prepare_text(str(tmp_path / "torn"), None, "bytes", tmp_path / "data", 8)
