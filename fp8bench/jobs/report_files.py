@@ -9,16 +9,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8bench.analysis.findings import findings
+from fp8bench.analysis.learning.verdicts import verdicts_of
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import write_whole
 from fp8bench.jobs.report_history import past_of
 from fp8bench.model import Run
+from fp8bench.model.training import KeptTraining
 from fp8bench.report.data.run import all_as_csv
+from fp8bench.report.data.training import as_csv
+from fp8bench.report.elements import Page
 from fp8bench.report.material import material_of
 from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.markdown import render as as_markdown
 from fp8bench.report.page.section import page_of
+from fp8bench.report.page.training.page import page_of as training_page_of
 from fp8bench.store.runs.listing import each_once, load_named, store_of
+from fp8bench.store.trainings import find_training, load_training
 
 PAGE = "report.html"
 ROWS = "results.csv"
@@ -36,7 +42,13 @@ class Pages:
 
 
 def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
-    """Write the report of stored runs; returns the page."""
+    """Write the report of stored runs, or of a training; returns the page."""
+    trainings = [find_training(word, store) for word in words]
+    if len(words) == 1 and trainings[0] is not None:
+        return write_training_report(load_training(trainings[0]), store, pages)
+    for word, path in zip(words, trainings, strict=True):
+        if path is not None:
+            raise UsageError(f"{word} is a training, which has a report of its own. Name it alone.")
     runs = [load_named(word, store) for word in words]
     each_once(dict.fromkeys(Path(run.path) for run in runs)).none_refused()
     ids = [run.id for run in runs]
@@ -56,10 +68,21 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
     past = past_of(runs, store)
     runs = [replace(run, path=_within(run.path, store)) for run in runs]
     page = page_of(material_of(runs, found, past))
+    rows = all_as_csv(list(zip(runs, found, strict=True)), pages.wide)
+    return _written(page, rows, folder_of(runs, store), pages)
+
+
+def write_training_report(kept: KeptTraining, store: Path, pages: Pages = Pages()) -> Path:
+    """The same of a training: its page, and every figure of its lines as a table."""
+    page = training_page_of(kept, verdicts_of(kept.training, kept.lines))
+    folder = store / "reports" / Path(kept.path).parent.name
+    return _written(page, as_csv(kept), folder, pages)
+
+
+def _written(page: Page, rows: str, folder: Path, pages: Pages) -> Path:
     text = as_html(page)
-    folder = folder_of(runs, store)
     _write(folder / PAGE, text)
-    _write(folder / ROWS, all_as_csv(list(zip(runs, found, strict=True)), pages.wide))
+    _write(folder / ROWS, rows)
     if pages.html is not None:
         _write(pages.html, text)
     if pages.markdown is not None:

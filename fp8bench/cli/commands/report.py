@@ -1,4 +1,4 @@
-"""`fp8bench report`: the report of stored runs, side by side if there are several."""
+"""`fp8bench report`: the report of stored runs, side by side if there are several, or of a training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from fp8bench.report.elements import printable
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="ids, files' stems, paths, or 'last'")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="ids, files' stems, paths, or 'last'; or a training's id"
+    )
     shared(parser, "--store", help="as in suite")
     shared(parser, "--html", "--md", "--csv-wide", "--open")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
 from fp8bench import units
-from fp8bench.analysis.learning.curves import Curve, curves_of
+from fp8bench.analysis.learning.curves import Curve, Key, curves_of
 from fp8bench.analysis.learning.judging import Learned
 from fp8bench.analysis.learning.verdicts import Verdicts
 from fp8bench.model import DeviceFacts, Level
@@ -51,7 +51,7 @@ _LEGEND = (
     "a verdict is of this model and text: it does not transfer to a model of another size",
 )
 _SHOWN_EVENTS = 12
-_POSITION = "position:"
+POSITION = "position:"
 _LOOKS = "after the last step, on text that was never trained on: loss (perplexity of a token)"
 # A count of steps is kept for each tensor: nothing for a parameter.
 _LEAST_BYTES = 0.001
@@ -61,14 +61,14 @@ def page_of(kept: KeptTraining, found: Verdicts) -> Page:
     """One row an arm, the bands, notes, and the first things that happened."""
     training = kept.training
     curves = curves_of(kept.lines, training.request.steps)
-    rows = tuple(tuple(_row(arm, kept, found, curves)) for arm in training.arms)
+    rows = tuple(tuple(row_of(arm, kept, found, curves)) for arm in training.arms)
     parts = [Part("arms", "", (Table("arms", "", _COLUMNS, rows, main=True),))]
-    parts += list(_looks(kept))
-    parts += [Part("bands", "", tuple(map(Text, _bands(found))))]
-    parts += list_of("notes", "notes", _notes(kept, found))
+    parts += list(looks_of(kept))
+    parts += [Part("bands", "", tuple(map(Text, bands_of(found))))]
+    parts += list_of("notes", "notes", notes_of(kept, found))
     parts += list_of("events", "events", _events(kept))
     parts += [Part("ending", "", tuple(map(Text, _ending(kept))))]
-    return Page(_title(training), "", tuple(parts), _LEGEND, tuple(_facts(training)))
+    return Page(title_of(training), "", tuple(parts), _LEGEND, tuple(facts_of(training)))
 
 
 def expected_time(seconds: float, unknown: Sequence[str]) -> str:
@@ -109,12 +109,12 @@ def _bytes(parts: dict[str, float]) -> str:
     return f"{sum(parts.values()):.3g} bytes a parameter ({named})"
 
 
-def _title(training: Training) -> str:
+def title_of(training: Training) -> str:
     settings = training.request.settings
     return f"training of {settings.model} ({settings.arch}, {units.count(training.parameters)} parameters)"
 
 
-def _facts(training: Training) -> Iterator[tuple[str, str]]:
+def facts_of(training: Training) -> Iterator[tuple[str, str]]:
     request = training.request
     yield "id", training.id
     yield "device", f"{training.device.key} ({training.device.name})"
@@ -127,7 +127,8 @@ def _how(arm: Arm) -> str:
     return "skipped" if arm.skip else (Level.NATIVE if arm.native else Level.EMULATED).value
 
 
-def _row(arm: Arm, kept: KeptTraining, found: Verdicts, curves: dict[tuple[str, int], Curve]) -> Iterator[Field]:
+def row_of(arm: Arm, kept: KeptTraining, found: Verdicts, curves: Mapping[Key, Curve]) -> Iterator[Field]:
+    """Arm, how, loss, held-out, gap, tokens/s, bytes a parameter, events, verdict."""
     own = {seed: curve for (name, seed), curve in curves.items() if name == arm.name}
     said = found.of(arm.name)
     yield Field(arm.name)
@@ -168,12 +169,12 @@ def _speed(arm: Arm, kept: KeptTraining) -> Field:
     return Field(units.count(rate), rate)
 
 
-def _looks(kept: KeptTraining) -> Iterator[Part]:
+def looks_of(kept: KeptTraining) -> Iterator[Part]:
     """What was seen of each arm after its last step on text that was never trained on: losses and perplexities."""
     steps = kept.training.request.steps
     last = [one for one in kept.of(Validation) if one.step == steps and math.isfinite(one.loss)]
-    shown = list(dict.fromkeys(one.of for one in last if not one.of.startswith(_POSITION)))
-    places = list(dict.fromkeys(one.of for one in last if one.of.startswith(_POSITION)))
+    shown = list(dict.fromkeys(one.of for one in last if not one.of.startswith(POSITION)))
+    places = list(dict.fromkeys(one.of for one in last if one.of.startswith(POSITION)))
     shown += [places[0], places[-1]] if len(places) > 1 else []
     columns = (Column("arm"), *(Column(of, number=True) for of in shown))
     arms = [arm.name for arm in kept.training.arms if arm.role is not ArmRole.REPEAT]
@@ -201,7 +202,7 @@ def _sum(sizes: Iterable[int | None]) -> int | None:
     return None if None in known else sum(one or 0 for one in known)
 
 
-def _bands(found: Verdicts) -> Iterator[str]:
+def bands_of(found: Verdicts) -> Iterator[str]:
     if found.seed_band is not None:
         yield words.seed_band(found.seed_band)
     if found.repeat_band is not None:
@@ -210,7 +211,7 @@ def _bands(found: Verdicts) -> Iterator[str]:
         yield all_of
 
 
-def _notes(kept: KeptTraining, found: Verdicts) -> Iterator[str]:
+def notes_of(kept: KeptTraining, found: Verdicts) -> Iterator[str]:
     for said in found.arms:
         if not said.arm.skip:
             yield from (f"{said.arm.name}: {note}" for note in words.notes(said))
