@@ -10,7 +10,21 @@ from fp8bench.analysis.learning.curves import curves_of
 from fp8bench.analysis.learning.verdicts import Verdicts
 from fp8bench.model.codec import SCHEMA
 from fp8bench.model.training import ArmRole, KeptTraining, StepFigure, TrainingEvent
-from fp8bench.report.elements import Axis, Chart, Column, Element, Field, Page, Part, Point, Scatter, Table, Text, Tone
+from fp8bench.report.elements import (
+    Axis,
+    Chart,
+    Column,
+    Element,
+    Field,
+    Lines,
+    Page,
+    Part,
+    Point,
+    Scatter,
+    Table,
+    Text,
+    Tone,
+)
 from fp8bench.report.page.charts import worth_drawing
 from fp8bench.report.page.training import curves as drawn
 from fp8bench.report.page.training.tensors import maps, worst_readings
@@ -64,7 +78,7 @@ _LEAD = (
 def _drawable(elements: Sequence[Element]) -> Iterator[Element]:
     """Charts of next to nothing are left out: their numbers stand in the first table."""
     for one in elements:
-        if not isinstance(one, Chart) or worth_drawing(one):
+        if not isinstance(one, Chart) or (worth_drawing(one) and not (isinstance(one, Lines) and not one.series)):
             yield one
 
 
