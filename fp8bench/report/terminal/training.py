@@ -239,7 +239,7 @@ def _ending(kept: KeptTraining) -> Iterator[str]:
         most = max(costs, key=costs.__getitem__)
         every = many(kept.training.request.stride, "step")
         yield f"watched: every {every}, which took {units.percent(costs[most])} of a step's time at most ({most})"
-    yield f"stored in {kept.path}"
+    yield f"stored in {kept.path}; curves, tensors by layer and events: `fp8bench report {kept.training.id}`"
 
 
 def _watching(kept: KeptTraining) -> Iterator[tuple[str, float]]:
