@@ -7,16 +7,26 @@ rounded once: the same on every device.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fp8bench.formats import operators
+from fp8bench.formats.code_kernels import IN_ORDER
+from fp8bench.formats.compiling import Kernel
+from fp8bench.formats.native_codes import call, laid
 from fp8bench.formats.quantise import check_input
 from fp8bench.formats.random_bits import RANDOM_BITS, random_bits
 
 SIZE = 16
+_MATRIX = 2
+# Free sizes of examples.
+_ROWS, _RUNS_IN_ROW = 640, 48
+_WHOLE_SUM = 1 << 10
 _RUNS = 1 << 12
 """Runs of 16 that a processor works on at a time, so that their float64 copy stays in its cache."""
 
@@ -30,7 +40,60 @@ def rotated(x: Tensor, seed: int) -> Tensor:
     check_input(x)
     if not x.dim():
         raise ValueError("a tensor without dimensions has none that could be rotated")
-    return _times(pad(x.detach(), (0, -x.shape[-1] % SIZE)), _matrix(seed, x.device))
+    filled = pad(x.detach(), (0, -x.shape[-1] % SIZE)) if x.shape[-1] % SIZE else x.detach()
+    matrix = _matrix(seed, x.device)
+    # A processor's product of matrices is fast, a GPU's is an operation among four others.
+    if x.device.type == "cpu" or torch.compiler.is_compiling() or not x.numel() or x.dim() != _MATRIX:
+        return _times(filled, matrix)
+    out = torch.empty(filled.shape, dtype=torch.float32, device=x.device)
+    torch.ops.fp8bench.rotated(filled, matrix, out)
+    return out
+
+
+@dataclass(frozen=True)
+class RotationKernel(Kernel):
+    """The same in one kernel: sixteen products are added up one after the other.
+
+    Called with the operand as (rows, runs, 16), the matrix, and memory for the result in the operand's shape.
+    """
+
+    source: torch.dtype
+    device: str
+    turned: bool
+
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        given, matrix, out = tensors
+        parts = [given[..., one : one + 1].to(torch.float64) * matrix[one] for one in range(SIZE)]
+        out.copy_(reduce(torch.add, parts))
+        return ()
+
+    def examples(self) -> list[Tensor]:
+        numbers = torch.randn(_ROWS, _RUNS_IN_ROW * SIZE, generator=torch.Generator().manual_seed(0))
+        laid_out = (numbers.t().contiguous() if self.turned else numbers).to(torch.device(self.device), self.source)
+        out = torch.empty(_ROWS, _RUNS_IN_ROW, SIZE, device=self.device)
+        return [_runs(laid_out, self.turned), torch.eye(SIZE, dtype=torch.float64, device=self.device), out]
+
+    def free(self) -> list[Sequence[int]]:
+        return [(0, 1), (), (0, 1)]
+
+    def options(self) -> Mapping[str, object]:
+        # A sum of sixteen would be cut in two, and the first half kept in memory.
+        return {**IN_ORDER, "realize_opcount_threshold": _WHOLE_SUM, "realize_reads_threshold": _WHOLE_SUM}
+
+
+def _runs(memory: Tensor, turned: bool) -> Tensor:
+    """A matrix that lies row by row, or the transpose of one, as (rows, runs, 16)."""
+    if turned:
+        return memory.view(-1, SIZE, memory.shape[1]).permute(2, 0, 1)
+    return memory.view(len(memory), -1, SIZE)
+
+
+def _run_rotated(x: Tensor, matrix: Tensor, out: Tensor) -> None:
+    memory, turned = laid(x)
+    call(RotationKernel(x.dtype, str(x.device), turned), _runs(memory, turned), matrix, _runs(out, False))
+
+
+operators.define("rotated", "(Tensor x, Tensor matrix, Tensor(a!) out) -> ()", _run_rotated)
 
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:

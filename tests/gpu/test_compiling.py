@@ -17,6 +17,7 @@ from fp8bench.formats.scalings import MX, NVFP4, ScaleRounding
 from fp8bench.formats.tiled_codes import tiled_codes
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.model.raw import Settings
+from fp8bench.nn.rotations import rotated
 from fp8bench.worker.bench import Bench
 from tests.formats import test_tiled_codes
 from tests.formats.test_native_codes import CASTS, DELAYED, Cast, cast, course, pieces, same
@@ -98,6 +99,18 @@ def test_tiled_codes_compiled_are_eager_bit_by_bit(how: test_tiled_codes.Cast, m
         found = test_tiled_codes.cast(x, how)
         assert test_tiled_codes.same(found, wanted), (x.shape, x.stride())
         assert test_tiled_codes.same([one.cpu() for one in found], test_tiled_codes.cast(x.cpu(), how))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_rotation_compiled_is_that_of_a_processor(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
+    x = AWKWARD[:160].bfloat16()
+    x = x.t() if turned else x
+    eager = rotated(x.cuda(), 3)
+    operators.KERNELS.compile(*operators.KERNELS.wanted)
+    for found in (eager, rotated(x.cuda(), 3)):
+        assert differences(found.cpu(), rotated(x, 3)) == 0
+    assert operators.KERNELS.fused.total() == 1
 
 
 @pytest.mark.parametrize("delayed", DELAYED, ids=str)

@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 
-from fp8bench.nn.rotations import SIZE, rotated
+from fp8bench.formats.compiling import compiled
+from fp8bench.nn.rotations import SIZE, RotationKernel, _matrix, _runs, rotated
 from tests.formats.scaling_definitions import gaussian, outliers
+from tests.formats.test_operators import Operators
 
 each_length = pytest.mark.parametrize("columns", [1, 15, 16, 17, 64, 100])
 
@@ -104,3 +106,30 @@ def test_a_lone_outlier_is_a_quarter_as_large() -> None:
     x = torch.zeros(1, 64)
     x[0, 37] = 100.0
     assert rotated(x, 6).abs().flatten().tolist() == [0.0] * 32 + [25.0] * 16 + [0.0] * 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_gpu_s_kernel_gives_the_same(turned: bool) -> None:
+    """Compiled here, and one operation after the other: rows and columns of very different sizes, NaN and infinity."""
+    found = compiled(RotationKernel(torch.bfloat16, "cpu", turned))
+    for rows, columns in ((48, 64), (1, 16), (33, 160)):
+        x = outliers(rows, columns).to(torch.bfloat16)
+        x[0, 3], x[-1, -1] = math.inf, math.nan
+        memory = x.t().contiguous() if turned else x
+        wanted = rotated(x, 3)
+        for run in (found.run, RotationKernel(torch.bfloat16, "cpu", turned)):
+            out = torch.empty(rows, columns)
+            run(_runs(memory, turned), _matrix(3, torch.device("cpu")), _runs(out, False))
+            assert torch.equal(out.isnan(), wanted.isnan()) and torch.equal(out.nan_to_num(), wanted.nan_to_num())
+
+
+def test_elsewhere_than_on_a_processor_it_is_one_operator() -> None:
+    x = torch.empty(64, 48, device="meta").t()
+    rotated(x, 3)  # its matrix is kept
+    with Operators() as seen:
+        found = rotated(x, 3)
+    assert found.shape == (48, 64) and found.is_contiguous()
+    assert [name for name in seen.names if not any(one in name for one in ("aten.t.", "detach", "empty"))] == [
+        "fp8bench.rotated.default"
+    ]

@@ -27,7 +27,7 @@ MOST = {
     ("fp8-rowwise", "cached"): 1.35,
     ("fp8-block", "cached"): 1.35,
     ("mxfp8", "cached"): 1.35,
-    ("nvfp4", "cached"): 3.4,
+    ("nvfp4", "cached"): 2.7,
 }
 
 
