@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from fp8bench.model import Params
 from fp8bench.protocols import Arithmetic, Operand, Role, WatchedArithmetic
-from fp8bench.training.readings import cast_of, figures_of, read
+from fp8bench.training.readings import cast_of, figures_of, read, reading_of
 
 # What a tensor was multiplied by, found where it is wanted.
-Scale = Callable[[], float | None]
+Scale = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -100,15 +100,15 @@ class Finder:
         assert source is not None
         backward = role is Role.GRADIENT
 
-        def scale() -> float | None:
+        def scale() -> float:
             (figures,) = read([figures_of(source, cast_of(arithmetic, operand, source, role))])
-            octaves = figures.get("octaves", math.nan)  # of blocks, in the middle
-            return figures.get("scale", 2.0**octaves if math.isfinite(octaves) else None)
+            return reading_of("", 0, 0, name, role, figures, None).scale
 
-        self.see(name, role.value, source, backward, scale)
+        wanted = None if arithmetic.plain else scale
+        self.see(name, role.value, source, backward, wanted)
         if self.place is None:
             rounded = arithmetic.restore(operand, torch.float32)
-            self.see(name, f"{role.value} as it was rounded", rounded, backward, scale)
+            self.see(name, f"{role.value} as it was rounded", rounded, backward, wanted)
 
 
 def whole_words(place: Place | None, loss: float, norm: float) -> str:
