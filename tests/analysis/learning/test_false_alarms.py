@@ -5,10 +5,12 @@ Ten thousand studies of each kind are slow; a few hundred always run.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from fp8bench.analysis.learning.judging import SHOWN
-from suites.verdicts import after_advice, coverage, false_alarms, found, noises, seeds_for, speeds
+from suites.verdicts import TRAINED, after_advice, coverage, false_alarms, found, noises, seeds_for, speeds
 
 FEW, MANY = 200, 10_000
 # A deviation of half the margin, where both ends of a verdict are in reach, and one that is far beyond it.
@@ -26,6 +28,15 @@ def test_what_was_planted_is_found() -> None:
     """Twice the margin, with noise of half of it, in five seeds."""
     assert found(noises()["Gaussian"], FEW, NEAR, 0.02) > 0.9
     assert found(noises()["Gaussian"], FEW, NEAR, -0.02) == 0.0
+
+
+def test_real_nudged_arms_were_never_called() -> None:
+    """What the committed file says of twenty studies; none of their arms had the reference's bits."""
+    kept = json.loads(TRAINED.read_text())
+    nudged = {name: counts for name, counts in kept["verdicts"].items() if name.startswith(("ulp", "order"))}
+    assert sum(sum(counts.values()) for counts in nudged.values()) >= 20
+    assert {word for counts in nudged.values() for word in counts} <= {"within noise", "inconclusive"}
+    assert all(any(gap) for gaps in kept["gaps"].values() for gap in gaps)
 
 
 @pytest.mark.slow
