@@ -97,7 +97,7 @@ def _map(
             hints.append(tuple("" if one is None else units.significant(one) for one in own))
     if rows:
         yield Heat(
-            name, title.capitalize() if title[0].islower() else title,
+            name, title,
             "Each relative to its own middle over the steps, which stands in brackets; the first seed.",
             tuple(rows), tuple(map(units.whole, steps)), tuple(values), Axis("times the middle, by step", "x"),
             tuple(hints), folded=True,
