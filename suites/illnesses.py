@@ -197,7 +197,7 @@ _SKIPPING = {"on_nan": "skip"}
 ILLNESSES: tuple[Illness, ...] = (
     Illness("a batch of garbage", "gradient-norm-spike", bad_batch),
     Illness("30 times the rate, for three steps", "update-norm-burst", rate_spike),
-    Illness("updates that are lost", "plateau", lost_updates, steps=700),
+    Illness("updates that are lost from the first step on", "plateau", lost_updates, onset=0, steps=400),
     Illness("an infinite weight", "not-finite", infinite_weight, settings=_SKIPPING),
     Illness("a twentieth of the rate", "loss-gap", slow_learner, onset=30, steps=300, beside=True),
     Illness("gains 40 times as large", "scale-falls", louder(40.0)),

@@ -82,7 +82,7 @@ class Plateau(Rule[StepRow]):
     gradients = 0.8
     window = f"the last half of all steps, {least} at least, in {parts} parts; looked at every {often} steps"
     threshold = (
-        f"their mean losses lie within {flat:.1%} of each other, the mean gradient norm is at least {gradients:g} of "
+        f"their mean losses lie within {flat:.1%} of each other, the median gradient norm is at least {gradients:g} of "
         "that in the half before, and the rate at least half of its peak"
     )
     reason = "losses fall by equal parts in equal multiples of time: the last half of a training is never flat"
@@ -108,7 +108,7 @@ class Plateau(Rule[StepRow]):
         part = length // self.parts
         means = [_mean(self._losses[-length:][start : start + part]) for start in range(0, length, part)]
         spread = (max(means) - min(means)) / abs(_mean(means) or 1.0)
-        norm, before = _mean(self._norms[-length:]), _mean(self._norms[-2 * length : -length])
+        norm, before = middle(self._norms[-length:]), middle(self._norms[-2 * length : -length])
         if spread > self.flat or norm < self.gradients * before:
             return None
         words = (
