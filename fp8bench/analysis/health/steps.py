@@ -78,7 +78,7 @@ class Plateau(Rule[StepRow]):
     least = 100
     often = 10
     parts = 4
-    flat = 0.005
+    flat = 0.01
     gradients = 0.8
     window = f"the last half of all steps, {least} at least, in {parts} parts; looked at every {often} steps"
     threshold = (
