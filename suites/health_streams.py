@@ -35,7 +35,7 @@ from suites.illnesses import ILLNESSES, Illness, Patient
 SLICE, STRIDE = 10, 10
 # Well trainings are of a model so small that 50,000 steps can be done, ill ones of nano.
 TINY = "tiny"
-SIZES.setdefault(TINY, GPTConfig(256, 64, 1, 2, 2, 256, batch=4, sequence=64))
+_TINY = GPTConfig(256, 64, 1, 2, 2, 256, batch=4, sequence=64)
 WINDOWS = {"batch": 4, "sequence": 64}
 PRECISIONS = ("fp8", "fp8-delayed:history=16", "mxfp8")
 ARCHITECTURES = ("gpt", "mlp", "cnn")
@@ -82,6 +82,7 @@ def ill(seeds: range) -> list[Study]:
 
 def train(study: Study, text: TrainingText) -> Iterator[Line]:
     """The lines of a study, slice by slice, all arms in random order."""
+    SIZES.setdefault(TINY, _TINY)
     torch.set_num_threads(1)
     lab = Lab(Settings())
     task = SeedTask(study.seed, study.arms, study.settings(), study.steps, STRIDE, text, lab.probe()[0])

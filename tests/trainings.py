@@ -13,6 +13,7 @@ from fp8bench.jobs.train.arms import make_arms
 from fp8bench.measure.handle import Worker
 from fp8bench.model import DeviceFacts, Environment, Scalar
 from fp8bench.model.training import (
+    WATCHED_SECONDS,
     Arm,
     ArmState,
     KeptTraining,
@@ -163,7 +164,7 @@ def said(kept: KeptTraining) -> list[Line]:
 
 
 def replaced(line: Line) -> Line:
-    if isinstance(line, StepFigure) and line.name in ("memory", "energy"):
+    if isinstance(line, StepFigure) and line.name in ("memory", "energy", WATCHED_SECONDS):
         return replace(line, value=0.0)
     return replace(line, seconds=0.0) if isinstance(line, StepRow) else line
 

@@ -103,6 +103,7 @@ WELL: dict[str, Callable[[], Iterable[Line]]] = {
     "a scale that is 1 before its first amax": lambda: readings(40, scale=lambda number: 1e6 if number else 1.0),
     "a delayed scale that is a little late": lambda: readings(40, lag=lambda number: 0.1),
     "scales rounded down": lambda: readings(40, saturated=lambda number: 0.0064),
+    "scales of NVFP4 from the first step on": lambda: readings(40, saturated=lambda number: 0.036),
     "underflow as usual": lambda: readings(40, underflow=lambda number: 0.8 + 0.1 * (number % 2)),
     "an embedding that spreads": lambda: figures("embedding_spread", (0.02 + number / 100 for number in range(30))),
     "batch norms that begin anywhere": lambda: figures("batch_norm_drift", (9, 5, 3, 2, 1.5, 0.4, 2, 0.2, 0.1)),
