@@ -26,7 +26,7 @@ from fp8bench.model.training import Line, StepRow, TrainingEvent
 from suites.health_streams import JUDGING, SETTING, Study, ill, is_whole, keep, kept, well
 from suites.illnesses import ILLNESSES
 
-PARTS: dict[str, list[Study]] = {"well": well(JUDGING), "setting": well(SETTING), "ill": ill(JUDGING[:2])}
+PARTS: dict[str, list[Study]] = {"well": well(JUDGING), "setting": well(SETTING), "ill": ill(SETTING[:2])}
 NAMES = [rule.name for rule in RULES]
 
 

@@ -79,7 +79,7 @@ class Plateau(Rule[StepRow]):
     often = 10
     parts = 4
     flat = 0.01
-    gradients = 0.8
+    gradients = 0.9
     window = f"the last half of all steps, {least} at least, in {parts} parts; looked at every {often} steps"
     threshold = (
         f"their mean losses lie within {flat:.1%} of each other, the median gradient norm is at least {gradients:g} of "
