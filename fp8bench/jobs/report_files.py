@@ -14,7 +14,7 @@ from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import write_whole
 from fp8bench.jobs.report_history import past_of
 from fp8bench.model import Run
-from fp8bench.model.training import KeptTraining
+from fp8bench.model.training import KeptTraining, LayerReading
 from fp8bench.report.data.run import all_as_csv
 from fp8bench.report.data.training import as_csv
 from fp8bench.report.elements import Page
@@ -73,10 +73,11 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
 
 
 def write_training_report(kept: KeptTraining, store: Path, pages: Pages = Pages()) -> Path:
-    """The same of a training: its page, and every figure of its lines as a table."""
+    """The same of a training. Its table leaves readings of tensors out, which are millions: `show --csv` has them."""
     page = training_page_of(kept, verdicts_of(kept.training, kept.lines))
+    few = replace(kept, lines=tuple(line for line in kept.lines if not isinstance(line, LayerReading)))
     folder = store / "reports" / Path(kept.path).parent.name
-    return _written(page, as_csv(kept), folder, pages)
+    return _written(page, as_csv(few), folder, pages)
 
 
 def _written(page: Page, rows: str, folder: Path, pages: Pages) -> Path:

@@ -75,7 +75,10 @@ def maps(kept: KeptTraining) -> Iterator[Element]:
             for word, title, value in _MAPS:
                 yield from _map(f"{word}-{number}-{role.value}", f"{name}: {title} of {role.value}s", own, value)
     if drawn[_ARMS:]:
-        yield Text(f"No maps are drawn of {listed(drawn[_ARMS:])}: the training's CSV has their readings.")
+        yield Text(
+            f"No maps are drawn of {listed(drawn[_ARMS:])}: `fp8bench show {kept.training.id} --csv FILE` has their "
+            "readings."
+        )
 
 
 def _map(
