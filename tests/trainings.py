@@ -164,7 +164,7 @@ def said(kept: KeptTraining) -> list[Line]:
 
 
 def replaced(line: Line) -> Line:
-    if isinstance(line, StepFigure) and line.name in ("memory", "energy", WATCHED_SECONDS):
+    if isinstance(line, StepFigure) and line.name in ("memory", WATCHED_SECONDS):
         return replace(line, value=0.0)
     return replace(line, seconds=0.0) if isinstance(line, StepRow) else line
 

@@ -267,7 +267,7 @@ class StepFigure:
     """A further figure of a watched step by its name, of a layer or, without one, of all.
 
     'update_ratio' and 'gradient_snr' of a weight, 'noise_scale' (in tokens), 'output_amax', 'attention_score',
-    'embedding_spread', 'batch_norm_drift', 'memory' (bytes), WATCHED_SECONDS, 'energy'.
+    'embedding_spread', 'batch_norm_drift', 'memory' (bytes, of all arms together), WATCHED_SECONDS.
     """
 
     arm: str

@@ -512,7 +512,7 @@ def test_an_interrupt_in_a_long_step_ends_the_run_at_once(
     took = time.monotonic() - pressed[0]
     thread.join()
     assert not run.finished and run.records == ()
-    assert took < 45, "the step would have slept for 60 s"
+    assert took < 20, "the step would have slept for 60 s"
 
 
 def test_a_failure_without_isolation_is_a_record_too(hazard: str, tmp_path: Path) -> None:

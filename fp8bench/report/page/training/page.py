@@ -9,7 +9,7 @@ from fp8bench import units
 from fp8bench.analysis.learning.curves import curves_of
 from fp8bench.analysis.learning.verdicts import Verdicts
 from fp8bench.model.codec import SCHEMA
-from fp8bench.model.training import ArmRole, KeptTraining, StepFigure, TrainingEvent
+from fp8bench.model.training import ArmRole, KeptTraining, TrainingEvent
 from fp8bench.report.elements import (
     Axis,
     Chart,
@@ -42,7 +42,6 @@ _ARMS = (
     Column("tokens/s", number=True, hint="by the median step; of native arms"),
     Column("to the same loss", hint="speed times steps: how much sooner the arm is as good; of native arms"),
     Column("B/param", number=True, hint="bytes kept between two steps for each parameter, as counted"),
-    Column("peak memory", number=True, hint="of a watched step, at most", unit="B"),
 )  # fmt: skip
 
 
@@ -90,14 +89,12 @@ def _verdicts(kept: KeptTraining, found: Verdicts, curves: drawn.Curves) -> Iter
         name, how, loss, held_out, gap, speed, size, _, verdict = row_of(arm, kept, found, curves)
         said = found.of(arm.name)
         sooner = words.speed(said.speed, arm.native) if said is not None and said.speed is not None else units.NONE
-        peaks = [one.value for one in kept.of(StepFigure) if one.arm == arm.name and one.name == "memory"]
-        peak = Field(units.size(max(peaks)), max(peaks)) if peaks else Field(units.NONE)
-        rows.append((name, how, loss, held_out, gap, verdict, speed, Field(sooner), size, peak))
+        rows.append((name, how, loss, held_out, gap, verdict, speed, Field(sooner), size))
     yield Table("arms", "Arms", _ARMS, tuple(rows), main=True)
     yield from (Text(one) for one in (*bands_of(found), *notes_of(kept, found)))
     yield Text(
-        "The largest batch that fits is no matter of a training: `fp8bench suite transformer --max-batch` finds it for "
-        "each precision."
+        "Arms lie in memory together, so that a training tells neither the peak memory of one nor its largest batch: "
+        "`fp8bench suite transformer --max-batch` finds both for each precision."
     )
 
 
