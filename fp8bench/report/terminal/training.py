@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 from fp8bench import units
@@ -239,7 +241,9 @@ def _ending(kept: KeptTraining) -> Iterator[str]:
         most = max(costs, key=costs.__getitem__)
         every = many(kept.training.request.stride, "step")
         yield f"watched: every {every}, which took {units.percent(costs[most])} of a step's time at most ({most})"
-    yield f"stored in {kept.path}; curves, tensors by layer and events: `fp8bench report {kept.training.id}`"
+    store = shlex.quote(str(Path(kept.path).parent.parent.parent))
+    yield f"stored in {kept.path}"
+    yield f"curves, tensors by layer and events: fp8bench report {kept.training.id} --store {store}"
 
 
 def _watching(kept: KeptTraining) -> Iterator[tuple[str, float]]:
