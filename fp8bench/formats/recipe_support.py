@@ -53,7 +53,7 @@ def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
     if not (is_nvidia(facts) or is_amd(facts) or is_intel(facts)):
         return emulated_everywhere(facts, words)
     if recipe.accumulator is not Accumulator.FP32:
-        return emulated_because("sums of 14 bits are a model, which no kernel follows")
+        return emulated_because(f"sums of {recipe.accumulator_bits} bits are a model, which no kernel follows")
     meant = on_device(recipe, facts)
     products = [Product(_SIDE, _SIDE, _SIDE, a, b) for a, b in meant.products]
     schemes = {one.scheme for one in products}

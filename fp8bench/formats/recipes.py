@@ -15,6 +15,9 @@ from fp8bench.formats.scalings import Scaling
 
 LONGEST_HISTORY = 1 << 16
 MOST_MARGIN = 32
+# Those of Hopper's FP8 units, and those that a short sum may have: float32's 24 are none.
+HOPPER_BITS = 14
+SHORT_BITS = range(2, 24)
 
 
 class Amax(StrEnum):
@@ -27,8 +30,8 @@ class Amax(StrEnum):
 class Accumulator(StrEnum):
     """How a product is summed.
 
-    FP32 all along; SHORT with the 14 significant bits of Hopper's FP8 units; PROMOTED the same, but added to a float32
-    sum every 128 elements of the contraction, as DeepSeek-V3 was trained.
+    FP32 all along; SHORT with few significant bits, as the 14 of Hopper's FP8 units; PROMOTED the same, but added to a
+    float32 sum every 128 elements of the contraction, as DeepSeek-V3 was trained.
     """
 
     FP32 = "fp32"
@@ -73,7 +76,8 @@ class Recipe:
     """Formats, scalings and rounding by role, and how products are summed.
 
     `delayed` takes the place of the current scale of a tensor. `hadamard` turns both operands of the weight gradient
-    by random Hadamard matrices of 16. With `high_weight_gradient` that product stays in bf16.
+    by random Hadamard matrices of 16. With `high_weight_gradient` that product stays in bf16. Short sums keep
+    `accumulator_bits`.
     """
 
     input: Treatment
@@ -83,10 +87,16 @@ class Recipe:
     hadamard: bool = False
     high_weight_gradient: bool = False
     accumulator: Accumulator = Accumulator.FP32
+    accumulator_bits: int = HOPPER_BITS
 
     def __post_init__(self) -> None:
         if self.delayed and not self.per_tensor:
             raise RecipeRefused("delayed scaling keeps one scale a tensor: give every role the scaling of a tensor.")
+        if self.accumulator_bits not in SHORT_BITS:
+            raise RecipeRefused(
+                f"short sums keep {SHORT_BITS[0]} to {SHORT_BITS[-1]} bits, not {self.accumulator_bits!r}: choose "
+                "accumulator=fp32 for more."
+            )
         if self.hadamard and self.high_weight_gradient:
             raise RecipeRefused(
                 "Hadamard turns the operands of the weight gradient, and here it stays in bf16: leave one out "

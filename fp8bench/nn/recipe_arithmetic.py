@@ -118,7 +118,7 @@ class RecipeArithmetic(Arithmetic):
             return in_dtype(torch.mm(a.data, b.data.t()), dtype)
         if self.recipe.accumulator is Accumulator.FP32:
             return values_product(a.data, b.data, dtype)
-        return in_dtype(short_product(a.data, b.data, self.recipe.accumulator), dtype)
+        return in_dtype(short_product(a.data, b.data, self.recipe.accumulator, self.recipe.accumulator_bits), dtype)
 
     def unscaled(self, tensor: Tensor, role: Role) -> Operand:
         return Operand(values(tensor, self.treatments[role].fmt))

@@ -14,7 +14,7 @@ from fp8bench.formats.grids import Format
 from fp8bench.formats.hardware import refused
 from fp8bench.formats.product_rules import rows_give_float32
 from fp8bench.formats.recipe_support import on_device, recipe_support
-from fp8bench.formats.recipes import FORMATS_BY_ROLE, Accumulator, Delayed, Recipe, Treatment
+from fp8bench.formats.recipes import FORMATS_BY_ROLE, HOPPER_BITS, SHORT_BITS, Accumulator, Delayed, Recipe, Treatment
 from fp8bench.formats.scalings import ScaleRounding, Scaling
 from fp8bench.model import DeviceFacts, Level, Scalar, Support
 from fp8bench.protocols import Arithmetic, Precision, TensorScale
@@ -24,9 +24,21 @@ HIGH_WEIGHT_GRADIENT = Option(
     "weight-gradient", "low, or bf16: the product of gradients and inputs is left in bf16", "low",
     one_of("low", "bf16"), ("gw",),
 )  # fmt: skip
+
+
+def _accumulator(text: str) -> str:
+    """A word, or the bits of a short sum; those of Hopper are the word."""
+    if text.isascii() and text.isdigit() and int(text) in SHORT_BITS:
+        return Accumulator.SHORT.value if int(text) == HOPPER_BITS else str(int(text))
+    try:
+        return one_of(*Accumulator)(text)
+    except ValueError as error:
+        raise ValueError(f"{error}; or a number of bits from {SHORT_BITS[0]} to {SHORT_BITS[-1]}") from None
+
+
 ACCUMULATOR = Option(
-    "accumulator", "fp32, short: 14 bits as Hopper sums, or promoted: short, added to fp32 every 128 elements",
-    "fp32", one_of(*Accumulator),
+    "accumulator", "fp32, short: 14 bits as Hopper sums, or so many; promoted: short, added to fp32 every 128 elements",
+    "fp32", _accumulator,
 )  # fmt: skip
 MX_SCALE = Option(
     "scale", "rceil: up, nothing saturates; floor: OCP's; even: after rounding the amax; ceil: the amax up to a power",
@@ -137,11 +149,13 @@ class RecipePrecision(Precision):
     def recipe_of(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
         """A recipe of the treatments of inputs, weights and gradients, with what the usual options say of the rest."""
         given, weight, gradient = treatments
+        sums = str(self.chosen.get("accumulator", Accumulator.FP32))
         return Recipe(
             given, weight, gradient, delayed,
             hadamard=self.chosen.get("hadamard") == "on",
             high_weight_gradient=self.chosen.get("weight-gradient") == "bf16",
-            accumulator=Accumulator(str(self.chosen.get("accumulator", Accumulator.FP32))),
+            accumulator=Accumulator.SHORT if sums.isdigit() else Accumulator(sums),
+            accumulator_bits=int(sums) if sums.isdigit() else HOPPER_BITS,
         )  # fmt: skip
 
     @property

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import Format
-from fp8bench.formats.recipes import Accumulator
+from fp8bench.formats.recipes import HOPPER_BITS, Accumulator
 from fp8bench.model.conformity import Difference
-from fp8bench.numerics.short_sums import INSTRUCTION, SIGNIFICANT_BITS, short_product
+from fp8bench.numerics.short_sums import INSTRUCTION, short_product
 
 FLOAT32_BITS = 24
 # Roundings of a float32 sum beside its additions: of both operands' values, of their scales, of the result.
@@ -179,7 +179,7 @@ def kept_bits(found: Tensor, sums: Sums) -> int:
     more = lost / expected
     if sums.spread(found) > _ALIKE * (more**2 * sums.spread(model) + sums.chance):
         return FLOAT32_BITS
-    return min(FLOAT32_BITS, round(SIGNIFICANT_BITS - math.log2(more)))
+    return min(FLOAT32_BITS, round(HOPPER_BITS - math.log2(more)))
 
 
 def _laid_otherwise(found: Tensor, sums: Sums) -> Iterator[tuple[str, Tensor]]:

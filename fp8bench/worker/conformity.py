@@ -92,8 +92,9 @@ class _Compared:
         self._formats.update(
             zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), (one.fmt for one in treatments), strict=False)
         )
-        short = isinstance(recipe, Recipe) and recipe.accumulator is not Accumulator.FP32
-        self._bits = 14 if short else 24
+        self._bits = 24
+        if isinstance(recipe, Recipe) and recipe.accumulator is not Accumulator.FP32:
+            self._bits = recipe.accumulator_bits
 
     def casts(self) -> Iterator[Conformity]:
         """Of each role, along both dimensions, and of values beyond the format's range without a scale."""

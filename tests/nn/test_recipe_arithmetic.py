@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import BF16, E2M1, E4M3, E5M2, FP16, TF32
-from fp8bench.formats.recipes import Accumulator, Recipe, Treatment
+from fp8bench.formats.recipes import HOPPER_BITS, Accumulator, Recipe, Treatment
 from fp8bench.formats.scaled import values
 from fp8bench.formats.scalings import MX, NVFP4_SQUARE, NVFP4_UP, TENSOR
 from fp8bench.model import DeviceFacts
@@ -139,7 +139,7 @@ def test_squares_of_weights_are_the_same_values_in_both_directions() -> None:
     assert not torch.equal(of("nvfp4:weights=1d").turned(weight.t(), Role.WEIGHT).data, operand.data.t())
 
 
-@pytest.mark.parametrize("mode", ["fp8:accumulator=short", "fp8-block:accumulator=promoted"])
+@pytest.mark.parametrize("mode", ["fp8:accumulator=short", "fp8:accumulator=8", "fp8-block:accumulator=promoted"])
 def test_sums_of_few_bits_are_taken_in_all_three_products(mode: str) -> None:
     """Each as the model has it, rounded to the carrier."""
     arithmetic = of(mode)
@@ -149,13 +149,14 @@ def test_sums_of_few_bits_are_taken_in_all_three_products(mode: str) -> None:
     y = layer(x, SilentPhases())
     found = (y, *torch.autograd.grad(y, (x, layer.weight), pull.to(y.dtype)))
     kind, weight, g = arithmetic.recipe.accumulator, layer.weight.detach(), pull.to(y.dtype)
-    assert kind is (Accumulator.SHORT if "short" in mode else Accumulator.PROMOTED)
+    bits = 8 if mode.endswith("8") else HOPPER_BITS
+    assert kind is (Accumulator.PROMOTED if "promoted" in mode else Accumulator.SHORT)
     for result, (a, role_a), (b, role_b) in (
         (found[0], (x.detach(), Role.INPUT), (weight, Role.WEIGHT)),
         (found[1], (g, Role.GRADIENT), (weight.t(), Role.WEIGHT)),
         (found[2], (g.t(), Role.GRADIENT), (x.detach().t(), Role.INPUT)),
     ):
-        wanted = short_product(arithmetic.cast(a, role_a).data, arithmetic.cast(b, role_b).data, kind)
+        wanted = short_product(arithmetic.cast(a, role_a).data, arithmetic.cast(b, role_b).data, kind, bits)
         assert torch.equal(result.float(), wanted.bfloat16().float())
 
 

@@ -11,29 +11,29 @@ from torch import Tensor
 
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.quantise import round_to
-from fp8bench.formats.recipes import Accumulator
-from fp8bench.numerics.short_sums import INSTRUCTION, PROMOTION, SIGNIFICANT_BITS, short_product
+from fp8bench.formats.recipes import HOPPER_BITS, Accumulator
+from fp8bench.numerics.short_sums import INSTRUCTION, PROMOTION, short_product
 
 
-def cut(value: Fraction) -> Fraction:
-    """The leading 14 bits of a number, the others cut off."""
+def cut(value: Fraction, bits: int) -> Fraction:
+    """The leading bits of a number, the others cut off."""
     if not value:
         return value
     magnitude, exponent = abs(value), 0
-    while magnitude >= 2**SIGNIFICANT_BITS:
+    while magnitude >= 2**bits:
         magnitude, exponent = magnitude / 2, exponent + 1
-    while magnitude < 2 ** (SIGNIFICANT_BITS - 1):
+    while magnitude < 2 ** (bits - 1):
         magnitude, exponent = magnitude * 2, exponent - 1
     return (1 if value > 0 else -1) * Fraction(int(magnitude)) * Fraction(2) ** exponent
 
 
-def by_hand(row: list[float], column: list[float], accumulator: Accumulator) -> np.float32:
+def by_hand(row: list[float], column: list[float], accumulator: Accumulator, bits: int) -> np.float32:
     """One element of the product: exact sums of 32, cut off, and promoted every 128 or never."""
     total, kept = np.float32(0), Fraction(0)
     for start in range(0, len(row), INSTRUCTION):
         part = slice(start, start + INSTRUCTION)
         products = sum((Fraction(a) * Fraction(b) for a, b in zip(row[part], column[part], strict=True)), Fraction(0))
-        kept = cut(kept + products)
+        kept = cut(kept + products, bits)
         if accumulator is Accumulator.PROMOTED and (start + INSTRUCTION) % PROMOTION == 0:
             total, kept = total + np.float32(float(kept)), Fraction(0)
     return total + np.float32(float(kept))
@@ -49,15 +49,23 @@ def operands(fmt: Format, k: int, spread: float) -> tuple[Tensor, Tensor]:
     return round_to(a, fmt) * 2.0**-5, round_to(b, fmt) * 2.0**7
 
 
-@pytest.mark.parametrize("accumulator", [Accumulator.SHORT, Accumulator.PROMOTED])
+@pytest.mark.parametrize(
+    ("accumulator", "bits"),
+    [
+        (Accumulator.SHORT, HOPPER_BITS),
+        (Accumulator.SHORT, 8),
+        (Accumulator.SHORT, 2),
+        (Accumulator.PROMOTED, HOPPER_BITS),
+    ],
+)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("k", [1, 31, 32, 96, 128, 129, 500])
-def test_every_element_is_the_one_added_by_hand(accumulator: Accumulator, fmt: Format, k: int) -> None:
+def test_every_element_is_the_one_added_by_hand(accumulator: Accumulator, bits: int, fmt: Format, k: int) -> None:
     """Bit for bit, lengths that fill no instruction and no promotion among them."""
     for spread in (0.5, 4.0):
         a, b = operands(fmt, k, spread)
-        found = short_product(a, b, accumulator)
-        wanted = [[by_hand(row, column, accumulator) for column in b.tolist()] for row in a.tolist()]
+        found = short_product(a, b, accumulator, bits)
+        wanted = [[by_hand(row, column, accumulator, bits) for column in b.tolist()] for row in a.tolist()]
         assert found.dtype == torch.float32
         assert np.array_equal(found.numpy(), np.array(wanted, np.float32))
 
@@ -72,7 +80,7 @@ def test_what_is_lost_is_what_was_published() -> None:
         for one in (Accumulator.SHORT, Accumulator.PROMOTED)
     }
     assert 2e-3 < lost[Accumulator.SHORT] < 4e-3
-    assert 0 < lost[Accumulator.PROMOTED] < 3 * 2.0**-SIGNIFICANT_BITS
+    assert 0 < lost[Accumulator.PROMOTED] < 3 * 2.0**-HOPPER_BITS
 
 
 def test_nothing_and_what_is_not_finite() -> None:

@@ -41,6 +41,27 @@ MANY = (
 )  # fmt: skip
 
 
+def test_fewer_bits_in_the_sums_are_further_from_float32_sums(corpus: Corpus) -> None:
+    """Of every product of a training: in its first steps, before they have led elsewhere."""
+    modes = ["fp8", *(f"fp8:accumulator={bits}" for bits in (14, 8, 4, 2))]
+    lab = lab_of(task_of(corpus, *modes, batch=8))
+    exact, *short = ([(row.loss, row.gradient_norm) for row in rows(lab.advance(mode, 3))] for mode in modes)
+    apart = [sum(abs(a - b) + abs(c - d) for (a, c), (b, d) in zip(one, exact, strict=True)) for one in short]
+    assert 0 < apart[0] < apart[1] < apart[2] < apart[3], apart
+
+
+@pytest.mark.slow
+def test_few_enough_bits_in_the_sums_are_a_loss_gap(corpus: Corpus) -> None:
+    """Over three seeds: none of a training that is so short shows with 14 or 8 bits, and with 2 it does."""
+    gaps = dict.fromkeys(("fp8:accumulator=short", "fp8:accumulator=8", "fp8:accumulator=2"), 0.0)
+    for seed in range(3):
+        lab = lab_of(task_of(corpus, "fp8", *gaps, seed=seed, steps=40, rate=3e-3, batch=16))
+        last = {mode: sum(row.loss for row in rows(lab.advance(mode, 40))[-8:]) for mode in ("fp8", *gaps)}
+        gaps = {mode: gap + (last[mode] / last["fp8"] - 1) / 3 for mode, gap in gaps.items()}
+    short, eight, two = gaps.values()
+    assert abs(short) < 1.5e-3 and abs(eight) < 1.5e-3 and two > 3e-3, gaps
+
+
 def test_nudged_arms_differ_as_rounding_does(corpus: Corpus) -> None:
     """A little, and at all: equal bits would prove nothing."""
     nudged = [Arm(word, "fp32", settings=(("nudge", word),)) for word in ("ulp", "order")]

@@ -60,6 +60,15 @@ def test_an_option_is_swept_where_a_dtype_has_it() -> None:
     assert names(dtypes=("bf16", "fp8"), sweep=(("formats", ("hybrid", "e4m3")),)) == ["fp8", "fp8:formats=e4m3"]
 
 
+def test_accumulators_are_swept_by_their_bits() -> None:
+    """Hopper's are a word, whichever way they are asked for."""
+    modes = ["fp8", "fp8:accumulator=short", "fp8:accumulator=8"]
+    assert names(dtypes=("bf16", "fp8"), sweep=(("accumulator", ("fp32", "14", "short", "8")),)) == modes
+    for bits in ("1", "24", "8.0"):
+        with pytest.raises(UsageError, match=f"accumulator cannot be '{bits}': .* number of bits from 2 to 23"):
+            names(dtypes=("bf16", "fp8"), sweep=(("accumulator", (bits,)),))
+
+
 def test_a_setting_is_swept_in_every_candidate() -> None:
     """Only what differs from the training's own is in the name; a reference that is alone is its own candidate."""
     sweep = (("loss-scale", ("auto", "1024")),)
