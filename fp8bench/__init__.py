@@ -12,7 +12,20 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fp8bench.api import Run, findings, hugging_face_callback, lightning_callback, load, resume, run, table, watch
+    from fp8bench.api import (
+        Run,
+        findings,
+        hugging_face_callback,
+        lightning_callback,
+        load,
+        load_training,
+        resume,
+        resume_training,
+        run,
+        table,
+        train,
+        watch,
+    )
     from fp8bench.errors import Fp8benchError
     from fp8bench.model import Case, Finding, Label, Phase, Record, Verdict
 
@@ -29,9 +42,12 @@ _HOME = {
     "hugging_face_callback": "api",
     "lightning_callback": "api",
     "load": "api",
+    "load_training": "api",
     "resume": "api",
+    "resume_training": "api",
     "run": "api",
     "table": "api",
+    "train": "api",
     "watch": "api",
 }
 
@@ -49,9 +65,12 @@ __all__ = [
     "hugging_face_callback",
     "lightning_callback",
     "load",
+    "load_training",
     "resume",
+    "resume_training",
     "run",
     "table",
+    "train",
     "watch",
 ]
 

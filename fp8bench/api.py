@@ -10,22 +10,32 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fp8bench import model
 from fp8bench.analysis.findings import findings as findings_of
+from fp8bench.analysis.learning.verdicts import verdicts_of
 from fp8bench.cli.grammar import DEFAULT_STORE
-from fp8bench.errors import UsageError
+from fp8bench.errors import UnknownName, UsageError
 from fp8bench.jobs.after_run import into_history
 from fp8bench.jobs.callbacks import for_hugging_face, for_lightning
+from fp8bench.jobs.observer import SilentTraining, TrainingObserver
 from fp8bench.jobs.own_loop import Told, watched
+from fp8bench.jobs.train.run import resume as go_on_training
+from fp8bench.jobs.train.run import train as train_all
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Request
+from fp8bench.model.training import KeptTraining, TrainerSettings, asked
 from fp8bench.pipeline import execute
 from fp8bench.pipeline import resume as go_on
 from fp8bench.plan.asked_suites import files_of
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.data.boards import check_tensorboard, write_tensorboard
-from fp8bench.report.data.frames import RunFrames
+from fp8bench.report.data.frames import RunFrames, TrainingFrames
+from fp8bench.report.data.training_boards import write_training
 from fp8bench.report.notebook import Findings, as_html, speed_chart
+from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.run import render
+from fp8bench.report.terminal.training import page_of as training_page
 from fp8bench.store.runs.listing import find_run, load_named, store_of
+from fp8bench.store.trainings import load_training as read_training
+from fp8bench.store.trainings import training_named
 from fp8bench.units import bytes_of
 
 if TYPE_CHECKING:
@@ -121,6 +131,69 @@ def resume(run: str | Path | model.Run, *, store: str | Path = DEFAULT_STORE, ob
     return _shown(done)
 
 
+def train(
+    *,
+    dtypes: Iterable[str] = (),
+    reference: str | None = None,
+    steps: int | None = None,
+    seeds: int | None = None,
+    quick: bool = False,
+    margin: float = 1.0,
+    seed: int = 0,
+    precision_map: Mapping[str, str] | None = None,
+    rates: Mapping[str, float] | None = None,
+    sweep: Mapping[str, object] | None = None,
+    data: str | Path | None = None,
+    other_data: str | Path | None = None,
+    tokens: str = "bytes",
+    stride: int = 10,
+    evaluate: int = 50,
+    keep: int = 50,
+    try_fix: bool = False,
+    device: str | None = None,
+    threads: int = 1,
+    imports: Iterable[str] = (),
+    isolation: bool = True,
+    tensorboard: str | Path | None = None,
+    store: str | Path = DEFAULT_STORE,
+    observer: TrainingObserver | None = None,
+    **settings: Any,
+) -> KeptTraining:
+    """Train the same model in several precisions beside each other; returns what was kept of it.
+
+    Arguments are the command line's options; `settings` are those of the model and of how it learns (`model`, `rate`,
+    `loss_scale`). `sweep` maps a setting, or an option of the dtypes, to values. `margin` is in percent. Raises
+    Fp8benchError with a sentence for what cannot be done; what happens in a step is an event.
+    """
+    known = [field.name for field in fields(TrainerSettings)]
+    for name in settings:
+        if name not in known:
+            raise UnknownName("setting", name, known)
+    request = asked(
+        quick, steps, seeds, _names(dtypes), reference=reference, margin=margin / 100, seed=seed,
+        settings=TrainerSettings(**settings, precision_map=_pairs(precision_map), rates=_pairs(rates)),
+        sweep=_pairs(sweep, _texts), data=_plain(data), other_data=_plain(other_data), tokens=tokens, stride=stride,
+        evaluate=evaluate, keep=keep, try_fix=try_fix, device=device, threads=threads, imports=_names(imports),
+        isolation=isolation,
+    )  # fmt: skip
+    board = None if tensorboard is None else _folder("tensorboard", tensorboard)
+    if board is not None:
+        check_tensorboard(board)
+    done = train_all(request, _folder("store", store), observer or SilentTraining(), command_line())
+    if board is not None:
+        write_training(done, verdicts_of(done.training, done.lines), board)
+    return done
+
+
+def resume_training(
+    training: str | Path | KeptTraining, *, store: str | Path = DEFAULT_STORE, observer: TrainingObserver | None = None
+) -> KeptTraining:
+    """Go on with a training that was cut off, from its newest checkpoint; one that is finished is returned."""
+    kept = _folder("store", store)
+    path = training_named(training.path if isinstance(training, KeptTraining) else str(training), kept)
+    return go_on_training(path, kept, observer or SilentTraining())[1]
+
+
 def _shown(run: model.Run) -> Run:
     return run if isinstance(run, Run) else Run(**{field.name: getattr(run, field.name) for field in fields(run)})
 
@@ -205,6 +278,17 @@ def load(run: str | Path | model.Run, store: str | Path = DEFAULT_STORE) -> RunF
     return RunFrames(_shown(run if isinstance(run, model.Run) else load_named(str(run), _folder("store", store))))
 
 
+def load_training(training: str | Path | KeptTraining, store: str | Path = DEFAULT_STORE) -> TrainingFrames:
+    """A training and its lines as pandas frames: one at hand, or a stored one by id, folder, or 'last'.
+
+    `.training` is the training; `.arms`, `.steps`, `.readings`, `.figures`, `.validations` and `.events` are made when
+    they are first asked for.
+    """
+    if not isinstance(training, KeptTraining):
+        training = read_training(training_named(str(training), _folder("store", store)))
+    return TrainingFrames(training)
+
+
 def findings(run: model.Run) -> Findings:
     """Verdicts, ratios, best-case times and labels, from the run's raw samples.
 
@@ -213,6 +297,8 @@ def findings(run: model.Run) -> Findings:
     return Findings(findings_of(run))
 
 
-def table(run: model.Run, width: int = 100) -> str:
-    """The run as the table the command line prints."""
+def table(run: model.Run | KeptTraining, width: int = 100) -> str:
+    """The run, or the training, as the table the command line prints."""
+    if isinstance(run, KeptTraining):
+        return layout.render(training_page(run, verdicts_of(run.training, run.lines)), width)
     return render(run, findings_of(run), width)

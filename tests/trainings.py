@@ -139,7 +139,7 @@ def strikes(
 
 
 @dataclass
-class SilentTraining:
+class NotedTraining:
     """An observer of a training that keeps what it is told."""
 
     notes: list[str] = field(default_factory=list)

@@ -158,7 +158,7 @@ def print_training(kept: KeptTraining, arguments: argparse.Namespace) -> None:
     from fp8bench.report.terminal.training import page_of
 
     found = verdicts_of(kept.training, kept.lines)
-    tell(arguments, partial(page_of, kept, found), partial(as_json, kept, found), partial(as_csv, kept))
+    tell(arguments, partial(page_of, kept, found), partial(as_json, kept, found), partial(as_csv, kept, found))
 
 
 def print_histories(kept: KeptTraining, arm: str, arguments: argparse.Namespace) -> None:

@@ -1,19 +1,33 @@
-"""What follows a measured run, whoever asked for it: history, report, and what other programs read of it.
+"""What follows a measured run, whoever asked for it: history, report, and what other programs read of it, and of a
+training.
 
 The run is kept by then, so that a step that cannot be done is told and fails nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.analysis.findings import findings
+from fp8bench.analysis.learning.verdicts import verdicts_of
 from fp8bench.errors import StoreError
-from fp8bench.jobs.report_files import PAGE, ROWS, Pages, folder_of, typed_from_here, why_not_shown, write_report
-from fp8bench.model import Finding, Run
+from fp8bench.jobs.report_files import (
+    PAGE,
+    ROWS,
+    Pages,
+    folder_of,
+    folder_of_training,
+    typed_from_here,
+    why_not_shown,
+    write_report,
+)
+from fp8bench.model import Run
+from fp8bench.model.training import KeptTraining
 from fp8bench.report.data.boards import send_to_wandb, write_tensorboard
+from fp8bench.report.data.training_boards import send_training, write_training
+from fp8bench.report.words.run_facts import many
 from fp8bench.store.asv.view import update_view
 from fp8bench.store.index.history import keep_figures
 from fp8bench.store.runs.listing import store_of
@@ -58,18 +72,52 @@ def into_history(run: Run, store: Path, view: bool = True) -> str:
     return told
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Something that is kept, called so in sentences, and what writes it for TensorBoard and sends it to wandb."""
+
+    called: str
+    id: str
+    write: Callable[[Path], Sequence[Path]]
+    send: Callable[[str], None]
+
+
 def exported(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
-    """What other programs get, told one by one; False where that was interrupted."""
+    """What other programs get of a run, told one by one; False where that was interrupted."""
     if wanted.tensorboard is None and wanted.wandb is None:
         return True
-    found = findings(run)
+    found, folder = findings(run), folder_of([run], store_of(Path(run.path)) or store)
+    files = [file for file in (Path(run.path), folder / PAGE, folder / ROWS) if run.path and file.is_file()]
+    kept = Kept(
+        "run", run.id, lambda folder: write_tensorboard(run, found, folder),
+        lambda project: send_to_wandb(run, found, project, files),
+    )  # fmt: skip
+    return _sent(kept, wanted, note)
+
+
+def training_exported(training: KeptTraining, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
+    """The same of a training, whose curves go along its steps."""
+    if wanted.tensorboard is None and wanted.wandb is None:
+        return True
+    found, folder = verdicts_of(training.training, training.lines), folder_of_training(training, store)
+    files = [file for file in (Path(training.path), folder / PAGE, folder / ROWS) if file.is_file()]
+    kept = Kept(
+        "training", training.training.id, lambda folder: write_training(training, found, folder),
+        lambda project: send_training(training, found, project, files),
+    )  # fmt: skip
+    return _sent(kept, wanted, note)
+
+
+def _sent(kept: Kept, wanted: Wanted, note: Callable[[str], None]) -> bool:
     try:
         if wanted.tensorboard is not None:
-            note(f"tensorboard: {_to_tensorboard(run, found, wanted.tensorboard)}")
+            note(f"tensorboard: {_to_tensorboard(kept, wanted.tensorboard)}")
         if wanted.wandb is not None:
-            note(f"wandb: {_to_wandb(run, store, found, wanted.wandb)}")
+            note(f"wandb: {_to_wandb(kept, wanted.wandb)}")
     except KeyboardInterrupt:
-        note(f"interrupted; the run is kept, and `fp8bench show {run.id}` takes --tensorboard and --wandb too")
+        note(
+            f"interrupted; the {kept.called} is kept, and `fp8bench show {kept.id}` takes --tensorboard and --wandb too"
+        )
         return False
     return True
 
@@ -86,23 +134,21 @@ def _report(run: Run, store: Path, pages: Pages) -> Iterator[str]:
         yield problem
 
 
-def _to_tensorboard(run: Run, found: Mapping[str, Finding], folder: Path) -> str:
+def _to_tensorboard(kept: Kept, folder: Path) -> str:
     try:
-        files = write_tensorboard(run, found, folder)
+        files = kept.write(folder)
     except StoreError as error:
-        return f"{error} The run is kept; `fp8bench show {run.id} --tensorboard DIR` writes it again"
+        again = f"`fp8bench show {kept.id} --tensorboard DIR` writes it again"
+        return f"{error} The {kept.called} is kept; {again}"
     if not files:
         return "nothing was measured, so that there is nothing to write"
-    return f"{len(files)} curve{'s' * (len(files) != 1)} in {folder}; `tensorboard --logdir {folder}`"
+    return f"{many(len(files), 'curve')} in {folder}; `tensorboard --logdir {folder}`"
 
 
-def _to_wandb(run: Run, store: Path, found: Mapping[str, Finding], project: str) -> str:
-    """The run, with its report where there is one."""
-    folder = folder_of([run], store_of(Path(run.path)) or store)
-    files = [file for file in (Path(run.path), folder / PAGE, folder / ROWS) if run.path and file.is_file()]
+def _to_wandb(kept: Kept, project: str) -> str:
     try:
-        send_to_wandb(run, found, project, files)
+        kept.send(project)
     except Exception as error:
-        again = f"`fp8bench show {run.id} --wandb {project}` sends it again"
-        return f"not sent ({type(error).__name__}: {error}). The run is kept; {again}"
+        again = f"`fp8bench show {kept.id} --wandb {project}` sends it again"
+        return f"not sent ({type(error).__name__}: {error}). The {kept.called} is kept; {again}"
     return f"sent to project {project}"

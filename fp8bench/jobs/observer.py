@@ -40,6 +40,19 @@ class TrainingObserver(Protocol):
         """Something happened that no line says."""
 
 
+class SilentTraining:
+    """An observer of a training that ignores everything."""
+
+    def begun(self, training: Training) -> None:
+        return None
+
+    def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
+        return None
+
+    def note(self, sentence: str) -> None:
+        return None
+
+
 class JobObserver(Protocol):
     """Told what a person should know while a job is done, and asked who watches what is measured."""
 

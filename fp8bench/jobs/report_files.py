@@ -74,10 +74,15 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
 
 def write_training_report(kept: KeptTraining, store: Path, pages: Pages = Pages()) -> Path:
     """The same of a training. Its table leaves readings of tensors out, which are millions: `show --csv` has them."""
-    page = training_page_of(kept, verdicts_of(kept.training, kept.lines))
+    found = verdicts_of(kept.training, kept.lines)
+    page = training_page_of(kept, found)
     few = replace(kept, lines=tuple(line for line in kept.lines if not isinstance(line, LayerReading)))
-    folder = store / "reports" / Path(kept.path).parent.name
-    return _written(page, as_csv(few), folder, pages)
+    return _written(page, as_csv(few, found), folder_of_training(kept, store), pages)
+
+
+def folder_of_training(kept: KeptTraining, store: Path) -> Path:
+    """The folder of a training's report in the store."""
+    return store / "reports" / Path(kept.path).parent.name
 
 
 def _written(page: Page, rows: str, folder: Path, pages: Pages) -> Path:

@@ -96,6 +96,18 @@ class TrainingRequest:
             raise UsageError("no dtype was named. Give --dtypes two or more, like bf16,fp8.")
 
 
+# A quick training is one seed of so many steps: enough to see that it runs.
+QUICK_STEPS = 60
+
+
+def asked(quick: bool, steps: int | None, seeds: int | None, dtypes: tuple[str, ...], **more: Any) -> TrainingRequest:
+    """A request of what was said, with the usual values for what was not."""
+    usual = TrainingRequest()
+    steps = (QUICK_STEPS if quick else usual.steps) if steps is None else steps
+    seeds = (1 if quick else usual.seeds) if seeds is None else seeds
+    return TrainingRequest(**{**more, "dtypes": dtypes or usual.dtypes, "steps": steps, "seeds": seeds})
+
+
 @dataclass(frozen=True)
 class TokenSpan:
     """A stretch of a file of 16-bit tokens, mapped into memory where it lies: from token `start` to before `stop`."""

@@ -28,20 +28,21 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print it, and export it where that was asked for."""
-    from fp8bench.jobs.after_run import exported
+    from fp8bench.jobs.after_run import exported, training_exported
 
     check_outputs(arguments)
     duel = find_duel(arguments.run, arguments.store)
     training = find_training(arguments.run, arguments.store)
     if training is not None:
         _check_meant(arguments.run, training, duel, arguments.store)
-        _refuse(arguments, training.parent.name, "training", ("tensorboard", "wandb"))
+        kept = load_training(training)
         if arguments.histories is None:
-            print_training(load_training(training), arguments)
+            print_training(kept, arguments)
         else:
             _refuse(arguments, "what --histories prints", "table", ("csv",))
-            print_histories(load_training(training), arguments.histories, arguments)
-        return EXIT_OK
+            print_histories(kept, arguments.histories, arguments)
+        told = training_exported(kept, arguments.store, wanted_of(arguments), complain)
+        return EXIT_OK if told else EXIT_INTERRUPTED
     if duel is None:
         _refuse(arguments, arguments.run, "run", ("histories",))
         run = load_named(arguments.run, arguments.store)

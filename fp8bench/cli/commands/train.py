@@ -11,21 +11,21 @@ from typing import Any, cast
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.grammar import check_alone, shared
-from fp8bench.cli.outputs import check_outputs, in_store, print_training, tell
+from fp8bench.cli.outputs import check_outputs, in_store, print_training, tell, wanted_of
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept
+from fp8bench.jobs.observer import TrainingObserver
 from fp8bench.jobs.train.arms import check_training
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import PERCENT
-from fp8bench.model.training import KeptTraining, TrainerSettings, TrainingEvent, TrainingRequest
+from fp8bench.model.training import QUICK_STEPS, KeptTraining, TrainerSettings, TrainingEvent, TrainingRequest, asked
 from fp8bench.model.training_rules import CHOICES, SETTINGS_RULES, TRAINING_RULES
 from fp8bench.nn.sizes import SIZES
 from fp8bench.store.trainings import training_named
 
-_BESIDE_RESUME = {"--resume", "--store", "--json", "--csv", "--explain"}
-_QUICK_STEPS = 60
+_BESIDE_RESUME = {"--resume", "--store", "--json", "--csv", "--explain", "--tensorboard", "--wandb"}
 _REQUEST = TrainingRequest()
 _MODEL = {
     "arch": ("", "the model's architecture"),
@@ -116,7 +116,7 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     words = "the loss gap, as a share of the reference's loss, that does not matter; default 1"
     margin = types.number(PERCENT)
     group.add_argument("--margin", type=margin, default=100 * _REQUEST.margin, metavar="PERCENT", help=words)
-    shared(group, "--quick", help=f"one seed of {_QUICK_STEPS} steps, to see that it runs: too little for a verdict")
+    shared(group, "--quick", help=f"one seed of {QUICK_STEPS} steps, to see that it runs: too little for a verdict")
     shared(group, "--seed", help="the first seed; default 0")
     whole("stride", f"every so many steps are watched closely; default {_REQUEST.stride}", _REQUEST.stride)
     words = f"steps between two looks at the held-out text; default {_REQUEST.evaluate}"
@@ -137,6 +137,8 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     shared(group, "--explain")
     shared(group, "--json", help="print the training as JSON, every line of it and the verdicts, instead of the table")
     shared(group, "--csv", help="also write its lines there, one figure a row; '-' prints them instead of the table")
+    shared(group, "--tensorboard", help="also write its curves there as TensorBoard's scalars, by step, arm and seed")
+    shared(group, "--wandb", help="also send its curves to Weights & Biases, a run an arm and seed; as in suite")
 
 
 def request_from(arguments: argparse.Namespace) -> TrainingRequest:
@@ -147,13 +149,9 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
     sweep: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.sweep:
         sweep[name] = (*sweep.get(name, ()), *values)
-    quick = arguments.quick
-    return TrainingRequest(**{
+    return asked(arguments.quick, **{
         **own,
-        "dtypes": arguments.dtypes or _REQUEST.dtypes,
         "settings": TrainerSettings(**settings),
-        "steps": arguments.steps or (_QUICK_STEPS if quick else _REQUEST.steps),
-        "seeds": arguments.seeds or (1 if quick else _REQUEST.seeds),
         "margin": arguments.margin / 100,
         "sweep": tuple(sweep.items()),
         "imports": tuple(arguments.imports),
@@ -168,8 +166,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.resume is not None:
         check_alone(arguments.words, _BESIDE_RESUME)
         path = training_named(arguments.resume, arguments.store)
-        with only_once(), _kept_or_shown(arguments):
-            resumed, kept = resume(path, arguments.store, TERMINAL)
+        with _training(arguments) as observer:
+            resumed, kept = resume(path, arguments.store, observer)
         if not resumed:
             complain(f"training {kept.training.id} is finished; nothing was missing")
         return _ended(kept, arguments)
@@ -182,16 +180,17 @@ def run(arguments: argparse.Namespace) -> int:
         time = expected_time(found.seconds, found.unknown)
         tell(arguments, partial(plan_page, request, found.arms, found.device, found.reference, time))
         return EXIT_OK
-    with only_once(), _kept_or_shown(arguments):
-        kept = train(request, arguments.store, TERMINAL, command_line())
+    with _training(arguments) as observer:
+        kept = train(request, arguments.store, observer, command_line())
     return _ended(kept, arguments)
 
 
 @contextmanager
-def _kept_or_shown(arguments: argparse.Namespace) -> Iterator[None]:
-    """Where the store takes no more, what it has is shown, and how to go on."""
+def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
+    """Told on the terminal. Where the store takes no more, what it has is shown, and how to go on."""
     try:
-        yield
+        with only_once(), TERMINAL.training() as observer:
+            yield observer
     except NotKept as error:
         kept = cast(KeptTraining, error.run)
         print_training(kept, arguments)
@@ -200,10 +199,12 @@ def _kept_or_shown(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def _ended(kept: KeptTraining, arguments: argparse.Namespace) -> int:
+    from fp8bench.jobs.after_run import training_exported
+
     if not kept.finished:
         _tell_how_to_go_on(kept, arguments)
     print_training(kept, arguments)
-    if not kept.finished:
+    if not kept.finished or not training_exported(kept, arguments.store, wanted_of(arguments), complain):
         return EXIT_INTERRUPTED
     return EXIT_FAILED if any(event.kind == "out" for event in kept.of(TrainingEvent)) else EXIT_OK
 

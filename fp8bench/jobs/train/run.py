@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fp8bench import __version__
 from fp8bench.errors import NotKept, StoreError, WorkerError
-from fp8bench.jobs.observer import JobObserver, TrainingObserver
+from fp8bench.jobs.observer import TrainingObserver
 from fp8bench.jobs.train.arms import check_training, device_of, make_arms
 from fp8bench.jobs.train.expected import expected_seconds
 from fp8bench.jobs.train.seed import Pace, SeedRun, lab_of
@@ -55,29 +55,29 @@ class Planned:
     unknown: list[str]
 
 
-def train(request: TrainingRequest, store: Path, observer: JobObserver, command: str) -> KeptTraining:
+def train(request: TrainingRequest, store: Path, observer: TrainingObserver, command: str) -> KeptTraining:
     """Train all arms of all seeds, and read back what was kept.
 
     An interrupt ends it early: what was kept is returned, with `finished` False. Raises NotKept, which holds the
     training as far as it was kept, where the store fails, and WorkerError where the reference cannot go on.
     """
-    with _ready(request, store) as (worker, text), observer.training() as progress:
+    with _ready(request, store) as (worker, text):
         device, arms, environment = _asked(request, worker)
         parameters = _reference(request, worker, arms, device, text).parameters
         training = Training(
             secrets.token_hex(4), now(), command, request, arms, device, environment, text, parameters
         )  # fmt: skip
-        return _trained(training, start_training(training, store), worker, progress)
+        return _trained(training, start_training(training, store), worker, observer)
 
 
-def resume(path: Path, store: Path, observer: JobObserver) -> tuple[bool, KeptTraining]:
+def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, KeptTraining]:
     """Go on with a training from the last place that was kept; one that is finished is returned, with False."""
     kept = load_training(path)
     if kept.finished:
         return False, kept
     training = kept.training
     refuse_training_elsewhere(training)
-    with _ready(training.request, store) as (worker, text), observer.training() as progress:
+    with _ready(training.request, store) as (worker, text):
         device, arms, environment = _asked(training.request, worker)
         refuse_other_training(training, arms, device, environment, text.identity)
         writer = reopen_training(path)
@@ -86,7 +86,7 @@ def resume(path: Path, store: Path, observer: JobObserver) -> tuple[bool, KeptTr
         words = f"gone on with from step {place.step}"
         event = TrainingEvent("", training.request.seed + place.number, place.step, "resumed", words)
         writer.append((event,))
-        return True, _trained(replace(training, text=text), writer, worker, progress, resumed=True)
+        return True, _trained(replace(training, text=text), writer, worker, observer, resumed=True)
 
 
 def planned(request: TrainingRequest, store: Path) -> Planned:

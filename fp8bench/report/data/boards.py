@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from fp8bench.analysis.metric import STEP, TIME, Metric, Rank, Reference
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import check_folder, safe, write_whole
-from fp8bench.model import Finding, Record, Run, Scalar, Status
+from fp8bench.model import Environment, Finding, Record, Run, Scalar, Status
 from fp8bench.report.panels import together
 
 _FORMAT = "brain.Event:2"
@@ -85,8 +87,13 @@ def moment(run: Run) -> int:
     date, dirty = run.environment.get("commit_date"), run.environment.get("dirty")
     if isinstance(date, int) and not isinstance(date, bool) and dirty is False and date > 0:
         return date // 1000
+    return begun_at(run.started)
+
+
+def begun_at(started: str) -> int:
+    """A time as it is stored, in seconds since 1970; 0 where it is none."""
     try:
-        return max(0, int(datetime.fromisoformat(run.started).timestamp()))
+        return max(0, int(datetime.fromisoformat(started).timestamp()))
     except (ValueError, OverflowError):
         return 0
 
@@ -111,33 +118,31 @@ def _check_package(name: str, install: str, *modules: str) -> None:
 
 def write_tensorboard(run: Run, findings: Mapping[str, Finding], folder: Path) -> tuple[Path, ...]:
     """The files, one for each precision. Raises StoreError with a sentence where one cannot be written."""
-    at = moment(run)
-    name = f"events.out.tfevents.{at:010d}.fp8bench.{safe(run.id)}"
-    files = []
+    at, files = moment(run), []
     for mode, found in together((figure.mode, figure) for figure in figures(run, findings)).items():
-        file = folder / safe(mode) / name
-        try:
-            _write(found, at, file)
-        except OSError as error:
-            raise StoreError(f"{file} cannot be written ({error.strerror}).") from None
-        files.append(file)
+        values = {figure.tag: figure.value for figure in found}
+        files.append(write_scalars(folder / safe(mode), run.id, at, [(at, values)]))
     return tuple(files)
 
 
-def _write(found: Iterable[Figure], at: int, file: Path) -> None:
+def write_scalars(folder: Path, name: str, at: int, points: Iterable[tuple[int, Mapping[str, float]]]) -> Path:
+    """The file of what is called so and was at that moment: values by tag, at each place of the curve."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    values = [Summary.Value(tag=figure.tag, simple_value=figure.value) for figure in found]
-    events = [
-        Event(wall_time=at, file_version=_FORMAT),
-        Event(wall_time=at, step=at, summary=Summary(value=values)),
-    ]
     content = BytesIO()
-    for event in events:
-        RecordWriter(content).write(event.SerializeToString())
-    write_whole(file, content.getvalue())
+    records = RecordWriter(content)
+    records.write(Event(wall_time=at, file_version=_FORMAT).SerializeToString())
+    for place, values in points:
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        records.write(Event(wall_time=at, step=place, summary=summary).SerializeToString())
+    file = folder / f"events.out.tfevents.{at:010d}.fp8bench.{safe(name)}"
+    try:
+        write_whole(file, content.getvalue())
+    except OSError as error:
+        raise StoreError(f"{file} cannot be written ({error.strerror}).") from None
+    return file
 
 
 def check_wandb() -> None:
@@ -147,24 +152,42 @@ def check_wandb() -> None:
 
 def send_to_wandb(run: Run, findings: Mapping[str, Finding], project: str, files: Sequence[Path]) -> None:
     """One run of wandb for one of ours. It may raise anything: it is another program's network."""
+    with sending(project=project, name=f"{run.request.suite} {run.id}", config=_config(run)) as sent:
+        sent.log({f"{figure.mode}/{figure.tag}": figure.value for figure in figures(run, findings)})
+        attach(sent, run.id, "fp8bench-run", files)
+
+
+@contextmanager
+def sending(**options: Any) -> Iterator[Any]:
+    """A run of wandb, which is told whether it came to its end."""
     import wandb
 
-    sent = wandb.init(project=project, name=f"{run.request.suite} {run.id}", config=_config(run))
+    sent = wandb.init(**options)
     try:
-        sent.log({f"{figure.mode}/{figure.tag}": figure.value for figure in figures(run, findings)})
-        artifact = wandb.Artifact(f"fp8bench-{safe(run.id)}", type="fp8bench-run")
-        for file in files:
-            artifact.add_file(str(file), name=file.name)
-        sent.log_artifact(artifact)
+        yield sent
     except BaseException:
         sent.finish(exit_code=1)
         raise
     sent.finish()
 
 
+def attach(sent: Any, name: str, kind: str, files: Iterable[Path]) -> None:
+    """Send files along, as one artifact."""
+    import wandb
+
+    artifact = wandb.Artifact(f"fp8bench-{safe(name)}", type=kind)
+    for file in files:
+        artifact.add_file(str(file), name=file.name)
+    sent.log_artifact(artifact)
+
+
 def _config(run: Run) -> dict[str, Scalar | None]:
     """By which runs are told apart and put in order."""
-    wanted = ("machine", "fp8bench", "torch", "python", "commit", "dirty")
-    config = {name: run.environment.get(name) for name in wanted}
     devices = ", ".join(f"{one.key}: {one.name}" for one in run.devices)
-    return {**config, "command": run.command, "devices": devices, "moment": moment(run), "run": run.id}
+    where = told_of(run.environment)
+    return {**where, "command": run.command, "devices": devices, "moment": moment(run), "run": run.id}
+
+
+def told_of(environment: Environment) -> dict[str, Scalar | None]:
+    """What a board is told of where something was measured."""
+    return {name: environment.get(name) for name in ("machine", "fp8bench", "torch", "python", "commit", "dirty")}

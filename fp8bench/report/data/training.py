@@ -1,4 +1,4 @@
-"""A training for programs: all of it as JSON, its figures as CSV."""
+"""A training for programs: all of it as JSON, its figures as CSV, and what every arm came to."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+from fp8bench.analysis.learning.summary import ArmSummary, figures_of, summaries_of
 from fp8bench.analysis.learning.verdicts import Verdicts
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.model.training import KeptTraining, Line, TrainingEvent
+from fp8bench.model.training import Arm, KeptTraining, Line, TrainingEvent
 from fp8bench.report.data.plain import csv_text, json_line
-from fp8bench.report.words.learning import verdict
+from fp8bench.report.terminal.training import bands_of, notes_of
+from fp8bench.report.words.learning import of_arm, verdict
 
 COLUMNS = ("arm", "precision", "role", "seed", "step", "line", "of", "layer", "tensor", "figure", "value")
 # What says which line it is, and is no figure of it.
@@ -21,30 +23,50 @@ def as_json(kept: KeptTraining, found: Verdicts) -> str:
     """The document on one line: the training, every line, and what is said of each arm."""
     said = {one.arm.name: {**encode(one), "words": verdict(one, found)} for one in found.arms if not one.arm.skip}
     bands = {name: encode(getattr(found, name)) for name in ("seed_band", "repeat_band")}
+    arms = {one.arm.name: encode(row_of(one, found)) for one in summaries_of(kept, found)}
     document = {
-        "schema": SCHEMA, "training": encode(kept.training), "finished": kept.finished, "verdicts": said, **bands,
+        "schema": SCHEMA, "training": encode(kept.training), "finished": kept.finished, "arms": arms,
+        "verdicts": said, **bands, "bands": list(bands_of(found)), "notes": list(notes_of(kept, found)),
         "lines": [{"line": type(line).__name__, **encode(line)} for line in kept.lines],
         "troubles": list(kept.troubles),
     }  # fmt: skip
     return json_line(document)
 
 
-def as_csv(kept: KeptTraining) -> str:
-    """A row a figure; numbers with all their digits."""
-    return csv_text(COLUMNS, _rows(kept))
+def row_of(summary: ArmSummary, found: Verdicts) -> dict[str, Any]:
+    """What an arm came to, as the table says it, by names; None for what is not known."""
+    said = summary.said
+    verdict = said.judged.learned.value if said and not summary.arm.skip else None
+    return {**figures_of(summary, found), "verdict": verdict, "words": of_arm(summary, found)}
+
+
+def as_csv(kept: KeptTraining, found: Verdicts) -> str:
+    """What every arm came to, a row a figure, and then a row a figure of every line; numbers with all their digits."""
+    return csv_text(COLUMNS, (*_summaries(kept, found), *_rows(kept)))
+
+
+def _summaries(kept: KeptTraining, found: Verdicts) -> Iterator[dict[str, Any]]:
+    for summary in summaries_of(kept, found):
+        for figure, value in row_of(summary, found).items():
+            if value is not None:
+                yield {**_arm(summary.arm), "line": "Summary", "figure": figure, "value": value}
+    for kind, sentences in (("band", bands_of(found)), ("note", notes_of(kept, found))):
+        yield from ({"line": "Summary", "figure": kind, "value": sentence} for sentence in sentences)
 
 
 def _rows(kept: KeptTraining) -> Iterator[dict[str, Any]]:
-    arms = {arm.name: arm for arm in kept.training.arms}
+    arms = {arm.name: _arm(arm) for arm in kept.training.arms}
     for line in kept.lines:
-        arm = arms.get(line.arm)
         place = {
-            "arm": line.arm, "precision": arm.precision if arm else "", "role": arm.role.value if arm else "",
-            "seed": line.seed, "step": line.step, "line": type(line).__name__,
+            **arms.get(line.arm, {"arm": line.arm}), "seed": line.seed, "step": line.step, "line": type(line).__name__,
             "of": getattr(line, "of", ""), "layer": getattr(line, "layer", ""), "tensor": _tensor(line),
         }  # fmt: skip
         for figure, value in _figures(line):
             yield place | {"figure": figure, "value": value}
+
+
+def _arm(arm: Arm) -> dict[str, Any]:
+    return {"arm": arm.name, "precision": arm.precision, "role": arm.role.value}
 
 
 def _tensor(line: Line) -> str:

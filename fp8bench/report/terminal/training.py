@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 from fp8bench import units
-from fp8bench.analysis.learning.curves import Curve, Key, curves_of
 from fp8bench.analysis.learning.judging import Learned
+from fp8bench.analysis.learning.summary import ArmSummary, summaries_of
 from fp8bench.analysis.learning.verdicts import Verdicts
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.model.training import (
-    BYTES_PER_PARAMETER,
     WATCHED_SECONDS,
     Arm,
     ArmRole,
@@ -62,8 +61,7 @@ _LEAST_BYTES = 0.001
 def page_of(kept: KeptTraining, found: Verdicts) -> Page:
     """One row an arm, the bands, notes, and the first things that happened."""
     training = kept.training
-    curves = curves_of(kept.lines, training.request.steps)
-    rows = tuple(tuple(row_of(arm, kept, found, curves)) for arm in training.arms)
+    rows = tuple(tuple(row_of(one, found)) for one in summaries_of(kept, found))
     parts = [Part("arms", "", (Table("arms", "", _COLUMNS, rows, main=True),))]
     parts += list(looks_of(kept))
     parts += [Part("bands", "", tuple(map(Text, bands_of(found))))]
@@ -129,46 +127,23 @@ def _how(arm: Arm) -> str:
     return "skipped" if arm.skip else (Level.NATIVE if arm.native else Level.EMULATED).value
 
 
-def row_of(arm: Arm, kept: KeptTraining, found: Verdicts, curves: Mapping[Key, Curve]) -> Iterator[Field]:
+def row_of(summary: ArmSummary, found: Verdicts) -> Iterator[Field]:
     """Arm, how, loss, held-out, gap, tokens/s, bytes a parameter, events, verdict."""
-    own = {seed: curve for (name, seed), curve in curves.items() if name == arm.name}
-    said = found.of(arm.name)
+    arm, said = summary.arm, summary.said
     yield Field(arm.name)
     yield Field(_how(arm), tone=Tone.DOUBT if arm.skip or not arm.native else Tone.PLAIN)
-    yield _loss([curve.endpoint for curve in own.values() if curve.whole])
-    yield _loss([curve.held_out[curve.steps] for curve in own.values() if curve.steps in curve.held_out])
+    yield _number(summary.loss, lambda loss: f"{loss:.4f}")
+    yield _number(summary.held_out, lambda loss: f"{loss:.4f}")
     yield Field(words.gap(said.judged.gap) if said else units.NONE)
-    yield _speed(arm, kept)
-    sizes = [line for line in kept.of(StepFigure) if line.arm == arm.name and line.name == BYTES_PER_PARAMETER]
-    first = [line.value for line in sizes if line.seed == sizes[0].seed]
-    yield Field(f"{sum(first):.3g}" if first else units.NONE)
-    events = [event for event in kept.of(TrainingEvent) if event.arm == arm.name]
-    yield Field(str(len(events)) if own else units.NONE)
-    if said is None or arm.skip:
-        yield Field(arm.skip or _role(arm))
-    else:
-        yield Field(words.verdict(said, found), tone=_TONES.get(said.judged.learned, Tone.DOUBT))
+    yield _number(summary.tokens_per_second, units.count)
+    yield Field(units.NONE if summary.bytes_per_parameter is None else f"{summary.bytes_per_parameter:.3g}")
+    yield Field(units.NONE if summary.events is None else str(summary.events))
+    tone = _TONES.get(said.judged.learned, Tone.DOUBT) if said and not arm.skip else Tone.PLAIN
+    yield Field(words.of_arm(summary, found), tone=tone)
 
 
-def _role(arm: Arm) -> str:
-    return {ArmRole.REFERENCE: "the reference", ArmRole.REPEAT: "the reference once more, in the first seed alone",
-            ArmRole.OTHER_SEED: "the reference with other weights and batches"}[arm.role]  # fmt: skip
-
-
-def _loss(losses: Sequence[float]) -> Field:
-    if not losses:
-        return Field(units.NONE)
-    mean = math.fsum(losses) / len(losses)
-    return Field(f"{mean:.4f}", mean)
-
-
-def _speed(arm: Arm, kept: KeptTraining) -> Field:
-    """Of native arms, whose speed means something; watched steps have no time of their own."""
-    seconds = [row.seconds / row.tokens for row in kept.of(StepRow) if row.arm == arm.name and row.seconds > 0]
-    if not arm.native or not seconds:
-        return Field(units.NONE)
-    rate = 1 / median(seconds)
-    return Field(units.count(rate), rate)
+def _number(value: float | None, shown: Callable[[float], str]) -> Field:
+    return Field(units.NONE) if value is None else Field(shown(value), value)
 
 
 def looks_of(kept: KeptTraining) -> Iterator[Part]:

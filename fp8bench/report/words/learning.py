@@ -8,10 +8,24 @@ from collections.abc import Iterator
 from fp8bench import units
 from fp8bench.analysis.learning.adjusted_speed import AdjustedSpeed
 from fp8bench.analysis.learning.judging import LEAST_PAIRS, Gap, Judged, Learned, Why
+from fp8bench.analysis.learning.summary import ArmSummary
 from fp8bench.analysis.learning.verdicts import ArmVerdict, RepeatBand, SeedBand, Verdicts
 from fp8bench.model import Interval
+from fp8bench.model.training import ArmRole
 from fp8bench.report.words.naming import listed
 from fp8bench.report.words.run_facts import many
+
+_ROLES = {
+    ArmRole.REFERENCE: "the reference",
+    ArmRole.REPEAT: "the reference once more, in the first seed alone",
+    ArmRole.OTHER_SEED: "the reference with other weights and batches",
+}
+
+
+def of_arm(summary: ArmSummary, among: Verdicts) -> str:
+    """Its verdict; why there is none, or what else the arm is there for."""
+    arm = summary.arm
+    return arm.skip or (verdict(summary.said, among) if summary.said is not None else _ROLES[arm.role])
 
 
 def verdict(found: ArmVerdict, among: Verdicts) -> str:

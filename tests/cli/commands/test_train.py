@@ -127,6 +127,7 @@ def test_a_training_is_told_kept_shown_and_exported(say: Say, fp8bench: Say, sto
     steps = [line for line in document["lines"] if line["line"] == "StepRow" and line["arm"] == "fp8"]
     assert repr(steps[3]["loss"]) == losses[0] and document["finished"]
     assert document["verdicts"]["fp8"]["words"].startswith("inconclusive")
+    assert document["arms"]["fp8"]["words"] == document["verdicts"]["fp8"]["words"] and document["bands"]
     assert re.search(r"\n  fp8 +\d\.\d{3} \(\d+\.?\d*\) +", out.partition("never trained on")[2]), "perplexities"
     _, planned, _ = say(*TINY, "--dtypes", "bf16,fp8,mxfp8", "--seeds", "100", "--dry-run")
     assert re.search(r"time: about [\d.]+ \w+.* for the steps, .*, and what mxfp8 takes", " ".join(planned.split()))
@@ -143,8 +144,8 @@ def test_a_training_is_told_kept_shown_and_exported(say: Say, fp8bench: Say, sto
     assert fp8bench("show", kept.training.id[:4]) == shown
     code, _, err = fp8bench("show", "last")
     assert code == 2 and "The store has no runs yet" in err
-    code, _, err = fp8bench("show", kept.training.id, "--tensorboard", "board")
-    assert code == 2 and "is a training, which --tensorboard does not go with" in unfolded(err)
+    code, again, err = fp8bench("show", kept.training.id, "--tensorboard", "board")
+    assert (code, again) == (0, out) and "tensorboard: 8 curves in board; `tensorboard --logdir board`" in unfolded(err)
 
 
 def test_a_plan_is_told_and_nothing_is_trained(say: Say, store: Path, local: None) -> None:

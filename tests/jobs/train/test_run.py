@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,9 @@ from fp8bench.errors import NotKept, StoreError, UsageError, WorkerFault, Worker
 from fp8bench.jobs.train import run as job
 from fp8bench.model.training import KeptTraining, StepFigure, StepRow, TrainingEvent, TrainingRequest, Validation
 from fp8bench.store.trainings import Place, TrainingWriter, load_training, reopen_training, training_files
-from tests.trainings import FakeLab, SilentTraining, said, small, strikes
+from tests.trainings import FakeLab, NotedTraining, said, small, strikes
 
-Trained = Callable[..., tuple[KeptTraining, FakeLab, SilentTraining]]
-
-
-class Jobs:
-    """Of the observers of jobs, the one of a training."""
-
-    def __init__(self) -> None:
-        self.progress = SilentTraining()
-
-    @contextmanager
-    def training(self) -> Iterator[SilentTraining]:
-        yield self.progress
+Trained = Callable[..., tuple[KeptTraining, FakeLab, NotedTraining]]
 
 
 @pytest.fixture
@@ -38,14 +26,14 @@ def trained(store: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
     monkeypatch.setattr(files.os, "fsync", lambda descriptor: None)
     Path("text.txt").write_text("every token is a byte of this text. " * 4000)
 
-    def train(lab: FakeLab, request: TrainingRequest | None = None) -> tuple[KeptTraining, FakeLab, SilentTraining]:
+    def train(lab: FakeLab, request: TrainingRequest | None = None) -> tuple[KeptTraining, FakeLab, NotedTraining]:
         monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: lab)
-        jobs: Any = Jobs()
-        kept = job.resume(training_files(store)[0], store, jobs)[1] if request is None else job.train(
-            request, store, jobs, "fp8bench train"
+        seen = NotedTraining()
+        kept = job.resume(training_files(store)[0], store, seen)[1] if request is None else job.train(
+            request, store, seen, "fp8bench train"
         )  # fmt: skip
         assert lab.closed
-        return kept, lab, jobs.progress
+        return kept, lab, seen
 
     return train
 
@@ -112,9 +100,8 @@ def test_what_was_cut_off_is_gone_on_with_to_the_same_lines(trained: Trained, st
 
 
 def test_a_finished_training_is_not_touched(trained: Trained, store: Path) -> None:
-    kept, _, _ = trained(FakeLab(), small(seeds=1))
-    jobs: Any = Jobs()
-    assert job.resume(Path(kept.path), store, jobs) == (False, kept)
+    kept, _, seen = trained(FakeLab(), small(seeds=1))
+    assert job.resume(Path(kept.path), store, seen) == (False, kept)
 
 
 def test_it_is_resumed_again_and_again(trained: Trained) -> None:

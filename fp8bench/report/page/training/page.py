@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fp8bench import units
 from fp8bench.analysis.learning.curves import curves_of
+from fp8bench.analysis.learning.summary import summaries_of
 from fp8bench.analysis.learning.verdicts import Verdicts
 from fp8bench.model.codec import SCHEMA
 from fp8bench.model.training import ArmRole, KeptTraining, TrainingEvent
@@ -83,11 +84,11 @@ def _drawable(elements: Sequence[Element]) -> Iterator[Element]:
 
 def _verdicts(kept: KeptTraining, found: Verdicts, curves: drawn.Curves) -> Iterator[Element]:
     rows = []
-    for arm in kept.training.arms:
+    for summary in summaries_of(kept, found, curves):
+        arm, said = summary.arm, summary.said
         if arm.role not in (ArmRole.REFERENCE, ArmRole.CANDIDATE):
             continue
-        name, how, loss, held_out, gap, speed, size, _, verdict = row_of(arm, kept, found, curves)
-        said = found.of(arm.name)
+        name, how, loss, held_out, gap, speed, size, _, verdict = row_of(summary, found)
         sooner = words.speed(said.speed, arm.native) if said is not None and said.speed is not None else units.NONE
         rows.append((name, how, loss, held_out, gap, verdict, speed, Field(sooner), size))
     yield Table("arms", "Arms", _ARMS, tuple(rows), main=True)
