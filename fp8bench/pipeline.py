@@ -190,7 +190,7 @@ def _ceilings(
             worker.restart()
             continue
         if known is not None:
-            found[device.key] = known if device.accelerated else known.times(run.request.threads)
+            found[device.key] = known if device.accelerated or known.whole else known.times(run.request.threads)
     return found
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fp8bench.errors import UsageError
-from fp8bench.model import Ceiling, Ceilings, Level, PlannedCase
+from fp8bench.model import Ceiling, Ceilings, Level, Limit, PlannedCase
 from fp8bench.registry import precisions
 
 VARIABLE = "FP8BENCH_CEILINGS"
 _OFF, _MEASURED = "off", "measured"
-# For all of a device's, once a machine.
+# For all of a device's in a quick look, once a machine; and for whole ones, which is asked for and takes its time.
 SECONDS = 5.0
+WHOLE_SECONDS = 40.0
+RUNS = 5
 
 
 def measures_ceilings(quick: bool, environment: Mapping[str, str]) -> bool:
@@ -33,10 +35,10 @@ def ceiling_of(planned: PlannedCase, known: Ceilings | None) -> Ceiling | None:
     """
     if known is None:
         return None
-    dtypes = [dtype for dtype, _ in known.flops]
+    dtypes = [rate.precision for rate in known.rates if rate.limit is Limit.PRODUCT]
     if planned.support.level is not Level.EMULATED:
         names = (planned.case.precision, *(name for _, name in planned.case.precision_map))
         rank = max(precisions.get(name).rank for name in names)
         dtypes = [dtype for dtype in dtypes if precisions.get(dtype).rank <= rank]
-    flops = [rate for dtype in dtypes if (rate := known.bound(dtype, "flops")) is not None]
-    return Ceiling(max(flops, default=None), known.bound("", "bytes"))
+    flops = [rate for dtype in dtypes if (rate := known.bound(Limit.PRODUCT, dtype)) is not None]
+    return Ceiling(max(flops, default=None), known.bound(Limit.CACHED), known.rates if known.whole else ())

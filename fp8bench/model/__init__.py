@@ -4,7 +4,7 @@ Units inside: seconds, bytes, joules; integer nanoseconds in raw clock samples, 
 Nothing here knows torch, files or text.
 """
 
-from fp8bench.model.claims import Ceiling, Ceilings, Products
+from fp8bench.model.claims import Ceiling, Ceilings, Limit, Products, Rate
 from fp8bench.model.consumed import (
     Capacity,
     DeviceWatch,
@@ -80,8 +80,9 @@ __all__ = [
     "Ceiling", "Ceilings", "Cell",
     "Comparison", "Conditions", "DeviceFacts", "DeviceWatch", "Direction", "Ending", "EnergyUse", "EnergyWindow",
     "Environment", "Evidence", "Fault", "Figure", "Finding", "Fresh", "Group", "HeldBlock", "Interval", "Label",
-    "LayerScale", "Level", "Measurement", "MemoryCourse", "MemoryRole", "MemoryUse", "Noise", "OperatorTime",
-    "Overheads", "Params", "Phase", "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance", "Record",
+    "LayerScale", "Level", "Limit", "Measurement", "MemoryCourse", "MemoryRole", "MemoryUse", "Noise", "OperatorTime",
+    "Overheads", "Params", "Phase", "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance",
+    "Rate", "Record",
     "Replays", "Request", "Resumption", "Rotation", "Run", "Scalar",
     "Segments", "Series", "SlotSample", "StaticScales", "Status", "StepEffect", "Support", "SustainedTurn",
     "TensorStatistics", "Timing", "Trend", "Verdict", "Work", "trend_name",

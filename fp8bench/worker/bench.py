@@ -302,15 +302,16 @@ class Bench:
         """Open a device and wait for it: what it says if it cannot be is raised."""
         self._selected(facts).synchronise(facts.index)
 
-    def ceilings(self, facts: DeviceFacts, seconds: float) -> Ceilings:
-        """The most that a device does: a processor with one thread: several would wait for each other if it is busy."""
+    def ceilings(self, facts: DeviceFacts, seconds: float, runs: int = 1) -> Ceilings:
+        """The most that a device does; a quick look, of one run, has a processor with one thread: several would wait
+        for each other if it is busy."""
         import torch
 
         device = self._selected(facts)
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        torch.set_num_threads(1 if runs == 1 else threads)
         try:
-            return ceilings.measured(device, facts, seconds)
+            return ceilings.measured(device, facts, seconds, runs)
         finally:
             torch.set_num_threads(threads)
 

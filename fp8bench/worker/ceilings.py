@@ -1,96 +1,112 @@
-"""How much a device does at most: products of every dtype that it multiplies, and copies. Measured once a machine."""
+"""How much a device does at most: the best of several shapes each, which is then measured again, in several runs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fp8bench.model import Ceilings, DeviceFacts, Level
-from fp8bench.protocols import Device, Precision, Role
+from fp8bench.model import Ceilings, DeviceFacts, Level, Limit, Rate
+from fp8bench.nn.limits import Shape, call_of, count_of, shapes_of
+from fp8bench.protocols import Device
 from fp8bench.registry import precisions
 
-# The precisions that stand for a dtype of products, where a device has it: recipes of FP8 share their kernel.
-DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
-# Sides of square products, and bytes that are copied, smallest first: a slow device does not come to the large ones.
-# The smallest copies lie in the fastest cache that an operator of torch's can fill.
-_SIDES = {"cpu": (256, 512, 1024, 2048), "": (2048, 4096, 8192)}
-_COPIED = {"cpu": tuple(1 << bits for bits in range(14, 25, 2)), "": tuple(1 << bits for bits in range(20, 29, 2))}
+# The precisions that stand for a kind of products, where a device has it.
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
+# What a quick look finds: all that it takes to say what is impossible.
+_QUICK = (Limit.PRODUCT, Limit.CACHED)
+# Of the time of several runs, what the search before them takes.
+_SEARCH = 0.4
 # Calls are timed by stretches so long: the clock and the wait for a device count little.
 _STRETCH_SECONDS = 0.5e-3
-# Which of a size's stretches counts, from the fastest: a clock that jumped must not be what a machine can do.
+# Which of a shape's stretches counts, from the fastest: a clock that jumped must not be what a machine can do.
 _PLACE = 2
 
 
-def measured(device: Device, facts: DeviceFacts, seconds: float) -> Ceilings:
-    """The best of a few sizes each, with the threads that this process computes with.
+def measured(device: Device, facts: DeviceFacts, seconds: float, runs: int = 1) -> Ceilings:
+    """The best shape of each, with the threads that this process computes with; one run is the search itself.
 
-    The seconds are shared by the dtypes and the copies.
+    Several runs follow one another, each of everything and on tensors of its own.
     """
-    known = [(name, precisions.get(name)) for name in DTYPES]
-    native = [(name, one) for name, one in known if one.support(facts).level is Level.NATIVE]
-    share = seconds / (len(native) + 1)
+    wanted = _wanted(facts, _QUICK if runs == 1 else tuple(Limit))
     wait = partial(device.synchronise, facts.index)
-    flops = [(name, _products(one, facts, wait, share)) for name, one in native]
-    copied = _copies(facts, wait, share)
+    end = time.perf_counter() + seconds
+    found = [_searched(one, facts, wait, seconds * (_SEARCH if runs > 1 else 1.0) / len(wanted)) for one in wanted]
+    if runs > 1:
+        share = max(0.0, end - time.perf_counter()) / (runs * len(wanted))
+        again = [_again(found, facts, wait, share, run) for run in range(1, runs + 1)]
+        found = [_joined(rates) for rates in zip(*again, strict=True)]
     device.empty_cache()
-    return Ceilings(tuple((name, rate) for name, rate in flops if rate), copied or None)
+    return Ceilings(tuple(found))
 
 
-def _products(precision: Precision, facts: DeviceFacts, wait: Callable[[], None], seconds: float) -> float:
-    """FLOPs a second of products whose operands are cast already."""
-    import torch
+def _wanted(facts: DeviceFacts, limits: Sequence[Limit]) -> list[Rate]:
+    """What there is to measure, of all that a device does natively."""
+    native = [name for name in DTYPES if precisions.get(name).support(facts).level is Level.NATIVE]
+    products = [Rate(Limit.PRODUCT, name) for name in native if Limit.PRODUCT in limits]
+    return products + [Rate(one) for one in limits if one is not Limit.PRODUCT and shapes_of(one, facts)]
 
+
+def _searched(rate: Rate, facts: DeviceFacts, wait: Callable[[], None], seconds: float) -> Rate:
+    """The best of all shapes, and how many were tried. What a device refuses ends one search, and no other."""
+    shapes = shapes_of(rate.limit, facts)
+    try:
+        return _timed(rate, shapes, facts, wait, seconds, 0)
+    except Exception as error:  # noqa: BLE001 - whatever a kernel that is missing raises
+        return replace(rate, why=f"{type(error).__name__}: {error}"[:200])
+
+
+def _again(found: Sequence[Rate], facts: DeviceFacts, wait: Callable[[], None], seconds: float, run: int) -> list[Rate]:
+    """One run of all winners."""
+    return [
+        replace(_timed(one, (one.shape,), facts, wait, seconds, run), searched=one.searched) if one.runs else one
+        for one in found
+    ]
+
+
+def _joined(rates: Sequence[Rate]) -> Rate:
+    return replace(rates[0], runs=tuple(value for rate in rates for value in rate.runs))
+
+
+def _timed(
+    rate: Rate, shapes: Sequence[Shape], facts: DeviceFacts, wait: Callable[[], None], seconds: float, seed: int
+) -> Rate:
+    precision = precisions.get(rate.precision or DTYPES[0])
     arithmetic = precision.arithmetic(facts)
-
-    def prepared(side: int) -> Callable[[], Any]:
-        random = torch.Generator(facts.key).manual_seed(0)
-        a, b = (torch.randn(side, side, generator=random, device=facts.key).to(arithmetic.carrier) for _ in range(2))
-        cast = arithmetic.cast(a, Role.INPUT), arithmetic.cast(b, Role.WEIGHT)
-        return partial(arithmetic.product, *cast, arithmetic.carrier)
-
     with precision.scope():
-        return _best({side: 2.0 * side**3 for side in _sizes(_SIDES, facts)}, prepared, wait, seconds)
-
-
-def _copies(facts: DeviceFacts, wait: Callable[[], None], seconds: float) -> float:
-    """Bytes a second that copies read and write."""
-    import torch
-
-    def prepared(size: int) -> Callable[[], Any]:
-        source = torch.ones(size // 4, device=facts.key)
-        return partial(torch.empty_like(source).copy_, source)
-
-    return _best({size: 2.0 * size for size in _sizes(_COPIED, facts)}, prepared, wait, seconds)
-
-
-def _sizes(sizes: dict[str, tuple[int, ...]], facts: DeviceFacts) -> tuple[int, ...]:
-    return sizes.get(facts.kind, sizes[""])
+        counts = {shape: count_of(rate.limit, shape) for shape in shapes}
+        shape, best, tried = _best(
+            counts, lambda shape: call_of(rate.limit, shape, facts, arithmetic, seed), wait, seconds
+        )
+    return replace(rate, runs=(best,), searched=tried, shape=shape)
 
 
 def _best(
-    counts: dict[int, float], prepared: Callable[[int], Callable[[], Any]], wait: Callable[[], None], seconds: float
-) -> float:
-    """The highest rate over sizes, of the fastest stretch of calls of each; 0 where none could be had.
+    counts: dict[Shape, float], prepared: Callable[[Shape], Callable[[], Any]], wait: Callable[[], None], seconds: float
+) -> tuple[Shape, float, int]:
+    """The shape with the highest rate, by the fastest stretches of calls of each; that rate, and how many were tried.
 
-    Every size has an equal share of the time. One whose first call would take more, by the rate of those before it, is
-    left out, and so are all larger ones.
+    Every shape has an equal share of the time. One whose first call would take more, by the rate of those before it, is
+    left out, and so are all that do more work.
     """
-    best, share = 0.0, seconds / len(counts)
-    for size, count in counts.items():
+    best, winner, tried, share = 0.0, next(iter(counts)), 0, seconds / len(counts)
+    for shape, count in counts.items():
         if best and count / best > share:
             break
+        tried += 1
         end = time.perf_counter() + share
-        call = prepared(size)
+        call = prepared(shape)
         call()
         once = _stretch(call, 1, wait)
         calls = max(1, int(_STRETCH_SECONDS / once))
         stretches = [once]
         while time.perf_counter() < end:
             stretches.append(_stretch(call, calls, wait))
-        best = max(best, count / sorted(stretches)[: _PLACE + 1][-1])
-    return best
+        rate = count / sorted(stretches)[: _PLACE + 1][-1]
+        best, winner = max((best, winner), (rate, shape))
+    return winner, best, tried
 
 
 def _stretch(call: Callable[[], Any], calls: int, wait: Callable[[], None]) -> float:

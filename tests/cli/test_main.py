@@ -54,7 +54,7 @@ OPTIONS = {
     "suite": COMMON | CONFIGURED,
     "config": COMMON | CONFIGURED | {"--write"},
     "list": COMMON | {"WHAT", "NAME", "--import"},
-    "doctor": COMMON | {"--calibrate"},
+    "doctor": COMMON | {"--calibrate", "--ceilings", "--threads", "--store"},
     "show": COMMON | {"RUN", "--explain", "--store", "--json", "--csv", "--tensorboard", "--wandb", "--histories"},
     "report": COMMON | {"RUN", "--store", "--html", "--md", "--csv-wide", "--open"},
     "compare": COMMON | {"A", "B", "--explain", "--store", "--json", "--csv", "--md"},

@@ -8,10 +8,17 @@ import pytest
 
 from fp8bench.errors import UsageError
 from fp8bench.measure.ceilings import VARIABLE, ceiling_of, measures_ceilings
-from fp8bench.model import Ceiling, Ceilings, Level, PlannedCase
+from fp8bench.model import Ceiling, Ceilings, Level, Limit, PlannedCase, Rate
 from tests.fakes import planned
 
-KNOWN = Ceilings((("fp32", 100.0), ("bf16", 400.0), ("fp16", 20.0)), 7.0)
+
+def looked(copied: float | None = None, **products: float) -> Ceilings:
+    """What a quick look found."""
+    rates = [Rate(Limit.PRODUCT, name, (rate,)) for name, rate in products.items()]
+    return Ceilings((*rates, *([Rate(Limit.CACHED, runs=(copied,))] if copied is not None else [])))
+
+
+KNOWN = looked(7.0, fp32=100.0, bf16=400.0, fp16=20.0)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +59,18 @@ def test_a_map_lets_a_case_multiply_in_what_it_names() -> None:
 
 def test_nothing_is_known_of_what_was_not_measured() -> None:
     assert ceiling_of(planned("fp32"), None) is None
-    assert ceiling_of(planned("fp32"), Ceilings((("bf16", 1.0),))) == Ceiling(None, None)
+    assert ceiling_of(planned("fp32"), looked(bf16=1.0)) == Ceiling(None, None)
 
 
 def test_threads_that_never_wait_for_each_other() -> None:
-    assert Ceilings((("fp32", 3.0),), 2.0).times(4) == Ceilings((("fp32", 12.0),), 8.0)
+    assert looked(2.0, fp32=3.0).times(4) == looked(8.0, fp32=12.0)
     assert Ceilings().times(4) == Ceilings()
+
+
+def test_runs_that_differ_by_more_than_five_percent_bound_nothing() -> None:
+    """They are told with the case all the same."""
+    steady, wide = (100.0, 101.0, 102.0, 103.0, 104.0), (100.0, 101.0, 102.0, 103.0, 108.0)
+    rates = Rate(Limit.PRODUCT, "fp32", steady), Rate(Limit.CACHED, runs=wide)
+    assert rates[0].value == 102.0 and rates[0].spread == pytest.approx(4 / 102) and rates[0].steady
+    assert not rates[1].steady and not Rate(Limit.COPY, why="no memory").steady
+    assert ceiling_of(planned("fp32"), Ceilings(rates)) == Ceiling(102.0, None, rates)

@@ -7,12 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.model import Ceilings, Environment
-from fp8bench.store.ceilings import ceilings_of
+from fp8bench.model import Ceilings, DeviceFacts, Environment, Limit, Rate
+from fp8bench.store.ceilings import ceilings_of, new_ceilings
 from tests.facts import CPU, H200
 
 FACTS = {"machine": "box", "torch": "2.13.0", "threads": 2}
-FOUND = Ceilings((("fp32", 1e11), ("bf16", 4.5e11)), 1.75e11)
+FOUND = Ceilings((Rate(Limit.PRODUCT, "fp32", (1e11,), 6, (256, 256, 256)), Rate(Limit.CACHED, runs=(1.75e11,))))
+WHOLE = Ceilings((Rate(Limit.PRODUCT, "fp32", (1e11, 1.01e11), 6, (256, 256, 256)),))
+
+
+def kept(
+    tmp_path: Path, environment: Environment, measure: Measuring | None = None, device: DeviceFacts = CPU
+) -> object:
+    """The rates that are known."""
+    found = ceilings_of(tmp_path, environment, device, measure)
+    return None if found is None else replace(found, when="", under=())
 
 
 class Measuring:
@@ -28,10 +37,10 @@ class Measuring:
 
 def test_it_is_measured_once(tmp_path: Path) -> None:
     measure, environment = Measuring(), Environment(FACTS)
-    assert ceilings_of(tmp_path, environment, CPU, None) is None
+    assert kept(tmp_path, environment) is None
     for _ in range(3):
-        assert ceilings_of(tmp_path, environment, CPU, measure) == FOUND
-    assert ceilings_of(tmp_path, environment.also({"threads": 8, "load_1min": 3.0}), CPU, None) == FOUND
+        assert kept(tmp_path, environment, measure) == FOUND
+    assert kept(tmp_path, environment.also({"threads": 8, "load_1min": 3.0})) == FOUND
     assert measure.times == 1
 
 
@@ -46,16 +55,38 @@ def test_another_machine_torch_or_device_has_its_own(tmp_path: Path) -> None:
         (environment, replace(H200, index=1)),
     ]
     for number, (where, device) in enumerate([(environment, CPU), *others], 1):
-        assert ceilings_of(tmp_path, where, device, measure) == FOUND
+        assert kept(tmp_path, where, measure, device) == FOUND
         assert measure.times == number
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 99}', '{"version": 1, "ceilings": {"flops": 3}}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 99}', '{"version": 2, "ceilings": {"rates": 3}}'])
 def test_a_broken_file_is_measured_again(content: str, tmp_path: Path) -> None:
     measure, environment = Measuring(), Environment(FACTS)
     ceilings_of(tmp_path, environment, CPU, measure)
     (path,) = (tmp_path / "ceilings").glob("*.json")
     path.write_text(content)
-    assert ceilings_of(tmp_path, environment, CPU, None) is None
-    assert ceilings_of(tmp_path, environment, CPU, measure) == FOUND and measure.times == 2
-    assert ceilings_of(tmp_path, environment, CPU, None) == FOUND
+    assert kept(tmp_path, environment) is None
+    assert kept(tmp_path, environment, measure) == FOUND and measure.times == 2
+    assert kept(tmp_path, environment) == FOUND
+
+
+def test_whole_ceilings_come_first_while_settings_are_the_same(tmp_path: Path) -> None:
+    """They say when they were measured, and under what; other threads, clocks or power have a quick look at most."""
+    environment = Environment({**FACTS, "cuda:0 power_cap": 700.0, "cuda:0 driver": "590"})
+    assert kept(tmp_path, environment, Measuring(), H200) == FOUND
+    new_ceilings(tmp_path, environment, H200, lambda: WHOLE)
+    known = ceilings_of(tmp_path, environment.also({"load_1min": 3.0}), H200, None)
+    assert known is not None and known.whole and known.rates == WHOLE.rates and known.when[:2] == "20"
+    assert dict(known.under) == {
+        **FACTS, "cuda:0 power_cap": 700.0, "cuda:0 driver": "590", "device": "cuda:0", "name": H200.name,
+    }  # fmt: skip
+    for name, value in (("threads", 1), ("cuda:0 power_cap", 500.0), ("cuda:0 driver", "600")):
+        assert kept(tmp_path, environment.also({name: value}), None, H200) == FOUND
+    assert kept(tmp_path, environment.also({"torch": "2.14"}), None, H200) is None
+
+
+def test_whole_ceilings_are_measured_anew_whenever_asked_for(tmp_path: Path) -> None:
+    environment, later = Environment(FACTS), Ceilings((Rate(Limit.COPY, runs=(1.0, 2.0)),))
+    for found in (WHOLE, later):
+        new_ceilings(tmp_path, environment, CPU, lambda found=found: found)  # type: ignore[misc]
+    assert kept(tmp_path, environment) == later

@@ -38,6 +38,7 @@ from fp8bench.model import (
     Label,
     LayerScale,
     Level,
+    Limit,
     Measurement,
     MemoryCourse,
     MemoryRole,
@@ -52,6 +53,7 @@ from fp8bench.model import (
     Point,
     Products,
     Provenance,
+    Rate,
     Record,
     Replays,
     Request,
@@ -110,11 +112,12 @@ COURSE_OF_MEMORY = MemoryCourse(
     300, (HeldBlock(4096, 300, "gemm", True, True, True, True, (MemoryRole.WEIGHTS,)),), MEMORY.phases, 512, "why"
 )
 CAPACITY = Capacity("batch", 1 << 30, 376, 2, 72192, 1072641096, 378, "tensors need 1.6 MiB more", 5)
+RATE = Rate(Limit.PRODUCT, "fp32", (1e11, 2e11), 6, (256, 256, 512), "why")
 RECORD = Record(
     CASE, SUPPORT, Status.OK, Work(1e9, 7, 3e6, 2e6, 1.5), True, "why", "trace", TIMING, TIMING, TIMING, False,
     (MEASUREMENT,), "time", (STATISTICS,), "gemm/a.json.gz", (OperatorTime("gemm", "aten::mm", 2.5, 0.5, True),),
     (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0, 2),), ENERGY, WATCH, MEMORY, CAPACITY, 0.125,
-    Ceiling(1e12, 2e11), Products(3, False, ("bfloat16",), 7, ("flash",)), StepEffect(False, "what was seen"),
+    Ceiling(1e12, 2e11, (RATE,)), Products(3, False, ("bfloat16",), 7, ("flash",)), StepEffect(False, "what was seen"),
     (SustainedTurn(25, (0.5, 0.25), SETTLING, 1.7e9, 650.0),), Fresh(TIMING, TIMING, TIMING, 3),
     Rotation(4, 1 << 20), Replays(TIMING, "why"),
 )  # fmt: skip
@@ -161,8 +164,9 @@ VALUES: list[Any] = [
     COMPARISON, ACK,
     RECORD.operators[0], RECORD.scales[0], CASE.static, ENERGY, ENERGY.windows[1], WATCH, MEMORY, MEMORY.phases[0],
     CAPACITY, COURSE_OF_MEMORY, COURSE_OF_MEMORY.held[0], RECORD.ceiling, RECORD.products,
-    Ceilings((("fp32", 1e11),), 2e11), RECORD.effect, Noise(0.01, 3, 2, 1), RECORD.sustained[0], RECORD.fresh,
-    RECORD.rotation, RECORD.replays, SETTLING, SETTLING.looks[0],
+    Ceilings((RATE,), "2026-01-01T00:00:00+00:00", (("threads", 1), ("driver", "590"))), RECORD.effect,
+    Noise(0.01, 3, 2, 1), RECORD.sustained[0], RECORD.fresh,
+    RECORD.rotation, RECORD.replays, RATE, SETTLING, SETTLING.looks[0],
 ]  # fmt: skip
 
 

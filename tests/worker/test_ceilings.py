@@ -1,17 +1,21 @@
-"""How much a device does at most: the fastest calls of a few sizes, on a clock that only calls move."""
+"""How much a device does at most: the fastest calls of a few shapes, on a clock that only calls move."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
+from typing import Any
 
 import pytest
 
-from fp8bench.model import Level
+from fp8bench.model import Level, Limit
+from fp8bench.nn import limits
+from fp8bench.nn.limits import count_of, shapes_of
 from fp8bench.registry import devices, precisions
 from fp8bench.worker import ceilings
-from tests.facts import CPU
+from tests.facts import CPU, H200
 
 
 @pytest.fixture
@@ -27,14 +31,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return move
 
 
-def best(counts: dict[int, float], call: Callable[[int], None], seconds: float) -> float:
-    return ceilings._best(counts, lambda size: partial(call, size), lambda: None, seconds)
+def best(counts: dict[int, float], call: Callable[[int], None], seconds: float) -> tuple[int, object, int]:
+    """The shape that won, its rate, and how many were tried."""
+    shapes = {(size,): count for size, count in counts.items()}
+    (size,), rate, tried = ceilings._best(shapes, lambda shape: partial(call, *shape), lambda: None, seconds)
+    return size, pytest.approx(rate), tried
 
 
 def test_the_best_size_counts(clock: Callable[[float], None]) -> None:
     """Work of 10, 20 and 30 in so many seconds."""
     taken = {1: 1.0, 2: 1.0, 3: 6.0}
-    assert best({1: 10.0, 2: 20.0, 3: 30.0}, lambda size: clock(taken[size]), 60.0) == pytest.approx(20.0)
+    assert best({1: 10.0, 2: 20.0, 3: 30.0}, lambda size: clock(taken[size]), 60.0) == (2, 20.0, 3)
 
 
 def test_a_size_that_would_take_too_long_is_left_out(clock: Callable[[float], None]) -> None:
@@ -45,20 +52,90 @@ def test_a_size_that_would_take_too_long_is_left_out(clock: Callable[[float], No
         called.append(size)
         clock(size)
 
-    assert best({1: 1.0, 5: 5.0, 50: 50.0, 500: 500.0}, call, 80.0) == pytest.approx(1.0)
+    assert best({1: 1.0, 5: 5.0, 50: 50.0, 500: 500.0}, call, 80.0) == (5, 1.0, 2)
     assert set(called) == {1, 5}
 
 
 def test_a_clock_that_jumps_is_no_rate(clock: Callable[[float], None]) -> None:
     """Two stretches of no time at all are passed over."""
     times = chain([1.0] * 5, [1e-12] * 2, repeat(1.0))
-    assert best({1: 10.0}, lambda size: clock(next(times)), 30.0) == pytest.approx(10.0)
+    assert best({1: 10.0}, lambda size: clock(next(times)), 30.0) == (1, 10.0, 1)
 
 
-def test_a_processor_has_its_dtypes_and_copies() -> None:
-    """Those that it multiplies natively; whatever the machine does, it does some of it."""
-    found = ceilings.measured(devices.get("cpu"), CPU, 0.1)
+SMALL = replace(CPU, cache_bytes=1 << 16)
+
+
+def test_a_quick_look_has_products_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of dtypes that a processor multiplies natively; whatever the machine does, it does some of it."""
+    monkeypatch.setitem(limits._PRODUCTS, "cpu", ((32, 32, 32),))
+    found = ceilings.measured(devices.get("cpu"), SMALL, 0.1)
     native = [name for name in ceilings.DTYPES if precisions.get(name).support(CPU).level is Level.NATIVE]
-    assert [dtype for dtype, _ in found.flops] == native == ["fp32", "bf16", "fp16"]
-    assert all(rate > 1e6 for _, rate in found.flops) and (found.bound("", "bytes") or 0) > 1e6
-    assert found.bound("bf16", "flops") == dict(found.flops)["bf16"] and found.bound("fp8", "flops") is None
+    assert [one.precision for one in found.rates if one.limit is Limit.PRODUCT] == native == ["fp32", "bf16", "fp16"]
+    assert [one.limit for one in found.rates] == [Limit.PRODUCT] * 3 + [Limit.CACHED] and not found.whole
+    assert all((one.value or 0.0) > 1e6 and one.searched >= 1 and one.spread == 0 for one in found.rates)
+    assert found.rate(Limit.PRODUCT, "fp8") is None and found.bound(Limit.COPY) is None
+
+
+def test_winners_are_measured_again_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tensors of a seed of their own: what a shape won by is in no run."""
+    monkeypatch.setitem(limits._PRODUCTS, "cpu", ((8, 8, 8), (16, 16, 16)))
+    made: list[tuple[Limit, limits.Shape, int]] = []
+
+    def call(limit: Limit, shape: limits.Shape, facts: object, arithmetic: object, seed: int) -> Callable[[], None]:
+        made.append((limit, shape, seed))
+        return lambda: None
+
+    monkeypatch.setattr(ceilings, "call_of", call)
+    found = ceilings.measured(devices.get("cpu"), SMALL, 0.1, 5)
+    assert {one.limit for one in found.rates} == {*Limit} - {Limit.LOAD} and found.whole
+    for one in found.rates:
+        assert len(one.runs) == 5 and one.searched == len(shapes_of(one.limit, SMALL))
+    again = [(limit, shape) for limit, shape, seed in made if seed]
+    assert again == [(one.limit, one.shape) for one in found.rates] * 5
+
+
+def test_what_a_device_refuses_ends_no_other_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of one precision may be missing."""
+
+    def call(limit: Limit, *rest: object) -> Callable[[], None]:
+        if limit is Limit.PRODUCT:
+            raise RuntimeError("no kernel")
+        return lambda: None
+
+    monkeypatch.setattr(ceilings, "call_of", call)
+    found = ceilings.measured(devices.get("cpu"), SMALL, 0.05, 2)
+    assert {one.why for one in found.rates if not one.runs} == {"RuntimeError: no kernel"}
+    assert {one.limit for one in found.rates if one.runs} == {Limit.COPY, Limit.TRIAD, Limit.CACHED, Limit.LAUNCH}
+
+
+def test_counts_by_hand_and_tensors_beyond_the_cache() -> None:
+    """FLOPs of a product, bytes of what is read and written; a GPU is loaded from its host, a processor is not."""
+    assert count_of(Limit.PRODUCT, (2, 3, 5)) == 60 and count_of(Limit.LAUNCH, (1,)) == 1
+    assert [count_of(one, (100,)) for one in (Limit.COPY, Limit.TRIAD, Limit.CACHED, Limit.LOAD)] == [
+        200,
+        300,
+        200,
+        100,
+    ]
+    for facts in (replace(CPU, cache_bytes=33 << 20), replace(H200, cache_bytes=60 << 20), H200):
+        for limit in (Limit.COPY, Limit.TRIAD):
+            assert min(shapes_of(limit, facts))[0] >= 2 * facts.cache_bytes
+            assert max(shapes_of(limit, facts))[0] <= facts.memory_bytes / 16
+        for limit in Limit:
+            counts = [count_of(limit, shape) for shape in shapes_of(limit, facts)]
+            assert counts == sorted(counts) and len(counts) == len({*shapes_of(limit, facts)})
+    assert shapes_of(Limit.LOAD, H200) and not shapes_of(Limit.LOAD, CPU)
+
+
+@pytest.mark.parametrize("limit", [one for one in Limit if one is not Limit.LOAD])
+def test_a_call_does_what_its_name_says(limit: Limit) -> None:
+    """A copy is equal to what was copied, a triad is b + 3 c, a product has its shape."""
+    shape = (4, 6, 8) if limit is Limit.PRODUCT else (64,)
+    call: Any = limits.call_of(limit, shape, CPU, precisions.get("fp32").arithmetic(CPU), 1)
+    result = call()
+    if limit is Limit.PRODUCT:
+        assert tuple(result.shape) == (4, 6)
+    elif limit is Limit.TRIAD:
+        assert result.allclose(call.args[0] + 3 * call.args[1])
+    elif limit is not Limit.LAUNCH:
+        assert result.equal(call.args[0]) and result.nbytes == 64

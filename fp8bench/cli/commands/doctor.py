@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import argparse
 
+from fp8bench.cli.grammar import shared
 from fp8bench.cli.outputs import say_folded
 from fp8bench.errors import EXIT_OK
 from fp8bench.jobs import doctor
+from fp8bench.jobs.ceilings import ceilings
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--calibrate", action="store_true", help="measure what the harness itself costs")
+    parser.add_argument(
+        "--ceilings", action="store_true",
+        help="measure what each device does at most, in five runs (less than a minute), and keep it in the store",
+    )  # fmt: skip
+    shared(parser, "--threads", help="of a processor, for --ceilings; default 1")
+    shared(parser, "--store", help="where ceilings are kept, as in suite")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print all that is found."""
     say_folded(doctor.examine(arguments.calibrate))
+    if arguments.ceilings:
+        say_folded(ceilings(arguments.store, arguments.threads))
     return EXIT_OK
