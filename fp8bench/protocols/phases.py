@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from fp8bench.model import PHASES, Case, Plan, Record
@@ -47,6 +48,23 @@ class Markers(Generic[Marker]):
     def __init__(self, make: Callable[[str], Marker]) -> None:
         for name in PHASES:
             setattr(self, name, make(str(name)))
+
+
+@dataclass(slots=True, eq=False)
+class TellingMarker:
+    """One phase's context manager: tells with what a step goes on. Nested ones are exclusive, as under the clock."""
+
+    _name: str
+    _stack: list[str]
+    _told: Callable[[str], None]
+
+    def __enter__(self) -> None:
+        self._stack.append(self._name)
+        self._told(self._name)
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.pop()
+        self._told(self._stack[-1])
 
 
 class SilentPhases(Markers[AbstractContextManager[None]]):

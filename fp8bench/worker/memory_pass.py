@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from fp8bench.protocols import (
     Role,
     Setup,
     SilentPhases,
+    TellingMarker,
     WatchedArithmetic,
     Workload,
 )  # fmt: skip
@@ -58,7 +59,7 @@ def memory_of_step(
             meter.mark()
             stack = [UNATTRIBUTED]  # backward may run on another thread: phases share it
             begun = time.perf_counter()
-            step(workload, state, setup.scales, Markers(lambda name: ListeningMarker(name, stack, meter.enter)))
+            step(workload, state, setup.scales, Markers(lambda name: TellingMarker(name, stack, meter.enter)))
             seconds = time.perf_counter() - begun
             if isinstance(resident, Reading):
                 resident = memory()["rss_high_water"]
@@ -128,23 +129,6 @@ def _tell(told: Told, operand: Operand, source: Any, role: Role, before: Operand
 def _addresses(operand: Operand | None) -> list[int]:
     parts = () if operand is None else (operand.data, operand.scale)
     return [address for part in parts if part is not None for address in addresses_of(part)]
-
-
-@dataclass(slots=True, eq=False)
-class ListeningMarker:
-    """One phase's context manager: tells with what a step goes on. Nested ones are exclusive, as under the clock."""
-
-    _name: str
-    _stack: list[str]
-    _told: Callable[[str], None]
-
-    def __enter__(self) -> None:
-        self._stack.append(self._name)
-        self._told(self._name)
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.pop()
-        self._told(self._stack[-1])
 
 
 _LOW = (MemoryRole.LOW_WEIGHTS, MemoryRole.LOW_ACTIVATIONS)

@@ -41,8 +41,9 @@ TABLE: dict[str, frozenset[str]] = {
     "devices": FLOOR | NAMES | TENSORS | {"profiler"},
     "analysis": FLOOR | NAMES | {"formats"},
     "plan": FLOOR | NAMES | {"user_code"},
-    "worker": FLOOR | NAMES | TENSORS | {"profiler", "user_code"},
-    "training": FLOOR | NAMES | TENSORS | {"profiler", "user_code", "worker", "plan"},
+    "tape": FLOOR | NAMES | TENSORS | {"profiler"},
+    "worker": FLOOR | NAMES | TENSORS | {"profiler", "tape", "user_code"},
+    "training": FLOOR | NAMES | TENSORS | {"profiler", "tape", "user_code", "worker", "plan"},
     "store": FLOOR | NAMES | {"analysis", "plan"},
     "measure": FLOOR | NAMES | {"store", "user_code", "worker"},
     "report": FLOOR | NAMES | {"analysis", "formats"},
@@ -76,7 +77,7 @@ OUTSIDE = frozenset({"suites", "reports", "tests"})
 # Rooms that every reader knows, and the page leaves out of its table.
 OUTERMOST = frozenset({"__init__", "__main__", "errors", "files", "units"})
 LOOSE = OUTERMOST | {"api", "asv_bridge", "pipeline", "registry", "suites"}
-MOST_ROOMS = 20
+MOST_ROOMS = 21
 
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
@@ -108,6 +109,7 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
         for light in ("lab", "main", "schedule", "seeds", "loss_scaling")
     ),
     ("fp8bench.training.", frozenset({"numpy", "torch"})),
+    ("fp8bench.tape.", frozenset({"torch"})),
     ("fp8bench.report.page.drawing.", frozenset({"matplotlib"})),
 )
 # Module -> what else it may import inside a function. The reason stands beside it.

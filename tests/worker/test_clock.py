@@ -201,6 +201,7 @@ except (ImportError, AttributeError) as error:
     print(error)
     sys.exit(77)
 from fp8bench.devices.cpu import HostStamper
+from fp8bench.tape.recorder import OperatorTape
 from fp8bench.worker.clock import PhaseClock
 
 register("pretended")
@@ -258,6 +259,12 @@ for _ in range(2):
     assert threads["forward"] == (threading.get_ident(), True)
     print(threads["backward"][0] != threading.get_ident(), threads["backward"][1], *codes)
 
+tape = OperatorTape()
+with tape:
+    x = Pretended(torch.ones(4)).requires_grad_()
+    Doubled.apply(x, tape.phases).backward(Pretended(torch.ones(4)))
+print(threads["backward"][0] != threading.get_ident(), *((one.phase, one.backward) for one in tape.calls))
+
 # The engine's thread may still be on its way out of Python: an interpreter that ends under it aborts the process.
 sys.stdout.flush()
 os._exit(0)
@@ -276,4 +283,7 @@ def test_marks_of_a_backward_on_another_thread_arrive_in_the_same_clock() -> Non
         "unattributed", "elementwise", "gemm", "elementwise", "unattributed",
         "elementwise", "cast", "elementwise", "gemm", "elementwise", "unattributed",
     )  # fmt: skip
-    assert done.stdout.splitlines() == [" ".join(["True", "False", *map(str, expected)])] * 2
+    *clocked, taped = done.stdout.splitlines()
+    assert clocked == [" ".join(["True", "False", *map(str, expected)])] * 2
+    # A tape sees that thread's operators, in the phases that were marked there, and that they are backward's.
+    assert taped.startswith("True") and taped.count("('gemm', False)") == taped.count("('gemm', True)") == 1

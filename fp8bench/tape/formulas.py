@@ -1,0 +1,226 @@
+"""How many floating-point operations a call does: products and sums of what multiplies tensors with each other.
+
+torch has formulas for some operators (torch.utils.flop_counter), none for others, and for the backward of grouped
+convolutions a wrong one. An operator that has none here or there, and is not known to multiply nothing, is unknown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from fp8bench.tape.recorder import Call, TensorSeen, arguments_of, name_of, tensors_in
+
+# FLOPs from arguments by their names, with the result under ''. A formula stands beside the argument whose dtype it
+# multiplies in.
+Named = Mapping[str, Any]
+Formula = Callable[[Named], int]
+
+
+def _elements(tensor: TensorSeen) -> int:
+    """Numbers in it: of E2M1 there are two in an element of torch's."""
+    packed = getattr(torch, "float4_e2m1fn_x2", None)
+    return math.prod(tensor.shape) * (2 if tensor.dtype is packed else 1)
+
+
+def _product(left: str, right: str) -> tuple[str, Formula]:
+    """2MNK, however many matrices: each number on the left meets a row of N on the right."""
+
+    def flops(named: Named) -> int:
+        columns = int(named[""].shape[-1]) if len(named[right].shape) > 1 else 1
+        return 2 * _elements(named[left]) * columns
+
+    return left, flops
+
+
+def _outer(named: Named) -> int:
+    return 2 * _elements(named["vec1"]) * _elements(named["vec2"])
+
+
+def _grouped(left: str, right: str) -> tuple[str, Formula]:
+    """Of groups of rows (or columns) with a matrix each; a row counts for the one group that it is in."""
+
+    def flops(named: Named) -> int:
+        a, b = named[left], named[right]
+        apart = len(a.shape) == 3 and len(b.shape) == 2  # columns of b are dealt out to the matrices of a
+        return 2 * _elements(a) * int(b.shape[-1]) // (int(a.shape[0]) if apart else 1)
+
+    return left, flops
+
+
+def _convolved(named: Named) -> int:
+    """Windows over the edge counted whole. Weights lie as (out, in / groups, window), turned where it is transposed."""
+    weight, x, out = named["weight"], named.get("input", named.get("self")), named[""]
+    places = x if named.get("transposed") else out
+    once: int = 2 * int(places.shape[0]) * math.prod(places.shape[2:]) * _elements(weight)
+    return once
+
+
+def _convolved_back(named: Named) -> int:
+    """As much for each gradient that is asked for, of the input and of the weight."""
+    out, x, wanted = named["grad_output"], named["input"], named["output_mask"]
+    places = x if named["transposed"] else out
+    once: int = 2 * int(places.shape[0]) * math.prod(places.shape[2:]) * _elements(named["weight"])
+    return once * (bool(wanted[0]) + bool(wanted[1]))
+
+
+def _pairs(named: Named) -> float:
+    """Pairs of a query and a key that a head looks at: below the diagonal, and half of it, where a mask is causal."""
+    queries, keys = int(named["query"].shape[-2]), int(named["key"].shape[-2])
+    if not named.get("is_causal"):
+        return queries * keys
+    square = min(queries, keys)
+    return square * square / 2 + (queries - square) * keys
+
+
+def _attention(products: tuple[int, int]) -> Formula:
+    """So many products along the width of the keys' heads, and of the values'."""
+
+    def flops(named: Named) -> int:
+        query, value = named["query"], named["value"]
+        heads, (of_keys, of_values) = math.prod(query.shape[:-2]), products
+        return int(2 * heads * _pairs(named) * (of_keys * query.shape[-1] + of_values * value.shape[-1]))
+
+    return flops
+
+
+# Backward computes the scores again, and gradients of values, probabilities, queries and keys.
+_FORWARD, _BACKWARD = ("query", _attention((1, 1))), ("query", _attention((3, 2)))
+
+
+def _lstm(times: int, *weights: str) -> tuple[str, Formula]:
+    """A layer of an LSTM: each step multiplies its input and what it was by their weights."""
+
+    def flops(named: Named) -> int:
+        steps: int = math.prod(named["input"].shape[:2])
+        return times * 2 * steps * sum(_elements(named[weight]) for weight in weights)
+
+    return "input", flops
+
+
+def _rotated(named: Named) -> int:
+    return 2 * _elements(named["x"]) * int(named["matrix"].shape[-1])
+
+
+_SDPA = "_scaled_dot_product_{}attention{}"
+FORMULAS: dict[str, tuple[str, Formula]] = {
+    **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), _product("self", "mat2")),
+    **dict.fromkeys(("_weight_int8pack_mm", "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu"),
+                    _product("self", "mat2")),
+    **dict.fromkeys(("addmm", "_addmm_activation"), _product("mat1", "mat2")),
+    **dict.fromkeys(("baddbmm", "addbmm"), _product("batch1", "batch2")),
+    "mv": _product("self", "vec"),
+    "addmv": _product("mat", "vec"),
+    "dot": _product("self", "tensor"),
+    "vdot": _product("self", "other"),
+    "addr": ("vec1", _outer),
+    "_grouped_mm": _grouped("self", "mat2"),
+    "_scaled_grouped_mm": _grouped("self", "mat2"),
+    "_scaled_grouped_mm_v2": _grouped("self", "mat2"),
+    **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution",
+                     "convolution_overrideable"), ("weight", _convolved)),
+    "convolution_backward": ("weight", _convolved_back),
+    "convolution_backward_overrideable": ("weight", _convolved_back),
+    **{_SDPA.format(kernel, end): formula
+       for end, formula in (("", _FORWARD), ("_backward", _BACKWARD))
+       for kernel in ("flash_", "efficient_", "cudnn_", "fused_")},
+    "_scaled_dot_product_flash_attention_for_cpu": _FORWARD,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _BACKWARD,
+    "mkldnn_rnn_layer": _lstm(1, "weight0", "weight1"),
+    "mkldnn_rnn_layer_backward": _lstm(2, "weight1", "weight2"),
+    "fp8bench::short_product": ("a", lambda named: 2 * _elements(named["a"]) * int(named["b"].shape[0])),
+    "fp8bench::rotated": ("matrix", _rotated),
+}  # fmt: skip
+
+# Operators that multiply no tensor with another but number by number, beside those that torch has tags for.
+_WORDS = """
+_adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
+adaptive_max_pool2d adaptive_max_pool2d_backward alias_copy _aminmax _amp_foreach_non_finite_check_and_unscale_
+_amp_update_scale_ arange as_strided as_strided_scatter _assert_async _assert_scalar avg_pool2d avg_pool2d_backward
+avg_pool3d avg_pool3d_backward batch_norm_backward _batch_norm_no_update _batch_norm_with_update
+_batch_norm_with_update_functional bernoulli binary_cross_entropy binary_cross_entropy_backward bincount block_diag
+bucketize cat cauchy _chunk_cat col2im complex _conj_copy constant_pad_nd copy cudnn_batch_norm
+cudnn_batch_norm_backward cummax cummin cumprod cumsum diag_embed diagonal_backward diagonal_scatter elu_backward
+embedding _embedding_bag _embedding_bag_backward _embedding_bag_dense_backward _embedding_bag_forward_only
+_embedding_bag_per_sample_weights_backward embedding_dense_backward embedding_renorm empty empty_like empty_permuted
+empty_strided _euclidean_dist exponential eye _fake_quantize_learnable_per_channel_affine
+_fake_quantize_learnable_per_tensor_affine fake_quantize_per_channel_affine_cachemask
+fake_quantize_per_tensor_affine_cachemask _fake_quantize_per_tensor_affine_cachemask_tensor_qparams fill flip
+floor_divide _foreach_clone _foreach_copy _foreach_max _foreach_norm _foreach_powsum _foreach_zero full full_like
+_functional_assert_async _fused_adagrad _fused_adam _fused_adamw _fused_dropout _fused_rms_norm
+_fused_rms_norm_backward _fused_sdp_choice _fused_sgd gather geometric glu glu_backward grid_sampler_2d
+grid_sampler_2d_backward hardshrink_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward histc
+huber_loss huber_loss_backward im2col index index_add index_copy index_fill index_put _index_put_impl index_reduce
+index_select _is_all_true _is_any_true is_pinned is_same_size isin kthvalue leaky_relu_backward lift lift_fresh
+lift_fresh_copy _linalg_check_errors linspace _local_scalar_dense log_normal log_sigmoid_backward log_sigmoid_forward
+_log_softmax _log_softmax_backward_data _logcumsumexp logcumsumexp logspace masked_fill _masked_scale masked_scatter
+masked_select _masked_softmax _masked_softmax_backward max_pool2d_with_indices max_pool2d_with_indices_backward
+max_pool3d_with_indices max_pool3d_with_indices_backward median miopen_batch_norm miopen_batch_norm_backward mish mode
+mse_loss mse_loss_backward multinomial nanmedian narrow_copy native_batch_norm native_batch_norm_backward
+_native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training native_dropout
+native_dropout_backward native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward
+new_empty new_empty_strided new_full new_ones new_zeros nll_loss2d_backward nll_loss2d_forward nll_loss_backward
+nll_loss_forward nonzero normal ones ones_like _pin_memory pixel_shuffle pixel_unshuffle poisson polar _prelu_kernel
+_prelu_kernel_backward put rand rand_like randint randint_like randn randn_like random randperm record_stream
+reflection_pad1d reflection_pad1d_backward reflection_pad2d reflection_pad2d_backward renorm repeat repeat_interleave
+replication_pad2d replication_pad2d_backward _reshape_copy resize _resize_output roll rot90 rrelu_with_noise
+_safe_softmax scalar_tensor scatter scatter_add scatter_reduce searchsorted select_backward select_scatter set
+slice_backward slice_scatter smooth_l1_loss smooth_l1_loss_backward _softmax _softmax_backward_data softplus_backward
+softshrink_backward sort split_with_sizes_copy _stack stack take _thnn_fused_gru_cell _thnn_fused_gru_cell_backward
+_thnn_fused_lstm_cell _thnn_fused_lstm_cell_backward_impl threshold _to_copy _to_dense topk trace tril tril_indices
+triu triu_indices unfold_backward uniform _unique _unique2 unique_consecutive unique_dim _unsafe_index
+_unsafe_index_put _unsafe_masked_index _unsafe_masked_index_put_accumulate unsafe_split unsafe_split_with_sizes
+_unsafe_view upsample_bicubic2d upsample_bicubic2d_backward upsample_bilinear2d upsample_bilinear2d_backward
+upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest2d_backward view_copy _weight_norm_interface
+_weight_norm_interface_backward zero zeros zeros_like
+"""
+_NOTHING = frozenset(_WORDS.split())
+# Marks of torch's on operators that work number by number, or add numbers up.
+_TAGS = ("pointwise", "reduction")
+
+
+def flops_of(call: Call) -> tuple[int | None, str]:
+    """The FLOPs of a call, None where nobody knows them, and the argument whose dtype it multiplies in, '' of none.
+
+    0 where nothing is multiplied.
+    """
+    name = name_of(call)
+    known = FORMULAS.get(name) or FORMULAS.get(name.removesuffix("_"))
+    if known is not None:
+        argument, formula = known
+        result = next(tensors_in(call.result), None)
+        return formula({**arguments_of(call), "": result}), argument
+    packet = getattr(call.operator, "overloadpacket", call.operator)
+    if packet in flop_registry:
+        return _by_torch(call, flop_registry[packet]), next(iter(arguments_of(call)), "")
+    return (0 if _multiplies_nothing(call, name) else None), ""
+
+
+def _by_torch(call: Call, formula: Callable[..., int]) -> int | None:
+    """What torch says, or somebody who has told torch; None where it asks for numbers of tensors."""
+
+    def shapes(value: Any) -> Any:
+        return value.shape if isinstance(value, TensorSeen) else value
+
+    try:
+        named = {name: shapes(one) for name, one in call.named.items()}
+        return int(formula(*map(shapes, call.given), **named, out_val=shapes(call.result)))
+    except Exception:  # noqa: BLE001 - a formula of anybody's, given shapes
+        return None
+
+
+def _multiplies_nothing(call: Call, name: str) -> bool:
+    if name.startswith("fp8bench::"):
+        return True  # quantisers; what multiplies has its formula above
+    if call.operator.namespace != "aten":
+        return False
+    base = name.removesuffix("_").removeprefix("_foreach_")
+    if name.removesuffix("_") in _NOTHING or base in _NOTHING or call.operator.is_view:
+        return True
+    packets = [getattr(torch.ops.aten, one, None) for one in (name, base)]
+    overloads = [call.operator, *(getattr(one, word) for one in packets if one is not None for word in one.overloads())]
+    return any(tag.name in _TAGS for one in overloads for tag in one.tags)

@@ -1,0 +1,130 @@
+"""A dispatch mode that writes down the operators of a step: light while the step runs, counted afterwards.
+
+An operator of ours is one call, whichever way it runs, as is one of others that torch knows by name. Code that calls no
+operator of torch's is not seen (a kernel launched past torch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8bench.model import UNATTRIBUTED
+from fp8bench.numerics.operands import OperatorWatch
+from fp8bench.protocols import Markers, TellingMarker
+
+# Words and marks of torch's own, which do nothing to a tensor.
+_SILENT = ("prim", "profiler", "_c10d_functional_autograd")
+_COMPOSITE = "CompositeImplicitAutograd"
+
+
+class TensorSeen:
+    """A tensor as an operator was given it: where it lies and how, and nothing of its numbers."""
+
+    __slots__ = ("accelerated", "dtype", "offset", "shape", "storage", "stride")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.stride: tuple[int, ...] | None
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.accelerated = tensor.device.type != "cpu"
+        if tensor.layout is torch.strided:
+            self.stride, self.offset = tensor.stride(), tensor.storage_offset()
+            self.storage = tensor.untyped_storage()._cdata
+        else:  # of the sparse ones there is no single memory
+            self.stride, self.offset, self.storage = None, 0, id(tensor)
+
+
+class Call(NamedTuple):
+    """One call of an operator. `given` and `named` are its arguments, `result` what it gave: tensors as TensorSeen."""
+
+    operator: Any
+    phase: str
+    backward: bool
+    given: tuple[Any, ...]
+    named: dict[str, Any]
+    result: Any
+
+
+class OperatorTape(OperatorWatch):  # type: ignore[no-untyped-call]
+    """Records every operator of its body, with the phase that `phases` say it runs in."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled runs as the operators that it was made of: fused kernels are no operators."""
+        return False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        # A plain object's, not a thread's: backward may run on another one.
+        self._open = [UNATTRIBUTED]
+        self._phase = UNATTRIBUTED
+        self.phases = Markers(lambda name: TellingMarker(name, self._open, self._enter))
+        self._composite: dict[Any, bool] = {}
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        for kind in types:
+            if kind is not Tensor and hasattr(kind, "__tensor_flatten__"):
+                return NotImplemented  # its own operators, on the tensors inside, come here next
+        composite = self._composite.get(func)
+        if composite is None:
+            composite = self._composite[func] = _is_composite(func)
+        if composite:  # without gradients some arrive whole that are taken apart elsewhere
+            with self:
+                result = func.decompose(*args, **named)
+            if result is not NotImplemented:
+                return result
+        given, seen = _seen(args), {name: _seen(one) for name, one in named.items()}
+        result = func(*args, **named)
+        if func.namespace not in _SILENT:
+            backward = torch._C._current_graph_task_id() != -1
+            self.calls.append(Call(func, self._phase, backward, given, seen, _seen(result)))
+        return result
+
+
+def _is_composite(func: Any) -> bool:
+    name = getattr(func, "name", None)
+    is_operator = isinstance(func, torch._ops.OpOverload) and callable(name)
+    return is_operator and bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE))
+
+
+def _seen(value: Any) -> Any:
+    """The same, with tensors as they were seen."""
+    if isinstance(value, Tensor):
+        return TensorSeen(value)
+    if isinstance(value, list | tuple):
+        return tuple(map(_seen, value))
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[TensorSeen]:
+    """Those of an argument or a result."""
+    if isinstance(value, TensorSeen):
+        yield value
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from tensors_in(one)
+
+
+def arguments_of(call: Call) -> dict[str, Any]:
+    """Its arguments by the names of its schema; those of what has none by their places."""
+    schema = getattr(call.operator, "_schema", None)
+    names = [one.name for one in schema.arguments] if schema is not None else map(str, range(len(call.given)))
+    return {**dict(zip(names, call.given, strict=False)), **call.named}
+
+
+def name_of(call: Call) -> str:
+    """What torch calls the operator, without its namespace where it is torch's own: 'mm', 'fp8bench::block'."""
+    operator = call.operator
+    packet = getattr(operator, "overloadpacket", operator)
+    return packet.__name__ if operator.namespace == "aten" else f"{operator.namespace}::{packet.__name__}"

@@ -1,0 +1,202 @@
+"""FLOPs of each operator against a count of multiplications in loops, and those of a GPT against a sum by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from fp8bench.formats import operators
+from fp8bench.formats.grids import E4M3
+from fp8bench.nn import rotations
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.gpt import GPT
+from fp8bench.nn.sizes import GPTConfig
+from fp8bench.numerics.short_sums import _summed
+from fp8bench.protocols import SilentPhases
+from fp8bench.tape.formulas import flops_of
+from fp8bench.tape.recorder import Call, TensorSeen
+from tests.tapes import only, tape_of
+
+M, N, K, G = 3, 5, 4, 2
+
+
+def loops(*sizes: int) -> int:
+    """Multiplications and additions of nested loops of these lengths, one of each inside."""
+    return sum(2 for _ in product(*map(range, sizes)))
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, gradient: bool = False) -> Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_(gradient)
+
+
+def grouped(*shapes: tuple[int, ...], offs: tuple[int, ...]) -> Tensor:
+    a, b = (drawn(*shape, dtype=torch.bfloat16) for shape in shapes)
+    return F.grouped_mm(a, b, offs=torch.tensor(offs, dtype=torch.int32))
+
+
+def scaled() -> Tensor:
+    a, b = (torch.randn(32, 16).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones(())
+    return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32)
+
+
+PRODUCTS: dict[str, tuple[Callable[[], object], int, str]] = {
+    "mm": (lambda: drawn(M, K) @ drawn(K, N), loops(M, N, K), "fp32"),
+    "addmm": (lambda: F.linear(drawn(M, K), drawn(N, K), drawn(N)), loops(M, N, K), "fp32"),
+    "bmm": (lambda: torch.bmm(drawn(G, M, K), drawn(G, K, N)), loops(G, M, N, K), "fp32"),
+    "baddbmm": (lambda: torch.baddbmm(drawn(N), drawn(G, M, K), drawn(G, K, N)), loops(G, M, N, K), "fp32"),
+    "addbmm": (lambda: torch.addbmm(drawn(N), drawn(G, M, K), drawn(G, K, N)), loops(G, M, N, K), "fp32"),
+    "mv": (lambda: drawn(M, K) @ drawn(K), loops(M, K), "fp32"),
+    "addmv": (lambda: torch.addmv(drawn(M), drawn(M, K), drawn(K)), loops(M, K), "fp32"),
+    "dot": (lambda: drawn(K) @ drawn(K), loops(K), "fp32"),
+    "addr": (lambda: torch.addr(drawn(M, N), drawn(M), drawn(N)), loops(M, N), "fp32"),
+    "addmm_": (lambda: drawn(M, N).addmm_(drawn(M, K), drawn(K, N)), loops(M, N, K), "fp32"),
+    "_int_mm": (
+        lambda: torch._int_mm(torch.ones(32, 16, dtype=torch.int8), torch.ones(16, 24, dtype=torch.int8)),
+        loops(32, 24, 16), "int8",
+    ),
+    "_scaled_mm": (scaled, loops(32, 32, 16), "e4m3"),
+    "_grouped_mm of rows": (lambda: grouped((16, 8), (G, 8, 24), offs=(8, 16)), 2 * loops(8, 24, 8), "bf16"),
+    "_grouped_mm of columns": (lambda: grouped((G, 8, 16), (16, 24), offs=(8, 24)), loops(8, 24, 16), "bf16"),
+    "_grouped_mm of depths": (lambda: grouped((8, 16), (16, 24), offs=(8, 16)), 2 * loops(8, 24, 8), "bf16"),
+    "fp8bench::rotated": (
+        lambda: torch.ops.fp8bench.rotated(drawn(M, 32), torch.eye(rotations.SIZE).double(), torch.empty(M, 32)),
+        loops(M, 32, rotations.SIZE), "fp64",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_have_the_flops_of_their_loops(name: str) -> None:
+    run, flops, path = PRODUCTS[name]
+    tape = tape_of(run)
+    row = only(tape, name.split(" ")[0])
+    assert (row.flops, row.path) == (flops, path) and tape.flops == flops and not tape.unknown
+
+
+def test_products_that_are_slow_to_begin_or_need_a_gpu() -> None:
+    """The formulas are asked of calls that nobody made: packed numbers of four bits are two in an element."""
+    a, b = (torch.empty(128, 32, dtype=torch.uint8).view(torch.float4_e2m1fn_x2) for _ in range(2))
+    for operator in (torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default):
+        assert asked(operator, a, b.t(), result=torch.empty(128, 128)) == (loops(128, 128) * 64, "self")
+    summed = _summed._opoverload
+    assert asked(summed, drawn(M, K), drawn(N, K), False, result=drawn(M, N)) == (loops(M, N, K), "a")
+
+
+def asked(operator: Any, *given: Any, result: Tensor) -> tuple[int | None, str]:
+    seen = tuple(TensorSeen(one) if isinstance(one, Tensor) else one for one in given)
+    return flops_of(Call(operator, "gemm", False, seen, {}, TensorSeen(result)))
+
+
+def windows(batch: int, channels: int, out: int, side: int, window: int, groups: int) -> int:
+    """Of a convolution with one stride and enough padding that each place of the image has a window."""
+    return loops(batch, side, side, out, channels // groups, window, window)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolutions_have_the_flops_of_their_loops_in_each_direction(groups: int, transposed: bool) -> None:
+    """torch 2.13 counts the gradient of the weight once for every group."""
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    layer, x = kind(4, 8, 3, padding=1, groups=groups), drawn(2, 4, 6, 6, gradient=True)
+    once = windows(2, 4, 8, 6, 3, groups)
+    tape = tape_of(lambda: layer(x).sum().backward())
+    assert [(one.flops, one.backward) for one in tape.operators if one.flops] == [(once, False), (2 * once, True)]
+    first = tape_of(lambda: layer(x.detach()).sum().backward())
+    assert only(first, "convolution_backward").flops == once  # nobody asks for the gradient of a picture
+
+
+def seen(queries: int, keys: int, causal: bool) -> float:
+    """Pairs that a query looks at; of the diagonal half, as everybody counts a causal square."""
+    pairs = product(range(queries), range(keys))
+    return sum(1 if not causal or j < i else 0.5 if j == i else 0 for i, j in pairs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (3, 7), (7, 3)])
+def test_attention_has_two_products_forward_and_five_backward(queries: int, keys: int, causal: bool) -> None:
+    """Backward computes the scores once more."""
+    q, k, v = (drawn(2, 3, length, 8, gradient=True) for length in (queries, keys, keys))
+    tape = tape_of(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward())
+    once = 2 * 2 * 3 * 8 * seen(queries, keys, causal)
+    assert [one.flops for one in tape.operators if one.flops] == [2 * once, 5 * once]
+    assert not tape.unknown
+
+
+def test_attention_that_is_taken_apart_is_the_sum_of_its_products() -> None:
+    """All pairs of it: what a mask hides is multiplied first."""
+    q = drawn(1, 2, 6, 8)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        tape = tape_of(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
+    assert tape.flops == 2 * loops(2, 6, 6, 8) and not tape.unknown
+
+
+def test_an_lstm_multiplies_inputs_and_states_at_every_step() -> None:
+    layer, x = nn.LSTM(4, 6), drawn(5, 3, 4, gradient=True)
+    tape = tape_of(lambda: layer(x)[0].sum().backward())
+    once = loops(5, 3, 4 * 6, 4 + 6)
+    assert tape.flops == 3 * once and not tape.unknown
+
+
+def test_what_may_multiply_and_has_no_formula_is_unknown() -> None:
+    """Never 0; what multiplies nothing is 0, whatever is done with its numbers."""
+    tape = tape_of(lambda: torch.linalg.inv(drawn(4, 4)))
+    assert tape.unknown == 1 and only(tape, "linalg_inv_ex").flops is None and tape.flops == 0
+    x = drawn(8, 8, gradient=True)
+
+    def harmless() -> None:
+        y = F.layer_norm(F.gelu(x), (8,)).softmax(-1) * x.cumsum(0).sort().values
+        F.cross_entropy(y, torch.zeros(8, dtype=torch.int64)).backward()
+        operators.values(x, E4M3)
+        torch._foreach_addcmul_([x.detach()], [x.detach()], [y.detach()])
+        moments, step = [[torch.zeros(8, 8)] for _ in range(2)], [torch.ones(())]
+        torch._fused_adamw_(
+            [x.detach()], [y.detach()], *moments, [], step, lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=1e-8,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    tape = tape_of(harmless)
+    assert tape.flops == 0 and not tape.unknown
+
+
+def test_formulas_that_others_tell_torch_are_believed() -> None:
+    """An operator of one's own is unknown until then."""
+    library = torch.library.Library("tape_tests", "DEF")  # type: ignore[no-untyped-call]
+    library.define("twice(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
+    library.impl("twice", lambda x: x @ x, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    twice = torch.ops.tape_tests.twice
+    x = drawn(4, 4)
+    assert only(tape_of(lambda: twice(x)), "tape_tests::twice").flops is None
+    register_flop_formula(twice)(lambda shape, out_shape=None, **_: 2 * shape[0] ** 3)
+    try:
+        assert only(tape_of(lambda: twice(x)), "tape_tests::twice").flops == loops(4, 4, 4)
+    finally:
+        del flop_registry[twice]
+
+
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_dense_gpt_multiplies_what_a_sum_by_hand_says(checkpointing: bool) -> None:
+    """6 FLOPs a weight and token, embeddings apart, the head's among them; and attention's seven products."""
+    config = GPTConfig(61, 32, 2, 4, 4, 80, batch=2, sequence=12)
+    arithmetic = PlainArithmetic(torch.float32)
+    model = GPT(config, lambda name: arithmetic, torch.float32, checkpointing=checkpointing)
+    text = torch.randint(61, (2, 2, 12))
+    tape = tape_of(lambda: model(*text, SilentPhases()).backward())
+    matrices = [one for name, one in model.named_parameters() if one.dim() == 2]
+    embeddings = model.embedding.numel() + (0 if model.positions is None else model.positions.numel())
+    weights, blocks = (sum(one.numel() for one in found) for found in (matrices, map_of_blocks(model)))
+    linear = 6 * (weights - embeddings) * 2 * 12
+    attention = 7 * config.layers * 2 * 2 * 4 * 8 * 12 * 12 // 2
+    again = (2 * blocks * 2 * 12 + 2 * attention // 7) if checkpointing else 0
+    assert tape.flops == linear + attention + again and not tape.unknown and not tape.unwritten
+
+
+def map_of_blocks(model: GPT) -> list[Tensor]:
+    return [one for one in model.blocks.parameters() if one.dim() == 2]
