@@ -23,10 +23,15 @@ import torch
 
 from fp8bench.analysis.health.health import RULES, Health
 from fp8bench.model.training import Line, StepRow, TrainingEvent
-from suites.health_streams import JUDGING, SETTING, Study, ill, is_whole, keep, kept, well
+from suites.health_streams import JUDGING, SETTING, SORTS, Study, ill, is_whole, keep, kept, well
 from suites.illnesses import ILLNESSES
 
-PARTS: dict[str, list[Study]] = {"well": well(JUDGING), "setting": well(SETTING), "ill": ill(SETTING[:2])}
+# Of the sorts that came later two seeds are enough to set thresholds by.
+PARTS: dict[str, list[Study]] = {
+    "setting": [*well(SETTING), *well(SETTING[:2], "small"), *well(SETTING[:2], "nvfp4")],
+    **{sort: well(JUDGING, sort) for sort in SORTS},
+    "ill": ill(SETTING[:2]),
+}
 NAMES = [rule.name for rule in RULES]
 
 

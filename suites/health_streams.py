@@ -36,12 +36,14 @@ SLICE, STRIDE = 10, 10
 # Well trainings are of a model so small that 50,000 steps can be done, ill ones of nano.
 TINY = "tiny"
 _TINY = GPTConfig(256, 64, 1, 2, 2, 256, batch=4, sequence=64)
-WINDOWS = {"batch": 4, "sequence": 64}
+BATCH, SEQUENCE = 4, 64
 PRECISIONS = ("fp8", "fp8-delayed:history=16", "mxfp8")
+# What well trainings are of: precisions beside the reference, and sequences in a batch.
+SORTS = {"well": (PRECISIONS, BATCH), "nvfp4": (("nvfp4",), BATCH), "small": ((*PRECISIONS, "nvfp4"), 1)}
 ARCHITECTURES = ("gpt", "mlp", "cnn")
 STEPS, CHANGE = 700, 400
-# Thresholds were set on the first five.
-SETTING, JUDGING = range(5), range(5, 10)
+# Thresholds were set on the first ten.
+SETTING, JUDGING = range(10), range(10, 15)
 REFERENCE = Arm("bf16", "bf16", ArmRole.REFERENCE)
 OTHER = Arm("bf16, other seed", "bf16", ArmRole.OTHER_SEED)
 KINDS = (StepRow, LayerReading, StepFigure)
@@ -57,16 +59,21 @@ class Study:
     steps: int
     arms: tuple[Arm, ...]
     illness: Illness | None = None
+    batch: int = BATCH
 
     def settings(self) -> TrainerSettings:
         own = self.illness.settings if self.illness else {}
-        return TrainerSettings(arch=self.arch, model="nano" if self.illness else TINY, **WINDOWS, **own)
+        model = "nano" if self.illness else TINY
+        return TrainerSettings(arch=self.arch, model=model, batch=self.batch, sequence=SEQUENCE, **own)
 
 
-def well(seeds: range) -> list[Study]:
-    """Four precisions and the reference under another seed; the text changes on the way."""
-    arms = (REFERENCE, *(Arm(one.partition(":")[0], one) for one in PRECISIONS), OTHER)
-    return [Study(f"well-{arch}-{seed}", arch, seed, STEPS, arms) for arch in ARCHITECTURES for seed in seeds]
+def well(seeds: range, sort: str = "well") -> list[Study]:
+    """Precisions beside each other, and the reference under another seed; the text changes on the way."""
+    precisions, batch = SORTS[sort]
+    arms = (REFERENCE, *(Arm(one.partition(":")[0], one) for one in precisions), OTHER)
+    return [
+        Study(f"{sort}-{arch}-{seed}", arch, seed, STEPS, arms, batch=batch) for seed in seeds for arch in ARCHITECTURES
+    ]
 
 
 def ill(seeds: range) -> list[Study]:
@@ -110,7 +117,7 @@ def train(study: Study, text: TrainingText) -> Iterator[Line]:
 def _change_text(trainer: Any, text: TrainingText) -> None:
     """From the sources of a program to prose."""
     assert text.other is not None
-    trainer._windows = Windows(text.other, WINDOWS["sequence"], "cpu", trainer._windows._vocabulary)
+    trainer._windows = Windows(text.other, SEQUENCE, "cpu", trainer._windows._vocabulary)
 
 
 def keep(study: Study, folder: Path) -> None:
@@ -119,7 +126,7 @@ def keep(study: Study, folder: Path) -> None:
     if path.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    text = prepare_text(None, None, "bytes", folder, WINDOWS["sequence"])
+    text = prepare_text(None, None, "bytes", folder, SEQUENCE)
     partial = path.with_suffix(f".{os.getpid()}")
     with gzip.open(partial, "wt", compresslevel=5) as file:
         for line in train(study, text):

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from fp8bench.model.request import REQUEST_RULES, Rule, number, whole_number
 
 ARCHITECTURES = ("gpt", "mlp", "cnn", "moe")
+# Of parameters: those that learn at rates of their own.
+PARAMETER_KINDS = ("embedding", "norm", "layer", "head")
 LOSS_SCALES = ("auto", "dynamic")
 LARGEST_LOSS_SCALE = float(1 << 32)
 MOST_STEPS = 10_000_000
@@ -56,7 +58,7 @@ def _is_loss_scale(value: object) -> bool:
 
 def _are_rates(value: object) -> bool:
     return isinstance(value, tuple) and all(
-        isinstance(kind, str) and isinstance(factor, int | float) and 0 <= factor < math.inf for kind, factor in value
+        kind in PARAMETER_KINDS and isinstance(factor, int | float) and 0 <= factor < math.inf for kind, factor in value
     )
 
 
@@ -68,7 +70,9 @@ SETTINGS_RULES: Mapping[str, Rule] = {
     "sequence": whole_number(0, 1 << 16, "a whole number from 1 to 65536, or 0 for the model's own"),
     "micro_batches": whole_number(1, 1024),
     "rate": _above_nothing("a number above 0 and up to 10", 10.0),
-    "rates": Rule("kinds of parameters and factors, like embedding=0.5,head=2", _are_rates),
+    "rates": Rule(
+        f"kinds of parameters ({', '.join(PARAMETER_KINDS)}) and factors, like embedding=0.5,head=2", _are_rates
+    ),
     "warmup": _SHARE,
     "floor": _SHARE,
     "weight_decay": number("a number from 0 to 10", lambda value: 0 <= value <= 10),

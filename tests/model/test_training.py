@@ -13,7 +13,7 @@ from fp8bench.model.training_rules import SETTINGS_RULES, TRAINING_RULES
 
 REFUSED: dict[str, list[Any]] = {
     "model": ["", 3], "arch": ["rnn"], "batch": [-1, 1.5, True], "sequence": [-1], "micro_batches": [0],
-    "rate": [0, -1, float("nan"), 11], "rates": [(("norm", -1.0),), "norm=1"], "warmup": [-0.1, 1.1],
+    "rate": [0, -1, float("nan"), 11], "rates": [(("norm", -1.0),), (("nrom", 1.0),), "norm=1"], "warmup": [-0.1, 1.1],
     "floor": [2], "weight_decay": [-1], "clip": [-1, float("inf")], "dropout": [1.0, -0.1],
     "loss_scale": ["0.5", "8589934592", "big", 1024.0, "nan"], "optimizer_states": ["fp8"], "master": ["bf16"],
     "gradients": ["fp16"], "checkpointing": ["yes"], "compile": ["maybe"], "attention": ["low"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 from fp8bench.analysis.health.remedies import Remedy
 from fp8bench.analysis.health.rule import Alarm, Rule, WatchedArm, middle
@@ -12,33 +13,59 @@ from fp8bench.model.training import StepRow
 
 
 class GradientSpike(Rule[StepRow]):
-    """The norm of all gradients is suddenly many times what it was."""
+    """The norm of all gradients is suddenly many times what it was, and further from that than noise has been."""
 
     name = "gradient-norm-spike"
     reads = StepRow
     keep = 50
+    longer = 500
     fewest = 20
-    times = 8.0
-    window = f"the last {keep} steps, from the {fewest}th on"
-    threshold = f"{times:g} times their median, and twice their largest"
-    reason = "batches of 256 tokens move a norm by a factor of up to 5, a change of text included (of 64 tokens: 15)"
+    times = 16.0
+    times_with_loss = 8.0
+    far = 3.0
+    window = f"the last {keep} steps, from the {fewest}th on; of multiples of their median the last {longer}"
+    threshold = (
+        f"{times:g} times their median, and the square of the largest multiple; or {times_with_loss:g} times it and a "
+        f"loss {far:g} times as far above its median as any of theirs"
+    )
+    reason = (
+        "batches of few tokens move a norm by a factor of 5 (256 tokens) to 15 (64), and it has done so before; text "
+        "that is merely rare moves the norm and not the loss"
+    )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
 
     def __init__(self, arm: WatchedArm) -> None:
         super().__init__(arm)
         self._norms: deque[float] = deque(maxlen=self.keep)
+        self._losses: deque[float] = deque(maxlen=self.keep)
+        self._multiples: deque[float] = deque(maxlen=self.longer)
 
     def see(self, line: StepRow) -> Alarm | None:
-        norm, before = line.gradient_norm, self._norms
-        if not math.isfinite(norm):
+        norm, loss, norms, losses = line.gradient_norm, line.loss, self._norms, self._losses
+        if not math.isfinite(norm + loss):
             return None
-        usual = middle(before) if len(before) >= self.fewest else math.inf
-        sick = norm > self.times * usual and norm > 2 * max(before)
-        before.append(norm)
-        if not sick:
-            return None
-        words = f"the gradient norm is {norm:.3g}, {norm / max(usual, 1e-300):.1f} times its median of {usual:.3g}"
-        return Alarm(words, figures=(("norm", norm), ("median", usual)))
+        found = self._judged(norm, loss) if len(norms) >= self.fewest else None
+        norms.append(norm)
+        losses.append(loss)
+        return found
+
+    def _judged(self, norm: float, loss: float) -> Alarm | None:
+        usual = middle(self._norms)
+        multiple = norm / max(usual, 1e-300)
+        if multiple > self.times_with_loss:
+            most = max(max(self._norms) / max(usual, 1e-300), *self._multiples, math.sqrt(self.times))
+            if math.sqrt(multiple) > most or self._is_far(loss):
+                words = (
+                    f"the gradient norm is {norm:.3g}, {multiple:.1f} times its median of {usual:.3g}, at a loss "
+                    f"of {loss:.4g}"
+                )
+                return Alarm(words, figures=(("norm", norm), ("median", usual), ("loss", loss)))
+        self._multiples.append(multiple)
+        return None
+
+    def _is_far(self, loss: float) -> bool:
+        usual = middle(self._losses)
+        return loss - usual > self.far * (max(self._losses) - usual)
 
 
 class UpdateBurst(Rule[StepRow]):
@@ -71,7 +98,10 @@ class UpdateBurst(Rule[StepRow]):
 
 
 class Plateau(Rule[StepRow]):
-    """The loss stands still although gradients are as large as they were and the rate is high: nothing is learned."""
+    """The loss stands still although gradients are as large as they were and the rate is high: nothing is learned.
+
+    Where losses are so noisy that their means can lie near each other by chance, nothing is said.
+    """
 
     name = "plateau"
     reads = StepRow
@@ -79,11 +109,12 @@ class Plateau(Rule[StepRow]):
     often = 10
     parts = 4
     flat = 0.01
+    noise = 0.0075
     gradients = 0.9
     window = f"the last half of all steps, {least} at least, in {parts} parts; looked at every {often} steps"
     threshold = (
-        f"their mean losses lie within {flat:.1%} of each other, the median gradient norm is at least {gradients:g} of "
-        "that in the half before, and the rate at least half of its peak"
+        f"their mean losses lie within {flat:.1%} of each other and are known to {noise:.2%} each, the median gradient "
+        f"norm is at least {gradients:g} of that in the half before, and the rate at least half of its peak"
     )
     reason = "losses fall by equal parts in equal multiples of time: the last half of a training is never flat"
     remedies = (Remedy.HIGHER_MASTER, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOOK_AT_LAYER)
@@ -106,10 +137,12 @@ class Plateau(Rule[StepRow]):
         if min(self._rates[-length], line.rate) < max(self._rates) / 2:
             return None
         part = length // self.parts
-        means = [_mean(self._losses[-length:][start : start + part]) for start in range(0, length, part)]
-        spread = (max(means) - min(means)) / abs(_mean(means) or 1.0)
+        losses = self._losses[-length:]
+        means = [_mean(losses[start : start + part]) for start in range(0, length, part)]
+        size = abs(_mean(means) or 1.0)
+        spread, error = (max(means) - min(means)) / size, _noise(losses) / math.sqrt(part) / size
         norm, before = middle(self._norms[-length:]), middle(self._norms[-2 * length : -length])
-        if spread > self.flat or norm < self.gradients * before:
+        if spread > self.flat or error > self.noise or norm < self.gradients * before:
             return None
         words = (
             f"the loss has stood at {_mean(means):.4g} for {length} steps (within {spread:.2%}), and the gradient norm "
@@ -200,3 +233,8 @@ class LossGap(Rule[StepRow]):
 
 def _mean(values: Sequence[float] | deque[float]) -> float:
     return math.fsum(values) / len(values)
+
+
+def _noise(values: Sequence[float]) -> float:
+    """The standard deviation of values around whatever course they take, by their neighbours' differences."""
+    return 1.4826 * middle(abs(after - before) for before, after in pairwise(values)) / math.sqrt(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from itertools import pairwise
 
 from fp8bench.analysis.health.remedies import Remedy
@@ -22,19 +22,25 @@ class _Jump(TensorRule):
     """A scale that leaves the median of those before it; `sign` says which way."""
 
     keep = 6
+    longer = 50
     fewest = 4
     far = 4.0
     sign: int
-    window = f"the last {keep} readings of the tensor, from the {fewest}th on"
-    threshold = f"{far:g} octaves from their median, and 2 beyond all of them"
+    window = f"the last {keep} readings of the tensor, from the {fewest}th on; of moves away from their median {longer}"
+    threshold = f"{far:g} octaves from their median, twice the largest move, and 2 beyond all of them"
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._moves: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=self.longer))
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
         now = octaves(reading.scale)
         known = [one for one in (octaves(old.scale) for old in before) if one is not None]
         if now is None or len(known) < self.fewest:
             return None
-        moved = self.sign * (now - middle(known))
-        if moved < self.far or min(self.sign * (now - old) for old in known) < 2:
+        moved, moves = self.sign * (now - middle(known)), self._moves[reading.layer, reading.role]
+        if moved < max(self.far, 2 * max(moves, default=0.0)) or min(self.sign * (now - old) for old in known) < 2:
+            moves.append(moved)
             return None
         way = "rose" if self.sign > 0 else "fell"
         words = f"the scale of {_of(reading)} {way} by {moved:.1f} octaves to {reading.scale:.3g}"
@@ -46,7 +52,10 @@ class ScaleFall(_Jump):
 
     name = "scale-falls"
     sign = -1
-    reason = "the largest magnitude of a tensor moves by an octave or two between readings, not by four"
+    reason = (
+        "the largest magnitude of a tensor moves by an octave or two between readings; by four with batches of few "
+        "tokens, where it has moved by more than two before"
+    )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
 
 
@@ -109,10 +118,13 @@ class Lag(TensorRule):
 
     name = "lag"
     keep = 2
-    far = 0.5
+    far = 0.75
     window = f"{keep + 1} readings of the tensor"
     threshold = f"above {far:g} octaves in all of them"
-    reason = "delayed scales are a few hundredths of an octave late wherever a tensor grows, and late once after a jump"
+    reason = (
+        "delayed scales are a few hundredths of an octave late wherever a tensor grows, and late once after a jump; "
+        "the least scales of NVFP4 are rounded by up to 0.58"
+    )
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:

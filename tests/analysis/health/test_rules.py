@@ -69,7 +69,7 @@ def falls_until(step: int) -> float:
 
 # What is ill from a step on: the alarm, and the step it is raised in.
 ILL: dict[str, tuple[Callable[[], Iterable[Line]], int]] = {
-    "gradient-norm-spike": (lambda: rows(80, gradient_norm=lambda step: 9.0 if step == 60 else 1.0), 60),
+    "gradient-norm-spike": (lambda: rows(80, gradient_norm=lambda step: 18.0 if step == 60 else 1.0), 60),
     "update-norm-burst": (lambda: rows(60, update_ratio=lambda step: 5e-3 if step >= 40 else 1e-3), 40),
     "plateau": (lambda: rows(400, loss=falls_until), 289),
     "not-finite": (lambda: rows(30, loss=lambda step: math.nan if step >= 17 else 3.0), 17),
@@ -77,7 +77,7 @@ ILL: dict[str, tuple[Callable[[], Iterable[Line]], int]] = {
     "scale-rises": (lambda: readings(12, scale=lambda number: 8192.0 if number >= 8 else 256.0), 80),
     "scale-never-settles": (lambda: readings(20, scale=lambda number: 256.0 * 8 ** (number % 2)), 90),
     "scale-at-edge": (lambda: readings(5, least_scale=lambda number: 0.0 if number == 3 else 1.0), 30),
-    "lag": (lambda: readings(9, lag=lambda number: 0.3 * number), 40),
+    "lag": (lambda: readings(9, lag=lambda number: 0.3 * number), 50),
     "overflow-burst": (lambda: readings(9, saturated=lambda number: 0.1 if number == 6 else 0.006), 60),
     "underflow-creep": (lambda: readings(30, underflow=lambda number: 0.1 + 0.02 * number), 180),
     "tensor-not-finite": (lambda: readings(5, not_finite=lambda number: 1e-6 if number == 4 else 0.0), 40),
@@ -89,7 +89,11 @@ ILL: dict[str, tuple[Callable[[], Iterable[Line]], int]] = {
 
 WELL: dict[str, Callable[[], Iterable[Line]]] = {
     "a training that learns": lambda: rows(2000),
-    "a batch that is three times as steep": lambda: rows(80, gradient_norm=lambda step: 3.0 if step == 60 else 1.0),
+    "a batch that is ten times as steep": lambda: rows(80, gradient_norm=lambda step: 10.0 if step == 60 else 1.0),
+    "a batch of rare text among few tokens": lambda: rows(
+        400, gradient_norm=lambda step: {90: 6.0, 300: 20.0}.get(step, 1.0)
+    ),
+    "noisy losses that seem to stand still": lambda: rows(500, loss=lambda step: 3.0 + 0.4 * (step % 2)),
     "a rate that warms up": lambda: rows(60, update_ratio=lambda step: 1e-4 * (step + 1)),
     "a plateau at a low rate": lambda: rows(600, loss=falls_until, rate=lambda step: 1.0 / (step + 1)),
     "a plateau whose gradients fall": lambda: rows(600, loss=falls_until, gradient_norm=lambda step: 9.0 / (step + 9)),
@@ -102,6 +106,10 @@ WELL: dict[str, Callable[[], Iterable[Line]]] = {
     "scales of a tensor that grows": lambda: readings(40, scale=lambda number: 256.0 * 2 ** (-number / 2)),
     "a scale that is 1 before its first amax": lambda: readings(40, scale=lambda number: 1e6 if number else 1.0),
     "a delayed scale that is a little late": lambda: readings(40, lag=lambda number: 0.1),
+    "the least scales of NVFP4, rounded": lambda: readings(40, lag=lambda number: 0.58),
+    "a scale that has moved that far before": lambda: readings(
+        40, scale=lambda number: {20: 256 * 2.0**-3, 35: 256 * 2.0**-5}.get(number, 256.0)
+    ),
     "scales rounded down": lambda: readings(40, saturated=lambda number: 0.0064),
     "scales of NVFP4 from the first step on": lambda: readings(40, saturated=lambda number: 0.036),
     "underflow as usual": lambda: readings(40, underflow=lambda number: 0.8 + 0.1 * (number % 2)),
@@ -131,6 +139,17 @@ def test_every_rule_has_an_illness() -> None:
 def test_a_gap_within_the_margin_or_the_band_is_none(share: float, other: float) -> None:
     """Nor is one to the better."""
     assert alarms(gap(share, other), ARM, FP8, OTHER) == []
+
+
+@pytest.mark.parametrize(("loss", "times", "found"), [(6.0, 9.0, True), (3.2, 9.0, False), (6.0, 7.0, False)])
+def test_a_steep_batch_with_a_loss_of_its_own_is_found_sooner(loss: float, times: float, found: bool) -> None:
+    """Where norms are noisy, too: what has been 15 times its median before."""
+    noisy = rows(
+        90,
+        gradient_norm=lambda step: {40: 15.0, 70: times}.get(step, 1.0),
+        loss=lambda step: loss if step == 70 else 3.0 + step % 7 / 50,
+    )
+    assert alarms(noisy) == ([("gradient-norm-spike", 70)] if found else [])
 
 
 def test_a_gap_needs_no_other_seed() -> None:
@@ -167,7 +186,7 @@ def test_arms_and_seeds_are_apart() -> None:
 def test_events_say_nothing_about_health() -> None:
     """Stored lines, alarms among them, are given again after a resume."""
     health = Health((ARM,))
-    lines = list(rows(80, gradient_norm=lambda step: 9.0 if step == 60 else 1.0))
+    lines = list(rows(80, gradient_norm=lambda step: 18.0 if step == 60 else 1.0))
     first = health.see(lines[:70])
     assert Health((ARM,)).see([*lines[:70], *first]) == first
     assert not health.see([*first, *lines[70:]])

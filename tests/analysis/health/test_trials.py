@@ -15,7 +15,7 @@ from fp8bench.model.training import Arm, LayerReading, Line, StepRow, TrainerSet
 ARM = Arm("fp8", "fp8-delayed:history=16", settings=(("rate", 0.01),))
 SETTINGS = TrainerSettings()
 BEHIND = [
-    LayerReading("fp8", 0, 10 * number, "blocks.0.mlp.up", "input", 1.0, 0.1, 0.0, 0.1, 0.0, 256.0, lag=0.3 * number)
+    LayerReading("fp8", 0, 10 * number, "blocks.0.mlp.up", "input", 1.0, 0.1, 0.0, 0.1, 0.0, 256.0, lag=0.4 * number)
     for number in range(6)
 ]
 
