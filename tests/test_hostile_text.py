@@ -11,7 +11,7 @@ import pytest
 
 from fp8bench.analysis.gate.judging import Verdict as GateVerdict
 from fp8bench.analysis.gate.judging import first_look
-from fp8bench.cli.progress import LiveLine
+from fp8bench.cli.live import LiveLine
 from fp8bench.cli.streams import complain
 from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.report.data.comparison import as_csv

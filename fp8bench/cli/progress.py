@@ -1,4 +1,4 @@
-"""What whoever started a command sees while a job is done: sentences, and one live line on a terminal.
+"""What whoever started a command sees while a job is done: sentences, and what is live on a terminal.
 
 Observers are called between slots, so they do next to nothing most of the time: no threads, and a run's line is drawn
 at most five times a second as long as the same is being done.
@@ -10,59 +10,19 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TextIO
 
 from fp8bench import units
+from fp8bench.cli.live import REDRAW_SECONDS, LiveLine, is_watched, time_left
 from fp8bench.cli.outputs import print_duel
-from fp8bench.cli.streams import columns_of, complain
+from fp8bench.cli.streams import complain
+from fp8bench.cli.training_progress import TrainingBoard, TrainingLines
 from fp8bench.jobs.observer import DuelObserver, JobObserver, Tell, TrainingObserver
 from fp8bench.model import Case, Plan, Record, Status
 from fp8bench.model.duel import Duel
-from fp8bench.model.training import Line, StepRow, Training, TrainingEvent, Validation
 from fp8bench.protocols import Observer, SilentObserver
-from fp8bench.report.elements import printable
-
-REDRAW_SECONDS = 0.2
-# An estimate from less than this would jump about.
-_LEAST_SECONDS = 3.0
-_LEAST_SHARE = 0.05
-_ERASE = "\r\x1b[2K"
-_FALLBACK_COLUMNS = 80
-
-
-class LiveLine:
-    """A line that replaces itself where a person watches; nothing in pipes, CI and dumb terminals."""
-
-    def __init__(self, stream: TextIO | None, environ: Mapping[str, str]) -> None:
-        self._stream = stream if is_watched(stream, environ) else None
-        self._drawn = False
-
-    @property
-    def room(self) -> int:
-        """So many columns may be used: a full last one would wrap on some terminals."""
-        return (columns_of(self._stream) or _FALLBACK_COLUMNS) - 1 if self._stream is not None else 0
-
-    def show(self, text: str) -> None:
-        """That text, cut where the terminal ends."""
-        self._write(_ERASE + printable(text)[: self.room])
-        self._drawn = True
-
-    def close(self) -> None:
-        """Erase the line. May be called twice."""
-        if self._drawn:
-            self._write(_ERASE)
-            self._drawn = False
-
-    def _write(self, text: str) -> None:
-        """A terminal that has gone away must not end anything."""
-        if self._stream is not None:
-            try:
-                self._stream.write(text)
-                self._stream.flush()
-            except (OSError, ValueError):
-                self._stream = None
 
 
 class RunProgress(LiveLine):
@@ -90,7 +50,7 @@ class RunProgress(LiveLine):
         # What begins may take long: that another thing is done is told at once.
         if now - self._shown_at >= REDRAW_SECONDS or doing != self._doing:
             self._doing, self._shown_at = doing, now
-            left = _left(now - self._begun, self._share(case.setting, share))
+            left = time_left(now - self._begun, self._share(case.setting, share))
             head = f"{self._done}/{self._total} cases{left}, {doing} "
             self.show(head + _shorten(case.id, self.room - len(head)))
 
@@ -142,67 +102,12 @@ class DuelProgress(LiveLine, SilentObserver):
 
     def in_session(self, session: int, sessions: int, place: int, cases: int) -> None:
         """A case is measured, counted from 0."""
-        left = _left(time.monotonic() - self._begun, (session * cases + place) / (sessions * cases))
+        left = time_left(time.monotonic() - self._begun, (session * cases + place) / (sessions * cases))
         self._words = f"session {session + 1}/{sessions}, case {place + 1}/{cases}{left}"
         self.show(self._words)
 
     def working(self, case: Case, doing: str, share: float) -> None:
         self.show(f"{self._words}, {doing} {case.id}")
-
-
-class TrainingProgress(LiveLine):
-    """An observer of a training: one line that stays where a person watches, else one at each look at held-out text."""
-
-    def __init__(
-        self, stream: TextIO | None, environ: Mapping[str, str], say: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        super().__init__(stream, environ)
-        self._say = say
-        self._clock = clock
-        self._begun = clock()
-        self._done_before: float | None = None
-        self._losses: dict[str, float] = {}
-        self._told: tuple[int, int] | None = None
-
-    def begun(self, training: Training) -> None:
-        self._training, self._begun = training, self._clock()
-
-    def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
-        if step == 0:
-            self._losses.clear()
-        for line in lines:
-            if isinstance(line, StepRow):
-                self._losses[line.arm] = line.loss
-            elif isinstance(line, TrainingEvent):
-                self.note(f"seed {line.seed}, step {line.step}, {line.arm}: {line.words}")
-        validated = any(isinstance(line, Validation) for line in lines)
-        words = f"{self._where(number, step)}{self._left(number, step)}"
-        if self.room:
-            self.show(f"{words}: {self._shown()}")
-        elif validated and self._losses and self._told != (number, step):
-            self._told = number, step
-            self._say(f"{words}: {self._shown()}")
-
-    def note(self, sentence: str) -> None:
-        self.close()
-        self._say(sentence)
-
-    def _where(self, number: int, step: int) -> str:
-        request = self._training.request
-        return f"seed {number + 1}/{request.seeds}, step {step}/{request.steps}"
-
-    def _shown(self) -> str:
-        return ", ".join(f"{name} {loss:.3f}" for name, loss in self._losses.items())
-
-    def _left(self, number: int, step: int) -> str:
-        request = self._training.request
-        done = (number * request.steps + step) / (request.seeds * request.steps)
-        if self._done_before is None:
-            self._done_before = done  # of a training that was gone on with
-        if done == 1:
-            return ""
-        return _left(self._clock() - self._begun, (done - self._done_before) / (1 - self._done_before))
 
 
 class TerminalJob:
@@ -226,7 +131,10 @@ class TerminalJob:
 
     @contextmanager
     def training(self) -> Iterator[TrainingObserver]:
-        with closing(TrainingProgress(sys.stderr, os.environ, complain)) as observer:
+        if not is_watched(sys.stderr, os.environ):
+            yield TrainingLines(complain)
+            return
+        with closing(TrainingBoard(sys.stderr, os.environ, complain)) as observer:
             yield observer
 
     @contextmanager
@@ -234,7 +142,7 @@ class TerminalJob:
         line, begun = LiveLine(sys.stderr, os.environ), time.monotonic()
 
         def tell(done: int, total: int, things: str, doing: str) -> None:
-            line.show(f"{done}/{total} {things}{_left(time.monotonic() - begun, done / total)}, {doing}")
+            line.show(f"{done}/{total} {things}{time_left(time.monotonic() - begun, done / total)}, {doing}")
 
         with closing(line):
             yield tell
@@ -246,13 +154,6 @@ class TerminalJob:
 TERMINAL: JobObserver = TerminalJob()
 
 
-def _left(spent: float, share: float) -> str:
-    """', about 42 s left', from the share of the work done so far; '' while it is too early to tell."""
-    if spent < _LEAST_SECONDS or not _LEAST_SHARE <= share <= 1:
-        return ""
-    return f", about {units.clock(spent * (1 - share) / share)} left"
-
-
 def _shorten(text: str, room: int) -> str:
     """The text with its middle left out, since both ends tell: the workload and the precision."""
     if len(text) <= room:
@@ -260,10 +161,3 @@ def _shorten(text: str, room: int) -> str:
     kept = max(0, room - 3)
     tail = kept // 2
     return f"{text[: kept - tail]}...{text[len(text) - tail :]}"
-
-
-def is_watched(stream: TextIO | None, environ: Mapping[str, str]) -> bool:
-    """Whether a person looks at a stream, on a terminal that can redraw a line."""
-    if stream is None or stream.closed or not stream.isatty():
-        return False
-    return not environ.get("CI") and environ.get("TERM") != "dumb"

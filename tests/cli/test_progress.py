@@ -10,11 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from fp8bench.cli import progress
-from fp8bench.cli.progress import REDRAW_SECONDS, TERMINAL, GroupLines, LiveLine, RunProgress, TrainingProgress
+from fp8bench.cli import live
+from fp8bench.cli.live import REDRAW_SECONDS, LiveLine
+from fp8bench.cli.progress import TERMINAL, GroupLines, RunProgress
 from fp8bench.model import Case, Group, Level, Plan, PlannedCase, Record, Status, Support, Work
-from fp8bench.model.training import TrainingEvent, Validation
-from tests.trainings import row_of, training
 
 NATIVE = Support(Level.NATIVE, "")
 CASES = [Case("gemm", (("m", size),), name, "cpu") for size in (256, 512) for name in ("fp32", "bf16", "nvfp4")]
@@ -68,7 +67,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
-    monkeypatch.setattr(progress, "columns_of", lambda stream: stream.columns)
+    monkeypatch.setattr(live, "columns_of", lambda stream: stream.columns)
     return Screen()
 
 
@@ -184,7 +183,7 @@ def test_a_throttled_call_is_cheap(screen: Screen) -> None:
 
 
 @pytest.mark.parametrize(
-    ("terminal", "environ", "live"),
+    ("terminal", "environ", "shows"),
     [
         (True, {"TERM": "xterm"}, True),
         (True, {"TERM": "xterm", "NO_COLOR": "1"}, True),
@@ -195,13 +194,13 @@ def test_a_throttled_call_is_cheap(screen: Screen) -> None:
         (False, {"TERM": "xterm"}, False),
     ],
 )
-def test_only_where_a_person_watches(terminal: bool, environ: dict[str, str], live: bool) -> None:
+def test_only_where_a_person_watches(terminal: bool, environ: dict[str, str], shows: bool) -> None:
     """Nothing at all is written elsewhere."""
     screen = Screen(terminal)
     shown = LiveLine(screen, environ)
     shown.show("one")
     shown.close()
-    assert bool(screen.getvalue()) is live
+    assert bool(screen.getvalue()) is shows
 
 
 def test_quiet_without_a_stream() -> None:
@@ -252,32 +251,3 @@ def test_a_run_that_nobody_watches_has_a_line_a_group(clock: Clock) -> None:
     for case in CASES[:3]:
         observer.finished(record(case))
     assert len(lines) == 2
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_training_is_told_as_it_goes(terminal: bool) -> None:
-    """One line that stays where a person watches, else a line a look; what happens is said in either case."""
-    screen, said, clock = Screen(terminal), [], Clock()
-    observer = TrainingProgress(screen, {}, said.append, clock)
-    observer.begun(training())
-    observer.trained(0, 0, [Validation("bf16", 0, 0, "held-out", 5.5, 64, 64)])
-    observer.trained(0, 5, [row_of("bf16", 0, 4)])
-    assert "seed 1/2, step 5/20: bf16 " in screen.shown() if terminal else not said
-    clock.now += 30
-    observer.trained(0, 10, [row_of("fp8", 0, 9)])
-    observer.trained(0, 10, [Validation("fp8", 0, 10, "held-out", 3.25, 64, 64)])
-    observer.trained(0, 10, [Validation("bf16", 0, 10, "held-out", 3.25, 64, 64)])
-    told = screen.shown() if terminal else "".join(said)
-    assert "seed 1/2, step 10/20, about 1 min 30 s left: bf16 " in told and "fp8 " in told
-    assert not screen.getvalue() if not terminal else not said
-    observer.trained(0, 15, [TrainingEvent("fp8", 0, 12, "alarm", "the gradient norm is 14.4")])
-    assert said[-1] == "seed 0, step 12, fp8: the gradient norm is 14.4"
-    observer.trained(1, 0, [Validation("fp8", 1, 0, "held-out", 5.5, 64, 64)])
-    observer.trained(1, 20, [row_of("fp8", 1, 19), Validation("fp8", 1, 20, "held-out", 3.0, 64, 64)])
-    told = screen.shown() if terminal else said[-1]
-    assert told.startswith("seed 2/2, step 20/20: fp8 ") and "bf16" not in told, (
-        "losses are of this seed, and done is done"
-    )
-    assert len(said) == (1 if terminal else 3)
-    observer.close()
-    assert screen.shown() == ""

@@ -1,0 +1,133 @@
+"""What is seen of a training while it goes on: a board on a terminal, in a log a line at each look at held-out text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TextIO
+
+from fp8bench.cli.live import REDRAW_SECONDS, LiveBlock, time_left
+from fp8bench.model.training import Line, StepRow, Training, TrainingEvent, Validation
+from fp8bench.report.terminal.layout import render
+from fp8bench.report.terminal.live_training import BARS, PARTS, ArmNow, board_of
+
+_OUT, _STOPPED = "out", "stopped"
+
+
+class _Watching:
+    """Where a training is, and what its arms have come to in this seed."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float]) -> None:
+        self._say = say
+        self._clock = clock
+        self._begun = clock()
+        self._done_before: float | None = None
+        self._number = 0
+        self._arms: dict[str, ArmNow] = {}
+
+    def begun(self, training: Training) -> None:
+        self._training, self._begun = training, self._clock()
+        self._arms = {arm.name: ArmNow(arm) for arm in training.arms if not arm.skip}
+
+    def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
+        if number != self._number:
+            self._number = number
+            self._arms = {name: _in_next_seed(now) for name, now in self._arms.items()}
+        for line in lines:
+            if line.arm in self._arms:
+                self._arms[line.arm] = _with(self._arms[line.arm], line, self._training.request.steps)
+            if isinstance(line, TrainingEvent):
+                self.note(f"seed {line.seed}, step {line.step}, {line.arm}: {line.words}")
+
+    def note(self, sentence: str) -> None:
+        self._say(sentence)
+
+    @property
+    def _shown(self) -> list[ArmNow]:
+        """The arms of this seed: one that is in the first seed alone has no loss in another."""
+        return [now for now in self._arms.values() if now.loss is not None]
+
+    def _where(self, number: int, step: int) -> str:
+        """'seed 2/5, step 120/300, about 40 s left'."""
+        request = self._training.request
+        done = (number * request.steps + step) / (request.seeds * request.steps)
+        if self._done_before is None:
+            self._done_before = done  # of a training that was gone on with
+        left = ""
+        if done < 1:
+            left = time_left(self._clock() - self._begun, (done - self._done_before) / (1 - self._done_before))
+        return f"seed {number + 1}/{request.seeds}, step {step}/{request.steps}{left}"
+
+
+def _in_next_seed(now: ArmNow) -> ArmNow:
+    ended = now.ended if now.ended.startswith(_OUT) else ""
+    return ArmNow(
+        now.arm, tokens=now.tokens, seconds=now.seconds, alarms=now.alarms, last_alarm=now.last_alarm, ended=ended
+    )
+
+
+def _with(now: ArmNow, line: Line, steps: int) -> ArmNow:
+    """What it has come to with one line more."""
+    match line:
+        case StepRow():
+            place = line.step * min(PARTS, steps) // steps
+            total, count = now.parts[place]
+            parts = (*now.parts[:place], (total + line.loss, count + 1), *now.parts[place + 1 :])
+            return replace(
+                now, parts=parts, loss=line.loss, tokens=line.tokens, seconds=line.seconds or now.seconds
+            )  # fmt: skip
+        case Validation(of="held-out"):
+            return replace(now, held_out=line.loss)
+        case TrainingEvent(kind="alarm"):
+            return replace(now, alarms=now.alarms + 1, last_alarm=f"seed {line.seed}, step {line.step}")
+        case TrainingEvent() if line.kind in (_OUT, _STOPPED):
+            return replace(now, ended=f"{line.kind} in step {line.step}")
+    return now
+
+
+class TrainingLines(_Watching):
+    """For logs and pipes: a line when the held-out text was looked at."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(say, clock)
+        self._told: tuple[int, int] | None = None
+
+    def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
+        super().trained(number, step, lines)
+        where = self._where(number, step)
+        losses = ", ".join(f"{now.arm.name} {now.loss:.3f}" for now in self._shown)
+        if losses and self._told != (number, step) and any(isinstance(line, Validation) for line in lines):
+            self._told = number, step
+            self._say(f"{where}: {losses}")
+
+
+class TrainingBoard(_Watching):
+    """For who watches: a board that stays where it is, below the sentences that are said meanwhile."""
+
+    def __init__(
+        self, stream: TextIO, environ: Mapping[str, str], say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        super().__init__(say, clock)
+        self._block = LiveBlock(stream)
+        self._color = not environ.get("NO_COLOR")
+        self._bars = self._block.can_show(BARS)
+        self._shown_at = -REDRAW_SECONDS
+
+    def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
+        super().trained(number, step, lines)
+        where = self._where(number, step)
+        if self._shown and self._clock() - self._shown_at >= REDRAW_SECONDS:
+            self._shown_at = self._clock()
+            page = board_of(where, self._shown, self._bars)
+            self._block.show(render(page, self._block.room, self._color))
+
+    def note(self, sentence: str) -> None:
+        self._block.close()
+        super().note(sentence)
+        self._shown_at = -REDRAW_SECONDS  # the board comes back at once
+
+    def close(self) -> None:
+        """Erase the board. May be called twice."""
+        self._block.close()
