@@ -11,10 +11,11 @@ from typing import Any
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
 from fp8bench.jobs.train.arms import make_arms
 from fp8bench.measure.handle import Worker
-from fp8bench.model import DeviceFacts, Environment, Scalar
+from fp8bench.model import DeviceFacts, Environment, MemoryUse, Scalar
 from fp8bench.model.training import (
     WATCHED_SECONDS,
     Arm,
+    ArmCost,
     ArmState,
     KeptTraining,
     Line,
@@ -74,6 +75,11 @@ class FakeLab(Worker):
     def _begin(self, task: SeedTask) -> tuple[ArmState, ...]:
         self.task, self.steps = task, {arm.name: 0 for arm in task.arms}
         return tuple(ArmState(arm.name, 1000, 32, (("weights", 4.0), ("moments", 8.0))) for arm in task.arms)
+
+    def _alone(self, task: SeedTask) -> ArmCost:
+        (arm,) = task.arms
+        kept = (("weights", 4000), ("moments", 8000))
+        return ArmCost(arm.name, task.seed, kept=kept, memory=MemoryUse(20_000, (("weights", 4000),)))
 
     def _advance(self, arm: str, steps: int) -> tuple[Line, ...]:
         assert self.task is not None and steps > 0
@@ -143,10 +149,14 @@ class NotedTraining:
     """An observer of a training that keeps what it is told."""
 
     notes: list[str] = field(default_factory=list)
+    doings: list[str] = field(default_factory=list)
     places: list[tuple[int, int]] = field(default_factory=list)
 
     def begun(self, training: Training) -> None:
         """Nothing to say."""
+
+    def working(self, arm: str, doing: str) -> None:
+        self.doings.append(f"{doing} of {arm}")
 
     def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
         self.places.append((number, step))
@@ -164,6 +174,8 @@ def said(kept: KeptTraining) -> list[Line]:
 
 
 def replaced(line: Line) -> Line:
+    if isinstance(line, ArmCost):
+        return replace(line, memory=None, why="")
     if isinstance(line, StepFigure) and line.name in ("memory", WATCHED_SECONDS):
         return replace(line, value=0.0)
     return replace(line, seconds=0.0) if isinstance(line, StepRow) else line

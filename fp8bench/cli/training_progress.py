@@ -30,6 +30,9 @@ class _Watching:
         self._training, self._begun = training, self._clock()
         self._arms = {arm.name: ArmNow(arm) for arm in training.arms if not arm.skip}
 
+    def working(self, arm: str, doing: str) -> None:
+        """A log has no line for it: the result has."""
+
     def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
         if number != self._number:
             self._number = number
@@ -114,6 +117,9 @@ class TrainingBoard(_Watching):
         self._color = not environ.get("NO_COLOR")
         self._bars = self._block.can_show(BARS)
         self._shown_at = -REDRAW_SECONDS
+
+    def working(self, arm: str, doing: str) -> None:
+        self._block.show(f"{doing} of {arm}")
 
     def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
         super().trained(number, step, lines)

@@ -33,6 +33,9 @@ class TrainingObserver(Protocol):
     def begun(self, training: Training) -> None:
         """It starts, or goes on."""
 
+    def working(self, arm: str, doing: str) -> None:
+        """Something is done with an arm that is no step of it."""
+
     def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
         """Lines of one arm were kept; so far is it in its seed, which are counted from 0."""
 
@@ -44,6 +47,9 @@ class SilentTraining:
     """An observer of a training that ignores everything."""
 
     def begun(self, training: Training) -> None:
+        return None
+
+    def working(self, arm: str, doing: str) -> None:
         return None
 
     def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:

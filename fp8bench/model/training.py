@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from fp8bench.errors import UsageError
+from fp8bench.model.consumed import MemoryUse
 from fp8bench.model.planned import DeviceFacts, Params
 from fp8bench.model.request import check_fields
 from fp8bench.model.run import Environment
@@ -335,6 +336,22 @@ class TrainingEvent:
     remedy: str = ""
 
 
+@dataclass(frozen=True)
+class ArmCost:
+    """What one arm takes, found in a pass of its own; a pass is a line.
+
+    `kept` are the bytes that lie in memory between two steps by what they are for, as counted; `memory` is that of a
+    step at its highest point, with no other arm in memory. `why` says why there is nothing of what was looked for.
+    """
+
+    arm: str
+    seed: int
+    step: int = 0
+    kept: tuple[tuple[str, int], ...] = ()
+    memory: MemoryUse | None = None
+    why: str = ""
+
+
 def _exponential(value: float) -> float:
     """exp, infinite where it is beyond all numbers."""
     try:
@@ -344,8 +361,8 @@ def _exponential(value: float) -> float:
 
 
 # A line of the stream of a training, whatever it says.
-Line = StepRow | LayerReading | StepFigure | Validation | TrainingEvent
-L = TypeVar("L", StepRow, LayerReading, StepFigure, Validation, TrainingEvent)
+Line = StepRow | LayerReading | StepFigure | Validation | TrainingEvent | ArmCost
+L = TypeVar("L", StepRow, LayerReading, StepFigure, Validation, TrainingEvent, ArmCost)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.files import LineWriter, append, lock, stamp, write_whole
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 from fp8bench.model.training import (
+    ArmCost,
     KeptTraining,
     LayerReading,
     Line,
@@ -37,6 +38,7 @@ _CHECKPOINTS = "checkpoints"
 # What a line is called in the stream.
 _KINDS: dict[str, type] = {
     "step": StepRow, "reading": LayerReading, "figure": StepFigure, "validation": Validation, "event": TrainingEvent,
+    "cost": ArmCost,
 }  # fmt: skip
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _KEPT_CHECKPOINTS = 2

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fp8bench.model.training import Arm, ArmState, Line, SeedTask, TrainerSettings, Validation
+from fp8bench.model.training import Arm, ArmCost, ArmState, Line, SeedTask, TrainerSettings, Validation
+from fp8bench.protocols import Device, Precision
+from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.faults import Fault, described
+from fp8bench.worker.memory_pass import memory_of_step
 from fp8bench.worker.step_guards import aside
 from fp8bench.worker.switches import unchanged, under
 
@@ -38,11 +41,7 @@ class Lab(Bench):
         """Forget the seed before, and build every arm of this one. Why one cannot be is said when it is asked for."""
         from fp8bench.training.trainer import Trainer
 
-        self._trainers: dict[str, Trainer] = {}
-        self._unbuilt: dict[str, Fault] = {}
-        gc.collect()
-        self._task = task
-        self._selected(task.facts).empty_cache()
+        self._forget(task)
         for arm in task.arms:
             try:
                 with self._running():
@@ -51,16 +50,39 @@ class Lab(Bench):
                 self._unbuilt[arm.name] = described(error)
         return tuple(one.state() for one in self._trainers.values())
 
+    def _forget(self, task: SeedTask) -> Device:
+        """All of the seed before; what comes is of that task."""
+        self._trainers: dict[str, Trainer] = {}
+        self._unbuilt: dict[str, Fault] = {}
+        gc.collect()
+        self._task = task
+        device = self._selected(task.facts)
+        device.empty_cache()
+        return device
+
+    def alone(self, task: SeedTask) -> ArmCost:
+        """The memory of a task's one arm with nothing beside it. The seed before is forgotten."""
+        from fp8bench.training.alone import made_alone
+
+        (arm,), device = task.arms, self._forget(task)
+        with self._running(precisions.get(arm.precision)):
+            use, trainer = memory_of_step(made_alone(task, arm), device, task.facts.index, leaks=False)
+        if isinstance(use, str):
+            return ArmCost(arm.name, task.seed, why=f"nobody counts its memory: {use}")
+        count, sizes = trainer.state().parameters, trainer.state().bytes_per_parameter
+        kept = tuple((name, round(size * count)) for name, size in sizes)
+        return ArmCost(arm.name, task.seed, kept=kept, memory=use)
+
     def advance(self, arm: str, steps: int) -> tuple[Line, ...]:
         """Go on by so many steps: what they say. An arm that has stopped, or is done, says nothing."""
         trainer = self._trainer(arm)
-        with self._running(trainer):
+        with self._running(trainer.precision):
             return tuple(line for _ in range(steps) for line in trainer.advance())
 
     def validate(self, arm: str) -> tuple[Validation, ...]:
         """The losses on text that is never trained on."""
         trainer = self._trainer(arm)
-        with self._running(trainer):
+        with self._running(trainer.precision):
             return trainer.validate()
 
     def branch(self, folder: str, arm: str, trial: Arm, settings: TrainerSettings) -> int:
@@ -74,7 +96,7 @@ class Lab(Bench):
         with self._running():
             trainer = Trainer(replace(self._task, settings=settings), trial)
         if memory is not None:
-            with self._running(trainer):
+            with self._running(trainer.precision):
                 trainer.take_over(self._trainers[arm], memory)
         self._trainers[trial.name] = trainer
         return trainer.step
@@ -111,18 +133,14 @@ class Lab(Bench):
         return self._trainers[arm]
 
     @contextmanager
-    def _running(self, trainer: Trainer | None = None) -> Iterator[None]:
-        """Under a trainer's precision, with the process's switches and random state as they were afterwards."""
+    def _running(self, precision: Precision | None = None) -> Iterator[None]:
+        """Under a precision, with the process's switches and random state as they were afterwards."""
         import torch
 
         assert self._task is not None
         facts = self._task.facts
         self._selected(facts)
         gpus = [facts.index] if facts.accelerated else []
-        scope = under(trainer.precision) if trainer is not None else None
-        with torch.random.fork_rng(gpus, device_type=facts.kind), unchanged(), aside():
-            if scope is None:
-                yield
-                return
-            with scope:
-                yield
+        scope = under(precision) if precision is not None else nullcontext()
+        with torch.random.fork_rng(gpus, device_type=facts.kind), unchanged(), aside(), scope:
+            yield

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8bench.model import DeviceFacts
+from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.model.training import (
     WATCHED_SECONDS,
     Arm,
@@ -26,7 +26,8 @@ from fp8bench.model.training import (
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
 from fp8bench.nn.cached_weights import CachedWeights
 from fp8bench.nn.gpt import Forward, LanguageModel, compiled
-from fp8bench.protocols import Arithmetic, SilentPhases, key_of
+from fp8bench.protocols import Arithmetic, Phases, SilentPhases, WatchedArithmetic, key_of
+from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
 from fp8bench.training import models
 from fp8bench.training.batches import Windows
@@ -55,8 +56,10 @@ class _Remembered(NamedTuple):
 class Trainer:
     """An arm of one seed: `step` is the next step."""
 
-    def __init__(self, task: SeedTask, arm: Arm) -> None:
+    def __init__(self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None) -> None:
+        """`watch` is told of every cast, where somebody wants to know."""
         self.arm = arm
+        self._watch_casts = watch
         self.precision = precisions.get(arm.precision)
         self.step = 0
         self.stopped = False
@@ -89,7 +92,7 @@ class Trainer:
             key = key_of(layers[name], keys)
             high = self.precision.carried_by if layers[name].high else ""
             mode = keys[key] if key is not None else high or self.arm.precision
-            found = precisions.get(mode).arithmetic(facts).layer(f"{self._seed}/{name}")
+            found = self._told(precisions.get(mode).arithmetic(facts)).layer(f"{self._seed}/{name}")
             self._arithmetics[name] = found
             return found
 
@@ -107,9 +110,12 @@ class Trainer:
         """Have attention's core in the arm's precision, each layer's with what it remembers."""
         for path, module in model.named_modules():
             if isinstance(module, SelfAttention):
-                own = self.precision.arithmetic(facts)
+                own = self._told(self.precision.arithmetic(facts))
                 module.core = core = EmulatedCore(own, prescaled=self._settings.attention == "prescaled")
                 self._arithmetics |= {f"{path}.core.{part}": one for part, one in core.parts.items()}
+
+    def _told(self, arithmetic: Arithmetic) -> Arithmetic:
+        return arithmetic if self._watch_casts is None else WatchedArithmetic(arithmetic, self._watch_casts)
 
     def _compiled(self) -> Forward:
         """The model compiled here and now, so that no step has to; what it has cast for that is forgotten."""
@@ -124,10 +130,26 @@ class Trainer:
 
     def state(self) -> ArmState:
         count = sum(one.numel() for one in self._parameters.values())
-        sizes = {name: sum(one.nbytes for one in some) for name, some in self._optimizer.kept().items()}
+        sizes = {name: sum(one.nbytes for one in some) for name, some in self._kept().items()}
         return ArmState(self.arm.name, count, self.tokens, tuple((name, size / count) for name, size in sizes.items()))
 
-    def advance(self) -> Iterator[Line]:
+    def _kept(self) -> dict[str, list[Tensor]]:
+        """All that lies in memory between two steps; what casts remember is there once they have cast."""
+        remembered = [one for own in self._arithmetics.values() for one in own.memory().values()]
+        others = {"casts": remembered, "statistics": list(self._model.buffers())}
+        return self._optimizer.kept() | {name: some for name, some in others.items() if some}
+
+    def memory_roles(self) -> dict[MemoryRole, object]:
+        """What its tensors are for, where they do not say it themselves."""
+        kept = self._kept()
+        moments = [kept[name] for name in ("first moment", "second moment", "steps")]
+        return {
+            MemoryRole.WEIGHTS: kept["weights"],
+            MemoryRole.GRADIENTS: kept["gradients"],
+            MemoryRole.OPTIMIZER: moments,
+        }
+
+    def advance(self, phase: Phases = _SILENT) -> Iterator[Line]:
         """One step; nothing where the arm has stopped or is done."""
         if self.stopped or self.step == self._task.steps:
             return
@@ -135,11 +157,12 @@ class Trainer:
         settings, scale, before = self._settings, self._loss_scale.scale, self._remembered()
         rate = self._rate * settings.handicap * share_of_rate(settings, self.step, self._task.steps)
         with self._optimizer.weights.present(), self._watching() as seen:
-            loss = self._losses(scale)
+            loss = self._losses(scale, phase)
             norm = self._optimizer.gradients.norm() / scale
             skip = (~(loss + norm).isfinite()).to(torch.float32)
             clipping = (norm / settings.clip).clamp(min=1.0) if settings.clip else torch.ones_like(norm)
-            self._optimizer.step(rate, clipping * scale, skip)
+            with phase.optimizer_step:
+                self._optimizer.step(rate, clipping * scale, skip)
             moved, size = joint(self._optimizer.update_norms), joint(self._optimizer.weight_norms)
             numbers = torch.stack([loss, norm, clipping, moved, size]).tolist()  # the one wait of a step
             if seen is not None:
@@ -158,23 +181,30 @@ class Trainer:
         self._skipped = self._skipped + 1 if row.skipped else 0
         self.step += 1
 
+    def repeat(self, last: int) -> None:
+        """An arm that is done goes back by so many steps, with its weights as they are."""
+        if self.step == self._task.steps:
+            self.step = max(0, self.step - last)
+
     def _watching(self) -> AbstractContextManager[WatchedStep | None]:
         watched = self.step % self._task.stride == 0
         return self._watch.step(self._settings.micro_batches) if watched else nullcontext()
 
-    def _losses(self, scale: float) -> Tensor:
+    def _losses(self, scale: float, phase: Phases = _SILENT) -> Tensor:
         """Forward and backward of all micro-batches: their mean loss."""
         self._optimizer.gradients.begin()
-        with self._weights.cast(_SILENT):
-            return torch.stack([self._micro_batch(one, scale) for one in range(self._settings.micro_batches)]).mean()
+        with self._weights.cast(phase):
+            numbers = range(self._settings.micro_batches)
+            return torch.stack([self._micro_batch(one, scale, phase) for one in numbers]).mean()
 
-    def _micro_batch(self, number: int, scale: float) -> Tensor:
+    def _micro_batch(self, number: int, scale: float, phase: Phases) -> Tensor:
         """Gradients of one are added to those there are; its loss."""
         torch.manual_seed(seed_of("step", self._seed, self.step, number))
-        batch = self._windows.drawn(self._seed, self.step, number, self._config.batch)
+        with phase.data_load:
+            batch = self._windows.drawn(self._seed, self.step, number, self._config.batch)
         if self._settings.nudge == "order":  # the same sums over the batch, from its other end
             batch = batch[0].flip(0), batch[1].flip(0)
-        loss = self._forward(*batch, _SILENT)
+        loss = self._forward(*batch, phase)
         (loss * (scale / self._settings.micro_batches)).backward()
         return loss.detach()
 

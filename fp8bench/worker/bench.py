@@ -42,7 +42,7 @@ from fp8bench.worker.conformity import conformities
 from fp8bench.worker.faults import Fault
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.gpu_libraries import cublaslt_version
-from fp8bench.worker.memory_pass import memory_of_step, try_batch
+from fp8bench.worker.memory_pass import memory_of_step, of_workload, try_batch
 from fp8bench.worker.prepared import Prepared, State
 from fp8bench.worker.products import products_of_step
 from fp8bench.worker.static_scales import Calibrations, step
@@ -236,7 +236,7 @@ class Bench:
         With a key its state stays until that is released: somebody may want to look at the process from outside.
         """
         with self._apart(case, facts) as (workload, device, setup):
-            use, state = memory_of_step(workload, setup, device, facts.index)
+            use, state = memory_of_step(of_workload(workload, setup), device, facts.index)
         if isinstance(use, str):
             return use
         if key:
@@ -249,7 +249,7 @@ class Bench:
     def try_batch(self, case: Case, facts: DeviceFacts, memory_limit: int | None) -> int | None:
         """Prepare a case and run two steps in so much memory; bytes of tensors at the highest point."""
         with self._apart(case, facts) as (workload, device, setup):
-            return try_batch(workload, setup, device, facts.index, memory_limit)
+            return try_batch(of_workload(workload, setup), device, facts.index, memory_limit)
 
     def trace(self, case: Case, facts: DeviceFacts, file: str) -> tuple[OperatorTime, ...]:
         """Record a few steps into a file, and say what takes their time. The profiler makes them slower."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8bench.model import UNATTRIBUTED, HeldBlock, MemoryCourse, MemoryRole, MemoryUse, Phase
 from fp8bench.model.readings import Read, Reading
@@ -19,6 +19,7 @@ from fp8bench.protocols import (
     Markers,
     MemoryMeter,
     Operand,
+    Phases,
     Role,
     Setup,
     SilentPhases,
@@ -26,17 +27,45 @@ from fp8bench.protocols import (
     WatchedArithmetic,
     Workload,
 )  # fmt: skip
+from fp8bench.protocols.arithmetic import Watch
 from fp8bench.worker.host_counters import memory, reset_high_water
 from fp8bench.worker.leaks import leak_of
 from fp8bench.worker.state_tensors import StateTensors, addresses_of, state_tensors
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.switches import collected_by_hand
 
+# Told of where something lies, and what it is for.
+Told = Callable[[Sequence[int], MemoryRole], None]
 
-def memory_of_step(
-    workload: Workload, make_setup: Callable[[], Setup], device: Device, index: int
-) -> tuple[MemoryUse | str, Any]:
-    """The memory of a step and the state; or why nobody can say, and no state.
+
+class Prepared(NamedTuple):
+    """A state in memory, and a step of it."""
+
+    state: Any
+    step: Callable[[Phases], None]
+
+
+# Finds what a state needs, whose casts tell of what they make if somebody is told; and then prepares it.
+Make = Callable[[Told | None], Callable[[], Prepared]]
+
+
+def of_workload(workload: Workload, make_setup: Callable[[], Setup]) -> Make:
+    """How a workload's state is made."""
+
+    def make(told: Told | None) -> Callable[[], Prepared]:
+        setup = make_setup() if told is None else listening(make_setup(), told)
+
+        def prepare() -> Prepared:
+            state = workload.prepare(setup)
+            return Prepared(state, partial(step, workload, state, setup.scales))
+
+        return prepare
+
+    return make
+
+
+def memory_of_step(make: Make, device: Device, index: int, leaks: bool = True) -> tuple[MemoryUse | str, Any]:
+    """The memory of a step and the state; or why nobody can say, and no state. Without `leaks` nobody looks for any.
 
     The second step of a state is looked at: what the first one makes and keeps is there by then. Whatever counts makes
     a step slower, so the state is used for nothing else.
@@ -45,21 +74,21 @@ def memory_of_step(
     if isinstance(meter, str):
         return meter, None
     with collected_by_hand():
-        setup = listening(make_setup(), meter.say)
+        prepare = make(meter.say)
         gc.collect(0)
         device.empty_cache()  # what lies there would decide how blocks are cut
         meter.start()
         course = None
         try:
-            state = workload.prepare(setup)
-            step(workload, state, setup.scales, SilentPhases())
+            state, step_under = prepare()
+            step_under(SilentPhases())
             gc.collect(0)  # the youngest only: all that has been made since the start
             before = state_tensors(state)
             resident = reset_high_water()
             meter.mark()
             stack = [UNATTRIBUTED]  # backward may run on another thread: phases share it
             begun = time.perf_counter()
-            step(workload, state, setup.scales, Markers(lambda name: TellingMarker(name, stack, meter.enter)))
+            step_under(Markers(lambda name: TellingMarker(name, stack, meter.enter)))
             seconds = time.perf_counter() - begun
             if isinstance(resident, Reading):
                 resident = memory()["rss_high_water"]
@@ -68,7 +97,9 @@ def memory_of_step(
         if course is None:
             return "torch's profiler recorded nothing", None
         use = _use(course, before, state_tensors(state), resident)
-        again = partial(step, workload, state, setup.scales, SilentPhases())
+        if not leaks:
+            return use, state
+        again = partial(step_under, SilentPhases())
         leak = leak_of(again, device.kind if device.kind == "cpu" else f"{device.kind}:{index}", seconds)
         return replace(use, leak=leak), state
 
@@ -90,10 +121,6 @@ def _use(course: MemoryCourse, before: StateTensors, after: StateTensors, reside
     )
 
 
-# Casts and phases tell the pass what they do.
-# Told where something lies, and what it is for.
-Told = Callable[[Sequence[int], MemoryRole], None]
-
 _COPIES = {
     Role.INPUT: MemoryRole.LOW_ACTIVATIONS,
     Role.WEIGHT: MemoryRole.LOW_WEIGHTS,
@@ -103,13 +130,18 @@ _COPIES = {
 
 def listening(setup: Setup, told: Told) -> Setup:
     """The setup, whose casts are told of. A cast that changes nothing makes no copy, and is told of by its source."""
-    watch = partial(_tell, told)
+    watch = watch_of(told)
     return replace(
         setup,
         arithmetic=WatchedArithmetic(setup.arithmetic, watch),
         high=WatchedArithmetic(setup.high, watch),
         layers={key: WatchedArithmetic(arithmetic, watch) for key, arithmetic in setup.layers.items()},
     )
+
+
+def watch_of(told: Told) -> Watch:
+    """What a WatchedArithmetic is given, so that its casts tell of what they make."""
+    return partial(_tell, told)
 
 
 def _tell(told: Told, operand: Operand, source: Any, role: Role, before: Operand | None) -> None:
@@ -179,9 +211,7 @@ def _by_its_time(block: HeldBlock) -> MemoryRole:
     return MemoryRole.OTHER if block.lasting else MemoryRole.ACTIVATIONS
 
 
-def try_batch(
-    workload: Workload, make_setup: Callable[[], Setup], device: Device, index: int, limit: int | None
-) -> int | None:
+def try_batch(make: Make, device: Device, index: int, limit: int | None) -> int | None:
     """Bytes of tensors at the highest point of preparing a state and two steps; None where nobody counts.
 
     What does not fit while preparing does not fit. Raises what the device raises where its memory ends, and CannotLimit
@@ -199,7 +229,7 @@ def try_batch(
             counter.start(blocks=False)  # a GPU's worker goes on to time things
         try:
             with ended:
-                _two_steps(workload, make_setup(), counter)
+                _two_steps(make(None), counter)
         finally:  # reading takes some memory, too, which has its own end again by now
             course = counter.stop() if counter is not None else None
         gc.collect(1)
@@ -207,10 +237,10 @@ def try_batch(
     return course.peak if course is not None else None
 
 
-def _two_steps(workload: Workload, setup: Setup, counter: MemoryMeter | None) -> None:
+def _two_steps(prepare: Callable[[], Prepared], counter: MemoryMeter | None) -> None:
     """What the first one makes and keeps is there in the second: the optimiser's moments, scales, workspaces."""
     if counter is not None:
         counter.mark()  # scales from data were found with a state of its own, which is gone by now
-    state = workload.prepare(setup)
+    _state, step_under = prepare()
     for _ in range(2):
-        step(workload, state, setup.scales, SilentPhases())
+        step_under(SilentPhases())

@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.model import MemoryUse
 from fp8bench.model.codec import encode
 from fp8bench.model.training import (
+    ArmCost,
     LayerReading,
     Line,
     StepFigure,
@@ -44,6 +46,7 @@ LINES: tuple[Line, ...] = (
     StepFigure("fp8", 0, 4, "noise_scale", 812.0),
     Validation("fp8", 0, 5, "held-out", 3.25, 4096, None),
     TrainingEvent("fp8", 0, 5, "not-finite", "the loss is nan", "head", "output", (("amax", 1e38),), "lower the rate"),
+    ArmCost("fp8", 0, kept=(("weights", 4000),), memory=MemoryUse(9000, (("weights", 4000), ("other", 5000)))),
 )
 FULL = """
 import resource, sys
@@ -89,7 +92,7 @@ def test_broken_lines_are_left_out_and_named(writer: TrainingWriter) -> None:
         file.write(b'{"step": 3}\n[]\n{"later": {}}\n\xff\xfe\n{"event": {"arm": "fp8"}}\n{"step": {"arm": "fp')
     kept = load_training(writer.path)
     assert repr(kept.lines) == repr(LINES) and len(kept.troubles) == 6
-    assert "line 10 is of a kind that this version does not know" in kept.troubles[2]
+    assert f"line {len(LINES) + 4} is of a kind that this version does not know" in kept.troubles[2]
 
 
 @settings(max_examples=25)

@@ -27,7 +27,7 @@ from fp8bench.protocols import CannotLimit, Phases, Setup, SilentObserver, Silen
 from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.faults import Fault
-from fp8bench.worker.memory_pass import try_batch
+from fp8bench.worker.memory_pass import of_workload, try_batch
 from tests.worker.told import CPU, Storages, Told, setup_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
@@ -217,7 +217,7 @@ def test_preparing_counts_and_both_steps_do() -> None:
         torch.empty(6950)
 
     def peak(prepare: Callable[[Setup], Any], step: Callable[[Any, Phases], None]) -> int | None:
-        return try_batch(Told(prepare, step), setup, Cpu(), 0, 1 << 30)
+        return try_batch(of_workload(Told(prepare, step), setup), Cpu(), 0, 1 << 30)
 
     assert peak(rough, lambda state, phase: None) == 4 * 5000
     assert peak(rough, first) == 4 * (10 + 100 + 7000)
@@ -233,16 +233,18 @@ def test_a_device_that_nobody_limits_or_counts_on_is_refused(monkeypatch: pytest
     blind = Cpu()
     monkeypatch.setattr(blind, "memory_meter", lambda index: "torch was built without its profiler")
     with pytest.raises(CannotLimit, match="a limit needs a counter: torch was built without"):
-        try_batch(Told(never, never), setup, blind, 0, 1 << 30)
+        try_batch(of_workload(Told(never, never), setup), blind, 0, 1 << 30)
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(CannotLimit, match=r"no limit .* is kept on darwin; on Linux it is \(RLIMIT_DATA\)"):
-        try_batch(Told(never, never), setup, Cpu(), 0, 1 << 30)
+        try_batch(of_workload(Told(never, never), setup), Cpu(), 0, 1 << 30)
 
 
 def test_without_a_limit_nobody_has_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
     blind, steps = Cpu(), list[int]()
     monkeypatch.setattr(blind, "memory_meter", lambda index: "nobody")
-    assert try_batch(Told(lambda _: {}, lambda state, phase: steps.append(1)), setup, blind, 0, None) is None
+    assert (
+        try_batch(of_workload(Told(lambda _: {}, lambda state, phase: steps.append(1)), setup), blind, 0, None) is None
+    )
     assert len(steps) == 2
 
 
@@ -260,9 +262,9 @@ def test_the_meter_is_stopped_and_garbage_collected_after_a_failure(monkeypatch:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        try_batch(Told(lambda _: {}, step), setup, device, 0, None)
+        try_batch(of_workload(Told(lambda _: {}, step), setup), device, 0, None)
     assert stopped == [1] and gc.isenabled()
-    assert try_batch(Told(lambda _: {}, lambda state, phase: None), setup, Cpu(), 0, None) == 0
+    assert try_batch(of_workload(Told(lambda _: {}, lambda state, phase: None), setup), Cpu(), 0, None) == 0
 
 
 def test_scales_from_data_are_found_before_anything_counts(local: LocalWorker) -> None:

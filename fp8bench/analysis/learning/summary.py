@@ -15,6 +15,7 @@ from fp8bench.model import Interval
 from fp8bench.model.training import (
     BYTES_PER_PARAMETER,
     Arm,
+    ArmCost,
     ArmRole,
     KeptTraining,
     StepFigure,
@@ -27,7 +28,8 @@ from fp8bench.model.training import (
 class ArmSummary:
     """Losses are means over seeds: `loss` over the last tenth of the steps, `held_out` after the last one.
 
-    `tokens_per_second` is by the median step, None for an emulated arm. `events` is None for an arm without a step,
+    `tokens_per_second` is by the median step, None for an emulated arm. `peak_memory` is that of the arm alone; other
+    seeds and the repeat of the reference take what it takes. `events` is None for an arm without a step,
     `said` for the reference and its bands. `steps` are those of all seeds.
     """
 
@@ -37,6 +39,7 @@ class ArmSummary:
     held_out: float | None
     tokens_per_second: float | None
     bytes_per_parameter: float | None
+    peak_memory: int | None
     events: int | None
     said: ArmVerdict | None
 
@@ -46,6 +49,8 @@ def summaries_of(
 ) -> tuple[ArmSummary, ...]:
     """Of every arm, in their order. `curves` are those of its lines, for who has them."""
     curves = curves_of(kept.lines, kept.training.request.steps) if curves is None else curves
+    peaks = {line.arm: line.memory.peak for line in kept.of(ArmCost) if line.memory is not None}
+    lead = next(arm.name for arm in kept.training.arms if arm.role is ArmRole.REFERENCE)
     events, sizes, paces = Counter[str](), defaultdict[str, dict[int, float]](dict), defaultdict[str, list[float]](list)
     for line in kept.lines:
         if isinstance(line, StepRow):
@@ -55,14 +60,16 @@ def summaries_of(
             events[line.arm] += 1
         elif isinstance(line, StepFigure) and line.name == BYTES_PER_PARAMETER:
             sizes[line.arm][line.seed] = sizes[line.arm].get(line.seed, 0.0) + line.value
+    alike = {arm.name: arm.name if arm.role is ArmRole.CANDIDATE else lead for arm in kept.training.arms}
     return tuple(
-        _summary(arm, curves, found, paces[arm.name], sizes[arm.name], events[arm.name]) for arm in kept.training.arms
+        _summary(arm, curves, found, paces[arm.name], sizes[arm.name], peaks.get(alike[arm.name]), events[arm.name])
+        for arm in kept.training.arms
     )
 
 
 def _summary(
     arm: Arm, curves: Mapping[Key, Curve], found: Verdicts, paces: Sequence[float], sizes: Mapping[int, float],
-    events: int,
+    peak: int | None, events: int,
 ) -> ArmSummary:  # fmt: skip
     own = [curve for (name, _), curve in curves.items() if name == arm.name]
     return ArmSummary(
@@ -72,6 +79,7 @@ def _summary(
         _mean([curve.held_out[curve.steps] for curve in own if curve.steps in curve.held_out]),
         1 / median(paces) if arm.native and paces else None,
         next(iter(sizes.values()), None),
+        peak,
         events if own else None,
         found.of(arm.name),
     )
@@ -92,7 +100,8 @@ def figures_of(summary: ArmSummary, found: Verdicts) -> dict[str, float | None]:
         "loss": summary.loss, "held_out": summary.held_out, **_gap("gap", said.judged.gap if said else None),
         **_gap("held_out_gap", said.judged.held_out if said else None),
         "tokens_per_second": summary.tokens_per_second, **_interval("speed_to_same_loss", speed),
-        "bytes_per_parameter": summary.bytes_per_parameter, "events": summary.events, **_band(summary.arm, found),
+        "bytes_per_parameter": summary.bytes_per_parameter, "peak_memory": summary.peak_memory,
+        "events": summary.events, **_band(summary.arm, found),
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from fp8bench import __version__
 from fp8bench.errors import NotKept, StoreError, WorkerError
 from fp8bench.jobs.observer import TrainingObserver
 from fp8bench.jobs.train.arms import check_training, device_of, make_arms
+from fp8bench.jobs.train.costs import measure_memory
 from fp8bench.jobs.train.expected import expected_seconds
 from fp8bench.jobs.train.seed import Pace, SeedRun, lab_of
 from fp8bench.measure.environment import gather
@@ -136,10 +137,12 @@ def _trained(
     training: Training, writer: TrainingWriter, worker: Worker, observer: TrainingObserver, resumed: bool = False
 ) -> KeptTraining:
     """The seeds one after the other, from the last place that was kept."""
-    pace, fresh = Pace(), not resumed
-    first, out = writer.places[-1].number if writer.places else 0, dict(writer.places[-1].out if writer.places else ())
+    first, step = (writer.places[-1].number, writer.places[-1].step) if writer.places else (0, 0)
+    out = dict(writer.places[-1].out if writer.places else ())
+    pace, fresh = Pace(), not resumed or first == step == 0
     observer.begun(training)
     try:
+        measure_memory(training, worker, writer, observer)
         for number in range(first, training.request.seeds):
             SeedRun(training, number, worker, writer, observer, pace, out).run(fresh)
             fresh = True

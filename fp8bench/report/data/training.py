@@ -9,7 +9,7 @@ from typing import Any
 from fp8bench.analysis.learning.summary import ArmSummary, figures_of, summaries_of
 from fp8bench.analysis.learning.verdicts import Verdicts
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.model.training import Arm, KeptTraining, Line, TrainingEvent
+from fp8bench.model.training import Arm, ArmCost, KeptTraining, Line, TrainingEvent
 from fp8bench.report.data.plain import csv_text, json_line
 from fp8bench.report.terminal.training import bands_of, notes_of
 from fp8bench.report.words.learning import of_arm, verdict
@@ -77,8 +77,23 @@ def _figures(line: Line) -> Iterator[tuple[str, Any]]:
     if isinstance(line, TrainingEvent):
         yield line.kind, line.words
         return
+    if isinstance(line, ArmCost):
+        yield from _costs(line)
+        return
     named = str(getattr(line, "name", ""))
     for field in fields(line):
         value = getattr(line, field.name)
         if field.name not in _PLACES and value is not None:
             yield (named or field.name), value
+
+
+def _costs(cost: ArmCost) -> Iterator[tuple[str, Any]]:
+    """Bytes, by what they are for; what is not there has its reason."""
+    for name, size in cost.kept:
+        yield f"kept {name}", size
+    if cost.memory is not None:
+        yield "peak_memory", cost.memory.peak
+        for name, size in cost.memory.roles:
+            yield f"peak_memory {name}", size
+    if cost.why:
+        yield "why", cost.why

@@ -18,6 +18,7 @@ from fp8bench.model import DeviceFacts, Level
 from fp8bench.model.training import (
     WATCHED_SECONDS,
     Arm,
+    ArmCost,
     ArmRole,
     ArmState,
     KeptTraining,
@@ -38,8 +39,8 @@ _TONES = {
 }  # fmt: skip
 _COLUMNS = (
     Column("arm"), Column("how"), Column("loss", number=True), Column("held-out", number=True), Column("gap"),
-    Column("tokens/s", number=True), Column("B/param", number=True), Column("events", number=True),
-    Column("verdict", below=True),
+    Column("tokens/s", number=True), Column("B/param", number=True), Column("memory", number=True),
+    Column("events", number=True), Column("verdict", below=True),
 )  # fmt: skip
 _LEGEND = (
     "loss: of training, in nats a token: the mean over seeds and the last tenth of the steps",
@@ -49,6 +50,7 @@ _LEGEND = (
     "in brackets: the 95% interval over seeds; the verdict is by the 99% interval",
     "tokens/s: by the median step; of emulated arms it would say nothing",
     "B/param: bytes that are kept between two steps, as counted, for each parameter",
+    "memory: tensors of the arm at the highest point of a step, measured with no other arm in memory",
     "a verdict is of this model and text: it does not transfer to a model of another size",
 )
 _SHOWN_EVENTS = 12
@@ -128,7 +130,7 @@ def _how(arm: Arm) -> str:
 
 
 def row_of(summary: ArmSummary, found: Verdicts) -> Iterator[Field]:
-    """Arm, how, loss, held-out, gap, tokens/s, bytes a parameter, events, verdict."""
+    """Arm, how, loss, held-out, gap, tokens/s, bytes a parameter, memory, events, verdict."""
     arm, said = summary.arm, summary.said
     yield Field(arm.name)
     yield Field(_how(arm), tone=Tone.DOUBT if arm.skip or not arm.native else Tone.PLAIN)
@@ -137,6 +139,7 @@ def row_of(summary: ArmSummary, found: Verdicts) -> Iterator[Field]:
     yield Field(words.gap(said.judged.gap) if said else units.NONE)
     yield _number(summary.tokens_per_second, units.count)
     yield Field(units.NONE if summary.bytes_per_parameter is None else f"{summary.bytes_per_parameter:.3g}")
+    yield _number(summary.peak_memory, units.size)
     yield Field(units.NONE if summary.events is None else str(summary.events))
     tone = _TONES.get(said.judged.learned, Tone.DOUBT) if said and not arm.skip else Tone.PLAIN
     yield Field(words.of_arm(summary, found), tone=tone)
@@ -194,6 +197,7 @@ def notes_of(kept: KeptTraining, found: Verdicts) -> Iterator[str]:
             yield from (f"{said.arm.name}: {note}" for note in words.notes(said))
             if said.speed is not None:
                 yield f"{said.arm.name}: {words.speed(said.speed, said.arm.native)}"
+    yield from (f"{one.arm}: {one.why}" for one in kept.of(ArmCost) if one.why)
     yield from kept.troubles
 
 

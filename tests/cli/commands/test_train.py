@@ -34,7 +34,7 @@ REFUSED = {
     "a margin beyond": (["--margin", "100"], "--margin: expected a percentage from 0 to below 100"),
     "a rate of nothing": (["--rate", "0"], "--rate: expected a number above 0"),
     "a loss scale": (["--loss-scale", "0.5"], "--loss-scale: expected auto, dynamic, or a number from 1 to 2^32"),
-    "rates": (["--rates", "norm=x"], "--rates: expected kinds of parameters and factors"),
+    "rates": (["--rates", "norm=x"], "--rates: expected kinds of parameters (embedding,"),
     "tokens": (["--tokens", "words"], "--tokens: expected bytes, bpe, or bpe:N"),
     "a sweep of nothing": (["--sweep", "histroy=1"], "unknown setting or option to sweep 'histroy'"),
     "an unknown layer": (["--precision-map", "mpl=fp8"], "unknown layer of model nano 'mpl'. Did you mean 'mlp'"),
@@ -120,6 +120,9 @@ def test_a_training_is_told_kept_shown_and_exported(say: Say, fp8bench: Say, sto
         row.split(",")[-1] for row in rows if row.startswith("fp8,fp8,candidate,0,3,StepRow,") and ",loss," in row
     ]
     assert len(losses) == 1
+    costs = {row.rpartition(",")[0].split(",")[-1] for row in rows if row.startswith("fp8,fp8,candidate,0,0,ArmCost,")}
+    assert {"kept weights", "peak_memory", "peak_memory optimizer"} <= costs
+    assert re.search(r"\n  fp8 .* 16 +[\d.]+ MiB +0", out)
     shown = fp8bench("show", kept.training.id)
     assert shown == (0, out, "")
     _, text, _ = fp8bench("show", kept.training.id, "--json")

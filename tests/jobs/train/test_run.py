@@ -13,7 +13,15 @@ import pytest
 from fp8bench import files
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerFault, WorkerLost
 from fp8bench.jobs.train import run as job
-from fp8bench.model.training import KeptTraining, StepFigure, StepRow, TrainingEvent, TrainingRequest, Validation
+from fp8bench.model.training import (
+    ArmCost,
+    KeptTraining,
+    StepFigure,
+    StepRow,
+    TrainingEvent,
+    TrainingRequest,
+    Validation,
+)
 from fp8bench.store.trainings import Place, TrainingWriter, load_training, reopen_training, training_files
 from tests.trainings import FakeLab, NotedTraining, said, small, strikes
 
@@ -97,6 +105,25 @@ def test_what_was_cut_off_is_gone_on_with_to_the_same_lines(trained: Trained, st
     assert not half.finished and said(half) == said(whole)[: len(said(half))] != said(whole)
     rest, _, _ = trained(FakeLab())
     assert rest.finished and said(rest) == said(whole) and kinds(rest) == ["resumed"]
+
+
+def test_every_arm_is_looked_at_alone_before_the_first_step(trained: Trained) -> None:
+    """Once, but for the repeat and the other seed, also where the training is cut off in between and gone on with."""
+    for arm, name, again in (("", "alone", ["alone"] * 2), ("fp8", "advance", [])):
+        trained(FakeLab(strikes(arm, 0, KeyboardInterrupt(), name=name)), small())
+        kept, lab, _ = trained(FakeLab())
+        assert [one.arm for one in kept.of(ArmCost)] == ["bf16", "fp8"] and kept.finished
+        assert (
+            isinstance(kept.lines[-1], Validation) and [words[0] for words in lab.log if words[0] == "alone"] == again
+        )
+
+
+def test_memory_that_nobody_could_measure_has_a_reason(trained: Trained) -> None:
+    """A lost worker is replaced, and the training goes on."""
+    kept, lab, _ = trained(FakeLab(strikes("", 0, name="alone")), small())
+    first, second = kept.of(ArmCost)
+    assert first.memory is None and "could not be measured: the worker crashed" in first.why
+    assert second.memory is not None and kept.finished and lab.restarts == 1
 
 
 def test_a_finished_training_is_not_touched(trained: Trained, store: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from fp8bench.analysis.learning.curves import curves_of
 from fp8bench.analysis.learning.verdicts import verdicts_of
-from fp8bench.model.training import KeptTraining, LayerReading, Line, TrainingEvent, Validation
+from fp8bench.model import MemoryUse
+from fp8bench.model.training import ArmCost, KeptTraining, LayerReading, Line, TrainingEvent, Validation
 from fp8bench.report.elements import Chart, Heat, Lines, Page, Scatter, Table
 from fp8bench.report.page import html, markdown
 from fp8bench.report.page.training.curves import ends_of
@@ -82,6 +83,18 @@ def test_the_first_table_has_the_verdict_of_every_arm() -> None:
     said = {row[0].text: row[5].text for row in table.rows}
     assert said.keys() == {"bf16", "fp8"} and said["bf16"] == "the reference"
     assert said["fp8"].startswith("worse by +2.5% [")
+
+
+def test_memory_is_told_by_arm_and_by_what_it_is_for() -> None:
+    """Each alone; an arm that nobody could measure has none, with the reason below."""
+    use = MemoryUse(3 << 20, (("weights", 1 << 20), ("activations", 2 << 20)))
+    made = page(ArmCost("bf16", 0, memory=use), ArmCost("fp8", 0, why="its memory could not be measured: lost"))
+    arms, roles = element(made, "arms"), element(made, "memory")
+    assert isinstance(arms, Table) and isinstance(roles, Table)
+    assert [(row[0].text, row[9].text) for row in arms.rows] == [("bf16", "3.00 MiB"), ("fp8", "-")]
+    assert [[field.text for field in row] for row in roles.rows] == [["bf16", "1.00 MiB", "2.00 MiB"]]
+    assert "fp8: its memory could not be measured: lost" in markdown.render(made)
+    assert "Memory by what" not in markdown.render(page())
 
 
 def test_events_are_told_in_their_order_and_drawn() -> None:

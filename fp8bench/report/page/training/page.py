@@ -9,8 +9,9 @@ from fp8bench import units
 from fp8bench.analysis.learning.curves import curves_of
 from fp8bench.analysis.learning.summary import summaries_of
 from fp8bench.analysis.learning.verdicts import Verdicts
+from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
-from fp8bench.model.training import ArmRole, KeptTraining, TrainingEvent
+from fp8bench.model.training import ArmCost, ArmRole, KeptTraining, TrainingEvent
 from fp8bench.report.elements import (
     Axis,
     Chart,
@@ -31,6 +32,7 @@ from fp8bench.report.page.training import curves as drawn
 from fp8bench.report.page.training.tensors import maps, worst_readings
 from fp8bench.report.terminal.training import bands_of, facts_of, looks_of, notes_of, row_of, title_of
 from fp8bench.report.words import learning as words
+from fp8bench.report.words.legend import MEMORY_WORDS
 from fp8bench.report.words.run_facts import many
 
 _MOST_EVENTS = 300
@@ -43,6 +45,7 @@ _ARMS = (
     Column("tokens/s", number=True, hint="by the median step; of native arms"),
     Column("to the same loss", hint="speed times steps: how much sooner the arm is as good; of native arms"),
     Column("B/param", number=True, hint="bytes kept between two steps for each parameter, as counted"),
+    Column("memory", number=True, hint="tensors at the highest point of a step, with no other arm in memory"),
 )  # fmt: skip
 
 
@@ -56,6 +59,7 @@ def page_of(kept: KeptTraining, found: Verdicts) -> Page:
             *drawn.gap_curves(kept, curves), *drawn.loss_curves(kept, curves), *drawn.held_out_curves(kept),
             *drawn.loss_by_time(kept, curves),
         )),
+        Part("memory", "Memory by what it is for", tuple(_memory(kept))),
         Part("texts", "Other looks at the trained model", tuple(_looks(kept))),
         Part("health", "What happened", tuple(_events(kept))),
         Part("tensors", "Tensors by layer", (*worst_readings(kept), *maps(kept))),
@@ -88,15 +92,26 @@ def _verdicts(kept: KeptTraining, found: Verdicts, curves: drawn.Curves) -> Iter
         arm, said = summary.arm, summary.said
         if arm.role not in (ArmRole.REFERENCE, ArmRole.CANDIDATE):
             continue
-        name, how, loss, held_out, gap, speed, size, _, verdict = row_of(summary, found)
+        name, how, loss, held_out, gap, speed, size, memory, _, verdict = row_of(summary, found)
         sooner = words.speed(said.speed, arm.native) if said is not None and said.speed is not None else units.NONE
-        rows.append((name, how, loss, held_out, gap, verdict, speed, Field(sooner), size))
+        rows.append((name, how, loss, held_out, gap, verdict, speed, Field(sooner), size, memory))
     yield Table("arms", "Arms", _ARMS, tuple(rows), main=True)
     yield from (Text(one) for one in (*bands_of(found), *notes_of(kept, found)))
-    yield Text(
-        "Arms lie in memory together, so that a training tells neither the peak memory of one nor its largest batch: "
-        "`fp8bench suite transformer --max-batch` finds both for each precision."
-    )
+
+
+def _memory(kept: KeptTraining) -> Iterator[Element]:
+    """What the tensors of each arm were for at the highest point of a step."""
+    uses = {one.arm: one.memory for one in kept.of(ArmCost) if one.memory is not None}
+    known = {name: dict(use.roles) for name, use in uses.items() if use.roles}
+    shown = [role for role in MemoryRole if any(role.value in roles for roles in known.values())]
+    columns = (Column("arm"), *(Column(MEMORY_WORDS[role], number=True) for role in shown))
+    rows = tuple(
+        (Field(name), *(Field(units.size(size), size) if (size := roles.get(role.value)) else Field(units.NONE)
+                        for role in shown))
+        for name, roles in known.items()
+    )  # fmt: skip
+    if rows:
+        yield Table("memory", "Tensors at the highest point of a step, each arm alone in memory", columns, rows)
 
 
 def _looks(kept: KeptTraining) -> Iterator[Element]:
