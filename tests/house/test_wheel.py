@@ -40,7 +40,7 @@ def test_contents(wheel: Path) -> None:
     assert {name for name in names if name.startswith("fp8bench/")} == {
         path.relative_to(ROOT).as_posix() for path in files
     }
-    assert "fp8bench/report/page/page.html.j2" in names
+    assert {"fp8bench/report/page/page.html.j2", "fp8bench/analysis/datasheet.toml"} <= names
 
 
 def test_runs_from_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
