@@ -42,9 +42,9 @@ class Datasheet:
         """Of products in a dtype, or of a precision; None where nobody says."""
         return self.dense.get(kind_of_path(path))
 
-    def told(self, figure: str) -> str:
-        """'datasheet of the H200 SXM', and that nobody has checked it, of 'dense', 'bandwidth' or 'watts'."""
-        return f"datasheet of the {self.name}{', unverified' if figure in self.unverified else ''}"
+    def told(self, *figures: str) -> str:
+        """'datasheet', and that it is unverified where one of its 'dense', 'bandwidth' or 'watts' is."""
+        return "datasheet, unverified" if {*figures} & {*self.unverified} else "datasheet"
 
 
 def kind_of_path(path: str) -> str:

@@ -28,6 +28,7 @@ from fp8bench.analysis.metric import (
     capacity_ratio,
     why_no_larger,
 )
+from fp8bench.analysis.roofline import phase_roofs
 from fp8bench.analysis.samples import (
     mean_sample,
     phase_medians,
@@ -72,6 +73,7 @@ def metrics_of(record: Record, finding: Finding | None, reference: Reference | N
     yield from _relative(record, finding, reference)
     yield from _phases(record, finding)
     yield from _by_work(record, finding, steps)
+    yield from _by_tape(record, finding)
     for measurement in record.measurements:
         yield _measured(measurement)
     yield from _energy(record, finding, reference)
@@ -230,6 +232,23 @@ def _by_work(record: Record, finding: Finding | None, steps: _Samples) -> Iterat
         metric, many = PER[name]
         samples = partial(_scaled, steps, many, count)
         yield Metric(metric, "s", provenance=Provenance.DERIVED, rank=Rank.RESTATED, samples=samples)
+
+
+def _by_tape(record: Record, finding: Finding | None) -> Iterator[Metric]:
+    """What each phase did in a second, by what was counted of it, and how near that is to the most."""
+    for roof in () if _emulated(record) else phase_roofs(record, finding):
+        detail = partial(
+            Metric, phase=roof.count.phase, provenance=Provenance.DERIVED, better=Better.HIGHER, rank=Rank.DETAIL,
+            labels=_with_floor(finding, roof.count.phase),
+        )  # fmt: skip
+        if roof.count.flops:
+            yield detail(OwnMetric.FLOPS_PER_SECOND, "FLOP/s", best=roof.flop_rate)
+        yield detail(OwnMetric.BYTES_PER_SECOND, "B/s", best=roof.byte_rate)
+        for name, share in (
+            (OwnMetric.SHARE_OF_CEILING, roof.of_ceiling), (OwnMetric.SHARE_OF_DATASHEET, roof.of_sheet),
+        ):  # fmt: skip
+            if share is not None:
+                yield detail(name, "ratio", best=share)
 
 
 def _scaled(samples: _Samples, many: float, count: float) -> tuple[float, ...]:

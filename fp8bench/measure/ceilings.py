@@ -41,4 +41,6 @@ def ceiling_of(planned: PlannedCase, known: Ceilings | None) -> Ceiling | None:
         rank = max(precisions.get(name).rank for name in names)
         dtypes = [dtype for dtype in dtypes if precisions.get(dtype).rank <= rank]
     flops = [rate for dtype in dtypes if (rate := known.bound(Limit.PRODUCT, dtype)) is not None]
-    return Ceiling(max(flops, default=None), known.bound(Limit.CACHED), known.rates if known.whole else ())
+    return Ceiling(
+        max(flops, default=None), known.bound(Limit.CACHED), known.rates if known.whole else (), known.device
+    )

@@ -59,12 +59,13 @@ class Rate:
 class Ceilings:
     """The most that a device was seen to do, kept for a machine: a quick look of one run, or several runs of all.
 
-    `when` it was, and `under` which settings, by name.
+    `when` it was, and `under` which settings, by name; `device` is the device's name.
     """
 
     rates: tuple[Rate, ...] = ()
     when: str = ""
     under: tuple[tuple[str, Scalar], ...] = ()
+    device: str = ""
 
     @property
     def whole(self) -> bool:
@@ -90,12 +91,13 @@ class Ceilings:
 class Ceiling:
     """Of one case: the most FLOPs and bytes a second that it can be; None where nobody knows.
 
-    `rates` are those of its device that were measured in several runs, steady or not.
+    `rates` are those of its device that were measured in several runs, steady or not; `device` is its name.
     """
 
     flops: float | None = None
     bytes: float | None = None
     rates: tuple[Rate, ...] = ()
+    device: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fp8bench.model.claims import Ceiling, Products
 from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse, SustainedTurn
 from fp8bench.model.planned import Case, Support, Work
+from fp8bench.model.tape import Tape
 from fp8bench.model.words import Provenance, Status
 
 
@@ -195,7 +196,7 @@ class Record:
     steps do anything; None where nobody looked. `sustained` are its turns of seconds, the n-th of all cases of a group
     in one round of turns; () where nobody asked for them. `fresh` are the rounds of the fastest of several, which its
     ratio is told by; `timing` stays what it was chosen by. `rotation` is there where calls do not all have the
-    same state, `replays` where a device might do a step again in one launch.
+    same state, `replays` where a device might do a step again in one launch. `tape` are the operators of a step.
     """
 
     case: Case
@@ -227,6 +228,7 @@ class Record:
     fresh: Fresh | None = None
     rotation: Rotation | None = None
     replays: Replays | None = None
+    tape: Tape | None = None
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

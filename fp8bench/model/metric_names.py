@@ -32,6 +32,8 @@ class OwnMetric(StrEnum):
     TOKENS_PER_SECOND = "tokens_per_second"
     FLOPS_PER_SECOND = "flops_per_second"
     BYTES_PER_SECOND = "bytes_per_second"
+    SHARE_OF_CEILING = "share_of_ceiling"
+    SHARE_OF_DATASHEET = "share_of_datasheet"
     ENERGY = "energy"
     ENERGY_NET = "energy_net"
     ENERGY_UNCERTAINTY = "energy_uncertainty"

@@ -39,7 +39,7 @@ def measured(device: Device, facts: DeviceFacts, seconds: float, runs: int = 1) 
         again = [_again(found, facts, wait, share, run) for run in range(1, runs + 1)]
         found = [_joined(rates) for rates in zip(*again, strict=True)]
     device.empty_cache()
-    return Ceilings(tuple(found))
+    return Ceilings(tuple(found), device=facts.name)
 
 
 def _wanted(facts: DeviceFacts, limits: Sequence[Limit]) -> list[Rate]:

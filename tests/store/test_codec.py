@@ -76,6 +76,7 @@ from fp8bench.model import (
 )
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.settling import ClockLook, Settling
+from fp8bench.model.tape import OperatorCount, PhaseCount, Tape
 
 CASE = Case(
     "gemm", (("m", 64), ("ratio", 0.5), ("product", "forward"), ("flag", True)), "fp8", "cuda:0", (("mlp", "bf16"),),
@@ -113,13 +114,18 @@ COURSE_OF_MEMORY = MemoryCourse(
 )
 CAPACITY = Capacity("batch", 1 << 30, 376, 2, 72192, 1072641096, 378, "tensors need 1.6 MiB more", 5)
 RATE = Rate(Limit.PRODUCT, "fp32", (1e11, 2e11), 6, (256, 256, 512), "why")
+TAPE = Tape(
+    (OperatorCount("gemm", "aten::mm", True, ("bf16[2,3]", "bf16[3,4]"), ("bf16[2,4]",), 5, None, 52, "bf16", 1),),
+    (PhaseCount("gemm", 48, 52, 1, 5, (("bf16", 48),), (("bf16", 52),)),), 2, "compiled",
+)  # fmt: skip
 RECORD = Record(
     CASE, SUPPORT, Status.OK, Work(1e9, 7, 3e6, 2e6, 1.5), True, "why", "trace", TIMING, TIMING, TIMING, False,
     (MEASUREMENT,), "time", (STATISTICS,), "gemm/a.json.gz", (OperatorTime("gemm", "aten::mm", 2.5, 0.5, True),),
     (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0, 2),), ENERGY, WATCH, MEMORY, CAPACITY, 0.125,
-    Ceiling(1e12, 2e11, (RATE,)), Products(3, False, ("bfloat16",), 7, ("flash",)), StepEffect(False, "what was seen"),
+    Ceiling(1e12, 2e11, (RATE,), "H200"), Products(3, False, ("bfloat16",), 7, ("flash",)),
+    StepEffect(False, "what was seen"),
     (SustainedTurn(25, (0.5, 0.25), SETTLING, 1.7e9, 650.0),), Fresh(TIMING, TIMING, TIMING, 3),
-    Rotation(4, 1 << 20), Replays(TIMING, "why"),
+    Rotation(4, 1 << 20), Replays(TIMING, "why"), TAPE,
 )  # fmt: skip
 FACTS = DeviceFacts(
     "cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90", "GPU-0", "0:1:0", "",
@@ -164,9 +170,9 @@ VALUES: list[Any] = [
     COMPARISON, ACK,
     RECORD.operators[0], RECORD.scales[0], CASE.static, ENERGY, ENERGY.windows[1], WATCH, MEMORY, MEMORY.phases[0],
     CAPACITY, COURSE_OF_MEMORY, COURSE_OF_MEMORY.held[0], RECORD.ceiling, RECORD.products,
-    Ceilings((RATE,), "2026-01-01T00:00:00+00:00", (("threads", 1), ("driver", "590"))), RECORD.effect,
+    Ceilings((RATE,), "2026-01-01T00:00:00+00:00", (("threads", 1), ("driver", "590")), "H200"), RECORD.effect,
     Noise(0.01, 3, 2, 1), RECORD.sustained[0], RECORD.fresh,
-    RECORD.rotation, RECORD.replays, RATE, SETTLING, SETTLING.looks[0],
+    RECORD.rotation, RECORD.replays, RATE, TAPE, TAPE.operators[0], TAPE.phases[0], SETTLING, SETTLING.looks[0],
 ]  # fmt: skip
 
 

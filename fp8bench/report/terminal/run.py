@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fp8bench.model import Finding, Label, Record, Run, Status, Verdict
 from fp8bench.report.break_evens import swept, table
 from fp8bench.report.case_status import emulated
-from fp8bench.report.elements import Element, Facts, Page, Part, Text, Tone
+from fp8bench.report.elements import Element, Facts, Items, Page, Part, Text, Tone
 from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_against
 from fp8bench.report.memories import PEAK
 from fp8bench.report.panels import Panel, heading, merge_notes, panels_of, together
@@ -17,7 +17,7 @@ from fp8bench.report.terminal.figures import capacity, counted, data, energy, me
 from fp8bench.report.terminal.summary import summary
 from fp8bench.report.terminal.tables import main_error, main_table, noise_floor, phases_table, show_value
 from fp8bench.report.terminal.tensors import LEGEND, tensors
-from fp8bench.report.words import legend, speed
+from fp8bench.report.words import legend, roofline, speed
 from fp8bench.report.words.run_facts import attention_of, cache_of, missing_of, notes_of, replays_of
 from fp8bench.report.words.values import over_values
 
@@ -54,6 +54,9 @@ def _parts(panel: Panel, run: Run, width: int) -> Iterator[Part]:
     numbers = [] if of_tensors else _numbers(panel)
     if numbers:
         yield Part("numbers", "numbers", (Facts(tuple(numbers)),))
+    bounds = [] if of_tensors else [Text(one) for one in roofline.sentences(panel)]
+    if bounds:
+        yield Part("roofline", "what bounds it", (Items(tuple(bounds)),))
     yield from layout.list_of("notes", "notes", merge_notes(_notes(panel, run), len(panel.groups)))
 
 

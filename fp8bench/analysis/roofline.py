@@ -1,0 +1,194 @@
+"""What bounds a phase: its counted FLOPs, bytes and launches over its time, beside what the device does at most.
+
+And by Amdahl's law what a precision could give at most on a step. Values to values; words are made in report/.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from fp8bench.analysis.datasheet import datasheet_of, kind_of_path
+from fp8bench.model import Ceiling, Finding, Level, Limit, Phase, Record
+from fp8bench.model.tape import PhaseCount
+
+# A phase that has less of a step's FLOPs is none of its products.
+_LEAST_OF_PRODUCTS = 0.05
+
+
+class Bound(StrEnum):
+    """What a phase waits for."""
+
+    COMPUTE = "compute-bound"
+    MEMORY = "memory-bound"
+    LAUNCH = "launch-bound"
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """What a device does at most in a second, by one source: FLOPs of products by kind ('fp8'), bytes, launches.
+
+    `words` name the source, and `device` is as that calls it. None where it does not say.
+    """
+
+    words: str
+    products: Mapping[str, float]
+    memory: float | None = None
+    launches: float | None = None
+    device: str = ""
+
+    def least(self, count: PhaseCount) -> dict[Bound, float]:
+        """Seconds that the FLOPs, the bytes and the launches of a phase take at least, each alone; nothing where the
+        rate of a product is not known."""
+        products = self.product_seconds(count.by_path)
+        if products is None:
+            return {}
+        found = {
+            Bound.COMPUTE: products,
+            Bound.MEMORY: count.bytes / self.memory if self.memory else None,
+            Bound.LAUNCH: count.launches / self.launches if self.launches else None,
+        }
+        return {bound: seconds for bound, seconds in found.items() if seconds}
+
+    def product_seconds(self, by_path: Iterable[tuple[str, int]]) -> float | None:
+        """Of products, each in its dtype; None where the rate of one is not known."""
+        seconds = 0.0
+        for path, flops in by_path:
+            rate = self.products.get(kind_of_path(path))
+            if rate is None:
+                return None
+            seconds += flops / rate
+        return seconds
+
+
+@dataclass(frozen=True)
+class PhaseRoof:
+    """A phase's counts and its best-case seconds, with the least it takes by what was measured here, and by the
+    datasheet."""
+
+    count: PhaseCount
+    seconds: float
+    measured: Mapping[Bound, float]
+    sheet: Mapping[Bound, float]
+
+    @property
+    def flop_rate(self) -> float:
+        return self.count.flops / self.seconds
+
+    @property
+    def byte_rate(self) -> float:
+        return self.count.bytes / self.seconds
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs for each byte; None where nothing is multiplied, or nothing moved."""
+        return self.count.flops / self.count.bytes if self.count.flops and self.count.bytes else None
+
+    @property
+    def bound(self) -> Bound | None:
+        """What takes longest of it at the ceilings; by the datasheet's where nothing was measured."""
+        least = self.measured or self.sheet
+        return max(least, key=lambda bound: least[bound]) if least else None
+
+    @property
+    def of_ceiling(self) -> float | None:
+        """The least that it takes at the measured ceilings over what it took: 1 can not be done better."""
+        return max(self.measured.values()) / self.seconds if self.measured else None
+
+    @property
+    def of_sheet(self) -> float | None:
+        """The same by the datasheet."""
+        return max(self.sheet.values()) / self.seconds if self.sheet else None
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a precision could give at most on its reference's step, and gives.
+
+    Products take `share` of that step; `of_ceiling` is how near they come to their ceiling there. `most` is how many
+    times as fast the step would be with these products at the precision's ceiling, without a cast, and all else as it
+    is; `kernels` and `with_casts` how many times as fast the products are now, alone and with the casts.
+    """
+
+    share: float
+    of_ceiling: float
+    most: float
+    kernels: float
+    with_casts: float
+    cast_bytes: int
+    product_bytes: int
+
+
+def bounds_of(ceiling: Ceiling) -> Roofs:
+    """What nothing can be above: rates whose runs agree, and copies where they are fastest."""
+    steady = [one for one in ceiling.rates if one.steady]
+    found = _measured(replace(ceiling, rates=tuple(steady)))
+    return Roofs("measured here", found.products if found else {}, ceiling.bytes)
+
+
+def roofs_of(ceiling: Ceiling | None) -> tuple[Roofs | None, Roofs | None]:
+    """By what was measured here in several runs, and by the datasheet of that device; None where there is none."""
+    if ceiling is None:
+        return None, None
+    return _measured(ceiling), _sheet(ceiling)
+
+
+def _measured(ceiling: Ceiling) -> Roofs | None:
+    values = [(one, one.value) for one in ceiling.rates if one.value is not None]
+    if not values:
+        return None
+    products: dict[str, float] = {}
+    for rate, value in values:
+        if rate.limit is Limit.PRODUCT:  # recipes of one format differ in what they add to its kernels
+            kind = kind_of_path(rate.precision)
+            products[kind] = max(value, products.get(kind, 0.0))
+    memory = max((value for one, value in values if one.limit in (Limit.COPY, Limit.TRIAD)), default=None)
+    launches = next((value for one, value in values if one.limit is Limit.LAUNCH), None)
+    return Roofs("measured here", products, memory, launches)
+
+
+def _sheet(ceiling: Ceiling) -> Roofs | None:
+    sheet = datasheet_of(ceiling.device)
+    if sheet is None:
+        return None
+    return Roofs(sheet.told("dense", "bandwidth"), sheet.dense, sheet.bandwidth, device=sheet.name)
+
+
+def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...]:
+    """Every phase that was counted and timed, and is long enough to be told from its markers."""
+    if record.tape is None or finding is None or not finding.best_seconds:
+        return ()
+    measured, sheet = roofs_of(record.ceiling)
+    return tuple(
+        PhaseRoof(count, seconds, measured.least(count) if measured else {}, sheet.least(count) if sheet else {})
+        for phase, seconds in finding.phases
+        if 0 < seconds < math.inf and phase not in finding.below_floor and (count := record.tape.of(phase)) is not None
+    )
+
+
+def gain_of(record: Record, finding: Finding, reference: Record, lead: Finding) -> Gain | None:
+    """Of a native precision; None of an emulated one, which has no speed, and where ceilings or counts are missing."""
+    measured, _ = roofs_of(record.ceiling)
+    own, base = phase_roofs(record, finding), phase_roofs(reference, lead)
+    if measured is None or record.support.level is Level.EMULATED or not lead.best_seconds:
+        return None
+    own_products, products = _products(own), _products(base)
+    before, after = (sum(one.seconds for one in found) for found in (products, own_products))
+    paths = [[path for one in found for path in one.count.by_path] for found in (products, own_products)]
+    least, at_best = (measured.product_seconds(one) for one in paths)
+    if not least or not at_best or not after:
+        return None
+    casts = [one for one in own if one.count.phase == Phase.CAST]
+    return Gain(
+        before / lead.best_seconds, least / before, lead.best_seconds / (lead.best_seconds - before + at_best),
+        before / after, before / (after + sum(one.seconds for one in casts)),
+        sum(one.count.bytes for one in casts), sum(one.count.bytes for one in own_products),
+    )  # fmt: skip
+
+
+def _products(roofs: Sequence[PhaseRoof]) -> list[PhaseRoof]:
+    """The phases that a step's products are in."""
+    flops = sum(one.count.flops for one in roofs)
+    return [one for one in roofs if one.count.flops > _LEAST_OF_PRODUCTS * flops]

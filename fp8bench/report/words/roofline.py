@@ -1,0 +1,99 @@
+"""What bounds the phases of a case, and what its precision could give at most, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fp8bench import units
+from fp8bench.analysis.roofline import Bound, Gain, PhaseRoof, gain_of, phase_roofs, roofs_of
+from fp8bench.report.case_status import Standing, emulated, speed_up, standing
+from fp8bench.report.panels import Panel, Result, ResultGroup
+from fp8bench.report.words.ceilings import spread_words
+from fp8bench.report.words.naming import listed, phase_words
+
+# Phases that take less of a step than this are left out of sentences.
+_LEAST_SHARE = 0.02
+# What moves so much more than memory gives is in a cache.
+_CACHED = 1.05
+
+
+def bound_words(roof: PhaseRoof) -> str:
+    """'memory-bound', or that it moves more than the memory can, which is a cache's doing; '' where nobody knows."""
+    if roof.bound is None:
+        return ""
+    beyond = roof.bound is Bound.MEMORY and (roof.of_ceiling or roof.of_sheet or 0.0) > _CACHED
+    return "in cache" if beyond else roof.bound.value
+
+
+def sentences(panel: Panel) -> Iterator[str]:
+    """Of each case what its phases wait for, then of each native precision what it could give."""
+    for group in panel.groups:
+        place = f"at {panel.place(group)} " if len(panel.groups) > 1 else ""
+        for result in group.results:
+            if (found := _bounds(result)) and not emulated(result):
+                yield f"{result.mode} {place}is {found}."
+        for result in group.results:
+            if (gain := gain_in(group, result)) is not None:
+                yield f"{place}{_gain(group.reference, result, gain)}"
+
+
+def gain_in(group: ResultGroup, result: Result) -> Gain | None:
+    """What a case's precision could give at most on its group's reference; None of those without speed or ceilings."""
+    lead = group.lead
+    if lead is None or standing(lead) is not Standing.REFERENCE or lead.finding is None or result.finding is None:
+        return None
+    if result.record.is_reference or emulated(result):
+        return None
+    return gain_of(result.record, result.finding, lead.record, lead.finding)
+
+
+def sources(results: Sequence[Result]) -> Iterator[str]:
+    """By what phases are held against the most there is: the rates measured here with their spreads, and the sheet."""
+    ceiling = next((one.record.ceiling for one in results if one.record.ceiling is not None), None)
+    measured, sheet = roofs_of(ceiling)
+    if ceiling is not None and measured is not None:
+        wide = [one for one in ceiling.rates if one.runs and not one.steady]
+        told = [f"{one.limit.value} {one.precision}".strip() + f" {spread_words(one)}" for one in wide]
+        yield "Ceilings were measured here" + (f"; {listed(told)}." if told else ".")
+    if sheet is not None:
+        yield f"Peaks are those of the {sheet.device}'s {sheet.words}."
+
+
+def _bounds(result: Result) -> str:
+    """'compute-bound in products (54% of the step, at 71% of the ceiling), memory-bound in elementwise (..)'."""
+    step = result.best or 0.0
+    return listed(
+        [
+            f"{words} in {phase_words(roof.count.phase)} ({units.percent(roof.seconds / step, 0)} of the step"
+            f"{_near(roof)})"
+            for roof in sorted(phase_roofs(result.record, result.finding), key=lambda one: -one.seconds)
+            if step and roof.seconds >= _LEAST_SHARE * step and (words := bound_words(roof))
+        ],
+        20,
+    )
+
+
+def _near(roof: PhaseRoof) -> str:
+    if roof.of_ceiling is not None:
+        return f", at {units.percent(roof.of_ceiling, 0)} of its ceiling"
+    return f", at {units.percent(roof.of_sheet, 0)} of the datasheet's" if roof.of_sheet is not None else ""
+
+
+def _gain(reference: str, result: Result, gain: Gain) -> str:
+    """'products are 54% of the step and at 71% of their ceiling: fp8 at its own ceiling would give at most 1.38x'."""
+    mode, given, stands = result.mode, speed_up(result), standing(result)
+    perhaps = "perhaps " if stands is Standing.DOUBTED else ""
+    clear = given is not None and stands is not Standing.UNSURE
+    gives = f"it {perhaps}gives {units.speed_up(given.point)}" if given and clear else "what it gives is not clear"
+    tax = (
+        f"; its products alone are {units.speed_up(gain.kernels)} as fast, with the casts "
+        f"{units.speed_up(gain.with_casts)} (casts move {units.size(gain.cast_bytes)}, products "
+        f"{units.size(gain.product_bytes)})"
+        if gain.cast_bytes
+        else ""
+    )
+    return (
+        f"{reference}'s products are {units.percent(gain.share, 0)} of the step and at "
+        f"{units.percent(gain.of_ceiling, 0)} of their ceiling: {mode} at its own ceiling would give at most "
+        f"{units.speed_up(gain.most)}; {gives}{tax}."
+    )

@@ -1,0 +1,125 @@
+"""What bounds phases, and what a precision could give at most, by counts and ceilings made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.analysis.claims import COUNTED_MARGIN, MARGIN, claims_of
+from fp8bench.analysis.metrics import metrics_of
+from fp8bench.analysis.roofline import Bound, gain_of, phase_roofs, roofs_of
+from fp8bench.model import Ceiling, Finding, Label, Record
+from fp8bench.model.tape import OperatorCount, PhaseCount, Tape
+from tests.fakes import MS, record, steady
+from tests.rooflines import CEILING, GB, made
+
+
+def results(ceiling: Ceiling | None = CEILING) -> list[tuple[Record, Finding]]:
+    run, findings = made(ceiling)
+    return [(one, findings[one.case.id]) for one in run.records]
+
+
+def test_each_phase_has_what_takes_longest_at_the_ceilings() -> None:
+    """54 ms of products whose least is 38.34; 25 ms of 20 GB at 1 TB/s; 21 ms of 20,000 launches."""
+    roofs = {one.count.phase: one for one in phase_roofs(*results()[0])}
+    assert {phase: one.bound for phase, one in roofs.items()} == {
+        "gemm": Bound.COMPUTE, "optimizer_step": Bound.MEMORY, "elementwise": Bound.LAUNCH,
+    }  # fmt: skip
+    of = {phase: one.of_ceiling for phase, one in roofs.items()}
+    assert of == pytest.approx({"gemm": 0.71, "optimizer_step": 0.8, "elementwise": 20 / 21})
+    gemm = roofs["gemm"]
+    assert (gemm.flop_rate, gemm.byte_rate, gemm.intensity) == pytest.approx((71e12, 10 / 54e-3 * 1e9, 383.4))
+    assert gemm.of_sheet == pytest.approx(3.834e12 / 989.5e12 / 54e-3)
+    assert roofs["elementwise"].intensity is None
+
+
+def test_recipes_of_a_format_share_its_best_kernel() -> None:
+    """And each kind of ceiling has its source."""
+    measured, sheet = roofs_of(CEILING)
+    assert measured is not None and measured.products == {"bf16": 1e14, "fp8": 2e14}
+    assert (measured.memory, measured.launches) == (1e12, 1e6)
+    assert sheet is not None and (sheet.words, sheet.device) == ("datasheet", "H200 SXM") and sheet.launches is None
+    assert roofs_of(None) == (None, None) == roofs_of(Ceiling(1e12, 1e12, device="somebody's own"))
+
+
+def test_amdahl_by_hand() -> None:
+    """Of 100 ms products take 54, at fp8's ceiling 19.17: 1.53x at most. Kernels alone are 2x, with casts 54 / 35."""
+    (lead, reference), (case, finding), (emulated, third) = results()
+    gain = gain_of(case, finding, lead, reference)
+    assert gain is not None
+    assert (gain.share, gain.of_ceiling, gain.most) == pytest.approx((0.54, 0.71, 100 / (46 + 19.17)))
+    assert (gain.kernels, gain.with_casts) == pytest.approx((2.0, 54 / 35))
+    assert (gain.cast_bytes, gain.product_bytes) == (4 * GB, 10 * GB)
+    assert gain_of(emulated, third, lead, reference) is None
+
+
+def test_without_ceilings_or_counts_nothing_is_said() -> None:
+    """Nor where the rate of one of a phase's products is not known: what bounds it would be a guess."""
+    (lead, reference), (case, finding), _ = results(None)
+    assert gain_of(case, finding, lead, reference) is None
+    assert {one.bound for one in phase_roofs(lead, reference)} == {None}
+    assert phase_roofs(replace(lead, tape=None), reference) == () == phase_roofs(lead, None)
+    assert lead.tape is not None
+    mixed = PhaseCount("gemm", 2 * GB, GB, by_path=(("bf16", GB), ("int8", GB)))
+    (roof,) = phase_roofs(replace(lead, tape=Tape(phases=(mixed,)), ceiling=CEILING), reference)
+    assert roof.bound is None and roof.of_ceiling is None and roof.of_sheet is None
+
+
+def test_the_figures_of_a_phase() -> None:
+    """As metrics for files and frames; none of an emulated case."""
+    first, _, emulated = results()
+    found = {(one.name, one.phase): one.best for one in metrics_of(*first) if one.phase == "gemm"}
+    assert found["flops_per_second", "gemm"] == pytest.approx(71e12)
+    assert found["share_of_ceiling", "gemm"] == pytest.approx(0.71)
+    assert found["share_of_datasheet", "gemm"] == pytest.approx(0.0718, rel=1e-3)
+    assert not any(one.name == "share_of_ceiling" for one in metrics_of(*emulated))
+
+
+def counted(times: float, device: str = "cuda:0", operator: str = "mm", fused: str = "", path: str = "bf16") -> Record:
+    """A step of 10 ms whose products are so many times what the device does in it."""
+    flops = int(times * 1e14 * 10e-3)
+    tape = Tape(
+        (OperatorCount("gemm", operator),), (PhaseCount("gemm", flops, GB, by_path=((path, flops),)),), fused=fused
+    )
+    one = record(steady(10 * MS, 24), tape=tape, ceiling=CEILING)
+    return replace(one, case=replace(one.case, device=device))
+
+
+@pytest.mark.parametrize(
+    ("one", "above"),
+    [
+        (counted(0.99), False),
+        (counted(COUNTED_MARGIN - 0.01), False),
+        (counted(COUNTED_MARGIN + 0.01), True),
+        (counted(COUNTED_MARGIN + 0.01, device="cpu"), False),
+        (counted(MARGIN + 0.1, device="cpu"), True),
+        (counted(MARGIN - 0.1, operator="aten::convolution"), False),
+        (counted(MARGIN + 0.1, operator="aten::convolution"), True),
+        (counted(9, fused="compiled"), False),
+        (counted(1.9, path="e4m3"), False),
+        (counted(9, path="int8"), False),
+        (replace(counted(9), ceiling=replace(CEILING, rates=())), False),
+        (replace(counted(9), tape=None), False),
+    ],
+)
+def test_a_phase_above_the_ceiling_is_impossible(one: Record, above: bool) -> None:
+    """By what was counted, nothing declared: a product that a compiler removed, say. No verdict."""
+    found = list(claims_of(one, None))
+    assert [label.label for label in found] == [Label.ABOVE_CEILING] * above and all(label.hard for label in found)
+    assert all("gemm did " in one.reason and "multiplied 100 TFLOP/s at most" in one.reason for one in found)
+
+
+def test_bytes_that_no_memory_moves() -> None:
+    """3,530 GB/s of a card whose copies come to 864 at their fastest."""
+    moved = PhaseCount("gemm", 0, int(3530e9 * 10e-3))
+    one = replace(counted(0), tape=Tape(phases=(moved,)), ceiling=Ceiling(None, 864e9))
+    (label,) = claims_of(one, None)
+    assert label.label is Label.ABOVE_CEILING and "gemm moved 3.53 TB/s by the tape" in label.reason
+    assert list(claims_of(replace(one, ceiling=Ceiling(None, 3e12)), None)) == []
+
+
+def test_rates_that_differ_bound_nothing() -> None:
+    """A row above them may be the ceiling's fault."""
+    wide = tuple(replace(one, runs=(one.runs[0] * 0.9, *one.runs[1:])) for one in CEILING.rates)
+    assert list(claims_of(replace(counted(9), ceiling=Ceiling(None, None, wide)), None)) == []

@@ -1,0 +1,96 @@
+"""The roofline section: both ceilings drawn, phases by precision, and sentences of what bounds them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.model import Label, Verdict
+from fp8bench.report.elements import Items, Scatter, Table, Text
+from fp8bench.report.page.drawing.draw import draw
+from tests.materials import built, of_kind, part
+from tests.rooflines import CEILING, made
+
+
+def test_what_bounds_each_phase_in_words() -> None:
+    """And by Amdahl what fp8 could give at most, what it gives, and the tax of its casts. No advice of an emulation."""
+    (items,) = of_kind(part("roofline", made()), Items)
+    bounds, own, gain = (one.text for one in items.items)
+    assert bounds == (
+        "bf16 is compute-bound in gemm (54% of the step, at 71% of its ceiling), memory-bound in optimizer step (25% "
+        "of the step, at 80% of its ceiling) and launch-bound in elementwise (21% of the step, at 95% of its ceiling)."
+    )
+    assert own.startswith("fp8-rowwise is compute-bound in gemm (33% of the step, at 71% of its ceiling), memory-bound")
+    assert own.endswith("and memory-bound in cast (10% of the step, at 50% of its ceiling).")
+    assert gain == (
+        "bf16's products are 54% of the step and at 71% of their ceiling: fp8-rowwise at its own ceiling would give at "
+        "most 1.53x; it gives 1.22x; its products alone are 2.00x as fast, with the casts 1.54x (casts move 3.73 GiB, "
+        "products 9.31 GiB)."
+    )
+
+
+def test_what_is_not_clear_is_no_figure() -> None:
+    """A case under a label gives it perhaps; one without a verdict does not say what."""
+    run, findings = made()
+    for change, words in (
+        ({"labels": (Label.NOISY,)}, "it perhaps gives 1.22x"),
+        ({"verdict": Verdict.UNSURE}, "not clear"),
+    ):
+        case = run.records[1].case.id
+        (items,) = of_kind(part("roofline", (run, {**findings, case: replace(findings[case], **change)})), Items)
+        assert words in items.items[-1].text
+
+
+def test_both_ceilings_are_drawn() -> None:
+    """A roof for each kind of products: memory's slope, the ridge, and the rate."""
+    (chart,) = of_kind(part("roofline", made()), Scatter)
+    assert chart.x.log and chart.y.log
+    assert chart.joined == (
+        "bf16 measured here", "fp8 measured here", "bf16 datasheet", "fp8 datasheet",
+    )  # fmt: skip
+    roof = [(point.x, point.y) for point in chart.points if point.series == "fp8 measured here"]
+    assert roof[1] == (200.0, 2e14) and roof[2][1] == 2e14 and roof[0][1] == roof[0][0] * 1e12  # type: ignore[operator]
+    phases = {(point.series, point.label): (point.x, point.y) for point in chart.points if point.label}
+    assert {*phases} == {("bf16", "gemm"), ("fp8-rowwise", "gemm")}
+    (table,) = of_kind(part("roofline", made()), Table)
+    assert [field.text for field in table.rows[0]] == [
+        "bf16", "gemm", "54.0 ms", "71.0 TFLOP/s", "185 GB/s", "383", "71%", "7%", "compute-bound",
+    ]  # fmt: skip
+
+
+def test_sources_and_spreads_are_told() -> None:
+    """What bounds nothing is named; what nobody has checked is said to be unverified."""
+    texts = [one.text for one in of_kind(part("roofline", made()), Text)]
+    assert texts == [
+        "Ceilings were measured here; triad spread 30.0% over 5 runs: no bound.",
+        "Peaks are those of the H200 SXM's datasheet.",
+    ]
+    unsure = replace(CEILING, device="NVIDIA GB200", rates=())
+    texts = [one.text for one in of_kind(part("roofline", made(unsure)), Text)]
+    assert texts == ["Peaks are those of the GB200, one GPU's datasheet, unverified."]
+
+
+def test_more_than_memory_gives_is_a_cache() -> None:
+    """A tenth of the bandwidth: the optimizer moves eight times what memory could."""
+    slow = tuple(replace(one, runs=tuple(run / 10 for run in one.runs)) if one.limit.value in ("copy", "triad") else one
+                 for one in CEILING.rates)  # fmt: skip
+    (table,) = of_kind(part("roofline", made(replace(CEILING, rates=slow))), Table)
+    assert table.rows[1][-1].text == "in cache" and table.rows[1][6].text == "800%"
+
+
+def test_nothing_without_ceilings() -> None:
+    assert built("roofline", made(None)) is None
+
+
+@pytest.mark.slow
+def test_it_is_rendered_in_a_fifth_of_a_second() -> None:
+    """By the processor's own time, the best of three."""
+    taken = []
+    for _ in range(3):
+        start = time.process_time()
+        for one in of_kind(part("roofline", made()), Scatter):
+            draw(one)
+        taken.append(time.process_time() - start)
+    assert min(taken) < 0.2
