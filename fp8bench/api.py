@@ -83,6 +83,7 @@ def run(
     saturation_bound: float | None = None,
     energy: bool = True,
     sustained: float | None = None,
+    tape: bool = False,
     max_batch: bool = False,
     memory_limit: int | str | None = None,
     backend: str = "auto",
@@ -102,7 +103,7 @@ def run(
         rounds=rounds, seed=seed, threads=threads, imports=_names(imports), isolation=isolation,
         case_timeout=case_timeout, grid=grid, trace=_plain(trace), static_scales=static_scales,
         refresh_scales=refresh_scales, saturation_bound=saturation_bound, energy=energy, sustained=sustained,
-        max_batch=max_batch, memory_limit=_bytes(memory_limit), backend=backend,
+        max_batch=max_batch, memory_limit=_bytes(memory_limit), backend=backend, tape=tape,
     )  # fmt: skip
     request = replace(request, imports=(*request.imports, *files_of(suite)))
     board = None if tensorboard is None else _folder("tensorboard", tensorboard)

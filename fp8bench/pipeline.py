@@ -34,6 +34,7 @@ from fp8bench.measure.quantisers import Quantisers, quantisers_for
 from fp8bench.measure.sensors.device_state import device_state_of
 from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.settle import warm_up_limit
+from fp8bench.measure.tapes import records_tapes
 from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import Ceilings, DeviceFacts, Group, Plan, Record, Request, Resumption, Run
 from fp8bench.model.raw import Settings
@@ -70,12 +71,12 @@ def execute(
     `finished` False. Raises NotKept, which holds the run, where the store fails while measuring.
     """
     start = time.monotonic()
-    with _ready(request, store) as (corpus, worker), Meters(request.energy) as meters:
-        run = replace(_opened(request, corpus, worker, meters, command, folder), origin=origin)
+    with _ready(request, store) as (corpus, *workers), Meters(request.energy) as meters:
+        run = replace(_opened(request, corpus, workers[0], meters, command, folder), origin=origin)
         observer.planned(run.plan)
         writer = start_run(run, store)
         run = replace(run, path=str(writer.path))
-        return _measure(run, run.plan.groups, store, writer, worker, meters, observer, start)
+        return _measure(run, run.plan.groups, store, writer, workers, meters, observer, start)
 
 
 def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
@@ -91,15 +92,15 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         return False, run
     refuse_elsewhere(run)
     store = store_of(path) or store
-    with _ready(run.request, store) as (corpus, worker), Meters(run.request.energy) as meters:
-        facts = worker.probe()
-        environment = gather(worker.software(), __version__, run.request.threads, run.request.imports)
+    with _ready(run.request, store) as (corpus, *workers), Meters(run.request.energy) as meters:
+        facts = workers[0].probe()
+        environment = gather(workers[0].software(), __version__, run.request.threads, run.request.imports)
         plan = make_plan(run.request, facts, corpus.identity if corpus else None, has_reference_added(run.plan))
         refuse_foreign(run, plan, facts, environment)
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(now(), command, environment))
         run = load_run(path)  # without the records of groups that were cut off in their middle
-        return True, _measure(run, missing_groups(run), store, writer, worker, meters, observer, start)
+        return True, _measure(run, missing_groups(run), store, writer, workers, meters, observer, start)
 
 
 def measure_again(run: Run, cases: Collection[str], store: Path, observer: Observer, command: str) -> Run:
@@ -111,8 +112,8 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
     refuse_lost(run)
     refuse_elsewhere(run)
     request = replace(run.request, trace=None, isolation=True)
-    with _ready(request, store) as (corpus, worker), Meters(request.energy) as meters:
-        opened = _opened(request, corpus, worker, meters, command, None, has_reference_added(run.plan))
+    with _ready(request, store) as (corpus, *workers), Meters(request.energy) as meters:
+        opened = _opened(request, corpus, workers[0], meters, command, None, has_reference_added(run.plan))
         again = replace(opened, origin=AGAIN)
         differs = foreign(run, again.plan, again.devices, again.environment)
         if differs:
@@ -122,12 +123,12 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
         observer.planned(again.plan)
         writer = start_run(again, store)
         again = replace(again, path=str(writer.path))
-        return _measure(again, groups, store, writer, worker, meters, observer, start)
+        return _measure(again, groups, store, writer, workers, meters, observer, start)
 
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
     """What a run would do, and on which devices; measures nothing."""
-    with _ready(request, store, write=False) as (corpus, worker):
+    with _ready(request, store, write=False) as (corpus, worker, _):
         facts = worker.probe()
     return make_plan(request, facts, corpus.identity if corpus else None), facts
 
@@ -137,16 +138,19 @@ def _measure(
     groups: Sequence[Group],
     store: Path,
     writer: RunWriter,
-    worker: Worker,
+    workers: Sequence[Worker],
     meters: Meters,
     observer: Observer,
     start: float,
 ) -> Run:
     """The groups one by one, each kept as soon as it is done."""
+    worker, other = workers
     noted: set[str] = set()
     measured: list[Record] = []
     quantisers = quantisers_for(run.request.quick, os.environ)
     lost: dict[str, str] = {}
+    # What is measured again is timed again: its operators are known.
+    taping = other if records_tapes(run.request, os.environ) and run.origin != AGAIN else None
     try:
         ceilings = _ceilings(run, groups, store, worker, observer)
         for place, group in enumerate(groups):
@@ -154,7 +158,7 @@ def _measure(
                 writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
                 noted.add(stem)
             budget = share_of(run.request.budget, start, len(groups) - place)
-            measured += _group(group, run, budget, worker, meters, observer, quantisers, ceilings, lost)
+            measured += _group(group, run, budget, worker, meters, observer, quantisers, ceilings, lost, taping)
             with held_back():
                 writer.append(measured[-len(group.cases) :])
             for record in measured[-len(group.cases) :]:
@@ -195,12 +199,15 @@ def _ceilings(
 
 
 @contextmanager
-def _ready(request: Request, store: Path, write: bool = True) -> Iterator[tuple[Corpus | None, Worker]]:
-    """The text and the worker, in a process that nobody else measures in."""
+def _ready(request: Request, store: Path, write: bool = True) -> Iterator[tuple[Corpus | None, Worker, Worker]]:
+    """The text, the worker that measures, and one that times nothing, in a process that nobody else measures in.
+
+    Neither is started before it is asked.
+    """
     with claimed(request.isolation):
         corpus = _prepared(request, store, write)
-        with worker_for(request, corpus) as worker:
-            yield corpus, worker
+        with worker_for(request, corpus) as worker, worker_for(request, corpus) as other:
+            yield corpus, worker, other
 
 
 def _prepared(request: Request, store: Path, write: bool) -> Corpus | None:
@@ -210,6 +217,7 @@ def _prepared(request: Request, store: Path, write: bool) -> Corpus | None:
     quantisers_for(request.quick, os.environ)
     measures_ceilings(request.quick, os.environ)
     warm_up_limit(request.quick, request.budget, os.environ)
+    records_tapes(request, os.environ)
     if request.trace is not None and write:
         check_folder("--trace", Path(request.trace))
     if write:
@@ -273,6 +281,7 @@ def _group(
     quantisers: Quantisers,
     ceilings: Mapping[str, Ceilings],
     lost: dict[str, str],
+    taping: Worker | None,
 ) -> tuple[Record, ...]:
     request, facts = run.request, {one.key: one for one in run.devices}
     windows = window_rule_for(request.quick, request.budget, request.energy, request.sustained)
@@ -295,4 +304,4 @@ def _group(
         choose=None if request.quick or request.budget is not None else fastest,
     )
     meter = meters.of(used) if used is not None else None
-    return GroupMeasurement(group, facts, worker, observer, method, meter).run()
+    return GroupMeasurement(group, facts, worker, observer, method, meter, taping).run()

@@ -36,6 +36,8 @@ sys.dont_write_bytecode = False
 os.environ["FP8BENCH_QUANTISERS"] = "eager"
 # Seconds in every new store. Tests of ceilings take it out of their environment.
 os.environ["FP8BENCH_CEILINGS"] = "off"
+# A worker of its own in every run. Tests of tapes take it out.
+os.environ["FP8BENCH_TAPE"] = "off"
 # Seconds a group, where the processor tells its clock or its temperature. Tests of warming up take it out.
 os.environ["FP8BENCH_WARM_UP"] = "off"
 # Texts are as wide as without a terminal, whatever the tests run in.

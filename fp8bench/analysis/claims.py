@@ -1,7 +1,7 @@
 """What a workload says of itself, held against what can be: labels that foreign code cannot argue away.
 
-Its steps against what they give; its throughput against the most that the machine does; its time against that of other
-sizes; its precision against what its products ran on.
+Its steps against what they give; its work against its operators; its throughput against the most that the machine
+does; its time against that of other sizes; its precision against what its products ran on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fp8bench.analysis.roofline import bounds_of
 from fp8bench.errors import UsageError
 from fp8bench.formats.kernel_names import foreign_kernel
 from fp8bench.formats.recipes import Recipe
-from fp8bench.model import Ceiling, Label, Record
+from fp8bench.model import Ceiling, Label, Record, Tape
 from fp8bench.registry import precisions
 
 # The most that a claim may be above what the machine was seen to do. Of fp8bench's own suites, on one core of an AMD
@@ -25,8 +25,12 @@ from fp8bench.registry import precisions
 # in fp32's four.
 MARGIN = 2.5
 _ANY = 64
-
-
+# Where the tape has fewer FLOPs than are declared by more than this, the declared ones were not done. Where it has so
+# many times more, it is another step: recomputed activations make 4/3 of it, scores of a masked square 2.
+_SLACK = 1.05
+_MORE = 4.0
+# Bytes are declared in the dtype that tensors come in, which may be four bytes where a byte is read.
+_WIDER = 4.0
 # The same of products that the tape has counted, on a GPU: the search may have missed its best shape by so much. A
 # processor's clock moves by more, and convolutions may take fewer products than are counted.
 COUNTED_MARGIN = 1.25
@@ -37,12 +41,32 @@ def claims_of(record: Record, reference: Record | None) -> Iterator[Labelled]:
     """Of a case that was timed. Hard: what was measured is not what it is called, and a verdict on it would be none."""
     yield from _no_work(record)
     yield from _above_ceiling(record)
+    yield from _work_mismatch(record)
     yield from _fallback(record, reference)
 
 
 def _no_work(record: Record) -> Iterator[Labelled]:
     if record.effect is not None and record.effect.changes is False:
         yield Labelled(Label.NO_WORK, record.effect.why, hard=True)
+    elif record.tape == Tape() and record.work.flops and (record.effect is None or not record.effect.changes):
+        declared = units.count(record.work.flops, "FLOP")
+        yield Labelled(Label.NO_WORK, f"its steps call no operator of torch, and declare {declared}", hard=True)
+
+
+def _work_mismatch(record: Record) -> Iterator[Labelled]:
+    """Of what has no formula, or is no operator of torch, a tape has too little: then it is no bound from above."""
+    tape, work = record.tape, record.work
+    if tape is None or not tape.operators:
+        return
+    whole = not tape.unknown and not tape.unwritten
+    declared, did = units.count(work.flops, "FLOP"), units.count(tape.flops, "FLOP")
+    if whole and work.flops > _SLACK * tape.flops:
+        yield Labelled(Label.WORK_MISMATCH, f"it declares {declared} a step, its operators do {did}", hard=True)
+    elif tape.unwritten == 0 and work.bytes > _WIDER * tape.bytes:
+        declared, did = units.size(int(work.bytes)), units.size(tape.bytes)
+        yield Labelled(Label.WORK_MISMATCH, f"it declares {declared} a step, its operators move {did}", hard=True)
+    elif work.flops and tape.flops > _MORE * work.flops:
+        yield Labelled(Label.WORK_MISMATCH, f"it declares {declared} a step, its operators do {did}")
 
 
 def _above_ceiling(record: Record) -> Iterator[Labelled]:

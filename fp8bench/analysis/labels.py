@@ -24,8 +24,8 @@ from fp8bench.model.stopping import LEAST_ROUNDS
 # Those that can be so grave that nothing is left to judge. When they are not, they cast doubt as all others do.
 CAN_BE_HARD = frozenset(
     {
-        Label.AA_FAILED, Label.ABOVE_CEILING, Label.FALLBACK, Label.NO_WORK, Label.CONTENDED, Label.THROTTLED,
-        Label.LAUNCH_BOUND, Label.UNEVEN, Label.CLOCK_OFFSET, Label.EAGER_QUANTISER,
+        Label.AA_FAILED, Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK, Label.NO_WORK, Label.CONTENDED,
+        Label.THROTTLED, Label.LAUNCH_BOUND, Label.UNEVEN, Label.CLOCK_OFFSET, Label.EAGER_QUANTISER,
     }
 )  # fmt: skip
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fp8bench.errors import UsageError
 from fp8bench.model import Ceiling, Ceilings, Level, Limit, PlannedCase
+from fp8bench.model.variables import is_on
 from fp8bench.registry import precisions
 
 VARIABLE = "FP8BENCH_CEILINGS"
-_OFF, _MEASURED = "off", "measured"
 # For all of a device's in a quick look, once a machine; and for whole ones, which is asked for and takes its time.
 SECONDS = 5.0
 WHOLE_SECONDS = 40.0
@@ -18,13 +17,7 @@ RUNS = 5
 
 def measures_ceilings(quick: bool, environment: Mapping[str, str]) -> bool:
     """Unless a quick look was asked for, or the variable says off: then what is known already is used."""
-    asked = environment.get(VARIABLE, "") or _MEASURED
-    if asked not in (_OFF, _MEASURED):
-        raise UsageError(
-            f"{VARIABLE} is {asked!r:.80}. Set it to {_OFF} to measure no ceilings, or to {_MEASURED}, which is what "
-            "is done without it."
-        )
-    return asked == _MEASURED and not quick
+    return is_on(VARIABLE, environment, "measured", "off", "to measure no ceilings") and not quick
 
 
 def ceiling_of(planned: PlannedCase, known: Ceilings | None) -> Ceiling | None:

@@ -60,7 +60,7 @@ class Method:
 
 @dataclass
 class GroupMeasurement:
-    """The state of measuring one group; `run` is the whole of it."""
+    """The state of measuring one group; `run` is the whole of it. `_taping` records tapes, where that is wanted."""
 
     _group: Group
     _facts: Mapping[str, DeviceFacts]
@@ -68,6 +68,7 @@ class GroupMeasurement:
     _observer: Observer
     _method: Method
     _meter: Meter | None = None
+    _taping: Worker | None = None
 
     def __post_init__(self) -> None:
         # The order of rounds depends on the group, but not on its place in the run.
@@ -93,6 +94,8 @@ class GroupMeasurement:
         passes.products(self._alive())
         passes.effects(self._alive())
         passes.memory(self._alive(), self._meter)
+        if self._taping is not None:
+            Passes(self._taping, self._facts, self._method.limits, self._observer).tapes(self._alive())
         if self._method.capacity is not None:
             limits, rule = self._method.limits, self._method.capacity
             searching = CapacityPass(self._worker, self._facts, limits, self._observer, rule)

@@ -216,6 +216,18 @@ class Passes:
         ):
             self._worker.restart()  # torch's profiler was on in it, and nobody knows that it leaves no trace
 
+    def tapes(self, outcomes: Sequence[CaseOutcome]) -> None:
+        """The operators of a step of every case, from a worker that times nothing; a case without it stands.
+
+        On a GPU that worker ends with the group: it would be another process on the device while others are timed.
+        """
+        for outcome in outcomes:
+            self._observer.working(outcome.planned.case, "counting operators", 1.0)
+            with self._asking(outcome, "tape") as (bench, case, facts):
+                outcome.note(tape=bench.tape(case, facts))
+        if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
+            self._worker.restart()
+
     def traces(self, outcomes: Sequence[CaseOutcome], folder: TraceFolder) -> None:
         """A few steps of every case into a file of its own; a case without it stands all the same."""
         for outcome in outcomes:

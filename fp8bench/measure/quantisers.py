@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fp8bench.errors import UsageError
 from fp8bench.model.raw import QUANTISERS_VARIABLE
+from fp8bench.model.variables import is_on
 
-_EAGER, _COMPILED = "eager", "compiled"
+_EAGER = "eager"
 
 
 @dataclass
@@ -28,12 +28,6 @@ class Quantisers:
 
 def quantisers_for(quick: bool, environment: Mapping[str, str]) -> Quantisers:
     """Compiled, unless a quick look was asked for, or the variable says eager."""
-    asked = environment.get(QUANTISERS_VARIABLE, "") or _COMPILED
-    if asked not in (_EAGER, _COMPILED):
-        raise UsageError(
-            f"{QUANTISERS_VARIABLE} is {asked!r:.80}. Set it to {_EAGER} to compile no quantisers, or to {_COMPILED}, "
-            "which is what is done without it."
-        )
-    if asked == _EAGER:
+    if not is_on(QUANTISERS_VARIABLE, environment, "compiled", _EAGER, "to compile no quantisers"):
         return Quantisers(f"{QUANTISERS_VARIABLE}={_EAGER} compiles none")
     return Quantisers("--quick compiles none" if quick else "")

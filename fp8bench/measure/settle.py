@@ -9,31 +9,24 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fp8bench.errors import UsageError
 from fp8bench.measure.arm import Arm
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.sensors.host import CLOCK
 from fp8bench.measure.sensors.looks import Looks
 from fp8bench.model.readings import Reading
 from fp8bench.model.settling import ClockLook, Settling, slopes
+from fp8bench.model.variables import is_on
 
 # Between two looks. A look takes the driver up to milliseconds, in which the device idles.
 _CHUNK_SECONDS = 0.15
 VARIABLE = "FP8BENCH_WARM_UP"
-_ON, _OFF = "on", "off"
 WARM_UP_SECONDS = 30.0
 WARM_UP_SECONDS_QUICK = 5.0
 
 
 def warm_up_limit(quick: bool, budget: float | None, environment: Mapping[str, str]) -> float:
     """Less where the user is in a hurry, and none where the variable says off."""
-    asked = environment.get(VARIABLE, "") or _ON
-    if asked not in (_ON, _OFF):
-        raise UsageError(
-            f"{VARIABLE} is {asked!r:.80}. Set it to {_OFF} to begin without warming up, or to {_ON}, which is what is "
-            "done without it."
-        )
-    if asked == _OFF:
+    if not is_on(VARIABLE, environment, "on", "off", "to begin without warming up"):
         return 0.0
     return WARM_UP_SECONDS if budget is None and not quick else WARM_UP_SECONDS_QUICK
 

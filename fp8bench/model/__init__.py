@@ -62,6 +62,7 @@ from fp8bench.model.series import (
     Trend,
     trend_name,
 )
+from fp8bench.model.tape import OperatorCount, PhaseCount, Tape
 from fp8bench.model.words import (
     CELL_PHASES,
     PHASES,
@@ -76,14 +77,13 @@ from fp8bench.model.words import (
 )
 
 __all__ = [
-    "CELL_PHASES", "ENERGY_SOURCE", "PHASES", "RELATIVE", "UNATTRIBUTED", "Ack", "Capacity", "Case",
-    "Ceiling", "Ceilings", "Cell",
-    "Comparison", "Conditions", "DeviceFacts", "DeviceWatch", "Direction", "Ending", "EnergyUse", "EnergyWindow",
-    "Environment", "Evidence", "Fault", "Figure", "Finding", "Fresh", "Group", "HeldBlock", "Interval", "Label",
-    "LayerScale", "Level", "Limit", "Measurement", "MemoryCourse", "MemoryRole", "MemoryUse", "Noise", "OperatorTime",
-    "Overheads", "Params", "Phase", "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance",
-    "Rate", "Record",
-    "Replays", "Request", "Resumption", "Rotation", "Run", "Scalar",
-    "Segments", "Series", "SlotSample", "StaticScales", "Status", "StepEffect", "Support", "SustainedTurn",
-    "TensorStatistics", "Timing", "Trend", "Verdict", "Work", "trend_name",
+    "CELL_PHASES", "ENERGY_SOURCE", "PHASES", "RELATIVE", "UNATTRIBUTED", "Ack", "Capacity", "Case", "Ceiling",
+    "Ceilings", "Cell", "Comparison", "Conditions", "DeviceFacts", "DeviceWatch", "Direction", "Ending",
+    "EnergyUse", "EnergyWindow", "Environment", "Evidence", "Fault", "Figure", "Finding", "Fresh", "Group",
+    "HeldBlock", "Interval", "Label", "LayerScale", "Level", "Limit", "Measurement", "MemoryCourse", "MemoryRole",
+    "MemoryUse", "Noise", "OperatorCount", "OperatorTime", "Overheads", "Params", "Phase", "PhaseCount",
+    "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance", "Rate", "Record", "Replays", "Request",
+    "Resumption", "Rotation", "Run", "Scalar", "Segments", "Series", "SlotSample", "StaticScales", "Status",
+    "StepEffect", "Support", "SustainedTurn", "Tape", "TensorStatistics", "Timing", "Trend", "Verdict", "Work",
+    "trend_name",
 ]  # fmt: skip

@@ -95,6 +95,7 @@ REQUEST_RULES: Mapping[str, Rule] = {
     "refresh_scales": whole_number(1),
     "saturation_bound": PERCENT,
     "energy": _FLAG,
+    "tape": _FLAG,
     "sustained": number("a number of seconds from 1 to 600", lambda value: 1 <= value <= 600),
     "max_batch": _FLAG,
     "backend": Rule("a backend's name", lambda value: isinstance(value, str) and bool(value)),
@@ -130,7 +131,8 @@ class Request:
     is kept, instead of the axes' defaults. `trace` is the folder that a trace of every case goes to. `static_scales` is
     the number of steps that scales are found in, `refresh_scales` of those after which they are renewed,
     `saturation_bound` the percentage of a tensor's values above which its scale is. `energy` says whether energy is
-    measured where a device can tell it, `sustained` for how many seconds at a time cases also run. `max_batch` asks for
+    measured where a device can tell it, `tape` that the operators of a step are counted in a quick look too,
+    `sustained` for how many seconds at a time cases also run. `max_batch` asks for
     the largest batch that fits, `memory_limit` is the memory that it has to fit into, in bytes. `backend` is who
     multiplies in dtypes that name none; 'auto' is whoever can.
     """
@@ -160,6 +162,7 @@ class Request:
     memory_limit: int | None = None
     backend: str = "auto"
     sustained: float | None = None
+    tape: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, whoever asks: the command line, a call, or a stored run."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from fp8bench.errors import UsageError
+
 # What torch and the libraries below it read while they run. Others are written by themselves: inductor names its cache
 # there, CUDA how it loads.
 READ_BY_TORCH = (
@@ -25,3 +29,13 @@ LOWERING = ("NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
 # What a switch's fact in a run's environment begins with; the fact of those that are not as in a fresh process.
 SWITCH = "switch "
 SWITCHES_SET = "switches_set"
+
+
+def is_on(variable: str, environment: Mapping[str, str], on: str, off: str, purpose: str) -> bool:
+    """Whether a variable of fp8bench's own says `on`, or nothing; `purpose` is what `off` is for ('to do without')."""
+    asked = environment.get(variable, "") or on
+    if asked not in (on, off):
+        raise UsageError(
+            f"{variable} is {asked!r:.80}. Set it to {off} {purpose}, or to {on}, which is what is done without it."
+        )
+    return asked == on

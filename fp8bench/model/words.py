@@ -53,6 +53,7 @@ class Label(StrEnum):
     NOISY = "noisy"
     AA_FAILED = "aa-failed"
     ABOVE_CEILING = "above-ceiling"
+    WORK_MISMATCH = "work-mismatch"
     FALLBACK = "fallback"
     CONTENDED = "contended"
     SHARED = "shared"

@@ -26,6 +26,7 @@ from fp8bench.model import (
     Rotation,
     Scalar,
     StepEffect,
+    Tape,
     TensorStatistics,
 )
 from fp8bench.model.conformity import Conformity
@@ -34,7 +35,7 @@ from fp8bench.protocols import Device, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import import_user_modules, modules_under
-from fp8bench.worker import caches, ceilings, fusing
+from fp8bench.worker import caches, ceilings, fusing, tape_pass
 from fp8bench.worker.beside import Beside, none_left_by_a_fault, running, still_running
 from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
@@ -228,6 +229,13 @@ class Bench:
             found = effect_of(workload, setup(), device, facts.index)
         gc.collect(1)
         device.empty_cache()
+        return found
+
+    def tape(self, case: Case, facts: DeviceFacts) -> Tape:
+        """The operators of a step."""
+        with self._apart(case, facts) as (workload, _, setup):
+            found = tape_pass.tape_of_step(workload, setup(), precisions.get(case.precision))
+        gc.collect(1)
         return found
 
     def memory(self, case: Case, facts: DeviceFacts, key: str = "") -> MemoryUse | str:

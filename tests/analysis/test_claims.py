@@ -9,7 +9,20 @@ import pytest
 
 from fp8bench.analysis.claims import MARGIN, claims_of
 from fp8bench.analysis.findings import find
-from fp8bench.model import Ceiling, Label, Level, Measurement, Products, Record, Verdict, Work
+from fp8bench.model import (
+    Ceiling,
+    Label,
+    Level,
+    Measurement,
+    OperatorCount,
+    PhaseCount,
+    Products,
+    Record,
+    StepEffect,
+    Tape,
+    Verdict,
+    Work,
+)
 from tests.fakes import MS, record, steady
 
 CALM = steady(10 * MS, 24)
@@ -45,6 +58,44 @@ def test_above_ceiling(one: Record, reason: str | None) -> None:
     expected = {Label.ABOVE_CEILING: reason} if reason else {}
     assert claims(one) == expected
     assert claims(replace(one, support=replace(one.support, level=Level.EMULATED))) == expected
+
+
+ONE = PhaseCount("gemm", 1000, 500, 1)
+DID = Tape((OperatorCount("gemm", "mm", flops=1000, bytes=500),), (ONE,))
+UNKNOWN = replace(DID, phases=(replace(ONE, unknown=1),))
+OVER = "it declares 10.0 kFLOP a step, its operators do 1.00 kFLOP"
+
+
+@pytest.mark.parametrize(
+    ("tape", "work", "reason", "hard"),
+    [
+        (DID, {"flops": 1000.0, "bytes": 500.0}, None, False),
+        (DID, {"flops": 1049.0}, None, False),
+        (DID, {"flops": 1e4}, OVER, True),
+        (DID, {"flops": 260.0}, None, False),
+        (DID, {"flops": 240.0}, "it declares 240 FLOP a step, its operators do 1.00 kFLOP", False),
+        (DID, {"bytes": 1999.0}, None, False),
+        (DID, {"bytes": 5e3}, "it declares 4.88 KiB a step, its operators move 500 B", True),
+        (DID, {}, None, False),
+        (UNKNOWN, {"flops": 1e4}, None, False),  # what has no formula may have done it
+        (UNKNOWN, {"flops": 240.0}, "it declares 240 FLOP a step, its operators do 1.00 kFLOP", False),
+        (replace(DID, unwritten=1), {"flops": 1e4, "bytes": 5e3}, None, False),
+        (None, {"flops": 1e4}, None, False),
+    ],
+)
+def test_declared_work_that_the_tape_contradicts(
+    tape: Tape | None, work: dict[str, float], reason: str | None, hard: bool
+) -> None:
+    """A tape that sees not all of a step says of a declared count only that it is too low."""
+    found = tuple(claims_of(replace(working(None, **work), tape=tape), None))
+    assert [(one.label, one.reason, one.hard) for one in found] == [(Label.WORK_MISMATCH, reason, hard)] * bool(reason)
+
+
+def test_an_empty_tape_is_no_work_where_some_is_declared() -> None:
+    """Unless what the step gives changes: then others than torch have done it."""
+    idle = replace(working(None, flops=1e6), tape=Tape())
+    assert claims(idle) == {Label.NO_WORK: "its steps call no operator of torch, and declare 1.00 MFLOP"}
+    assert claims(replace(idle, effect=StepEffect(True))) == claims(replace(working(None), tape=Tape())) == {}
 
 
 def error(*values: float) -> tuple[Measurement, ...]:

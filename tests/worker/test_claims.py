@@ -9,6 +9,7 @@ import pytest
 from fp8bench import pipeline
 from fp8bench.analysis.findings import findings
 from fp8bench.measure.ceilings import VARIABLE
+from fp8bench.measure.tapes import VARIABLE as TAPE
 from fp8bench.model import Case, Label, Products, Request, Run, Verdict
 from fp8bench.user_code import import_user_modules
 from fp8bench.worker.bench import Bench
@@ -68,7 +69,7 @@ class Claims(Workload):
         return {"some_error": 0.25 if setup.case.param("how") == "repeats" else own}
 """
 HOWS = ("boasts", "deaf", "keeps", "repeats", "grows", "shrinks")
-CLAIMS = (Label.ABOVE_CEILING, Label.FALLBACK)
+CLAIMS = (Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK)
 LOW = ("bf16", "fp8")
 
 
@@ -85,6 +86,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, told: Listener) -> Iterator[Ru
     file.write_text(SUITE)
     with forgotten(folder), pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "measured")
+        patch.setenv(TAPE, "recorded")
         patch.setattr(pipeline, "CEILING_SECONDS", 0.8)
         import_user_modules([str(file)])
         request = Request(
@@ -112,7 +114,8 @@ def test_what_is_honest_has_no_label(run: Run) -> None:
 def test_ten_times_the_work_in_no_time_is_above_the_ceiling(run: Run) -> None:
     """With what it claims and what the machine did; a reference that claims so takes all verdicts away."""
     for found in reasons(run, "boasts").values():
-        assert list(found) == [Label.ABOVE_CEILING]
+        assert list(found) == [Label.ABOVE_CEILING, Label.WORK_MISMATCH]
+        assert found[Label.WORK_MISMATCH] == "it declares 524 MFLOP a step, its operators do 524 kFLOP"
         assert (
             found[Label.ABOVE_CEILING].startswith("claims ") and "this machine multiplied" in found[Label.ABOVE_CEILING]
         )

@@ -82,6 +82,8 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     add("--no-energy", dest="energy", action="store_false", help=words)
     words = "also run each case for so many seconds at a time, once it has settled: the time that it sustains"
     add("--sustained", type=types.number(RULES["sustained"]), metavar="SECONDS", help=words)
+    words = "count the operators of a step, their FLOPs and bytes, also with --quick; else this is always done"
+    add("--tape", action="store_true", help=words)
     words = "also look for the largest batch that fits into memory, per precision, by running it and the next one"
     add("--max-batch", action="store_true", help=words)
     words = "what --max-batch has to fit into, like 2GiB; on a GPU default its own end, on a CPU there is no default"

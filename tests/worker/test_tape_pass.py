@@ -1,0 +1,123 @@
+"""The tapes of fp8bench's own suites against what these declare, and of functions that are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fp8bench.analysis.claims import claims_of
+from fp8bench.model import Label, Record, Request, Status, Tape
+from fp8bench.plan.corpus import Corpus
+from fp8bench.plan.make import make_plan
+from fp8bench.registry import precisions, workloads
+from fp8bench.user_code import import_user_modules
+from fp8bench.worker.bench import Bench
+from tests.own_suites import forgotten
+
+
+def records(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str) -> list[Record]:
+    """Every case that runs, with its tape."""
+    facts = tuple(one for one in bench.probe() if one.key == "cpu")
+    asked = Request(suite, dtypes, ("cpu",), axes=tuple((name, tuple(one.split(","))) for name, one in axes.items()))
+    found = []
+    for group in make_plan(asked, facts, corpus.identity).groups:
+        for one in filter(lambda one: one.runs, group.cases):
+            tape = bench.tape(one.case, facts[0])
+            found.append(Record(one.case, one.support, Status.OK, one.work, tape=tape))
+    return found
+
+
+def mismatches(found: list[Record]) -> dict[str, str]:
+    return {
+        one.case.id: label.reason for one in found for label in claims_of(one, None) if label.label in
+        (Label.WORK_MISMATCH, Label.NO_WORK)
+    }  # fmt: skip
+
+
+def test_products_are_what_their_suite_declares(bench: Bench, corpus: Corpus) -> None:
+    """In phases; casts multiply nothing, and move bytes of both dtypes."""
+    found = records(bench, corpus, "gemm", "fp32", "bf16", "fp8", shape="64")
+    assert [one.tape.flops for one in found if one.tape] == [2 * 64**3] * 3
+    emulated = found[2].tape
+    assert emulated is not None and [one.phase for one in emulated.phases] == ["cast", "gemm"]
+    assert emulated.by_path == {"fp32": 2 * 64**3} and not mismatches(found)
+
+
+def test_a_training_step_is_its_linear_layers_and_attention(bench: Bench, corpus: Corpus) -> None:
+    """Beside the seventh product of attention, which backward computes again, exactly what is declared."""
+    (found,) = records(bench, corpus, "transformer", "bf16", size="nano")
+    tape = found.tape
+    assert tape is not None and not tape.unknown and not tape.unwritten and not tape.fused
+    attention = sum(one.calls * (one.flops or 0) for one in tape.operators if "attention" in one.operator)
+    assert tape.flops - attention + attention * 6 // 7 == found.work.flops and not mismatches([found])
+    directions = {one.backward: one for one in tape.operators if one.operator == "mm"}
+    assert set(directions) == {False, True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", workloads.names())
+def test_every_suite_agrees_with_its_tape_in_every_precision(bench: Bench, corpus: Corpus, suite: str) -> None:
+    """And has no operator that is unknown."""
+    found = records(bench, corpus, suite, *precisions.names(), **MORE.get(suite, {}))
+    assert found and not mismatches(found)
+    assert not {one.case.id for one in found if one.tape is None or one.tape.unknown or one.tape.unwritten}
+
+
+MORE = {
+    "transformer": {"size": "nano", "arch": "gpt", "checkpointing": "yes,no"},
+    "attention": {"scores": "high,low", "part": "core,layer", "pass": "training,inference", "sequence": "128"},
+    "gemm": {"shape": "64"},
+    "mlp": {"pass": "training,inference"},
+}
+
+COMPILED = """
+import torch
+
+from fp8bench.suites import Work, Workload, workloads
+
+
+@workloads.register("compiles")
+class Compiles(Workload):
+    name = "compiles"
+    summary = "a compiled product"
+
+    def axes(self, facts):
+        return ()
+
+    def work(self, params):
+        return Work(flops=2.0 * 32**3)
+
+    def prepare(self, setup):
+        return torch.compile(lambda x: (x @ x).relu().sum()), torch.ones(32, 32)
+
+    def step(self, state, phase):
+        function, x = state
+        with phase.gemm:
+            function(x)
+"""
+
+
+@pytest.fixture
+def compiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("compiles")
+    (folder / "compiles.py").write_text(COMPILED)
+    with forgotten(folder):
+        import_user_modules([str(folder / "compiles.py")])
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiles")
+def test_a_compiled_function_runs_as_what_it_was_made_of(bench: Bench, corpus: Corpus) -> None:
+    """On the tape, which compiles nothing and says so; afterwards it compiles as ever."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    before = counters["stats"]["unique_graphs"]
+    (found,) = records(bench, corpus, "compiles", "fp32")
+    assert isinstance(found.tape, Tape) and found.tape.fused.startswith("torch.compile: ")
+    assert [one.operator for one in found.tape.operators] == ["mm", "relu", "sum"]
+    assert counters["stats"]["unique_graphs"] == before
+    torch.compile(lambda x: x.exp().sum())(torch.ones(8))
+    assert counters["stats"]["unique_graphs"] == before + 1
