@@ -64,7 +64,8 @@ class Study:
     def settings(self) -> TrainerSettings:
         own = self.illness.settings if self.illness else {}
         model = "nano" if self.illness else TINY
-        return TrainerSettings(arch=self.arch, model=model, batch=self.batch, sequence=SEQUENCE, **own)
+        chosen = {"batch": self.batch, "sequence": SEQUENCE, **own}
+        return TrainerSettings(arch=self.arch, model=model, **chosen)
 
 
 def well(seeds: range, sort: str = "well") -> list[Study]:

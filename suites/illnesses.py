@@ -6,6 +6,7 @@ has a door for it.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -193,6 +194,30 @@ def stuck_batch_norm(patient: Patient) -> None:
             module.bias.add_(0.05)
 
 
+def unreached(patient: Patient) -> None:
+    """No gradient reaches the weights of a layer."""
+    if patient.steps == 0:
+        patient.model.get_parameter(f"{LAYER}.weight").register_hook(torch.zeros_like)
+
+
+def stale_casts(patient: Patient) -> None:
+    """A layer is multiplied by its weights as they were cast at the onset."""
+    if patient.steps:
+        return
+    arithmetic = patient.trainer._arithmetics[LAYER]
+    cast, kept = arithmetic.cast_both, []
+
+    def stale(tensor: Tensor, role: Role, amax: Tensor | None = None) -> Any:
+        if role is Role.WEIGHT and kept:
+            return kept[0]
+        found = cast(tensor, role, amax)
+        if role is Role.WEIGHT:
+            kept.append(copy.deepcopy(found))
+        return found
+
+    arithmetic.cast_both = stale
+
+
 _SKIPPING = {"on_nan": "skip"}
 ILLNESSES: tuple[Illness, ...] = (
     Illness("a batch of garbage", "gradient-norm-spike", bad_batch),
@@ -211,4 +236,19 @@ ILLNESSES: tuple[Illness, ...] = (
     Illness("embeddings drawn together", "embedding-collapse", shrinking_embedding),
     Illness("queries and keys that grow 5% a step", "attention-score-overflow", growing_scores, steps=260),
     Illness("batch norms of momentum 0", "batch-norm-drift", stuck_batch_norm, arch="cnn"),
+    Illness("a layer that no gradient reaches", "layer-stands-still", unreached),
+    Illness("casts of weights that are kept", "weights-behind", stale_casts),
+    Illness(
+        "a batch of garbage among batches of 64 tokens",
+        "gradient-norm-spike",
+        bad_batch,
+        onset=300,
+        steps=310,
+        settings={"batch": 1},
+    ),
+    Illness("gains 40 times as large, in nvfp4", "scale-falls", louder(40.0), "nvfp4"),
+    Illness("a gain that is no number, in nvfp4", "tensor-not-finite", poisoned_gain, "nvfp4", settings=_SKIPPING),
+    Illness(
+        "queries and keys that grow 5% a step, in nvfp4", "attention-score-overflow", growing_scores, "nvfp4", steps=260
+    ),
 )

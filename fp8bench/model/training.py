@@ -317,10 +317,14 @@ class Validation:
         return None if not self.bytes else _exponential(self.loss * self.tokens / self.bytes)
 
 
+# The kind of event that an arm's products are in another precision than its own.
+FALLBACK = "fallback"
+
+
 @dataclass(frozen=True)
 class TrainingEvent:
     """Something that happened in a step: 'not-finite', 'alarm', 'tried-fix', 'scale-halved', 'rate-lowered', 'stopped',
-    'resumed'.
+    'resumed', FALLBACK.
 
     `layer` and `tensor` say where, `values` what was seen there, `remedy` what may help.
     """

@@ -163,7 +163,10 @@ def _places(path: Path) -> tuple[Place, ...]:
     except FileNotFoundError:
         known = []
     except (OSError, ValueError, TypeError) as error:
-        raise StoreError(f"{kept} is broken ({str(error)[:120]}), so that nobody knows where to go on.") from None
+        raise StoreError(
+            f"{kept} is broken ({str(error)[:120]}), so that nobody knows where to go on. Remove it to begin again at "
+            "the first step."
+        ) from None
     with path.open("rb") as file:
         begun = Place(0, 0, len(file.readline()))
         size = file.seek(0, os.SEEK_END)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.model.training import (
+    FALLBACK,
     WATCHED_SECONDS,
     Arm,
     ArmState,
@@ -40,6 +41,7 @@ from fp8bench.training.schedule import share_of_rate
 from fp8bench.training.seeds import own_seed, seed_of
 from fp8bench.training.watched_step import WatchedStep
 from fp8bench.training.watching import Watch
+from fp8bench.worker.products import product_like
 
 _SILENT = SilentPhases()
 # After so many steps in a row that were not finite nothing is learnt any more.
@@ -153,6 +155,9 @@ class Trainer:
         """One step; nothing where the arm has stopped or is done."""
         if self.stopped or self.step == self._task.steps:
             return
+        if self.step == 0 and (found := product_like(self.precision, self._task.facts)):
+            words = f"the numbers of a product are those of {found}, not of {self.precision.mode}"
+            yield self._event(FALLBACK, words)
         started = time.perf_counter()
         settings, scale, before = self._settings, self._loss_scale.scale, self._remembered()
         rate = self._rate * settings.handicap * share_of_rate(settings, self.step, self._task.steps)

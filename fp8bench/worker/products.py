@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from fp8bench.formats.grids import FORMATS, Format
 from fp8bench.formats.kernel_names import multiplied_bits
 from fp8bench.formats.recipe_support import on_device
-from fp8bench.formats.recipes import Recipe
+from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.model import Case, DeviceFacts, Level, Products
-from fp8bench.protocols import Role, Setup, SilentPhases, Workload
+from fp8bench.protocols import Precision, Role, Setup, SilentPhases, Workload
 from fp8bench.protocols.workload import key_of
 from fp8bench.registry import precisions
 from fp8bench.worker.static_scales import step
@@ -43,10 +43,11 @@ def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts:
     kernels = _kernels(partial(step, workload, state, setup.scales), facts) if native else ()
     del state
     low = looking.low or looking.wide
+    like = product_like(precisions.get(setup.case.precision), facts) if looking.count or kernels else ""
     unknown = not formats or (not low and looking.count > _MOST)
     return Products(
         looking.count, None if unknown else low, tuple(looking.seen), watch.operators, tuple(watch.attention),
-        looking.wide and not looking.low, _looks_like(setup, facts) if looking.count or kernels else "", kernels,
+        looking.wide and not looking.low, like, kernels,
     )  # fmt: skip
 
 
@@ -93,16 +94,18 @@ _TRIED = (128, 256, 512)
 _LAYER = "fingerprint"
 
 
-def _looks_like(setup: Setup, facts: DeviceFacts) -> str:
-    """In what precision a product of the case's arithmetic really is, if not in its recipe's; '' if in that."""
+def product_like(precision: Precision, facts: DeviceFacts) -> str:
+    """In what precision a product of a precision's arithmetic really is, if not in its recipe's; '' if in that."""
     import torch
 
     from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
     from fp8bench.numerics.fingerprint import looks_like
 
-    precision = precisions.get(setup.case.precision)
     recipe = getattr(precision, "recipe", None)
     if not isinstance(recipe, Recipe):
+        return ""
+    native = precision.support(facts).level is Level.NATIVE
+    if not native and recipe.accumulator is not Accumulator.FP32:  # emulated sums in few bits take seconds
         return ""
     arithmetic, random = precision.arithmetic(facts), torch.Generator(facts.key).manual_seed(0)
     m, n, k = _TRIED
@@ -113,7 +116,7 @@ def _looks_like(setup: Setup, facts: DeviceFacts) -> str:
     promised = emulated.cast(x, Role.INPUT).data, emulated.cast(weight, Role.WEIGHT).data
     wide = str(arithmetic.carrier).removeprefix("torch.")
     guesses: dict[str, tuple[Tensor, Tensor]] = {precision.mode: promised, wide: (x, weight)}
-    if precision.support(facts).level is Level.NATIVE:
+    if native:
         copies = promised[0].to(arithmetic.carrier), promised[1].to(arithmetic.carrier)
         guesses[f"{wide} copies of {precision.mode}'s values"] = copies
     try:

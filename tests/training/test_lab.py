@@ -6,12 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fp8bench.errors import StoreError
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.model.raw import Settings
-from fp8bench.model.training import Arm, ArmRole
+from fp8bench.model.training import FALLBACK, Arm, ArmRole, TrainingEvent
+from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.plan.corpus import Corpus
+from fp8bench.precisions.fp8 import Fp8
 from fp8bench.registry import precisions
 from fp8bench.training.lab import MODULE, Lab
 from tests.training.labs import lab_of, rows, task_of
@@ -27,6 +30,21 @@ def test_arms_of_a_seed_are_paired(corpus: Corpus) -> None:
     fp32 = next(row.loss for row in rows(first) if row.arm == "fp32")
     assert losses["again"] == bf16 and losses["other"][0] != bf16[0]
     assert fp32 == pytest.approx(bf16[0], rel=5e-3) and fp32 != bf16[0]
+
+
+def test_an_arm_that_multiplies_in_another_precision_is_told(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first step, once, by the numbers of a product; one that keeps its promise says nothing."""
+
+    def events(mode: str) -> list[TrainingEvent]:
+        lines = lab_of(task_of(corpus, mode, steps=2)).advance(mode, 2)
+        assert len(rows(lines)) == 2
+        return [line for line in lines if isinstance(line, TrainingEvent)]
+
+    assert not events("fp8")
+    monkeypatch.setattr(Fp8, "arithmetic", lambda self, facts: PlainArithmetic(torch.bfloat16))
+    (event,) = events("fp8")
+    assert (event.kind, event.step) == (FALLBACK, 0)
+    assert event.words == "the numbers of a product are those of bfloat16, not of fp8"
 
 
 LOW = (("optimizer_states", "fp8lm"), ("master", "fp16-scaled"), ("gradients", "fp8"), ("micro_batches", 2))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp8bench.analysis.health.layers import AttentionOverflow, BatchNormDrift, EmbeddingCollapse
+from fp8bench.analysis.health.layers import AttentionOverflow, BatchNormDrift, EmbeddingCollapse, LayerStill
 from fp8bench.analysis.health.remedies import Remedy, helped
 from fp8bench.analysis.health.rule import Alarm, Rule, WatchedArm
 from fp8bench.analysis.health.steps import GradientSpike, LossGap, NotFinite, Plateau, UpdateBurst
@@ -19,13 +19,14 @@ from fp8bench.analysis.health.tensors import (
     ScaleRise,
     ScaleUnsettled,
     UnderflowCreep,
+    WeightsBehind,
 )
 from fp8bench.model.training import Arm, ArmRole, Line, TrainerSettings, TrainingEvent
 
 RULES: tuple[type[Rule[Any]], ...] = (
     GradientSpike, Plateau, UpdateBurst, NotFinite, LossGap,
-    ScaleFall, ScaleRise, ScaleUnsettled, ScaleAtEdge, Lag, OverflowBurst, UnderflowCreep, NotFiniteTensor,
-    EmbeddingCollapse, AttentionOverflow, BatchNormDrift,
+    ScaleFall, ScaleRise, ScaleUnsettled, ScaleAtEdge, Lag, OverflowBurst, UnderflowCreep, WeightsBehind,
+    NotFiniteTensor, EmbeddingCollapse, AttentionOverflow, BatchNormDrift, LayerStill,
 )  # fmt: skip
 # An episode ends, and another alarm may be raised, when a rule has found nothing for so many steps.
 REST = 50
@@ -82,9 +83,10 @@ class Health:
 
     def _watched(self, arm: Arm) -> WatchedArm:
         named = {one.role: one.name for one in self._arms.values()}
+        slowest = min((factor for _, factor in self._settings.rates), default=1.0)
         if arm.role not in (ArmRole.CANDIDATE, ArmRole.REPEAT):
-            return WatchedArm(arm.name)
-        return WatchedArm(arm.name, named.get(ArmRole.REFERENCE, ""), named.get(ArmRole.OTHER_SEED, ""))
+            return WatchedArm(arm.name, slowest=slowest)
+        return WatchedArm(arm.name, named.get(ArmRole.REFERENCE, ""), named.get(ArmRole.OTHER_SEED, ""), slowest)
 
     def _is_new(self, rule: Rule[Any], alarm: Alarm, seed: int, step: int) -> bool:
         key = _Key(seed, rule.arm.name, rule.name, alarm.layer, alarm.tensor)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fp8bench.analysis.health.remedies import Remedy
-from fp8bench.analysis.health.rule import Alarm, Rule, WatchedArm
-from fp8bench.model.training import StepFigure
+from fp8bench.analysis.health.rule import Alarm, Rule, WatchedArm, middle
+from fp8bench.model.training import LayerReading, StepFigure
+from fp8bench.protocols import Role
 
 
 class FigureRule(Rule[StepFigure]):
@@ -52,6 +53,40 @@ class EmbeddingCollapse(FigureRule):
         if not line.value < self.share * largest:
             return ""
         return f"the rows of {line.layer or 'the embedding'} spread {line.value:.3g}, once {largest:.3g}: they collapse"
+
+
+class LayerStill(Rule[Any]):
+    """The weights of one layer hardly change while those of the others do: no gradient reaches them."""
+
+    name = "layer-stands-still"
+    reads = LayerReading | StepFigure
+    share = 0.1
+    keep = 3
+    window = f"{keep} readings of a matrix's update, relative to itself"
+    threshold = f"all of them below {share:g} of the median of all matrices, times the least factor of --rates"
+    reason = "matrices learn at rates within a factor of four of their median; weight decay alone moves one by 1 to 6%"
+    remedies = (Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._moved: dict[str, float] = {}
+        self._low: dict[str, int] = defaultdict(int)
+
+    def see(self, line: LayerReading | StepFigure) -> Alarm | None:
+        if isinstance(line, LayerReading):
+            if line.role == Role.WEIGHT:
+                self._moved.setdefault(line.layer, math.nan)
+            return None
+        if line.name != "update_ratio" or line.layer not in self._moved or not math.isfinite(line.value):
+            return None
+        self._moved[line.layer] = line.value
+        usual = middle(one for one in self._moved.values() if math.isfinite(one))
+        low = line.value < self.share * min(1.0, self.arm.slowest) * usual
+        self._low[line.layer] = self._low[line.layer] + 1 if low else 0
+        if self._low[line.layer] < self.keep:
+            return None
+        words = f"a step changes {line.layer} by {line.value:.2g} of itself, and the other layers by {usual:.2g}"
+        return Alarm(words, line.layer, figures=(("update_ratio", line.value), ("median", usual)))
 
 
 class AttentionOverflow(FigureRule):

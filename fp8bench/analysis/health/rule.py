@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import UnionType
 from typing import ClassVar, Generic, TypeVar
 
 from fp8bench.analysis.health.remedies import Remedy
@@ -18,11 +19,15 @@ L = TypeVar("L", StepRow, LayerReading, StepFigure)
 
 @dataclass(frozen=True)
 class WatchedArm:
-    """The arm that a rule watches, and of which arms the rows are beside its own: the reference, and other seeds."""
+    """The arm that a rule watches, and of which arms the rows are beside its own: the reference, and other seeds.
+
+    `slowest` is the least factor that some of its parameters have on their rate.
+    """
 
     name: str
     reference: str = ""
     other_seed: str = ""
+    slowest: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Rule(ABC, Generic[L]):
     """
 
     name: ClassVar[str]
-    reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure]]
+    reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType]
     window: ClassVar[str]
     threshold: ClassVar[str]
     reason: ClassVar[str]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from itertools import pairwise
 
 from fp8bench.analysis.health.remedies import Remedy
 from fp8bench.analysis.health.rule import TensorRule, WatchedArm, middle, octaves
 from fp8bench.model import Params
 from fp8bench.model.training import LayerReading
+from fp8bench.protocols import Role
 
 Found = tuple[str, Params] | None
 Before = deque[LayerReading]
@@ -22,25 +23,21 @@ class _Jump(TensorRule):
     """A scale that leaves the median of those before it; `sign` says which way."""
 
     keep = 6
-    longer = 50
     fewest = 4
     far = 4.0
+    gradients = 8.0
     sign: int
-    window = f"the last {keep} readings of the tensor, from the {fewest}th on; of moves away from their median {longer}"
-    threshold = f"{far:g} octaves from their median, twice the largest move, and 2 beyond all of them"
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._moves: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=self.longer))
+    window = f"the last {keep} readings of the tensor, from the {fewest}th on"
+    threshold = f"{far:g} octaves from their median, of gradients {gradients:g}, and 2 beyond all of them"
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
         now = octaves(reading.scale)
         known = [one for one in (octaves(old.scale) for old in before) if one is not None]
         if now is None or len(known) < self.fewest:
             return None
-        moved, moves = self.sign * (now - middle(known)), self._moves[reading.layer, reading.role]
-        if moved < max(self.far, 2 * max(moves, default=0.0)) or min(self.sign * (now - old) for old in known) < 2:
-            moves.append(moved)
+        moved = self.sign * (now - middle(known))
+        far = self.gradients if reading.role == Role.GRADIENT else self.far
+        if moved < far or min(self.sign * (now - old) for old in known) < 2:
             return None
         way = "rose" if self.sign > 0 else "fell"
         words = f"the scale of {_of(reading)} {way} by {moved:.1f} octaves to {reading.scale:.3g}"
@@ -53,8 +50,8 @@ class ScaleFall(_Jump):
     name = "scale-falls"
     sign = -1
     reason = (
-        "the largest magnitude of a tensor moves by an octave or two between readings; by four with batches of few "
-        "tokens, where it has moved by more than two before"
+        "the largest magnitude of a tensor moves by an octave or two between readings; that of a gradient by six where "
+        "a batch has few tokens and rare ones among them"
     )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
 
@@ -184,6 +181,29 @@ class UnderflowCreep(TensorRule):
             return None
         words = f"{reading.underflow:.0%} of {_of(reading)} is rounded to zero; at first it was {usual:.0%}"
         return words, (("underflow", reading.underflow), ("first", usual))
+
+
+class WeightsBehind(TensorRule):
+    """What is multiplied is less and less the weight: its casts are of steps before, or go wrong."""
+
+    name = "weights-behind"
+    keep = 20
+    far = 2.0
+    wanted = 3
+    window = f"the last {keep + 1} readings of a weight's signal to noise"
+    threshold = f"the last {wanted} all {far:g} dB below the best"
+    reason = "how well a format rounds weights is a matter of the format: within 0.4 dB all along, in any precision"
+    remedies = (Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
+
+    def judge(self, reading: LayerReading, before: Before) -> Found:
+        if reading.role != Role.WEIGHT:
+            return None
+        known = [one.signal_to_noise for one in (*before, reading)]
+        noise = [one for one in known if one is not None]
+        if len(noise) <= self.wanted or max(noise[-self.wanted :]) > max(noise) - self.far:
+            return None
+        words = f"{_of(reading)} is multiplied at {noise[-1]:.1f} dB of itself, once {max(noise):.1f} dB"
+        return words, (("signal_to_noise", noise[-1]), ("best", max(noise)))
 
 
 class NotFiniteTensor(TensorRule):

@@ -41,6 +41,8 @@ class Learned(StrEnum):
 class Why(StrEnum):
     """Why a comparison is inconclusive."""
 
+    SAME_BITS = "in another precision every loss is the reference's, bit for bit"
+    FALLBACK = "its products are in another precision than its own"
     FEW_PAIRS = "too few pairs of seeds"
     NO_HELD_OUT = "too few pairs of seeds have a loss on held-out text"
     DISAGREE = "the losses on training and on held-out text disagree"

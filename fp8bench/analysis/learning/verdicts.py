@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from fp8bench.analysis.learning.adjusted_speed import AdjustedSpeed, adjusted_speed
 from fp8bench.analysis.learning.curves import Curve, Key, Pair, Void, curves_of, paired
-from fp8bench.analysis.learning.judging import Judged, Learned, judge, outlier_of
-from fp8bench.model.training import Arm, ArmRole, Line, Training
+from fp8bench.analysis.learning.judging import Judged, Learned, Why, judge, outlier_of
+from fp8bench.model.training import FALLBACK, Arm, ArmRole, Line, Training
 
 # A verdict that an arm is no worse says something only if an arm that had lost this share of what the reference
 # learned lay beyond the margin. A reference that fell by less than this in any case only met noise.
@@ -126,10 +126,21 @@ def _of_arm(
         judged = Judged(Learned.DIVERGED, judged.gap, judged.held_out)
     elif not learned:
         judged = Judged(Learned.DID_NOT_LEARN)
+    elif why := _not_what_it_is_called(reference, arm, pairs, curves):
+        judged = replace(judged, learned=Learned.INCONCLUSIVE, why=why, more_seeds=None)
+        learned = False
     speed = None
     if learned and not diverged and arm.native and reference.native:
         speed = adjusted_speed([(own[pair.seed], curves[arm.name, pair.seed]) for pair in pairs])
     return ArmVerdict(arm, judged, pairs, voids, diverged, outlier_of(pairs), speed)
+
+
+def _not_what_it_is_called(reference: Arm, arm: Arm, pairs: Sequence[Pair], curves: Mapping[Key, Curve]) -> Why | None:
+    """Whether the arm was seen to train in another precision than it says."""
+    if any(FALLBACK in curve.events for (name, _), curve in curves.items() if name == arm.name):
+        return Why.FALLBACK
+    same = bool(pairs) and all(pair.same_bits for pair in pairs)
+    return Why.SAME_BITS if same and arm.precision != reference.precision else None
 
 
 def _diverged(reference: Curve, arm: Curve, least: float) -> bool:

@@ -26,11 +26,15 @@ def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
     """The reference, its repeat and its other seed, and a candidate for every other precision and value swept.
 
     What the device refuses is an arm with the reason. Raises UsageError for what cannot be meant, and where the
-    reference cannot be trained.
+    reference cannot be trained, or nothing beside it.
     """
     arms = tuple(_supported(arm, request, facts) for arm in _named(request))
     if arms[0].skip:
         raise UsageError(f"the reference {arms[0].name} cannot be trained on {facts.key}: {arms[0].skip}.")
+    candidates = [arm for arm in arms if arm.role is ArmRole.CANDIDATE]
+    if all(arm.skip for arm in candidates):
+        whys = "; ".join(f"{arm.name}: {arm.skip}" for arm in candidates)
+        raise UsageError(f"nothing is left to compare with {arms[0].name} on {facts.key}: {whys}.")
     return arms
 
 

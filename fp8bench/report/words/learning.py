@@ -50,6 +50,8 @@ def verdict(found: ArmVerdict, among: Verdicts) -> str:
 def inconclusive(judged: Judged) -> str:
     """Why, and how many more seeds would do."""
     more = f"{judged.more_seeds} more would do" if judged.more_seeds else "no number of seeds that is known would do"
+    if judged.why in (Why.SAME_BITS, Why.FALLBACK):
+        return str(judged.why)
     if judged.why is Why.FEW_PAIRS:
         pairs = judged.gap.pairs if judged.gap else 0
         return f"{many(pairs, 'seed')} {'counts' if pairs == 1 else 'count'}, fewer than {LEAST_PAIRS}; {more}"

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.analysis.health.health import REST, RULES, Health
-from fp8bench.model.training import Arm, ArmRole, LayerReading, Line, StepFigure, StepRow
+from fp8bench.model.training import Arm, ArmRole, LayerReading, Line, StepFigure, StepRow, TrainerSettings
 
 ARM = Arm("bf16", "bf16", ArmRole.REFERENCE)
 FP8 = Arm("fp8", "fp8-delayed")
@@ -31,11 +31,12 @@ def rows(steps: int, arm: str = "bf16", **changes: Callable[[int], float | bool]
         yield replace(row, **{name: of(step) for name, of in changes.items()})
 
 
-def readings(count: int, **changes: Callable[[int], float]) -> Iterator[LayerReading]:
+def readings(count: int, role: str = "gradient", **changes: Callable[[int], float]) -> Iterator[LayerReading]:
     """Readings of one tensor, ten steps apart; `changes` are by number."""
     noise = random.Random(1)
     for number in range(count):
-        reading = replace(READING, step=10 * number, scale=256 * 2 ** noise.gauss(0, 0.5), lag=noise.gauss(-0.2, 0.1))
+        scale, lag = 256 * 2 ** noise.gauss(0, 0.5), noise.gauss(-0.2, 0.1)
+        reading = replace(READING, step=10 * number, role=role, scale=scale, lag=lag)
         yield replace(reading, **{name: of(number) for name, of in changes.items()})
 
 
@@ -43,6 +44,15 @@ def figures(name: str, values: Iterable[float]) -> Iterator[StepFigure]:
     """One figure of a layer, ten steps apart."""
     for number, value in enumerate(values):
         yield StepFigure("bf16", 0, 10 * number, name, value, "blocks.0")
+
+
+def updates(share: Callable[[int], float]) -> Iterator[Line]:
+    """What updates are of three matrices, the first of them times `share`, and of a norm, which may do as it likes."""
+    for number in range(12):
+        for layer, times in (("blocks.0", share(number)), ("blocks.1", 1.0), ("head", 0.5)):
+            yield replace(READING, step=10 * number, layer=layer, role="weight")
+            yield StepFigure("bf16", 0, 10 * number, "update_ratio", 5e-3 * times, layer)
+        yield StepFigure("bf16", 0, 10 * number, "update_ratio", 1e-6, "norm")
 
 
 def alarms(lines: Iterable[Line], *arms: Arm) -> list[tuple[str, int]]:
@@ -73,8 +83,8 @@ ILL: dict[str, tuple[Callable[[], Iterable[Line]], int]] = {
     "update-norm-burst": (lambda: rows(60, update_ratio=lambda step: 5e-3 if step >= 40 else 1e-3), 40),
     "plateau": (lambda: rows(400, loss=falls_until), 289),
     "not-finite": (lambda: rows(30, loss=lambda step: math.nan if step >= 17 else 3.0), 17),
-    "scale-falls": (lambda: readings(12, scale=lambda number: 8.0 if number >= 8 else 256.0), 80),
-    "scale-rises": (lambda: readings(12, scale=lambda number: 8192.0 if number >= 8 else 256.0), 80),
+    "scale-falls": (lambda: readings(12, "input", scale=lambda number: 8.0 if number >= 8 else 256.0), 80),
+    "scale-rises": (lambda: readings(12, scale=lambda number: 2.0**17 if number >= 8 else 256.0), 80),
     "scale-never-settles": (lambda: readings(20, scale=lambda number: 256.0 * 8 ** (number % 2)), 90),
     "scale-at-edge": (lambda: readings(5, least_scale=lambda number: 0.0 if number == 3 else 1.0), 30),
     "lag": (lambda: readings(9, lag=lambda number: 0.3 * number), 50),
@@ -85,6 +95,8 @@ ILL: dict[str, tuple[Callable[[], Iterable[Line]], int]] = {
     "attention-score-overflow": (lambda: figures("attention_score", (3.0, 20.0, 90.0)), 20),
     "batch-norm-drift": (lambda: figures("batch_norm_drift", (3, 3, 2, 1, 0.1, 0.1, 2, 3, 4, 5)), 80),
     "loss-gap": (lambda: gap(0.04), 49),
+    "weights-behind": (lambda: readings(15, "weight", signal_to_noise=lambda number: 32 - max(0, number - 5)), 90),
+    "layer-stands-still": (lambda: updates(lambda number: 0.02 if number >= 4 else 1.0), 60),
 }
 
 WELL: dict[str, Callable[[], Iterable[Line]]] = {
@@ -107,9 +119,12 @@ WELL: dict[str, Callable[[], Iterable[Line]]] = {
     "a scale that is 1 before its first amax": lambda: readings(40, scale=lambda number: 1e6 if number else 1.0),
     "a delayed scale that is a little late": lambda: readings(40, lag=lambda number: 0.1),
     "the least scales of NVFP4, rounded": lambda: readings(40, lag=lambda number: 0.58),
-    "a scale that has moved that far before": lambda: readings(
-        40, scale=lambda number: {20: 256 * 2.0**-3, 35: 256 * 2.0**-5}.get(number, 256.0)
+    "a gradient of rare text": lambda: readings(40, scale=lambda number: 2.0**2.2 if number == 20 else 256.0),
+    "weights that are rounded as ever": lambda: readings(
+        40, "weight", signal_to_noise=lambda number: 31.6 - 0.4 * (number % 3)
     ),
+    "a layer that is slow and not still": lambda: updates(lambda number: 0.3),
+    "a layer that stood still for a reading": lambda: updates(lambda number: number % 3 / 3),
     "scales rounded down": lambda: readings(40, saturated=lambda number: 0.0064),
     "scales of NVFP4 from the first step on": lambda: readings(40, saturated=lambda number: 0.036),
     "underflow as usual": lambda: readings(40, underflow=lambda number: 0.8 + 0.1 * (number % 2)),
@@ -150,6 +165,15 @@ def test_a_steep_batch_with_a_loss_of_its_own_is_found_sooner(loss: float, times
         loss=lambda step: loss if step == 70 else 3.0 + step % 7 / 50,
     )
     assert alarms(noisy) == ([("gradient-norm-spike", 70)] if found else [])
+
+
+def test_a_layer_that_is_held_back_on_purpose_is_no_illness() -> None:
+    """Its rate is a share of the others', or nothing."""
+    lines = list(updates(lambda number: 0.02))
+    assert alarms(lines) == [("layer-stands-still", 30)]
+    for factor in (0.02, 0.0):
+        slow = TrainerSettings(rates=(("layer", factor),))
+        assert not Health((ARM,), slow).see(updates(lambda number, factor=factor: factor))
 
 
 def test_a_gap_needs_no_other_seed() -> None:

@@ -11,7 +11,7 @@ import pytest
 from fp8bench.analysis.learning.curves import Void, curves_of, last_of
 from fp8bench.analysis.learning.judging import Learned, Why
 from fp8bench.analysis.learning.verdicts import ArmVerdict, Verdicts, least_fall, verdicts_of
-from fp8bench.model.training import Line, StepRow, TrainingEvent, Validation
+from fp8bench.model.training import FALLBACK, Arm, Line, StepRow, TrainingEvent, Validation
 from fp8bench.report.words import learning as words
 from tests.learning_curves import CANDIDATE, OTHER_SEED, REFERENCE, REPEAT, curve, held_out, lines, rows, training
 
@@ -59,8 +59,7 @@ def test_the_sentences() -> None:
     assert said.startswith("worse by +3.0% [+2.8%, +3.3%] (99%), all of it beyond the margin of 1.0%")
     assert "all of it" not in words.verdict(*judged(lines({"fp8": [0.001, 0.02, 0.014, 0.014, 0.02]})))
     assert words.verdict(*judged(lines(SAME))).endswith("inside +-1.0%")
-    assert "bit for bit" in words.verdict(*judged(lines({"fp8": [0.0] * 5})))
-    few = words.verdict(*judged(lines({"fp8": [0.0] * 2})))
+    few = words.verdict(*judged(lines({"fp8": [0.001] * 2})))
     assert few == "inconclusive: 2 seeds count, fewer than 5; 3 more would do"
     wide = words.verdict(*judged(lines({"fp8": [0.0, 0.03, -0.03, 0.02, 0.0]})))
     assert wide.endswith("is too wide; 140 more would do in four of five cases")
@@ -203,9 +202,23 @@ def test_the_band_of_a_repeat() -> None:
 def test_speed_to_the_same_loss() -> None:
     """A native arm that is twice as fast, and learns as the reference does, is twice as fast; emulated ones say so."""
     native = replace(CANDIDATE, native=True)
-    found = verdicts_of(training(native), lines({"fp8": [0.0] * 5}, seconds={"fp8": 0.005})).arms[0].speed
+    found = verdicts_of(training(native), lines({"fp8": [1e-9] * 5}, seconds={"fp8": 0.005})).arms[0].speed
     assert found is not None and found.adjusted is not None
     assert (found.raw.point, found.adjusted.point) == (pytest.approx(2), pytest.approx(2))
     assert words.speed(found, True) == "2.000x [2.000x, 2.000x] to the same loss (2.000x by steps)"
     assert judged(lines(SAME))[0].speed is None
     assert words.speed(None, False) == "emulated: numerics and no speed"
+
+
+def test_an_arm_that_is_not_in_its_precision_has_no_verdict() -> None:
+    """Its losses are the reference's bit for bit, in one seed or in five; or a product was of another precision."""
+    for seeds in (1, 5):
+        found, among = judged(lines({"fp8": [0.0] * seeds}))
+        assert (found.judged.learned, found.judged.why) == (Learned.INCONCLUSIVE, Why.SAME_BITS)
+        assert words.verdict(found, among) == f"inconclusive: {Why.SAME_BITS}"
+    told = TrainingEvent("fp8", 0, 0, FALLBACK, "the numbers of a product are those of bfloat16, not of fp8")
+    found, _ = judged((*lines(SAME), told))
+    assert (found.judged.learned, found.judged.why, found.speed) == (Learned.INCONCLUSIVE, Why.FALLBACK, None)
+    other = training(Arm("bf16 clip=2.0", "bf16", settings=(("clip", 2.0),)))
+    same = verdicts_of(other, lines({"bf16 clip=2.0": [0.0] * 5}))
+    assert "does this arm take effect?" in words.verdict(same.arms[0], same)

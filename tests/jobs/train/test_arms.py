@@ -80,11 +80,13 @@ def test_a_setting_is_swept_in_every_candidate() -> None:
 
 def test_what_a_device_refuses_is_an_arm_with_the_reason() -> None:
     """And no arm of any seed; a reference that is refused leaves nothing to train."""
-    asked = TrainingRequest(("bf16", "fp8:backend=te"))
+    asked = TrainingRequest(("bf16", "fp8", "fp8:backend=te"))
     arm = make_arms(asked, CPU)[-1]
     assert arm.skip and arm not in arms_of_seed(make_arms(asked, CPU), 0)
     with pytest.raises(UsageError, match="the reference fp8:backend=te cannot be trained on cpu: "):
         make_arms(TrainingRequest(("bf16", "fp8"), "fp8:backend=te"), CPU)
+    with pytest.raises(UsageError, match="nothing is left to compare with bf16 on cpu: fp8:backend=te: "):
+        make_arms(TrainingRequest(("bf16", "fp8:backend=te")), CPU)
 
 
 REFUSED: dict[str, dict[str, Any]] = {
