@@ -7,6 +7,7 @@ doubling and halving end the search all the same.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import CaseOutcome, exhausted
-from fp8bench.model import Capacity, DeviceFacts, Level, PlannedCase
+from fp8bench.model import Capacity, DeviceFacts, Level, PlannedCase, Scalar
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
 from fp8bench.units import size
@@ -112,6 +113,98 @@ class NoSearch(Exception):
     """Why there is no answer, in words."""
 
 
+class Batches(ABC):
+    """Something that can be run with other batches; `axis` is what the batch is called, `start` the one it has."""
+
+    @property
+    @abstractmethod
+    def axis(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def start(self) -> Scalar | None: ...
+
+    @abstractmethod
+    def level(self, batch: int) -> Level | None:
+        """How the device does it with that batch; None where no such batch is taken."""
+
+    @abstractmethod
+    def tokens(self, batch: int) -> int:
+        """Those of a step."""
+
+    @abstractmethod
+    def run(self, batch: int) -> int | None:
+        """Prepare it and run two steps: bytes at the highest point, None where nobody counts. Raises WorkerError."""
+
+
+@dataclass(frozen=True)
+class BatchSearch:
+    """Looks for the largest batch within a limit; `restart` is for a worker that an attempt has not left as it was."""
+
+    batches: Batches
+    limit: int | None
+    room: int | None
+    restart: Callable[[], None]
+
+    def found(self) -> Capacity:
+        """The answer, or why there is none."""
+        axis, start = self.batches.axis, self.batches.start
+        attempts: list[Attempt] = []
+        grain = 1
+        try:
+            if not isinstance(start, int) or isinstance(start, bool) or start < 1:
+                raise NoSearch(f"its {axis} is {start!r}, and must be a whole number from 1 to search from")
+            grain = self._grain()
+            top = self._top(grain)
+            search = Search(min(max(1, start // grain), top), top, self.room, attempts)
+            search.run(lambda number: self._attempt(number, grain))
+        except NoSearch as cause:
+            return Capacity(axis, self.limit, grain=grain, why=str(cause), attempts=len(attempts))
+        best, failing = search.fitting, search.failing
+        beyond, why = (failing.number * grain, failing.why) if failing is not None else (None, "")
+        if best is None:
+            return Capacity(axis, self.limit, 0, grain, beyond=beyond, why=why, attempts=len(attempts))
+        batch = best.number * grain
+        tokens = self.batches.tokens(batch)
+        return Capacity(axis, self.limit, batch, grain, tokens, best.taken, beyond, why, len(attempts))
+
+    def _attempt(self, number: int, grain: int) -> Attempt:
+        """Whether a batch of so many grains fits; NoSearch for what has nothing to do with memory."""
+        batch, limit = number * grain, self.limit
+        try:
+            taken = self.batches.run(batch)
+        except WorkerError as cause:
+            if exhausted(cause):
+                return Attempt(number, False, None, f"memory ran out ({_first_line(cause)})")
+            self.restart()
+            if isinstance(cause, WorkerLost) and (cause.killed or "bad_alloc" in str(cause)):
+                return Attempt(number, False, None, str(cause))
+            raise NoSearch(f"a batch of {batch} ended it: {cause}") from None
+        if limit is not None and taken is not None and taken > limit:
+            return Attempt(number, False, taken, f"tensors need {size(taken - limit)} more")
+        return Attempt(number, True, taken)
+
+    def _grain(self) -> int:
+        """What batches have to be multiples of, for the device to do the precision as it does it in this case."""
+        grain = 1
+        while grain <= _COARSEST:
+            if all(self.batches.level(grain * odd) is not Level.REFUSED for odd in _PROBES):
+                return grain
+            grain *= 2
+        raise NoSearch(f"no multiples of {_COARSEST} or less suit the precision")
+
+    def _top(self, grain: int) -> int:
+        """The most grains that the axis takes."""
+        low, high = 0, LARGEST_BATCH // grain + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            taken = self.batches.level(middle * grain) is not None
+            low, high = (middle, high) if taken else (low, middle)
+        if low == 0:
+            raise NoSearch("no batch of those that were tried is taken")
+        return low
+
+
 @dataclass(frozen=True)
 class CapacityRule:
     """How much memory there is to fit into (None: as much as the device has), and how a case gets another batch."""
@@ -138,70 +231,48 @@ class CapacityPass:
             self._worker.restart()  # who counts on a GPU may stay attached to a process, and would slow its launches
 
     def _searched(self, planned: PlannedCase) -> Capacity:
-        axis, limit = workloads.get(planned.case.workload).batch_axis, self._rule.limit
-        facts = self._facts[planned.case.device]
-        attempts: list[Attempt] = []
-        grain = 1
-        try:
-            start = dict(planned.case.params).get(axis)
-            if not isinstance(start, int) or isinstance(start, bool) or start < 1:
-                raise NoSearch(f"its {axis} is {start!r}, and must be a whole number from 1 to search from")
-            grain = self._grain(planned, facts)
-            top = self._top(planned, facts, grain)
-            search = Search(min(max(1, start // grain), top), top, limit or facts.memory_bytes, attempts)
-            search.run(lambda number: self._attempt(planned, facts, number, grain))
-        except NoSearch as cause:
-            return Capacity(axis, limit, grain=grain, why=str(cause), attempts=len(attempts))
-        best, failing = search.fitting, search.failing
-        beyond, why = (failing.number * grain, failing.why) if failing is not None else (None, "")
-        if best is None:
-            return Capacity(axis, limit, 0, grain, beyond=beyond, why=why, attempts=len(attempts))
-        batch = best.number * grain
-        with_it = self._rule.with_batch(planned, batch, facts)
-        assert with_it is not None  # it has run
-        return Capacity(axis, limit, batch, grain, with_it.work.tokens, best.taken, beyond, why, len(attempts))
+        facts, limit = self._facts[planned.case.device], self._rule.limit
+        batches = _OfCase(planned, facts, self._worker, self._limits, self._observer, self._rule)
+        return BatchSearch(batches, limit, limit or facts.memory_bytes, self._worker.restart).found()
 
-    def _attempt(self, planned: PlannedCase, facts: DeviceFacts, number: int, grain: int) -> Attempt:
-        """Whether a batch of so many grains fits; NoSearch for what has nothing to do with memory."""
-        batch = number * grain
-        tried = self._rule.with_batch(planned, batch, facts)
+
+@dataclass(frozen=True)
+class _OfCase(Batches):
+    """Those of a planned case, which is planned anew with each."""
+
+    _planned: PlannedCase
+    _facts: DeviceFacts
+    _worker: Worker
+    _limits: Limits
+    _observer: Observer
+    _rule: CapacityRule
+
+    @property
+    def axis(self) -> str:
+        return workloads.get(self._planned.case.workload).batch_axis
+
+    @property
+    def start(self) -> Scalar | None:
+        return dict(self._planned.case.params).get(self.axis)
+
+    def level(self, batch: int) -> Level | None:
+        tried = self._with(batch)
+        return None if tried is None else tried.support.level
+
+    def tokens(self, batch: int) -> int:
+        tried = self._with(batch)
+        return tried.work.tokens if tried is not None else 0
+
+    def run(self, batch: int) -> int | None:
+        tried = self._with(batch)
         if tried is None:
             raise NoSearch(f"the suite does not take {batch}")
-        self._observer.working(planned.case, f"trying a batch of {batch}", 1.0)
-        try:
-            taken = self._worker.within(self._limits.numbers(tried.work)).try_batch(tried.case, facts, self._rule.limit)
-        except WorkerError as cause:
-            if exhausted(cause):
-                return Attempt(number, False, None, f"memory ran out ({_first_line(cause)})")
-            self._worker.restart()
-            if isinstance(cause, WorkerLost) and (cause.killed or "bad_alloc" in str(cause)):
-                return Attempt(number, False, None, str(cause))
-            raise NoSearch(f"a batch of {batch} ended it: {cause}") from None
-        limit = self._rule.limit
-        if limit is not None and taken is not None and taken > limit:
-            return Attempt(number, False, taken, f"tensors need {size(taken - limit)} more")
-        return Attempt(number, True, taken)
+        self._observer.working(self._planned.case, f"trying a batch of {batch}", 1.0)
+        seconds = self._limits.numbers(tried.work)
+        return self._worker.within(seconds).try_batch(tried.case, self._facts, self._rule.limit)
 
-    def _grain(self, planned: PlannedCase, facts: DeviceFacts) -> int:
-        """What batches have to be multiples of, for the device to do the precision as it does it in this case."""
-        grain = 1
-        while grain <= _COARSEST:
-            tried = [self._rule.with_batch(planned, grain * odd, facts) for odd in _PROBES]
-            if all(one is None or one.support.level is not Level.REFUSED for one in tried):
-                return grain
-            grain *= 2
-        raise NoSearch(f"no multiples of {_COARSEST} or less suit the precision")
-
-    def _top(self, planned: PlannedCase, facts: DeviceFacts, grain: int) -> int:
-        """The most grains that the axis takes."""
-        low, high = 0, LARGEST_BATCH // grain + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            taken = self._rule.with_batch(planned, middle * grain, facts) is not None
-            low, high = (middle, high) if taken else (low, middle)
-        if low == 0:
-            raise NoSearch("the suite takes no batch of those that were tried")
-        return low
+    def _with(self, batch: int) -> PlannedCase | None:
+        return self._rule.with_batch(self._planned, batch, self._facts)
 
 
 def _first_line(cause: WorkerError) -> str:

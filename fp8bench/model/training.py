@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from fp8bench.errors import UsageError
-from fp8bench.model.consumed import MemoryUse
+from fp8bench.model.consumed import Capacity, MemoryUse
 from fp8bench.model.planned import DeviceFacts, Params
 from fp8bench.model.request import check_fields
 from fp8bench.model.run import Environment
@@ -67,7 +67,8 @@ class TrainingRequest:
     precision, to values. `data` and `other_data` are texts; `tokens` is 'bytes', or 'bpe:1024' by so many merges.
 
     `stride` is how many steps lie between two that are watched, `evaluate` between two looks at the held-out text,
-    `keep` between two checkpoints. `try_fix`: an arm's first alarm has its remedies tried.
+    `keep` between two checkpoints. `try_fix`: an arm's first alarm has its remedies tried. `max_batch` asks for the
+    largest batch of each arm, `memory_limit` are the bytes that it has to fit into.
     """
 
     dtypes: tuple[str, ...] = ("bf16", "fp8")
@@ -87,6 +88,8 @@ class TrainingRequest:
     evaluate: int = 50
     keep: int = 50
     try_fix: bool = False
+    max_batch: bool = False
+    memory_limit: int | None = None
     imports: tuple[str, ...] = ()
     isolation: bool = True
 
@@ -95,6 +98,8 @@ class TrainingRequest:
         check_fields(self, TRAINING_RULES)
         if not self.dtypes:
             raise UsageError("no dtype was named. Give --dtypes two or more, like bf16,fp8.")
+        if self.memory_limit is not None and not self.max_batch:
+            raise UsageError("--memory-limit goes with --max-batch, which was not given. Add it, or leave this out.")
 
 
 # A quick training is one seed of so many steps: enough to see that it runs.
@@ -345,7 +350,8 @@ class ArmCost:
     """What one arm takes, found in a pass of its own; a pass is a line.
 
     `kept` are the bytes that lie in memory between two steps by what they are for, as counted; `memory` is that of a
-    step at its highest point, with no other arm in memory. `why` says why there is nothing of what was looked for.
+    step at its highest point, with no other arm in memory; `capacity` is its largest batch. `why` says why there is
+    nothing of what was looked for.
     """
 
     arm: str
@@ -353,6 +359,7 @@ class ArmCost:
     step: int = 0
     kept: tuple[tuple[str, int], ...] = ()
     memory: MemoryUse | None = None
+    capacity: Capacity | None = None
     why: str = ""
 
 

@@ -104,6 +104,6 @@ TRAINING_RULES: Mapping[str, Rule] = {
     "keep": whole_number(1, MOST_STEPS),
     "try_fix": REQUEST_RULES["quick"],
     **{name: REQUEST_RULES[name] for name in (
-        "dtypes", "reference", "seed", "threads", "data", "imports", "isolation",
+        "dtypes", "reference", "seed", "threads", "data", "imports", "isolation", "max_batch", "memory_limit",
     )},
 }  # fmt: skip

@@ -140,21 +140,26 @@ def searched_for_batches(plan: Plan) -> frozenset[str]:
     return frozenset(first.values())
 
 
+def check_limit(limit: int | None, facts: DeviceFacts) -> None:
+    """Raise where a search for the largest batch cannot end at that limit, or at a device's own end."""
+    if limit is None and not facts.accelerated:
+        raise UsageError(
+            f"--max-batch on {facts.key} needs --memory-limit SIZE (2GiB, say): up to its own end the search would "
+            "take the memory of everything else on this machine."
+        )
+    if limit is not None and facts.memory_bytes and limit > facts.memory_bytes:
+        raise UsageError(
+            f"--memory-limit {size(limit)} is more than {facts.key} has ({size(facts.memory_bytes)}). Choose less."
+        )
+
+
 def _check_memory(request: Request, chosen: Sequence[DeviceFacts]) -> list[str]:
     """Raise where --max-batch cannot be done on a device; what it will do, in words."""
     if not request.max_batch:
         return []
     limit = request.memory_limit
     for one in chosen:
-        if limit is None and not one.accelerated:
-            raise UsageError(
-                f"--max-batch on {one.key} needs --memory-limit SIZE (2GiB, say): up to its own end the search would "
-                "take the memory of everything else on this machine."
-            )
-        if limit is not None and one.memory_bytes and limit > one.memory_bytes:
-            raise UsageError(
-                f"--memory-limit {size(limit)} is more than {one.key} has ({size(one.memory_bytes)}). Choose less."
-            )
+        check_limit(limit, one)
     where = f"within {size(limit)} of tensors" if limit is not None else "up to the end of the device's memory"
     notes = [f"--max-batch: after all else, the largest batch {where} is looked for"]
     without = [name for name in suites_of(request) if not workloads.get(name).batch_axis]

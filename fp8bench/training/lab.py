@@ -17,7 +17,7 @@ from fp8bench.protocols import Device, Precision
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.faults import Fault, described
-from fp8bench.worker.memory_pass import memory_of_step
+from fp8bench.worker.memory_pass import memory_of_step, try_batch
 from fp8bench.worker.step_guards import aside
 from fp8bench.worker.switches import unchanged, under
 
@@ -72,6 +72,14 @@ class Lab(Bench):
         count, sizes = trainer.state().parameters, trainer.state().bytes_per_parameter
         kept = tuple((name, round(size * count)) for name, size in sizes)
         return ArmCost(arm.name, task.seed, kept=kept, memory=use)
+
+    def try_alone(self, task: SeedTask, memory_limit: int | None) -> int | None:
+        """Whether a task's one arm fits into so much memory with its batch; bytes at the highest point of two steps."""
+        from fp8bench.training.alone import made_alone
+
+        (arm,), device = task.arms, self._forget(task)
+        with self._running(precisions.get(arm.precision)):
+            return try_batch(made_alone(task, arm), device, task.facts.index, memory_limit)
 
     def advance(self, arm: str, steps: int) -> tuple[Line, ...]:
         """Go on by so many steps: what they say. An arm that has stopped, or is done, says nothing."""

@@ -67,11 +67,24 @@ def test_what_is_kept_between_two_steps(corpus: Corpus) -> None:
     assert plain["gradients"] == 4 * count and low["gradients"] == 2 * count and "casts" not in plain
     assert low["first moment"] < 1.01 * count and low["second moment"] < 2.02 * count
     assert low["casts"] == 4 * 3 * (1024 * 4 + 4 + 4), "a history, a scale and a count of each role of four layers"
-    beside = cost_of(corpus, "bf16", lab)
-    assert beside.memory == cost_of(corpus, "bf16", lab_of(task_of(corpus, "fp32"))).memory, "other arms are forgotten"
+    beside = cost_of(corpus, "bf16", lab).memory
+    alone = cost_of(corpus, "bf16", lab_of(task_of(corpus, "fp32"))).memory
+    assert beside and alone and (beside.peak, beside.roles) == (alone.peak, alone.roles), "other arms are forgotten"
 
 
 def test_an_arm_that_stops_has_no_memory_to_tell_of(corpus: Corpus) -> None:
     """Its steps would be empty."""
     with pytest.raises(NotFinite, match="its steps were not finite after 1, and it stopped"):
         cost_of(corpus, "fp16", rate=10.0, handicap=1000.0, loss_scale="4294967296")
+
+
+@pytest.mark.slow
+def test_a_batch_is_tried_in_two_steps_of_the_arm_alone(corpus: Corpus) -> None:
+    """More take more, checkpointing less; what a step needs at its highest point is what the memory pass says."""
+    lab = lab_of(task_of(corpus, "fp32"))
+    blocks = Arm("blocks", "fp32", settings=(("checkpointing", "blocks"),))
+    small, middle, large = (lab.try_alone(task_of(corpus, "fp32", batch=one), 1 << 30) for one in (32, 64, 128))
+    less = lab.try_alone(task_of(corpus, blocks, batch=128), 1 << 30)
+    assert small and middle and large and less and large - middle == 2 * (middle - small) > 0 and less < large
+    memory = cost_of(corpus, "fp32", batch=128).memory
+    assert memory is not None and large == pytest.approx(memory.peak, rel=0.01)

@@ -11,7 +11,7 @@ from statistics import median
 from fp8bench.analysis.learning.curves import Curve, Key, curves_of
 from fp8bench.analysis.learning.judging import Gap
 from fp8bench.analysis.learning.verdicts import ArmVerdict, Verdicts
-from fp8bench.model import Interval
+from fp8bench.model import Capacity, Interval
 from fp8bench.model.training import (
     BYTES_PER_PARAMETER,
     Arm,
@@ -29,8 +29,8 @@ class ArmSummary:
     """Losses are means over seeds: `loss` over the last tenth of the steps, `held_out` after the last one.
 
     `tokens_per_second` is by the median step, None for an emulated arm. `peak_memory` is that of the arm alone; other
-    seeds and the repeat of the reference take what it takes. `events` is None for an arm without a step,
-    `said` for the reference and its bands. `steps` are those of all seeds.
+    seeds and the repeat of the reference take what it takes, and have no `capacity`. `events` is None for an arm
+    without a step, `said` for the reference and its bands. `steps` are those of all seeds.
     """
 
     arm: Arm
@@ -40,6 +40,7 @@ class ArmSummary:
     tokens_per_second: float | None
     bytes_per_parameter: float | None
     peak_memory: int | None
+    capacity: Capacity | None
     events: int | None
     said: ArmVerdict | None
 
@@ -50,6 +51,7 @@ def summaries_of(
     """Of every arm, in their order. `curves` are those of its lines, for who has them."""
     curves = curves_of(kept.lines, kept.training.request.steps) if curves is None else curves
     peaks = {line.arm: line.memory.peak for line in kept.of(ArmCost) if line.memory is not None}
+    capacities = {line.arm: line.capacity for line in kept.of(ArmCost) if line.capacity is not None}
     lead = next(arm.name for arm in kept.training.arms if arm.role is ArmRole.REFERENCE)
     events, sizes, paces = Counter[str](), defaultdict[str, dict[int, float]](dict), defaultdict[str, list[float]](list)
     for line in kept.lines:
@@ -62,14 +64,23 @@ def summaries_of(
             sizes[line.arm][line.seed] = sizes[line.arm].get(line.seed, 0.0) + line.value
     alike = {arm.name: arm.name if arm.role is ArmRole.CANDIDATE else lead for arm in kept.training.arms}
     return tuple(
-        _summary(arm, curves, found, paces[arm.name], sizes[arm.name], peaks.get(alike[arm.name]), events[arm.name])
+        _summary(
+            arm,
+            curves,
+            found,
+            paces[arm.name],
+            sizes[arm.name],
+            peaks.get(alike[arm.name]),
+            capacities.get(arm.name),
+            events[arm.name],
+        )
         for arm in kept.training.arms
     )
 
 
 def _summary(
     arm: Arm, curves: Mapping[Key, Curve], found: Verdicts, paces: Sequence[float], sizes: Mapping[int, float],
-    peak: int | None, events: int,
+    peak: int | None, capacity: Capacity | None, events: int,
 ) -> ArmSummary:  # fmt: skip
     own = [curve for (name, _), curve in curves.items() if name == arm.name]
     return ArmSummary(
@@ -80,6 +91,7 @@ def _summary(
         1 / median(paces) if arm.native and paces else None,
         next(iter(sizes.values()), None),
         peak,
+        capacity,
         events if own else None,
         found.of(arm.name),
     )
@@ -101,6 +113,7 @@ def figures_of(summary: ArmSummary, found: Verdicts) -> dict[str, float | None]:
         **_gap("held_out_gap", said.judged.held_out if said else None),
         "tokens_per_second": summary.tokens_per_second, **_interval("speed_to_same_loss", speed),
         "bytes_per_parameter": summary.bytes_per_parameter, "peak_memory": summary.peak_memory,
+        "largest_batch": summary.capacity.batch if summary.capacity else None,
         "events": summary.events, **_band(summary.arm, found),
     }  # fmt: skip
 

@@ -124,6 +124,10 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     whole("keep", f"steps between two checkpoints; default {_REQUEST.keep}", _REQUEST.keep)
     words = "at an arm's first alarm, try what may help from the checkpoint before it, side by side, and say what did"
     group.add_argument("--try-fix", action="store_true", help=words)
+    words = "after the last step, also look for the largest batch of each arm, by running it and the next one"
+    group.add_argument("--max-batch", action="store_true", help=words)
+    words = "what --max-batch has to fit into, like 2GiB; on a GPU default its own end, on a CPU there is no default"
+    group.add_argument("--memory-limit", type=types.size, metavar="SIZE", help=words)
     group.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     shared(group, "--threads")
     group.add_argument("--dry-run", action="store_true", help="print the arms and what they come to, train nothing")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
 from fp8bench.model.training import Arm, ArmRole, TrainerSettings, TrainingRequest
-from fp8bench.plan.make import device_named
+from fp8bench.plan.make import check_limit, device_named
 from fp8bench.plan.precision_map import check_keys, check_mixed
 from fp8bench.registry import precisions
 from fp8bench.training.models import check, config_of, layers_of, support
@@ -28,7 +28,9 @@ def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
     What the device refuses is an arm with the reason. Raises UsageError for what cannot be meant, and where the
     reference cannot be trained, or nothing beside it.
     """
-    arms = tuple(_supported(arm, request, facts) for arm in _named(request))
+    if request.max_batch:
+        check_limit(request.memory_limit, facts)
+    arms = tuple(supported(arm, request, facts) for arm in _named(request))
     if arms[0].skip:
         raise UsageError(f"the reference {arms[0].name} cannot be trained on {facts.key}: {arms[0].skip}.")
     candidates = [arm for arm in arms if arm.role is ArmRole.CANDIDATE]
@@ -140,7 +142,7 @@ def _has_option(mode: str, name: str) -> bool:
     return any(name in (one.name, *one.aliases) for one in precisions.get(mode).options)
 
 
-def _supported(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
+def supported(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
     """The arm with what the device makes of it: as native as the least native precision of its layers."""
     settings = arm.taken(request.settings)
     config = config_of(settings, 1)

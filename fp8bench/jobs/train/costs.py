@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from fp8bench.errors import WorkerError, WorkerFault
 from fp8bench.jobs.observer import TrainingObserver
-from fp8bench.jobs.train.seed import lab_of
-from fp8bench.measure.handle import START_SECONDS, Worker
+from fp8bench.jobs.train.arms import supported
+from fp8bench.jobs.train.seed import FIRST_SECONDS, lab_of
+from fp8bench.measure.capacity import Batches, BatchSearch
+from fp8bench.measure.handle import Worker
 from fp8bench.measure.interrupts import held_back
+from fp8bench.model import Level
 from fp8bench.model.training import Arm, ArmCost, ArmRole, SeedTask, Training
+from fp8bench.model.training_rules import SETTINGS_RULES
 from fp8bench.store.trainings import TrainingWriter, load_training
+from fp8bench.training.models import config_of
 
 
 def measure_memory(training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver) -> None:
     """The memory of every arm alone, ahead of all steps; a training that is gone on with has it already."""
-    known = {one.arm for one in load_training(writer.path).of(ArmCost)}
-    missing = [arm for arm in arms_of_their_own(training) if arm.name not in known]
+    missing = _without(training, writer, lambda cost: cost.capacity is None)
     for arm in missing:
         observer.working(arm.name, "measuring the memory")
         try:
-            cost = lab_of(worker, START_SECONDS).alone(task_of(training, arm))
+            cost = lab_of(worker, FIRST_SECONDS).alone(task_of(training, arm))
         except WorkerError as error:
             if not isinstance(error, WorkerFault):
                 worker.restart()
@@ -31,9 +36,60 @@ def measure_memory(training: Training, worker: Worker, writer: TrainingWriter, o
         worker.restart()  # no GPU is timed in a process that has listened to its memory
 
 
-def arms_of_their_own(training: Training) -> Iterator[Arm]:
-    """Repeats and other seeds of the reference take what it takes."""
-    return (arm for arm in training.arms if not arm.skip and arm.role in (ArmRole.REFERENCE, ArmRole.CANDIDATE))
+def largest_batches(training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver) -> None:
+    """Of every arm that was trained, after all steps: what runs out of memory may take the worker with it."""
+    request, facts = training.request, training.device
+    missing = _without(training, writer, lambda cost: cost.capacity is not None) if request.max_batch else []
+    for arm in missing:
+        batches = _OfArm(training, arm, worker, observer)
+        found = BatchSearch(
+            batches, request.memory_limit, request.memory_limit or facts.memory_bytes, worker.restart
+        ).found()
+        with held_back():
+            writer.append((ArmCost(arm.name, request.seed, request.steps, capacity=found),))
+
+
+@dataclass(frozen=True)
+class _OfArm(Batches):
+    """The batches of an arm: sequences in a micro-batch."""
+
+    _training: Training
+    _arm: Arm
+    _worker: Worker
+    _observer: TrainingObserver
+
+    @property
+    def axis(self) -> str:
+        return "batch"
+
+    @property
+    def start(self) -> int:
+        return config_of(self._training.request.settings, 1).batch
+
+    def level(self, batch: int) -> Level | None:
+        if not SETTINGS_RULES["batch"].holds(batch):
+            return None
+        request = self._training.request
+        settings = replace(request.settings, batch=batch)
+        found = supported(self._arm, replace(request, settings=settings), self._training.device)
+        return Level.REFUSED if found.skip else Level.NATIVE if found.native else Level.EMULATED
+
+    def tokens(self, batch: int) -> int:
+        settings = self._training.request.settings
+        return batch * config_of(settings, 1).sequence * self._arm.taken(settings).micro_batches
+
+    def run(self, batch: int) -> int | None:
+        self._observer.working(self._arm.name, f"trying a batch of {batch}")
+        task = task_of(self._training, self._arm)
+        task = replace(task, settings=replace(task.settings, batch=batch))
+        return lab_of(self._worker, FIRST_SECONDS).try_alone(task, self._training.request.memory_limit)
+
+
+def _without(training: Training, writer: TrainingWriter, has: Callable[[ArmCost], bool]) -> list[Arm]:
+    """The arms that have no such line yet. Repeats and other seeds of the reference take what it takes."""
+    known = {cost.arm for cost in load_training(writer.path).of(ArmCost) if has(cost)}
+    own = (ArmRole.REFERENCE, ArmRole.CANDIDATE)
+    return [arm for arm in training.arms if not arm.skip and arm.role in own and arm.name not in known]
 
 
 def task_of(training: Training, *arms: Arm) -> SeedTask:

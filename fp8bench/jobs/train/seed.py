@@ -38,7 +38,7 @@ from fp8bench.training.lab import Lab
 # So many steps of an arm, then of another: a machine that is slowed for a while slows all of them.
 SLICE = 5
 # A slice of steps nobody has timed may take so long, compiling included.
-_FIRST_SECONDS = 1800.0
+FIRST_SECONDS = 1800.0
 _FAILURES = 2
 
 
@@ -50,7 +50,7 @@ class Pace:
 
     def limit(self, steps: int) -> float:
         """How long so many steps may take."""
-        return max(HANG_SECONDS, HANG_STEPS * self.slowest * steps) if self.slowest else _FIRST_SECONDS
+        return max(HANG_SECONDS, HANG_STEPS * self.slowest * steps) if self.slowest else FIRST_SECONDS
 
     def took(self, seconds: float, steps: int) -> None:
         self.slowest = max(self.slowest, seconds / steps)

@@ -8,6 +8,7 @@ from typing import Any
 
 from fp8bench.analysis.learning.summary import ArmSummary, figures_of, summaries_of
 from fp8bench.analysis.learning.verdicts import Verdicts
+from fp8bench.analysis.metric import why_no_larger
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.training import Arm, ArmCost, KeptTraining, Line, TrainingEvent
 from fp8bench.report.data.plain import csv_text, json_line
@@ -95,5 +96,8 @@ def _costs(cost: ArmCost) -> Iterator[tuple[str, Any]]:
         yield "peak_memory", cost.memory.peak
         for name, size in cost.memory.roles:
             yield f"peak_memory {name}", size
+    if cost.capacity is not None:
+        yield "largest_batch", "" if cost.capacity.batch is None else cost.capacity.batch
+        yield "largest_batch why_no_larger", why_no_larger(cost.capacity)
     if cost.why:
         yield "why", cost.why

@@ -14,7 +14,8 @@ from fp8bench import units
 from fp8bench.analysis.learning.judging import Learned
 from fp8bench.analysis.learning.summary import ArmSummary, summaries_of
 from fp8bench.analysis.learning.verdicts import Verdicts
-from fp8bench.model import DeviceFacts, Level
+from fp8bench.analysis.metric import why_no_larger
+from fp8bench.model import Capacity, DeviceFacts, Level
 from fp8bench.model.training import (
     WATCHED_SECONDS,
     Arm,
@@ -29,6 +30,7 @@ from fp8bench.model.training import (
     TrainingRequest,
     Validation,
 )
+from fp8bench.report.capacities import show_batch, title
 from fp8bench.report.elements import Column, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words import learning as words
@@ -149,6 +151,12 @@ def _number(value: float | None, shown: Callable[[float], str]) -> Field:
     return Field(units.NONE) if value is None else Field(shown(value), value)
 
 
+def _largest(found: Capacity) -> str:
+    """'largest batch that fits into 2.00 GiB: 812 (52.0 k tokens); not 813: tensors need 1.20 MiB more'."""
+    tokens = f" ({units.whole(found.tokens)} tokens)" if found.batch else ""
+    return f"{title(found)}: {show_batch(found)}{tokens}; not {why_no_larger(found)}"
+
+
 def looks_of(kept: KeptTraining) -> Iterator[Part]:
     """What was seen of each arm after its last step on text that was never trained on: losses and perplexities."""
     steps = kept.training.request.steps
@@ -198,6 +206,7 @@ def notes_of(kept: KeptTraining, found: Verdicts) -> Iterator[str]:
             if said.speed is not None:
                 yield f"{said.arm.name}: {words.speed(said.speed, said.arm.native)}"
     yield from (f"{one.arm}: {one.why}" for one in kept.of(ArmCost) if one.why)
+    yield from (f"{one.arm}: {_largest(one.capacity)}" for one in kept.of(ArmCost) if one.capacity)
     yield from kept.troubles
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from fp8bench.cli.commands.train import request_from
 from fp8bench.cli.grammar import build_parser
 from fp8bench.jobs.train import run as job
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model.training import TrainerSettings, TrainingRequest
+from fp8bench.model.training import ArmCost, TrainerSettings, TrainingRequest
 from fp8bench.store.trainings import load_training, training_files
 from fp8bench.training.lab import Lab
 from tests.commands import Say, unfolded, unfolding
@@ -149,6 +150,18 @@ def test_a_training_is_told_kept_shown_and_exported(say: Say, fp8bench: Say, sto
     assert code == 2 and "The store has no runs yet" in err
     code, again, err = fp8bench("show", kept.training.id, "--tensorboard", "board")
     assert (code, again) == (0, out) and "tensorboard: 8 curves in board; `tensorboard --logdir board`" in unfolded(err)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
+def test_the_largest_batch_is_looked_for_by_running_it(say: Say, store: Path, local: None) -> None:
+    """Of each arm, within the limit, and the next one is beyond it."""
+    code, out, _ = say(*TINY, "--max-batch", "--memory-limit", "48MiB", "--model", "nano")
+    found = [one.capacity for one in load_training(training_files(store)[0]).of(ArmCost) if one.capacity]
+    assert code == 0 and len(found) == 2 and out.count("largest batch that fits into 48.0 MiB: ") == 2
+    for one in found:
+        assert one.batch and one.beyond == one.batch + 1 and one.tokens == 16 * one.batch and "more" in one.why
+        assert one.peak is not None and 0.9 * (48 << 20) < one.peak <= 48 << 20
 
 
 def test_a_plan_is_told_and_nothing_is_trained(say: Say, store: Path, local: None) -> None:

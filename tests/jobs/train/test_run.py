@@ -126,6 +126,27 @@ def test_memory_that_nobody_could_measure_has_a_reason(trained: Trained) -> None
     assert second.memory is not None and kept.finished and lab.restarts == 1
 
 
+def test_the_largest_batch_of_every_arm_is_looked_for_after_the_last_step(trained: Trained) -> None:
+    """Alone, with its own settings; also where the training is cut off there, and gone on with."""
+    request = small(max_batch=True, memory_limit=1000, sweep=(("micro-batches", ("1", "2")),))
+    for fault in (lambda *asked: None, strikes("", 0, KeyboardInterrupt(), name="try_alone", seed=1)):
+        kept, _, _ = trained(FakeLab(fault), request)
+        if not kept.finished:
+            kept, _, _ = trained(FakeLab())
+        found = {one.arm: one.capacity for one in kept.of(ArmCost) if one.capacity}
+        tokens = {arm: one.tokens // one.batch for arm, one in found.items() if one.batch}
+        assert kept.finished and tokens == {"bf16": 96, "fp8": 96, "fp8 micro-batches=2": 192}
+        assert all(one and (one.batch, one.beyond, one.peak) == (100, 101, 1000) for one in found.values())
+    assert not any(words[0] == "try_alone" for words in trained(FakeLab(), small())[1].log)
+
+
+def test_a_limit_is_asked_for_where_the_machine_would_run_full(trained: Trained) -> None:
+    with pytest.raises(UsageError, match=r"--max-batch on cpu needs --memory-limit SIZE"):
+        trained(FakeLab(), small(max_batch=True))
+    with pytest.raises(UsageError, match=r"--memory-limit goes with --max-batch"):
+        small(memory_limit=1 << 30)
+
+
 def test_a_finished_training_is_not_touched(trained: Trained, store: Path) -> None:
     kept, _, seen = trained(FakeLab(), small(seeds=1))
     assert job.resume(Path(kept.path), store, seen) == (False, kept)

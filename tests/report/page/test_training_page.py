@@ -8,7 +8,7 @@ import pytest
 
 from fp8bench.analysis.learning.curves import curves_of
 from fp8bench.analysis.learning.verdicts import verdicts_of
-from fp8bench.model import MemoryUse
+from fp8bench.model import Capacity, MemoryUse
 from fp8bench.model.training import ArmCost, KeptTraining, LayerReading, Line, TrainingEvent, Validation
 from fp8bench.report.elements import Chart, Heat, Lines, Page, Scatter, Table
 from fp8bench.report.page import html, markdown
@@ -91,10 +91,24 @@ def test_memory_is_told_by_arm_and_by_what_it_is_for() -> None:
     made = page(ArmCost("bf16", 0, memory=use), ArmCost("fp8", 0, why="its memory could not be measured: lost"))
     arms, roles = element(made, "arms"), element(made, "memory")
     assert isinstance(arms, Table) and isinstance(roles, Table)
-    assert [(row[0].text, row[9].text) for row in arms.rows] == [("bf16", "3.00 MiB"), ("fp8", "-")]
+    assert [(row[0].text, row[10].text) for row in arms.rows] == [("bf16", "3.00 MiB"), ("fp8", "-")]
     assert [[field.text for field in row] for row in roles.rows] == [["bf16", "1.00 MiB", "2.00 MiB"]]
     assert "fp8: its memory could not be measured: lost" in markdown.render(made)
     assert "Memory by what" not in markdown.render(page())
+
+
+def test_largest_batches_stand_in_the_table_or_how_to_have_them() -> None:
+    """A search that came to nothing has its reason."""
+    said = "No largest batch was looked for: "
+    assert said in markdown.render(page())
+    known = Capacity("batch", 1 << 30, 812, tokens=51968, beyond=813, why="tensors need 2 B more")
+    costs = ArmCost("bf16", 0, capacity=known), ArmCost("fp8", 0, capacity=Capacity("batch", 9, why="lost"))
+    held = replace(training(), request=replace(training().request, max_batch=True, memory_limit=1 << 30))
+    kept = KeptTraining(held, (*lines(GAPS), *costs), True, "x/steps.jsonl")
+    made = page_of(kept, verdicts_of(kept.training, kept.lines))
+    arms, text = element(made, "arms"), markdown.render(made)
+    assert isinstance(arms, Table) and [row[9].text for row in arms.rows] == ["812", "-"] and said not in text
+    assert "bf16: largest batch that fits into 1.00 GiB: 812 (52.0 k tokens); not 813: tensors need 2 B more" in text
 
 
 def test_events_are_told_in_their_order_and_drawn() -> None:

@@ -12,6 +12,7 @@ from fp8bench.analysis.learning.verdicts import Verdicts
 from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
 from fp8bench.model.training import ArmCost, ArmRole, KeptTraining, TrainingEvent
+from fp8bench.report.capacities import show_batch
 from fp8bench.report.elements import (
     Axis,
     Chart,
@@ -45,6 +46,7 @@ _ARMS = (
     Column("tokens/s", number=True, hint="by the median step; of native arms"),
     Column("to the same loss", hint="speed times steps: how much sooner the arm is as good; of native arms"),
     Column("B/param", number=True, hint="bytes kept between two steps for each parameter, as counted"),
+    Column("largest batch", number=True, hint="sequences that fit, by runs of them; --max-batch looks for it"),
     Column("memory", number=True, hint="tensors at the highest point of a step, with no other arm in memory"),
 )  # fmt: skip
 
@@ -94,9 +96,12 @@ def _verdicts(kept: KeptTraining, found: Verdicts, curves: drawn.Curves) -> Iter
             continue
         name, how, loss, held_out, gap, speed, size, memory, _, verdict = row_of(summary, found)
         sooner = words.speed(said.speed, arm.native) if said is not None and said.speed is not None else units.NONE
-        rows.append((name, how, loss, held_out, gap, verdict, speed, Field(sooner), size, memory))
+        largest = Field(show_batch(summary.capacity) if summary.capacity else units.NONE)
+        rows.append((name, how, loss, held_out, gap, verdict, speed, Field(sooner), size, largest, memory))
     yield Table("arms", "Arms", _ARMS, tuple(rows), main=True)
     yield from (Text(one) for one in (*bands_of(found), *notes_of(kept, found)))
+    if not kept.training.request.max_batch:
+        yield Text("No largest batch was looked for: `fp8bench train --max-batch` does, within --memory-limit SIZE.")
 
 
 def _memory(kept: KeptTraining) -> Iterator[Element]:
