@@ -282,8 +282,8 @@ def load(run: str | Path | model.Run, store: str | Path = DEFAULT_STORE) -> RunF
 def load_training(training: str | Path | KeptTraining, store: str | Path = DEFAULT_STORE) -> TrainingFrames:
     """A training and its lines as pandas frames: one at hand, or a stored one by id, folder, or 'last'.
 
-    `.training` is the training; `.arms`, `.steps`, `.readings`, `.figures`, `.validations` and `.events` are made when
-    they are first asked for.
+    `.training` is the training; `.arms`, `.steps`, `.readings`, `.figures`, `.validations`, `.costs` and `.events` are
+    made when they are first asked for.
     """
     if not isinstance(training, KeptTraining):
         training = read_training(training_named(str(training), _folder("store", store)))

@@ -13,6 +13,7 @@ from fp8bench.analysis.learning.summary import summaries_of
 from fp8bench.analysis.learning.verdicts import verdicts_of
 from fp8bench.model import Record, Run, Timing
 from fp8bench.model.training import (
+    ArmCost,
     KeptTraining,
     L,
     LayerReading,
@@ -23,7 +24,7 @@ from fp8bench.model.training import (
 )
 from fp8bench.report.data.break_even import BreakEvenRow, break_even_rows
 from fp8bench.report.data.run import as_csv
-from fp8bench.report.data.training import row_of
+from fp8bench.report.data.training import costs_of, row_of
 from fp8bench.report.panels import show_params
 
 if TYPE_CHECKING:
@@ -164,6 +165,14 @@ class TrainingFrames:
         seen = self.training.of(Validation)
         by_byte = [one.perplexity_by_byte for one in seen]
         return found.assign(perplexity=[one.perplexity for one in seen], perplexity_by_byte=by_byte)
+
+    @cached_property
+    def costs(self) -> pd.DataFrame:
+        """What each arm takes alone: a row a figure, in bytes."""
+        import pandas as pd
+
+        found = [(one.arm, *figure) for one in self.training.of(ArmCost) for figure in costs_of(one)]
+        return pd.DataFrame(found, columns=["arm", "figure", "value"])
 
     @cached_property
     def events(self) -> pd.DataFrame:

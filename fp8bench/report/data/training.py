@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -10,14 +10,28 @@ from fp8bench.analysis.learning.summary import ArmSummary, figures_of, summaries
 from fp8bench.analysis.learning.verdicts import Verdicts
 from fp8bench.analysis.metric import why_no_larger
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.model.training import Arm, ArmCost, KeptTraining, Line, TrainingEvent
-from fp8bench.report.data.plain import csv_text, json_line
+from fp8bench.model.training import (
+    Arm,
+    ArmCost,
+    KeptTraining,
+    LayerReading,
+    Line,
+    StepFigure,
+    StepRow,
+    TrainingEvent,
+    Validation,
+)
+from fp8bench.report.data.plain import cell, csv_text, json_line, more_csv
 from fp8bench.report.terminal.training import bands_of, notes_of
 from fp8bench.report.words.learning import of_arm, verdict
 
 COLUMNS = ("arm", "precision", "role", "seed", "step", "line", "of", "layer", "tensor", "figure", "value")
 # What says which line it is, and is no figure of it.
 _PLACES = ("arm", "seed", "step", "layer", "role", "of", "name")
+_NAMES: Mapping[type, tuple[str, ...]] = {
+    kind: tuple(field.name for field in fields(kind) if field.name not in _PLACES)
+    for kind in (StepRow, LayerReading, StepFigure, Validation)
+}
 
 
 def as_json(kept: KeptTraining, found: Verdicts) -> str:
@@ -43,7 +57,7 @@ def row_of(summary: ArmSummary, found: Verdicts) -> dict[str, Any]:
 
 def as_csv(kept: KeptTraining, found: Verdicts) -> str:
     """What every arm came to, a row a figure, and then a row a figure of every line; numbers with all their digits."""
-    return csv_text(COLUMNS, (*_summaries(kept, found), *_rows(kept)))
+    return csv_text(COLUMNS, _summaries(kept, found)) + more_csv(_rows(kept))
 
 
 def _summaries(kept: KeptTraining, found: Verdicts) -> Iterator[dict[str, Any]]:
@@ -55,15 +69,17 @@ def _summaries(kept: KeptTraining, found: Verdicts) -> Iterator[dict[str, Any]]:
         yield from ({"line": "Summary", "figure": kind, "value": sentence} for sentence in sentences)
 
 
-def _rows(kept: KeptTraining) -> Iterator[dict[str, Any]]:
-    arms = {arm.name: _arm(arm) for arm in kept.training.arms}
+def _rows(kept: KeptTraining) -> Iterator[tuple[Any, ...]]:
+    """A row a figure of every line, in the order of the columns."""
+    arms = {arm.name: tuple(map(cell, _arm(arm).values())) for arm in kept.training.arms}
     for line in kept.lines:
-        place = {
-            **arms.get(line.arm, {"arm": line.arm}), "seed": line.seed, "step": line.step, "line": type(line).__name__,
-            "of": getattr(line, "of", ""), "layer": getattr(line, "layer", ""), "tensor": _tensor(line),
-        }  # fmt: skip
+        where = (getattr(line, "of", ""), getattr(line, "layer", ""), _tensor(line))
+        place = (
+            *arms.get(line.arm, (cell(line.arm), "", "")), line.seed, line.step, type(line).__name__,
+            *map(cell, where),
+        )  # fmt: skip
         for figure, value in _figures(line):
-            yield place | {"figure": figure, "value": value}
+            yield (*place, figure, value)
 
 
 def _arm(arm: Arm) -> dict[str, Any]:
@@ -76,19 +92,19 @@ def _tensor(line: Line) -> str:
 
 def _figures(line: Line) -> Iterator[tuple[str, Any]]:
     if isinstance(line, TrainingEvent):
-        yield line.kind, line.words
+        yield line.kind, cell(line.words)
         return
     if isinstance(line, ArmCost):
-        yield from _costs(line)
+        yield from costs_of(line)
         return
-    named = str(getattr(line, "name", ""))
-    for field in fields(line):
-        value = getattr(line, field.name)
-        if field.name not in _PLACES and value is not None:
-            yield (named or field.name), value
+    named = cell(getattr(line, "name", ""))
+    for name in _NAMES[type(line)]:
+        value = getattr(line, name)
+        if value is not None:
+            yield named or name, value
 
 
-def _costs(cost: ArmCost) -> Iterator[tuple[str, Any]]:
+def costs_of(cost: ArmCost) -> Iterator[tuple[str, Any]]:
     """Bytes, by what they are for; what is not there has its reason."""
     for name, size in cost.kept:
         yield f"kept {name}", size
@@ -100,4 +116,4 @@ def _costs(cost: ArmCost) -> Iterator[tuple[str, Any]]:
         yield "largest_batch", "" if cost.capacity.batch is None else cost.capacity.batch
         yield "largest_batch why_no_larger", why_no_larger(cost.capacity)
     if cost.why:
-        yield "why", cost.why
+        yield "why", cell(cost.why)

@@ -48,7 +48,9 @@ def series_of(kept: KeptTraining) -> dict[Key, Curve]:
                 before = own[line.step].get(tag, 0.0) if isinstance(line, TrainingEvent) else 0.0
                 if math.isfinite(value):
                     own[line.step][tag] = before + value
-    return {key: {step: own[step] for step in sorted(own) if own[step]} for key, own in found.items()}
+    return {
+        key: {step: own[step] for step in sorted(own) if own[step]} for key, own in found.items() if any(own.values())
+    }
 
 
 def _figures(line: Line, native: bool) -> Iterator[tuple[str, float]]:

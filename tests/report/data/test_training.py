@@ -16,9 +16,11 @@ import pytest
 
 from fp8bench.analysis.learning.summary import figures_of, summaries_of
 from fp8bench.analysis.learning.verdicts import Verdicts, verdicts_of
+from fp8bench.model import MemoryUse
 from fp8bench.model.training import (
     BYTES_PER_PARAMETER,
     WATCHED_SECONDS,
+    ArmCost,
     ArmRole,
     KeptTraining,
     LayerReading,
@@ -46,6 +48,7 @@ MORE: tuple[Line, ...] = (
       for of, size in (("weights", 4.0), ("moments", 8.0))),
     StepFigure("fp8", 0, 10, WATCHED_SECONDS, 0.1), StepFigure("bf16", 0, 10, WATCHED_SECONDS, 0.2),
     StepFigure("fp8", 0, 10, "update_ratio", 1e-3, "head"), StepFigure("fp8", 0, 10, "noise_scale", math.inf),
+    ArmCost("fp8", 0, 0, (("weights", 4000),), MemoryUse(9000, (("activations", 5000),))),
     LayerReading("fp8", 0, 10, "head", "input", 2.0, 0.0, 0.0, 1.0, 0.0),
     *(Validation(arm, seed, STEPS, "held-out", loss, 1000, 500)
       for arm, loss in (("bf16", 2.1), ("fp8", 2.15)) for seed in range(5)),
@@ -119,6 +122,9 @@ def test_frames_are_the_lines(kept: KeptTraining, found: Verdicts) -> None:
         assert list(frame["seed"]) == [line.seed for line in own]
     last = frames.validations.iloc[-1]
     assert last.perplexity == pytest.approx(math.exp(2.15)) and last.perplexity_by_byte == pytest.approx(math.exp(4.3))
+    assert [tuple(row) for row in frames.costs.itertuples(index=False)] == [
+        ("fp8", "kept weights", 4000), ("fp8", "peak_memory", 9000), ("fp8", "peak_memory activations", 5000),
+    ]  # fmt: skip
     arms = frames.arms.set_index("arm")
     assert arms.loc["fp8", "verdict"] == "worse" and arms.loc["fp8", "words"] == words.verdict(found.arms[0], found)
     ends = frames.steps.query(f"step >= {STEPS - STEPS // 10}").groupby("arm", observed=True).loss.mean()
