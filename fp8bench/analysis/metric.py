@@ -90,8 +90,8 @@ class Reference(NamedTuple):
 
 
 def better_of(name: str) -> Better:
-    """Which way a number that a workload measures becomes better: of an error, memory and their like less is."""
-    if name.endswith("_db"):
+    """Which way a number that a suite measures becomes better: of an error, memory and their like less is."""
+    if name.endswith(("_db", "_rate")):
         return Better.HIGHER
     return Better.NONE if name in _NO_MATTER else Better.LOWER
 

@@ -1,38 +1,69 @@
-"""Whole ceilings of this machine's devices: measured in several runs, kept in the store, told line by line."""
+"""Whole ceilings of this machine's devices: measured in several runs, kept in the store, and told.
+
+The suite `ceilings` is a run like any other, with a record for each rate; the doctor tells them line by line.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.errors import WorkerError
+from fp8bench.errors import UsageError, WorkerError
 from fp8bench.files import make_store
-from fp8bench.measure.ceilings import RUNS, WHOLE_SECONDS
+from fp8bench.measure.ceilings import RUNS, SUITE, WHOLE_SECONDS
 from fp8bench.measure.environment import gather
-from fp8bench.measure.handle import ProcessWorker, claimed
+from fp8bench.measure.handle import ProcessWorker, Worker, claimed
 from fp8bench.measure.limits import COMPILE_SECONDS
 from fp8bench.measure.sensors.device_state import device_state_of
 from fp8bench.measure.sensors.meter import meter_for
-from fp8bench.model import Ceilings, DeviceFacts
+from fp8bench.model import (
+    Case,
+    Ceiling,
+    Ceilings,
+    DeviceFacts,
+    Group,
+    Level,
+    Limit,
+    Measurement,
+    Plan,
+    PlannedCase,
+    Rate,
+    Record,
+    Request,
+    Run,
+    Scalar,
+    Status,
+    Support,
+    Work,
+)
 from fp8bench.model.raw import Settings
-from fp8bench.report.words.ceilings import lines_of
+from fp8bench.pipeline import now
+from fp8bench.plan.make import devices_asked
+from fp8bench.registry import precisions
+from fp8bench.report.words.ceilings import UNITS, lines_of, shape_words, spread_words
 from fp8bench.store.ceilings import new_ceilings
+from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.write import check_store, start_run
+
+METRIC = "ceiling_rate"
+_State = dict[str, Scalar | None]
+# What no product does has no precision of its own: its arrays are of these.
+_ARRAYS = "fp32"
 
 
-def ceilings(store: Path, threads: int = 1) -> Iterator[str]:
+def ceiling_lines(store: Path, threads: int = 1) -> Iterator[str]:
     """Of every device that works, a processor with so many threads."""
     make_store(store)
     with claimed(True), ProcessWorker(Settings(threads)) as worker:
         for device in (one for one in worker.probe() if not one.unusable):
-            with meter_for(device) as meter:
-                state = device_state_of(device, meter)
-            environment = gather(worker.software(), __version__, threads).also(state)
             threaded = "" if device.accelerated else f", threads {threads}"
             yield f"{device.key}: what {device.name} does at most{threaded}, in {RUNS} runs"
             try:
-                found = new_ceilings(store, environment, device, partial(_measured, worker, device))
+                _, found = _measured(worker, device, store, threads)
             except WorkerError as error:
                 yield f"  not measured: {error}"
                 worker.restart()
@@ -40,6 +71,62 @@ def ceilings(store: Path, threads: int = 1) -> Iterator[str]:
             yield from (f"  {line}" for line in lines_of(found))
 
 
-def _measured(worker: ProcessWorker, device: DeviceFacts) -> Ceilings:
-    found: Ceilings = worker.within(COMPILE_SECONDS).ceilings(device, WHOLE_SECONDS, RUNS)
-    return found
+def ceilings_run(request: Request, store: Path, command: str) -> Run:
+    """The suite: of the devices that were asked for, kept as a run, too. Everything else of a request is refused."""
+    asked = Request(SUITE, devices=request.devices, threads=request.threads)
+    if request != asked:
+        raise UsageError(
+            "the suite ceilings measures what a device does at most, and takes --devices, --threads and options that "
+            "say where to write. Leave the others out."
+        )
+    check_store(store)
+    started = now()
+    with claimed(True), ProcessWorker(Settings(request.threads)) as worker:
+        facts = worker.probe()
+        environment = gather(worker.software(), __version__, request.threads)
+        groups: list[tuple[Record, ...]] = []
+        for device in devices_asked(request, facts):
+            state, found = _measured(worker, device, store, request.threads)
+            environment = environment.also(state)
+            groups += [tuple(_record(one, device) for one in alike) for _, alike in groupby(found.rates, _limit_of)]
+    planned = (tuple(PlannedCase(one.case, one.support, one.work) for one in group) for group in groups)
+    plan = Plan(tuple(Group(cases, 0) for cases in planned))
+    run = Run(secrets.token_hex(4), started, command, request, plan, environment, facts)
+    writer = start_run(run, store)
+    try:
+        for group in groups:
+            writer.append(group)
+        writer.finish("finished")
+    finally:
+        writer.close()
+    return load_run(writer.path)
+
+
+def _measured(
+    worker: Worker, device: DeviceFacts, store: Path, threads: int
+) -> tuple[dict[str, Scalar | None], Ceilings]:
+    """What the device's driver says of it, and the ceilings, which are kept."""
+    with meter_for(device) as meter:
+        state = device_state_of(device, meter)
+    environment = gather(worker.software(), __version__, threads).also(state)
+    measure = partial(worker.within(COMPILE_SECONDS).ceilings, device, WHOLE_SECONDS, RUNS)
+    return state, new_ceilings(store, environment, device, measure)
+
+
+def _limit_of(rate: Rate) -> Limit:
+    return rate.limit
+
+
+def _record(rate: Rate, device: DeviceFacts) -> Record:
+    """A rate as what became of a case; without runs it was skipped, for the reason that the device gave."""
+    name = rate.precision or _ARRAYS
+    case = Case(SUITE, (("limit", rate.limit.value),), name, device.key)
+    support = precisions.get(name).support(device) if rate.precision else Support(Level.NATIVE, "")
+    first = name == _ARRAYS
+    if rate.value is None:
+        return Record(case, support, Status.SKIPPED, is_reference=first, reason=rate.why)
+    samples = Measurement(METRIC, UNITS[rate.limit], rate.runs, description="the most that was done in a second")
+    return Record(
+        case, support, Status.OK, Work(), first, detail=f"{shape_words(rate)}; {spread_words(rate)}",
+        measurements=(samples,), ceiling=Ceiling(rates=(rate,), device=device.name),
+    )  # fmt: skip

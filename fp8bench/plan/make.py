@@ -60,7 +60,7 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
 
     Where precisions are to be compared and those that were named leave nothing to compare, fp32 is added.
     """
-    chosen = _devices(request, facts)
+    chosen = devices_asked(request, facts)
     parts = _parts(request, chosen, compares)
     groups = []
     added: dict[str, None] = {}
@@ -204,7 +204,7 @@ def _part(request: Request, workload: Workload, layers: Sequence[Layer], compare
     return _Part(workload, modes, map_for(request, layers, modes), may_add)
 
 
-def _devices(request: Request, facts: Sequence[DeviceFacts]) -> list[DeviceFacts]:
+def devices_asked(request: Request, facts: Sequence[DeviceFacts]) -> list[DeviceFacts]:
     """The devices asked for; by default the first GPU, else the processor. 'cuda' is every GPU's first."""
     if not request.devices:
         return [next((one for one in facts if one.accelerated), facts[0])]

@@ -8,7 +8,6 @@ from fp8bench.cli.grammar import shared
 from fp8bench.cli.outputs import say_folded
 from fp8bench.errors import EXIT_OK
 from fp8bench.jobs import doctor
-from fp8bench.jobs.ceilings import ceilings
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -26,5 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print all that is found."""
     say_folded(doctor.examine(arguments.calibrate))
     if arguments.ceilings:
-        say_folded(ceilings(arguments.store, arguments.threads))
+        from fp8bench.jobs.ceilings import ceiling_lines
+
+        say_folded(ceiling_lines(arguments.store, arguments.threads))
     return EXIT_OK

@@ -15,6 +15,7 @@ from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wante
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
+from fp8bench.measure.ceilings import SUITE as CEILINGS
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.settle import warm_up_limit
@@ -38,7 +39,10 @@ _BESIDE_RESUME = {
 def add(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 a case failed or nothing was measured, 130 interrupted."
-    words = "a suite, several with commas, all, or a .py file with suites of your own; `fp8bench list` names them"
+    words = (
+        "a suite, several with commas, all, or a .py file with suites of your own; `fp8bench list` names them; or "
+        "ceilings, what this machine does at most"
+    )
     parser.add_argument("suite", nargs="?", metavar="NAME", help=words)
     _add_what(parser.add_argument_group("what to measure"))
     _add_how(parser.add_argument_group("how"))
@@ -111,6 +115,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.suite is None:
         raise UsageError(f"no suite was named. Give one of {', '.join(workloads.names())}, all, or a .py file.")
     request = request_of(arguments)
+    if request.suite == CEILINGS:
+        return _ceilings(request, arguments)
     check_names(request)
     if arguments.dry_run:
         from fp8bench.pipeline import plan_only
@@ -124,6 +130,19 @@ def run(arguments: argparse.Namespace) -> int:
         with _kept_or_shown(arguments), TERMINAL.measuring() as observer:
             measured = execute(request, arguments.store, observer, command_line())
         _tell_how_to_go_on(measured)
+    return _ended(measured, arguments)
+
+
+def _ceilings(request: Request, arguments: argparse.Namespace) -> int:
+    """What devices do at most, kept and told as a run."""
+    from fp8bench.jobs.ceilings import ceilings_run
+
+    if arguments.dry_run:
+        raise UsageError(
+            f"the suite {CEILINGS} plans nothing: it searches for less than a minute. Leave --dry-run out."
+        )
+    with only_once():
+        measured = ceilings_run(request, arguments.store, command_line())
     return _ended(measured, arguments)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fp8bench import units
 from fp8bench.model import Ceilings, Limit, Rate
 
-_UNITS = {Limit.PRODUCT: "FLOP/s", Limit.LAUNCH: "launches/s"}
+UNITS = {**dict.fromkeys(Limit, "B/s"), Limit.PRODUCT: "FLOP/s", Limit.LAUNCH: "launches/s"}
 
 
 def lines_of(found: Ceilings) -> Iterator[str]:
@@ -37,5 +37,5 @@ def _said(rate: Rate) -> str:
     if rate.value is None:
         return f"not measured: {rate.why}"
     each = f", {units.seconds(1 / rate.value)} each" if rate.limit is Limit.LAUNCH else ""
-    rated = units.count(rate.value, _UNITS.get(rate.limit, "B/s"))
+    rated = units.count(rate.value, UNITS[rate.limit])
     return f"{rated}{each}; {spread_words(rate)}; {shape_words(rate)}"
