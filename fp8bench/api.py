@@ -151,6 +151,8 @@ def train(
     evaluate: int = 50,
     keep: int = 50,
     try_fix: bool = False,
+    max_batch: bool = False,
+    memory_limit: int | str | None = None,
     device: str | None = None,
     threads: int = 1,
     imports: Iterable[str] = (),
@@ -175,7 +177,7 @@ def train(
         settings=TrainerSettings(**settings, precision_map=_pairs(precision_map), rates=_pairs(rates)),
         sweep=_pairs(sweep, _texts), data=_plain(data), other_data=_plain(other_data), tokens=tokens, stride=stride,
         evaluate=evaluate, keep=keep, try_fix=try_fix, device=device, threads=threads, imports=_names(imports),
-        isolation=isolation,
+        isolation=isolation, max_batch=max_batch, memory_limit=_bytes(memory_limit),
     )  # fmt: skip
     board = None if tensorboard is None else _folder("tensorboard", tensorboard)
     if board is not None:
