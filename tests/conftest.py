@@ -86,6 +86,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not str(item.path).startswith(places))
 
 
+@pytest.fixture(scope="session", autouse=sys.platform == "linux")
+def _workers_are_forked() -> Iterator[None]:
+    """Those that tests of this process start."""
+    from tests.forked_workers import forked
+
+    with forked():
+        yield
+
+
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The store of an empty working directory in no repository, of a person without a home or a job of GitHub's."""

@@ -131,10 +131,10 @@ def case(where: str, how: str) -> Case:
 @pytest.mark.parametrize(
     ("kind", "how", "words"),
     [
-        (ProcessWorker, "orphan", "fp8bench.worker.main"),  # a child of a child, in a session of its own
+        (ProcessWorker, "orphan", "worker"),  # a child of a child, in a session of its own
         (LocalWorker, "child", "sleep 60"),
         pytest.param(ProcessWorker, "child", "sleep 60", marks=pytest.mark.slow),
-        pytest.param(ProcessWorker, "fork", "fp8bench.worker.main", marks=pytest.mark.slow),
+        pytest.param(ProcessWorker, "fork", "worker", marks=pytest.mark.slow),
         pytest.param(LocalWorker, "fork", "", marks=pytest.mark.slow),
     ],
 )
