@@ -20,7 +20,7 @@ _BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"
 NONE = "-"
 RATIO = "ratio"
 # What the end of a metric's name says of its unit.
-_ENDS = {"_db": "dB", "_percent": "%", "_ulp": "ulp", "_octaves": "octaves"}
+_ENDS = {"_db": "dB", "_percent": "%", "_ulp": "ulp", "_octaves": "octaves", "relative_loss": "x"}
 _ERROR_END, _SHARE_END = "_error", "_vanished"
 # Units as asv knows them, in which series are kept.
 _SYMBOLS = {"seconds": "s", "bytes": "B", "joules": "J"}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.model import RELATIVE, Capacity, Interval, Label, Level, Provenance, Record, Series, metric_names
-from fp8bench.model.metric_names import OwnMetric
+from fp8bench.model.metric_names import RELATIVE_LOSS, OwnMetric
 
 STEP = metric_names.STEP
 TIME, ENERGY, MEMORY = OwnMetric.TIME, OwnMetric.ENERGY, OwnMetric.PEAK_MEMORY
@@ -24,6 +24,10 @@ PER: Mapping[str, tuple[str, float]] = {
     "tokens": (OwnMetric.SECONDS_PER_MTOK, 1e6),
     "bytes": (OwnMetric.SECONDS_PER_GB, 1e9),
 }
+# Two builds of one program differ by as much for where their code and data lie.
+BAND = 0.01
+# Sums in another order move the mean loss of the suite learning by a third of it.
+LOSS_BAND = 0.001
 # What a clock or a sensor says is never the same twice.
 _NOISY_UNITS = frozenset({"s", "J", "W"})
 # Neither more nor less of these is better.
@@ -87,6 +91,11 @@ class Reference(NamedTuple):
 
     record: Record
     labels: tuple[Label, ...] = ()
+
+
+def least_change(name: str) -> float:
+    """By what share a figure must have moved to have changed."""
+    return LOSS_BAND if name == RELATIVE_LOSS else BAND
 
 
 def better_of(name: str) -> Better:

@@ -55,6 +55,8 @@ class OwnMetric(StrEnum):
     AMAX = "amax"
 
 
+# A training's mean loss over the reference's: near 1, and little of it matters.
+RELATIVE_LOSS = "relative_loss"
 # What stands before the name of a format that values do not fit into, or vanish in.
 SHARE_ABOVE, SHARE_VANISHING = "share_above_", "share_vanishing_"
 

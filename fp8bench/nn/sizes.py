@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8bench.protocols import Role
+from fp8bench.protocols import Layer, Role
 
 # Of all experts, those that a token goes through.
 CHOSEN = 2
@@ -66,6 +66,13 @@ class GPTConfig:
         # Scores and their product with the values: 4 T^2 w a sequence forward, twice that backward, half masked.
         attention = 12.0 * sequences * self.layers * length * length * self.width / 2
         return linear + attention
+
+
+def gpt_layers(blocks: int) -> tuple[Layer, ...]:
+    """The layers of a GPT of so many blocks, by their path in it; the head stays high unless mapped."""
+    parts = (("attn.qkv", "attn"), ("attn.out", "attn"), ("mlp.up", "mlp"), ("mlp.down", "mlp"))
+    own = (Layer(f"blocks.{block}.{part}", kind) for block in range(blocks) for part, kind in parts)
+    return (*own, Layer("head", "head", high=True))
 
 
 # Tokens that an MLP sees before the one that it foretells, and tokens in a line of a text that is convolved.

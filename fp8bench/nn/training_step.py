@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fp8bench.model import MemoryRole
+from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.nn.batches import TokenLoader
 from fp8bench.nn.gpt import GPT, Forward
 from fp8bench.nn.support import attention_by
-from fp8bench.protocols import Phases
+from fp8bench.protocols import Phases, Setup, SilentPhases
 
 # What goes on while it is open takes weights that were cast once.
 Cast = Callable[[Phases], AbstractContextManager[None]]
+# Seeds of other draws of the weights; a generator on a processor takes 32 bits of them.
+_DRAWS_APART = 0x9E3779B9
+
+
+@contextmanager
+def drawn(setup: Setup) -> Iterator[None]:
+    """Weights that are made in the body are those of a case's seed and draw, on its device."""
+    gpus = [setup.facts.index] if setup.facts.accelerated else []
+    # The process's own random state is put back: without isolation it is the user's.
+    with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
+        torch.manual_seed((setup.seed + setup.draw * _DRAWS_APART) % (1 << 32))
+        yield
+
+
+def adamw(parameters: list[torch.nn.Parameter], rate: float, facts: DeviceFacts) -> torch.optim.Optimizer:
+    """A fused one keeps its count on the GPU anyway; asked to, it lets itself be captured there."""
+    return torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1, fused=True, capturable=facts.accelerated)
 
 
 @dataclass
@@ -51,6 +69,25 @@ class TrainingState:
             self.optimizer.step()
             for parameter in self.parameters:
                 parameter.grad = None
+
+    def losses(self, steps: int) -> list[float]:
+        """The loss of each of the next steps, its mean over micro-batches, up to one that is not finite."""
+        inner = self.forward
+        seen: list[Tensor] = []
+        found: list[float] = []
+
+        def forward(tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+            loss = inner(tokens, targets, phase)
+            seen.append(loss.detach())
+            return loss
+
+        self.forward = forward
+        while len(found) < steps and all(map(math.isfinite, found[-1:])):
+            self.step(SilentPhases())
+            found.append(sum(map(float, seen)) / len(seen))
+            seen.clear()
+        self.forward = inner
+        return found
 
     def _micro_batch(self, phase: Phases, first: bool) -> None:
         """One forward and backward, its gradients added to the buffers. Reads no value, which would wait."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,7 +18,7 @@ from fp8bench.model import (
     TensorStatistics,
     Work,
 )  # fmt: skip
-from fp8bench.nn.sizes import SIZES, GPTConfig
+from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_layers
 from fp8bench.nn.support import BACKENDS, attention_by, missing_kernel, uncompilable
 from fp8bench.protocols import Grid, Layer, Phases, Precision, Role, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 # leave these out.
 USUAL = {"checkpointing": "no", "compile": "no", "attention": "auto", "weights": "cached", "cut": "linear"}
 COMPILE_SECONDS = 600.0
-# Seeds of other draws of the weights; a generator on a processor takes 32 bits of them.
-_DRAWS_APART = 0x9E3779B9
 
 
 @workloads.register("transformer")
@@ -128,12 +125,7 @@ class Transformer(Workload):
 
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
         """Those of every block, by their path in the model; the head stays high unless mapped."""
-        parts = (("attn.qkv", "attn"), ("attn.out", "attn"), ("mlp.up", "mlp"), ("mlp.down", "mlp"))
-        blocks = range(SIZES[str(params["size"])].layers)
-        return (
-            *(Layer(f"blocks.{block}.{part}", kind) for block in blocks for part, kind in parts),
-            Layer("head", "head", high=True),
-        )
+        return gpt_layers(SIZES[str(params["size"])].layers)
 
     def _products(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
@@ -167,7 +159,7 @@ class Transformer(Workload):
         import torch
 
         from fp8bench.nn.fused_layers import blocks_are_taken
-        from fp8bench.nn.training_step import TrainingState
+        from fp8bench.nn.training_step import TrainingState, adamw
 
         params = dict(setup.case.params)
         attention = _choice(params, "attention")
@@ -181,8 +173,7 @@ class Transformer(Workload):
             forward,
             not marked,
             attention,
-            # A fused one keeps its count on the GPU anyway; asked to, it lets itself be captured there.
-            torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1, fused=True, capturable=setup.facts.accelerated),
+            adamw(parameters, 3e-4, setup.facts),
             parameters,
             [torch.zeros_like(parameter) for parameter in parameters],
             _loader(setup),
@@ -217,23 +208,8 @@ class Transformer(Workload):
         }
 
     def losses(self, setup: Setup, steps: int) -> Sequence[float]:
-        """Of the very steps that are timed: each step's mean over its micro-batches."""
-        state = self.prepare(setup)
-        inner = state.forward
-        seen: list[Tensor] = []
-        found: list[float] = []
-
-        def forward(tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-            loss = inner(tokens, targets, phase)
-            seen.append(loss.detach())
-            return loss
-
-        state.forward = forward
-        while len(found) < steps and all(map(math.isfinite, found[-1:])):
-            self.step(state, SilentPhases())
-            found.append(sum(map(float, seen)) / len(seen))
-            seen.clear()
-        return found
+        """Of the very steps that are timed."""
+        return self.prepare(setup).losses(steps)
 
     def gradient_error(self, setup: Setup, reference: Setup) -> float:
         from fp8bench.numerics.norms import joint_relative_frobenius
@@ -287,16 +263,12 @@ def _model(
     setup: Setup, choose: Choose, carrier: torch.dtype, checkpointing: bool = False, core: Core | None = None
 ) -> GPT:
     """The model of a case from its seed, on its device; weights are the same for every arithmetic."""
-    import torch
-
     from fp8bench.nn.fused_layers import take_blocks
     from fp8bench.nn.gpt import GPT
+    from fp8bench.nn.training_step import drawn
     from fp8bench.nn.whole_layers import surrounded
 
-    gpus = [setup.facts.index] if setup.facts.accelerated else []
-    # The process's own random state is put back: without isolation it is the user's.
-    with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
-        torch.manual_seed((setup.seed + setup.draw * _DRAWS_APART) % (1 << 32))
+    with drawn(setup):
         model = GPT(_config(setup), choose, carrier, checkpointing, core)
     if _choice(dict(setup.case.params), "cut") == "block" and not _config(setup).modern:
         take_blocks(model, _config(setup).heads)

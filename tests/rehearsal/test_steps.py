@@ -35,6 +35,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "conv": {"channels": ("256",)},
     "data": {"batch": ("4",), "record": ("4096",)},
     "gemm": {"shape": ("1x8192x8192", "16384x2048x4096", "1000"), "product": tuple(sizes.PRODUCTS)},
+    "learning": {},
     "mlp": {"gated": ("yes",)},
     "norm_act": {},
     "numerics": {"tensor": ("gaussian", "log-normal")},
@@ -69,7 +70,7 @@ def cases() -> Iterator[ParameterSet]:
     for gpu, facts in GPUS.items():
         for mode in modes_of(Level.NATIVE, facts):
             for workload in AXES:
-                dear = workload == "transformer" and mode not in precisions.names()
+                dear = workload in ("learning", "transformer") and mode not in precisions.names()
                 if (workload in PRODUCTS or (workload, mode) not in seen) and not dear and not leaves(workload, mode):
                     seen.add((workload, mode))
                     few = mode in precisions.names() or workload in ("gemm", "mlp")
@@ -94,7 +95,8 @@ def expected(case: Case, gpu: str) -> Counter[tuple[str, str, str]]:
     if not isinstance(recipe, Recipe):
         return found
     treatments = dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))
-    layers = {"attention": 2, "conv": 2, "mlp": 2, "transformer": 4 * BLOCKS * int(params.get("micro_batches", 0))}
+    of_model = 4 * BLOCKS * int(params.get("micro_batches", 0))
+    layers = {"attention": 2, "conv": 2, "learning": 8, "mlp": 2, "transformer": of_model}
     for product, roles in sizes.PRODUCTS.items():
         count = int(params["product"] == product) if case.workload == "gemm" else layers.get(case.workload, 0)
         if product == "forward" and params.get("checkpointing") == "blocks":

@@ -148,6 +148,7 @@ SMALL: dict[str, Mapping[str, str]] = {
     "conv": {"channels": "8", "batch": "2", "image": "8"},
     "data": {"record": "256", "batch": "8"},
     "transformer": {"size": "nano", "batch": "1", "sequence": "32"},
+    "learning": {"width": "32"},
     "numerics": {"tensor": "outliers", "rows": "64", "columns": "64"},
 }
 TRAINED = {"weights", "gradients", "activations"}
@@ -157,6 +158,7 @@ EXPECTED = {
     "optimizer": {"weights", "gradients", "optimizer"}, "cast": {"activations"},
     "attention": {"gradients", "activations"}, "conv": TRAINED, "data": {"data"},
     "transformer": TRAINED | {"optimizer"}, "numerics": set(),
+    "learning": TRAINED | {"optimizer"},
 }  # fmt: skip
 
 

@@ -14,11 +14,10 @@ from functools import lru_cache
 from statistics import NormalDist, fmean, median
 from typing import NamedTuple
 
+from fp8bench.analysis.metric import BAND
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
 from fp8bench.model import Direction, Interval, Noise
 
-# Two builds of one program differ by as much for where their code and data lie.
-BAND = 0.01
 # What a few stored numbers may say: their runs were made at different times.
 ALONE = 0.10
 # Of the continued fraction of Student's distribution.

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8bench.analysis import verdicts
-from fp8bench.analysis.compare.interval import ALONE, BAND, quantile
+from fp8bench.analysis.compare.interval import ALONE, quantile
 from fp8bench.analysis.gate.chance import AGAIN, discoveries
 from fp8bench.analysis.gate.judging import CHANCE, NOT_TESTED, Judged, chance_of, is_alone, is_exact
 from fp8bench.analysis.gate.sight import Sight, Sights
 from fp8bench.analysis.gate.thresholds import Rule, Threshold, threshold_of
+from fp8bench.analysis.metric import BAND, least_change
 from fp8bench.analysis.steps.change_points import LEAST_VALUES, Level, least_step
 from fp8bench.model import Comparison, Evidence, Noise
 
@@ -238,8 +239,10 @@ def _of_series(one: Newest, least: float, chance: float, second: Second, power: 
         return replace(blank, unknown=few, missing=LEAST_VALUES - one.nights)
     level = one.level
 
+    band = least_change(one.comparison.metric)
+
     def smallest(nights: int, at_least: float) -> float:
-        return _smallest(_of_step(level.longer(nights), chance, second, at_least), power)
+        return _smallest(_of_step(level.longer(nights), chance, second, at_least, band), power)
 
     seen = smallest(0, 0.0)
     missing = None
@@ -248,13 +251,13 @@ def _of_series(one: Newest, least: float, chance: float, second: Second, power: 
     return replace(blank, seen=seen, fails=smallest(0, least), missing=missing)
 
 
-def _of_step(level: Level, chance: float, second: Second, least: float) -> _Looks:
+def _of_step(level: Level, chance: float, second: Second, least: float, band: float) -> _Looks:
     cut, error = least_step(level, chance)
     floor = math.log1p(least)
     again = {
         Second.NONE: _PASSES,
         # One value, which must lie above the middle of both levels: half of the step and its noise.
         Second.AGAIN: _Look(0.0, 2 * level.noise),
-        Second.DUEL: _Look(max(floor, math.log1p(verdicts.BAND)), 0.0),
+        Second.DUEL: _Look(max(floor, math.log1p(min(verdicts.BAND, band))), 0.0),
     }
-    return _Looks(_look(max(floor, math.log1p(BAND)), cut, error, level.freedom), again[second])
+    return _Looks(_look(max(floor, math.log1p(band)), cut, error, level.freedom), again[second])

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from fp8bench.analysis.metric import LOSS_BAND
 from fp8bench.errors import UsageError
 from fp8bench.model import Comparison
+from fp8bench.model.metric_names import RELATIVE_LOSS
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ DEFAULTS = (
     Rule("*", "time_*", 0.05, 5e-6, "s"),
     Rule("*", "peak_memory", 0.02, float(1 << 20), "B"),
     Rule("*", "energy*", 0.05, 1e-3, "J"),
+    Rule("*", RELATIVE_LOSS, LOSS_BAND, 0.0),
     Rule("*", "*", 0.05, 0.0),
 )
 

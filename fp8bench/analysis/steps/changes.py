@@ -20,15 +20,13 @@ from enum import StrEnum
 import numpy as np
 
 from fp8bench import units
-from fp8bench.analysis.metric import MEAN, RELATIVE_MEAN, TIME, unit_of_series
+from fp8bench.analysis.metric import MEAN, RELATIVE_MEAN, TIME, least_change, unit_of_series
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.steps.change_points import LEAST_VALUES, Step, steps_of_many
 from fp8bench.analysis.steps.levels import Counts
 from fp8bench.analysis.verdicts import UNEVEN
 from fp8bench.model import RELATIVE, Ack, Comparison, Conditions, Direction, Evidence, Figure, Label, Trend
 
-# Two builds of one program differ by as much for where their code and data lie.
-BAND = 0.01
 TOO_FEW = f"fewer than {LEAST_VALUES} commits measured under the same conditions, which is too few for a step to show"
 BELOW_ZERO = "values below 0, between which no ratio says anything"
 # Among other values 0 counts as so much of the least one.
@@ -200,9 +198,12 @@ def _above_zero(values: Floats) -> Floats:
 
 
 def _changes(stretch: Stretch, steps: Sequence[Step]) -> Iterator[Change]:
+    if not steps:
+        return
     ends = [0, *(step.at for step in steps), len(stretch.values)]
+    band = math.log1p(least_change(stretch.read().series.metric))
     for number, step in enumerate(steps):
-        if abs(math.log(step.after / step.before)) < math.log1p(BAND):
+        if abs(math.log(step.after / step.before)) < band:
             continue
         before, after = step.before, step.after
         if stretch.values.min() <= 0:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.compare.compare import Compared
-from fp8bench.analysis.compare.interval import ALONE, BAND, LEAST_FREEDOM
+from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM
 from fp8bench.analysis.compare.sides import Side
+from fp8bench.analysis.metric import BAND
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
 from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone

@@ -1,0 +1,132 @@
+"""A small training, always the same, in each precision: what its loss says when numerics have changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from fp8bench.formats.hardware import refused
+from fp8bench.model import Case, DeviceFacts, Level, Params, Scalar, Support, Work
+from fp8bench.model.metric_names import RELATIVE_LOSS
+from fp8bench.nn.layer_workload import misfit
+from fp8bench.nn.sizes import GPTConfig, gpt_layers
+from fp8bench.protocols import Grid, Layer, Phases, Precision, Setup, Workload
+from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.registry import precisions, workloads
+
+if TYPE_CHECKING:
+    from fp8bench.nn.training_step import TrainingState
+
+_HEAD = 32
+_BATCH, _SEQUENCE = 4, 64
+_RATE = 3e-3
+# What losses are held against; its own are held against fp32's.
+_REFERENCE, _OF_REFERENCE = "bf16", "fp32"
+
+
+@workloads.register("learning")
+class Learning(Workload):
+    """Two blocks of a GPT on bytes, with AdamW. A timed step is one of this training's.
+
+    The figure is a mean over all steps of several draws of weights and batches: the last loss of one draw moves by
+    more than most faults of a format do when sums are done in another order. Attention is torch's plain one, whose
+    gradients are the same each time on a GPU, too.
+    """
+
+    name = "learning"
+    summary = "a small fixed training: its mean loss over bf16's, by which a change of numerics shows"
+    uses_corpus = True
+    loads = "its batches"
+    layer_kinds = ("attn", "mlp", "head")
+    dtypes = ("bf16", "fp8", "fp8-delayed", "mxfp8", "nvfp4")
+    fused = False
+    history = Grid(
+        cpu={"width": ("64",)}, gpu={"width": ("256",)}, dtypes=dtypes,
+        phases=("data_load", "cast", "gemm", "attention", "accumulate", "optimizer_step", "elementwise"),
+        errors=(RELATIVE_LOSS,), energy=False,
+    )  # fmt: skip
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return (
+            Axis("width", "of the model; a feed-forward block is four times as wide",
+                 ("256" if facts.accelerated else "64",), one_of("32", "64", "128", "256", "512")),
+            Axis("steps", "of which the losses are averaged", ("60",), whole_number(high=500)),
+            Axis("draws", "of weights and batches, each trained so", ("4",), whole_number(high=64)),
+        )  # fmt: skip
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        config = _config(params)
+        least = 16.0 * config.weights + 4.0 * _BATCH * _SEQUENCE * config.vocabulary
+        return Work(config.step_flops(_BATCH, _SEQUENCE), _BATCH * _SEQUENCE, least_memory=least)
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        support, config = precision.support(facts), _config(params)
+        shown = f"a batch has {_BATCH * _SEQUENCE} tokens, width={config.width}"
+        wrong = misfit(precision, _BATCH * _SEQUENCE, (config.width, config.hidden), True, shown)
+        return refused(wrong) if wrong and support.level is Level.NATIVE else support
+
+    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        return gpt_layers(_config(params).layers)
+
+    def prepare(self, setup: Setup) -> TrainingState:
+        import torch
+
+        from fp8bench.nn.batches import TokenLoader
+        from fp8bench.nn.cached_weights import CachedWeights
+        from fp8bench.nn.gpt import GPT
+        from fp8bench.nn.training_step import TrainingState, adamw, drawn
+
+        if setup.corpus is None:
+            raise ValueError("the training needs a token file and was given none")
+        config = _config(dict(setup.case.params))
+        with drawn(setup):
+            model = GPT(config, self.arithmetics(setup), setup.arithmetic.carrier)
+        parameters = list(model.parameters())
+        seed = setup.seed + setup.draw
+        return TrainingState(
+            model, model, compiled=False, attention="math",
+            optimizer=adamw(parameters, _RATE, setup.facts), parameters=parameters,
+            buffers=[torch.zeros_like(parameter) for parameter in parameters],
+            loader=TokenLoader(
+                setup.corpus, _BATCH, _SEQUENCE, setup.facts.key, seed, config.vocabulary
+            ),
+            micro_batches=1, loss_scale=setup.loss_scale, weights=CachedWeights(model).cast,
+        )  # fmt: skip
+
+    def load(self, state: TrainingState) -> None:
+        state.loader.load_ahead(state.micro_batches)
+
+    def step(self, state: TrainingState, phase: Phases) -> None:
+        state.step(phase)
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """The mean loss over that of the reference, whose weights and batches are the same; infinite once a loss is."""
+        case, facts = setup.case, setup.facts
+        reference = _OF_REFERENCE if case.precision == _REFERENCE else _REFERENCE
+        return {RELATIVE_LOSS: _mean_loss(setup) / _reference(reference, case.params, facts, setup.seed, setup.corpus)}
+
+
+def _config(params: Mapping[str, Scalar]) -> GPTConfig:
+    width = int(params["width"])
+    heads = width // _HEAD
+    return GPTConfig(256, width, 2, heads, heads, 4 * width, batch=_BATCH, sequence=_SEQUENCE)
+
+
+def _mean_loss(setup: Setup) -> float:
+    steps, draws = (int(setup.case.param(name)) for name in ("steps", "draws"))
+    losses = [loss for draw in range(draws) for loss in Learning().prepare(replace(setup, draw=draw)).losses(steps)]
+    return fmean(losses) if all(map(math.isfinite, losses)) else math.inf
+
+
+@lru_cache(maxsize=4)
+def _reference(name: str, params: Params, facts: DeviceFacts, seed: int, corpus: str | None) -> float:
+    """The mean loss in another precision, once a process."""
+    precision = precisions.get(name)
+    arithmetic = precision.arithmetic(facts)
+    case = Case(Learning.name, params, name, facts.key)
+    with precision.scope():
+        return _mean_loss(Setup(case, facts, seed, arithmetic, arithmetic, {}, precision.loss_scale, corpus))
