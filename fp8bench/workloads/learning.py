@@ -9,18 +9,17 @@ from functools import lru_cache
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from fp8bench.formats.hardware import refused
-from fp8bench.model import Case, DeviceFacts, Level, Params, Scalar, Support, Work
+from fp8bench.model import Case, DeviceFacts, Params, Scalar, Work
 from fp8bench.model.metric_names import RELATIVE_LOSS
-from fp8bench.nn.layer_workload import misfit
 from fp8bench.nn.sizes import GPTConfig, gpt_layers
-from fp8bench.protocols import Grid, Layer, Phases, Precision, Setup, Workload
+from fp8bench.protocols import Grid, Layer, Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
     from fp8bench.nn.training_step import TrainingState
 
+# Every width is made of heads so wide: what products of every precision come in multiples of.
 _HEAD = 32
 _BATCH, _SEQUENCE = 4, 64
 _RATE = 3e-3
@@ -62,12 +61,6 @@ class Learning(Workload):
         config = _config(params)
         least = 16.0 * config.weights + 4.0 * _BATCH * _SEQUENCE * config.vocabulary
         return Work(config.step_flops(_BATCH, _SEQUENCE), _BATCH * _SEQUENCE, least_memory=least)
-
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
-        support, config = precision.support(facts), _config(params)
-        shown = f"a batch has {_BATCH * _SEQUENCE} tokens, width={config.width}"
-        wrong = misfit(precision, _BATCH * _SEQUENCE, (config.width, config.hidden), True, shown)
-        return refused(wrong) if wrong and support.level is Level.NATIVE else support
 
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
         return gpt_layers(_config(params).layers)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fp8bench.analysis.gate.judging import exceeds
 from fp8bench.analysis.gate.thresholds import threshold_of
 from fp8bench.analysis.steps.changes import (
     BELOW_ZERO,
@@ -84,6 +85,19 @@ def test_a_step_of_energy_is_shown_in_joules_and_fits_a_threshold_in_them(tmp_pa
     for words, joules in (("1 mJ", 1e-3), ("20 uJ", 2e-5), ("0.5 J", 0.5)):
         file.write_text(f"gemm:\n  energy: {{smallest: {words}}}\n")
         assert threshold_of(one, read_rules(file)).smallest == pytest.approx(joules)
+
+
+@pytest.mark.parametrize(("metric", "found"), [("relative_loss", 1), ("output_error", 0)])
+def test_little_of_a_relative_loss_matters(metric: str, found: int) -> None:
+    """A third of a percent of any other figure is where code lies. The gate's threshold lets no more through."""
+    series = replace(SERIES, name=f"gemm.Gemm.track_{metric}", metric=metric, unit="x")
+    flat = [trend(*(figure(n, 1.0002 if n < 8 else 1.0035) for n in range(11)), series=series)]
+    changes = find_changes(flat).changes
+    assert len(changes) == found
+    for change in changes:
+        assert change.alarms and exceeds(change.comparison, threshold_of(change.comparison))
+    slight = [trend(*(figure(n, 1.0002 if n < 8 else 1.0009) for n in range(11)), series=series)]
+    assert not find_changes(slight).changes
 
 
 def by_both(fast: float, mean: float, before: float = 1.0) -> list[Change]:
