@@ -609,13 +609,13 @@ def test_losses_are_those_of_the_steps_that_are_timed(corpus: Corpus) -> None:
 
 def test_a_loss_that_is_not_finite_is_the_last(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody trains on."""
-    inner = Transformer.step
+    inner = TrainingState.step
 
-    def spoiling(self: Transformer, state: TrainingState, phase: Phases) -> None:
-        inner(self, state, phase)
-        torch.nn.init.constant_(state.model.embedding, math.nan)
+    def spoiling(self: TrainingState, phase: Phases) -> None:
+        inner(self, phase)
+        torch.nn.init.constant_(self.model.embedding, math.nan)
 
-    monkeypatch.setattr(Transformer, "step", spoiling)
+    monkeypatch.setattr(TrainingState, "step", spoiling)
     losses = Transformer().losses(setup_for(corpus), 5)
     assert len(losses) == 2 and math.isfinite(losses[0]) and math.isnan(losses[1])
 
