@@ -169,8 +169,13 @@ class Arithmetic(ABC):
         return self.cast(source, role)
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
-        """The operand with its dimensions swapped, for a product that contracts over the other one."""
-        return self.turned(source.t(), role)
+        """The operand with its dimensions swapped, for a product that contracts over the other one.
+
+        Without `keeps_source` there may be no source, and one scale is that of all values.
+        """
+        if self.keeps_source:
+            return self.turned(source.t(), role)
+        return Operand(operand.data.t(), operand.scale, operand.gradient)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         """The operand, and the same turned where one look at the tensor gives both; None: turn it when it is needed.

@@ -152,9 +152,6 @@ class Halved(Arithmetic):
         assert a.scale is not None and b.scale is not None
         return ((a.data * a.scale) @ (b.data * b.scale).t()).to(dtype)
 
-    def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
-        return Operand(operand.data.t(), operand.scale)
-
 
 class Unmultiplied(Halved):
     """The same for what is no matrix product."""
