@@ -21,6 +21,7 @@ from fp8bench.jobs.train.run import resume as go_on_training
 from fp8bench.jobs.train.run import train as train_all
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Request
+from fp8bench.model.request import STEP_ENERGY
 from fp8bench.model.training import KeptTraining, TrainerSettings, asked
 from fp8bench.pipeline import execute
 from fp8bench.pipeline import resume as go_on
@@ -82,6 +83,7 @@ def run(
     refresh_scales: int | None = None,
     saturation_bound: float | None = None,
     energy: bool = True,
+    energy_of: str = STEP_ENERGY,
     sustained: float | None = None,
     tape: bool = False,
     max_batch: bool = False,
@@ -102,8 +104,8 @@ def run(
         axes=_pairs(set, _texts), precision_map=_pairs(precision_map), data=_plain(data), quick=quick, budget=budget,
         rounds=rounds, seed=seed, threads=threads, imports=_names(imports), isolation=isolation,
         case_timeout=case_timeout, grid=grid, trace=_plain(trace), static_scales=static_scales,
-        refresh_scales=refresh_scales, saturation_bound=saturation_bound, energy=energy, sustained=sustained,
-        max_batch=max_batch, memory_limit=_bytes(memory_limit), backend=backend, tape=tape,
+        refresh_scales=refresh_scales, saturation_bound=saturation_bound, energy=energy, energy_of=energy_of,
+        sustained=sustained, max_batch=max_batch, memory_limit=_bytes(memory_limit), backend=backend, tape=tape,
     )  # fmt: skip
     request = replace(request, imports=(*request.imports, *files_of(suite)))
     board = None if tensorboard is None else _folder("tensorboard", tensorboard)

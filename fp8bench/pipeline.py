@@ -284,7 +284,7 @@ def _group(
     taping: Worker | None,
 ) -> tuple[Record, ...]:
     request, facts = run.request, {one.key: one for one in run.devices}
-    windows = window_rule_for(request.quick, request.budget, request.energy, request.sustained)
+    windows = window_rule_for(request)
     if not workloads.get(group.cases[0].case.workload).fused:
         windows, quantisers = None, Quantisers("the suite is about numbers, and compiles none")
     used = next((facts[planned.case.device] for planned in group.cases if planned.runs), None)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import Arm, ArmFailed, CompilingFailed, guarding
@@ -21,6 +21,7 @@ from fp8bench.measure.fresh import Choose, fastest_again
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
+from fp8bench.measure.phase_windows import PhaseWindowPass
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.replays import ReplayPass
 from fp8bench.measure.rounds import Judge, Session
@@ -266,6 +267,20 @@ class GroupMeasurement:
         found = windows.measure([arm for _, arm in due], self._worker)
         for outcome, arm in due:
             outcome.note(energy=found[arm.key].use if rule.energy else None, sustained=tuple(found[arm.key].turns))
+        if rule.phases:
+            self._look_at_phases([(outcome, arm) for outcome, arm in due if found[arm.key].windows])
+
+    def _look_at_phases(self, due: Sequence[tuple[CaseOutcome, Arm]]) -> None:
+        """What each phase takes by itself, of the cases whose steps have joules."""
+        rule, meter = self._method.windows, self._meter
+        assert rule is not None and meter is not None
+        found = PhaseWindowPass(
+            meter, rule.windows, self._seed + 2,
+            lambda arm, share: self._observer.working(arm.planned.case, "measuring energy of phases", share),
+        ).measure([arm for _, arm in due], self._worker)  # fmt: skip
+        for outcome, arm in due:
+            if outcome.draft.energy is not None:
+                outcome.note(energy=replace(outcome.draft.energy, phases=found[arm.key]))
 
     def _smaller(
         self, leader: CaseOutcome | None, with_control: bool, candidates: list[CaseOutcome]

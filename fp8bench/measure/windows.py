@@ -21,13 +21,14 @@ from fp8bench.measure.sensors.mean_power import SHORTEST
 from fp8bench.measure.sensors.meter import CAP, Meter
 from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.measure.settle import Settler
-from fp8bench.model import EnergyUse, EnergyWindow, Group, Level, SustainedTurn
+from fp8bench.model import EnergyUse, EnergyWindow, Group, Level, Request, SustainedTurn
 from fp8bench.model.readings import Reading, Unavailable
+from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.settling import STRETCH, Settling
 from fp8bench.protocols.axes import CACHE, COLD
 
 # So many steps are asked for at a time that the worker is away for about as long.
-_CHUNK_SECONDS = 0.25
+CHUNK_SECONDS = 0.25
 _WARM_SECONDS = 0.3
 _FLUSHED = "a window holds steps alone, and a cold cache has to be flushed between them: measure it with cache=hot"
 # Fewer turns have no interval.
@@ -39,13 +40,14 @@ class WindowRule:
     """How many windows a case gets (an emulated one a single one: its energy is a cost), and seconds of each idling.
 
     With `turn_seconds` windows are turns, each at least so long and begun when the device has settled. Without
-    `energy` it is not told.
+    `energy` it is not told. With `phases` each of them has as many windows of its own.
     """
 
     windows: int = 3
     idle_seconds: float = 3.0
     turn_seconds: float = 0.0
     energy: bool = True
+    phases: bool = False
 
     @property
     def settling_seconds(self) -> float:
@@ -60,13 +62,15 @@ class WindowRule:
         return _WARM_SECONDS + SHORTEST, _WARM_SECONDS + CAP
 
 
-def window_rule_for(quick: bool, budget: float | None, energy: bool, sustained: float | None) -> WindowRule | None:
+def window_rule_for(request: Request) -> WindowRule | None:
     """Fewer windows where the user is in a hurry: each of them takes more than ten changes of the counter."""
-    if not energy and sustained is None:
+    sustained = request.sustained
+    if not request.energy and sustained is None:
         return None
-    hurried = quick or budget is not None
+    hurried = request.quick or request.budget is not None
     turns = 0 if sustained is None else _TURNS_QUICK if hurried else _TURNS
-    return WindowRule(max(turns, 1 if hurried else 3), 1.5 if hurried else 3.0, sustained or 0.0, energy)
+    windows, idle_seconds = max(turns, 1 if hurried else 3), 1.5 if hurried else 3.0
+    return WindowRule(windows, idle_seconds, sustained or 0.0, request.energy, request.energy_of == PHASE_ENERGY)
 
 
 def windows_of(group: Group, rule: WindowRule) -> int:
@@ -149,7 +153,7 @@ class WindowPass:
     def _window(self, arm: Arm, worker: Worker, found: Found) -> None:
         """One window of one arm, after it has run for a while; what is no longer finite does not count."""
         turn_seconds = 0.0 if arm.emulated else self._rule.turn_seconds
-        steps = max(1, round(_CHUNK_SECONDS / arm.step_seconds))
+        steps = max(1, round(CHUNK_SECONDS / arm.step_seconds))
         limit = arm.limits.slot(arm.step_seconds, steps)
         settling = self._settled(arm, worker, turn_seconds)
         seconds: list[float] = []
@@ -166,7 +170,7 @@ class WindowPass:
         if isinstance(energy, Unavailable):
             found.reasons.append(energy.reason)
         else:
-            found.windows.append(_kept(energy, done))
+            found.windows.append(kept_window(energy, done, self._meter))
         if turn_seconds:
             watts = energy.watts if isinstance(energy, Energy) else None
             hertz = clock.number if isinstance(clock, Reading) else None
@@ -183,10 +187,12 @@ class WindowPass:
         return None
 
 
-def _kept(energy: Energy, steps: int) -> EnergyWindow:
+def kept_window(energy: Energy, steps: int, meter: Meter) -> EnergyWindow:
+    """What is kept of a window that has a number."""
     watched = {name: read.number for name, read in energy.watched.items() if isinstance(read, Reading)}
-    throttle, stretch = watched.get("throttle"), energy.stretch
+    throttle, stretch, limit = watched.get("throttle"), energy.stretch, meter.device.power_limit()
     return EnergyWindow(
         steps, energy.seconds, energy.joules, stretch.intervals, stretch.uncertainty, watched.get("sm_clock"),
         watched.get("temperature"), None if throttle is None else int(throttle),
+        limit.number if isinstance(limit, Reading) else None,
     )  # fmt: skip

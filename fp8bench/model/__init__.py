@@ -13,6 +13,7 @@ from fp8bench.model.consumed import (
     HeldBlock,
     MemoryCourse,
     MemoryUse,
+    PhaseEnergy,
     PhaseMemory,
     SustainedTurn,
 )
@@ -82,8 +83,8 @@ __all__ = [
     "EnergyUse", "EnergyWindow", "Environment", "Evidence", "Fault", "Figure", "Finding", "Fresh", "Group",
     "HeldBlock", "Interval", "Label", "LayerScale", "Level", "Limit", "Measurement", "MemoryCourse", "MemoryRole",
     "MemoryUse", "Noise", "OperatorCount", "OperatorTime", "Overheads", "Params", "Phase", "PhaseCount",
-    "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance", "Rate", "Record", "Replays", "Request",
-    "Resumption", "Rotation", "Run", "Scalar", "Segments", "Series", "SlotSample", "StaticScales", "Status",
+    "PhaseEnergy", "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance", "Rate", "Record", "Replays",
+    "Request", "Resumption", "Rotation", "Run", "Scalar", "Segments", "Series", "SlotSample", "StaticScales", "Status",
     "StepEffect", "Support", "SustainedTurn", "Tape", "TensorStatistics", "Timing", "Trend", "Verdict", "Work",
     "trend_name",
 ]  # fmt: skip

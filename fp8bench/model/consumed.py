@@ -19,6 +19,7 @@ class EnergyWindow:
     `joules` are those of the whole window, idling included. A counter changed `intervals` times in the part of it that
     was measured; `uncertainty` is the share by which that part can be off, None where a sensor of power was read:
     nobody knows. The clock is the median one, the temperature the highest; `throttle` has all bits that were seen.
+    `power_limit` is what the device was allowed to take when the window had ended, in watts.
     """
 
     steps: int
@@ -29,6 +30,19 @@ class EnergyWindow:
     sm_clock: float | None = None
     temperature: float | None = None
     throttle: int | None = None
+    power_limit: float | None = None
+
+
+@dataclass(frozen=True)
+class PhaseEnergy:
+    """Windows in which one phase of a case was done over and over by itself: their `steps` are times that it was done.
+
+    `why` says why there are none, or fewer.
+    """
+
+    phase: str
+    windows: tuple[EnergyWindow, ...] = ()
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,8 +65,9 @@ class SustainedTurn:
 class EnergyUse:
     """The windows of one case, and what the device takes while it idles beside the same states, in watts.
 
-    `source` is 'counter', 'rapl', 'instant', 'average' or 'none': figures of different ones do not compare. `why` says
-    why a window or an idle power is missing, '' if none is.
+    `source` is 'counter', 'rapl', 'instant', 'average' or 'none': figures of different ones do not compare. `phases`
+    are the windows of its phases, where somebody asked. `why` says why a window or an idle power is missing, '' if
+    none is.
     """
 
     source: str
@@ -60,6 +75,7 @@ class EnergyUse:
     idle_before: float | None = None
     idle_after: float | None = None
     why: str = ""
+    phases: tuple[PhaseEnergy, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,17 @@ class Filling:
 
 
 @dataclass(frozen=True)
+class RawReplay:
+    """One phase of a step that can be done again by itself, in so many operators and `seconds`, and what is kept for
+    it; or why it cannot be."""
+
+    seconds: float = 0.0
+    operators: int = 0
+    bytes: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class RawSlot:
     """The timed steps of a slot, with host and process clocks over all of them, and what the system counted meanwhile.
 

@@ -118,6 +118,8 @@ def check_fields(asked: Any, rules: Mapping[str, Rule], called: Mapping[str, str
             raise UsageError(f"{called.get(name, name)} must be {rule.words}, got {value!r:.80}.")
 
 
+# What energy may be measured of: a whole step alone, or its phases too.
+ENERGY_OF = (STEP_ENERGY, PHASE_ENERGY) = ("step", "phases")
 # What a person calls a field by another name.
 _CALLED = {"axes": "set"}
 
@@ -131,9 +133,10 @@ class Request:
     is kept, instead of the axes' defaults. `trace` is the folder that a trace of every case goes to. `static_scales` is
     the number of steps that scales are found in, `refresh_scales` of those after which they are renewed,
     `saturation_bound` the percentage of a tensor's values above which its scale is. `energy` says whether energy is
-    measured where a device can tell it, `tape` that the operators of a step are counted in a quick look too,
-    `sustained` for how many seconds at a time cases also run. `max_batch` asks for
-    the largest batch that fits, `memory_limit` is the memory that it has to fit into, in bytes. `backend` is who
+    measured where a device can tell it, `energy_of` whether also that of each phase of a step, `tape` that the
+    operators of a step are counted in a quick look too, `sustained` for how many seconds at a time cases also run.
+    `max_batch` asks for the largest batch that fits, `memory_limit` is the memory that it has to fit into, in bytes.
+    `backend` is who
     multiplies in dtypes that name none; 'auto' is whoever can.
     """
 
@@ -158,6 +161,7 @@ class Request:
     refresh_scales: int | None = None
     saturation_bound: float | None = None
     energy: bool = True
+    energy_of: str = STEP_ENERGY
     max_batch: bool = False
     memory_limit: int | None = None
     backend: str = "auto"
@@ -174,6 +178,10 @@ class Request:
             )
         if self.memory_limit is not None and not self.max_batch:
             raise UsageError("--memory-limit goes with --max-batch, which was not given. Add it, or leave this out.")
+        if self.energy_of not in ENERGY_OF:
+            raise UsageError(f"energy is that of one of {', '.join(ENERGY_OF)}, got {self.energy_of!r:.80}.")
+        if self.energy_of == PHASE_ENERGY and not self.energy:
+            raise UsageError("--energy phases asks for energy, which --no-energy leaves out. Leave one of them out.")
         for option, given in (
             ("--refresh-scales", self.refresh_scales),
             ("--saturation-bound", self.saturation_bound),

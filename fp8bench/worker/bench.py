@@ -30,7 +30,7 @@ from fp8bench.model import (
     TensorStatistics,
 )
 from fp8bench.model.conformity import Conformity
-from fp8bench.model.raw import Filling, RawSlot, Settings, StateCheck
+from fp8bench.model.raw import Filling, RawReplay, RawSlot, Settings, StateCheck
 from fp8bench.protocols import Device, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import devices, precisions, workloads
@@ -205,6 +205,20 @@ class Bench:
     def loop(self, key: str, steps: int) -> float:
         """Run so many steps back to back; the seconds of all. Somebody else looks at the device meanwhile."""
         return self._prepared_as(key).loop(steps)
+
+    def hold_phase(self, key: str, phase: str, most_bytes: int) -> RawReplay:
+        """Keep one phase of a state's step, so that it can be done over and over by itself; or say why it cannot."""
+        return self._prepared_as(key).hold_phase(phase, most_bytes)
+
+    def loop_phase(self, key: str, times: int) -> float:
+        """Do the phase that is kept so often; the seconds of all. Somebody else looks at the device meanwhile."""
+        return self._prepared_as(key).loop_phase(times)
+
+    def drop_phase(self, key: str) -> str:
+        """Give back what is kept for a phase; what doing it has spoilt."""
+        wrong = self._prepared_as(key).drop_phase()
+        gc.collect(1)
+        return wrong
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
         """The workload's numerical errors for one case, or why there are none."""

@@ -10,7 +10,8 @@ from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
 
-from fp8bench.model.raw import Filling, RawSlot, RawStep, StateCheck
+from fp8bench.model import Phase
+from fp8bench.model.raw import Filling, RawReplay, RawSlot, RawStep, StateCheck
 from fp8bench.model.readings import Read, Reading, grown
 from fp8bench.protocols import (
     Arithmetic,
@@ -29,6 +30,7 @@ from fp8bench.worker.checked_results import wrong_of
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.host_counters import counters
+from fp8bench.worker.phase_replays import HeldPhase, held_phase
 from fp8bench.worker.second_clock import agreeing
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import apart, silent_step
@@ -61,6 +63,7 @@ class Prepared:
     flush: Callable[[], Any] | None = None
     replay: Callable[[], object] | None = None
     loaded: bool = False
+    held: HeldPhase | None = None
     _next: Callable[[], State] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -189,6 +192,29 @@ class Prepared:
                 self.workload.step(self._ready(), silent)
             self.device.synchronise(self.index)
             return time.perf_counter() - start
+
+    def hold_phase(self, phase: str, most_bytes: int) -> RawReplay:
+        """Keep what one phase of a step is given, so that it can be done by itself: in so many bytes at most."""
+        self.held = None
+        self.loaded = self.loaded or (phase == Phase.DATA_LOAD and bool(self.workload.loads))
+        with under(self.precision), unchanged(), apart():
+            state = self._ready()
+            held = held_phase(self.workload, state, self.device, self.index, phase, most_bytes)
+            if isinstance(held, RawReplay):
+                return held
+            self.held = held
+            return held.warmed_up()
+
+    def loop_phase(self, times: int) -> float:
+        """Do the phase that is held so often; the seconds of all."""
+        assert self.held is not None, "no phase is held"
+        with under(self.precision), unchanged(), silent_step():
+            return self.held.loop(times)
+
+    def drop_phase(self) -> str:
+        """Give back what is kept for it; returns what doing it has spoilt, '' if nothing."""
+        held, self.held = self.held, None
+        return held.replay.lost() if held is not None else ""
 
 
 def _known(read: Read) -> float | None:

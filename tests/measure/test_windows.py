@@ -14,7 +14,7 @@ from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.measure.windows import WindowPass, WindowRule, window_rule_for
-from fp8bench.model import DeviceFacts, EnergyUse, Level, PlannedCase, Record
+from fp8bench.model import DeviceFacts, EnergyUse, Level, PlannedCase, Record, Request
 from fp8bench.model.readings import Reading, Readings
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
@@ -126,7 +126,7 @@ def test_a_source_that_fails_in_the_middle_is_a_reason_and_no_zero() -> None:
 )
 def test_who_is_in_a_hurry_gets_one_window(quick: bool, budget: float | None, windows: int) -> None:
     """Each takes ten changes of the counter at least, whatever is asked."""
-    rule = window_rule_for(quick, budget, energy=True, sustained=None)
+    rule = window_rule_for(Request("gemm", quick=quick, budget=budget))
     assert rule is not None and (rule.windows, rule.turn_seconds, rule.energy) == (windows, 0.0, True)
 
 
@@ -279,8 +279,8 @@ def test_a_turn_begins_when_the_device_has_settled_for_its_case() -> None:
 )  # fmt: skip
 def test_who_asks_for_turns_gets_at_least_three(energy: bool, quick: bool, rule: WindowRule) -> None:
     """With fewer there is no interval."""
-    assert window_rule_for(quick, None, energy, 2.5) == rule
-    assert window_rule_for(quick, None, energy=False, sustained=None) is None
+    assert window_rule_for(Request("gemm", quick=quick, energy=energy, sustained=2.5)) == rule
+    assert window_rule_for(Request("gemm", quick=quick, energy=False)) is None
 
 
 def test_a_record_keeps_turns_without_energy() -> None:

@@ -21,6 +21,7 @@ from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.settle import warm_up_limit
 from fp8bench.measure.windows import window_rule_for, windows_of
 from fp8bench.model import Plan, Request, Run
+from fp8bench.model.request import ENERGY_OF, STEP_ENERGY
 from fp8bench.model.request import REQUEST_RULES as RULES
 from fp8bench.model.settling import STRETCH
 from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS
@@ -84,6 +85,8 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     add("--trace", type=types.path, metavar="DIR", help=words)
     words = "measure no energy; else it is where a device can tell it, in windows of a second or more a case"
     add("--no-energy", dest="energy", action="store_false", help=words)
+    words = "phases: also measure the joules of each phase of a step, in windows in which it is done by itself"
+    add("--energy", dest="energy_of", choices=ENERGY_OF, default=STEP_ENERGY, metavar="OF", help=words)
     words = "also run each case for so many seconds at a time, once it has settled: the time that it sustains"
     add("--sustained", type=types.number(RULES["sustained"]), metavar="SECONDS", help=words)
     words = "count the operators of a step, their FLOPs and bytes, also with --quick; else this is always done"
@@ -171,7 +174,7 @@ def _warming_expected(plan: Plan, request: Request) -> str:
 
 def _energy_expected(plan: Plan, request: Request) -> str:
     """Of a GPU, which has a counter where its driver is: those of other devices show only when they are opened."""
-    rule = window_rule_for(request.quick, request.budget, request.energy, request.sustained)
+    rule = window_rule_for(request)
     if rule is None:
         return ""
     everywhere = bool(rule.turn_seconds)

@@ -90,6 +90,11 @@ class Looks(ABC):
         """What does not change while a run lasts: name, driver, limits, modes."""
         return self._read(self.queries.facts)
 
+    def power_limit(self) -> Read:
+        """What it is allowed to take just now, in watts."""
+        told = self._read(tuple(query for query in self.queries.facts if query.name == "power_cap"))
+        return told.get("power_cap", Unavailable("nobody here tells a power limit"))
+
     def state(self) -> Readings:
         """How it is just now: power, clocks, temperature, throttle reasons, use, memory."""
         return self._read(self.queries.state)

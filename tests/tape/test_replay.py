@@ -1,0 +1,256 @@
+"""One phase of a step done again by itself: bit for bit what the step did, or a reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.model import UNATTRIBUTED
+from fp8bench.tape.recording import Recording
+from fp8bench.tape.replay import CannotReplay, Replay
+
+ROOM = 1 << 20
+
+
+class Mark(AbstractContextManager["Mark"]):
+    """A phase of a step of a test."""
+
+    def __init__(self, stack: list[str], name: str) -> None:
+        self._stack, self._name = stack, name
+
+    def __enter__(self) -> Mark:
+        self._stack.append(self._name)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.pop()
+
+
+Step = Callable[[Callable[[str], Mark]], object]
+
+
+def recorded(step: Step, phase: str = "gemm", most_bytes: int = ROOM, check: bool = True) -> Replay:
+    stack = [UNATTRIBUTED]
+    recording = Recording(phase, stack, most_bytes, check)
+    with recording:
+        step(lambda name: Mark(stack, name))
+    return recording.replay()
+
+
+def names(replay: Replay) -> list[str]:
+    return [call.name.removeprefix("aten.").partition(".")[0] for call in replay.calls]
+
+
+def in_place_between(mark: Callable[[str], Mark]) -> None:
+    """Another phase writes to what this one is given, between its two looks at it; and to what it has made."""
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    with mark("gemm"):
+        a = x @ y
+    with mark("cast"):
+        x.mul_(3)
+        a.relu_()
+    with mark("gemm"):
+        b = x @ a
+        b[1:].t().add_(x[:, 1:])
+        b += a
+
+
+def views_of_its_own(mark: Callable[[str], Mark]) -> None:
+    """It writes to a part of what it is given, through a view of a view, and reads the whole."""
+    x = torch.arange(24.0)
+    view = x.view(2, 3, 4).transpose(0, 2)
+    with mark("gemm"):
+        view[1].add_(1)
+        x.cumsum(0)
+        torch.as_strided(x, (3, 3), (2, 1), 5).zero_()
+        x.sum()
+
+
+def random_numbers(mark: Callable[[str], Mark]) -> None:
+    """From torch's own state and from a generator's, with draws of others between."""
+    own = torch.Generator().manual_seed(3)
+    with mark("gemm"):
+        torch.nn.functional.dropout(torch.ones(64), 0.5)
+    with mark("cast"):
+        torch.rand(7)
+    with mark("gemm"):
+        torch.empty(16).uniform_(generator=own)
+        torch.rand(5, generator=own)
+        torch.rand(5)
+
+
+class Doubled(torch.autograd.Function):
+    """A function whose backward is its own, in a phase of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mark: Callable[[str], Mark]) -> Tensor:
+        ctx.mark = mark
+        ctx.save_for_backward(x)
+        with mark("gemm"):
+            return x @ x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        with ctx.mark("gemm"):
+            return gradients[0] @ x.t() + x.t() @ gradients[0], None
+
+
+def forward_and_backward(mark: Callable[[str], Mark]) -> None:
+    """The backward finds what the forward has saved, which are other tensors in the same memory."""
+    x = torch.randn(8, 8, requires_grad=True)
+    with mark("elementwise"):
+        loss = Doubled.apply(x.sin(), mark).softmax(-1).var()
+    with mark("elementwise"):
+        loss.backward()
+
+
+def several_at_once(mark: Callable[[str], Mark]) -> None:
+    """Lists of tensors, written in place; results that are several tensors."""
+    weights, gradients = ([torch.randn(5) for _ in range(3)] for _ in range(2))
+    with mark("gemm"):
+        torch._foreach_mul_(weights, 0.5)
+        torch._foreach_add_(weights, gradients, alpha=-0.1)
+        low, high = torch.aminmax(torch.stack(weights))
+        values, places = torch.sort(torch.cat([low[None], high[None], weights[0]]))
+        values.index_select(0, places % 3).clamp_(min=0)
+
+
+STEPS = (in_place_between, views_of_its_own, random_numbers, forward_and_backward, several_at_once)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_a_phase_gives_what_the_step_gave(step: Step) -> None:
+    """Bit for bit, from the start and again after it has run on; random numbers go on as if it had drawn none."""
+    replay = recorded(step)
+    state = torch.get_rng_state()
+    assert replay.differs() == ""
+    replay.run(3)
+    assert replay.differs() == "" and replay.lost() == ""
+    assert torch.equal(torch.get_rng_state(), state) == (step is not random_numbers)  # run() alone draws on
+    with replay.random_kept():
+        state = torch.get_rng_state()
+        replay.run(2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_it_keeps_what_the_step_was_given() -> None:
+    """The step's own tensors are not written to, and what is written goes on from time to time."""
+    total = torch.zeros(3)
+
+    def step(mark: Callable[[str], Mark]) -> None:
+        with mark("gemm"):
+            total.add_(1.0)
+
+    replay = recorded(step)
+    replay.run(4)
+    assert total.tolist() == [1.0] * 3
+    assert replay.calls[0].args[0].tolist() == [4.0] * 3
+    replay.restore()
+    assert replay.calls[0].args[0].tolist() == [0.0] * 3
+
+
+def test_it_has_the_operators_of_its_phase_alone() -> None:
+    """In their order, those of phases within it left out; what is outside of all phases is one too."""
+
+    def step(mark: Callable[[str], Mark]) -> None:
+        x = torch.ones(2, 2)
+        with mark("gemm"):
+            x @ x
+            with mark("cast"):
+                x.double()
+            x.sin()
+        x.cos()
+
+    assert names(recorded(step)) == ["mm", "sin"]
+    assert names(recorded(step, "cast")) == ["_to_copy"]
+    assert names(recorded(step, UNATTRIBUTED)) == ["ones", "cos"]
+
+
+def test_memory_is_given_back_within_a_replay() -> None:
+    """As in the step: what no later operator is given is not held."""
+
+    def step(mark: Callable[[str], Mark]) -> None:
+        x = torch.ones(4)
+        with mark("gemm"):
+            x.sin().cos().tan()
+
+    replay = recorded(step)
+    assert [len(call.frees) for call in replay.calls] == [0, 1, 2] and replay.registers == 3
+
+
+def overflowing(mark: Callable[[str], Mark]) -> None:
+    x = torch.ones(4)
+    with mark("gemm"):
+        x.mul_(1e30)
+
+
+def test_numbers_that_it_spoils_are_told() -> None:
+    """Once is as in the step; twice is not finite."""
+    replay = recorded(overflowing)
+    replay.run(1)
+    assert replay.lost() == ""
+    replay.run(1)
+    assert replay.lost() == "what it writes, over and over, is no longer finite"
+
+
+def reads_the_host(mark: Callable[[str], Mark]) -> None:
+    """Code that no operator shows writes to what an operator is given."""
+    values = np.zeros(4, dtype=np.float32)
+    x = torch.from_numpy(values)
+    with mark("gemm"):
+        x.sin()
+        values += 1
+        x.cos()
+
+
+def sparse(mark: Callable[[str], Mark]) -> None:
+    x = torch.eye(3).to_sparse()
+    with mark("gemm"):
+        torch.mm(x, torch.ones(3, 3))
+
+
+def moves(mark: Callable[[str], Mark]) -> None:
+    x = torch.ones(4)
+    with mark("gemm"):
+        x.resize_(6).zero_()
+
+
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [
+        (sparse, "no plain part of a memory"), (moves, "aten.resize_.default gives a tensor other memory"),
+        (lambda mark: None, "it calls no operator of torch"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_again_says_why(step: Step, why: str) -> None:
+    """And the step goes on to its end."""
+    with pytest.raises(CannotReplay, match=why):
+        recorded(step)
+
+
+def test_what_no_operator_shows_is_found_by_its_numbers() -> None:
+    """The first operator that gives something else is named."""
+    assert (
+        recorded(reads_the_host).differs() == "aten.sin.default, operator 1 of it, gives other numbers than in the step"
+    )
+
+
+def test_no_more_is_kept_than_may_be() -> None:
+    """Copies count."""
+
+    def step(mark: Callable[[str], Mark]) -> None:
+        x = torch.ones(1000)
+        with mark("gemm"):
+            x.sin()
+        x.zero_()
+
+    assert recorded(step, most_bytes=8000).bytes == 8000
+    with pytest.raises(CannotReplay, match="more than the 7999 bytes that may be kept"):
+        recorded(step, most_bytes=7999)

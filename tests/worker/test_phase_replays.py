@@ -1,0 +1,85 @@
+"""Phases of fp8bench's own suites, held by the worker: each gives the numbers of its step, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fp8bench.model import UNATTRIBUTED, Case, Phase
+from fp8bench.model.raw import RawReplay
+from fp8bench.nn.sizes import SIZES, GPTConfig
+from fp8bench.plan.corpus import Corpus
+from fp8bench.protocols import Setup
+from fp8bench.registry import devices, workloads
+from fp8bench.worker import phase_replays
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.phase_replays import held_phase
+from tests.workloads.steps import CPU, SMALL, marks, setup_of
+
+TINY = GPTConfig(256, 32, 2, 2, 2, 64, batch=2, sequence=16)
+GPT = {"size": "tiny", "batch": 2, "sequence": 16, "micro_batches": 2}
+MODES = ("fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-block", "fp8-rowwise", "mxfp8", "nvfp4", "mxfp4")
+SAMPLE = {("attention", "fp8"), ("optimizer", "bf16"), ("data", "fp8")}
+NO_OPERATOR = "it calls no operator of torch"
+NO_LOAD = "its data are loaded by code of its suite, which has no `load` that does nothing else"
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that trains in milliseconds, and phases that are done twice ahead of their windows."""
+    monkeypatch.setitem(SIZES, "tiny", TINY)
+    monkeypatch.setattr(phase_replays, "WARM_SECONDS", 0.0)
+
+
+def check(setup: Setup) -> dict[str, str]:
+    """Hold every phase that steps of a case have, and do it again; why those that cannot be held are not."""
+    workload, cpu, whys = workloads.get(setup.case.workload), devices.get("cpu"), {}
+    state = workload.prepare(setup)
+    for phase in dict.fromkeys(marks(workload, state, 2)):
+        held = held_phase(workload, state, cpu, 0, phase, 1 << 28)
+        if isinstance(held, RawReplay):
+            whys[phase] = held.why
+            continue
+        held.loop(2)
+        assert held.replay.differs() == "" and held.replay.lost() == ""
+    return whys
+
+
+def rows() -> Iterator[object]:
+    for name in sorted(SMALL):
+        for mode in MODES:
+            if (name, mode) in SAMPLE:
+                yield name, mode
+            elif name != "norm_act" or not mode.startswith(("fp8", "mx", "nv")):
+                yield pytest.param(name, mode, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "mode"), list(rows()))
+def test_every_phase_is_done_again_bit_for_bit(name: str, mode: str, corpus: Corpus, bench: Bench) -> None:
+    """A phase whose numbers differ would not be held: none but data loading, where no operator shows what it does."""
+    whys = check(setup_of(name, SMALL[name], mode, corpus=corpus.path))
+    assert whys.pop(UNATTRIBUTED, NO_OPERATOR) == NO_OPERATOR
+    assert whys == ({Phase.DATA_LOAD: NO_LOAD} if name == "data" else {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_every_phase_of_a_training_step_is(mode: str, corpus: Corpus, bench: Bench) -> None:
+    """Forward, backward, accumulation, the optimizer; its data by its own `load`."""
+    setup = setup_of("transformer", GPT | {"data": corpus.identity}, mode, corpus=corpus.path)
+    assert check(setup) == {UNATTRIBUTED: NO_OPERATOR}
+
+
+def test_a_prepared_case_holds_one_phase_at_a_time(corpus: Corpus, bench: Bench) -> None:
+    """Each from a step of its own; steps go on as before, with data that are loaded ahead from then on."""
+    case = Case("transformer", tuple((GPT | {"data": corpus.identity}).items()), "bf16", "cpu")
+    bench.prepare("key", case, CPU)
+    for phase in (Phase.DATA_LOAD, Phase.GEMM):
+        held = bench.hold_phase("key", phase, 1 << 28)
+        assert held.why == "" and held.operators > 0 and held.bytes > 0 and held.seconds > 0
+        assert bench.loop_phase("key", 2) > 0
+        assert bench.drop_phase("key") == ""
+    assert "more than the 16 bytes" in bench.hold_phase("key", Phase.GEMM, 16).why
+    assert bench.slot("key", 1, 0).steps and bench.check("key").wrong == ""
+    bench.release("key")
