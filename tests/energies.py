@@ -13,6 +13,7 @@ from fp8bench.model import (
     EnergyWindow,
     Finding,
     Interval,
+    PhaseEnergy,
     Record,
     Scalar,
     Status,
@@ -31,6 +32,11 @@ VIRTUAL = "this is a virtual machine, which has no powercap"
 def window(joules: float, seconds: float = 0.01, steps: int = 100, uncertainty: float | None = 0.004) -> EnergyWindow:
     """So many steps of so many joules and seconds each."""
     return EnergyWindow(steps, seconds * steps, joules * steps, 12, uncertainty, 1.41e9, 61.0)
+
+
+def phase_of(name: str, joules: float, seconds: float) -> PhaseEnergy:
+    """Three windows of a phase by itself, all of so many joules and seconds each time."""
+    return PhaseEnergy(name, (window(joules, seconds),) * 3)
 
 
 def use(

@@ -1,7 +1,6 @@
 """What the energy windows of a case say: joules of a step, gross and net, for what it does, and against the reference.
 
-A window is measured; what is worked out of several numbers is derived; what a phase takes of a step by its share of
-the time is an estimate.
+A window is measured; what is worked out of several numbers is derived.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ class EnergyFigures:
 
     `gross` is all that the device took while steps ran, `net` what came on top of idling for as long; where there is
     none, `net_why` says why. `uncertainty` is the largest of any window's, None where nobody knows it. `per` are gross
-    joules for each count of the step's work ('token', 'tflop', 'gb'), and `phases` what gross is divided into by the
-    best case's shares of time: an estimate, as if all phases took the same power. `seconds` are those of a step.
+    joules for each count of the step's work ('token', 'tflop', 'gb'). `seconds` are those of a step.
     """
 
     source: str
@@ -65,7 +63,6 @@ class EnergyFigures:
     sm_clock: float | None = None
     temperature: float | None = None
     per: tuple[tuple[str, float], ...] = ()
-    phases: tuple[tuple[str, float], ...] = ()
 
 
 class Demand(StrEnum):
@@ -103,7 +100,7 @@ def energy_samples(use: EnergyUse | None) -> tuple[float, ...]:
     return tuple(one.joules / one.steps for one in _sound(use))
 
 
-def energy_figures(record: Record, finding: Finding | None) -> EnergyFigures | None:
+def energy_figures(record: Record) -> EnergyFigures | None:
     """What the windows of a case say; None without a window (`why_no_energy` says why)."""
     use, windows = record.energy, _sound(record.energy)
     if use is None or not windows:
@@ -121,7 +118,6 @@ def energy_figures(record: Record, finding: Finding | None) -> EnergyFigures | N
         max((one.temperature for one in windows if one.temperature is not None), default=None),
         tuple((name, gross.middle * many / getattr(record.work, count)) for name, count, many in _PER
               if getattr(record.work, count)),
-        tuple(_phases(gross.middle, finding)),
     )  # fmt: skip
 
 
@@ -157,7 +153,7 @@ def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Labe
     """
     if reference is None or record.is_reference or {record.support.level, reference.support.level} != {Level.NATIVE}:
         return None
-    own, base = energy_figures(record, None), energy_figures(reference, None)
+    own, base = energy_figures(record), energy_figures(reference)
     if own is None or base is None or own.source != base.source:
         return None
     first, second = (one.gross.widened(one.uncertainty or 0.0) for one in (own, base))
@@ -185,9 +181,13 @@ def _why_unclear(record: Record, own: EnergyFigures, base: EnergyFigures, labels
 
 def _sound(use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
     """The windows that are numbers: runs are read from files, too."""
-    found = use.windows if use is not None else ()
+    return sound_windows(use.windows if use is not None else ())
+
+
+def sound_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow, ...]:
+    """Those that are numbers."""
     return tuple(
-        one for one in found if one.steps > 0 and all(1e-30 < number < 1e30 for number in (one.seconds, one.joules))
+        one for one in windows if one.steps > 0 and all(1e-30 < number < 1e30 for number in (one.seconds, one.joules))
     )
 
 
@@ -210,14 +210,6 @@ def _net(use: EnergyUse, windows: Sequence[EnergyWindow], unsure: float) -> tupl
     if net.low <= unsure:
         return idle, None, f"what it takes beyond idling, {units.count(idle, 'W')}, is too little to tell"
     return idle, net, ""
-
-
-def _phases(joules: float, finding: Finding | None) -> Iterable[tuple[str, float]]:
-    if finding is None or not finding.best_seconds:
-        return
-    for phase, seconds in finding.phases:
-        if 0 < seconds < math.inf:
-            yield phase, joules * seconds / finding.best_seconds
 
 
 NO_SOURCE = "none"

@@ -15,6 +15,7 @@ from fp8bench import units
 from fp8bench.analysis import stats
 from fp8bench.analysis.energy import why_unresolved
 from fp8bench.analysis.patterns import pattern
+from fp8bench.analysis.phase_energy import phase_energies
 from fp8bench.analysis.places import PlaceEffect
 from fp8bench.analysis.verdicts import LEAST_FOR_VERDICT, SAME, uneven
 from fp8bench.model import DeviceWatch, Finding, Interval, Label, Level, Record, SlotSample, Timing
@@ -133,6 +134,9 @@ def _found(record: Record, finding: Finding, reference: Timing | None, aa: Inter
     yield from limits_of(record.watch)
     if why := why_unresolved(record.energy):
         yield Labelled(Label.ENERGY_UNRESOLVED, why)
+    phases = phase_energies(record, finding)
+    if phases is not None and phases.off_pace:
+        yield Labelled(Label.REPLAY_PACE, phases.off_pace)
 
     if finding.floor is not None and finding.floor > NOISY_FLOOR:
         yield Labelled(Label.NOISY)

@@ -51,6 +51,13 @@ class Rank(StrEnum):
     RESTATED = "restated"
 
 
+class EnergyConditions(NamedTuple):
+    """What an energy is worth, in a word, and the power limits in watts that its device has had in the run."""
+
+    validity: str
+    power_limits: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class Metric:
     """One figure of a case. Values are in `unit`: `value` the middle of all samples, `best` that of a step undisturbed.
@@ -78,6 +85,7 @@ class Metric:
     why: str = ""
     labels: tuple[Label, ...] = ()
     source: str = ""
+    energy: EnergyConditions | None = None
     samples: Callable[[], tuple[float, ...]] = field(default=tuple, compare=False, repr=False)
 
     @property

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from fp8bench.analysis.energy import EnergyFigures, energy_figures, energy_ratio, energy_samples, why_no_energy
+from fp8bench.analysis.energy_validity import energy_validity
 from fp8bench.analysis.metric import (
     ENERGY,
     MEAN,
@@ -21,6 +22,7 @@ from fp8bench.analysis.metric import (
     STEP,
     TIME,
     Better,
+    EnergyConditions,
     Metric,
     Rank,
     Reference,
@@ -28,6 +30,7 @@ from fp8bench.analysis.metric import (
     capacity_ratio,
     why_no_larger,
 )
+from fp8bench.analysis.phase_energy import PhaseEnergies, phase_energies
 from fp8bench.analysis.roofline import phase_roofs
 from fp8bench.analysis.samples import (
     mean_sample,
@@ -268,8 +271,8 @@ def _energy(record: Record, finding: Finding | None, reference: Reference | None
     if use is None or record.status is not Status.OK:
         return
     labels = finding.labels if finding is not None else ()
-    blank = Metric(ENERGY, "J", cost=_emulated(record), labels=labels, source=use.source)
-    found = energy_figures(record, finding)
+    blank = Metric(ENERGY, "J", cost=_emulated(record), labels=labels, source=use.source, energy=_conditions(record))
+    found = energy_figures(record)
     if found is None:
         yield replace(blank, why=why_no_energy(record))
         return
@@ -287,10 +290,29 @@ def _energy(record: Record, finding: Finding | None, reference: Reference | None
         step = replace(step, interval=interval, verdict=ratio.demand.value, why=_joined(ratio.why, use.why))
     yield step
     yield from _beside(found, replace(blank, provenance=Provenance.DERIVED))
-    for phase, joules in found.phases:
+    phases = phase_energies(record, finding)
+    if phases is not None:
+        yield from _of_phases(phases, finding, replace(blank, rank=Rank.DETAIL))
+
+
+def _conditions(record: Record) -> EnergyConditions | None:
+    use, validity = record.energy, energy_validity(record)
+    return None if use is None or validity is None else EnergyConditions(validity.value, use.power_limits)
+
+
+def _of_phases(found: PhaseEnergies, finding: Finding | None, blank: Metric) -> Iterator[Metric]:
+    """Measured ones with their ends, estimates with why they are none; and what of a step no measured one takes."""
+    for one in found.phases:
+        labels = _with_floor(finding, one.phase)
+        phase = replace(blank, value=one.joules, phase=one.phase, provenance=one.provenance, labels=labels, why=one.why)
+        yield phase
+        for name, end in ((OwnMetric.ENERGY_LOW, one.low), (OwnMetric.ENERGY_HIGH, one.high)):
+            if end is not None:
+                yield replace(phase, name=name, value=end)
+    if found.residual is not None:
         yield replace(
-            blank, value=joules, phase=phase, provenance=Provenance.ESTIMATED, rank=Rank.DETAIL,
-            labels=_with_floor(finding, phase),
+            blank, name=OwnMetric.ENERGY_RESIDUAL, value=found.residual.middle, provenance=Provenance.DERIVED,
+            why=found.void, better=Better.NONE,
         )  # fmt: skip
 
 

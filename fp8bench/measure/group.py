@@ -278,9 +278,10 @@ class GroupMeasurement:
             meter, rule.windows, self._seed + 2,
             lambda arm, share: self._observer.working(arm.planned.case, "measuring energy of phases", share),
         ).measure([arm for _, arm in due], self._worker)  # fmt: skip
+        limits = meter.power_limits()
         for outcome, arm in due:
             if outcome.draft.energy is not None:
-                outcome.note(energy=replace(outcome.draft.energy, phases=found[arm.key]))
+                outcome.note(energy=replace(outcome.draft.energy, phases=found[arm.key], power_limits=limits))
 
     def _smaller(
         self, leader: CaseOutcome | None, with_control: bool, candidates: list[CaseOutcome]

@@ -87,7 +87,7 @@ class PhaseWindowPass:
         if wrong or isinstance(energy, Unavailable):
             found.reasons.append(wrong or str(energy))
         else:
-            found.windows.append(kept_window(energy, times * chunks, self._meter))
+            found.windows.append(kept_window(energy, times * chunks))
 
     def _held(self, arm: Arm, phase: str, worker: Worker) -> RawReplay:
         """The phase, done for a while by now; or why it is not."""

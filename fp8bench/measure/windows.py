@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import Arm
@@ -21,11 +21,12 @@ from fp8bench.measure.sensors.mean_power import SHORTEST
 from fp8bench.measure.sensors.meter import CAP, Meter
 from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.measure.settle import Settler
-from fp8bench.model import EnergyUse, EnergyWindow, Group, Level, Request, SustainedTurn
+from fp8bench.model import PHASES, EnergyUse, EnergyWindow, Group, Level, Request, SustainedTurn
 from fp8bench.model.readings import Reading, Unavailable
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.settling import STRETCH, Settling
 from fp8bench.protocols.axes import CACHE, COLD
+from fp8bench.registry import workloads
 
 # So many steps are asked for at a time that the worker is away for about as long.
 CHUNK_SECONDS = 0.25
@@ -79,6 +80,12 @@ def windows_of(group: Group, rule: WindowRule) -> int:
         return 0
     running = [planned for planned in group.cases if planned.runs]
     return sum(1 if planned.support.level is Level.EMULATED else rule.windows for planned in running)
+
+
+def phases_at_most(group: Group) -> int:
+    """How many phases a step of a group may have, what is in none included."""
+    history = workloads.get(group.cases[0].case.workload).history
+    return len(history.phases if history is not None and history.phases else PHASES) + 1
 
 
 @dataclass
@@ -139,7 +146,7 @@ class WindowPass:
             if before is None or after is None:
                 of_arm.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             else:
-                of_arm.use = of_arm.concluded(source, before, after)
+                of_arm.use = replace(of_arm.concluded(source, before, after), power_limits=self._meter.power_limits())
         return found
 
     def _turns(self, arms: Sequence[Arm]) -> list[Arm]:
@@ -170,7 +177,7 @@ class WindowPass:
         if isinstance(energy, Unavailable):
             found.reasons.append(energy.reason)
         else:
-            found.windows.append(kept_window(energy, done, self._meter))
+            found.windows.append(kept_window(energy, done))
         if turn_seconds:
             watts = energy.watts if isinstance(energy, Energy) else None
             hertz = clock.number if isinstance(clock, Reading) else None
@@ -187,12 +194,11 @@ class WindowPass:
         return None
 
 
-def kept_window(energy: Energy, steps: int, meter: Meter) -> EnergyWindow:
+def kept_window(energy: Energy, steps: int) -> EnergyWindow:
     """What is kept of a window that has a number."""
     watched = {name: read.number for name, read in energy.watched.items() if isinstance(read, Reading)}
-    throttle, stretch, limit = watched.get("throttle"), energy.stretch, meter.device.power_limit()
+    throttle, stretch = watched.get("throttle"), energy.stretch
     return EnergyWindow(
         steps, energy.seconds, energy.joules, stretch.intervals, stretch.uncertainty, watched.get("sm_clock"),
         watched.get("temperature"), None if throttle is None else int(throttle),
-        limit.number if isinstance(limit, Reading) else None,
     )  # fmt: skip

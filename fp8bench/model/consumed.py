@@ -19,7 +19,6 @@ class EnergyWindow:
     `joules` are those of the whole window, idling included. A counter changed `intervals` times in the part of it that
     was measured; `uncertainty` is the share by which that part can be off, None where a sensor of power was read:
     nobody knows. The clock is the median one, the temperature the highest; `throttle` has all bits that were seen.
-    `power_limit` is what the device was allowed to take when the window had ended, in watts.
     """
 
     steps: int
@@ -30,7 +29,6 @@ class EnergyWindow:
     sm_clock: float | None = None
     temperature: float | None = None
     throttle: int | None = None
-    power_limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,9 @@ class EnergyUse:
     """The windows of one case, and what the device takes while it idles beside the same states, in watts.
 
     `source` is 'counter', 'rapl', 'instant', 'average' or 'none': figures of different ones do not compare. `phases`
-    are the windows of its phases, where somebody asked. `why` says why a window or an idle power is missing, '' if
-    none is.
+    are the windows of its phases, where somebody asked. `power_limits` are those that the device has had since the run
+    began, in watts: several where somebody changed it; () where nobody tells. `why` says why a window or an idle power
+    is missing, '' if none is.
     """
 
     source: str
@@ -76,6 +75,7 @@ class EnergyUse:
     idle_after: float | None = None
     why: str = ""
     phases: tuple[PhaseEnergy, ...] = ()
+    power_limits: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -190,6 +190,12 @@ class Capacity:
     attempts: int = 0
 
 
+# The sources of energy that count it; sensors of power do not, and nobody knows how far they are off.
+COUNTERS = frozenset({"counter", "rapl"})
+# How often a counter has to change in a window.
+LEAST_INTERVALS = 10
+# In the reason of a window in which it did not.
+TICK_INTERVALS = "tick interval(s) of the energy counter"
 # nvmlClocksEventReason*, called nvmlClocksThrottleReason* by older drivers; the bits are the same.
 BITS: dict[int, str] = {
     0x1: "idle",

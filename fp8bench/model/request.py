@@ -136,8 +136,7 @@ class Request:
     measured where a device can tell it, `energy_of` whether also that of each phase of a step, `tape` that the
     operators of a step are counted in a quick look too, `sustained` for how many seconds at a time cases also run.
     `max_batch` asks for the largest batch that fits, `memory_limit` is the memory that it has to fit into, in bytes.
-    `backend` is who
-    multiplies in dtypes that name none; 'auto' is whoever can.
+    `backend` is who multiplies in dtypes that name none; 'auto' is whoever can.
     """
 
     suite: str

@@ -76,6 +76,7 @@ class Label(StrEnum):
     LEAK = "leak"
     NOT_FINITE = "not-finite"
     ENERGY_UNRESOLVED = "energy-unresolved"
+    REPLAY_PACE = "replay-pace"
     CROSS_RUN = "cross-run"
 
     @property
@@ -85,7 +86,7 @@ class Label(StrEnum):
 
 
 # Facts about a case that are no doubt about its speed.
-REMARKS = frozenset({Label.POWER_CAPPED, Label.ENERGY_UNRESOLVED})
+REMARKS = frozenset({Label.POWER_CAPPED, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
 
 
 class MemoryRole(StrEnum):

@@ -31,7 +31,7 @@ class Standing(StrEnum):
 
 
 # Whose reasons are sentences, the same for many cases: they have a place of their own.
-_LONG = frozenset({Label.EAGER_QUANTISER, Label.ENERGY_UNRESOLVED})
+_LONG = frozenset({Label.EAGER_QUANTISER, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
 _FACTS = {Verdict.FASTER: Standing.FASTER, Verdict.SLOWER: Standing.SLOWER, Verdict.SAME: Standing.SAME}
 _TONES = {
     Standing.FASTER: Tone.GOOD,

@@ -15,7 +15,9 @@ from fp8bench.analysis.energy import (
     other_pace,
     why_no_energy,
 )
-from fp8bench.model import Label, Run, Status
+from fp8bench.analysis.energy_validity import EnergyValidity, energy_validity
+from fp8bench.analysis.phase_energy import PhaseEnergies, phase_energies
+from fp8bench.model import UNATTRIBUTED, Label, Run, Status
 from fp8bench.model.metric_names import OwnMetric
 from fp8bench.report.case_status import emulated
 from fp8bench.report.panels import Result, ResultGroup, together
@@ -37,7 +39,24 @@ PER_WORDS = {
 
 def figures_of(result: Result) -> EnergyFigures | None:
     """What the windows of a case say; None without any."""
-    return energy_figures(result.record, result.finding) if result.record.status is Status.OK else None
+    return energy_figures(result.record) if result.record.status is Status.OK else None
+
+
+def phases_of(result: Result) -> PhaseEnergies | None:
+    """What its phases take of a step; None where nobody knows."""
+    return phase_energies(result.record, result.finding) if result.record.status is Status.OK else None
+
+
+def validity_of(result: Result) -> str:
+    """'certified', or the reason why its energy is not; '-' where it has none."""
+    found = energy_validity(result.record)
+    return units.NONE if found is None else found.value
+
+
+def power_limits_of(result: Result) -> str:
+    """'650 W'; several where it was changed within the run, '' where nobody tells."""
+    limits = result.record.energy.power_limits if result.record.energy else ()
+    return ", ".join(units.count(watts, "W") for watts in limits)
 
 
 def ratio_against(result: Result, reference: Result | None) -> EnergyRatio | None:
@@ -68,7 +87,9 @@ def missing_within(group: ResultGroup) -> list[tuple[str, str]]:
 
     Also that steps took another time in the windows than in slots: no energy of those slots is known then.
     """
-    return _by_doubt((one, words) for one in group.results for words in (*_missing(one), *_at_another_pace(one)))
+    return _by_doubt(
+        (one, words) for one in group.results for words in (*_missing(one), *_at_another_pace(one), *_of_phases(one))
+    )
 
 
 def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
@@ -96,6 +117,9 @@ def _missing(result: Result) -> Iterator[str]:
         yield f"no energy: {why_no_energy(result.record)}"
     if found is None or use is None:
         return
+    validity = energy_validity(result.record)
+    if validity not in (None, EnergyValidity.CERTIFIED) and not unresolved:
+        yield f"its energy is not certified: {validity}"
     if found.net_why:
         yield f"no net energy: {found.net_why}"
     if use.why and not unresolved and use.why != found.net_why:
@@ -109,6 +133,25 @@ def _at_another_pace(result: Result) -> Iterator[str]:
     if (pace := other_pace(found, finding)) is not None:
         took, slots = units.seconds(found.seconds.middle), units.seconds(found.seconds.middle / pace)
         yield f"a step took {took} ({units.change(pace)}) in the seconds of its energy windows, and {slots} in slots"
+
+
+def _of_phases(result: Result) -> Iterator[str]:
+    """What of a step its measured phases leave over, or why none is measured; and which of them are estimates."""
+    found, figures = phases_of(result), figures_of(result)
+    asked = result.record.energy is not None and bool(result.record.energy.phases)
+    if found is None or figures is None or not asked:
+        return
+    left = found.residual
+    if left is not None:
+        ends = f"[{units.joules(left.low)}, {units.joules(left.high)}]"
+        told = f"{units.joules(left.middle)} {ends} of a step's {units.joules(figures.gross.middle)} are in no phase"
+        yield f"energy of phases: {told} measured by itself, nor {units.seconds(found.residual_seconds)} of its time"
+    if found.void:
+        yield f"energy of phases is void: {found.void}"
+        return
+    for one in found.phases:
+        if one.why and one.phase != UNATTRIBUTED:
+            yield f"energy of {one.phase} is an estimate: {one.why}"
 
 
 def absences(run: Run) -> list[str]:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import UNATTRIBUTED, Phase
 from fp8bench.model.raw import RawReplay
-from fp8bench.protocols import Device, Markers, Workload
-from fp8bench.worker.memory_pass import ListeningMarker
+from fp8bench.protocols import Device, Markers, TellingMarker, Workload
 
 if TYPE_CHECKING:
     from fp8bench.tape.replay import Replay
@@ -76,7 +75,7 @@ def held_phase(
     stack: list[str] = [UNATTRIBUTED]  # backward may run on another thread: phases share it
     recording = Recording(phase, stack, most_bytes, check=device.kind == "cpu")
     with recording:
-        workload.step(state, Markers(lambda name: ListeningMarker(name, stack, lambda told: None)))
+        workload.step(state, Markers(lambda name: TellingMarker(name, stack, lambda told: None)))
     device.synchronise(index)
     try:
         replay = recording.replay()

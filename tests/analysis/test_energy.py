@@ -36,7 +36,7 @@ def reference(*joules: float, **changes: object) -> Record:
 def test_a_step_takes_the_middle_of_its_windows() -> None:
     """Windows differ in length: joules of a step are those of a window over its steps."""
     windows = (window(2.0, steps=100), window(2.2, steps=37), window(1.9, steps=251))
-    found = energy_figures(record(EnergyUse("counter", windows, 80.0, 84.0)), None)
+    found = energy_figures(record(EnergyUse("counter", windows, 80.0, 84.0)))
     assert found is not None
     assert (found.gross.middle, found.gross.low, found.gross.high) == pytest.approx((2.0, 1.9, 2.2))
     assert energy_samples(EnergyUse("counter", windows)) == pytest.approx((2.0, 2.2, 1.9))
@@ -46,7 +46,7 @@ def test_a_step_takes_the_middle_of_its_windows() -> None:
 
 def test_net_is_what_comes_on_top_of_idling_for_as_long() -> None:
     """At 2 J and 10 ms a step, 82 W of idling are 0.82 J of it; its ends take either idle power."""
-    found = energy_figures(record(use((2.0, 2.1, 2.2))), None)
+    found = energy_figures(record(use((2.0, 2.1, 2.2))))
     assert found is not None and found.net is not None and found.idle == IDLE + 1
     assert found.net.middle == pytest.approx(2.1 - 0.82)
     assert found.net.low == pytest.approx(2.0 - 0.83) and found.net.high == pytest.approx(2.2 - 0.81)
@@ -65,31 +65,22 @@ def test_net_is_what_comes_on_top_of_idling_for_as_long() -> None:
 )  # fmt: skip
 def test_without_an_idle_power_there_is_no_net_and_the_reason(changes: dict[str, object], why: str) -> None:
     """Never 0, and never below: gross stands."""
-    found = energy_figures(record(replace(use((2.0,)), **changes)), None)  # type: ignore[arg-type]
+    found = energy_figures(record(replace(use((2.0,)), **changes)))  # type: ignore[arg-type]
     assert found is not None and found.net is None and found.net_why == why and found.gross.middle == 2.0
 
 
 def test_joules_for_each_count_of_work() -> None:
     """Of gross; a count that does not apply has none."""
-    found = energy_figures(record(use((2.0,)), work=Work(flops=4e12, tokens=1000)), None)
+    found = energy_figures(record(use((2.0,)), work=Work(flops=4e12, tokens=1000)))
     assert found is not None and found.per == (("energy_per_token", 0.002), ("energy_per_tflop", 0.5))
-    found = energy_figures(record(use((2.0,)), work=Work(bytes=5e8)), None)
+    found = energy_figures(record(use((2.0,)), work=Work(bytes=5e8)))
     assert found is not None and found.per == (("energy_per_gb", 4.0),)
-
-
-def test_phases_share_a_step_by_time() -> None:
-    """So that they sum to it."""
-    parts = (("gemm", 0.006), ("cast", 0.001), ("attention", 0.0), ("unattributed", 0.003))
-    finding = Finding(case("bf16", {"width": 64}), Verdict.NONE, 0.01, phases=parts)
-    found = energy_figures(record(use((2.0, 2.1, 2.2))), finding)
-    assert found is not None and dict(found.phases) == pytest.approx({"gemm": 1.26, "cast": 0.21, "unattributed": 0.63})
-    assert sum(joules for _, joules in found.phases) == pytest.approx(found.gross.middle)
 
 
 def test_a_sensor_has_no_uncertainty_and_no_comparison_is_a_fact() -> None:
     base, own = (record(use(joules, source="instant"), is_reference=which) for joules, which in
                  (((3.0, 3.0, 3.0), True), ((1.0, 1.0, 1.0), False)))  # fmt: skip
-    found, ratio = energy_figures(own, None), energy_ratio(own, base)
+    found, ratio = energy_figures(own), energy_ratio(own, base)
     assert found is not None and found.uncertainty is None and ratio is not None
     assert ratio.point == pytest.approx(1 / 3) and ratio.demand is Demand.UNCLEAR
     assert ratio.why == "it is unknown how far its power sensor can be off"
@@ -168,7 +159,7 @@ def test_steps_of_windows_that_take_another_time_than_in_slots(
 ) -> None:
     """Where that is beyond the noise of both."""
     one = record(EnergyUse("counter", tuple(window(1.0, seconds) for seconds in windows)))
-    figures = energy_figures(one, None)
+    figures = energy_figures(one)
     assert figures is not None and figures.seconds.middle == pytest.approx(np.median(windows))
     found = other_pace(figures, Finding(one.case, Verdict.NONE, median_seconds=median, spread=spread))
     assert found == (None if pace is None else pytest.approx(pace))
@@ -176,7 +167,7 @@ def test_steps_of_windows_that_take_another_time_than_in_slots(
 
 def test_why_there_is_no_figure() -> None:
     """Nothing is said where nobody asked."""
-    assert why_no_energy(record(None)) == "" and energy_figures(record(None), None) is None
+    assert why_no_energy(record(None)) == "" and energy_figures(record(None)) is None
     assert why_no_energy(record(use((1.0,)))) == ""
     assert why_no_energy(record(EnergyUse("none", why="no NVML here"))) == "no NVML here"
     assert why_no_energy(record(EnergyUse("counter"))) == "no window was measured, and nothing says why"
@@ -214,7 +205,7 @@ nonsense = st.builds(
 def test_nonsense_in_a_file_is_no_figure(first: EnergyUse, second: EnergyUse) -> None:
     """What is not a number of joules does not count, and never is a figure of 0."""
     own, base = record(first), record(second, is_reference=True)
-    found = energy_figures(own, None)
+    found = energy_figures(own)
     assert (found is None) == bool(why_no_energy(own))
     if found is not None:
         assert 0 < found.gross.low <= found.gross.middle <= found.gross.high < math.inf

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.measure.sensors.sampler_thread import NAME, Source, SourceKind
+from fp8bench.model import CELL_PHASES
+from fp8bench.model.raw import RawReplay
 from fp8bench.model.readings import NoReading
 from tests.fakes import MS, FakeWorker, Script, gemm_steps
 from tests.measure.sensors.nvml.library import State
@@ -15,6 +17,8 @@ from tests.measure.sensors.virtual import VirtualClock
 
 IDLE = 80.0
 WATTS = {"fp32": 400.0, "bf16": 200.0, "fp8": 300.0}
+# A phase by itself, whatever the precision.
+PHASE_WATTS = {"gemm": 600.0, "cast": 80.0}
 TICK = 0.1
 
 
@@ -58,6 +62,7 @@ class Runner(FakeWorker):
         super().__init__(scripts, capacity)
         self.power = power
         self.sampled = 0
+        self.phase = self.spoilt = ""
 
     def _slot(self, *arguments: object) -> object:  # type: ignore[override]
         self.sampled += sampling()
@@ -67,9 +72,33 @@ class Runner(FakeWorker):
         label = self._labels[key]
         self.log.append(("loop", label, steps))
         self._strike("loop", label)
+        return self._runs(WATTS[label], steps * sum(self._script(label).step(0)[1]) / 1e9)
+
+    def _hold_phase(self, key: str, phase: str, most_bytes: int) -> RawReplay:
+        label = self._labels[key]
+        self.log.append(("hold", label, phase))
+        self._strike("hold", label)
+        if phase not in PHASE_WATTS:
+            return RawReplay(why=f"nobody does {phase} by itself")
+        self.phase = phase
+        return RawReplay(self._phase_seconds(label), 1, most_bytes)
+
+    def _loop_phase(self, key: str, times: int) -> float:
+        label = self._labels[key]
+        self.log.append(("phase", label, times))
+        return self._runs(PHASE_WATTS[self.phase], times * self._phase_seconds(label))
+
+    def _drop_phase(self, key: str) -> str:
+        return self.spoilt if self.phase == "cast" else ""
+
+    def _phase_seconds(self, label: str) -> float:
+        codes, times = self._script(label).step(0)
+        return sum(time for code, time in zip(codes, times, strict=True) if CELL_PHASES[code] == self.phase) / 1e9
+
+    def _runs(self, watts: float, seconds: float) -> float:
         start = self.power.clock.now()
-        end = start + steps * sum(self._script(label).step(0)[1]) / 1e9
-        self.power.set(WATTS[label])
+        end = start + seconds
+        self.power.set(watts)
         if sampling():
             self.power.clock.wait(lambda: self.power.clock.now() >= end)
         else:  # without a sampler nobody else moves the clock

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -19,8 +20,8 @@ from fp8bench.measure.ceilings import SUITE as CEILINGS
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.settle import warm_up_limit
-from fp8bench.measure.windows import window_rule_for, windows_of
-from fp8bench.model import Plan, Request, Run
+from fp8bench.measure.windows import WindowRule, phases_at_most, window_rule_for, windows_of
+from fp8bench.model import Group, Plan, Request, Run
 from fp8bench.model.request import ENERGY_OF, STEP_ENERGY
 from fp8bench.model.request import REQUEST_RULES as RULES
 from fp8bench.model.settling import STRETCH
@@ -185,7 +186,17 @@ def _energy_expected(plan: Plan, request: Request) -> str:
     idle = 2 * rule.idle_seconds * len(windows)
     least, most = (clock(idle + sum(windows) * seconds) for seconds in rule.window_seconds)
     why = "turns of seconds (--sustained)" if rule.turn_seconds else "energy, which --no-energy leaves out"
-    return f", and {least} to {most} for {why}"
+    return f", and {least} to {most} for {why}{_phases_expected(groups, rule)}"
+
+
+def _phases_expected(groups: Sequence[Group], rule: WindowRule) -> str:
+    """From one phase a step to all that its suite has, each in windows of its own."""
+    if not rule.phases:
+        return ""
+    once = replace(rule, turn_seconds=0.0).window_seconds
+    least = once[0] * sum(windows_of(group, rule) for group in groups)
+    most = once[1] * sum(windows_of(group, rule) * phases_at_most(group) for group in groups)
+    return f", and {clock(least)} to {clock(most)} for that of phases (--energy phases)"
 
 
 def _resume(arguments: argparse.Namespace) -> int:

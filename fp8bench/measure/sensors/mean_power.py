@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from fp8bench.model.consumed import LEAST_INTERVALS, TICK_INTERVALS
 from fp8bench.model.readings import NoReading
 
 # Fewer tick intervals are no number.
-INTERVALS = 10
+INTERVALS = LEAST_INTERVALS
 # Half a per cent: what the ends of the stretch may be off by before a window counts as resolved.
 RESOLVED = 0.005
 # An end of the stretch moves inwards by a second only for ticks that were seen by so many seconds sharper.
@@ -73,7 +74,7 @@ def slope(ticks: Sequence[Tick]) -> Stretch:
     """The power from the first tick to the last, or the next ones if those were seen late; raises NoReading."""
     if len(ticks) <= INTERVALS:
         seen = max(0, len(ticks) - 1)
-        raise NoReading(f"not measurable: {seen} tick interval(s) of the energy counter, {INTERVALS} are needed")
+        raise NoReading(f"not measurable: {seen} {TICK_INTERVALS}, {INTERVALS} are needed")
     first, last = _ends(ticks)
     start, end = ticks[first], ticks[last]
     seconds = end.at - start.at

@@ -24,7 +24,7 @@ from fp8bench.measure.sensors.nvml_match import Identity
 from fp8bench.measure.sensors.sampler_thread import Sampler, Source, SourceKind
 from fp8bench.measure.sensors.timeouts import HOST, TIMEOUT, Clock, NoAnswer
 from fp8bench.model import DeviceFacts
-from fp8bench.model.readings import NoReading, Unavailable
+from fp8bench.model.readings import NoReading, Reading, Unavailable
 
 # A window that has not enough after so many seconds never will.
 CAP = 5.0
@@ -56,6 +56,7 @@ class Meter(AbstractContextManager["Meter"]):
         self.call_seconds: float | None = None
         self.refused: tuple[tuple[SourceKind, str], ...] = ()
         self._why_none = why_none
+        self._power_limits: tuple[float, ...] = ()
         self._clock, self._timeout, self._hung = clock, timeout, hung
         self.source: Source | None = None
         for source in sources:
@@ -88,6 +89,13 @@ class Meter(AbstractContextManager["Meter"]):
             end = self._clock.now() + seconds
             self._clock.wait(lambda: window.failed or self._clock.now() >= end)
         return window.energy
+
+    def power_limits(self) -> tuple[float, ...]:
+        """Those that the device has had since it was first asked, in watts; the last one is that of just now."""
+        read = self.device.power_limit()
+        if isinstance(read, Reading) and (not self._power_limits or self._power_limits[-1] != read.number):
+            self._power_limits = (*self._power_limits, float(read.number))
+        return self._power_limits
 
     def close(self) -> None:
         """Lets the device go."""

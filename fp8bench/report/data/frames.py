@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.learning.summary import summaries_of
 from fp8bench.analysis.learning.verdicts import verdicts_of
+from fp8bench.analysis.metric import STEP
 from fp8bench.model import Record, Run, Timing
 from fp8bench.model.training import (
     ArmCost,
@@ -39,7 +40,7 @@ _REPEATED_IN_LINES = ("arm", "layer", "role", "of", "name", "kind", "tensor")
 STATISTICS_COLUMNS = ("case", "kind", "role", "values", "amax", "format", "share_above", "share_vanishing")
 ENERGY_COLUMNS = (
     "case", "mode", "source", "window", "steps", "seconds", "joules", "intervals", "uncertainty", "sm_clock",
-    "temperature", "idle_before", "idle_after",
+    "temperature", "idle_before", "idle_after", "phase",
 )  # fmt: skip
 
 
@@ -93,17 +94,18 @@ class RunFrames:
 
     @cached_property
     def energy(self) -> pd.DataFrame:
-        """Every energy window, with the idle power before and after the windows of its case."""
+        """Every energy window, of steps and of phases, with the idle power before and after the windows of its case."""
         import pandas as pd
 
         rows = [
             (
                 record.case.id, record.case.mode, use.source, number, one.steps, one.seconds, one.joules, one.intervals,
-                one.uncertainty, one.sm_clock, one.temperature, use.idle_before, use.idle_after,
+                one.uncertainty, one.sm_clock, one.temperature, use.idle_before, use.idle_after, phase,
             )
             for record in self.run.records
             if (use := record.energy) is not None
-            for number, one in enumerate(use.windows)
+            for phase, windows in ((STEP, use.windows), *((part.phase, part.windows) for part in use.phases))
+            for number, one in enumerate(windows)
         ]  # fmt: skip
         return pd.DataFrame(rows, columns=list(ENERGY_COLUMNS))
 

@@ -35,13 +35,13 @@ _FIGURE_COLUMNS = (
     "ratio_low", "ratio_high", "ratio_confidence", "ratio_of_medians", "noise_floor", "n_rounds", "n_samples",
     "provenance", "verdict", "labels", "why", "energy_source", "label_reasons", "speedup",
     "speedup_low", "speedup_high", "speedup_mean", "speedup_mean_low", "speedup_mean_high", "would_see_one_in",
-    "axis", "size_low", "size_high",
+    "axis", "size_low", "size_high", "energy_validity", "power_limit_W",
 )  # fmt: skip
 
 # Of the row of the step's time, which says what became of a case; of other rows the figures alone.
 _OF_A_FIGURE = (
     "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "n_rounds", "n_samples", "provenance",
-    "labels", "energy_source", "axis", "size_low", "size_high",
+    "labels", "energy_source", "axis", "size_low", "size_high", "energy_validity", "power_limit_W",
 )  # fmt: skip
 
 
@@ -120,6 +120,9 @@ def _row(metric: Metric) -> TidyRow:
         "verdict": metric.verdict, "labels": " ".join(metric.labels), "why": metric.why,
         "energy_source": metric.source,
     }  # fmt: skip
+    if metric.energy is not None:
+        row["energy_validity"] = metric.energy.validity
+        row["power_limit_W"] = " ".join(f"{watts:g}" for watts in metric.energy.power_limits)
     ratio = metric.interval
     if ratio is None:
         return row
@@ -161,6 +164,7 @@ def widened(tidy: Iterable[Mapping[str, Cell]]) -> tuple[tuple[str, ...], list[T
         wide.update(_columns_of_figure(row))
         if row["metric"] == ENERGY and row["phase"] == STEP:
             wide.update({"energy_source": row["energy_source"], "energy_why": row["why"]})
+            wide.update({name: row[name] for name in ("energy_validity", "power_limit_W")})
     # Those that say which case it is first, figures in the order in which cases bring them.
     columns = tuple(dict.fromkeys(name for wide in cases.values() for name in wide))
     return columns, [{name: wide.get(name) for name in columns} for wide in cases.values()]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fp8bench import units
 from fp8bench.analysis.energy import EnergyFigures
 from fp8bench.analysis.metric import ENERGY
+from fp8bench.analysis.phase_energy import PhaseJoules
 from fp8bench.analysis.sustained import sustained_figures, sustained_ratio
 from fp8bench.model import MemoryRole, TensorStatistics
 from fp8bench.model.metric_names import OwnMetric
@@ -18,6 +19,8 @@ from fp8bench.report.energies import (
     PER_WORDS,
     figures_of,
     named_source,
+    phases_of,
+    power_limits_of,
     ratio_against,
     show_ratio,
     sources_of,
@@ -44,8 +47,8 @@ def energy(panel: Panel) -> Iterator[Element]:
     first = {name for _, _, found in known for name, _ in found.per[:1]}
     counts = [name for name in PER_WORDS if name in first]
     columns = (
-        Column("group", shared=True), Column("case"), Column("energy", number=True),
-        Column(f"vs {panel.reference or 'reference'}"), Column(""), Column("net", number=True),
+        Column("group", shared=True), Column("case"), Column("per step", number=True),
+        Column(f"vs {panel.reference or 'reference'}"), Column(""), Column("net/step", number=True),
         *(Column(f"per {PER_WORDS[name]}", number=True) for name in counts), Column("power", number=True),
         Column("idle", number=True), Column("windows"), Column("clock", number=True),
         *([Column("source")] if len(sources) > 1 else []),
@@ -65,11 +68,41 @@ def _energy_row(group: ResultGroup, result: Result, found: EnergyFigures, counts
     yield Field(figures.shown(ENERGY))
     yield Field(ratio.demand.value if ratio else word, tone=tone)
     yield Field(show_ratio(ratio) if ratio else "", tone=tone)
-    names = (OwnMetric.ENERGY_NET, *counts, OwnMetric.POWER, OwnMetric.IDLE_POWER)
-    yield from (Field(figures.shown(name)) for name in names)
+    limits = power_limits_of(result)
+    yield from (Field(figures.shown(name)) for name in (OwnMetric.ENERGY_NET, *counts))
+    yield Field(figures.shown(OwnMetric.POWER) + (f" of {limits}" if limits else ""))
+    yield Field(figures.shown(OwnMetric.IDLE_POWER))
     unsure = f" (+-{units.percent(found.uncertainty)})" if found.uncertainty is not None else ""
     yield Field(f"{len(found.windows)}{unsure}")
     yield Field(units.count(found.sm_clock, "Hz"))
+
+
+def energy_of_phases(panel: Panel) -> Iterator[Element]:
+    """What each phase takes of a step in joules, estimates in brackets; nothing where nobody asked for phases."""
+    known = [
+        (group, one, {phase.phase: phase for phase in found.phases})
+        for group, one in panel.members
+        if one.record.energy is not None and one.record.energy.phases and (found := phases_of(one)) is not None
+    ]
+    names = [name for name in PHASE_TITLES if any(name in phases for _, _, phases in known)]
+    if not names:
+        return
+    columns = (
+        Column("group", shared=True), Column("case"), *(Column(PHASE_TITLES[name], number=True) for name in names)
+    )  # fmt: skip
+    rows = tuple(
+        (Field(panel.place(group)), Field(one.mode), *(_phase_field(phases.get(name)) for name in names))
+        for group, one, phases in known
+    )
+    yield Table("phase-energy", "joules per step of each phase by itself; (estimated) by share of time", columns, rows)
+
+
+def _phase_field(found: PhaseJoules | None) -> Field:
+    if found is None:
+        return Field(units.NONE)
+    if found.found is None:
+        return Field(f"({units.joules(found.joules)})", tone=Tone.DOUBT)
+    return Field(f"{units.joules(found.joules)} +-{units.percent(found.found.width / 2 / found.joules)}")
 
 
 def sustained(panel: Panel) -> Iterator[Element]:

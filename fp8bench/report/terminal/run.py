@@ -13,7 +13,16 @@ from fp8bench.report.memories import PEAK
 from fp8bench.report.panels import Panel, heading, merge_notes, panels_of, together
 from fp8bench.report.tensor_panels import about_tensors
 from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.figures import capacity, counted, data, energy, memory, sustained, tells_memory
+from fp8bench.report.terminal.figures import (
+    capacity,
+    counted,
+    data,
+    energy,
+    energy_of_phases,
+    memory,
+    sustained,
+    tells_memory,
+)
 from fp8bench.report.terminal.summary import summary
 from fp8bench.report.terminal.tables import main_error, main_table, noise_floor, phases_table, show_value
 from fp8bench.report.terminal.tensors import LEGEND, tensors
@@ -46,7 +55,7 @@ def _parts(panel: Panel, run: Run, width: int) -> Iterator[Part]:
     else:
         phases = phases_table(panel)
         elements += [main_table(panel), *([phases] if phases else []), *map(Text, over_values(panel))]
-        elements += [*sustained(panel), *energy(panel), *memory(panel)]
+        elements += [*sustained(panel), *energy(panel), *energy_of_phases(panel), *memory(panel)]
         found = swept(panel)
         elements += [table(panel, found, "from where on it pays")] if found else []
     elements += [*capacity(panel), *data(panel)]

@@ -38,6 +38,7 @@ LABELS: dict[Label, str] = {
     Label.LEAK: "tensors take more memory with every step, and go on so: later steps need not be like earlier ones",
     Label.NOT_FINITE: "numbers of its state became infinite or NaN, as its suite says they may: that can change times",
     Label.ENERGY_UNRESOLVED: "its energy has no number, or one that is not sure, or on which its windows do not agree",
+    Label.REPLAY_PACE: "by themselves its phases take another time than in a step: their joules may not be the step's",
     Label.CROSS_RUN: "the two sides were measured at different times: what changed in between is in the ratio",
 }
 
@@ -69,6 +70,7 @@ REASONS: dict[Label, str] = {
     Label.LEAK: "its memory grows step by step",
     Label.NOT_FINITE: "its numbers became infinite or NaN",
     Label.ENERGY_UNRESOLVED: "its energy is not resolved",
+    Label.REPLAY_PACE: "its phases take another time by themselves",
     Label.CROSS_RUN: "its sides were measured at different times",
 }
 

@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.model import EnergyUse, Label
+from fp8bench.model import EnergyUse, Label, PhaseEnergy
 from fp8bench.report.elements import Items, Text, Tone
 from fp8bench.report.panels import panels_of
-from fp8bench.report.terminal.figures import energy
+from fp8bench.report.terminal.figures import energy, energy_of_phases
 from fp8bench.report.terminal.run import render
-from tests.energies import TOO_FEW, VIRTUAL, energetic, unmeasured, use, with_energy, without_energy
+from tests.energies import TOO_FEW, VIRTUAL, energetic, phase_of, unmeasured, use, with_energy, without_energy
 from tests.materials import Made, of_kind, part, told
+
+# Of the best case of each.
+SHARES = {"cast": 0.1, "gemm": 0.5, "attention": 0.1, "optimizer_step": 0.1, "elementwise": 0.15}
 
 
 def lines(made: Made, width: int = 120) -> list[str]:
@@ -24,11 +27,11 @@ def test_the_table() -> None:
     """The source in its title, gross, against the reference, net, by tokens, watts, windows and clock."""
     assert lines(energetic()) == [
         "energy of a step, by the driver's energy counter",
-        "  case   energy  vs fp32                              net  per token  power    idle  windows        clock",
-        "  fp32   3.10 J  reference                         2.28 J    3.03 mJ  310 W  82.0 W  3 (+-0.4%)  1.41 GHz",
-        "  bf16   1.90 J  less       0.613x [0.599, 0.625]  1.39 J    1.86 mJ  306 W  82.0 W  3 (+-0.4%)  1.41 GHz",
-        "  fp8    3.02 J  unclear    0.974x [0.935, 1.011]  2.25 J    2.95 mJ  321 W  82.0 W  3 (+-0.4%)  1.41 GHz",
-        "  nvfp4  31.0 J  emulated                          21.2 J    30.3 mJ  258 W  82.0 W  1 (+-0.4%)  1.41 GHz",
+        "  case   per step  vs fp32                           net/step  per token  power    idle  windows        clock",
+        "  fp32     3.10 J  reference                           2.28 J    3.03 mJ  310 W  82.0 W  3 (+-0.4%)  1.41 GHz",
+        "  bf16     1.90 J  less       0.613x [0.599, 0.625]    1.39 J    1.86 mJ  306 W  82.0 W  3 (+-0.4%)  1.41 GHz",
+        "  fp8      3.02 J  unclear    0.974x [0.935, 1.011]    2.25 J    2.95 mJ  321 W  82.0 W  3 (+-0.4%)  1.41 GHz",
+        "  nvfp4    31.0 J  emulated                            21.2 J    30.3 mJ  258 W  82.0 W  1 (+-0.4%)  1.41 GHz",
     ]
 
 
@@ -106,3 +109,29 @@ def test_where_nobody_can_tell_there_is_one_line() -> None:
 
 def test_a_run_that_was_not_asked_looks_as_before() -> None:
     assert "energy" not in render(*without_energy())
+
+
+def test_phases_that_were_asked_for_have_a_table_and_what_is_left_over_a_note() -> None:
+    """Measured ones with half their range, estimates in brackets; the limit beside the power, and a code where it was
+    changed within the run."""
+    parts = {"gemm": 1.5, "cast": 0.12, "attention": 0.2, "optimizer_step": 0.2, "elementwise": 0.24}
+    seconds = {name: 0.0062 * share for name, share in SHARES.items()}
+    asked = tuple(phase_of(name, joules, seconds[name]) for name, joules in parts.items())
+    whole = replace(use((2.3, 2.3, 2.3), 0.0062), phases=asked, power_limits=(650.0, 500.0))
+    why = PhaseEnergy("cast", why="it is given a sparse tensor")
+    void = replace(whole, phases=(why, phase_of("gemm", 4.0, seconds["gemm"])))
+    made = with_energy(bf16=whole, fp8=replace(void, windows=use((3.0, 3.0, 3.0), 0.0094).windows))
+    tables = told([element for panel in panels_of(*made) for element in energy_of_phases(panel)], 120)
+    assert tables[0] == "joules per step of each phase by itself; (estimated) by share of time"
+    bf16, fp8 = (line.split() for line in tables[2:])
+    assert bf16[:6] == ["bf16", "120", "mJ", "+-0.4%", "1.50", "J"] and "(" not in " ".join(bf16[:-2])
+    assert fp8[:3] == ["fp8", "(300", "mJ)"] and "+-" not in " ".join(fp8)
+    text = render(*made, width=250)
+    assert "306 W" not in text and "371 W of 650 W, 500 W" in text
+    assert "- bf16: energy of phases: 40.0 mJ [" in text and "are in no phase measured by itself, nor 310 us" in text
+    assert "fp8: energy of phases is void: by themselves they take 3.10 ms" in text
+    assert "bf16, fp8: its energy is not certified: power-limit-changed" in text
+
+
+def test_nobody_asked_for_phases() -> None:
+    assert not [element for panel in panels_of(*energetic()) for element in energy_of_phases(panel)]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.energy import EnergyFigures
+from fp8bench.analysis.phase_energy import PhaseEnergies, PhaseJoules
 from fp8bench.model import UNATTRIBUTED, EnergyUse, EnergyWindow
 from fp8bench.report.case_status import emulated, speed_up
 from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Stacks, Table, Text, Tone
@@ -17,9 +18,12 @@ from fp8bench.report.energies import (
     figures_of,
     missing_within,
     named_source,
+    phases_of,
+    power_limits_of,
     ratio_against,
     show_ratio,
     sources_of,
+    validity_of,
 )
 from fp8bench.report.material import Material
 from fp8bench.report.page.charts import grouped, phase_parts, stacked
@@ -36,6 +40,10 @@ _ESTIMATE = (
     "An estimate: the joules of a step, parted by the time of its phases as if all took the same power. Phases are too "
     "short for any counter."
 )
+_BY_ITSELF = (
+    "Each phase was done over and over by itself while the counter was read. What the step takes beyond its phases is "
+    "unattributed; phases that could not be done by themselves are estimated by their time."
+)
 _Measured = tuple[NamedCase, EnergyFigures]
 _watts = partial(units.count, unit="W")
 
@@ -46,6 +54,35 @@ class _Window(NamedTuple):
     window: EnergyWindow
 
 
+class _Phase(NamedTuple):
+    case: NamedCase
+    found: PhaseJoules
+
+    def per(self, count: str, many: float) -> float | None:
+        total = getattr(self.case.result.record.work, count)
+        return self.found.joules * many / total if total else None
+
+
+_PHASE: Columns[_Phase] = (
+    (PRECISION, lambda row: case_field(row.case)),
+    (Column("phase"), lambda row: Field(row.found.phase)),
+    (Column("per step", number=True, unit="J"), lambda row: number(row.found.joules, units.joules)),
+    (Column("from", number=True, unit="J", hint="the lowest of its windows, less its uncertainty"),
+     lambda row: number(row.found.low, partial(units.joules, digits=4))),
+    (Column("to", number=True, unit="J", hint="the highest of its windows, and its uncertainty"),
+     lambda row: number(row.found.high, partial(units.joules, digits=4))),
+    (Column("per token", number=True, unit="J"), lambda row: number(row.per("tokens", 1.0), units.joules)),
+    (Column("per TFLOP", number=True, unit="J", hint="of the whole step"),
+     lambda row: number(row.per("flops", 1e12), units.joules)),
+    (Column("time", number=True, unit="s", hint="by itself"), lambda row: number(row.found.seconds, units.seconds)),
+    (Column("power", number=True, unit="W"),
+     lambda row: number(row.found.joules / row.found.seconds if row.found.seconds else None, _watts)),
+    (Column("provenance"), lambda row: Field(row.found.provenance.value, hint=row.found.why)),
+    (Column("valid"), lambda row: Field(validity_of(row.case.result))),
+    (Column("power limit"), lambda row: Field(power_limits_of(row.case.result) or units.NONE)),
+)  # fmt: skip
+
+
 _WINDOW: Columns[_Window] = (
     (PRECISION, lambda row: case_field(row.case)),
     (Column("source", hint="figures of different ones do not compare"),
@@ -54,7 +91,7 @@ _WINDOW: Columns[_Window] = (
     (Column("length", number=True, unit="s"), lambda row: number(row.window.seconds, units.seconds)),
     (Column("energy", number=True, unit="J", hint="of the whole window, idling included"),
      lambda row: number(row.window.joules, units.joules)),
-    (Column("a step", number=True, unit="J"),
+    (Column("per step", number=True, unit="J"),
      lambda row: number(row.window.joules / row.window.steps, partial(units.joules, digits=4))),
     (Column("power", number=True, unit="W"), lambda row: number(row.window.joules / row.window.seconds, _watts)),
     (Column("idle before", number=True, unit="W"), lambda row: number(row.use.idle_before, _watts)),
@@ -67,6 +104,8 @@ _WINDOW: Columns[_Window] = (
      lambda row: number(row.window.sm_clock, partial(units.count, unit="Hz"))),
     (Column("temperature", number=True, hint="the highest, in degrees Celsius"),
      lambda row: number(row.window.temperature, "{:.0f}".format)),
+    (Column("valid"), lambda row: Field(validity_of(row.case.result))),
+    (Column("power limit"), lambda row: Field(power_limits_of(row.case.result) or units.NONE)),
 )  # fmt: skip
 
 
@@ -168,15 +207,39 @@ def _mark(case: NamedCase) -> Mark | None:
     return Mark(case.result.mode, ratio.point, ratio.low, ratio.high, DEMANDS[ratio.demand], hint)
 
 
-def _phases(title: str, found: Sequence[_Measured], parts: Mapping[str, str]) -> Iterator[Stacks]:
-    """What each phase takes of a step's joules by its share of the time."""
-    kinds = {phase for _, figures in found for phase, _ in figures.phases} - {UNATTRIBUTED}
+def _phases(title: str, found: Sequence[_Measured], parts: Mapping[str, str]) -> Iterator[Element]:
+    """What each phase takes of a step's joules, by windows of its own; by its share of the time where it has none."""
+    known = [(case, figures, told) for case, figures in found if (told := phases_of(case.result)) is not None]
+    kinds = {one.phase for _, _, told in known for one in told.phases} - {UNATTRIBUTED}
     if len(kinds) < _LEAST_PHASES:
         return
-    rows = [(case.name, figures.gross.middle, dict(figures.phases)) for case, figures in found]
-    name, axis = f"energy-phases-{found[0][0].result.record.case.workload}", Axis("energy of a step by phase", "J")
-    heading = f"{title}: energy by phase (estimated)"
-    yield stacked(name, heading, _ESTIMATE, axis, "share of the energy", parts, rows)
+    estimated = all(one.found is None for _, _, told in known for one in told.phases)
+    rows = [(case.name, figures.gross.middle, _parts(told)) for case, figures, told in known]
+    workload = found[0][0].result.record.case.workload
+    axis = Axis("energy of a step by phase", "J")
+    heading = f"{title}: energy by phase ({'estimated' if estimated else 'each measured by itself'})"
+    words = _ESTIMATE if estimated else _BY_ITSELF
+    yield stacked(f"energy-phases-{workload}", heading, words, axis, "share of the energy", parts, rows)
+    phases = [_Phase(case, one) for case, _, told in known for one in told.phases if _asked(case)]
+    if phases:
+        name, caption = f"energy-of-phases-{workload}", f"{title}: joules of phases"
+        yield table_of(name, caption, _PHASE, phases[:MOST_ROWS], folded=True)
+
+
+def _asked(case: NamedCase) -> bool:
+    use = case.result.record.energy
+    return use is not None and bool(use.phases)
+
+
+def _parts(told: PhaseEnergies) -> dict[str, float]:
+    """Joules by phase; what no phase takes is unattributed, unless that was measured too."""
+    found = {one.phase: one.joules for one in told.phases}
+    measured = sum(one.joules for one in told.phases if one.found is not None)
+    if told.residual is not None and measured:
+        known = sum(joules for phase, joules in found.items() if phase != UNATTRIBUTED)
+        whole = told.residual.middle + measured
+        found[UNATTRIBUTED] = max(0.0, whole - known)
+    return found
 
 
 def _windows(title: str, found: Sequence[_Measured]) -> Table:

@@ -86,7 +86,8 @@ def test_windows_are_all_there_and_folded() -> None:
     row = dict(zip(titles, (field.text for field in table.rows[3]), strict=True))
     assert row == {
         "precision": "bf16", "source": "counter", "steps": "100", "length": "620 ms", "energy": "190 J",
-        "a step": "1.900 J", "power": "306 W", "idle before": "81.0 W", "idle after": "83.0 W", "intervals": "12",
+        "per step": "1.900 J", "valid": "certified",
+        "power": "306 W", "idle before": "81.0 W", "idle after": "83.0 W", "intervals": "12",
         "uncertainty": "+-0.40%", "SM clock": "1.41 GHz", "temperature": "61",
     }  # fmt: skip
     page = html.render(page_of(material(energetic())))
