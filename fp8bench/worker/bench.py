@@ -42,7 +42,7 @@ from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
 from fp8bench.worker.conformity import conformities
 from fp8bench.worker.faults import Fault
 from fp8bench.worker.finite import FiniteState
-from fp8bench.worker.gpu_libraries import cublaslt_version
+from fp8bench.worker.gpu_libraries import torch_build
 from fp8bench.worker.memory_pass import memory_of_step, of_workload, try_batch
 from fp8bench.worker.prepared import Prepared, State
 from fp8bench.worker.products import products_of_step
@@ -108,17 +108,7 @@ class Bench:
 
     def software(self) -> dict[str, Scalar | None]:
         """torch's build, and what every switch was at before anything was measured."""
-        import torch
-
-        cudnn = torch.backends.cudnn
-        return {
-            "torch": str(torch.__version__),
-            "torch_git": torch.version.git_version,
-            "torch_config": torch.__config__.show().strip(),
-            "cudnn": cudnn.version() if torch.cuda.is_available() else None,  # type: ignore[no-untyped-call]
-            "cublaslt": cublaslt_version(),
-            **self._switches,
-        }
+        return {**torch_build(), **self._switches}
 
     def versions(self, suites: tuple[str, ...]) -> dict[str, str]:
         """The versions of those of some suites that are known here."""
@@ -216,9 +206,7 @@ class Bench:
 
     def drop_phase(self, key: str) -> str:
         """Give back what is kept for a phase; what doing it has spoilt."""
-        wrong = self._prepared_as(key).drop_phase()
-        gc.collect(1)
-        return wrong
+        return self._prepared_as(key).drop_phase()
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
         """The workload's numerical errors for one case, or why there are none."""
@@ -352,13 +340,8 @@ class Bench:
         try:
             prepared = self._prepared[key]
             with prepared.precision.scope():
-                silent = SilentPhases()
-                return loop_pairs(
-                    lambda: prepared.workload.step(prepared.state, silent),
-                    lambda: self.slot(key, steps, 0),
-                    steps,
-                    rounds,
-                )
+                bare = partial(prepared.workload.step, prepared.state, SilentPhases())
+                return loop_pairs(bare, lambda: self.slot(key, steps, 0), steps, rounds)
         finally:
             self.release(key)
 

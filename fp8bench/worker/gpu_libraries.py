@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+from fp8bench.model import Scalar
+
 _MAPS = Path("/proc/self/maps")
 
 
@@ -18,3 +20,17 @@ def cublaslt_version() -> int | None:
         return None
     asked.restype = ctypes.c_size_t
     return int(asked())
+
+
+def torch_build() -> dict[str, Scalar | None]:
+    """What torch was built as, and the libraries that it multiplies and convolves with."""
+    import torch
+
+    cudnn = torch.backends.cudnn
+    return {
+        "torch": str(torch.__version__),
+        "torch_git": torch.version.git_version,
+        "torch_config": torch.__config__.show().strip(),
+        "cudnn": cudnn.version() if torch.cuda.is_available() else None,  # type: ignore[no-untyped-call]
+        "cublaslt": cublaslt_version(),
+    }

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from fp8bench.model.raw import Settings
-from fp8bench.worker import bench as bench_module
 from fp8bench.worker import gpu_libraries
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.gpu_libraries import cublaslt_version
@@ -40,7 +39,7 @@ def test_a_run_says_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the library tells it."""
     told = Bench(Settings())
     try:
-        monkeypatch.setattr(bench_module, "cublaslt_version", lambda: 130100)
+        monkeypatch.setattr(gpu_libraries, "cublaslt_version", lambda: 130100)
         assert told.software()["cublaslt"] == 130100
     finally:
         told.close()
