@@ -6,6 +6,7 @@ does; its time against that of other sizes; its precision against what its produ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from fp8bench import units
@@ -96,8 +97,10 @@ def _phases_above(record: Record, ceiling: Ceiling) -> Iterator[str]:
         count = record.tape.of(phase)
         if count is None or not seconds:
             continue
-        margin = MARGIN if phase in fewer or record.case.device == "cpu" else COUNTED_MARGIN
-        least = bounds.product_seconds(count.by_path) or 0.0
+        own = bounds.product_seconds(count.by_path)
+        rough = own is None or phase in fewer or record.case.device == "cpu"
+        margin = MARGIN if rough else COUNTED_MARGIN
+        least = own if own is not None else count.flops / (ceiling.flops or math.inf)
         if least > margin * seconds:
             did, most = units.count(count.flops / seconds, "FLOP/s"), units.count(count.flops / least, "FLOP/s")
             yield f"{phase} did {did} by the tape, this machine multiplied {most} at most"

@@ -20,6 +20,8 @@ from tests.own_suites import forgotten
 pytestmark = pytest.mark.usefixtures("short_slots")
 
 SUITE = """
+import itertools
+
 import torch
 
 from fp8bench.suites import Axis, Operand, Role, Work, Workload, workloads
@@ -40,7 +42,7 @@ class Claims(Workload):
     def work(self, params):
         how = params["how"]
         flops = 2.0 * params["n"] ** 3 * (1000 if how == "boasts" else 1)
-        return Work(flops=flops)
+        return Work(flops=0.0 if how == "lazy" else flops)
 
     def prepare(self, setup):
         random = torch.Generator().manual_seed(0)
@@ -57,6 +59,9 @@ class Claims(Workload):
         if how == "by_hand":
             low = [(one * 50).to(torch.float8_e4m3fn).to(torch.bfloat16) / 8 for one in carried]
             return lambda: low[0] @ low[1]
+        if how == "lazy":
+            a, calls = torch.randn(512, 512, generator=random), itertools.count()
+            return lambda: a @ a if next(calls) < 3 else None
         cast = arithmetic.cast(carried[0], Role.INPUT), arithmetic.cast(carried[1], Role.WEIGHT)
         return lambda: arithmetic.product(*cast, arithmetic.carrier)
 
@@ -68,7 +73,7 @@ class Claims(Workload):
         own = {"fp32": 1e-7, "bf16": 1e-3}.get(setup.case.precision, 0.01)
         return {"some_error": 0.25 if setup.case.param("how") == "repeats" else own}
 """
-HOWS = ("boasts", "deaf", "keeps", "repeats", "grows", "shrinks")
+HOWS = ("boasts", "deaf", "keeps", "repeats", "grows", "shrinks", "lazy")
 CLAIMS = (Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK)
 LOW = ("bf16", "fp8")
 
@@ -121,6 +126,15 @@ def test_ten_times_the_work_in_no_time_is_above_the_ceiling(run: Run) -> None:
         )
     (bf16,) = (one for one in findings(run).values() if one.case.param("how") == "boasts" and one.case.mode == "bf16")
     assert bf16.verdict is Verdict.UNSURE and Label.ABOVE_CEILING in bf16.hard and "claims" in bf16.why
+
+
+def test_work_that_is_skipped_while_it_is_timed_is_above_the_ceiling(run: Run) -> None:
+    """Nothing is declared: the tape has counted a product, and the calls that are timed hand over nothing."""
+    for found in reasons(run, "lazy").values():
+        assert (
+            found[Label.ABOVE_CEILING].startswith("gemm did ")
+            and " by the tape, this machine" in found[Label.ABOVE_CEILING]
+        )
 
 
 def test_a_suite_that_ignores_its_precision_is_not_in_it(run: Run) -> None:

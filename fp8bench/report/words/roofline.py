@@ -28,13 +28,13 @@ def bound_words(roof: PhaseRoof) -> str:
 def sentences(panel: Panel) -> Iterator[str]:
     """Of each case what its phases wait for, then of each native precision what it could give."""
     for group in panel.groups:
-        place = f"at {panel.place(group)} " if len(panel.groups) > 1 else ""
+        place = f" at {panel.place(group)}" if len(panel.groups) > 1 else ""
         for result in group.results:
             if (found := _bounds(result)) and not emulated(result):
-                yield f"{result.mode} {place}is {found}."
+                yield f"{result.mode}{place} is {found}."
         for result in group.results:
             if (gain := gain_in(group, result)) is not None:
-                yield f"{place}{_gain(group.reference, result, gain)}"
+                yield _gain(group.reference, place, result, gain)
 
 
 def gain_in(group: ResultGroup, result: Result) -> Gain | None:
@@ -79,7 +79,7 @@ def _near(roof: PhaseRoof) -> str:
     return f", at {units.percent(roof.of_sheet, 0)} of the datasheet's" if roof.of_sheet is not None else ""
 
 
-def _gain(reference: str, result: Result, gain: Gain) -> str:
+def _gain(reference: str, place: str, result: Result, gain: Gain) -> str:
     """'products are 54% of the step and at 71% of their ceiling: fp8 at its own ceiling would give at most 1.38x'."""
     mode, given, stands = result.mode, speed_up(result), standing(result)
     perhaps = "perhaps " if stands is Standing.DOUBTED else ""
@@ -93,7 +93,7 @@ def _gain(reference: str, result: Result, gain: Gain) -> str:
         else ""
     )
     return (
-        f"{reference}'s products are {units.percent(gain.share, 0)} of the step and at "
+        f"{reference}'s products{place} are {units.percent(gain.share, 0)} of the step and at "
         f"{units.percent(gain.of_ceiling, 0)} of their ceiling: {mode} at its own ceiling would give at most "
         f"{units.speed_up(gain.most)}; {gives}{tax}."
     )
