@@ -20,9 +20,11 @@ from fp8bench.model import Run
 from fp8bench.model.codec import encode
 from fp8bench.model.duel import Duel
 from fp8bench.model.training import KeptTraining
+from fp8bench.report.data import tape as tape_data
 from fp8bench.report.data.boards import check_tensorboard, check_wandb
 from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import Page
+from fp8bench.report.terminal import tape
 from fp8bench.report.terminal.layout import render, wrap
 from fp8bench.store.runs.listing import store_of
 
@@ -168,6 +170,17 @@ def print_histories(kept: KeptTraining, arm: str, arguments: argparse.Namespace)
 
     found = histories_of(kept.training, kept.lines, arm)
     tell(arguments, partial(page_of, kept.training, arm, found), lambda: json_line([encode(one) for one in found]))
+
+
+def print_tapes(run: Run, arguments: argparse.Namespace) -> None:
+    """The operators of a run's steps."""
+    from fp8bench.jobs.tape import tapes_of
+
+    found = tapes_of(run)
+    tell(
+        arguments, partial(tape.page_of, f"the operators of a step of run {run.id}", found),
+        partial(tape_data.as_json, found), partial(tape_data.as_csv, found),
+    )  # fmt: skip
 
 
 def in_store(kept: Run | Path) -> str:

@@ -47,7 +47,7 @@ CONFIGURED = {
     "--rounds", "--seed", "--threads", "--dry-run", "--store", "--import", "--no-isolation", "--case-timeout",
     "--config", "--resume", "--json", "--csv", "--grid", "--trace", "--tensorboard", "--wandb", "--html", "--md",
     "--csv-wide", "--open", "--no-report", "--static-scales", "--refresh-scales", "--saturation-bound",
-    "--no-energy", "--sustained", "--max-batch", "--memory-limit", "--explain", "--backend",
+    "--no-energy", "--sustained", "--max-batch", "--memory-limit", "--explain", "--backend", "--tape",
 }  # fmt: skip
 OPTIONS = {
     "": COMMON | {"--version"},
@@ -55,7 +55,8 @@ OPTIONS = {
     "config": COMMON | CONFIGURED | {"--write"},
     "list": COMMON | {"WHAT", "NAME", "--import"},
     "doctor": COMMON | {"--calibrate", "--ceilings", "--threads", "--store"},
-    "show": COMMON | {"RUN", "--explain", "--store", "--json", "--csv", "--tensorboard", "--wandb", "--histories"},
+    "show": COMMON
+    | {"RUN", "--explain", "--store", "--json", "--csv", "--tensorboard", "--wandb", "--histories", "--tape"},
     "report": COMMON | {"RUN", "--store", "--html", "--md", "--csv-wide", "--open"},
     "compare": COMMON | {"A", "B", "--explain", "--store", "--json", "--csv", "--md"},
     "duel": COMMON | {
@@ -75,6 +76,11 @@ OPTIONS = {
     "history verify": COMMON | {"--store", "--import"},
     "history rebuild": COMMON | {"--store", "--import"},
     "history merge": COMMON | {"DIR", "--rename-env", "--store", "--import"},
+    "tape": COMMON
+    | {
+        "NAME", "--dtypes", "--devices", "--set", "--data", "--import", "--seed", "--threads", "--case-timeout",
+        "--precision-map", "--against", "--store", "--no-isolation", "--json", "--csv", "--explain",
+    },
     "conform": COMMON | {"--dtypes", "--device", "--seed", "--import", "--explain", "--json"},
     "lint-shapes": COMMON | {
         "--model", "--shapes", "--tokens", "--products", "--dtypes", "--devices", "--json", "--csv",
@@ -90,6 +96,7 @@ OPTIONS = {
         "--keep", "--device", "--threads", "--dry-run", "--no-isolation", "--rate", "--rates", "--warmup",
         "--scale-growth", "--floor", "--weight-decay", "--clip", "--loss-scale", "--optimizer-states", "--master",
         "--gradients", "--on-nan", "--store", "--resume", "--try-fix", "--explain", "--json", "--csv",
+        "--tensorboard", "--wandb", "--max-batch", "--memory-limit",
     },
     "selftest": COMMON | {"--device", "--power", "--trials", "--operation", "--json"},
 }  # fmt: skip

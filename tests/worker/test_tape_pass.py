@@ -65,10 +65,10 @@ def test_every_suite_agrees_with_its_tape_in_every_precision(bench: Bench, corpu
 
 
 MORE = {
-    "transformer": {"size": "nano", "arch": "gpt", "checkpointing": "yes,no"},
-    "attention": {"scores": "high,low", "part": "core,layer", "pass": "training,inference", "sequence": "128"},
+    "transformer": {"size": "nano", "checkpointing": "yes,no"},
+    "attention": {"scores": "high,low", "part": "core,layer", "pass": "forward,training", "sequence": "128"},
     "gemm": {"shape": "64"},
-    "mlp": {"pass": "training,inference"},
+    "mlp": {"pass": "forward,training"},
 }
 
 COMPILED = """
@@ -108,6 +108,7 @@ def compiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 @pytest.mark.usefixtures("compiles")
 def test_a_compiled_function_runs_as_what_it_was_made_of(bench: Bench, corpus: Corpus) -> None:
     """On the tape, which compiles nothing and says so; afterwards it compiles as ever."""

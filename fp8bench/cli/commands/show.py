@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8bench.cli.grammar import shared
-from fp8bench.cli.outputs import check_outputs, print_duel, print_histories, print_run, print_training, wanted_of
+from fp8bench.cli.outputs import (
+    check_outputs,
+    print_duel,
+    print_histories,
+    print_run,
+    print_tapes,
+    print_training,
+    wanted_of,
+)
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
 from fp8bench.store.duels import find_duel, load_duel
@@ -23,6 +31,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     shared(parser, "--store", help="as in suite")
     words = "of a training: what every history, margin and interval would have done to this arm's amaxes"
     parser.add_argument("--histories", metavar="ARM", help=words)
+    words = "of a run: the operators of its steps, their FLOPs and bytes, by precision"
+    parser.add_argument("--tape", action="store_true", help=words)
     shared(parser, "--explain", "--json", "--csv", "--tensorboard", "--wandb")
 
 
@@ -35,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     training = find_training(arguments.run, arguments.store)
     if training is not None:
         _check_meant(arguments.run, training, duel, arguments.store)
+        _refuse(arguments, arguments.run, "training", ("tape",))
         kept = load_training(training)
         if arguments.histories is None:
             print_training(kept, arguments)
@@ -46,16 +57,19 @@ def run(arguments: argparse.Namespace) -> int:
     if duel is None:
         _refuse(arguments, arguments.run, "run", ("histories",))
         run = load_named(arguments.run, arguments.store)
-        print_run(run, arguments)
+        if arguments.tape:
+            print_tapes(run, arguments)
+        else:
+            print_run(run, arguments)
         return EXIT_OK if exported(run, arguments.store, wanted_of(arguments), complain) else EXIT_INTERRUPTED
-    _refuse(arguments, duel.stem, "duel", ("csv", "tensorboard", "wandb", "histories"))
+    _refuse(arguments, duel.stem, "duel", ("csv", "tensorboard", "wandb", "histories", "tape"))
     print_duel(load_duel(duel), arguments)
     return EXIT_OK
 
 
 def _refuse(arguments: argparse.Namespace, name: str, what: str, options: Sequence[str]) -> None:
     for option in options:
-        if getattr(arguments, option) is not None:
+        if getattr(arguments, option) not in (None, False):
             raise UsageError(f"{name} is a {what}, which --{option} does not go with. Leave it out, or use --json.")
 
 

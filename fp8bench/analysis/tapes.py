@@ -1,0 +1,126 @@
+"""What tapes say: figures of one, and the operators of several beside each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fp8bench.analysis.metric import STEP, Better, Metric, Rank
+from fp8bench.model import CELL_PHASES, OperatorCount, PhaseCount, Provenance, Record, Tape
+from fp8bench.model.metric_names import OwnMetric
+
+# Of a path whose name has no number of bits in its end, those of its elements.
+_FLOATS = re.compile(r"e(\d)m(\d)")
+_INTEGERS = re.compile(r"(\d+)$")
+_SHARES = {8: OwnMetric.SHARE_8BIT, 4: OwnMetric.SHARE_4BIT, 32: OwnMetric.SHARE_32BIT}
+
+
+def bits_of(path: str) -> int:
+    """How wide the elements are that a product multiplies: 8 of 'e4m3', 4 of 'e2m1x2', 32 of 'tf32', which reads
+    float32; 0 of what is no product."""
+    if path == "tf32":
+        return 32
+    if known := _FLOATS.match(path):
+        return 1 + int(known[1]) + int(known[2])
+    return int(found[1]) if (found := _INTEGERS.search(path)) else 0
+
+
+def share_of(tape: Tape, bits: int) -> float | None:
+    """The share of a tape's FLOPs that multiply elements so wide; None where it multiplies nothing."""
+    wanted = sum(flops for path, flops in tape.by_path.items() if bits_of(path) == bits)
+    return wanted / tape.flops if tape.flops else None
+
+
+def narrow_over_wide(tape: Tape) -> float | None:
+    """FLOPs in 8 bits over those in 32, the ratio that is often quoted; None where there are none in 32."""
+    narrow, wide = share_of(tape, 8), share_of(tape, 32)
+    return narrow / wide if narrow is not None and wide else None
+
+
+def intensity_of(tape: Tape) -> float | None:
+    """FLOPs for each byte; None where nothing moves, or an operator has no formula."""
+    return tape.flops / tape.bytes if tape.bytes and not tape.unknown else None
+
+
+def tape_metrics(record: Record) -> Iterator[Metric]:
+    """The counts of a step and of its phases, which are exact, and what follows from them."""
+    tape = record.tape
+    if tape is None:
+        return
+    whole: tuple[str, Tape | PhaseCount] = STEP, tape
+    for phase, count in (whole, *((one.phase, one) for one in tape.phases)):
+        for name, unit, value in (
+            (OwnMetric.FLOPS, "FLOP", count.flops), (OwnMetric.MOVED_BYTES, "B", count.bytes),
+            (OwnMetric.LAUNCHES, "count", count.launches), (OwnMetric.UNKNOWN_OPERATORS, "count", count.unknown),
+        ):  # fmt: skip
+            yield Metric(
+                name, unit, float(value), phase=phase, provenance=Provenance.DERIVED, rank=Rank.DETAIL,
+                why=tape.fused, samples=lambda value=value: (float(value),),  # type: ignore[misc]
+            )  # fmt: skip
+    shares = ((name, "ratio", share_of(tape, bits)) for bits, name in _SHARES.items())
+    for name, unit, known in ((OwnMetric.INTENSITY, "FLOP/B", intensity_of(tape)), *shares):
+        if known is not None:
+            yield Metric(name, unit, known, provenance=Provenance.DERIVED, better=Better.NONE, rank=Rank.DETAIL)
+
+
+@dataclass(frozen=True)
+class Taped:
+    """The tape of a case in one mode, of a stored run or of now (''); without a tape, why there is none. `declared` are
+    the FLOPs that its suite declares."""
+
+    setting: str
+    mode: str
+    tape: Tape | None = None
+    why: str = ""
+    declared: float = 0.0
+    run: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.run} {self.mode}".strip()
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The calls of one operator in one phase and direction, whatever the shapes: so many, and their sums. `flops` is
+    None where no call has a formula."""
+
+    calls: int = 0
+    flops: int | None = 0
+    bytes: int = 0
+
+    def __add__(self, one: OperatorCount) -> Sums:
+        flops = None if self.flops is None or one.flops is None else self.flops + one.calls * one.flops
+        return Sums(self.calls + one.calls, flops, self.bytes + one.calls * one.bytes)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operator of several tapes: the sums of each."""
+
+    phase: str
+    operator: str
+    backward: bool
+    sums: tuple[Sums, ...]
+
+    @property
+    def differs(self) -> bool:
+        return len(set(self.sums)) > 1
+
+
+def side_by_side(tapes: Sequence[Tape]) -> list[Row]:
+    """Operators by phase, those that multiply or move most first."""
+    found: dict[tuple[str, str, bool], list[Sums]] = {}
+    for place, tape in enumerate(tapes):
+        for one in tape.operators:
+            sums = found.setdefault((one.phase, one.operator, one.backward), [Sums()] * len(tapes))
+            sums[place] = sums[place] + one
+    rows = [Row(*key, tuple(sums)) for key, sums in found.items()]
+    phases = list(CELL_PHASES)
+    return sorted(
+        rows,
+        key=lambda row: (
+            phases.index(row.phase), -max(one.flops or 0 for one in row.sums), -max(one.bytes for one in row.sums)
+        ),
+    )  # fmt: skip

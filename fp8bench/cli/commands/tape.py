@@ -1,0 +1,53 @@
+"""`fp8bench tape`: the operators of a step, their FLOPs and bytes, in several precisions or against a stored run."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+from fp8bench.cli import option_types as types
+from fp8bench.cli.grammar import request_of, shared
+from fp8bench.cli.outputs import check_outputs, tell
+from fp8bench.cli.progress import TERMINAL
+from fp8bench.errors import EXIT_FAILED, EXIT_OK
+from fp8bench.report.data.tape import as_csv, as_json
+from fp8bench.report.terminal.tape import page_against, page_of
+from fp8bench.store.runs.listing import load_named
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.description = (
+        "One untimed step of each case, operator by operator: FLOPs and bytes by phase, the largest first, precisions "
+        "side by side. Nothing is declared by the suite; what has no formula is unknown. Times nothing."
+    )
+    parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 no case has a tape."
+    parser.add_argument("suite", metavar="NAME", help="a suite, or a .py file with suites of your own")
+    shared(parser, "--dtypes", "--devices", "--set", "--data", "--import", "--seed", "--threads", "--case-timeout")
+    words = "layers that take another precision than the case's, as in suite"
+    parser.add_argument("--precision-map", type=types.layers, default=(), metavar="LAYER=DTYPE,...", help=words)
+    words = "put the tapes of a stored run beside them, of another torch or commit say, and show what differs"
+    parser.add_argument("--against", metavar="RUN", help=words)
+    shared(parser, "--store", help="where the run of --against is, and the text that suites read")
+    shared(parser, "--no-isolation", help="record in this process, without a worker")
+    shared(parser, "--explain")
+    shared(parser, "--json", help="print the tapes as JSON instead")
+    shared(parser, "--csv", help="also write them there as rows, one an operator and shape; '-' prints them instead")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Record, tell, and end with 3 where there is nothing to tell."""
+    from fp8bench.jobs.tape import beside, tapes_now, tapes_of
+
+    check_outputs(arguments)
+    against = arguments.against
+    request, title = request_of(arguments), f"the operators of a step of {arguments.suite}"
+    if against is None:
+        taped = tapes_now(request, arguments.store, TERMINAL)
+        page = partial(page_of, title, taped)
+    else:
+        before = tapes_of(load_named(against, arguments.store), against)
+        taped = beside(tapes_now(request, arguments.store, TERMINAL), before)
+        page = partial(page_against, f"{title}, against {against}", taped)
+    tell(arguments, page, partial(as_json, taped), partial(as_csv, taped))
+    return EXIT_OK if any(one.tape is not None for one in taped) else EXIT_FAILED

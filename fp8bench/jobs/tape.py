@@ -1,0 +1,72 @@
+"""The tapes of a suite's cases, now, and those that a stored run has of the same settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fp8bench.analysis.tapes import Taped
+from fp8bench.errors import UsageError, WorkerError
+from fp8bench.jobs.observer import JobObserver
+from fp8bench.measure.limits import Limits
+from fp8bench.model import PlannedCase, Record, Request, Run, Tape
+from fp8bench.pipeline import worker_for
+from fp8bench.plan.asked_suites import reads_corpus
+from fp8bench.plan.corpus import prepare_corpus
+from fp8bench.plan.make import check_names, make_plan
+
+
+def tapes_now(request: Request, store: Path, observer: JobObserver) -> list[Taped]:
+    """Of every case of a request: nothing is timed, and nothing kept."""
+    check_names(request)
+    corpus = prepare_corpus(request.data, store / "data", True) if reads_corpus(request) else None
+    found: list[Taped] = []
+    with worker_for(request, corpus) as worker, observer.counting() as tell:
+        facts = worker.probe()
+        known = {one.key: one for one in facts}
+        plan = make_plan(request, facts, corpus.identity if corpus else None)
+        planned = [one for group in plan for one in group.cases]
+        for one in planned:
+            tell(len(found), len(planned), "cases", one.case.id)
+            if one.runs:
+                try:
+                    limit = Limits(request.case_timeout).numbers(one.work)
+                    found.append(_taped(one, worker.within(limit).tape(one.case, known[one.case.device])))
+                except WorkerError as error:
+                    found.append(_taped(one, None, str(error)))
+                    worker.restart()
+            else:
+                found.append(_taped(one, None, one.skip))
+    return found
+
+
+def _taped(one: PlannedCase, tape: Tape | None, why: str = "") -> Taped:
+    return Taped(one.case.setting, one.case.mode, tape, why, one.work.flops)
+
+
+def tapes_of(run: Run, name: str = "") -> list[Taped]:
+    """Those that a run has kept; it is told by this name."""
+    found = [
+        Taped(one.case.setting, one.case.mode, one.tape, _why_none(one), one.work.flops, name) for one in run.records
+    ]
+    if not any(one.tape for one in found):
+        raise UsageError(
+            f"the run {run.id} has no tape: it was measured before there were any, with --quick, or with "
+            "FP8BENCH_TAPE=off. Measure it again, with --tape."
+        )
+    return found
+
+
+def _why_none(record: Record) -> str:
+    return "" if record.tape is not None else record.reason or record.detail or "none was recorded"
+
+
+def beside(now: Sequence[Taped], before: Sequence[Taped]) -> list[Taped]:
+    """Each tape with that of the same case of another run after it; those that only one of both has are left out."""
+    known = {(one.setting, one.mode): one for one in before}
+    both = [(one, known[one.setting, one.mode]) for one in now if (one.setting, one.mode) in known]
+    if not both:
+        raise UsageError(
+            "that run has none of these cases. Give the suite, --set and --dtypes that it was measured with."
+        )
+    return [one for pair in both for one in pair]

@@ -1,0 +1,66 @@
+"""Figures of a tape, from values, and operators of several beside each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.analysis.tapes import Sums, bits_of, intensity_of, narrow_over_wide, share_of, side_by_side, tape_metrics
+from fp8bench.model import OperatorCount, PhaseCount, Tape
+from tests.fakes import MS, record, steady
+
+CAST = OperatorCount("cast", "fp8bench::tensor", calls=2, bytes=100)
+PRODUCT = OperatorCount("gemm", "mm", calls=3, flops=1000, bytes=50, path="e4m3")
+BACK = replace(PRODUCT, backward=True, calls=1, path="fp32")
+TAPE = Tape(
+    (CAST, PRODUCT, BACK),
+    (
+        PhaseCount("cast", bytes=200, launches=2),
+        PhaseCount("gemm", 4000, 200, 4, by_path=(("e4m3", 3000), ("fp32", 1000))),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "bits"),
+    [("fp32", 32), ("tf32", 32), ("bf16", 16), ("fp16", 16), ("e4m3", 8), ("e5m2fnuz", 8), ("e2m1x2", 4), ("int8", 8),
+     ("fp64", 64), ("uint8", 8), ("", 0)],
+)  # fmt: skip
+def test_bits_of_a_path(path: str, bits: int) -> None:
+    assert bits_of(path) == bits
+
+
+def test_shares_of_flops_and_the_ratio_that_is_quoted() -> None:
+    """Of what multiplies nothing there are none, and with an operator unknown no intensity."""
+    assert (share_of(TAPE, 8), share_of(TAPE, 32), share_of(TAPE, 4)) == (0.75, 0.25, 0.0)
+    assert narrow_over_wide(TAPE) == 3.0 and intensity_of(TAPE) == 10.0
+    idle = Tape((CAST,), TAPE.phases[:1])
+    assert share_of(idle, 8) is None and narrow_over_wide(idle) is None and intensity_of(idle) == 0.0
+    assert intensity_of(Tape(phases=(replace(TAPE.phases[1], unknown=1),))) is None
+
+
+def test_figures_of_the_step_and_of_its_phases() -> None:
+    """Exact, so that any change of one is a change of the code; nothing without a tape."""
+    found = {(one.name, one.phase): one for one in tape_metrics(replace(record(steady(MS, 4)), tape=TAPE))}
+    assert {key[0] for key in found if key[1] == "cast"} == {"flops", "moved_bytes", "launches", "unknown_operators"}
+    values = {name: found[name, "step"].value for name, phase in found if phase == "step"}
+    assert values == {
+        "flops": 4000, "moved_bytes": 400, "launches": 6, "unknown_operators": 0, "intensity": 10,
+        "share_of_flops_in_8_bits": 0.75, "share_of_flops_in_4_bits": 0, "share_of_flops_in_32_bits": 0.25,
+    }  # fmt: skip
+    flops = found["flops", "step"]
+    assert flops.samples() == (4000.0,) and not flops.noisy and found["flops", "gemm"].samples() == (4000.0,)
+    assert not list(tape_metrics(record(steady(MS, 4))))
+
+
+def test_operators_side_by_side() -> None:
+    """By phase, the largest first, all shapes of one together; what one tape lacks is no call."""
+    other = Tape((replace(CAST, calls=4, bytes=25), replace(PRODUCT, flops=None), PRODUCT, PRODUCT))
+    rows = side_by_side([TAPE, other])
+    assert [(row.operator, row.backward) for row in rows] == [
+        ("fp8bench::tensor", False), ("mm", False), ("mm", True),
+    ]  # fmt: skip
+    assert rows[0].sums == (Sums(2, 0, 200), Sums(4, 0, 100)) and rows[0].differs
+    assert rows[1].sums == (Sums(3, 3000, 150), Sums(9, None, 450))
+    assert rows[2].sums == (Sums(1, 1000, 50), Sums()) and not side_by_side([TAPE, TAPE])[0].differs
