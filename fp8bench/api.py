@@ -155,6 +155,7 @@ def train(
     try_fix: bool = False,
     max_batch: bool = False,
     memory_limit: int | str | None = None,
+    energy: bool = True,
     device: str | None = None,
     threads: int = 1,
     imports: Iterable[str] = (),
@@ -179,7 +180,7 @@ def train(
         settings=TrainerSettings(**settings, precision_map=_pairs(precision_map), rates=_pairs(rates)),
         sweep=_pairs(sweep, _texts), data=_plain(data), other_data=_plain(other_data), tokens=tokens, stride=stride,
         evaluate=evaluate, keep=keep, try_fix=try_fix, device=device, threads=threads, imports=_names(imports),
-        isolation=isolation, max_batch=max_batch, memory_limit=_bytes(memory_limit),
+        isolation=isolation, max_batch=max_batch, memory_limit=_bytes(memory_limit), energy=energy,
     )  # fmt: skip
     board = None if tensorboard is None else _folder("tensorboard", tensorboard)
     if board is not None:

@@ -14,6 +14,8 @@ import pytest
 from fp8bench import units
 from fp8bench.api import load
 from fp8bench.model import EnergyUse, Run
+from fp8bench.model.training import ArmCost
+from fp8bench.store.trainings import load_training, training_files
 from tests.measure.sensors.nvml.library import Simulation, build, uuid_of, why_not
 
 GEMM = ("suite", "gemm", "--set", "shape=128", "--set", "product=forward", "--dtypes", "fp32,bf16", "--no-report")
@@ -164,3 +166,24 @@ def test_the_run_as_json_has_it_all(simulation: Simulation, tmp_path: Path) -> N
     printed: dict[str, Any] = json.loads(text)
     windows = [record["energy"]["windows"] for record in printed["records"]]
     assert [len(one) for one in windows] == [1, 1] and all(one[0]["joules"] > 0 for one in windows)
+
+
+@pytest.mark.slow
+def test_a_training_measures_the_energy_of_each_arm(simulation: Simulation, tmp_path: Path) -> None:
+    """By windows of its own at the power that the counter shows; a step's joules are in the table's notes."""
+    simulation.reset()
+    (tmp_path / "text.txt").write_text("every token is a byte of this text. " * 4000)
+    environment = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "120"}
+    words = "train --data text.txt --steps 4 --seeds 1 --batch 1 --sequence 16 --dtypes fp32,bf16 --store store"
+    done = subprocess.run(
+        [sys.executable, "-m", "fp8bench", *words.split()], cwd=tmp_path, env=environment, capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (path,) = training_files(tmp_path / "store")
+    found = {one.arm: one.energy for one in load_training(path).of(ArmCost) if one.energy}
+    assert found.keys() == {"fp32", "bf16"} and " a step [" in done.stdout
+    for use in found.values():
+        (window,) = use.windows
+        assert use.source == "counter" and use.why == "" and window.intervals >= 10
+        assert window.joules / window.seconds == pytest.approx(300.0, rel=0.01)

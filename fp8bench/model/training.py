@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from fp8bench.errors import UsageError
-from fp8bench.model.consumed import Capacity, MemoryUse
+from fp8bench.model.consumed import Capacity, EnergyUse, MemoryUse
 from fp8bench.model.planned import DeviceFacts, Params
 from fp8bench.model.request import check_fields
 from fp8bench.model.run import Environment
@@ -68,7 +68,8 @@ class TrainingRequest:
 
     `stride` is how many steps lie between two that are watched, `evaluate` between two looks at the held-out text,
     `keep` between two checkpoints. `try_fix`: an arm's first alarm has its remedies tried. `max_batch` asks for the
-    largest batch of each arm, `memory_limit` are the bytes that it has to fit into.
+    largest batch of each arm, `memory_limit` are the bytes that it has to fit into. `energy`: it is measured where a
+    device can tell it.
     """
 
     dtypes: tuple[str, ...] = ("bf16", "fp8")
@@ -90,6 +91,7 @@ class TrainingRequest:
     try_fix: bool = False
     max_batch: bool = False
     memory_limit: int | None = None
+    energy: bool = True
     imports: tuple[str, ...] = ()
     isolation: bool = True
 
@@ -350,8 +352,8 @@ class ArmCost:
     """What one arm takes, found in a pass of its own; a pass is a line.
 
     `kept` are the bytes that lie in memory between two steps by what they are for, as counted; `memory` is that of a
-    step at its highest point, with no other arm in memory; `capacity` is its largest batch. `why` says why there is
-    nothing of what was looked for.
+    step at its highest point, with no other arm in memory; `capacity` is its largest batch, `energy` that of steps
+    like the last ones. `why` says why there is nothing of what was looked for.
     """
 
     arm: str
@@ -360,6 +362,7 @@ class ArmCost:
     kept: tuple[tuple[str, int], ...] = ()
     memory: MemoryUse | None = None
     capacity: Capacity | None = None
+    energy: EnergyUse | None = None
     why: str = ""
 
 

@@ -105,5 +105,6 @@ TRAINING_RULES: Mapping[str, Rule] = {
     "try_fix": REQUEST_RULES["quick"],
     **{name: REQUEST_RULES[name] for name in (
         "dtypes", "reference", "seed", "threads", "data", "imports", "isolation", "max_batch", "memory_limit",
+        "energy",
     )},
 }  # fmt: skip

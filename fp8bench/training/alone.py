@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from fp8bench.model.training import Arm, SeedTask
-from fp8bench.model.training_rules import MOST_STEPS
 from fp8bench.protocols import Phases
 from fp8bench.training.trainer import Trainer
 from fp8bench.worker.memory_pass import Make, Prepared, Told, watch_of
@@ -22,7 +20,7 @@ class NotFinite(RuntimeError):
 def another_step(trainer: Trainer, phase: Phases) -> None:
     """A step as any other, however many there were; of an arm that is done, one of its last once more."""
     trainer.repeat(_LAST)
-    for _ in trainer.advance(phase):
+    for _ in trainer.advance(phase, watched=False):
         pass
     if trainer.stopped:
         raise NotFinite(f"its steps were not finite after {trainer.step}, and it stopped")
@@ -30,7 +28,6 @@ def another_step(trainer: Trainer, phase: Phases) -> None:
 
 def made_alone(task: SeedTask, arm: Arm) -> Make:
     """How an arm is made that nobody watches: readings of tensors take memory, too, every so many steps."""
-    task = replace(task, stride=MOST_STEPS)
 
     def make(told: Told | None) -> Callable[[], Prepared]:
         def prepare() -> Prepared:

@@ -7,13 +7,15 @@ It answers all that a bench does, and is asked in this order: `begin`; `restore`
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fp8bench.model.raw import StateCheck
 from fp8bench.model.training import Arm, ArmCost, ArmState, Line, SeedTask, TrainerSettings, Validation
-from fp8bench.protocols import Device, Precision
+from fp8bench.protocols import Device, Precision, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.faults import Fault, described
@@ -86,6 +88,26 @@ class Lab(Bench):
         trainer = self._trainer(arm)
         with self._running(trainer.precision):
             return tuple(line for _ in range(steps) for line in trainer.advance())
+
+    def loop(self, key: str, steps: int) -> float:
+        """So many further steps of an arm as its last ones, back to back; the seconds of all. Nothing of them is kept,
+        and the arm is not what it was."""
+        from fp8bench.training.alone import another_step
+
+        assert self._task is not None
+        trainer, facts, silent = self._trainer(key), self._task.facts, SilentPhases()
+        device = self._selected(facts)
+        with self._running(trainer.precision):
+            start = time.perf_counter()
+            for _ in range(steps):
+                another_step(trainer, silent)
+            device.synchronise(facts.index)
+            return time.perf_counter() - start
+
+    def check(self, key: str) -> StateCheck:
+        """Whether an arm still goes on."""
+        stopped = self._trainer(key).stopped
+        return StateCheck("it has stopped: its numbers are not finite" if stopped else "")
 
     def validate(self, arm: str) -> tuple[Validation, ...]:
         """The losses on text that is never trained on."""

@@ -151,8 +151,8 @@ class Trainer:
             MemoryRole.OPTIMIZER: moments,
         }
 
-    def advance(self, phase: Phases = _SILENT) -> Iterator[Line]:
-        """One step; nothing where the arm has stopped or is done."""
+    def advance(self, phase: Phases = _SILENT, watched: bool = True) -> Iterator[Line]:
+        """One step; nothing where the arm has stopped or is done. Not `watched`: whichever step it is."""
         if self.stopped or self.step == self._task.steps:
             return
         if self.step == 0 and (found := product_like(self.precision, self._task.facts)):
@@ -161,7 +161,7 @@ class Trainer:
         started = time.perf_counter()
         settings, scale, before = self._settings, self._loss_scale.scale, self._remembered()
         rate = self._rate * settings.handicap * share_of_rate(settings, self.step, self._task.steps)
-        with self._optimizer.weights.present(), self._watching() as seen:
+        with self._optimizer.weights.present(), self._watching(watched) as seen:
             loss = self._losses(scale, phase)
             norm = self._optimizer.gradients.norm() / scale
             skip = (~(loss + norm).isfinite()).to(torch.float32)
@@ -191,8 +191,8 @@ class Trainer:
         if self.step == self._task.steps:
             self.step = max(0, self.step - last)
 
-    def _watching(self) -> AbstractContextManager[WatchedStep | None]:
-        watched = self.step % self._task.stride == 0
+    def _watching(self, watched: bool) -> AbstractContextManager[WatchedStep | None]:
+        watched = watched and self.step % self._task.stride == 0
         return self._watch.step(self._settings.micro_batches) if watched else nullcontext()
 
     def _losses(self, scale: float, phase: Phases = _SILENT) -> Tensor:

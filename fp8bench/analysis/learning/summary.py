@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from fp8bench.analysis.learning.curves import Curve, Key, curves_of
+from fp8bench.analysis.learning.energy_to_loss import TrainedEnergy, energies_of
 from fp8bench.analysis.learning.judging import Gap
 from fp8bench.analysis.learning.verdicts import ArmVerdict, Verdicts
 from fp8bench.model import Capacity, Interval
@@ -29,8 +30,8 @@ class ArmSummary:
     """Losses are means over seeds: `loss` over the last tenth of the steps, `held_out` after the last one.
 
     `tokens_per_second` is by the median step, None for an emulated arm. `peak_memory` is that of the arm alone; other
-    seeds and the repeat of the reference take what it takes, and have no `capacity`. `events` is None for an arm
-    without a step, `said` for the reference and its bands. `steps` are those of all seeds.
+    seeds and the repeat of the reference take what it takes, and have neither `capacity` nor `energy`. `events` is None
+    for an arm without a step, `said` for the reference and its bands. `steps` are those of all seeds.
     """
 
     arm: Arm
@@ -41,6 +42,7 @@ class ArmSummary:
     bytes_per_parameter: float | None
     peak_memory: int | None
     capacity: Capacity | None
+    energy: TrainedEnergy | None
     events: int | None
     said: ArmVerdict | None
 
@@ -53,6 +55,7 @@ def summaries_of(
     peaks = {line.arm: line.memory.peak for line in kept.of(ArmCost) if line.memory is not None}
     capacities = {line.arm: line.capacity for line in kept.of(ArmCost) if line.capacity is not None}
     lead = next(arm.name for arm in kept.training.arms if arm.role is ArmRole.REFERENCE)
+    energies = energies_of(kept, found)
     events, sizes, paces = Counter[str](), defaultdict[str, dict[int, float]](dict), defaultdict[str, list[float]](list)
     for line in kept.lines:
         if isinstance(line, StepRow):
@@ -72,6 +75,7 @@ def summaries_of(
             sizes[arm.name],
             peaks.get(alike[arm.name]),
             capacities.get(arm.name),
+            energies.get(arm.name),
             events[arm.name],
         )
         for arm in kept.training.arms
@@ -80,7 +84,7 @@ def summaries_of(
 
 def _summary(
     arm: Arm, curves: Mapping[Key, Curve], found: Verdicts, paces: Sequence[float], sizes: Mapping[int, float],
-    peak: int | None, capacity: Capacity | None, events: int,
+    peak: int | None, capacity: Capacity | None, energy: TrainedEnergy | None, events: int,
 ) -> ArmSummary:  # fmt: skip
     own = [curve for (name, _), curve in curves.items() if name == arm.name]
     return ArmSummary(
@@ -92,6 +96,7 @@ def _summary(
         next(iter(sizes.values()), None),
         peak,
         capacity,
+        energy,
         events if own else None,
         found.of(arm.name),
     )
@@ -107,6 +112,7 @@ def figures_of(summary: ArmSummary, found: Verdicts) -> dict[str, float | None]:
     A band stands with the arm that makes it.
     """
     said = summary.said
+    energy = summary.energy
     speed = said.speed.adjusted if said and said.speed else None
     return {
         "loss": summary.loss, "held_out": summary.held_out, **_gap("gap", said.judged.gap if said else None),
@@ -114,6 +120,8 @@ def figures_of(summary: ArmSummary, found: Verdicts) -> dict[str, float | None]:
         "tokens_per_second": summary.tokens_per_second, **_interval("speed_to_same_loss", speed),
         "bytes_per_parameter": summary.bytes_per_parameter, "peak_memory": summary.peak_memory,
         "largest_batch": summary.capacity.batch if summary.capacity else None,
+        "joules_per_step": energy.joules.middle if energy and energy.joules else None,
+        **_interval("energy_to_same_loss", energy.to_loss if energy else None),
         "events": summary.events, **_band(summary.arm, found),
     }  # fmt: skip
 

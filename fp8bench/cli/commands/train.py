@@ -124,6 +124,8 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     whole("keep", f"steps between two checkpoints; default {_REQUEST.keep}", _REQUEST.keep)
     words = "at an arm's first alarm, try what may help from the checkpoint before it, side by side, and say what did"
     group.add_argument("--try-fix", action="store_true", help=words)
+    words = "measure no energy; else it is where a device can tell it, in windows of steps after the last one"
+    group.add_argument("--no-energy", dest="energy", action="store_false", help=words)
     words = "after the last step, also look for the largest batch of each arm, by running it and the next one"
     group.add_argument("--max-batch", action="store_true", help=words)
     words = "what --max-batch has to fit into, like 2GiB; on a GPU default its own end, on a CPU there is no default"

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fp8bench.errors import WorkerError, WorkerFault
 from fp8bench.jobs.observer import TrainingObserver
 from fp8bench.jobs.train.arms import supported
 from fp8bench.jobs.train.seed import FIRST_SECONDS, lab_of
+from fp8bench.measure import arm as measured
 from fp8bench.measure.capacity import Batches, BatchSearch
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.interrupts import held_back
-from fp8bench.model import Level
+from fp8bench.measure.sensors.meter import Meter, Meters
+from fp8bench.measure.sensors.sampler_thread import SourceKind
+from fp8bench.measure.windows import WindowPass, WindowRule
+from fp8bench.model import Case, EnergyUse, Level, PlannedCase, Support, Work
 from fp8bench.model.training import Arm, ArmCost, ArmRole, SeedTask, Training
 from fp8bench.model.training_rules import SETTINGS_RULES
 from fp8bench.store.trainings import TrainingWriter, load_training
 from fp8bench.training.models import config_of
 
+# Steps that say how long one takes.
+_FEW_STEPS = 3
+
 
 def measure_memory(training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver) -> None:
     """The memory of every arm alone, ahead of all steps; a training that is gone on with has it already."""
-    missing = _without(training, writer, lambda cost: cost.capacity is None)
+    missing = _without(training, writer, lambda cost: not (cost.capacity or cost.energy))
     for arm in missing:
         observer.working(arm.name, "measuring the memory")
         try:
@@ -34,6 +41,54 @@ def measure_memory(training: Training, worker: Worker, writer: TrainingWriter, o
             writer.append((cost,))
     if missing and training.device.accelerated:
         worker.restart()  # no GPU is timed in a process that has listened to its memory
+
+
+def measure_energy(training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver) -> None:
+    """Of every arm in windows of its own, by further steps of what the last seed has left in memory."""
+    request, facts = training.request, training.device
+    missing = _without(training, writer, lambda cost: cost.energy is not None) if request.energy else []
+    if not missing:
+        return
+    with Meters() as meters:
+        meter = meters.of(facts)
+        if meter.kind is SourceKind.NONE:
+            found = {arm.name: EnergyUse(SourceKind.NONE, why=meter.why) for arm in missing}
+        else:
+            found = _in_windows(training, missing, worker, meter, observer)
+    costs = [ArmCost(arm.name, request.seed, request.steps, energy=found[arm.name]) for arm in missing]
+    with held_back():
+        writer.append(costs)
+
+
+def _in_windows(
+    training: Training, arms: Sequence[Arm], worker: Worker, meter: Meter, observer: TrainingObserver
+) -> dict[str, EnergyUse]:
+    """What the meter says of each arm, or why it says nothing."""
+    found: dict[str, EnergyUse] = {}
+    running = []
+    for arm in arms:
+        try:
+            why = worker.within(FIRST_SECONDS).check(arm.name).wrong
+            seconds = 0.0 if why else worker.within(FIRST_SECONDS).loop(arm.name, _FEW_STEPS) / _FEW_STEPS
+        except WorkerError as error:
+            why = str(error)
+        if why:
+            found[arm.name] = EnergyUse(meter.kind.value, why=why)
+        else:
+            running.append(_windowed(training, arm, seconds))
+    rule = WindowRule(windows=1, idle_seconds=1.5) if training.request.seeds == 1 else WindowRule()
+    windows = WindowPass(
+        meter, rule, training.request.seed, lambda arm, share: observer.working(arm.key, "measuring the energy")
+    )
+    return found | {name: one.use for name, one in windows.measure(running, worker).items()}
+
+
+def _windowed(training: Training, arm: Arm, seconds: float) -> measured.Arm:
+    """The arm as windows know one: a case whose step takes so long."""
+    facts = training.device
+    support = Support(Level.NATIVE if arm.native else Level.EMULATED, "")
+    case = Case("train", (), arm.precision, facts.key)
+    return measured.Arm(arm.name, PlannedCase(case, support, Work()), facts, step_seconds=max(seconds, 1e-7))
 
 
 def largest_batches(training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver) -> None:

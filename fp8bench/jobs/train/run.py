@@ -13,7 +13,7 @@ from fp8bench import __version__
 from fp8bench.errors import NotKept, StoreError, WorkerError
 from fp8bench.jobs.observer import TrainingObserver
 from fp8bench.jobs.train.arms import check_training, device_of, make_arms
-from fp8bench.jobs.train.costs import largest_batches, measure_memory
+from fp8bench.jobs.train.costs import largest_batches, measure_energy, measure_memory
 from fp8bench.jobs.train.expected import expected_seconds
 from fp8bench.jobs.train.seed import Pace, SeedRun, lab_of
 from fp8bench.measure.environment import gather
@@ -146,6 +146,7 @@ def _trained(
         for number in range(first, training.request.seeds):
             SeedRun(training, number, worker, writer, observer, pace, out).run(fresh)
             fresh = True
+        measure_energy(training, worker, writer, observer)
         largest_batches(training, worker, writer, observer)
         writer.finish("finished")
     except KeyboardInterrupt:

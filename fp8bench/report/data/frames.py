@@ -170,7 +170,7 @@ class TrainingFrames:
 
     @cached_property
     def costs(self) -> pd.DataFrame:
-        """What each arm takes alone: a row a figure, bytes but for batches and reasons."""
+        """What each arm takes alone: a row a figure: bytes, joules of a step, batches and reasons."""
         import pandas as pd
 
         found = [(one.arm, *figure) for one in self.training.of(ArmCost) for figure in costs_of(one)]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
+from fp8bench.analysis.energy import energy_samples
 from fp8bench.analysis.learning.summary import ArmSummary, figures_of, summaries_of
 from fp8bench.analysis.learning.verdicts import Verdicts
 from fp8bench.analysis.metric import why_no_larger
@@ -112,6 +113,11 @@ def costs_of(cost: ArmCost) -> Iterator[tuple[str, Any]]:
         yield "peak_memory", cost.memory.peak
         for name, size in cost.memory.roles:
             yield f"peak_memory {name}", size
+    if cost.energy is not None:
+        yield from (("joules_per_step", joules) for joules in energy_samples(cost.energy))
+        yield "energy_source", cost.energy.source
+        if cost.energy.why:
+            yield "energy why", cost.energy.why
     if cost.capacity is not None:
         yield "largest_batch", "" if cost.capacity.batch is None else cost.capacity.batch
         yield "largest_batch why_no_larger", why_no_larger(cost.capacity)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 from fp8bench import units
+from fp8bench.analysis.learning.energy_to_loss import TrainedEnergy, energies_of
 from fp8bench.analysis.learning.judging import Learned
 from fp8bench.analysis.learning.summary import ArmSummary, summaries_of
 from fp8bench.analysis.learning.verdicts import Verdicts
@@ -151,6 +152,15 @@ def _number(value: float | None, shown: Callable[[float], str]) -> Field:
     return Field(units.NONE) if value is None else Field(shown(value), value)
 
 
+def _energies(found: Mapping[str, TrainedEnergy]) -> Iterator[str]:
+    """A sentence an arm; one where none has any for the same reason."""
+    whys = {one.why for one in found.values()}
+    if len(found) > 1 and len(whys) == 1 and all(one.joules is None for one in found.values()):
+        yield f"no energy: {whys.pop()}"
+        return
+    yield from (f"{arm}: {words.energy(one)}" for arm, one in found.items())
+
+
 def _largest(found: Capacity) -> str:
     """'largest batch that fits into 2.00 GiB: 812 (52.0 k tokens); not 813: tensors need 1.20 MiB more'."""
     tokens = f" ({units.whole(found.tokens)} tokens)" if found.batch else ""
@@ -206,6 +216,7 @@ def notes_of(kept: KeptTraining, found: Verdicts) -> Iterator[str]:
             if said.speed is not None:
                 yield f"{said.arm.name}: {words.speed(said.speed, said.arm.native)}"
     yield from (f"{one.arm}: {one.why}" for one in kept.of(ArmCost) if one.why)
+    yield from _energies(energies_of(kept, found))
     yield from (f"{one.arm}: {_largest(one.capacity)}" for one in kept.of(ArmCost) if one.capacity)
     yield from kept.troubles
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from fp8bench import units
 from fp8bench.analysis.learning.adjusted_speed import AdjustedSpeed
+from fp8bench.analysis.learning.energy_to_loss import TrainedEnergy
 from fp8bench.analysis.learning.judging import LEAST_PAIRS, Gap, Judged, Learned, Why
 from fp8bench.analysis.learning.summary import ArmSummary
 from fp8bench.analysis.learning.verdicts import ArmVerdict, RepeatBand, SeedBand, Verdicts
@@ -134,6 +135,24 @@ def speed(found: AdjustedSpeed | None, native: bool) -> str:
         return f"at most {units.ratio(found.adjusted.point)} to the same loss {raw}"
     low, high = units.ratio(found.adjusted.low), units.ratio(found.adjusted.high)
     return f"{units.ratio(found.adjusted.point)} [{low}, {high}] to the same loss {raw}"
+
+
+def energy(found: TrainedEnergy) -> str:
+    """'1.90 J a step [1.88 J, 1.91 J]; 0.83x [0.80x, 0.87x] of the reference's energy to the same loss'."""
+    if found.joules is None:
+        return f"no energy: {found.why}"
+    middle, low, high = (units.joules(one) for one in (found.joules.middle, found.joules.low, found.joules.high))
+    parts = [f"{middle} a step [{low}, {high}]"]
+    if found.to_loss is not None:
+        span = energy_to_loss(found.to_loss, found.at_least)
+        parts.append(f"{span} of the reference's energy to the same loss")
+    return "; ".join([*parts, *filter(None, [found.why])])
+
+
+def energy_to_loss(found: Interval, at_least: bool) -> str:
+    """'0.83x [0.80x, 0.87x]'."""
+    point, low, high = (units.ratio(one) for one in (found.point, found.low, found.high))
+    return f"at least {point}" if at_least else f"{point} [{low}, {high}]"
 
 
 def _span(found: Interval, level: bool = True) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,11 @@ import pytest
 
 from fp8bench import files
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerFault, WorkerLost
+from fp8bench.jobs.train import costs
 from fp8bench.jobs.train import run as job
+from fp8bench.measure.sensors.meter import Meter, Meters
+from fp8bench.model import DeviceFacts, EnergyUse
+from fp8bench.model.raw import StateCheck
 from fp8bench.model.training import (
     ArmCost,
     KeptTraining,
@@ -23,6 +27,7 @@ from fp8bench.model.training import (
     Validation,
 )
 from fp8bench.store.trainings import Place, TrainingWriter, load_training, reopen_training, training_files
+from tests.measure.powered import IDLE, Power, sampling
 from tests.trainings import FakeLab, NotedTraining, said, small, strikes
 
 Trained = Callable[..., tuple[KeptTraining, FakeLab, NotedTraining]]
@@ -138,6 +143,62 @@ def test_the_largest_batch_of_every_arm_is_looked_for_after_the_last_step(traine
         assert kept.finished and tokens == {"bf16": 96, "fp8": 96, "fp8 micro-batches=2": 192}
         assert all(one and (one.batch, one.beyond, one.peak) == (100, 101, 1000) for one in found.values())
     assert not any(words[0] == "try_alone" for words in trained(FakeLab(), small())[1].log)
+
+
+@dataclass
+class PoweredLab(FakeLab):
+    """A lab whose further steps take 10 ms, and their arm's watts of the device. `stopped` has no more steps."""
+
+    power: Power = field(default_factory=Power)
+    stopped: str = ""
+
+    def _check(self, key: str) -> StateCheck:
+        return StateCheck("it has stopped" if key == self.stopped else "")
+
+    def _loop(self, key: str, steps: int) -> float:
+        assert key != self.stopped and key in self.steps
+        end = self.power.clock.now() + 0.01 * steps
+        self.power.set(400.0 if key == "bf16" else 300.0)
+        if sampling():
+            self.power.clock.wait(lambda: self.power.clock.now() >= end)
+        else:
+            self.power.state.now_ns = round(end * 1e9)
+        self.power.set(IDLE)
+        return 0.01 * steps
+
+
+@pytest.fixture
+def powered(monkeypatch: pytest.MonkeyPatch) -> PoweredLab:
+    lab = PoweredLab()
+
+    class OneMeter(Meters):
+        def of(self, facts: DeviceFacts) -> Meter:
+            return lab.power.meter()
+
+    monkeypatch.setattr(costs, "Meters", OneMeter)
+    return lab
+
+
+def test_every_arm_has_the_energy_of_its_own_power(trained: Trained, powered: PoweredLab) -> None:
+    """In three windows after the last step, by a counter whose truth is known; one that has stopped has a reason."""
+    powered.stopped = "mxfp8"
+    kept, _, seen = trained(powered, small(energy=True, dtypes=("bf16", "fp8", "mxfp8")))
+    found = {one.arm: one.energy for one in kept.of(ArmCost) if one.energy}
+    for arm, watts in (("bf16", 400.0), ("fp8", 300.0)):
+        assert len(found[arm].windows) == (1 if arm == "fp8" else 3), "an emulated arm has one: its energy is a cost"
+        for window in found[arm].windows:
+            assert window.joules / window.seconds == pytest.approx(watts, rel=0.01) and window.steps > 0
+    assert found["mxfp8"] == EnergyUse("counter", why="it has stopped") and kept.finished
+    assert "measuring the energy of fp8" in seen.doings and isinstance(kept.lines[-1], ArmCost)
+
+
+def test_without_a_counter_the_reason_is_kept_and_no_step_more_is_run(trained: Trained, powered: PoweredLab) -> None:
+    """And nothing at all where nobody wants it."""
+    powered.power.broken = "the counter is gone"
+    kept, lab, _ = trained(powered, small(energy=True))
+    (why,) = {one.energy.why for one in kept.of(ArmCost) if one.energy}
+    assert why == "counter: the counter is gone" and not any(words[0] == "loop" for words in lab.log)
+    assert not [one for one in trained(PoweredLab(), small())[0].of(ArmCost) if one.energy]
 
 
 def test_a_limit_is_asked_for_where_the_machine_would_run_full(trained: Trained) -> None:

@@ -91,7 +91,7 @@ def test_memory_is_told_by_arm_and_by_what_it_is_for() -> None:
     made = page(ArmCost("bf16", 0, memory=use), ArmCost("fp8", 0, why="its memory could not be measured: lost"))
     arms, roles = element(made, "arms"), element(made, "memory")
     assert isinstance(arms, Table) and isinstance(roles, Table)
-    assert [(row[0].text, row[10].text) for row in arms.rows] == [("bf16", "3.00 MiB"), ("fp8", "-")]
+    assert [(row[0].text, row[12].text) for row in arms.rows] == [("bf16", "3.00 MiB"), ("fp8", "-")]
     assert [[field.text for field in row] for row in roles.rows] == [["bf16", "1.00 MiB", "2.00 MiB"]]
     assert "fp8: its memory could not be measured: lost" in markdown.render(made)
     assert "Memory by what" not in markdown.render(page())
@@ -107,7 +107,7 @@ def test_largest_batches_stand_in_the_table_or_how_to_have_them() -> None:
     kept = KeptTraining(held, (*lines(GAPS), *costs), True, "x/steps.jsonl")
     made = page_of(kept, verdicts_of(kept.training, kept.lines))
     arms, text = element(made, "arms"), markdown.render(made)
-    assert isinstance(arms, Table) and [row[9].text for row in arms.rows] == ["812", "-"] and said not in text
+    assert isinstance(arms, Table) and [row[11].text for row in arms.rows] == ["812", "-"] and said not in text
     assert "bf16: largest batch that fits into 1.00 GiB: 812 (52.0 k tokens); not 813: tensors need 2 B more" in text
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fp8bench import units
 from fp8bench.analysis.learning.curves import curves_of
-from fp8bench.analysis.learning.summary import summaries_of
+from fp8bench.analysis.learning.summary import ArmSummary, summaries_of
 from fp8bench.analysis.learning.verdicts import Verdicts
 from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
@@ -45,6 +45,8 @@ _ARMS = (
     Column("verdict", hint="by the 99% interval"),
     Column("tokens/s", number=True, hint="by the median step; of native arms"),
     Column("to the same loss", hint="speed times steps: how much sooner the arm is as good; of native arms"),
+    Column("J/step", number=True, hint="by windows of steps of the arm alone"),
+    Column("energy to the same loss", hint="times the reference's: joules of a step times steps; of native arms"),
     Column("B/param", number=True, hint="bytes kept between two steps for each parameter, as counted"),
     Column("largest batch", number=True, hint="sequences that fit, by runs of them; --max-batch looks for it"),
     Column("memory", number=True, hint="tensors at the highest point of a step, with no other arm in memory"),
@@ -97,11 +99,22 @@ def _verdicts(kept: KeptTraining, found: Verdicts, curves: drawn.Curves) -> Iter
         name, how, loss, held_out, gap, speed, size, memory, _, verdict = row_of(summary, found)
         sooner = words.speed(said.speed, arm.native) if said is not None and said.speed is not None else units.NONE
         largest = Field(show_batch(summary.capacity) if summary.capacity else units.NONE)
-        rows.append((name, how, loss, held_out, gap, verdict, speed, Field(sooner), size, largest, memory))
+        rows.append(
+            (name, how, loss, held_out, gap, verdict, speed, Field(sooner), *_energy(summary), size, largest, memory)
+        )
     yield Table("arms", "Arms", _ARMS, tuple(rows), main=True)
     yield from (Text(one) for one in (*bands_of(found), *notes_of(kept, found)))
     if not kept.training.request.max_batch:
         yield Text("No largest batch was looked for: `fp8bench train --max-batch` does, within --memory-limit SIZE.")
+
+
+def _energy(summary: ArmSummary) -> tuple[Field, Field]:
+    energy = summary.energy
+    joules = energy.joules.middle if energy and energy.joules else None
+    step = Field(units.NONE) if joules is None else Field(units.joules(joules), joules)
+    if energy is None or energy.to_loss is None:
+        return step, Field(units.NONE)
+    return step, Field(words.energy_to_loss(energy.to_loss, energy.at_least), energy.to_loss.point)
 
 
 def _memory(kept: KeptTraining) -> Iterator[Element]:
