@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fp8bench.analysis import stats
 from fp8bench.analysis.stats import Floats
 from fp8bench.model import Interval
+from tests.counts import sampled
 
 
 def naive_best(samples: Floats, drawn: Sequence[int]) -> float:
@@ -145,7 +146,7 @@ def test_judging_the_same_samples_twice_gives_the_same(seed: int) -> None:
     assert found.low <= found.point <= found.high
 
 
-@pytest.mark.parametrize(("segments", "sided"), [(20, 1), (1, 1), (1, 2)])
+@pytest.mark.parametrize(("segments", "sided"), sampled([1], [(20, 1), (1, 1), (1, 2)]))
 def test_the_interval_rarely_misses_the_truth(segments: int, sided: int) -> None:
     """100 simulated groups of 32 rounds at 99%, with noise that only adds, and with noise on both sides."""
     rng = np.random.default_rng(5)

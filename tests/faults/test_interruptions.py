@@ -193,7 +193,7 @@ def test_a_stdout_that_takes_nothing_costs_no_run(folder: Path) -> None:
 
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the worker by /proc")
-@counts(3, 30, 1000)
+@counts(1, 30, 1000)
 def test_a_kill_at_any_moment_loses_nothing_that_was_finished(count: int) -> None:
     """Parent, worker or both, so many times; suites/kill.py says what is held against the store."""
     tally = kill.trials(count, seed=30)

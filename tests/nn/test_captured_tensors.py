@@ -18,13 +18,14 @@ def found(corpus: Corpus) -> dict[str, Course]:
     return dict(captured(corpus.path, 0))
 
 
-def test_there_is_one_for_each_layer_kind_and_role(found: dict[str, Course]) -> None:
-    """Of the shapes that plans count with, fp32, on the processor, without a gradient."""
+def test_there_is_one_for_each_layer_kind_and_role(found: dict[str, Course], corpus: Corpus) -> None:
+    """Of the shapes that plans count with, fp32, on the processor, without a gradient; trained once."""
     assert (
         list(found)
         == list(CAPTURED)
         == [f"{kind}-{role}" for kind in ("attn", "mlp", "head") for role in ("input", "weight", "gradient")]
     )
+    assert all(captured(corpus.path, 0)[name] is course for name, course in found.items())
     for name, course in found.items():
         assert len(course) == CAPTURED_STEPS
         for tensor in course:
@@ -56,21 +57,18 @@ def test_the_training_learns(found: dict[str, Course]) -> None:
 def test_they_come_from_the_text_and_the_seed_alone(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the process's random state, its gradients and its switches are, which stay as they were."""
     monkeypatch.setattr("fp8bench.nn.captured_tensors.TRAINING_STEPS", CAPTURED_STEPS)
-    captured.cache_clear()
-    one = captured(corpus.path, 0)
-    assert captured(corpus.path, 0) is one
-    captured.cache_clear()
+    anew = captured.__wrapped__
+    one = anew(corpus.path, 0)
     torch.manual_seed(7)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     with torch.no_grad(), float32_products("high"):
-        again = captured(corpus.path, 0)
+        again = anew(corpus.path, 0)
         assert torch.get_float32_matmul_precision() == "high" and not torch.is_grad_enabled()
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(a, b) for name in one for a, b in zip(one[name], again[name], strict=True))
-    other = captured(corpus.path, 1)
+    other = anew(corpus.path, 1)
     assert not any(torch.equal(one[name][-1], other[name][-1]) for name in one)
-    captured.cache_clear()
 
 
 @pytest.mark.slow

@@ -150,6 +150,18 @@ def test_a_training_is_told_kept_shown_and_exported(say: Say, fp8bench: Say, sto
     assert code == 2 and "The store has no runs yet" in err
     code, again, err = fp8bench("show", kept.training.id, "--tensorboard", "board")
     assert (code, again) == (0, out) and "tensorboard: 8 curves in board; `tensorboard --logdir board`" in unfolded(err)
+    has_a_report_of_its_own(path.parent.name, store, fp8bench)
+
+
+def has_a_report_of_its_own(name: str, store: Path, fp8bench: Say) -> None:
+    """By its id, alone: page, Markdown and rows lie in the store, and wherever else they are wanted."""
+    code, out, _ = fp8bench("report", name[-8:], "--md", "told.md")
+    assert code == 0 and out.strip() == f".fp8bench/reports/{name}/report.html"
+    folder = store / "reports" / name
+    assert "Does it still learn?" in (folder / "report.html").read_text() and "fp8" in Path("told.md").read_text()
+    assert (folder / "results.csv").read_text().startswith("arm,precision,role,seed,step")
+    code, _, err = fp8bench("report", name[-8:], name[-8:])
+    assert code == 2 and "is a training, which has a report of its own" in unfolded(err)
 
 
 @pytest.mark.slow
@@ -198,17 +210,3 @@ def test_an_arm_that_is_out_is_an_exit_code(say: Say, monkeypatch: pytest.Monkey
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: FakeLab(strikes("bf16", 2, times=2)))
     code, out, err = say(*TINY, "--keep", "1")
     assert (code, out) == (3, "") and "the worker crashed during 'advance'" in err
-
-
-def test_a_training_has_a_report_of_its_own(say: Say, store: Path, local: None, fp8bench: Say) -> None:
-    """By its id, alone: page, Markdown and rows lie in the store, and wherever else they are wanted."""
-    assert say(*TINY)[0] == 0
-    (path,) = training_files(store)
-    name = path.parent.name
-    code, out, _ = fp8bench("report", name[-8:], "--md", "told.md")
-    assert code == 0 and out.strip() == f".fp8bench/reports/{name}/report.html"
-    folder = store / "reports" / name
-    assert "Does it still learn?" in (folder / "report.html").read_text() and "fp8" in Path("told.md").read_text()
-    assert (folder / "results.csv").read_text().startswith("arm,precision,role,seed,step")
-    code, _, err = fp8bench("report", name[-8:], name[-8:])
-    assert code == 2 and "is a training, which has a report of its own" in unfolded(err)

@@ -15,6 +15,7 @@ from fp8bench.store.runs.write import start_run
 from fp8bench.user_code import import_user_modules
 from suites import long_history
 from suites.long_history import ROUNDS, measure, write_module, write_store
+from tests.counts import sampled
 from tests.histories import read_trends
 from tests.own_suites import forgotten
 
@@ -61,7 +62,7 @@ def test_it_has_eleven_series_a_pair(store: Path) -> None:
     assert all(len(trend.measured) == 12 for trend in found.trends)
 
 
-@pytest.mark.parametrize("what", ["from the runs", "show", "after a run of all"])
+@pytest.mark.parametrize("what", sampled(["show"], ["from the runs", "show", "after a run of all"]))
 def test_what_is_measured_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """On a small store; a step lies in its first pair. What the process holds that starts it does not count."""
     held = b"x" * (400 << 20)
