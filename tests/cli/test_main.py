@@ -96,7 +96,7 @@ OPTIONS = {
         "--keep", "--device", "--threads", "--dry-run", "--no-isolation", "--rate", "--rates", "--warmup",
         "--scale-growth", "--floor", "--weight-decay", "--clip", "--loss-scale", "--optimizer-states", "--master",
         "--gradients", "--on-nan", "--store", "--resume", "--try-fix", "--explain", "--json", "--csv",
-        "--tensorboard", "--wandb", "--max-batch", "--memory-limit",
+        "--tensorboard", "--wandb", "--max-batch", "--memory-limit", "--fail-on",
     },
     "selftest": COMMON | {"--device", "--power", "--trials", "--operation", "--json"},
 }  # fmt: skip

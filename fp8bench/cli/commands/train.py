@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -14,7 +14,7 @@ from fp8bench.cli.grammar import check_alone, shared
 from fp8bench.cli.outputs import check_outputs, in_store, print_training, tell, wanted_of
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
-from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept
+from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName
 from fp8bench.jobs.observer import TrainingObserver
 from fp8bench.jobs.train.arms import check_training
 from fp8bench.measure.environment import command_line
@@ -25,7 +25,7 @@ from fp8bench.model.training_rules import CHOICES, SETTINGS_RULES, TRAINING_RULE
 from fp8bench.nn.sizes import SIZES
 from fp8bench.store.trainings import training_named
 
-_BESIDE_RESUME = {"--resume", "--store", "--json", "--csv", "--explain", "--tensorboard", "--wandb"}
+_BESIDE_RESUME = {"--resume", "--store", "--json", "--csv", "--explain", "--tensorboard", "--wandb", "--fail-on"}
 _REQUEST = TrainingRequest()
 _MODEL = {
     "arch": ("", "the model's architecture"),
@@ -60,8 +60,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "it still learns as the reference does: a gap of the loss, paired over seeds, with its interval."
     )
     parser.epilog = (
-        "Exit codes: 0 fine, 2 wrong usage, 3 an arm could not be trained to its end, 130 interrupted. A verdict is no "
-        "exit code."
+        "Exit codes: 0 fine, 1 what --fail-on names, 2 wrong usage, 3 an arm could not be trained to its end, 130 "
+        "interrupted. Without --fail-on a verdict is no exit code."
     )
     group = parser.add_argument_group("what to train")
     shared(group, "--dtypes", help=f"precisions; default {','.join(_REQUEST.dtypes)}")
@@ -140,6 +140,8 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     shared(group, "--store", help="where trainings are kept, below trainings/; default .fp8bench")
     words = "go on with a training that was cut off: an id, its folder, or last"
     group.add_argument("--resume", metavar="TRAINING", help=words)
+    words = "end with 1 where an arm is so: worse, diverged, did-not-learn, inconclusive, or has an alarm"
+    group.add_argument("--fail-on", type=types.words, default=(), metavar="WHAT,...", help=words)
     shared(group, "--explain")
     shared(group, "--json", help="print the training as JSON, every line of it and the verdicts, instead of the table")
     shared(group, "--csv", help="also write its lines there, one figure a row; '-' prints them instead of the table")
@@ -169,6 +171,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.train.run import planned, resume, train
 
     check_outputs(arguments)
+    _check_reasons(arguments.fail_on)
     if arguments.resume is not None:
         check_alone(arguments.words, _BESIDE_RESUME)
         path = training_named(arguments.resume, arguments.store)
@@ -212,7 +215,35 @@ def _ended(kept: KeptTraining, arguments: argparse.Namespace) -> int:
     print_training(kept, arguments)
     if not kept.finished or not training_exported(kept, arguments.store, wanted_of(arguments), complain):
         return EXIT_INTERRUPTED
-    return EXIT_FAILED if any(event.kind == "out" for event in kept.of(TrainingEvent)) else EXIT_OK
+    if any(event.kind == "out" for event in kept.of(TrainingEvent)):
+        return EXIT_FAILED
+    return _judged(kept, arguments.fail_on)
+
+
+def _check_reasons(wanted: Sequence[str]) -> None:
+    from fp8bench.report.words.learning import FAILURES
+
+    for name in wanted:
+        if name not in FAILURES:
+            raise UnknownName("reason to fail", name, FAILURES)
+
+
+def _judged(kept: KeptTraining, wanted: Sequence[str]) -> int:
+    """What --fail-on makes of a training, with a sentence for each reason. Of an arm that was not trained it knows
+    nothing, and that is no pass."""
+    from fp8bench.analysis.learning.verdicts import verdicts_of
+    from fp8bench.report.words.learning import failures
+
+    if not wanted:
+        return EXIT_OK
+    for arm in (missing := [one for one in kept.training.arms if one.skip]):
+        complain(f"--fail-on: {arm.name} was not trained: {arm.skip}")
+    reasons = list(failures(kept, verdicts_of(kept.training, kept.lines), wanted))
+    for reason in reasons:
+        complain(f"--fail-on: {reason}")
+    if missing:
+        return EXIT_FAILED
+    return EXIT_REGRESSION if reasons else EXIT_OK
 
 
 def _tell_how_to_go_on(kept: KeptTraining, arguments: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from fp8bench import units
 from fp8bench.analysis.learning.adjusted_speed import AdjustedSpeed
@@ -12,7 +12,7 @@ from fp8bench.analysis.learning.judging import LEAST_PAIRS, Gap, Judged, Learned
 from fp8bench.analysis.learning.summary import ArmSummary
 from fp8bench.analysis.learning.verdicts import ArmVerdict, RepeatBand, SeedBand, Verdicts
 from fp8bench.model import Interval
-from fp8bench.model.training import ArmRole
+from fp8bench.model.training import ArmRole, KeptTraining, TrainingEvent
 from fp8bench.report.words.naming import listed
 from fp8bench.report.words.run_facts import many
 
@@ -46,6 +46,22 @@ def verdict(found: ArmVerdict, among: Verdicts) -> str:
         return f"within noise: {_span(interval)}, inside +-{margin}"
     beyond = interval.low > among.margin or interval.high < -among.margin
     return f"{judged.learned} by {_span(interval)}" + (f", all of it beyond the margin of {margin}" if beyond else "")
+
+
+# Verdicts, and alarms, as who wants a command to fail on them names them.
+ALARM = "alarm"
+FAILURES = (*(one.replace(" ", "-") for one in Learned if one not in (Learned.BETTER, Learned.WITHIN_NOISE)), ALARM)
+
+
+def failures(kept: KeptTraining, found: Verdicts, wanted: Collection[str]) -> Iterator[str]:
+    """A sentence for each arm with a verdict that is wanted, and for each alarm if these are."""
+    for one in found.arms:
+        if one.judged.learned.replace(" ", "-") in wanted:
+            yield f"{one.arm.name}: {verdict(one, found)}"
+    if ALARM in wanted:
+        for event in kept.of(TrainingEvent):
+            if event.kind == ALARM:
+                yield f"{event.arm}, seed {event.seed}, step {event.step}: {event.words}"
 
 
 def inconclusive(judged: Judged) -> str:

@@ -11,7 +11,7 @@ import pytest
 from fp8bench.analysis.learning.curves import Void, curves_of, last_of
 from fp8bench.analysis.learning.judging import Learned, Why
 from fp8bench.analysis.learning.verdicts import ArmVerdict, Verdicts, least_fall, verdicts_of
-from fp8bench.model.training import FALLBACK, Arm, Line, StepRow, TrainingEvent, Validation
+from fp8bench.model.training import FALLBACK, Arm, KeptTraining, Line, StepRow, TrainingEvent, Validation
 from fp8bench.report.words import learning as words
 from tests.learning_curves import CANDIDATE, OTHER_SEED, REFERENCE, REPEAT, curve, held_out, lines, rows, training
 
@@ -65,6 +65,18 @@ def test_the_sentences() -> None:
     assert wide.endswith("is too wide; 140 more would do in four of five cases")
     apart = words.verdict(*judged(lines(WORSE, held={"fp8": [-0.01] * 5})))
     assert apart == "inconclusive: +3.0% on training text, but -1.0% on held-out text"
+
+
+def test_what_a_command_may_fail_on() -> None:
+    """A verdict with its arm, an alarm with its place; what was not asked for fails nothing. All bad ends can be."""
+    alarm = TrainingEvent("fp8", 2, 40, "alarm", "the gradient's norm is 9.1 times its median")
+    told = (*lines(WORSE), alarm, TrainingEvent("fp8", 2, 41, "tried-fix", ""))
+    kept, among = KeptTraining(training(), told, True, ""), judged(told)[1]
+    (worse,) = words.failures(kept, among, ("worse", "diverged"))
+    assert worse == f"fp8: {words.verdict(among.arms[0], among)}"
+    assert list(words.failures(kept, among, ("alarm",))) == [f"fp8, seed 2, step 40: {alarm.words}"]
+    assert not list(words.failures(kept, among, ("diverged", "inconclusive", "did-not-learn")))
+    assert words.FAILURES == ("diverged", "did-not-learn", "worse", "inconclusive", "alarm")
 
 
 def test_several_arms_say_what_their_level_means() -> None:

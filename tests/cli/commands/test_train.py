@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from fp8bench.cli.commands.train import request_from
-from fp8bench.cli.grammar import build_parser
+from fp8bench.cli.grammar import build_parser, commands_of
 from fp8bench.jobs.train import run as job
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model.training import ArmCost, TrainerSettings, TrainingRequest
+from fp8bench.report.words.learning import FAILURES
 from fp8bench.store.trainings import load_training, training_files
 from fp8bench.training.lab import Lab
 from tests.commands import Say, unfolded, unfolding
@@ -44,6 +45,7 @@ REFUSED = {
     "two outputs": (["--json", "--csv", "-"], "would both print on stdout"),
     "rows of a plan": (["--dry-run", "--csv", "-"], "--dry-run measures nothing"),
     "nothing to resume": (["--resume", "last"], "no training 'last' in .fp8bench. The store has no trainings yet"),
+    "a reason to fail": (["--fail-on", "worse,divreged"], "unknown reason to fail 'divreged'. Did you mean 'diverged'"),
     "a resumption of something else": (["--resume", "last", "--steps", "3"], "and --steps was given too"),
     "an unknown option": (["--step", "3"], "Did you mean --steps?"),
 }
@@ -69,6 +71,12 @@ def test_what_cannot_be_meant_is_one_sentence(name: str, say: Say, local: None) 
     code, out, err = say(*words)
     assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
     assert not training_files(Path(".fp8bench"))
+
+
+def test_help_names_what_it_may_fail_on() -> None:
+    """All of it."""
+    (words,) = (one.help for one in commands_of(build_parser())["train"]._actions if one.dest == "fail_on")
+    assert words is not None and all(name in words for name in FAILURES)
 
 
 def test_every_setting_of_the_request_can_be_said() -> None:
@@ -139,6 +147,9 @@ def test_a_training_is_told_kept_shown_and_exported(say: Say, fp8bench: Say, sto
     assert f"{kept.training.id} of {kept.training.started[:10]} " in listed and ": nano in bf16, fp8" in listed
     code, out, err = say("--resume", "last")
     assert code == 0 and out == shown[1] and f"training {kept.training.id} is finished; nothing was missing" in err
+    code, _, err = say("--resume", "last", "--fail-on", "worse,inconclusive")
+    assert code == 1 and "--fail-on: fp8: inconclusive: 1 seed counts, fewer than 5" in err
+    assert say("--resume", "last", "--fail-on", "worse,diverged,alarm")[0] == 0
     for name in (f"runs/box/20260105T120000.000Z-aaaaaaaa-{kept.training.id[:4]}0000.jsonl",):
         (store / name).parent.mkdir(parents=True)
         (store / name).write_text("{}")
