@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from fp8bench.errors import Fp8benchError
     from fp8bench.model import Case, Finding, Label, Phase, Record, Verdict
+    from fp8bench.user_code.named import audited
 
 _HOME = {
     "Case": "model",
@@ -38,6 +39,7 @@ _HOME = {
     "Record": "model",
     "Run": "api",
     "Verdict": "model",
+    "audited": "user_code.named",
     "findings": "api",
     "hugging_face_callback": "api",
     "lightning_callback": "api",
@@ -61,6 +63,7 @@ __all__ = [
     "Run",
     "Verdict",
     "__version__",
+    "audited",
     "findings",
     "hugging_face_callback",
     "lightning_callback",

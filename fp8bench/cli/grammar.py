@@ -36,6 +36,7 @@ COMMANDS = {
     "history": "runs and numbers over time, and asv's view",
     "tape": "the operators of a step, their FLOPs and bytes, by precision, or against a run",
     "conform": "whether native casts and products give what their emulation gives, bit by bit",
+    "audit": "whether a kernel of your own computes what its precision promises",
     "lint-shapes": "which products native FP8, MX and NVFP4 refuse or pad, by device",
     "sensitivity": "which layers suffer most in low precision, and a map that keeps the loss",
     "selftest": "check the harness itself",

@@ -34,7 +34,7 @@ class ScaleRounding(StrEnum):
     UP = "up"
 
 
-_ROUNDINGS = {
+ROUNDINGS = {
     None: (ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO),
     E8M0: (ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL),
     E4M3: (ScaleRounding.NEAREST, ScaleRounding.UP),
@@ -60,10 +60,10 @@ class Scaling:
                 f"a block of {self.rows} x {self.columns} elements does not fit a matrix. Give rows and columns above "
                 "0, or 0 columns for a row and 0 x 0 for a tensor."
             )
-        if self.scale not in _ROUNDINGS:
+        if self.scale not in ROUNDINGS:
             raise RecipeRefused(f"scales are kept in float32, e8m0 or e4m3fn, not in {_name(self.scale)}.")
-        if self.rounding not in _ROUNDINGS[self.scale]:
-            known = ", ".join(_ROUNDINGS[self.scale])
+        if self.rounding not in ROUNDINGS[self.scale]:
+            known = ", ".join(ROUNDINGS[self.scale])
             raise RecipeRefused(f"scales in {_name(self.scale)} are not rounded by {self.rounding!s}. Give {known}.")
         if self.scale is E8M0 and (self.rows, self.columns) != (1, 32):
             raise RecipeRefused(f"MX blocks are 1 x 32 elements, not {self.rows} x {self.columns}.")

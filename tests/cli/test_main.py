@@ -76,6 +76,9 @@ OPTIONS = {
     "history verify": COMMON | {"--store", "--import"},
     "history rebuild": COMMON | {"--store", "--import"},
     "history merge": COMMON | {"DIR", "--rename-env", "--store", "--import"},
+    "audit": COMMON
+    | {"--kind", "--precision", "--takes", "--second", "--multiple", "--device", "--seed", "--threads", "--junit"}
+    | {"--md", "--explain", "--json", "MODULE:FUNCTION"},
     "tape": COMMON
     | {
         "NAME", "--dtypes", "--devices", "--set", "--data", "--import", "--seed", "--threads", "--case-timeout",

@@ -44,13 +44,14 @@ TABLE: dict[str, frozenset[str]] = {
     "tape": FLOOR | NAMES | TENSORS | {"profiler"},
     "worker": FLOOR | NAMES | TENSORS | {"profiler", "tape", "user_code"},
     "training": FLOOR | NAMES | TENSORS | {"profiler", "tape", "user_code", "worker", "plan"},
+    "audit": FLOOR | NAMES | TENSORS | {"user_code", "worker"},
     "store": FLOOR | NAMES | {"analysis", "plan"},
     "measure": FLOOR | NAMES | {"store", "user_code", "worker"},
     "report": FLOOR | NAMES | {"analysis", "formats"},
     "pipeline": PARENT,
     "jobs": PARENT
     | TENSORS
-    | {"pipeline", "profiler", "worker", "backends", "devices", "precisions", "workloads", "training"},
+    | {"pipeline", "profiler", "worker", "backends", "devices", "precisions", "workloads", "training", "audit"},
     "cli": ANYONE,
     "api": ANYONE,
     "asv_bridge": ANYONE,
@@ -77,7 +78,7 @@ OUTSIDE = frozenset({"suites", "reports", "tests"})
 # Rooms that every reader knows, and the page leaves out of its table.
 OUTERMOST = frozenset({"__init__", "__main__", "errors", "files", "units"})
 LOOSE = OUTERMOST | {"api", "asv_bridge", "pipeline", "registry", "suites"}
-MOST_ROOMS = 21
+MOST_ROOMS = 22
 
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
@@ -110,6 +111,8 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ),
     ("fp8bench.training.", frozenset({"numpy", "torch"})),
     ("fp8bench.tape.", frozenset({"torch"})),
+    *((f"fp8bench.audit.{light}", frozenset[str]()) for light in ("bench", "main")),
+    ("fp8bench.audit.", frozenset({"torch"})),
     ("fp8bench.report.page.drawing.", frozenset({"matplotlib"})),
 )
 # Module -> what else it may import inside a function. The reason stands beside it.

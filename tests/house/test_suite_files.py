@@ -14,6 +14,8 @@ SUITES = Path(__file__).resolve().parents[2] / "suites"
 # What is in the folder and measures no workload: the package, fp8bench itself, kills, and made series.
 OTHERS = {
     "__init__",
+    "audit",
+    "audit_lies",
     "change_points",
     "gate",
     "harness",

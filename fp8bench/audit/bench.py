@@ -1,0 +1,30 @@
+"""The worker's side of an audit."""
+
+from __future__ import annotations
+
+from fp8bench.model import DeviceFacts
+from fp8bench.model.audit import Audit, Signature
+from fp8bench.user_code.named import declared_of, named
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.step_guards import aside
+from fp8bench.worker.switches import unchanged
+
+# What a ProcessWorker runs to have one.
+MODULE = "fp8bench.audit.main"
+
+
+class AuditBench(Bench):
+    """Imports what is audited, here and nowhere else."""
+
+    def declared(self, target: str) -> Signature | None:
+        """The signature that its decorator gave it, if one did."""
+        with aside():
+            return declared_of(named(target))
+
+    def audit(self, target: str, signature: Signature, facts: DeviceFacts) -> Audit:
+        """Every check of it."""
+        from fp8bench.audit.audited import audited
+
+        self._selected(facts)
+        with unchanged(), aside():
+            return audited(target, named(target), signature, facts, self._settings.seed)

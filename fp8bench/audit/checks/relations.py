@@ -1,0 +1,85 @@
+"""Whether results change with what goes in as they must: doubled, negated, put in another order, zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8bench.audit.auditor import Auditor, Check, Given
+from fp8bench.model.audit import AuditFinding, AuditKind
+
+_DATA = "blocks of different sizes"
+_BLOCK = 128
+Matrices = tuple[Tensor, ...]
+
+
+class Relation(NamedTuple):
+    """What is done to the matrices, and what a result has to become then."""
+
+    words: str
+    given: Callable[[Matrices], Matrices]
+    wanted: Callable[[Tensor], Tensor]
+
+
+def _rows(count: int) -> Tensor:
+    return torch.arange(count).flip(0)
+
+
+def _blocks_moved(matrix: Tensor) -> Tensor:
+    return matrix.roll(_BLOCK, 1).contiguous()
+
+
+_SHARED = (
+    Relation("the first operand doubled", lambda all_: (all_[0] * 2, *all_[1:]), lambda y: y * 2),
+    Relation("the first operand negated", lambda all_: (-all_[0], *all_[1:]), lambda y: -y),
+    Relation(
+        "rows in another order", lambda all_: (all_[0][_rows(len(all_[0]))].contiguous(), *all_[1:]),
+        lambda y: y[_rows(len(y))],
+    ),
+)  # fmt: skip
+_OF_PRODUCTS = (
+    Relation("the second operand halved", lambda all_: (all_[0], all_[1] / 2), lambda y: y / 2),
+    Relation(
+        "the second operand's rows in another order",
+        lambda all_: (all_[0], all_[1][_rows(len(all_[1]))].contiguous()), lambda y: y[:, _rows(y.shape[1])],
+    ),
+    Relation(
+        "blocks of the contraction in another order", lambda all_: tuple(map(_blocks_moved, all_)), lambda y: y
+    ),
+)  # fmt: skip
+
+
+class Relations(Check):
+    """What has to hold whatever the precision."""
+
+    name = "relations"
+    summary = "doubled, negated, in another order: what goes in and what comes out change alike"
+
+    def applies(self, auditor: Auditor) -> bool:
+        return auditor.subject.kind is not AuditKind.LINEAR
+
+    def look(self, auditor: Auditor) -> Iterator[AuditFinding]:
+        shape = auditor.fitting(auditor.shapes()[0]._replace(k=2 * _BLOCK))
+        matrices = auditor.matrices(Given(_DATA, shape))
+        relations = _SHARED + (_OF_PRODUCTS if auditor.subject.kind is AuditKind.PRODUCT else ())
+        try:
+            base = auditor.results(matrices)
+            for one in relations:
+                yield from self._held(auditor, one, matrices, base, Given(_DATA, shape, one.words))
+        except Exception as error:  # noqa: BLE001 - foreign code may raise anything
+            yield self.unknown(error, Given(_DATA, shape).words(auditor.subject.sides))
+
+    def _held(
+        self, auditor: Auditor, relation: Relation, matrices: Matrices, base: dict[str, Tensor], given: Given
+    ) -> Iterator[AuditFinding]:
+        changed = relation.given(matrices)
+        promises = auditor.subject.promises(changed)
+        results = auditor.results(changed)
+        auditor.tried += len(results)
+        for name, result in results.items():
+            if result.shape != base[name].shape or not promises[name].agrees(result, relation.wanted(base[name])):
+                why = f"{relation.words}: the result does not follow"
+                yield self.fail("relation", why, given.words(auditor.subject.sides))

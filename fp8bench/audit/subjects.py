@@ -1,0 +1,215 @@
+"""What is audited, by kind: how it is called, and what its results should be. A new kind is one class here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8bench.audit.data import drawn
+from fp8bench.audit.mistakes import Source
+from fp8bench.audit.promises import CastPromise, ProductPromise, Promise
+from fp8bench.audit.rounded import decoded, rounded, scale_matrix, spread
+from fp8bench.formats.codes import DTYPES
+from fp8bench.formats.grids import FORMATS
+from fp8bench.formats.recipe_support import on_device
+from fp8bench.formats.recipes import Recipe, Treatment
+from fp8bench.model import DeviceFacts
+from fp8bench.model.audit import AuditKind, Signature, Takes
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.protocols import Role
+from fp8bench.registry import precisions
+
+_LAYER = "audit"
+
+
+class Shape(NamedTuple):
+    """Of a product (M, K) x (N, K); a cast has (M, K) alone."""
+
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Promised:
+    """The treatments of inputs, weights and gradients (None: left as they are), and the recipe, if it is one."""
+
+    treatments: tuple[Treatment | None, Treatment | None, Treatment | None]
+    recipe: Recipe | None
+    carrier: torch.dtype
+
+
+def promised_by(name: str, facts: DeviceFacts) -> Promised:
+    """What a precision promises on a device."""
+    precision = precisions.get(name)
+    carrier = precision.arithmetic(facts).carrier
+    recipe = getattr(precision, "recipe", None)
+    if isinstance(recipe, Recipe):
+        recipe = on_device(recipe, facts)
+        return Promised(recipe.treatments, recipe, carrier)
+    plain = Treatment(FORMATS[precision.name]) if precision.name in FORMATS else None
+    return Promised((plain, plain, plain), None, carrier)
+
+
+class Subject(ABC):
+    """One callable. Matrices are drawn and judged on the processor, whatever device it runs on.
+
+    `sides` says which of a shape's sides it has.
+    """
+
+    kind: ClassVar[AuditKind]
+    sides: ClassVar[str] = "mnk"
+
+    def __init__(self, function: Callable[..., Any], signature: Signature, facts: DeviceFacts) -> None:
+        self.function, self.signature, self.device = function, signature, facts.key
+        self.promised = promised_by(signature.precision, facts)
+
+    def drawn(self, data: str, shape: Shape, seed: int) -> tuple[Tensor, ...]:
+        """Its matrices, contraction last."""
+        sizes = ((shape.m, shape.k), (shape.n, shape.k))[: len(self.sides) - 1]
+        return tuple(drawn(data, place, *size, seed, self.promised.carrier) for place, size in enumerate(sizes))
+
+    @abstractmethod
+    def arguments(self, matrices: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What the callable is given for them, on its device."""
+
+    def results(self, arguments: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """What it makes of them, by name; on the processor, and nobody else's memory."""
+        found = self.raw(arguments)
+        return {name: one.detach().to("cpu", copy=True) for name, one in found.items()}
+
+    @abstractmethod
+    def raw(self, arguments: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """The same, as it gives them."""
+
+    @abstractmethod
+    def promises(self, matrices: tuple[Tensor, ...]) -> dict[str, Promise]:
+        """What each result should be."""
+
+    def _one(self, found: object) -> Tensor:
+        if not isinstance(found, Tensor):
+            raise TypeError(f"it gave {type(found).__name__}, and a tensor was expected")
+        return found
+
+
+def _laid(b: Tensor, second: str) -> Tensor:
+    return b.t().contiguous() if second == "kn" else b
+
+
+class Product(Subject):
+    """Called with two matrices, or with the codes and scales of both."""
+
+    kind = AuditKind.PRODUCT
+
+    def arguments(self, matrices: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        second = self.signature.second
+        if self.signature.takes is Takes.VALUES:
+            a, b = matrices
+            return a.to(self.device, copy=True), _laid(b, second).to(self.device, copy=True)
+        kept = [source.kept for source in self._sources(matrices)]
+        codes = [one.codes.to(self.device) for one in kept]
+        scales = [self._scale(one.scales).to(self.device) for one in kept]
+        whole = [torch.tensor(one.tensor_scale, device=self.device) for one in kept if one.tensor_scale != 1.0]
+        return codes[0], codes[1].t() if second == "kn" else codes[1], *scales, *whole
+
+    def _scale(self, scales: Tensor) -> Tensor:
+        treatment = self.promised.treatments[0]
+        kept = None if treatment is None or treatment.scaling is None else treatment.scaling.scale
+        if kept is None:
+            return scales.reshape(()) if scales.numel() == 1 else scales
+        return scales.to(torch.float8_e8m0fnu if kept.name == "e8m0" else DTYPES[kept.name])
+
+    def raw(self, arguments: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        return {"product": self._one(self.function(*arguments))}
+
+    def promises(self, matrices: tuple[Tensor, ...]) -> dict[str, Promise]:
+        return {"product": ProductPromise(*self._sources(matrices))}
+
+    def _sources(self, matrices: tuple[Tensor, ...]) -> tuple[Source, Source]:
+        a, b = (
+            Source(one if self.signature.takes is Takes.VALUES else None, rounded(one, treatment))
+            for one, treatment in zip(matrices, self.promised.treatments[:2], strict=True)
+        )
+        return a, b
+
+
+class Cast(Subject):
+    """Called with one matrix."""
+
+    kind = AuditKind.CAST
+    sides = "mk"
+
+    def arguments(self, matrices: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (matrices[0].to(self.device, copy=True),)
+
+    def raw(self, arguments: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        found = self.function(*arguments)
+        if isinstance(found, Tensor):
+            return {"cast": found.to(torch.float32)}
+        if not isinstance(found, tuple | list) or not 2 <= len(found) <= 3:
+            words = f"it gave {type(found).__name__}, and values, or codes with their scales, were expected"
+            raise TypeError(words)
+        codes, scale, *whole = (self._one(one).detach().cpu() for one in found)
+        elements = decoded(codes, arguments[0].shape[-1])
+        values = elements * spread(scale_matrix(scale), elements)
+        return {"cast": values * float(whole[0]) if whole else values}
+
+    def promises(self, matrices: tuple[Tensor, ...]) -> dict[str, Promise]:
+        return {"cast": CastPromise(Source(matrices[0], rounded(matrices[0], self.promised.treatments[0])))}
+
+
+class Linear(Subject):
+    """Called with inputs and a weight that need gradients; one for its result is drawn."""
+
+    kind = AuditKind.LINEAR
+
+    def drawn(self, data: str, shape: Shape, seed: int) -> tuple[Tensor, ...]:
+        gradient = drawn("normal", 2, shape.m, shape.n, seed, self.promised.carrier)
+        return (*super().drawn(data, shape, seed), gradient)
+
+    def arguments(self, matrices: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, weight, gradient = (one.to(self.device, copy=True) for one in matrices)
+        return x.requires_grad_(), weight.requires_grad_(), gradient
+
+    def raw(self, arguments: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        x, weight, gradient = arguments
+        found = self._one(self.function(x, weight))
+        into_x, into_weight = torch.autograd.grad(found, (x, weight), gradient.to(found.dtype))
+        return {"forward": found, "input gradient": into_x, "weight gradient": into_weight}
+
+    def promises(self, matrices: tuple[Tensor, ...]) -> dict[str, Promise]:
+        x, weight, gradient = matrices
+        role = dict(zip(Role, self.promised.treatments, strict=True))
+        high = self.promised.recipe is not None and self.promised.recipe.high_weight_gradient
+        products = {
+            "forward": ((x, Role.INPUT), (weight, Role.WEIGHT), False),
+            "input gradient": ((gradient, Role.GRADIENT), (weight.t(), Role.WEIGHT), False),
+            "weight gradient": ((gradient.t(), Role.GRADIENT), (x.t(), Role.INPUT), True),
+        }
+        found: dict[str, Promise] = {}
+        for name, (a, b, last) in products.items():
+            first, second = (
+                Source(one.contiguous(), rounded(one.contiguous(), None if high and last else role[which]))
+                for one, which in (a, b)
+            )
+            found[name] = ProductPromise(first, second, self._emulated(a, b, last))
+        return found
+
+    def _emulated(self, a: tuple[Tensor, Role], b: tuple[Tensor, Role], last: bool) -> Tensor | None:
+        """The emulation's result where casts rotate operands or draw random numbers; else None."""
+        recipe = self.promised.recipe
+        drawn = recipe is not None and any(one is Role.GRADIENT and recipe.gradient.stochastic for _, one in (a, b))
+        if recipe is None or not (drawn or (last and recipe.hadamard)):
+            return None
+        arithmetic = RecipeArithmetic(recipe, self.promised.carrier).layer(_LAYER)
+        cast = arithmetic.turned if last else arithmetic.cast
+        first, second = (cast(one.contiguous(), role) for one, role in (a, b))
+        return arithmetic.product(first, second, self.promised.carrier)
+
+
+SUBJECTS: dict[AuditKind, type[Subject]] = {one.kind: one for one in (Product, Cast, Linear)}

@@ -1,0 +1,68 @@
+"""`fp8bench audit`: whether a low-precision kernel computes what it promises."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+from fp8bench.cli import option_types as types
+from fp8bench.cli.grammar import shared
+from fp8bench.cli.outputs import check_files, check_outputs, tell, write_outputs
+from fp8bench.cli.progress import TERMINAL
+from fp8bench.errors import EXIT_BASELINE, EXIT_OK, EXIT_REGRESSION, UsageError
+from fp8bench.jobs.audit import audit
+from fp8bench.model.audit import AuditOutcome, Signature
+from fp8bench.model.raw import Settings
+from fp8bench.report.data.audit import as_json, as_junit
+from fp8bench.report.terminal.audit import page_of
+from fp8bench.user_code.named import signed
+
+_EXITS = {
+    AuditOutcome.PASS: EXIT_OK, AuditOutcome.FAIL: EXIT_REGRESSION, AuditOutcome.CANNOT_TELL: EXIT_BASELINE,
+}  # fmt: skip
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.description = (
+        "Gives a product, cast or linear layer of low precision inputs in which mistakes show, and says whether what "
+        "comes out is what its precision gives, and if not, which mistake it is."
+    )
+    parser.epilog = "Exit codes: 0 PASS, 1 FAIL, 2 wrong usage, 4 CANNOT TELL."
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="the callable; file.py:function, too")
+    parser.add_argument("--kind", choices=("product", "cast", "linear"), help="what it is; default as it is declared")
+    parser.add_argument("--precision", metavar="DTYPE", help="what it promises, as in suite --dtypes: fp8, mxfp8, ...")
+    words = "what a product is given: values, or codes with the scales that decode them; default values"
+    parser.add_argument("--takes", choices=("values", "codes"), default="values", help=words)
+    words = "how a product's second operand lies: (N, K) or (K, N); default nk"
+    parser.add_argument("--second", choices=("nk", "kn"), default="nk", help=words)
+    words = "sizes that are no multiples of it may be refused; default 1"
+    parser.add_argument("--multiple", type=int, default=1, metavar="N", help=words)
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
+    shared(parser, "--seed", help="for the data; default 0")
+    shared(parser, "--threads")
+    parser.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
+    shared(parser, "--md", "--explain")
+    shared(parser, "--json", help="print all of it as JSON instead of the tables")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Audit, tell, and end with the verdict's code."""
+    check_outputs(arguments)
+    check_files({"--junit": arguments.junit})
+    settings = Settings(threads=arguments.threads, seed=arguments.seed)
+    facts, found = audit(arguments.target, _signature(arguments), arguments.device, settings, TERMINAL)
+    with write_outputs({"--junit": (arguments.junit, as_junit(found))}):
+        tell(arguments, partial(page_of, facts, found), partial(as_json, facts, found))
+    return _EXITS[found.outcome]
+
+
+def _signature(arguments: argparse.Namespace) -> Signature | None:
+    """What the options say; None where they say nothing, and its decorator has to."""
+    given = {name: getattr(arguments, name) for name in ("kind", "precision")}
+    if not any(given.values()):
+        return None
+    if not all(given.values()):
+        there, lacks = sorted(given, key=lambda name: given[name] is None)
+        raise UsageError(f"--{there} was given without --{lacks}. Give both, or declare them with @fp8bench.audited.")
+    return signed(arguments.kind, arguments.precision, arguments.takes, arguments.second, arguments.multiple)

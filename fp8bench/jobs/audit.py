@@ -1,0 +1,72 @@
+"""One kernel under audit, in a process of its own: it may crash, hang, or change whatever it likes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from fp8bench.audit.bench import MODULE
+from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerHung
+from fp8bench.jobs.observer import JobObserver
+from fp8bench.measure.handle import START_SECONDS, ProcessWorker
+from fp8bench.model import DeviceFacts, Level
+from fp8bench.model.audit import Audit, AuditFinding, AuditKind, AuditOutcome, Signature
+from fp8bench.model.raw import Settings
+from fp8bench.plan.make import device_named
+from fp8bench.protocols import TensorScale
+from fp8bench.registry import precisions
+
+# Many times what one takes.
+_LIMIT = 600.0
+_OWN_MISTAKES = ("ImportFailed", "UsageError", "UnknownName")
+
+
+def audit(
+    target: str, signature: Signature | None, device: str | None, settings: Settings, observer: JobObserver
+) -> tuple[DeviceFacts, Audit]:
+    """The device it ran on, and what was found. Without a signature its decorator's counts."""
+    place = target.rpartition(":")[0]
+    if place.endswith(".py"):
+        target = f"{Path(place).resolve()}:{target.rpartition(':')[2]}"
+    with ProcessWorker(settings, module=MODULE) as worker:
+        known = worker.probe()
+        facts = device_named(device, known) if device else next((one for one in known if one.accelerated), known[0])
+        try:
+            declared = worker.within(START_SECONDS).declared(target)  # type: ignore[attr-defined]
+        except WorkerFault as fault:
+            if fault.kind not in _OWN_MISTAKES:
+                raise
+            raise UsageError(str(fault).removeprefix(f"{fault.kind}: ")) from None
+        signature = signature or declared
+        if signature is None:
+            raise UsageError(
+                f"{target} says nowhere what it promises. Give --kind and --precision, or declare it with "
+                '@fp8bench.audited("product", "fp8").'
+            )
+        signature = sound(signature, facts)
+        with observer.counting() as tell:
+            tell(0, 1, "kernels", target)
+            try:
+                return facts, worker.within(_LIMIT).audit(target, signature, facts)  # type: ignore[attr-defined]
+            except WorkerError as error:
+                code = "hangs" if isinstance(error, WorkerHung) else "crashes"
+                if isinstance(error, WorkerFault):
+                    raise
+                finding = AuditFinding("numbers", AuditOutcome.CANNOT_TELL, code, str(error))
+                return facts, Audit(target, signature, (finding,))
+
+
+def sound(signature: Signature, facts: DeviceFacts) -> Signature:
+    """With the precision's name in full; UsageError for one that promises nothing that could be held against it."""
+    name = precisions.canonical(signature.precision)
+    precision = precisions.get(name)
+    if precision.support(facts).level is Level.REFUSED:
+        raise UsageError(f"{facts.key} does no {name}: {precision.support(facts).reason}")
+    if precision.tensor_scale is TensorScale.DELAYED:
+        raise UsageError(f"{name} scales by what was cast before, which one call cannot show: audit it as fp8.")
+    recipe = getattr(precision, "recipe", None)
+    if signature.takes == "codes" and recipe is None:
+        raise UsageError(f"{name} has no codes: its products take values. Leave --takes out.")
+    if signature.kind is AuditKind.CAST and name == "fp32":
+        raise UsageError("nothing is cast in fp32: give the precision that it casts to.")
+    return replace(signature, precision=name)

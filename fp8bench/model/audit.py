@@ -1,0 +1,86 @@
+"""What is audited, and what an audit has found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class AuditKind(StrEnum):
+    """What a callable is.
+
+    A PRODUCT takes matrices a (M, K) and b (N, K) and gives a times b transposed; a CAST takes a matrix and gives its
+    values in low precision, or codes and scales; a LINEAR takes inputs (M, K) and a weight (N, K), and has gradients.
+    """
+
+    PRODUCT = "product"
+    CAST = "cast"
+    LINEAR = "linear"
+
+
+class Takes(StrEnum):
+    """What a product is given: tensors to be cast by it, or codes with the scales that decode them."""
+
+    VALUES = "values"
+    CODES = "codes"
+
+
+class AuditOutcome(StrEnum):
+    """What a check says. CANNOT TELL: what it needs could not be had."""
+
+    PASS = "PASS"
+    FAIL = "FAIL"
+    CANNOT_TELL = "CANNOT TELL"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a callable promises: its kind, and the precision whose casts it has, options included.
+
+    `second` is how a product's second operand lies: 'nk' is (N, K), 'kn' is (K, N). Sizes that are no multiples of
+    `multiple` it may refuse.
+    """
+
+    kind: AuditKind
+    precision: str
+    takes: Takes = Takes.VALUES
+    second: str = "nk"
+    multiple: int = 1
+
+
+@dataclass(frozen=True)
+class AuditFinding:
+    """What one check found: `code` is a reason, '' where there is nothing to say; one of a PASS is a remark.
+
+    `input` is the smallest input that showed it. `error` is how far results are from the exact product of what went
+    in, `expected` how far the emulation is; None where that says nothing.
+    """
+
+    check: str
+    outcome: AuditOutcome
+    code: str = ""
+    why: str = ""
+    input: str = ""
+    error: float | None = None
+    expected: float | None = None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """All of one callable on one device. `tried` is how many results were looked at."""
+
+    target: str
+    signature: Signature
+    findings: tuple[AuditFinding, ...]
+    tried: int = 0
+    seconds: float = 0.0
+
+    @property
+    def outcome(self) -> AuditOutcome:
+        """FAIL if any check failed, CANNOT TELL if any could not."""
+        outcomes = {one.outcome for one in self.findings}
+        if AuditOutcome.FAIL in outcomes:
+            return AuditOutcome.FAIL
+        if AuditOutcome.CANNOT_TELL in outcomes or not outcomes:
+            return AuditOutcome.CANNOT_TELL
+        return AuditOutcome.PASS

@@ -1,0 +1,65 @@
+"""An audit as a page: the verdict first, then a line for each check, and what failed with its smallest input."""
+
+from __future__ import annotations
+
+from fp8bench import units
+from fp8bench.model import DeviceFacts
+from fp8bench.model.audit import Audit, AuditFinding, AuditOutcome
+from fp8bench.report.elements import Column, Field, Page, Part, Table, Text, Tone
+
+_TONES = {AuditOutcome.PASS: Tone.GOOD, AuditOutcome.FAIL: Tone.BAD, AuditOutcome.CANNOT_TELL: Tone.DOUBT}
+_LEGEND = (
+    "PASS: every result is what the promised casts and products give, up to the order of sums, or has their error",
+    "FAIL: it is not; the code says which known mistake explains all of it, or what is wrong",
+    "CANNOT TELL: it raised, crashed or did not answer where it should have",
+    "error: how far results are from the exact product of what went in; expected: how far the emulation is",
+    "too-good: a smaller error than this precision can have: a wider one ran; too-bad: a larger one",
+)
+
+
+def page_of(facts: DeviceFacts, audit: Audit) -> Page:
+    """Of one callable on one device."""
+    signature = audit.signature
+    title = f"audit of {audit.target}: {signature.kind.value} in {signature.precision} on {facts.key} ({facts.name})"
+    failed = [one for one in audit.findings if one.outcome is not AuditOutcome.PASS]
+    remarks = [one for one in audit.findings if one.outcome is AuditOutcome.PASS and one.code]
+    parts = [Part("checks", "", (_checks(audit),))]
+    parts += [Part(name, words, (_told(name, rows),)) for name, words, rows in (
+        ("failed", "what is wrong", failed), ("remarks", "what is said of the rest", remarks)
+    ) if rows]  # fmt: skip
+    parts.append(Part("summary", "", (Text(_verdict(audit), _TONES[audit.outcome]),)))
+    return Page(title, "", tuple(parts), _LEGEND)
+
+
+def _checks(audit: Audit) -> Table:
+    rows = []
+    for check in dict.fromkeys(one.check for one in audit.findings):
+        found = [one for one in audit.findings if one.check == check]
+        worst = next((one for one in found if one.outcome is AuditOutcome.FAIL), None) or next(
+            (one for one in found if one.outcome is AuditOutcome.CANNOT_TELL), found[0]
+        )
+        codes = ", ".join(dict.fromkeys(one.code for one in found if one.code))
+        rows.append((Field(check), Field(worst.outcome.value, tone=_TONES[worst.outcome]), Field(codes or units.NONE)))
+    return Table("checks", "", (Column("check"), Column("outcome"), Column("codes")), tuple(rows))
+
+
+def _told(name: str, findings: list[AuditFinding]) -> Table:
+    columns = (
+        Column("check"), Column("code"), Column("smallest input"), Column("error", number=True),
+        Column("expected", number=True), Column("why", below=True),
+    )  # fmt: skip
+    rows = tuple(
+        (Field(one.check), Field(one.code), Field(one.input or units.NONE), Field(_share(one.error)),
+         Field(_share(one.expected)), Field(one.why))
+        for one in findings
+    )  # fmt: skip
+    return Table(name, "", columns, rows)
+
+
+def _share(error: float | None) -> str:
+    return units.NONE if error is None else f"{100 * error:.3g}%"
+
+
+def _verdict(audit: Audit) -> str:
+    looked = f"{units.whole(audit.tried)} results in {units.seconds(audit.seconds)}"
+    return f"{audit.outcome.value}: {looked}"

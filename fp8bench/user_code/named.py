@@ -1,0 +1,72 @@
+"""Callables of the user's own: by module and name, and with the signature that was declared for an audit."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, TypeVar
+
+from fp8bench.errors import ImportFailed, UsageError
+from fp8bench.model.audit import AuditKind, Signature, Takes
+from fp8bench.user_code import import_user_modules, user_module
+
+F = TypeVar("F", bound=Callable[..., Any])
+_DECLARED = "__fp8bench_audited__"
+
+
+def audited(
+    kind: str, precision: str, *, takes: str = "values", second: str = "nk", multiple: int = 1
+) -> Callable[[F], F]:
+    """Declare what a kernel promises, for `fp8bench audit module:function`. It is called as before.
+
+    `kind` is product, cast or linear; `precision` one of fp8bench's, options included. A product takes 'values', which
+    it casts itself, or 'codes' with the scales that decode them; its `second` operand is (N, K) or, 'kn', (K, N). Sizes
+    that are no multiples of `multiple` it may refuse.
+    """
+    signature = signed(kind, precision, takes, second, multiple)
+
+    def declare(function: F) -> F:
+        setattr(function, _DECLARED, signature)
+        return function
+
+    return declare
+
+
+def signed(kind: str, precision: str, takes: str = "values", second: str = "nk", multiple: int = 1) -> Signature:
+    """A signature of words; UsageError for one that cannot be."""
+    kinds, ways = [one.value for one in AuditKind], [one.value for one in Takes]
+    for name, given, known in (("kind", kind, kinds), ("takes", takes, ways), ("second", second, ["nk", "kn"])):
+        if given not in known:
+            raise UsageError(f"an audit's {name} is {given!r:.80}. Give one of {', '.join(known)}.")
+    if type(multiple) is not int or not 1 <= multiple <= 1024:
+        raise UsageError(f"an audit's multiple is {multiple!r:.80}. Give a whole number from 1 to 1024.")
+    if takes == Takes.CODES and kind != AuditKind.PRODUCT:
+        raise UsageError(f"a {kind} takes values: only a product can be given codes.")
+    return Signature(AuditKind(kind), precision, Takes(takes), second, multiple)
+
+
+def declared_of(function: Callable[..., Any]) -> Signature | None:
+    """What its decorator said, if it has one."""
+    found = getattr(function, _DECLARED, None)
+    return found if isinstance(found, Signature) else None
+
+
+def named(target: str) -> Callable[..., Any]:
+    """'package.module:name' or 'file.py:name', dots in the name too; ImportFailed or UsageError with a sentence."""
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise UsageError(f"{target!r:.200} names no callable. Give module:function, or file.py:function.")
+    import_user_modules([place])
+    module = sys.modules[user_module(place)] if place.endswith(".py") else importlib.import_module(place)
+    try:
+        found = reduce(getattr, name.split("."), module)
+    except AttributeError:
+        known = [word for word, value in vars(module).items() if callable(value) and not word.startswith("_")]
+        raise ImportFailed(
+            f"{place} has no {name!r:.80}. Callables in it: {', '.join(known[:12]) or 'none'}."
+        ) from None
+    if not callable(found):
+        raise UsageError(f"{target} is {type(found).__name__}, and cannot be called. Give a function.")
+    return found

@@ -1,0 +1,425 @@
+"""Kernels that lie, each as somebody's did: what it is called, what it promises, and the public thread it comes from.
+
+And kernels that do not, however they sum. All are written on torch alone, so that each runs on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ
+from fp8bench.formats.operators import values
+from fp8bench.formats.recipes import Treatment
+from fp8bench.formats.scalings import (
+    BLOCK_POWER_OF_TWO,
+    MX,
+    NVFP4,
+    NVFP4_SQUARE,
+    ROW_POWER_OF_TWO,
+    SQUARE_POWER_OF_TWO,
+    TENSOR,
+    TENSOR_POWER_OF_TWO,
+    ScaleRounding,
+    Scaling,
+)
+from fp8bench.model.audit import Signature
+from fp8bench.user_code.named import signed
+
+BF16 = torch.bfloat16
+FP8 = Treatment(E4M3, TENSOR)
+ROWS = Treatment(E4M3, ROW_POWER_OF_TWO)
+BLOCKS, SQUARES = Treatment(E4M3, BLOCK_POWER_OF_TWO), Treatment(E4M3, SQUARE_POWER_OF_TWO)
+MXFP8 = Treatment(E4M3, MX)
+MXFP4 = Treatment(E2M1, MX)
+NV = Treatment(E2M1, NVFP4), Treatment(E2M1, NVFP4_SQUARE)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One of the catalogue: `made` gives a fresh one, which remembers nothing of others. `thread` of a lie."""
+
+    name: str
+    signature: Signature
+    made: Callable[[], Callable[..., Any]]
+    thread: str = ""
+
+
+def rounded(x: Tensor, treatment: Treatment) -> Tensor:
+    return values(x, treatment.fmt, treatment.scaling)
+
+
+def product(a: Tensor, b: Tensor, first: Treatment = FP8, second: Treatment | None = None) -> Tensor:
+    """The honest one."""
+    return (rounded(a, first) @ rounded(b, second or first).t()).to(BF16)
+
+
+def _memory(lie: Callable[[dict[Any, Any], Tensor, Tensor], Tensor]) -> Callable[[], Callable[..., Tensor]]:
+    """A kernel that keeps something between its calls."""
+
+    def made() -> Callable[..., Tensor]:
+        kept: dict[Any, Any] = {}
+        return lambda a, b: lie(kept, a, b)
+
+    return made
+
+
+def _by_address(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    key = a.data_ptr(), b.data_ptr(), a.shape, b.shape
+    if key not in kept:
+        kept[key] = product(a, b)
+    return kept[key].clone()
+
+
+def _by_few_values(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    key = float(a[0, 0]), float(b[0, 0]), a.shape, b.shape
+    return kept.setdefault(key, product(a, b)).clone()
+
+
+def _after_ten(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    kept["calls"] = kept.get("calls", 0) + 1
+    found = product(a, b)
+    if a.shape[0] == kept.get("rows") and kept["calls"] > 10:
+        kept["same"] = kept.get("same", 0) + 1
+        if kept["same"] > 30:
+            found[0] = 0
+    else:
+        kept["same"] = 0
+    kept["rows"] = a.shape[0]
+    return found
+
+
+def _one_buffer(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    found = product(a, b)
+    return kept.setdefault(tuple(found.shape), torch.empty_like(found)).copy_(found)
+
+
+def _unwritten(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    """The last row is what the buffer held, which was right once."""
+    found = product(a, b)
+    if found.shape not in kept:
+        kept[found.shape] = found
+        return found
+    kept[found.shape][:-1] = found[:-1]
+    return kept[found.shape]
+
+
+def _old_scale(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    """The first call's scale, for good."""
+    scale = kept.setdefault("scale", E4M3.largest / a.abs().amax().float().clamp(min=1e-30))
+    left = values(a, E4M3, TENSOR, scale=scale)
+    return (left @ rounded(b, FP8).t()).to(BF16)
+
+
+def _writes_input(a: Tensor, b: Tensor) -> Tensor:
+    found = product(a, b)
+    a.copy_(rounded(a, FP8))
+    return found
+
+
+def _no_tail(a: Tensor, b: Tensor) -> Tensor:
+    """Whole tiles of 64 along the contraction."""
+    whole = max(a.shape[1] // 64 * 64, 16)
+    return product(a[:, :whole], b[:, :whole])
+
+
+def _zero_by_zero(a: Tensor, b: Tensor) -> Tensor:
+    scale = a.float().abs().amax() / E4M3.largest
+    return ((a.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale @ rounded(b, FP8).t()).to(BF16)
+
+
+def _early_saturation(x: Tensor) -> Tensor:
+    scale = E4M3.largest / x.abs().amax().float()
+    elements = values(x.float() * scale, E4M3)
+    return torch.where(elements.abs() >= 256, elements.sign() * E4M3.largest, elements) / scale
+
+
+def _nan_beyond(x: Tensor) -> Tensor:
+    """Scaled to e4m3's next power of two, and what lies beyond the largest is NaN."""
+    scale = 512 / x.abs().amax().float()
+    elements = values(x.float() * scale, E4M3)
+    return torch.where((x.float() * scale).abs() > 464, torch.nan, elements) / scale
+
+
+def _half_up(x: Tensor) -> Tensor:
+    """Ties away from zero, and mantissas cut before they are rounded."""
+    scale = E4M3.largest / x.abs().amax().float()
+    scaled = x.float() * scale
+    return values(scaled * (1 + 2.0**-4), E4M3).clamp(-448, 448) / scale
+
+
+def _no_subnormals(x: Tensor) -> Tensor:
+    left = rounded(x, FP8)
+    scale = E4M3.largest / x.abs().amax().float()
+    return torch.where((left * scale).abs() < 2.0**-6 * 0.999, 0.0, left)
+
+
+def _nan_lost(a: Tensor, b: Tensor) -> Tensor:
+    return product(a.nan_to_num(0.0), b)
+
+
+def _parts(x: Tensor, treatment: Treatment) -> tuple[Tensor, Tensor]:
+    """Values, and the scale of each block along rows."""
+    from fp8bench.audit.rounded import rounded as taken_apart
+
+    found = taken_apart(x, treatment)
+    return found.elements, found.scales
+
+
+def _rescaled(a: Tensor, b: Tensor, treatment: Treatment, block: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+    elements, scales = _parts(a, treatment)
+    other = change(scales).expand_as(scales).repeat_interleave(block, 1)[:, : a.shape[1]]
+    second = SQUARES if treatment is BLOCKS else treatment
+    return (elements * other @ rounded(b, second).t()).to(BF16)
+
+
+def _turned(scales: Tensor) -> Tensor:
+    return scales.t().contiguous().reshape(scales.shape)
+
+
+def _exchanged(a: Tensor, b: Tensor) -> Tensor:
+    """The two codes of a byte."""
+    left = rounded(a, MXFP4)
+    whole = left.shape[1] // 2 * 2
+    left = torch.cat((left[:, :whole].reshape(len(left), -1, 2).flip(-1).reshape(len(left), whole), left[:, whole:]), 1)
+    return (left @ rounded(b, MXFP4).t()).to(BF16)
+
+
+def _flat(a: Tensor, b: Tensor) -> Tensor:
+    """Right up to a size that nobody checks, and nothing beyond."""
+    if a.shape[0] * b.shape[0] > 200_000:
+        return torch.zeros(a.shape[0], b.shape[0], dtype=BF16)
+    return product(a, b)
+
+
+class _Layer(torch.autograd.Function):
+    """A linear layer whose gradients are another thing than its forward product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, lie: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.lie = lie
+        return product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        from fp8bench.formats.grids import E5M2
+
+        x, weight = ctx.saved_tensors
+        (gradient,) = gradients
+        low = Treatment(E5M2, TENSOR)
+        into_x = product(gradient, weight.t(), low, FP8)
+        into_weight = product(gradient.t(), x.t(), low, FP8)
+        if ctx.lie == "wide":
+            into_x, into_weight = gradient @ weight, gradient.t() @ x
+        if ctx.lie == "e4m3":
+            into_x = product(gradient, weight.t())
+        if ctx.lie == "half":
+            into_weight = into_weight / 2
+        return into_x, into_weight, None
+
+
+def _layer(lie: str) -> Callable[[], Callable[..., Tensor]]:
+    return lambda: lambda x, weight: _Layer.apply(x, weight, lie)  # type: ignore[no-untyped-call]
+
+
+def _plain(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+    return lambda: function
+
+
+_FP8, _ROWS, _BLOCKS = signed("product", "fp8"), signed("product", "fp8-rowwise"), signed("product", "fp8-block")
+_MX, _MX4, _NV = signed("product", "mxfp8"), signed("product", "mxfp4"), signed("product", "nvfp4")
+_CAST, _LINEAR, _WIDE = signed("cast", "fp8"), signed("linear", "fp8"), signed("product", "bf16")
+
+
+def _lie(name: str, signature: Signature, made: Callable[[], Callable[..., Any]], thread: str) -> Kernel:
+    return Kernel(name, signature, made, thread)
+
+
+LIES: tuple[Kernel, ...] = (
+    _lie("bf16 under the name of fp8", _FP8, _plain(lambda a, b: a @ b.t()), "Hyperloom #421"),
+    _lie(
+        "weights alone are cast", _FP8, _plain(lambda a, b: (a.float() @ rounded(b, FP8).t()).to(BF16)), "Quartet #12"
+    ),
+    _lie(
+        "scales rounded up",
+        _FP8,
+        _plain(lambda a, b: product(a, b, Treatment(E4M3, TENSOR_POWER_OF_TWO))),
+        "huggingface/transformers #47030",
+    ),
+    _lie(
+        "MX scales of the specification for rounded-up ones",
+        _MX,
+        _plain(lambda a, b: product(a, b, Treatment(E4M3, Scaling(1, 32, MX.scale, ScaleRounding.FLOOR)))),
+        "huggingface/transformers #47030",
+    ),
+    _lie(
+        "blocks along the wrong dimension",
+        _MX,
+        _plain(lambda a, b: (rounded(a.t().contiguous(), MXFP8).t() @ rounded(b, MXFP8).t()).to(BF16)),
+        "flashinfer-ai/flashinfer #3882",
+    ),
+    _lie(
+        "block scales in the order of tiles",
+        _MX,
+        _plain(lambda a, b: _rescaled(a, b, MXFP8, 32, lambda s: s.roll(1, 0))),
+        "vllm-project/vllm #50084",
+    ),
+    _lie(
+        "block scales read transposed",
+        _BLOCKS,
+        _plain(lambda a, b: _rescaled(a, b, BLOCKS, 128, _turned)),
+        "NVIDIA/cutlass #3394",
+    ),
+    _lie(
+        "the first block's scale for all",
+        _BLOCKS,
+        _plain(lambda a, b: _rescaled(a, b, BLOCKS, 128, lambda s: s[:, :1])),
+        "NVIDIA/cutlass #3394",
+    ),
+    _lie(
+        "the tensor's scale left out",
+        _NV,
+        _plain(lambda a, b: product(a, b, *NV) / (a.float().abs().amax() / (6 * 448))),
+        "modular/modular #6600",
+    ),
+    _lie(
+        "the tensor's scale inverted",
+        _FP8,
+        _plain(lambda a, b: product(a, b) * (E4M3.largest / a.float().abs().amax()) ** 2),
+        "modular/modular #6600",
+    ),
+    _lie("codes read as another format's", _FP8, _plain(lambda a, b: product(a, b) / 2), "vllm-project/vllm #45302"),
+    _lie(
+        "cast to another format",
+        _FP8,
+        _plain(lambda a, b: product(a, b, Treatment(E4M3FNUZ, TENSOR))),
+        "ROCm/AMDMIGraphX #2533",
+    ),
+    _lie("one scale a tensor for one a row", _ROWS, _plain(product), "flashinfer-ai/flashinfer #3882"),
+    _lie("the codes of a byte exchanged", _MX4, _plain(_exchanged), "Comfy-Org/comfy-kitchen #41"),
+    _lie("results by address", _FP8, _memory(_by_address), "gpu-mode/kernelbot #501"),
+    _lie("results by a few values", _FP8, _memory(_by_few_values), "flashinfer-ai/flashinfer-bench-starter-kit #21"),
+    _lie("wrong after many calls", _FP8, _memory(_after_ten), "karpathy/llm.c #852"),
+    _lie("one result for all calls", _FP8, _memory(_one_buffer), "tensara/tensara #238"),
+    _lie("a row that is not written", _FP8, _memory(_unwritten), "AMD-AGI/Primus-Turbo #397"),
+    _lie("the first call's scale for good", _FP8, _memory(_old_scale), "NVIDIA/TransformerEngine #1169"),
+    _lie("writes into its input", _FP8, _plain(_writes_input), "ScalingIntelligence/KernelBench #82"),
+    _lie("no tail of the contraction", _FP8, _plain(_no_tail), "AMD-AGI/Primus-Turbo #397"),
+    _lie("NaN of zeros", _FP8, _plain(_zero_by_zero), "pytorch/ao #4713"),
+    _lie("saturates from 256 on", _CAST, _plain(_early_saturation), "sgl-project/sglang #40581"),
+    _lie("NaN beyond the largest", _CAST, _plain(_nan_beyond), "jax-ml/ml_dtypes #260"),
+    _lie("mantissas rounded up", _CAST, _plain(_half_up), "sgl-project/sglang #40581"),
+    _lie("subnormal numbers are zero", _CAST, _plain(_no_subnormals), "ROCm/rocm-libraries #7439"),
+    _lie("a NaN that is lost", _FP8, _plain(_nan_lost), "vllm-project/vllm #39645"),
+    _lie("nothing beyond a size", _FP8, _plain(_flat), "ScalingIntelligence/KernelBench #82"),
+    _lie("gradients in bf16", _LINEAR, _layer("wide"), "Quartet #12"),
+    _lie("gradients in the wrong format", _LINEAR, _layer("e4m3"), "Hyperloom #421"),
+    _lie("half the weight gradient", _LINEAR, _layer("half"), "vllm-project/vllm #45302"),
+    _lie(
+        "sums kept in bf16",
+        _WIDE,
+        _plain(
+            lambda a, b: sum(
+                (a[:, at : at + 8] @ b[:, at : at + 8].t() for at in range(0, a.shape[1], 8)),
+                torch.zeros(len(a), len(b), dtype=BF16),
+            )
+        ),
+        "deepseek-ai/DeepSeek-V3 #1148",
+    ),
+)
+
+
+def _split(a: Tensor, b: Tensor, first: Treatment, second: Treatment, size: int) -> Tensor:
+    """Parts of the contraction, summed in float32."""
+    left, right = rounded(a, first), rounded(b, second)
+    parts = [left[:, at : at + size] @ right[:, at : at + size].t() for at in range(0, a.shape[1], size)]
+    return torch.stack(parts).sum(0).to(BF16)
+
+
+def _backwards(a: Tensor, b: Tensor) -> Tensor:
+    return (rounded(a, FP8).flip(1) @ rounded(b, FP8).flip(1).t()).to(BF16)
+
+
+def _after_scale(a: Tensor, b: Tensor) -> Tensor:
+    """Codes multiplied first, both scales applied to the sum."""
+    (left, one), (right, other) = _parts(a, ROWS), _parts(b, ROWS)
+    return ((left @ right.t()) * one * other.t()).to(BF16)
+
+
+def _scaled_mm(a: Tensor, b: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    return torch._scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=BF16)
+
+
+def _torchao(x: Tensor, weight: Tensor) -> Tensor:
+    from torchao.float8.config import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=x.dtype)
+    layer.weight = torch.nn.Parameter(weight.detach())
+    low = Float8Linear.from_float(layer, Float8LinearConfig(emulate=True))
+    low._parameters["weight"] = weight  # a parameter of its own would be another leaf than the caller's
+    return low(x)
+
+
+HONEST: tuple[Kernel, ...] = (
+    *(
+        Kernel(f"torch.mm in {name}", signed("product", name), _plain(lambda a, b: a @ b.t()))
+        for name in ("bf16", "fp16", "fp32")
+    ),
+    *(
+        Kernel(f"emulated {one.precision}", one, _plain(lambda a, b, t=treatments: product(a, b, *t)))
+        for one, treatments in (
+            (_FP8, (FP8,)),
+            (_ROWS, (ROWS,)),
+            (_BLOCKS, (BLOCKS, SQUARES)),
+            (_MX, (MXFP8,)),
+            (_MX4, (MXFP4,)),
+            (_NV, NV),
+        )
+    ),
+    *(
+        Kernel(f"sums of {size}", _FP8, _plain(lambda a, b, n=size: _split(a, b, FP8, FP8, n)))
+        for size in (16, 32, 128)
+    ),
+    Kernel("sums of 128 under block scales", _BLOCKS, _plain(lambda a, b: _split(a, b, BLOCKS, SQUARES, 128))),
+    Kernel("sums backwards", _FP8, _plain(_backwards)),
+    Kernel("scales after the sum", _ROWS, _plain(_after_scale)),
+    Kernel("torch's scaled product", signed("product", "fp8", "codes", "kn", 16), _plain(_scaled_mm)),
+    *(
+        Kernel(f"cast to {name}", signed("cast", name), _plain(lambda x, t=treatment: rounded(x, t)))
+        for name, treatment in (
+            ("fp8", FP8),
+            ("fp8-rowwise", ROWS),
+            ("mxfp8", MXFP8),
+            ("mxfp4", MXFP4),
+            ("nvfp4", NV[0]),
+        )
+    ),
+    Kernel("a linear layer", _LINEAR, _layer("")),
+    Kernel("torchao's linear layer, emulated", _LINEAR, _plain(_torchao)),
+)
+
+
+def _wrong_at(a: Tensor, b: Tensor) -> Tensor:
+    """Right, but for one size that nobody asks for."""
+    found = product(a, b)
+    return -found if a.shape[0] == 1000 else found
+
+
+def _asks_who(a: Tensor, b: Tensor) -> Tensor:
+    """Looks whether it is audited."""
+    import sys
+
+    return product(a, b) if "fp8bench.audit.audited" in sys.modules else a @ b.t()
+
+
+# What compares results with promises cannot see these.
+UNCAUGHT: tuple[Kernel, ...] = (
+    _lie("looks whether it is audited", _FP8, _plain(_asks_who), "gpu-mode/reference-kernels #162"),
+    _lie("wrong at one size", _FP8, _plain(_wrong_at), "flashinfer-ai/flashinfer #3882"),
+)

@@ -1,0 +1,48 @@
+"""Whole audits: lies are caught, honest kernels pass, and what cannot be caught is listed as such."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8bench.model.audit import AuditOutcome
+from suites.audit import codes_of, result_of
+from suites.audit_lies import HONEST, LIES, UNCAUGHT, Kernel
+
+# The ones that numbers alone do not show, and the code that each has to have.
+REMEMBERED = {
+    "results by a few values": "keyed",
+    "one result for all calls": "overwritten",
+    "wrong after many calls": "late",
+    "writes into its input": "input-changed",
+    "no tail of the contraction": "tail",
+    "NaN of zeros": "zeros",
+    "a NaN that is lost": "nan-lost",
+}
+
+
+@pytest.mark.parametrize("kernel", [one for one in LIES if one.name in REMEMBERED], ids=lambda one: one.name)
+def test_a_lie_that_fresh_numbers_do_not_show(kernel: Kernel) -> None:
+    assert REMEMBERED[kernel.name] in codes_of(result_of(kernel, "cpu")).split(", ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [one for one in LIES if one.name not in REMEMBERED], ids=lambda one: one.name)
+def test_every_lie_is_caught(kernel: Kernel) -> None:
+    assert result_of(kernel, "cpu").outcome is AuditOutcome.FAIL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", HONEST, ids=lambda one: one.name)
+def test_no_honest_kernel_is_accused(kernel: Kernel) -> None:
+    assert result_of(kernel, "cpu").outcome is AuditOutcome.PASS, codes_of(result_of(kernel, "cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", UNCAUGHT, ids=lambda one: one.name)
+def test_what_is_listed_as_uncaught_is(kernel: Kernel) -> None:
+    assert result_of(kernel, "cpu").outcome is AuditOutcome.PASS
+
+
+def test_the_catalogue_is_as_large_as_it_says_and_names_its_threads() -> None:
+    assert len(LIES) >= 25 and all("#" in one.thread for one in LIES)
+    assert len({one.name for one in (*LIES, *HONEST, *UNCAUGHT)}) == len(LIES) + len(HONEST) + len(UNCAUGHT)
