@@ -6,7 +6,7 @@ And by Amdahl's law what a precision could give at most on a step. Values to val
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -109,7 +109,8 @@ class Gain:
 
     Products take `share` of that step; `of_ceiling` is how near they come to their ceiling there. `most` is how many
     times as fast the step would be with these products at the precision's ceiling, without a cast, and all else as it
-    is; `kernels` and `with_casts` how many times as fast the products are now, alone and with the casts.
+    is; `kernels` and `with_casts` how many times as fast the products are now, alone and with the casts. Where the runs
+    of a rate that it rests on differ too much, it `binds` nothing: more may be had.
     """
 
     share: float
@@ -119,6 +120,7 @@ class Gain:
     with_casts: float
     cast_bytes: int
     product_bytes: int
+    binds: bool = True
 
 
 def bounds_of(ceiling: Ceiling) -> Roofs:
@@ -185,7 +187,19 @@ def gain_of(record: Record, finding: Finding, reference: Record, lead: Finding) 
         before / lead.best_seconds, least / before, lead.best_seconds / (lead.best_seconds - before + at_best),
         before / after, before / (after + sum(one.seconds for one in casts)),
         sum(one.count.bytes for one in casts), sum(one.count.bytes for one in own_products),
+        all(steady for kind, steady in _steadiness(record.ceiling).items() if kind in {*_kinds(paths)}),
     )  # fmt: skip
+
+
+def _kinds(paths: Iterable[Iterable[tuple[str, int]]]) -> Iterator[str]:
+    return (kind_of_path(path) for found in paths for path, _ in found)
+
+
+def _steadiness(ceiling: Ceiling | None) -> dict[str, bool]:
+    """Of each kind of products whether the runs of its best rate agree."""
+    rates = ceiling.rates if ceiling is not None else ()
+    known = sorted((one for one in rates if one.runs and one.limit is Limit.PRODUCT), key=lambda one: one.value or 0.0)
+    return {kind_of_path(one.precision): one.steady for one in known}
 
 
 def _products(roofs: Sequence[PhaseRoof]) -> list[PhaseRoof]:

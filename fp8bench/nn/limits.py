@@ -74,5 +74,5 @@ def call_of(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmet
     if limit is Limit.TRIAD:
         return partial(torch.add, source, torch.rand_like(source), alpha=3.0, out=target)
     if limit is Limit.LOAD:
-        return partial(target.copy_, source.cpu().pin_memory(), non_blocking=True)
+        return partial(target.copy_, torch.ones(source.shape).pin_memory(), non_blocking=True)
     return partial(target.copy_, source)

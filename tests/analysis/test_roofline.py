@@ -51,7 +51,19 @@ def test_amdahl_by_hand() -> None:
     assert (gain.share, gain.of_ceiling, gain.most) == pytest.approx((0.54, 0.71, 100 / (46 + 19.17)))
     assert (gain.kernels, gain.with_casts) == pytest.approx((2.0, 54 / 35))
     assert (gain.cast_bytes, gain.product_bytes) == (4 * GB, 10 * GB)
-    assert gain_of(emulated, third, lead, reference) is None
+    assert gain.binds and gain_of(emulated, third, lead, reference) is None
+
+
+@pytest.mark.parametrize(("precision", "binds"), [("bf16", False), ("fp8", False), ("fp8-rowwise", True)])
+def test_a_ceiling_whose_runs_differ_bounds_no_gain(precision: str, binds: bool) -> None:
+    """Of the rates that it rests on: row-wise products are not the best of their kind."""
+    rates = tuple(
+        replace(one, runs=(0.9 * one.runs[-1], *one.runs[1:])) if one.precision == precision else one
+        for one in CEILING.rates
+    )
+    (lead, reference), (case, finding), _ = results(replace(CEILING, rates=rates))
+    gain = gain_of(case, finding, lead, reference)
+    assert gain is not None and gain.binds is binds
 
 
 def test_without_ceilings_or_counts_nothing_is_said() -> None:

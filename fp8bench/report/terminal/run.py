@@ -64,6 +64,7 @@ def _parts(panel: Panel, run: Run, width: int) -> Iterator[Part]:
     if numbers:
         yield Part("numbers", "numbers", (Facts(tuple(numbers)),))
     bounds = [] if of_tensors else [Text(one) for one in roofline.sentences(panel)]
+    bounds += [Text(one) for one in roofline.sources(panel.results)] if bounds else []
     if bounds:
         yield Part("roofline", "what bounds it", (Items(tuple(bounds)),))
     yield from layout.list_of("notes", "notes", merge_notes(_notes(panel, run), len(panel.groups)))

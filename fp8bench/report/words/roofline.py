@@ -8,7 +8,6 @@ from fp8bench import units
 from fp8bench.analysis.roofline import Bound, Gain, PhaseRoof, gain_of, phase_roofs, roofs_of
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
 from fp8bench.report.panels import Panel, Result, ResultGroup
-from fp8bench.report.words.ceilings import spread_words
 from fp8bench.report.words.naming import listed, phase_words
 
 # Phases that take less of a step than this are left out of sentences.
@@ -52,9 +51,13 @@ def sources(results: Sequence[Result]) -> Iterator[str]:
     ceiling = next((one.record.ceiling for one in results if one.record.ceiling is not None), None)
     measured, sheet = roofs_of(ceiling)
     if ceiling is not None and measured is not None:
-        wide = [one for one in ceiling.rates if one.runs and not one.steady]
-        told = [f"{one.limit.value} {one.precision}".strip() + f" {spread_words(one)}" for one in wide]
-        yield "Ceilings were measured here" + (f"; {listed(told)}." if told else ".")
+        told = [
+            f"{one.limit.value} {one.precision}".strip() + f" ({units.percent(one.spread)})"
+            for one in ceiling.rates
+            if one.runs and not one.steady
+        ]
+        wide = f"; these bound nothing, their runs differ too much: {listed(told)}" if told else ""
+        yield f"Ceilings were measured here{wide}."
     if sheet is not None:
         yield f"Peaks are those of the {sheet.device}'s {sheet.words}."
 
@@ -94,6 +97,6 @@ def _gain(reference: str, place: str, result: Result, gain: Gain) -> str:
     )
     return (
         f"{reference}'s products{place} are {units.percent(gain.share, 0)} of the step and at "
-        f"{units.percent(gain.of_ceiling, 0)} of their ceiling: {mode} at its own ceiling would give at most "
-        f"{units.speed_up(gain.most)}; {gives}{tax}."
+        f"{units.percent(gain.of_ceiling, 0)} of their ceiling: {mode} at its own ceiling would give "
+        f"{'at most' if gain.binds else 'about'} {units.speed_up(gain.most)}; {gives}{tax}."
     )

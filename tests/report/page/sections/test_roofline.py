@@ -10,6 +10,7 @@ import pytest
 from fp8bench.model import Label, Verdict
 from fp8bench.report.elements import Items, Scatter, Table, Text
 from fp8bench.report.page.drawing.draw import draw
+from fp8bench.report.terminal.run import render
 from tests.materials import built, of_kind, part
 from tests.rooflines import CEILING, made
 
@@ -64,12 +65,31 @@ def test_sources_and_spreads_are_told() -> None:
     """What bounds nothing is named; what nobody has checked is said to be unverified."""
     texts = [one.text for one in of_kind(part("roofline", made()), Text)]
     assert texts == [
-        "Ceilings were measured here; triad spread 30.0% over 5 runs: no bound.",
+        "Ceilings were measured here; these bound nothing, their runs differ too much: triad (30.0%).",
         "Peaks are those of the H200 SXM's datasheet.",
     ]
     unsure = replace(CEILING, device="NVIDIA GB200", rates=())
     texts = [one.text for one in of_kind(part("roofline", made(unsure)), Text)]
     assert texts == ["Peaks are those of the GB200, one GPU's datasheet, unverified."]
+
+
+def test_runs_that_differ_are_no_bound() -> None:
+    """The sentence says about what would be given, and which rate it is."""
+    wide = tuple(replace(one, runs=(8e13, *one.runs[1:])) if one.precision == "bf16" else one for one in CEILING.rates)
+    found = made(replace(CEILING, rates=wide))
+    assert "at its own ceiling would give about 1.53x" in of_kind(part("roofline", found), Items)[0].items[-1].text
+    assert of_kind(part("roofline", found), Text)[0].text == (
+        "Ceilings were measured here; these bound nothing, their runs differ too much: product bf16 (20.0%) and triad "
+        "(30.0%)."
+    )
+
+
+def test_a_terminal_says_the_same() -> None:
+    """Below the numbers, and nothing without ceilings."""
+    text = " ".join(render(*made(), width=200).split())
+    assert "what bounds it bf16 is compute-bound in gemm (54% of the step, at 71% of its ceiling)" in text
+    assert "would give at most 1.53x; it gives 1.22x" in text and "differ too much: triad (30.0%)." in text
+    assert "what bounds it" not in render(*made(None))
 
 
 def test_more_than_memory_gives_is_a_cache() -> None:
