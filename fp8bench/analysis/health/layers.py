@@ -56,13 +56,16 @@ class EmbeddingCollapse(FigureRule):
 
 
 class LayerStill(Rule[Any]):
-    """The weights of one layer hardly change while those of the others do: no gradient reaches them."""
+    """The weights of one layer hardly change while those of the others do: no gradient reaches them.
+
+    Embeddings are left out: of a large vocabulary few rows are in a batch.
+    """
 
     name = "layer-stands-still"
     reads = LayerReading | StepFigure
     share = 0.1
     keep = 3
-    window = f"{keep} readings of a matrix's update, relative to itself"
+    window = f"{keep} readings of a matrix's update, relative to itself, embeddings left out"
     threshold = f"all of them below {share:g} of the median of all matrices, times the least factor of --rates"
     reason = "matrices learn at rates within a factor of four of their median; weight decay alone moves one by 1 to 6%"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
@@ -70,6 +73,7 @@ class LayerStill(Rule[Any]):
     def __init__(self, arm: WatchedArm) -> None:
         super().__init__(arm)
         self._moved: dict[str, float] = {}
+        self._embeddings: set[str] = set()
         self._low: dict[str, int] = defaultdict(int)
 
     def see(self, line: LayerReading | StepFigure) -> Alarm | None:
@@ -77,7 +81,10 @@ class LayerStill(Rule[Any]):
             if line.role == Role.WEIGHT:
                 self._moved.setdefault(line.layer, math.nan)
             return None
-        if line.name != "update_ratio" or line.layer not in self._moved or not math.isfinite(line.value):
+        if line.name == "embedding_spread":
+            self._embeddings.add(line.layer)
+        matrix = line.layer in self._moved and line.layer not in self._embeddings
+        if line.name != "update_ratio" or not matrix or not math.isfinite(line.value):
             return None
         self._moved[line.layer] = line.value
         usual = middle(one for one in self._moved.values() if math.isfinite(one))

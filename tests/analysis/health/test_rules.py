@@ -47,12 +47,15 @@ def figures(name: str, values: Iterable[float]) -> Iterator[StepFigure]:
 
 
 def updates(share: Callable[[int], float]) -> Iterator[Line]:
-    """What updates are of three matrices, the first of them times `share`, and of a norm, which may do as it likes."""
+    """What updates are of three matrices, the first of them times `share`; a norm and an embedding do as they like."""
     for number in range(12):
         for layer, times in (("blocks.0", share(number)), ("blocks.1", 1.0), ("head", 0.5)):
             yield replace(READING, step=10 * number, layer=layer, role="weight")
             yield StepFigure("bf16", 0, 10 * number, "update_ratio", 5e-3 * times, layer)
-        yield StepFigure("bf16", 0, 10 * number, "update_ratio", 1e-6, "norm")
+        yield replace(READING, step=10 * number, layer="embedding", role="weight")
+        yield StepFigure("bf16", 0, 10 * number, "embedding_spread", 1.0, "embedding")
+        for layer in ("norm", "embedding"):
+            yield StepFigure("bf16", 0, 10 * number, "update_ratio", 1e-6, layer)
 
 
 def alarms(lines: Iterable[Line], *arms: Arm) -> list[tuple[str, int]]:
