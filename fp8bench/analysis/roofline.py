@@ -16,6 +16,8 @@ from fp8bench.model.tape import PhaseCount
 
 # A phase that has less of a step's FLOPs is none of its products.
 _LEAST_OF_PRODUCTS = 0.05
+# Runs that lie further apart than this say nothing of a device: somebody else had it.
+_WILD = 0.5
 
 
 class Bound(StrEnum):
@@ -41,13 +43,13 @@ class Roofs:
 
     def least(self, count: PhaseCount) -> dict[Bound, float]:
         """Seconds that the FLOPs, the bytes and the launches of a phase take at least, each alone; nothing where the
-        rate of a product is not known."""
+        rate of a product or of the memory is not known: what takes longest would be a guess."""
         products = self.product_seconds(count.by_path)
-        if products is None:
+        if products is None or self.memory is None:
             return {}
         found = {
             Bound.COMPUTE: products,
-            Bound.MEMORY: count.bytes / self.memory if self.memory else None,
+            Bound.MEMORY: count.bytes / self.memory,
             Bound.LAUNCH: count.launches / self.launches if self.launches else None,
         }
         return {bound: seconds for bound, seconds in found.items() if seconds}
@@ -138,7 +140,7 @@ def roofs_of(ceiling: Ceiling | None) -> tuple[Roofs | None, Roofs | None]:
 
 
 def _measured(ceiling: Ceiling) -> Roofs | None:
-    values = [(one, one.value) for one in ceiling.rates if one.value is not None]
+    values = [(one, one.value) for one in ceiling.rates if one.value is not None and one.spread <= _WILD]
     if not values:
         return None
     products: dict[str, float] = {}

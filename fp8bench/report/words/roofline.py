@@ -49,8 +49,8 @@ def gain_in(group: ResultGroup, result: Result) -> Gain | None:
 def sources(results: Sequence[Result]) -> Iterator[str]:
     """By what phases are held against the most there is: the rates measured here with their spreads, and the sheet."""
     ceiling = next((one.record.ceiling for one in results if one.record.ceiling is not None), None)
-    measured, sheet = roofs_of(ceiling)
-    if ceiling is not None and measured is not None:
+    _, sheet = roofs_of(ceiling)
+    if ceiling is not None and ceiling.rates:
         told = [
             f"{one.limit.value} {one.precision}".strip() + f" ({units.percent(one.spread)})"
             for one in ceiling.rates

@@ -36,7 +36,10 @@ class Roofline(Section):
     def elements(self, material: Material) -> Iterator[Element]:
         for title, panel in titled_panels(material):
             cases = [case for case in named_cases(panel) if _known(case)]
-            yield from _panel(title, panel, cases) if cases else ()
+            if cases:
+                yield from _panel(title, panel, cases)
+            elif any(one.record.ceiling and one.record.ceiling.rates for one in panel.results):
+                yield from (Text(f"{title}: {one}") for one in sources(panel.results))
 
 
 def _known(case: NamedCase) -> bool:
@@ -89,7 +92,7 @@ def _row(case: NamedCase, roof: PhaseRoof) -> Row:
 def _chart(title: str, cases: Sequence[NamedCase]) -> Scatter:
     """Phases that multiply, by precision; and over their intensities the roofs of each kind of products."""
     points = [
-        Point(case.name, phase_words(roof.count.phase), roof.intensity, roof.flop_rate, hint=bound_words(roof))
+        Point(case.result.mode, _label(case, roof), roof.intensity, roof.flop_rate, hint=bound_words(roof))
         for case in cases
         for roof in _roofs(case)
         if roof.intensity is not None
@@ -110,6 +113,11 @@ def _chart(title: str, cases: Sequence[NamedCase]) -> Scatter:
         Axis("FLOPs for each byte", log=True), Axis("FLOP/s", log=True), tuple(points),
         joined=tuple(dict.fromkeys(name for name, _ in lines)),
     )  # fmt: skip
+
+
+def _label(case: NamedCase, roof: PhaseRoof) -> str:
+    """'gemm, m=256'."""
+    return ", ".join(filter(None, (phase_words(roof.count.phase), case.place)))
 
 
 def _roof(rate: float, memory: float, span: tuple[float, float]) -> tuple[tuple[float, float], ...]:

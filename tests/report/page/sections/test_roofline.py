@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.model import Label, Verdict
+from fp8bench.model import Ceiling, Label, Limit, Verdict
 from fp8bench.report.elements import Items, Scatter, Table, Text
 from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.terminal.run import render
@@ -82,6 +82,17 @@ def test_runs_that_differ_are_no_bound() -> None:
         "Ceilings were measured here; these bound nothing, their runs differ too much: product bf16 (20.0%) and triad "
         "(30.0%)."
     )
+
+
+def test_ceilings_of_a_machine_that_was_not_left_alone_are_no_roofs() -> None:
+    """Their runs lie more than half apart: of the memory that leaves nothing to say, and why is said."""
+    wild = tuple(
+        replace(one, runs=(one.runs[0] / 9, *one.runs[1:])) if one.limit in (Limit.COPY, Limit.TRIAD) else one
+        for one in CEILING.rates
+    )
+    found = part("roofline", made(Ceiling(2e14, 4e12, wild)))
+    (text,) = of_kind(found, Text)
+    assert text.text.endswith("bound nothing, their runs differ too much: copy (88.9%) and triad (101.1%).")
 
 
 def test_a_terminal_says_the_same() -> None:
