@@ -25,12 +25,15 @@ MOST_OFF = 0.10
 @dataclass(frozen=True)
 class PhaseJoules:
     """Joules of one phase of a step. `found` is the range of its windows, each with its uncertainty, and `seconds` what
-    it takes by itself; None where it is an estimate: the step's joules by share of the time. `why` says why it is."""
+    it takes by itself, in windows that differ by `seconds_width`; None where it is an estimate: the step's joules by
+    share of the time. `why` says why it is.
+    """
 
     phase: str
     joules: float
     found: Range | None = None
     seconds: float | None = None
+    seconds_width: float = 0.0
     why: str = ""
 
     @property
@@ -66,7 +69,7 @@ class PhaseEnergies:
         if self.pace is None or abs(self.pace - 1) <= self.noise:
             return ""
         return (
-            f"by themselves its phases take {units.change(self.pace)} time than in a step, where "
+            f"by themselves its phases take {units.ratio(self.pace)} of their time in a step, where "
             f"+-{units.percent(self.noise)} is noise"
         )
 
@@ -109,7 +112,8 @@ def _measured(asked: PhaseEnergy) -> PhaseJoules | None:
     unsure = [one.uncertainty or 0.0 for one in windows]
     ends = list(zip(joules, unsure, strict=True))
     found = Range(middle, min(one * (1 - share) for one, share in ends), max(one * (1 + share) for one, share in ends))
-    return PhaseJoules(asked.phase, middle, found, statistics.median(one.seconds / one.steps for one in windows))
+    seconds = [one.seconds / one.steps for one in windows]
+    return PhaseJoules(asked.phase, middle, found, statistics.median(seconds), max(seconds) - min(seconds))
 
 
 def _why_not(asked: PhaseEnergy) -> str:
@@ -139,23 +143,24 @@ def _held_against_step(
     elsewhere = sum(joules for phase, joules in estimated.items() if phase not in measured)
     in_step = step * (1 - elsewhere / figures.gross.middle)
     pace = by_themselves / in_step if in_step > 0 else math.inf
-    noise = max(SAME, (finding.spread if finding else None) or 0.0, figures.seconds.width / step)
-    return PhaseEnergies(
-        (), residual, rest, _void(figures, residual, ends, pace, by_themselves), pace, noise
-    )  # fmt: skip
+    own = sum(one.seconds_width for one in measured.values()) / by_themselves if by_themselves else 0.0
+    noise = max(SAME, (finding.spread if finding else None) or 0.0, figures.seconds.width / step, own)
+    held = PhaseEnergies((), residual, rest, "", pace, noise)
+    return replace(held, void=_void(held, figures.gross.middle, by_themselves, ends))
 
 
-def _void(figures: EnergyFigures, residual: Range, ends: Sequence[float], pace: float, by_themselves: float) -> str:
+def _void(held: PhaseEnergies, gross: float, by_themselves: float, ends: Sequence[float]) -> str:
     """Why no phase is measured, whatever its windows say; '' if they come to the step."""
-    if abs(pace - 1) > MOST_OFF:
+    residual, pace = held.residual, held.pace
+    assert residual is not None and pace is not None
+    if abs(pace - 1) > max(MOST_OFF, held.noise):
         return (
-            f"by themselves they take {units.seconds(by_themselves)}, {units.change(pace)} than their part of a step: "
-            "that is not what the step does"
+            f"by themselves they take {units.seconds(by_themselves)} where a step has "
+            f"{units.seconds(by_themselves / pace if pace else None)} for them: that is not what the step does"
         )
     if residual.high < ends[0] or residual.low > ends[1]:
-        total, step = figures.gross.middle - residual.middle, figures.gross.middle
         return (
-            f"they come to {units.joules(total)} where a step takes {units.joules(step)}, further apart than the error "
-            "of both"
+            f"they come to {units.joules(gross - residual.middle)} where a step takes {units.joules(gross)}, further "
+            "apart than the error of both"
         )
     return ""

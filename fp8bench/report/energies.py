@@ -144,8 +144,8 @@ def _of_phases(result: Result) -> Iterator[str]:
     left = found.residual
     if left is not None:
         ends = f"[{units.joules(left.low)}, {units.joules(left.high)}]"
-        told = f"{units.joules(left.middle)} {ends} of a step's {units.joules(figures.gross.middle)} are in no phase"
-        yield f"energy of phases: {told} measured by itself, nor {units.seconds(found.residual_seconds)} of its time"
+        told = f"{units.joules(left.middle)} {ends} of a step's {units.joules(figures.gross.middle)}"
+        yield f"energy of phases: they leave over {told}, and {units.seconds(found.residual_seconds)} of its time"
     if found.void:
         yield f"energy of phases is void: {found.void}"
         return

@@ -59,6 +59,7 @@ class Meter(AbstractContextManager["Meter"]):
         self._power_limits: tuple[float, ...] = ()
         self._clock, self._timeout, self._hung = clock, timeout, hung
         self.source: Source | None = None
+        self.power_limits()  # as the run begins
         for source in sources:
             try:
                 self.source = self._tried(source)

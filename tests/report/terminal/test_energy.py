@@ -128,7 +128,7 @@ def test_phases_that_were_asked_for_have_a_table_and_what_is_left_over_a_note() 
     assert fp8[:3] == ["fp8", "(300", "mJ)"] and "+-" not in " ".join(fp8)
     text = render(*made, width=250)
     assert "306 W" not in text and "371 W of 650 W, 500 W" in text
-    assert "- bf16: energy of phases: 40.0 mJ [" in text and "are in no phase measured by itself, nor 310 us" in text
+    assert "- bf16: energy of phases: they leave over 40.0 mJ [" in text and "and 310 us of its time" in text
     assert "fp8: energy of phases is void: by themselves they take 3.10 ms" in text
     assert "bf16, fp8: its energy is not certified: power-limit-changed" in text
 

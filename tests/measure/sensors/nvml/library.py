@@ -20,8 +20,8 @@ STATE = "FP8BENCH_TEST_NVML"
 SONAME = "libnvidia-ml.so.1"
 FOREVER = 2**63 - 1
 GIGABYTE = 2**30
-CONSTANT, SQUARE, SINE = range(3)
-_DEVICES, _INSTANCES, _PROCESSES, _FAULTS, _FUNCTIONS, _VIOLATIONS = 4, 4, 4, 4, 64, 5
+CONSTANT, SQUARE, SINE, TOLD = range(4)
+_DEVICES, _INSTANCES, _PROCESSES, _FAULTS, _FUNCTIONS, _VIOLATIONS, CHANGES = 4, 4, 4, 4, 64, 5, 32768
 
 
 class Instance(ctypes.Structure):
@@ -58,6 +58,12 @@ class Fault(ctypes.Structure):
     _fields_ = (("function", c_char * 64), *((name, c_int64) for name in ("code", "first", "last", "delay_ns")))
 
 
+class Change(ctypes.Structure):
+    """Another power, as in state.h."""
+
+    _fields_ = (("at_ns", c_int64), ("joules", c_double), ("watts", c_double))
+
+
 class State(ctypes.Structure):
     """All that the library is told, as in state.h."""
 
@@ -65,6 +71,7 @@ class State(ctypes.Structure):
         *((name, c_int64) for name in ("size", "is_virtual", "now_ns", "call_ns", "inits", "shutdowns")),
         *(("devices", c_int64), ("faults", c_int64)),
         *(("device", Device * _DEVICES), ("fault", Fault * _FAULTS), ("calls", c_int64 * _FUNCTIONS)),
+        *(("changes", c_int64), ("change", Change * CHANGES)),
     )
 
 

@@ -58,10 +58,24 @@ static int64_t now_ns(void) {
 
 /* ---- the power, and its integral from the clock's zero on ---- */
 
+/* The last change before an instant; NULL before all of them. */
+static const Change *change_before(double seconds) {
+    int64_t count = *(volatile int64_t *)&state->changes, oldest = count > MAX_CHANGES ? count - MAX_CHANGES + 64 : 0;
+    for (int64_t number = count - 1; number >= oldest; number--) {
+        const Change *change = &state->change[number % MAX_CHANGES];
+        if ((double)change->at_ns / SECOND <= seconds) return change;
+    }
+    return NULL;
+}
+
 static double watts_at(const Device *one, double seconds) {
     double turns = seconds * one->hertz + one->phase;
     switch (one->curve) {
     case SQUARE: return turns - floor(turns) < 0.5 ? one->high : one->low;
+    case TOLD: {
+        const Change *change = change_before(seconds);
+        return change ? change->watts : one->low;
+    }
     case SINE: return (one->high + one->low) / 2 + (one->high - one->low) / 2 * sin(2 * M_PI * turns);
     default: return one->high;
     }
@@ -78,6 +92,11 @@ static double joules_at(const Device *one, double seconds) {
     case SINE: {
         double waves = (cos(2 * M_PI * start) - cos(2 * M_PI * turns)) / (2 * M_PI * one->hertz);
         return (one->high + one->low) / 2 * seconds + swing / 2 * waves;
+    }
+    case TOLD: {
+        const Change *change = change_before(seconds);
+        if (!change) return one->low * seconds;
+        return change->joules + change->watts * (seconds - (double)change->at_ns / SECOND);
     }
     default: return one->high * seconds;
     }

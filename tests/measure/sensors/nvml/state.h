@@ -10,10 +10,11 @@
 #define MAX_FAULTS 4
 #define MAX_FUNCTIONS 64
 #define MAX_VIOLATIONS 5
+#define MAX_CHANGES 32768
 #define FOREVER INT64_MAX
 
-/* The power curves: what the energy is the exact integral of. */
-enum { CONSTANT, SQUARE, SINE };
+/* The power curves: what the energy is the exact integral of. TOLD is what whoever runs on the device says it takes. */
+enum { CONSTANT, SQUARE, SINE, TOLD };
 
 typedef struct {
     char uuid[96];
@@ -52,6 +53,9 @@ typedef struct {
     int64_t code, first, last, delay_ns;
 } Fault;
 
+/* From `at_ns` on the power is `watts`; before that, since the clock's zero, `joules` were taken. */
+typedef struct { int64_t at_ns; double joules, watts; } Change;
+
 typedef struct {
     int64_t size;
     /* With a virtual clock time is `now_ns`, and every call takes `call_ns` of it. */
@@ -61,4 +65,7 @@ typedef struct {
     Device device[MAX_DEVICES];
     Fault fault[MAX_FAULTS];
     int64_t calls[MAX_FUNCTIONS];
+    /* Those of the curve TOLD, the latest ones of so many; until the first one the power is `low`. */
+    int64_t changes;
+    Change change[MAX_CHANGES];
 } State;

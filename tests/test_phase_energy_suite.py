@@ -1,0 +1,106 @@
+"""Phases of known power through a whole suite: real worker, real pynvml, and a driver that is told what they take."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from fp8bench.analysis.energy_validity import EnergyValidity, energy_validity
+from fp8bench.analysis.findings import findings
+from fp8bench.analysis.phase_energy import PhaseEnergies, phase_energies
+from fp8bench.api import load
+from fp8bench.model import EnergyUse, Provenance, Record
+from tests.commands import ROOT
+from tests.measure.sensors.nvml.library import TOLD, Simulation, build, uuid_of, why_not
+
+SUITE = ROOT / "tests" / "phase_power_suite.py"
+# As phase_power_suite.py has them: seconds and watts.
+TRUTH = {"gemm": (9.8e-3, 600.0), "cast": (2e-4, 80.0), "elementwise": (6e-3, 250.0), "optimizer_step": (4e-3, 410.0)}
+STEP = sum(seconds * watts for seconds, watts in TRUTH.values())
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def simulation(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
+    if why_not():
+        pytest.skip(why_not())
+    return Simulation(build(tmp_path_factory.mktemp("nvml")))
+
+
+def measured(simulation: Simulation, folder: Path, how: str, *words: str) -> tuple[Record, PhaseEnergies, str]:
+    """The record of one case, what its phases take, and what was printed."""
+    device = simulation.reset()
+    device.curve, device.low, device.period_ns = TOLD, 0.5, 20_000_000
+    told = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "150", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "fp8bench", "suite", str(SUITE), "--set", f"how={how}", "--energy", "phases"]
+    command += ["--rounds", "8", "--no-report", "--store", "store", *words]
+    done = subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    kept = load("last", folder / "store").run
+    (record,) = kept.records
+    found = phase_energies(record, findings(kept)[record.case.id])
+    assert found is not None
+    return record, found, done.stdout
+
+
+def joules(use: EnergyUse | None) -> Mapping[str, float]:
+    """Of each phase that has windows, the mean of them."""
+    assert use is not None
+    return {
+        one.phase: sum(window.joules / window.steps for window in one.windows) / len(one.windows)
+        for one in use.phases
+        if one.windows
+    }
+
+
+def test_phases_of_80_to_600_watts_are_recovered(simulation: Simulation, tmp_path: Path) -> None:
+    """Within 3%, that of 1% of the step within 10%, whatever else the machine does; or void, where it does so much that
+    phases by themselves take another time than in a step."""
+    record, found, text = measured(simulation, tmp_path, "burn")
+    told = joules(record.energy)
+    assert record.energy is not None
+    whys = {one.phase: one.why for one in record.energy.phases if one.phase not in told}
+    assert set(whys) <= {"unattributed", "cast"}, whys
+    assert all("not measurable" in why for phase, why in whys.items() if phase == "cast")
+    for phase in told:
+        seconds, watts = TRUTH[phase]
+        assert told[phase] == pytest.approx(seconds * watts, rel=0.1 if phase == "cast" else 0.03)
+    assert len(record.energy.windows) == 3
+    for window in record.energy.windows:
+        assert window.joules / window.steps == pytest.approx(STEP, rel=0.03)
+    assert record.energy.power_limits == (650.0,) and " W of 650 W" in text
+    assert "energy of phases" in text
+    if found.void:
+        assert found.void.startswith("by themselves they take ")
+        return
+    assert found.residual is not None and abs(found.residual.middle) < 0.03 * STEP
+    for one in found.phases:
+        if one.phase in TRUTH and one.provenance is Provenance.MEASURED:
+            assert one.low is not None and one.high is not None and one.low <= one.joules <= one.high
+
+
+def test_a_phase_that_takes_another_power_by_itself_makes_all_void(simulation: Simulation, tmp_path: Path) -> None:
+    """Its product takes a third where no step calls it: the sum is 4 J of 9 short."""
+    _, found, text = measured(simulation, tmp_path, "pretend")
+    assert found.void and {one.provenance for one in found.phases} == {Provenance.ESTIMATED}
+    assert "energy of phases is void" in text
+
+
+def test_what_cannot_be_done_by_itself_stays_an_estimate(simulation: Simulation, tmp_path: Path) -> None:
+    """Its product works on a sparse matrix, too."""
+    record, found, text = measured(simulation, tmp_path, "sparse", "--quick")
+    (product,) = (one for one in found.phases if one.phase == "gemm")
+    assert product.provenance is Provenance.ESTIMATED and set(joules(record.energy)) == set(TRUTH) - {"gemm"}
+    assert "a tensor that is no plain part of a memory" in text or found.void
+
+
+def test_a_limit_that_is_lowered_meanwhile_certifies_nothing(simulation: Simulation, tmp_path: Path) -> None:
+    record, _, text = measured(simulation, tmp_path, "lower", "--quick")
+    assert record.energy is not None and record.energy.power_limits == (650.0, 500.0)
+    assert energy_validity(record) in (EnergyValidity.LIMIT_CHANGED, EnergyValidity.TOO_FEW_TICKS)
+    assert "of 650 W, 500 W" in text
