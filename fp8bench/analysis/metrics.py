@@ -30,7 +30,7 @@ from fp8bench.analysis.metric import (
     capacity_ratio,
     why_no_larger,
 )
-from fp8bench.analysis.phase_energy import PhaseEnergies, phase_energies
+from fp8bench.analysis.phase_energy import PhaseEnergies, per_work, phase_energies
 from fp8bench.analysis.roofline import phase_roofs
 from fp8bench.analysis.samples import (
     mean_sample,
@@ -294,7 +294,7 @@ def _energy(record: Record, finding: Finding | None, reference: Reference | None
     yield from _beside(found, replace(blank, provenance=Provenance.DERIVED))
     phases = phase_energies(record, finding)
     if phases is not None:
-        yield from _of_phases(phases, finding, replace(blank, rank=Rank.DETAIL))
+        yield from _of_phases(record, phases, finding, replace(blank, rank=Rank.DETAIL))
 
 
 def _conditions(record: Record) -> EnergyConditions | None:
@@ -302,7 +302,7 @@ def _conditions(record: Record) -> EnergyConditions | None:
     return None if use is None or validity is None else EnergyConditions(validity.value, use.power_limits)
 
 
-def _of_phases(found: PhaseEnergies, finding: Finding | None, blank: Metric) -> Iterator[Metric]:
+def _of_phases(record: Record, found: PhaseEnergies, finding: Finding | None, blank: Metric) -> Iterator[Metric]:
     """Measured ones with their ends, estimates with why they are none; and what of a step no measured one takes."""
     for one in found.phases:
         labels = _with_floor(finding, one.phase)
@@ -311,6 +311,9 @@ def _of_phases(found: PhaseEnergies, finding: Finding | None, blank: Metric) -> 
         for name, end in ((OwnMetric.ENERGY_LOW, one.low), (OwnMetric.ENERGY_HIGH, one.high)):
             if end is not None:
                 yield replace(phase, name=name, value=end)
+        if one.found is not None:
+            for name, joules in per_work(record, one):
+                yield replace(phase, name=name, value=joules, provenance=Provenance.DERIVED)
     if found.residual is not None:
         yield replace(
             blank, name=OwnMetric.ENERGY_RESIDUAL, value=found.residual.middle, provenance=Provenance.DERIVED,

@@ -15,6 +15,7 @@ from fp8bench import units
 from fp8bench.analysis.energy import EnergyFigures, Range, energy_figures, sound_windows
 from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import Finding, PhaseEnergy, Provenance, Record
+from fp8bench.model.metric_names import OwnMetric
 
 # Of joules of a phase, from the lowest window to the highest, as a share of the middle one.
 MOST_APART = 0.10
@@ -164,3 +165,12 @@ def _void(held: PhaseEnergies, gross: float, by_themselves: float, ends: Sequenc
             "apart than the error of both"
         )
     return ""
+
+
+def per_work(record: Record, found: PhaseJoules) -> Iterator[tuple[OwnMetric, float]]:
+    """Joules of a phase for a token of the step and for 10^12 FLOPs of its own, as the tape has counted them."""
+    own = record.tape.of(found.phase) if record.tape is not None else None
+    if record.work.tokens:
+        yield OwnMetric.ENERGY_PER_TOKEN, found.joules / record.work.tokens
+    if own is not None and own.flops and not own.unknown:
+        yield OwnMetric.ENERGY_PER_TFLOP, found.joules * 1e12 / own.flops

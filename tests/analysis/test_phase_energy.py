@@ -9,18 +9,22 @@ import pytest
 
 from fp8bench.analysis.energy_validity import EnergyValidity, energy_validity
 from fp8bench.analysis.labels import labels_of
-from fp8bench.analysis.phase_energy import PhaseEnergies, phase_energies
+from fp8bench.analysis.metrics import metrics_of
+from fp8bench.analysis.phase_energy import PhaseEnergies, per_work, phase_energies
 from fp8bench.model import (
     DeviceWatch,
     EnergyUse,
     EnergyWindow,
     Finding,
     Label,
+    PhaseCount,
     PhaseEnergy,
     Provenance,
     Record,
     Status,
+    Tape,
     Verdict,
+    Work,
 )
 from tests.energies import TOO_FEW, case, use
 from tests.runs import NATIVE, samples
@@ -130,6 +134,19 @@ def test_the_label_is_a_remark_with_its_reason() -> None:
     labels = labels_of(replace(fast, timing=samples(("gemm",), (10_000,))), FINDING, None, None)
     (pace,) = (one for one in labels if one.label is Label.REPLAY_PACE)
     assert not pace.hard and pace.reason.startswith("by themselves its phases take 0.950x of")
+
+
+def test_joules_have_their_denominators() -> None:
+    """A token is the step's, FLOPs are the phase's own; where some are unknown nobody divides by the others."""
+    counts = (PhaseCount("gemm", flops=10**12, launches=1), PhaseCount("cast", flops=5, unknown=1))
+    one = replace(record(phases()), work=Work(tokens=4), tape=Tape(phases=counts))
+    by_phase = {part.phase: dict(per_work(one, part)) for part in found(*phases()).phases}
+    assert by_phase["gemm"] == {"energy_per_token": pytest.approx(0.5), "energy_per_tflop": pytest.approx(2.0)}
+    assert by_phase["cast"] == {"energy_per_token": pytest.approx(0.025)}
+    rows = {(metric.phase, metric.name): metric.value for metric in metrics_of(one, FINDING, None)}
+    assert rows["gemm", "energy"] == pytest.approx(2.0) and rows["gemm", "energy_per_tflop"] == pytest.approx(2.0)
+    assert rows["gemm", "energy_low"] == pytest.approx(2.0 * 0.997 * 0.996)
+    assert rows["step", "energy_residual"] == pytest.approx(REST * 82.0)
 
 
 @pytest.mark.parametrize(

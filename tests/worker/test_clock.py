@@ -201,7 +201,10 @@ except (ImportError, AttributeError) as error:
     print(error)
     sys.exit(77)
 from fp8bench.devices.cpu import HostStamper
+from fp8bench.protocols import Markers, TellingMarker
 from fp8bench.tape.recorder import OperatorTape
+from fp8bench.tape.recording import Recording
+from fp8bench.tape.replay import CannotReplay
 from fp8bench.worker.clock import PhaseClock
 
 register("pretended")
@@ -265,6 +268,22 @@ with tape:
     Doubled.apply(x, tape.phases).backward(Pretended(torch.ones(4)))
 print(threads["backward"][0] != threading.get_ident(), *((one.phase, one.backward) for one in tape.calls))
 
+class Outside(Doubled):
+    @staticmethod
+    def forward(ctx, x, phase):
+        ctx.phase = phase
+        return x * 2
+
+stack = ["unattributed"]
+recording = Recording("gemm", stack, 1 << 20, False)
+with recording:
+    x = Pretended(torch.ones(4)).requires_grad_()
+    Outside.apply(x, Markers(lambda name: TellingMarker(name, stack, str))).backward(Pretended(torch.ones(4)))
+try:
+    recording.replay()
+except CannotReplay as why:
+    print(why)
+
 # The engine's thread may still be on its way out of Python: an interpreter that ends under it aborts the process.
 sys.stdout.flush()
 os._exit(0)
@@ -283,7 +302,9 @@ def test_marks_of_a_backward_on_another_thread_arrive_in_the_same_clock() -> Non
         "unattributed", "elementwise", "gemm", "elementwise", "unattributed",
         "elementwise", "cast", "elementwise", "gemm", "elementwise", "unattributed",
     )  # fmt: skip
-    *clocked, taped = done.stdout.splitlines()
+    *clocked, taped, recorded = done.stdout.splitlines()
     assert clocked == [" ".join(["True", "False", *map(str, expected)])] * 2
     # A tape sees that thread's operators, in the phases that were marked there, and that they are backward's.
+    # So does the recording of a phase, which keeps no such tensors.
+    assert recorded == "aten.mul.Tensor is given a Pretended, a kind of tensor of its own"
     assert taped.startswith("True") and taped.count("('gemm', False)") == taped.count("('gemm', True)") == 1

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.energy import EnergyFigures
-from fp8bench.analysis.phase_energy import PhaseEnergies, PhaseJoules
+from fp8bench.analysis.phase_energy import PhaseEnergies, PhaseJoules, per_work
 from fp8bench.model import UNATTRIBUTED, EnergyUse, EnergyWindow
+from fp8bench.model.metric_names import OwnMetric
 from fp8bench.report.case_status import emulated, speed_up
 from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Stacks, Table, Text, Tone
 from fp8bench.report.energies import (
@@ -58,9 +59,8 @@ class _Phase(NamedTuple):
     case: NamedCase
     found: PhaseJoules
 
-    def per(self, count: str, many: float) -> float | None:
-        total = getattr(self.case.result.record.work, count)
-        return self.found.joules * many / total if total else None
+    def per(self, name: OwnMetric) -> float | None:
+        return dict(per_work(self.case.result.record, self.found)).get(name)
 
 
 _PHASE: Columns[_Phase] = (
@@ -71,9 +71,9 @@ _PHASE: Columns[_Phase] = (
      lambda row: number(row.found.low, partial(units.joules, digits=4))),
     (Column("to", number=True, unit="J", hint="the highest of its windows, and its uncertainty"),
      lambda row: number(row.found.high, partial(units.joules, digits=4))),
-    (Column("per token", number=True, unit="J"), lambda row: number(row.per("tokens", 1.0), units.joules)),
-    (Column("per TFLOP", number=True, unit="J", hint="of the whole step"),
-     lambda row: number(row.per("flops", 1e12), units.joules)),
+    (Column("per token", number=True, unit="J"), lambda row: number(row.per(OwnMetric.ENERGY_PER_TOKEN), units.joules)),
+    (Column("per TFLOP", number=True, unit="J", hint="of its own, as the tape has counted them"),
+     lambda row: number(row.per(OwnMetric.ENERGY_PER_TFLOP), units.joules)),
     (Column("time", number=True, unit="s", hint="by itself"), lambda row: number(row.found.seconds, units.seconds)),
     (Column("power", number=True, unit="W"),
      lambda row: number(row.found.joules / row.found.seconds if row.found.seconds else None, _watts)),
