@@ -7,6 +7,7 @@ operator of torch's is not seen (a kernel launched past torch).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,9 @@ from fp8bench.protocols import Markers, TellingMarker
 # Words and marks of torch's own, which do nothing to a tensor.
 _SILENT = ("prim", "profiler", "_c10d_functional_autograd")
 _COMPOSITE = "CompositeImplicitAutograd"
+_STRIDED = torch.strided
+_task = torch._C._current_graph_task_id
+_NO_TASK = -1
 
 
 class TensorSeen:
@@ -30,8 +34,8 @@ class TensorSeen:
         self.stride: tuple[int, ...] | None
         self.shape = tensor.shape
         self.dtype = tensor.dtype
-        self.accelerated = tensor.device.type != "cpu"
-        if tensor.layout is torch.strided:
+        self.accelerated = not tensor.is_cpu
+        if tensor.layout is _STRIDED:
             self.stride, self.offset = tensor.stride(), tensor.storage_offset()
             self.storage = tensor.untyped_storage()._cdata
         else:  # of the sparse ones there is no single memory
@@ -64,7 +68,7 @@ class OperatorTape(OperatorWatch):  # type: ignore[no-untyped-call]
         self._open = [UNATTRIBUTED]
         self._phase = UNATTRIBUTED
         self.phases = Markers(lambda name: TellingMarker(name, self._open, self._enter))
-        self._composite: dict[Any, bool] = {}
+        self._kinds: dict[Any, _Kind] = {}
 
     def _enter(self, phase: str) -> None:
         self._phase = phase
@@ -76,33 +80,46 @@ class OperatorTape(OperatorWatch):  # type: ignore[no-untyped-call]
         for kind in types:
             if kind is not Tensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented  # its own operators, on the tensors inside, come here next
-        composite = self._composite.get(func)
-        if composite is None:
-            composite = self._composite[func] = _is_composite(func)
-        if composite:  # without gradients some arrive whole that are taken apart elsewhere
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind_of(func)
+        if kind is _Kind.COMPOSITE:  # without gradients some arrive whole that are taken apart elsewhere
             with self:
                 result = func.decompose(*args, **named)
             if result is not NotImplemented:
                 return result
-        given, seen = _seen(args), {name: _seen(one) for name, one in named.items()}
+        elif kind is _Kind.SILENT:
+            return func(*args, **named)
+        given, seen = tuple(map(_seen, args)), {name: _seen(one) for name, one in named.items()}
         result = func(*args, **named)
-        if func.namespace not in _SILENT:
-            backward = torch._C._current_graph_task_id() != -1
-            self.calls.append(Call(func, self._phase, backward, given, seen, _seen(result)))
+        self.calls.append(Call(func, self._phase, _task() != _NO_TASK, given, seen, _seen(result)))
         return result
 
 
-def _is_composite(func: Any) -> bool:
-    name = getattr(func, "name", None)
-    is_operator = isinstance(func, torch._ops.OpOverload) and callable(name)
-    return is_operator and bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE))
+class _Kind(Enum):
+    """What is done about an operator. A SILENT one does nothing to numbers: a view, or a word of torch's own."""
+
+    RECORDED = 0
+    COMPOSITE = 1
+    SILENT = 2
+
+
+def _kind_of(func: Any) -> _Kind:
+    if func.namespace in _SILENT:
+        return _Kind.SILENT
+    if not isinstance(func, torch._ops.OpOverload):
+        return _Kind.RECORDED
+    name = func.name()  # type: ignore[no-untyped-call]
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE):
+        return _Kind.COMPOSITE
+    return _Kind.SILENT if func.is_view else _Kind.RECORDED
 
 
 def _seen(value: Any) -> Any:
     """The same, with tensors as they were seen."""
     if isinstance(value, Tensor):
         return TensorSeen(value)
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):  # a union takes longer
         return tuple(map(_seen, value))
     return value
 

@@ -27,6 +27,7 @@ OTHERS = {
     "null_trainings",
     "quantisers",
     "sight",
+    "tape",
     "training_step",
     "verdicts",
 }

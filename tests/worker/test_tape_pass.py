@@ -65,7 +65,7 @@ def test_every_suite_agrees_with_its_tape_in_every_precision(bench: Bench, corpu
 
 
 MORE = {
-    "transformer": {"size": "nano", "checkpointing": "yes,no"},
+    "transformer": {"size": "nano", "checkpointing": "no,blocks"},
     "attention": {"scores": "high,low", "part": "core,layer", "pass": "forward,training", "sequence": "128"},
     "gemm": {"shape": "64"},
     "mlp": {"pass": "forward,training"},
