@@ -82,7 +82,7 @@ class FakeLab(Worker):
         return ArmCost(arm.name, task.seed, kept=kept, memory=MemoryUse(20_000, (("weights", 4000),)))
 
     def _try_alone(self, task: SeedTask, memory_limit: int | None) -> int:
-        return 10 * task.settings.batch
+        return 1000 * task.settings.batch
 
     def _advance(self, arm: str, steps: int) -> tuple[Line, ...]:
         assert self.task is not None and steps > 0

@@ -68,7 +68,8 @@ class TrainingRequest:
 
     `stride` is how many steps lie between two that are watched, `evaluate` between two looks at the held-out text,
     `keep` between two checkpoints. `try_fix`: an arm's first alarm has its remedies tried. `max_batch` asks for the
-    largest batch of each arm, `memory_limit` are the bytes that it has to fit into. `energy`: it is measured where a
+    largest batch of each arm; `memory_limit` are the bytes that it has to fit into, and all arms of a seed, which
+    else are trained in pairs. `energy`: it is measured where a
     device can tell it.
     """
 
@@ -100,8 +101,6 @@ class TrainingRequest:
         check_fields(self, TRAINING_RULES)
         if not self.dtypes:
             raise UsageError("no dtype was named. Give --dtypes two or more, like bf16,fp8.")
-        if self.memory_limit is not None and not self.max_batch:
-            raise UsageError("--memory-limit goes with --max-batch, which was not given. Add it, or leave this out.")
 
 
 # A quick training is one seed of so many steps: enough to see that it runs.
@@ -281,6 +280,11 @@ BYTES_PER_PARAMETER = "bytes_per_parameter"
 # That of how long a watched step took, watching included.
 WATCHED_SECONDS = "watched_seconds"
 
+# That of how long the same step of the reference took beside an arm, where not all arms fit into memory together.
+REFERENCE_SECONDS = "reference_seconds"
+# The event of an arm that was trained without the reference beside it.
+UNPAIRED = "unpaired"
+
 
 @dataclass(frozen=True)
 class StepFigure:
@@ -331,7 +335,7 @@ FALLBACK = "fallback"
 @dataclass(frozen=True)
 class TrainingEvent:
     """Something that happened in a step: 'not-finite', 'alarm', 'tried-fix', 'scale-halved', 'rate-lowered', 'stopped',
-    'resumed', FALLBACK.
+    'resumed', 'pairs' (not all arms fit into memory), UNPAIRED, FALLBACK.
 
     `layer` and `tensor` say where, `values` what was seen there, `remedy` what may help.
     """

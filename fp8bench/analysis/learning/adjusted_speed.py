@@ -23,6 +23,7 @@ from fp8bench.analysis.compare.interval import quantile
 from fp8bench.analysis.learning.curves import Curve, last_of
 from fp8bench.analysis.learning.judging import LEAST_PAIRS, SHOWN, gap_of
 from fp8bench.model import Interval
+from fp8bench.model.training import UNPAIRED
 
 # The logarithm of a third: the course is that of the last two thirds, and says nothing of what lies before them.
 _LEAST = -math.log(3)
@@ -112,11 +113,19 @@ def _place_above(curves: Sequence[Sequence[float]], rise: float) -> float | None
 
 
 def _log_speed(reference: Curve, arm: Curve) -> float | None:
-    """The median over the steps that were timed in both: those of one number are of neighbouring slices."""
+    """The median over the steps that were timed in both: those of one number are of neighbouring slices.
+
+    None where no reference was beside the arm.
+    """
+    if UNPAIRED in arm.events:
+        return None
+    usual = {row.step: row.seconds for row in reference.rows}
+    beside = arm.beside or usual
     logs = [
-        math.log(new.tokens / new.seconds * old.seconds / old.tokens)
-        for old, new in zip(reference.rows, arm.rows, strict=True) if old.seconds > 0 and new.seconds > 0
-    ]  # fmt: skip
+        math.log(new.tokens / new.seconds * base / old.tokens)
+        for old, new in zip(reference.rows, arm.rows, strict=True)
+        if (base := beside.get(new.step, 0.0)) > 0 and new.seconds > 0
+    ]
     return statistics.median(logs) if logs else None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from fp8bench.model.training import Line, StepRow, TrainingEvent, Validation
+from fp8bench.model.training import REFERENCE_SECONDS, Line, StepFigure, StepRow, TrainingEvent, Validation
 
 HELD_OUT = "held-out"
 _TENTHS = 10
@@ -36,12 +36,16 @@ class Void(StrEnum):
 
 @dataclass(frozen=True)
 class Curve:
-    """One arm in one seed, its rows in the order of their steps, of `steps` that were asked for."""
+    """One arm in one seed, its rows in the order of their steps, of `steps` that were asked for.
+
+    `beside` are the seconds of the reference's steps beside it, where these are not those of the reference's rows.
+    """
 
     steps: int
     rows: tuple[StepRow, ...] = ()
     held_out: Mapping[int, float] = field(default_factory=dict)
     events: frozenset[str] = frozenset()
+    beside: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -88,6 +92,7 @@ def curves_of(lines: Iterable[Line], steps: int) -> dict[Key, Curve]:
     rows: dict[Key, dict[int, StepRow]] = defaultdict(dict)
     held_out: dict[Key, dict[int, float]] = defaultdict(dict)
     events: dict[Key, set[str]] = defaultdict(set)
+    beside: dict[Key, dict[int, float]] = defaultdict(dict)
     for line in lines:
         key = (line.arm, line.seed)
         if isinstance(line, StepRow):
@@ -96,8 +101,12 @@ def curves_of(lines: Iterable[Line], steps: int) -> dict[Key, Curve]:
             held_out[key][line.step] = line.loss
         elif isinstance(line, TrainingEvent):
             events[key].add(line.kind)
+        elif isinstance(line, StepFigure) and line.name == REFERENCE_SECONDS:
+            beside[key][line.step] = line.value
     return {
-        key: Curve(steps, tuple(found for _, found in sorted(own.items())), held_out[key], frozenset(events[key]))
+        key: Curve(
+            steps, tuple(found for _, found in sorted(own.items())), held_out[key], frozenset(events[key]), beside[key]
+        )
         for key, own in rows.items()
     }
 

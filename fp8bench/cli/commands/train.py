@@ -128,7 +128,10 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no-energy", dest="energy", action="store_false", help=words)
     words = "after the last step, also look for the largest batch of each arm, by running it and the next one"
     group.add_argument("--max-batch", action="store_true", help=words)
-    words = "what --max-batch has to fit into, like 2GiB; on a GPU default its own end, on a CPU there is no default"
+    words = (
+        "what all arms have to fit into, like 2GiB, else they are trained in pairs with the reference, and each with "
+        "--max-batch; default the device's own"
+    )
     group.add_argument("--memory-limit", type=types.size, metavar="SIZE", help=words)
     group.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     shared(group, "--threads")

@@ -28,7 +28,7 @@ def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
     What the device refuses is an arm with the reason. Raises UsageError for what cannot be meant, and where the
     reference cannot be trained, or nothing beside it.
     """
-    if request.max_batch:
+    if request.max_batch or request.memory_limit is not None:
         check_limit(request.memory_limit, facts)
     arms = tuple(supported(arm, request, facts) for arm in _named(request))
     if arms[0].skip:

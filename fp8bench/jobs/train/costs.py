@@ -22,6 +22,7 @@ from fp8bench.model.training_rules import SETTINGS_RULES
 from fp8bench.store.trainings import TrainingWriter, load_training
 from fp8bench.training.models import config_of
 
+APART = "its arms do not fit into memory together, and windows of one beside the other are what compares"
 # Steps that say how long one takes.
 _FEW_STEPS = 3
 
@@ -43,7 +44,9 @@ def measure_memory(training: Training, worker: Worker, writer: TrainingWriter, o
         worker.restart()  # no GPU is timed in a process that has listened to its memory
 
 
-def measure_energy(training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver) -> None:
+def measure_energy(
+    training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver, apart: bool
+) -> None:
     """Of every arm in windows of its own, by further steps of what the last seed has left in memory."""
     request, facts = training.request, training.device
     missing = _without(training, writer, lambda cost: cost.energy is not None) if request.energy else []
@@ -53,6 +56,8 @@ def measure_energy(training: Training, worker: Worker, writer: TrainingWriter, o
         meter = meters.of(facts)
         if meter.kind is SourceKind.NONE:
             found = {arm.name: EnergyUse(SourceKind.NONE, why=meter.why) for arm in missing}
+        elif apart:
+            found = {arm.name: EnergyUse(meter.kind.value, why=APART) for arm in missing}
         else:
             found = _in_windows(training, missing, worker, meter, observer)
     costs = [ArmCost(arm.name, request.seed, request.steps, energy=found[arm.name]) for arm in missing]

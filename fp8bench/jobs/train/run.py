@@ -16,6 +16,7 @@ from fp8bench.jobs.train.arms import check_training, device_of, make_arms
 from fp8bench.jobs.train.costs import largest_batches, measure_energy, measure_memory
 from fp8bench.jobs.train.expected import expected_seconds
 from fp8bench.jobs.train.seed import Pace, SeedRun, lab_of
+from fp8bench.jobs.train.together import Turns, turns_of
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker, claimed
 from fp8bench.measure.interrupts import ignored
@@ -23,6 +24,7 @@ from fp8bench.model import DeviceFacts, Environment
 from fp8bench.model.raw import Settings
 from fp8bench.model.training import (
     Arm,
+    ArmCost,
     ArmRole,
     ArmState,
     KeptTraining,
@@ -85,7 +87,8 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
         place = writer.places[-1]
         writer.go_back(place)
         words = f"gone on with from step {place.step}"
-        event = TrainingEvent("", training.request.seed + place.number, place.step, "resumed", words)
+        number = turns_of(training, kept.of(ArmCost)).turns[place.number].number
+        event = TrainingEvent("", training.request.seed + number, place.step, "resumed", words)
         writer.append((event,))
         return True, _trained(replace(training, text=text), writer, worker, observer, resumed=True)
 
@@ -133,6 +136,18 @@ def _reference(
     return state
 
 
+def _tell(training: Training, turns: Turns, writer: TrainingWriter, observer: TrainingObserver) -> None:
+    """Why arms are not all trained together, or not at all."""
+    seed = training.request.seed
+    events = [TrainingEvent(arm, seed, 0, "out", words) for arm, words in turns.out.items()]
+    if turns.cut:
+        events.append(TrainingEvent("", seed, 0, "pairs", turns.cut))
+    told = {(event.kind, event.arm) for event in load_training(writer.path).of(TrainingEvent)}
+    if events := [event for event in events if (event.kind, event.arm) not in told]:
+        writer.append(events)
+        observer.trained(0, 0, events)
+
+
 def _trained(
     training: Training, writer: TrainingWriter, worker: Worker, observer: TrainingObserver, resumed: bool = False
 ) -> KeptTraining:
@@ -143,10 +158,14 @@ def _trained(
     observer.begun(training)
     try:
         measure_memory(training, worker, writer, observer)
-        for number in range(first, training.request.seeds):
-            SeedRun(training, number, worker, writer, observer, pace, out).run(fresh)
+        turns = turns_of(training, load_training(writer.path).of(ArmCost))
+        if (first, step) == (0, 0):
+            out |= turns.out
+            _tell(training, turns, writer, observer)
+        for place, turn in enumerate(turns.turns[first:], first):
+            SeedRun(training, place, turn, worker, writer, observer, pace, out).run(fresh)
             fresh = True
-        measure_energy(training, worker, writer, observer)
+        measure_energy(training, worker, writer, observer, apart=bool(turns.cut))
         largest_batches(training, worker, writer, observer)
         writer.finish("finished")
     except KeyboardInterrupt:

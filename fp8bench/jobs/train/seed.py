@@ -17,18 +17,22 @@ from fp8bench.analysis.health.health import Health
 from fp8bench.errors import StoreError, WorkerError, WorkerFault
 from fp8bench.jobs.observer import TrainingObserver
 from fp8bench.jobs.train.arms import arms_of_seed
+from fp8bench.jobs.train.together import Turn
 from fp8bench.jobs.train.try_fix import try_fix
 from fp8bench.measure.handle import START_SECONDS, Worker
 from fp8bench.measure.interrupts import held_back
 from fp8bench.measure.limits import HANG_SECONDS, HANG_STEPS
 from fp8bench.model.training import (
     BYTES_PER_PARAMETER,
+    REFERENCE_SECONDS,
+    UNPAIRED,
     Arm,
     ArmRole,
     ArmState,
     Line,
     SeedTask,
     StepFigure,
+    StepRow,
     Training,
     TrainingEvent,
 )
@@ -71,10 +75,14 @@ class _Lost(Exception):
 
 @dataclass
 class SeedRun:
-    """One seed; `number` counts them from 0. `out` are the arms that are no longer trained, and why."""
+    """The arms of one turn, all of a seed's where they fit into memory; `place` counts turns from 0.
+
+    `out` are the arms that are no longer trained, and why.
+    """
 
     training: Training
-    number: int
+    place: int
+    turn: Turn
     worker: Worker
     writer: TrainingWriter
     observer: TrainingObserver
@@ -88,7 +96,7 @@ class SeedRun:
         """To the last step: from the first one, or from the newest place that the seed may go on from."""
         self._health = Health(self.training.arms, self.training.request.settings)
         if fresh:
-            self.writer.keep(self.number, 0, None, tuple(self.out.items()))
+            self.writer.keep(self.place, 0, None, tuple(self.out.items()))
         while True:
             try:
                 self._rounds(self._begin())
@@ -97,15 +105,26 @@ class SeedRun:
                 self._go_back(lost)
 
     @property
+    def number(self) -> int:
+        """That of the seed."""
+        return self.turn.number
+
+    @property
     def seed(self) -> int:
         return self.training.request.seed + self.number
+
+    @property
+    def _again(self) -> str:
+        """The reference, where it has been trained in this seed before: of its steps the time alone is new."""
+        lead = self.turn.arms[0]
+        return lead.name if lead.role is ArmRole.REFERENCE and not self.turn.first else ""
 
     @property
     def task(self) -> SeedTask:
         """The arms that were there when the seed began, also those that went out since: checkpoints are of them all."""
         training, request = self.training, self.training.request
         gone = dict(self.writer.places[0].out)
-        arms = tuple(arm for arm in arms_of_seed(training.arms, self.number) if arm.name not in gone)
+        arms = tuple(arm for arm in self.turn.arms if arm.name not in gone)
         return SeedTask(
             self.seed, arms, request.settings, request.steps, request.stride, training.text, training.device
         )  # fmt: skip
@@ -121,13 +140,13 @@ class SeedRun:
             states = lab.begin(self.task)
         place = self._restored(lab)
         self.writer.go_back(place)
-        self._health = Health(self.task.arms, self.training.request.settings)
-        if place.step:
+        self._health = Health(arms_of_seed(self.training.arms, self.number), self.training.request.settings)
+        if place.step or not self.turn.first:
             lines = [line for line in load_training(self.writer.path).lines if line.seed == self.seed]
             self._health.see(lines)
             self._tried |= {one.arm for one in lines if isinstance(one, TrainingEvent) and one.kind == "tried-fix"}
-        else:
-            self._keep_lines(tuple(_sizes(states, self.seed)), 0)
+        if not place.step:
+            self._keep_lines(tuple(self._first_lines(states)), 0)
         for arm in self.task.arms:
             if arm.name in self.out:
                 lab.drop(arm.name)
@@ -169,7 +188,23 @@ class SeedRun:
 
     def _validate(self, step: int) -> None:
         for arm in self._alive:
-            self._keep_lines(self._asked(arm, 0, "validate", arm.name), step)
+            if arm.name != self._again:
+                self._keep_lines(self._asked(arm, 0, "validate", arm.name), step)
+
+    def _first_lines(self, states: Sequence[ArmState]) -> Iterator[Line]:
+        """What each arm keeps between two steps, by what it is for, and whether no reference is beside it."""
+        yield from _sizes(states, self.seed)
+        if self.turn.arms[0].role is not ArmRole.REFERENCE:
+            words = "it does not fit into memory beside the reference, so that their times do not compare"
+            yield TrainingEvent(self.turn.arms[0].name, self.seed, 0, UNPAIRED, words)
+
+    def _new(self, lines: Sequence[Line]) -> Iterator[Line]:
+        """The lines; of the reference, where it is trained once more, the times for the arm beside it."""
+        for line in lines:
+            if line.arm != self._again or not self._again:
+                yield line
+            elif isinstance(line, StepRow) and line.seconds > 0:
+                yield StepFigure(self.turn.arms[-1].name, line.seed, line.step, REFERENCE_SECONDS, line.seconds)
 
     def _asked(self, arm: Arm, steps: int, name: str, *arguments: Any) -> Any:
         began = time.monotonic()
@@ -182,6 +217,7 @@ class SeedRun:
         return answer
 
     def _keep_lines(self, lines: Sequence[Line], step: int) -> None:
+        lines = tuple(self._new(lines))
         alarms = self._health.see(lines)
         lines = (*lines, *alarms)
         with held_back():
@@ -212,11 +248,11 @@ class SeedRun:
         self._keep_lines((try_fix(ask, self.task, alarm, arm, folders, lines),), step)
 
     def _checkpoint(self, step: int) -> None:
-        folder = self.writer.checkpoint(self.number, step)
+        folder = self.writer.checkpoint(self.place, step)
         with _of_all_arms():
             lab_of(self.worker, START_SECONDS).save(str(folder))
         with held_back():
-            self.writer.keep(self.number, step, folder, tuple(self.out.items()))
+            self.writer.keep(self.place, step, folder, tuple(self.out.items()))
 
     def _go_back(self, lost: _Lost) -> None:
         """A fresh worker, and an arm less if it was the same one again. The reference cannot be done without."""

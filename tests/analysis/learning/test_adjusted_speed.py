@@ -11,6 +11,7 @@ import pytest
 
 from fp8bench.analysis.learning.adjusted_speed import AdjustedSpeed, adjusted_speed, log_steps
 from fp8bench.analysis.learning.curves import Curve
+from fp8bench.model.training import UNPAIRED
 from fp8bench.report.words import learning as words
 from tests.learning_curves import rows
 
@@ -53,6 +54,23 @@ def test_the_noise_of_batches_that_both_have_in_common_is_none() -> None:
     nudged = [loss * (1 + draw.gauss(0, 1e-4)) for loss in losses]
     steps = log_steps([(of(losses), of(nudged))])
     assert steps is not None and abs(steps) < 0.005
+
+
+def test_times_are_those_of_the_reference_beside_it() -> None:
+    """Where it was trained once more beside the arm, by these; without one beside it there is no speed."""
+    arm = of(falling(), seconds=0.005)
+    slow = replace(arm, beside=dict.fromkeys(range(STEPS), 0.02))
+    assert speed(arm).raw.point == pytest.approx(2) and speed(slow).raw.point == pytest.approx(4)
+    alone = replace(arm, events=frozenset({UNPAIRED}))
+    assert adjusted_speed([(of(falling()), alone)] * SEEDS) is None
+
+
+def test_fewer_steps_are_told_beside_the_speed() -> None:
+    """As many times as the arm's pace, whatever its seconds; a bound where it is one."""
+    found = speed(of(falling(1.4), seconds=0.005)).fewer_steps
+    assert found is not None and found.point == pytest.approx(1.4, rel=0.02) and found.low <= found.point <= found.high
+    stuck = speed(of([max(3.5, loss) for loss in falling()], 0.005))
+    assert stuck.bounded and stuck.fewer_steps is not None and stuck.fewer_steps.point == pytest.approx(1 / 3)
 
 
 def test_one_that_learns_far_less_is_a_bound() -> None:

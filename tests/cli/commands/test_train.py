@@ -14,7 +14,7 @@ from fp8bench.cli.commands.train import request_from
 from fp8bench.cli.grammar import build_parser, commands_of
 from fp8bench.jobs.train import run as job
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model.training import ArmCost, TrainerSettings, TrainingRequest
+from fp8bench.model.training import ArmCost, StepRow, TrainerSettings, TrainingEvent, TrainingRequest
 from fp8bench.report.words.learning import FAILURES
 from fp8bench.store.trainings import load_training, training_files
 from fp8bench.training.lab import Lab
@@ -179,12 +179,25 @@ def has_a_report_of_its_own(name: str, store: Path, fp8bench: Say) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
 def test_the_largest_batch_is_looked_for_by_running_it(say: Say, store: Path, local: None) -> None:
     """Of each arm, within the limit, and the next one is beyond it."""
-    code, out, _ = say(*TINY, "--max-batch", "--memory-limit", "48MiB", "--model", "nano")
+    code, out, _ = say(*TINY, "--max-batch", "--memory-limit", "96MiB", "--model", "nano")
     found = [one.capacity for one in load_training(training_files(store)[0]).of(ArmCost) if one.capacity]
-    assert code == 0 and len(found) == 2 and out.count("largest batch that fits into 48.0 MiB: ") == 2
+    assert code == 0 and len(found) == 2 and out.count("largest batch that fits into 96.0 MiB: ") == 2
     for one in found:
         assert one.batch and one.beyond == one.batch + 1 and one.tokens == 16 * one.batch and "more" in one.why
-        assert one.peak is not None and 0.9 * (48 << 20) < one.peak <= 48 << 20
+        assert one.peak is not None and 0.9 * (96 << 20) < one.peak <= 96 << 20
+
+
+@pytest.mark.slow
+def test_arms_that_do_not_fit_together_come_to_the_same_losses_in_pairs(say: Say, store: Path, local: None) -> None:
+    """Bit for bit, within a limit that two of them fit into."""
+    losses = []
+    for limit in (["--memory-limit", "48MiB"], []):
+        assert say(*TINY, "--model", "nano", *limit)[0] == 0
+        kept = load_training(training_files(store)[0])
+        losses.append({(row.arm, row.step): row.loss for row in kept.of(StepRow)})
+        assert [event.kind for event in kept.of(TrainingEvent)] == (["pairs"] if limit else [])
+        assert len(kept.of(StepRow)) == len(losses[-1]) == 4 * 4
+    assert losses[0] == losses[1]
 
 
 def test_a_plan_is_told_and_nothing_is_trained(say: Say, store: Path, local: None) -> None:

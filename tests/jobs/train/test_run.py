@@ -18,6 +18,7 @@ from fp8bench.measure.sensors.meter import Meter, Meters
 from fp8bench.model import DeviceFacts, EnergyUse
 from fp8bench.model.raw import StateCheck
 from fp8bench.model.training import (
+    REFERENCE_SECONDS,
     ArmCost,
     KeptTraining,
     StepFigure,
@@ -28,7 +29,7 @@ from fp8bench.model.training import (
 )
 from fp8bench.store.trainings import Place, TrainingWriter, load_training, reopen_training, training_files
 from tests.measure.powered import IDLE, Power, sampling
-from tests.trainings import FakeLab, NotedTraining, said, small, strikes
+from tests.trainings import LOST, FakeLab, NotedTraining, said, small, strikes
 
 Trained = Callable[..., tuple[KeptTraining, FakeLab, NotedTraining]]
 
@@ -133,7 +134,7 @@ def test_memory_that_nobody_could_measure_has_a_reason(trained: Trained) -> None
 
 def test_the_largest_batch_of_every_arm_is_looked_for_after_the_last_step(trained: Trained) -> None:
     """Alone, with its own settings; also where the training is cut off there, and gone on with."""
-    request = small(max_batch=True, memory_limit=1000, sweep=(("micro-batches", ("1", "2")),))
+    request = small(max_batch=True, memory_limit=100_000, sweep=(("micro-batches", ("1", "2")),))
     for fault in (lambda *asked: None, strikes("", 0, KeyboardInterrupt(), name="try_alone", seed=1)):
         kept, _, _ = trained(FakeLab(fault), request)
         if not kept.finished:
@@ -141,7 +142,7 @@ def test_the_largest_batch_of_every_arm_is_looked_for_after_the_last_step(traine
         found = {one.arm: one.capacity for one in kept.of(ArmCost) if one.capacity}
         tokens = {arm: one.tokens // one.batch for arm, one in found.items() if one.batch}
         assert kept.finished and tokens == {"bf16": 96, "fp8": 96, "fp8 micro-batches=2": 192}
-        assert all(one and (one.batch, one.beyond, one.peak) == (100, 101, 1000) for one in found.values())
+        assert all(one and (one.batch, one.beyond, one.peak) == (100, 101, 100_000) for one in found.values())
     assert not any(words[0] == "try_alone" for words in trained(FakeLab(), small())[1].log)
 
 
@@ -199,13 +200,53 @@ def test_without_a_counter_the_reason_is_kept_and_no_step_more_is_run(trained: T
     (why,) = {one.energy.why for one in kept.of(ArmCost) if one.energy}
     assert why == "counter: the counter is gone" and not any(words[0] == "loop" for words in lab.log)
     assert not [one for one in trained(PoweredLab(), small())[0].of(ArmCost) if one.energy]
+    powered.power.broken = ""
+    apart = trained(powered, small(energy=True, memory_limit=33_000))[0].of(ArmCost)
+    assert {one.energy.why for one in apart if one.energy} == {costs.APART}
+
+
+# FakeLab's arms keep 12,000 bytes each, and need 8,000 more in a step: two fit.
+PAIRS = {"memory_limit": 33_000, "dtypes": ("bf16", "fp8", "mxfp8")}
+
+
+def test_arms_that_do_not_fit_together_are_trained_in_pairs(trained: Trained) -> None:
+    """To the same lines as together, each once, with the times of the reference beside each; it says so."""
+    whole, _, _ = trained(FakeLab(), small(dtypes=PAIRS["dtypes"]))
+    kept, lab, _ = trained(FakeLab(), small(**PAIRS))
+    begun = [words for words in lab.log if words[0] == "begin"]
+    assert len(begun) == 1 + 4 + 3 and kept.finished and lab.restarts == 0, "one to count the reference's parameters"
+    for kind in (StepRow, Validation):
+        assert sorted(kept.of(kind), key=str) == sorted(whole.of(kind), key=str)
+    beside = [one for one in kept.of(StepFigure) if one.name == REFERENCE_SECONDS]
+    assert {(one.seed, one.arm) for one in beside} == {
+        (seed, arm) for seed in (0, 1) for arm in ("bf16 other seed", "fp8", "mxfp8")
+    } - {(1, "bf16 other seed")}
+    assert all(one.value == 0.5 for one in beside) and len(beside) == 5 * 20
+    (event,) = kept.of(TrainingEvent)
+    assert event.kind == "pairs" and "all arms need 66.4 KiB together, and there are 32.2 KiB: " in event.words
+
+
+@pytest.mark.parametrize(("arm", "at", "seed"), [("bf16", 0, 0), ("fp8", 7, 0), ("bf16", 7, 1), ("mxfp8", 19, 1)])
+def test_pairs_are_gone_on_with_to_the_same_lines(trained: Trained, arm: str, at: int, seed: int) -> None:
+    """Interrupted in any of them, or having lost the worker there."""
+    whole, _, _ = trained(FakeLab(), small(**PAIRS))
+    for error in (KeyboardInterrupt(), LOST):
+        half, _, _ = trained(FakeLab(strikes(arm, at, error, seed=seed)), small(**PAIRS))
+        rest = half if half.finished else trained(FakeLab())[0]
+        assert rest.finished and said(rest) == said(whole)
+
+
+def test_an_arm_that_fits_alone_only_has_no_speed(trained: Trained) -> None:
+    """And one that fits nowhere is out before the first step, with the bytes."""
+    kept, _, _ = trained(FakeLab(), small(memory_limit=31_000))
+    assert kinds(kept) == ["pairs", *["unpaired"] * 5] and kept.finished
+    with pytest.raises(UsageError, match=r"the reference bf16 needs .* Choose a smaller --model"):
+        trained(FakeLab(), small(memory_limit=19_000))
 
 
 def test_a_limit_is_asked_for_where_the_machine_would_run_full(trained: Trained) -> None:
     with pytest.raises(UsageError, match=r"--max-batch on cpu needs --memory-limit SIZE"):
         trained(FakeLab(), small(max_batch=True))
-    with pytest.raises(UsageError, match=r"--memory-limit goes with --max-batch"):
-        small(memory_limit=1 << 30)
 
 
 def test_a_finished_training_is_not_touched(trained: Trained, store: Path) -> None:
