@@ -108,7 +108,7 @@ def least_change(name: str) -> float:
 
 def better_of(name: str) -> Better:
     """Which way a number that a suite measures becomes better: of an error, memory and their like less is."""
-    if name.endswith(("_db", "_rate")):
+    if name.endswith("_db") or name == OwnMetric.CEILING_RATE:
         return Better.HIGHER
     return Better.NONE if name in _NO_MATTER else Better.LOWER
 

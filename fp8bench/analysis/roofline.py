@@ -32,14 +32,13 @@ class Bound(StrEnum):
 class Roofs:
     """What a device does at most in a second, by one source: FLOPs of products by kind ('fp8'), bytes, launches.
 
-    `words` name the source, and `device` is as that calls it. None where it does not say.
+    `words` name the source. None where it does not say.
     """
 
     words: str
     products: Mapping[str, float]
     memory: float | None = None
     launches: float | None = None
-    device: str = ""
 
     def least(self, count: PhaseCount) -> dict[Bound, float]:
         """Seconds that the FLOPs, the bytes and the launches of a phase take at least, each alone; nothing where the
@@ -157,7 +156,7 @@ def _sheet(ceiling: Ceiling) -> Roofs | None:
     sheet = datasheet_of(ceiling.device)
     if sheet is None:
         return None
-    return Roofs(sheet.told("dense", "bandwidth"), sheet.dense, sheet.bandwidth, device=sheet.name)
+    return Roofs(sheet.told("dense", "bandwidth"), sheet.dense, sheet.bandwidth)
 
 
 def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...]:

@@ -40,6 +40,7 @@ from fp8bench.model import (
     Support,
     Work,
 )
+from fp8bench.model.metric_names import OwnMetric
 from fp8bench.model.raw import Settings
 from fp8bench.pipeline import now
 from fp8bench.plan.make import devices_asked
@@ -49,7 +50,6 @@ from fp8bench.store.ceilings import new_ceilings
 from fp8bench.store.runs.read import load_run
 from fp8bench.store.runs.write import check_store, start_run
 
-METRIC = "ceiling_rate"
 _State = dict[str, Scalar | None]
 # What no product does has no precision of its own: its arrays are of these.
 _ARRAYS = "fp32"
@@ -125,7 +125,9 @@ def _record(rate: Rate, device: DeviceFacts) -> Record:
     first = name == _ARRAYS
     if rate.value is None:
         return Record(case, support, Status.SKIPPED, is_reference=first, reason=rate.why)
-    samples = Measurement(METRIC, UNITS[rate.limit], rate.runs, description="the most that was done in a second")
+    samples = Measurement(
+        OwnMetric.CEILING_RATE, UNITS[rate.limit], rate.runs, description="the most that was done in a second"
+    )
     return Record(
         case, support, Status.OK, Work(), first, detail=f"{shape_words(rate)}; {spread_words(rate)}",
         measurements=(samples,), ceiling=Ceiling(rates=(rate,), device=device.name),

@@ -32,6 +32,7 @@ class OwnMetric(StrEnum):
     TOKENS_PER_SECOND = "tokens_per_second"
     FLOPS_PER_SECOND = "flops_per_second"
     BYTES_PER_SECOND = "bytes_per_second"
+    CEILING_RATE = "ceiling_rate"
     SHARE_OF_CEILING = "share_of_ceiling"
     SHARE_OF_DATASHEET = "share_of_datasheet"
     FLOPS = "flops"

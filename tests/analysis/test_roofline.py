@@ -39,7 +39,7 @@ def test_recipes_of_a_format_share_its_best_kernel() -> None:
     measured, sheet = roofs_of(CEILING)
     assert measured is not None and measured.products == {"bf16": 1e14, "fp8": 2e14}
     assert (measured.memory, measured.launches) == (1e12, 1e6)
-    assert sheet is not None and (sheet.words, sheet.device) == ("datasheet", "H200 SXM") and sheet.launches is None
+    assert sheet is not None and sheet.words == "datasheet" and sheet.launches is None
     assert roofs_of(None) == (None, None) == roofs_of(Ceiling(1e12, 1e12, device="somebody's own"))
 
 

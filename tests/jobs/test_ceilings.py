@@ -13,6 +13,7 @@ from fp8bench.errors import UsageError, WorkerLost
 from fp8bench.jobs import ceilings as job
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Ceilings, DeviceFacts, Limit, Rate, Request
+from fp8bench.model.metric_names import OwnMetric
 from fp8bench.report.terminal.run import render
 from fp8bench.store.runs.read import load_run
 from fp8bench.worker.bench import Bench
@@ -52,7 +53,7 @@ def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.M
     bf16, nvfp4, copied, _ = run.records
     assert bf16.measurements[0].samples == FOUND.rates[0].runs and nvfp4.reason == "RuntimeError: no kernel"
     assert copied.detail == "arrays of 64.0 MiB, the best of 2 searched; spread 22.2% over 3 runs: no bound"
-    (metric,) = [one for one in metrics_of(bf16, None) if one.name == job.METRIC]
+    (metric,) = [one for one in metrics_of(bf16, None) if one.name == OwnMetric.CEILING_RATE]
     assert (metric.unit, metric.value, metric.better) == ("FLOP/s", 4.25e11, "higher")
     assert "throughput" in render(run, findings(run)) and "425 GFLOP/s" in render(run, findings(run))
 

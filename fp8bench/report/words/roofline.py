@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fp8bench import units
-from fp8bench.analysis.roofline import Bound, Gain, PhaseRoof, gain_of, phase_roofs, roofs_of
+from fp8bench.analysis.datasheet import datasheet_of
+from fp8bench.analysis.roofline import Bound, Gain, PhaseRoof, gain_of, phase_roofs
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
 from fp8bench.report.panels import Panel, Result, ResultGroup
 from fp8bench.report.words.naming import listed, phase_words
@@ -49,7 +50,7 @@ def gain_in(group: ResultGroup, result: Result) -> Gain | None:
 def sources(results: Sequence[Result]) -> Iterator[str]:
     """By what phases are held against the most there is: the rates measured here with their spreads, and the sheet."""
     ceiling = next((one.record.ceiling for one in results if one.record.ceiling is not None), None)
-    _, sheet = roofs_of(ceiling)
+    sheet = datasheet_of(ceiling.device) if ceiling is not None else None
     if ceiling is not None and ceiling.rates:
         told = [
             f"{one.limit.value} {one.precision}".strip() + f" ({units.percent(one.spread)})"
@@ -59,7 +60,8 @@ def sources(results: Sequence[Result]) -> Iterator[str]:
         wide = f"; these bound nothing, their runs differ too much: {listed(told)}" if told else ""
         yield f"Ceilings were measured here{wide}."
     if sheet is not None:
-        yield f"Peaks are those of the {sheet.device}'s {sheet.words}."
+        words = sheet.told("dense", "bandwidth")
+        yield f"Peaks are those of the {sheet.name}'s {words} ({sheet.source}, {sheet.date})."
 
 
 def _bounds(result: Result) -> str:

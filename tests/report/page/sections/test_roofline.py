@@ -66,11 +66,13 @@ def test_sources_and_spreads_are_told() -> None:
     texts = [one.text for one in of_kind(part("roofline", made()), Text)]
     assert texts == [
         "Ceilings were measured here; these bound nothing, their runs differ too much: triad (30.0%).",
-        "Peaks are those of the H200 SXM's datasheet.",
+        "Peaks are those of the H200 SXM's datasheet (https://www.nvidia.com/en-us/data-center/h200/, 2026-08-01).",
     ]
     unsure = replace(CEILING, device="NVIDIA GB200", rates=())
     texts = [one.text for one in of_kind(part("roofline", made(unsure)), Text)]
-    assert texts == ["Peaks are those of the GB200, one GPU's datasheet, unverified."]
+    assert [text.partition(" (")[0] for text in texts] == [
+        "Peaks are those of the GB200, one GPU's datasheet, unverified"
+    ]
 
 
 def test_runs_that_differ_are_no_bound() -> None:
