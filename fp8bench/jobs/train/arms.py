@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fp8bench.errors import UnknownName, UsageError
@@ -114,7 +114,20 @@ def _swept(request: TrainingRequest, modes: Sequence[str]) -> Iterator[tuple[str
             base = request.settings
             settings = ((one.name, value) for one, value in chosen if one.is_setting)
             changed = tuple((key, value) for key, value in settings if value != getattr(base, key))
-            yield precisions.canonical(word), changed
+            yield precisions.canonical(word), (*changed, *_batch_beside(dict(changed), base))
+
+
+def _batch_beside(changed: Mapping[str, Scalar], base: TrainerSettings) -> Iterator[tuple[str, Scalar]]:
+    """The batch of an arm with other micro-batches than the reference: a step of either reads the same sequences."""
+    if "micro_batches" not in changed:
+        return
+    count, sequences = int(changed["micro_batches"]), config_of(base, 1).batch * base.micro_batches
+    if sequences % count:
+        raise UsageError(
+            f"--sweep micro-batches: {count} micro-batches do not divide the {sequences} sequences of a step, which "
+            f"all arms share. Give a --batch that is a multiple of {count}, or other micro-batches."
+        )
+    yield "batch", sequences // count
 
 
 def _axis(name: str, values: Sequence[str], modes: Sequence[str]) -> _Swept:

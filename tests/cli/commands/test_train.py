@@ -175,6 +175,31 @@ def has_a_report_of_its_own(name: str, store: Path, fp8bench: Say) -> None:
     assert code == 2 and "is a training, which has a report of its own" in unfolded(err)
 
 
+def last_losses(store: Path) -> dict[str, float]:
+    """Of every arm of the only training, in its last step."""
+    return {row.arm: row.loss for row in load_training(training_files(store)[0]).of(StepRow)}
+
+
+SWEPT = {
+    "formats": ("--dtypes bf16,fp8 --sweep formats=hybrid,e4m3,e5m2", ["fp8", "fp8:formats=e4m3", "fp8:formats=e5m2"]),
+    "attention and loss scales": (
+        "--dtypes fp32,fp16 --sweep attention=auto,rounded --sweep loss-scale=auto,1",
+        ["fp16", "fp16 loss-scale=1", "fp16 attention=rounded", "fp16 attention=rounded loss-scale=1"],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SWEPT)
+def test_whatever_is_swept_takes_effect(name: str, say: Say, store: Path, local: None) -> None:
+    """Every arm is trained, and learns otherwise than all others."""
+    words, arms = SWEPT[name]
+    assert say(*TINY, *words.split())[0] == 0
+    losses = last_losses(store)
+    assert len(set(losses.values())) == len(losses) - 1, "the repeat alone has the reference's bits"
+    assert {*arms} < {*losses}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
 def test_the_largest_batch_is_looked_for_by_running_it(say: Say, store: Path, local: None) -> None:

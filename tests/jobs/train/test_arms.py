@@ -78,6 +78,21 @@ def test_a_setting_is_swept_in_every_candidate() -> None:
     assert arm.settings == (("rate", 0.01),) and arm.taken(TrainerSettings()).rate == 0.01
 
 
+def test_micro_batches_are_swept_over_the_same_sequences() -> None:
+    """A step of every arm reads as much text as the reference's."""
+    swept = (("micro-batches", ("1", "2", "4")),)
+    arms = make_arms(TrainingRequest(("bf16", "fp8"), settings=TrainerSettings(batch=8), sweep=swept), CPU)
+    taken = {one.name: one.taken(TrainerSettings(batch=8)) for one in arms}
+    assert {name: (one.micro_batches, one.batch) for name, one in taken.items() if name.startswith("fp8")} == {
+        "fp8": (1, 8), "fp8 micro-batches=2 batch=4": (2, 4), "fp8 micro-batches=4 batch=2": (4, 2),
+    }  # fmt: skip
+    assert {one.batch * one.micro_batches for one in taken.values()} == {8}
+    halves = TrainerSettings(micro_batches=2)
+    assert names(dtypes=("bf16", "fp8"), settings=halves, sweep=swept) == [
+        "fp8 micro-batches=1 batch=4", "fp8", "fp8 micro-batches=4 batch=1",
+    ]  # fmt: skip
+
+
 def test_what_a_device_refuses_is_an_arm_with_the_reason() -> None:
     """And no arm of any seed; a reference that is refused leaves nothing to train."""
     asked = TrainingRequest(("bf16", "fp8", "fp8:backend=te"))
@@ -98,6 +113,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "--sweep rate: 'x' is no number": {"sweep": (("rate", ("x",)),)},
     "--sweep rate: rate must be a number above 0": {"sweep": (("rate", ("-1",)),)},
+    "4 micro-batches do not divide the 2 sequences of a step": {"sweep": (("micro-batches", ("4",)),)},
     "history cannot be '0'": {"dtypes": FP8, "sweep": (("history", ("0",)),)},
     "unknown setting or option to sweep 'model'": {"sweep": (("model", ("nano",)),)},
     f"are more than the {MOST_ARMS}": {"sweep": (("rate", tuple(str(n / 100) for n in range(1, 80))),)},

@@ -141,7 +141,7 @@ def test_the_largest_batch_of_every_arm_is_looked_for_after_the_last_step(traine
             kept, _, _ = trained(FakeLab())
         found = {one.arm: one.capacity for one in kept.of(ArmCost) if one.capacity}
         tokens = {arm: one.tokens // one.batch for arm, one in found.items() if one.batch}
-        assert kept.finished and tokens == {"bf16": 96, "fp8": 96, "fp8 micro-batches=2": 192}
+        assert kept.finished and tokens == {"bf16": 96, "fp8": 96, "fp8 micro-batches=2 batch=1": 192}
         assert all(one and (one.batch, one.beyond, one.peak) == (100, 101, 100_000) for one in found.values())
     assert not any(words[0] == "try_alone" for words in trained(FakeLab(), small())[1].log)
 
