@@ -47,7 +47,7 @@ CONFIGURED = {
     "--rounds", "--seed", "--threads", "--dry-run", "--store", "--import", "--no-isolation", "--case-timeout",
     "--config", "--resume", "--json", "--csv", "--grid", "--trace", "--tensorboard", "--wandb", "--html", "--md",
     "--csv-wide", "--open", "--no-report", "--static-scales", "--refresh-scales", "--saturation-bound",
-    "--no-energy", "--sustained", "--max-batch", "--memory-limit", "--explain", "--backend", "--tape",
+    "--energy", "--no-energy", "--sustained", "--max-batch", "--memory-limit", "--explain", "--backend", "--tape",
 }  # fmt: skip
 OPTIONS = {
     "": COMMON | {"--version"},
@@ -99,7 +99,7 @@ OPTIONS = {
         "--keep", "--device", "--threads", "--dry-run", "--no-isolation", "--rate", "--rates", "--warmup",
         "--scale-growth", "--floor", "--weight-decay", "--clip", "--loss-scale", "--optimizer-states", "--master",
         "--gradients", "--on-nan", "--store", "--resume", "--try-fix", "--explain", "--json", "--csv",
-        "--tensorboard", "--wandb", "--max-batch", "--memory-limit", "--fail-on",
+        "--tensorboard", "--wandb", "--max-batch", "--memory-limit", "--fail-on", "--no-energy",
     },
     "selftest": COMMON | {"--device", "--power", "--trials", "--operation", "--json"},
 }  # fmt: skip
