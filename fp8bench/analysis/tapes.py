@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from fp8bench import units
 from fp8bench.analysis.metric import STEP, Better, Metric, Rank
 from fp8bench.model import CELL_PHASES, OperatorCount, PhaseCount, Provenance, Record, Tape
 from fp8bench.model.metric_names import OwnMetric
@@ -41,6 +42,15 @@ def narrow_over_wide(tape: Tape) -> float | None:
 def intensity_of(tape: Tape) -> float | None:
     """FLOPs for each byte; None where nothing moves, or an operator has no formula."""
     return tape.flops / tape.bytes if tape.bytes and not tape.unknown else None
+
+
+COUNTS = ((OwnMetric.FLOPS, "FLOP"), (OwnMetric.MOVED_BYTES, "B"), (OwnMetric.LAUNCHES, "count"))
+"""What a tape counts exactly of a step, in their units."""
+
+
+def counts_of(tape: Tape) -> tuple[int, int, int]:
+    """Those of one, in that order."""
+    return tape.flops, tape.bytes, tape.launches
 
 
 def tape_metrics(record: Record) -> Iterator[Metric]:
@@ -107,6 +117,27 @@ class Row:
     @property
     def differs(self) -> bool:
         return len(set(self.sums)) > 1
+
+
+# So many operators are named; of the others there is a count.
+_MOST_NAMED = 4
+
+
+def what_changed(before: Tape, after: Tape) -> str:
+    """'mm in gemm: 18 calls, then 20; mul in gemm: 3 more', the largest first; '' where both are alike."""
+    changed = [row for row in side_by_side([before, after]) if row.differs]
+    changed.sort(key=lambda row: -max(one.bytes for one in row.sums))
+    words = [_changed(row) for row in changed[:_MOST_NAMED]]
+    more = len(changed) - _MOST_NAMED
+    return "; ".join([*words, *([f"and {more} more operators"] if more > 0 else [])])
+
+
+def _changed(row: Row) -> str:
+    old, new = row.sums
+    name = f"{row.operator} in {row.phase}{', backward' if row.backward else ''}"
+    if old.calls != new.calls:
+        return f"{name}: {old.calls} calls, then {new.calls}"
+    return f"{name}: {units.size(old.bytes)}, then {units.size(new.bytes)}"
 
 
 def side_by_side(tapes: Sequence[Tape]) -> list[Row]:

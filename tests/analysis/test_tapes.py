@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.analysis.tapes import Sums, bits_of, intensity_of, narrow_over_wide, share_of, side_by_side, tape_metrics
+from fp8bench.analysis.tapes import (
+    Sums,
+    bits_of,
+    intensity_of,
+    narrow_over_wide,
+    share_of,
+    side_by_side,
+    tape_metrics,
+    what_changed,
+)
 from fp8bench.model import OperatorCount, PhaseCount, Tape
 from tests.fakes import MS, record, steady
 
@@ -64,3 +73,12 @@ def test_operators_side_by_side() -> None:
     assert rows[0].sums == (Sums(2, 0, 200), Sums(4, 0, 100)) and rows[0].differs
     assert rows[1].sums == (Sums(3, 3000, 150), Sums(9, None, 450))
     assert rows[2].sums == (Sums(1, 1000, 50), Sums()) and not side_by_side([TAPE, TAPE])[0].differs
+
+
+def test_what_changed_is_named_the_largest_first() -> None:
+    """By calls where these differ, else by bytes; of many a few, and how many more."""
+    wider = Tape((CAST, replace(PRODUCT, calls=4), replace(BACK, bytes=60)))
+    assert what_changed(TAPE, TAPE) == ""
+    assert what_changed(TAPE, wider) == "mm in gemm: 3 calls, then 4; mm in gemm, backward: 50 B, then 60 B"
+    apart = Tape(tuple(replace(CAST, operator=f"op{place}") for place in range(6)))
+    assert what_changed(Tape(), apart).endswith("; and 2 more operators")

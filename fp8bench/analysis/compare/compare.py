@@ -10,8 +10,9 @@ from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM, Estimate, a
 from fp8bench.analysis.compare.matched_figures import Figures, counted, sensed, timed
 from fp8bench.analysis.compare.sides import Differing, Side, Sighting, differing
 from fp8bench.analysis.metric import TIME
+from fp8bench.analysis.tapes import COUNTS, counts_of, what_changed
 from fp8bench.analysis.verdicts import agrees, uneven
-from fp8bench.model import Case, Comparison, Direction, Evidence, Interval, Label, Status, Verdict
+from fp8bench.model import Case, Comparison, Direction, Evidence, Interval, Label, Record, Status, Verdict
 from fp8bench.units import change, percent
 
 _VERDICTS = {
@@ -98,6 +99,21 @@ def _of_case(
         yield Comparison(
             new.case.id, new.case.workload, metric.name, metric.unit, exact.direction, Evidence.CROSS_RUN,
             exact.before, exact.after, exact.ratio, exact.p_value, why=exact.why, noise=exact.noise,
+        )  # fmt: skip
+    if all(kept):
+        yield from _of_tapes(kept[0][-1].record, kept[1][-1].record)
+
+
+def _of_tapes(old: Record, new: Record) -> Iterator[Comparison]:
+    """What the newest step of each side was counted to do: another count is another step, whatever the clock says."""
+    if old.tape is None or new.tape is None:
+        return
+    why = what_changed(old.tape, new.tape)
+    for (name, unit), first, second in zip(COUNTS, counts_of(old.tape), counts_of(new.tape), strict=True):
+        exact = exact_change([float(first)], [float(second)])
+        yield Comparison(
+            new.case.id, new.case.workload, name, unit, exact.direction, Evidence.CROSS_RUN, exact.before, exact.after,
+            exact.ratio, why=why if first != second else "",
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from fp8bench.analysis.compare.compare import Compared
 from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM
 from fp8bench.analysis.compare.sides import Side
 from fp8bench.analysis.metric import BAND
+from fp8bench.analysis.tapes import COUNTS
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
 from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
@@ -27,6 +28,8 @@ from fp8bench.report.words.comparisons import (
 from fp8bench.report.words.run_facts import many
 
 _MOST_CASES = 20
+# Of these the operators are named.
+_BY_TAPE = frozenset(name for name, _ in COUNTS)
 _HOW_CHANGE = (
     "change: from A to B, of the figure itself; less is better everywhere; [low, high]: "
     f"{units.percent(FINAL_LEVEL, 0)} interval, with the spread between runs in it"
@@ -48,7 +51,11 @@ def page_of(compared: Compared, everything: bool = False) -> Page:
     shown = [one for one in found if everything or one.metric in TIMES or one.direction is not Direction.SAME]
     hidden = len(found) - len(shown)
     counts = counted(found)
-    counts += f"; {hidden} of them, memory and errors that are the same on both sides, are not listed" if hidden else ""
+    counts += (
+        f"; {hidden} of them, memory, errors and counts that are the same on both sides, are not listed"
+        if hidden
+        else ""
+    )
     cases: list[Element] = [Text(counts, Tone.STRONG), *(_table(shown) if shown else ())]
     whys = tuple(f"{why} ({count})" for why, count in reasons(found).items())
     parts = [Part("sides", *_sides(compared)), Part("comparison", "", tuple(cases))]
@@ -110,5 +117,5 @@ def _fields(one: Comparison, shared: Iterable[str]) -> tuple[Field, ...]:
     return (
         Field(setting), Field(f"{mode} {one.metric}"), Field(value(one, one.before)), Field(value(one, one.after)),
         Field(signed(one.ratio)), Field(direction(one), tone=tone),
-        Field(one.why if one.direction is Direction.NONE else ""), Field(own or units.NONE),
+        Field(one.why if one.direction is Direction.NONE or one.metric in _BY_TAPE else ""), Field(own or units.NONE),
     )  # fmt: skip

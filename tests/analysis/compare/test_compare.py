@@ -25,12 +25,15 @@ from fp8bench.model import (
     Environment,
     Level,
     Measurement,
+    OperatorCount,
+    PhaseCount,
     Record,
     Run,
     Segments,
     SlotSample,
     Status,
     Support,
+    Tape,
     Timing,
 )
 from fp8bench.model.codec import decode
@@ -349,5 +352,22 @@ def test_the_text_is_narrow_and_whole() -> None:
     text = render(page_of(held([run(1)], [run(2, 1.5)])))
     assert all(len(line) <= 100 for line in text.splitlines())
     assert "bf16 relative_time" in text and "peak_memory" not in text
-    assert "4 of them, memory and errors that are the same" in text
+    assert "4 of them, memory, errors and counts that are the same" in text
     assert "\x1b[" in render(page_of(held([run(1)], [run(2, 1.5)])), color=True)
+
+
+def test_counts_of_tapes_are_exact_and_name_the_operators_that_changed() -> None:
+    """One launch more is worse, a fused kernel that fell apart; nothing is said where a side has no tape."""
+
+    def taped(calls: int) -> Tape:
+        product = OperatorCount("gemm", "mm", flops=100, bytes=40)
+        others = (OperatorCount("gemm", "mul", calls=calls, bytes=1),) if calls else ()
+        return Tape((product, *others), (PhaseCount("gemm", 100, 40 + calls, 1 + calls),))
+
+    compared = held([run(1, tape=taped(0))], [run(2, tape=taped(1))])
+    launches, flops = of(compared, "launches"), of(compared, "flops")
+    assert (launches.direction, launches.before, launches.after) == (Direction.WORSE, 1, 2)
+    assert launches.why == "mul in gemm: 0 calls, then 1" and flops.direction is Direction.SAME and not flops.why
+    assert of(compared, "moved_bytes").direction is Direction.WORSE
+    assert "mul in gemm: 0 calls, then 1" in render(page_of(compared), 100, False)
+    assert not [one for one in held([run(1)], [run(2, tape=taped(1))]).comparisons if one.metric == "launches"]
