@@ -87,7 +87,7 @@ def test_curves_are_written_for_tensorboard(text: Path, store: Path) -> None:
 def test_the_signature_is_the_command_lines_options() -> None:
     """What one door has, the other has too, under the same name and with the same default."""
     plain = vars(build_parser().parse_args(["train"]))
-    other_words = {"dry_run", "resume", "json", "csv", "wandb", "explain"}
+    other_words = {"dry_run", "resume", "json", "csv", "wandb", "explain", "fail_on"}
     options = {one.dest for one in commands_of(build_parser())["train"]._actions if one.dest != "help"} - other_words
     parameters = dict(inspect.signature(fp8bench.train).parameters)
     del parameters["settings"], parameters["observer"]

@@ -35,6 +35,7 @@ from fp8bench.report.capacities import show_batch, title
 from fp8bench.report.elements import Column, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words import learning as words
+from fp8bench.report.words.naming import listed
 from fp8bench.report.words.run_facts import many
 
 _TONES = {
@@ -152,6 +153,17 @@ def _number(value: float | None, shown: Callable[[float], str]) -> Field:
     return Field(units.NONE) if value is None else Field(shown(value), value)
 
 
+def _of_emulation(kept: KeptTraining) -> Iterator[str]:
+    """What bytes and joules of emulated arms are, where some were measured."""
+    measured = {cost.arm for cost in kept.of(ArmCost)}
+    names = [arm.name for arm in kept.training.arms if not arm.native and arm.name in measured]
+    if names:
+        yield (
+            f"memory and energy of {listed(names)} are those of emulation, which keeps values of a small format in "
+            "wider ones: they say nothing of a device that has the format"
+        )
+
+
 def _energies(found: Mapping[str, TrainedEnergy]) -> Iterator[str]:
     """A sentence an arm; one where none has any for the same reason."""
     whys = {one.why for one in found.values()}
@@ -216,6 +228,7 @@ def notes_of(kept: KeptTraining, found: Verdicts) -> Iterator[str]:
             if said.speed is not None:
                 yield f"{said.arm.name}: {words.speed(said.speed, said.arm.native)}"
     yield from (f"{one.arm}: {one.why}" for one in kept.of(ArmCost) if one.why)
+    yield from _of_emulation(kept)
     yield from _energies(energies_of(kept, found))
     yield from (f"{one.arm}: {_largest(one.capacity)}" for one in kept.of(ArmCost) if one.capacity)
     yield from kept.troubles

@@ -28,6 +28,7 @@ from fp8bench.model.training import (
     Validation,
 )
 from fp8bench.store.trainings import Place, TrainingWriter, load_training, reopen_training, training_files
+from tests.facts import H200
 from tests.measure.powered import IDLE, Power, sampling
 from tests.trainings import LOST, FakeLab, NotedTraining, said, small, strikes
 
@@ -122,6 +123,20 @@ def test_every_arm_is_looked_at_alone_before_the_first_step(trained: Trained) ->
         assert (
             isinstance(kept.lines[-1], Validation) and [words[0] for words in lab.log if words[0] == "alone"] == again
         )
+
+
+def test_no_gpu_is_trained_on_in_a_process_that_has_listened_to_its_memory(trained: Trained) -> None:
+    """A fresh worker takes its place between the last measurement and the first step."""
+    log: list[tuple[str, ...]] = []
+
+    class Logged(FakeLab):
+        def restart(self) -> None:
+            super().restart()
+            self.log.append(("restart",))
+
+    kept, lab, _ = trained(Logged(facts=H200, log=log), small())
+    steps = [words[0] for words in log if words[0] in ("alone", "restart", "advance")]
+    assert steps[:4] == ["alone", "alone", "restart", "advance"] and lab.restarts == 1 and kept.finished
 
 
 def test_memory_that_nobody_could_measure_has_a_reason(trained: Trained) -> None:
