@@ -24,7 +24,8 @@ ASKED: dict[str, list[Any]] = {
     "dtypes": [(), "fp8", (8,)], "reference": [8], "steps": [0, 1.5, True], "seeds": [0], "seed": [-1],
     "margin": [0, 1, -0.01, float("nan")], "sweep": [(("history", ()),)], "device": [""], "threads": [0], "data": [""],
     "other_data": [""], "tokens": ["words"], "stride": [0], "evaluate": [0], "keep": [0],
-    "imports": ["x"], "isolation": [None], "try_fix": ["yes"],
+    "imports": ["x"], "isolation": [None], "try_fix": ["yes"], "max_batch": ["yes"],
+    "memory_limit": [0], "energy": ["yes"],
 }  # fmt: skip
 
 

@@ -75,6 +75,7 @@ from fp8bench.model import (
     Work,
 )
 from fp8bench.model.codec import Malformed, decode, encode
+from fp8bench.model.consumed import PhaseEnergy
 from fp8bench.model.settling import ClockLook, Settling
 from fp8bench.model.tape import OperatorCount, PhaseCount, Tape
 
@@ -100,6 +101,8 @@ ENERGY = EnergyUse(
     81.5,
     82.0,
     "why",
+    (PhaseEnergy("gemm", (EnergyWindow(1, 2.0, 3.0, 4),), "why"),),
+    (700.0, 600.0),
 )
 SETTLING = Settling((ClockLook(0.5, 1.9e9, 61.0), ClockLook(1.0, None, None)), True, 30.0)
 WATCH = DeviceWatch(
@@ -133,7 +136,7 @@ FACTS = DeviceFacts(
 )  # fmt: skip
 REQUEST = Request(
     "gemm", ("fp8",), ("cuda:1",), "bf16", (("shape", ("64", "1x2x3")),), (("mlp", "bf16"),), "file", True, 2.5, 3, 4,
-    5, ("module",), True, 12.5, True, "traces", 8, 100, 0.5, False, True, 1 << 30, "torch", 2.5,
+    5, ("module",), True, 12.5, True, "traces", 8, 100, 0.5, False, "step", True, 1 << 30, "torch", 2.5, True,
 )  # fmt: skip
 PLAN = Plan(
     (Group((PlannedCase(CASE, SUPPORT, Work(1.0, 2), "skip"), PlannedCase(CASE, SUPPORT, Work())), 1),), ("note",)
@@ -168,7 +171,8 @@ VALUES: list[Any] = [
     Overheads(0.1, 0.2, 0.3), Interval(1, 2, 3, 0.99), Segments((), ()), SlotSample(0, (), 0.0, 0.0),
     PLAN.groups[0], PLAN.groups[0].cases[0], SERIES, POINT, FIGURE, COURSE, Fault("path", "what", "remedy", False),
     COMPARISON, ACK,
-    RECORD.operators[0], RECORD.scales[0], CASE.static, ENERGY, ENERGY.windows[1], WATCH, MEMORY, MEMORY.phases[0],
+    RECORD.operators[0], RECORD.scales[0], CASE.static, ENERGY, ENERGY.windows[1], ENERGY.phases[0], WATCH, MEMORY,
+    MEMORY.phases[0],
     CAPACITY, COURSE_OF_MEMORY, COURSE_OF_MEMORY.held[0], RECORD.ceiling, RECORD.products,
     Ceilings((RATE,), "2026-01-01T00:00:00+00:00", (("threads", 1), ("driver", "590")), "H200"), RECORD.effect,
     Noise(0.01, 3, 2, 1), RECORD.sustained[0], RECORD.fresh,
@@ -200,10 +204,10 @@ def test_the_full_run_leaves_no_field_at_its_default() -> None:
     """Else the trip would prove nothing for that field."""
     for value in (RUN, REQUEST, RECORD, MEASUREMENT, TIMING):
         at_default = {field.name for field in fields(value) if getattr(value, field.name) == field.default}
-        # A request without isolation has no limit for a case: the one below does without.
-        assert at_default == ({"isolation"} if value is REQUEST else set()), (type(value), at_default)
-    alone = Request("gemm", isolation=False)
-    assert there_and_back(alone) == alone and not alone.isolation
+        # A request without isolation has no limit for a case, and one without energy none of phases: see below.
+        assert at_default == ({"isolation", "energy_of"} if value is REQUEST else set()), (type(value), at_default)
+    alone = Request("gemm", isolation=False, energy_of="phases")
+    assert there_and_back(alone) == alone and not alone.isolation and alone.energy_of == "phases"
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf])
