@@ -21,7 +21,7 @@ def test_all_suites_are_planned(facts: DeviceFacts) -> None:
     assert all(sum(one.runs for one in group.cases) > 1 for group in plan)
 
 
-def told(**options: bool | float) -> str:
+def told(**options: bool | float | str) -> str:
     """Of two groups, with scales and without."""
     request = Request("cast", ("fp32", "bf16", "mxfp8"), axes=(("direction", ("to",)),), **options)
     return expected_time(make_plan(request, (H200,)), request)
@@ -46,3 +46,10 @@ def test_energy_is_part_of_the_time_that_is_told() -> None:
     assert "about 20 s to 40 s, more where a step takes seconds, and 30 s to 1 min 26 s for energy" in told()
     assert "10 rounds of every group take what they take, and 14 s to 38 s for energy" in told(quick=True)
     assert "energy" not in told(energy=False) + told(budget=60.0)
+
+
+def test_energy_of_phases_is_told_beside_it() -> None:
+    """From one phase in the shortest windows to all of the suite's in the longest; it has one of its own."""
+    assert "for energy, which --no-energy leaves out, and 18 s to " in told(energy_of="phases")
+    assert told(energy_of="phases").endswith("for that of phases (--energy phases); --budget SECONDS sets an end")
+    assert "phases" not in told()

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -21,12 +21,13 @@ from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.settle import warm_up_limit
 from fp8bench.measure.windows import WindowRule, phases_at_most, window_rule_for, windows_of
-from fp8bench.model import Group, Plan, Request, Run
-from fp8bench.model.request import ENERGY_OF, STEP_ENERGY
+from fp8bench.model import Case, Group, Plan, Record, Request, Run
+from fp8bench.model.request import ENERGY_OF, PHASE_ENERGY, STEP_ENERGY
 from fp8bench.model.request import REQUEST_RULES as RULES
 from fp8bench.model.settling import STRETCH
 from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.make import check_names
+from fp8bench.protocols import Observer
 from fp8bench.registry import AUTO, backends, workloads
 from fp8bench.report.terminal.plan import page_of
 from fp8bench.store.runs.listing import find_run
@@ -132,7 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     with only_once():
         with _kept_or_shown(arguments), TERMINAL.measuring() as observer:
-            measured = execute(request, arguments.store, observer, command_line())
+            told = _Foretelling(observer, request) if request.energy_of == PHASE_ENERGY else observer
+            measured = execute(request, arguments.store, told, command_line())
         _tell_how_to_go_on(measured)
     return _ended(measured, arguments)
 
@@ -148,6 +150,24 @@ def _ceilings(request: Request, arguments: argparse.Namespace) -> int:
     with only_once():
         measured = ceilings_run(request, arguments.store, command_line())
     return _ended(measured, arguments)
+
+
+@dataclass(frozen=True)
+class _Foretelling:
+    """An observer of a run that takes long: it says beforehand how long."""
+
+    _observer: Observer
+    _request: Request
+
+    def planned(self, plan: Plan) -> None:
+        complain(expected_time(plan, self._request))
+        self._observer.planned(plan)
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        self._observer.working(case, doing, share)
+
+    def finished(self, record: Record) -> None:
+        self._observer.finished(record)
 
 
 def expected_time(plan: Plan, request: Request) -> str:
