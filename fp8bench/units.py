@@ -19,8 +19,10 @@ _PREFIXED = {
 _BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 NONE = "-"
 RATIO = "ratio"
+# A ratio near 1, of which a thousandth matters.
+_NEAR_ONE = "relative_loss"
 # What the end of a metric's name says of its unit.
-_ENDS = {"_db": "dB", "_percent": "%", "_ulp": "ulp", "_octaves": "octaves", "relative_loss": "x"}
+_ENDS = {"_db": "dB", "_percent": "%", "_ulp": "ulp", "_octaves": "octaves", _NEAR_ONE: "x"}
 _ERROR_END, _SHARE_END = "_error", "_vanished"
 # Units as asv knows them, in which series are kept.
 _SYMBOLS = {"seconds": "s", "bytes": "B", "joules": "J"}
@@ -213,6 +215,8 @@ def shown(value: float | None, unit: str, metric: str = "", digits: int = 3) -> 
     unit = symbol(unit)
     if unit in _PREFIXED:
         return _prefixed(value, unit, digits)
+    if metric.endswith(_NEAR_ONE):
+        return f"{value:.5f}x"
     if metric.endswith(_SHARE_END):
         return share(value) if value else "0%"
     if unit == RATIO or metric.endswith(_ERROR_END):

@@ -101,6 +101,7 @@ def test_count_without_a_unit_has_no_trailing_blank() -> None:
     [
         ("sqnr_db", "dB"), ("underflow_percent", "%"), ("max_ulp", "ulp"), ("scale_lag_octaves", "octaves"),
         ("product_error", "ratio"), ("gradient_vanished", "ratio"), ("db", "ratio"), ("percent_of_it", "ratio"),
+        ("relative_loss", "x"), ("cosine_loss", "ratio"),
     ],
 )  # fmt: skip
 def test_a_metric_says_its_unit_at_its_end(metric: str, unit: str) -> None:
@@ -127,6 +128,7 @@ def test_measured_numbers_are_shown_by_their_units(value: float | None, unit: st
 def test_a_plain_ratio_is_shown_by_its_metric() -> None:
     assert units.shown(0.25, "ratio", "gradient_vanished") == "25.0%"
     assert units.shown(0.0, "ratio", "gradient_vanished") == "0%"
+    assert units.shown(1.000421, "x", "relative_loss") == "1.00042x"
     assert units.shown(0.25, "ratio", "gradient_error") == units.shown(0.25, "", "gradient_error") == "2.5e-01"
 
 

@@ -74,6 +74,7 @@ def cases() -> Iterator[ParameterSet]:
                 if (workload in PRODUCTS or (workload, mode) not in seen) and not dear and not leaves(workload, mode):
                     seen.add((workload, mode))
                     few = mode in precisions.names() or workload in ("gemm", "mlp")
+                    few = few and (workload != "learning" or mode in ("fp8", "mxfp8"))  # a transformer's layers
                     yield pytest.param(gpu, workload, mode, marks=() if few else pytest.mark.slow)
 
 

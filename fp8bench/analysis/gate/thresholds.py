@@ -51,7 +51,7 @@ DEFAULTS = (
     Rule("*", "time_*", 0.05, 5e-6, "s"),
     Rule("*", "peak_memory", 0.02, float(1 << 20), "B"),
     Rule("*", "energy*", 0.05, 1e-3, "J"),
-    Rule("*", RELATIVE_LOSS, LOSS_BAND, 0.0),
+    Rule("*", RELATIVE_LOSS, 2 * LOSS_BAND, 0.0),  # beyond what a history may show, which must be able to see it
     Rule("*", "*", 0.05, 0.0),
 )
 

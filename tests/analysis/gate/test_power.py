@@ -13,6 +13,7 @@ from fp8bench.analysis.gate.power import Newest, Second, sights_of, sights_of_hi
 from fp8bench.analysis.gate.sight import NIGHTS, Sight, Sights
 from fp8bench.analysis.gate.thresholds import Rule
 from fp8bench.analysis.steps.change_points import Level, least_step
+from fp8bench.analysis.steps.levels import LEAST_SPREAD
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Noise
 from fp8bench.model.duel import Session
 from fp8bench.report.page import markdown
@@ -113,11 +114,11 @@ def test_a_duel_without_an_interval() -> None:
 FLAT = figure(1.0, evidence=Evidence.HISTORY, metric="relative_time", unit="x", before=1.0, after=1.0)
 
 
-def history(*series: tuple[float, int], required: bool = True) -> Sights:
+def history(*series: tuple[float, int], required: bool = True, metric: str = FLAT.metric) -> Sights:
     """Series of so much noise and so many nights."""
     newest = [
         Newest(
-            replace(FLAT, case=f"gemm[m={place}]@box/bf16"),
+            replace(FLAT, metric=metric, case=f"gemm[m={place}]@box/bf16"),
             Level(noise, count - 1, count) if count >= 11 else None, count,
         )
         for place, (noise, count) in enumerate(series)
@@ -137,6 +138,14 @@ def test_a_young_history_and_a_blind_one(noise: float, count: int, young: bool, 
     sights = history((noise, count))
     assert (bool(sights.young), bool(sights.blind), sights.fails) == (young, blind, blind)
     assert not replace(sights, required=False).fails
+
+
+def test_a_relative_loss_that_is_always_the_same_sees_its_threshold() -> None:
+    """Of a tenth of what others go by."""
+    (one,) = history((LEAST_SPREAD, 14), metric="relative_loss").figures
+    assert one.enough and 0.001 < one.seen < one.threshold == 0.002
+    (other,) = history((LEAST_SPREAD, 14)).figures
+    assert other.enough and other.seen > 0.01
 
 
 def test_how_many_nights_are_missing() -> None:
