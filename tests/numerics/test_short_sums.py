@@ -49,17 +49,17 @@ def operands(fmt: Format, k: int, spread: float) -> tuple[Tensor, Tensor]:
     return round_to(a, fmt) * 2.0**-5, round_to(b, fmt) * 2.0**7
 
 
+LENGTHS = (1, 31, 32, 96, 128, 129, 500)
+
+
 @pytest.mark.parametrize(
-    ("accumulator", "bits"),
+    ("accumulator", "bits", "k"),
     [
-        (Accumulator.SHORT, HOPPER_BITS),
-        (Accumulator.SHORT, 8),
-        (Accumulator.SHORT, 2),
-        (Accumulator.PROMOTED, HOPPER_BITS),
+        *((one, HOPPER_BITS, k) for one in (Accumulator.SHORT, Accumulator.PROMOTED) for k in LENGTHS),
+        *((Accumulator.SHORT, bits, 129) for bits in (2, 8, 23)),
     ],
 )
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("k", [1, 31, 32, 96, 128, 129, 500])
 def test_every_element_is_the_one_added_by_hand(accumulator: Accumulator, bits: int, fmt: Format, k: int) -> None:
     """Bit for bit, lengths that fill no instruction and no promotion among them."""
     for spread in (0.5, 4.0):

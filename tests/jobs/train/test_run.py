@@ -222,6 +222,7 @@ def test_without_a_counter_the_reason_is_kept_and_no_step_more_is_run(trained: T
 
 # FakeLab's arms keep 12,000 bytes each, and need 8,000 more in a step: two fit.
 PAIRS = {"memory_limit": 33_000, "dtypes": ("bf16", "fp8", "mxfp8")}
+MORE_PAIRS = (pytest.param(*one, marks=pytest.mark.slow) for one in (("fp8", 7, 0), ("bf16", 7, 1)))
 
 
 def test_arms_that_do_not_fit_together_are_trained_in_pairs(trained: Trained) -> None:
@@ -241,7 +242,7 @@ def test_arms_that_do_not_fit_together_are_trained_in_pairs(trained: Trained) ->
     assert event.kind == "pairs" and "all arms need 66.4 KiB together, and there are 32.2 KiB: " in event.words
 
 
-@pytest.mark.parametrize(("arm", "at", "seed"), [("bf16", 0, 0), ("fp8", 7, 0), ("bf16", 7, 1), ("mxfp8", 19, 1)])
+@pytest.mark.parametrize(("arm", "at", "seed"), [("bf16", 0, 0), ("mxfp8", 19, 1), *MORE_PAIRS])
 def test_pairs_are_gone_on_with_to_the_same_lines(trained: Trained, arm: str, at: int, seed: int) -> None:
     """Interrupted in any of them, or having lost the worker there."""
     whole, _, _ = trained(FakeLab(), small(**PAIRS))
