@@ -74,10 +74,10 @@ def test_a_worker_that_ends_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_on_this_machine_within_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every rate that a processor has, five runs; the time is a few seconds here, and 40 s where nobody says so."""
+    """Of every rate that a processor has, five runs; the time is a few seconds here, and 35 s where nobody says so."""
     monkeypatch.setattr(job, "WHOLE_SECONDS", 2.0)
     lines = list(job.ceiling_lines(tmp_path / "store"))
     for limit in set(Limit) - {Limit.LOAD}:
         (line, *_) = [one for one in lines if one.startswith(f"  {limit.value} ")]
         assert "over 5 runs" in line
-    assert job.WHOLE_SECONDS <= 40 and Rate(Limit.LOAD).value is None
+    assert job.WHOLE_SECONDS <= 35 and Rate(Limit.LOAD).value is None
