@@ -1,7 +1,7 @@
 """What an arm of a training takes of energy: joules of a step by its windows, and to the loss of the reference.
 
 To a loss it is the ratio of joules of a step over the ratio of steps. The ends of the first are those of any pair of
-windows, with the uncertainty of both, and of the second the interval over seeds: together they are wider than 95%.
+windows, with the uncertainty of both, and of the second the interval over seeds: no confidence is claimed for both.
 """
 
 from __future__ import annotations
