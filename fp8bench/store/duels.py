@@ -7,15 +7,14 @@ than the history's runs, two processes at a time, and belongs to no series.
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.files import LineWriter, stamp
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 from fp8bench.model.duel import CaseResult, Duel, Session
+from fp8bench.store.kept_lines import Content, UnknownKind, fitting, headed, lines_of, take_lines
 from fp8bench.store.runs.read import unsound
 
 # Words of older files.
@@ -52,59 +51,39 @@ def find_duel(word: str, store: Path) -> Path | None:
         if path.is_file() and path.resolve().parent.name == "duels":
             return path
     files = sorted((store / "duels").glob("*.jsonl"))
-    exact = [path for path in files if word in (path.stem, path.stem.rpartition("-")[2])]
-    found = exact or [path for path in files if word and path.stem.rpartition("-")[2].startswith(word)]
+    exact = [path for path in files if word == path.stem]
+    found = exact or fitting(word, {path: (path.stem.rpartition("-")[2],) for path in files})
     return found[0] if len(found) == 1 else None
 
 
 def load_duel(path: Path) -> Duel:
     """Read a duel. Broken lines are left out and named in `troubles`; raises StoreError where it is none."""
-    try:
-        lines = path.read_bytes().decode("utf-8-sig", errors="replace").splitlines()
-    except OSError as error:
-        raise RunNotFound(f"the duel's file {path} cannot be read ({error.strerror}).") from None
-    duel = _header(lines[0] if lines else "", path)
+    head, *lines = lines_of(path, "the duel's file")
+    duel: Duel = headed(head, path, "duel", lambda plain: decode(Duel, _renamed(plain)))
     results: dict[str, CaseResult] = {}
-    notes, troubles, finished = [], [], False
-    for number, line in enumerate(lines[1:], 2):
-        try:
-            content = _renamed(json.loads(line))
-            if "result" in content:
-                result = _sound(decode(CaseResult, _renamed(content["result"])))
-                results[result.after.case.id] = result
-            elif "session" in content:
-                result = results[content["case"]]
-                more = (*result.sessions, decode(Session, content["session"]))
-                results[content["case"]] = _sound(replace(result, sessions=more))
-            elif "note" in content:
-                notes.append(decode(str, content["note"]))
-            elif "end" in content:
-                finished = content["end"] == "finished"
-            else:
-                troubles.append(f"line {number} is of a kind that this version does not know, and was left out")
-        except (ValueError, KeyError, RecursionError, TypeError) as error:
-            troubles.append(f"line {number} is broken and was left out ({str(error)[:120]})")
+    notes, ends = [], []
+
+    def take(content: Content) -> None:
+        content = _renamed(content)
+        if "result" in content:
+            result = _sound(decode(CaseResult, _renamed(content["result"])))
+            results[result.after.case.id] = result
+        elif "session" in content:
+            result = results[content["case"]]
+            more = (*result.sessions, decode(Session, content["session"]))
+            results[content["case"]] = _sound(replace(result, sessions=more))
+        elif "note" in content:
+            notes.append(decode(str, content["note"]))
+        elif "end" in content:
+            ends.append(content["end"])
+        else:
+            raise UnknownKind
+
+    troubles = take_lines(enumerate(lines, 2), take)
     return replace(
-        duel,
-        results=tuple(results.values()),
-        notes=tuple(notes),
-        troubles=tuple(troubles),
-        finished=finished,
-        path=str(path),
-    )
-
-
-def _header(line: str, path: Path) -> Duel:
-    try:
-        content = json.loads(line)
-        schema = content["schema"]
-        if type(schema) is int and schema > SCHEMA:
-            raise StoreError(
-                f"{path} was written by a newer fp8bench (schema {schema}, this one reads {SCHEMA}). Upgrade it."
-            )
-        return decode(Duel, _renamed(content["duel"]))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StoreError(f"{path} is no duel: its first line is no header ({str(error)[:120]}).") from None
+        duel, results=tuple(results.values()), notes=tuple(notes), troubles=tuple(troubles),
+        finished=ends[-1:] == ["finished"], path=str(path),
+    )  # fmt: skip
 
 
 def _renamed(plain: Any) -> Any:

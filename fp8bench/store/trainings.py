@@ -14,12 +14,13 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.files import LineWriter, append, lock, stamp, write_whole
-from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
+from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.model.training import (
     ArmCost,
     KeptTraining,
@@ -31,6 +32,7 @@ from fp8bench.model.training import (
     TrainingEvent,
     Validation,
 )
+from fp8bench.store.kept_lines import Content, UnknownKind, fitting, headed, lines_of, take_lines
 
 STREAM = "steps.jsonl"
 _PLACES = "places.json"
@@ -193,9 +195,7 @@ def find_training(word: str, store: Path) -> Path | None:
         for path in (Path(word), Path(word) / STREAM):
             if path.is_file() and path.name == STREAM:
                 return path
-    called = {path: (path.parent.name, id_of(path)) for path in training_files(store)}
-    exact = [path for path, names in called.items() if word in names]
-    found = exact or [path for path, names in called.items() if word and any(one.startswith(word) for one in names)]
+    found = fitting(word, {path: (path.parent.name, id_of(path)) for path in training_files(store)})
     return found[0] if len(found) == 1 else None
 
 
@@ -218,44 +218,27 @@ def load_head(path: Path) -> Training:
     """A training without its lines; raises StoreError as load_training."""
     try:
         with path.open("rb") as file:
-            return _head(file.readline().decode("utf-8-sig", errors="replace"), path)
+            first = file.readline().decode("utf-8-sig", errors="replace")
+        return headed(first, path, "training", partial(decode, Training))
     except OSError as error:
         raise RunNotFound(f"the training's file {path} cannot be read ({error.strerror}).") from None
 
 
 def load_training(path: Path) -> KeptTraining:
     """Read a training. Broken lines are left out and named in `troubles`; raises StoreError where it is none."""
-    try:
-        content = path.read_bytes().decode("utf-8-sig", errors="replace").split("\n")
-    except OSError as error:
-        raise RunNotFound(f"the training's file {path} cannot be read ({error.strerror}).") from None
-    training = _head(content[0], path)
+    head, *content = lines_of(path, "the training's file")
+    training = headed(head, path, "training", partial(decode, Training))
     lines: list[Line] = []
-    troubles, finished = [], False
-    for number, text in enumerate(content[1:], 2):
-        if not text.strip():
-            continue
-        try:
-            ((name, plain),) = json.loads(text).items()
-            if name == "end":
-                finished = plain == "finished"
-            elif name in _KINDS:
-                lines.append(cast(Line, decode(_KINDS[name], plain)))
-            else:
-                troubles.append(f"line {number} is of a kind that this version does not know, and was left out")
-        except (ValueError, RecursionError, AttributeError) as error:
-            troubles.append(f"line {number} is broken and was left out ({str(error)[:120]})")
-    return KeptTraining(training, tuple(lines), finished, str(path), tuple(troubles))
+    ends = []
 
+    def take(content: Content) -> None:
+        ((name, plain),) = content.items()
+        if name == "end":
+            ends.append(plain)
+        elif name in _KINDS:
+            lines.append(cast(Line, decode(_KINDS[name], plain)))
+        else:
+            raise UnknownKind
 
-def _head(text: str, path: Path) -> Training:
-    try:
-        content = json.loads(text)
-        schema = content["schema"]
-        if type(schema) is int and schema > SCHEMA:
-            raise StoreError(
-                f"{path} was written by a newer fp8bench (schema {schema}, this one reads {SCHEMA}). Upgrade it."
-            )
-        return decode(Training, content["training"])
-    except (Malformed, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StoreError(f"{path} is no training: its first line is no header ({str(error)[:120]}).") from None
+    troubles = take_lines(enumerate(content, 2), take)
+    return KeptTraining(training, tuple(lines), ends[-1:] == ["finished"], str(path), tuple(troubles))

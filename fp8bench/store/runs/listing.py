@@ -21,6 +21,7 @@ from pathlib import Path
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.files import stamp
 from fp8bench.model import Run
+from fp8bench.store.kept_lines import fitting
 from fp8bench.store.runs.read import load_head, load_run
 
 COPIED = "they are copies of runs, or the beginnings of runs, that count"
@@ -240,10 +241,7 @@ def find_run(word: str, store: Path) -> Path:
     if word == "last" and found.newest is not None:
         return found.that_counts(found.newest)
     called = {path: (path.stem, path.stem.rpartition("-")[2]) for path in files}
-    fitting = [path for path, own in called.items() if word in own] or [
-        path for path, own in called.items() if word and any(one.startswith(word) for one in own)
-    ]
-    meant = list(dict.fromkeys(map(found.that_counts, fitting)))
+    meant = list(dict.fromkeys(map(found.that_counts, fitting(word, called))))
     if len(meant) == 1:
         return meant[0]
     if meant:

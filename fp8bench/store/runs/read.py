@@ -6,10 +6,10 @@ those of no known kind, are left out and named. docs/run-format.md describes the
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from fp8bench.model import (
     Status,
     Timing,
 )
-from fp8bench.model.codec import SCHEMA, Malformed, decode
+from fp8bench.model.codec import Malformed, decode
+from fp8bench.store.kept_lines import Content, UnknownKind, check_schema, lines_of, object_of, take_lines
 
 # Of nanoseconds, bytes and other counts.
 _MOST = 1 << 62
@@ -103,33 +104,17 @@ class _Reading:
     finished: bool = False
 
 
-class _Unknown(ValueError):
-    """A line that is well formed and of no kind that this version knows."""
-
-
 def load_run(path: Path) -> Run:
     """Read a run file. Broken lines are left out and named in `troubles`; without a header the records stand alone.
 
     Raises StoreError for a file of a newer version, and for one that holds neither a header nor a record.
     """
-    try:
-        text = path.read_bytes().decode("utf-8-sig", errors="replace")
-    except OSError as error:
-        raise RunNotFound(f"the run file {path} cannot be read ({error.strerror}).") from None
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(lines_of(path, "the run file"), 1) if line.strip()]
     if not lines:
         raise StoreError(f"{path} is no run file: it is empty.")
     header, run, why = _find_header(lines, path)
     reading = _Reading(run)
-    for number, line in lines:
-        if number == header:
-            continue
-        try:
-            _take(reading, _object(line))
-        except _Unknown:
-            reading.troubles.append(f"line {number} is of a kind that this version does not know, and was left out")
-        except (ValueError, RecursionError) as error:
-            reading.troubles.append(f"line {number} is broken and was left out ({str(error)[:120]})")
+    reading.troubles += take_lines((one for one in lines if one[0] != header), partial(_take, reading))
     if run is None:
         which = f"line {header}, the header, is broken ({why})" if header else ""
         if not reading.records:
@@ -142,7 +127,7 @@ def load_head(path: Path) -> Run:
     """A run without its records, by its first line alone where that is the header; raises StoreError as load_run."""
     try:
         with path.open("rb") as file:
-            content = _object(file.readline().decode("utf-8-sig", errors="replace"))
+            content = object_of(file.readline().decode("utf-8-sig", errors="replace"))
         if "schema" in content:
             return replace(_header(content, path), path=str(path))
     except OSError as error:
@@ -160,7 +145,7 @@ def _find_header(lines: Sequence[tuple[int, str]], path: Path) -> tuple[int, Run
     suspects: list[tuple[int, Run | None, str]] = []
     for number, line in lines:
         try:
-            content = _object(line)
+            content = object_of(line)
             if "schema" in content:
                 return number, _header(content, path), ""
         except (ValueError, RecursionError) as error:
@@ -172,14 +157,7 @@ def _find_header(lines: Sequence[tuple[int, str]], path: Path) -> tuple[int, Run
     return suspects[0] if suspects else (0, None, "")
 
 
-def _object(line: str) -> dict[str, Any]:
-    content = json.loads(line)
-    if not isinstance(content, dict):
-        raise Malformed("expected an object")
-    return content
-
-
-def _take(reading: _Reading, content: dict[str, Any]) -> None:
+def _take(reading: _Reading, content: Content) -> None:
     """One line's content into the reading."""
     if "record" in content:
         reading.records.append(_record(content["record"]))
@@ -201,7 +179,7 @@ def _take(reading: _Reading, content: dict[str, Any]) -> None:
     elif "schema" in content:
         raise Malformed("a header that is none, or a second one")
     else:
-        raise _Unknown
+        raise UnknownKind
 
 
 def _run(reading: _Reading, path: Path) -> Run:
@@ -219,14 +197,8 @@ def _run(reading: _Reading, path: Path) -> Run:
     )  # fmt: skip
 
 
-def _header(content: dict[str, Any], path: Path) -> Run:
-    schema = content.get("schema")
-    if type(schema) is not int:
-        raise Malformed("it has no schema version")
-    if schema > SCHEMA:
-        raise StoreError(
-            f"{path} was written by a newer fp8bench (schema {schema}, this one reads {SCHEMA}). Upgrade it."
-        )
+def _header(content: Content, path: Path) -> Run:
+    check_schema(content, path)
     run = decode(Run, content.get("header"))
     if not all(0 <= group.reference < len(group.cases) for group in run.plan):
         raise Malformed("the reference of a group is none of its cases")
