@@ -95,7 +95,7 @@ class Told(Workload):
     dtypes = ("fp32",)
 
     def axes(self, facts: Any) -> tuple[Axis, ...]:
-        hows = ("burn", "pretend", "lower", "sparse")
+        hows = ("burn", "pretend", "hidden", "lower", "sparse")
         return (Axis("how", "what its product is", ("burn",), one_of(*hows)),)
 
     def work(self, params: Any) -> Work:
@@ -111,7 +111,11 @@ class Told(Workload):
                 x = burn(x, *_told("cast"))
             with phase.gemm:
                 product = {"pretend": pretend, "lower": lower}.get(how, burn)
-                x = product(x, *_told("gemm"))
+                watts, seconds = _told("gemm")
+                if how == "hidden":  # half of it, past all operators
+                    seconds /= 2
+                    teller.take(watts, seconds)
+                x = product(x, watts, seconds)
                 if how == "sparse":
                     torch.mm(state["sparse"], torch.ones(4, 4))
             with phase.elementwise:

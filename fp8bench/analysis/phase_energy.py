@@ -128,7 +128,7 @@ def _held_against_step(
     figures: EnergyFigures, measured: Mapping[str, PhaseJoules], estimated: Mapping[str, float], finding: Finding | None
 ) -> PhaseEnergies:
     """The residual, which has to be what the device takes in the rest of the step's time: between idling and the most
-    that it takes in any phase."""
+    that it takes in any phase. Where times are too noisy for that, the rest is the time of unmeasured phases."""
     ranges = [one.found for one in measured.values() if one.found is not None]
     by_themselves = sum(one.seconds or 0.0 for one in measured.values())
     step, gross = figures.seconds.middle, figures.gross.widened(figures.uncertainty or 0.0)
@@ -138,14 +138,14 @@ def _held_against_step(
         gross.low - sum(one.high for one in ranges),
         gross.high - sum(one.low for one in ranges),
     )
-    powers = [one.joules / one.seconds for one in measured.values() if one.seconds]
-    most = max([*powers, figures.watts])
-    ends = sorted((rest * most, rest * (figures.idle or 0.0)))
     elsewhere = sum(joules for phase, joules in estimated.items() if phase not in measured)
     in_step = step * (1 - elsewhere / figures.gross.middle)
     pace = by_themselves / in_step if in_step > 0 else math.inf
     own = sum(one.seconds_width for one in measured.values()) / by_themselves if by_themselves else 0.0
     noise = max(SAME, (finding.spread if finding else None) or 0.0, figures.seconds.width / step, own)
+    powers = [one.joules / one.seconds for one in measured.values() if one.seconds]
+    left = rest if abs(pace - 1) <= MOST_OFF else step - in_step
+    ends = sorted((left * max([*powers, figures.watts]), left * (figures.idle or 0.0)))
     held = PhaseEnergies((), residual, rest, "", pace, noise)
     return replace(held, void=_void(held, figures.gross.middle, by_themselves, ends))
 

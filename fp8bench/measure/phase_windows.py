@@ -14,6 +14,7 @@ from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import Arm
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.orders import Orders
+from fp8bench.measure.sensors.mean_power import SHORTEST
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.windows import CHUNK_SECONDS, kept_window
 from fp8bench.model import EnergyWindow, PhaseEnergy
@@ -77,10 +78,10 @@ class PhaseWindowPass:
             found.reasons.append(held.why)
             return
         times = max(1, round(CHUNK_SECONDS / max(held.seconds, 1e-7)))
-        limit, chunks = arm.limits.slot(held.seconds, times), 0
+        limit, chunks, seconds = arm.limits.slot(held.seconds, times), 0, 0.0
         with self._meter.window() as window:
-            while not window.enough:
-                worker.within(limit).loop_phase(arm.key, times)
+            while not window.enough or (seconds < SHORTEST and not window.failed):
+                seconds += worker.within(limit).loop_phase(arm.key, times)
                 chunks += 1
         wrong = worker.within(limit).drop_phase(arm.key)
         energy = window.energy

@@ -129,6 +129,16 @@ def test_another_time_than_in_the_step_is_a_label_and_far_away_void(stretch: flo
     assert (abs(stretch - 1) > 0.1) == ("that is not what the step does" in told.void)
 
 
+@pytest.mark.parametrize(("joules", "void"), [(1.0, False), (1.3, True)])
+def test_where_times_are_noise_joules_alone_decide(joules: float, void: bool) -> None:
+    """As on a machine that others use: phases and steps take 30% more, or less, from window to window."""
+    asked = [PhaseEnergy(name, tuple(
+        EnergyWindow(300, 300 * seconds * more, 300 * seconds * watts * joules, 12, 0.004) for more in (1.0, 1.3, 1.4)
+    )) for name, (seconds, watts) in PHASES.items()]  # fmt: skip
+    told = phase_energies(record(asked), FINDING)
+    assert told is not None and told.noise > 0.3 and told.off_pace == "" and bool(told.void) == void
+
+
 def test_the_label_is_a_remark_with_its_reason() -> None:
     fast = record([phase(name, 0.95, 0.95, stretch=0.95) for name in PHASES])
     labels = labels_of(replace(fast, timing=samples(("gemm",), (10_000,))), FINDING, None, None)

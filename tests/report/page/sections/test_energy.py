@@ -10,7 +10,17 @@ from fp8bench.model import EnergyUse
 from fp8bench.report.elements import Axis, Bars, Items, Stacks, Table, Text, Tone
 from fp8bench.report.page import html
 from fp8bench.report.page.section import page_of
-from tests.energies import TOO_FEW, VIRTUAL, energetic, squares, unmeasured, use, with_energy, without_energy
+from tests.energies import (
+    TOO_FEW,
+    VIRTUAL,
+    energetic,
+    phase_of,
+    squares,
+    unmeasured,
+    use,
+    with_energy,
+    without_energy,
+)  # fmt: skip
 from tests.materials import Made, material, of_kind, part
 
 
@@ -141,3 +151,22 @@ def test_the_verdict_tells_of_energy_that_is_clear() -> None:
     assert [one.endswith("; it takes 0.613x of the energy") for one in sentences] == [True, False, False, False]
     (several,) = of_kind(part("verdict", squares(0.5, 0.6, 1.0)), Items)
     assert several.items[0].text.endswith("; it takes 0.500x to 0.600x of the energy in 2 of 3")
+
+
+def test_phases_that_were_measured_have_a_chart_of_their_own_and_a_table() -> None:
+    """What they leave over is unattributed; each row has its range, its power, and what it is worth."""
+    shares = {"cast": 0.1, "gemm": 0.5, "attention": 0.1, "optimizer_step": 0.1, "elementwise": 0.15}
+    joules = {"cast": 0.12, "gemm": 0.9, "attention": 0.2, "optimizer_step": 0.2, "elementwise": 0.4}
+    asked = tuple(phase_of(name, joules[name], 0.0062 * share) for name, share in shares.items())
+    whole = replace(use((1.9, 1.9, 1.9), 0.0062), phases=asked, power_limits=(650.0,))
+    section = part("energy", with_energy(bf16=whole, fp32=None, fp8=None, fp16=None, nvfp4=None))
+    (chart,) = (one for one in of_kind(section, Stacks) if one.name == "energy-phases-transformer")
+    assert chart.title.endswith("energy by phase (each measured by itself)")
+    (table,) = (one for one in of_kind(section, Table) if one.name == "energy-of-phases-transformer")
+    titles = [column.title for column in table.columns]
+    row = dict(zip(titles, (field.text for field in table.rows[1]), strict=True))
+    assert {name: row[name] for name in ("phase", "per step", "from", "to", "per token", "power limit")} == {
+        "phase": "gemm", "per step": "900 mJ", "from": "896.4 mJ", "to": "903.6 mJ", "per token": "879 uJ",
+        "power limit": "650 W",
+    }  # fmt: skip
+    assert (row["provenance"], row["valid"], row["power"]) == ("measured", "certified", "290 W")
