@@ -113,7 +113,12 @@ def write_tokens(path: Path, size: int | None, tokens: Callable[[], bytes]) -> N
     """Make a token file where there is none of that size; None: of any."""
     if path.is_file() and (size is None or path.stat().st_size == size):
         return
+    replace_tokens(path, tokens())
+
+
+def replace_tokens(path: Path, tokens: bytes) -> None:
+    """Make a token file, whatever lies there: who reads that one goes on with it."""
     try:
-        write_whole(path, tokens(), sync=False)  # another run may be reading or making the same file
+        write_whole(path, tokens, sync=False)  # another run may be reading or making the same file
     except OSError as error:
         raise StoreError(f"the token file {path} cannot be written: {error.strerror}. Choose --store DIR.") from None

@@ -19,7 +19,7 @@ from fp8bench.errors import UsageError
 from fp8bench.model.training import TokenSpan, TrainingText
 from fp8bench.model.training_rules import merges_of
 from fp8bench.plan.bpe import BYTES, Merges, encoded, learnt_merges
-from fp8bench.plan.corpus import given_text, name_of, named_text, write_tokens
+from fp8bench.plan.corpus import given_text, name_of, named_text, replace_tokens, write_tokens
 
 # What is read of a text; longer ones are given as token files.
 MOST_TEXT = 128 << 20
@@ -100,26 +100,30 @@ def _files_made(source: _Source, digest: str, asked: int, folder: Path) -> tuple
     """The merges, how many tokens are to train on, and the file; merges are learnt from what is trained on alone."""
     if not asked:
         path = folder / f"{digest[:16]}.tokens"
-        text = source.train + source.held_out
-        write_tokens(path, _BYTES_A_TOKEN * len(text), lambda: encoded(text, ()))
+        tokens = encoded(source.train + source.held_out, ())
+        if not path.is_file() or path.read_bytes() != tokens:  # after a crash a file may be as long as it was
+            replace_tokens(path, tokens)
         return (), len(source.train), path
     key = f"{digest[:16]}-{len(source.train)}-{asked}"
     path, notes = folder / f"{key}.tokens", folder / f"{key}.json"
-    known = _noted(notes) if path.is_file() else None
+    known = _noted(notes, path)
     if known is None:
         merges = learnt_merges(source.train, asked)
         train = encoded(source.train, merges)
         tokens = train + encoded(source.held_out, merges)
-        write_tokens(path, len(tokens), lambda: tokens)
+        replace_tokens(path, tokens)
         known = merges, len(train) // _BYTES_A_TOKEN
-        write_tokens(notes, 0, lambda: json.dumps(known).encode())
+        replace_tokens(notes, json.dumps((*known, hashlib.sha256(tokens).hexdigest())).encode())
     return *known, path
 
 
-def _noted(notes: Path) -> tuple[Merges, int] | None:
-    """Merges that were learnt before, and how many tokens are to train on; None where the file does not say."""
+def _noted(notes: Path, path: Path) -> tuple[Merges, int] | None:
+    """Merges that were learnt before, and how many tokens are to train on; None where the file does not say, or is not
+    about these tokens."""
     try:
-        merges, trained = json.loads(notes.read_bytes())
+        merges, trained, digest = json.loads(notes.read_bytes())
+        if digest != hashlib.sha256(path.read_bytes()).hexdigest():
+            return None
         return tuple((int(first), int(second)) for first, second in merges), int(trained)
     except (OSError, ValueError, TypeError):
         return None

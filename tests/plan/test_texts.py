@@ -78,6 +78,18 @@ def test_what_was_made_is_not_made_again(tmp_path: Path, given: str, monkeypatch
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@pytest.mark.parametrize("tokens", ["bytes", "bpe:20"])
+def test_tokens_that_were_damaged_are_made_again(tmp_path: Path, given: str, tokens: str) -> None:
+    """Where they are as long as they should be, too: nobody would learn from zeros and be told of a text."""
+    first = prepare_text(given, None, tokens, tmp_path / "data", 64)
+    path = Path(first.train.path)
+    whole = path.read_bytes()
+    for damaged in (b"\0" * len(whole), whole[:1000], b""):
+        path.write_bytes(damaged)
+        assert prepare_text(given, None, tokens, tmp_path / "data", 64) == first
+        assert path.read_bytes() == whole
+
+
 def test_other_text_is_pythons_documentation_or_the_users(tmp_path: Path, given: str) -> None:
     """In the same tokens as the text that is trained on."""
     text = prepare_text(given, None, "bpe:100", tmp_path / "data", 64)
