@@ -1,9 +1,10 @@
 """Whether health rules find what is ill, and leave alone what is well: `python -m suites.health`.
 
 Real trainings of a small model on a CPU, in parts that are kept in a folder and not done again: `--part well` (four
-precisions, three architectures, five seeds, a warm-up and a change of text in each), `--part setting` (other seeds,
-which thresholds were set by), `--part ill` (every illness in two seeds). Then all that is kept is judged by the rules
-as they are, and `--report DIR` writes the confusion matrix.
+precisions, three architectures, five seeds, a warm-up and a change of text in each), `--part nvfp4` (the same in that
+precision), `--part small` (in all five, batches of a quarter as many tokens), `--part setting` (other seeds, which
+thresholds were set by), `--part ill` (every illness in two seeds). Then all that is kept is judged by the rules as they
+are, and `--report DIR` writes the confusion matrix.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def upper_bound(events: int, trials: int, level: float = 0.95) -> float:
     return high
 
 
-def judged(study: Study, lines: Sequence[Line]) -> list[TrainingEvent]:
+def alarms_of(study: Study, lines: Sequence[Line]) -> list[TrainingEvent]:
     """The alarms of a training, its lines given in slices as they came."""
     health, found = Health(study.arms, study.settings()), []
     for start in range(0, len(lines), 50):
@@ -109,11 +110,20 @@ def judge_well(part: str, folder: Path) -> WellRow | None:
         steps += len(rows)
         trainings += len({row.arm for row in rows})
         whole += sum(row.step == study.steps - 1 for row in rows)
-        events = judged(study, lines)
+        events = alarms_of(study, lines)
         alarms.update(map(rule_of, events))
         told += [f"{study.name}, {one.arm}, step {one.step}: {rule_of(one)}: {one.words}" for one in events]
     bound = 1e4 * upper_bound(len(told), steps) if steps else math.nan
     return WellRow(part, trainings, whole, steps, dict(alarms), bound, told) if steps else None
+
+
+def together(rows: Sequence[WellRow]) -> WellRow:
+    """All trainings that judge, in one row."""
+    alarms = sum((Counter(one.alarms) for one in rows), Counter[str]())
+    steps = sum(one.steps for one in rows)
+    bound = 1e4 * upper_bound(alarms.total(), steps) if steps else math.nan
+    counts = sum(one.trainings for one in rows), sum(one.whole for one in rows)
+    return WellRow("judged together", *counts, steps, dict(alarms), bound, [])
 
 
 def judge_ill(folder: Path) -> list[IllRow]:
@@ -124,7 +134,7 @@ def judge_ill(folder: Path) -> list[IllRow]:
         studies = [(one, kept(one, folder)) for one in whole]
         delays, others, early, jumps = [], Counter[str](), 0, []
         for study, lines in studies:
-            events = judged(study, lines)
+            events = alarms_of(study, lines)
             early += sum(one.arm != "ill" or one.step < illness.onset for one in events)
             after = [one for one in events if one.arm == "ill" and one.step >= illness.onset]
             delays += [one.step - illness.onset for one in after if rule_of(one) == illness.rule][:1]
@@ -178,7 +188,7 @@ def cost(folder: Path) -> float:
     if study is None:
         return math.nan
     started = time.process_time()
-    judged(study, lines)
+    alarms_of(study, lines)
     return (time.process_time() - started) / len(lines)
 
 
@@ -194,7 +204,10 @@ def main() -> int:
             keep(study, arguments.streams)
             sys.stdout.write(f"{study.name}\n")
             sys.stdout.flush()
-    wells = [row for part in ("well", "setting") if (row := judge_well(part, arguments.streams)) is not None]
+    judged = [row for part in SORTS if (row := judge_well(part, arguments.streams)) is not None]
+    setting = judge_well("setting", arguments.streams)
+    all_judged = together(judged)
+    wells = [*judged, all_judged, *([setting] if setting is not None else [])]
     ills = judge_ill(arguments.streams)
     text = page(wells, ills)
     sys.stdout.write(text)
@@ -205,7 +218,7 @@ def main() -> int:
         (arguments.report / "confusion.json").write_text(json.dumps(found, indent=1) + "\n")
         (arguments.report / "confusion.md").write_text(text)
     missed = [one.illness for one in ills if one.found < one.seeds]
-    return 1 if missed or any(one.at_most > 1 for one in wells if one.part == "well") else 0
+    return 0 if not missed and all_judged.at_most <= 1 else 1  # nothing judged is no number, and not fine
 
 
 if __name__ == "__main__":

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import astuple
+import math
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
 
 from fp8bench.analysis.health.health import RULES
 from fp8bench.model.training import StepRow
-from suites.health import PARTS, judge_ill, judge_well, page, upper_bound
+from suites.health import PARTS, judge_ill, judge_well, page, together, upper_bound
 from suites.health_streams import keep
 from suites.illnesses import ILLNESSES
 
@@ -44,6 +45,9 @@ def test_a_training_that_was_cut_off_counts_as_far_as_it_came(tmp_path: Path) ->
     found = judge_well("well", tmp_path)
     assert found is not None and (found.trainings, found.whole, found.alarms) == (1, 0, {})
     assert 500 < found.steps < 600
+    both = together((found, replace(found, alarms={"lag": 2})))
+    assert (both.trainings, both.steps, both.alarms) == (2, 2 * found.steps, {"lag": 2})
+    assert both.at_most == pytest.approx(1e4 * upper_bound(2, both.steps)) and math.isnan(together(()).at_most)
     assert judge_ill(tmp_path) == []
 
 
