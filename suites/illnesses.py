@@ -98,6 +98,15 @@ def bad_batch(patient: Patient) -> None:
         patient.trainer._windows = patient.notes["windows"]
 
 
+def exploding(patient: Patient) -> None:
+    """The gradient of a layer's weights is 10,000 times as large in one step."""
+    if patient.steps == 0:
+        weight = patient.model.get_parameter(f"{LAYER}.weight")
+        patient.notes["hook"] = weight.register_hook(lambda gradient: 10_000 * gradient)
+    elif patient.steps == 1:
+        patient.notes["hook"].remove()
+
+
 def rate_spike(patient: Patient) -> None:
     """Thirty times the rate for three steps."""
     if patient.steps in (0, 3):
@@ -239,11 +248,11 @@ ILLNESSES: tuple[Illness, ...] = (
     Illness("a layer that no gradient reaches", "layer-stands-still", unreached),
     Illness("casts of weights that are kept", "weights-behind", stale_casts),
     Illness(
-        "a batch of garbage among batches of 64 tokens",
+        "gradients of a layer 10,000 times as large, once, among batches of 64 tokens",
         "gradient-norm-spike",
-        bad_batch,
-        onset=300,
-        steps=310,
+        exploding,
+        onset=150,
+        steps=160,
         settings={"batch": 1},
     ),
     Illness("gains 40 times as large, in nvfp4", "scale-falls", louder(40.0), "nvfp4"),

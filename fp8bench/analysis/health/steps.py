@@ -22,7 +22,7 @@ class GradientSpike(Rule[StepRow]):
     fewest = 20
     times = 16.0
     times_with_loss = 8.0
-    far = 3.0
+    far = 2.5
     window = f"the last {keep} steps, from the {fewest}th on; of multiples of their median the last {longer}"
     threshold = (
         f"{times:g} times their median, and the square of the largest multiple; or {times_with_loss:g} times it and a "
