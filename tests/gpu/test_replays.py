@@ -83,3 +83,15 @@ def test_a_step_that_reads_its_data_is_not_captured(bench: Bench, facts: DeviceF
     bench.prepare("key", Case("data", params, "fp32", facts.key), facts)
     assert "takes data from the host" in bench.capture("key")
     assert len(bench.slot("key", 2, 1).steps) == 2
+
+
+def test_a_phase_by_itself_takes_its_time_in_the_step(bench: Bench, facts: DeviceFacts) -> None:
+    """A large product, which is all of its step; what is kept for it is given back."""
+    bench.prepare("key", product(4096, facts), facts)
+    filling = filling_of(20e-6, 20)
+    step = best(bench.slot("key", 20, 2, filling))
+    before = torch.cuda.memory_allocated()
+    held = bench.hold_phase("key", "gemm", facts.memory_bytes // 4)
+    assert held.why == "" and bench.loop_phase("key", 200) / 200 == pytest.approx(step, rel=0.1)
+    assert bench.drop_phase("key") == "" and torch.cuda.memory_allocated() <= before + (1 << 20)
+    bench.release("key")
