@@ -223,6 +223,33 @@ class _Layer(torch.autograd.Function):
         return into_x, into_weight, None
 
 
+def _attends(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+
+def _later(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each place sees the next one."""
+    return _attends(q, k, v, attn_mask=torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1))
+
+
+def _over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q.float() @ k.float().transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-2).to(q.dtype) @ v
+
+
+def _unfused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+def _low_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each head's operands in MXFP8, along their contractions."""
+    left, right, last = (
+        torch.stack([rounded(head.contiguous(), MXFP8) for head in one.flatten(0, 1)])
+        for one in (q, k, v.transpose(-1, -2))
+    )
+    weights = (left @ right.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
+    return (weights @ last.transpose(-1, -2)).to(BF16).view(q.shape)
+
+
 def _layer(lie: str) -> Callable[[], Callable[..., Tensor]]:
     return lambda: lambda x, weight: _Layer.apply(x, weight, lie)  # type: ignore[no-untyped-call]
 
@@ -233,6 +260,7 @@ def _plain(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
 
 _FP8, _ROWS, _BLOCKS = signed("product", "fp8"), signed("product", "fp8-rowwise"), signed("product", "fp8-block")
 _MX, _MX4, _NV = signed("product", "mxfp8"), signed("product", "mxfp4"), signed("product", "nvfp4")
+_ATTENTION, _CAUSAL = signed("attention", "bf16"), signed("attention", "bf16", causal=True)
 _CAST, _LINEAR, _WIDE = signed("cast", "fp8"), signed("linear", "fp8"), signed("product", "bf16")
 
 
@@ -321,6 +349,23 @@ LIES: tuple[Kernel, ...] = (
     _lie("gradients in the wrong format", _LINEAR, _layer("e4m3"), "Hyperloom #421"),
     _lie("half the weight gradient", _LINEAR, _layer("half"), "vllm-project/vllm #45302"),
     _lie(
+        "scores that are not scaled",
+        _ATTENTION,
+        _plain(lambda q, k, v: _attends(q, k, v, scale=1.0)),
+        "mlc-ai/mlc-llm #3426",
+    ),
+    _lie(
+        "scores scaled by the size",
+        _ATTENTION,
+        _plain(lambda q, k, v: _attends(q, k, v, scale=1 / q.shape[-1])),
+        "NVIDIA/Megatron-LM #848",
+    ),
+    _lie("a softmax over queries", _ATTENTION, _plain(_over_queries), "nerdai/llms-from-scratch-rs #30"),
+    _lie("no causal mask", _CAUSAL, _plain(_attends), "candle-org/MindAct #2143"),
+    _lie("a causal mask that is one off", _CAUSAL, _plain(_later), "Dao-AILab/flash-attention #282"),
+    _lie("values of another head", _ATTENTION, _plain(lambda q, k, v: _attends(q, k, v.roll(1, 1))), "kekzl/imp #654"),
+    _lie("attention in bf16 for mxfp8", signed("attention", "mxfp8"), _plain(_attends), "vllm-project/vllm #51828"),
+    _lie(
         "sums kept in bf16",
         _WIDE,
         _plain(
@@ -400,6 +445,10 @@ HONEST: tuple[Kernel, ...] = (
             ("nvfp4", NV[0]),
         )
     ),
+    Kernel("torch's attention", _ATTENTION, _plain(_attends)),
+    Kernel("torch's causal attention", _CAUSAL, _plain(lambda q, k, v: _attends(q, k, v, is_causal=True))),
+    Kernel("attention that is not fused", _ATTENTION, _plain(_unfused)),
+    Kernel("attention in mxfp8", signed("attention", "mxfp8"), _plain(_low_attention)),
     Kernel("a linear layer", _LINEAR, _layer("")),
     Kernel("torchao's linear layer, emulated", _LINEAR, _plain(_torchao)),
 )

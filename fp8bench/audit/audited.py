@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8bench.audit.auditor import Auditor
 from fp8bench.audit.checks import CHECKS
-from fp8bench.audit.subjects import SUBJECTS
+from fp8bench.audit.kinds import SUBJECTS
 from fp8bench.model import DeviceFacts
 from fp8bench.model.audit import Audit, AuditFinding, AuditOutcome, Signature
 

@@ -16,8 +16,6 @@ from fp8bench.audit.subjects import Shape, Subject
 from fp8bench.model.audit import AuditFinding, AuditOutcome
 from fp8bench.user_code import own_words
 
-# M, N, K: no two sides alike, a square in which a transposition keeps the shape, and a long sum.
-SHAPES = (Shape(64, 96, 256), Shape(128, 128, 128), Shape(32, 48, 1024))
 # What is tried for the smallest one that shows the same.
 _SMALLER = (Shape(1, 1, 16), Shape(2, 2, 32), Shape(4, 4, 32), Shape(8, 8, 64), Shape(16, 16, 128), Shape(32, 32, 128))
 # A result that lies in the band without being the promised one is searched for mistakes so often, of each name.
@@ -52,7 +50,7 @@ class Auditor:
 
     def shapes(self) -> tuple[Shape, ...]:
         """Those that it has promised to take."""
-        return tuple(dict.fromkeys(map(self.fitting, SHAPES)))
+        return tuple(dict.fromkeys(map(self.fitting, self.subject.shapes)))
 
     def fitting(self, shape: Shape) -> Shape:
         """The next one of whole multiples."""

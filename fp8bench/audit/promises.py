@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -79,17 +79,17 @@ class ProductPromise:
         wide = found.to(torch.float64)
         error, expected = self._error(found), self._error(likely)
         if self.emulated is not None:
-            band = _in_band(error, expected, "")
+            band = in_band(error, expected, "")
             return band if band.failed else Judged(error=error, expected=expected)
         if sums.holds(wide):
             return Judged(error=error, expected=expected)
-        band = _in_band(error, expected, "")
+        band = in_band(error, expected, "")
         if band.remark and not search:
             return band
         code, why = self._explained(wide, found, sums)
         if code:
             return Judged(code, why, False, error, expected)
-        return _in_band(error, expected, why)
+        return in_band(error, expected, why)
 
     def agrees(self, one: Tensor, other: Tensor) -> bool:
         """Whether two results may both be the promised one, summed in two orders."""
@@ -156,7 +156,7 @@ class CastPromise:
         off = (values - wanted).abs() > _LAST_BITS * wanted.abs()
         if not bool(off.any()):
             return Judged(error=error, expected=expected)
-        band = _in_band(error, expected, "")
+        band = in_band(error, expected, "")
         if band.remark and not search:
             return band
         for one in mistakes(self.source):
@@ -171,11 +171,11 @@ class CastPromise:
                 expected,
             )
         if float(off.float().mean()) <= _TIES:
-            return _in_band(error, expected, f"{int(off.sum())} of {off.numel()} elements are rounded otherwise")
+            return in_band(error, expected, f"{int(off.sum())} of {off.numel()} elements are rounded otherwise")
         difference, why = explain_cast(values, wanted, given.to(torch.float32), treatment.fmt)
         if difference in _CODES:
             return Judged(_CODES[difference], why, False, error, expected)
-        return _in_band(error, expected, why or "other values, of the same error")
+        return in_band(error, expected, why or "other values, of the same error")
 
     def _neighbours(self, values: Tensor) -> bool:
         """Whether every element is the promised one or beside it on its grid."""
@@ -193,10 +193,17 @@ class CastPromise:
         return torch.equal(one, other) or bool(((one - other).abs() <= _LAST_BITS * other.abs()).all())
 
 
-Promise = ProductPromise | CastPromise
+class Promise(Protocol):
+    """What a result should be."""
+
+    def judge(self, found: Tensor, search: bool = True) -> Judged:
+        """What became of it. Not to `search`: what has the right error is let be without looking for mistakes."""
+
+    def agrees(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two results may be the same one."""
 
 
-def unusable(found: Tensor, shape: tuple[int, int]) -> Judged | None:
+def unusable(found: Tensor, shape: tuple[int, ...]) -> Judged | None:
     """What is wrong with a result whatever was promised."""
     if tuple(found.shape) != shape:
         return Judged("shape", f"gives {_sizes(tuple(found.shape))}, and {_sizes(shape)} were expected")
@@ -224,7 +231,7 @@ def _sizes(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "one number"
 
 
-def _in_band(error: float | None, expected: float | None, why: str) -> Judged:
+def in_band(error: float | None, expected: float | None, why: str) -> Judged:
     """What the error alone says."""
     why = why or "no known mistake explains it"
     if error is None or expected is None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8bench.audit.data import drawn
+from fp8bench.audit.data import DATA, drawn
 from fp8bench.audit.mistakes import Source
 from fp8bench.audit.promises import CastPromise, ProductPromise, Promise
 from fp8bench.audit.rounded import decoded, rounded, scale_matrix, spread
@@ -28,11 +28,18 @@ _LAYER = "audit"
 
 
 class Shape(NamedTuple):
-    """Of a product (M, K) x (N, K); a cast has (M, K) alone."""
+    """Of a product (M, K) x (N, K); a cast has (M, K) alone; attention has M places of N heads of K each."""
 
     m: int
     n: int
     k: int
+
+
+# No two sides alike, a square in which a transposition keeps the shape, and a long sum.
+SHAPES = (Shape(64, 96, 256), Shape(128, 128, 128), Shape(32, 48, 1024))
+ODD = (
+    Shape(1, 96, 256), Shape(33, 47, 256), Shape(64, 96, 200), Shape(17, 40, 48), Shape(130, 258, 144), Shape(1, 1, 16),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,11 +66,16 @@ def promised_by(name: str, facts: DeviceFacts) -> Promised:
 class Subject(ABC):
     """One callable. Matrices are drawn and judged on the processor, whatever device it runs on.
 
-    `sides` says which of a shape's sides it has.
+    `sides` says which of a shape's sides it has; `shapes` are those it has promised to take, `odd` ones that do not
+    divide, and `data` the kinds that say something about it; `timed` is the first one that is timed.
     """
 
     kind: ClassVar[AuditKind]
     sides: ClassVar[str] = "mnk"
+    shapes: ClassVar[tuple[Shape, ...]] = SHAPES
+    odd: ClassVar[tuple[Shape, ...]] = ODD
+    timed: ClassVar[Shape] = Shape(256, 256, 256)
+    data: ClassVar[tuple[str, ...]] = tuple(DATA)
 
     def __init__(self, function: Callable[..., Any], signature: Signature, facts: DeviceFacts) -> None:
         self.function, self.signature, self.device = function, signature, facts.key
@@ -73,6 +85,14 @@ class Subject(ABC):
         """Its matrices, contraction last."""
         sizes = ((shape.m, shape.k), (shape.n, shape.k))[: len(self.sides) - 1]
         return tuple(drawn(data, place, *size, seed, self.promised.carrier) for place, size in enumerate(sizes))
+
+    def zeroed(self, matrices: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Other matrices, of which all results are zero."""
+        return torch.zeros_like(matrices[0]), *matrices[1:]
+
+    def flops(self, shape: Shape) -> int:
+        """Those of a call."""
+        return 2 * shape.m * shape.n * shape.k
 
     @abstractmethod
     def arguments(self, matrices: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -210,6 +230,3 @@ class Linear(Subject):
         cast = arithmetic.turned if last else arithmetic.cast
         first, second = (cast(one.contiguous(), role) for one, role in (a, b))
         return arithmetic.product(first, second, self.promised.carrier)
-
-
-SUBJECTS: dict[AuditKind, type[Subject]] = {one.kind: one for one in (Product, Cast, Linear)}

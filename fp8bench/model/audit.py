@@ -10,12 +10,14 @@ class AuditKind(StrEnum):
     """What a callable is.
 
     A PRODUCT takes matrices a (M, K) and b (N, K) and gives a times b transposed; a CAST takes a matrix and gives its
-    values in low precision, or codes and scales; a LINEAR takes inputs (M, K) and a weight (N, K), and has gradients.
+    values in low precision, or codes and scales; a LINEAR takes inputs (M, K) and a weight (N, K), and has gradients;
+    an ATTENTION takes queries, keys and values (batch, N heads, M places, K).
     """
 
     PRODUCT = "product"
     CAST = "cast"
     LINEAR = "linear"
+    ATTENTION = "attention"
 
 
 class Takes(StrEnum):
@@ -38,7 +40,7 @@ class Signature:
     """What a callable promises: its kind, and the precision whose casts it has, options included.
 
     `second` is how a product's second operand lies: 'nk' is (N, K), 'kn' is (K, N). Sizes that are no multiples of
-    `multiple` it may refuse.
+    `multiple` it may refuse. In `causal` attention no place sees a later one.
     """
 
     kind: AuditKind
@@ -46,6 +48,7 @@ class Signature:
     takes: Takes = Takes.VALUES
     second: str = "nk"
     multiple: int = 1
+    causal: bool = False
 
 
 @dataclass(frozen=True)

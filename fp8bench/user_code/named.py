@@ -17,15 +17,21 @@ _DECLARED = "__fp8bench_audited__"
 
 
 def audited(
-    kind: str, precision: str, *, takes: str = "values", second: str = "nk", multiple: int = 1
+    kind: str,
+    precision: str,
+    *,
+    takes: str = "values",
+    second: str = "nk",
+    multiple: int = 1,
+    causal: bool = False,
 ) -> Callable[[F], F]:
     """Declare what a kernel promises, for `fp8bench audit module:function`. It is called as before.
 
-    `kind` is product, cast or linear; `precision` one of fp8bench's, options included. A product takes 'values', which
-    it casts itself, or 'codes' with the scales that decode them; its `second` operand is (N, K) or, 'kn', (K, N). Sizes
-    that are no multiples of `multiple` it may refuse.
+    `kind` is product, cast, linear or attention (`causal` or not); `precision` one of fp8bench's, options included. A
+    product takes 'values', which it casts itself, or 'codes' with the scales that decode them; its `second` operand is
+    (N, K) or, 'kn', (K, N). Sizes that are no multiples of `multiple` it may refuse.
     """
-    signature = signed(kind, precision, takes, second, multiple)
+    signature = signed(kind, precision, takes, second, multiple, causal)
 
     def declare(function: F) -> F:
         setattr(function, _DECLARED, signature)
@@ -34,7 +40,9 @@ def audited(
     return declare
 
 
-def signed(kind: str, precision: str, takes: str = "values", second: str = "nk", multiple: int = 1) -> Signature:
+def signed(
+    kind: str, precision: str, takes: str = "values", second: str = "nk", multiple: int = 1, causal: bool = False
+) -> Signature:
     """A signature of words; UsageError for one that cannot be."""
     kinds, ways = [one.value for one in AuditKind], [one.value for one in Takes]
     for name, given, known in (("kind", kind, kinds), ("takes", takes, ways), ("second", second, ["nk", "kn"])):
@@ -44,7 +52,9 @@ def signed(kind: str, precision: str, takes: str = "values", second: str = "nk",
         raise UsageError(f"an audit's multiple is {multiple!r:.80}. Give a whole number from 1 to 1024.")
     if takes == Takes.CODES and kind != AuditKind.PRODUCT:
         raise UsageError(f"a {kind} takes values: only a product can be given codes.")
-    return Signature(AuditKind(kind), precision, Takes(takes), second, multiple)
+    if causal and kind != AuditKind.ATTENTION:
+        raise UsageError(f"a {kind} cannot be causal: only attention can.")
+    return Signature(AuditKind(kind), precision, Takes(takes), second, multiple, causal)
 
 
 def declared_of(function: Callable[..., Any]) -> Signature | None:

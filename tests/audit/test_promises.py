@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from fp8bench.audit.data import DATA
+from fp8bench.audit.kinds import SUBJECTS
 from fp8bench.audit.promises import Judged
 from fp8bench.audit.rounded import rounded, spread
-from fp8bench.audit.subjects import SUBJECTS, Shape, Subject
+from fp8bench.audit.subjects import Shape, Subject
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import Treatment
 from fp8bench.model.audit import AuditKind
@@ -110,3 +111,26 @@ def test_a_cast_may_give_codes_and_scales() -> None:
         return found.codes, found.scales.to(torch.float8_e8m0fnu)
 
     assert judged(subject(cast, "cast", "mxfp8")).code == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("torch's attention", ""),
+        ("torch's causal attention", ""),
+        ("attention that is not fused", ""),
+        ("attention in mxfp8", ""),
+        ("attention in bf16 for mxfp8", "not-cast"),
+        ("scores that are not scaled", "scale"),
+        ("scores scaled by the size", "scale"),
+        ("a softmax over queries", "softmax"),
+        ("no causal mask", "mask"),
+        ("a causal mask that is one off", "mask"),
+        ("values of another head", "heads"),
+    ],
+)
+def test_attention_and_its_mistakes(name: str, code: str) -> None:
+    kernel = _BY_NAME[name]
+    audited = SUBJECTS[kernel.signature.kind](kernel.made(), kernel.signature, CPU)
+    for shape in (Shape(64, 4, 64), Shape(33, 3, 128)):
+        assert judged(audited, "normal", shape).code == code

@@ -77,8 +77,8 @@ OPTIONS = {
     "history rebuild": COMMON | {"--store", "--import"},
     "history merge": COMMON | {"DIR", "--rename-env", "--store", "--import"},
     "audit": COMMON
-    | {"--kind", "--precision", "--takes", "--second", "--multiple", "--device", "--seed", "--threads", "--junit"}
-    | {"--md", "--explain", "--json", "MODULE:FUNCTION"},
+    | {"--kind", "--precision", "--takes", "--second", "--multiple", "--causal", "--device", "--seed", "--threads"}
+    | {"--junit", "--md", "--explain", "--json", "MODULE:FUNCTION"},
     "tape": COMMON
     | {
         "NAME", "--dtypes", "--devices", "--set", "--data", "--import", "--seed", "--threads", "--case-timeout",

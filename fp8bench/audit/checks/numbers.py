@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8bench.audit.auditor import Auditor, Check, Given
-from fp8bench.audit.data import DATA
 from fp8bench.model.audit import AuditFinding
 
 
@@ -19,7 +18,7 @@ class Numbers(Check):
         """The first failure of each result; each remark once."""
         said: set[tuple[str, str]] = set()
         for shape in auditor.shapes():
-            for data in DATA:
+            for data in auditor.subject.data:
                 given = Given(data, shape)
                 try:
                     found = list(auditor.wrong(given))

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8bench.audit.auditor import Auditor, Check, Given
-from fp8bench.audit.subjects import Shape
 from fp8bench.model.audit import AuditFinding
 from fp8bench.user_code import own_words
 
-_ODD = (
-    Shape(1, 96, 256), Shape(33, 47, 256), Shape(64, 96, 200), Shape(17, 40, 48), Shape(130, 258, 144), Shape(1, 1, 16),
-)  # fmt: skip
 _DATA = ("normal", "blocks of different sizes")
 
 
@@ -27,8 +23,8 @@ class OddShapes(Check):
     def look(self, auditor: Auditor) -> Iterator[AuditFinding]:
         refused: list[str] = []
         why = ""
-        for shape in _ODD:
-            for data in _DATA:
+        for shape in auditor.subject.odd:
+            for data in _DATA[: 1 + (_DATA[1] in auditor.subject.data)]:
                 given = Given(data, shape)
                 try:
                     found = [(name, one) for name, one in auditor.wrong(given) if one.failed]
@@ -40,4 +36,6 @@ class OddShapes(Check):
                     yield auditor.finding(self.name, given, name, one)
                     return
         if refused:
-            yield self.remark("refused", f"{len(refused)} of {len(_ODD)} sizes are refused: {why}", refused[0])
+            yield self.remark(
+                "refused", f"{len(refused)} of {len(auditor.subject.odd)} sizes are refused: {why}", refused[0]
+            )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.audit.auditor import Auditor, Check, Given
-from fp8bench.model.audit import AuditFinding, AuditKind
+from fp8bench.model.audit import AuditFinding, AuditKind, Signature
 
 _DATA = "blocks of different sizes"
 _BLOCK = 128
@@ -32,6 +32,10 @@ def _blocks_moved(matrix: Tensor) -> Tensor:
     return matrix.roll(_BLOCK, 1).contiguous()
 
 
+def _flipped(matrices: Matrices, dimension: int) -> Matrices:
+    return tuple(one.flip(dimension).contiguous() for one in matrices)
+
+
 _SHARED = (
     Relation("the first operand doubled", lambda all_: (all_[0] * 2, *all_[1:]), lambda y: y * 2),
     Relation("the first operand negated", lambda all_: (-all_[0], *all_[1:]), lambda y: -y),
@@ -40,6 +44,17 @@ _SHARED = (
         lambda y: y[_rows(len(y))],
     ),
 )  # fmt: skip
+_OF_ATTENTION = (
+    Relation("queries and keys negated", lambda all_: (-all_[0], -all_[1], all_[2]), lambda y: y),
+    Relation("values doubled", lambda all_: (*all_[:2], all_[2] * 2), lambda y: y * 2),
+    Relation("heads in another order", lambda all_: _flipped(all_, 1), lambda y: y.flip(1)),
+    Relation("batches in another order", lambda all_: _flipped(all_, 0), lambda y: y.flip(0)),
+)  # fmt: skip
+_NOT_CAUSAL = Relation(
+    "keys and values in another order",
+    lambda all_: (all_[0], *_flipped(all_[1:], 2)),
+    lambda y: y,
+)
 _OF_PRODUCTS = (
     Relation("the second operand halved", lambda all_: (all_[0], all_[1] / 2), lambda y: y / 2),
     Relation(
@@ -62,15 +77,21 @@ class Relations(Check):
         return auditor.subject.kind is not AuditKind.LINEAR
 
     def look(self, auditor: Auditor) -> Iterator[AuditFinding]:
-        shape = auditor.fitting(auditor.shapes()[0]._replace(k=2 * _BLOCK))
-        matrices = auditor.matrices(Given(_DATA, shape))
-        relations = _SHARED + (_OF_PRODUCTS if auditor.subject.kind is AuditKind.PRODUCT else ())
+        attends = auditor.subject.kind is AuditKind.ATTENTION
+        data = "normal" if attends else _DATA
+        shape = auditor.shapes()[0] if attends else auditor.fitting(auditor.shapes()[0]._replace(k=2 * _BLOCK))
+        matrices = auditor.matrices(Given(data, shape))
         try:
             base = auditor.results(matrices)
-            for one in relations:
-                yield from self._held(auditor, one, matrices, base, Given(_DATA, shape, one.words))
+            for one in self._relations(auditor.subject.signature):
+                yield from self._held(auditor, one, matrices, base, Given(data, shape, one.words))
         except Exception as error:  # noqa: BLE001 - foreign code may raise anything
-            yield self.unknown(error, Given(_DATA, shape).words(auditor.subject.sides))
+            yield self.unknown(error, Given(data, shape).words(auditor.subject.sides))
+
+    def _relations(self, signature: Signature) -> tuple[Relation, ...]:
+        if signature.kind is AuditKind.ATTENTION:
+            return _OF_ATTENTION if signature.causal else (*_OF_ATTENTION, _NOT_CAUSAL)
+        return _SHARED + (_OF_PRODUCTS if signature.kind is AuditKind.PRODUCT else ())
 
     def _held(
         self, auditor: Auditor, relation: Relation, matrices: Matrices, base: dict[str, Tensor], given: Given

@@ -29,9 +29,9 @@ class SpecialValues(Check):
             ("an infinity in the first row", math.inf, self._infinity),
         ):
             changed = matrices[0].clone()
-            changed[0, 0] = value
+            changed.view(-1)[0] = value
             yield from self._looked(auditor, Given(_DATA, given.shape, how), (changed, *matrices[1:]), looks)
-        zero = (torch.zeros_like(matrices[0]), *matrices[1:])
+        zero = auditor.subject.zeroed(matrices)
         yield from self._looked(auditor, Given("zeros", given.shape), zero, self._zeros)
         tiny = (matrices[0] * torch.finfo(matrices[0].dtype).smallest_normal / 4, *matrices[1:])
         yield from self._looked(auditor, Given(_DATA, given.shape, "subnormal numbers"), tiny, self._tiny)
@@ -47,7 +47,7 @@ class SpecialValues(Check):
             return
         auditor.tried += len(results)
         result = next(iter(results.values()))
-        yield from looks(result, words)
+        yield from looks(result.reshape(-1, result.shape[-1]), words)
 
     def _nan(self, result: Tensor, words: str) -> Iterator[AuditFinding]:
         row, rest = result[0], result[1:]

@@ -11,7 +11,7 @@ from fp8bench.cli.outputs import check_files, check_outputs, tell, write_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_BASELINE, EXIT_OK, EXIT_REGRESSION, UsageError
 from fp8bench.jobs.audit import audit
-from fp8bench.model.audit import AuditOutcome, Signature
+from fp8bench.model.audit import AuditKind, AuditOutcome, Signature
 from fp8bench.model.raw import Settings
 from fp8bench.report.data.audit import as_json, as_junit
 from fp8bench.report.terminal.audit import page_of
@@ -25,12 +25,13 @@ _EXITS = {
 def add(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.description = (
-        "Gives a product, cast or linear layer of low precision inputs in which mistakes show, and says whether what "
-        "comes out is what its precision gives, and if not, which mistake it is."
+        "Gives a product, cast, linear layer or attention of low precision inputs in which mistakes show, and says "
+        "whether what comes out is what its precision gives, and if not, which mistake it is."
     )
     parser.epilog = "Exit codes: 0 PASS, 1 FAIL, 2 wrong usage, 4 CANNOT TELL."
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="the callable; file.py:function, too")
-    parser.add_argument("--kind", choices=("product", "cast", "linear"), help="what it is; default as it is declared")
+    kinds = [one.value for one in AuditKind]
+    parser.add_argument("--kind", choices=kinds, help="what it is; default as it is declared")
     parser.add_argument("--precision", metavar="DTYPE", help="what it promises, as in suite --dtypes: fp8, mxfp8, ...")
     words = "what a product is given: values, or codes with the scales that decode them; default values"
     parser.add_argument("--takes", choices=("values", "codes"), default="values", help=words)
@@ -38,6 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--second", choices=("nk", "kn"), default="nk", help=words)
     words = "sizes that are no multiples of it may be refused; default 1"
     parser.add_argument("--multiple", type=int, default=1, metavar="N", help=words)
+    parser.add_argument("--causal", action="store_true", help="of attention: no place sees a later one")
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     shared(parser, "--seed", help="for the data; default 0")
     shared(parser, "--threads")
@@ -65,4 +67,5 @@ def _signature(arguments: argparse.Namespace) -> Signature | None:
     if not all(given.values()):
         there, lacks = sorted(given, key=lambda name: given[name] is None)
         raise UsageError(f"--{there} was given without --{lacks}. Give both, or declare them with @fp8bench.audited.")
-    return signed(arguments.kind, arguments.precision, arguments.takes, arguments.second, arguments.multiple)
+    how = arguments.takes, arguments.second, arguments.multiple, arguments.causal
+    return signed(arguments.kind, arguments.precision, *how)

@@ -113,7 +113,7 @@ def test_the_decorator_leaves_the_function_alone() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (("gemm", "fp8"), "kind is 'gemm'. Give one of product, cast, linear"),
+        (("gemm", "fp8"), "kind is .gemm.. Give one of product, cast, linear, attention"),
         (("product", "fp8", "bytes"), "takes is 'bytes'"),
         (("product", "fp8", "values", "mn"), "second is 'mn'"),
         (("product", "fp8", "values", "nk", 0), "multiple is 0"),
