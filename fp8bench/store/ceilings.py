@@ -68,7 +68,7 @@ def _settings(environment: Environment, device: DeviceFacts, whole: bool) -> dic
 def _path(store: Path, environment: Environment, device: DeviceFacts, whole: bool) -> Path:
     """Other software or other settings are another file."""
     words = [str(one) for one in _settings(environment, device, whole).values() if one not in (None, "")]
-    return store / "ceilings" / f"{safe(' '.join([*words, *(['whole'] if whole else [])]))}.json"
+    return store / "ceilings" / f"{safe(' '.join([*(['whole'] if whole else []), *words]))}.json"
 
 
 def _read(path: Path, whole: bool) -> Ceilings | None:

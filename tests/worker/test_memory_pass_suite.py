@@ -32,6 +32,9 @@ class Driver(Looks):
         self.asked.append((pid, list(self.worker.remembered)))
         return self.read
 
+    def power_limit(self) -> Read:
+        return Unavailable("not asked here")
+
     def _read(self, wanted: object) -> Readings:
         return {}
 
