@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from fp8bench.audit.audited import audited
+from fp8bench.audit.auditor import Check
+from fp8bench.audit.checks import CHECKS
 from fp8bench.model.audit import Audit, AuditOutcome
 from fp8bench.registry import devices
 from suites.audit_lies import HONEST, LIES, UNCAUGHT, Kernel
@@ -17,10 +19,10 @@ from suites.audit_lies import HONEST, LIES, UNCAUGHT, Kernel
 _MOST_SECONDS = 20.0
 
 
-def result_of(kernel: Kernel, device: str) -> Audit:
+def result_of(kernel: Kernel, device: str, checks: Sequence[type[Check]] = CHECKS) -> Audit:
     """Its audit, of a copy that remembers nothing."""
     facts = next(one for one in devices.get(device).available())
-    return audited(kernel.name, kernel.made(), kernel.signature, facts, 0)
+    return audited(kernel.name, kernel.made(), kernel.signature, facts, 0, checks)
 
 
 def codes_of(audit: Audit) -> str:

@@ -29,6 +29,7 @@ from fp8bench.model import (
     Status,
     StepEffect,
 )
+from fp8bench.model.metric_names import OwnMetric
 from fp8bench.model.raw import StateCheck
 from fp8bench.pipeline import execute
 from fp8bench.plan.checked_workload import sound_layers
@@ -325,13 +326,15 @@ def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str],
 def test_every_series_of_a_grid_has_figures(name: str, grid_of: Callable[[str], tuple[Grid, Run]]) -> None:
     """On a processor, for some case at least: a line of a graph that stays empty is a promise not kept.
 
-    Of energy, where the processor tells its own.
+    Of energy, where the processor tells its own; of relative times, where a case beside the reference is native.
     """
     _, run = grid_of(name)
     records = measured_of(run)
     found = {point.series for point in followed(run).points if point.samples}
     corpus = next((str(record.case.param("data")) for record in records if workloads.get(name).uses_corpus), None)
     silent = {ENERGY} if all(not record.energy or not record.energy.windows for record in records) else set()
+    if all(record.is_reference or record.support.level is Level.EMULATED for record in records):
+        silent |= {OwnMetric.RELATIVE_TIME, OwnMetric.RELATIVE_MEAN_TIME}
     wanted = {one.name for one in series_of(workloads.get(name), corpus) if one.metric not in silent}
     assert wanted <= found
 
