@@ -107,10 +107,9 @@ class Auditor:
 
 
 class Check(ABC):
-    """One way to find a lie. `name` is a word, `summary` says what it does."""
+    """One way to find a lie, by the name that is shown."""
 
     name: ClassVar[str]
-    summary: ClassVar[str]
 
     @abstractmethod
     def look(self, auditor: Auditor) -> Iterator[AuditFinding]:

@@ -163,13 +163,8 @@ class CastPromise:
             if bool(((values - one.values).abs() <= _LAST_BITS * one.values.abs()).all()):
                 return Judged(one.code, f"the matrix is {one.words}", False, error, expected)
         if not self._neighbours(values):
-            return Judged(
-                "wrong-values",
-                f"{int(off.sum())} of {off.numel()} are neither of the two nearest",
-                False,
-                error,
-                expected,
-            )
+            why = f"{int(off.sum())} of {off.numel()} elements are wrong, some by more than a step of the grid"
+            return Judged("wrong-values", why, False, error, expected)
         if float(off.float().mean()) <= _TIES:
             return in_band(error, expected, f"{int(off.sum())} of {off.numel()} elements are rounded otherwise")
         difference, why = explain_cast(values, wanted, given.to(torch.float32), treatment.fmt)

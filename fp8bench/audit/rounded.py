@@ -34,10 +34,6 @@ class Rounded:
         """The scale of every element."""
         return spread(self.scales, self.elements) * self.tensor_scale
 
-    @property
-    def in_blocks(self) -> bool:
-        return self.scales.numel() > 1
-
     def scaled_by(self, scales: Tensor) -> Rounded:
         """The same elements under other scales."""
         return replace(self, scales=scales)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fp8bench.audit.bench import MODULE
 from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerHung
+from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker
 from fp8bench.model import DeviceFacts, Level
@@ -18,6 +19,8 @@ from fp8bench.registry import precisions
 
 # Many times what one takes.
 _LIMIT = 600.0
+# Formats whose codes are a dtype of torch's, or two of them a byte.
+_IN_TORCH = {E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ}
 _OWN_MISTAKES = ("ImportFailed", "UsageError", "UnknownName")
 
 
@@ -48,10 +51,10 @@ def audit(
             tell(0, 1, "kernels", target)
             try:
                 return facts, worker.within(_LIMIT).audit(target, signature, facts)  # type: ignore[attr-defined]
+            except WorkerFault:
+                raise
             except WorkerError as error:
                 code = "hangs" if isinstance(error, WorkerHung) else "crashes"
-                if isinstance(error, WorkerFault):
-                    raise
                 finding = AuditFinding("numbers", AuditOutcome.CANNOT_TELL, code, str(error))
                 return facts, Audit(target, signature, (finding,))
 
@@ -65,8 +68,8 @@ def sound(signature: Signature, facts: DeviceFacts) -> Signature:
     if precision.tensor_scale is TensorScale.DELAYED:
         raise UsageError(f"{name} scales by what was cast before, which one call cannot show: audit it as fp8.")
     recipe = getattr(precision, "recipe", None)
-    if signature.takes == "codes" and recipe is None:
-        raise UsageError(f"{name} has no codes: its products take values. Leave --takes out.")
+    if signature.takes == "codes" and (recipe is None or not {one.fmt for one in recipe.treatments[:2]} <= _IN_TORCH):
+        raise UsageError(f"torch has no dtype for {name}'s codes: its products take values. Leave --takes out.")
     if signature.kind is AuditKind.CAST and name == "fp32":
         raise UsageError("nothing is cast in fp32: give the precision that it casts to.")
     return replace(signature, precision=name)

@@ -52,6 +52,8 @@ def signed(
         raise UsageError(f"an audit's multiple is {multiple!r:.80}. Give a whole number from 1 to 1024.")
     if takes == Takes.CODES and kind != AuditKind.PRODUCT:
         raise UsageError(f"a {kind} takes values: only a product can be given codes.")
+    if second != "nk" and kind != AuditKind.PRODUCT:
+        raise UsageError(f"a {kind} has no second operand that could lie otherwise: only a product has.")
     if causal and kind != AuditKind.ATTENTION:
         raise UsageError(f"a {kind} cannot be causal: only attention can.")
     return Signature(AuditKind(kind), precision, Takes(takes), second, multiple, causal)

@@ -21,7 +21,6 @@ _POISONED = 4
 class _Scene(NamedTuple):
     auditor: Auditor
     given: Given
-    matrices: tuple[Tensor, ...]
     arguments: tuple[Tensor, ...]
 
 
@@ -29,14 +28,12 @@ class Memory(Check):
     """Calls it again and again, and changes what lies around it."""
 
     name = "memory"
-    summary = "fresh values in the same place, other addresses, poisoned buffers, again after many calls"
 
     def look(self, auditor: Auditor) -> Iterator[AuditFinding]:
         given = Given(_DATA, auditor.shapes()[0])
         words = given.words(auditor.subject.sides)
         try:
-            matrices = auditor.matrices(given)
-            scene = _Scene(auditor, given, matrices, auditor.subject.arguments(matrices))
+            scene = _Scene(auditor, given, auditor.subject.arguments(auditor.matrices(given)))
             looks = [self._changed, self._overwritten]
             if auditor.sound:
                 looks += [self._stale, self._keyed, self._poisoned, self._late, self._repeated]

@@ -12,7 +12,6 @@ class Numbers(Check):
     """The check that the others rest on."""
 
     name = "numbers"
-    summary = "results against the exact product of the operands as the emulation casts them"
 
     def look(self, auditor: Auditor) -> Iterator[AuditFinding]:
         """The first failure of each result; each remark once."""

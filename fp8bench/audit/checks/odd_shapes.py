@@ -15,7 +15,6 @@ class OddShapes(Check):
     """Tiles are whole, and matrices are not."""
 
     name = "odd shapes"
-    summary = "sizes that do not divide: right, or refused"
 
     def applies(self, auditor: Auditor) -> bool:
         return auditor.sound

@@ -71,7 +71,6 @@ class Relations(Check):
     """What has to hold whatever the precision."""
 
     name = "relations"
-    summary = "doubled, negated, in another order: what goes in and what comes out change alike"
 
     def applies(self, auditor: Auditor) -> bool:
         return auditor.subject.kind is not AuditKind.LINEAR

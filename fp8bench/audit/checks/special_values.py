@@ -19,7 +19,6 @@ class SpecialValues(Check):
     """A number that is none must not become one."""
 
     name = "special values"
-    summary = "NaN, infinity, zeros, subnormal numbers"
 
     def look(self, auditor: Auditor) -> Iterator[AuditFinding]:
         given = Given(_DATA, auditor.shapes()[0])

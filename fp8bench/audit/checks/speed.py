@@ -28,7 +28,6 @@ class Speed(Check):
     """On a busy machine too: what is asked for leaves room."""
 
     name = "speed"
-    summary = "time that grows with K and M, and no product above what the machine does"
 
     def look(self, auditor: Auditor) -> Iterator[AuditFinding]:
         shape = auditor.fitting(auditor.subject.timed)

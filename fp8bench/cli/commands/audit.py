@@ -62,10 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _signature(arguments: argparse.Namespace) -> Signature | None:
     """What the options say; None where they say nothing, and its decorator has to."""
     given = {name: getattr(arguments, name) for name in ("kind", "precision")}
+    how = arguments.takes, arguments.second, arguments.multiple, arguments.causal
     if not any(given.values()):
+        if how != ("values", "nk", 1, False):
+            raise UsageError(
+                "--takes, --second, --multiple and --causal go with --kind and --precision. Give these, too."
+            )
         return None
     if not all(given.values()):
         there, lacks = sorted(given, key=lambda name: given[name] is None)
         raise UsageError(f"--{there} was given without --{lacks}. Give both, or declare them with @fp8bench.audited.")
-    how = arguments.takes, arguments.second, arguments.multiple, arguments.causal
     return signed(arguments.kind, arguments.precision, *how)

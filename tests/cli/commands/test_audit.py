@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import UsageError
+from fp8bench.jobs.audit import sound
 from fp8bench.model.audit import AuditKind, Signature, Takes
 from fp8bench.user_code.named import audited, declared_of, signed
 from tests.commands import Say
+from tests.facts import CPU
 
 KERNELS = """\
 import os
@@ -95,6 +97,17 @@ def test_what_cannot_be_audited_is_a_sentence(kernels: str, words: list[str], se
     assert code == 2 and sentence in " ".join(err.split())
 
 
+def test_options_that_a_declared_kernel_would_not_hear_are_refused(kernels: str, fp8bench: Say) -> None:
+    for words in (["--second", "kn"], ["--causal"], ["--multiple", "16"], ["--takes", "codes"]):
+        code, _, err = fp8bench("audit", f"{kernels}:wide", *words)
+        assert code == 2 and "go with --kind and --precision" in " ".join(err.split())
+
+
+def test_codes_that_torch_has_no_dtype_for() -> None:
+    with pytest.raises(UsageError, match="torch has no dtype for mxfp6's codes"):
+        sound(signed("product", "mxfp6", "codes"), CPU)
+
+
 def test_one_half_of_a_signature_is_none(kernels: str, fp8bench: Say) -> None:
     code, _, err = fp8bench("audit", f"{kernels}:wide", "--kind", "product")
     assert code == 2 and "--kind was given without --precision" in err
@@ -118,6 +131,8 @@ def test_the_decorator_leaves_the_function_alone() -> None:
         (("product", "fp8", "values", "mn"), "second is 'mn'"),
         (("product", "fp8", "values", "nk", 0), "multiple is 0"),
         (("cast", "fp8", "codes"), "only a product can be given codes"),
+        (("linear", "fp8", "values", "kn"), "a linear has no second operand that could lie otherwise"),
+        (("product", "fp8", "values", "nk", 1, True), "a product cannot be causal"),
     ],
 )  # fmt: skip
 def test_a_signature_that_cannot_be(given: tuple[str, ...], sentence: str) -> None:
