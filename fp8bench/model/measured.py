@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from fp8bench.model.claims import Ceiling, Products
 from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse, SustainedTurn
+from fp8bench.model.coverage import Coverage
 from fp8bench.model.planned import Case, Support, Work
 from fp8bench.model.tape import Tape
 from fp8bench.model.words import Provenance, Status
@@ -196,7 +197,8 @@ class Record:
     steps do anything; None where nobody looked. `sustained` are its turns of seconds, the n-th of all cases of a group
     in one round of turns; () where nobody asked for them. `fresh` are the rounds of the fastest of several, which its
     ratio is told by; `timing` stays what it was chosen by. `rotation` is there where calls do not all have the
-    same state, `replays` where a device might do a step again in one launch. `tape` are the operators of a step.
+    same state, `replays` where a device might do a step again in one launch. `tape` are the operators of a step,
+    `coverage` which of a user's model's products can be converted.
     """
 
     case: Case
@@ -229,6 +231,7 @@ class Record:
     rotation: Rotation | None = None
     replays: Replays | None = None
     tape: Tape | None = None
+    coverage: Coverage | None = None
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

@@ -76,6 +76,7 @@ from fp8bench.model import (
 )
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.consumed import PhaseEnergy
+from fp8bench.model.coverage import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.model.settling import ClockLook, Settling
 from fp8bench.model.tape import OperatorCount, PhaseCount, Tape
 
@@ -121,6 +122,10 @@ TAPE = Tape(
     (OperatorCount("gemm", "aten::mm", True, ("bf16[2,3]", "bf16[3,4]"), ("bf16[2,4]",), 5, None, 52, "bf16", 1),),
     (PhaseCount("gemm", 48, 52, 1, 5, (("bf16", 48),), (("bf16", 52),)),), 2, "compiled",
 )  # fmt: skip
+COVERAGE = Coverage(
+    (Holder("a", "linear", (8, 4), (HeldProduct(2, 8, 4, 3, True),), 384, 1, True, "why", "shape", "K=4", ("b",)),),
+    (OtherProduct("bmm", "attn", None, 2, "why"),), 384, "the mean",
+)  # fmt: skip
 RECORD = Record(
     CASE, SUPPORT, Status.OK, Work(1e9, 7, 3e6, 2e6, 1.5), True, "why", "trace", TIMING, TIMING, TIMING, False,
     (MEASUREMENT,), "time", (STATISTICS,), "gemm/a.json.gz", (OperatorTime("gemm", "aten::mm", 2.5, 0.5, True),),
@@ -128,7 +133,7 @@ RECORD = Record(
     Ceiling(1e12, 2e11, (RATE,), "H200"), Products(3, False, ("bfloat16",), 7, ("flash",)),
     StepEffect(False, "what was seen"),
     (SustainedTurn(25, (0.5, 0.25), SETTLING, 1.7e9, 650.0),), Fresh(TIMING, TIMING, TIMING, 3),
-    Rotation(4, 1 << 20), Replays(TIMING, "why"), TAPE,
+    Rotation(4, 1 << 20), Replays(TIMING, "why"), TAPE, COVERAGE,
 )  # fmt: skip
 FACTS = DeviceFacts(
     "cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90", "GPU-0", "0:1:0", "",
