@@ -56,6 +56,18 @@ def layers(text: str) -> tuple[tuple[str, str], ...]:
     return pairs
 
 
+def precision_map(text: str) -> tuple[tuple[str, str], ...]:
+    """The same, or a file of them: one on each line, what stands after # is a remark."""
+    file = Path(text) if text and "=" not in text and "\0" not in text else None
+    if file is None or not file.is_file():
+        return layers(text)
+    try:
+        lines = [line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"the file {text!r} cannot be read ({error})") from None
+    return layers(",".join(filter(None, lines)))
+
+
 def whole(rule: Rule) -> Callable[[str], int]:
     """A whole number that a rule holds for."""
 

@@ -66,9 +66,9 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
     add("--backend", default=AUTO, metavar="NAME", help=words)
     words = (
         "layers that take another precision than the case's: a kind (mlp), a name (blocks.0.mlp.up) or a prefix "
-        "of names (blocks.0); the reference stays pure"
+        "of names (blocks.0); or a file with one on each line; the reference stays pure"
     )
-    add("--precision-map", type=types.layers, default=(), metavar="LAYER=DTYPE,...", help=words)
+    add("--precision-map", type=types.precision_map, default=(), metavar="LAYER=DTYPE,...", help=words)
     words = "scales from data, where a tensor has one float32 scale: from N untimed steps, then fixed"
     add("--static-scales", type=types.whole(RULES["static_scales"]), metavar="N", help=words)
     words = "renew the scales from data in every M-th step"

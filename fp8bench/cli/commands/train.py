@@ -69,7 +69,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--reference", metavar="DTYPE", help=words)
     _add_settings(group, _MODEL)
     words = "layers that take another precision, as in suite; the reference stays pure"
-    group.add_argument("--precision-map", type=types.layers, default=(), metavar="LAYER=DTYPE,...", help=words)
+    group.add_argument("--precision-map", type=types.precision_map, default=(), metavar="LAYER=DTYPE,...", help=words)
     words = "arms for each value of a setting, or of an option of the dtypes: history=1,16,1024; several multiply"
     group.add_argument("--sweep", action="append", default=[], type=types.axis, metavar="NAME=A,B", help=words)
     shared(group, "--data", help="a text, a token file (.bin) or a saved dataset; default Python's own sources")
