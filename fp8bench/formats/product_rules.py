@@ -8,7 +8,7 @@ Engine's own checks off 2.20 (pytorch/quantization.py, utils.py and its quantise
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.formats.hardware import ADA, B200, H100, MI300X, MI350X, DeviceClass, is_nvidia
@@ -129,6 +129,20 @@ def rows_give_float32(facts: DeviceFacts) -> bool:
     """
     version = tuple(int(part) for part in (facts.cuda or "0.0").split(".")[:2])
     return is_nvidia(facts) and facts.capability == H100.capability and version >= (12, 9)
+
+
+def grouped_multiple(products: Iterable[tuple[Treatment, Treatment]], facts: DeviceFacts) -> int:
+    """What sides must be multiples of for one product for several weights, torch's scaled_grouped_mm; 0: there is none.
+
+    GroupedBlas.cpp asks for a scale a row, E4M3, compute capability 9 or 10, and rows that begin at 16 bytes. It has
+    others for MX blocks and for ROCm: nothing here asks for these.
+    """
+    rows = all(Product(*_GROUPED, a, b).scheme is Scheme.ROW and a.fmt is b.fmt is E4M3 for a, b in products)
+    fits = is_nvidia(facts) and facts.capability is not None and facts.capability[0] in (9, 10)
+    return _GROUPED[0] if rows and fits else 0
+
+
+_GROUPED = (16, 16, 16)
 
 
 def _row_outputs(device: DeviceClass) -> str:

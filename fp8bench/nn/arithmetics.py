@@ -23,7 +23,7 @@ class PlainArithmetic(Arithmetic):
     def __init__(self, dtype: torch.dtype) -> None:
         self.carrier = dtype
         self.casts = dtype != torch.float32
-        self.groups = dtype == torch.bfloat16  # torch has no other on a GPU
+        self.groups = 8 if dtype == torch.bfloat16 else 0  # torch has no other on a GPU
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return Operand(tensor.detach().to(self.carrier))
@@ -34,8 +34,8 @@ class PlainArithmetic(Arithmetic):
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
         return Operand(operand.data.t())
 
-    def grouped(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+    def grouped(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
+        return F.grouped_mm(a.data, b.data.transpose(-2, -1), offs=ends)
 
 
 class EmulatedArithmetic(Arithmetic):

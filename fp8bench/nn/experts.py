@@ -9,7 +9,6 @@ has all experts used alike is Switch's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.gpt import GPT, FeedForward
-from fp8bench.nn.linear import Choose, Linear, region, within
+from fp8bench.nn.grouped_products import grouped_linear
+from fp8bench.nn.linear import Choose, Linear, within
 from fp8bench.nn.sizes import CHOSEN, GPTConfig
 from fp8bench.protocols import Phases
 
@@ -25,20 +25,6 @@ from fp8bench.protocols import Phases
 BALANCE = 0.01
 # An expert's tokens are filled up to a multiple with zeros: native products contract over them in such blocks.
 ROWS = 32
-
-
-class _Stacked(torch.autograd.Function):
-    """Weights beside each other in a carrier's dtype: what was cast of each, where it is given, and else cast here."""
-
-    @staticmethod
-    def forward(ctx: Any, carrier: torch.dtype, given: Sequence[Tensor | None], *weights: Tensor) -> Tensor:
-        return torch.stack(
-            [one.to(carrier) if cast is None else cast for one, cast in zip(weights, given, strict=True)]
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *gradients[0].to(torch.float32).unbind())
 
 
 class Experts(nn.Module):
@@ -80,7 +66,7 @@ class Experts(nn.Module):
         filled = [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, sizes, strict=True)]
         if self._may_be_grouped():
             ends = ((counts.clamp(min=1) + ROWS - 1) // ROWS * ROWS).cumsum(0).to(torch.int32)
-            found = torch.split_with_sizes(self._grouped(torch.cat(filled), ends, phase), sizes)
+            found = torch.split_with_sizes(self._grouped(torch.cat(filled), sizes, ends, phase), sizes)
         else:
             found = tuple(expert(part, phase) for expert, part in zip(self.experts, filled, strict=True))
         return [y[: len(part)] for y, part in zip(found, parts, strict=True)]
@@ -90,17 +76,16 @@ class Experts(nn.Module):
         layers = [layer for expert in self.experts for layer in (expert.up, expert.down)]
         common = layers[0].arithmetic
         sides = (side for layer in layers[:2] for side in layer.weight.shape)
-        return common.groups and all(one.arithmetic is common for one in layers) and not any(side % 8 for side in sides)
+        alike = all(one.arithmetic is common for one in layers)
+        return common.groups > 0 and alike and not any(side % common.groups for side in sides)
 
-    def _grouped(self, x: Tensor, ends: Tensor, phase: Phases) -> Tensor:
+    def _grouped(self, x: Tensor, sizes: list[int], ends: Tensor, phase: Phases) -> Tensor:
         """Two products for all experts, instead of two for each."""
         arithmetic = self.experts[0].up.arithmetic
 
         def through(x: Tensor, layers: list[Linear]) -> Tensor:
-            given = [None if one.operands is None else one.operands[0].data for one in layers]
-            stacked = partial(_Stacked.apply, arithmetic.carrier, given)
-            weights = region(phase.cast, stacked, *(one.weight for one in layers))
-            return region(phase.gemm, arithmetic.grouped, x.to(arithmetic.carrier), weights, ends=ends)
+            weights, given = [one.weight for one in layers], [one.operands for one in layers]
+            return grouped_linear(x, weights, sizes, ends, arithmetic, phase, given)
 
         hidden = self.experts[0].between(through(x, [one.up for one in self.experts]))
         return through(hidden, [one.down for one in self.experts])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
@@ -237,6 +238,17 @@ class ScaledArithmetic(RecipeArithmetic):
             a.data, b.data.t(), [a.scale], [kind], [], [scale_b], [kind], [], None, output, [], fast
         )
         return in_dtype(found, dtype)
+
+    def grouped(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
+        b_turned = b.data.transpose(-2, -1)
+        if a.scale is None or b.scale is None:
+            return F.grouped_mm(a.data, b_turned, offs=ends)
+        # Not functional.scaled_grouped_mm: what that calls has no shape for tensors without memory. Scales lie in rows.
+        scales, fast = (a.scale.squeeze(-1), b.scale.squeeze(-1)), not (a.gradient or b.gradient)
+        found: Tensor = torch.ops.aten._scaled_grouped_mm.default(
+            a.data, b_turned, *scales, ends, None, None, self.carrier, fast
+        )
+        return found
 
 
 class WideScaledArithmetic(ScaledArithmetic):

@@ -12,7 +12,7 @@ from typing import ClassVar
 from fp8bench.errors import RecipeRefused
 from fp8bench.formats.grids import Format
 from fp8bench.formats.hardware import refused
-from fp8bench.formats.product_rules import rows_give_float32
+from fp8bench.formats.product_rules import grouped_multiple, rows_give_float32
 from fp8bench.formats.recipe_support import on_device, recipe_support
 from fp8bench.formats.recipes import FORMATS_BY_ROLE, HOPPER_BITS, SHORT_BITS, Accumulator, Delayed, Recipe, Treatment
 from fp8bench.formats.scalings import ScaleRounding, Scaling
@@ -177,7 +177,9 @@ def native_arithmetic(recipe: Recipe, facts: DeviceFacts) -> Arithmetic:
     own = on_device(recipe, facts)
     if own.in_blocks:
         return BlockArithmetic(own)
-    return (WideScaledArithmetic if rows_give_float32(facts) else ScaledArithmetic)(own)
+    scaled = (WideScaledArithmetic if rows_give_float32(facts) else ScaledArithmetic)(own)
+    scaled.groups = grouped_multiple(own.products, facts)
+    return scaled
 
 
 def recipe_of(precision: Precision) -> Recipe:

@@ -105,8 +105,8 @@ class Arithmetic(ABC):
     operands' values (they are rotated, or summed in few bits), so that it can be had as a product of matrices only.
     `settles` says that its first casts are unlike those that follow: their scales come from what was cast before.
     `plain` says that operands are torch's own values in the carrier's dtype, without scales. `takes_amax` says that
-    `cast_both` has a use for a tensor's largest magnitude that somebody has found already. `groups` says that it has
-    one product for several weights (`grouped`).
+    `cast_both` has a use for a tensor's largest magnitude that somebody has found already. Where it has one product
+    for several weights (`grouped`), `groups` is what sides must be multiples of; else it is 0.
     """
 
     carrier: torch.dtype
@@ -116,7 +116,7 @@ class Arithmetic(ABC):
     settles: bool = False
     plain: bool = False
     takes_amax: bool = False
-    groups: bool = False
+    groups: int = 0
 
     def layer(self, name: str) -> Arithmetic:
         """The arithmetic of one layer: one of its own where it remembers something of what it cast (scales, seeds)."""
@@ -153,10 +153,11 @@ class Arithmetic(ABC):
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         """a (M, K) times b (N, K) transposed, as (M, N) in `dtype`."""
 
-    def grouped(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """Rows of x (M, K), up to each of `ends`, times a weight of their own of (groups, N, K) transposed: (M, N).
+    def grouped(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
+        """Several products at once, in the carrier's dtype; `ends` (int32) is where their parts end.
 
-        Values of the carrier's dtype, sides in multiples of 8; torch differentiates it.
+        Rows of a (M, K), each part times its own of b (groups, N, K) transposed: (M, N). Or columns of a (N, M) times
+        those of b (K, M) transposed, part by part: (groups, N, K); their scales are then those of every part's rows.
         """
         raise NotImplementedError
 

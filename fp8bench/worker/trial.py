@@ -20,7 +20,7 @@ from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Case, DeviceFacts, Level
 from fp8bench.model.raw import PRODUCTS_VARIABLE
 from fp8bench.nn.shared_precisions import recipe_of
-from fp8bench.protocols import Arithmetic, Precision, Role, SilentPhases
+from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentPhases
 from fp8bench.registry import backends, precisions
 
 if TYPE_CHECKING:
@@ -141,7 +141,42 @@ def _of_operands(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradient: Te
         left, right = (arithmetic.restore(operand, torch.float64) for operand in (one, other))
         product = arithmetic.product(one, other, arithmetic.carrier)
         found[name] = _largest(product, left @ right.t(), left.abs() @ right.abs().t())
-    return found
+    return {**found, **_of_parts(arithmetic, a, b, g, x, gradient)} if arithmetic.groups else found
+
+
+def _of_parts(
+    arithmetic: Arithmetic, a: Operand, b: Operand, g: Operand, x: Tensor, gradient: Tensor
+) -> dict[str, float]:
+    """The same of both products for several weights: here two, the second of which is the first upside down."""
+    import torch
+
+    from fp8bench.nn.grouped_products import beside, turned_parts
+
+    def exact(one: Operand) -> Tensor:
+        return arithmetic.restore(one, torch.float64)
+
+    def part(one: Operand, number: int) -> Tensor:
+        """One part of operands along each other, whose scales follow each other."""
+        scales = None if one.scale is None else one.scale.chunk(2)[number]
+        return exact(Operand(torch.split_with_sizes(one.data, sizes, 1)[number], scales))
+
+    sizes = [_TOKENS // 4, _TOKENS - _TOKENS // 4]
+    ends = torch.tensor(sizes, device=x.device).cumsum(0).to(torch.int32)
+    other = Operand(b.data.flip(0), None if b.scale is None else b.scale.flip(0))
+    rows = list(zip(torch.split_with_sizes(exact(a), sizes), map(exact, (b, other)), strict=True))
+    g_turned, a_turned = (
+        turned_parts(arithmetic, *one, sizes) for one in ((g, gradient, Role.GRADIENT), (a, x, Role.INPUT))
+    )
+    columns = [(part(g_turned, number), part(a_turned, number)) for number in range(2)]
+    forward = torch.split_with_sizes(arithmetic.grouped(a, beside([b, other]), ends), sizes)
+    gradients = arithmetic.grouped(g_turned, a_turned, ends).unbind()
+    return {
+        f"grouped {name}": max(
+            _largest(found, left @ right.t(), left.abs() @ right.abs().t())
+            for found, (left, right) in zip(parts, pairs, strict=True)
+        )
+        for name, parts, pairs in (("forward", forward, rows), ("weight gradient's", gradients, columns))
+    }
 
 
 def _of_whole(arithmetic: Arithmetic, recipe: Recipe, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, float]:

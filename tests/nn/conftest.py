@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.nn.grouped_kernel import GroupedKernel
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -15,3 +17,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def grouped_kernel(monkeypatch: pytest.MonkeyPatch) -> GroupedKernel:
+    """Grouped products of FP8 are multiplied as a GPU would."""
+    found = GroupedKernel()
+    monkeypatch.setattr(torch.ops.aten._scaled_grouped_mm, "default", found)
+    return found

@@ -35,7 +35,7 @@ DONE_WITH_CODES = {
     f"aten::{name}"
     for name in ("_to_copy", "copy_", "clone", "cat", "empty_like", "fill_", "zero_", "detach", "alias", "view", "t",
                  "transpose", "permute", "expand", "slice", "select", "split", "as_strided", "_unsafe_view",
-                 "unsqueeze", "squeeze", "unbind", "_scaled_mm_v2", "_scaled_grouped_mm_v2", "new_empty",
+                 "unsqueeze", "squeeze", "unbind", "stack", "_scaled_mm_v2", "_scaled_grouped_mm", "new_empty",
                  "_reshape_alias")
 }  # fmt: skip
 _OUTPUTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -93,12 +93,16 @@ def class_of(facts: DeviceFacts) -> DeviceClass:
 
 def product_of(name: str, args: Any) -> Product | None:
     """The scaled product that a call is; None for any other."""
-    if name != "aten::_scaled_mm_v2":
+    if name == "aten::_scaled_grouped_mm":  # its own rules are those of rows
+        a, b, *_, output, _ = (*args, False)[:9]
+        kinds_a = kinds_b = [ScalingType.RowWise.value]
+    elif name == "aten::_scaled_mm_v2":
+        a, b, _, kinds_a, _, _, kinds_b, _, _, output, *_ = args
+    else:
         return None
-    a, b, _, kinds_a, _, _, kinds_b, _, _, output, *_ = args
     packed = 2 if a.dtype == torch.float4_e2m1fn_x2 else 1
-    sides = a.shape[0], b.shape[1], a.shape[1] * packed
+    sides = a.shape[0], b.shape[-1], a.shape[-1] * packed
     treatments = (
         Treatment(FORMATS[one.dtype], _SCALINGS[ScalingType(kinds[0])]) for one, kinds in ((a, kinds_a), (b, kinds_b))
     )
-    return Product(*sides, *treatments, output=_OUTPUTS[output], row_major=b.stride(0) != 1)
+    return Product(*sides, *treatments, output=_OUTPUTS[output], row_major=b.stride(-2) != 1)

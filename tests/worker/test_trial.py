@@ -22,6 +22,7 @@ from fp8bench.registry import backends, precisions
 from fp8bench.user_code import import_user_modules
 from fp8bench.worker.trial import Trials, installed, why_not, wrong_product
 from tests.facts import CPU, H200
+from tests.nn.grouped_kernel import kernel
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
 from tests.own_suites import forgotten
 
@@ -153,6 +154,26 @@ def test_whole_layers_may_round_at_random_and_may_leave_nothing_out(mode: str, l
 @pytest.mark.parametrize("mode", ["fp8", "fp8-rowwise", "fp8-delayed", "fp8-rowwise:weight-gradient=bf16"])
 def test_products_of_torch_s_that_are_right_pass(mode: str) -> None:
     assert not wrong(ScaledArithmetic, mode)
+
+
+OTHERS_SCALES = {
+    "grouped forward": lambda a, b, scale, *others: kernel(a, b, scale.flip(0), *others),
+    "grouped weight gradient's": lambda a, b, scale, *others: kernel(
+        a, b, scale if b.dim() == 3 else scale.roll(len(a)), *others
+    ),
+}
+
+
+@NEEDS_PRODUCTS
+@pytest.mark.parametrize("lie", ["", *OTHERS_SCALES])
+def test_products_for_several_weights_are_looked_at(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By themselves: one takes the scales of other rows, or of another part's."""
+    precision = precisions.get("fp8-rowwise")
+    arithmetic = precision.arithmetic(H200)
+    assert arithmetic.groups
+    monkeypatch.setattr(torch.ops.aten._scaled_grouped_mm, "default", OTHERS_SCALES.get(lie, kernel))
+    found = wrong_product(arithmetic, precision, CPU)
+    assert f"its {lie} product is wrong" in found if lie else not found
 
 
 def tried(monkeypatch: pytest.MonkeyPatch, kind: type[Arithmetic] | None, **environment: str) -> str:
