@@ -21,6 +21,8 @@ NONE = "-"
 RATIO = "ratio"
 # A ratio near 1, of which a thousandth matters.
 _NEAR_ONE = "relative_loss"
+# Exact: their last digit matters.
+_COUNTS = frozenset({"flops", "moved_bytes", "launches"})
 # What the end of a metric's name says of its unit.
 _ENDS = {"_db": "dB", "_percent": "%", "_ulp": "ulp", "_octaves": "octaves", _NEAR_ONE: "x"}
 _ERROR_END, _SHARE_END = "_error", "_vanished"
@@ -206,7 +208,8 @@ def decibels(value: float | None) -> str:
 
 
 def shown(value: float | None, unit: str, metric: str = "", digits: int = 3) -> str:
-    """A number in the unit of its metric, whose name tells of a plain ratio whether it is a share or an error.
+    """A number in the unit of its metric, whose name tells of a plain ratio whether it is a share or an error, and of
+    a count that all of its digits matter.
 
     `digits` are those of times and energies.
     """
@@ -215,6 +218,8 @@ def shown(value: float | None, unit: str, metric: str = "", digits: int = 3) -> 
     unit = symbol(unit)
     if unit in _PREFIXED:
         return _prefixed(value, unit, digits)
+    if metric in _COUNTS:
+        return f"{value:,.0f} {unit.removeprefix('count')}".rstrip()
     if metric.endswith(_NEAR_ONE):
         return f"{value:.5f}x"
     if metric.endswith(_SHARE_END):

@@ -18,6 +18,8 @@ TIME, ENERGY, MEMORY = OwnMetric.TIME, OwnMetric.ENERGY, OwnMetric.PEAK_MEMORY
 REPLAY = OwnMetric.REPLAY_TIME
 MEAN, RELATIVE_MEAN = OwnMetric.MEAN_TIME, OwnMetric.RELATIVE_MEAN_TIME
 RATIOS = frozenset({RELATIVE, RELATIVE_MEAN})
+# What a tape counts exactly of a step, in its unit: the same code gives the same number, and any other is news.
+COUNTS: Mapping[str, str] = {OwnMetric.FLOPS: "FLOP", OwnMetric.MOVED_BYTES: "B", OwnMetric.LAUNCHES: "count"}
 # Counts of Work that a time can be told per: the metric's name, and how many of them.
 PER: Mapping[str, tuple[str, float]] = {
     "flops": (OwnMetric.SECONDS_PER_TFLOP, 1e12),
@@ -103,7 +105,7 @@ class Reference(NamedTuple):
 
 def least_change(name: str) -> float:
     """By what share a figure must have moved to have changed."""
-    return LOSS_BAND if name == RELATIVE_LOSS else BAND
+    return 0.0 if name in COUNTS else LOSS_BAND if name == RELATIVE_LOSS else BAND
 
 
 def better_of(name: str) -> Better:

@@ -44,12 +44,8 @@ def intensity_of(tape: Tape) -> float | None:
     return tape.flops / tape.bytes if tape.bytes and not tape.unknown else None
 
 
-COUNTS = ((OwnMetric.FLOPS, "FLOP"), (OwnMetric.MOVED_BYTES, "B"), (OwnMetric.LAUNCHES, "count"))
-"""What a tape counts exactly of a step, in their units."""
-
-
 def counts_of(tape: Tape) -> tuple[int, int, int]:
-    """Those of one, in that order."""
+    """What it counts exactly, in the order of COUNTS."""
     return tape.flops, tape.bytes, tape.launches
 
 
@@ -136,7 +132,7 @@ def _changed(row: Row) -> str:
     old, new = row.sums
     name = f"{row.operator} in {row.phase}{', backward' if row.backward else ''}"
     if old.calls != new.calls:
-        return f"{name}: {old.calls} calls, then {new.calls}"
+        return f"{name}: {old.calls} call{'s' * (old.calls != 1)}, then {new.calls}"
     return f"{name}: {units.size(old.bytes)}, then {units.size(new.bytes)}"
 
 

@@ -10,20 +10,14 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from fp8bench.analysis.steps.changes import (
-    Change,
-    Found,
-    State,
-    Stretch,
-    ack_of,
-    acknowledged,
-    changes_of,
-    find_changes,
-)
+from fp8bench.analysis.metric import COUNTS
+from fp8bench.analysis.steps.acknowledged import ack_of, acknowledged
+from fp8bench.analysis.steps.changes import Change, Found, State, Stretch, changes_of, find_changes
 from fp8bench.errors import StoreError, UsageError
+from fp8bench.jobs.changed_operators import with_operators
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Ack, Trend
-from fp8bench.report.terminal.changes import listed
+from fp8bench.report.terminal.changes import to_choose_from
 from fp8bench.store.acks import Undo, acks_of, append_acks, load_acks
 from fp8bench.store.asv.identity import resolved
 from fp8bench.store.index.found_steps import Memory
@@ -71,12 +65,12 @@ def opened(store: Path, observer: JobObserver) -> History:
 
 
 def all_changes(history: History, store: Path, observer: JobObserver) -> Found:
-    """The changes of all trends, those that were acknowledged among them."""
+    """The changes of all trends, those that were acknowledged among them; of counts the operators that changed."""
     memory = Memory(store)
     changes = changes_of(stretches(history), memory.steps_of_many)
     for trouble in memory.troubles:
         observer.note(trouble)
-    return acknowledged(changes, kept_acks(store, changes, observer))
+    return with_operators(acknowledged(changes, kept_acks(store, changes, observer)), store, history)
 
 
 def stretches(history: History) -> Iterator[list[Stretch]]:
@@ -84,7 +78,8 @@ def stretches(history: History) -> Iterator[list[Stretch]]:
     lines = history.lines
     for line in lines.lines:
         read = partial(lines.trend, line)
-        yield [Stretch(read, one.places, one.values) for one in lines.comparable(line)]
+        counted = line.trend.series.metric in COUNTS
+        yield [Stretch(read, one.places, one.values, counted) for one in lines.comparable(line)]
 
 
 def kept_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
@@ -178,7 +173,7 @@ def _chosen(word: str, until: str | None, found: Found) -> list[Change]:
     if until is not None:
         chosen = [change for change in still if change.comparison.until.startswith(until)]
         if not chosen:
-            there = f" Open are:{listed(still)}" if still else " It has no open changes."
+            there = f" Open are:{to_choose_from(still)}" if still else " It has no open changes."
             raise UsageError(f"no open change of {word!r:.80} is up to the commit {until!r:.80}.{there}")
     elif still:
         chosen = [change for change in still if change.is_worse] or still
@@ -188,7 +183,7 @@ def _chosen(word: str, until: str | None, found: Found) -> list[Change]:
         why = " What it has is acknowledged already." if known else left
         raise UsageError(f"{word!r:.80} has no open changes.{why}")
     if len({change.comparison.until for change in chosen}) > 1:
-        raise UsageError(f"{word!r:.80} has several open changes. Give one of:{listed(chosen)}")
+        raise UsageError(f"{word!r:.80} has several open changes. Give one of:{to_choose_from(chosen)}")
     return chosen
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from fp8bench.analysis.metric import ENERGY, MEMORY, STEP, TIME, Metric, Reference
+from fp8bench.analysis.metric import COUNTS, ENERGY, MEMORY, STEP, TIME, Metric, Reference
 from fp8bench.errors import UsageError
 from fp8bench.model import (
     ENERGY_SOURCE,
@@ -49,6 +49,11 @@ _CONDITIONS = (
 )  # fmt: skip
 # Of the machine's main device, as its driver says.
 _SETTINGS = ("driver", "power_cap", "ecc", "mig")
+# Of these times depend, and errors some; what is counted of a step does not. Other code is what its changes are from.
+_NOT_OF_COUNTS = frozenset({
+    "python", "cpu_count", "cpu_affinity", "cpu_governor", "cpu_turbo_off", "smt", "cgroup_cpu_max", "imports_sha256",
+    *_SETTINGS,
+})  # fmt: skip
 # It touches those cases alone that have quantisers, and they say what became of them.
 _SAID_BY_CASES = f"env_{QUANTISERS_VARIABLE}"
 
@@ -104,6 +109,8 @@ def _merged(alike: Sequence[Point]) -> Point:
         return replace(alike[-1], runs=len(alike))
     best = [point for point in sampled if not point.hasty] or sampled
     same = [point for point in best if point.under == best[-1].under]
+    if metric_of(best[-1]) in COUNTS:  # no middle of two counts was counted
+        return replace(best[-1], runs=len(same))
     return replace(best[-1], samples=tuple(value for point in same for value in point.samples), runs=len(same))
 
 
@@ -145,27 +152,31 @@ def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run
             continue
         data = _data(workload, record.case)
         found = _points(workload, grid, record, leads.get(record.case.setting), cell, _is_hasty(run, record))
-        for point in found:
-            own = _own_conditions(workload, record, point)
-            points.append(replace(point, under=(*under, *own) if own else under))
+        points += (replace(point, under=_conditions_of(workload, record, point, under)) for point in found)
     return RunPoints(tuple(points), _series(type(workload), data) if points else (), others)
 
 
-def _own_conditions(workload: Workload, record: Record, point: Point) -> Conditions:
-    """What only some metrics of a case depend on.
+def _conditions_of(workload: Workload, record: Record, point: Point, under: Conditions) -> Conditions:
+    """Those of a run, as far as a metric of a case depends on them, and its own.
 
-    Whether its quantisers were compiled matters to all but errors, the same bit for bit; joules of different sources
-    do not compare.
+    Whether its quantisers were compiled matters to all but errors, the same bit for bit, and counts; joules of
+    different sources do not compare.
     """
     timing, grid = record.timing, workload.history
     assert grid is not None
-    metric = point.series.rpartition(".track_")[2]
-    found: Conditions = ()
+    metric = metric_of(point)
+    if metric in COUNTS:
+        return tuple(pair for pair in under if pair[0] not in _NOT_OF_COUNTS)
     if timing is not None and metric not in grid.errors and (timing.eager or timing.fused):
-        found = (("quantisers", "eager" if timing.eager else "compiled"),)
+        under = (*under, ("quantisers", "eager" if timing.eager else "compiled"))
     if metric == ENERGY and record.energy is not None and point.samples:
-        found = (*found, (ENERGY_SOURCE, record.energy.source))
-    return found
+        under = (*under, (ENERGY_SOURCE, record.energy.source))
+    return under
+
+
+def metric_of(point: Point) -> str:
+    """The name of its series' metric."""
+    return point.series.rpartition(".track_")[2]
 
 
 def _is_hasty(run: Run, record: Record) -> bool:
@@ -251,11 +262,11 @@ def _points(
     told = _told(workload, record, reference)
     for metric in _metrics(type(workload)):
         values = told[metric.name].samples() if metric.name in told else ()
-        if metric.unit not in _PRINTED_UNITS:
+        if metric.unit not in _PRINTED_UNITS and metric.name not in COUNTS:
             values = tuple(float(f"{value:.{_DIGITS}g}") for value in values)
         yield Point(
             title + metric.name, cell, version, values, record.status, record.reason,
-            hasty and metric.name not in grid.errors and metric.name != MEMORY,
+            hasty and metric.name not in (*grid.errors, MEMORY, *COUNTS),
         )  # fmt: skip
 
 

@@ -11,10 +11,10 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from fp8bench.analysis.metric import ENERGY, MEAN, MEMORY, PER, RELATIVE_MEAN, TIME
+from fp8bench.analysis.metric import COUNTS, ENERGY, MEAN, MEMORY, PER, RELATIVE_MEAN, TIME
 from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, RELATIVE, Cell, DeviceFacts, Params, Scalar, Series
-from fp8bench.model.metric_names import taken, time_of_phase
+from fp8bench.model.metric_names import OwnMetric, taken, time_of_phase
 from fp8bench.plan.checked_workload import answering, cases_of, sound_axes
 from fp8bench.protocols import Grid, Workload
 from fp8bench.protocols.axes import Axis
@@ -25,6 +25,13 @@ from fp8bench.units import unit_of
 METHOD = "1"
 # Names, whatever their case, that asv calls before and after a benchmark if it finds them in its module.
 _HOOKS = frozenset({"setup", "teardown"})
+# asv's word for bytes; and what is counted, whose number is the same whenever the same code runs.
+_UNITS = {"B": "bytes"}
+_COUNTED: Mapping[str, str] = {
+    OwnMetric.FLOPS: "of a step, as its operators were counted",
+    OwnMetric.MOVED_BYTES: "that the operators of a step read and write",
+    OwnMetric.LAUNCHES: "of operators in a step that start a kernel",
+}
 # Facts of nobody's machine: axes have the same names and parsers on all devices of a class.
 _CLASSES = {"cpu": DeviceFacts("cpu", 0, "", 0, ""), "gpu": DeviceFacts("cuda", 0, "", 0, "")}
 
@@ -53,6 +60,7 @@ def tracked_by(grid: Grid) -> tuple[Tracked, ...]:
     found.append(Tracked(RELATIVE, "ratio", "a step's time over that of the highest precision in the same round"))
     found.append(Tracked(RELATIVE_MEAN, "ratio", "the same of the means over all calls"))
     found.append(Tracked(MEMORY, "bytes", "tensor memory at the highest point of a step, the state included"))
+    found += [Tracked(name, _UNITS.get(unit, unit), _COUNTED[name]) for name, unit in COUNTS.items()]
     if grid.energy:
         found.append(Tracked(ENERGY, "joules", "of a step, all that the device took while it ran; one figure a window"))
     found += [Tracked(name, unit_of(name), "against the reference that the workload names") for name in grid.errors]

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from fp8bench.analysis.steps.changes import Found, ack_of, find_changes
+from fp8bench.analysis.steps.acknowledged import ack_of
+from fp8bench.analysis.steps.changes import Found, find_changes
 from fp8bench.jobs.history import kept_acks
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.store.acks import append_acks

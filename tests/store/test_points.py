@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8bench.analysis.metric import COUNTS
 from fp8bench.model import (
     Case,
     DeviceFacts,
@@ -18,6 +19,7 @@ from fp8bench.model import (
     EnergyWindow,
     Environment,
     Params,
+    PhaseCount,
     Point,
     Record,
     Request,
@@ -28,6 +30,7 @@ from fp8bench.model import (
     SlotSample,
     StaticScales,
     Status,
+    Tape,
     Timing,
     Work,
 )
@@ -36,7 +39,7 @@ from fp8bench.protocols import Grid, Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import workloads
 from fp8bench.store import points
-from fp8bench.store.points import followed, merged
+from fp8bench.store.points import followed, merged, metric_of
 from fp8bench.store.series import METHOD, tracked_by
 from tests.facts import CPU, H200
 from tests.fakes import MS
@@ -66,10 +69,13 @@ FP32 = Record(
     control=rounds(("gemm", "unattributed"), [(16, 0), (17, 0)], [(2, 0), (3, 0)]),
     measurements=(error("product_error", 1.23456789e-7), error("kernel_error", 1e-7), error("peak_memory", 4096.0)),
 )  # fmt: skip
+# Counts are kept with all their digits.
+TAPE = Tape(phases=(PhaseCount("cast", 0, 100, 4), PhaseCount("gemm", 4_000_000_001, 200, 3)))
 BF16 = Record(
     case("bf16"), NATIVE, Status.OK, WORK,
     timing=rounds(("cast", "gemm", "cast", "unattributed"), [(1, 2, 1, 0), (2, 1, 1, 1)], [(0, 1, 0, 0), (1, 5, 0, 1)]),
     measurements=(error("product_error", 0.002), error("kernel_error", 0.0016), error("peak_memory", 2048.0)),
+    tape=TAPE,
 )  # fmt: skip
 FP8 = Record(
     case("fp8"), EMULATED, Status.OK, WORK, timing=rounds(("cast", "gemm"), [(7, 3), (8, 2)]),
@@ -104,6 +110,8 @@ def test_every_metric_of_a_native_case() -> None:
     assert found.pop("relative_mean_time")[0] == pytest.approx(4.25 / math.sqrt(7 * 9.5), rel=1e-5)
     assert found.pop("peak_memory") == (2048.0,)
     assert found.pop("product_error") == (0.002,) and found.pop("kernel_error") == (0.0016,)
+    assert found.pop("flops") == (4_000_000_001.0,) and found.pop("moved_bytes") == (300.0,)
+    assert found.pop("launches") == (7.0,)
     assert found == {"energy": ()}
 
 
@@ -115,7 +123,8 @@ def test_every_metric_of_the_reference() -> None:
     assert found.pop("product_error") == (1.23457e-7,) and found.pop("kernel_error") == (1e-7,)
     assert found.pop("peak_memory") == (4096.0,)
     assert found.pop("mean_time") == pytest.approx((7e-3,))
-    assert set(found) == {"time_cast", "relative_time", "relative_mean_time", "energy"} and not any(found.values())
+    nothing = {"time_cast", "relative_time", "relative_mean_time", "energy", *COUNTS}
+    assert set(found) == nothing and not any(found.values())
 
 
 def test_an_emulated_case_has_a_time_and_no_speed() -> None:
@@ -126,7 +135,7 @@ def test_an_emulated_case_has_a_time_and_no_speed() -> None:
     assert found.pop("product_error") == (0.03,) and found.pop("kernel_error") == (0.0017,)
     assert found.pop("mean_time") == pytest.approx((10e-3,))
     assert set(found) == {
-        "seconds_per_tflop", "relative_time", "relative_mean_time", "peak_memory", "energy",
+        "seconds_per_tflop", "relative_time", "relative_mean_time", "peak_memory", "energy", *COUNTS,
     } and not any(found.values())  # fmt: skip
 
 
@@ -313,9 +322,10 @@ def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.M
     ids=str,
 )  # fmt: skip
 def test_few_rounds_are_hasty(words: dict[str, Any], hasty: bool) -> None:
-    """Times are; errors and memory do not depend on rounds."""
+    """Times are; errors, memory and counts do not depend on rounds."""
     by_metric = {one.series.rpartition("track_")[2]: one.hasty for one in followed(run(**words)).points}
     assert by_metric.pop("product_error") is by_metric.pop("kernel_error") is by_metric.pop("peak_memory") is False
+    assert not any(by_metric.pop(name) for name in COUNTS)
     assert set(by_metric.values()) == {hasty}
 
 
@@ -336,8 +346,8 @@ def test_an_emulated_case_needs_fewer_rounds() -> None:
 
 
 def under(changed: Run) -> Any:
-    """The conditions of its first point; all points of a run have the same."""
-    (found,) = {one.under for one in followed(changed).points}
+    """The conditions of its first point; all points of a run have the same, but those of counts."""
+    (found,) = {one.under for one in followed(changed).points if metric_of(one) not in COUNTS}
     return found
 
 
@@ -359,8 +369,27 @@ def test_software_and_settings_are_conditions(facts: dict[str, Any], counts: boo
     assert (under(replace(one, environment=before)) != under(other)) is counts
 
 
+@pytest.mark.parametrize(
+    ("facts", "same"),
+    [({"cpu_governor": "powersave"}, True), ({"cpu driver": "580.65"}, True), ({"python": "3.12"}, True),
+     ({"torch": "2.12.0"}, False), ({"fp8bench": "9"}, False)],
+    ids=str,
+)  # fmt: skip
+def test_counts_depend_on_software_alone(facts: dict[str, Any], same: bool) -> None:
+    """A clock's governor that changed would part their history for nothing; quantisers count as one operator, compiled
+    or not."""
+    assert BF16.timing is not None
+    eager = [FP32, replace(BF16, timing=replace(BF16.timing, eager="--quick"))]
+    before, after = (
+        {point.under for point in followed(made).points if metric_of(point) in COUNTS}
+        for made in (run(), replace(run(eager), environment=Environment(facts)))
+    )
+    assert len(before) == len(after) == 1 and (before == after) is same
+
+
 def test_compiled_and_eager_quantisers_are_conditions_of_what_they_change() -> None:
-    """Of times and memory of the cases that have some, and of nothing else: errors are the same bit for bit."""
+    """Of times and memory of the cases that have some, and of nothing else: errors are the same bit for bit, and a
+    quantiser is one operator of a tape either way."""
     assert FP8.timing is not None
     by_kind = {
         name: run([FP32, replace(FP8, timing=replace(FP8.timing, eager=why, fused=fused))])
@@ -370,8 +399,10 @@ def test_compiled_and_eager_quantisers_are_conditions_of_what_they_change() -> N
     for name, made in by_kind.items():
         for point in followed(made).points:
             metric = point.series.removeprefix("gemm.Gemm.track_")
-            touched = name != "none" and point.cell[0] == "fp8" and not metric.endswith("_error")
-            assert point.under == (*plain, *((("quantisers", name),) if touched else ())), metric
+            touched = name != "none" and point.cell[0] == "fp8"
+            touched = touched and not metric.endswith("_error")
+            if metric not in COUNTS:
+                assert point.under == (*plain, *((("quantisers", name),) if touched else ())), metric
 
 
 def test_energy_has_a_sample_a_window() -> None:
@@ -393,6 +424,8 @@ def test_the_source_of_joules_is_a_condition_of_theirs() -> None:
     plain = under(run())
     for point in points:
         energy = point.series.endswith("track_energy")
+        if metric_of(point) in COUNTS:
+            continue
         assert (point.under == plain) is not energy
         assert not energy or point.under[-1][0] == "energy_source"
     (one,) = [point for (name, _), point in merged(points).items() if name.endswith("track_energy")]
@@ -511,3 +544,13 @@ def test_every_declared_metric_has_a_point() -> None:
     assert grid is not None
     names = [f"gemm.Gemm.track_{metric.name}" for metric in tracked_by(grid)]
     assert [one.series for one in followed(run([FP32])).points] == names
+
+
+def test_of_several_counts_of_a_commit_the_newest_stands() -> None:
+    """Between 10 and 12 launches nobody counted 11."""
+
+    def one(count: float) -> Point:
+        return Point("gemm.Gemm.track_launches", ("bf16", "512"), "1.1", (count,))
+
+    (found,) = merged([one(10.0), one(12.0)]).values()
+    assert found.samples == (12.0,) and found.runs == 2

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8bench.analysis.metric import COUNTS
 from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, DeviceFacts, Params, Scalar, Work
 from fp8bench.protocols import Grid, Phases, Setup, Workload
@@ -138,7 +139,7 @@ def test_series_of_a_workload_share_all_but_their_metric(name: str) -> None:
     assert found[0].metric == "time"
     for one in found:
         assert one.name == f"{name}.{class_name(name)}.track_{one.metric}"
-        assert one.unit in ("seconds", "bytes", "joules", unit_of(one.metric))
+        assert one.unit in ("seconds", "bytes", "joules", "FLOP", "count", unit_of(one.metric))
 
 
 def test_metrics_are_those_that_a_grid_declares() -> None:
@@ -146,9 +147,9 @@ def test_metrics_are_those_that_a_grid_declares() -> None:
     names = [one.name for one in tracked_by(Grid({}, {}, phases=("cast",), errors=("loss_error",), per="tokens"))]
     assert names == [
         "time", "mean_time", "time_cast", "seconds_per_mtok", "relative_time", "relative_mean_time", "peak_memory",
-        "energy", "loss_error",
+        "flops", "moved_bytes", "launches", "energy", "loss_error",
     ]  # fmt: skip
-    of_all = ["time", "mean_time", "relative_time", "relative_mean_time", "peak_memory", "energy"]
+    of_all = ["time", "mean_time", "relative_time", "relative_mean_time", "peak_memory", *COUNTS, "energy"]
     assert [one.name for one in tracked_by(GRID)] == of_all
     assert all(one.description for one in tracked_by(GRID))
 

@@ -104,7 +104,7 @@ class Change(NamedTuple):
     noise: Noise | None = None
 
 
-def exact_change(before: Sequence[float], after: Sequence[float]) -> Change:
+def exact_change(before: Sequence[float], after: Sequence[float], *, rounding: float = ROUNDING) -> Change:
     """Hold values against each other that are the same whenever the same code runs, as memory and errors are.
 
     One that differs by more than rounding has changed. Where the values of one side vary all the same, that spread
@@ -127,7 +127,7 @@ def exact_change(before: Sequence[float], after: Sequence[float]) -> Change:
         return Change(where, old, new, difference.ratio, difference.p_value, why, difference.noise)
     ratio = new / old
     where = Direction.WORSE if ratio > 1 else Direction.BETTER
-    where = Direction.SAME if abs(ratio - 1) <= ROUNDING else where
+    where = Direction.SAME if abs(ratio - 1) <= rounding else where
     return Change(where, old, new, Interval(ratio, ratio, ratio, 1.0))
 
 

@@ -17,7 +17,7 @@ from fp8bench.analysis.compare.interval import ALONE
 from fp8bench.analysis.gate.chance import Spread, discoveries, spread_of
 from fp8bench.analysis.gate.sight import NO_SIGHTS, Sights
 from fp8bench.analysis.gate.thresholds import Rule, Threshold, ruled_by, threshold_of
-from fp8bench.analysis.metric import TIME
+from fp8bench.analysis.metric import COUNTS, TIME
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
 from fp8bench.model import RELATIVE, Comparison, Direction, Evidence
 
@@ -128,7 +128,8 @@ def _looked_at(one: Comparison, rules: tuple[Rule, ...], relative: set[str]) -> 
         why = "the time over the reference's, which does not tell how fast the machine was, is judged instead"
         return Judged(one, threshold, Outcome.IGNORED, why)
     if exceeds(one, threshold):
-        return Judged(one, threshold, Outcome.TO_CONFIRM)
+        # What was counted would be the same again.
+        return Judged(one, threshold, Outcome.REGRESSION if one.metric in COUNTS else Outcome.TO_CONFIRM, one.why)
     outcomes = {Direction.BETTER: Outcome.BETTER, Direction.UNSURE: Outcome.UNSURE}
     return Judged(one, threshold, outcomes.get(one.direction, Outcome.FINE), one.why)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from fp8bench.analysis.metric import LOSS_BAND
+from fp8bench.analysis.metric import COUNTS, LOSS_BAND
 from fp8bench.errors import UsageError
 from fp8bench.model import Comparison
 from fp8bench.model.metric_names import RELATIVE_LOSS
@@ -52,6 +52,7 @@ DEFAULTS = (
     Rule("*", "peak_memory", 0.02, float(1 << 20), "B"),
     Rule("*", "energy*", 0.05, 1e-3, "J"),
     Rule("*", RELATIVE_LOSS, 2 * LOSS_BAND, 0.0),  # beyond what a history may show, which must be able to see it
+    *(Rule("*", name, 0.0, 0.0) for name in COUNTS),  # exact: one more is more
     Rule("*", "*", 0.05, 0.0),
 )
 

@@ -1,16 +1,14 @@
 """Changes in the trends of a history: where figures stepped up or down from one commit to another, and stayed there.
 
 Steps are looked for among figures of one version that were measured under the same conditions, and of whole
-measurements. Commits in between that have no such figure lie in a step's range like any other.
-
-An ack that covers a change keeps it from alarming; one that goes further alarms again.
+measurements. Commits in between that have no such figure lie in a step's range like any other. What is counted is
+held against the last count: each other one is a step, and no chance.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import secrets
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +18,7 @@ from enum import StrEnum
 import numpy as np
 
 from fp8bench import units
-from fp8bench.analysis.metric import MEAN, RELATIVE_MEAN, TIME, least_change, unit_of_series
+from fp8bench.analysis.metric import COUNTS, MEAN, RELATIVE_MEAN, TIME, least_change, unit_of_series
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.steps.change_points import LEAST_VALUES, Step, steps_of_many
 from fp8bench.analysis.steps.levels import Counts
@@ -28,6 +26,7 @@ from fp8bench.analysis.verdicts import UNEVEN
 from fp8bench.model import RELATIVE, Ack, Comparison, Conditions, Direction, Evidence, Figure, Label, Trend
 
 TOO_FEW = f"fewer than {LEAST_VALUES} commits measured under the same conditions, which is too few for a step to show"
+TOO_FEW_COUNTS = "fewer than 2 commits counted under the same conditions, which is too few for a step to show"
 BELOW_ZERO = "values below 0, between which no ratio says anything"
 # Among other values 0 counts as so much of the least one.
 _NOTHING = 0.5
@@ -39,13 +38,13 @@ Look = Callable[[Sequence[Floats]], list[tuple[Step, ...]]]
 
 
 class State(StrEnum):
-    """What became of a change since. Only an OPEN one that is worse alarms."""
+    """What became of a change since. Only an OPEN one alarms, if it is worse, or one of what is counted."""
 
     OPEN = "open"
     ACKNOWLEDGED = "acknowledged"
     # The mean over all calls stepped the other way between the same commits.
     CONTRADICTED = "contradicted"
-    # A later step took it back, half of it at least.
+    # A later step took it back, half of it at least; of what is counted also one that went back itself.
     REVERTED = "reverted"
     # The work or the method has changed since: what is measured now does not compare.
     OLD_VERSION = "old version"
@@ -77,9 +76,14 @@ class Change:
         return self.comparison.direction is Direction.WORSE
 
     @property
+    def is_counted(self) -> bool:
+        """Whether it is of what is counted: the step that is measured is another one than before, more or less."""
+        return self.trend.series.metric in COUNTS
+
+    @property
     def alarms(self) -> bool:
         """Whether somebody should look at it."""
-        return self.is_worse and self.state is State.OPEN
+        return (self.is_worse or self.is_counted) and self.state is State.OPEN
 
     @property
     def size(self) -> float:
@@ -89,20 +93,28 @@ class Change:
 
 @dataclass(frozen=True)
 class Found:
-    """All changes, the worst first; how many trends were looked at, and how many were not, and why."""
+    """All changes, the worst first; how many trends were looked at, and how many were not, and why. `counted` are
+    those of what is counted, beside them: chance has no part in these."""
 
     changes: tuple[Change, ...]
     looked_at: int
     left: Counter[str]
+    counted: int = 0
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Figures of a trend that compare: their places in it, and their values. `read` gives the trend."""
+    """Figures of a trend that compare: their places in it, and their values. `read` gives the trend; `counted` says
+    that they are exact."""
 
     read: Callable[[], Trend]
     places: Counts
     values: Floats
+    counted: bool = False
+
+    @property
+    def is_long_enough(self) -> bool:
+        return len(self.values) >= (2 if self.counted else LEAST_VALUES)
 
 
 def find_changes(trends: Iterable[Trend]) -> Found:
@@ -114,17 +126,30 @@ def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
     """The changes of trends by their stretches. `look` finds steps; only trends that have some are read."""
     left: Counter[str] = Counter()
     chosen: list[Stretch] = []
-    looked_at = 0
+    looked_at = [0, 0]
     for of_trend in stretches:
-        compared = [one for one in of_trend if len(one.values) >= LEAST_VALUES]
+        compared = [one for one in of_trend if one.is_long_enough]
         sound = [one for one in compared if one.values.min() >= 0]
         chosen += sound
-        looked_at += bool(sound)
+        counted = any(one.counted for one in of_trend)
+        looked_at[counted] += bool(sound)
         if not sound:
-            left[BELOW_ZERO if compared else TOO_FEW] += 1
-    steps = look([_above_zero(one.values) for one in chosen])
-    found = [change for stretch, of_it in zip(chosen, steps, strict=True) for change in _changes(stretch, of_it)]
-    return Found(tuple(sorted(_held_against_means(found), key=worst_first)), looked_at, left)
+            left[BELOW_ZERO if compared else TOO_FEW_COUNTS if counted else TOO_FEW] += 1
+    timed, exact = ([one for one in chosen if one.counted is counted] for counted in (False, True))
+    steps = (
+        *look([_above_zero(one.values) for one in timed]),
+        *(_exact_steps(_above_zero(one.values)) for one in exact),
+    )
+    found = [
+        change for stretch, some in zip((*timed, *exact), steps, strict=True) for change in _changes(stretch, some)
+    ]
+    return Found(tuple(sorted(_held_against_means(found), key=worst_first)), looked_at[0], left, looked_at[1])
+
+
+def _exact_steps(values: Floats) -> tuple[Step, ...]:
+    """Wherever a value differs from the one before."""
+    at = (np.flatnonzero(np.diff(values)) + 1).tolist()
+    return tuple(Step(one, one - 1, one, float(values[one - 1]), float(values[one]), 0.0, 0.0) for one in at)
 
 
 def _held_against_means(found: Sequence[Change]) -> Iterator[Change]:
@@ -181,7 +206,10 @@ def _stretches(trend: Trend) -> list[Stretch]:
     for place, figure in enumerate(trend.figures):
         if (value := _counted(figure)) is not None:
             alike.setdefault((figure.version, figure.under), {})[place] = value
-    return [Stretch(lambda: trend, np.array([*found]), np.array([*found.values()])) for found in alike.values()]
+    counted = trend.series.metric in COUNTS
+    return [
+        Stretch(lambda: trend, np.array([*found]), np.array([*found.values()]), counted) for found in alike.values()
+    ]
 
 
 def _counted(figure: Figure) -> float | None:
@@ -200,17 +228,21 @@ def _above_zero(values: Floats) -> Floats:
 def _changes(stretch: Stretch, steps: Sequence[Step]) -> Iterator[Change]:
     if not steps:
         return
-    ends = [0, *(step.at for step in steps), len(stretch.values)]
+    levels = _levels(stretch.values, steps)
     band = math.log1p(least_change(stretch.read().series.metric))
     for number, step in enumerate(steps):
         if abs(math.log(step.after / step.before)) < band:
             continue
-        before, after = step.before, step.after
-        if stretch.values.min() <= 0:
-            values = stretch.values.tolist()
-            before, after = (statistics.median(values[slice(*ends[n : n + 2])]) for n in (number, number + 1))
-        change = _change(stretch, step, before, after)
-        yield replace(change, state=_state(change, [later.after for later in steps[number + 1 :]]))
+        change = _change(stretch, step, levels[number], levels[number + 1])
+        yield replace(change, state=_state(change, levels[:number], levels[number + 2 :]))
+
+
+def _levels(values: Floats, steps: Sequence[Step]) -> list[float]:
+    """That before the first step, and that after each."""
+    if values.min() > 0:
+        return [steps[0].before, *(step.after for step in steps)]
+    pieces = np.split(values, [step.at for step in steps])
+    return [statistics.median(piece.tolist()) for piece in pieces]
 
 
 def _change(stretch: Stretch, step: Step, before: float, after: float) -> Change:
@@ -220,10 +252,11 @@ def _change(stretch: Stretch, step: Step, before: float, after: float) -> Change
     inside = range(low + 1, high + 1)
     figures = trend.figures
     direction = Direction.WORSE if step.after > step.before else Direction.BETTER
+    ratio = replace(step.ratio, level=1.0) if stretch.counted else step.ratio
     comparison = Comparison(
         case_of(trend), trend.series.workload, trend.series.metric, unit_of_series(trend.series), direction,
         Evidence.HISTORY,
-        before, after, step.ratio if before > 0 and after > 0 else None, step.p_value,
+        before, after, ratio if before > 0 and after > 0 else None, None if stretch.counted else step.p_value,
         why="" if before > 0 and after > 0 else "from or to nothing: no ratio says it",
         since=figures[low].commit, until=figures[high].commit,
     )  # fmt: skip
@@ -243,14 +276,16 @@ def case_of(trend: Trend) -> str:
     return f"{trend.series.workload}[{inside}]@{trend.machine['machine']}/{precision}"
 
 
-def _state(change: Change, later: Sequence[float]) -> State:
-    """Whether a change still holds: it does not where a later level lies nearer to the one before it."""
+def _state(change: Change, earlier: Sequence[float], later: Sequence[float]) -> State:
+    """Whether a change still holds: it does not where a later level lies nearer to the one before it. What went up,
+    and is counted as before again, holds neither."""
     if change.version != change.trend.series.version:
         return State.OLD_VERSION
     before, after = change.comparison.before, change.comparison.after
     assert before is not None and after is not None
     middle = math.sqrt(before * after) or (before + after) / 2
     back = any(level < middle if change.is_worse else level > middle for level in later)
+    back = back or (change.is_counted and not change.is_worse and after in earlier)
     return State.REVERTED if back else State.OPEN
 
 
@@ -259,54 +294,3 @@ def worst_first(change: Change) -> tuple[object, ...]:
     states = list(State)
     size = change.size if math.isinf(change.size) else round(change.size, 2)
     return states.index(change.state), not change.is_worse, -size
-
-
-# A level may turn out to be so much further off than it looked when it was acknowledged, or so many standard errors.
-_FURTHER = 0.02
-_ERRORS = 3.0
-# Nothing at all is less than any figure.
-_LEAST = 1e-300
-
-
-def acknowledged(found: Found, acks: Sequence[Ack]) -> Found:
-    """The same with the acks that cover open changes."""
-    changes = []
-    for change in found.changes:
-        ack = next((one for one in reversed(acks) if covers(one, change)), None) if change.state is State.OPEN else None
-        changes.append(change if ack is None else replace(change, state=State.ACKNOWLEDGED, ack=ack))
-    return replace(found, changes=tuple(sorted(changes, key=worst_first)))
-
-
-def ack_of(change: Change, when: str, because: str) -> Ack:
-    """A new ack that covers a change."""
-    trend, one = change.trend, change.comparison
-    assert one.before is not None and one.after is not None
-    return Ack(
-        secrets.token_hex(4), trend.series.name, trend.cell, str(trend.machine["machine"]), trend.python,
-        change.version, one.direction, one.since, one.until, one.before, one.after, when, because,
-    )  # fmt: skip
-
-
-def covers(ack: Ack, change: Change) -> bool:
-    """Whether an ack is of that change: the same trend, ranges that overlap, and a level that is not further off."""
-    trend, comparison = change.trend, change.comparison
-    assert comparison.before is not None and comparison.after is not None
-    here = (
-        trend.series.name, trend.cell, trend.machine["machine"], trend.python, change.version, comparison.direction,
-    )  # fmt: skip
-    if (ack.series, ack.cell, ack.machine, ack.python, ack.version, ack.direction) != here:
-        return False
-    sign = 1 if change.is_worse else -1
-    if sign * (_log(comparison.after) - _log(ack.after)) > max(_FURTHER, _ERRORS * change.error):
-        return False
-    if sign * (_log(comparison.before) - (_log(ack.before) + _log(ack.after)) / 2) > 0:
-        return False  # it begins where the other one ended
-    places = {figure.commit: place for place, figure in enumerate(trend.figures)}
-    ends = [places.get(commit) for commit in (ack.since, ack.until)]
-    low, high = places[comparison.since], places[comparison.until]
-    since, until = (end if end is not None else other for end, other in zip(ends, (low, high), strict=True))
-    return ends != [None, None] and max(since, low) < min(until, high)
-
-
-def _log(level: float) -> float:
-    return math.log(max(level, _LEAST))

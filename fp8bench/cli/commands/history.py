@@ -65,7 +65,7 @@ def _add_reading(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _add_changes(command: Callable[..., argparse.ArgumentParser]) -> None:
-    codes = "Exit codes: 0 none that is open is worse, 1 one is, 2 wrong usage."
+    codes = "Exit codes: 0 no open change is worse and no count changed, 1 one is or has, 2 wrong usage."
     regressions = command("regressions", "where series stepped up or down, and stayed there", codes)
     words = "also what was acknowledged, taken back by a later change, or measured with another version"
     regressions.add_argument("--all", action="store_true", help=words)
@@ -176,7 +176,7 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
 
 
 def _regressions(arguments: argparse.Namespace, store: Path) -> int:
-    """Tell the open changes; the exit code says whether one of them is worse."""
+    """Tell the open changes; the exit code says whether one of them alarms."""
     from fp8bench.jobs.history import all_changes, opened
     from fp8bench.report.terminal.changes import changes_json, page_of
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fp8bench.analysis.gate.judging import Key, SecondLook, key_of
 from fp8bench.analysis.gate.power import Newest
-from fp8bench.analysis.metric import PER, RATIOS, unit_of_series
+from fp8bench.analysis.metric import COUNTS, PER, RATIOS, unit_of_series
 from fp8bench.analysis.steps.change_points import newest_levels
 from fp8bench.analysis.steps.changes import Change, Found, State, case_of
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
@@ -56,7 +56,7 @@ def of_history(path: Path, observer: JobObserver) -> Source:
     series = tuple(_newest_of_series(history, newest))
     found = all_changes(history, store, observer)
     failures = tuple(_failures(newest, store))
-    if not found.looked_at and not failures:
+    if not found.looked_at and not failures and not any(one.alarms for one in found.changes):
         why = "; ".join(f"{count} series: {words}" for words, count in found.left.items()) or "there is no series"
         problem = f"there is nothing to compare with: {why}."
         return Source(title, problem=problem, code=EXIT_BASELINE, newest=series)
@@ -130,7 +130,8 @@ def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
 
 
 def _lines_of(history: History, newest: Run) -> list[Line]:
-    """Where the newest run was made, those that it has gone on with; all, where it is in no history itself."""
+    """Where the newest run was made, those that it has gone on with; all, where it is in no history itself. Of what
+    is counted any change is seen, and nobody asks how small a one."""
     place, commit = from_facts(newest.environment.facts), newest.environment.get("commit")
     mine: dict[tuple[object, str], bool] = {}
     lines = []
@@ -138,7 +139,7 @@ def _lines_of(history: History, newest: Run) -> list[Line]:
         where = (line.trend.machine.get("machine"), line.trend.python)
         if where not in mine:
             mine[where] = place is None or history.is_of(line.trend, place)
-        if mine[where] and line.trend.series.metric not in _DERIVED:
+        if mine[where] and line.trend.series.metric not in _DERIVED and line.trend.series.metric not in COUNTS:
             lines.append(line)
     return [line for line in lines if history.lines.ending(line).last.commit == commit] or lines
 

@@ -17,6 +17,7 @@ from fp8bench.report.panels import together
 from fp8bench.report.terminal.history import count_of, value, where
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.comparisons import signed
+from fp8bench.report.words.naming import listed
 
 _COLUMNS = (
     Column("commits", shared=True), Column("series"), Column("before", number=True), Column("after", number=True),
@@ -27,6 +28,9 @@ _RANGE = "after, up to: the step lies after the one commit, and not after the ot
 _WORTH = (
     "these figures were measured at different times: before you blame a commit, measure it and the one before it "
     "again, or duel them"
+)
+_COUNTED = (
+    "FLOPs, bytes and launches are counted, not timed: any change alarms, more or less, for the step is another one"
 )
 _CONTRADICTED = "contradicted: the mean over all calls stepped the other way, so that the fastest calls say nothing"
 _REVERTED = "reverted: a later step took at least half of it back"
@@ -58,8 +62,12 @@ def _what_to_do(change: Change, options: str) -> Iterator[Element]:
     name, one = shlex.quote(change.trend.name), change.comparison
     yield Text("the first of them, commit by commit")
     yield Code(f"fp8bench history show {name}{options}")
-    yield Text(f"{one.until[:8]}, when it is checked out, against {one.since[:8]}, in the same rounds")
-    yield Code(f"fp8bench duel suite {one.suite} --against {one.since[:8]}{options}")
+    if change.is_counted:
+        yield Text("all figures of both commits, with the operators that changed")
+        yield Code(f"fp8bench compare {one.since[:8]} {one.until[:8]}{options}")
+    else:
+        yield Text(f"{one.until[:8]}, when it is checked out, against {one.since[:8]}, in the same rounds")
+        yield Code(f"fp8bench duel suite {one.suite} --against {one.since[:8]}{options}")
     yield Text("it is known, and stays")
     yield Code(f"fp8bench history ack {name}{options}")
 
@@ -68,7 +76,8 @@ def changes_json(found: Found) -> str:
     """All changes with their states, on one line."""
     changes = [_plain(change) for change in found.changes]
     return json_line({
-        "schema": SCHEMA, "looked_at": found.looked_at, "left": dict(found.left), "changes": changes,
+        "schema": SCHEMA, "looked_at": found.looked_at, "counted": found.counted, "left": dict(found.left),
+        "changes": changes,
     })  # fmt: skip
 
 
@@ -85,19 +94,27 @@ def _plain(change: Change) -> dict[str, object]:
 def _counted(found: Found) -> str:
     """'2 regressions and 1 improvement in 40 series'."""
     still = [change for change in found.changes if change.state is State.OPEN]
-    worse = sum(change.is_worse for change in still)
+    worse, fewer = sum(change.is_worse for change in still), sum(_is_fewer(change) for change in still)
     known = sum(change.state is State.ACKNOWLEDGED for change in found.changes)
-    parts = [count_of(worse, "regression"), count_of(len(still) - worse, "improvement")]
+    parts = [count_of(worse, "regression"), *([count_of(fewer, "count") + " that went down"] if fewer else [])]
+    parts.append(count_of(len(still) - worse - fewer, "improvement"))
     also = f"; {count_of(known, 'change')} acknowledged" if known else ""
-    if not found.looked_at:
+    series = found.looked_at + found.counted
+    if not series:
         return "no series was long enough to look for changes"
-    return f"{' and '.join(parts)} in {count_of(found.looked_at, 'series', 'series')}{also}"
+    return f"{listed(parts)} in {count_of(series, 'series', 'series')}{also}"
+
+
+def _is_fewer(change: Change) -> bool:
+    """What is counted, and became less: better perhaps, or not the same work any more."""
+    return change.is_counted and not change.is_worse
 
 
 def _sections(found: Found, everything: bool) -> Iterator[tuple[str, list[Change]]]:
     still = [change for change in found.changes if change.state is State.OPEN]
     yield "regressions", [change for change in still if change.is_worse]
-    yield "improvements", [change for change in still if not change.is_worse]
+    yield "counts that went down", [change for change in still if _is_fewer(change)]
+    yield "improvements", [change for change in still if not change.is_worse and not _is_fewer(change)]
     for state in State:
         if state is State.CONTRADICTED or (everything and state is not State.OPEN):
             yield state.value, [change for change in found.changes if change.state is state]
@@ -132,6 +149,8 @@ def _row(change: Change) -> tuple[Field, ...]:
 
 def _notes(change: Change) -> Iterator[str]:
     """What else one should know of a change."""
+    if change.is_counted and change.comparison.why:
+        yield change.comparison.why
     if Label.UNEVEN in change.comparison.labels:
         yield f"{Label.UNEVEN}: {change.comparison.why}"
     if not change.current:
@@ -148,13 +167,15 @@ def _legend(found: Found, everything: bool) -> list[str]:
     by_chance = round(found.looked_at * BY_CHANCE)
     among = f"; of {found.looked_at} flat series about {by_chance} would show one" if by_chance else ""
     words = [_RATIO, f"chance: that a flat series shows such a step or a clearer one{among}", _RANGE]
-    words += [_WORTH] if any(change.alarms for change in found.changes) else []
+    alarming = [change for change in found.changes if change.alarms]
+    words += [_WORTH] if any(not change.is_counted for change in alarming) else []
+    words += [_COUNTED] if any(change.is_counted for change in alarming) else []
     words += [_CONTRADICTED] if State.CONTRADICTED in states else []
     words += [_REVERTED] if everything and State.REVERTED in states else []
     words += [_OLD] if everything and State.OLD_VERSION in states else []
     return words
 
 
-def listed(changes: Sequence[Change]) -> str:
+def to_choose_from(changes: Sequence[Change]) -> str:
     """Changes by their series and last commits, for a sentence that asks to choose."""
     return "".join(f"\n  {change.trend.name} --until {change.comparison.until[:8]}" for change in changes)

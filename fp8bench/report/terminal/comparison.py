@@ -8,8 +8,7 @@ from fp8bench import units
 from fp8bench.analysis.compare.compare import Compared
 from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM
 from fp8bench.analysis.compare.sides import Side
-from fp8bench.analysis.metric import BAND
-from fp8bench.analysis.tapes import COUNTS
+from fp8bench.analysis.metric import BAND, COUNTS
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
 from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
@@ -29,7 +28,6 @@ from fp8bench.report.words.run_facts import many
 
 _MOST_CASES = 20
 # Of these the operators are named.
-_BY_TAPE = frozenset(name for name, _ in COUNTS)
 _HOW_CHANGE = (
     "change: from A to B, of the figure itself; less is better everywhere; [low, high]: "
     f"{units.percent(FINAL_LEVEL, 0)} interval, with the spread between runs in it"
@@ -117,5 +115,5 @@ def _fields(one: Comparison, shared: Iterable[str]) -> tuple[Field, ...]:
     return (
         Field(setting), Field(f"{mode} {one.metric}"), Field(value(one, one.before)), Field(value(one, one.after)),
         Field(signed(one.ratio)), Field(direction(one), tone=tone),
-        Field(one.why if one.direction is Direction.NONE or one.metric in _BY_TAPE else ""), Field(own or units.NONE),
+        Field(one.why if one.direction is Direction.NONE or one.metric in COUNTS else ""), Field(own or units.NONE),
     )  # fmt: skip

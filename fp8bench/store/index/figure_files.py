@@ -28,7 +28,7 @@ from fp8bench.store.interpreters import Renamings
 from fp8bench.store.series import fingerprint
 
 # Raised when the same runs would come to other figures, or be written down in another way.
-VERSION = 6
+VERSION = 7
 _SUFFIX = ".figures"
 _SAFE = re.compile(r"[0-9A-Za-z]{1,64}")
 _MAGIC = b"fp8bench figures"

@@ -10,15 +10,14 @@ import pytest
 
 from fp8bench.analysis.gate.judging import exceeds
 from fp8bench.analysis.gate.thresholds import threshold_of
+from fp8bench.analysis.steps.acknowledged import ack_of, acknowledged, covers
 from fp8bench.analysis.steps.changes import (
     BELOW_ZERO,
     TOO_FEW,
+    TOO_FEW_COUNTS,
     Change,
     Found,
     State,
-    ack_of,
-    acknowledged,
-    covers,
     find_changes,
 )
 from fp8bench.cli.thresholds_file import read_rules
@@ -306,3 +305,56 @@ def test_nothing_at_all_is_flat() -> None:
     """As exact errors are."""
     found = find_changes([trend(*(figure(number, 0.0) for number in range(20)))])
     assert not found.changes and found.looked_at == 1
+
+
+LAUNCHES = replace(SERIES, name="gemm.Gemm.track_launches", metric="launches", unit="count")
+
+
+def counts(*values: float) -> Found:
+    """The changes of launches, one count a commit."""
+    return find_changes([trend(*(figure(number, value) for number, value in enumerate(values)), series=LAUNCHES)])
+
+
+def test_a_count_that_differs_from_the_last_is_a_step_and_no_chance() -> None:
+    """One launch more in a million, at the second commit; an ack holds for that count alone."""
+    found = counts(1_000_000, 1_000_001)
+    change, one = only(found), only(found).comparison
+    assert change.alarms and change.is_worse and (one.before, one.after) == (1_000_000, 1_000_001)
+    assert (one.since, one.until, change.first) == (commit(0), commit(1), commit(1))
+    assert one.p_value is None and one.ratio is not None and one.ratio.low == one.ratio.high and one.ratio.level == 1
+    assert (found.looked_at, found.counted) == (0, 1) and exceeds(one, threshold_of(one))
+    assert value(one, one.after) == "1,000,001"
+    known = ack_of(change, "2026-01-05", "")
+    assert covers(known, change) and only(acknowledged(found, [known])).state is State.ACKNOWLEDGED
+    assert not covers(known, only(counts(1_000_000, 1_000_002)))
+    assert counts(7).left == {TOO_FEW_COUNTS: 1} and not counts(7, 7, 7).changes
+
+
+@pytest.mark.parametrize(
+    ("values", "states"),
+    [
+        ((9, 6, 6), [(False, State.OPEN)]),  # fewer launches are another step, too
+        ((0, 6), [(True, State.OPEN)]),
+        ((6, 0), [(False, State.OPEN)]),
+        ((6, 9, 6), [(True, State.REVERTED), (False, State.REVERTED)]),
+        ((0, 9, 0), [(True, State.REVERTED), (False, State.REVERTED)]),
+        # Fused, and fallen apart again.
+        ((9, 6, 9), [(True, State.OPEN), (False, State.REVERTED)]),
+        ((9, 6, 9, 6), [(True, State.REVERTED), (False, State.REVERTED), (False, State.REVERTED)]),
+    ],
+)
+def test_counts_that_went_up_alarm_until_they_are_as_before(
+    values: tuple[float, ...], states: list[tuple[bool, State]]
+) -> None:
+    """And those that went down, unless they only went back."""
+    found = counts(*values)
+    assert sorted((change.is_worse, change.state.value) for change in found.changes) == sorted(
+        (worse, state.value) for worse, state in states
+    )
+    assert all(change.alarms is (change.state is State.OPEN) for change in found.changes)
+
+
+def test_counts_that_went_down_are_told_apart() -> None:
+    """They are no improvement that nobody has to look at."""
+    text = render(page_of(counts(9, 6), "here"), 100)
+    assert "1 count that went down" in text and "counts that went down" in text and "any change alarms" in text
