@@ -145,3 +145,10 @@ class WorkerFault(WorkerError):
         self.kind = kind
         self.trace = trace
         self.out_of_memory = out_of_memory
+
+
+def as_usage(fault: WorkerFault) -> Fp8benchError:
+    """What a worker refused, as here: any other fault stays one."""
+    if fault.kind not in ("ImportFailed", "UsageError", "UnknownName"):
+        return fault
+    return UsageError(str(fault).removeprefix(f"{fault.kind}: "))

@@ -19,7 +19,7 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.analysis.verdicts import decided
 from fp8bench.analysis.winners import fastest
-from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError
+from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
 from fp8bench.files import check_folder
 from fp8bench.measure.capacity import CapacityRule
 from fp8bench.measure.ceilings import SECONDS as CEILING_SECONDS
@@ -244,6 +244,7 @@ def _opened(
     """The run with its header, before anything is measured but the cost of looking."""
     facts = worker.probe()
     plan = make_plan(request, facts, corpus.identity if corpus else None, compares)
+    _examine(plan, facts, worker, Limits(request.case_timeout))
     used = {planned.case.device for group in plan for planned in group.cases if planned.runs}
     environment = gather(worker.software(), __version__, request.threads, request.imports, folder=folder)
     for one in facts:
@@ -259,6 +260,22 @@ def _opened(
         devices=facts,
         overheads=tuple((one.key, worker.within(START_SECONDS).overheads(one)) for one in facts if one.key in used),
     )
+
+
+def _examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Limits) -> None:
+    """Raise for cases of which only the worker can tell that they cannot be, before anything is kept."""
+    devices = {one.key: one for one in facts}
+    for planned in (one for group in plan for one in group.cases if one.runs):
+        if workloads.get(planned.case.workload).examined:
+            try:
+                worker.within(limits.numbers(planned.work)).examine(planned.case, devices[planned.case.device])
+            except WorkerFault as fault:
+                if fault.out_of_memory:
+                    raise UsageError(
+                        f"{planned.case.id} cannot be measured: memory does not suffice for it and a copy ({fault}). "
+                        "Choose a smaller one."
+                    ) from None
+                raise as_usage(fault) from None
 
 
 def now() -> str:

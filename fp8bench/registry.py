@@ -1,6 +1,7 @@
 """Names to leaves. A leaf registers itself with a decorator; a registry finds leaves by walking a package.
 
-This is the one place that imports leaves. Names starting with an underscore are left out of lists.
+This is the one place that imports leaves. Names starting with an underscore are left out of lists, and so are leaves
+that say so themselves (`listed`).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Registry(Generic[T]):
     def names(self, hidden: bool = False) -> list[str]:
         """Names without aliases."""
         self._walk()
-        return [name for name in self._leaves if hidden or not name.startswith("_")]
+        return [name for name, leaf in self._leaves.items() if hidden or _is_listed(name, leaf)]
 
     def names_in(self, module: str) -> list[str]:
         """The names that one module registered, hidden ones left out."""
@@ -182,6 +183,10 @@ class PrecisionRegistry(Registry[Precision]):
 def _options(leaf: type[Precision]) -> str:
     words = ", ".join(one.name for one in leaf.options)
     return f"{leaf.name} takes {words}." if words else f"{leaf.name} takes no options."
+
+
+def _is_listed(name: str, leaf: type) -> bool:
+    return not name.startswith("_") and getattr(leaf, "listed", True)
 
 
 def _address(leaf: type) -> str:

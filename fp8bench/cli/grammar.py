@@ -16,14 +16,17 @@ from fp8bench import __version__
 from fp8bench.cli import option_types as types
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Request
+from fp8bench.model.request import ENERGY_OF, STEP_ENERGY
 from fp8bench.model.request import REQUEST_RULES as RULES
 from fp8bench.plan.asked_suites import files_of
+from fp8bench.registry import AUTO, backends
 
 DEFAULT_STORE = ".fp8bench"
 DEFAULT_PROJECT = "fp8bench"
 # Every command, and what it is for. Each is a module of cli/commands with add(parser) and run(arguments).
 COMMANDS = {
     "suite": "measure a suite",
+    "profile": "measure a model of your own, as it came and in low precision",
     "config": "write a file of options for suite --config",
     "list": "what there is to choose from",
     "doctor": "what this machine can do, and what not and why",
@@ -58,6 +61,9 @@ _SHARED: dict[str, dict[str, Any]] = {
         "type": types.words, "default": (), "metavar": "A,B",
         "help": "cpu, cuda, cuda:1; default the first GPU, else cpu",
     },
+    "--reference": {
+        "metavar": "DTYPE", "help": "what the others are compared with; default the highest precision",
+    },
     "--set": {
         "dest": "axes", "action": "append", "default": [], "type": types.axis, "metavar": "AXIS=A,B",
         "help": "values of an axis; `fp8bench list NAME` names the axes of a suite",
@@ -80,6 +86,26 @@ _SHARED: dict[str, dict[str, Any]] = {
         "type": types.number(RULES["case_timeout"]), "metavar": "SECONDS",
         "help": "the most that preparing a case or one slot of it may take; default 60 or far more than its work needs",
     },
+    "--trace": {
+        "type": types.path, "metavar": "DIR",
+        "help": "also record a few steps of each case there, untimed: traces for Perfetto and TensorBoard's profiler",
+    },
+    "--no-energy": {
+        "dest": "energy", "action": "store_false",
+        "help": "measure no energy; else it is where a device can tell it, in windows of a second or more a case",
+    },
+    "--energy": {
+        "dest": "energy_of", "choices": ENERGY_OF, "default": STEP_ENERGY, "metavar": "OF",
+        "help": "phases: also measure the joules of each phase of a step, in windows in which it is done by itself",
+    },
+    "--sustained": {
+        "type": types.number(RULES["sustained"]), "metavar": "SECONDS",
+        "help": "also run each case for so many seconds at a time, once it has settled: the time that it sustains",
+    },
+    "--tape": {
+        "action": "store_true",
+        "help": "count the operators of a step, their FLOPs and bytes, also with --quick; else this is always done",
+    },
     "--no-isolation": {
         "dest": "isolation", "action": "store_false", "help": "measure in this process, without a worker",
     },
@@ -98,6 +124,10 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--csv-wide": {
         "action": "store_true", "help": "CSV with one row a case and a column a figure, instead of tidy rows",
     },
+    "--no-report": {
+        "dest": "report", "action": "store_false",
+        "help": "write no report; `fp8bench report RUN` does it later",
+    },
     "--open": {"action": "store_true", "help": "show the report in the browser"},
     "--tensorboard": {
         "type": types.path, "metavar": "DIR",
@@ -114,6 +144,15 @@ def shared(group: argparse._ActionsContainer, *options: str, **other: str) -> No
     """Options that several commands have. `other` is what a command says differently: its help, say."""
     for option in options:
         group.add_argument(option, **{**_SHARED[option], **other})
+
+
+def backend_option(group: argparse._ActionsContainer) -> None:
+    """Who multiplies, by the names that there are."""
+    words = (
+        f"who multiplies in low precision: {', '.join((AUTO, *backends.names()))} (default {AUTO}: torch where it can, "
+        "else emulated); a dtype may say so itself: fp8:backend=torchao"
+    )
+    group.add_argument("--backend", default=AUTO, metavar="NAME", help=words)
 
 
 def command_module(name: str) -> ModuleType:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.audit.bench import MODULE
-from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerHung
+from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerHung, as_usage
 from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker
@@ -21,7 +21,6 @@ from fp8bench.registry import precisions
 _LIMIT = 600.0
 # Formats whose codes are a dtype of torch's, or two of them a byte.
 _IN_TORCH = {E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ}
-_OWN_MISTAKES = ("ImportFailed", "UsageError", "UnknownName")
 
 
 def audit(
@@ -37,9 +36,7 @@ def audit(
         try:
             declared = worker.within(START_SECONDS).declared(target)  # type: ignore[attr-defined]
         except WorkerFault as fault:
-            if fault.kind not in _OWN_MISTAKES:
-                raise
-            raise UsageError(str(fault).removeprefix(f"{fault.kind}: ")) from None
+            raise as_usage(fault) from None
         signature = signature or declared
         if signature is None:
             raise UsageError(

@@ -46,7 +46,7 @@ def _suites(word: str) -> Sequence[str]:
                 "--import and name a suite."
             )
         return names
-    if word not in workloads.names():
+    if word not in workloads.names(hidden=True) or word.startswith("_"):
         if "/" in word:
             raise UsageError(f"the suite {word!r} is a path. Give a name, or a file that ends in .py.")
         raise UnknownName("suite", word, [*workloads.names(), ALL])

@@ -178,7 +178,11 @@ def _parts(request: Request, facts: Sequence[DeviceFacts], compares: bool = True
     # The layers of all cases of a suite; none is asked for where there is no map.
     mapped = facts if request.precision_map else ()
     layers = [
-        layers_of(workload, [params for one in mapped for params in _parameters(request, workload, one, None)])
+        layers_of(
+            workload,
+            [params for one in mapped for params in _parameters(request, workload, one, None)],
+            request.precision_map,
+        )
         for workload in chosen
     ]
     check_keys(request.precision_map, [layer for found in layers for layer in found], f"suite {request.suite}")

@@ -17,11 +17,17 @@ PrecisionMap = tuple[tuple[str, str], ...]
 _SHOWN = 4
 
 
-def layers_of(workload: Workload, settings: Iterable[Params]) -> list[Layer]:
-    """The layers of all cases of a suite, each once."""
+def layers_of(workload: Workload, settings: Iterable[Params], precision_map: PrecisionMap = ()) -> list[Layer]:
+    """The layers of all cases of a suite, each once; those that its keys name where only a worker knows them."""
     with answering(workload):
-        found = [sound_layers(workload, workload.layers(dict(params))) for params in settings]
+        found = [_layers(workload, dict(params), [key for key, _ in precision_map]) for params in settings]
     return list(dict.fromkeys(layer for layers in found for layer in layers))
+
+
+def _layers(workload: Workload, params: Mapping[str, Scalar], keys: Iterable[str]) -> tuple[Layer, ...]:
+    if workload.examined:
+        return tuple(Layer(key, key) for key in keys)
+    return sound_layers(workload, workload.layers(params))
 
 
 def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], of: str) -> None:
@@ -64,8 +70,8 @@ def mapped_support(
     workload: Workload, params: Mapping[str, Scalar], facts: DeviceFacts, layers: PrecisionMap
 ) -> Iterator[Support]:
     """How a device does the layers that a map names, key by key; a key may name none in this case."""
-    own = sound_layers(workload, workload.layers(params)) if layers else ()
     keys = [key for key, _ in layers]
+    own = _layers(workload, params, keys) if layers else ()
     for key, word in layers:
         if key not in keys_of(own):
             kinds = " and ".join(dict.fromkeys(layer.kind for layer in own)) or "none that a map could name"

@@ -31,8 +31,10 @@ class Precision(ABC):
     multiplies the loss of a training step, for formats whose gradients would underflow. `carried_by` names the
     precision in which values travel between products, where it is not this one: all that is no product runs in it.
     `takes_backend` says that others than torch may multiply in it; `backend` is who was chosen to, None is whoever can.
+    One that is not `listed` is of one workload alone.
     """
 
+    listed: ClassVar[bool] = True
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
     summary: ClassVar[str]

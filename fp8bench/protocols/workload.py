@@ -105,7 +105,9 @@ class Workload(ABC):
     varies, which says how much a step takes in at once; '' if there is none. `may_diverge` says that numbers of the
     state may become infinite or NaN: the case is then labelled, and fails otherwise. `linear_layers` says that all its
     products in low precision are those of linear layers, which a backend may make its own. `loads` says what `load`
-    brings. `error`, `statistics` and `check` run apart from any timing.
+    brings. `error`, `statistics` and `check` run apart from any timing. One that is not `listed` has a command of its
+    own. `examined` says that which cases there can be, and which layers, only a worker knows: it is asked beforehand
+    (`examine`), and a plan takes the keys of a precision map as they are.
     """
 
     name: ClassVar[str]
@@ -120,6 +122,8 @@ class Workload(ABC):
     may_diverge: ClassVar[bool] = False
     linear_layers: ClassVar[bool] = False
     loads: ClassVar[str] = ""
+    listed: ClassVar[bool] = True
+    examined: ClassVar[bool] = False
 
     @abstractmethod
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
@@ -165,6 +169,9 @@ class Workload(ABC):
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
         """The layers that a precision map may name; by default one of each kind."""
         return tuple(Layer(kind, kind) for kind in self.layer_kinds)
+
+    def examine(self, setup: Setup) -> None:
+        """Raise UsageError for a case that cannot be; asked in a worker before anything is kept, where `examined`."""
 
     def arithmetics(self, setup: Setup) -> Callable[[str], Arithmetic]:
         """What gives each layer its arithmetic, by its name."""

@@ -7,71 +7,48 @@ torch imported.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from fp8bench.model import (
     Case,
     Ceilings,
     DeviceFacts,
     LayerScale,
-    MemoryUse,
-    OperatorTime,
     Overheads,
-    Products,
     Rotation,
     Scalar,
-    StepEffect,
-    Tape,
-    TensorStatistics,
-)
+)  # fmt: skip
 from fp8bench.model.conformity import Conformity
 from fp8bench.model.raw import Filling, RawReplay, RawSlot, Settings, StateCheck
-from fp8bench.protocols import Device, Setup, SilentPhases, Workload
+from fp8bench.protocols import SilentPhases, Workload
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import import_user_modules, modules_under
-from fp8bench.worker import caches, ceilings, fusing, tape_pass
-from fp8bench.worker.beside import Beside, none_left_by_a_fault, running, still_running
-from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
+from fp8bench.worker import caches, ceilings, fusing
+from fp8bench.worker.beside import none_left_by_a_fault, running, still_running
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
 from fp8bench.worker.conformity import conformities
 from fp8bench.worker.faults import Fault
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.gpu_libraries import torch_build
-from fp8bench.worker.memory_pass import memory_of_step, of_workload, try_batch
 from fp8bench.worker.prepared import Prepared, State
-from fp8bench.worker.products import products_of_step
-from fp8bench.worker.static_scales import Calibrations, step
-from fp8bench.worker.step_effect import effect_of
+from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import apart, aside
 from fp8bench.worker.switches import recorded, refuse_bent, switches, unchanged, under
-from fp8bench.worker.trace_operators import operators_of
-from fp8bench.worker.tracing import record, write
 from fp8bench.worker.trial import Trials, installed, why_not
+from fp8bench.worker.untimed_passes import UntimedPasses
 
 
-class _Kept(NamedTuple):
-    device: Device
-    state: Any
-    started: Beside = Beside()
-
-
-class Bench:
-    """States by key, and what can be asked of them. `_kept` are those of a pass that are looked at from outside."""
+class Bench(UntimedPasses):
+    """States by key, and what can be asked of them."""
 
     def __init__(self, settings: Settings) -> None:
         import torch
 
-        self._settings = settings
+        super().__init__(settings)
         self._prepared: dict[str, Prepared] = {}
-        self._kept: dict[str, _Kept] = {}
-        self._calibrations = Calibrations()
-        self._used: tuple[Device, int] | None = None
         self._trials = Trials()
         refuse_bent()
         import_user_modules(settings.imports, switches())
@@ -208,81 +185,6 @@ class Bench:
         """Give back what is kept for a phase; what doing it has spoilt."""
         return self._prepared_as(key).drop_phase()
 
-    def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
-        """The workload's numerical errors for one case, or why there are none."""
-        with self._apart(case, facts) as (workload, _, setup):
-            if why := workload.error_refused(dict(case.params)):
-                return str(why)
-            return errors_of(workload.error(setup()))
-
-    def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
-        """The values that one case works on."""
-        with self._apart(case, facts) as (workload, _, setup):
-            return statistics_of(workload.statistics(setup()))
-
-    def products(self, case: Case, facts: DeviceFacts) -> Products:
-        """How many operators a step runs, and what its products run on."""
-        with self._apart(case, facts) as (workload, _, setup):
-            return products_of_step(workload, setup, facts)
-
-    def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
-        """Whether what a step gives changes with what it is given."""
-        with self._apart(case, facts) as (workload, device, setup):
-            found = effect_of(workload, setup(), device, facts.index)
-        gc.collect(1)
-        device.empty_cache()
-        return found
-
-    def tape(self, case: Case, facts: DeviceFacts) -> Tape:
-        """The operators of a step."""
-        with self._apart(case, facts) as (workload, _, setup):
-            found = tape_pass.tape_of_step(workload, setup(), precisions.get(case.precision))
-        gc.collect(1)
-        return found
-
-    def memory(self, case: Case, facts: DeviceFacts, key: str = "") -> MemoryUse | str:
-        """What a step's memory is made of at its highest point, or why nobody can say.
-
-        With a key its state stays until that is released: somebody may want to look at the process from outside.
-        """
-        with self._apart(case, facts) as (workload, device, setup):
-            use, state = memory_of_step(of_workload(workload, setup), device, facts.index)
-        if isinstance(use, str):
-            return use
-        if key:
-            self._kept[key] = _Kept(device, state)
-        del state
-        gc.collect(1)
-        device.empty_cache()
-        return use
-
-    def try_batch(self, case: Case, facts: DeviceFacts, memory_limit: int | None) -> int | None:
-        """Prepare a case and run two steps in so much memory; bytes of tensors at the highest point."""
-        with self._apart(case, facts) as (workload, device, setup):
-            return try_batch(of_workload(workload, setup), device, facts.index, memory_limit)
-
-    def trace(self, case: Case, facts: DeviceFacts, file: str) -> tuple[OperatorTime, ...]:
-        """Record a few steps into a file, and say what takes their time. The profiler makes them slower."""
-        with self._apart(case, facts) as (workload, device, make_setup):
-            setup = make_setup()
-            state = workload.prepare(setup)
-            trace = record(partial(step, workload, state, setup.scales), facts.kind)
-            del state
-            gc.collect()
-        device.empty_cache()
-        write(trace, Path(file))
-        return operators_of(trace["traceEvents"])
-
-    def losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int) -> tuple[float, ...]:
-        """The losses of a case's first training steps, from that draw of its weights."""
-        with self._apart(case, facts) as (workload, _, setup):
-            return losses_of(workload.losses(replace(setup(), draw=draw), steps))
-
-    def gradient_error(self, case: Case, reference: Case, facts: DeviceFacts) -> float | None:
-        """How far a case's first gradients are from those of another case. Both run under the first one's switches."""
-        with self._apart(case, facts) as (workload, _, setup):
-            return gradient_error_of(workload.gradient_error(setup(), self._setup(reference, facts)))
-
     def check(self, key: str) -> StateCheck:
         """What is wrong with a state after its steps."""
         return self._prepared_as(key).check()
@@ -362,36 +264,8 @@ class Bench:
             return fault._replace(out_of_memory=False)
         return fault
 
-    def _selected(self, facts: DeviceFacts) -> Device:
-        """A device, which the calling thread works on from now on."""
-        device = devices.get(facts.kind)
-        self._used = device, facts.index
-        device.select(facts.index)
-        return device
-
     def _prepared_as(self, key: str) -> Prepared:
         prepared = self._prepared[key]
         self._used = prepared.device, prepared.index
         prepared.device.select(prepared.index)
         return prepared
-
-    @contextmanager
-    def _apart(self, case: Case, facts: DeviceFacts) -> Iterator[tuple[Workload, Device, Callable[[], Setup]]]:
-        """A pass of its own in a case's precision: it may print, and leaves neither switches nor threads changed.
-
-        What it works with; the setup is made anew each time it is asked for. A device says late what was wrong with
-        the work it was given: it is waited for, so that the next request is not the one that fails.
-        """
-        device, workload = self._selected(facts), workloads.get(case.workload)
-        with under(precisions.get(case.precision)), unchanged(), apart():
-            yield workload, device, partial(self._setup, case, facts)
-            device.synchronise(facts.index)
-
-    def _setup(self, case: Case, facts: DeviceFacts) -> Setup:
-        precision = precisions.get(case.precision)
-        arithmetic = precision.arithmetic(facts)
-        layers = {kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map}
-        high = precisions.get(precision.carried_by or precision.name).arithmetic(facts)
-        seed, corpus = self._settings.seed, self._settings.corpus
-        setup = Setup(case, facts, seed, arithmetic, high, layers, precision.loss_scale, corpus)
-        return self._calibrations.applied(workloads.get(case.workload), setup)

@@ -35,7 +35,7 @@ TABLE: dict[str, frozenset[str]] = {
     "numerics": FLOOR | {"protocols", "formats"},
     "nn": FLOOR | {"protocols", "formats", "numerics"},
     "profiler": FLOOR | {"protocols"},
-    "workloads": FLOOR | NAMES | TENSORS,
+    "workloads": FLOOR | NAMES | TENSORS | {"user_code"},
     "precisions": FLOOR | NAMES | TENSORS,
     "backends": FLOOR | NAMES | TENSORS,
     "devices": FLOOR | NAMES | TENSORS | {"profiler"},

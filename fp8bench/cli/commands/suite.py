@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.grammar import check_alone, request_of, shared
+from fp8bench.cli.grammar import backend_option, check_alone, request_of, shared
 from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wanted_of
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
@@ -22,21 +23,22 @@ from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.settle import warm_up_limit
 from fp8bench.measure.windows import WindowRule, phases_at_most, window_rule_for, windows_of
 from fp8bench.model import Case, Group, Plan, Record, Request, Run
-from fp8bench.model.request import ENERGY_OF, PHASE_ENERGY, STEP_ENERGY
+from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.request import REQUEST_RULES as RULES
 from fp8bench.model.settling import STRETCH
 from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.make import check_names
 from fp8bench.protocols import Observer
-from fp8bench.registry import AUTO, backends, workloads
+from fp8bench.registry import workloads
 from fp8bench.report.terminal.plan import page_of
 from fp8bench.store.runs.listing import find_run
 from fp8bench.units import clock
 
-_BESIDE_RESUME = {
-    "--resume", "--store", "--json", "--csv", "--html", "--md", "--csv-wide", "--open", "--no-report", "--tensorboard",
-    "--wandb", "--explain",
-}  # fmt: skip
+PASSES = ("--trace", "--no-energy", "--energy", "--sustained", "--tape")
+OUTPUTS = (
+    "--explain", "--json", "--csv", "--html", "--md", "--csv-wide", "--open", "--no-report", "--tensorboard", "--wandb",
+)  # fmt: skip
+_BESIDE_RESUME = {"--resume", "--store", *OUTPUTS}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -55,15 +57,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _add_what(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     shared(group, "--dtypes", "--devices")
-    add("--reference", metavar="DTYPE", help="what the others are compared with; default the highest precision")
-    shared(group, "--set")
+    shared(group, "--reference", "--set")
     words = "the cases whose history is kept, as `asv run` measures them; --set has the last word"
     add("--grid", action="store_true", help=words)
-    words = (
-        f"who multiplies in low precision: {', '.join((AUTO, *backends.names()))} (default {AUTO}: torch where it can, "
-        "else emulated); a dtype may say so itself: fp8:backend=torchao"
-    )
-    add("--backend", default=AUTO, metavar="NAME", help=words)
+    backend_option(group)
     words = (
         "layers that take another precision than the case's: a kind (mlp), a name (blocks.0.mlp.up) or a prefix "
         "of names (blocks.0); or a file with one on each line; the reference stays pure"
@@ -83,16 +80,7 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     shared(group, "--quick", "--budget", "--rounds", "--seed", "--threads")
     add("--dry-run", action="store_true", help="print the plan, measure nothing")
     shared(group, "--case-timeout")
-    words = "also record a few steps of each case there, untimed: traces for Perfetto and for TensorBoard's profiler"
-    add("--trace", type=types.path, metavar="DIR", help=words)
-    words = "measure no energy; else it is where a device can tell it, in windows of a second or more a case"
-    add("--no-energy", dest="energy", action="store_false", help=words)
-    words = "phases: also measure the joules of each phase of a step, in windows in which it is done by itself"
-    add("--energy", dest="energy_of", choices=ENERGY_OF, default=STEP_ENERGY, metavar="OF", help=words)
-    words = "also run each case for so many seconds at a time, once it has settled: the time that it sustains"
-    add("--sustained", type=types.number(RULES["sustained"]), metavar="SECONDS", help=words)
-    words = "count the operators of a step, their FLOPs and bytes, also with --quick; else this is always done"
-    add("--tape", action="store_true", help=words)
+    shared(group, *PASSES)
     words = "also look for the largest batch that fits into memory, per precision, by running it and the next one"
     add("--max-batch", action="store_true", help=words)
     words = "what --max-batch has to fit into, like 2GiB; on a GPU default its own end, on a CPU there is no default"
@@ -106,10 +94,7 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--config", type=types.path, metavar="FILE", help=words)
     words = "resume a run that was interrupted: only what it lacks is measured"
     group.add_argument("--resume", metavar="RUN", help=words)
-    shared(group, "--explain", "--json", "--csv", "--html", "--md", "--csv-wide", "--open")
-    words = "write no report; `fp8bench report RUN` does it later"
-    group.add_argument("--no-report", dest="report", action="store_false", help=words)
-    shared(group, "--tensorboard", "--wandb")
+    shared(group, *OUTPUTS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -131,6 +116,13 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_OK
     from fp8bench.pipeline import execute
 
+    return measure_and_tell(request, arguments, execute)
+
+
+def measure_and_tell(
+    request: Request, arguments: argparse.Namespace, execute: Callable[[Request, Path, Observer, str], Run]
+) -> int:
+    """Have a run measured, and do what follows; returns the exit code."""
     with only_once():
         with _kept_or_shown(arguments), TERMINAL.measuring() as observer:
             told = _Foretelling(observer, request) if request.energy_of == PHASE_ENERGY else observer

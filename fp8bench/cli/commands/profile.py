@@ -1,0 +1,64 @@
+"""`fp8bench profile`: a model of one's own, as it came and with its products in other precisions."""
+
+from __future__ import annotations
+
+import argparse
+
+from fp8bench.cli import option_types as types
+from fp8bench.cli.commands.suite import OUTPUTS, PASSES, measure_and_tell
+from fp8bench.cli.grammar import backend_option, request_of, shared
+from fp8bench.cli.outputs import check_outputs
+from fp8bench.workloads.model import OPTIMIZERS
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.description = (
+        "Says how much of a model's products could be in low precision, and what not and why; then measures a step of "
+        "the model as it came beside steps of copies whose layers multiply in other precisions."
+    )
+    parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 a case failed or nothing was measured, 130 interrupted."
+    words = (
+        "a function without arguments that gives (model, batch), or (model, batch, loss); file.py:function, too. A "
+        "batch is a tensor, a tuple of what the model takes by position, or a mapping by name"
+    )
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help=words)
+    _add_what(parser.add_argument_group("what to measure"))
+    how = parser.add_argument_group("how")
+    shared(how, "--quick", "--budget", "--rounds", "--seed", "--threads", "--case-timeout", *PASSES, "--no-isolation")
+    where = parser.add_argument_group("where")
+    shared(where, "--store", *OUTPUTS)
+
+
+def _add_what(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    shared(group, "--dtypes", help="precisions of the copies; default bf16,fp8")
+    shared(group, "--devices")
+    shared(group, "--reference", help="what the others are compared with; default untouched, the model as it came")
+    backend_option(group)
+    words = "what stays as it came: kinds of layers (head, linear, conv2d), or paths of modules with * and ?"
+    add("--skip", type=types.words, default=(), metavar="A,B", help=words)
+    words = (
+        "layers that take another precision than their copy's: a kind, a path of a module (model.layers.0.mlp.up_proj) "
+        "or a prefix of paths; or a file with one on each line. untouched: it stays as it came"
+    )
+    add("--precision-map", type=types.precision_map, default=(), metavar="LAYER=DTYPE,...", help=words)
+    add("--forward", action="store_true", help="forward alone, without gradients; else a training step")
+    words = f"of the training step: {', '.join(OPTIMIZERS)}; default {OPTIMIZERS[0]}"
+    add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], metavar="NAME", help=words)
+    add("--compile", action="store_true", help="torch.compile the model, both as it came and converted")
+    shared(group, "--import")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, measure, tell."""
+    from fp8bench.jobs.profile import profile, profile_axes, profile_dtypes
+
+    check_outputs(arguments)
+    given = vars(arguments)
+    axes = profile_axes(
+        arguments.target, arguments.forward, arguments.optimizer, arguments.compile, arguments.skip
+    )  # fmt: skip
+    modes = profile_dtypes(arguments.dtypes, arguments.reference)
+    request = request_of(argparse.Namespace(**{**given, "axes": axes, **modes}))
+    return measure_and_tell(request, arguments, profile)

@@ -1,0 +1,153 @@
+"""What is asked of a case apart from any timing, each in states of their own."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fp8bench.model import Case, DeviceFacts, MemoryUse, OperatorTime, Products, StepEffect, Tape, TensorStatistics
+from fp8bench.model.raw import Settings
+from fp8bench.protocols import Device, Setup, Workload
+from fp8bench.registry import devices, precisions, workloads
+from fp8bench.worker import tape_pass
+from fp8bench.worker.beside import Beside
+from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
+from fp8bench.worker.memory_pass import memory_of_step, of_workload, try_batch
+from fp8bench.worker.products import products_of_step
+from fp8bench.worker.static_scales import Calibrations, step
+from fp8bench.worker.step_effect import effect_of
+from fp8bench.worker.step_guards import apart
+from fp8bench.worker.switches import unchanged, under
+from fp8bench.worker.trace_operators import operators_of
+from fp8bench.worker.tracing import record, write
+
+
+class Kept(NamedTuple):
+    """A state that is looked at from outside."""
+
+    device: Device
+    state: Any
+    started: Beside = Beside()
+
+
+class UntimedPasses:
+    """`_kept` are states of a pass that are looked at from outside, `_used` is the device of the last request."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._kept: dict[str, Kept] = {}
+        self._calibrations = Calibrations()
+        self._used: tuple[Device, int] | None = None
+
+    def examine(self, case: Case, facts: DeviceFacts) -> None:
+        """Raise for a case that cannot be, where only the workload itself can tell."""
+        with self._apart(case, facts) as (workload, _, setup):
+            workload.examine(setup())
+
+    def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
+        """The workload's numerical errors for one case, or why there are none."""
+        with self._apart(case, facts) as (workload, _, setup):
+            if why := workload.error_refused(dict(case.params)):
+                return str(why)
+            return errors_of(workload.error(setup()))
+
+    def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
+        """The values that one case works on."""
+        with self._apart(case, facts) as (workload, _, setup):
+            return statistics_of(workload.statistics(setup()))
+
+    def products(self, case: Case, facts: DeviceFacts) -> Products:
+        """How many operators a step runs, and what its products run on."""
+        with self._apart(case, facts) as (workload, _, setup):
+            return products_of_step(workload, setup, facts)
+
+    def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
+        """Whether what a step gives changes with what it is given."""
+        with self._apart(case, facts) as (workload, device, setup):
+            found = effect_of(workload, setup(), device, facts.index)
+        gc.collect(1)
+        device.empty_cache()
+        return found
+
+    def tape(self, case: Case, facts: DeviceFacts) -> Tape:
+        """The operators of a step."""
+        with self._apart(case, facts) as (workload, _, setup):
+            found = tape_pass.tape_of_step(workload, setup(), precisions.get(case.precision))
+        gc.collect(1)
+        return found
+
+    def memory(self, case: Case, facts: DeviceFacts, key: str = "") -> MemoryUse | str:
+        """What a step's memory is made of at its highest point, or why nobody can say.
+
+        With a key its state stays until that is released: somebody may want to look at the process from outside.
+        """
+        with self._apart(case, facts) as (workload, device, setup):
+            use, state = memory_of_step(of_workload(workload, setup), device, facts.index)
+        if isinstance(use, str):
+            return use
+        if key:
+            self._kept[key] = Kept(device, state)
+        del state
+        gc.collect(1)
+        device.empty_cache()
+        return use
+
+    def try_batch(self, case: Case, facts: DeviceFacts, memory_limit: int | None) -> int | None:
+        """Prepare a case and run two steps in so much memory; bytes of tensors at the highest point."""
+        with self._apart(case, facts) as (workload, device, setup):
+            return try_batch(of_workload(workload, setup), device, facts.index, memory_limit)
+
+    def trace(self, case: Case, facts: DeviceFacts, file: str) -> tuple[OperatorTime, ...]:
+        """Record a few steps into a file, and say what takes their time. The profiler makes them slower."""
+        with self._apart(case, facts) as (workload, device, make_setup):
+            setup = make_setup()
+            state = workload.prepare(setup)
+            trace = record(partial(step, workload, state, setup.scales), facts.kind)
+            del state
+            gc.collect()
+        device.empty_cache()
+        write(trace, Path(file))
+        return operators_of(trace["traceEvents"])
+
+    def losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int) -> tuple[float, ...]:
+        """The losses of a case's first training steps, from that draw of its weights."""
+        with self._apart(case, facts) as (workload, _, setup):
+            return losses_of(workload.losses(replace(setup(), draw=draw), steps))
+
+    def gradient_error(self, case: Case, reference: Case, facts: DeviceFacts) -> float | None:
+        """How far a case's first gradients are from those of another case. Both run under the first one's switches."""
+        with self._apart(case, facts) as (workload, _, setup):
+            return gradient_error_of(workload.gradient_error(setup(), self._setup(reference, facts)))
+
+    def _selected(self, facts: DeviceFacts) -> Device:
+        """A device, which the calling thread works on from now on."""
+        device = devices.get(facts.kind)
+        self._used = device, facts.index
+        device.select(facts.index)
+        return device
+
+    @contextmanager
+    def _apart(self, case: Case, facts: DeviceFacts) -> Iterator[tuple[Workload, Device, Callable[[], Setup]]]:
+        """A pass of its own in a case's precision: it may print, and leaves neither switches nor threads changed.
+
+        What it works with; the setup is made anew each time it is asked for. A device says late what was wrong with
+        the work it was given: it is waited for, so that the next request is not the one that fails.
+        """
+        device, workload = self._selected(facts), workloads.get(case.workload)
+        with under(precisions.get(case.precision)), unchanged(), apart():
+            yield workload, device, partial(self._setup, case, facts)
+            device.synchronise(facts.index)
+
+    def _setup(self, case: Case, facts: DeviceFacts) -> Setup:
+        precision = precisions.get(case.precision)
+        arithmetic = precision.arithmetic(facts)
+        layers = {kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map}
+        high = precisions.get(precision.carried_by or precision.name).arithmetic(facts)
+        seed, corpus = self._settings.seed, self._settings.corpus
+        setup = Setup(case, facts, seed, arithmetic, high, layers, precision.loss_scale, corpus)
+        return self._calibrations.applied(workloads.get(case.workload), setup)

@@ -1,0 +1,161 @@
+"""A model of a user's own: a step of it as it came, and the same step with products of other precisions."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fp8bench.errors import Fp8benchError, UsageError
+from fp8bench.formats.hardware import native, refused
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
+from fp8bench.protocols import Phases, Precision, Setup, Workload
+from fp8bench.protocols.axes import Axis, one_of
+from fp8bench.registry import devices, workloads
+from fp8bench.user_code import own_words
+from fp8bench.user_code.named import named
+
+if TYPE_CHECKING:
+    from fp8bench.nn.own_model import Given, OwnModel
+
+UNTOUCHED = "untouched"
+OPTIMIZERS = ("adamw", "sgd", "none")
+COMPILE_SECONDS = 600.0
+# What makers have given in this process, by their name and the seed: arms have copies of it.
+MADE: dict[tuple[str, int], Given] = {}
+# Makers that are no module's: those of a live model.
+LIVE: dict[str, Callable[[], Any]] = {}
+
+
+def _target(text: str) -> str:
+    place, colon, name = text.rpartition(":")
+    if text not in LIVE and not (colon and place and name and text.isprintable() and "=" not in text):
+        raise ValueError("expected module:function, or file.py:function, as `fp8bench profile` takes it")
+    return text
+
+
+@workloads.register("model")
+class Model(Workload):
+    """`make` gives the model and a batch; every arm has a copy. Precision `untouched` is the model as it came.
+
+    Where forward and backward are is the model's own matter: their time is left unattributed, but for casts and
+    products of layers that were converted. Shares of it are another pass's.
+    """
+
+    name = "model"
+    summary = "a model of your own, as it came and converted (fp8bench profile)"
+    listed = False
+    examined = True
+    may_diverge = True
+    dtypes = (UNTOUCHED, "bf16", "fp8")
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return (
+            Axis("make", "module:function that gives (model, batch), or (model, batch, loss)", ("",), _target),
+            Axis("pass", "training: forward, loss, backward, optimizer; forward: that alone, without gradients",
+                 ("training",), one_of("training", "forward")),
+            Axis("optimizer", "of a training pass", (OPTIMIZERS[0],), one_of(*OPTIMIZERS)),
+            Axis("compile", "yes: torch.compile, both as it came and converted", ("no",), one_of("no", "yes")),
+            Axis("skip", "kinds, or paths of modules with * and ?, that stay as they came; semicolons between", ("",),
+                 str, quiet=True),
+        )  # fmt: skip
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        """Forward alone has no optimizer."""
+        own = {**params, "optimizer": "none"} if params["pass"] == "forward" else params
+        return (tuple(own.items()),)
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        """Counted by the tape: nothing is known of the model here."""
+        return Work(setup_seconds=COMPILE_SECONDS if params["compile"] == "yes" else 0.0)
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        if precision.name == UNTOUCHED:
+            return native("the model as it came")
+        support = precision.support(facts)
+        if support.level is not Level.REFUSED and precision.remembers and params["compile"] == "yes":
+            return refused(
+                f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: "
+                "leave --compile out"
+            )
+        return support
+
+    def examine(self, setup: Setup) -> None:
+        """One step of a copy, uncompiled."""
+        from fp8bench.nn.own_model import OwnModel
+
+        state = OwnModel(_copied(setup), setup, compiles=False)
+        try:
+            state.try_step()
+        except Fp8benchError:
+            raise
+        except Exception as error:
+            if not _exhausted(error):
+                raise UsageError(f"{_name(setup)}: its model fails in {state.doing}: {own_words(error)}.") from error
+            raise
+
+    def prepare(self, setup: Setup) -> OwnModel:
+        from fp8bench.nn.own_model import OwnModel
+
+        return OwnModel(_copied(setup), setup)
+
+    def step(self, state: OwnModel, phase: Phases) -> object:  # type: ignore[override]
+        return state.step(phase)
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """Outputs, loss and gradients against those of the model as it came, from the same weights, batch and draws."""
+        from fp8bench.nn.own_model import OwnModel, errors_between
+
+        wanted = OwnModel(_copied(setup), setup, compiles=False, converts=False).outcome()
+        state = OwnModel(_copied(setup), setup)
+        if setup.settles:
+            state.outcome()
+        return errors_between(state.outcome(), wanted)
+
+
+def _name(setup: Setup) -> str:
+    return str(setup.case.param("make"))
+
+
+def _copied(setup: Setup) -> Given:
+    """Model, batch and loss of the case's maker: a copy of what it gave when it was called, once a process."""
+    from fp8bench.nn.own_model import given_of, seeded
+
+    name = _name(setup)
+    if (name, setup.seed) not in MADE:
+        with seeded(setup.seed, setup.facts):
+            MADE[name, setup.seed] = given_of(name, _called(name))
+    given = MADE[name, setup.seed]
+    try:
+        copied = copy.deepcopy(given)
+        return copied._replace(model=copied.model.to(setup.facts.key))
+    except Exception as error:
+        if _exhausted(error):
+            raise
+        raise UsageError(
+            f"{name}: its model cannot be copied, and every arm is a copy: {own_words(error)}. Keep what cannot be "
+            "copied out of model, batch and loss."
+        ) from error
+
+
+def _called(name: str) -> Any:
+    """What a maker gives."""
+    function = LIVE.get(name) or named(name)
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise UsageError(f"{name} is called without arguments, and {error}. Give a function that takes none.") from None
+    except ValueError:
+        pass  # no signature to be seen: calling it will tell
+    try:
+        return function()
+    except Exception as error:
+        if _exhausted(error):
+            raise
+        raise UsageError(f"{name} fails: {own_words(error)}.") from error
+
+
+def _exhausted(error: BaseException) -> bool:
+    """Whether it is memory that did not suffice: the worker says that of any case alike."""
+    return any(devices.get(kind).is_out_of_memory(error) for kind in devices.names())

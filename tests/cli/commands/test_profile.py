@@ -1,0 +1,141 @@
+"""profile from words to tables, files and exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Say, unfolded
+
+MAKERS = """\
+import os
+
+import torch
+from torch import nn
+
+
+class Stuck(nn.Linear):
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot pickle '_thread.lock' object")
+
+
+class Large(nn.Linear):
+    def __deepcopy__(self, memo):
+        raise MemoryError
+
+
+def make():
+    return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16)), torch.randn(8, 32)
+
+
+def fails():
+    return nn.Linear(3, 4), torch.randn(2, 5)
+
+
+def wants(size):
+    return make()
+
+
+def without_batch():
+    return nn.Linear(16, 16)
+
+
+def stuck():
+    return Stuck(16, 16), torch.randn(16, 16)
+
+
+def large():
+    return Large(16, 16), torch.randn(16, 16)
+
+
+def elsewhere():
+    return nn.Linear(16, 16), torch.randn(16, 16, device="meta")
+
+
+def frozen():
+    return nn.Linear(16, 16).requires_grad_(False), torch.randn(16, 16)
+
+
+def raises():
+    raise ValueError("no checkpoint here")
+
+
+def crashes():
+    os._exit(3)
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def makers(store: Path) -> str:
+    Path("makers.py").write_text(MAKERS)
+    return "makers.py"
+
+
+def test_a_model_as_it_came_beside_its_copies(makers: str, fp8bench: Say, short_slots: None) -> None:
+    """One real run: the model as it came is the reference, copies have errors, all of them memory."""
+    code, out, _ = fp8bench(
+        "profile", f"{makers}:make", "--dtypes", "bf16,mxfp4", "--rounds", "2", "--no-report", "--json"
+    )
+    run = json.loads(out)
+    records = {one["case"]["precision"]: one for one in run["records"]}
+    assert code == 0 and list(records) == ["untouched", "bf16", "mxfp4"]
+    assert [one["is_reference"] for one in records.values()] == [True, False, False]
+    errors = {
+        name: {one["metric"]: one["samples"][0] for one in record["measurements"]} for name, record in records.items()
+    }
+    assert errors["untouched"]["output_error"] == errors["untouched"]["gradient_error"] == 0.0
+    for metric in ("output_error", "gradient_error"):
+        assert 0 < errors["bf16"][metric] < 0.02 < errors["mxfp4"][metric] < 1
+    assert all(record["memory"]["peak"] > 0 for record in records.values())
+    phases = {name: {one for one, _ in record["timing"]["entries"]} for name, record in records.items()}
+    assert phases["untouched"] == {"data_load", "optimizer_step", "unattributed"}
+    assert phases["bf16"] == {*phases["untouched"], "cast", "gemm"}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (["{}:nosuch"], 2, "makers.py has no 'nosuch'. Callables in it: Stuck"),
+        (["{}:number"], 2, "is int, and cannot be called"),
+        (["{}:wants"], 2, "is called without arguments, and missing a required argument: 'size'"),
+        (["{}:without_batch"], 2, "gives Linear; expected (model, batch)"),
+        (["{}:fails"], 2, "fails in forward: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        (["{}:stuck"], 2, "cannot be copied, and every arm is a copy: TypeError: cannot pickle"),
+        (["{}:large"], 2, "memory does not suffice for it and a copy"),
+        (["{}:elsewhere"], 2, "fails in loading its batch"),
+        (["{}:frozen"], 2, "needs a gradient. Profile its --forward"),
+        (["{}:raises"], 2, "fails: ValueError: no checkpoint here (makers.py, line"),
+        (["nosuch:make"], 2, "No module named 'nosuch'"),
+        (["nosuch"], 2, "expected module:function"),
+        (["{}:make", "--forward", "--optimizer", "sgd"], 2, "--forward has no optimizer step"),
+        (["{}:make", "--dtypes", "nosuch"], 2, "unknown dtype 'nosuch'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)  # fmt: skip
+def test_what_cannot_be_is_a_sentence(
+    words: list[str], code: int, sentence: str, makers: str, store: Path, fp8bench: Say
+) -> None:
+    """And nothing is kept of it."""
+    found, _, error = fp8bench("profile", *(word.format(makers) for word in words), "--no-isolation")
+    assert found == code and sentence in unfolded(error), error
+    assert not [*store.rglob("*.jsonl")]
+
+
+@pytest.mark.slow
+def test_a_maker_that_ends_its_process(makers: str, store: Path, fp8bench: Say) -> None:
+    code, _, error = fp8bench("profile", f"{makers}:crashes")
+    assert code == 3 and "the worker crashed during 'examine'" in unfolded(error)
+    assert not [*store.rglob("*.jsonl")]
+
+
+def test_untouched_is_of_a_profile_alone(store: Path, fp8bench: Say) -> None:
+    """No suite has a model that came from somewhere."""
+    code, out, _ = fp8bench("suite", "gemm", "--dtypes", "untouched,bf16", "--dry-run")
+    assert code == 0 and "only `fp8bench profile` has one" in " ".join(out.split())
+    code, _, error = fp8bench("suite", "model")
+    assert code == 2 and "expected module:function" in unfolded(error)
