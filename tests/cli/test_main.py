@@ -52,6 +52,13 @@ CONFIGURED = {
 OPTIONS = {
     "": COMMON | {"--version"},
     "suite": COMMON | CONFIGURED,
+    "profile": COMMON | {
+        "MODULE:FUNCTION", "--dtypes", "--devices", "--reference", "--backend", "--skip", "--precision-map",
+        "--forward", "--optimizer", "--compile", "--import", "--quick", "--budget", "--rounds", "--seed", "--threads",
+        "--case-timeout", "--trace", "--no-energy", "--energy", "--sustained", "--tape", "--no-isolation", "--store",
+        "--explain", "--json", "--csv", "--html", "--md", "--csv-wide", "--open", "--no-report", "--tensorboard",
+        "--wandb",
+    },
     "config": COMMON | CONFIGURED | {"--write"},
     "list": COMMON | {"WHAT", "NAME", "--import"},
     "doctor": COMMON | {"--calibrate", "--ceilings", "--threads", "--store"},

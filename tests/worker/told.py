@@ -16,7 +16,7 @@ from fp8bench.model import Case, DeviceFacts, Scalar, Work
 from fp8bench.protocols import Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions
-from fp8bench.worker import bench
+from fp8bench.worker import bench, untimed_passes
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 
@@ -62,7 +62,8 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
     """Makes the bench find a workload of the test's own."""
 
     def told(*parts: Any, precision: str = "fp32") -> Case:
-        monkeypatch.setattr(bench, "workloads", SimpleNamespace(get=lambda name: Told(*parts)))
+        for module in (bench, untimed_passes):
+            monkeypatch.setattr(module, "workloads", SimpleNamespace(get=lambda name: Told(*parts)))
         return Case("told", (), precision, "cpu")
 
     return told
