@@ -80,6 +80,15 @@ def end_line(file: IO[bytes]) -> None:
         file.write(b"\n")
 
 
+def append_lines(path: Path, lines: Sequence[str]) -> None:
+    """Write lines through to the disk behind whatever stands in a file, a line that was cut off included, under its
+    lock. Raises OSError."""
+    with path.open("a+b") as file:
+        lock(file, LOCK_SECONDS)
+        end_line(file)
+        append(file, "".join(line + "\n" for line in lines))
+
+
 @dataclass
 class LineWriter:
     """An open file of JSON lines, each through to the disk before the next is made; `called` is what errors call it."""

@@ -37,6 +37,7 @@ COMMANDS = {
     "gate": "fail a build where something has become worse",
     "duel": "two interpreters or two revisions, in the same rounds",
     "history": "runs and numbers over time, and asv's view",
+    "advise": "what to do about a precision here: adopt it, leave layers or steps high, or nothing, because",
     "tape": "the operators of a step, their FLOPs and bytes, by precision, or against a run",
     "conform": "whether native casts and products give what their emulation gives, bit by bit",
     "audit": "whether a kernel of your own computes what its precision promises",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import StoreError
-from fp8bench.files import LOCK_SECONDS, append, end_line, lock
+from fp8bench.files import append_lines
 from fp8bench.model import Ack
 from fp8bench.model.codec import Malformed, decode, encode
 
@@ -91,10 +91,7 @@ def merge_acks(store: Path, other: Path) -> int:
 def _append(store: Path, lines: Sequence[str]) -> None:
     path = acks_of(store)
     try:
-        with path.open("a+b") as file:
-            lock(file, LOCK_SECONDS)
-            end_line(file)
-            append(file, "".join(line + "\n" for line in lines))
+        append_lines(path, lines)
     except OSError as error:
         raise StoreError(
             f"{path} cannot be written ({error.strerror}). Make room, or acknowledge where the store may be written."

@@ -86,6 +86,10 @@ OPTIONS = {
     "audit": COMMON
     | {"--kind", "--precision", "--takes", "--second", "--multiple", "--causal", "--device", "--seed", "--threads"}
     | {"--junit", "--md", "--explain", "--json", "MODULE:FUNCTION"},
+    "advise": COMMON | {
+        "RUN", "--training", "--least", "--write-map", "--check", "--score", "--store", "--import", "--md", "--explain",
+        "--json",
+    },
     "tape": COMMON
     | {
         "NAME", "--dtypes", "--devices", "--set", "--data", "--import", "--seed", "--threads", "--case-timeout",

@@ -1,0 +1,18 @@
+"""All that is said of a run: the checklist, and the advice that follows from it."""
+
+from __future__ import annotations
+
+from fp8bench.analysis.advice import cost_rules, shape_rules, speed_rules
+from fp8bench.analysis.advice.basis import Basis
+from fp8bench.analysis.advice.decide import advice_of
+from fp8bench.model.advice import Advised
+
+# In the order of the checklist.
+RULES = (*speed_rules.RULES, *shape_rules.RULES, *cost_rules.RULES)
+
+
+def advised(basis: Basis) -> Advised:
+    """Every rule asked of every case that is no reference."""
+    asked = (rule.answer(one, basis) for one in basis.besides for rule in RULES)
+    answers = tuple(answer for answer in asked if answer is not None)
+    return Advised(basis.run.id, advice_of(basis, answers), answers, basis.least)

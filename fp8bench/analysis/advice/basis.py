@@ -1,0 +1,161 @@
+"""What advice rests on: the cases of a run beside their references, and the studies and trainings that were found.
+
+Shares of a step and ratios of its parts have the interval of the rounds that they come from, as verdicts have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from fp8bench.analysis import stats, verdicts
+from fp8bench.analysis.learning.verdicts import Verdicts
+from fp8bench.analysis.sensitivity import Study
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Interval, Level, Phase, Record, Run, Status, Timing
+from fp8bench.model.stopping import LEAST_ROUNDS
+from fp8bench.model.training import KeptTraining
+
+# What a lower precision changes of a step that is carried in the same one; and what nobody knows, which it may change.
+_PRODUCTS = frozenset({Phase.CAST, Phase.GEMM, Phase.ATTENTION})
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training with what is said of its arms."""
+
+    kept: KeptTraining
+    found: Verdicts
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A case that is no reference, beside its reference. `lead` is None where that was not measured."""
+
+    record: Record
+    finding: Finding | None
+    lead: Record | None
+    lead_finding: Finding | None
+    group: tuple[tuple[Record, Finding | None], ...] = ()
+
+    @property
+    def mode(self) -> str:
+        return self.record.case.mode
+
+    @property
+    def row(self) -> str:
+        """Where its figures are found."""
+        return self.record.case.id
+
+    @property
+    def emulated(self) -> bool:
+        """Whether its time, or that of what it is held against, is the cost of emulation."""
+        return Level.EMULATED in {one.support.level for one in (self.record, self.lead) if one is not None}
+
+    @property
+    def timed(self) -> bool:
+        """Whether it and its reference have a speed."""
+        records = (self.record, self.lead)
+        return not self.emulated and all(
+            one is not None and one.status is Status.OK and one.timing is not None and one.timing.slots
+            for one in records
+        )
+
+    @property
+    def trains(self) -> bool:
+        """Whether a step is one of a model's, with weights that a training would change."""
+        marked = [one.timing.segments.phases for one in (self.record, self.lead) if one is not None and one.timing]
+        return self.record.coverage is not None or any(Phase.OPTIMIZER_STEP in phases for phases in marked)
+
+    @property
+    def speed(self) -> Interval | None:
+        """How many times as fast as its reference it is; None where that has no meaning, or a label forbids it."""
+        if not self.timed or self.finding is None or self.finding.ratio is None or self.finding.hard:
+            return None
+        return self.finding.ratio.inverse
+
+    @cached_property
+    def touched(self) -> frozenset[str]:
+        """The phases of a step that this precision may change, time that is in none among them: nobody knows of that.
+
+        By the counts of both tapes, where there are some; else products and casts, and where the reference marks no
+        products all.
+        """
+        assert self.lead is not None
+        own, base = self.record.tape, self.lead.tape
+        if own is not None and base is not None:
+            return frozenset({UNATTRIBUTED, *(name for name in CELL_PHASES if own.of(name) != base.of(name))})
+        marked = set(self.lead.timing.segments.phases) if self.lead.timing is not None else set()
+        return _PRODUCTS | {UNATTRIBUTED} if Phase.GEMM in marked else frozenset(CELL_PHASES)
+
+    def share(self, phases: Collection[str]) -> Interval | None:
+        """Of the reference's step."""
+        if self.lead is None or self.lead.timing is None:
+            return None
+        return part_ratio(self.lead.timing, phases, self.lead.timing, CELL_PHASES)
+
+    def of_reference(self, own: Collection[str], theirs: Collection[str]) -> Interval | None:
+        """The time of phases of this case over that of phases of the reference, by the rounds that both were in."""
+        if not self.timed or self.record.timing is None or self.lead is None:
+            return None
+        base = self.record.paired_with or self.lead.timing
+        return None if base is None else part_ratio(self.record.timing, own, base, theirs)
+
+
+def part_ratio(own: Timing, phases: Collection[str], base: Timing, theirs: Collection[str]) -> Interval | None:
+    """The best case of some phases over that of some phases of another; None where nothing of either was timed."""
+    rounds = verdicts.common_rounds([own, base])
+    if not rounds:
+        return None
+    calls = min(len(slot.calls_ns) for timing in (own, base) for slot in timing.slots)
+    samples = [
+        verdicts.cells(timing, calls, rounds)[:, [name in wanted for name in timing.segments.phases]]
+        for timing, wanted in ((own, phases), (base, theirs))
+    ]
+    if not all(one.size and one.sum(axis=1).min() > 0 for one in samples):
+        return None
+    first, second = map(stats.best_case, samples)
+    if len(rounds) < LEAST_ROUNDS:
+        return stats.extent(stats.ratio(first, [second]), [one.sum(axis=1) for one in samples])
+    return stats.ratio(first, [second], verdicts.FINAL_LEVEL)
+
+
+@dataclass(frozen=True)
+class Basis:
+    """A run with what its samples say, and what else was measured with the same device: studies, trainings.
+
+    `least` is the gain from which on a precision is worth the trouble, as a share.
+    """
+
+    run: Run
+    findings: Mapping[str, Finding]
+    studies: tuple[Study, ...] = ()
+    training: Trained | None = None
+    least: float = 0.1
+
+    @cached_property
+    def besides(self) -> tuple[Beside, ...]:
+        """Every case that is no reference, in the order of the run."""
+        groups: dict[str, list[Record]] = {}
+        for record in self.run.records:
+            groups.setdefault(record.case.setting, []).append(record)
+        return tuple(one for records in groups.values() for one in self._of_group(records))
+
+    def _of_group(self, records: list[Record]) -> Iterator[Beside]:
+        known = tuple((one, self.findings.get(one.case.id)) for one in records)
+        lead, lead_finding = next((pair for pair in known if pair[0].is_reference), (None, None))
+        yield from (Beside(one, finding, lead, lead_finding, known) for one, finding in known if not one.is_reference)
+
+    def differing(self, one: Beside, axis: str) -> list[Beside]:
+        """The same mode where that parameter alone is another one, by its value."""
+        own = dict(one.record.case.params)
+        if axis not in own:
+            return []
+        found = [
+            other for other in self.besides
+            if other.mode == one.mode and other.record.case.workload == one.record.case.workload
+            and other.record.case.device == one.record.case.device
+            and {**dict(other.record.case.params), axis: own[axis]} == own
+            and other.record.case.param(axis) != own[axis]
+        ]  # fmt: skip
+        return sorted(found, key=lambda other: str(other.record.case.param(axis)))

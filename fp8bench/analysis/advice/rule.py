@@ -1,0 +1,80 @@
+"""What a rule of the checklist is: a question about a mode in a setting, and how what was measured here answers it.
+
+A `yes` always speaks for the lower precision. No rule has a figure of another machine in it: what was not measured here
+is said to be so, with the command that would measure it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fp8bench import units
+from fp8bench.analysis.advice.basis import Basis, Beside
+from fp8bench.model import Interval
+from fp8bench.model.advice import Answer, Ground, Met
+
+
+@dataclass(frozen=True)
+class Told:
+    """What was found out: whether the question is met, the figure that decides it, and what it rests on."""
+
+    met: Met
+    figure: str
+    grounds: tuple[Ground, ...] = ()
+
+
+# What a rule finds out: what it is Told, or why that was not measured here; None where the question makes no sense.
+Asked = Callable[[Beside, Basis], Told | str | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the checklist.
+
+    `measure` is the command that would answer it where nothing does, with {suite}, {mode} and {reference} in it: where
+    a precision is emulated none does, of a question that is `of_speed` or what a step takes. `why` says what it is for.
+    """
+
+    name: str
+    question: str
+    ask: Asked
+    measure: str
+    why: str
+    of_speed: bool = True
+
+    def answer(self, one: Beside, basis: Basis) -> Answer | None:
+        """What it says of a case; None where the question makes no sense there."""
+        told = self.ask(one, basis)
+        case = one.record.case
+        if told is None:
+            return None
+        if isinstance(told, Told):
+            return Answer(self.name, self.question, case.setting, case.mode, told.met, told.figure, told.grounds)
+        reference = one.lead.case.mode if one.lead is not None else "bf16"
+        how = self.measure.format(suite=case.workload, mode=case.mode, reference=reference)
+        how = "" if self.of_speed and one.emulated else how
+        return Answer(self.name, self.question, case.setting, case.mode, Met.UNKNOWN, told, measure=how)
+
+
+def met_above(gain: Interval, least: float) -> Met:
+    """Whether all of an interval lies at or above a bound, below it, or on both sides."""
+    return Met.YES if gain.low >= least else Met.NO if gain.high < least else Met.UNCLEAR
+
+
+def mapped(one: Interval, by: Callable[[float], float]) -> Interval:
+    """What an interval becomes by a function that only rises."""
+    return Interval(by(one.point), by(one.low), by(one.high), one.level)
+
+
+def times(gain: Interval) -> str:
+    """'1.62x [1.60, 1.64]'; one number where that is all there is."""
+    low, high = units.significant(gain.low), units.significant(gain.high)
+    return units.speed_up(gain.point) + (f" [{low}, {high}]" if low != high else "")
+
+
+def part(share: Interval) -> str:
+    """'54% [52%, 55%]'."""
+    low, high = units.percent(share.low, 0), units.percent(share.high, 0)
+    middle = units.percent(share.point, 0)
+    return middle if low == high else f"{middle} [{low}, {high}]"
