@@ -1,4 +1,4 @@
-"""A 3x3 convolution whose three products run in a chosen arithmetic, and the residual block around two of them.
+"""Convolutions whose three products run in a chosen arithmetic, and the residual block around two 3x3 ones.
 
 Images are (batch, height, width, channels): every operand is then a matrix with its contraction last, as in a linear
 layer, without a copy. Forward contracts over window and input channels, the input gradient over output channels, the
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,27 @@ from torch import Tensor, nn
 from fp8bench.nn.linear import Choose, casting_of, linear, region
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
-WINDOW = 3
-_PADDING = 1
+Sides = tuple[int, int]
+
+
+class Windows(NamedTuple):
+    """How windows lie on an image: their height and width, and steps, zeros around and distances along each."""
+
+    size: Sides = (3, 3)
+    stride: Sides = (1, 1)
+    padding: Sides = (1, 1)
+    dilation: Sides = (1, 1)
+
+    def places(self, image: Sequence[int]) -> Sides:
+        """How many there are, up and down and across."""
+        up, across = (
+            (side + 2 * padding - dilation * (size - 1) - 1) // stride + 1
+            for side, size, stride, padding, dilation in zip(image, *self, strict=True)
+        )
+        return up, across
+
+
+_USUAL = Windows()
 
 
 def _values(operand: Operand, arithmetic: Arithmetic) -> Tensor:
@@ -34,77 +53,100 @@ def _images(matrix: Tensor, shape: Sequence[int]) -> Tensor:
     return matrix.reshape(*shape[:3], -1).permute(0, 3, 1, 2)
 
 
-def _windows(matrix: Tensor) -> Tensor:
+def _windows(matrix: Tensor, size: Sides) -> Tensor:
     """Rows of weights, (outputs, window x inputs), as torch has them: (outputs, inputs, height, width)."""
-    return matrix.reshape(matrix.shape[0], WINDOW, WINDOW, -1).permute(0, 3, 1, 2)
+    return matrix.reshape(matrix.shape[0], *size, -1).permute(0, 3, 1, 2)
 
 
-def _gradient(g: Tensor, images: Tensor, windows: Tensor, wanted: int) -> Tensor:
+def _gradient(g: Tensor, images: Tensor, windows: Tensor, lie: Windows, wanted: int) -> Tensor:
     """The gradient of a convolution by its images (wanted=0) or its windows (1), channels last in its dimensions.
 
     Of the one that is wanted only the shape is used.
     """
-    one = [1, 1]
     found: Tensor = torch.ops.aten.convolution_backward(
-        g, images, windows, None, one, [_PADDING, _PADDING], one, False, [0, 0], 1, [wanted == 0, wanted == 1, False]
-    )[wanted]
+        g, images, windows, None, lie.stride, lie.padding, lie.dilation, False, [0, 0], 1,
+        [wanted == 0, wanted == 1, False],
+    )[wanted]  # fmt: skip
     return found.permute(0, 2, 3, 1)
 
 
-def _written_out(x: Tensor) -> Tensor:
-    """Every position's window of (B, H, W, I) beside each other, (B, H, W, 3 x 3 x I).
+def _written_out(x: Tensor, lie: Windows) -> Tensor:
+    """Every place's window of (B, H, W, I) beside each other, (B, places up, places across, window x I).
 
-    By way of fp32 if need be: in backward nine windows are added up in each pixel.
+    By way of fp32 if need be: in backward all windows of a pixel are added up in it.
     """
-    height, width = x.shape[1:3]
-    padded = F.pad(x.to(torch.promote_types(x.dtype, torch.float32)), (0, 0, *[_PADDING] * 4))
-    shifts = [padded[:, i : i + height, j : j + width] for i in range(WINDOW) for j in range(WINDOW)]
+    up, across = lie.places(x.shape[1:3])
+    (along_up, along_across), (top, side) = lie.stride, lie.padding
+    padded = F.pad(x.to(torch.promote_types(x.dtype, torch.float32)), (0, 0, side, side, top, top))
+    begins = [(i * lie.dilation[0], j * lie.dilation[1]) for i in range(lie.size[0]) for j in range(lie.size[1])]
+    shifts = [
+        padded[:, i : i + along_up * (up - 1) + 1 : along_up, j : j + along_across * (across - 1) + 1 : along_across]
+        for i, j in begins
+    ]
     return torch.cat(shifts, dim=-1).to(x.dtype)
 
 
 class _Product(torch.autograd.Function):
-    """Images (B, H, W, I) under windows (O, 3 x 3 x I), marking its own backward: it may run on another thread."""
+    """Images (B, H, W, I) under windows (O, window x I), marking its own backward: it may run on another thread."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, lie: Windows, arithmetic: Arithmetic, phase: Phases) -> Tensor:
         with casting_of(arithmetic, phase):
             pixels = x.reshape(-1, x.shape[-1])
             a, b = arithmetic.cast(pixels, Role.INPUT), arithmetic.cast(weight, Role.WEIGHT)
-            images, windows = _images(_values(a, arithmetic), x.shape), _windows(_values(b, arithmetic))
+            images, windows = _images(_values(a, arithmetic), x.shape), _windows(_values(b, arithmetic), lie.size)
         sources = (pixels, weight) if arithmetic.keeps_source else (None, None)
         ctx.save_for_backward(a.data, a.scale, b.data, b.scale, *sources)
-        ctx.arithmetic, ctx.phase, ctx.shape = arithmetic, phase, x.shape
+        ctx.arithmetic, ctx.phase, ctx.shape, ctx.lie = arithmetic, phase, x.shape, lie
         with phase.gemm:
-            y = F.conv2d(images, windows, padding=_PADDING)
+            y = F.conv2d(images, windows, None, lie.stride, lie.padding, lie.dilation)
             return y.permute(0, 2, 3, 1).to(arithmetic.carrier).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        arithmetic, phase, shape = ctx.arithmetic, ctx.phase, ctx.shape
+        arithmetic, phase, shape, lie = ctx.arithmetic, ctx.phase, ctx.shape, ctx.lie
         a_data, a_scale, b_data, b_scale, pixels, weight = ctx.saved_tensors
         a, b = Operand(a_data, a_scale), Operand(b_data, b_scale)
         casting = casting_of(arithmetic, phase)
         with casting:
-            gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
+            places, gradient = gradients[0].shape, gradients[0].reshape(-1, gradients[0].shape[-1])
             g = arithmetic.cast(gradient, Role.GRADIENT)
-            images, windows = _images(_values(a, arithmetic), shape), _windows(_values(b, arithmetic))
+            images, windows = _images(_values(a, arithmetic), shape), _windows(_values(b, arithmetic), lie.size)
         input_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
             with casting:
-                b_turned = _windows(_values(arithmetic.turn(b, weight, Role.WEIGHT), arithmetic).t())
-                g_images = _images(_values(g, arithmetic), shape)
+                b_turned = _windows(_values(arithmetic.turn(b, weight, Role.WEIGHT), arithmetic).t(), lie.size)
+                g_images = _images(_values(g, arithmetic), places)
             with phase.gemm:
-                input_gradient = _gradient(g_images, images, b_turned, 0).to(arithmetic.carrier)
+                input_gradient = _gradient(g_images, images, b_turned, lie, 0).to(arithmetic.carrier)
         if ctx.needs_input_grad[1]:
             with casting:
-                g_turned = _images(_values(arithmetic.turn(g, gradient, Role.GRADIENT), arithmetic).t(), shape)
+                g_turned = _images(_values(arithmetic.turn(g, gradient, Role.GRADIENT), arithmetic).t(), places)
                 a_turned = _images(_values(arithmetic.turn(a, pixels, Role.INPUT), arithmetic).t(), shape)
             with phase.gemm:
                 like = windows.to(g_turned.dtype)
-                weight_gradient = _gradient(g_turned, a_turned, like, 1).reshape(windows.shape[0], -1)
+                weight_gradient = _gradient(g_turned, a_turned, like, lie, 1).reshape(windows.shape[0], -1)
             with casting:  # the master weight is fp32, and autograd would convert outside any phase
                 weight_gradient = weight_gradient.to(torch.promote_types(arithmetic.carrier, torch.float32))
-        return input_gradient, weight_gradient, None, None
+        return input_gradient, weight_gradient, None, None, None
+
+
+def convolved(x: Tensor, weight: Tensor, lie: Windows, arithmetic: Arithmetic, phase: Phases) -> Tensor:
+    """(B, H, W, I) under windows (O, window x I), a pixel's channels beside each other: (B, places, O), with gradients.
+
+    In the arithmetic's carrier.
+    """
+    x = x.to(arithmetic.carrier)
+    if not arithmetic.explicit:
+        y: Tensor = _Product.apply(x, weight, lie, arithmetic, phase)  # type: ignore[no-untyped-call]
+        return y
+    # The same as one product of a linear layer, a row for every place.
+    if x.requires_grad:
+        windows = region(phase.gemm, _written_out, x, lie=lie)
+    else:
+        with phase.gemm:
+            windows = _written_out(x, lie)
+    return linear(windows, weight, arithmetic, phase)
 
 
 class Convolution(nn.Module):
@@ -113,21 +155,11 @@ class Convolution(nn.Module):
     def __init__(self, inputs: int, outputs: int, arithmetic: Arithmetic) -> None:
         super().__init__()
         self.arithmetic = arithmetic
-        self.weight = nn.Parameter(torch.empty(outputs, WINDOW * WINDOW * inputs))
+        self.weight = nn.Parameter(torch.empty(outputs, math.prod(_USUAL.size) * inputs))
         nn.init.normal_(self.weight, std=math.sqrt(2 / self.weight.shape[1]))
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        if self.arithmetic.explicit:
-            # The same as one product of a linear layer, a row for every position.
-            x = x.to(self.arithmetic.carrier)
-            if x.requires_grad:
-                windows = region(phase.gemm, _written_out, x)
-            else:
-                with phase.gemm:
-                    windows = _written_out(x)
-            return linear(windows, self.weight, self.arithmetic, phase)
-        y: Tensor = _Product.apply(x.to(self.arithmetic.carrier), self.weight, self.arithmetic, phase)  # type: ignore[no-untyped-call]
-        return y
+        return convolved(x, self.weight, _USUAL, self.arithmetic, phase)
 
 
 class BatchNorm(nn.Module):

@@ -1,0 +1,126 @@
+"""What a converted layer computes: its own products in an arithmetic, on a module's own parameters.
+
+What comes out has the dtype that the layer's own forward pass would give: the input's, or that of autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8bench.nn.convolution import Windows, convolved
+from fp8bench.nn.linear import linear, region
+from fp8bench.protocols import Arithmetic, Phases
+
+# x (..., K) times a weight (N, K) transposed.
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
+
+class Products:
+    """One arithmetic for one layer. `phase` gives the markers of the step that is running.
+
+    `rows` is what native products contract over in multiples of: weight gradients contract over rows, which are filled
+    up with zeros. Zeros change no product and no scale.
+    """
+
+    def __init__(self, arithmetic: Arithmetic, phase: Callable[[], Phases], rows: int = 1) -> None:
+        self.arithmetic = arithmetic
+        self._phase = phase
+        self._rows = rows
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x (..., K) times weight (N, K) transposed, in the dtype of the layer's own product."""
+        dtype = _own_dtype(x)
+        with _without_autocast(x):
+            return self._linear(x, weight).to(dtype)
+
+    def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        missing = -(x.numel() // x.shape[-1]) % self._rows
+        if not missing:
+            return linear(x, weight, self.arithmetic, self._phase())
+        flat = x.reshape(-1, x.shape[-1])
+        y = linear(F.pad(flat, (0, 0, 0, missing)), weight, self.arithmetic, self._phase())
+        return y[: len(flat)].view(*x.shape[:-1], -1)
+
+    def whole(self, multiply: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
+        """The same by another library's layer, which has the weight already."""
+        phase, dtype = self._phase(), _own_dtype(x)
+        with _without_autocast(x):
+            carried = x.to(self.arithmetic.carrier)
+            if carried.requires_grad:
+                return region(phase.gemm, multiply, carried).to(dtype)
+            with phase.gemm:
+                return multiply(carried).to(dtype)
+
+    def convolution(self, x: Tensor, weight: Tensor, lie: Windows, groups: int) -> Tensor:
+        """Images (B, C, H, W) under windows (O, C / groups, height, width), as torch lays them out."""
+        usual, dtype = not any(_channels_last(one) for one in (x, weight)), _own_dtype(x)
+        with _without_autocast(x):
+            pixels = x.permute(0, 2, 3, 1)
+            rows = weight.permute(0, 2, 3, 1).flatten(1)
+            parts = [
+                convolved(part, own, lie, self.arithmetic, self._phase())
+                for part, own in zip(pixels.chunk(groups, -1), rows.chunk(groups), strict=True)
+            ]
+            y = (parts[0] if groups == 1 else torch.cat(parts, -1)).permute(0, 3, 1, 2).to(dtype)
+        # What comes next may look at it as rows.
+        return y.contiguous() if usual else y
+
+
+def forward_of(module: nn.Module, kind: str, products: Products) -> Callable[..., Any]:
+    """What takes the place of that layer's forward pass."""
+    if kind == "linear":
+        multiply = products.linear
+        if isinstance(module.weight, nn.Parameter):
+            whole = products.arithmetic.whole(module.weight)
+            multiply = multiply if whole is None else partial(products.whole, whole)
+        return partial(_linear, module, multiply)
+    return partial(_conv1d if kind == "conv1d" else _conv2d, module, products)
+
+
+# Names of the arguments are those of the forward passes that they take the place of.
+def _linear(module: Any, multiply: Multiply, input: Tensor) -> Tensor:  # noqa: A002
+    return _with_bias(multiply(input, module.weight), module.bias)
+
+
+def _conv1d(module: Any, products: Products, x: Tensor) -> Tensor:
+    return _with_bias(products.linear(x, module.weight.t()), module.bias)
+
+
+def _conv2d(module: Any, products: Products, input: Tensor) -> Tensor:  # noqa: A002
+    images = input if input.dim() == 4 else input[None]
+    padding = module.padding
+    if isinstance(padding, str) or module.padding_mode != "zeros":
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        images, padding = F.pad(images, module._reversed_padding_repeated_twice, mode), (0, 0)
+    lie = Windows(tuple(module.kernel_size), tuple(module.stride), tuple(padding), tuple(module.dilation))
+    y = products.convolution(images, module.weight, lie, module.groups)
+    if module.bias is not None:
+        y = y + module.bias.to(y.dtype)[:, None, None]
+    return y if input.dim() == 4 else y[0]
+
+
+def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _own_dtype(x: Tensor) -> torch.dtype:
+    """What the layer's own product would give: autocast's dtype, or the input's."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
+    """Products choose their dtypes by themselves in the body."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
