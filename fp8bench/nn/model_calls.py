@@ -78,7 +78,7 @@ def short(error: BaseException) -> str:
 def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     signature = inspect.signature(model.forward)
     wrong = ""
-    for places, named in _ways(batch):
+    for places, named in _ways(batch, len(signature.parameters) == 1):
         try:
             signature.bind(*places, **named)
         except TypeError as error:
@@ -92,13 +92,14 @@ def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str,
     raise UsageError(f"forward of {_name(model)} takes ({takes}), and the batch has ({given}): {wrong}; {_ASK}")
 
 
-def _ways(batch: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def _ways(batch: Any, takes_one: bool) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     if isinstance(batch, Tensor):
         yield (batch,), {}
     elif isinstance(batch, Mapping):
         if all(isinstance(name, str) for name in batch):
             yield (), dict(batch)
-        yield (batch,), {}
+        if takes_one:
+            yield (batch,), {}
     elif isinstance(batch, list | tuple):
         both = len(batch) == 2 and isinstance(batch[0], list | tuple) and isinstance(batch[1], Mapping)
         yield (tuple(batch[0]), dict(batch[1])) if both else (tuple(batch), {})

@@ -37,8 +37,10 @@ class Products:
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x (..., K) times weight (N, K) transposed, in the dtype of the layer's own product."""
         dtype = _own_dtype(x)
+        if not x.numel():  # an expert without tokens: there is nothing to round
+            return F.linear(x, weight.to(x.dtype)).to(dtype)
         with _without_autocast(x):
-            return self._linear(x, weight).to(dtype)
+            return self._linear(x, self._master(weight)).to(dtype)
 
     def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
         missing = -(x.numel() // x.shape[-1]) % self._rows
@@ -47,6 +49,11 @@ class Products:
         flat = x.reshape(-1, x.shape[-1])
         y = linear(F.pad(flat, (0, 0, 0, missing)), weight, self.arithmetic, self._phase())
         return y[: len(flat)].view(*x.shape[:-1], -1)
+
+    def _master(self, weight: Tensor) -> Tensor:
+        """A weight that casts begin from: float32 at most, unless products are wider."""
+        wider = weight.dtype == torch.float64 != self.arithmetic.carrier
+        return weight.to(torch.float32) if wider else weight
 
     def whole(self, multiply: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
         """The same by another library's layer, which has the weight already."""
@@ -63,7 +70,7 @@ class Products:
         usual, dtype = not any(_channels_last(one) for one in (x, weight)), _own_dtype(x)
         with _without_autocast(x):
             pixels = x.permute(0, 2, 3, 1)
-            rows = weight.permute(0, 2, 3, 1).flatten(1)
+            rows = self._master(weight).permute(0, 2, 3, 1).flatten(1)
             parts = [
                 convolved(part, own, lie, self.arithmetic, self._phase())
                 for part, own in zip(pixels.chunk(groups, -1), rows.chunk(groups), strict=True)

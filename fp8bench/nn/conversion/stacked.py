@@ -95,7 +95,11 @@ def _by_place(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> tup
 
 def _may_be_told(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], place: int) -> bool:
     """Whether it is x times a weight, which is the argument in that place."""
-    if func in _SUMS or any(one is not None for one in named.values()) or not all(isinstance(one, Tensor) for one in args[:2]):
+    if (
+        func in _SUMS
+        or any(one is not None for one in named.values())
+        or not all(isinstance(one, Tensor) for one in args[:2])
+    ):
         return False
     weight, other = args[place], args[1 - place]
     if func in _LINEAR:

@@ -1,0 +1,302 @@
+"""A conversion: which layers it takes, what is left of it afterwards, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8bench.errors import UnknownName, UsageError
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.conversion.conversion import Conversion
+from fp8bench.nn.conversion.holders import check_map, held_in
+from fp8bench.protocols import Layer, Phases
+from fp8bench.registry import precisions
+from tests.facts import CPU
+from tests.nn.conversion.models import FP32, Experts, converted, everything_in, outcome
+from tests.tapes import tape_in_phases
+
+FP8 = precisions.get("fp8").arithmetic(CPU)
+
+
+class Doubled(nn.Linear):
+    """A linear layer with a forward pass of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return 2 * super().forward(input)
+
+
+class Renamed(nn.Linear):
+    """One without."""
+
+
+class Model(nn.Module):
+    """Every kind of weight, one layer that has two names, and a head that is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(48, 16)
+        self.first = nn.Linear(16, 16)
+        self.again = self.first
+        self.picture = nn.Conv2d(1, 4, 3, padding=1)
+        self.experts = Experts("bmm", 3, 16, 16)
+        self.router = nn.Linear(16, 3)
+        self.out = nn.Linear(16, 48, bias=False)
+        self.out.weight = self.table.weight
+        self.first.register_forward_hook(lambda module, given, result: result)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.again(torch.relu(self.first(self.table(tokens))))
+        x = self.picture(x[:, None]).mean(1)
+        x = x + (self.experts(x[None].expand(3, *x.shape).flatten(1, 2)).view(3, *x.shape)).mean(0)
+        found: Tensor = self.out(x * self.router(x).sigmoid().sum(-1, keepdim=True))
+        return found
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+TOKENS = torch.arange(20).view(2, 10)
+
+
+def step(model: nn.Module) -> None:
+    model(TOKENS).square().mean().backward()
+
+
+def test_all_is_as_it_was(model: Model) -> None:
+    """Attributes, parameters, their bits, hooks, classes and flags; and the optimizer that knew them trains on."""
+    before, optimizer = everything_in(model), torch.optim.SGD(model.parameters(), lr=0.0)
+    with converted(model, FP8) as conversion:
+        assert {one.kind for one in conversion.converted} == {"linear", "conv2d", "experts"}
+        assert "forward" in vars(model.first)
+        step(model)
+        optimizer.step()
+        held = [id(one) for one in model.parameters()]
+        assert model.out.weight is model.table.weight and list(model.state_dict()) == before["state"]
+    for one in model.parameters():
+        one.grad = None
+    after = everything_in(model)
+    assert [id(one) for one in model.parameters()] == held
+    versions = {name: (*one[:2], *one[3:]) for name, one in before["tensors"].items()}
+    assert versions == {name: (*one[:2], *one[3:]) for name, one in after["tensors"].items()}
+    assert {**before, "tensors": 0} == {**after, "tensors": 0}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
+def test_all_is_as_it_was_after_an_error(model: Model, error: type[BaseException]) -> None:
+    before = everything_in(model)
+
+    def body() -> None:
+        with converted(model, FP8):
+            model(TOKENS)
+            raise error
+
+    with pytest.raises(error):
+        body()
+    assert everything_in(model) == before
+
+
+def test_all_is_as_it_was_after_an_error_in_forward(model: Model) -> None:
+    """The functions of torch that were listened to are torch's again."""
+    before = everything_in(model)
+    with pytest.raises(RuntimeError), converted(model, FP8):
+        model.experts(torch.ones(3, 5, 7))
+    assert everything_in(model) == before
+    assert torch.overrides._get_current_function_mode() is None
+
+
+def test_all_is_as_it_was_after_an_interrupt_while_entering(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, done = everything_in(model), 0
+    replace = Conversion._replace
+
+    def interrupted(self: Conversion, *arguments: Any) -> None:
+        nonlocal done
+        done += 1
+        replace(self, *arguments)
+        if done == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Conversion, "_replace", interrupted)
+    with pytest.raises(KeyboardInterrupt), converted(model, FP8):
+        pass
+    assert done == 3 and everything_in(model) == before
+
+
+def test_making_one_changes_nothing(model: Model) -> None:
+    before = everything_in(model)
+    converted(model, FP8)
+    assert everything_in(model) == before
+
+
+def test_a_layer_of_two_names_is_one_layer(model: Model) -> None:
+    (first,) = (one for one in held_in(model) if one.name == "first")
+    assert first.also == ("again",) and "again" not in [one.name for one in held_in(model)]
+    for name in ("first", "again"):
+        (skipped,) = (one for one in held_in(model, [name]) if one.rule == "skipped")
+        assert skipped.name == "first" and skipped.reason == f"left out by '{name}'"
+    with converted(model, FP8):
+        assert model.again.forward is model.first.forward
+
+
+def test_a_tied_layer_is_the_head(model: Model) -> None:
+    assert [one.name for one in held_in(model) if one.head] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("head", ["out"]),
+        ("*.stack", ["experts.stack"]),
+        ("experts", ["experts.stack", "experts.position"]),
+        ("conv2d", ["picture"]),
+        ("Conv2d", ["picture"]),
+        ("r*", ["router"]),
+    ],
+)
+def test_what_is_left_out(model: Model, pattern: str, names: list[str]) -> None:
+    assert [one.name for one in held_in(model, [pattern]) if one.rule == "skipped"] == names
+
+
+def test_a_pattern_that_fits_nothing_is_refused(model: Model) -> None:
+    with pytest.raises(
+        UnknownName, match=r"unknown layer of this model 'rooter'\. Did you mean 'router'\? Known: linear"
+    ):
+        held_in(model, ["rooter"])
+    with pytest.raises(UnknownName, match=r"'pictures'.*Did you mean 'picture'"):
+        check_map(["first", "head", "experts", "pictures"], held_in(model))
+
+
+def test_layers_are_chosen_by_name_and_kind(model: Model) -> None:
+    asked: list[Layer] = []
+
+    def choose(layer: Layer) -> PlainArithmetic | None:
+        asked.append(layer)
+        return None if layer.kind == "head" else FP32
+
+    conversion = Conversion(model, choose, skip=["picture"])
+    assert asked == [
+        Layer("first", "linear"), Layer("experts.stack", "experts"), Layer("experts.position", "experts"),
+        Layer("router", "linear"), Layer("out", "head"),
+    ]  # fmt: skip
+    assert [(one.name, one.rule) for one in conversion.held if one.reason] == [("picture", "skipped"), ("out", "kept")]
+
+
+def test_a_forward_pass_of_its_own_is_not_lost() -> None:
+    model = nn.Sequential(Doubled(16, 16), Renamed(16, 16))
+    own, renamed = held_in(model)
+    assert own.rule == "forward" and own.reason.startswith("Doubled has a forward pass of its own")
+    assert not renamed.reason
+    assert not any(one.reason for one in held_in(model, allow=["Doubled"]))
+    x = torch.randn(4, 16)
+    with converted(model):
+        plain = model(x)
+    assert torch.equal(plain, model(x))
+
+
+def test_a_forward_pass_that_was_replaced_is_kept() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].forward = lambda x: x  # type: ignore[method-assign]
+    before = everything_in(model)
+    with converted(model) as conversion:
+        assert [one.name for one in conversion.converted] == ["1"]
+    assert conversion.held[0].reason == "somebody has replaced its forward pass already"
+    assert everything_in(model) == before
+
+
+def test_what_cannot_be_converted_says_why() -> None:
+    model = nn.ModuleDict(
+        {
+            "attention": nn.MultiheadAttention(16, 2),
+            "line": nn.Conv1d(4, 4, 3),
+            "back": nn.ConvTranspose2d(4, 4, 3),
+            "memory": nn.LSTM(8, 8),
+            "wide": nn.Conv2d(128, 128, 3, groups=128),
+            "lazy": nn.LazyLinear(4),
+            "whole": nn.Linear(16, 16, device="cpu"),
+        }
+    )
+    model["whole"].weight = nn.Parameter(torch.ones(16, 16, dtype=torch.int8), requires_grad=False)
+    reasons = {one.name: (one.rule, one.reason) for one in held_in(model)}
+    assert reasons["attention.in_proj_weight"][1].startswith(
+        "there is no product of ours for MultiheadAttention: torch"
+    )
+    assert reasons["attention.out_proj"] == (
+        "not-called", "torch's own attention reads its weight and never calls it"
+    )  # fmt: skip
+    assert reasons["line.weight"] == ("class", "there is no product of ours for Conv1d")
+    assert reasons["memory.weight_ih_l0"][0] == reasons["back.weight"][0] == "class"
+    assert reasons["wide"][0] == "groups" and reasons["lazy"][0] == "shape"
+    assert reasons["whole"] == ("dtype", "its weight is int8, quantised already")
+    with pytest.raises(UsageError, match=r"nothing of ModuleDict can be converted: .* weights are not, there is no"):
+        converted(model)
+
+
+def test_nothing_to_convert_is_refused() -> None:
+    with pytest.raises(
+        UsageError, match="nothing of ReLU can be converted: it has no layer that multiplies by weights"
+    ):
+        converted(nn.ReLU())
+    with pytest.raises(UsageError, match="weight is on the meta device"):
+        converted(nn.Linear(4, 4, device="meta"))
+
+
+def test_sides_that_native_products_do_not_take() -> None:
+    model = nn.Sequential(nn.Linear(16, 37), nn.Linear(37, 32), nn.Linear(32, 16))
+    conversion = converted(model, multiples=(16, 16))
+    assert [one.reason for one in conversion.held] == [
+        "N=37 is no multiple of 16, as native products want",
+        "K=37 is no multiple of 16, as native products want",
+        "",
+    ]
+
+
+def test_rows_are_filled_up_for_native_products() -> None:
+    """Zeros change no product: neither the output nor any gradient, bit for bit."""
+    model = nn.Sequential(nn.Linear(32, 16))
+    x = torch.randn(2, 5, 32)
+    with converted(model, FP8):
+        plain = outcome(model, x)
+    with converted(model, FP8, multiples=(16, 16)):
+        filled = outcome(model, x)
+    assert all(torch.equal(one, other) for one, other in zip(plain, filled, strict=True))
+
+
+def test_a_copy_of_a_model_is_converted_by_itself() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    other = copy.deepcopy(model)
+    with converted(other, FP8):
+        assert "forward" not in vars(model[0])
+    assert torch.equal(model(torch.ones(1, 16)), other(torch.ones(1, 16)))
+
+
+def test_a_layer_that_remembers_has_an_arithmetic_of_its_own(model: Model) -> None:
+    delayed = precisions.get("fp8-delayed").arithmetic(CPU)
+    given: dict[str, Any] = {}
+
+    def choose(layer: Layer) -> Any:
+        given[layer.name] = delayed.layer(layer.name)
+        return given[layer.name]
+
+    with Conversion(model, choose):
+        step(model)
+    assert given["first"].memory() and given["first"] is not given["router"]
+
+
+def test_phases_are_those_of_the_step_that_runs(model: Model) -> None:
+    with converted(model, FP8) as conversion:
+
+        def marked(phase: Phases) -> None:
+            conversion.phase = phase
+            step(model)
+
+        tape = tape_in_phases(marked)
+    gemm, cast = tape.of("gemm"), tape.of("cast")
+    assert gemm is not None and cast is not None
+    assert cast.bytes and not cast.flops
+    assert gemm.flops > 0.99 * tape.flops

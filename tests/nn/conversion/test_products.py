@@ -1,0 +1,253 @@
+"""What a converted layer computes: torch's own bits where nothing is rounded, the right roundings where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.linear import linear
+from fp8bench.numerics.norms import relative_frobenius
+from fp8bench.protocols import Arithmetic, SilentPhases
+from fp8bench.registry import precisions
+from tests.facts import CPU
+from tests.nn.conversion.models import FP32, Experts, converted, outcome, sequential
+
+
+def arithmetic(name: str) -> Arithmetic:
+    return precisions.get(name).arithmetic(CPU)
+
+
+def both(model: nn.Module, x: Tensor, by: Arithmetic, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+    plain = outcome(model, x)
+    with converted(model, by, **options):
+        return plain, outcome(model, x)
+
+
+def assert_same_bits(one: list[Tensor], other: list[Tensor]) -> None:
+    assert [tensor.dtype for tensor in one] == [tensor.dtype for tensor in other]
+    assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(2, 16, 48), (5, 48), (1, 48), (48,), (0, 48)])
+def test_fp32_has_torchs_bits(shape: tuple[int, ...], bias: bool) -> None:
+    """Output and all gradients."""
+    assert_same_bits(*both(sequential(nn.Linear(48, 80, bias=bias)), torch.randn(shape), FP32))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_bf16_has_torchs_bits_but_for_a_bias(bias: bool) -> None:
+    """torch adds a bias before it rounds, and ours after: the output may differ by a rounding, gradients do not."""
+    plain, ours = both(
+        sequential(nn.Linear(48, 80, bias=bias)).to(torch.bfloat16),
+        torch.randn(2, 16, 48).bfloat16(),
+        arithmetic("bf16"),
+    )
+    assert_same_bits(plain[bias:], ours[bias:])
+    torch.testing.assert_close(ours[0], plain[0], rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4", "fp8-rowwise", "bf16"])
+def test_products_are_those_of_our_linear_layer(name: str) -> None:
+    model, x = sequential(nn.Linear(64, 32, bias=False)), torch.randn(32, 64)
+    pull = torch.randn(32, 32)
+    with converted(model, arithmetic(name)):
+        ours = outcome(model, x, pull)
+    weight, x = model[0].weight, x.requires_grad_()
+    y = linear(x, weight, arithmetic(name), SilentPhases()).to(torch.float32)
+    assert_same_bits(ours, [y.detach(), *torch.autograd.grad(y, [x, weight], pull)])
+
+
+def test_fp8_rounds_as_an_oracle_in_float64_does() -> None:
+    """Scales of a whole tensor from its largest magnitude, E4M3 forward and E5M2 for gradients, sums without error."""
+    model, x, pull = sequential(nn.Linear(64, 32, bias=False)), torch.randn(48, 64), torch.randn(48, 32)
+    with converted(model, arithmetic("fp8")):
+        ours = outcome(model, x, pull)
+
+    def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        scale = torch.finfo(dtype).max / tensor.abs().max().float()
+        return (tensor.float() * scale).to(dtype).double() / scale.double()
+
+    a, w = rounded(x.bfloat16(), torch.float8_e4m3fn), rounded(model[0].weight.detach(), torch.float8_e4m3fn)
+    g = rounded(pull.bfloat16(), torch.float8_e5m2)
+    for own, exact in zip(ours, (a @ w.t(), g @ w, g.t() @ a), strict=True):
+        assert relative_frobenius(own, exact) < 2**-8  # the carrier's rounding, and no other
+    unrounded = x.double() @ model[0].weight.detach().double().t()
+    assert relative_frobenius(ours[0], unrounded) > 0.02
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stride": 2},
+        {"stride": (2, 1), "padding": (0, 2), "dilation": (1, 2)},
+        {"kernel_size": (1, 1)},
+        {"kernel_size": (7, 5), "stride": 3, "padding": 3},
+        {"kernel_size": 8, "stride": 8},
+        {"groups": 2, "padding": 1},
+        {"groups": 8, "padding": 1, "bias": False},
+        {"padding": "same", "dilation": 2, "kernel_size": (2, 3)},
+        {"padding": "valid"},
+        {"padding": 1, "padding_mode": "circular"},
+        {"padding": (2, 1), "padding_mode": "reflect", "stride": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("by", ["fp32", "explicit"])
+def test_any_convolution(options: dict[str, Any], by: str) -> None:
+    """Against torch's own in float64; windows written out as rows give the same."""
+    chosen = {"kernel_size": 3, **options}
+    model, x = sequential(nn.Conv2d(8, 16, **chosen)), torch.randn(2, 8, 17, 18)
+    own = PlainArithmetic(torch.float32)
+    own.explicit = by == "explicit"
+    with converted(model, own):
+        ours = outcome(model, x)
+    exact = outcome(model.double(), x.double())
+    for one, other in zip(ours, exact, strict=True):
+        assert one.shape == other.shape and one.dtype == torch.float32
+        assert relative_frobenius(one, other) < 1e-6
+    assert ours[0].stride() == exact[0].stride()
+
+
+def test_a_convolution_of_one_image_and_of_images_with_channels_last() -> None:
+    model = sequential(nn.Conv2d(8, 16, 3))
+    assert_same_bits_nearly(*both(model, torch.randn(8, 9, 9), FP32))
+    x = torch.randn(2, 8, 9, 9).to(memory_format=torch.channels_last)
+    with converted(model):
+        assert model(x).is_contiguous(memory_format=torch.channels_last)
+
+
+def assert_same_bits_nearly(one: list[Tensor], other: list[Tensor]) -> None:
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_convolution_rounds_each_operand_along_its_contraction(groups: int) -> None:
+    """FP8 with a scale for a tensor: images, weights and gradients rounded as a whole, a group by itself."""
+    model = sequential(nn.Conv2d(32, 32, 3, stride=2, padding=1, groups=groups, bias=False))
+    x, pull = torch.randn(2, 32, 8, 8), torch.randn(2, 32, 4, 4)
+    with converted(model, arithmetic("fp8")):
+        y, x_gradient, w_gradient = outcome(model, x, pull)
+
+    def rounded(tensor: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
+        parts = []
+        for part in tensor.chunk(groups, dim):
+            scale = torch.finfo(dtype).max / part.abs().max().float()
+            parts.append((part.float() * scale).to(dtype).double() / scale.double())
+        return torch.cat(parts, dim)
+
+    a = rounded(x.bfloat16(), torch.float8_e4m3fn, 1).requires_grad_()
+    w = rounded(model[0].weight.detach(), torch.float8_e4m3fn, 0).requires_grad_()
+    exact = F.conv2d(a, w, stride=2, padding=1, groups=groups)
+    gradients = torch.autograd.grad(exact, [a, w], rounded(pull.bfloat16(), torch.float8_e5m2, 1))
+    for own, other in zip((y, x_gradient, w_gradient), (exact.detach(), *gradients), strict=True):
+        assert relative_frobenius(own, other) < 2**-8
+
+
+WAYS = ("linear", "chosen", "left", "bmm", "matmul", "grouped")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_in_fp32_are_torchs(way: str) -> None:
+    torch.manual_seed(0)
+    model, x = Experts(way), torch.randn(3, 8, 16)
+    model.position.requires_grad_(False)
+    names = ["stack"]
+    parameters = [model.stack]
+
+    def run() -> list[Tensor]:
+        given = x.clone().requires_grad_()
+        y = model(given)
+        return [y, *torch.autograd.grad(y.square().sum(), [given, *parameters])]
+
+    plain = run()
+    with converted(model) as conversion:
+        ours = run()
+    assert names[0] in [one.parameter for one in conversion.converted]
+    assert_same_bits_nearly(plain, ours)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_in_fp8_are_so_many_linear_layers(way: str) -> None:
+    """However tokens are dealt out, each expert's products are those of a linear layer on its rows."""
+    torch.manual_seed(0)
+    model, x = Experts(way), torch.randn(3, 8, 16)
+    by = arithmetic("fp8")
+    with converted(model, by), torch.no_grad():
+        ours = model(x)
+    transposed = model.stack.shape[1] == 16
+    with torch.no_grad():
+        stack = model.stack.mT if transposed else model.stack
+        exact = torch.stack([linear(part, own, by, SilentPhases()) for part, own in zip(x, stack, strict=True)])
+        if way == "chosen":  # each row has a weight, and so a scale, of its own
+            exact[0] = torch.cat([linear(row[None], stack[0], by, SilentPhases()) for row in x[0]])
+    assert torch.equal(ours, exact.float())
+    assert not torch.equal(ours, model(x))
+
+
+def test_a_product_that_is_not_x_times_a_weight_stays_torchs() -> None:
+    torch.manual_seed(0)
+    model, x = Experts("einsum"), torch.randn(3, 8, 16)
+    plain = model(x)
+    with converted(model, arithmetic("fp8")):
+        assert torch.equal(model(x), plain)
+
+
+def test_rows_behind_the_last_group_are_zeros() -> None:
+    model = Experts("grouped")
+
+    def short(x: Tensor) -> Tensor:
+        return F.grouped_mm(x, model.stack, offs=torch.tensor([2, 2, 5], dtype=torch.int32))
+
+    model.forward = short  # type: ignore[method-assign]
+    from fp8bench.nn.conversion.stacked import Stacked
+
+    x = torch.randn(8, 16)
+    with Stacked({"stack": model.stack}, lambda name, x, weight: x @ weight.mT):
+        y = short(x)
+    assert torch.equal(y[5:], torch.zeros(3, 32))
+    torch.testing.assert_close(y[:2], x[:2] @ model.stack[0])
+    torch.testing.assert_close(y[2:5], x[2:5] @ model.stack[2])
+
+
+MAKERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: sequential(nn.Linear(32, 32)), (4, 32)),
+    "conv2d": (lambda: sequential(nn.Conv2d(16, 16, 3)), (2, 16, 6, 6)),
+    "experts": (lambda: sequential(Experts("bmm", 3, 16, 16)), (3, 8, 16)),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_under_autocast_a_layer_gives_what_torchs_would(kind: str) -> None:
+    """Its dtype, and products that autocast does not round once more: fp32 ones stay fp32 ones."""
+    make, shape = MAKERS[kind]
+    model, x = make(), torch.randn(shape)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = model(x)
+        with converted(model):
+            ours = model(x)
+    assert plain.dtype == ours.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert torch.equal(ours, model(x).bfloat16()) or relative_frobenius(ours, model(x)) < 2**-8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_model_of_another_dtype_gets_its_own_back(kind: str, dtype: torch.dtype) -> None:
+    make, shape = MAKERS[kind]
+    model = make().to(dtype)
+    with converted(model, arithmetic("fp8")):
+        x = torch.randn(shape).to(dtype).requires_grad_()
+        y = model(x)
+        y.float().square().mean().backward()
+    assert y.dtype == dtype
+    found = [one.grad for one in model.parameters() if one.grad is not None]
+    assert found and all(one.dtype == dtype and one.isfinite().all() for one in found)

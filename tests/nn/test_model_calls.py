@@ -1,0 +1,155 @@
+"""What a batch and a loss are guessed to be, and what is asked for where that cannot be guessed."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8bench.errors import UsageError
+from fp8bench.nn.model_calls import call_of, loss_of, on_device, tensors_in
+
+X = torch.ones(2, 4)
+Named = namedtuple("Named", "x mask")
+
+
+class Two(nn.Module):
+    """Takes one thing and may take another."""
+
+    def __init__(self, result: Callable[[Tensor], Any] = lambda y: y) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.result = result
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Any:
+        y = self.layer(x) * scale
+        return self.result(y if mask is None else y * mask)
+
+
+@dataclass
+class Output:
+    """As libraries give them."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [X, (X,), [X, torch.ones(4)], {"x": X}, UserDict(x=X, mask=None), Named(X, None), ((X,), {"scale": 1.0})],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_batches_of_all_sorts(batch: Any) -> None:
+    model = Two()
+    assert torch.equal(call_of(model, batch)(), model(X))
+
+
+def test_a_mapping_may_be_the_one_thing_that_a_model_takes() -> None:
+    class Whole(nn.Module):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return batch["x"]
+
+    assert call_of(Whole(), {"x": X})() is X
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (
+            {"y": X},
+            r"forward of Two takes \(x\), and the batch has \(y\): missing a required argument: 'x'; let make\(\)",
+        ),
+        ((X, X, X), "the batch has .3 things by place.: too many positional arguments"),
+        (
+            3,
+            r"a batch of type int was given and Two takes \(x\): let make\(\) return \(model, batch\), with",
+        ),
+        (None, "a batch of type NoneType"),
+    ],
+)
+def test_a_batch_that_cannot_be_guessed_is_asked_for(batch: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        call_of(Two(), batch)
+
+
+def test_a_batch_on_another_device() -> None:
+    with pytest.raises(UsageError, match=r"^x is on meta, and the model on cpu: put both on one device$"):
+        call_of(Two(), {"x": X.to("meta")})
+
+
+def test_a_model_that_fails_says_so_shortly() -> None:
+    with pytest.raises(UsageError, match=r"forward of Two fails on this batch: RuntimeError: mat1 and mat2") as caught:
+        call_of(Two(), torch.ones(2, 5))()
+    assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
+
+
+def test_memory_that_is_exhausted_is_no_fault_of_the_model() -> None:
+    def full(y: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        call_of(Two(full), X)()
+
+
+def loss(result: Callable[[Tensor], Any], own: Callable[..., Any] | None = None) -> tuple[Tensor, str]:
+    model = Two(result)
+    return loss_of(model, {"x": X}, call_of(model, X)(), own)
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (lambda y: Output(y, y.sum()), "the loss that forward gives"),
+        (lambda y: {"logits": y, "loss": y.sum()}, "the loss that forward gives"),
+        (lambda y: y.sum(), "the single number that forward gives"),
+        (lambda y: (y.sum(), y), "the single number that forward gives as 0"),
+        (lambda y: y, "the mean of squares of forward's first floating output (float32[2,4])"),
+        (Output, "the mean of squares of forward's first floating output (logits, float32[2,4])"),
+        (
+            lambda y: (torch.ones(3, dtype=torch.int64), [y]),
+            "the mean of squares of forward's first floating output (1.0, float32[2,4])",
+        ),
+    ],
+)  # fmt: skip
+def test_a_loss_is_found(result: Callable[[Tensor], Any], words: str) -> None:
+    found, said = loss(result)
+    assert said == words and found.numel() == 1
+    found.backward()
+
+
+def test_a_loss_of_ones_own() -> None:
+    assert loss(lambda y: y, lambda y: y.sum())[1] == "the loss that make() gives"
+    found, _ = loss(lambda y: y, lambda y, batch: (y - batch["x"]).abs().sum())
+    assert found.numel() == 1
+    with pytest.raises(
+        UsageError, match=r"the loss that make\(\) gives returned a tensor of shape \[2, 4\], and not one"
+    ):
+        loss(lambda y: y, lambda y: y)
+    with pytest.raises(UsageError, match=r"the loss that make\(\) gives fails on the output: KeyError: 'no'"):
+        loss(lambda y: {"a": y}, lambda y: y["no"])
+
+
+def test_a_loss_that_cannot_be_guessed_is_asked_for() -> None:
+    with pytest.raises(
+        UsageError, match=r"forward of Two gives a list, without a floating tensor .* \(model, batch, loss\)"
+    ):
+        loss(lambda y: [y.argmax()])
+    with pytest.raises(
+        UsageError, match="no gradient flows from the single number that forward gives to the parameters"
+    ):
+        loss(lambda y: y.detach().sum())
+    with torch.no_grad():
+        assert loss(lambda y: y)[0].numel() == 1
+
+
+def test_tensors_keep_their_names_and_places() -> None:
+    nested = {"a": [X, (X, 3)], "b": Output(X), "c": Named(X, None)}
+    assert [name for name, _ in tensors_in(nested)] == ["a.0", "a.1.0", "b.logits", "c.x"]
+    moved = on_device({"a": [X, (X, 3)], "c": Named(X, "word")}, "meta")
+    assert moved["a"][0].is_meta and moved["a"][1][0].is_meta and moved["a"][1][1] == 3
+    assert moved["c"].x.is_meta and moved["c"].mask == "word"

@@ -1,0 +1,225 @@
+"""Whose products a step's are: against counts by hand, in both directions, and to the last FLOP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8bench.errors import UsageError
+from fp8bench.model.coverage import Coverage, HeldProduct, Holder
+from fp8bench.nn.conversion.holders import held_in
+from fp8bench.tape.coverage import coverage_of
+from fp8bench.tape.formulas import flops_of
+from fp8bench.tape.product_shapes import products_of
+from fp8bench.tape.recorder import OperatorTape
+from tests.nn.conversion.models import Experts
+from tests.tapes import tape_of
+
+
+def training(model: nn.Module, *given: Tensor) -> Callable[[], None]:
+    def step() -> None:
+        model(*given).square().mean().backward()
+
+    return step
+
+
+def covered(model: nn.Module, step: Callable[[], None], **options: Any) -> Coverage:
+    return coverage_of(model, held_in(model), step, **options)
+
+
+def of(coverage: Coverage, name: str) -> Holder:
+    (found,) = (one for one in coverage.holders if one.name == name)
+    return found
+
+
+class Block(nn.Module):
+    """Attention by hand, a layer that is called twice, and one that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48, bias=False)
+        self.twice = nn.Linear(16, 16)
+        self.never = nn.Linear(16, 16)
+        self.tied = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        mixed = (q @ k.mT).softmax(-1) @ v
+        return F.linear(self.twice(self.twice(mixed) + x), self.tied.weight)
+
+
+# One product of (2 x 8) rows with 16 x 16 weights.
+ONE = 2 * 16 * 16 * 16
+
+
+def test_each_product_has_its_holder() -> None:
+    """Two products for gradients to each of forward; of the first layer's input nobody wants a gradient."""
+    model, x = Block(), torch.randn(2, 8, 16)
+    coverage = covered(model, training(model, x))
+    assert of(coverage, "qkv").flops == 3 * ONE * 2
+    assert of(coverage, "twice").flops == 2 * ONE * 3 and of(coverage, "twice").calls == 2
+    assert (of(coverage, "never").flops, of(coverage, "never").rule) == (0, "not-called")
+    outside = {(one.operator, one.module): one.flops for one in coverage.others}
+    assert outside == {("bmm", ""): 6 * 2 * 2 * 8 * 8 * 16, ("mm", ""): 3 * ONE}
+    assert of(coverage, "tied").rule == "not-called"
+    assert sorted((one.m, one.n, one.k, one.backward) for one in of(coverage, "qkv").products) == [
+        (16, 48, 16, False), (48, 16, 16, True)
+    ]  # fmt: skip
+    assert coverage.share == (6 + 6) * ONE / coverage.flops
+
+
+def test_sums_are_the_tapes() -> None:
+    model, x = Block(), torch.randn(2, 8, 16)
+    step = training(model, x)
+    coverage, tape = covered(model, step), tape_of(step)
+    assert coverage.flops == tape.flops
+    assert sum(one.flops for one in coverage.holders) + sum(one.flops or 0 for one in coverage.others) == tape.flops
+
+
+def test_forward_alone() -> None:
+    model, x = Block(), torch.randn(2, 8, 16)
+    with torch.no_grad():
+        coverage = covered(model, lambda: model(x))
+    assert of(coverage, "qkv").flops == 3 * ONE and of(coverage, "twice").flops == 2 * ONE
+    with torch.inference_mode():
+        assert covered(model, lambda: model(x)).flops == coverage.flops
+
+
+class Checkpointed(nn.Module):
+    """Two layers that are computed again in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.both, x, use_reentrant=self.reentrant)
+        return found
+
+    def both(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(self.first(x).relu())
+        return found
+
+
+@pytest.mark.parametrize(("reentrant", "again"), [(True, (1, 1)), (False, (1, 0))])
+def test_what_is_computed_again_belongs_to_its_layer(reentrant: bool, again: tuple[int, int]) -> None:
+    """Beside forward and both gradients; torch's newer way stops as soon as it has what backward needs."""
+    model, x = Checkpointed(reentrant), torch.randn(2, 8, 16, requires_grad=True)
+    coverage = covered(model, training(model, x))
+    assert [one.flops for one in coverage.holders] == [(3 + times) * ONE for times in again]
+    assert not coverage.others
+
+
+class Interleaved(nn.Module):
+    """Branches whose backward passes take turns, and one layer's output that is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(16, 16, bias=False) for _ in "abc")
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.a(x), x @ x.mT @ x
+        left.mul_(2)
+        return self.c(self.b(left.view(-1, 16)).view(x.shape) + right) + left
+
+
+def test_branches_that_take_turns_in_backward() -> None:
+    model, x = Interleaved(), torch.randn(2, 8, 16, requires_grad=True)
+    coverage = covered(model, training(model, x))
+    assert [one.flops for one in coverage.holders] == [3 * ONE] * 3
+    assert sum(one.flops or 0 for one in coverage.others) == 6 * 2 * 2 * 8 * 8 * 16
+
+
+@pytest.mark.parametrize("way", ["linear", "left", "bmm", "matmul", "grouped"])
+def test_experts_have_their_products_in_both_directions(way: str) -> None:
+    model, x = Experts(way), torch.randn(3, 8, 16, requires_grad=True)
+    coverage = covered(model, training(model, x))
+    (holder,) = coverage.holders  # 'position' is no weight
+    assert (holder.name, holder.kind, holder.converted) == ("stack", "experts", True)
+    assert holder.flops == 3 * 2 * 3 * 8 * 16 * 32 == coverage.flops
+
+
+def test_a_stack_that_is_multiplied_otherwise_is_not_covered() -> None:
+    model, x = Experts("einsum"), torch.randn(3, 8, 16)
+    coverage = covered(model, training(model, x))
+    (holder,) = coverage.holders
+    assert (holder.converted, holder.rule, coverage.share) == (False, "operator", 0.0)
+    assert coverage.flops == sum(one.flops or 0 for one in coverage.others) == 2 * 2 * 3 * 8 * 16 * 32
+
+
+def test_what_native_products_would_want() -> None:
+    """Said on every device, of the rows too: weight gradients contract over them."""
+    model = nn.Sequential(nn.Linear(16, 20), nn.Linear(20, 32), nn.Conv2d(1, 2, 3))
+    x = torch.randn(7, 16, requires_grad=True)
+
+    def step() -> None:
+        hidden = model[1](model[0](x))
+        model[2](hidden[None]).sum().backward()
+
+    coverage = covered(model, step, multiple=16)
+    assert [one.native for one in coverage.holders] == [
+        "native products take contractions and columns in multiples of 16: M=7, N=20",
+        "native products take contractions and columns in multiples of 16: M=7, K=20",
+        "torch has no convolution narrower than 16 bits: values are rounded, and convolved in fp32",
+    ]
+    assert all(one.converted for one in coverage.holders)
+
+
+def test_nothing_is_left_behind_by_a_step_that_fails() -> None:
+    model, x = Block(), torch.randn(2, 8, 17)
+    with pytest.raises(RuntimeError):
+        covered(model, training(model, x))
+    assert not nn.modules.module._global_forward_hooks and not nn.modules.module._global_forward_pre_hooks
+    assert torch.autograd.is_multithreading_enabled() and torch.overrides._get_current_function_mode() is None
+    model(torch.randn(2, 8, 16))
+
+
+def test_a_step_without_products_is_refused() -> None:
+    model = nn.ReLU()
+    with pytest.raises(UsageError, match="a step of ReLU multiplies no matrices: there is nothing to convert"):
+        covered(model, lambda: model(torch.ones(2)))
+
+
+def test_an_operator_without_a_formula_is_named() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.inv(x @ x.mT + torch.eye(8))
+
+    model = nn.Sequential(nn.Linear(16, 16), Odd())
+    x = torch.randn(8, 16)
+    coverage = covered(model, lambda: model(x))
+    unknown = [(one.operator, one.module) for one in coverage.others if one.flops is None]
+    assert unknown == [("linalg_inv_ex", "1")] and coverage.unknown == 1
+
+
+OPERATORS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "mm": lambda a, b: a[0] @ b[0],
+    "addmm": lambda a, b: torch.addmm(torch.ones(4), a[0], b[0]),
+    "bmm": torch.bmm,
+    "baddbmm": lambda a, b: torch.baddbmm(torch.ones(4), a, b),
+    "grouped": lambda a, b: F.grouped_mm(a.flatten(0, 1), b, offs=torch.tensor([6, 12, 18], dtype=torch.int32)),
+    "conv": lambda a, b: F.conv2d(a[None], torch.ones(4, 3, 2, 2)),
+    "conv in groups": lambda a, b: F.conv2d(a[None], torch.ones(6, 1, 2, 2, requires_grad=True), groups=3, stride=2),
+    "transposed": lambda a, b: F.conv_transpose2d(a[None], torch.ones(3, 4, 2, 2, requires_grad=True), stride=2),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_sides_of_products_give_their_flops(name: str) -> None:
+    """The same count by two ways, of all products of an operator and its backward."""
+    a, b = torch.randn(3, 6, 8, requires_grad=True), torch.randn(3, 8, 4, requires_grad=True)
+    mode = OperatorTape()
+    with mode:
+        OPERATORS[name](a, b).square().sum().backward()
+    counted = [(products_of(call), flops_of(call)[0]) for call in mode.calls if flops_of(call)[0]]
+    assert len(counted) >= 2
+    for products, flops in counted:
+        assert sum(one.flops for one in products) == flops
+        assert all(isinstance(one, HeldProduct) for one in products)
