@@ -7,7 +7,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -36,12 +36,14 @@ from fp8bench.plan.checked_workload import sound_layers
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Arithmetic, Grid, Layer, Setup, SilentObserver
+from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
 from fp8bench.store.points import followed
 from fp8bench.store.series import check_grid, series_of
 from fp8bench.units import unit_of
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.products import formats_of
+from fp8bench.workloads.learning import Learning
 from tests.counts import sampled
 from tests.facts import CPU, H200
 
@@ -288,7 +290,21 @@ def test_a_map_without_a_layer_left_is_of_its_own_precisions(corpus: Corpus, ben
 
 
 @pytest.fixture(scope="module")
-def grid_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Grid, Run]]:
+def short_trainings() -> Iterator[None]:
+    """What a case of a grid trains for its error is as long as its parameters say: which errors there are, a few steps
+    tell."""
+    whole, few = Learning.axes, {"steps": ("4",), "draws": ("1",)}
+
+    def axes(self: Learning, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return tuple(replace(axis, default=few.get(axis.name, axis.default)) for axis in whole(self, facts))
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(Learning, "axes", axes)
+        yield
+
+
+@pytest.fixture(scope="module")
+def grid_of(tmp_path_factory: pytest.TempPathFactory, short_trainings: None) -> Callable[[str], tuple[Grid, Run]]:
     """What a workload declares, and that measured on the processor by the whole pipeline: few rounds, all passes."""
 
     @cache
