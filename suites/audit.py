@@ -14,7 +14,12 @@ from fp8bench.audit.auditor import Check
 from fp8bench.audit.checks import CHECKS
 from fp8bench.model.audit import Audit, AuditOutcome
 from fp8bench.registry import devices
-from suites.audit_lies import HONEST, LIES, UNCAUGHT, Kernel
+from suites import audit_lies, audit_optimizers
+from suites.audit_kernels import Kernel
+from suites.audit_lies import UNCAUGHT
+
+LIES = (*audit_lies.LIES, *audit_optimizers.LIES)
+HONEST = (*audit_lies.HONEST, *audit_optimizers.HONEST)
 
 _MOST_SECONDS = 20.0
 

@@ -6,7 +6,6 @@ And kernels that do not, however they sum. All are written on torch alone, so th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from fp8bench.formats.scalings import (
 )
 from fp8bench.model.audit import Signature
 from fp8bench.user_code.named import signed
+from suites.audit_kernels import Kernel
 
 BF16 = torch.bfloat16
 FP8 = Treatment(E4M3, TENSOR)
@@ -37,16 +37,6 @@ BLOCKS, SQUARES = Treatment(E4M3, BLOCK_POWER_OF_TWO), Treatment(E4M3, SQUARE_PO
 MXFP8 = Treatment(E4M3, MX)
 MXFP4 = Treatment(E2M1, MX)
 NV = Treatment(E2M1, NVFP4), Treatment(E2M1, NVFP4_SQUARE)
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One of the catalogue: `made` gives a fresh one, which remembers nothing of others. `thread` of a lie."""
-
-    name: str
-    signature: Signature
-    made: Callable[[], Callable[..., Any]]
-    thread: str = ""
 
 
 def rounded(x: Tensor, treatment: Treatment) -> Tensor:

@@ -30,10 +30,9 @@ class Given:
     shape: Shape
     how: str = ""
 
-    def words(self, sides: str) -> str:
+    def words(self, sides: tuple[tuple[str, str], ...]) -> str:
         """'M=64 N=96 K=256, normal'."""
-        sizes = dict(zip("mnk", self.shape, strict=True))
-        told = " ".join(f"{side.upper()}={sizes[side]}" for side in sides)
+        told = " ".join(f"{name}={getattr(self.shape, side)}" for side, name in sides)
         return f"{told}, {self.data}{f', {self.how}' if self.how else ''}"
 
 

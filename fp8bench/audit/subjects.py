@@ -66,12 +66,13 @@ def promised_by(name: str, facts: DeviceFacts) -> Promised:
 class Subject(ABC):
     """One callable. Matrices are drawn and judged on the processor, whatever device it runs on.
 
-    `sides` says which of a shape's sides it has; `shapes` are those it has promised to take, `odd` ones that do not
-    divide, and `data` the kinds that say something about it; `timed` is the first one that is timed.
+    `sides` says which of a shape's sides it has, and what they are called; `shapes` are those it has promised to take,
+    `odd` ones that do not divide, and `data` the kinds that say something about it; `timed` is the first one that is
+    timed.
     """
 
     kind: ClassVar[AuditKind]
-    sides: ClassVar[str] = "mnk"
+    sides: ClassVar[tuple[tuple[str, str], ...]] = (("m", "M"), ("n", "N"), ("k", "K"))
     shapes: ClassVar[tuple[Shape, ...]] = SHAPES
     odd: ClassVar[tuple[Shape, ...]] = ODD
     timed: ClassVar[Shape] = Shape(256, 256, 256)
@@ -162,7 +163,7 @@ class Cast(Subject):
     """Called with one matrix."""
 
     kind = AuditKind.CAST
-    sides = "mk"
+    sides = (("m", "M"), ("k", "K"))
 
     def arguments(self, matrices: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (matrices[0].to(self.device, copy=True),)

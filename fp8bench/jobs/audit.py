@@ -11,7 +11,7 @@ from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker
 from fp8bench.model import DeviceFacts, Level
-from fp8bench.model.audit import Audit, AuditFinding, AuditKind, AuditOutcome, Signature
+from fp8bench.model.audit import Audit, AuditFinding, AuditKind, AuditOutcome, FlatMoments, Signature
 from fp8bench.model.raw import Settings
 from fp8bench.plan.make import device_named
 from fp8bench.protocols import TensorScale
@@ -21,6 +21,8 @@ from fp8bench.registry import precisions
 _LIMIT = 600.0
 # Formats whose codes are a dtype of torch's, or two of them a byte.
 _IN_TORCH = {E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ}
+# Elements of a block of moments.
+_BLOCKS = 16, 4096
 
 
 def audit(
@@ -58,15 +60,35 @@ def audit(
 
 def sound(signature: Signature, facts: DeviceFacts) -> Signature:
     """With the precision's name in full; UsageError for one that promises nothing that could be held against it."""
-    name = precisions.canonical(signature.precision)
-    precision = precisions.get(name)
-    if precision.support(facts).level is Level.REFUSED:
-        raise UsageError(f"{facts.key} does no {name}: {precision.support(facts).reason}")
-    if precision.tensor_scale is TensorScale.DELAYED:
-        raise UsageError(f"{name} scales by what was cast before, which one call cannot show: audit it as fp8.")
-    recipe = getattr(precision, "recipe", None)
+    if signature.kind is AuditKind.OPTIMIZER:
+        moments = signature.precision, signature.second_moment
+        first, second = (one if one in ("", "same") else _moments(one, facts) for one in moments)
+        return replace(signature, precision=first, second_moment=second)
+    name = _known(signature.precision, facts)
+    recipe = getattr(precisions.get(name), "recipe", None)
     if signature.takes == "codes" and (recipe is None or not {one.fmt for one in recipe.treatments[:2]} <= _IN_TORCH):
         raise UsageError(f"torch has no dtype for {name}'s codes: its products take values. Leave --takes out.")
     if signature.kind is AuditKind.CAST and name == "fp32":
         raise UsageError("nothing is cast in fp32: give the precision that it casts to.")
     return replace(signature, precision=name)
+
+
+def _known(word: str, facts: DeviceFacts) -> str:
+    """A precision's name in full; UsageError for one that the device has not, or that single calls do not show."""
+    name = precisions.canonical(word)
+    precision = precisions.get(name)
+    if precision.support(facts).level is Level.REFUSED:
+        raise UsageError(f"{facts.key} does no {name}: {precision.support(facts).reason}")
+    if precision.tensor_scale is TensorScale.DELAYED:
+        raise UsageError(f"{name} scales by what was cast before, which one call cannot show: audit it as fp8.")
+    return name
+
+
+def _moments(word: str, facts: DeviceFacts) -> str:
+    """What moments are kept as."""
+    flat = FlatMoments.of(word)
+    if flat is None:
+        return _known(word, facts)
+    if not _BLOCKS[0] <= flat.block <= _BLOCKS[1]:
+        raise UsageError(f"{word} has blocks of {flat.block}. Give one of {_BLOCKS[0]} to {_BLOCKS[1]} elements.")
+    return word

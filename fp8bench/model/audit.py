@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class AuditKind(StrEnum):
@@ -11,13 +13,15 @@ class AuditKind(StrEnum):
 
     A PRODUCT takes matrices a (M, K) and b (N, K) and gives a times b transposed; a CAST takes a matrix and gives its
     values in low precision, or codes and scales; a LINEAR takes inputs (M, K) and a weight (N, K), and has gradients;
-    an ATTENTION takes queries, keys and values (batch, N heads, M places, K).
+    an ATTENTION takes queries, keys and values (batch, N heads, M places, K); an OPTIMIZER is made of a list of
+    parameters, as torch's are, and has `step()` and `param_groups`.
     """
 
     PRODUCT = "product"
     CAST = "cast"
     LINEAR = "linear"
     ATTENTION = "attention"
+    OPTIMIZER = "optimizer"
 
 
 class Takes(StrEnum):
@@ -25,6 +29,41 @@ class Takes(StrEnum):
 
     VALUES = "values"
     CODES = "codes"
+
+
+class UpdateRule(StrEnum):
+    """What an optimizer does with a gradient: decay is decoupled in ADAMW, and added to the gradient in the others."""
+
+    ADAMW = "adamw"
+    ADAM = "adam"
+    SGD = "sgd"
+
+
+class KeptWeights(StrEnum):
+    """What is left of the weights from one step to the next.
+
+    STOCHASTIC ones are bfloat16, rounded at random; a MASTER is a float32 copy that the optimizer keeps of bfloat16
+    parameters; SCALED ones are float16 under one scale a tensor, in parameters that are float32.
+    """
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    STOCHASTIC = "bf16-stochastic"
+    MASTER = "bf16-master"
+    SCALED = "fp16-scaled"
+
+
+class FlatMoments(NamedTuple):
+    """Moments as 8-bit optimizers keep them: codes under a scale for each run of `block` elements of the tensor."""
+
+    codes: str
+    block: int
+
+    @classmethod
+    def of(cls, word: str) -> FlatMoments | None:
+        """'dynamic8-256', 'linear8-256', 'e4m3-256'; None for another word."""
+        found = re.fullmatch(r"(e4m3|e5m2|dynamic8|dynamic4|linear8)-(\d{2,4})", word)
+        return cls(found[1], int(found[2])) if found else None
 
 
 class AuditOutcome(StrEnum):
@@ -40,7 +79,8 @@ class Signature:
     """What a callable promises: its kind, and the precision whose casts it has, options included.
 
     `second` is how a product's second operand lies: 'nk' is (N, K), 'kn' is (K, N). Sizes that are no multiples of
-    `multiple` it may refuse. In `causal` attention no place sees a later one.
+    `multiple` it may refuse. In `causal` attention no place sees a later one. An optimizer's precision is that of its
+    first moment (or FlatMoments), and '' its `second_moment` is what goes with that.
     """
 
     kind: AuditKind
@@ -49,6 +89,9 @@ class Signature:
     second: str = "nk"
     multiple: int = 1
     causal: bool = False
+    rule: UpdateRule = UpdateRule.ADAMW
+    second_moment: str = ""
+    weights: KeptWeights = KeptWeights.FP32
 
 
 @dataclass(frozen=True)

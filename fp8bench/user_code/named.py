@@ -9,7 +9,7 @@ from functools import reduce
 from typing import Any, TypeVar
 
 from fp8bench.errors import ImportFailed, UsageError
-from fp8bench.model.audit import AuditKind, Signature, Takes
+from fp8bench.model.audit import AuditKind, KeptWeights, Signature, Takes, UpdateRule
 from fp8bench.user_code import import_user_modules, user_module
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,14 +24,20 @@ def audited(
     second: str = "nk",
     multiple: int = 1,
     causal: bool = False,
+    rule: str = "adamw",
+    second_moment: str = "",
+    weights: str = "fp32",
 ) -> Callable[[F], F]:
     """Declare what a kernel promises, for `fp8bench audit module:function`. It is called as before.
 
-    `kind` is product, cast, linear or attention (`causal` or not); `precision` one of fp8bench's, options included. A
-    product takes 'values', which it casts itself, or 'codes' with the scales that decode them; its `second` operand is
-    (N, K) or, 'kn', (K, N). Sizes that are no multiples of `multiple` it may refuse.
+    `kind` is product, cast, linear, attention (`causal` or not) or optimizer; `precision` one of fp8bench's, options
+    included. A product takes 'values', which it casts itself, or 'codes' with the scales that decode them; its `second`
+    operand is (N, K) or, 'kn', (K, N). Sizes that are no multiples of `multiple` it may refuse. What is called for an
+    optimizer takes a list of parameters, as torch's optimizers do; its precision is that of its first moment, or
+    'dynamic8-256' or 'e4m3-256' for codes under a scale for so many elements, and `rule` (adamw, adam, sgd),
+    `second_moment` ('same', or a precision) and `weights` say the rest.
     """
-    signature = signed(kind, precision, takes, second, multiple, causal)
+    signature = signed(kind, precision, takes, second, multiple, causal, rule, second_moment, weights)
 
     def declare(function: F) -> F:
         setattr(function, _DECLARED, signature)
@@ -41,12 +47,22 @@ def audited(
 
 
 def signed(
-    kind: str, precision: str, takes: str = "values", second: str = "nk", multiple: int = 1, causal: bool = False
+    kind: str,
+    precision: str,
+    takes: str = "values",
+    second: str = "nk",
+    multiple: int = 1,
+    causal: bool = False,
+    rule: str = "adamw",
+    second_moment: str = "",
+    weights: str = "fp32",
 ) -> Signature:
     """A signature of words; UsageError for one that cannot be."""
-    kinds, ways = [one.value for one in AuditKind], [one.value for one in Takes]
-    for name, given, known in (("kind", kind, kinds), ("takes", takes, ways), ("second", second, ["nk", "kn"])):
-        if given not in known:
+    for name, given, known in (
+        ("kind", kind, AuditKind), ("takes", takes, Takes), ("second", second, ("nk", "kn")),
+        ("rule", rule, UpdateRule), ("weights", weights, KeptWeights),
+    ):  # fmt: skip
+        if given not in tuple(known):
             raise UsageError(f"an audit's {name} is {given!r:.80}. Give one of {', '.join(known)}.")
     if type(multiple) is not int or not 1 <= multiple <= 1024:
         raise UsageError(f"an audit's multiple is {multiple!r:.80}. Give a whole number from 1 to 1024.")
@@ -56,7 +72,17 @@ def signed(
         raise UsageError(f"a {kind} has no second operand that could lie otherwise: only a product has.")
     if causal and kind != AuditKind.ATTENTION:
         raise UsageError(f"a {kind} cannot be causal: only attention can.")
-    return Signature(AuditKind(kind), precision, Takes(takes), second, multiple, causal)
+    signature = Signature(
+        AuditKind(kind), precision, Takes(takes), second, multiple, causal, UpdateRule(rule), second_moment,
+        KeptWeights(weights),
+    )  # fmt: skip
+    if kind != AuditKind.OPTIMIZER and (rule, second_moment, weights) != ("adamw", "", "fp32"):
+        raise UsageError(f"a {kind} has no rule, second moment or weights: only an optimizer has.")
+    if kind == AuditKind.OPTIMIZER and multiple != 1:
+        raise UsageError("an optimizer takes tensors of all sizes: leave its multiple out.")
+    if rule == UpdateRule.SGD and second_moment:
+        raise UsageError("sgd has no second moment: leave it out.")
+    return signature
 
 
 def declared_of(function: Callable[..., Any]) -> Signature | None:

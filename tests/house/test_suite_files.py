@@ -15,7 +15,9 @@ SUITES = Path(__file__).resolve().parents[2] / "suites"
 OTHERS = {
     "__init__",
     "audit",
+    "audit_kernels",
     "audit_lies",
+    "audit_optimizers",
     "change_points",
     "gate",
     "harness",

@@ -50,6 +50,7 @@ _OF_ATTENTION = (
     Relation("heads in another order", lambda all_: _flipped(all_, 1), lambda y: y.flip(1)),
     Relation("batches in another order", lambda all_: _flipped(all_, 0), lambda y: y.flip(0)),
 )  # fmt: skip
+_OF_OPTIMIZERS = (Relation("gradients and weights negated", lambda all_: tuple(-one for one in all_), lambda y: -y),)
 _NOT_CAUSAL = Relation(
     "keys and values in another order",
     lambda all_: (all_[0], *_flipped(all_[1:], 2)),
@@ -76,9 +77,9 @@ class Relations(Check):
         return auditor.subject.kind is not AuditKind.LINEAR
 
     def look(self, auditor: Auditor) -> Iterator[AuditFinding]:
-        attends = auditor.subject.kind is AuditKind.ATTENTION
-        data = "normal" if attends else _DATA
-        shape = auditor.shapes()[0] if attends else auditor.fitting(auditor.shapes()[0]._replace(k=2 * _BLOCK))
+        apart = auditor.subject.kind in (AuditKind.ATTENTION, AuditKind.OPTIMIZER)
+        data = "normal" if apart else _DATA
+        shape = auditor.shapes()[0] if apart else auditor.fitting(auditor.shapes()[0]._replace(k=2 * _BLOCK))
         matrices = auditor.matrices(Given(data, shape))
         try:
             base = auditor.results(matrices)
@@ -90,6 +91,8 @@ class Relations(Check):
     def _relations(self, signature: Signature) -> tuple[Relation, ...]:
         if signature.kind is AuditKind.ATTENTION:
             return _OF_ATTENTION if signature.causal else (*_OF_ATTENTION, _NOT_CAUSAL)
+        if signature.kind is AuditKind.OPTIMIZER:
+            return _OF_OPTIMIZERS
         return _SHARED + (_OF_PRODUCTS if signature.kind is AuditKind.PRODUCT else ())
 
     def _held(

@@ -36,7 +36,7 @@ class Speed(Check):
             shape = Shape(*(2 * side for side in shape))
             seconds = self._seconds(auditor, shape)
         words = Given("normal", shape).words(auditor.subject.sides)
-        if auditor.subject.kind is not AuditKind.CAST:
+        if auditor.subject.kind not in (AuditKind.CAST, AuditKind.OPTIMIZER):
             rates = [(auditor.subject.flops(shape) / seconds, self._bound(auditor, shape))]
             while rates[-1][0] > _MARGIN * rates[-1][1] and len(rates) < _AGAIN:
                 rates.append(

@@ -11,7 +11,7 @@ from fp8bench.cli.outputs import check_files, check_outputs, tell, write_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_BASELINE, EXIT_OK, EXIT_REGRESSION, UsageError
 from fp8bench.jobs.audit import audit
-from fp8bench.model.audit import AuditKind, AuditOutcome, Signature
+from fp8bench.model.audit import AuditKind, AuditOutcome, KeptWeights, Signature, UpdateRule
 from fp8bench.model.raw import Settings
 from fp8bench.report.data.audit import as_json, as_junit
 from fp8bench.report.terminal.audit import page_of
@@ -21,18 +21,25 @@ _EXITS = {
     AuditOutcome.PASS: EXIT_OK, AuditOutcome.FAIL: EXIT_REGRESSION, AuditOutcome.CANNOT_TELL: EXIT_BASELINE,
 }  # fmt: skip
 
+# What a signature says besides kind and precision, and what it is if nothing is said.
+_HOW = {
+    "takes": "values", "second": "nk", "multiple": 1, "causal": False, "rule": "adamw", "second_moment": "",
+    "weights": "fp32",
+}  # fmt: skip
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.description = (
-        "Gives a product, cast, linear layer or attention of low precision inputs in which mistakes show, and says "
-        "whether what comes out is what its precision gives, and if not, which mistake it is."
+        "Gives a product, cast, linear layer, attention or optimizer of low precision inputs in which mistakes show, "
+        "and says whether what comes out is what its precision gives, and if not, which mistake it is."
     )
     parser.epilog = "Exit codes: 0 PASS, 1 FAIL, 2 wrong usage, 4 CANNOT TELL."
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="the callable; file.py:function, too")
     kinds = [one.value for one in AuditKind]
     parser.add_argument("--kind", choices=kinds, help="what it is; default as it is declared")
-    parser.add_argument("--precision", metavar="DTYPE", help="what it promises, as in suite --dtypes: fp8, mxfp8, ...")
+    words = "what it promises, as in suite --dtypes: fp8, mxfp8, ...; an optimizer's first moment dynamic8-256, too"
+    parser.add_argument("--precision", metavar="DTYPE", help=words)
     words = "what a product is given: values, or codes with the scales that decode them; default values"
     parser.add_argument("--takes", choices=("values", "codes"), default="values", help=words)
     words = "how a product's second operand lies: (N, K) or (K, N); default nk"
@@ -40,6 +47,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "sizes that are no multiples of it may be refused; default 1"
     parser.add_argument("--multiple", type=int, default=1, metavar="N", help=words)
     parser.add_argument("--causal", action="store_true", help="of attention: no place sees a later one")
+    rules, kept = [one.value for one in UpdateRule], [one.value for one in KeptWeights]
+    parser.add_argument("--rule", choices=rules, default="adamw", help="of an optimizer; default adamw")
+    words = "of an optimizer: same, or a precision; default fp16 with a scale beside fp8 and below, else the same"
+    parser.add_argument("--second-moment", default="", metavar="DTYPE", help=words)
+    words = "what an optimizer keeps of the weights; default fp32"
+    parser.add_argument("--weights", choices=kept, default="fp32", help=words)
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     shared(parser, "--seed", help="for the data; default 0")
     shared(parser, "--threads")
@@ -62,14 +75,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _signature(arguments: argparse.Namespace) -> Signature | None:
     """What the options say; None where they say nothing, and its decorator has to."""
     given = {name: getattr(arguments, name) for name in ("kind", "precision")}
-    how = arguments.takes, arguments.second, arguments.multiple, arguments.causal
+    how = {name: getattr(arguments, name) for name in _HOW}
     if not any(given.values()):
-        if how != ("values", "nk", 1, False):
-            raise UsageError(
-                "--takes, --second, --multiple and --causal go with --kind and --precision. Give these, too."
-            )
+        if said := [f"--{name.replace('_', '-')}" for name, default in _HOW.items() if how[name] != default]:
+            raise UsageError(f"{' and '.join(said)} go with --kind and --precision. Give these, too.")
         return None
     if not all(given.values()):
         there, lacks = sorted(given, key=lambda name: given[name] is None)
         raise UsageError(f"--{there} was given without --{lacks}. Give both, or declare them with @fp8bench.audited.")
-    return signed(arguments.kind, arguments.precision, *how)
+    return signed(arguments.kind, arguments.precision, **how)
