@@ -84,8 +84,8 @@ OPTIONS = {
     "history rebuild": COMMON | {"--store", "--import"},
     "history merge": COMMON | {"DIR", "--rename-env", "--store", "--import"},
     "audit": COMMON
-    | {"--kind", "--precision", "--takes", "--second", "--multiple", "--causal", "--rule", "--second-moment", "--weights", "--device", "--seed", "--threads"}
-    | {"--junit", "--md", "--explain", "--json", "MODULE:FUNCTION"},
+    | {"--kind", "--precision", "--takes", "--second", "--multiple", "--causal", "--device", "--seed", "--threads"}
+    | {"--rule", "--second-moment", "--weights", "--junit", "--md", "--explain", "--json", "MODULE:FUNCTION"},
     "advise": COMMON | {
         "RUN", "--training", "--least", "--write-map", "--check", "--score", "--store", "--import", "--md", "--explain",
         "--json",
