@@ -42,6 +42,7 @@ COMMANDS = {
     "conform": "whether native casts and products give what their emulation gives, bit by bit",
     "audit": "whether a kernel of your own computes what its precision promises",
     "lint-shapes": "which products native FP8, MX and NVFP4 refuse or pad, by device",
+    "plan-parallel": "how to cut a training for many GPUs: memory and pace by formulas, held against published rows",
     "sensitivity": "which layers suffer most in low precision, and a map that keeps the loss",
     "selftest": "check the harness itself",
 }

@@ -99,6 +99,10 @@ OPTIONS = {
     "lint-shapes": COMMON | {
         "--model", "--shapes", "--tokens", "--products", "--dtypes", "--devices", "--json", "--csv",
     },
+    "plan-parallel": COMMON | {
+        "--model", "--gpus", "--topology", "--batch", "--sequence", "--dtype", "--checkpointing", "--top", "--check",
+        "--json", "--csv",
+    },
     "sensitivity": COMMON | {
         "--size", "--dtype", "--reference", "--by", "--steps", "--tolerance", "--seed", "--threads", "--device",
         "--data", "--import", "--case-timeout", "--no-isolation", "--store", "--json", "--csv", "--explain",

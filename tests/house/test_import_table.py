@@ -98,6 +98,7 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.analysis.stats", frozenset({"numpy"})),
     ("fp8bench.cli.yaml_file", frozenset({"yaml"})),
     ("fp8bench.cli.thresholds_file", frozenset({"yaml"})),
+    ("fp8bench.cli.topology_file", frozenset({"yaml"})),
     ("fp8bench.cli.config_file", frozenset({"yaml"})),
     ("fp8bench.store.index.", frozenset({"numpy"})),
     ("fp8bench.analysis.", HEAVY - {"torch"}),

@@ -1,0 +1,105 @@
+"""What is published of trainings on many GPUs, read from published.toml, and how far the formulas are from it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from fp8bench.analysis.parallel.memory import memory_of
+from fp8bench.analysis.parallel.pace import pace_of, tokens_a_second
+from fp8bench.model.parallel import Checkpointing, Layout, Load, Topology, Transformer
+
+GIB = 1 << 30
+# What is compared: bytes of a GPU, tokens a second, model FLOPs a second.
+FIGURES = ("memory", "pace", "flops")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row: what was run on what, the figures that were told, and how far formulas may be from each of them."""
+
+    name: str
+    source: str
+    model: Transformer
+    layout: Layout
+    load: Load
+    topology: Topology
+    figures: Mapping[str, float]
+    bands: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A figure beside the formula's. `band` is None where the formula was fitted to it."""
+
+    row: Published
+    figure: str
+    published: float
+    found: float
+    band: float | None
+
+    @property
+    def error(self) -> float:
+        return self.found / self.published - 1
+
+    @property
+    def inside(self) -> bool:
+        return self.band is None or abs(self.error) <= self.band
+
+
+@cache
+def _table() -> Mapping[str, Any]:
+    return tomllib.loads(files(__package__).joinpath("published.toml").read_text(encoding="utf-8"))
+
+
+def models() -> dict[str, Transformer]:
+    """By name."""
+    return {name: Transformer(name, **fields) for name, fields in _table()["model"].items()}
+
+
+def published() -> tuple[Published, ...]:
+    """All rows."""
+    return tuple(_row(entry) for entry in _table()["row"])
+
+
+def _row(entry: Mapping[str, Any]) -> Published:
+    source = _table()["source"][entry["source"]]
+    known = models()[entry["model"]]
+    load = {name: entry[name] for name in ("sequence", "local", "micro_batches", "precision", "compiled",
+                                           "hidden_tensor", "narrow_gather") if name in entry}  # fmt: skip
+    return Published(
+        entry["name"],
+        source["address"],
+        known,
+        Layout(**entry["layout"]),
+        Load(checkpointing=Checkpointing(entry["checkpointing"]), **load),
+        _topology(_table()["gpus"][entry.get("gpus", source.get("gpus"))]),
+        {name: entry[name] for name in FIGURES if name in entry},
+        entry["bands"],
+    )
+
+
+def _topology(entry: Mapping[str, Any]) -> Topology:
+    return Topology(
+        entry["node"], GIB * entry["memory"], 1e9 * entry["inside"], 1e9 * entry["between"], 1e12 * entry["bf16"],
+        1e12 * entry["fp8"],
+    )  # fmt: skip
+
+
+def held(rows: tuple[Published, ...]) -> Iterator[Held]:
+    """Every figure of every row. FLOPs are those of the tokens that were told, whatever the formula's pace."""
+    for row in rows:
+        for figure, told in row.figures.items():
+            if figure == "memory":
+                found = memory_of(row.model, row.layout, row.load).total / GIB
+            elif figure == "pace":
+                if not row.load.compiled:
+                    continue  # how much slower kernels are without a compiler is no matter of formulas
+                found = tokens_a_second(row.layout, row.load, pace_of(row.model, row.layout, row.load, row.topology))
+            else:
+                found = row.figures["pace"] * row.model.token_flops(row.load.sequence) / 1e12
+            yield Held(row, figure, told, found, row.bands.get(figure))

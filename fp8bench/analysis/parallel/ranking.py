@@ -1,0 +1,194 @@
+"""Every way to cut a training for so many GPUs, those that fit the fastest first, and what speaks for each kind.
+
+A figure has the band within which formulas described published trainings of its kind (published.toml).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from fp8bench import units
+from fp8bench.analysis.parallel.memory import STATES, Memory, memory_of
+from fp8bench.analysis.parallel.pace import Pace, pace_of, tokens_a_second
+from fp8bench.model.parallel import Checkpointing, Layout, Load, Topology, Transformer
+
+# So much of a GPU's memory a plan may take: the rest is the driver's and the libraries'.
+USABLE = 0.97
+# In shorter pieces of a sequence attention's kernels are less busy than formulas say.
+_SHORTEST = 4096
+# From here on a sequence is long enough to be cut.
+_LONG = 32768
+# Paces within so much of each other are one: the simpler layout comes first.
+_ALIKE = 1.02
+# Narrower products than these keep a GPU less busy than its rates say.
+_NARROW = 1024
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A training: `batch` sequences a step in all. `load` says how a step is done; its sizes are each layout's."""
+
+    model: Transformer
+    gpus: int
+    batch: int
+    load: Load
+    topology: Topology
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One way, with what it takes; `tokens` are those a second and GPU. A `tight` one fits unless its memory is at the
+    upper end of its band."""
+
+    layout: Layout
+    load: Load
+    memory: Memory
+    pace: Pace
+    tokens: float
+    fits: bool
+    tight: bool
+
+    @property
+    def kinds(self) -> int:
+        """Ways that it is cut, whatever their number."""
+        one = self.layout
+        return sum(count > 1 for count in (one.copies, one.shards, one.tensor, one.pipeline, one.context))
+
+
+def memory_band(layout: Layout) -> float:
+    """How far the formulas were from published trainings of that kind, as a share."""
+    return 0.05 if layout.tensor == layout.pipeline == 1 else 0.15
+
+
+def pace_band(model: Transformer, layout: Layout) -> float:
+    """The same of their pace."""
+    if layout.tensor > 1 and model.width / layout.tensor < _NARROW:
+        return 0.4
+    return 0.3 if layout.context > 1 else 0.15
+
+
+def ranking(asked: Asked) -> tuple[Planned, ...]:
+    """All ways that divide evenly: those that fit first, the fastest of them first; others by what they lack."""
+    found = [best for layout in layouts(asked) if (best := _best(asked, layout)) is not None]
+
+    def place(one: Planned) -> tuple[float, ...]:
+        if not one.fits:
+            return 1, one.memory.total
+        return 0, -round(math.log(one.tokens, _ALIKE)), one.kinds, one.memory.total
+
+    return tuple(sorted(found, key=place))
+
+
+def layouts(asked: Asked) -> Iterator[Layout]:
+    """TP up to a node, as many as heads allow; PP by whole layers; CP by whole sequences; the rest are copies, or
+    shards, or shards within a node that are copied."""
+    model, gpus = asked.model, asked.gpus
+    for tensor in _divisors(min(asked.topology.node, gpus)):
+        if gpus % tensor or model.key_heads % tensor:
+            continue
+        for pipeline in _divisors(gpus // tensor):
+            if pipeline > model.layers:
+                continue
+            for context in _divisors(gpus // tensor // pipeline):
+                ranks = gpus // tensor // pipeline // context
+                piece = asked.load.sequence / context
+                if piece % tensor or asked.batch % ranks or (context > 1 and piece < _SHORTEST):
+                    continue
+                inner = Layout(tensor=tensor, pipeline=pipeline, context=context)
+                for shards in sorted({1, ranks, _within_a_node(asked.topology, inner, ranks)}):
+                    for virtual in (1, 2) if 1 < pipeline <= model.layers // 2 else (1,):
+                        yield replace(inner, shards=shards, copies=ranks // shards, virtual=virtual)
+
+
+def _within_a_node(topology: Topology, inner: Layout, ranks: int) -> int:
+    """Shards that stay within a node: a whole number of them, or all."""
+    room = topology.node // (inner.tensor * inner.context)
+    return room if room > 1 and ranks % room == 0 else ranks
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def _best(asked: Asked, layout: Layout) -> Planned | None:
+    """With the micro-batches that are fastest among those that fit; with the most where none does."""
+    local = asked.batch * layout.inner // asked.gpus
+    options = [_planned(asked, layout, local, count) for count in _divisors(local)]
+    fitting = [one for one in options if one.fits]
+    return max(fitting, key=lambda one: one.tokens) if fitting else options[-1]
+
+
+def _planned(asked: Asked, layout: Layout, local: int, count: int) -> Planned:
+    load = replace(asked.load, local=local, micro_batches=count)
+    memory = memory_of(asked.model, layout, load)
+    pace = pace_of(asked.model, layout, load, asked.topology)
+    usable = USABLE * asked.topology.memory
+    fits, tight = memory.total <= usable, memory.total * (1 + memory_band(layout)) > usable
+    return Planned(layout, load, memory, pace, tokens_a_second(layout, load, pace), fits, fits and tight)
+
+
+class Say(StrEnum):
+    """What the model and the GPUs say to a way of cutting."""
+
+    YES = "yes"
+    NO = "no"
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """One row of the matrix that guides to parallelism have, with the figures of this training."""
+
+    kind: str
+    say: Say
+    why: str
+
+
+def rulings(asked: Asked) -> tuple[Ruling, ...]:
+    """When each kind is worth it: rules of thumb, of which the ranking knows the figures."""
+    model, topology, load = asked.model, asked.topology, asked.load
+    usable, gpus = USABLE * topology.memory, asked.gpus
+    alone = memory_of(model, Layout(copies=gpus), replace(load, local=1, micro_batches=1)).total
+    sharded = memory_of(model, Layout(shards=gpus), replace(load, local=1, micro_batches=1)).total
+    tokens = asked.batch * load.sequence / gpus
+    hidden = _tokens_that_hide(asked)
+    room = units.size(usable)
+    why = {
+        "DDP": f"all {STATES} bytes a weight and one sequence take {units.size(alone)} of {room} that a plan may use",
+        "FSDP": f"shared by {gpus} GPUs it takes {units.size(sharded)} of {room}; {units.count(tokens)} tokens a "
+        f"GPU and step, where {units.count(hidden)} hide what it sends",
+        "TP": "where a block's activations or states do not fit otherwise, up to the "
+        f"{topology.node} GPUs of a node: it stands in the way of products",
+        "PP": "between nodes where a GPU has too few tokens to hide what FSDP sends; with at least 4 micro-batches a "
+        "stage, or its ends are idle",
+        "CP": f"for sequences from {_LONG} tokens on; these have {load.sequence}",
+        "EP": "for experts; this model has none",
+    }
+    yes = {
+        "DDP": alone <= usable,
+        "FSDP": sharded <= usable and tokens >= hidden,
+        "TP": gpus > 1 and sharded > usable,
+        "PP": gpus > topology.node and tokens < hidden,
+        "CP": load.sequence >= _LONG,
+        "EP": False,
+    }
+    return tuple(Ruling(kind, Say.YES if yes[kind] else Say.NO, words) for kind, words in why.items())
+
+
+def _tokens_that_hide(asked: Asked) -> float:
+    """Tokens of a GPU's step from which on products take as long as what FSDP sends."""
+    sent = (2 * (1 if asked.load.narrow_gather else 2) + 4) * (asked.gpus - 1) / asked.gpus
+    rate = asked.topology.fp8 if asked.load.precision == "fp8" else asked.topology.bf16
+    return sent * rate / (6 * asked.topology.link(asked.gpus))
+
+
+def checkpointed(asked: Asked) -> tuple[Asked, tuple[Planned, ...]]:
+    """With the least that is computed again with which something fits; with all of it where nothing does."""
+    for level in Checkpointing:
+        other = replace(asked, load=replace(asked.load, checkpointing=level))
+        plans = ranking(other)
+        if plans and plans[0].fits:
+            break
+    return other, plans
