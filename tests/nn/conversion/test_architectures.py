@@ -1,0 +1,199 @@
+"""Ten architectures of transformers and diffusers: coverage by hand, conversion and undoing, errors in their order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8bench.model.coverage import Coverage
+from fp8bench.nn.conversion.holders import held_in
+from fp8bench.nn.model_calls import call_of, loss_of, tensors_in
+from fp8bench.numerics.norms import relative_frobenius
+from fp8bench.registry import precisions
+from fp8bench.tape.coverage import coverage_of
+from tests.facts import CPU
+from tests.nn.conversion.models import FP32, converted, everything_in
+from tests.tapes import tape_in_phases, tape_of
+
+pytestmark = pytest.mark.slow
+
+NAMES = ("llama", "gpt2", "bert", "vit", "mixtral", "t5", "mamba", "unet", "dit", "resnet")
+
+
+@cache
+def architectures() -> ModuleType:
+    """Imported when the first test runs, and not where the tests are only listed."""
+    from tests import architectures
+
+    return architectures
+
+
+class Case:
+    """A model with its batch, and the coverage of a training step of it."""
+
+    def __init__(self, name: str) -> None:
+        self.model, self.batch = architectures().made(name)
+        self.call = call_of(self.model, self.batch)
+        self.words = loss_of(self.model, self.batch, self.call())[1]
+        self.coverage: Coverage = coverage_of(self.model, held_in(self.model), self.step, multiple=16, loss=self.words)
+
+    def step(self) -> None:
+        loss, _ = loss_of(self.model, self.batch, self.call())
+        loss.backward()
+
+    def gradients(self) -> dict[str, Tensor]:
+        self.model.zero_grad()
+        self.step()
+        found = {name: one.grad for name, one in self.model.named_parameters() if one.grad is not None}
+        self.model.zero_grad()
+        return found
+
+
+@cache
+def case(name: str) -> Case:
+    return Case(name)
+
+
+def of_kind(coverage: Coverage, kind: str) -> int:
+    return coverage.by_kind()[kind][0]
+
+
+# Forward and both gradients.
+STEP = 3 * 2
+
+
+def text_layers(per_token: int) -> Callable[[Any], int]:
+    """FLOPs of a training step in layers with so many weights in each block."""
+    return lambda a: STEP * a.TOKENS * a.LAYERS * per_token
+
+
+def head(a: Any) -> int:
+    return STEP * a.TOKENS * a.WIDTH * a.WORDS
+
+
+W, H = 64, 128
+HAND: dict[str, dict[str, Callable[[Any], int]]] = {
+    # Queries and output, keys and values of half the heads; gate, up and down.
+    "llama": {"linear": text_layers(2 * W * W + 2 * W * W // 2 + 3 * W * H), "head": head},
+    "gpt2": {"conv1d": text_layers(12 * W * W), "head": head},
+    # The transform ahead of the head besides.
+    "bert": {"linear": lambda a: text_layers(4 * W * W + 2 * W * H)(a) + STEP * a.TOKENS * W * W, "head": head},
+    # Two experts of four a token.
+    "mixtral": {"experts": text_layers(2 * 3 * W * H), "linear": text_layers(3 * W * W), "head": head},
+    # Blocks of the encoder, and of the decoder with its second attention.
+    "t5": {"linear": text_layers(4 * W * W + 2 * W * H + 8 * W * W + 2 * W * H), "head": head},
+    # Into twice the width twice, x_proj to 4 + 2 * 8, and out; dt_proj is multiplied by hand.
+    "mamba": {"linear": text_layers(W * 4 * W + 2 * W * 20 + 2 * W * W), "head": head},
+    # 17 places of 2 pictures; of the pictures nobody wants a gradient.
+    "vit": {
+        "linear": lambda a: STEP * 34 * 2 * (4 * W * W + 2 * W * H),
+        "conv2d": lambda a: 2 * 2 * 32 * 3 * 8 * 8 * W,
+        "head": lambda a: STEP * 2 * W * 16,
+    },
+}
+
+
+@pytest.mark.parametrize("name", HAND)
+def test_counts_by_hand(name: str) -> None:
+    coverage = case(name).coverage
+    assert {kind: of_kind(coverage, kind) for kind in HAND[name]} == {
+        kind: count(architectures()) for kind, count in HAND[name].items()
+    }
+
+
+def counted_by_outputs(model: nn.Module, call: Callable[[], Any]) -> dict[str, int]:
+    """FLOPs of a training step from the shapes that layers give: each number of an output is a sum over its weights."""
+    found: dict[str, int] = {}
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(module: Any, given: tuple[Tensor, ...], result: Tensor) -> None:
+            sums = math.prod(module.weight.shape[1:]) if type(module).__name__ != "Conv1D" else module.weight.shape[0]
+            directions = 1 + module.weight.requires_grad + given[0].requires_grad
+            found[name] = found.get(name, 0) + 2 * result.numel() * sums * directions
+
+        return hook
+
+    layers = [
+        (name, one) for name, one in model.named_modules() if type(one).__name__ in ("Linear", "Conv2d", "Conv1D")
+    ]
+    hooks = [one.register_forward_hook(count(name)) for name, one in layers]
+    call()
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_holders_products_are_those_of_its_outputs(name: str) -> None:
+    own = case(name)
+    counted = counted_by_outputs(own.model, own.call)
+    held = {one.name: one.flops for one in own.coverage.holders if one.kind != "experts" and one.flops}
+    assert held == counted
+    assert own.coverage.flops == tape_of(own.step).flops
+
+
+SHARES = {"gpt2": ("conv1d", 0.90), "mixtral": ("experts", 0.70), "unet": ("conv2d", 0.80), "resnet": ("conv2d", 0.99)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shares(name: str) -> None:
+    """Most of each can be converted, where converters of linear layers alone would find a tenth of it."""
+    coverage = case(name).coverage
+    assert coverage.share > 0.9 and not coverage.unknown
+    kind, least = SHARES.get(name, ("linear", 0.75))
+    assert of_kind(coverage, kind) / coverage.flops > least
+    assert "loss that forward gives" in coverage.loss or name in ("unet", "dit")
+
+
+def test_what_is_not_covered_says_why() -> None:
+    mamba = {one.name: one.rule for one in case("mamba").coverage.holders if not one.converted}
+    assert mamba["backbone.layers.0.mixer.dt_proj"] == "not-called"
+    assert mamba["backbone.layers.0.mixer.conv1d.weight"] == "class"
+    narrow = next(one for one in case("mamba").coverage.holders if one.name.endswith("x_proj"))
+    assert narrow.native == "native products take contractions and columns in multiples of 16: N=20"
+    routers = [one for one in case("mixtral").coverage.others if one.module.endswith("gate")]
+    assert len(routers) == 2 and all(one.reason for one in case("mixtral").coverage.others)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_covered_is_what_runs_converted(name: str) -> None:
+    """In fp32 the step computes the same, and exactly the covered products are made by our layers."""
+    own = case(name)
+    plain, before = own.gradients(), everything_in(own.model)
+    with converted(own.model, FP32) as conversion:
+
+        def marked(phase: Any) -> None:
+            conversion.phase = phase
+            own.step()
+
+        gemm = tape_in_phases(marked).of("gemm")
+        own.model.zero_grad()
+        ours = own.gradients()
+    assert gemm is not None and gemm.flops == own.coverage.converted_flops
+    for parameter, gradient in plain.items():
+        torch.testing.assert_close(ours[parameter], gradient, rtol=1e-3, atol=1e-5, msg=parameter)
+    assert everything_in(own.model) == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_errors_are_in_the_order_of_formats(name: str) -> None:
+    own = case(name)
+    plain, gradients, errors = output_of(own), own.gradients(), {}
+    for mode in ("fp8", "nvfp4"):
+        with converted(own.model, precisions.get(mode).arithmetic(CPU)):
+            found = own.gradients()
+            assert set(found) == set(gradients) and all(one.isfinite().all() for one in found.values())
+            errors[mode] = relative_frobenius(output_of(own), plain)
+    assert 0.001 < errors["fp8"] < 0.5 * errors["nvfp4"] < 0.75
+
+
+def output_of(own: Case) -> Tensor:
+    with torch.no_grad():
+        return next(one for _, one in tensors_in(own.call()) if one.dim() > 1)
