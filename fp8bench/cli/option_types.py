@@ -140,6 +140,17 @@ def _held(rule: Rule, text: str, value: float) -> float:
     return value
 
 
+def price(text: str) -> float:
+    """What an hour costs: '2.50/h' or '2.50'."""
+    try:
+        value = float(text.removesuffix("/h"))
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no price of an hour; give a number above 0, like 2.50/h")
+    return value
+
+
 def commit(text: str) -> str:
     """The beginning of a commit's hash."""
     if not re.fullmatch(r"[0-9a-fA-F]{4,64}", text):

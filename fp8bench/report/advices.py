@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from fp8bench import units
+from fp8bench.analysis.advice.decision import Cost
 from fp8bench.model import Interval, Level
 from fp8bench.model.advice import Advice, AdviceKind, Advised, Answer, Met
 from fp8bench.report.elements import Column, Element, Field, Items, Table, Text, Tone
@@ -75,6 +76,56 @@ def speed(found: Interval | None) -> Field:
         return Field(units.NONE)
     ends = f"[{units.significant(found.low)}, {units.significant(found.high)}]"
     return Field(f"{units.speed_up(found.point)} {ends}", found.point)
+
+
+def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) -> Iterator[Element]:
+    """A table a model: what each precision takes beside its reference, a step and to the same loss."""
+    named = _names(advised)
+    by_setting = together((one.setting, one) for one in costs)
+    for number, (setting, found) in enumerate(by_setting.items(), 1):
+        first = found[0]
+        columns = (
+            Column("precision"), Column("speed-up", number=True, unit="x"), Column("loss", number=True),
+            Column("joules a step", number=True, unit="x"), Column("time", number=True, unit="x"),
+            Column("energy", number=True, unit="x"), Column("money", number=True), Column("why", below=True),
+        )  # fmt: skip
+        rows = tuple(_cost(one, price) for one in found)
+        yield Table(f"cost-{number}", f"{named(setting)}, over {first.reference}", columns, rows)
+        if first.hours is not None:
+            used = f", {units.joules(first.energy_used)}" if first.energy_used is not None else ""
+            money = f", {units.significant(first.hours * price)} at {price:g} an hour" if price is not None else ""
+            took = units.seconds(3600 * first.hours)
+            yield Text(f"{first.reference} itself: {units.whole(first.steps)} such steps take {took}{used}{money}.")
+    if any(one.model for one in costs):
+        models = ", ".join(dict.fromkeys(one.model for one in costs if one.model))
+        yield Text(f"Losses are those of {models}: what another model loses is not known.", Tone.DOUBT)
+
+
+def _cost(one: Cost, price: float | None) -> tuple[Field, ...]:
+    money = one.money(price) if price is not None else None
+    return (
+        Field(one.mode), speed(one.speed), Field(_gap(one)), *map(_ratio, (one.joules, one.time, one.energy)),
+        Field(units.NONE) if money is None else Field(
+            f"{units.significant(money.point)} [{units.significant(money.low)}, {units.significant(money.high)}]",
+            money.point,
+        ),
+        Field(one.why),
+    )  # fmt: skip
+
+
+def _gap(one: Cost) -> str:
+    """'+0.8% [+0.2%, +1.4%] worse'."""
+    if one.gap is None:
+        return one.learned or units.NONE
+    low, point, high = (units.change(1 + value) for value in (one.gap.low, one.gap.point, one.gap.high))
+    return f"{point} [{low}, {high}] {one.learned}"
+
+
+def _ratio(found: Interval | None) -> Field:
+    if found is None:
+        return Field(units.NONE)
+    ends = f"[{units.significant(found.low)}, {units.significant(found.high)}]"
+    return Field(f"{units.ratio(found.point)} {ends}", found.point)
 
 
 def checklist(advised: Advised, shared: bool) -> Iterator[Table]:

@@ -87,8 +87,8 @@ OPTIONS = {
     | {"--kind", "--precision", "--takes", "--second", "--multiple", "--causal", "--device", "--seed", "--threads"}
     | {"--rule", "--second-moment", "--weights", "--junit", "--md", "--explain", "--json", "MODULE:FUNCTION"},
     "advise": COMMON | {
-        "RUN", "--training", "--least", "--write-map", "--check", "--score", "--store", "--import", "--md", "--explain",
-        "--json",
+        "RUN", "--training", "--price", "--least", "--write-map", "--check", "--score", "--store", "--import", "--md",
+        "--explain", "--json",
     },
     "tape": COMMON
     | {

@@ -14,7 +14,7 @@ from fp8bench.measure.interrupts import only_once
 from fp8bench.model.advice import Checked
 from fp8bench.model.request import PERCENT, whole_number
 from fp8bench.report.data.advice import as_json, score_as_json
-from fp8bench.report.terminal.advice import page_of, score_page
+from fp8bench.report.terminal.advice import Asked, page_of, score_page
 from fp8bench.store.advice import load_checks
 
 _CHECKED = 3
@@ -32,6 +32,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", nargs="?", help=words)
     words = "a training whose arms say whether a precision still learns: an id, its folder, or 'last'"
     parser.add_argument("--training", metavar="STUDY", help=words)
+    words = "what an hour of the device costs, like 2.50/h: money to the same loss, with --training"
+    parser.add_argument("--price", type=types.price, metavar="PRICE/h", help=words)
     words = "the gain of a step from which on a precision is worth the trouble; default 10"
     parser.add_argument("--least", type=types.number(PERCENT), default=10.0, metavar="PERCENT", help=words)
     words = "write the layers that shall stay high there, as --precision-map takes them"
@@ -50,13 +52,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Advise, check where that was asked for, tell."""
     from fp8bench.analysis.advice.advise import advised
+    from fp8bench.analysis.advice.decision import costs_of
     from fp8bench.jobs.advise import basis_of, checked, write_map
 
     check_outputs(arguments)
     check_files({"--write-map": arguments.write_map})
     if arguments.score:
-        given = [name for name in ("run", "training", "write_map", "check") if getattr(arguments, name) is not None]
-        if given:
+        others = ("run", "training", "price", "write_map", "check")
+        if any(getattr(arguments, name) is not None for name in others):
             raise UsageError("--score is of all checks of the store: leave the run and all options of it out.")
         checks, troubles = load_checks(arguments.store)
         tell(arguments, partial(score_page, checks, troubles), partial(score_as_json, checks))
@@ -72,5 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.check is not None:
         with only_once(), TERMINAL.measuring() as observer:
             done = checked(basis, found, arguments.check, arguments.store, observer)
-    tell(arguments, partial(page_of, found, done, notes), partial(as_json, found, done))
+    costs = costs_of(basis) if arguments.training is not None or arguments.price is not None else ()
+    more = Asked(done, costs, arguments.price, notes)
+    tell(arguments, partial(page_of, found, more), partial(as_json, found, done, costs, arguments.price))
     return EXIT_FAILED if any(one.measured is None for one in done) else EXIT_OK

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fp8bench.analysis.advice.decision import Cost
 from fp8bench.model.advice import Advised, Checked
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.data.plain import json_line
 
 
-def as_json(advised: Advised, checked: Sequence[Checked] = ()) -> str:
-    """All advice with its evidence, all answers, and what was checked."""
-    return json_line({"schema": SCHEMA, **encode(advised), "checked": _plain(checked)})
+def as_json(advised: Advised, checked: Sequence[Checked], costs: Sequence[Cost], price: float | None) -> str:
+    """All advice with its evidence, all answers, what was checked, and what decisions cost."""
+    told = [{**encode(one), "money": encode(one.money(price)) if price is not None else None} for one in costs]
+    return json_line({"schema": SCHEMA, **encode(advised), "checked": _plain(checked), "costs": told})
 
 
 def score_as_json(checked: Sequence[Checked]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fp8bench import units
+from fp8bench.analysis.advice.decision import Cost
 from fp8bench.model.advice import Advised, Checked
-from fp8bench.report.advices import LEGEND, advice_elements, checklist, speed
+from fp8bench.report.advices import LEGEND, advice_elements, checklist, cost_tables, speed
 from fp8bench.report.elements import Column, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
@@ -15,13 +17,27 @@ from fp8bench.report.words.run_facts import many
 _NOTHING = "There is nothing to advise on: the run has no case beside a reference."
 
 
-def page_of(advised: Advised, checked: Sequence[Checked] = (), notes: Sequence[str] = (), shared: bool = True) -> Page:
-    """Of one run; `notes` say what it does not rest on."""
+_COST = "the cost of a decision: each precision over its reference; time, energy and money are those to the same loss"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is told beside the advice: what was checked, what decisions cost (by the `price` of an hour), and notes."""
+
+    checked: Sequence[Checked] = ()
+    costs: Sequence[Cost] = ()
+    price: float | None = None
+    notes: Sequence[str] = ()
+
+
+def page_of(advised: Advised, more: Asked) -> Page:
+    """Of one run."""
     told: tuple[Element, ...] = tuple(advice_elements(advised)) if advised.advice else (Text(_NOTHING),)
     parts = [Part("advice", "", told)]
-    parts += [Part("checks", "predicted and measured", (checks(checked),))] if checked else []
-    parts += [Part("checklist", "the checklist", tuple(checklist(advised, shared)))] if advised.answers else []
-    parts += list_of("notes", "notes", notes)
+    parts += [Part("checks", "predicted and measured", (checks(more.checked),))] if more.checked else []
+    parts += [Part("cost", _COST, tuple(cost_tables(advised, more.costs, more.price)))] if more.costs else []
+    parts += [Part("checklist", "the checklist", tuple(checklist(advised, shared=True)))] if advised.answers else []
+    parts += list_of("notes", "notes", more.notes)
     return Page(f"advice on run {advised.run}", "", tuple(parts), LEGEND)
 
 
