@@ -110,3 +110,36 @@ class Checked:
         if gain is None or self.measured is None:
             return None
         return gain.low <= self.measured.point <= gain.high
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one precision for one model. `speed` is that of its step, above 1 is faster; `gap` by what share its loss lies
+    above the reference's after as many steps.
+
+    `joules` of a step, and `time` and `energy` to the same loss, are over the reference's: below 1 is less. `hours` and
+    `energy_used` (joules) are the reference's own for the training's steps, None where they are not known. `why` says
+    why something is missing.
+    """
+
+    setting: str
+    mode: str
+    reference: str
+    speed: Interval | None = None
+    gap: Interval | None = None
+    learned: str = ""
+    joules: Interval | None = None
+    time: Interval | None = None
+    energy: Interval | None = None
+    hours: float | None = None
+    energy_used: float | None = None
+    steps: int = 0
+    model: str = ""
+    why: str = ""
+
+    def money(self, price: float) -> Interval | None:
+        """What it costs to come to that loss, by the price of an hour."""
+        if self.time is None or self.hours is None:
+            return None
+        whole = self.hours * price
+        return Interval(self.time.point * whole, self.time.low * whole, self.time.high * whole, self.time.level)

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from fp8bench import units
-from fp8bench.analysis.advice.decision import Cost
 from fp8bench.model import Interval, Level
-from fp8bench.model.advice import Advice, AdviceKind, Advised, Answer, Met
+from fp8bench.model.advice import Advice, AdviceKind, Advised, Answer, Cost, Met
 from fp8bench.report.elements import Column, Element, Field, Items, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.words.run_facts import many

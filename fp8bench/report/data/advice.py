@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fp8bench.analysis.advice.decision import Cost
-from fp8bench.model.advice import Advised, Checked
+from fp8bench.model.advice import Advised, Checked, Cost
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.data.plain import json_line
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fp8bench import units
-from fp8bench.analysis.advice.decision import Cost
-from fp8bench.model.advice import Advised, Checked
+from fp8bench.model.advice import Advised, Checked, Cost
 from fp8bench.report.advices import LEGEND, advice_elements, checklist, cost_tables, speed
 from fp8bench.report.elements import Column, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together

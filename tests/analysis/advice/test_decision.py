@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.analysis.advice.basis import Trained
-from fp8bench.analysis.advice.decision import Cost, costs_of
+from fp8bench.analysis.advice.decision import costs_of
 from fp8bench.analysis.advice.schedule import harm_of
 from fp8bench.analysis.learning.verdicts import verdicts_of
 from fp8bench.model import Level
-from fp8bench.model.advice import AdviceKind, Met
+from fp8bench.model.advice import AdviceKind, Cost, Met
 from fp8bench.model.training import KeptTraining, Line
 from tests.advised import FP8, answer, basis, group, only, said
 from tests.energies import use
