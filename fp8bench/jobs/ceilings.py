@@ -6,18 +6,18 @@ The suite `ceilings` is a run like any other, with a record for each rate; the d
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 
 from fp8bench import __version__
+from fp8bench.analysis.ceiling_history import Since, alike, since
 from fp8bench.errors import UsageError, WorkerError
 from fp8bench.files import make_store
-from fp8bench.measure.ceilings import RUNS, SUITE, WHOLE_SECONDS
+from fp8bench.jobs.observer import JobObserver
+from fp8bench.measure.ceilings import RUNS, SUITE, WHOLE_SECONDS, pieces_of, whole_ceilings
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import ProcessWorker, Worker, claimed
-from fp8bench.measure.limits import COMPILE_SECONDS
 from fp8bench.measure.sensors.device_state import device_state_of
 from fp8bench.measure.sensors.meter import meter_for
 from fp8bench.model import (
@@ -45,8 +45,8 @@ from fp8bench.model.raw import Settings
 from fp8bench.pipeline import now
 from fp8bench.plan.make import devices_asked
 from fp8bench.registry import precisions
-from fp8bench.report.words.ceilings import UNITS, lines_of, shape_words, spread_words
-from fp8bench.store.ceilings import new_ceilings
+from fp8bench.report.words.ceilings import UNITS, lines_of, shape_words, since_words, spread_words
+from fp8bench.store.ceilings import history_of_ceilings, new_ceilings
 from fp8bench.store.runs.read import load_run
 from fp8bench.store.runs.write import check_store, start_run
 
@@ -55,7 +55,7 @@ _State = dict[str, Scalar | None]
 _ARRAYS = "fp32"
 
 
-def ceiling_lines(store: Path, threads: int = 1) -> Iterator[str]:
+def ceiling_lines(store: Path, observer: JobObserver, threads: int = 1) -> Iterator[str]:
     """Of every device that works, a processor with so many threads."""
     make_store(store)
     with claimed(True), ProcessWorker(Settings(threads)) as worker:
@@ -63,15 +63,15 @@ def ceiling_lines(store: Path, threads: int = 1) -> Iterator[str]:
             threaded = "" if device.accelerated else f", threads {threads}"
             yield f"{device.key}: what {device.name} does at most{threaded}, in {RUNS} runs"
             try:
-                _, found = _measured(worker, device, store, threads)
+                _, found = _measured(worker, device, store, threads, observer)
             except WorkerError as error:
                 yield f"  not measured: {error}"
                 worker.restart()
                 continue
-            yield from (f"  {line}" for line in lines_of(found))
+            yield from (f"  {line}" for line in lines_of(found, history_of_ceilings(store)))
 
 
-def ceilings_run(request: Request, store: Path, command: str) -> Run:
+def ceilings_run(request: Request, store: Path, observer: JobObserver, command: str) -> Run:
     """The suite: of the devices that were asked for, kept as a run, too. Everything else of a request is refused."""
     asked = Request(SUITE, devices=request.devices, threads=request.threads)
     if request != asked:
@@ -86,9 +86,13 @@ def ceilings_run(request: Request, store: Path, command: str) -> Run:
         environment = gather(worker.software(), __version__, request.threads)
         groups: list[tuple[Record, ...]] = []
         for device in devices_asked(request, facts):
-            state, found = _measured(worker, device, store, request.threads)
+            state, found = _measured(worker, device, store, request.threads, observer)
             environment = environment.also(state)
-            groups += [tuple(_record(one, device) for one in alike) for _, alike in groupby(found.rates, _limit_of)]
+            earlier = alike(found, history_of_ceilings(store))
+            groups += [
+                tuple(_record(one, device, since(one, earlier)) for one in some)
+                for _, some in groupby(found.rates, _limit_of)
+            ]
     planned = (tuple(PlannedCase(one.case, one.support, one.work) for one in group) for group in groups)
     plan = Plan(tuple(Group(cases, 0) for cases in planned))
     run = Run(secrets.token_hex(4), started, command, request, plan, environment, facts)
@@ -103,21 +107,33 @@ def ceilings_run(request: Request, store: Path, command: str) -> Run:
 
 
 def _measured(
-    worker: Worker, device: DeviceFacts, store: Path, threads: int
+    worker: Worker, device: DeviceFacts, store: Path, threads: int, observer: JobObserver
 ) -> tuple[dict[str, Scalar | None], Ceilings]:
-    """What the device's driver says of it, and the ceilings, which are kept."""
+    """What the device's driver says of it, and the ceilings, which are kept piece by piece."""
     with meter_for(device) as meter:
         state = device_state_of(device, meter)
     environment = gather(worker.software(), __version__, threads).also(state)
-    measure = partial(worker.within(COMPILE_SECONDS).ceilings, device, WHOLE_SECONDS, RUNS)
-    return state, new_ceilings(store, environment, device, measure)
+
+    def measure(begun: Ceilings | None, keep: Callable[[Ceilings], None]) -> Ceilings:
+        if begun is not None:
+            done, count = pieces_of(begun)
+            observer.note(
+                f"ceilings of {device.key}: goes on with {done} of {count} pieces of an interrupted measurement"
+            )
+        return whole_ceilings(worker, device, WHOLE_SECONDS, begun, keep)
+
+    try:
+        return state, new_ceilings(store, environment, device, measure)
+    except KeyboardInterrupt:
+        observer.note(f"ceilings of {device.key}: what was measured is kept, and the same command goes on with it")
+        raise
 
 
 def _limit_of(rate: Rate) -> Limit:
     return rate.limit
 
 
-def _record(rate: Rate, device: DeviceFacts) -> Record:
+def _record(rate: Rate, device: DeviceFacts, before: Since | None) -> Record:
     """A rate as what became of a case; without runs it was skipped, for the reason that the device gave."""
     name = rate.precision or _ARRAYS
     case = Case(SUITE, (("limit", rate.limit.value),), name, device.key)
@@ -125,10 +141,11 @@ def _record(rate: Rate, device: DeviceFacts) -> Record:
     first = name == _ARRAYS
     if rate.value is None:
         return Record(case, support, Status.SKIPPED, is_reference=first, reason=rate.why)
+    said = [shape_words(rate), spread_words(rate), *([since_words(before)] if before is not None else [])]
     samples = Measurement(
         OwnMetric.CEILING_RATE, UNITS[rate.limit], rate.runs, description="the most that was done in a second"
     )
     return Record(
-        case, support, Status.OK, Work(), first, detail=f"{shape_words(rate)}; {spread_words(rate)}",
+        case, support, Status.OK, Work(), first, detail="; ".join(said),
         measurements=(samples,), ceiling=Ceiling(rates=(rate,), device=device.name),
     )  # fmt: skip

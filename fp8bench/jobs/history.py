@@ -35,7 +35,7 @@ def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> 
     """The store, if there is one, with what a person should know of it, also before it reads all runs."""
     try:
         what = "is no store: it has neither runs nor asv in it" if path.exists() else "is not there"
-        if any((path / name).is_dir() for name in ("runs", "asv", "trainings")):
+        if any((path / name).is_dir() for name in ("runs", "asv", "trainings", "ceilings")):
             what, count = "", len(all_files(path)) if reading else 0
     except OSError as error:
         what = f"cannot be read ({error.strerror})"

@@ -1,10 +1,15 @@
-"""Whether a run measures what its devices can do at most, and which of that holds for a case."""
+"""What devices can do at most: whether a run takes a quick look, whole ceilings piece by piece, and which of that
+holds for a case."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from fp8bench.model import Ceiling, Ceilings, Level, Limit, PlannedCase
+from fp8bench.errors import WorkerError
+from fp8bench.measure.handle import Worker
+from fp8bench.measure.limits import COMPILE_SECONDS
+from fp8bench.model import Ceiling, Ceilings, DeviceFacts, Level, Limit, PlannedCase, Rate
 from fp8bench.model.variables import is_on
 from fp8bench.registry import precisions
 
@@ -15,6 +20,8 @@ SUITE = "ceilings"
 SECONDS = 5.0
 WHOLE_SECONDS = 35.0
 RUNS = 5
+# Of the time of whole ones, what the search before the runs takes.
+_SEARCH = 0.4
 
 
 def measures_ceilings(quick: bool, environment: Mapping[str, str]) -> bool:
@@ -39,3 +46,33 @@ def ceiling_of(planned: PlannedCase, known: Ceilings | None) -> Ceiling | None:
     return Ceiling(
         max(flops, default=None), known.bound(Limit.CACHED), known.rates if known.whole else (), known.device
     )
+
+
+def whole_ceilings(
+    worker: Worker, device: DeviceFacts, seconds: float, begun: Ceilings | None, keep: Callable[[Ceilings], None]
+) -> Ceilings:
+    """Every rate searched, then in several runs that follow one another, each of all rates.
+
+    Each piece is handed to `keep` before the next one, and what an interrupted measurement has `begun` is not measured
+    again. What ends the worker ends one rate.
+    """
+    asked = worker.within(COMPILE_SECONDS)
+    rates = list(begun.rates if begun is not None else asked.ceiling_rates(device))
+    for run in range(RUNS + 1):
+        share = seconds * (_SEARCH if run == 0 else (1 - _SEARCH) / RUNS) / max(len(rates), 1)
+        for place, rate in enumerate(rates):
+            if rate.why or (len(rate.runs) >= run if run else rate.shape):
+                continue
+            try:
+                rates[place] = asked.ceiling(device, rate, share)
+            except WorkerError as error:
+                rates[place] = replace(rate, runs=(), why=str(error)[:200])
+                worker.restart()
+            keep(Ceilings(tuple(rates), device=device.name))
+    return Ceilings(tuple(rates), device=device.name)
+
+
+def pieces_of(found: Ceilings) -> tuple[int, int]:
+    """How many pieces of whole ceilings are measured, and of how many; of a rate that could not be there are none."""
+    wanted: list[Rate] = [one for one in found.rates if not one.why]
+    return sum(bool(one.shape) + len(one.runs) for one in wanted), (RUNS + 1) * len(wanted)

@@ -1,19 +1,20 @@
 """What a machine's devices can do at most, kept in `<store>/ceilings`: a file for each device with its software.
 
 A quick look and whole ceilings lie in files of their own, the latter with the settings that they hold for; they come
-first.
+first. Whole ones are measured piece by piece, each of which is kept: what an interruption leaves is gone on with. All
+of them stand in `history.jsonl`, a line each, which says whether a machine became slower.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fp8bench.files import locked, safe, write_whole
+from fp8bench.files import append, end_line, locked, safe, write_whole
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Scalar
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.variables import SWITCHES_SET
@@ -37,27 +38,78 @@ def ceilings_of(
     finds what the first one kept.
     """
     with locked(store / "ceilings"):
-        kept = (_read(_path(store, environment, device, whole), whole) for whole in (True, False))
-        known = next((one for one in kept if one is not None), None)
+        kept = ((_read(_path(store, environment, device, whole)), whole) for whole in (True, False))
+        known = next((one for one, whole in kept if one is not None and one.whole is whole), None)
         return known if known is not None or measure is None else _keep(store, environment, device, measure())
 
 
 def new_ceilings(
-    store: Path, environment: Environment, device: DeviceFacts, measure: Callable[[], Ceilings]
+    store: Path,
+    environment: Environment,
+    device: DeviceFacts,
+    measure: Callable[[Ceilings | None, Callable[[Ceilings], None]], Ceilings],
 ) -> Ceilings:
-    """Measured now, whatever is known, and kept."""
+    """Whole ones, measured now, whatever is known, and kept.
+
+    `measure` is given what an interrupted measurement has come to under the same settings, None where there is none,
+    and whom to hand each piece that it measures, which is then on the disk.
+    """
     with locked(store / "ceilings"):
-        return _keep(store, environment, device, measure())
+        begun = _begun(store, environment, device)
+
+        def keep(found: Ceilings) -> None:
+            _write(begun, found)
+
+        found = _keep(store, environment, device, measure(_read(begun), keep))
+        with contextlib.suppress(OSError):
+            begun.unlink()
+        return found
 
 
 def _keep(store: Path, environment: Environment, device: DeviceFacts, found: Ceilings) -> Ceilings:
-    """With the moment and the settings."""
+    """With the moment and the settings; whole ones are one more of their history, too."""
     under = tuple((name, one) for name, one in _settings(environment, device, True).items() if one is not None)
     kept = replace(found, when=datetime.now(UTC).isoformat(timespec="seconds"), under=under)
-    content = {"version": _VERSION, "ceilings": encode(kept)}
-    with contextlib.suppress(OSError):  # whoever cannot keep it can use it
-        write_whole(_path(store, environment, device, found.whole), json.dumps(content, indent=1) + "\n")
+    path, history = _path(store, environment, device, found.whole), history_of_ceilings(store)
+    before = _read(path)
+    if found.whole:  # those of an fp8bench that kept no history are the first of it
+        with contextlib.suppress(OSError):
+            _append(_history(store), [*([before] if before is not None and before not in history else []), kept])
+    _write(path, kept)
     return kept
+
+
+def history_of_ceilings(store: Path) -> list[Ceilings]:
+    """All whole ceilings that were measured in a store, oldest first; lines that are broken are left out."""
+    try:
+        lines = _history(store).read_bytes().splitlines()
+    except OSError:
+        return []
+    return [found for line in lines if (found := _read_text(line)) is not None]
+
+
+def _history(store: Path) -> Path:
+    return store / "ceilings" / "history.jsonl"
+
+
+def _begun(store: Path, environment: Environment, device: DeviceFacts) -> Path:
+    path = _path(store, environment, device, True)
+    return path.with_name(f"begun {path.name}")
+
+
+def _text(found: Ceilings) -> str:
+    return json.dumps({"version": _VERSION, "ceilings": encode(found)}) + "\n"
+
+
+def _write(path: Path, found: Ceilings) -> None:
+    with contextlib.suppress(OSError):  # whoever cannot keep it can use it
+        write_whole(path, _text(found))
+
+
+def _append(path: Path, found: Sequence[Ceilings]) -> None:
+    with path.open("a+b") as file:
+        end_line(file)
+        append(file, "".join(map(_text, found)))
 
 
 def _settings(environment: Environment, device: DeviceFacts, whole: bool) -> dict[str, Scalar | None]:
@@ -71,11 +123,17 @@ def _path(store: Path, environment: Environment, device: DeviceFacts, whole: boo
     return store / "ceilings" / f"{safe(' '.join([*(['whole'] if whole else []), *words]))}.json"
 
 
-def _read(path: Path, whole: bool) -> Ceilings | None:
+def _read(path: Path) -> Ceilings | None:
     """None where there is no such file, or it is broken: then it is measured once more."""
     try:
-        content = json.loads(path.read_bytes())
-        found = decode(Ceilings, content["ceilings"]) if content["version"] == _VERSION else None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, Malformed):
+        return _read_text(path.read_bytes())
+    except OSError:
         return None
-    return found if found is not None and found.whole is whole else None
+
+
+def _read_text(text: bytes) -> Ceilings | None:
+    try:
+        content = json.loads(text)
+        return decode(Ceilings, content["ceilings"]) if content["version"] == _VERSION else None
+    except (ValueError, TypeError, KeyError, RecursionError, Malformed):
+        return None

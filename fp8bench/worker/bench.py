@@ -17,6 +17,7 @@ from fp8bench.model import (
     DeviceFacts,
     LayerScale,
     Overheads,
+    Rate,
     Rotation,
     Scalar,
 )  # fmt: skip
@@ -214,18 +215,17 @@ class Bench(UntimedPasses):
         """Open a device and wait for it: what it says if it cannot be is raised."""
         self._selected(facts).synchronise(facts.index)
 
-    def ceilings(self, facts: DeviceFacts, seconds: float, runs: int = 1) -> Ceilings:
-        """The most that a device does; a quick look, of one run, has a processor with one thread: several would wait
-        for each other if it is busy."""
-        import torch
+    def ceilings(self, facts: DeviceFacts, seconds: float) -> Ceilings:
+        """A quick look at the most that a device does."""
+        return ceilings.quick(self._selected(facts), facts, seconds)
 
-        device = self._selected(facts)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1 if runs == 1 else threads)
-        try:
-            return ceilings.measured(device, facts, seconds, runs)
-        finally:
-            torch.set_num_threads(threads)
+    def ceiling_rates(self, facts: DeviceFacts) -> tuple[Rate, ...]:
+        """What whole ceilings of a device have, unmeasured."""
+        return tuple(ceilings.wanted_rates(facts))
+
+    def ceiling(self, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
+        """One piece more of a rate, with all threads."""
+        return ceilings.one_more(self._selected(facts), facts, rate, seconds)
 
     def conform(self, mode: str, facts: DeviceFacts) -> tuple[Conformity, ...]:
         """Every cast and product of a precision, by the device's kernels and by the emulation."""

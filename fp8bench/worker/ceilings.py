@@ -17,57 +17,60 @@ from fp8bench.registry import precisions
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
 # What a quick look finds: all that it takes to say what is impossible.
 _QUICK = (Limit.PRODUCT, Limit.CACHED)
-# Of the time of several runs, what the search before them takes.
-_SEARCH = 0.4
 # Calls are timed by stretches so long: the clock and the wait for a device count little.
 _STRETCH_SECONDS = 0.5e-3
 # Which of a shape's stretches counts, from the fastest: a clock that jumped must not be what a machine can do.
 _PLACE = 2
 
 
-def measured(device: Device, facts: DeviceFacts, seconds: float, runs: int = 1) -> Ceilings:
-    """The best shape of each, with the threads that this process computes with; one run is the search itself.
+def quick(device: Device, facts: DeviceFacts, seconds: float) -> Ceilings:
+    """The best shape of products and of copies where they are fastest: the search itself is the one run. A processor
+    has one thread: several would wait for each other if it is busy."""
+    import torch
 
-    Several runs follow one another, each of everything and on tensors of its own.
-    """
-    wanted = _wanted(facts, _QUICK if runs == 1 else tuple(Limit))
-    wait = partial(device.synchronise, facts.index)
-    end = time.perf_counter() + seconds
-    found = [_searched(one, facts, wait, seconds * (_SEARCH if runs > 1 else 1.0) / len(wanted)) for one in wanted]
-    if runs > 1:
-        share = max(0.0, end - time.perf_counter()) / (runs * len(wanted))
-        again = [_again(found, facts, wait, share, run) for run in range(1, runs + 1)]
-        found = [_joined(rates) for rates in zip(*again, strict=True)]
-    device.empty_cache()
-    return Ceilings(tuple(found), device=facts.name)
+    wanted, threads = wanted_rates(facts, _QUICK), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = tuple(_tried(one, partial(_searched, device, facts, one, seconds / len(wanted))) for one in wanted)
+    finally:
+        torch.set_num_threads(threads)
+        device.empty_cache()
+    return Ceilings(found, device=facts.name)
 
 
-def _wanted(facts: DeviceFacts, limits: Sequence[Limit]) -> list[Rate]:
+def wanted_rates(facts: DeviceFacts, limits: Sequence[Limit] = tuple(Limit)) -> list[Rate]:
     """What there is to measure, of all that a device does natively."""
     native = [name for name in DTYPES if precisions.get(name).support(facts).level is Level.NATIVE]
     products = [Rate(Limit.PRODUCT, name) for name in native if Limit.PRODUCT in limits]
     return products + [Rate(one) for one in limits if one is not Limit.PRODUCT and shapes_of(one, facts)]
 
 
-def _searched(rate: Rate, facts: DeviceFacts, wait: Callable[[], None], seconds: float) -> Rate:
-    """The best of all shapes, and how many were tried. What a device refuses ends one search, and no other."""
-    shapes = shapes_of(rate.limit, facts)
+def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
+    """A rate with what comes next of it: the shape that wins the search, then one run more, on tensors of its own."""
+
+    def measured() -> Rate:
+        if not rate.shape:
+            return replace(_searched(device, facts, rate, seconds), runs=())
+        run = len(rate.runs) + 1
+        (value,) = _timed(rate, (rate.shape,), facts, partial(device.synchronise, facts.index), seconds, run).runs
+        return replace(rate, runs=(*rate.runs, value))
+
+    found = _tried(rate, measured)
+    device.empty_cache()
+    return found
+
+
+def _searched(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
+    """The best of all shapes, and how many were tried."""
+    return _timed(rate, shapes_of(rate.limit, facts), facts, partial(device.synchronise, facts.index), seconds, 0)
+
+
+def _tried(rate: Rate, measured: Callable[[], Rate]) -> Rate:
+    """What a device refuses ends this rate, and no other."""
     try:
-        return _timed(rate, shapes, facts, wait, seconds, 0)
+        return measured()
     except Exception as error:  # noqa: BLE001 - whatever a kernel that is missing raises
-        return replace(rate, why=f"{type(error).__name__}: {error}"[:200])
-
-
-def _again(found: Sequence[Rate], facts: DeviceFacts, wait: Callable[[], None], seconds: float, run: int) -> list[Rate]:
-    """One run of all winners."""
-    return [
-        replace(_timed(one, (one.shape,), facts, wait, seconds, run), searched=one.searched) if one.runs else one
-        for one in found
-    ]
-
-
-def _joined(rates: Sequence[Rate]) -> Rate:
-    return replace(rates[0], runs=tuple(value for rate in rates for value in rate.runs))
+        return replace(rate, runs=(), why=f"{type(error).__name__}: {error}"[:200])
 
 
 def _timed(

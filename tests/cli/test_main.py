@@ -76,6 +76,7 @@ OPTIONS = {
         "--benchmark-json", "--explain", "--require-power",
     },
     "history": COMMON,
+    "history ceilings": COMMON | {"--explain", "--md", "--store", "--import"},
     "history list": COMMON | {"WORD", "--runs", "--explain", "--md", "--store", "--import"},
     "history show": COMMON | {"SERIES", "--explain", "--md", "--store", "--import"},
     "history regressions": COMMON | {"--all", "--explain", "--json", "--md", "--store", "--import"},
@@ -195,12 +196,12 @@ REFUSED = {
     "unknown option": (["suite", "gemm", "--dtype", "fp8"], "Did you mean --dtypes"),
     "unknown command of history": (
         ["history", "shwo"],
-        "unknown command 'shwo'. Did you mean 'show'? Known: ack, list",
+        "unknown command 'shwo'. Did you mean 'show'? Known: ack, ceilings, list",
     ),
     "an option before the command": (["--store", "x", "show", "last"], "Options stand behind the command. See `fp8be"),
     "an option before history's": (
         ["history", "--store", "x", "list"],
-        "unknown command 'x'. Known: ack, list, merge, ",
+        "unknown command 'x'. Known: ack, ceilings, list, merge, ",
     ),
     "another command's option": (["history", "list", "--grid"], "unknown argument '--grid'."),
     "an option that is nearly one": (["history", "list", "--run"], "Did you mean --runs? See"),

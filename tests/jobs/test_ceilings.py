@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,16 @@ import pytest
 
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.metrics import metrics_of
+from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import UsageError, WorkerLost
 from fp8bench.jobs import ceilings as job
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import Ceilings, DeviceFacts, Limit, Rate, Request
+from fp8bench.model import DeviceFacts, Limit, Rate, Request
 from fp8bench.model.metric_names import OwnMetric
 from fp8bench.report.terminal.run import render
 from fp8bench.store.runs.read import load_run
 from fp8bench.worker.bench import Bench
+from tests.commands import unfolded
 from tests.report.words.test_ceilings import FOUND
 
 
@@ -26,33 +29,59 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "ProcessWorker", LocalWorker)
 
 
+RUNS = {
+    Limit.PRODUCT: (4.24e11, 4.25e11, 4.26e11, 4.25e11, 4.24e11), Limit.COPY: (8e9, 1e10, 9e9, 8.5e9, 9.5e9),
+    Limit.LAUNCH: (5e5,) * 5,
+}  # fmt: skip
+
+
+def measured_by_hand(
+    monkeypatch: pytest.MonkeyPatch, fails: Limit | None = None, interrupted: int = 0, times: float = 1.0
+) -> list[Rate]:
+    """The pieces that are asked for, which come to FOUND's rates in five runs, so many times as fast."""
+    asked: list[Rate] = []
+
+    def one_more(self: Bench, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
+        asked.append(rate)
+        if rate.limit is fails and rate.runs:
+            raise WorkerLost("it crashed")
+        if len(asked) == interrupted:
+            raise KeyboardInterrupt
+        whole = next(one for one in FOUND.rates if (one.limit, one.precision) == (rate.limit, rate.precision))
+        value = () if not rate.shape else (times * RUNS[rate.limit][len(rate.runs)],)
+        return replace(whole, runs=(*rate.runs, *value))
+
+    bare = tuple(Rate(one.limit, one.precision) for one in FOUND.rates)
+    monkeypatch.setattr(Bench, "ceiling_rates", lambda self, facts: bare)
+    monkeypatch.setattr(Bench, "ceiling", one_more)
+    return asked
+
+
 def test_they_are_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five runs, with the threads that were asked for, and what is kept bounds the next run's cases."""
-    asked = []
-
-    def found(self: Bench, facts: DeviceFacts, seconds: float, runs: int) -> Ceilings:
-        asked.append((facts.key, runs))
-        return FOUND
-
-    monkeypatch.setattr(Bench, "ceilings", found)
-    lines = list(job.ceiling_lines(tmp_path / "store", 2))
-    assert asked == [("cpu", 5)] and lines[0].startswith("cpu: what ") and lines[0].endswith("threads 2, in 5 runs")
-    assert lines[2].startswith("  product bf16   425 GFLOP/s; spread 0.5%") and "threads 2" in lines[1]
+    asked = measured_by_hand(monkeypatch)
+    lines = list(job.ceiling_lines(tmp_path / "store", TERMINAL, 2))
+    assert (
+        [len(one.runs) for one in asked if one.limit is Limit.COPY] == [0, *range(5)]
+        and lines[0].startswith("cpu: what ")
+        and lines[0].endswith("threads 2, in 5 runs")
+    )
+    assert lines[2].startswith("  product bf16   425 GFLOP/s; spread 0.5% over 5 runs") and "threads 2" in lines[1]
     assert len(list((tmp_path / "store" / "ceilings").glob("whole*.json"))) == 1
 
 
 def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record for each rate, in the order of limits; what a device refuses is skipped with its words."""
-    monkeypatch.setattr(Bench, "ceilings", lambda self, facts, seconds, runs: FOUND)
-    run = job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path, "a test")
+    measured_by_hand(monkeypatch)
+    run = job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path, TERMINAL, "a test")
     assert run.finished and run.ok and run == load_run(Path(run.path))
     found = [(one.case.param("limit"), one.case.precision, one.status.value) for one in run.records]
     assert found == [
         ("product", "bf16", "ok"), ("product", "nvfp4", "skipped"), ("copy", "fp32", "ok"), ("launch", "fp32", "ok"),
     ]  # fmt: skip
     bf16, nvfp4, copied, _ = run.records
-    assert bf16.measurements[0].samples == FOUND.rates[0].runs and nvfp4.reason == "RuntimeError: no kernel"
-    assert copied.detail == "arrays of 64.0 MiB, the best of 2 searched; spread 22.2% over 3 runs: no bound"
+    assert bf16.measurements[0].samples == RUNS[Limit.PRODUCT] and nvfp4.reason == "RuntimeError: no kernel"
+    assert copied.detail == "arrays of 64.0 MiB, the best of 2 searched; spread 22.2% over 5 runs: no bound"
     (metric,) = [one for one in metrics_of(bf16, None) if one.name == OwnMetric.CEILING_RATE]
     assert (metric.unit, metric.value, metric.better) == ("FLOP/s", 4.25e11, "higher")
     assert "throughput" in render(run, findings(run)) and "425 GFLOP/s" in render(run, findings(run))
@@ -61,22 +90,42 @@ def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("change", [{"quick": True}, {"dtypes": ("bf16",)}, {"axes": (("m", ("1",)),)}, {"rounds": 3}])
 def test_the_suite_refuses_what_it_would_ignore(change: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="takes --devices, --threads"):
-        job.ceilings_run(Request("ceilings", **change), tmp_path, "a test")
+        job.ceilings_run(Request("ceilings", **change), tmp_path, TERMINAL, "a test")
 
 
-def test_a_worker_that_ends_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(self: Bench, facts: DeviceFacts, seconds: float, runs: int) -> Ceilings:
-        raise WorkerLost("it crashed")
+def test_what_ends_the_worker_ends_one_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others go on, in a fresh one."""
+    measured_by_hand(monkeypatch, fails=Limit.COPY)
+    lines = list(job.ceiling_lines(tmp_path / "store", TERMINAL))
+    assert "  copy           not measured: WorkerLost: it crashed" in lines and "425 GFLOP/s" in lines[2]
 
-    monkeypatch.setattr(Bench, "ceilings", lost)
-    assert list(job.ceiling_lines(tmp_path / "store"))[1] == "  not measured: WorkerLost: it crashed"
+
+def test_an_interrupted_search_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every piece that was measured is not measured again; the second measurement says what the first had."""
+    asked = measured_by_hand(monkeypatch, interrupted=14)
+    with pytest.raises(KeyboardInterrupt):
+        list(job.ceiling_lines(tmp_path, TERMINAL))
+    assert len(asked) == 14 and "what was measured is kept, and the same command goes on" in unfolded(
+        capsys.readouterr().err
+    )
+    asked = measured_by_hand(monkeypatch)
+    list(job.ceiling_lines(tmp_path, TERMINAL))
+    # nvfp4 is refused at its search.
+    assert len(asked) == 3 * 6 + 1 - 13 and "goes on with 12 of 18 pieces" in unfolded(capsys.readouterr().err)
+    measured_by_hand(monkeypatch, times=0.8)
+    lines = list(job.ceiling_lines(tmp_path, TERMINAL))
+    assert lines[2].endswith("; slower than before: -20.0% against 425 GFLOP/s")
+    assert lines[4].endswith("; unclear: -20.0% against 9.00 GB/s")
+    assert not list((tmp_path / "ceilings").glob("begun*"))
 
 
 @pytest.mark.slow
 def test_on_this_machine_within_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every rate that a processor has, five runs; the time is a few seconds here, and 35 s where nobody says so."""
     monkeypatch.setattr(job, "WHOLE_SECONDS", 2.0)
-    lines = list(job.ceiling_lines(tmp_path / "store"))
+    lines = list(job.ceiling_lines(tmp_path / "store", TERMINAL))
     for limit in set(Limit) - {Limit.LOAD}:
         (line, *_) = [one for one in lines if one.startswith(f"  {limit.value} ")]
         assert "over 5 runs" in line

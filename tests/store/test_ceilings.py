@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Limit, Rate
-from fp8bench.store.ceilings import ceilings_of, new_ceilings
+from fp8bench.store.ceilings import ceilings_of, history_of_ceilings, new_ceilings
 from tests.facts import CPU, H200
 
 FACTS = {"machine": "box", "torch": "2.13.0", "threads": 2}
@@ -74,7 +75,7 @@ def test_whole_ceilings_come_first_while_settings_are_the_same(tmp_path: Path) -
     """They say when they were measured, and under what; other threads, clocks or power have a quick look at most."""
     environment = Environment({**FACTS, "cuda:0 power_cap": 700.0, "cuda:0 driver": "590"})
     assert kept(tmp_path, environment, Measuring(), H200) == FOUND
-    new_ceilings(tmp_path, environment, H200, lambda: WHOLE)
+    new_ceilings(tmp_path, environment, H200, lambda begun, keep: WHOLE)
     known = ceilings_of(tmp_path, environment.also({"load_1min": 3.0}), H200, None)
     assert known is not None and known.whole and known.rates == WHOLE.rates and known.when[:2] == "20"
     assert dict(known.under) == {
@@ -88,5 +89,42 @@ def test_whole_ceilings_come_first_while_settings_are_the_same(tmp_path: Path) -
 def test_whole_ceilings_are_measured_anew_whenever_asked_for(tmp_path: Path) -> None:
     environment, later = Environment(FACTS), Ceilings((Rate(Limit.COPY, runs=(1.0, 2.0)),))
     for found in (WHOLE, later):
-        new_ceilings(tmp_path, environment, CPU, lambda found=found: found)  # type: ignore[misc]
+        new_ceilings(tmp_path, environment, CPU, lambda begun, keep, found=found: found)  # type: ignore[misc]
     assert kept(tmp_path, environment) == later
+
+
+def test_what_an_interruption_leaves_is_gone_on_with_under_the_same_settings(tmp_path: Path) -> None:
+    """A kill leaves the same files as this. It is no ceiling before it is whole, and gone when it is."""
+    environment, given = Environment(FACTS), list[object]()
+
+    def interrupted(begun: Ceilings | None, keep: Callable[[Ceilings], None]) -> Ceilings:
+        given.append(begun)
+        keep(WHOLE)
+        raise KeyboardInterrupt
+
+    for where in (environment, environment, environment.also({"threads": 1})):
+        with pytest.raises(KeyboardInterrupt):
+            new_ceilings(tmp_path, where, CPU, interrupted)
+    assert given == [None, WHOLE, None] and kept(tmp_path, environment) is None and not history_of_ceilings(tmp_path)
+
+    def finished(begun: Ceilings | None, keep: Callable[[Ceilings], None]) -> Ceilings:
+        given.append(begun)
+        return WHOLE
+
+    for _ in range(2):
+        new_ceilings(tmp_path, environment, CPU, finished)
+    assert given[3:] == [WHOLE, None] and kept(tmp_path, environment) == WHOLE
+
+
+def test_every_measurement_is_kept(tmp_path: Path) -> None:
+    """Also one of an fp8bench that kept none, and beside a line that is broken; a quick look is none."""
+    environment = Environment(FACTS)
+    new_ceilings(tmp_path, environment, CPU, lambda begun, keep: WHOLE)
+    history = tmp_path / "ceilings" / "history.jsonl"
+    history.unlink()
+    ceilings_of(tmp_path, environment, H200, Measuring())
+    new_ceilings(tmp_path, environment, CPU, lambda begun, keep: WHOLE)
+    assert [one.rates for one in history_of_ceilings(tmp_path)] == [WHOLE.rates] * 2
+    history.write_bytes(history.read_bytes() + b'{"version": 2, "ceil')
+    new_ceilings(tmp_path, environment, H200, lambda begun, keep: WHOLE)
+    assert [dict(one.under)["name"] for one in history_of_ceilings(tmp_path)] == [CPU.name, CPU.name, H200.name]

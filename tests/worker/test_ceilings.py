@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fp8bench.model import Level, Limit
+from fp8bench.model import Level, Limit, Rate
 from fp8bench.nn import limits
 from fp8bench.nn.limits import count_of, shapes_of
 from fp8bench.registry import devices, precisions
@@ -68,7 +68,7 @@ SMALL = replace(CPU, cache_bytes=1 << 16)
 def test_a_quick_look_has_products_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of dtypes that a processor multiplies natively; whatever the machine does, it does some of it."""
     monkeypatch.setitem(limits._PRODUCTS, "cpu", ((32, 32, 32),))
-    found = ceilings.measured(devices.get("cpu"), SMALL, 0.1)
+    found = ceilings.quick(devices.get("cpu"), SMALL, 0.1)
     native = [name for name in ceilings.DTYPES if precisions.get(name).support(CPU).level is Level.NATIVE]
     assert [one.precision for one in found.rates if one.limit is Limit.PRODUCT] == native == ["fp32", "bf16", "fp16"]
     assert [one.limit for one in found.rates] == [Limit.PRODUCT] * 3 + [Limit.CACHED] and not found.whole
@@ -86,12 +86,14 @@ def test_winners_are_measured_again_in_every_run(monkeypatch: pytest.MonkeyPatch
         return lambda: None
 
     monkeypatch.setattr(ceilings, "call_of", call)
-    found = ceilings.measured(devices.get("cpu"), SMALL, 0.1, 5)
-    assert {one.limit for one in found.rates} == {*Limit} - {Limit.LOAD} and found.whole
-    for one in found.rates:
+    for rate in ceilings.wanted_rates(SMALL):
+        made.clear()
+        one = rate
+        for _ in range(6):
+            one = ceilings.one_more(devices.get("cpu"), SMALL, one, 0.01)
         assert len(one.runs) == 5 and one.searched == len(shapes_of(one.limit, SMALL))
-    again = [(limit, shape) for limit, shape, seed in made if seed]
-    assert again == [(one.limit, one.shape) for one in found.rates] * 5
+        assert [(shape, seed) for _, shape, seed in made if seed] == [(one.shape, run) for run in range(1, 6)]
+    assert {one.limit for one in ceilings.wanted_rates(SMALL)} == {*Limit} - {Limit.LOAD}
 
 
 def test_what_a_device_refuses_ends_no_other_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,9 +105,12 @@ def test_what_a_device_refuses_ends_no_other_search(monkeypatch: pytest.MonkeyPa
         return lambda: None
 
     monkeypatch.setattr(ceilings, "call_of", call)
-    found = ceilings.measured(devices.get("cpu"), SMALL, 0.05, 2)
-    assert {one.why for one in found.rates if not one.runs} == {"RuntimeError: no kernel"}
-    assert {one.limit for one in found.rates if one.runs} == {Limit.COPY, Limit.TRIAD, Limit.CACHED, Limit.LAUNCH}
+    cpu = devices.get("cpu")
+    found = [ceilings.one_more(cpu, SMALL, rate, 0.005) for rate in ceilings.wanted_rates(SMALL)]
+    assert {one.why for one in found if not one.shape} == {"RuntimeError: no kernel"}
+    assert {one.limit for one in found if one.shape} == {Limit.COPY, Limit.TRIAD, Limit.CACHED, Limit.LAUNCH}
+    once = Rate(Limit.PRODUCT, "bf16", (1.0,), 2, (8, 8, 8))
+    assert ceilings.one_more(cpu, SMALL, once, 0.005) == replace(once, runs=(), why="RuntimeError: no kernel")
 
 
 def test_counts_by_hand_and_tensors_beyond_the_cache() -> None:

@@ -6,6 +6,7 @@ import argparse
 
 from fp8bench.cli.grammar import shared
 from fp8bench.cli.outputs import say_folded
+from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_OK
 from fp8bench.jobs import doctor
 
@@ -27,5 +28,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ceilings:
         from fp8bench.jobs.ceilings import ceiling_lines
 
-        say_folded(ceiling_lines(arguments.store, arguments.threads))
+        say_folded(ceiling_lines(arguments.store, TERMINAL, arguments.threads))
     return EXIT_OK

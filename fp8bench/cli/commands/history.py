@@ -17,6 +17,7 @@ from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, StoreError, UsageError
 from fp8bench.files import is_locked
 from fp8bench.registry import workloads
+from fp8bench.report.terminal import ceilings
 from fp8bench.report.terminal.history import (
     faults_page,
     joined_page,
@@ -27,6 +28,7 @@ from fp8bench.report.terminal.history import (
     trend_page,
     trends_page,
 )
+from fp8bench.store.ceilings import history_of_ceilings
 from fp8bench.store.commit_runs import UNREADABLE
 from fp8bench.store.find_runs import gone
 from fp8bench.store.runs.listing import all_files, closed_folders, listing
@@ -60,6 +62,8 @@ def _add_reading(command: Callable[..., argparse.ArgumentParser]) -> None:
     listing.add_argument("--runs", action="store_true", help="the runs instead, newest first")
     show = command("show", "one series, commit by commit")
     shared(show, "--explain", "--md")
+    ceilings = command("ceilings", "what devices did at most (`doctor --ceilings`), and whether they became slower")
+    shared(ceilings, "--explain", "--md")
     words = "as `history list` names it; a part that fits one series will do"
     show.add_argument("series", metavar="SERIES", help=words)
 
@@ -101,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _merge(arguments)
     commands = {
         "list": _list, "show": _show, "regressions": _regressions, "ack": _acknowledge, "verify": _verify,
-        "rebuild": _rebuild,
+        "rebuild": _rebuild, "ceilings": _ceilings,
     }  # fmt: skip
     reads_all = arguments.history_command in ("verify", "rebuild") or getattr(arguments, "runs", False)
     store = existing_store(arguments.store, TERMINAL, reads_all)
@@ -172,6 +176,15 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
     words = next(one.description for one in tracked_by(grid) if one.name == series.metric)
     description = f"{words}, a ratio" if series.unit == "ratio" else f"{words}, in {series.unit}"
     tell(arguments, partial(trend_page, trends, description, lost))
+    return EXIT_OK
+
+
+def _ceilings(arguments: argparse.Namespace, store: Path) -> int:
+    found = history_of_ceilings(store)
+    if not found:
+        say_folded([f"{store}: no ceilings yet. Measure them, in less than a minute: fp8bench doctor --ceilings"])
+        return EXIT_OK
+    tell(arguments, partial(ceilings.page_of, found, str(store)))
     return EXIT_OK
 
 

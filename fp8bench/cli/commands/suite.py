@@ -140,7 +140,7 @@ def _ceilings(request: Request, arguments: argparse.Namespace) -> int:
             f"the suite {CEILINGS} plans nothing: it searches for less than a minute. Leave --dry-run out."
         )
     with only_once():
-        measured = ceilings_run(request, arguments.store, command_line())
+        measured = ceilings_run(request, arguments.store, TERMINAL, command_line())
     return _ended(measured, arguments)
 
 
