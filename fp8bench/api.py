@@ -86,6 +86,7 @@ def run(
     energy_of: str = STEP_ENERGY,
     sustained: float | None = None,
     tape: bool = False,
+    shares: bool = False,
     max_batch: bool = False,
     memory_limit: int | str | None = None,
     backend: str = "auto",
@@ -106,6 +107,7 @@ def run(
         case_timeout=case_timeout, grid=grid, trace=_plain(trace), static_scales=static_scales,
         refresh_scales=refresh_scales, saturation_bound=saturation_bound, energy=energy, energy_of=energy_of,
         sustained=sustained, max_batch=max_batch, memory_limit=_bytes(memory_limit), backend=backend, tape=tape,
+        shares=shares,
     )  # fmt: skip
     request = replace(request, imports=(*request.imports, *files_of(suite)))
     board = None if tensorboard is None else _folder("tensorboard", tensorboard)

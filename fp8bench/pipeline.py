@@ -150,7 +150,7 @@ def _measure(
     quantisers = quantisers_for(run.request.quick, os.environ)
     lost: dict[str, str] = {}
     # What is measured again is timed again: its operators are known.
-    taping = other if records_tapes(run.request, os.environ) and run.origin != AGAIN else None
+    untimed = other if run.origin != AGAIN else None
     try:
         ceilings = _ceilings(run, groups, store, worker, observer)
         for place, group in enumerate(groups):
@@ -158,7 +158,7 @@ def _measure(
                 writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
                 noted.add(stem)
             budget = share_of(run.request.budget, start, len(groups) - place)
-            measured += _group(group, run, budget, worker, meters, observer, quantisers, ceilings, lost, taping)
+            measured += _group(group, run, budget, worker, meters, observer, quantisers, ceilings, lost, untimed)
             with held_back():
                 writer.append(measured[-len(group.cases) :])
             for record in measured[-len(group.cases) :]:
@@ -298,7 +298,7 @@ def _group(
     quantisers: Quantisers,
     ceilings: Mapping[str, Ceilings],
     lost: dict[str, str],
-    taping: Worker | None,
+    untimed: Worker | None,
 ) -> tuple[Record, ...]:
     request, facts = run.request, {one.key: one for one in run.devices}
     windows = window_rule_for(request)
@@ -319,6 +319,8 @@ def _group(
         warm_up_seconds=warm_up_limit(request.quick, request.budget, os.environ),
         lost=lost,
         choose=None if request.quick or request.budget is not None else fastest,
+        tapes=records_tapes(request, os.environ),
+        shares=request.shares,
     )
     meter = meters.of(used) if used is not None else None
-    return GroupMeasurement(group, facts, worker, observer, method, meter, taping).run()
+    return GroupMeasurement(group, facts, worker, observer, method, meter, untimed).run()

@@ -108,6 +108,10 @@ _SHARED: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "count the operators of a step, their FLOPs and bytes, also with --quick; else this is always done",
     },
+    "--shares": {
+        "action": "store_true",
+        "help": "also find what each kind of work and each module takes of a step, in an untimed pass",
+    },
     "--no-isolation": {
         "dest": "isolation", "action": "store_false", "help": "measure in this process, without a worker",
     },

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fp8bench.analysis.shares import parts_of, refuse_none
 from fp8bench.cli.grammar import DEFAULT_STORE
 from fp8bench.cli.streams import say
 from fp8bench.errors import NotPrinted, UsageError
@@ -20,11 +21,12 @@ from fp8bench.model import Run
 from fp8bench.model.codec import encode
 from fp8bench.model.duel import Duel
 from fp8bench.model.training import KeptTraining
+from fp8bench.report.data import shares as shares_data
 from fp8bench.report.data import tape as tape_data
 from fp8bench.report.data.boards import check_tensorboard, check_wandb
 from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import Page
-from fp8bench.report.terminal import tape
+from fp8bench.report.terminal import shares, tape
 from fp8bench.report.terminal.layout import render, wrap
 from fp8bench.store.runs.listing import store_of
 
@@ -181,6 +183,16 @@ def print_tapes(run: Run, arguments: argparse.Namespace) -> None:
         arguments, partial(tape.page_of, f"the operators of a step of run {run.id}", found),
         partial(tape_data.as_json, found), partial(tape_data.as_csv, found),
     )  # fmt: skip
+
+
+def print_shares(run: Run, arguments: argparse.Namespace) -> None:
+    """What a run's steps are made of."""
+    from fp8bench.analysis.findings import findings
+
+    refuse_none(run)
+    found = parts_of(run, findings(run))
+    rows = partial(shares_data.as_csv, found)
+    tell(arguments, partial(shares.page_of, run, found), partial(shares_data.as_json, found), rows)
 
 
 def in_store(kept: Run | Path) -> str:

@@ -42,7 +42,7 @@ class Method:
 
     `ceilings` are the most that devices do, by key, where it is known. `warm_up_seconds` is the longest that a device
     may take to settle, 0 not to wait for it. `lost` says of a device that answers no more why it does not, and is
-    shared by all groups.
+    shared by all groups. `tapes` and `shares` say that operators are counted, and what they take of a step found.
     """
 
     rule: StoppingRule
@@ -56,12 +56,14 @@ class Method:
     ceilings: Mapping[str, Ceilings] = field(default_factory=dict)
     warm_up_seconds: float = 0.0
     choose: Choose | None = None
+    tapes: bool = False
+    shares: bool = False
     lost: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class GroupMeasurement:
-    """The state of measuring one group; `run` is the whole of it. `_taping` records tapes, where that is wanted."""
+    """The state of measuring one group; `run` is the whole of it. `_other` is a worker in which nothing is timed."""
 
     _group: Group
     _facts: Mapping[str, DeviceFacts]
@@ -69,7 +71,7 @@ class GroupMeasurement:
     _observer: Observer
     _method: Method
     _meter: Meter | None = None
-    _taping: Worker | None = None
+    _other: Worker | None = None
 
     def __post_init__(self) -> None:
         # The order of rounds depends on the group, but not on its place in the run.
@@ -95,8 +97,9 @@ class GroupMeasurement:
         passes.products(self._alive())
         passes.effects(self._alive())
         passes.memory(self._alive(), self._meter)
-        if self._taping is not None:
-            Passes(self._taping, self._facts, self._method.limits, self._observer).tapes(self._alive())
+        if self._other is not None and (self._method.tapes or self._method.shares):
+            untimed = Passes(self._other, self._facts, self._method.limits, self._observer)
+            untimed.operators(self._alive(), self._method.tapes, self._method.shares)
         if self._method.capacity is not None:
             limits, rule = self._method.limits, self._method.capacity
             searching = CapacityPass(self._worker, self._facts, limits, self._observer, rule)

@@ -63,6 +63,7 @@ from fp8bench.model.series import (
     Trend,
     trend_name,
 )
+from fp8bench.model.shares import Share, ShareKind, Shares, SharesFrom
 from fp8bench.model.tape import OperatorCount, PhaseCount, Tape
 from fp8bench.model.words import (
     CELL_PHASES,
@@ -84,7 +85,8 @@ __all__ = [
     "HeldBlock", "Interval", "Label", "LayerScale", "Level", "Limit", "Measurement", "MemoryCourse", "MemoryRole",
     "MemoryUse", "Noise", "OperatorCount", "OperatorTime", "Overheads", "Params", "Phase", "PhaseCount",
     "PhaseEnergy", "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance", "Rate", "Record", "Replays",
-    "Request", "Resumption", "Rotation", "Run", "Scalar", "Segments", "Series", "SlotSample", "StaticScales", "Status",
+    "Request", "Resumption", "Rotation", "Run", "Scalar", "Segments", "Series", "Share", "ShareKind", "Shares",
+    "SharesFrom", "SlotSample", "StaticScales", "Status",
     "StepEffect", "Support", "SustainedTurn", "Tape", "TensorStatistics", "Timing", "Trend", "Verdict", "Work",
     "trend_name",
 ]  # fmt: skip

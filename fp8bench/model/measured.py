@@ -8,6 +8,7 @@ from fp8bench.model.claims import Ceiling, Products
 from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse, SustainedTurn
 from fp8bench.model.coverage import Coverage
 from fp8bench.model.planned import Case, Support, Work
+from fp8bench.model.shares import Shares
 from fp8bench.model.tape import Tape
 from fp8bench.model.words import Provenance, Status
 
@@ -198,7 +199,7 @@ class Record:
     in one round of turns; () where nobody asked for them. `fresh` are the rounds of the fastest of several, which its
     ratio is told by; `timing` stays what it was chosen by. `rotation` is there where calls do not all have the
     same state, `replays` where a device might do a step again in one launch. `tape` are the operators of a step,
-    `coverage` which of a user's model's products can be converted.
+    `coverage` which of a user's model's products can be converted, `shares` what parts of a step take of it.
     """
 
     case: Case
@@ -232,6 +233,7 @@ class Record:
     replays: Replays | None = None
     tape: Tape | None = None
     coverage: Coverage | None = None
+    shares: Shares | None = None
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

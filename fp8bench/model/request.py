@@ -96,6 +96,7 @@ REQUEST_RULES: Mapping[str, Rule] = {
     "saturation_bound": PERCENT,
     "energy": _FLAG,
     "tape": _FLAG,
+    "shares": _FLAG,
     "sustained": number("a number of seconds from 1 to 600", lambda value: 1 <= value <= 600),
     "max_batch": _FLAG,
     "backend": Rule("a backend's name", lambda value: isinstance(value, str) and bool(value)),
@@ -134,7 +135,8 @@ class Request:
     the number of steps that scales are found in, `refresh_scales` of those after which they are renewed,
     `saturation_bound` the percentage of a tensor's values above which its scale is. `energy` says whether energy is
     measured where a device can tell it, `energy_of` whether also that of each phase of a step, `tape` that the
-    operators of a step are counted in a quick look too, `sustained` for how many seconds at a time cases also run.
+    operators of a step are counted in a quick look too, `shares` that what takes how much of a step is found out,
+    `sustained` for how many seconds at a time cases also run.
     `max_batch` asks for the largest batch that fits, `memory_limit` is the memory that it has to fit into, in bytes.
     `backend` is who multiplies in dtypes that name none; 'auto' is whoever can.
     """
@@ -166,6 +168,7 @@ class Request:
     backend: str = "auto"
     sustained: float | None = None
     tape: bool = False
+    shares: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, whoever asks: the command line, a call, or a stored run."""

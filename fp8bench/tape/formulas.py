@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from fp8bench.tape.recorder import Call, TensorSeen, arguments_of, name_of, tensors_in
+from fp8bench.tape.recorder import Call, TensorSeen, arguments_of, name_of, operator_name, tensors_in
 
 # FLOPs from arguments by their names, with the result under ''. A formula stands beside the argument whose dtype it
 # multiplies in.
@@ -188,8 +188,7 @@ def flops_of(call: Call) -> tuple[int | None, str]:
 
     0 where nothing is multiplied.
     """
-    name = name_of(call)
-    known = FORMULAS.get(name) or FORMULAS.get(name.removesuffix("_"))
+    known = _formula_of(name_of(call))
     if known is not None:
         argument, formula = known
         result = next(tensors_in(call.result), None)
@@ -197,7 +196,19 @@ def flops_of(call: Call) -> tuple[int | None, str]:
     packet = getattr(call.operator, "overloadpacket", call.operator)
     if packet in flop_registry:
         return _by_torch(call, flop_registry[packet]), next(iter(arguments_of(call)), "")
-    return (0 if _multiplies_nothing(call, name) else None), ""
+    return (None if multiplies(call.operator) is None else 0), ""
+
+
+def multiplies(operator: Any) -> bool | None:
+    """Whether an operator multiplies tensors with each other; None where nobody knows."""
+    name = operator_name(operator)
+    if _formula_of(name) is not None or getattr(operator, "overloadpacket", operator) in flop_registry:
+        return True
+    return False if _multiplies_nothing(operator, name) else None
+
+
+def _formula_of(name: str) -> tuple[str, Formula] | None:
+    return FORMULAS.get(name) or FORMULAS.get(name.removesuffix("_"))
 
 
 def _by_torch(call: Call, formula: Callable[..., int]) -> int | None:
@@ -213,14 +224,14 @@ def _by_torch(call: Call, formula: Callable[..., int]) -> int | None:
         return None
 
 
-def _multiplies_nothing(call: Call, name: str) -> bool:
+def _multiplies_nothing(operator: Any, name: str) -> bool:
     if name.startswith("fp8bench::"):
         return True  # quantisers; what multiplies has its formula above
-    if call.operator.namespace != "aten":
+    if operator.namespace != "aten":
         return False
     base = name.removesuffix("_").removeprefix("_foreach_")
-    if name.removesuffix("_") in _NOTHING or base in _NOTHING or call.operator.is_view:
+    if name.removesuffix("_") in _NOTHING or base in _NOTHING or operator.is_view:
         return True
     packets = [getattr(torch.ops.aten, one, None) for one in (name, base)]
-    overloads = [call.operator, *(getattr(one, word) for one in packets if one is not None for word in one.overloads())]
+    overloads = [operator, *(getattr(one, word) for one in packets if one is not None for word in one.overloads())]
     return any(tag.name in _TAGS for one in overloads for tag in one.tags)

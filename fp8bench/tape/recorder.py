@@ -68,7 +68,7 @@ class OperatorTape(OperatorWatch):  # type: ignore[no-untyped-call]
         self._open = [UNATTRIBUTED]
         self._phase = UNATTRIBUTED
         self.phases = Markers(lambda name: TellingMarker(name, self._open, self._enter))
-        self._kinds: dict[Any, _Kind] = {}
+        self._routes: dict[Any, Route] = {}
 
     def _enter(self, phase: str) -> None:
         self._phase = phase
@@ -80,15 +80,15 @@ class OperatorTape(OperatorWatch):  # type: ignore[no-untyped-call]
         for kind in types:
             if kind is not Tensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented  # its own operators, on the tensors inside, come here next
-        kind = self._kinds.get(func)
-        if kind is None:
-            kind = self._kinds[func] = _kind_of(func)
-        if kind is _Kind.COMPOSITE:  # without gradients some arrive whole that are taken apart elsewhere
+        route = self._routes.get(func)
+        if route is None:
+            route = self._routes[func] = route_of(func)
+        if route is Route.COMPOSITE:  # without gradients some arrive whole that are taken apart elsewhere
             with self:
                 result = func.decompose(*args, **named)
             if result is not NotImplemented:
                 return result
-        elif kind is _Kind.SILENT:
+        elif route is Route.SILENT:
             return func(*args, **named)
         given, seen = tuple(map(_seen, args)), {name: _seen(one) for name, one in named.items()}
         result = func(*args, **named)
@@ -96,23 +96,24 @@ class OperatorTape(OperatorWatch):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Kind(Enum):
-    """What is done about an operator. A SILENT one does nothing to numbers: a view, or a word of torch's own."""
+class Route(Enum):
+    """What a mode does about an operator. A SILENT one does nothing to numbers: a view, or a word of torch's own."""
 
     RECORDED = 0
     COMPOSITE = 1
     SILENT = 2
 
 
-def _kind_of(func: Any) -> _Kind:
+def route_of(func: Any) -> Route:
+    """That of one operator."""
     if func.namespace in _SILENT:
-        return _Kind.SILENT
+        return Route.SILENT
     if not isinstance(func, torch._ops.OpOverload):
-        return _Kind.RECORDED
+        return Route.RECORDED
     name = func.name()  # type: ignore[no-untyped-call]
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE):
-        return _Kind.COMPOSITE
-    return _Kind.SILENT if func.is_view else _Kind.RECORDED
+        return Route.COMPOSITE
+    return Route.SILENT if func.is_view else Route.RECORDED
 
 
 def _seen(value: Any) -> Any:
@@ -141,7 +142,11 @@ def arguments_of(call: Call) -> dict[str, Any]:
 
 
 def name_of(call: Call) -> str:
-    """What torch calls the operator, without its namespace where it is torch's own: 'mm', 'fp8bench::block'."""
-    operator = call.operator
+    """What torch calls the operator of a call."""
+    return operator_name(call.operator)
+
+
+def operator_name(operator: Any) -> str:
+    """Without its namespace where it is torch's own: 'mm', 'fp8bench::block'."""
     packet = getattr(operator, "overloadpacket", operator)
     return packet.__name__ if operator.namespace == "aten" else f"{operator.namespace}::{packet.__name__}"

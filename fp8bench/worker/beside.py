@@ -72,8 +72,10 @@ def none_left_by_a_fault() -> Iterator[None]:
 
 
 def _of_torch(thread: threading.Thread) -> bool:
+    """Also the one that watches progress bars, which torch's compiler starts where tqdm is installed: it sleeps."""
     target = getattr(thread, "_target", None)
-    return str(getattr(target, "__module__", "")).startswith("torch") or type(thread).__module__.startswith("torch")
+    modules = str(getattr(target, "__module__", "")), type(thread).__module__
+    return any(one.startswith(("torch", "tqdm._monitor")) for one in modules)
 
 
 def _below(pid: int, thread: int | None = None) -> Iterator[int]:

@@ -52,6 +52,19 @@ def state_tensors(state: object) -> StateTensors:
     return found
 
 
+def modules_of(state: object) -> list[Any]:
+    """The models that a state holds: torch's modules that are part of no other."""
+    import torch
+
+    inside: set[object] = set()
+    found = []
+    for one in _within(state):
+        if isinstance(one, torch.nn.Module) and one not in inside:
+            found.append(one)
+            inside.update(one.modules())
+    return found
+
+
 def _claim(found: dict[int, MemoryRole | None], parts: object, role: MemoryRole) -> None:
     import torch
 

@@ -25,17 +25,17 @@ def tape_of_step(workload: Workload, setup: Setup, precision: Precision) -> Tape
     from fp8bench.tape.recorder import OperatorTape
 
     state = workload.prepare(setup)
-    with _uncompiled():
+    with uncompiled():
         step(workload, state, setup.scales, SilentPhases())
     mode = OperatorTape()
-    with _uncompiled() as compiled, mode:
+    with uncompiled() as compiled, mode:
         step(workload, state, setup.scales, mode.phases)
     tape = counted(mode.calls, precision.float32_products != "highest")
     return replace(tape, fused=_FUSED) if compiled else tape
 
 
 @contextmanager
-def _uncompiled() -> Iterator[list[Any]]:
+def uncompiled() -> Iterator[list[Any]]:
     """Compiled functions run uncompiled in the body, and leave a mark in the list. Torch's compiler is not imported."""
     called: list[Any] = []
     frames = sys.modules.get("torch._dynamo.eval_frame")

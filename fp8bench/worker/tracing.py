@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 from fp8bench.files import write_whole
 from fp8bench.profiler import quiet
+from fp8bench.profiler.events import activities_of, exported
 from fp8bench.protocols import Markers, Phases
 from fp8bench.worker.trace_operators import RANGE, STEP, mended
 
@@ -50,11 +50,8 @@ def traced_phases(range_of: Range) -> Markers[RangeMarker]:
 
 def record(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
     """The trace of a few steps on a device of that kind, after a warm-up; phases and operators in it never overlap."""
-    from torch.profiler import ProfilerActivity, profile, record_function, schedule
+    from torch.profiler import profile, record_function, schedule
 
-    # A kind that torch's profiler does not know is seen from the host.
-    known = ProfilerActivity.__members__
-    activities = [known[name] for name in dict.fromkeys(("CPU", kind.upper())) if name in known]
     phases = traced_phases(record_function)
     told: list[dict[str, Any]] = []
     for _ in range(WARM_UPS):
@@ -64,9 +61,9 @@ def record(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
     with (
         quiet(),
         profile(
-            activities=activities,
+            activities=activities_of(kind),
             schedule=plan,
-            on_trace_ready=lambda one: told.append(_exported(one)),
+            on_trace_ready=lambda one: told.append(exported(one)),
             record_shapes=True,
             acc_events=True,  # one cycle is recorded; of several torch 2.11 warns that it forgets them
         ) as one,
@@ -81,17 +78,6 @@ def record(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
     if not any(str(event.get("name", "")).startswith(STEP) for event in trace["traceEvents"]):
         raise RuntimeError("torch's profiler recorded no steps")
     return trace
-
-
-def _exported(profile: Any) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        # Names of operators are foreign text: a letter that is none shall not cost the trace.
-        read = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
-    if not isinstance(read, dict) or not isinstance(read.get("traceEvents"), list):
-        raise RuntimeError("torch's profiler wrote something that is no trace")
-    return read
 
 
 def write(trace: Mapping[str, Any], file: Path) -> None:

@@ -10,11 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp8bench.model import Case, DeviceFacts, MemoryUse, OperatorTime, Products, StepEffect, Tape, TensorStatistics
+from fp8bench.model import (
+    Case,
+    DeviceFacts,
+    MemoryUse,
+    OperatorTime,
+    Products,
+    Shares,
+    StepEffect,
+    Tape,
+    TensorStatistics,
+)
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import Device, Setup, Workload
 from fp8bench.registry import devices, precisions, workloads
-from fp8bench.worker import tape_pass
+from fp8bench.worker import shares_pass, tape_pass
 from fp8bench.worker.beside import Beside
 from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
 from fp8bench.worker.memory_pass import memory_of_step, of_workload, try_batch
@@ -79,6 +89,14 @@ class UntimedPasses:
         with self._apart(case, facts) as (workload, _, setup):
             found = tape_pass.tape_of_step(workload, setup(), precisions.get(case.precision))
         gc.collect(1)
+        return found
+
+    def shares(self, case: Case, facts: DeviceFacts) -> Shares:
+        """What parts of a step take how much of it."""
+        with self._apart(case, facts) as (workload, device, setup):
+            found = shares_pass.shares_of_step(workload, setup(), device)
+        gc.collect(1)
+        device.empty_cache()
         return found
 
     def memory(self, case: Case, facts: DeviceFacts, key: str = "") -> MemoryUse | str:

@@ -48,6 +48,7 @@ CONFIGURED = {
     "--config", "--resume", "--json", "--csv", "--grid", "--trace", "--tensorboard", "--wandb", "--html", "--md",
     "--csv-wide", "--open", "--no-report", "--static-scales", "--refresh-scales", "--saturation-bound",
     "--energy", "--no-energy", "--sustained", "--max-batch", "--memory-limit", "--explain", "--backend", "--tape",
+    "--shares",
 }  # fmt: skip
 OPTIONS = {
     "": COMMON | {"--version"},
@@ -57,13 +58,14 @@ OPTIONS = {
         "--forward", "--optimizer", "--compile", "--import", "--quick", "--budget", "--rounds", "--seed", "--threads",
         "--case-timeout", "--trace", "--no-energy", "--energy", "--sustained", "--tape", "--no-isolation", "--store",
         "--explain", "--json", "--csv", "--html", "--md", "--csv-wide", "--open", "--no-report", "--tensorboard",
-        "--wandb",
+        "--wandb", "--shares",
     },
     "config": COMMON | CONFIGURED | {"--write"},
     "list": COMMON | {"WHAT", "NAME", "--import"},
     "doctor": COMMON | {"--calibrate", "--ceilings", "--threads", "--store"},
     "show": COMMON
-    | {"RUN", "--explain", "--store", "--json", "--csv", "--tensorboard", "--wandb", "--histories", "--tape"},
+    | {"RUN", "--explain", "--store", "--json", "--csv", "--tensorboard", "--wandb", "--histories", "--tape"}
+    | {"--shares"},
     "report": COMMON | {"RUN", "--store", "--html", "--md", "--csv-wide", "--open"},
     "compare": COMMON | {"A", "B", "--explain", "--store", "--json", "--csv", "--md"},
     "duel": COMMON | {

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +13,8 @@ from fp8bench.measure.segments import segment
 from fp8bench.model import CELL_PHASES, PHASES, DeviceFacts
 from fp8bench.protocols import Device, Phases, SilentPhases, Stamper
 from fp8bench.worker.clock import UNATTRIBUTED_CODE, PhaseClock, calibrate
+from tests.pretended_device import run_pretended
 
-ROOT = Path(__file__).resolve().parents[2]
 CODE = {name: code for code, name in enumerate(CELL_PHASES)}
 
 
@@ -189,17 +185,7 @@ def test_the_cost_of_an_event_pair_is_the_device_s() -> None:
     assert calibrate(Queued(), 0).event_pair == pytest.approx(0.5e-6)
 
 
-# Autograd's device thread without a GPU: a pretended accelerator whose tensors wrap CPU tensors. Registration is
-# global, so it happens in a process of its own; the API is private and may vanish, which ends with status 77.
 DEVICE_THREAD = """
-import os, sys, threading, torch
-from torch.utils._pytree import tree_map
-try:
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as register
-    empty = torch._C._acc.create_empty_tensor
-except (ImportError, AttributeError) as error:
-    print(error)
-    sys.exit(77)
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.protocols import Markers, TellingMarker
 from fp8bench.tape.recorder import OperatorTape
@@ -207,29 +193,6 @@ from fp8bench.tape.recording import Recording
 from fp8bench.tape.replay import CannotReplay
 from fp8bench.worker.clock import PhaseClock
 
-register("pretended")
-
-class Pretended(torch.Tensor):
-    @staticmethod
-    def __new__(cls, wrapped):
-        made = empty(tuple(wrapped.shape), wrapped.dtype)
-        made.__class__ = cls
-        return made
-
-    def __init__(self, wrapped):
-        self.wrapped = wrapped
-
-def on_cpu(value):
-    if isinstance(value, torch.device):
-        return torch.device("cpu")
-    return value.wrapped if isinstance(value, Pretended) else value
-
-def compute(operator, *args, **kwargs):
-    result = operator(*tree_map(on_cpu, args), **tree_map(on_cpu, kwargs))
-    return tree_map(lambda value: Pretended(value) if isinstance(value, torch.Tensor) else value, result)
-
-library = torch.library.Library("_", "IMPL")
-library.fallback(compute, "PrivateUse1")
 threads, local = {}, threading.local()
 local.seen = True
 
@@ -283,26 +246,16 @@ try:
     recording.replay()
 except CannotReplay as why:
     print(why)
-
-# The engine's thread may still be on its way out of Python: an interpreter that ends under it aborts the process.
-sys.stdout.flush()
-os._exit(0)
 """
 
 
 def test_marks_of_a_backward_on_another_thread_arrive_in_the_same_clock() -> None:
     """As on CUDA, where the device's backward has a thread of its own, which sees no thread-local of the main one."""
-    command = [sys.executable, "-W", "error", "-c", DEVICE_THREAD]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    if done.returncode == 77:
-        pytest.skip(f"this torch has no Python accelerators: {done.stdout.strip()}")
-    assert done.returncode == 0, done.stderr[-3000:]
     expected = codes(
         "unattributed", "elementwise", "gemm", "elementwise", "unattributed",
         "elementwise", "cast", "elementwise", "gemm", "elementwise", "unattributed",
     )  # fmt: skip
-    *clocked, taped, recorded = done.stdout.splitlines()
+    *clocked, taped, recorded = run_pretended(DEVICE_THREAD)
     assert clocked == [" ".join(["True", "False", *map(str, expected)])] * 2
     # A tape sees that thread's operators, in the phases that were marked there, and that they are backward's.
     # So does the recording of a phase, which keeps no such tensors.

@@ -16,6 +16,7 @@ import torch
 
 from fp8bench import files
 from fp8bench.model import PHASES, Case
+from fp8bench.profiler.events import exported
 from fp8bench.protocols import Phases, Setup
 from fp8bench.worker import tracing
 from fp8bench.worker.bench import Bench
@@ -174,7 +175,7 @@ def test_something_that_is_no_trace_is_an_error(told: str) -> None:
             Path(path).write_text(told)
 
     with pytest.raises(RuntimeError, match="no trace"):
-        tracing._exported(Profile())
+        exported(Profile())
 
 
 def test_a_kind_of_device_that_the_profiler_does_not_know_is_seen_from_the_host() -> None:

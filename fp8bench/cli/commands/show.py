@@ -13,6 +13,7 @@ from fp8bench.cli.outputs import (
     print_duel,
     print_histories,
     print_run,
+    print_shares,
     print_tapes,
     print_training,
     wanted_of,
@@ -33,6 +34,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--histories", metavar="ARM", help=words)
     words = "of a run: the operators of its steps, their FLOPs and bytes, by precision"
     parser.add_argument("--tape", action="store_true", help=words)
+    words = "of a run: what each kind of work and each module takes of a step"
+    parser.add_argument("--shares", action="store_true", help=words)
     shared(parser, "--explain", "--json", "--csv", "--tensorboard", "--wandb")
 
 
@@ -45,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     training = find_training(arguments.run, arguments.store)
     if training is not None:
         _check_meant(arguments.run, training, duel, arguments.store)
-        _refuse(arguments, arguments.run, "training", ("tape",))
+        _refuse(arguments, arguments.run, "training", ("tape", "shares"))
         kept = load_training(training)
         if arguments.histories is None:
             print_training(kept, arguments)
@@ -57,12 +60,16 @@ def run(arguments: argparse.Namespace) -> int:
     if duel is None:
         _refuse(arguments, arguments.run, "run", ("histories",))
         run = load_named(arguments.run, arguments.store)
+        if arguments.tape and arguments.shares:
+            raise UsageError("--tape and --shares are two tables. Give one of them.")
         if arguments.tape:
             print_tapes(run, arguments)
+        elif arguments.shares:
+            print_shares(run, arguments)
         else:
             print_run(run, arguments)
         return EXIT_OK if exported(run, arguments.store, wanted_of(arguments), complain) else EXIT_INTERRUPTED
-    _refuse(arguments, duel.stem, "duel", ("csv", "tensorboard", "wandb", "histories", "tape"))
+    _refuse(arguments, duel.stem, "duel", ("csv", "tensorboard", "wandb", "histories", "tape", "shares"))
     print_duel(load_duel(duel), arguments)
     return EXIT_OK
 

@@ -34,7 +34,7 @@ from fp8bench.report.terminal.plan import page_of
 from fp8bench.store.runs.listing import find_run
 from fp8bench.units import clock
 
-PASSES = ("--trace", "--no-energy", "--energy", "--sustained", "--tape")
+PASSES = ("--trace", "--no-energy", "--energy", "--sustained", "--tape", "--shares")
 OUTPUTS = (
     "--explain", "--json", "--csv", "--html", "--md", "--csv-wide", "--open", "--no-report", "--tensorboard", "--wandb",
 )  # fmt: skip

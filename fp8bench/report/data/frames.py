@@ -12,6 +12,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.analysis.learning.summary import summaries_of
 from fp8bench.analysis.learning.verdicts import verdicts_of
 from fp8bench.analysis.metric import STEP
+from fp8bench.analysis.shares import parts_of
 from fp8bench.model import Record, Run, Timing
 from fp8bench.model.training import (
     ArmCost,
@@ -25,6 +26,7 @@ from fp8bench.model.training import (
 )
 from fp8bench.report.data.break_even import BreakEvenRow, break_even_rows
 from fp8bench.report.data.run import as_csv
+from fp8bench.report.data.shares import ShareRow, share_rows
 from fp8bench.report.data.training import costs_of, row_of
 from fp8bench.report.panels import show_params
 
@@ -108,6 +110,14 @@ class RunFrames:
             for number, one in enumerate(windows)
         ]  # fmt: skip
         return pd.DataFrame(rows, columns=list(ENERGY_COLUMNS))
+
+    @cached_property
+    def shares(self) -> pd.DataFrame:
+        """What each kind of work and each module takes of a step: a row a part, where that was asked for."""
+        import pandas as pd
+
+        rows = share_rows(parts_of(self.run, findings(self.run)))
+        return pd.DataFrame(rows, columns=list(ShareRow._fields))
 
 
 def _samples(record: Record, arm: str, timing: Timing) -> pd.DataFrame:

@@ -1,0 +1,108 @@
+"""What the parts of a step come to in its untouched time: shares from a pass that looked, times estimated from both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from fp8bench.errors import UsageError
+from fp8bench.model import UNATTRIBUTED, Case, Finding, Level, Run, Share, Shares, SharesFrom
+
+# Casts fused into another kernel's work have no kernel, and no time, of their own.
+_FUSED = "casts are fused into {count} of its kernels, whose time is told as the other work in them"
+_EMULATED = "emulated: these are parts of what the emulation costs, and say nothing of the precision's speed"
+_NO_MODULES = "compiled: parts by kernel, whose module nobody knows"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step, or what all of them leave: `share` of it, and the seconds that this comes to in the step as it
+    was timed; None where nothing was."""
+
+    kind: str
+    module: str
+    direction: str
+    what: str
+    calls: int
+    share: float
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The parts of a case's step; without any, why there are none. `seconds` are its best case, which nobody looked
+    into; of an emulated one they are what the emulation costs, and so are its parts."""
+
+    case: Case
+    shares: Shares | None
+    why: str = ""
+    seconds: float | None = None
+    emulated: bool = False
+
+    @property
+    def rows(self) -> Iterator[Part]:
+        """The longest first, and at last what is left of the step."""
+        shares = self.shares
+        if shares is None:
+            return
+        for one in shares.parts:
+            direction = "backward" if one.backward else "forward" if one.module else ""
+            yield Part(
+                one.kind.value, one.module, direction, one.what, one.calls, *self._of(one.seconds / shares.whole)
+            )
+        yield Part(UNATTRIBUTED, "", "", "", 0, *self._of(shares.unattributed))
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        """Shares of the step by kind of work, and what is left; convolutions apart from other products."""
+        if self.shares is None:
+            return {}
+        found = self.shares.summed(_kind_in_words)
+        return {**dict(sorted(found.items(), key=lambda one: -one[1])), UNATTRIBUTED: self.shares.unattributed}
+
+    @property
+    def by_module(self) -> dict[str, float]:
+        """Shares of the step by module, the largest first; work outside of all is left out."""
+        return {} if self.shares is None else {name: share for name, share in self.shares.by_module.items() if name}
+
+    @property
+    def remarks(self) -> Iterator[str]:
+        """What a reader must know of them."""
+        if self.shares is None:
+            return
+        if self.emulated:
+            yield _EMULATED
+        if self.shares.of is SharesFrom.COMPILED:
+            yield _NO_MODULES
+        if self.shares.fused:
+            yield _FUSED.format(count=self.shares.fused)
+        unknown = {part.what: part.calls for part in self.shares.parts if part.kind == "unknown"}
+        yield from (f"unknown: {name}, {calls} calls a step, of which no rule says what it does" for name, calls in
+                    unknown.items())  # fmt: skip
+
+    def _of(self, share: float) -> tuple[float, float | None]:
+        return share, None if self.seconds is None else share * self.seconds
+
+
+def _kind_in_words(part: Share) -> str:
+    return f"{part.kind.value} ({part.what})" if part.what and part.kind.value != "unknown" else part.kind.value
+
+
+def parts_of(run: Run, findings: Mapping[str, Finding]) -> list[StepParts]:
+    """Those of a run's cases."""
+    return [
+        StepParts(
+            one.case, one.shares, "" if one.shares is not None else one.reason or one.detail or "none were looked for",
+            findings[one.case.id].best_seconds if one.case.id in findings else None,
+            one.support.level is Level.EMULATED,
+        )
+        for one in run.records
+    ]  # fmt: skip
+
+
+def refuse_none(run: Run) -> None:
+    """Raise UsageError for a run whose steps' parts nobody has looked for."""
+    if not any(one.shares for one in run.records):
+        raise UsageError(
+            f"the run {run.id} does not know what parts of its steps take. Measure it again, with --shares."
+        )

@@ -1,0 +1,233 @@
+"""Kinds of work from a trace of torch's profiler: what runs under an operator is its own, a compiled kernel's name says
+what was fused into it, and a kernel of a device belongs to whoever launched it. Plain events in, shares out.
+
+An event is one of a Chrome trace: `ts` and `dur` in microseconds, `tid` its thread, `cat` its kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from fp8bench.model import PHASES
+from fp8bench.model.shares import Share, ShareKind
+from fp8bench.tape.operator_kinds import Where, kind_of, kind_of_place
+from fp8bench.tape.recorder import Route, route_of
+from fp8bench.tape.timed_calls import RANGE
+
+Event = Mapping[str, Any]
+Kind = tuple[ShareKind, str]
+_HOST = ("cpu_op", "user_annotation")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_PHASE = "fp8bench."
+_NODE = "autograd::engine::evaluate_function: "
+_OPTIMIZER = "Optimizer.step#"
+_OPERATOR = re.compile(r"(\w+)::(\w+)$")
+# 'cpp_fused_add_mul_3', 'graph_0_cpp_fused_mm_1', 'triton_poi_fused_add_0'.
+_FUSED = re.compile(r"(?:graph_\d+_)?(?:cpp|triton_[a-z]+)_fused_(\w+?)(?:_\d+)?$")
+# Of libraries' operators and kernels that are none of torch's.
+_BY_WORD = (
+    (re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE), ShareKind.ATTENTION),
+    (re.compile(r"gemm|matmul|cutlass|nvjet|linear|conv|(?<![a-z])mm(?![a-z])", re.IGNORECASE), ShareKind.GEMM),
+    (re.compile(r"memcpy|memset", re.IGNORECASE), ShareKind.COPY),
+)
+_CASTING = re.compile(r"_to_copy|amax|aminmax|convert_element_type")
+_WITH = "fused with "
+
+
+@dataclass(frozen=True)
+class Found:
+    """Parts of a step that torch's profiler has recorded, and how many kernels hold casts among other work."""
+
+    parts: tuple[Share, ...]
+    fused: int
+
+
+def profiled(events: Iterable[Event], steps: int = 1) -> Found:
+    """What each of so many steps is made of. Where a device has kernels, they are what counts."""
+    sums: dict[tuple[Kind, bool], tuple[float, int]] = {}
+    fused: set[str] = set()
+    for kind, backward, seconds, name in _rows(list(events)):
+        before = sums.get((kind, backward), (0.0, 0))
+        sums[kind, backward] = before[0] + seconds, before[1] + 1
+        if kind[1].startswith(_WITH) and ShareKind.CAST in kind[1]:
+            fused.add(name)
+    parts = [
+        Share(kind, "", backward, seconds / steps, max(1, round(calls / steps)), what)
+        for ((kind, what), backward), (seconds, calls) in sums.items()
+    ]
+    return Found(tuple(sorted(parts, key=lambda part: -part.seconds)), len(fused))
+
+
+def seconds_by_operator(events: Iterable[Event]) -> tuple[dict[int, float], dict[str, float]]:
+    """Seconds of a device's kernels by the number of the operator that launched them; those of others by name."""
+    timed = list(events)
+    inside: dict[int, float] = defaultdict(float)
+    outside: dict[str, float] = defaultdict(float)
+    for kernel, launch in _launched(timed):
+        if launch is not None and launch.operator is not None:
+            inside[launch.operator] += _seconds(kernel)
+        else:
+            outside[str(kernel.get("name"))] += _seconds(kernel)
+    return dict(inside), dict(outside)
+
+
+def _rows(events: Sequence[Event]) -> Iterator[tuple[Kind, bool, float, str]]:
+    """Kind, direction, seconds and name of all that counts."""
+    if any(_is(one, _ON_DEVICE) for one in events):
+        for kernel, launch in _launched(events):
+            name = str(kernel.get("name"))
+            known = launch.kind if launch is not None and not _FUSED.match(name) else None
+            yield known or _by_name(name), launch is not None and launch.backward, _seconds(kernel), name
+        return
+    for thread in _by_thread(events, _HOST).values():
+        for one in _nested(thread):
+            if one.kind is not None:
+                yield one.kind, one.backward, one.own * 1e-6, one.name
+
+
+@dataclass(slots=True)
+class _Event:
+    """An event among those around it: what they say of it, and the microseconds that none within it has."""
+
+    name: str
+    end: float
+    own: float
+    where: Where
+    backward: bool
+    operator: int | None
+    kind: Kind | None
+    correlation: object
+
+
+def _launched(events: Sequence[Event]) -> Iterator[tuple[Event, _Event | None]]:
+    """Each kernel of a device with the call that launched it, as far as that is known."""
+    launches = {
+        one.correlation: one
+        for thread in _by_thread(events, (*_HOST, *_LAUNCHES)).values()
+        for one in _nested(thread)
+        if one.correlation is not None
+    }
+    for kernel in events:
+        if _is(kernel, _ON_DEVICE):
+            yield kernel, launches.get(_correlation(kernel))
+
+
+def _by_thread(events: Iterable[Event], kinds: Sequence[str]) -> dict[object, list[Event]]:
+    found: dict[object, list[Event]] = defaultdict(list)
+    for one in events:
+        if _is(one, kinds):
+            found[one.get("tid")].append(one)
+    return found
+
+
+def _is(event: Event, kinds: Sequence[str]) -> bool:
+    return event.get("ph") == "X" and event.get("cat") in kinds
+
+
+def _seconds(event: Event) -> float:
+    return float(event["dur"]) * 1e-6
+
+
+def _correlation(event: Event) -> object:
+    return (event.get("args") or {}).get("correlation")
+
+
+_TOP = _Event("", float("inf"), 0.0, Where(), False, None, None, None)
+
+
+def _nested(thread: list[Event]) -> Iterator[_Event]:
+    """Those of one thread, each when it has ended. The outermost one that has a kind says it for all within it."""
+    stack = [replace(_TOP)]
+    for one in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
+        while stack[-1].end <= one["ts"]:
+            yield stack.pop()
+        stack[-1].own -= min(one["dur"], max(0.0, stack[-1].end - one["ts"]))
+        stack.append(_begun(one, stack[-1]))
+    yield from reversed(stack[1:])
+
+
+def _begun(event: Event, outer: _Event) -> _Event:
+    name = str(event.get("name"))
+    where, backward, operator = outer.where, outer.backward, outer.operator
+    if name.startswith(RANGE):
+        operator = int(name.removeprefix(RANGE))
+    elif name.startswith(_PHASE) and name.removeprefix(_PHASE) in PHASES:
+        where = replace(where, phase=name.removeprefix(_PHASE))
+    elif name.startswith(_NODE):
+        where, backward = replace(where, node=name.removeprefix(_NODE)), True
+    elif name.startswith(_OPTIMIZER):
+        where = replace(where, optimizing=True)
+    kind = outer.kind or _kind_of_event(name, where)
+    correlation = _correlation(event) if event.get("cat") in _LAUNCHES else None
+    return _Event(name, event["ts"] + event["dur"], event["dur"], where, backward, operator, kind, correlation)
+
+
+def _kind_of_event(name: str, where: Where) -> Kind | None:
+    """The kind of an operator or a compiled kernel; None of what is neither, or is made of operators."""
+    placed = kind_of_place(where)
+    if _FUSED.match(name):
+        return _by_name(name) if placed is None else (placed, "")
+    operator = _OPERATOR.match(name)
+    if operator is None or operator[1] in ("autograd", "profiler"):
+        return None
+    packet = getattr(getattr(torch.ops, operator[1]), operator[2], None)
+    if packet is None:
+        return _by_name(name) if placed is None else (placed, "")
+    overload = getattr(packet, packet.overloads()[0])
+    if route_of(overload) is Route.COMPOSITE:
+        return None
+    kind, what = kind_of(overload, where)
+    return _by_name(name) if kind is ShareKind.UNKNOWN else (kind, what)
+
+
+@cache
+def _by_name(name: str) -> Kind:
+    """What a kernel's own name says. One with several kinds of work is never split: it is what multiplies, else
+    elementwise, and says what else is in it."""
+    fused = _FUSED.match(name)
+    if fused is None:
+        known = next((kind for pattern, kind in _BY_WORD if pattern.search(name)), None)
+        return (ShareKind.UNKNOWN, name) if known is None else (known, "")
+    kinds = {_kind_within(part) for part in _parts(fused[1])} - {ShareKind.VIEW}
+    if len(kinds) < 2:
+        return (kinds.pop() if kinds else ShareKind.VIEW), ""
+    strong = next((kind for kind in (ShareKind.GEMM, ShareKind.ATTENTION) if kind in kinds), ShareKind.ELEMENTWISE)
+    others = [kind for kind in ShareKind if kind in kinds - {strong}]
+    return strong, f"{_WITH}{', '.join(others)}" if others else ""
+
+
+def _kind_within(part: str) -> ShareKind:
+    """That of one operator in a fused kernel's name."""
+    if _CASTING.fullmatch(part):
+        return ShareKind.CAST
+    packet = getattr(torch.ops.aten, part, None)
+    if packet is None:
+        return ShareKind.ELEMENTWISE
+    kind, _ = kind_of(getattr(packet, packet.overloads()[0]), Where())
+    return ShareKind.ELEMENTWISE if kind is ShareKind.UNKNOWN else kind
+
+
+def _parts(words: str) -> Iterator[str]:
+    """The operators whose names lie joined in a kernel's: the longest that fits, from left to right."""
+    known, rest = _operators(), words
+    while rest:
+        ends = [place for place, letter in enumerate(rest) if letter == "_" and place] + [len(rest)]
+        whole = next((end for end in reversed(ends) if rest[:end] in known), None)
+        if whole is not None:
+            yield rest[:whole]
+        rest = rest[(ends[0] if whole is None else whole) + 1 :]
+
+
+@cache
+def _operators() -> frozenset[str]:
+    """The names of torch's own operators."""
+    names = torch._C._dispatch_get_all_op_names()
+    return frozenset(one.removeprefix("aten::").partition(".")[0] for one in names if one.startswith("aten::"))

@@ -1,0 +1,147 @@
+"""A dispatch mode that takes the time of each operator, and notes for whom it ran. What that means is found later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from fp8bench.model import UNATTRIBUTED
+from fp8bench.numerics.operands import OperatorWatch
+from fp8bench.protocols import Markers, TellingMarker
+from fp8bench.tape.module_paths import ModulePaths
+from fp8bench.tape.operator_kinds import CONVERTING, Where
+from fp8bench.tape.recorder import Route, operator_name, route_of
+
+_task = torch._C._current_graph_task_id
+# The name of a range around an operator, with its number, in a trace.
+RANGE = "fp8bench.operator."
+
+
+class TimedCall(NamedTuple):
+    """One operator, where it ran, and its nanoseconds on the host, operators of its own included."""
+
+    operator: Any
+    module: str
+    backward: bool
+    phase: str
+    node: str
+    optimizing: bool
+    dtypes: tuple[torch.dtype, torch.dtype] | None
+    nanoseconds: int
+
+    @property
+    def where(self) -> Where:
+        return Where(self.phase, self.module, self.node, self.optimizing, self.dtypes)
+
+
+class OperatorTimes(OperatorWatch):  # type: ignore[no-untyped-call]
+    """Times every operator of its body, by `clock`. Backward passes run in the thread that starts them.
+
+    With `ranged` each operator lies in a range of torch's profiler that has its number.
+    """
+
+    def __init__(
+        self, roots: Iterable[nn.Module] = (), clock: Callable[[], int] = perf_counter_ns, ranged: bool = False
+    ) -> None:
+        super().__init__()
+        self.calls: list[TimedCall] = []
+        # Of this object, not of a thread: autograd may have threads of its own.
+        self._paths = ModulePaths(roots)
+        self._open = [UNATTRIBUTED]
+        self._phase = UNATTRIBUTED
+        self.phases = Markers(lambda name: TellingMarker(name, self._open, self._enter_phase))
+        # The task in which an optimizer's step goes on: a backward pass that such a step begins has another.
+        self._optimizing: int | None = None
+        self._clock = clock
+        self._routes: dict[Any, tuple[bool, bool, bool]] = {}
+        self._range: Callable[[str], Any] = _range if ranged else _no_range
+
+    @contextmanager
+    def watching(self) -> Iterator[list[TimedCall]]:
+        """The operators of the body; with the hooks that tell modules and optimizers, which leave nothing behind."""
+        self.calls = []
+        with ExitStack() as stack:
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(self._paths.watched())
+            stack.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)
+            stack.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
+            stack.enter_context(self)
+            try:
+                yield self.calls
+            finally:
+                self._optimizing = None
+
+    def _enter_phase(self, phase: str) -> None:
+        self._phase = phase
+
+    def _optimizer_begins(self, *given: object) -> None:
+        self._optimizing = _task()
+
+    def _optimizer_ends(self, *given: object) -> None:
+        self._optimizing = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        for kind in types:
+            if kind is not Tensor and hasattr(kind, "__tensor_flatten__"):
+                return NotImplemented  # its own operators, on the tensors inside, come here next
+        known = self._routes.get(func)
+        if known is None:
+            known = self._routes[func] = _known(func)
+        composite, silent, converting = known
+        if composite:
+            with self:
+                result = func.decompose(*args, **named)
+            if result is not NotImplemented:
+                return result
+        elif silent:
+            return func(*args, **named)
+        module, node, backward = self._paths.now()
+        optimizing = self._optimizing is not None and self._optimizing == _task() and not (module and not backward)
+        dtypes = _dtype(args[1] if len(args) > 1 and func is not _TO else args[0]) if converting else None
+        with self._range(f"{RANGE}{len(self.calls)}"):
+            begun = self._clock()
+            result = func(*args, **named)
+            ended = self._clock()
+        self.calls.append(
+            TimedCall(
+                func, module, backward, self._phase, node, optimizing,
+                None if dtypes is None else (dtypes, _dtype(result) or dtypes), ended - begun,
+            )
+        )  # fmt: skip
+        return result
+
+
+_TO = torch.ops.aten._to_copy.default
+_EMPTY = nullcontext()
+
+
+def _known(func: Any) -> tuple[bool, bool, bool]:
+    """Whether an operator is made of others, does nothing to tensors, and may convert."""
+    route = route_of(func)
+    silent = route is Route.SILENT and not getattr(func, "is_view", False)
+    return route is Route.COMPOSITE, silent, operator_name(func) in CONVERTING
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    """That of the first tensor in it."""
+    return next((one.dtype for one in tree_leaves(value) if isinstance(one, Tensor)), None)
+
+
+def _no_range(name: str) -> Any:
+    return _EMPTY
+
+
+def _range(name: str) -> Any:
+    from torch.autograd.profiler import record_function
+
+    return record_function(name)

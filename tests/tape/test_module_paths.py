@@ -1,0 +1,228 @@
+"""Whose operators those of a backward pass are: by node, in every way that a module's nodes can lie among others.
+
+In each case 'region' computes sigmoids and nobody else does; the rest of the model computes tanh. A backward operator
+of a sigmoid belongs to the region, that of a tanh to nobody in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
+
+from fp8bench.model.shares import ShareKind
+from fp8bench.tape.shares import shares_of
+from fp8bench.tape.timed_calls import OperatorTimes, TimedCall
+from tests.pretended_device import run_pretended
+
+
+class Region(nn.Module):
+    """Two sigmoids around a product, then whatever its case is about: what it gives may be written over."""
+
+    def __init__(self, then: Callable[[Tensor], Any] = lambda y: y) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        self.then = then
+
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        y = (x.sigmoid() @ self.weight).sigmoid() + 1.0
+        return (self.then(y), *more) if more else self.then(y)
+
+
+class Model(nn.Module):
+    """A region, and what a case does around it, all of it in tanh."""
+
+    def __init__(self, around: Callable[[Region, Tensor], Tensor], region: Region | None = None) -> None:
+        super().__init__()
+        self.region = region or Region()
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.around(self.region, x)
+
+
+@dataclass
+class Output:
+    """Of torch's own collections it is none."""
+
+    hidden: Tensor
+
+
+class Box:
+    """An object of anybody's, with a tensor in it."""
+
+    def __init__(self, inside: Tensor) -> None:
+        self.inside = inside
+
+
+def interleaved(region: Region, x: Tensor) -> Tensor:
+    """A branch beside the region, made in turns with its parts."""
+    a = x.tanh()
+    y = region(x)
+    b = a.tanh() * y
+    return b + a.tanh()
+
+
+def in_place_on_view(region: Region, x: Tensor) -> Tensor:
+    y = region(x.tanh())
+    y[:2].mul_(2.0)
+    return y.tanh()
+
+
+def in_place_on_input(region: Region, x: Tensor) -> Tensor:
+    given = x.tanh() * 1.0
+    y = region(given)
+    given.add_(1.0)
+    return y.tanh() + given
+
+
+def residual(region: Region, x: Tensor) -> Tensor:
+    y, passed = region(x.tanh(), x.tanh())
+    return (y + passed).tanh()
+
+
+CASES: dict[str, tuple[Model, int, int]] = {  # with the sigmoids, and the tanhs, of its backward pass
+    "plain": (Model(lambda region, x: region(x.tanh()).tanh()), 2, 2),
+    "views of the output": (Model(lambda region, x: region(x.tanh())[1:].t().tanh(), Region(lambda y: y[:3])), 2, 2),
+    "an output that nobody uses": (Model(lambda region, x: region(x.tanh(), x)[0].tanh()), 2, 2),
+    "called twice": (Model(lambda region, x: region(region(x.tanh()).tanh()).tanh()), 4, 3),
+    "checkpoint": (
+        Model(lambda region, x: checkpoint(region, x.tanh(), use_reentrant=False).tanh()), 2, 2,
+    ),
+    "checkpoint in a backward pass of its own": (
+        Model(lambda region, x: checkpoint(region, x.tanh(), use_reentrant=True).tanh()), 2, 2,
+    ),
+    "no input that needs gradients": (Model(lambda region, x: region(x.detach()).tanh()), 1, 1),
+    "in place on the output": (Model(lambda region, x: region(x.tanh()).mul_(3.0).tanh()), 2, 2),
+    "in place on the input": (Model(in_place_on_input), 2, 2),
+    "in place on a view of the output": (Model(in_place_on_view), 2, 2),
+    "in place inside, of a number it multiplies": (  # autograd copies the number first, by a node of its own
+        Model(lambda region, x: region(x.tanh()).tanh(), Region(lambda y: y.div_(y.sum(-1, keepdim=True)))), 2, 2,
+    ),
+    "a residual passed through": (Model(residual), 2, 3),
+    "a dataclass": (Model(lambda region, x: region(x.tanh()).hidden.tanh(), Region(Output)), 2, 2),
+    "an object of anybody's": (Model(lambda region, x: region(x.tanh()).inside.tanh(), Region(Box)), 2, 2),
+    "a branch beside it": (Model(interleaved), 2, 3),
+}  # fmt: skip
+
+
+def watched(step: Callable[[], object], *roots: nn.Module) -> list[TimedCall]:
+    mode = OperatorTimes(roots)
+    with mode.watching() as calls:
+        step()
+    return calls
+
+
+def backward_of(calls: list[TimedCall], name: str) -> list[str]:
+    return [one.module for one in calls if one.backward and one.operator is getattr(torch.ops.aten, name).default]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_backward_operator_belongs_to_the_module_that_made_its_node(case: str) -> None:
+    model, sigmoids, tanhs = CASES[case]
+    x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+    calls = watched(lambda: model(x).sum().backward(), model)
+    assert backward_of(calls, "sigmoid_backward") == ["region"] * sigmoids
+    assert backward_of(calls, "tanh_backward") == ["Model"] * tanhs
+    products = [one for one in calls if one.operator is torch.ops.aten.mm.default]
+    assert {one.module for one in products} == {"region"}
+    assert {one.module for one in calls if one.operator is torch.ops.aten.sum.default} == {""}
+
+
+def test_nothing_is_left_behind() -> None:
+    """Neither hooks nor gradients that differ; a forward that fails closes the modules that it was in."""
+    hooks = torch.nn.modules.module
+    before = [dict(one) for one in (hooks._global_forward_hooks, hooks._global_forward_pre_hooks)]
+    model = Model(lambda region, x: region(x.tanh()).tanh())
+    x = torch.linspace(-1, 1, 16).view(4, 4)
+    model(x).sum().backward()
+    assert model.region.weight.grad is not None
+    wanted, model.region.weight.grad = model.region.weight.grad, None
+    failing = Model(lambda region, x: region(x) @ torch.ones(5))
+    mode = OperatorTimes([failing, model])
+    with mode.watching() as calls:
+        with pytest.raises(RuntimeError):
+            failing(x)
+        x.exp()
+    assert calls[-1].module == ""
+    with mode.watching():
+        model(x).sum().backward()
+    assert torch.equal(model.region.weight.grad, wanted)
+    assert before == [dict(one) for one in (hooks._global_forward_hooks, hooks._global_forward_pre_hooks)]
+    assert not _global_optimizer_pre_hooks
+
+
+def test_kinds_of_a_whole_step() -> None:
+    """Accumulated gradients, and an optimizer, which need no name: one that works in the backward pass, too."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.ones(4, 8)
+
+    def step() -> None:
+        for _ in range(2):
+            model(x).sum().backward()
+        optimizer.step()
+
+    calls = watched(step, model)
+    shares = shares_of([calls], [1.0])
+    kinds = {(part.kind, part.module, part.backward): part.calls for part in shares.parts}
+    assert kinds[ShareKind.GEMM, "0", False] == 2 and kinds[ShareKind.GEMM, "2", True] == 4
+    assert (ShareKind.OPTIMIZER, "", False) in kinds and (ShareKind.ELEMENTWISE, "1", True) in kinds
+    assert {module for kind, module, _ in kinds if kind is ShareKind.ACCUMULATE} == {"0", "1", "2"}
+    assert not any(part.kind is ShareKind.UNKNOWN for part in shares.parts)
+    assert abs(sum(shares.by_kind.values()) + shares.unattributed - 1) < 1e-9
+
+    for parameter in model.parameters():
+        one = torch.optim.SGD([parameter], 0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, one=one: one.step())  # type: ignore[misc]
+    calls = watched(lambda: model(x).sum().backward(), model)
+    assert sum(one.optimizing for one in calls) >= 6 and all(one.backward for one in calls if one.optimizing)
+
+
+ON_A_DEVICE = """
+import torch
+from torch import nn
+from fp8bench.tape.timed_calls import OperatorTimes
+
+class Region(nn.Module):
+    def forward(self, x):
+        return x.neg()  # of what it needs in backward the pretended device keeps nothing
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.region = Region()
+
+    def forward(self, x):
+        return self.region(x * 2) * 2
+
+ones, threads = torch.ones(4), []
+for multithreaded in (False, True):
+    model = Model()
+    x = Pretended(ones).requires_grad_()
+    mode = OperatorTimes([model], lambda: threads.append(threading.get_ident()) or 0)
+    if multithreaded:
+        with mode._paths.watched(), mode:
+            model(x).backward(Pretended(ones))
+    else:
+        with mode.watching():
+            model(x).backward(Pretended(ones))
+    print(threads[-1] == threading.get_ident(), *(
+        f"{one.operator.overloadpacket.__name__}={one.module}" for one in mode.calls if one.backward))
+"""
+
+
+@pytest.mark.slow
+def test_on_a_device_s_own_thread_nodes_are_known_as_well() -> None:
+    """A pass keeps backward in the thread that starts it; where an engine does not, the numbers of its nodes hold."""
+    here, there = run_pretended(ON_A_DEVICE)
+    operators = "mul=Model neg=region mul=Model"
+    for said, mine in ((here, "True"), (there, "False")):
+        thread, *seen = said.split()
+        assert thread == mine and [one for one in seen if one.startswith(("mul", "neg"))] == operators.split()
