@@ -1,8 +1,8 @@
 """Products with parameters of three dimensions, a matrix for each expert, wherever a module's forward pass makes them.
 
 Nobody can know how a module deals tokens out to its experts, so it does that as ever: torch's functions are listened to
-while it runs. What is taken out of such a parameter (a slice, a choice of its matrices, a cast of it) is known by its
-memory or by the call that made it, and a product with it is made by whoever listens. That works for one matrix at a
+while it runs. What is taken out of such a parameter (a slice, a choice of its matrices, a cast of it) is known by the
+call that made it, and a product with it is made by whoever listens. That works for one matrix at a
 time, for products of many matrices, and for grouped ones.
 """
 
@@ -45,9 +45,8 @@ class Stacked(TorchFunctionMode):
         super().__init__()
         self._multiply = multiply
         self._around = around
-        self._memories = {one.untyped_storage()._cdata: name for name, one in parameters.items()}
-        # What was computed of a parameter alone, kept so that nothing else gets its id.
-        self._made: dict[int, tuple[str, Tensor]] = {}
+        # With what was computed of one alone. Compared one by one: torch.compile follows that, and no hash of a tensor.
+        self._known = list(parameters.items())
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -68,13 +67,8 @@ class Stacked(TorchFunctionMode):
         return result
 
     def _name(self, value: Any) -> str:
-        """The parameter that a tensor is part of, or was computed of alone; '' of others."""
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return ""
-        known = self._made.get(id(value))
-        if known is not None:
-            return known[0]
-        return self._memories.get(value.untyped_storage()._cdata, "") if value.layout is torch.strided else ""
+        """The parameter that a tensor is, or was computed of alone; '' of others."""
+        return next((name for name, one in self._known if one is value), "") if isinstance(value, Tensor) else ""
 
     def _note(self, name: str, place: int, args: tuple[Any, ...], result: Any) -> None:
         others = any(isinstance(one, Tensor) and one.is_floating_point() for at, one in enumerate(args) if at != place)
@@ -82,7 +76,7 @@ class Stacked(TorchFunctionMode):
             return
         for one in result if isinstance(result, list | tuple) else (result,):
             if isinstance(one, Tensor) and one.dim() > 1 and one.is_floating_point() and not self._name(one):
-                self._made[id(one)] = name, one
+                self._known.append((name, one))
 
 
 def _by_place(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
