@@ -7,14 +7,14 @@ and so do tied weights and optimizers that were made before. It is undone by tak
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from torch import Tensor, nn
+from torch import nn
 
 from fp8bench.errors import UsageError
-from fp8bench.nn.conversion.holders import EXPERTS, LINEAR, Held, held_in, refuse_meta
+from fp8bench.nn.conversion.holders import EXPERTS, LINEAR, Held, check_map, held_in, refuse_meta
 from fp8bench.nn.conversion.products import Products, forward_of
 from fp8bench.nn.conversion.stacked import Stacked
 from fp8bench.nn.whole_layers import WholeLayers
@@ -33,7 +33,9 @@ class Conversion:
 
     `held` are all the weights that products are made with, those that stay as they are with the reason. `multiples` are
     what native products of a device want of contractions and columns: a layer whose sides do not fit stays as it is,
-    and rows are filled up. Raises UsageError if nothing would be converted; the model is untouched until it is entered.
+    and rows are filled up. `keys` are those of the precision map that `choose` obeys: a layer of two paths is asked for
+    by the one that the map names. Raises UsageError if nothing would be converted, UnknownName for a pattern or a key
+    that names no layer; the model is untouched until it is entered.
     Whoever copies a model copies it before: what was replaced belongs to this one.
     """
 
@@ -44,13 +46,16 @@ class Conversion:
         *,
         skip: Sequence[str] = (),
         allow: Sequence[str] = (),
+        keys: Collection[str] = (),
         multiples: tuple[int, int] = (1, 1),
     ) -> None:
         refuse_meta(model)
         self.phase: Phases = SilentPhases()
         self._rows = multiples[0]
         self._replaced: list[nn.Module] = []
-        chosen = [(one, None if one.reason else choose(one.layer)) for one in held_in(model, skip, allow)]
+        found = held_in(model, skip, allow)
+        check_map(keys, found)
+        chosen = [(one, None if one.reason else choose(one.layer(keys))) for one in found]
         self.held = tuple(_decided(one, arithmetic, multiples) for one, arithmetic in chosen)
         self._arithmetics = {
             id(held): arithmetic
@@ -99,11 +104,8 @@ class Conversion:
         products = {one.parameter: self._products(one) for one in parameters}
         own = module.forward
 
-        def multiply(name: str, x: Tensor, weight: Tensor) -> Tensor:
-            return products[name].linear(x, weight)
-
         def forward(*arguments: Any, **options: Any) -> Any:
-            with Stacked({name: getattr(module, name) for name in products}, multiply):
+            with Stacked({name: getattr(module, name) for name in products}, products):
                 return own(*arguments, **options)
 
         return forward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.protocols import Layer, keys_of
+from fp8bench.protocols import Layer, key_of, keys_of
 
 LINEAR, CONV1D, CONV2D, EXPERTS, HEAD = "linear", "conv1d", "conv2d", "experts", "head"
 # What torch multiplies by in ways that are none of ours.
@@ -48,10 +48,12 @@ class Held:
     def shown_kind(self) -> str:
         return HEAD if self.head else self.kind
 
-    @property
-    def layer(self) -> Layer:
-        """As precision maps know it."""
-        return Layer(self.name, self.shown_kind)
+    def layer(self, keys: Collection[str] = ()) -> Layer:
+        """As precision maps know it: by that of its paths which the longest key of the map names."""
+        layers = list(_layers(self))
+        keyed = [(key_of(one, keys) or "", one) for one in layers]
+        named = [(len(key), one) for key, one in keyed if key != one.kind]
+        return max(named, key=lambda pair: pair[0])[1] if named else layers[0]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -97,7 +99,7 @@ def held_in(model: nn.Module, skip: Sequence[str] = (), allow: Sequence[str] = (
     return tuple(_skipped(one, skip) for one in found)
 
 
-def check_map(keys: Sequence[str], found: Sequence[Held]) -> None:
+def check_map(keys: Collection[str], found: Sequence[Held]) -> None:
     """Raise UnknownName for a key of a precision map that names no layer of the model."""
     known = keys_of([layer for one in found for layer in _layers(one)])
     for key in keys:

@@ -5,7 +5,7 @@ What comes out has the dtype that the layer's own forward pass would give: the i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.convolution import Windows, convolved
+from fp8bench.nn.experts import ROWS
+from fp8bench.nn.grouped_products import grouped_linear
 from fp8bench.nn.linear import linear, region
 from fp8bench.protocols import Arithmetic, Phases
 
@@ -41,6 +43,26 @@ class Products:
             return F.linear(x, weight.to(x.dtype)).to(dtype)
         with _without_autocast(x):
             return self._linear(x, self._master(weight)).to(dtype)
+
+    def grouped(self, x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        """x (M, K), its first sizes[0] rows times the first of the weights (N, K) transposed, and so on.
+
+        As one product where the arithmetic has one, whose parts are filled up with zeros, unless most would be zeros.
+        """
+        filled = [max(ROWS, -(-size // ROWS) * ROWS) for size in sizes]
+        multiple, parts = self.arithmetic.groups, torch.split_with_sizes(x, list(sizes))
+        sides = {side for weight in weights for side in weight.shape}
+        if not multiple or sum(filled) > 2 * len(x) or any(side % multiple for side in sides):
+            pairs = zip(parts, weights, strict=True)
+            found = [self.linear(part, weight) for part, weight in pairs if len(part)]
+            return torch.cat(found) if found else self.linear(x, weights[0])
+        rows = torch.cat([F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, filled, strict=True)])
+        ends = torch.tensor(filled, device=x.device).cumsum(0).to(torch.int32)
+        own, dtype = [self._master(weight) for weight in weights], _own_dtype(x)
+        with _without_autocast(x):
+            y = grouped_linear(rows, own, filled, ends, self.arithmetic, self._phase(), [None] * len(own)).to(dtype)
+        cut = zip(torch.split_with_sizes(y, filled), sizes, strict=True)
+        return torch.cat([part[:size] for part, size in cut])
 
     def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
         missing = -(x.numel() // x.shape[-1]) % self._rows

@@ -8,17 +8,15 @@ time, for products of many matrices, and for grouped ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# Told of a product: the parameter's name, x (..., K) and the weight (N, K), which give (..., N).
-Multiply = Callable[[str, Tensor, Tensor], Tensor]
 # Told that torch multiplies by the parameter of that name, whether that could be told as x times a weight, and what
 # computes it.
 Around = Callable[[str, bool, Callable[[], Any]], Any]
@@ -35,15 +33,28 @@ _SUMS = {torch.addmm, torch.baddbmm, Tensor.addmm, Tensor.baddbmm, torch.einsum,
 KNOWN = _LINEAR | _PRODUCTS | _GROUPED
 
 
+class Multiplier(Protocol):
+    """What makes the products with a parameter."""
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x (..., K) times weight (N, K) transposed."""
+
+    def grouped(self, x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        """x (M, K), its first sizes[0] rows times the first of the weights (N, K) transposed, and so on."""
+
+
 class Stacked(TorchFunctionMode):
-    """Listens while a module's forward pass runs. `multiply` makes the products with its parameters, wherever they can
-    be told as x times a weight; without it torch does, and `around` is told of each."""
+    """Listens while a module's forward pass runs. `products` make those with its parameters, by their names, wherever
+    they can be told as x times a weight; without them torch does, and `around` is told of each."""
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], multiply: Multiply | None = None, around: Around | None = None
+        self,
+        parameters: Mapping[str, Tensor],
+        products: Mapping[str, Multiplier] | None = None,
+        around: Around | None = None,
     ) -> None:
         super().__init__()
-        self._multiply = multiply
+        self._products = products
         self._around = around
         # With what was computed of one alone. Compared one by one: torch.compile follows that, and no hash of a tensor.
         self._known = list(parameters.items())
@@ -58,8 +69,8 @@ class Stacked(TorchFunctionMode):
         name = self._name(args[place])
         if func in KNOWN or func in _SUMS:
             told = _may_be_told(func, args, named, place)
-            if told and self._multiply is not None:
-                return _product(func, args, place, partial(self._multiply, name))
+            if told and self._products is not None:
+                return _product(func, args, place, self._products[name])
             run = partial(func, *args, **named)
             return run() if self._around is None else self._around(name, told, run)
         result = func(*args, **named)
@@ -105,31 +116,31 @@ def _may_be_told(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], pla
     return each or (weight.dim() == 2 and (right or other.dim() > 1))
 
 
-def _product(func: Any, args: tuple[Any, ...], place: int, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _product(func: Any, args: tuple[Any, ...], place: int, by: Multiplier) -> Tensor:
     """The same by products of x and a weight."""
     if func in _LINEAR:
-        y = multiply(args[0], args[1])
+        y = by.linear(args[0], args[1])
         return y if len(args) < 3 or args[2] is None else y + args[2].to(y.dtype)
     if func in _GROUPED:
-        return _grouped(args[0], args[1], args[2].tolist(), multiply)
+        return _grouped(args[0], args[1], args[2].tolist(), by)
     left, right = (args[1], args[0]) if func is Tensor.__rmatmul__ else args
     if right is args[place]:
-        return _right(left, right, multiply)
-    return _right(right.mT, left.mT, multiply).mT
+        return _right(left, right, by)
+    return _right(right.mT, left.mT, by).mT
 
 
-def _right(x: Tensor, weight: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _right(x: Tensor, weight: Tensor, by: Multiplier) -> Tensor:
     """x (..., M, K) times weight (K, N); or (E, K, N), where x is (E, M, K), or (M, K) for all."""
     if weight.dim() == 2:
-        return multiply(x, weight.mT)
-    every = x if x.dim() == 3 else [x] * len(weight)
-    return torch.stack([multiply(part, own.mT) for part, own in zip(every, weight, strict=True)])
+        return by.linear(x, weight.mT)
+    every = x.expand(len(weight), *x.shape[-2:])
+    y = by.grouped(every.flatten(0, 1), weight.mT.unbind(), [every.shape[1]] * len(weight))
+    return y.view(*every.shape[:2], -1)
 
 
-def _grouped(x: Tensor, weight: Tensor, ends: list[int], multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _grouped(x: Tensor, weight: Tensor, ends: list[int], by: Multiplier) -> Tensor:
     """Rows of x (M, K), up to each of `ends`, times a weight of their own of (E, K, N). The host waits for the ends."""
     sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-    rows = torch.split_with_sizes(x[: sum(sizes)], sizes)
-    parts = [multiply(part, own.mT) for part, own in zip(rows, weight, strict=True) if len(part)]
-    left = x.new_zeros(len(x) - sum(sizes), weight.shape[-1])  # rows behind the last group belong to nobody
-    return torch.cat([*(one.to(x.dtype) for one in parts), left])
+    y = by.grouped(x[: sum(sizes)], weight.mT.unbind(), sizes)
+    # Rows behind the last group belong to nobody.
+    return F.pad(y, (0, 0, 0, len(x) - len(y)))

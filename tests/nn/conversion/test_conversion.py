@@ -13,7 +13,7 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.conversion.conversion import Conversion
 from fp8bench.nn.conversion.holders import check_map, held_in
-from fp8bench.protocols import Layer, Phases
+from fp8bench.protocols import Arithmetic, Layer, Phases, key_of
 from fp8bench.registry import precisions
 from tests.facts import CPU
 from tests.nn.conversion.models import FP32, Experts, converted, everything_in, outcome
@@ -187,6 +187,24 @@ def test_layers_are_chosen_by_name_and_kind(model: Model) -> None:
     assert [(one.name, one.rule) for one in conversion.held if one.reason] == [("picture", "skipped"), ("out", "kept")]
 
 
+@pytest.mark.parametrize("key", ["first", "again"])
+def test_a_map_may_name_a_layer_by_either_path(model: Model, key: str) -> None:
+    mapped = {key: precisions.get("bf16").arithmetic(CPU), "head": FP32}
+
+    def choose(layer: Layer) -> Arithmetic:
+        own = key_of(layer, mapped)
+        return FP8 if own is None else mapped[own]
+
+    asked = Conversion(model, choose, keys=mapped)
+    x = torch.randn(2, 16)
+    with asked:
+        assert torch.equal(
+            model.first(x), (x.bfloat16() @ model.first.weight.bfloat16().t()).float() + model.first.bias
+        )
+    with pytest.raises(UnknownName, match="unknown layer of this model 'firsts'"):
+        Conversion(model, choose, keys=["firsts"])
+
+
 def test_a_forward_pass_of_its_own_is_not_lost() -> None:
     model = nn.Sequential(Doubled(16, 16), Renamed(16, 16))
     own, renamed = held_in(model)
@@ -286,6 +304,23 @@ def test_a_layer_that_remembers_has_an_arithmetic_of_its_own(model: Model) -> No
     with Conversion(model, choose):
         step(model)
     assert given["first"].memory() and given["first"] is not given["router"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
+def test_a_compiled_model_is_one_graph_and_gives_the_same() -> None:
+    """Experts too, whose module is listened to while it is traced."""
+    x = torch.randn(3, 8, 16)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), Experts("bmm", 3, 16, 16), nn.Linear(16, 16))
+    torch._dynamo.reset()
+    with converted(model, FP8):
+        plain = model(x)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        found = compiled(x)
+        found.sum().backward()
+    torch.testing.assert_close(found, plain, rtol=0, atol=1e-6)
+    assert all(one.grad is not None for one in (*model[0].parameters(), model[2].stack))
+    torch._dynamo.reset()
 
 
 def test_phases_are_those_of_the_step_that_runs(model: Model) -> None:

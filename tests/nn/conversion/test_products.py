@@ -11,12 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.conversion.products import Products
+from fp8bench.nn.conversion.stacked import Stacked
 from fp8bench.nn.linear import linear
 from fp8bench.numerics.norms import relative_frobenius
-from fp8bench.protocols import Arithmetic, SilentPhases
+from fp8bench.protocols import Arithmetic, Phases, SilentPhases
 from fp8bench.registry import precisions
 from tests.facts import CPU
 from tests.nn.conversion.models import FP32, Experts, converted, outcome, sequential
+from tests.tapes import tape_in_phases
 
 
 def arithmetic(name: str) -> Arithmetic:
@@ -202,20 +205,32 @@ def test_a_product_that_is_not_x_times_a_weight_stays_torchs() -> None:
 
 
 def test_rows_behind_the_last_group_are_zeros() -> None:
-    model = Experts("grouped")
-
-    def short(x: Tensor) -> Tensor:
-        return F.grouped_mm(x, model.stack, offs=torch.tensor([2, 2, 5], dtype=torch.int32))
-
-    model.forward = short  # type: ignore[method-assign]
-    from fp8bench.nn.conversion.stacked import Stacked
-
-    x = torch.randn(8, 16)
-    with Stacked({"stack": model.stack}, lambda name, x, weight: x @ weight.mT):
-        y = short(x)
+    stack, x = nn.Parameter(torch.randn(3, 16, 32)), torch.randn(8, 16)
+    products = Products(FP32, SilentPhases)
+    with Stacked({"stack": stack}, {"stack": products}):
+        y = F.grouped_mm(x, stack, offs=torch.tensor([2, 2, 5], dtype=torch.int32))
     assert torch.equal(y[5:], torch.zeros(3, 32))
-    torch.testing.assert_close(y[:2], x[:2] @ model.stack[0])
-    torch.testing.assert_close(y[2:5], x[2:5] @ model.stack[2])
+    torch.testing.assert_close(y[:2], x[:2] @ stack[0])
+    torch.testing.assert_close(y[2:5], x[2:5] @ stack[2])
+
+
+@pytest.mark.parametrize("way", ["grouped", "bmm", "matmul", "left"])
+def test_an_arithmetic_with_one_product_for_all_experts_makes_one(way: str) -> None:
+    """In bf16 torch has one: forward, and for both gradients. Zeros that fill groups up are in no result."""
+    torch.manual_seed(0)
+    model, x = Experts(way).bfloat16(), torch.randn(3, 40, 16, dtype=torch.bfloat16, requires_grad=True)
+    plain = torch.autograd.grad(model(x).square().sum(), [x, model.stack])
+    with converted(model, arithmetic("bf16")) as conversion:
+
+        def step(phase: Phases) -> list[Tensor]:
+            conversion.phase = phase
+            return list(torch.autograd.grad(model(x).square().sum(), [x, model.stack]))
+
+        ours = step(SilentPhases())
+        tape = tape_in_phases(step)
+    assert sum(one.calls for one in tape.operators if one.operator == "_grouped_mm") == 3
+    for one, other in zip(ours, plain, strict=True):
+        assert one.shape == other.shape and relative_frobenius(one, other) < 2**-7
 
 
 MAKERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
