@@ -16,16 +16,23 @@ from fp8bench.model.tape import PhaseCount
 
 # A phase that has less of a step's FLOPs is none of its products.
 _LEAST_OF_PRODUCTS = 0.05
+# A phase that is further below all of its ceilings than this waits for none of them.
+_NEAR = 0.5
+# Operators that take so many times the least launch on average are hardly more than being started one by one.
+_OVERHEAD = 10.0
 # Runs that lie further apart than this say nothing of a device: somebody else had it.
 _WILD = 0.5
 
 
 class Bound(StrEnum):
-    """What a phase waits for."""
+    """What a phase waits for. Far below all ceilings that is either its operators' overhead, where they are so small,
+    or something that no ceiling says: kernels that do not fit its shapes, latency, code between operators."""
 
     COMPUTE = "compute-bound"
     MEMORY = "memory-bound"
     LAUNCH = "launch-bound"
+    OVERHEAD = "overhead-bound"
+    NONE = "far below its ceilings"
 
 
 @dataclass(frozen=True)
@@ -89,9 +96,15 @@ class PhaseRoof:
 
     @property
     def bound(self) -> Bound | None:
-        """What takes longest of it at the ceilings; by the datasheet's where nothing was measured."""
+        """What takes longest of it at the ceilings, if that is half of the time at least; by the datasheet's where
+        nothing was measured."""
         least = self.measured or self.sheet
-        return max(least, key=lambda bound: least[bound]) if least else None
+        if not least:
+            return None
+        longest = max(least, key=lambda bound: least[bound])
+        if least[longest] >= _NEAR * self.seconds:
+            return longest
+        return Bound.OVERHEAD if self.seconds < _OVERHEAD * least.get(Bound.LAUNCH, 0.0) else Bound.NONE
 
     @property
     def of_ceiling(self) -> float | None:

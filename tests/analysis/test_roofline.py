@@ -9,7 +9,7 @@ import pytest
 from fp8bench.analysis.claims import COUNTED_MARGIN, MARGIN, claims_of
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.roofline import Bound, gain_of, phase_roofs, roofs_of
-from fp8bench.model import Ceiling, Finding, Label, Record
+from fp8bench.model import Ceiling, Finding, Label, Limit, Record
 from fp8bench.model.tape import OperatorCount, PhaseCount, Tape
 from tests.fakes import MS, record, steady
 from tests.rooflines import CEILING, GB, made
@@ -141,3 +141,27 @@ def test_rates_that_differ_bound_nothing() -> None:
     """A row above them may be the ceiling's fault."""
     wide = tuple(replace(one, runs=(one.runs[0] * 0.9, *one.runs[1:])) for one in CEILING.rates)
     assert list(claims_of(replace(counted(9), ceiling=Ceiling(None, None, wide)), None)) == []
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "launches", "bound"),
+    [
+        (76, 100, Bound.COMPUTE),
+        (77, 100, Bound.NONE),
+        (400, 39_000, Bound.NONE),
+        (400, 41_000, Bound.OVERHEAD),
+        (60, 50_000, Bound.LAUNCH),
+    ],
+)
+def test_far_below_all_ceilings_none_of_them_is_what_a_phase_waits_for(
+    milliseconds: float, launches: int, bound: Bound
+) -> None:
+    """Half of 76.7 ms are 38.34 of products; a launch takes 1 us at least, and ten times that is overhead."""
+    (lead, reference), _, _ = results()
+    tape = Tape(phases=(PhaseCount("gemm", 3_834 * GB, GB, launches, by_path=(("bf16", 3_834 * GB),)),))
+    finding = replace(reference, best_seconds=0.5, phases=(("gemm", milliseconds / 1e3),))
+    (roof,) = phase_roofs(replace(lead, tape=tape), finding)
+    assert roof.bound is bound
+    without = tuple(one for one in CEILING.rates if one.limit is not Limit.LAUNCH)
+    (roof,) = phase_roofs(replace(lead, tape=tape, ceiling=replace(CEILING, rates=without)), finding)
+    assert roof.bound is (Bound.COMPUTE if milliseconds <= 76 else Bound.NONE)

@@ -42,6 +42,8 @@ def page_of(run: Run, findings: Mapping[str, Finding], width: int, report: str =
     panels = panels_of(run, findings)
     parts = [part for panel in panels for part in _parts(panel, run, width)]
     parts += [] if panels else [Part("nothing", "", (Text("Nothing was measured."),))]
+    bounds = roofline.how_to_know((result for panel in panels for result in panel.results), run)
+    parts += [Part("roofline", "", (Text(bounds),))] if bounds else []
     parts += [Part("ending", "", tuple(_ending(run))), summary(run, panels, width, report)]
     return Page("", "", tuple(parts), _legend(panels))
 

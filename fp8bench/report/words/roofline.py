@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.datasheet import datasheet_of
 from fp8bench.analysis.roofline import Bound, Gain, PhaseRoof, gain_of, phase_roofs
+from fp8bench.model import Run
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
 from fp8bench.report.panels import Panel, Result, ResultGroup
 from fp8bench.report.words.naming import listed, phase_words
@@ -35,6 +36,21 @@ def sentences(panel: Panel) -> Iterator[str]:
         for result in group.results:
             if (gain := gain_in(group, result)) is not None:
                 yield _gain(group.reference, place, result, gain)
+
+
+def how_to_know(results: Iterable[Result], run: Run) -> str:
+    """What to do where steps were counted and timed and nobody knows what the machine does at most; '' elsewhere."""
+    native = [one for one in results if not emulated(one)]
+    roofs = [roof for one in native for roof in phase_roofs(one.record, one.finding)]
+    known = any(one.record.ceiling is not None and one.record.ceiling.rates for one in native)
+    if not roofs or known or any(roof.bound for roof in roofs):
+        return ""
+    threads = f" --threads {run.request.threads}" if run.request.threads != 1 else ""
+    store = ", with the same --store," if "--store" in run.command else ""
+    return (
+        f"What bounds each phase is not known yet: `fp8bench doctor --ceilings{threads}`{store} measures what this "
+        "machine does at most, in less than a minute, and later runs say it."
+    )
 
 
 def gain_in(group: ResultGroup, result: Result) -> Gain | None:
@@ -79,8 +95,14 @@ def _bounds(result: Result) -> str:
 
 
 def _near(roof: PhaseRoof) -> str:
+    """', at 71% of its ceiling', or how little of the time the nearest one explains."""
     if roof.of_ceiling is not None:
-        return f", at {units.percent(roof.of_ceiling, 0)} of its ceiling"
+        least = units.percent(roof.of_ceiling, 0)
+        far = roof.bound in (Bound.OVERHEAD, Bound.NONE)
+        each = roof.seconds / max(roof.count.launches, 1)
+        return (
+            f", {units.seconds(each)} an operator, at {least} of the nearest" if far else f", at {least} of its ceiling"
+        )
     return f", at {units.percent(roof.of_sheet, 0)} of the datasheet's" if roof.of_sheet is not None else ""
 
 

@@ -14,7 +14,7 @@ from fp8bench.report.page.charts import worth_drawing
 from fp8bench.report.page.section import PRECISION, Row, Section, case_field, number, sections, table_of_cases
 from fp8bench.report.panels import Panel
 from fp8bench.report.words.naming import NamedCase, named_cases, phase_words, titled_panels
-from fp8bench.report.words.roofline import bound_words, sentences, sources
+from fp8bench.report.words.roofline import bound_words, how_to_know, sentences, sources
 
 # A roof is drawn so far to both sides of the points, in times.
 _BEYOND = 4.0
@@ -40,6 +40,11 @@ class Roofline(Section):
                 yield from _panel(title, panel, cases)
             elif any(one.record.ceiling and one.record.ceiling.rates for one in panel.results):
                 yield from (Text(f"{title}: {one}") for one in sources(panel.results))
+        told = [
+            how_to_know((one for panel in entry.panels for one in panel.results), entry.run)
+            for entry in material.entries
+        ]
+        yield from map(Text, dict.fromkeys(filter(None, told)))
 
 
 def _known(case: NamedCase) -> bool:
@@ -68,7 +73,7 @@ def _panel(title: str, panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Ele
         Column("FLOP/B", number=True, hint="FLOPs for each byte"),
         Column("of ceiling", number=True, hint="the least time by what was measured here, over the time"),
         Column("of datasheet", number=True, hint="the same by the datasheet"),
-        Column("is", hint="what takes longest of it at the ceilings"),
+        Column("is", hint="what takes longest of it at the ceilings, if that is half of its time"),
     )
     rows = ((case.name, [_row(case, roof) for roof in _roofs(case)]) for case in cases)
     name = f"roofline-{panel.case.workload}"

@@ -11,7 +11,7 @@ from fp8bench.model import Ceiling, Label, Limit, Verdict
 from fp8bench.report.elements import Items, Scatter, Table, Text
 from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.terminal.run import render
-from tests.materials import built, of_kind, part
+from tests.materials import built, of_kind, part, told
 from tests.rooflines import CEILING, made
 
 
@@ -113,8 +113,12 @@ def test_more_than_memory_gives_is_a_cache() -> None:
     assert table.rows[1][-1].text == "in cache" and table.rows[1][6].text == "800%"
 
 
-def test_nothing_without_ceilings() -> None:
-    assert built("roofline", made(None)) is None
+def test_without_ceilings_a_sentence_and_without_tapes_nothing() -> None:
+    run, findings = made(None)
+    (words,) = told(part("roofline", (run, findings)).elements)
+    assert "fp8bench doctor --ceilings" in words
+    bare = replace(run, records=tuple(replace(one, tape=None) for one in run.records))
+    assert built("roofline", (bare, findings)) is None
 
 
 @pytest.mark.slow
