@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         train,
         watch,
     )
+    from fp8bench.audit.model import audit_model
     from fp8bench.errors import Fp8benchError
     from fp8bench.model import Case, Finding, Label, Phase, Record, Verdict
     from fp8bench.user_code.named import audited
@@ -39,6 +40,7 @@ _HOME = {
     "Record": "model",
     "Run": "api",
     "Verdict": "model",
+    "audit_model": "audit.model",
     "audited": "user_code.named",
     "findings": "api",
     "hugging_face_callback": "api",
@@ -63,6 +65,7 @@ __all__ = [
     "Run",
     "Verdict",
     "__version__",
+    "audit_model",
     "audited",
     "findings",
     "hugging_face_callback",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8bench.model import DeviceFacts
-from fp8bench.model.audit import Audit, Signature
+from fp8bench.model.audit import Audit, AuditKind, Signature
 from fp8bench.user_code.named import declared_of, named
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.step_guards import aside
@@ -24,7 +24,11 @@ class AuditBench(Bench):
     def audit(self, target: str, signature: Signature, facts: DeviceFacts) -> Audit:
         """Every check of it."""
         from fp8bench.audit.audited import audited
+        from fp8bench.audit.model import audited_model, given_model
 
         self._selected(facts)
         with unchanged(), aside():
+            if signature.kind is AuditKind.MODEL:
+                model, batch = given_model(target, named(target)())
+                return audited_model(target, model, batch, signature, facts)
             return audited(target, named(target), signature, facts, self._settings.seed)

@@ -50,8 +50,8 @@ def audit(
             tell(0, 1, "kernels", target)
             try:
                 return facts, worker.within(_LIMIT).audit(target, signature, facts)  # type: ignore[attr-defined]
-            except WorkerFault:
-                raise
+            except WorkerFault as fault:
+                raise as_usage(fault) from None
             except WorkerError as error:
                 code = "hangs" if isinstance(error, WorkerHung) else "crashes"
                 finding = AuditFinding("numbers", AuditOutcome.CANNOT_TELL, code, str(error))
@@ -64,6 +64,8 @@ def sound(signature: Signature, facts: DeviceFacts) -> Signature:
         moments = signature.precision, signature.second_moment
         first, second = (one if one in ("", "same") else _moments(one, facts) for one in moments)
         return replace(signature, precision=first, second_moment=second)
+    if signature.kind is AuditKind.MODEL and not signature.precision:
+        return signature
     name = _known(signature.precision, facts)
     recipe = getattr(precisions.get(name), "recipe", None)
     if signature.takes == "codes" and (recipe is None or not {one.fmt for one in recipe.treatments[:2]} <= _IN_TORCH):

@@ -14,7 +14,8 @@ class AuditKind(StrEnum):
     A PRODUCT takes matrices a (M, K) and b (N, K) and gives a times b transposed; a CAST takes a matrix and gives its
     values in low precision, or codes and scales; a LINEAR takes inputs (M, K) and a weight (N, K), and has gradients;
     an ATTENTION takes queries, keys and values (batch, N heads, M places, K); an OPTIMIZER is made of a list of
-    parameters, as torch's are, and has `step()` and `param_groups`.
+    parameters, as torch's are, and has `step()` and `param_groups`; a MODEL is what a function without arguments makes,
+    with a batch or without.
     """
 
     PRODUCT = "product"
@@ -22,6 +23,7 @@ class AuditKind(StrEnum):
     LINEAR = "linear"
     ATTENTION = "attention"
     OPTIMIZER = "optimizer"
+    MODEL = "model"
 
 
 class Takes(StrEnum):
@@ -112,14 +114,37 @@ class AuditFinding:
 
 
 @dataclass(frozen=True)
+class AuditedLayer:
+    """A layer of a model that was converted: `what` it is now, whether that promises `low` precision, what its product
+    `runs` as ('' where it was not looked at), the FLOPs of its forward products, and, of one that was left as it was,
+    the likely `reason` with a word for it (`rule`). `also` are its other paths."""
+
+    name: str
+    what: str
+    weight: tuple[int, ...]
+    low: bool
+    runs: str = ""
+    flops: int = 0
+    reason: str = ""
+    rule: str = ""
+    also: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Audit:
-    """All of one callable on one device. `tried` is how many results were looked at."""
+    """All of one callable on one device. `tried` is how many results were looked at; `layers` are a model's."""
 
     target: str
     signature: Signature
     findings: tuple[AuditFinding, ...]
     tried: int = 0
     seconds: float = 0.0
+    layers: tuple[AuditedLayer, ...] = ()
+
+    @property
+    def low_flops(self) -> int:
+        """Of the products of layers that promise low precision."""
+        return sum(one.flops for one in self.layers if one.low)
 
     @property
     def outcome(self) -> AuditOutcome:

@@ -32,7 +32,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.description = (
         "Gives a product, cast, linear layer, attention or optimizer of low precision inputs in which mistakes show, "
-        "and says whether what comes out is what its precision gives, and if not, which mistake it is."
+        "and says whether what comes out is what its precision gives, and if not, which mistake it is. Of a model that "
+        "somebody has converted it says what runs in low precision, and what was left out."
     )
     parser.epilog = "Exit codes: 0 PASS, 1 FAIL, 2 wrong usage, 4 CANNOT TELL."
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="the callable; file.py:function, too")
@@ -80,7 +81,7 @@ def _signature(arguments: argparse.Namespace) -> Signature | None:
         if said := [f"--{name.replace('_', '-')}" for name, default in _HOW.items() if how[name] != default]:
             raise UsageError(f"{' and '.join(said)} go with --kind and --precision. Give these, too.")
         return None
-    if not all(given.values()):
+    if not all(given.values()) and given["kind"] != AuditKind.MODEL:
         there, lacks = sorted(given, key=lambda name: given[name] is None)
         raise UsageError(f"--{there} was given without --{lacks}. Give both, or declare them with @fp8bench.audited.")
-    return signed(arguments.kind, arguments.precision, **how)
+    return signed(arguments.kind, arguments.precision or "", **how)

@@ -20,13 +20,16 @@ _LEGEND = (
 def page_of(facts: DeviceFacts, audit: Audit) -> Page:
     """Of one callable on one device."""
     signature = audit.signature
-    title = f"audit of {audit.target}: {signature.kind.value} in {signature.precision} on {facts.key} ({facts.name})"
+    precision = f" in {signature.precision}" * bool(signature.precision)
+    title = f"audit of {audit.target}: {signature.kind.value}{precision} on {facts.key} ({facts.name})"
     failed = [one for one in audit.findings if one.outcome is not AuditOutcome.PASS]
     remarks = [one for one in audit.findings if one.outcome is AuditOutcome.PASS and one.code]
     parts = [Part("checks", "", (_checks(audit),))]
     parts += [Part(name, words, (_told(name, rows),)) for name, words, rows in (
         ("failed", "what is wrong", failed), ("remarks", "what is said of the rest", remarks)
     ) if rows]  # fmt: skip
+    if audit.layers:
+        parts.insert(0, Part("layers", _covered(audit), (_layers(audit),)))
     parts.append(Part("summary", "", (Text(_verdict(audit), _TONES[audit.outcome]),)))
     return Page(title, "", tuple(parts), _LEGEND)
 
@@ -41,6 +44,25 @@ def _checks(audit: Audit) -> Table:
         codes = ", ".join(dict.fromkeys(one.code for one in found if one.code))
         rows.append((Field(check), Field(worst.outcome.value, tone=_TONES[worst.outcome]), Field(codes or units.NONE)))
     return Table("checks", "", (Column("check"), Column("outcome"), Column("codes")), tuple(rows))
+
+
+def _layers(audit: Audit) -> Table:
+    columns = (
+        Column("layer"), Column("is"), Column("weight"), Column("runs as"), Column("why not converted", below=True)
+    )  # fmt: skip
+    rows = tuple(
+        (Field(one.name), Field(one.what), Field("x".join(map(str, one.weight))),
+         Field(one.runs or (units.NONE if one.low else "not converted")), Field(one.reason))
+        for one in audit.layers
+    )  # fmt: skip
+    return Table("layers", "", columns, rows)
+
+
+def _covered(audit: Audit) -> str:
+    """How much was converted, by number and, where the model was run, by FLOPs."""
+    low, flops = sum(one.low for one in audit.layers), sum(one.flops for one in audit.layers)
+    share = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
+    return f"{low} of {len(audit.layers)} layers converted{share}"
 
 
 def _told(name: str, findings: list[AuditFinding]) -> Table:
