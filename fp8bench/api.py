@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +18,8 @@ from fp8bench.jobs.after_run import into_history
 from fp8bench.jobs.callbacks import for_hugging_face, for_lightning
 from fp8bench.jobs.observer import SilentTraining, TrainingObserver
 from fp8bench.jobs.own_loop import Told, watched
+from fp8bench.jobs.profile import profile as profile_maker
+from fp8bench.jobs.profile import profile_axes, profile_dtypes, profile_live
 from fp8bench.jobs.train.run import resume as go_on_training
 from fp8bench.jobs.train.run import train as train_all
 from fp8bench.measure.environment import command_line
@@ -110,14 +113,76 @@ def run(
         shares=shares,
     )  # fmt: skip
     request = replace(request, imports=(*request.imports, *files_of(suite)))
+    return _measured(partial(execute, request), store, observer, tensorboard)
+
+
+def _measured(
+    measure: Callable[[Path, Observer, str], model.Run],
+    store: str | Path,
+    observer: Observer | None,
+    tensorboard: str | Path | None,
+) -> Run:
+    """A run with its history and its curves."""
     board = None if tensorboard is None else _folder("tensorboard", tensorboard)
     if board is not None:
         check_tensorboard(board)
-    done = execute(request, _folder("store", store), observer or SilentObserver(), command_line())
+    done = measure(_folder("store", store), observer or SilentObserver(), command_line())
     into_history(done, _folder("store", store))
     if board is not None:
         write_tensorboard(done, findings_of(done), board)
     return _shown(done)
+
+
+def profile(
+    model: str | torch.nn.Module,
+    batch: object = None,
+    *,
+    loss: Callable[..., torch.Tensor] | None = None,
+    dtypes: Iterable[str] = (),
+    skip: Iterable[str] = (),
+    precision_map: Mapping[str, str] | None = None,
+    forward: bool = False,
+    optimizer: str = "adamw",
+    compile: bool = False,
+    reference: str | None = None,
+    isolation: bool = True,
+    tensorboard: str | Path | None = None,
+    store: str | Path = DEFAULT_STORE,
+    observer: Observer | None = None,
+    **how: Any,
+) -> Run:
+    """Measure a model as it came beside copies whose products are in other precisions; returns the Run.
+
+    `model` is 'module:function' for what `fp8bench profile` takes, or a live one, with a `batch` as its forward takes
+    it and, where it gives no loss itself, what makes one of its output. It is not changed: arms are copies, in
+    processes of their own where it can be sent to one. `how` are options of `run`: devices, quick, budget, rounds,
+    seed, threads, imports, case_timeout, backend, trace, energy, energy_of, sustained, tape.
+    """
+    known = {field.name for field in fields(Request)} - _NOT_OF_A_PROFILE
+    for name in how:
+        if name not in known:
+            raise UnknownName("argument of profile", name, known)
+    live = not isinstance(model, str)
+    if live == (batch is None) or (loss is not None and not live):
+        raise UsageError("profile takes 'module:function' alone, or a model with a batch, and a loss if it needs one.")
+    target = type(model).__name__ if live else str(model)
+    options: dict[str, Any] = {**how, "trace": _plain(how.get("trace"))}
+    options |= {name: _names(how.get(name, ())) for name in ("devices", "imports")}
+    request = Request(
+        **profile_dtypes(_names(dtypes), reference), **options,
+        axes=profile_axes(target, forward, optimizer, compile, _names(skip)), precision_map=_pairs(precision_map),
+        isolation=isolation,
+    )  # fmt: skip
+    given = (model, batch) if loss is None else (model, batch, loss)
+    measure = partial(profile_live, given, request) if live else partial(profile_maker, request)
+    return _measured(measure, store, observer, tensorboard)
+
+
+# Fields of a request that a profile has words of its own for, or none.
+_NOT_OF_A_PROFILE = {
+    "suite", "dtypes", "reference", "axes", "precision_map", "data", "isolation", "grid", "static_scales",
+    "refresh_scales", "saturation_bound", "max_batch", "memory_limit",
+}  # fmt: skip
 
 
 def resume(run: str | Path | model.Run, *, store: str | Path = DEFAULT_STORE, observer: Observer | None = None) -> Run:

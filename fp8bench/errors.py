@@ -4,7 +4,8 @@
     |-- UsageError                2   the command line or a call asks for something that cannot be
     |   |-- UnknownName           2   a name nobody registered; carries the nearest known one
     |   |-- RecipeRefused         2   a low-precision recipe that cannot be
-    |   `-- ImportFailed          2   a module given to --import does not import
+    |   |-- ImportFailed          2   a module given to --import does not import
+    |   `-- NotSent               2   a model of the user's own cannot be sent to another process
     |-- BackendMissing            2   a backend that is installed, and does not import all the same
     |-- NotPrinted                2   stdout takes nothing
     |-- StoreError                2   the store cannot be read or written
@@ -147,8 +148,13 @@ class WorkerFault(WorkerError):
         self.out_of_memory = out_of_memory
 
 
+class NotSent(UsageError):
+    """A model of the user's own cannot be sent to another process."""
+
+
 def as_usage(fault: WorkerFault) -> Fp8benchError:
     """What a worker refused, as here: any other fault stays one."""
-    if fault.kind not in ("ImportFailed", "UsageError", "UnknownName"):
-        return fault
-    return UsageError(str(fault).removeprefix(f"{fault.kind}: "))
+    words = str(fault).removeprefix(f"{fault.kind}: ")
+    if fault.kind == NotSent.__name__:
+        return NotSent(words)
+    return UsageError(words) if fault.kind in ("ImportFailed", "UsageError", "UnknownName") else fault

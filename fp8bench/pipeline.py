@@ -62,19 +62,22 @@ AGAIN = "gate"
 
 
 def execute(
-    request: Request, store: Path, observer: Observer, command: str, origin: str = "suite", folder: Path | None = None
-) -> Run:
+    request: Request, store: Path, observer: Observer, command: str, origin: str = "suite", folder: Path | None = None,
+    note: str = "",
+) -> Run:  # fmt: skip
     """Plan, measure, keep. Every group is in the store before the next one starts.
 
     `origin` is the door the request came in by; `folder` lies in the repository whose commit is measured, the working
-    directory if it is None. An interrupt (Ctrl-C) ends the run early: what was finished is kept and returned, with
-    `finished` False. Raises NotKept, which holds the run, where the store fails while measuring.
+    directory if it is None; `note` is kept with the run. An interrupt (Ctrl-C) ends the run early: what was finished is
+    kept and returned, with `finished` False. Raises NotKept, which holds the run, where the store fails while measuring.
     """
     start = time.monotonic()
     with _ready(request, store) as (corpus, *workers), Meters(request.energy) as meters:
         run = replace(_opened(request, corpus, workers[0], meters, command, folder), origin=origin)
         observer.planned(run.plan)
         writer = start_run(run, store)
+        if note:
+            writer.note(note)
         run = replace(run, path=str(writer.path))
         return _measure(run, run.plan.groups, store, writer, workers, meters, observer, start)
 

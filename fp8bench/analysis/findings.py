@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.claims import claims_of
 from fp8bench.analysis.clocks import clock_offset, unsettled
 from fp8bench.analysis.flat_time import flat_times
-from fp8bench.analysis.labels import Labelled, hard_labels, labels_of
+from fp8bench.analysis.labels import Labelled, hard_labels, in_process, labels_of
 from fp8bench.analysis.places import PlaceEffect, place_effect
 from fp8bench.analysis.winners import fastest
 from fp8bench.model import Finding, Interval, Level, Overheads, Record, Run, Status, Timing, Verdict
@@ -53,14 +54,18 @@ def findings(run: Run) -> dict[str, Finding]:
     for record in run.records:
         groups.setdefault(record.case.setting, []).append(record)
     overheads = dict(run.overheads)
-    flat = flat_times(run.records, run.request.threads)
-    return {found.case.id: found for records in groups.values() for found in find(records, overheads, flat)}
+    told = {case: (label,) for case, label in flat_times(run.records, run.request.threads).items()}
+    beside = in_process(run)
+    told = {one.case.id: (*told.get(one.case.id, ()), *beside) for one in run.records}
+    return {found.case.id: found for records in groups.values() for found in find(records, overheads, told)}
 
 
 def find(
-    records: Sequence[Record], overheads: Mapping[str, Overheads], flat: Mapping[str, Labelled] | None = None
+    records: Sequence[Record],
+    overheads: Mapping[str, Overheads],
+    told: Mapping[str, Sequence[Labelled]] = MappingProxyType({}),
 ) -> list[Finding]:
-    """A finding for every record of one group; `flat` are the labels of cases for what other sizes take, by id."""
+    """A finding for every record of one group; `told` are labels of cases for what the rest of a run says, by id."""
     reference = next((record for record in records if record.is_reference and record.timing), None)
     shared, aa = _Standard(), None
     if reference is not None and reference.timing is not None:
@@ -74,9 +79,9 @@ def find(
         shared = _Standard(
             reference, reference.timing, reference.control, emulated, (*hard, *claims), place, best, claims
         )  # fmt: skip
-    known = flat or {}
     found = [
-        _finding(record, shared, aa, overheads.get(record.case.device), known.get(record.case.id)) for record in records
+        _finding(record, shared, aa, overheads.get(record.case.device), told.get(record.case.id, ()))
+        for record in records
     ]
     return _chosen(records, found, shared)
 
@@ -107,7 +112,11 @@ def _beyond_noise(timings: Sequence[Timing | None], aa: Interval | None) -> Plac
 
 
 def _finding(
-    record: Record, shared: _Standard, aa: Interval | None, overheads: Overheads | None, flat: Labelled | None
+    record: Record,
+    shared: _Standard,
+    aa: Interval | None,
+    overheads: Overheads | None,
+    beside: Sequence[Labelled],
 ) -> Finding:
     timing = record.timing
     if record.status is not Status.OK or timing is None or not timing.slots:
@@ -139,7 +148,7 @@ def _finding(
     claims = (
         *claims_of(record, standard.record),
         *_of_clocks(record, standard, finding.ratio),
-        *filter(None, (flat,)),
+        *beside,
     )
     place = standard.place if record.paired else None
     labels = labels_of(record, finding, standard.timing, aa, place, claims)

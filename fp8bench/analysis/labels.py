@@ -18,8 +18,9 @@ from fp8bench.analysis.patterns import pattern
 from fp8bench.analysis.phase_energy import phase_energies
 from fp8bench.analysis.places import PlaceEffect
 from fp8bench.analysis.verdicts import LEAST_FOR_VERDICT, SAME, uneven
-from fp8bench.model import DeviceWatch, Finding, Interval, Label, Level, Record, SlotSample, Timing
+from fp8bench.model import DeviceWatch, Finding, Interval, Label, Level, Record, Run, SlotSample, Timing
 from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_in
+from fp8bench.model.run import PROFILE
 from fp8bench.model.stopping import LEAST_ROUNDS
 
 # Those that can be so grave that nothing is left to judge. When they are not, they cast doubt as all others do.
@@ -122,6 +123,11 @@ def hard_labels(timing: Timing, watch: DeviceWatch | None, aa: Interval | None, 
         *_launch_bound(timing, device),
     ]  # fmt: skip
     return tuple(one for one in found if one.hard)
+
+
+def in_process(run: Run) -> tuple[Labelled, ...]:
+    """Of every case of a profile that was not measured in a process of its own."""
+    return (Labelled(Label.IN_PROCESS),) if run.origin == PROFILE and not run.request.isolation else ()
 
 
 def _found(record: Record, finding: Finding, reference: Timing | None, aa: Interval | None) -> Iterator[Labelled]:

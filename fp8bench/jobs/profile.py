@@ -1,20 +1,23 @@
-"""A profile: a run of the workload `model`."""
+"""A profile: a run of the workload `model`, of a maker by name or of a live model."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from fp8bench.errors import UsageError
+from fp8bench.errors import NotSent, UsageError
 from fp8bench.model import Request, Run
+from fp8bench.model.run import PROFILE
 from fp8bench.pipeline import execute
 from fp8bench.protocols import Observer
-from fp8bench.workloads.model import MADE, OPTIMIZERS, UNTOUCHED, Model
+from fp8bench.user_code import own_words
+from fp8bench.workloads.model import LIVE, MADE, OPTIMIZERS, UNTOUCHED, Model
 
-ORIGIN = "profile"
 
-
-def profile_dtypes(dtypes: Sequence[str], reference: str | None) -> dict[str, object]:
+def profile_dtypes(dtypes: Sequence[str], reference: str | None) -> dict[str, Any]:
     """The model as it came is always there, and what the others are compared with unless another is asked for."""
     return {
         "suite": Model.name,
@@ -25,7 +28,7 @@ def profile_dtypes(dtypes: Sequence[str], reference: str | None) -> dict[str, ob
 
 def profile_axes(
     target: str, forward: bool, optimizer: str, compiled: bool, skip: Sequence[str]
-) -> list[tuple[str, tuple[str, ...]]]:
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """The values of the workload's axes."""
     if forward and optimizer != OPTIMIZERS[0]:
         raise UsageError("--forward has no optimizer step, so that --optimizer would change nothing. Leave one out.")
@@ -33,12 +36,58 @@ def profile_axes(
         "make": target, "pass": "forward" if forward else "training", "optimizer": optimizer,
         "compile": "yes" if compiled else "no", "skip": ";".join(skip),
     }  # fmt: skip
-    return [(name, (value,)) for name, value in chosen.items() if value]
+    return tuple((name, (value,)) for name, value in chosen.items() if value)
 
 
-def profile(request: Request, store: Path, observer: Observer, command: str) -> Run:
+def profile(request: Request, store: Path, observer: Observer, command: str, note: str = "") -> Run:
     """As a suite is run; what makers gave in this process, where there is no other, is forgotten afterwards."""
     try:
-        return execute(request, store, observer, command, origin=ORIGIN)
+        return execute(request, store, observer, command, PROFILE, note=note)
     finally:
         MADE.clear()
+
+
+def profile_live(given: tuple[Any, ...], request: Request, store: Path, observer: Observer, command: str) -> Run:
+    """The same of a model at hand, with its batch and its loss, that the request calls by the name of its class.
+
+    Processes of their own have it from a file. What cannot be sent so is measured in this one, and the run says why.
+    """
+    name = dict(request.axes)["make"][0]
+    try:
+        if not request.isolation:
+            why = "as was asked"
+        else:
+            with tempfile.TemporaryDirectory(prefix="fp8bench-model-") as folder:
+                try:
+                    file = _file_of(given, name, Path(folder))
+                    return profile(replace(request, imports=(*request.imports, str(file))), store, observer, command)
+                except NotSent as error:
+                    why = f"it cannot be sent to another one: {error}"
+        LIVE[name] = lambda: given
+        here = replace(request, isolation=False, case_timeout=None)
+        return profile(here, store, observer, command, f"{name} was measured in this process: {why}")
+    finally:
+        LIVE.pop(name, None)
+
+
+# What workers import. A model that cannot be unpickled there is said to be so when a worker asks for it.
+_MODULE = """\
+from functools import partial
+
+from fp8bench.workloads.model import LIVE, sent
+
+LIVE[{name!r}] = partial(sent, {file!r})
+"""
+
+
+def _file_of(given: tuple[Any, ...], name: str, folder: Path) -> Path:
+    """A module that brings the model to whoever imports it."""
+    import torch
+
+    module, file = folder / "sent.py", folder / "model.pt"
+    try:
+        torch.save(given, file)
+    except Exception as error:
+        raise NotSent(own_words(error)) from error
+    module.write_text(_MODULE.format(name=name, file=str(file)))
+    return module

@@ -10,6 +10,9 @@ from fp8bench.model.planned import DeviceFacts, Plan, Scalar
 from fp8bench.model.request import Request
 from fp8bench.model.words import Status
 
+# The door of runs of a model of one's own.
+PROFILE = "profile"
+
 
 @dataclass(frozen=True)
 class Overheads:

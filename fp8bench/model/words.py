@@ -70,6 +70,7 @@ class Label(StrEnum):
     POSITION = "position"
     FEW_SAMPLES = "few-samples"
     UNPAIRED = "unpaired"
+    IN_PROCESS = "in-process"
     VARYING = "varying-steps"
     EAGER_QUANTISER = "eager-quantiser"
     NO_WORK = "no-work"

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fp8bench.errors import Fp8benchError, UsageError
+from fp8bench.errors import Fp8benchError, NotSent, UsageError
 from fp8bench.formats.hardware import native, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.protocols import Phases, Precision, Setup, Workload
@@ -24,8 +24,18 @@ OPTIMIZERS = ("adamw", "sgd", "none")
 COMPILE_SECONDS = 600.0
 # What makers have given in this process, by their name and the seed: arms have copies of it.
 MADE: dict[tuple[str, int], Given] = {}
-# Makers that are no module's: those of a live model.
+# Makers that are no module's: they give a live model, by the name of its class.
 LIVE: dict[str, Callable[[], Any]] = {}
+
+
+def sent(file: str) -> Any:
+    """The model, batch and loss that another process has put into a file."""
+    import torch
+
+    try:
+        return torch.load(file, weights_only=False)
+    except Exception as error:
+        raise NotSent(own_words(error)) from error
 
 
 def _target(text: str) -> str:
@@ -151,7 +161,7 @@ def _called(name: str) -> Any:
     try:
         return function()
     except Exception as error:
-        if _exhausted(error):
+        if isinstance(error, NotSent) or _exhausted(error):
             raise
         raise UsageError(f"{name} fails: {own_words(error)}.") from error
 
