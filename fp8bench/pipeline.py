@@ -69,7 +69,7 @@ def execute(
 
     `origin` is the door the request came in by; `folder` lies in the repository whose commit is measured, the working
     directory if it is None; `note` is kept with the run. An interrupt (Ctrl-C) ends the run early: what was finished is
-    kept and returned, with `finished` False. Raises NotKept, which holds the run, where the store fails while measuring.
+    kept and returned, with `finished` False. Raises NotKept, which holds the run, where the store fails meanwhile.
     """
     start = time.monotonic()
     with _ready(request, store) as (corpus, *workers), Meters(request.energy) as meters:

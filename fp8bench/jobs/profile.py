@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,19 @@ def profile_live(given: tuple[Any, ...], request: Request, store: Path, observer
                     why = f"it cannot be sent to another one: {error}"
         LIVE[name] = lambda: given
         here = replace(request, isolation=False, case_timeout=None)
-        return profile(here, store, observer, command, f"{name} was measured in this process: {why}")
+        with _draws_put_back():
+            return profile(here, store, observer, command, f"{name} was measured in this process: {why}")
     finally:
         LIVE.pop(name, None)
+
+
+def _draws_put_back() -> AbstractContextManager[None]:
+    """What steps draw at random in this process is as if it had not been drawn."""
+    import torch
+
+    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = range(torch.cuda.device_count()) if begun else ()
+    return torch.random.fork_rng(devices)
 
 
 # What workers import. A model that cannot be unpickled there is said to be so when a worker asks for it.
