@@ -12,10 +12,11 @@ from typing import Any
 from fp8bench.errors import NotSent, UsageError
 from fp8bench.model import Request, Run
 from fp8bench.model.run import PROFILE
+from fp8bench.model.words import UNTOUCHED
 from fp8bench.pipeline import execute
 from fp8bench.protocols import Observer
 from fp8bench.user_code import own_words
-from fp8bench.workloads.model import LIVE, MADE, OPTIMIZERS, UNTOUCHED, Model
+from fp8bench.workloads.model import LIVE, MADE, OPTIMIZERS, Model
 
 
 def profile_dtypes(dtypes: Sequence[str], reference: str | None) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from fp8bench.model import (
 from fp8bench.model.metric_names import OwnMetric
 from fp8bench.model.readings import Reading
 from fp8bench.protocols import Observer
+from fp8bench.registry import workloads
 from fp8bench.units import unit_of
 
 OUT_OF_MEMORY = "out of memory, even alone"
@@ -190,6 +191,14 @@ class Passes:
             self._observer.working(outcome.planned.case, "checking what steps do", 1.0)
             with self._asking(outcome, "look at what a step does") as (bench, case, facts):
                 outcome.note(effect=bench.effect(case, facts))
+
+    def coverage(self, outcomes: Sequence[CaseOutcome]) -> None:
+        """How much of a model of one's own its cases convert; a case without it stands all the same."""
+        for outcome in outcomes:
+            if workloads.get(outcome.planned.case.workload).examined:
+                self._observer.working(outcome.planned.case, "counting what is converted", 1.0)
+                with self._asking(outcome, "coverage") as (bench, case, facts):
+                    outcome.note(coverage=bench.coverage(case, facts))
 
     def memory(self, outcomes: Sequence[CaseOutcome], meter: Meter | None = None) -> None:
         """Memory at the highest point of a step; a case without it stands all the same.

@@ -18,6 +18,8 @@ class Phase(StrEnum):
 
 
 UNATTRIBUTED = "unattributed"
+# The precision of a model of one's own as it came.
+UNTOUCHED = "untouched"
 PHASES: tuple[str, ...] = tuple(Phase)
 # The order of phases in clocks, cells and tables; unattributed time is what a step leaves over.
 CELL_PHASES: tuple[str, ...] = (*PHASES, UNATTRIBUTED)

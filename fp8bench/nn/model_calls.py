@@ -54,7 +54,7 @@ def call_of(model: nn.Module, batch: Any) -> Callable[[], Any]:
     UsageError in one sentence where forward does not take that, where a tensor is on another device than the model,
     and, when it is called, where the model fails.
     """
-    places, named = _arguments(model, batch)
+    places, named = arguments_of(model, batch)
     _check_devices(model, batch)
 
     def call() -> Any:
@@ -75,7 +75,8 @@ def short(error: BaseException) -> str:
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
 
 
-def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What forward is given of a batch, by places and by names."""
     signature = inspect.signature(model.forward)
     wrong = ""
     for places, named in _ways(batch, len(signature.parameters) == 1):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
-from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -16,12 +14,14 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts
-from fp8bench.nn.linear import linear
+from fp8bench.model.words import UNTOUCHED
+from fp8bench.nn.conversion.conversion import Choose, Conversion
+from fp8bench.nn.conversion.holders import check_map
+from fp8bench.nn.model_calls import arguments_of, loss_of, on_device, tensors_in
 from fp8bench.nn.training_step import adamw
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_error
-from fp8bench.protocols import Arithmetic, Layer, Phases, Setup, SilentPhases
+from fp8bench.protocols import Arithmetic, Layer, Phases, Setup, SilentPhases, key_of
 
-UNTOUCHED = "untouched"
 # Small: thousands of steps on one batch shall leave the model about where it came from.
 _RATE = 1e-5
 
@@ -66,6 +66,13 @@ def seeded(seed: int, facts: DeviceFacts) -> Iterator[None]:
                 numpy.random.set_state(before[1])
 
 
+Call = Callable[[nn.Module, Any, Any], Any]
+
+
+def called(model: nn.Module, places: Any, named: Any) -> Any:
+    return model(*places, **named)
+
+
 class Outcome(NamedTuple):
     """What one step gives: floating-point outputs in their order, the loss, and gradients by parameter."""
 
@@ -77,21 +84,31 @@ class Outcome(NamedTuple):
 class OwnModel:
     """A copy of a user's model, converted as its case says, with the optimizer of a training pass.
 
-    `doing` says what a step is at, for whoever has to say where it failed.
+    `doing` says what a step is at, for whoever has to say where it failed; `loss_words` how its loss was found.
+    `multiples` are what native products of the case's device want.
     """
 
-    def __init__(self, given: Given, setup: Setup, compiles: bool = True, converts: bool = True) -> None:
+    def __init__(
+        self, given: Given, setup: Setup, multiples: tuple[int, int] = (1, 1), *, compiles: bool = True,
+        converts: bool = True,
+    ) -> None:  # fmt: skip
         params = dict(setup.case.params)
-        self.model, self.batch, self._loss = given
+        self.model, batch, self._loss = given
+        self._batch = batch
+        self._arguments = arguments_of(self.model, batch)
+        _refuse_elsewhere(batch, setup.facts)
+        self.loss_words = ""
         self._facts, self._seed, self._loss_scale = setup.facts, setup.seed, setup.loss_scale
         self.training = params["pass"] == "training"
         self.doing = "conversion"
-        self.conversion = _converted(self.model, setup) if converts else None
+        self.conversion = conversion_of(self.model, setup, multiples) if converts else None
+        if self.conversion is not None:
+            self.conversion.__enter__()  # for as long as this copy lives
         self.parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         if self.training and not self.parameters:
             raise UsageError(f"{params['make']}: no parameter of its model needs a gradient. Profile its --forward.")
         self.optimizer = _optimizer(str(params["optimizer"]), list(self.parameters.values()), setup.facts)
-        self._call: Callable[[nn.Module, Any], Any] = called
+        self._call: Call = called
         if compiles and params["compile"] == "yes":
             self._call = self._compiled()
 
@@ -100,12 +117,12 @@ class OwnModel:
         self._mark(phase)
         self.doing = "loading its batch"
         with phase.data_load:
-            batch = moved(self.batch, self._facts.key)
+            places, named = on_device(self._arguments, self._facts.key)
         self.doing = "forward"
         if not self.training:
             with torch.no_grad():
-                return self._call(self.model, batch)
-        loss = loss_of(self._call(self.model, batch), self._loss)
+                return self._call(self.model, places, named)
+        loss = self._loss_of(self._call(self.model, places, named))
         self.doing = "backward"
         (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
         self._unscale(phase)
@@ -124,18 +141,22 @@ class OwnModel:
     def outcome(self) -> Outcome:
         """What a step gives before any optimizer: every time from the same draws."""
         self._mark(SilentPhases())
-        batch = moved(self.batch, self._facts.key)
+        places, named = on_device(self._arguments, self._facts.key)
         with seeded(self._seed, self._facts), torch.set_grad_enabled(self.training):
-            output = self._call(self.model, batch)
-            outputs = tuple(one.detach() for one in floating(output))
+            output = self._call(self.model, places, named)
+            outputs = tuple(one.detach() for _, one in tensors_in(output) if one.is_floating_point())
             if not self.training:
                 return Outcome(outputs, None, {})
-            loss = loss_of(output, self._loss)
+            loss = self._loss_of(output)
             (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
         gradients = {name: one.grad / self._loss_scale for name, one in self.parameters.items() if one.grad is not None}
         for parameter in self.parameters.values():
             parameter.grad = None
         return Outcome(outputs, loss.detach(), gradients)
+
+    def _loss_of(self, output: Any) -> Tensor:
+        loss, self.loss_words = loss_of(self.model, self._batch, output, self._loss)
+        return loss
 
     def _mark(self, phase: Phases) -> None:
         """A compiled graph knows no phases."""
@@ -148,12 +169,12 @@ class OwnModel:
                 gradients = [one.grad for one in self.parameters.values() if one.grad is not None]
                 torch._foreach_mul_(gradients, 1.0 / self._loss_scale)
 
-    def _compiled(self) -> Callable[[nn.Module, Any], Any]:
+    def _compiled(self) -> Call:
         """The call as a compiled function, by a first step. Its code object is its own: see `nn.gpt.compiled`."""
         from torch._dynamo.utils import counters  # it imports the compiler, which most steps do without
 
         own = FunctionType(called.__code__.replace(), called.__globals__, called.__name__, called.__defaults__)
-        graph: Callable[[nn.Module, Any], Any] = torch.compile(own)
+        graph: Call = torch.compile(own)
         before = counters["stats"]["unique_graphs"]
         self._call = graph
         optimizer, self.optimizer = self.optimizer, None
@@ -181,83 +202,36 @@ def errors_between(found: Outcome, wanted: Outcome) -> dict[str, float]:
     return errors
 
 
+def _refuse_elsewhere(batch: Any, facts: DeviceFacts) -> None:
+    """A step brings its batch to the device, and not from another one."""
+    for name, tensor in tensors_in(batch):
+        if tensor.device.type not in ("cpu", facts.kind):
+            raise UsageError(
+                f"{name or 'the batch'} is on {tensor.device}, and the model is measured on {facts.key}: put it there, "
+                "or on the CPU."
+            )
+
+
 def _optimizer(name: str, parameters: list[nn.Parameter], facts: DeviceFacts) -> torch.optim.Optimizer | None:
     if name == "none":
         return None
     return adamw(parameters, _RATE, facts) if name == "adamw" else torch.optim.SGD(parameters, lr=_RATE)
 
 
-def moved(value: Any, device: str) -> Any:
-    """The same, its tensors on a device."""
-    match value:
-        case Tensor():
-            return value.to(device, non_blocking=True)
-        case Mapping():
-            return {name: moved(one, device) for name, one in value.items()}
-        case tuple() | list():
-            parts = [moved(one, device) for one in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
-
-
-def called(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch: a mapping by keywords, a tuple or list by position, anything else by itself."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)
-
-
-def floating(output: Any) -> Iterator[Tensor]:
-    """The floating-point tensors of an output, in their order."""
-    match output:
-        case Tensor():
-            if output.is_floating_point():
-                yield output
-        case Mapping():
-            for one in output.values():
-                yield from floating(one)
-        case Sequence() if not isinstance(output, str | bytes):
-            for one in output:
-                yield from floating(one)
-
-
-def loss_of(output: Any, loss: Callable[..., Any] | None) -> Tensor:
-    """What backward begins from."""
-    if loss is not None:
-        return loss(output)  # type: ignore[no-any-return]
-    known = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(known, Tensor):
-        return known
-    first = next(floating(output))
-    return first if first.numel() == 1 else first.float().square().mean()
-
-
-class LinearConversion:
-    """`forward` of every nn.Linear of a model, by products in the arithmetic that its layer is given."""
-
-    def __init__(self, model: nn.Module, choose: Callable[[Layer], Arithmetic], skip: Sequence[str] = ()) -> None:
-        self.phase: Phases = SilentPhases()
-        self.converted: list[nn.Linear] = []
-        for name, module in model.named_modules():
-            if type(module) is nn.Linear and not any(fnmatchcase(name, one) for one in skip):
-                arithmetic = choose(Layer(name or "model", "linear"))
-                module.forward = partial(self._forward, module, arithmetic)  # type: ignore[method-assign]
-                self.converted.append(module)
-
-    def _forward(self, module: nn.Linear, arithmetic: Arithmetic, x: Tensor) -> Tensor:
-        y = linear(x, module.weight, arithmetic, self.phase).to(x.dtype)
-        bias: Tensor | None = module.bias
-        return y if bias is None else y + bias
-
-    def undo(self) -> None:
-        for module in self.converted:
-            del module.forward
-
-
-def _converted(model: nn.Module, setup: Setup) -> LinearConversion | None:
-    if setup.case.precision == UNTOUCHED:
-        return None
+def conversion_of(model: nn.Module, setup: Setup, multiples: tuple[int, int]) -> Conversion:
+    """What a case says of a model's layers; UsageError for layers that it does not have."""
+    words = dict(setup.case.precision_map)
     skip = [word for word in str(dict(setup.case.params).get("skip", "")).split(";") if word]
-    return LinearConversion(model, setup.layer, skip)
+    conversion = Conversion(model, _choice(setup, words), skip=skip, multiples=multiples)
+    check_map(list(words), conversion.held)
+    return conversion
+
+
+def _choice(setup: Setup, words: dict[str, str]) -> Choose:
+    """The arithmetic of a layer; None where the map leaves it untouched."""
+
+    def choose(layer: Layer) -> Arithmetic | None:
+        key = key_of(layer, words)
+        return None if key is not None and words[key] == UNTOUCHED else setup.layer(layer)
+
+    return choose

@@ -96,6 +96,18 @@ class Grid:
     energy: bool = True
 
 
+class Covered(NamedTuple):
+    """What the coverage of a model is counted of: the model as it came, the weights that its products are made with as
+    a conversion holds them, and a step. `multiple` is what native products want of sides; `loss` says how the step's
+    loss was found, after it."""
+
+    model: Any
+    held: Sequence[Any]
+    step: Callable[[], object]
+    multiple: int
+    loss: Callable[[], str]
+
+
 class Workload(ABC):
     """Something to measure. State lives in the worker; `step` is what is timed.
 
@@ -172,6 +184,10 @@ class Workload(ABC):
 
     def examine(self, setup: Setup) -> None:
         """Raise UsageError for a case that cannot be; asked in a worker before anything is kept, where `examined`."""
+
+    def covered(self, setup: Setup) -> Covered | None:
+        """What the coverage of a case is counted of, where it converts layers of a model that is not fp8bench's own."""
+        return None
 
     def arithmetics(self, setup: Setup) -> Callable[[str], Arithmetic]:
         """What gives each layer its arithmetic, by its name."""

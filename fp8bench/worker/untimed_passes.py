@@ -21,6 +21,7 @@ from fp8bench.model import (
     Tape,
     TensorStatistics,
 )
+from fp8bench.model.coverage import Coverage
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import Device, Setup, Workload
 from fp8bench.registry import devices, precisions, workloads
@@ -98,6 +99,17 @@ class UntimedPasses:
         gc.collect(1)
         device.empty_cache()
         return found
+
+    def coverage(self, case: Case, facts: DeviceFacts) -> Coverage | None:
+        """How much of a model's products its case converts; None where there is no such model."""
+        with self._apart(case, facts) as (workload, _, setup):
+            covered = workload.covered(setup())
+            if covered is None:
+                return None
+            from fp8bench.tape.coverage import coverage_of
+
+            found = coverage_of(covered.model, covered.held, covered.step, multiple=covered.multiple)
+            return replace(found, loss=covered.loss())
 
     def memory(self, case: Case, facts: DeviceFacts, key: str = "") -> MemoryUse | str:
         """What a step's memory is made of at its highest point, or why nobody can say.

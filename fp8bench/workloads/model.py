@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from fp8bench.errors import Fp8benchError, NotSent, UsageError
 from fp8bench.formats.hardware import native, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
-from fp8bench.protocols import Phases, Precision, Setup, Workload
+from fp8bench.model.words import UNTOUCHED
+from fp8bench.protocols import Covered, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, one_of
-from fp8bench.registry import devices, workloads
+from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
 
 if TYPE_CHECKING:
     from fp8bench.nn.own_model import Given, OwnModel
 
-UNTOUCHED = "untouched"
 OPTIMIZERS = ("adamw", "sgd", "none")
 COMPILE_SECONDS = 600.0
 # What makers have given in this process, by their name and the seed: arms have copies of it.
@@ -95,9 +95,9 @@ class Model(Workload):
         """One step of a copy, uncompiled."""
         from fp8bench.nn.own_model import OwnModel
 
-        state = OwnModel(_copied(setup), setup, compiles=False)
+        state = OwnModel(_copied(setup), setup, _multiples(setup), compiles=False, converts=_converts(setup))
         try:
-            state.try_step()
+            state.step(SilentPhases())
         except Fp8benchError:
             raise
         except Exception as error:
@@ -108,7 +108,7 @@ class Model(Workload):
     def prepare(self, setup: Setup) -> OwnModel:
         from fp8bench.nn.own_model import OwnModel
 
-        return OwnModel(_copied(setup), setup)
+        return OwnModel(_copied(setup), setup, _multiples(setup), converts=_converts(setup))
 
     def step(self, state: OwnModel, phase: Phases) -> object:  # type: ignore[override]
         return state.step(phase)
@@ -118,10 +118,32 @@ class Model(Workload):
         from fp8bench.nn.own_model import OwnModel, errors_between
 
         wanted = OwnModel(_copied(setup), setup, compiles=False, converts=False).outcome()
-        state = OwnModel(_copied(setup), setup)
+        state = OwnModel(_copied(setup), setup, _multiples(setup), converts=_converts(setup))
         if setup.settles:
             state.outcome()
         return errors_between(state.outcome(), wanted)
+
+    def covered(self, setup: Setup) -> Covered | None:
+        """A step of the model as it came, and the weights that the case converts."""
+        from fp8bench.nn.own_model import OwnModel, conversion_of
+
+        if not _converts(setup):
+            return None
+        state = OwnModel(_copied(setup), setup, compiles=False, converts=False)
+        held = conversion_of(state.model, setup, _multiples(setup)).held
+        multiple = max(precisions.get(setup.case.precision).multiples)
+        return Covered(state.model, held, lambda: state.step(SilentPhases()), multiple, lambda: state.loss_words)
+
+
+def _converts(setup: Setup) -> bool:
+    return setup.case.precision != UNTOUCHED
+
+
+def _multiples(setup: Setup) -> tuple[int, int]:
+    """What native products of the case's device want; nothing where they are emulated, or torch's own."""
+    known = [precisions.get(word) for word in (setup.case.precision, *dict(setup.case.precision_map).values())]
+    native = [one.multiples for one in known if one.support(setup.facts).level is Level.NATIVE]
+    return tuple(map(max, zip(*native, strict=True))) if native and setup.facts.accelerated else (1, 1)
 
 
 def _name(setup: Setup) -> str:

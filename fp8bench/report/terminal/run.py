@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fp8bench.model import Finding, Label, Record, Run, Status, Verdict
 from fp8bench.report.break_evens import swept, table
 from fp8bench.report.case_status import emulated
+from fp8bench.report.coverages import elements as coverage
 from fp8bench.report.elements import Element, Facts, Items, Page, Part, Text, Tone
 from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_against
 from fp8bench.report.memories import PEAK
@@ -49,6 +50,8 @@ def page_of(run: Run, findings: Mapping[str, Finding], width: int, report: str =
 
 
 def _parts(panel: Panel, run: Run, width: int) -> Iterator[Part]:
+    if covered := tuple(coverage(panel)):
+        yield Part("coverage", "coverage", covered)
     title = heading(panel.case.workload, panel.shared, panel.case.device, run.devices)
     elements: list[Element] = []
     of_tensors = about_tensors(panel)
