@@ -25,16 +25,36 @@ from fp8bench.store.trainings import load_training, training_named
 _UNDER = ("machine", "torch", "commit", "threads")
 
 
-def basis_of(word: str, store: Path, training: str | None, least: float) -> tuple[Basis, list[str]]:
+def basis_of(
+    word: str, store: Path, training: str | None, least: float, beside: Sequence[str] = ()
+) -> tuple[Basis, list[str]]:
     """The run that a word means with what else the store knows of it, and what of that could not be read."""
     run = load_named(word, store)
+    lent = [load_named(one, store) for one in beside]
+    for other in lent:
+        _refuse_foreign(run, other)
     studies, troubles = studies_of(store_of(Path(run.path)) or store)
     trained = None
     if training is not None:
         kept = load_training(training_named(training, store))
         trained = Trained(kept, verdicts_of(kept.training, kept.lines))
         troubles += kept.troubles
-    return Basis(run, findings(run), studies, trained, least), troubles
+    known = tuple((other, findings(other)) for other in lent)
+    return Basis(run, findings(run), studies, trained, least, known), troubles
+
+
+def _refuse_foreign(run: Run, other: Run) -> None:
+    """Raise where what another run timed says nothing of this one: another machine, torch or device."""
+    names = {device.key: device.name for device in run.devices}
+    for what, own, theirs in (
+        *((name, run.environment.get(name), other.environment.get(name)) for name in ("machine", "torch")),
+        *((f"device {one.key}", names.get(one.key, one.name), one.name) for one in other.devices),
+    ):
+        if own != theirs:
+            raise UsageError(
+                f"the run {other.id} says nothing of {run.id}: its {what} is {theirs}, and not {own}. Measure it here, "
+                "or leave it out."
+            )
 
 
 def map_text(found: Advised, run: Run) -> str:

@@ -59,9 +59,10 @@ class Answer:
 class Advice:
     """One thing to do, or not to do, about a mode.
 
-    `settings` are those it holds for. `gain` is the speed-up that it predicts of the step of `case`, for which it can
-    be measured; None where it is about no speed, or nobody can tell. `recipe` is what to type for it, '' for nothing;
-    `precision_map` the layers that take another precision.
+    `settings` are those it holds for; a `doubtful` one rests on a case that a label casts doubt on. `gain` is the
+    speed-up that it predicts of the step of `case`, for which it can be measured; None where it is about no speed, or
+    nobody can tell. `recipe` is what to type for it, '' for nothing; `precision_map` the layers that take another
+    precision.
     """
 
     rule: str
@@ -75,6 +76,7 @@ class Advice:
     gain: Interval | None = None
     case: str = ""
     grounds: tuple[Ground, ...] = ()
+    doubtful: bool = False
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def advice_elements(advised: Advised) -> Iterator[Element]:
     """The sentences, then what is predicted and by which rows."""
     named = _names(advised)
     shown = advised.advice[:_MOST]
-    yield Items(tuple(Text(_sentence(one, named), _KINDS.get(one.kind, Tone.STRONG)) for one in shown))
+    yield Items(tuple(Text(_sentence(one, named), _tone(one)) for one in shown))
     if len(advised.advice) > len(shown):
         yield Text(f"{len(advised.advice) - len(shown)} more pieces of advice are in the JSON.")
     gains = [one for one in advised.advice if one.gain is not None][:_MOST]
@@ -42,6 +42,10 @@ def advice_elements(advised: Advised) -> Iterator[Element]:
             (Field(f"{one.kind} {one.mode}"), speed(one.gain), Field(one.rule), Field(named(one.case))) for one in gains
         )
         yield Table("predicted", "what is predicted", columns, rows)
+
+
+def _tone(one: Advice) -> Tone:
+    return Tone.DOUBT if one.doubtful else _KINDS.get(one.kind, Tone.STRONG)
 
 
 def _names(advised: Advised) -> Callable[[str], str]:

@@ -90,8 +90,8 @@ OPTIONS = {
     | {"--kind", "--precision", "--takes", "--second", "--multiple", "--causal", "--device", "--seed", "--threads"}
     | {"--rule", "--second-moment", "--weights", "--junit", "--md", "--explain", "--json", "MODULE:FUNCTION"},
     "advise": COMMON | {
-        "RUN", "--training", "--price", "--least", "--write-map", "--check", "--score", "--store", "--import", "--md",
-        "--explain", "--json",
+        "RUN", "--beside", "--training", "--price", "--least", "--write-map", "--check", "--score", "--store",
+        "--import", "--md", "--explain", "--json",
     },
     "tape": COMMON
     | {

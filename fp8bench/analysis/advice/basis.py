@@ -124,7 +124,8 @@ def part_ratio(own: Timing, phases: Collection[str], base: Timing, theirs: Colle
 class Basis:
     """A run with what its samples say, and what else was measured with the same device: studies, trainings.
 
-    `least` is the gain from which on a precision is worth the trouble, as a share.
+    `lent` are other runs of the same machine: what they timed answers questions about this one. `least` is the gain
+    from which on a precision is worth the trouble, as a share.
     """
 
     run: Run
@@ -132,30 +133,46 @@ class Basis:
     studies: tuple[Study, ...] = ()
     training: Trained | None = None
     least: float = 0.1
+    lent: tuple[tuple[Run, Mapping[str, Finding]], ...] = ()
 
     @cached_property
     def besides(self) -> tuple[Beside, ...]:
         """Every case that is no reference, in the order of the run."""
-        groups: dict[str, list[Record]] = {}
-        for record in self.run.records:
-            groups.setdefault(record.case.setting, []).append(record)
-        return tuple(one for records in groups.values() for one in self._of_group(records))
+        return _besides(self.run, self.findings)
 
-    def _of_group(self, records: list[Record]) -> Iterator[Beside]:
-        known = tuple((one, self.findings.get(one.case.id)) for one in records)
-        lead, lead_finding = next((pair for pair in known if pair[0].is_reference), (None, None))
-        yield from (Beside(one, finding, lead, lead_finding, known) for one, finding in known if not one.is_reference)
+    @cached_property
+    def known(self) -> tuple[Beside, ...]:
+        """Those of runs that are lent, too."""
+        return (*self.besides, *(one for run, found in self.lent for one in _besides(run, found)))
 
     def differing(self, one: Beside, axis: str) -> list[Beside]:
         """The same mode where that parameter alone is another one, by its value."""
         own = dict(one.record.case.params)
         if axis not in own:
             return []
+        beside = {name: own[name] for name in (axis, *_WITH.get(axis, ())) if name in own}
         found = [
-            other for other in self.besides
+            other for other in self.known
             if other.mode == one.mode and other.record.case.workload == one.record.case.workload
             and other.record.case.device == one.record.case.device
-            and {**dict(other.record.case.params), axis: own[axis]} == own
+            and {**dict(other.record.case.params), **beside} == own
             and other.record.case.param(axis) != own[axis]
         ]  # fmt: skip
         return sorted(found, key=lambda other: str(other.record.case.param(axis)))
+
+
+# What may differ with an axis, because it has no meaning at its other value.
+_WITH = {"pass": ("optimizer",)}
+
+
+def _besides(run: Run, findings: Mapping[str, Finding]) -> tuple[Beside, ...]:
+    groups: dict[str, list[Record]] = {}
+    for record in run.records:
+        groups.setdefault(record.case.setting, []).append(record)
+    return tuple(one for records in groups.values() for one in _of_group(records, findings))
+
+
+def _of_group(records: list[Record], findings: Mapping[str, Finding]) -> Iterator[Beside]:
+    known = tuple((one, findings.get(one.case.id)) for one in records)
+    lead, lead_finding = next((pair for pair in known if pair[0].is_reference), (None, None))
+    yield from (Beside(one, finding, lead, lead_finding, known) for one, finding in known if not one.is_reference)

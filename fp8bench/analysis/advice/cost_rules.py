@@ -8,7 +8,7 @@ from fp8bench.analysis.advice.rule import Rule, Told
 from fp8bench.analysis.energy import Demand, energy_ratio, why_no_energy
 from fp8bench.analysis.learning.judging import Learned
 from fp8bench.analysis.learning.verdicts import ArmVerdict
-from fp8bench.analysis.sensitivity import Study
+from fp8bench.analysis.sensitivity import Study, Trial
 from fp8bench.model import MemoryRole, Status
 from fp8bench.model.advice import Ground, Met
 
@@ -79,6 +79,12 @@ def study_of(one: Beside, basis: Basis) -> Study | None:
     return max(fitting, key=lambda study: study.started, default=None)
 
 
+def tried_as(one: Beside, study: Study) -> Trial:
+    """The candidate that has the layers low which the case has, by its map; else the one with all of them."""
+    return next((each for each in study.candidates if each.precision_map == one.record.case.precision_map),
+                study.candidates[0])  # fmt: skip
+
+
 def _layers(one: Beside, basis: Basis) -> Told | str | None:
     study = study_of(one, basis)
     if study is None and not one.trains:
@@ -86,10 +92,11 @@ def _layers(one: Beside, basis: Basis) -> Told | str | None:
     if study is None or not study.candidates:
         return "no layer was tried alone"
     row = f"sensitivity study {study.path or study.started}"
-    whole = study.candidates[0]
+    whole = tried_as(one, study)
     gap = study.gap(whole)
-    told = "no loss" if gap is None else units.change(1 + gap)
-    figure = f"all layers low: {told} beside a noise of {units.percent(study.noise or 0.0)} in {study.steps} steps"
+    told = "none" if gap is None else units.change(1 + gap)
+    noise = units.percent(study.noise or 0.0)
+    figure = f"layers low: {len(whole.low)}, loss {told} beside a noise of {noise} in {study.steps} steps"
     grounds = (Ground(row, figure),)
     if study.undecided:
         return Told(Met.UNCLEAR, f"{figure}: no layer can be told from another", grounds)
@@ -129,26 +136,26 @@ def _learns(one: Beside, basis: Basis) -> Told | str | None:
 
 RULES = (
     Rule(
-        "memory", "Does it save memory?", _memory, "fp8bench suite {suite} --dtypes {reference},{mode}",
+        "memory", "Does it save memory?", _memory, "{again}",
         "Training in FP8 keeps weights and optimizer state, and adds copies: published peaks are 1.00 of bf16's.",
     ),
     Rule(
         "energy", "Does it save energy?", _energy,
-        "fp8bench suite {suite} --dtypes {reference},{mode}, where a device tells its energy",
+        "{again}, where a device tells its energy",
         "A device at its power limit trades clocks for width.",
     ),
     Rule(
-        "errors", "Are all results finite?", _error, "fp8bench suite {suite} --dtypes {reference},{mode}",
+        "errors", "Are all results finite?", _error, "{again}",
         "The error orders formats; whether it does harm, a training says.",
         of_speed=False,
     ),
     Rule(
-        "layers", "Do all layers bear it?", _layers, "fp8bench sensitivity --dtype {mode} --reference {reference}",
+        "layers", "Do all layers bear it?", _layers, "fp8bench sensitivity --dtype {mode} --reference {high}",
         "Heads, routers, first and last layers are those that published recipes leave high.",
         of_speed=False,
     ),
     Rule(
-        "learns", "Does it still learn?", _learns, "fp8bench train --dtypes {reference},{mode} --seeds 5",
+        "learns", "Does it still learn?", _learns, "fp8bench train --dtypes {high},{mode} --seeds 5",
         "A short training of one seed tells nothing: seeds differ by as much as formats.",
         of_speed=False,
     ),

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from fp8bench import units
 from fp8bench.analysis.advice.basis import Basis, Beside
-from fp8bench.analysis.advice.cost_rules import arm_of, study_of
+from fp8bench.analysis.advice.cost_rules import arm_of, study_of, tried_as
 from fp8bench.analysis.advice.rule import mapped, met_above, times
 from fp8bench.analysis.advice.schedule import harm_of
 from fp8bench.analysis.advice.shape_rules import pays_from
@@ -73,6 +73,7 @@ def _advice(
     return Advice(
         rule, kind, case.mode, reference, sentence, (case.setting,), recipe, gain=gain,
         case=case.id if gain is not None else "", grounds=grounds,
+        doubtful=gain is not None and one.finding is not None and one.finding.doubtful,
     )  # fmt: skip
 
 
@@ -132,7 +133,7 @@ def _adopted(one: Beside, answers: Answers) -> str:
     words = f"adopt {one.mode}: the step is {times(one.speed)} as fast as in {reference}" if one.speed else ""
     if one.finding is not None and one.finding.doubtful:
         labels = [label for label in one.finding.labels if label.casts_doubt]
-        words += f", perhaps: labelled {', '.join(labels)}"
+        words = f"perhaps {words}; labelled {', '.join(labels)}"
     memory, learns = answers.get("memory"), answers.get("learns")
     if memory is not None and memory.met is Met.NO:
         words += f"; it saves no memory ({memory.figure})"
@@ -152,10 +153,11 @@ def _routed(one: Beside, basis: Basis, answers: Answers) -> Iterator[Advice]:
     layers, study = answers.get("layers"), study_of(one, basis)
     chosen = study.suggested if study is not None else None
     if layers is not None and layers.met is Met.NO and study is not None and chosen is not None:
-        kept = {name for trial in study.probes for name in trial.low} - set(chosen.low)
+        now = tried_as(one, study)
+        kept = set(now.low) - set(chosen.low)
         words = (
             f"route: leave {', '.join(sorted(kept)) or 'what the map names'} in {study.reference} with {one.mode}; the "
-            f"loss is then {_change(study.gap(chosen))} instead of {_change(study.gap(study.candidates[0]))}"
+            f"loss is then {_change(study.gap(chosen))} instead of {_change(study.gap(now))}"
         )
         found = _advice(one, "layers", AdviceKind.ROUTE, words, [layers], _between(one))
         yield replace(

@@ -32,7 +32,7 @@ Asked = Callable[[Beside, Basis], Told | str | None]
 class Rule:
     """One row of the checklist.
 
-    `measure` is the command that would answer it where nothing does, with {suite}, {mode} and {reference} in it: where
+    `measure` is the command that would answer it where nothing does ({again} is what measured the case): where
     a precision is emulated none does, of a question that is `of_speed` or what a step takes. `why` says what it is for.
     """
 
@@ -51,10 +51,28 @@ class Rule:
             return None
         if isinstance(told, Told):
             return Answer(self.name, self.question, case.setting, case.mode, told.met, told.figure, told.grounds)
-        reference = one.lead.case.mode if one.lead is not None else "bf16"
-        how = self.measure.format(suite=case.workload, mode=case.mode, reference=reference)
+        how = self.measure.format(**_words(one))
         how = "" if self.of_speed and one.emulated else how
         return Answer(self.name, self.question, case.setting, case.mode, Met.UNKNOWN, told, measure=how)
+
+
+# What low precision is held against, and what that itself is.
+_WIDE = frozenset({"bf16", "fp16", "tf32"})
+
+
+def _words(one: Beside) -> dict[str, str]:
+    """What measured a case, and how more is asked for. A profile has options where a suite has axes."""
+    case = one.record.case
+    params = dict(case.params)
+    reference = one.lead.case.mode if one.lead is not None else "bf16"
+    words = {"mode": case.mode, "make": "MODULE:make", "high": reference}
+    if "make" not in params:
+        again = f"fp8bench suite {case.workload} --dtypes {reference},{case.mode}"
+        return {**words, "again": again, "compiled": "--set compile=no,yes", "larger": "--set batch=1,4,16"}
+    forward = " --forward" if params.get("pass") == "forward" else ""
+    again = f"fp8bench profile {params['make']}{forward} --dtypes {case.mode}"
+    words |= {"make": str(params["make"]), "high": "fp32" if case.precision in _WIDE else "bf16"}
+    return {**words, "again": again, "compiled": "--compile", "larger": "with a function that gives a larger batch"}
 
 
 def met_above(gain: Interval, least: float) -> Met:

@@ -26,7 +26,7 @@ def pays_from(mode: str, device: str, basis: Basis) -> tuple[float, float, tuple
     A size is the cube root of M N K. It is infinite where none pays. A sentence where too few were measured.
     """
     found: dict[int, tuple[SizedRatio, str]] = {}
-    for one in basis.besides:
+    for one in basis.known:
         params = dict(one.record.case.params)
         if one.mode != mode or one.record.case.device != device or not all(
             isinstance(params.get(side), int) for side in _SIDES
@@ -134,15 +134,15 @@ def _experts(one: Beside, basis: Basis) -> Told | str | None:
 RULES = (
     Rule(
         "shapes", "Are its products large enough?", _large,
-        "fp8bench suite gemm,{suite} --dtypes {reference},{mode}",
+        "fp8bench suite gemm --dtypes {high},{mode}, then fp8bench advise RUN --beside last",
         "Break-even differs by device, recipe and torch by more than twice: no constant holds (torchao #2410).",
     ),
     Rule(
-        "coverage", "Can most of its products be converted?", _reached, "fp8bench profile MODULE:make --dtypes {mode}",
+        "coverage", "Can most of its products be converted?", _reached, "fp8bench profile {make} --dtypes {mode}",
         "A converter of nn.Linear alone does nothing for GPT-2 or a ResNet, and 18% for Mixtral.",
     ),
     Rule(
-        "experts", "Are the experts converted?", _experts, "fp8bench profile MODULE:make --dtypes {mode}",
+        "experts", "Are the experts converted?", _experts, "fp8bench profile {make} --dtypes {mode}",
         "Of a published mixture of experts: linear layers alone 1.05x, experts alone 1.40x.",
     ),
 )  # fmt: skip

@@ -68,7 +68,7 @@ def _amdahl(one: Beside, basis: Basis) -> Told | str:
     """With the speed that its products have here, by a ceiling or by themselves, and casts for nothing."""
     share = None if one.lead is None or one.lead.support.level is Level.EMULATED else one.share(_PRODUCTS)
     if share is None or one.lead is None:
-        return "no phase of products was timed in the reference"
+        return "the reference marks no products: it was compiled, or is a model as it came"
     least = 1 + basis.least
     grounds = [Ground(one.lead.case.id, f"products are {part(share)} of the step")]
     found = [(mapped(share, lambda value: _faster(value, 0.0)), "with products that take no time")]
@@ -103,7 +103,7 @@ def _casts(one: Beside, basis: Basis) -> Told | str | None:
     both = one.of_reference(_WITH_CASTS, _WITH_CASTS)
     casts = one.of_reference({Phase.CAST}, _PRODUCTS)
     if own is None or both is None:
-        return "no phase of products was timed: a compiled step has none"
+        return "the reference marks no products: it was compiled, or is a model as it came"
     if casts is None:
         return "it has no casts of its own"
     alone, taxed = own.inverse, both.inverse
@@ -229,36 +229,36 @@ RULES = (
         "An emulated precision has numbers and no speed.",
     ),
     Rule(
-        "step", "Is the whole step faster?", _whole, "fp8bench suite {suite} --dtypes {reference},{mode}",
+        "step", "Is the whole step faster?", _whole, "{again}",
         "What a product gains is not what a step gains: timed in the same rounds, with an interval.",
     ),
     Rule(
         "amdahl", "Do its products take enough of the step?", _amdahl,
-        "fp8bench doctor --ceilings, then fp8bench suite {suite} --dtypes {reference},{mode}",
+        "fp8bench doctor --ceilings, then {again}",
         "Amdahl's law: where products are a quarter of a step, products 1.6 times as fast give 10%.",
     ),
     Rule(
-        "casts", "Do casts leave what the products gain?", _casts, "fp8bench suite {suite} --dtypes {reference},{mode}",
+        "casts", "Do casts leave what the products gain?", _casts, "{again}",
         "Published products with casts gain 1.4 times where products of ready operands gain 1.9.",
     ),
     Rule(
         "granularity", "Is its scaling the cheapest of its width?", _granularity,
-        "fp8bench suite {suite} --dtypes {reference},fp8,fp8-rowwise,mxfp8",
+        "{again},fp8,fp8-rowwise,mxfp8",
         "One scale a row or a block costs more than one a tensor: +10% instead of +25% in a published training.",
     ),
     Rule(
         "compile", "Does it gain once the step is compiled?", _compiled,
-        "fp8bench suite {suite} --dtypes {reference},{mode} --set compile=no,yes",
+        "{again} {compiled}",
         "Casts of several kernels each eat what products gain (torchao #1297: half as fast as bf16).",
     ),
     Rule(
         "batch", "Is the batch large enough?", _batch,
-        "fp8bench suite {suite} --dtypes {reference},{mode} --set batch=1,4,16",
+        "{again} {larger}",
         "More rows pay the cast of a weight; a longer sequence leaves products less of the step.",
     ),
     Rule(
         "stages", "Does every kind of step gain?", _stages,
-        "fp8bench profile MODULE:make --dtypes {mode}, and once more with --forward",
+        "fp8bench profile {make} --dtypes {mode} --forward, then fp8bench advise RUN --beside last",
         "Prefill gains more than decoding in every published measurement, and training more than either.",
     ),
 )  # fmt: skip

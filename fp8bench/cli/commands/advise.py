@@ -30,6 +30,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 a check came to no figure, 130 interrupted."
     words = "a run, or the profile of a model of your own: an id, a file's stem, a path, or 'last'"
     parser.add_argument("run", metavar="RUN", nargs="?", help=words)
+    words = "another run of this machine whose figures answer questions, too: of products, say; may be given again"
+    parser.add_argument("--beside", metavar="RUN", action="append", default=[], help=words)
     words = "a training whose arms say whether a precision still learns: an id, its folder, or 'last'"
     parser.add_argument("--training", metavar="STUDY", help=words)
     words = "what an hour of the device costs, like 2.50/h: money to the same loss, with --training"
@@ -59,14 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
     check_files({"--write-map": arguments.write_map})
     if arguments.score:
         others = ("run", "training", "price", "write_map", "check")
-        if any(getattr(arguments, name) is not None for name in others):
+        if arguments.beside or any(getattr(arguments, name) is not None for name in others):
             raise UsageError("--score is of all checks of the store: leave the run and all options of it out.")
         checks, troubles = load_checks(arguments.store)
         tell(arguments, partial(score_page, checks, troubles), partial(score_as_json, checks))
         return EXIT_OK
     if arguments.run is None:
         raise UsageError("no run was named. Give an id, a path, or 'last'; or --score.")
-    basis, notes = basis_of(arguments.run, arguments.store, arguments.training, arguments.least / 100)
+    basis, notes = basis_of(arguments.run, arguments.store, arguments.training, arguments.least / 100, arguments.beside)
     found = advised(basis)
     if arguments.write_map is not None:
         write_map(found, basis.run, arguments.write_map)

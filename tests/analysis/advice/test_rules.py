@@ -8,11 +8,12 @@ import pytest
 
 from fp8bench.analysis.advice.advise import RULES
 from fp8bench.analysis.advice.shape_rules import pays_from
+from fp8bench.analysis.findings import findings
 from fp8bench.analysis.sensitivity import By, Study, Trial
 from fp8bench.model import Level, MemoryUse, OperatorCount, PhaseCount, Tape
 from fp8bench.model.advice import Met
 from fp8bench.model.coverage import Coverage, HeldProduct, Holder
-from tests.advised import BF16, FP8, NANO, answer, basis, group, record, said
+from tests.advised import BF16, FP8, NANO, answer, basis, group, record, run, said
 
 
 def met(rule: str, *groups: object, mode: str = "fp8", **more: object) -> Met:
@@ -22,7 +23,8 @@ def met(rule: str, *groups: object, mode: str = "fp8", **more: object) -> Met:
 def test_every_rule_has_a_question_a_command_and_a_reason() -> None:
     """And names of their own."""
     assert len({rule.name for rule in RULES}) == len(RULES) == len({rule.question for rule in RULES})
-    assert all(rule.question.endswith("?") and rule.measure.startswith("fp8bench ") and rule.why for rule in RULES)
+    assert all(rule.question.endswith("?") and rule.why for rule in RULES)
+    assert all(rule.measure.startswith(("fp8bench ", "{again}")) for rule in RULES)
 
 
 def test_a_share_of_ten_percent_is_not_worth_it() -> None:
@@ -124,6 +126,33 @@ def test_products_of_a_step_against_break_even(side: int, wanted: Met) -> None:
     assert met("shapes", model(side), *squares(0.5, 0.8, 1.4, 1.9), mode="nvfp4") is wanted
 
 
+def test_another_run_may_lend_its_products() -> None:
+    """Break-even is then that of the lent run; the advice is on the first one alone."""
+    lent = run(*squares(0.5, 0.8, 1.4, 1.9))  # type: ignore[arg-type]
+    alone = answer(said(model(2048)), "shapes", "nvfp4")  # type: ignore[arg-type]
+    assert alone.met is Met.UNKNOWN
+    assert alone.measure == "fp8bench suite gemm --dtypes bf16,nvfp4, then fp8bench advise RUN --beside last"
+    found = said(model(2048), lent=((lent, findings(lent)),))  # type: ignore[arg-type]
+    assert answer(found, "shapes", "nvfp4").met is Met.YES and {one.setting for one in found.answers} == {
+        model(1)[0].case.setting  # type: ignore[attr-defined]
+    }
+
+
+def test_what_would_measure_a_profile_is_a_profile() -> None:
+    """Forward and training have other optimizers, and are the same model all the same."""
+    make = {"make": "my_pkg:make", "pass": "training", "optimizer": "adamw", "compile": "no"}
+    forward = {**make, "pass": "forward", "optimizer": "none"}
+    found = said(group(make, workload="model", fp8=FP8))
+    assert answer(found, "compile").measure == "fp8bench profile my_pkg:make --dtypes fp8 --compile"
+    assert answer(found, "learns").measure == "fp8bench train --dtypes bf16,fp8 --seeds 5"
+    assert answer(found, "stages").met is Met.UNKNOWN
+    other = run(group(forward, workload="model", fp8={**FP8, "cast": 4000}))
+    both = said(group(make, workload="model", fp8=FP8), lent=((other, findings(other)),))
+    assert answer(both, "stages").met is Met.NO
+    alone = answer(said(group(forward, workload="model", fp8=FP8)), "compile").measure
+    assert alone == "fp8bench profile my_pkg:make --forward --dtypes fp8 --compile"
+
+
 def holder(name: str, kind: str, flops: int, converted: bool = True, side: int = 4096) -> Holder:
     products = (HeldProduct(side, side, side),)
     return Holder(name, kind, (8, 8), products, flops, 1, converted, "" if converted else "no product of ours for it")
@@ -173,5 +202,10 @@ def study(*gaps: float) -> Study:
 @pytest.mark.parametrize(("gaps", "wanted"), [((0.005,), Met.YES), ((0.1, 0.005), Met.NO), ((), Met.UNKNOWN)])
 def test_layers_by_a_study(gaps: tuple[float, ...], wanted: Met) -> None:
     assert met("layers", group(fp8=FP8), studies=(study(*gaps),)) is wanted
+    if len(gaps) > 1:  # with the map that the study found, the case bears it
+        mapped = group(fp8=FP8)
+        mapped[1] = replace(mapped[1], case=replace(mapped[1].case, precision_map=(("head", "bf16"),)))
+        bears = next(one for one in said(mapped, studies=(study(*gaps),)).answers if one.rule == "layers")
+        assert bears.met is Met.YES and bears.figure.startswith("layers low: 1, loss +0.5%")
     other = replace(study(*gaps), params=(("size", "nano"),))
     assert met("layers", group(fp8=FP8), studies=(other,)) is Met.UNKNOWN

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fp8bench.cli.option_types import precision_map
 from fp8bench.jobs.sensitivity import kept
-from fp8bench.model import Level
+from fp8bench.model import Environment, Level
 from fp8bench.store.advice import load_checks
 from tests.advised import BF16, FP8, group, run
 from tests.analysis.advice.test_rules import study
@@ -64,6 +65,16 @@ def test_what_emulations_say_cannot_be_checked(store: Path, fp8bench: Say) -> No
     assert code == 2 and "nothing to check" in err
     code, out, _ = fp8bench("advise", "--score")
     assert code == 0 and "hit rate unknown: 0 of 0" in out
+
+
+def test_another_run_answers_only_from_the_same_machine(store: Path, fp8bench: Say) -> None:
+    first = run(group(fp8=FP8))
+    keep(replace(first, id="aaaa"), store)
+    other = replace(first, id="bbbb", started="2026-01-05T13:00:00Z", environment=Environment({"machine": "another"}))
+    keep(other, store)
+    code, _, err = fp8bench("advise", "aaaa", "--beside", "bbbb")
+    assert code == 2 and "the run bbbb says nothing of aaaa: its machine is another, and not None" in err
+    assert fp8bench("advise", "aaaa", "--beside", "aaaa")[0] == 0
 
 
 def test_a_price_without_a_training(store: Path, fp8bench: Say) -> None:

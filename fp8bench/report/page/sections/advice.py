@@ -21,8 +21,8 @@ class AdviceSection(Section):
     title = "When to use FP8"
     lead = (
         "Each question with this machine's figure and the row that it rests on; yes speaks for the lower precision. "
-        "No figure of another machine is used. `fp8bench advise RUN` adds studies and trainings of the store, and "
-        "`--check` measures what is predicted here."
+        "No figure of another machine is used. fp8bench advise RUN adds studies and trainings of the store, and "
+        "its --check measures what is predicted here."
     )
     rank = 68
 
