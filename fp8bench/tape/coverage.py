@@ -22,8 +22,8 @@ from fp8bench.model.coverage import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.nn.conversion.holders import CONV2D, EXPERTS, Held
 from fp8bench.nn.conversion.stacked import Stacked
 from fp8bench.tape.formulas import flops_of
-from fp8bench.tape.product_shapes import products_of
-from fp8bench.tape.recorder import Call, OperatorTape, name_of
+from fp8bench.tape.product_shapes import SHAPES, products_of
+from fp8bench.tape.recorder import Call, OperatorTape, name_of, tensors_in
 
 _number = torch._C._autograd._get_sequence_nr
 _node = torch._C._current_autograd_node
@@ -56,6 +56,8 @@ class _Places(OperatorTape):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module, held: Sequence[Held]) -> None:
         super().__init__()
         self.places: list[_Place] = []
+        # The node of the graph that each call belongs to, in backward; None in forward.
+        self.nodes: list[int | None] = []
         # Weights that torch has multiplied by in a way that could not be told.
         self.missed: set[int] = set()
         self.called: Counter[int] = Counter()
@@ -73,9 +75,13 @@ class _Places(OperatorTape):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        place = self._place()
+        node: Any = _node()
+        number = None if node is None else node._sequence_nr()
+        place = self._place(number)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.places += [place] * (len(self.calls) - len(self.places))
+        new = len(self.calls) - len(self.places)
+        self.places += [place] * new
+        self.nodes += [number] * new
         return result
 
     @contextmanager
@@ -89,14 +95,11 @@ class _Places(OperatorTape):  # type: ignore[no-untyped-call]
             before.remove()
             after.remove()
 
-    def _place(self) -> _Place:
+    def _place(self, node: int | None) -> _Place:
         """Where the operator that comes runs: in a module's forward pass, or in backward of what one has made."""
-        node: Any = _node()
         if self._running and (node is None or self._running[-1].task == _task()):
             return self._running[-1].place
-        if node is None:
-            return _NOWHERE
-        return self._made_in[bisect_right(self._from, node._sequence_nr()) - 1]
+        return _NOWHERE if node is None else self._made_in[bisect_right(self._from, node) - 1]
 
     def _begin(self, module: nn.Module, given: Any) -> None:
         path = self._paths.get(module)
@@ -154,9 +157,9 @@ def coverage_of(
     tape = _Places(model, held)
     with tape.following(), torch.autograd.set_multithreading_enabled(False), tape:
         step()
-    found = _Sums()
-    for call, place in zip(tape.calls, tape.places, strict=True):
-        found.add(call, place)
+    found = _Sums(model, tape)
+    for call, place, node in zip(tape.calls, tape.places, tape.nodes, strict=True):
+        found.add(call, place, node)
     if not found.flops and not found.others:
         raise UsageError(f"a step of {type(model).__name__} multiplies no matrices: there is nothing to convert")
     holders = (_holder(one, found, tape, multiple) for one in held)
@@ -170,15 +173,25 @@ _NO_PRODUCT = "no-product"
 
 
 class _Sums:
-    """FLOPs and products of each weight, and of all that is outside."""
+    """FLOPs and products of each weight, and of all that is outside. `by_hand` are weights that are multiplied by
+    there: what holds them is passed by."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, tape: _Places) -> None:
         self.flops = 0
         self.of: Counter[int] = Counter()
         self.products: dict[int, list[HeldProduct]] = defaultdict(list)
-        self.others: dict[tuple[str, str, bool], OtherProduct] = {}
+        self.others: dict[tuple[str, str, str], OtherProduct] = {}
+        self.by_hand: set[str] = set()
+        self._names = {
+            one.untyped_storage()._cdata: name
+            for name, one in model.named_parameters()
+            if type(one) is nn.Parameter and one.layout is torch.strided and one.dim() > 1
+        }
+        # Of a node that computes the gradients of a product one call has the weight, and the other has not.
+        pairs = zip(tape.calls, tape.nodes, strict=True)
+        self._of_nodes = {node: name for call, node in pairs if node is not None for name in self._weights_of(call)}
 
-    def add(self, call: Call, place: _Place) -> None:
+    def add(self, call: Call, place: _Place, node: int | None) -> None:
         count, _ = flops_of(call)
         if count == 0:
             return
@@ -187,38 +200,52 @@ class _Sums:
             self.products[id(place.held)] += products_of(call)
             self.of[id(place.held)] += count
             return
-        key = name_of(call), place.path, count is None
-        before = self.others.get(
-            key, OtherProduct(key[0], key[1], None if count is None else 0, 0, _why(key[0], count))
-        )
+        weight = next(self._weights_of(call), self._of_nodes.get(node) if node is not None else None)
+        operator, reason = name_of(call), _why(name_of(call), count, weight)
+        if weight is not None:
+            self.by_hand.add(weight)
+        key = operator, place.path, reason
+        before = self.others.get(key, OtherProduct(operator, place.path, None if count is None else 0, 0, reason))
         flops = None if count is None else (before.flops or 0) + count
         self.others[key] = replace(before, flops=flops, calls=before.calls + 1)
 
+    def _weights_of(self, call: Call) -> Iterator[str]:
+        if call.operator.namespace == "aten" and name_of(call) not in SHAPES:
+            return
+        for one in tensors_in((call.given, tuple(call.named.values()))):
+            if one.storage in self._names and len(one.shape) > 1:
+                yield self._names[one.storage]
 
-def _why(operator: str, count: int | None) -> str:
+
+def _why(operator: str, count: int | None, weight: str | None) -> str:
     if count is None:
         return "nobody has a formula for its FLOPs: they are in no sum"
+    if weight is not None:
+        return f"multiplies by {weight} in a function, and not by calling its layer"
     if "attention" in operator:
         return "attention: queries, keys and values are multiplied with each other, and no weights"
     return "no layer's: a function multiplies tensors that are no weight of a layer here"
 
 
 def _holder(held: Held, found: _Sums, tape: _Places, multiple: int) -> Holder:
-    rule, reason = held.rule, held.reason
     products, calls = tuple(found.products[id(held)]), tape.called[id(held)]
+    rule, reason = held.rule, held.reason
     if not reason and not calls:
-        rule, reason = "not-called", "the step never calls it"
-        if id(held) in tape.missed:
-            rule, reason = (
-                "operator",
-                "it is multiplied in a way that is not x times a weight (an einsum, or a sum with it)",
-            )
-        elif held.kind == EXPERTS:
-            rule = _NO_PRODUCT
+        rule, reason = _not_called(held, found, tape)
     return Holder(
         held.name, held.shown_kind, held.shape, products, found.of[id(held)], calls, not reason, reason, rule,
         unfit(held, products, multiple), held.also,
     )  # fmt: skip
+
+
+def _not_called(held: Held, found: _Sums, tape: _Places) -> tuple[str, str]:
+    if id(held) in tape.missed:
+        return "operator", "it is multiplied in a way that is not x times a weight (an einsum, or a sum with it)"
+    if held.kind == EXPERTS:
+        return _NO_PRODUCT, "nothing is multiplied by it"
+    if f"{held.name}.{held.parameter}".lstrip(".") in found.by_hand:
+        return "not-called", "the step multiplies by its weight in a function, and never calls it"
+    return "not-called", "the step never calls it"
 
 
 def unfit(held: Held, products: Sequence[HeldProduct], multiple: int) -> str:

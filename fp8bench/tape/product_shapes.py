@@ -49,7 +49,8 @@ def _of(left: str, right: str) -> Callable[[Named], list[tuple[int, int, int, in
     return lambda named: _matrices(left, right, named)
 
 
-_SHAPES: dict[str, Callable[[Named], list[tuple[int, int, int, int]]]] = {
+# Of each operator that multiplies matrices, by name.
+SHAPES: dict[str, Callable[[Named], list[tuple[int, int, int, int]]]] = {
     **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), _of("self", "mat2")),
     **dict.fromkeys(("addmm", "_addmm_activation"), _of("mat1", "mat2")),
     **dict.fromkeys(("baddbmm",), _of("batch1", "batch2")),
@@ -61,7 +62,7 @@ _SHAPES: dict[str, Callable[[Named], list[tuple[int, int, int, int]]]] = {
 
 def products_of(call: Call) -> list[HeldProduct]:
     """None for operators that make no products of matrices, or do so within something larger (attention, an LSTM)."""
-    shapes = _SHAPES.get(name_of(call))
+    shapes = SHAPES.get(name_of(call))
     if shapes is None:
         return []
     named = {**arguments_of(call), "": next(tensors_in(call.result), None)}

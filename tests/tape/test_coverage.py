@@ -67,7 +67,11 @@ def test_each_product_has_its_holder() -> None:
     assert (of(coverage, "never").flops, of(coverage, "never").rule) == (0, "not-called")
     outside = {(one.operator, one.module): one.flops for one in coverage.others}
     assert outside == {("bmm", ""): 6 * 2 * 2 * 8 * 8 * 16, ("mm", ""): 3 * ONE}
-    assert of(coverage, "tied").rule == "not-called"
+    reasons = {one.operator: one.reason for one in coverage.others}
+    assert reasons["mm"] == "multiplies by tied.weight in a function, and not by calling its layer"
+    assert reasons["bmm"].startswith("no layer's")
+    assert of(coverage, "tied").reason == "the step multiplies by its weight in a function, and never calls it"
+    assert of(coverage, "never").reason == "the step never calls it"
     assert sorted((one.m, one.n, one.k, one.backward) for one in of(coverage, "qkv").products) == [
         (16, 48, 16, False), (48, 16, 16, True)
     ]  # fmt: skip

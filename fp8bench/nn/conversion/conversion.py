@@ -63,7 +63,7 @@ class Conversion:
             if arithmetic is not None and not held.reason
         }
         if not self._arithmetics:
-            raise UsageError(f"nothing of {type(model).__name__} can be converted: {_reasons(self.held)}")
+            raise UsageError(f"nothing of {type(model).__name__} can be converted ({_reasons(self.held)})")
 
     @property
     def converted(self) -> tuple[Held, ...]:
@@ -137,7 +137,5 @@ def _is_no(wrong: Sequence[str]) -> str:
 
 def _reasons(held: Sequence[Held]) -> str:
     counts = Counter(one.reason for one in held)
-    words = [
-        f"{count} {'weights are' if count > 1 else 'weight is'} not, {why}" for why, count in counts.most_common(3)
-    ]
+    words = [f"{count} weight{'s' if count > 1 else ''}: {why}" for why, count in counts.most_common(3)]
     return "; ".join(words) or "it has no layer that multiplies by weights"

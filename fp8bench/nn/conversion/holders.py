@@ -136,44 +136,34 @@ def _skipped(one: Held, skip: Sequence[str]) -> Held:
     return replace(one, reason=f"left out by '{pattern}'", rule="skipped")
 
 
-def _of_module(module: nn.Module, names: Sequence[str], in_attention: bool, allow: Sequence[str]) -> Iterator[Held]:
+def _of_module(module: nn.Module, paths: Sequence[str], in_attention: bool, allow: Sequence[str]) -> Iterator[Held]:
     kind, base = _kind_of(module)
-    if kind:
-        assert base is not None
-        held = Held(names[0], kind, module, also=tuple(names[1:]))
+    if base is not None:
+        first, *also = paths
+        held = Held(first or type(module).__name__, kind, module, also=tuple(also))
         rule, reason = _forward_refused(held, base, allow) or _weight_refused(held) or ("", "")
         if in_attention:
             rule, reason = "not-called", "torch's own attention reads its weight and never calls it"
         yield replace(held, rule=rule, reason=reason)
     elif isinstance(module, _OTHERS):
-        name = type(module).__name__
-        why = f"there is no product of ours for {name}"
+        reason = f"there is no product of ours for {type(module).__name__}"
         if isinstance(module, nn.MultiheadAttention):
-            why += (
-                ": torch multiplies by its parameters inside one function, in which nothing can be put in their place"
-            )
-        yield from (
-            Held(
-                f"{names[0]}.{own}",
-                name,
-                module,
-                own,
-                tuple(f"{path}.{own}" for path in names[1:]),
-                False,
-                why,
-                "class",
-            )
-            for own, parameter in module.named_parameters(recurse=False)
-            if parameter.dim() > 1 and ("weight" in own)
-        )
+            reason += ": torch multiplies by its parameters in one function, in which nothing can take their place"
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 1 and "weight" in own:
+                held = _of_parameter(module, paths, own, type(module).__name__)
+                yield replace(held, rule="class", reason=reason)
     elif not type(module).__module__.startswith("torch.nn."):
         for own, parameter in module.named_parameters(recurse=False):
             if _is_stack(parameter):
-                held = Held(
-                    f"{names[0]}.{own}".lstrip("."), EXPERTS, module, own, tuple(f"{p}.{own}" for p in names[1:])
-                )
+                held = _of_parameter(module, paths, own, EXPERTS)
                 rule, reason = _replaced(held) or _weight_refused(held) or ("", "")
                 yield replace(held, rule=rule, reason=reason)
+
+
+def _of_parameter(module: nn.Module, paths: Sequence[str], own: str, kind: str) -> Held:
+    first, *also = (f"{path}.{own}".lstrip(".") for path in paths)
+    return Held(first, kind, module, own, tuple(also))
 
 
 def _is_stack(parameter: nn.Parameter) -> bool:

@@ -251,17 +251,26 @@ def test_what_cannot_be_converted_says_why() -> None:
     assert reasons["memory.weight_ih_l0"][0] == reasons["back.weight"][0] == "class"
     assert reasons["wide"][0] == "groups" and reasons["lazy"][0] == "shape"
     assert reasons["whole"] == ("dtype", "its weight is int8, quantised already")
-    with pytest.raises(UsageError, match=r"nothing of ModuleDict can be converted: .* weights are not, there is no"):
+    with pytest.raises(
+        UsageError,
+        match=r"nothing of ModuleDict can be converted \(2 weights: there is no product of ours for LSTM; 1 weight: ",
+    ):
         converted(model)
 
 
 def test_nothing_to_convert_is_refused() -> None:
     with pytest.raises(
-        UsageError, match="nothing of ReLU can be converted: it has no layer that multiplies by weights"
+        UsageError, match=r"nothing of ReLU can be converted .it has no layer that multiplies by weights"
     ):
         converted(nn.ReLU())
     with pytest.raises(UsageError, match="weight is on the meta device"):
         converted(nn.Linear(4, 4, device="meta"))
+
+
+def test_a_model_that_is_one_layer_has_its_classs_name() -> None:
+    assert [one.name for one in held_in(nn.Linear(4, 4))] == ["Linear"]
+    assert [one.name for one in held_in(nn.LSTM(4, 4))] == ["weight_ih_l0", "weight_hh_l0"]
+    assert [one.name for one in held_in(Experts("bmm"), ["stack"])] == ["stack", "position"]
 
 
 def test_sides_that_native_products_do_not_take() -> None:
