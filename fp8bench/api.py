@@ -90,6 +90,7 @@ def run(
     sustained: float | None = None,
     tape: bool = False,
     shares: bool = False,
+    ranks: int | None = None,
     max_batch: bool = False,
     memory_limit: int | str | None = None,
     backend: str = "auto",
@@ -111,6 +112,7 @@ def run(
         refresh_scales=refresh_scales, saturation_bound=saturation_bound, energy=energy, energy_of=energy_of,
         sustained=sustained, max_batch=max_batch, memory_limit=_bytes(memory_limit), backend=backend, tape=tape,
         shares=shares,
+        ranks=ranks,
     )  # fmt: skip
     request = replace(request, imports=(*request.imports, *files_of(suite)))
     return _measured(partial(execute, request), store, observer, tensorboard)

@@ -31,6 +31,7 @@ from fp8bench.measure.interrupts import held_back, ignored
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import trace_folder
 from fp8bench.measure.quantisers import Quantisers, quantisers_for
+from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.measure.sensors.device_state import device_state_of
 from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.settle import warm_up_limit
@@ -153,7 +154,7 @@ def _measure(
     quantisers = quantisers_for(run.request.quick, os.environ)
     lost: dict[str, str] = {}
     # What is measured again is timed again: its operators are known.
-    untimed = other if run.origin != AGAIN else None
+    untimed = other if run.origin != AGAIN and run.request.ranks is None else None
     try:
         ceilings = _ceilings(run, groups, store, worker, observer)
         for place, group in enumerate(groups):
@@ -182,6 +183,8 @@ def _ceilings(
     run: Run, groups: Sequence[Group], store: Path, worker: Worker, observer: Observer
 ) -> dict[str, Ceilings]:
     """What each device can do at most, with the threads of this run, where it is known or measured now."""
+    if run.request.ranks is not None:  # several processes share what one would find
+        return {}
     first = {one.case.device: one.case for group in reversed(groups) for one in reversed(group.cases) if one.runs}
 
     def measured(device: DeviceFacts) -> Ceilings:
@@ -232,7 +235,10 @@ def _prepared(request: Request, store: Path, write: bool) -> Corpus | None:
 def worker_for(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
     """The worker that a request asks for, closed at the end, whatever happens."""
     settings = Settings(request.threads, request.seed, request.imports, corpus.path if corpus else None)
-    worker = ProcessWorker(settings) if request.isolation else LocalWorker(settings)
+    if request.ranks is not None:
+        worker: Worker = RanksWorker(settings, request.ranks)
+    else:
+        worker = ProcessWorker(settings) if request.isolation else LocalWorker(settings)
     try:
         yield worker
     finally:
@@ -304,7 +310,7 @@ def _group(
     untimed: Worker | None,
 ) -> tuple[Record, ...]:
     request, facts = run.request, {one.key: one for one in run.devices}
-    windows = window_rule_for(request)
+    windows = window_rule_for(request) if request.ranks is None else None
     if not workloads.get(group.cases[0].case.workload).fused:
         windows, quantisers = None, Quantisers("the suite is about numbers, and compiles none")
     used = next((facts[planned.case.device] for planned in group.cases if planned.runs), None)

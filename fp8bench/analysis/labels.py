@@ -64,15 +64,22 @@ def disturbed_slots(timing: Timing, ahead: float) -> int:
     The processor time of the process is all there is to say with one thread. With several it hides a delay, because
     threads that wait for a late one spin and count as busy. There the thread that runs the steps is asked, whose own
     time keeps up with the wall clock as long as nobody takes its core. It falls behind too where it sleeps until the
-    others are done, so that it counts only if the system says that somebody took a core meanwhile.
+    others are done, so that it counts only if the system says that somebody took a core meanwhile. A rank that waits
+    for another one needs no core: its communication is left out.
     """
-    process = [slot for slot in timing.slots if slot.wall_seconds > ahead * slot.cpu_seconds]
+    process = [slot for slot in timing.slots if _on_core(slot) > ahead * slot.cpu_seconds]
     thread = [
         slot
         for slot in timing.slots
-        if slot.thread_seconds is not None and slot.wall_seconds > ahead * slot.thread_seconds
+        if slot.thread_seconds is not None and _on_core(slot) > ahead * slot.thread_seconds
     ]
     return max(len(process), len(thread) if _taken(thread) else 0)
+
+
+def _on_core(slot: SlotSample) -> float:
+    """How long the process should have had a core: of several ranks the slowest one's, by whose counters it goes."""
+    last = max(slot.ranks, key=lambda one: sum(one.step_ns), default=None)
+    return slot.wall_seconds - (0.0 if last is None else sum(last.communication_ns) * 1e-9)
 
 
 def contended(timing: Timing, ahead: float = AHEAD) -> bool:

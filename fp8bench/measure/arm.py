@@ -218,7 +218,7 @@ class Arm:
         self.slots.append(
             SlotSample(
                 round_number, calls, raw.wall_seconds, raw.cpu_seconds, raw.host_seconds, raw.thread_seconds,
-                raw.preemptions, raw.stolen_seconds, raw.waited_seconds, place,
+                raw.preemptions, raw.stolen_seconds, raw.waited_seconds, place, ranks=raw.ranks,
             )
         )  # fmt: skip
 

@@ -165,7 +165,7 @@ class ProcessWorker(Worker):
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
         if self._process is None:
             try:
-                self._process = WorkerProcess(self._python, self._module, self._environment())
+                self._process = self._started()
             except OSError as error:
                 raise WorkerLost(
                     f"the worker could not be started ({error.strerror}): the system lets this process start no other, "
@@ -195,6 +195,9 @@ class ProcessWorker(Worker):
         if process is not None:
             process.kill()
 
+    def _started(self) -> WorkerProcess:
+        return WorkerProcess(self._python, self._module, self._environment())
+
     def _begin(self, process: WorkerProcess) -> None:
         """What a fresh process is told first."""
         self._exchange(process, START_SECONDS, "open", self._settings)
@@ -214,9 +217,10 @@ class ProcessWorker(Worker):
         try:
             process.send((self._number, name, arguments))
             if not process.answered(limit):
+                late = process.late()
                 self.restart()
                 raise WorkerHung(
-                    f"no answer to {name!r} within {limit:g} s; the worker was ended"
+                    f"no answer to {name!r} within {limit:g} s{late}; the worker was ended"
                     + (" (--case-timeout sets the limit)" if self._module == BENCH_MODULE else "")
                 )
             number, reply = _numbered(process.receive())

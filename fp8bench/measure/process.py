@@ -14,13 +14,14 @@ import tempfile
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 # A worker that is gone is noticed by its status if a process that it left behind still holds its end of the socket.
 _GLANCE_SECONDS = 0.5
 _POLITE_SECONDS = 2.0
 # An answer is sent in one go: one that stops half-way for so long will not go on.
 _HALF_WAY_SECONDS = 30
+_TELLING = ("what():", "Fatal Python error")
 
 
 class Unreadable(Exception):
@@ -67,12 +68,8 @@ class WorkerProcess:
         return True
 
     def receive(self) -> Any:
-        """The next answer. Unreadable for anything but plain values: whoever unpickles a tensor imports torch."""
-        received = self._connection.recv_bytes()
-        try:
-            return _PlainUnpickler(io.BytesIO(received)).load()
-        except Exception as error:  # bytes that are no pickle raise anything
-            raise Unreadable(f"{type(error).__name__}: {error}") from error
+        """The next answer."""
+        return plain_value(self._connection.recv_bytes())
 
     def close(self) -> None:
         """Let it end by itself, for a while; then end it."""
@@ -99,22 +96,12 @@ class WorkerProcess:
         try:
             status = self._popen.wait(_POLITE_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"it closed its socket and went on{self._last_words()}"
-        if status >= 0:
-            return f"it exited with status {status}{self._last_words()}"
-        known = {one.value: one.name for one in signal.Signals}  # real-time signals have numbers only
-        how = f"it was ended by {known.get(-status, f'signal {-status}')}"
-        if -status == signal.SIGKILL:
-            how += " (the system ends processes so when memory runs out)"
-        return how + self._last_words()
+            return f"it closed its socket and went on{last_words(self._log)}"
+        return f"it {how_it_ended(status)}{last_words(self._log)}"
 
-    def _last_words(self) -> str:
-        self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, self._log.tell() - 2000))
-        lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
-        # faulthandler leads with the error; plain Python tracebacks end with it.
-        telling = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
-        return f": {telling}" if telling else ""
+    def late(self) -> str:
+        """Who keeps an answer waiting, where there are several who might; goes on in a sentence."""
+        return ""
 
     def _let_go(self) -> None:
         self._connection.close()
@@ -122,6 +109,33 @@ class WorkerProcess:
             os.close(self._lifeline)
             self._lifeline = -1
         self._log.close()
+
+
+def how_it_ended(status: int) -> str:
+    """An exit status in words: 'exited with status 7', 'was ended by SIGSEGV'."""
+    if status >= 0:
+        return f"exited with status {status}"
+    known = {one.value: one.name for one in signal.Signals}  # real-time signals have numbers only
+    how = f"was ended by {known.get(-status, f'signal {-status}')}"
+    return how + " (the system ends processes so when memory runs out)" * (-status == signal.SIGKILL)
+
+
+def last_words(log: IO[bytes]) -> str:
+    """What a process that has vanished wrote last, to go on in a sentence; '' if it wrote nothing."""
+    log.seek(0, os.SEEK_END)
+    log.seek(max(0, log.tell() - 2000))
+    lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    # An exception of C++ says what it is; faulthandler leads with the error; plain Python tracebacks end with it.
+    telling = next((line for line in lines if line.lstrip().startswith(_TELLING)), lines[-1] if lines else "").strip()
+    return f": {telling}" if telling else ""
+
+
+def plain_value(received: bytes) -> Any:
+    """An answer. Unreadable for anything but plain values: whoever unpickles a tensor imports torch."""
+    try:
+        return _PlainUnpickler(io.BytesIO(received)).load()
+    except Exception as error:  # bytes that are no pickle raise anything
+        raise Unreadable(f"{type(error).__name__}: {error}") from error
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -8,6 +8,7 @@ from fp8bench.model.claims import Ceiling, Products
 from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse, SustainedTurn
 from fp8bench.model.coverage import Coverage
 from fp8bench.model.planned import Case, Support, Work
+from fp8bench.model.ranks import RankCalls
 from fp8bench.model.shares import Shares
 from fp8bench.model.tape import Tape
 from fp8bench.model.words import Provenance, Status
@@ -108,7 +109,8 @@ class SlotSample:
     system took the core from the process although it had work, `stolen_seconds` what a hypervisor took from all cores
     meanwhile, in steps of 10 ms; `waited_seconds` how long the thread had work and no core, where the host's clock
     timed the calls. It is so many slots after the first of its round (`place`). `clock` is the device's right after it,
-    in hertz. None where nobody said, or looked.
+    in hertz. None where nobody said, or looked. Of several ranks `calls_ns` are the slowest rank's, call by call, and
+    `ranks` what each of them took.
     """
 
     round: int
@@ -122,6 +124,7 @@ class SlotSample:
     waited_seconds: float | None = None
     place: int | None = None
     clock: float | None = None
+    ranks: tuple[RankCalls, ...] = ()
 
 
 @dataclass(frozen=True)

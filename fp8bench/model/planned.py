@@ -47,7 +47,8 @@ class DeviceFacts:
     `packages` are the versions of what backends come with, of those that are installed beside torch.
     `scaled_products` says whether this torch has any for it, None where its kind is enough to know.
     `cache_bytes` is the size of the last cache before its memory, which so many processors share (`cache_shared`, 1 on
-    a GPU); 0 where nobody says.
+    a GPU); 0 where nobody says. `ranks` is how many processes measure together, each on a device of its own of that
+    kind (on a processor all on the same one).
     """
 
     kind: str
@@ -66,6 +67,7 @@ class DeviceFacts:
     scaled_products: bool | None = None
     cache_bytes: int = 0
     cache_shared: int = 0
+    ranks: int = 1
 
     def version_of(self, package: str) -> str | None:
         """That of an installed package that a backend comes with; None where it is not installed."""
@@ -88,7 +90,7 @@ class Case:
 
     `precision_map` names the layers (or kinds of them) that do not take the case's own precision, `static` says that
     tensors are scaled by what was found in data; `version` is the workload's: it is raised when a step's work changes,
-    and numbers of different versions do not compare.
+    and numbers of different versions do not compare. So many `ranks` run it together.
     """
 
     workload: str
@@ -98,6 +100,7 @@ class Case:
     precision_map: tuple[tuple[str, str], ...] = ()
     version: str = "1"
     static: StaticScales | None = None
+    ranks: int = 1
 
     @property
     def mode(self) -> str:
@@ -110,7 +113,8 @@ class Case:
     def setting(self) -> str:
         """What the case shares with its group: 'gemm[k=512,m=512] on cpu'."""
         inside = ",".join(f"{name}={value}" for name, value in self.params)
-        return f"{self.workload}[{inside}]@{self.device}"
+        several = f"*{self.ranks}" if self.ranks > 1 else ""
+        return f"{self.workload}[{inside}]@{self.device}{several}"
 
     @property
     def id(self) -> str:

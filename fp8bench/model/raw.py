@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fp8bench.model.ranks import RankCalls
+
 # Raised whenever a request, or a value that goes to a worker or comes back, changes so that an older worker and a newer
 # parent, or the other way round, would misunderstand each other. tests/worker/test_handshake.py holds what this
 # number stands for.
-PROTOCOL = 4
+PROTOCOL = 5
 # 'eager' in it turns the compiling of quantisers off.
 QUANTISERS_VARIABLE = "FP8BENCH_QUANTISERS"
 # 'unchecked' in it has native products timed that nobody has held against fp64: for a runtime that computes nothing.
@@ -74,6 +76,7 @@ class RawSlot:
 
     Of the quantisers that it called, discarded calls included, so many ran as many operations, and so many compiled.
     `vector_bits` are those of the vectors of compiled ones, where there were several to choose from.
+    Of several ranks `steps` are the slowest rank's, call by call, and `ranks` what each of them took.
     """
 
     steps: tuple[RawStep, ...]
@@ -87,3 +90,4 @@ class RawSlot:
     stolen_seconds: float | None = None
     waited_seconds: float | None = None
     vector_bits: tuple[int, ...] = ()
+    ranks: tuple[RankCalls, ...] = ()

@@ -86,6 +86,7 @@ REQUEST_RULES: Mapping[str, Rule] = {
     "rounds": whole_number(1),
     "seed": whole_number(0),
     "threads": whole_number(1, 1024),
+    "ranks": whole_number(2, 1024),
     "imports": _NAMES,
     "isolation": _FLAG,
     "case_timeout": _SECONDS,
@@ -138,7 +139,8 @@ class Request:
     operators of a step are counted in a quick look too, `shares` that what takes how much of a step is found out,
     `sustained` for how many seconds at a time cases also run.
     `max_batch` asks for the largest batch that fits, `memory_limit` is the memory that it has to fit into, in bytes.
-    `backend` is who multiplies in dtypes that name none; 'auto' is whoever can.
+    `backend` is who multiplies in dtypes that name none; 'auto' is whoever can. So many `ranks` run each case together,
+    each in a process of its own.
     """
 
     suite: str
@@ -169,6 +171,7 @@ class Request:
     sustained: float | None = None
     tape: bool = False
     shares: bool = False
+    ranks: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, whoever asks: the command line, a call, or a stored run."""
@@ -184,6 +187,8 @@ class Request:
             raise UsageError(f"energy is that of one of {', '.join(ENERGY_OF)}, got {self.energy_of!r:.80}.")
         if self.energy_of == PHASE_ENERGY and not self.energy:
             raise UsageError("--energy phases asks for energy, which --no-energy leaves out. Leave one of them out.")
+        if self.ranks is not None:
+            self._check_ranks()
         for option, given in (
             ("--refresh-scales", self.refresh_scales),
             ("--saturation-bound", self.saturation_bound),
@@ -193,6 +198,17 @@ class Request:
                     f"{option} says when scales from data are renewed, and there are none. Add --static-scales N, or "
                     f"leave {option} out."
                 )
+
+    def _check_ranks(self) -> None:
+        """Refuse what asks about one process of a run that has several."""
+        alone = {
+            "--no-isolation": not self.isolation, "--energy phases": self.energy_of == PHASE_ENERGY,
+            "--sustained": self.sustained is not None, "--tape": self.tape, "--shares": self.shares,
+            "--max-batch": self.max_batch, "--trace": self.trace is not None,
+        }  # fmt: skip
+        for option, given in alone.items():
+            if given:
+                raise UsageError(f"{option} is of one process, and --ranks asks for several. Leave one of them out.")
 
     @property
     def scales(self) -> StaticScales | None:

@@ -15,6 +15,7 @@ class Phase(StrEnum):
     ACCUMULATE = "accumulate"
     OPTIMIZER_STEP = "optimizer_step"
     ELEMENTWISE = "elementwise"
+    COMMUNICATION = "communication"
 
 
 UNATTRIBUTED = "unattributed"

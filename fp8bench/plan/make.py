@@ -77,6 +77,8 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     if request.data is not None and not any(part.workload.uses_corpus for part in parts):
         notes.append(f"--data has no effect: suite {request.suite} reads no text")
     notes += _check_memory(request, chosen)
+    if request.ranks is not None:
+        notes += _of_ranks(request.ranks, chosen)
     if request.scales is None:
         return Plan(tuple(groups), tuple(notes))
     changed, more = with_static_scales(groups, request.scales)
@@ -151,6 +153,19 @@ def check_limit(limit: int | None, facts: DeviceFacts) -> None:
         raise UsageError(
             f"--memory-limit {size(limit)} is more than {facts.key} has ({size(facts.memory_bytes)}). Choose less."
         )
+
+
+def _of_ranks(ranks: int, chosen: Sequence[DeviceFacts]) -> list[str]:
+    """What to know of a run of several processes."""
+    notes = [
+        f"{ranks} ranks: the slowest rank's time counts, call by call; no energy, tapes and ceilings: they are of one"
+    ]
+    if not all(one.accelerated for one in chosen):
+        notes.append(
+            "ranks on a CPU share its cores, and what they send goes through its memory: that is a functional test; "
+            "its times and bandwidths say nothing about a cluster"
+        )
+    return notes
 
 
 def _check_memory(request: Request, chosen: Sequence[DeviceFacts]) -> list[str]:
@@ -281,7 +296,7 @@ def _mapped(part: _Part, planned: PlannedCase, facts: DeviceFacts) -> PlannedCas
 
 
 def _case(workload: Workload, params: Params, facts: DeviceFacts, name: str, layers: PrecisionMap) -> PlannedCase:
-    case = Case(workload.name, params, name, facts.key, layers, workload.version)
+    case = Case(workload.name, params, name, facts.key, layers, workload.version, ranks=facts.ranks)
     named = dict(params)
     answers = [layered_support(workload, named, precisions.get(name), facts)]
     answers += mapped_support(workload, named, facts, layers)

@@ -27,6 +27,8 @@ class Phases(Protocol):
     def optimizer_step(self) -> AbstractContextManager[None]: ...
     @property
     def elementwise(self) -> AbstractContextManager[None]: ...
+    @property
+    def communication(self) -> AbstractContextManager[None]: ...
 
 
 Marker = TypeVar("Marker", bound=AbstractContextManager[None])
@@ -35,7 +37,9 @@ Marker = TypeVar("Marker", bound=AbstractContextManager[None])
 class Markers(Generic[Marker]):
     """A marker for each phase, by its name. A plain object, because backward may run on another thread."""
 
-    __slots__ = ("accumulate", "attention", "cast", "data_load", "elementwise", "gemm", "optimizer_step")
+    __slots__ = (
+        "accumulate", "attention", "cast", "communication", "data_load", "elementwise", "gemm", "optimizer_step",
+    )  # fmt: skip
 
     data_load: Marker
     cast: Marker
@@ -44,6 +48,7 @@ class Markers(Generic[Marker]):
     accumulate: Marker
     optimizer_step: Marker
     elementwise: Marker
+    communication: Marker
 
     def __init__(self, make: Callable[[str], Marker]) -> None:
         for name in PHASES:

@@ -237,7 +237,7 @@ def _cell(workload: Workload, case: Case, run: Run) -> Cell | None:
     """The cell that a case is; None for one outside of the grid, or on a device that is not the machine's main one."""
     assert workload.history is not None
     main = _main_device(run)
-    outside = case.precision_map or case.static or case.precision not in workload.history.dtypes
+    outside = case.precision_map or case.static or case.ranks > 1 or case.precision not in workload.history.dtypes
     if outside or main is None or case.device != main.key or (run.request.data is not None and workload.uses_corpus):
         return None
     place = _cells(type(workload), main, _data(workload, case)).get(case.params)

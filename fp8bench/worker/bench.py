@@ -7,6 +7,7 @@ torch imported.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from fp8bench.model import (
 )  # fmt: skip
 from fp8bench.model.conformity import Conformity
 from fp8bench.model.raw import Filling, RawReplay, RawSlot, Settings, StateCheck
-from fp8bench.protocols import SilentPhases, Workload
+from fp8bench.protocols import Phases, SilentPhases, Stamper, Workload
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import import_user_modules, modules_under
@@ -51,6 +52,8 @@ class Bench(UntimedPasses):
         super().__init__(settings)
         self._prepared: dict[str, Prepared] = {}
         self._trials = Trials()
+        self._clock: Callable[[Stamper], PhaseClock] = PhaseClock
+        self._unmarked: Callable[[], Phases] = SilentPhases
         refuse_bent()
         import_user_modules(settings.imports, switches())
         self._threads_before = torch.get_num_threads()
@@ -113,7 +116,7 @@ class Bench(UntimedPasses):
         stamper = device.stamper(facts.index)
         started = running() - before
         self._prepared[key] = Prepared(
-            workload, precision, device, facts.index, states, PhaseClock(stamper), stamper, started, flush
+            workload, precision, device, facts.index, states, self._clock(stamper), stamper, started, flush
         )  # fmt: skip
         gc.collect()
 
@@ -122,7 +125,7 @@ class Bench(UntimedPasses):
         setup = self._setup(case, facts)
         held = workload.prepare(setup)
         finite = FiniteState(held)
-        step(workload, held, setup.scales, SilentPhases())
+        step(workload, held, setup.scales, self._unmarked())
         finite.begin(held)
         return State(held, setup.scales, finite, (setup.arithmetic, *setup.layers.values()))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Overheads
@@ -45,20 +46,20 @@ class PhaseClock(Markers[Marker]):
     """Markers by name, and the marks of the step in progress.
 
     A mark is a stamp and the code of the phase that begins there. `begin` opens a step in UNATTRIBUTED, `end`
-    closes it and hands out (codes, stamps): codes[i] is the phase between stamps[i] and stamps[i + 1].
+    closes it and hands out (codes, stamps): codes[i] is the phase between stamps[i] and stamps[i + 1]. `told`, where it
+    is given, is told of each code as well.
     """
 
-    __slots__ = ("_codes", "_now", "_stack", "_stamps")
+    __slots__ = ("_codes", "_note", "_now", "_stack", "_stamps")
 
-    def __init__(self, stamper: Stamper) -> None:
+    def __init__(self, stamper: Stamper, told: Callable[[int], None] | None = None) -> None:
         self._codes: list[int] = []
         self._stamps: list[Any] = []
         self._stack: list[int] = [UNATTRIBUTED_CODE]
         self._now = stamper.source()
+        self._note = self._codes.append if told is None else partial(_note_and_tell, self._codes.append, told)
         super().__init__(
-            lambda name: Marker(
-                CELL_PHASES.index(name), self._stack, self._codes.append, self._stamps.append, self._now
-            )
+            lambda name: Marker(CELL_PHASES.index(name), self._stack, self._note, self._stamps.append, self._now)
         )
 
     @property
@@ -71,7 +72,7 @@ class PhaseClock(Markers[Marker]):
         self._codes.clear()
         self._stamps.clear()
         self._stack[:] = [UNATTRIBUTED_CODE]
-        self._codes.append(UNATTRIBUTED_CODE)
+        self._note(UNATTRIBUTED_CODE)
         self._stamps.append(self._now())
 
     def end(self) -> tuple[list[int], list[Any]]:
@@ -81,6 +82,11 @@ class PhaseClock(Markers[Marker]):
             open_phases = ", ".join(CELL_PHASES[code] for code in self._stack[1:])
             raise RuntimeError(f"the step ended inside {open_phases}: every phase opened must be closed in the step")
         return self._codes.copy(), self._stamps.copy()
+
+
+def _note_and_tell(note: Callable[[int], None], told: Callable[[int], None], code: int) -> None:
+    note(code)
+    told(code)
 
 
 _REPEATS = 2000

@@ -115,8 +115,8 @@ def answer(
     return bench, ("fault", *(fault if bench is None else bench.recovered(fault)))
 
 
-def serve(connection: Connection, opened: Open) -> None:
-    """Answer until the other end closes."""
+def serve(connection: Connection, opened: Open, told: Callable[[str], None]) -> None:
+    """Answer until the other end closes; `told` hears of each request before it is answered."""
     bench: Bench | None = None
     ourselves = os.getpid()
     while True:
@@ -124,6 +124,7 @@ def serve(connection: Connection, opened: Open) -> None:
             number, name, arguments = connection.recv()
         except (EOFError, ConnectionResetError):
             return
+        told(name)
         bench, reply = answer(bench, name, arguments, opened)
         if os.getpid() != ourselves:
             _leave()  # a workload has forked, and this is the child
@@ -136,16 +137,20 @@ def serve(connection: Connection, opened: Open) -> None:
 
 def main(opened: Open = Bench) -> None:
     """Take the two descriptors off the command line and serve."""
+    run(Connection(int(sys.argv[1])), int(sys.argv[2]), opened)
+
+
+def run(connection: Connection, lifeline: int, opened: Open, told: Callable[[str], None] = lambda name: None) -> None:
+    """Serve at one end of a connection for as long as the lifeline holds."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     faulthandler.enable()
-    connection, lifeline = Connection(int(sys.argv[1])), int(sys.argv[2])
     die_with_parent(lifeline, connection)
     keep_from_children(lifeline, connection)
     everything_is_the_workloads()
     # What a workload prints must not mix with the parent's table. A file, so that what steps print can be noticed.
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)
-        serve(connection, opened)
+        serve(connection, opened, told)
 
 
 if __name__ == "__main__":

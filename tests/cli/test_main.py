@@ -49,6 +49,7 @@ CONFIGURED = {
     "--csv-wide", "--open", "--no-report", "--static-scales", "--refresh-scales", "--saturation-bound",
     "--energy", "--no-energy", "--sustained", "--max-batch", "--memory-limit", "--explain", "--backend", "--tape",
     "--shares",
+    "--ranks",
 }  # fmt: skip
 OPTIONS = {
     "": COMMON | {"--version"},

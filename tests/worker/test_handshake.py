@@ -21,9 +21,10 @@ from fp8bench.worker.bench import Bench
 from fp8bench.worker.main import handshake
 
 PACKAGE = Path(fp8bench.__file__).resolve().parent
-# What protocol 4 stands for: the arguments of requests and the fields of values that must be given. Others may come,
+# What protocol 5 stands for: the arguments of requests and the fields of values that must be given. Others may come,
 # with defaults. Whoever changes these lines raises PROTOCOL too.
 # Protocol 4: states are prepared as the case's `cache` says, and a slot may be given a queue to fill.
+# Protocol 5: there is another phase, and codes of phases are places in their list.
 REQUESTS = {
     "probe": (), "software": (), "versions": ("suites",), "modules_under": ("folder",),
     "prepare": ("key", "case", "facts"), "calibrate": ("case", "facts"), "quantisers": (),
@@ -42,7 +43,7 @@ VALUES: dict[type, tuple[str, ...]] = {
 
 def test_the_protocol_stands_for_what_it_stood_for() -> None:
     """An older worker gets requests that it knows, and answers with values that a newer parent understands."""
-    assert PROTOCOL == 4
+    assert PROTOCOL == 5
     for name, wanted in REQUESTS.items():
         signature = inspect.signature(getattr(Bench, name))
         given = [one.name for one in signature.parameters.values() if one.default is inspect.Parameter.empty]
@@ -65,7 +66,7 @@ def test_it_says_who_it_is() -> None:
     ("said", "sentence"),
     [
         ({"protocol": PROTOCOL, "torch": "2.13.0"}, ""),
-        ({"protocol": PROTOCOL + 1, "fp8bench": "9.9", "torch": "2.13.0"}, "speaks protocol 5 of fp8bench 9.9"),
+        ({"protocol": PROTOCOL + 1, "fp8bench": "9.9", "torch": "2.13.0"}, "speaks protocol 6 of fp8bench 9.9"),
         ({}, "speaks protocol None of fp8bench None"),
         (
             {"protocol": PROTOCOL, "torch": None, "torch_missing": "ImportError: no libcuda"},
@@ -99,7 +100,7 @@ def changed(file: str, old: str, new: str) -> Callable[[Path], Start]:
 @pytest.mark.parametrize(
     ("start", "error", "sentence"),
     [
-        (changed("model/raw.py", "PROTOCOL = 4", "PROTOCOL = 99"), UsageError, "speaks protocol 99"),
+        (changed("model/raw.py", "PROTOCOL = 5", "PROTOCOL = 99"), UsageError, "speaks protocol 99"),
         (changed("worker/main.py", '"greet"', '"salute"'), UsageError, "its fp8bench is older than duels"),
         (changed("worker/main.py", "import gc", "import gc, nowhere"), WorkerLost, "No module named 'nowhere'"),
     ],

@@ -78,6 +78,10 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
 def _add_how(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     shared(group, "--quick", "--budget", "--rounds", "--seed", "--threads")
+    words = (
+        "run each case in so many processes together, on a GPU each, or all on the CPU; the slowest rank's time counts"
+    )
+    add("--ranks", type=types.whole(RULES["ranks"]), metavar="N", help=words)
     add("--dry-run", action="store_true", help="print the plan, measure nothing")
     shared(group, "--case-timeout")
     shared(group, *PASSES)

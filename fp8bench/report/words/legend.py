@@ -86,6 +86,7 @@ _PHASES: dict[str, tuple[str, str, bool]] = {
     Phase.ACCUMULATE: ("accum", "accumulation", False),
     Phase.OPTIMIZER_STEP: ("optim", "the optimizer step", False),
     Phase.ELEMENTWISE: ("elem", "elementwise work", False),
+    Phase.COMMUNICATION: ("comm", "communication between ranks", False),
     UNATTRIBUTED: ("unattr", "the rest", False),
 }
 PHASE_TITLES = {phase: title for phase, (title, *_) in _PHASES.items()}

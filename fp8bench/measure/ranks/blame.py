@@ -1,0 +1,75 @@
+"""Which of several ranks is the one that failed. Torch names rank 0, which only waited for the others."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fp8bench.model.ranks import Heartbeat
+
+# How a process ends that has waited for its neighbours in vain, or was told to end because they failed.
+_VICTIMS = (-signal.SIGABRT, -signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """A rank when something went wrong: its last heartbeat, and what it answered or how it ended, if it did.
+
+    `fault` is its exception in words, with its traceback. `ended` says how its process did, '' if it lives; `status` is
+    the exit status where the launcher told one.
+    """
+
+    beat: Heartbeat
+    answered: bool = False
+    fault: tuple[str, str] = ("", "")
+    ended: str = ""
+    status: int | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.beat.rank
+
+
+def culprit(states: Sequence[RankState]) -> RankState:
+    """A rank that ended of itself; else the one whose heartbeat is oldest: which has done least, then longest ago.
+
+    Of those that have come equally far one that does not answer is meant before one that complains of it.
+    """
+    behind = min(states, key=lambda one: (one.beat.sequence, one.answered, bool(one.ended), one.beat.seconds))
+    ended = [one for one in states if one.ended]
+    of_itself = [one for one in ended if one.status not in _VICTIMS]
+    if of_itself:
+        return of_itself[0]
+    if ended and behind.beat.sequence >= min(one.beat.sequence for one in ended):
+        return next((one for one in ended if one.status != -signal.SIGTERM), ended[0])
+    return behind
+
+
+def sentence(states: Sequence[RankState], now: float) -> str:
+    """What is known of the rank that failed, and what the others said."""
+    guilty = culprit(states)
+    return f"rank {guilty.rank} of {len(states)}, in {guilty.beat.doing}, {_what(guilty, now)}" + "".join(
+        f"; rank {other.rank} said: {_short(other.fault[0])}"
+        for other in states
+        if other is not guilty and other.fault[0]
+    )
+
+
+def late(states: Sequence[RankState], now: float) -> str:
+    """The rank that is furthest behind, where nobody has failed yet."""
+    last = culprit(states)
+    return f": rank {last.rank} of {len(states)}, in {last.beat.doing}, {_what(last, now)}"
+
+
+def _what(state: RankState, now: float) -> str:
+    if state.ended:
+        return state.ended
+    if state.fault[0]:
+        return f"failed: {state.fault[0]}"
+    return f"does not go on: its last heartbeat, number {state.beat.sequence}, is {now - state.beat.seconds:.1f} s old"
+
+
+def _short(text: str, most: int = 200) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= most else f"{words[:most]}..."

@@ -1,0 +1,119 @@
+"""The answers of several ranks as one: of times the slowest rank's, of anything else what all of them can stand for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase, Scalar
+from fp8bench.model.ranks import RankCalls
+from fp8bench.model.raw import RawSlot, RawStep, StateCheck
+
+_COMMUNICATION = CELL_PHASES.index(Phase.COMMUNICATION)
+
+
+class RanksDisagree(ValueError):
+    """Ranks that should have answered the same did not."""
+
+
+def merged(name: str, answers: Sequence[Any]) -> Any:
+    """One answer to a request that all ranks have answered, in the order of ranks. Raises RanksDisagree."""
+    return _MERGED.get(name, _first)(answers)
+
+
+def _first(answers: Sequence[Any]) -> Any:
+    return answers[0]
+
+
+def slowest(slots: Sequence[RawSlot]) -> RawSlot:
+    """A step is over when its slowest rank is: call by call that rank's marks, whole, so that phases still add up.
+
+    What the system counted is that of the rank that was slowest over all calls.
+    """
+    calls = tuple(
+        max(steps, key=lambda step: sum(step.intervals_ns)) for steps in zip(*(one.steps for one in slots), strict=True)
+    )
+    last = max(slots, key=lambda one: sum(step.seconds for step in one.steps))
+    took = tuple(
+        RankCalls(rank, tuple(sum(step.intervals_ns) for step in one.steps), tuple(map(_communication, one.steps)))
+        for rank, one in enumerate(slots)
+    )
+    return replace(last, steps=calls, wall_seconds=max(one.wall_seconds for one in slots), ranks=took)
+
+
+def _communication(step: RawStep) -> int:
+    return sum(ns for code, ns in zip(step.codes, step.intervals_ns, strict=True) if code == _COMMUNICATION)
+
+
+def _devices(answers: Sequence[Sequence[DeviceFacts]]) -> tuple[DeviceFacts, ...]:
+    """Those that every rank has one of."""
+    keys = set.intersection(*({one.key for one in found} for found in answers))
+    return tuple(one for one in answers[0] if one.key in keys)
+
+
+def _agreed(answers: Sequence[Mapping[str, float] | str]) -> Mapping[str, float] | str:
+    """Numbers that must be the same on all ranks: a sum that differs from rank to rank is wrong on some of them."""
+    first = answers[0]
+    for rank, other in enumerate(answers):
+        if other == first or isinstance(first, str) or isinstance(other, str):
+            continue
+        for name, value in first.items():
+            if other.get(name) != value and not (math.isnan(value) and math.isnan(other.get(name, 0.0))):
+                raise RanksDisagree(f"{name} is {value!r} on rank 0 and {other.get(name)!r} on rank {rank}")
+    return first
+
+
+def _most_memory(answers: Sequence[MemoryUse | str]) -> MemoryUse | str:
+    told = [one for one in answers if isinstance(one, MemoryUse)]
+    return max(told, key=lambda one: one.peak) if len(told) == len(answers) else answers[0]
+
+
+def _checked(answers: Sequence[StateCheck]) -> StateCheck:
+    """The first rank of whose state something is wrong, by its number."""
+    for rank, one in enumerate(answers):
+        if one.wrong:
+            return replace(one, wrong=f"rank {rank} of {len(answers)}: {one.wrong}")
+    return max(answers, key=lambda one: one.not_finite)
+
+
+def _left(answers: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(f"rank {rank}: {name}" for rank, names in enumerate(answers) for name in names)
+
+
+def _software(answers: Sequence[Mapping[str, Scalar | None]]) -> dict[str, Scalar | None]:
+    """Rank 0's, and the settings of each rank."""
+    settings = {
+        f"rank {rank} {name.removeprefix('env ')}": value
+        for rank, one in enumerate(answers)
+        for name, value in one.items()
+        if name.startswith("env ")
+    }
+    return {**{name: value for name, value in answers[0].items() if not name.startswith("env ")}, **settings}
+
+
+def _said(answers: Sequence[str]) -> str:
+    return next(filter(None, answers), "")
+
+
+def _smallest(answers: Sequence[int | None]) -> int | None:
+    """Bytes at the highest point of any rank, where all of them had room."""
+    return None if None in answers else max(one for one in answers if one is not None)
+
+
+_MERGED: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "slot": slowest,
+    "replay": slowest,
+    "loop": max,
+    "loop_phase": max,
+    "probe": _devices,
+    "error": _agreed,
+    "memory": _most_memory,
+    "check": _checked,
+    "release": _left,
+    "software": _software,
+    "trial": _said,
+    "capture": _said,
+    "try_batch": _smallest,
+}

@@ -1,0 +1,244 @@
+"""The launcher of some ranks and the sockets to them, held as the process of one worker is."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fp8bench.errors import WorkerLost
+from fp8bench.measure.process import WorkerProcess, how_it_ended, last_words, plain_value
+from fp8bench.measure.ranks.blame import RankState, culprit, late, sentence
+from fp8bench.measure.ranks.merge import RanksDisagree, merged
+from fp8bench.model.ranks import PARENT, beat_file, heartbeat_of, words_file
+
+LAUNCHER_MODULE = "fp8bench.worker.ranks.launcher"
+_GLANCE_SECONDS = 0.2
+# Once a rank has failed the others fail soon, or wait for it in vain.
+_GRACE_SECONDS = 1.0
+# The launcher looks every 0.1 s, and then ends the others.
+_LAUNCHER_SECONDS = 2.5
+_ENDED_OF_ITSELF = "ended without an error, before it had answered"
+Reply = tuple[int, tuple[Any, ...]]
+
+
+class Launch(NamedTuple):
+    """How many ranks, how long each of their collectives waits for the others, and how long all may take to start."""
+
+    ranks: int
+    wait_seconds: float
+    start_seconds: float
+
+
+@dataclass
+class _Rank:
+    number: int
+    pid: int = 0
+    requests: Connection | None = None
+    lifeline: Connection | None = None
+    reply: Reply | None = None
+    ended_at: float | None = None
+
+    def close(self) -> None:
+        for one in (self.lifeline, self.requests):
+            if one is not None:
+                one.close()
+
+
+class RanksProcess(WorkerProcess):
+    """Requests go to all ranks; there is an answer when all have given one. `broken` says that they no longer keep step
+    with each other, so that nothing more can be asked of them."""
+
+    def __init__(self, python: str, environment: Mapping[str, str], launch: Launch) -> None:
+        self._launch = launch
+        self._folder = Path(tempfile.mkdtemp(prefix="fp8bench-ranks-"))
+        self._ranks = [_Rank(number) for number in range(launch.ranks)]
+        self._request = "start"
+        self.broken = False
+        try:
+            with socket.socket(socket.AF_UNIX) as listening:
+                listening.bind(str(self._folder / PARENT))
+                listening.listen(2 * launch.ranks)
+                super().__init__(python, LAUNCHER_MODULE, environment)
+                super().send((launch.ranks, str(self._folder), launch.wait_seconds))
+                self._meet(listening)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Rank 0's, whose device is looked at."""
+        return self._ranks[0].pid
+
+    def send(self, request: object) -> None:
+        self._request = str(request[1]) if isinstance(request, tuple) else ""
+        for rank in self._ranks:
+            rank.reply = None
+            assert rank.requests is not None
+            with contextlib.suppress(OSError):  # one that has ended is noticed where its answer is waited for
+                rank.requests.send(request)
+
+    def answered(self, limit: float) -> bool:
+        """Whether all have answered within so many seconds, or some have and the others cannot any more; EOFError if a
+        rank or the launcher has ended."""
+        end = time.monotonic() + limit
+        while any(rank.reply is None for rank in self._ranks):
+            self._take(min(_GLANCE_SECONDS, max(0.0, end - time.monotonic())))
+            if self._failed:
+                self._wait_for_others()
+                if self._ended or self._popen.poll() is not None:
+                    raise EOFError
+                return True
+            if self._popen.poll() is not None:
+                self._wait_for_others()
+                raise EOFError
+            if time.monotonic() >= end:
+                return not any(rank.reply is None for rank in self._ranks)
+        return True
+
+    def receive(self) -> Any:
+        """One answer for all, or the fault of the rank that failed."""
+        replies = [rank.reply for rank in self._ranks if rank.reply is not None]
+        faults = [reply for _, reply in replies if reply[0] == "fault"]
+        number = replies[0][0]
+        if not faults and {one for one, _ in replies} == {number}:
+            try:
+                return number, ("ok", merged(self._request, [reply[1] for _, reply in replies]))
+            except RanksDisagree as error:
+                return number, ("fault", "the ranks disagree", str(error), "", False)
+        if len(faults) == len(self._ranks) and len({fault[1] for fault in faults}) == 1:
+            kind, text, trace, _ = faults[0][1:]
+            return number, ("fault", kind, f"{text} (on all {len(faults)} ranks)", trace, all(one[4] for one in faults))
+        self.broken = True
+        states = self._states()
+        words = sentence(states, time.monotonic())
+        return number, ("fault", words, "", culprit(states).fault[1], False)
+
+    def late(self) -> str:
+        return late(self._states(), time.monotonic())
+
+    @property
+    def killed(self) -> bool:
+        return "SIGKILL" in culprit(self._states()).ended
+
+    def end_in_words(self) -> str:
+        states = self._states()
+        status = self._popen.poll()
+        if status is not None and (status != 0 or not self._ended):
+            last = culprit(states)
+            return f"the launcher of the ranks {how_it_ended(status)}, with rank {last.rank} in {last.beat.doing}"
+        return sentence(states, time.monotonic())
+
+    def close(self) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """End the ranks first: then the launcher, who sees it, ends by itself, and leaves nobody to be waited for."""
+        self._end()
+        if hasattr(self, "_popen"):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(_LAUNCHER_SECONDS)
+            super().kill()
+
+    @property
+    def _failed(self) -> bool:
+        return self._ended or any(rank.reply is not None and rank.reply[1][0] == "fault" for rank in self._ranks)
+
+    @property
+    def _ended(self) -> bool:
+        return any(rank.ended_at is not None for rank in self._ranks)
+
+    def _take(self, seconds: float) -> None:
+        """What comes from ranks within so long: answers, and ends."""
+        waiting = {
+            rank.requests: rank
+            for rank in self._ranks
+            if rank.requests is not None and rank.reply is None and rank.ended_at is None
+        }
+        for connection in wait(list(waiting), seconds) if waiting else ():
+            rank = waiting[connection]  # type: ignore[index]
+            try:
+                rank.reply = plain_value(rank.requests.recv_bytes())  # type: ignore[union-attr]
+            except (EOFError, OSError):
+                rank.ended_at = time.monotonic()
+
+    def _wait_for_others(self) -> None:
+        end = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < end and any(one.reply is None and one.ended_at is None for one in self._ranks):
+            self._take(0.05)
+
+    def _states(self) -> list[RankState]:
+        """All ranks as they are, in the order in which they ended, then by number."""
+        statuses = self._statuses()
+        in_order = sorted(self._ranks, key=lambda one: (one.ended_at is None, one.ended_at or 0.0, one.number))
+        return [self._state(rank, statuses) for rank in in_order]
+
+    def _state(self, rank: _Rank, statuses: Mapping[int, int]) -> RankState:
+        beat = heartbeat_of(rank.number, self._read(beat_file(rank.number)))
+        reply = rank.reply[1] if rank.reply is not None else ()
+        fault = (": ".join(filter(None, reply[1:3])), reply[3]) if reply and reply[0] == "fault" else ("", "")
+        status, ended = statuses.get(rank.number), ""
+        if rank.ended_at is not None:
+            ended = how_it_ended(status) if status is not None else _ENDED_OF_ITSELF
+            with contextlib.suppress(OSError), (self._folder / words_file(rank.number)).open("rb") as words:
+                ended += last_words(words)
+        return RankState(beat, rank.reply is not None, fault, ended, status)
+
+    def _read(self, name: str) -> bytes:
+        try:
+            return (self._folder / name).read_bytes()
+        except OSError:
+            return b""
+
+    def _statuses(self) -> Mapping[int, int]:
+        """The exit statuses that the launcher knows, once a rank has ended: it does not notice one that ended well."""
+        if self._ended and not hasattr(self, "_told"):
+            self._told: Mapping[int, int] = {}
+            with contextlib.suppress(EOFError, OSError):
+                if self._connection.poll(_LAUNCHER_SECONDS):
+                    self._told = plain_value(self._connection.recv_bytes())
+        return getattr(self, "_told", {})
+
+    def _meet(self, listening: socket.socket) -> None:
+        """Let every rank connect twice."""
+        end = time.monotonic() + self._launch.start_seconds
+        while any(rank.requests is None or rank.lifeline is None for rank in self._ranks):
+            ready, _, _ = select.select([listening], [], [], _GLANCE_SECONDS)
+            if not ready:
+                if self._popen.poll() is not None:
+                    raise WorkerLost(f"the ranks could not be started: {super().end_in_words()}")
+                if time.monotonic() > end:
+                    raise WorkerLost(f"the ranks did not start within {self._launch.start_seconds:g} s")
+                continue
+            connection = Connection(listening.accept()[0].detach())
+            number, pid, what = plain_value(connection.recv_bytes())
+            rank = self._ranks[number]
+            rank.pid = pid
+            setattr(rank, what, connection)
+
+    def _end(self) -> None:
+        """Close the lifelines, upon which each rank is ended with all it has started, and see that all are gone."""
+        for rank in self._ranks:
+            rank.close()
+        end = time.monotonic() + _LAUNCHER_SECONDS
+        while any(map(_lives, (rank.pid for rank in self._ranks))) and time.monotonic() < end:
+            time.sleep(0.005)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process goes on: one that waits for somebody to ask how it ended does not."""
+    try:
+        return pid > 0 and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False

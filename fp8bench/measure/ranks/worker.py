@@ -1,0 +1,35 @@
+"""Several ranks as a worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8bench.measure.handle import START_SECONDS, ProcessWorker
+from fp8bench.measure.process import WorkerProcess
+from fp8bench.measure.ranks.process import Launch, RanksProcess
+from fp8bench.model.raw import Settings
+
+# How long a collective waits for the others. A rank that fails is noticed at once; this is for one that hangs.
+WAIT_SECONDS = 30.0
+
+
+class RanksWorker(ProcessWorker):
+    """So many benches in processes of their own, all asked the same: the answer is that of all of them."""
+
+    def __init__(self, settings: Settings, ranks: int, wait_seconds: float | None = None) -> None:
+        super().__init__(settings)
+        self._launch = Launch(ranks, WAIT_SECONDS if wait_seconds is None else wait_seconds, START_SECONDS)
+
+    def _started(self) -> WorkerProcess:
+        return RanksProcess(self._python, self._environment(), self._launch)
+
+    def _environment(self) -> dict[str, str]:
+        """Explicit, because launchers choose for whoever says nothing; torch's own tells ranks to use one thread."""
+        return {"GLOO_SOCKET_IFNAME": "lo", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **super()._environment()}
+
+    def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
+        try:
+            return super()._exchange(process, limit, name, *arguments)
+        finally:
+            if isinstance(process, RanksProcess) and process.broken:
+                self.restart()

@@ -1,0 +1,58 @@
+"""Several processes that measure together: what each of them took, and the heartbeats that they leave in files."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from fp8bench.model.words import CELL_PHASES
+
+# Of a rank's file: how many beats there have been, the phase that it is in (-1 outside of steps), the time on the
+# machine's steady clock, and the request that it works on.
+BEAT = struct.Struct("<qqd40s")
+OUTSIDE = -1
+# What lies in the folder of a launch: the socket of the process that measures.
+PARENT = "parent"
+
+
+def beat_file(rank: int) -> str:
+    return f"rank-{rank}.beat"
+
+
+def words_file(rank: int) -> str:
+    """What a rank writes on stderr."""
+    return f"rank-{rank}.err"
+
+
+@dataclass(frozen=True)
+class RankCalls:
+    """What the calls of a slot took one rank, and how much of each of them was communication, in nanoseconds."""
+
+    rank: int
+    step_ns: tuple[int, ...]
+    communication_ns: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The last sign of life of a rank: its number among the rank's own, what it was doing, and when."""
+
+    rank: int
+    sequence: int
+    phase: str
+    request: str
+    seconds: float
+
+    @property
+    def doing(self) -> str:
+        """'phase gemm of slot', 'prepare'."""
+        return f"phase {self.phase} of {self.request!r}" if self.phase else repr(self.request)
+
+
+def heartbeat_of(rank: int, raw: bytes) -> Heartbeat:
+    """What a rank's file says; none was left where it is empty."""
+    if len(raw) < BEAT.size:
+        return Heartbeat(rank, 0, "", "start", 0.0)
+    sequence, code, seconds, request = BEAT.unpack(raw[: BEAT.size])
+    phase = CELL_PHASES[code] if 0 <= code < len(CELL_PHASES) else ""
+    return Heartbeat(rank, sequence, phase, request.rstrip(b"\0").decode(errors="replace"), seconds)

@@ -1,0 +1,1 @@
+"""One of several processes that measure together, and what launches them."""

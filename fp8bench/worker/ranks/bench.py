@@ -1,0 +1,79 @@
+"""The bench of one rank: joins the others in a process group, and says how far it has come."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+from fp8bench.model import Case, DeviceFacts, Scalar, StepEffect
+from fp8bench.model.raw import Filling, RawSlot, Settings
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.clock import PhaseClock
+from fp8bench.worker.ranks.heart import Heart
+
+# Beginnings of the variables that launchers and libraries of communication are set by.
+RECORDED = (
+    "OMP_",
+    "MKL_NUM",
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "TORCHELASTIC_USE",
+)
+
+
+# Ranks import torch and people's own code at their own pace; only then does anybody count the seconds.
+_MEETING_SECONDS = 300.0
+
+
+def _meet() -> None:
+    """Wait until all ranks have come here, at the launcher's store."""
+    from torch._C._distributed_c10d import TCPStore
+
+    host, port, size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+    limit = timedelta(seconds=_MEETING_SECONDS)
+    store = TCPStore(host, int(port), is_master=False, timeout=limit)
+    store.set(f"fp8bench/{os.environ['RANK']}", "here")
+    store.wait([f"fp8bench/{rank}" for rank in range(int(size))], limit)
+
+
+class RankBench(Bench):
+    """One of `size` benches, which are all asked the same at the same time."""
+
+    def __init__(self, settings: Settings, heart: Heart, wait_seconds: float) -> None:
+        import torch
+        import torch.distributed as dist
+
+        super().__init__(settings)
+        self._clock = partial(PhaseClock, told=heart.phase)
+        self._unmarked = heart.markers
+        _meet()
+        on_gpu = torch.cuda.is_available()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            timeout=timedelta(seconds=wait_seconds),
+            device_id=torch.device("cuda", 0) if on_gpu else None,
+        )
+        self._size = dist.get_world_size()
+
+    def probe(self) -> tuple[DeviceFacts, ...]:
+        return tuple(replace(one, ranks=self._size) for one in super().probe())
+
+    def software(self) -> dict[str, Scalar | None]:
+        """With the settings of this rank, which a launcher may have changed."""
+        own = {name: text for name, text in sorted(os.environ.items()) if name.startswith(RECORDED)}
+        return {**super().software(), **{f"env {name}": text for name, text in own.items()}}
+
+    def slot(self, key: str, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
+        """The ranks begin it together; how late each is from then on is what is measured."""
+        import torch.distributed as dist
+
+        dist.barrier()
+        return super().slot(key, calls, discard, filling)
+
+    def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
+        return StepEffect(None, "several ranks take its steps together, and would have to be given the same changes")

@@ -1,0 +1,61 @@
+"""A rank: answers the same requests as its neighbours, over a socket to the process that measures.
+
+Started by torch's launcher as `python -m fp8bench.worker.ranks.main FOLDER SECONDS`. FOLDER holds the socket, and takes
+this rank's heartbeat and its last words; SECONDS is how long a collective waits for the others. The rank ends with the
+launcher, and with the process that measures.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from fp8bench.model.ranks import PARENT, beat_file, words_file
+from fp8bench.model.raw import Settings
+from fp8bench.worker.main import run
+from fp8bench.worker.ranks.bench import RankBench
+from fp8bench.worker.ranks.heart import Heart
+
+
+def _connected(folder: Path, rank: int, what: str) -> int:
+    """A descriptor to the process that measures, which has been told what it is for."""
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.connect(str(folder / PARENT))
+        descriptor = os.dup(opened.fileno())
+    connection = Connection(os.dup(descriptor))
+    connection.send((rank, os.getpid(), what))
+    connection.close()
+    return descriptor
+
+
+def _one_device(rank: int) -> None:
+    """Each rank sees one GPU, which is its own; none where there are fewer. Before torch looks."""
+    name = "HIP_VISIBLE_DEVICES" if Path("/dev/kfd").exists() else "CUDA_VISIBLE_DEVICES"
+    given = os.environ.get(name)
+    seen = [word for word in given.split(",") if word] if given is not None else None
+    os.environ[name] = str(rank) if seen is None else seen[rank] if rank < len(seen) else "-1"
+
+
+def main() -> None:
+    folder, wait_seconds = Path(sys.argv[1]), float(sys.argv[2])
+    rank = int(os.environ["RANK"])
+    if os.getpgrp() != os.getpid():  # whoever ends this rank ends its group
+        os.setsid()
+    with (folder / words_file(rank)).open("wb", buffering=0) as words:
+        os.dup2(words.fileno(), 2)
+    _one_device(rank)
+    heart = Heart(folder / beat_file(rank))
+    connection = Connection(_connected(folder, rank, "requests"))
+    lifeline = _connected(folder, rank, "lifeline")
+
+    def opened(settings: Settings) -> RankBench:
+        return RankBench(settings, heart, wait_seconds)
+
+    run(connection, lifeline, opened, heart.request)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Who is named when ranks fail, by values."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from fp8bench.measure.ranks.blame import RankState, culprit, late, sentence
+from fp8bench.model.ranks import BEAT, Heartbeat, heartbeat_of
+
+TIMED_OUT = ("RuntimeError: Timed out waiting 6000ms for recv", "trace")
+
+
+def state(rank: int, sequence: int, seconds: float = 0.0, phase: str = "gemm", **known: object) -> RankState:
+    return RankState(Heartbeat(rank, sequence, phase, "slot", seconds), **known)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("states", "guilty"),
+    [
+        # Rank 0 complains of a collective that rank 1 never came to.
+        ([state(0, 12, phase="communication", answered=True, fault=TIMED_OUT), state(1, 11)], 1),
+        # Both have come equally far: who says nothing is meant.
+        ([state(0, 11, 1.0, answered=True, fault=TIMED_OUT), state(1, 11, 2.0)], 1),
+        # Neither says anything: the one that is silent for longer.
+        ([state(0, 11, 2.0), state(1, 11, 1.0)], 1),
+        # One raised, and the other waits for it.
+        ([state(0, 12, phase="communication"), state(1, 11, answered=True, fault=("ValueError: boom", ""))], 1),
+        # One ended of itself, and the launcher ended the other.
+        ([state(0, 10, ended="was ended by SIGTERM", status=-15), state(1, 12, ended="exited", status=7)], 1),
+        # It ended well, which the launcher does not tell; the other was told that its peer had gone.
+        ([state(0, 12, answered=True, fault=("RuntimeError: closed by peer", "")), state(1, 11, ended="ended")], 1),
+        # NCCL's watchdog aborts whoever waits for a rank that hangs.
+        ([state(0, 12, ended="was ended by SIGABRT", status=-6), state(1, 11)], 1),
+        # Nobody is behind: whoever was aborted.
+        ([state(0, 12, answered=True, fault=("RuntimeError: reset", "")), state(1, 12, ended="SIGABRT", status=-6)], 1),
+        # Of several that ended of themselves the first, which is how they are given.
+        ([state(2, 9, ended="exited", status=3), state(1, 8, ended="exited", status=4), state(0, 9)], 2),
+    ],
+)
+def test_the_rank_that_failed_is_named(states: list[RankState], guilty: int) -> None:
+    assert culprit(states).rank == guilty
+
+
+def test_sentences_say_rank_phase_and_reason() -> None:
+    """And what the others said, which is where torch would have looked."""
+    waiting = state(0, 12, 9.0, "communication", answered=True, fault=TIMED_OUT)
+    assert sentence([waiting, state(1, 11, 3.0)], 10.0) == (
+        "rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat, number 11, is 7.0 s old; rank 0 "
+        "said: RuntimeError: Timed out waiting 6000ms for recv"
+    )
+    boom = state(1, 11, answered=True, fault=("ValueError: boom", ""))
+    assert sentence([state(0, 12), boom], 1.0) == "rank 1 of 2, in phase gemm of 'slot', failed: ValueError: boom"
+    assert late([state(0, 12, 9.5), state(1, 11, 9.0)], 10.0) == (
+        ": rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat, number 11, is 1.0 s old"
+    )
+
+
+def test_heartbeats_are_read_from_what_was_left() -> None:
+    """Outside of steps a rank is in a request alone; before its first beat it has done nothing."""
+    assert heartbeat_of(1, BEAT.pack(7, 2, 1.5, b"slot")) == Heartbeat(1, 7, "gemm", "slot", 1.5)
+    assert heartbeat_of(1, BEAT.pack(7, -1, 1.5, b"prepare")).doing == "'prepare'"
+    assert heartbeat_of(0, b"") == Heartbeat(0, 0, "", "start", 0.0)
+    assert heartbeat_of(0, struct.pack("<q", 1)).sequence == 0

@@ -1,0 +1,52 @@
+"""What several ranks answered, as one answer, by values."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8bench.measure.ranks.merge import RanksDisagree, merged
+from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse
+from fp8bench.model.ranks import RankCalls
+from fp8bench.model.raw import RawSlot, RawStep, StateCheck
+
+GEMM, COMM, REST = (CELL_PHASES.index(name) for name in ("gemm", "communication", "unattributed"))
+
+
+def slot(*calls: tuple[int, int], wall: float = 1.0, cpu: float = 0.5) -> RawSlot:
+    return RawSlot(tuple(RawStep((GEMM, COMM), call) for call in calls), wall, cpu, 0.0)
+
+
+def test_a_step_is_over_when_its_slowest_rank_is() -> None:
+    """Call by call, with that rank's own marks; every rank's times are kept."""
+    found = merged("slot", [slot((10, 1), (10, 30), wall=1.0), slot((5, 20), (5, 20), wall=2.0)])
+    assert [step.intervals_ns for step in found.steps] == [(5, 20), (10, 30)]
+    assert found.ranks == (RankCalls(0, (11, 40), (1, 30)), RankCalls(1, (25, 25), (20, 20)))
+    assert found.wall_seconds == 2.0
+
+
+def test_marks_are_those_of_one_rank() -> None:
+    """Phases of different ranks would not add up to anybody's step."""
+    other = RawSlot((RawStep((REST, COMM, REST), (1, 50, 1)),), 1.0, 1.0, 0.0)
+    assert merged("slot", [slot((10, 20)), other]).steps == other.steps
+
+
+def test_numbers_must_agree() -> None:
+    """A sum that differs from rank to rank is wrong on some of them."""
+    assert merged("error", [{"sqnr_db": 31.5}, {"sqnr_db": 31.5}]) == {"sqnr_db": 31.5}
+    with pytest.raises(RanksDisagree, match=r"sqnr_db is 31\.5 on rank 0 and 4\.0 on rank 1"):
+        merged("error", [{"sqnr_db": 31.5}, {"sqnr_db": 4.0}])
+    assert merged("error", ["none", "none"]) == "none"
+
+
+def test_other_answers() -> None:
+    """Devices that all have, the most memory, the first that is wrong, and the settings of each rank."""
+    cpu, gpu = DeviceFacts("cpu", 0, "", 1, ""), DeviceFacts("cuda", 0, "", 1, "")
+    assert merged("probe", [(cpu, gpu), (cpu,)]) == (cpu,)
+    assert merged("memory", [MemoryUse(5), MemoryUse(9)]) == MemoryUse(9)
+    assert merged("memory", ["no meter", "no meter"]) == "no meter"
+    assert merged("check", [StateCheck(), StateCheck("lost")]).wrong == "rank 1 of 2: lost"
+    assert merged("release", [(), ("a thread",)]) == ("rank 1: a thread",)
+    told = [{"torch": "2", "env OMP_NUM_THREADS": "1"}, {"torch": "2", "env OMP_NUM_THREADS": "2"}]
+    assert merged("software", told) == {"torch": "2", "rank 0 OMP_NUM_THREADS": "1", "rank 1 OMP_NUM_THREADS": "2"}
+    assert merged("try_batch", [5, 7]) == 7 and merged("try_batch", [5, None]) is None
+    assert merged("trial", ["", "wrong"]) == "wrong" and merged("statistics", [(1,), (2,)]) == (1,)

@@ -1,0 +1,101 @@
+"""Real ranks under torch's launcher: asked together, and each way in which one of them fails."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from fp8bench import pipeline
+from fp8bench.errors import WorkerError
+from fp8bench.measure.ranks import process as ranks_process
+from fp8bench.measure.ranks.worker import RanksWorker
+from fp8bench.model import Case, Request, Status
+from fp8bench.model.raw import Settings
+from fp8bench.protocols import SilentObserver
+from tests.own_suites import forgotten
+
+SUITE = str(Path(__file__).with_name("failing_suite.py"))
+# A fault, and what its record says of rank, phase and reason.
+REASONS = {
+    "exit": "rank 1 of 2, in phase gemm of 'slot', exited with status 7",
+    "SIGKILL": "rank 1 of 2, in phase gemm of 'slot', was ended by SIGKILL",
+    "raise": "rank 1 of 2, in phase gemm of 'slot', failed: ValueError: boom",
+    "memory": "rank 1 of 2, in phase gemm of 'slot', failed: MemoryError: no more",
+    "SIGSEGV": "rank 1 of 2, in phase gemm of 'slot', was ended by SIGSEGV: Fatal Python error: Segmentation fault",
+    "hang": "rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat",
+    "SIGSTOP": "rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat",
+    "clean-exit": "rank 1 of 2, in phase gemm of 'slot', ended without an error, before it had answered",
+    # Which of two sizes is the wrong one nobody can tell: gloo ends the rank that was sent too much.
+    "size": "in phase communication of 'slot', was ended by SIGABRT: what():",
+    "launcher": "the launcher of the ranks was ended by SIGKILL",
+}
+
+
+def left_behind() -> list[str]:
+    """Processes of ranks or launchers that run, other than those that this process has started before."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        ours = any(word.startswith("fp8bench.worker.ranks") for word in words)
+        if ours and state not in "ZX" and os.environ["PYTEST_CURRENT_TEST"] in _environment(folder):
+            found.append(" ".join(words))
+    return found
+
+
+def _environment(folder: Path) -> str:
+    try:
+        return (folder / "environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def gone() -> bool:
+    end = time.monotonic() + 3
+    while left_behind() and time.monotonic() < end:
+        time.sleep(0.02)
+    return not left_behind()
+
+
+def test_ranks_are_asked_together_and_end_together() -> None:
+    """One answer of two processes, whose settings are explicit; after a fault in one of them nobody is left."""
+    with RanksWorker(Settings(threads=1, imports=(SUITE,)), 2, 20.0) as worker:
+        (facts,) = (one for one in worker.probe() if one.kind == "cpu")
+        assert facts.ranks == 2
+        software = worker.software()
+        assert software["rank 0 OMP_NUM_THREADS"] == software["rank 1 OMP_NUM_THREADS"] == "1"
+        case = Case("failing_ranks", (("fault", "raise"),), "fp32", "cpu", ranks=2)
+        worker.within(20).prepare("a", case, facts)
+        slot = worker.within(20).slot("a", 2, 0)
+        assert [len(one.step_ns) for one in slot.ranks] == [2, 2]
+        for call, step in enumerate(slot.steps):
+            assert sum(step.intervals_ns) == max(one.step_ns[call] for one in slot.ranks)
+        assert len(left_behind()) >= 2
+        with pytest.raises(WorkerError, match="rank 1 of 2, in phase gemm of 'slot', failed: ValueError: boom"):
+            worker.within(20).slot("a", 1, 0)
+        assert gone()
+
+
+@pytest.mark.slow
+def test_every_fault_is_a_record_and_nobody_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rank, phase and reason; the run goes on, and its last case is measured in fresh ranks."""
+    monkeypatch.setattr("fp8bench.measure.ranks.worker.WAIT_SECONDS", 5.0)
+    monkeypatch.setattr(ranks_process, "_GRACE_SECONDS", 0.5)
+    axes = (("fault", (*REASONS, "none")),)
+    request = Request("failing_ranks", axes=axes, rounds=1, quick=True, imports=(SUITE,), ranks=2)
+    with forgotten(Path(SUITE).parent):
+        run = pipeline.execute(request, tmp_path, SilentObserver(), "")
+    records = {str(record.case.param("fault")): record for record in run.records}
+    assert records.pop("none").status is Status.OK
+    for fault, reason in REASONS.items():
+        assert records[fault].status is Status.FAILED and reason in records[fault].reason, (
+            fault,
+            records[fault].reason,
+        )
+    assert gone()
