@@ -87,11 +87,22 @@ def _above_ceiling(record: Record) -> Iterator[Labelled]:
 
 
 def _phases_above(record: Record, ceiling: Ceiling) -> Iterator[str]:
-    """Phases that did more than the device can, by what the tape has counted. What a compiler fused is not known."""
+    """Phases that did more than the device can, by what the tape has counted. Of a compiled step bytes and launches are
+    not known, nor which phase its fused kernels are in: its products are, which no compiler does without."""
     assert record.timing is not None
-    if record.tape is None or record.tape.fused:
+    if record.tape is None:
         return
     bounds = bounds_of(ceiling)
+    if record.tape.fused:
+        least = bounds.product_seconds(record.tape.by_path.items())
+        least = least if least is not None else record.tape.flops / (ceiling.flops or math.inf)
+        if least > MARGIN * (seconds := _best(record)):
+            did, most = (units.count(record.tape.flops / one, "FLOP/s") for one in (seconds, least))
+            yield (
+                f"the compiled step did {did} by the tape, this machine multiplied {most} at most: "
+                "the compiler left work out"
+            )
+        return
     fewer = {one.phase for one in record.tape.operators if _FEWER in one.operator}
     for phase, seconds in verdicts.best_phases(record.timing):
         count = record.tape.of(phase)

@@ -248,7 +248,8 @@ def _by_tape(record: Record, finding: Finding | None) -> Iterator[Metric]:
         )  # fmt: skip
         if roof.count.flops:
             yield detail(OwnMetric.FLOPS_PER_SECOND, "FLOP/s", best=roof.flop_rate)
-        yield detail(OwnMetric.BYTES_PER_SECOND, "B/s", best=roof.byte_rate)
+        if roof.byte_rate is not None:
+            yield detail(OwnMetric.BYTES_PER_SECOND, "B/s", best=roof.byte_rate)
         for name, share in (
             (OwnMetric.SHARE_OF_CEILING, roof.of_ceiling), (OwnMetric.SHARE_OF_DATASHEET, roof.of_sheet),
         ):  # fmt: skip

@@ -47,12 +47,15 @@ class Roofs:
     memory: float | None = None
     launches: float | None = None
 
-    def least(self, count: PhaseCount) -> dict[Bound, float]:
+    def least(self, count: PhaseCount, fused: bool = False) -> dict[Bound, float]:
         """Seconds that the FLOPs, the bytes and the launches of a phase take at least, each alone; nothing where the
-        rate of a product or of the memory is not known: what takes longest would be a guess."""
+        rate of a product or of the memory is not known: what takes longest would be a guess. Of what a compiler fused
+        only the products are known."""
         products = self.product_seconds(count.by_path)
         if products is None or self.memory is None:
             return {}
+        if fused:
+            return {Bound.COMPUTE: products} if products else {}
         found = {
             Bound.COMPUTE: products,
             Bound.MEMORY: count.bytes / self.memory,
@@ -74,25 +77,27 @@ class Roofs:
 @dataclass(frozen=True)
 class PhaseRoof:
     """A phase's counts and its best-case seconds, with the least it takes by what was measured here, and by the
-    datasheet."""
+    datasheet. Of a `fused` one bytes and launches are those without a compiler."""
 
     count: PhaseCount
     seconds: float
     measured: Mapping[Bound, float]
     sheet: Mapping[Bound, float]
+    fused: bool = False
 
     @property
     def flop_rate(self) -> float:
         return self.count.flops / self.seconds
 
     @property
-    def byte_rate(self) -> float:
-        return self.count.bytes / self.seconds
+    def byte_rate(self) -> float | None:
+        return None if self.fused else self.count.bytes / self.seconds
 
     @property
     def intensity(self) -> float | None:
-        """FLOPs for each byte; None where nothing is multiplied, or nothing moved."""
-        return self.count.flops / self.count.bytes if self.count.flops and self.count.bytes else None
+        """FLOPs for each byte; None where nothing is multiplied, or nothing moved, or nobody knows how much."""
+        known = self.count.flops and self.count.bytes and not self.fused
+        return self.count.flops / self.count.bytes if known else None
 
     @property
     def bound(self) -> Bound | None:
@@ -104,6 +109,8 @@ class PhaseRoof:
         longest = max(least, key=lambda bound: least[bound])
         if least[longest] >= _NEAR * self.seconds:
             return longest
+        if self.fused:
+            return None
         return Bound.OVERHEAD if self.seconds < _OVERHEAD * least.get(Bound.LAUNCH, 0.0) else Bound.NONE
 
     @property
@@ -177,8 +184,15 @@ def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...
     if record.tape is None or finding is None or not finding.best_seconds:
         return ()
     measured, sheet = roofs_of(record.ceiling)
+    fused = bool(record.tape.fused)
     return tuple(
-        PhaseRoof(count, seconds, measured.least(count) if measured else {}, sheet.least(count) if sheet else {})
+        PhaseRoof(
+            count,
+            seconds,
+            measured.least(count, fused) if measured else {},
+            sheet.least(count, fused) if sheet else {},
+            fused,
+        )
         for phase, seconds in finding.phases
         if 0 < seconds < math.inf and phase not in finding.below_floor and (count := record.tape.of(phase)) is not None
     )

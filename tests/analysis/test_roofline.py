@@ -108,7 +108,6 @@ def counted(times: float, device: str = "cuda:0", operator: str = "mm", fused: s
         (counted(MARGIN + 0.1, device="cpu"), True),
         (counted(MARGIN - 0.1, operator="aten::convolution"), False),
         (counted(MARGIN + 0.1, operator="aten::convolution"), True),
-        (counted(9, fused="compiled"), False),
         (counted(1.9, path="e4m3"), False),
         (counted(4, path="int8"), False),
         (counted(9, path="int8"), True),
@@ -165,3 +164,34 @@ def test_far_below_all_ceilings_none_of_them_is_what_a_phase_waits_for(
     without = tuple(one for one in CEILING.rates if one.limit is not Limit.LAUNCH)
     (roof,) = phase_roofs(replace(lead, tape=tape, ceiling=replace(CEILING, rates=without)), finding)
     assert roof.bound is (Bound.COMPUTE if milliseconds <= 76 else Bound.NONE)
+
+
+def test_of_a_compiled_step_the_products_are_checked() -> None:
+    """A compiler that removed them, or most of them, is caught by the whole step; nothing is known of its bytes."""
+    (label,) = claims_of(counted(9, fused="compiled"), None)
+    assert label.label is Label.ABOVE_CEILING and label.hard
+    assert label.reason == (
+        "the compiled step did 900 TFLOP/s by the tape, this machine multiplied 100 TFLOP/s at most: the compiler left "
+        "work out"
+    )
+    assert not list(claims_of(counted(2.4, fused="compiled"), None))
+    moved = PhaseCount("gemm", 0, int(1e15))
+    assert not list(claims_of(replace(counted(0), tape=Tape(phases=(moved,), fused="compiled")), None))
+
+
+def test_of_a_compiled_step_only_products_bound_a_phase() -> None:
+    """Its bytes and launches are fewer than the tape's: whether they bound it nobody knows."""
+    (lead, reference), _, _ = results()
+    assert lead.tape is not None
+    fused = replace(lead, tape=replace(lead.tape, fused="compiled"))
+    roofs = {one.count.phase: one for one in phase_roofs(fused, reference)}
+    assert {phase: one.bound for phase, one in roofs.items()} == {
+        "gemm": Bound.COMPUTE, "optimizer_step": None, "elementwise": None,
+    }  # fmt: skip
+    assert (
+        roofs["gemm"].of_ceiling == pytest.approx(0.71) and roofs["gemm"].intensity is roofs["gemm"].byte_rate is None
+    )
+    assert not any(one.name == "bytes_per_second" for one in metrics_of(fused, reference) if one.phase == "gemm")
+    slow = replace(reference, phases=(("gemm", 0.5),))
+    (roof,) = phase_roofs(fused, slow)
+    assert roof.bound is None

@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8bench.model import UNATTRIBUTED
 from fp8bench.tape.recording import Recording
 from fp8bench.tape.replay import CannotReplay, Replay
+from tests.pretended_device import run_pretended
 
 ROOM = 1 << 20
 
@@ -254,3 +255,51 @@ def test_no_more_is_kept_than_may_be() -> None:
     assert recorded(step, most_bytes=8000).bytes == 8000
     with pytest.raises(CannotReplay, match="more than the 7999 bytes that may be kept"):
         recorded(step, most_bytes=7999)
+
+
+ON_A_DEVICE = """
+from fp8bench.model import UNATTRIBUTED
+from fp8bench.protocols import Markers, TellingMarker
+from fp8bench.tape import recording
+from fp8bench.tape.recorder import OperatorTape
+
+# The pretended device's tensors are a class of their own, and its memory is elsewhere.
+known, make = {}, Pretended.__init__
+def noted(self, wrapped):
+    make(self, wrapped)
+    known[self.untyped_storage()._cdata] = self
+Pretended.__init__ = noted
+recording._refused = lambda func, given: ""
+recording._lying = lambda spec, storage, device: known[storage._cdata]
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        with phases.gemm:
+            return x.mul(2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        elsewhere.append(threading.get_ident() != main)
+        with phases.gemm:
+            return grad.mul(3)
+
+main, elsewhere, stack = threading.get_ident(), [], [UNATTRIBUTED]
+x, ones = Pretended(torch.ones(4)).requires_grad_(), Pretended(torch.ones(4))
+phases = Markers(lambda name: TellingMarker(name, stack, lambda told: None))
+with (mode := recording.Recording("gemm", stack, 1 << 30, check=False)):
+    grads = torch.autograd.grad(Product.apply(x), x, ones)
+replay = mode.replay()
+registers = [None] * replay.registers
+print(elsewhere, [call.into(registers).wrapped.tolist()[0] for call in replay.calls])
+phases = (tape := OperatorTape()).phases
+with tape:
+    grads = torch.autograd.grad(Product.apply(x), x, ones)
+print([(one.phase, one.backward) for one in tape.calls])
+"""
+
+
+@pytest.mark.slow
+def test_backward_on_a_devices_own_thread_is_recorded_and_replayed() -> None:
+    """Under its phase, and by the thread that replays: on a GPU backward runs on autograd's thread for it."""
+    assert run_pretended(ON_A_DEVICE) == ["[True] [2.0, 3.0]", "[('gemm', False), ('gemm', True)]"]
