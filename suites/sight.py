@@ -19,7 +19,7 @@ import numpy as np
 
 from fp8bench.analysis.compare.duel_verdicts import compared
 from fp8bench.analysis.gate.judging import Judged, Outcome, SecondLook, first_look, key_of, second_look
-from fp8bench.analysis.gate.power import Newest, Second, sights_of, sights_of_history
+from fp8bench.analysis.gate.power import Newest, Second, chance_among, sight_of, sights_of_history
 from fp8bench.analysis.gate.sight import USUAL_POWER, Sight
 from fp8bench.analysis.gate.thresholds import Rule
 from fp8bench.analysis.steps.change_points import LEAST_VALUES, newest_levels, steps_of_many
@@ -44,7 +44,7 @@ from suites.gate import NOISES, Setting, build
 
 # Whatever is told from chance fails.
 NO_THRESHOLD = (Rule("*", "*", 0.0, 0.0),)
-Build = Callable[[random.Random, float, tuple[Rule, ...]], tuple[bool, Sight | None]]
+Build = Callable[[random.Random, float, tuple[Rule, ...]], tuple[bool, Sight]]
 
 
 class Row(NamedTuple):
@@ -61,7 +61,7 @@ class Row(NamedTuple):
 def trial(words: str, of: Build, builds: int, seed: int = 0) -> Row:
     """Builds in which nothing changed, and two of the same kind for each, with what it said that it would see."""
     draw = random.Random(seed)
-    sights = [sight for _ in range(builds) if (sight := of(draw, 0.0, ())[1]) is not None]
+    sights = [of(draw, 0.0, ())[1] for _ in range(builds)]
     seen, fails = ([getattr(one, name) for one in sights] for name in ("seen", "fails"))
     known = [(one.seen, one.fails) for one in sights if math.isfinite(one.fails)]
     told = sum(of(draw, one, NO_THRESHOLD)[0] for one, _ in known)
@@ -73,22 +73,22 @@ def trial(words: str, of: Build, builds: int, seed: int = 0) -> Row:
 def stored(setting: Setting) -> Build:
     """Runs of 100 cases against each other; what is suspected is measured again."""
 
-    def of(draw: random.Random, planted: float, rules: tuple[Rule, ...]) -> tuple[bool, Sight | None]:
+    def of(draw: random.Random, planted: float, rules: tuple[Rule, ...]) -> tuple[bool, Sight]:
         judged = build(setting, draw, 1 + planted, rules)
         return judged[0].outcome is Outcome.REGRESSION, _first(judged, Second.AGAIN)
 
     return of
 
 
-def _first(judged: Sequence[Judged], second: Second) -> Sight | None:
-    sights = sights_of(judged, second, USUAL_POWER, required=False)
-    return next((one for one in sights.figures if one.case == judged[0].comparison.case), None)
+def _first(judged: Sequence[Judged], second: Second) -> Sight:
+    """Of the figure that something is planted in, judged among all."""
+    return sight_of(judged[0], chance_among(judged), second, USUAL_POWER)
 
 
 def duel(cases: int, sessions: int, between: float, noise: str = "Gaussian") -> Build:
     """A duel of so many cases, processes lying `between` apart; what is suspected is duelled again."""
 
-    def of(draw: random.Random, planted: float, rules: tuple[Rule, ...]) -> tuple[bool, Sight | None]:
+    def of(draw: random.Random, planted: float, rules: tuple[Rule, ...]) -> tuple[bool, Sight]:
         def look(number: int) -> Comparison:
             return _duelled(number, sessions, planted if number == 0 else 0.0, lambda: between * NOISES[noise](draw))
 
@@ -116,7 +116,7 @@ def _duelled(number: int, sessions: int, planted: float, noise: Callable[[], flo
 def nights(count: int, between: float, noise: str = "Gaussian") -> Build:
     """A history of so many nights; what was planted came with the last in which a step can be found at all."""
 
-    def of(draw: random.Random, planted: float, rules: tuple[Rule, ...]) -> tuple[bool, Sight | None]:
+    def of(draw: random.Random, planted: float, rules: tuple[Rule, ...]) -> tuple[bool, Sight]:
         logs = np.array([between * NOISES[noise](draw) for _ in range(count)])
         (level,) = newest_levels([np.exp(logs)])
         flat = Comparison(

@@ -75,13 +75,19 @@ class _Looks(NamedTuple):
 
 def sights_of(judged: Sequence[Judged], second: Second, power: float, required: bool) -> Sights:
     """What could have been seen of the figures of two sides that vary."""
-    tested = [one for one in judged if one.outcome not in NOT_TESTED and one.comparison.ratio is not None]
-    chances = [chance for one in tested if (chance := chance_of(one)) is not None]
-    # A figure that became worse would be one more discovery.
-    news = 1 + sum(discoveries(chances, CHANCE))
-    chance = CHANCE * min(1.0, news / max(1, len(chances)))
-    varying = [one for one in tested if not is_exact(one.comparison)]
-    return _sorted((_of_figure(one, chance, second, power) for one in varying), power, required)
+    chance = chance_among(judged)
+    varying = [one for one in judged if _is_tested(one) and not is_exact(one.comparison)]
+    return _sorted((sight_of(one, chance, second, power) for one in varying), power, required)
+
+
+def chance_among(judged: Sequence[Judged]) -> float:
+    """The chance that is asked of one more of the figures, which became worse: it would be one more discovery."""
+    chances = [chance for one in judged if _is_tested(one) and (chance := chance_of(one)) is not None]
+    return CHANCE * min(1.0, (1 + sum(discoveries(chances, CHANCE))) / max(1, len(chances)))
+
+
+def _is_tested(one: Judged) -> bool:
+    return one.outcome not in NOT_TESTED and one.comparison.ratio is not None
 
 
 def _sorted(found: Iterable[Sight], power: float, required: bool) -> Sights:
@@ -89,7 +95,8 @@ def _sorted(found: Iterable[Sight], power: float, required: bool) -> Sights:
     return Sights(tuple(figures), power, required)
 
 
-def _of_figure(one: Judged, chance: float, second: Second, power: float) -> Sight:
+def sight_of(one: Judged, chance: float, second: Second, power: float) -> Sight:
+    """What could have been seen of a figure, if such a chance is asked of it."""
     found, least = one.comparison, _least(one.threshold, one.comparison.before)
     blank = Sight(found.case, found.metric, least, math.inf, math.inf)
     if found.noise is None or found.ratio is None or found.ratio.level == 0 or found.ratio.low <= 0:
