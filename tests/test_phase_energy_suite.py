@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import pytest
 
@@ -33,20 +34,35 @@ def simulation(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
     return Simulation(build(tmp_path_factory.mktemp("nvml")))
 
 
-def measured(simulation: Simulation, folder: Path, how: str, *words: str) -> tuple[Record, PhaseEnergies, str]:
-    """The record of one case, what its phases take, and what was printed."""
+class Measured(NamedTuple):
+    """The record of one case, and what its phases take."""
+
+    record: Record
+    phases: PhaseEnergies
+
+
+def measured(simulation: Simulation, folder: Path, hows: str, *words: str) -> tuple[dict[str, Measured], str]:
+    """A case each, and what was printed."""
     device = simulation.reset()
     device.curve, device.low, device.period_ns = TOLD, 0.5, 10_000_000
     told = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "150", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "fp8bench", "suite", str(SUITE), "--set", f"how={how}", "--energy", "phases"]
+    command = [sys.executable, "-m", "fp8bench", "suite", str(SUITE), "--set", f"how={hows}", "--energy", "phases"]
     command += ["--rounds", "8", "--no-report", "--store", "store", *words]
     done = subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     kept = load("last", folder / "store").run
-    (record,) = kept.records
-    found = phase_energies(record, findings(kept)[record.case.id])
-    assert found is not None
-    return record, found, done.stdout
+    found = {}
+    for record in kept.records:
+        phases = phase_energies(record, findings(kept)[record.case.id])
+        assert phases is not None
+        found[str(record.case.param("how"))] = Measured(record, phases)
+    return found, done.stdout
+
+
+@pytest.fixture(scope="module")
+def quick(simulation: Simulation, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Measured], str]:
+    """One command for all that takes few windows; the last case lowers the limit for good."""
+    return measured(simulation, tmp_path_factory.mktemp("quick"), "pretend,hidden,sparse,lower", "--quick")
 
 
 def joules(use: EnergyUse | None) -> Mapping[str, float]:
@@ -60,7 +76,8 @@ def joules(use: EnergyUse | None) -> Mapping[str, float]:
 def test_phases_of_80_to_600_watts_are_recovered(simulation: Simulation, tmp_path: Path) -> None:
     """Within 3%, that of 1% of the step within 10%, whatever else the machine does; or void, where it does so much that
     phases by themselves take another time than in a step."""
-    record, found, text = measured(simulation, tmp_path, "burn")
+    cases, text = measured(simulation, tmp_path, "burn")
+    record, found = cases["burn"]
     told = joules(record.energy)
     assert record.energy is not None
     whys = {one.phase: one.why for one in record.energy.phases if one.phase not in told}
@@ -83,24 +100,27 @@ def test_phases_of_80_to_600_watts_are_recovered(simulation: Simulation, tmp_pat
             assert one.low is not None and one.high is not None and one.low <= one.joules <= one.high
 
 
-@pytest.mark.parametrize("how", ["pretend", "hidden"])
-def test_a_phase_that_is_another_by_itself_makes_all_void(simulation: Simulation, tmp_path: Path, how: str) -> None:
+def test_a_phase_that_is_another_by_itself_makes_all_void(quick: tuple[dict[str, Measured], str]) -> None:
     """Its product takes a third where no step calls it, or half of it is no operator: 4 or 3 J of 9 are missing."""
-    _, found, text = measured(simulation, tmp_path, how, "--quick")
-    assert found.void and {one.provenance for one in found.phases} == {Provenance.ESTIMATED}
-    assert "energy of phases is void" in text
+    cases, text = quick
+    for how in ("pretend", "hidden"):
+        found = cases[how].phases
+        assert found.void and {one.provenance for one in found.phases} == {Provenance.ESTIMATED}
+    assert text.count("energy of phases is void") == sum(bool(one.phases.void) for one in cases.values())
 
 
-def test_what_cannot_be_done_by_itself_stays_an_estimate(simulation: Simulation, tmp_path: Path) -> None:
+def test_what_cannot_be_done_by_itself_stays_an_estimate(quick: tuple[dict[str, Measured], str]) -> None:
     """Its product works on a sparse matrix, too."""
-    record, found, text = measured(simulation, tmp_path, "sparse", "--quick")
+    cases, text = quick
+    record, found = cases["sparse"]
     (product,) = (one for one in found.phases if one.phase == "gemm")
     assert product.provenance is Provenance.ESTIMATED and set(joules(record.energy)) == set(TRUTH) - {"gemm"}
     assert "a tensor that is no plain part of a memory" in text or found.void
 
 
-def test_a_limit_that_is_lowered_meanwhile_certifies_nothing(simulation: Simulation, tmp_path: Path) -> None:
-    record, _, text = measured(simulation, tmp_path, "lower", "--quick")
+def test_a_limit_that_is_lowered_meanwhile_certifies_nothing(quick: tuple[dict[str, Measured], str]) -> None:
+    cases, text = quick
+    record, _ = cases["lower"]
     assert record.energy is not None and record.energy.power_limits == (650.0, 500.0)
     assert energy_validity(record) in (EnergyValidity.LIMIT_CHANGED, EnergyValidity.TOO_FEW_TICKS)
     assert "of 650 W, 500 W" in text

@@ -112,7 +112,7 @@ def partials(store: Path) -> list[Path]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("count", "num_writers"), sampled([6], [(6, 3), (50, 8)]))
+@pytest.mark.parametrize(("count", "num_writers"), sampled([6], [(6, 3), (20, 8)]))
 def test_writers_of_one_commit_lose_no_sample(count: int, num_writers: int, tmp_path: Path) -> None:
     """So many runs each; whoever reads meanwhile never meets half a file."""
     store, stop = tmp_path / "store", tmp_path / "stop"
