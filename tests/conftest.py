@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,33 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, lambda *_: None)
 
 
+# How the mark is spelled in files that have it (tests/counts.py).
+_SLOW = re.compile(r"\bslow\b|\bSLOW\b|\bcounts\(|\bsampled\(")
+
+
+def _may_be_slow(path: Path) -> bool:
+    """By what a file says, or the conftest.py beside it: importing all of them takes 20 s of a processor."""
+    beside = path.with_name("conftest.py")
+    return any(_SLOW.search(file.read_text()) for file in (path, beside) if file.exists())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected stays: nobody looks for garbage in it, neither meanwhile nor when the session ends."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where slow tests alone are asked for, files that have none."""
+    only_slow = config.option.markexpr == "slow" and collection_path.match("test_*.py")
+    return True if only_slow and not _may_be_slow(collection_path) else None
+
+
 # Files of few tests that take long. Where one of them came last, one process would wait for the other.
 _LONG = (
     "faults", "jobs/duel", "worker", "test_energy_suite.py", "contracts", "rehearsal", "report/test_stored_runs.py",
@@ -81,7 +109,9 @@ _LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first; the order of the others stays."""
+    """Long files first; the order of the others stays. A mark that its file does not spell would keep a test out."""
+    unspelled = {item.path for item in items if item.get_closest_marker("slow") and not _may_be_slow(item.path)}
+    assert not unspelled, f"slow tests in files that `-m slow` does not read: {unspelled}"
     places = tuple(str(Path(__file__).parent / name) for name in _LONG)
     items.sort(key=lambda item: not str(item.path).startswith(places))
 

@@ -75,7 +75,7 @@ class Browser:
         if session:
             message["sessionId"] = session
         os.write(self._input, json.dumps(message).encode() + b"\0")
-        answer = self._until(lambda one: one.get("id") == number, f"an answer to {method}")
+        answer = self.listen(lambda one: one.get("id") == number, f"an answer to {method}")
         if "error" in answer:
             raise BrowserError(f"{method}: {answer['error']['message']}")
         result: Message = answer["result"]
@@ -87,11 +87,12 @@ class Browser:
         def fits(one: Message) -> bool:
             return one.get("method") == method and wanted(one["params"])
 
-        found = next((one for one in self.events if fits(one)), None) or self._until(fits, method)
+        found = next((one for one in self.events if fits(one)), None) or self.listen(fits, method)
         params: Message = found["params"]
         return params
 
-    def _until(self, fits: Callable[[Message], bool], what: str) -> Message:
+    def listen(self, fits: Callable[[Message], bool], what: str) -> Message:
+        """The first message from now on that fits; events are kept."""
         end = time.monotonic() + PATIENCE
         while True:
             message = self._read(end, what)
@@ -158,10 +159,11 @@ class Tab:
 
     def go(self, url: str) -> None:
         """Loads an address, to the end of its load event."""
-        before = len(self.heard("Page.loadEventFired"))
+        loaded = "Page.loadEventFired"
+        before = len(self.heard(loaded))
         self.send("Page.navigate", url=url)
-        while len(self.heard("Page.loadEventFired")) <= before:
-            self.send("Runtime.evaluate", expression="0")
+        if len(self.heard(loaded)) == before:
+            self.browser.listen(lambda one: (one.get("method"), one.get("sessionId")) == (loaded, self.session), loaded)
 
     def run(self, expression: str) -> Any:
         """What an expression of JavaScript comes to, as plain JSON; promises are awaited."""
