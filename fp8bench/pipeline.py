@@ -38,9 +38,11 @@ from fp8bench.measure.settle import warm_up_limit
 from fp8bench.measure.tapes import records_tapes
 from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import Ceilings, DeviceFacts, Group, Plan, Record, Request, Resumption, Run
+from fp8bench.model.fleet import Cell
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import rule_for
 from fp8bench.plan.asked_suites import reads_corpus
+from fp8bench.plan.cells import cell_of, of_cell
 from fp8bench.plan.corpus import Corpus, prepare_corpus
 from fp8bench.plan.make import (
     check_names,
@@ -64,17 +66,20 @@ AGAIN = "gate"
 
 def execute(
     request: Request, store: Path, observer: Observer, command: str, origin: str = "suite", folder: Path | None = None,
-    note: str = "",
+    note: str = "", cell: tuple[str, Cell] | None = None,
 ) -> Run:  # fmt: skip
     """Plan, measure, keep. Every group is in the store before the next one starts.
 
     `origin` is the door the request came in by; `folder` lies in the repository whose commit is measured, the working
-    directory if it is None; `note` is kept with the run. An interrupt (Ctrl-C) ends the run early: what was finished is
-    kept and returned, with `finished` False. Raises NotKept, which holds the run, where the store fails meanwhile.
+    directory if it is None; `note` is kept with the run. Of a `cell`, with its name in its plan, that group alone is
+    measured. An interrupt (Ctrl-C) ends the run early: what was finished is kept and returned, with `finished` False.
+    Raises NotKept, which holds the run, where the store fails meanwhile.
     """
     start = time.monotonic()
     with _ready(request, store) as (corpus, *workers), Meters(request.energy) as meters:
         run = replace(_opened(request, corpus, workers[0], meters, command, folder), origin=origin)
+        if cell is not None:
+            run = replace(run, plan=of_cell(run.plan, cell[1]), cell=cell[0])
         observer.planned(run.plan)
         writer = start_run(run, store)
         if note:
@@ -100,6 +105,7 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         facts = workers[0].probe()
         environment = gather(workers[0].software(), __version__, run.request.threads, run.request.imports)
         plan = make_plan(run.request, facts, corpus.identity if corpus else None, has_reference_added(run.plan))
+        plan = of_cell(plan, cell_of(run.plan.groups[0])) if run.cell else plan
         refuse_foreign(run, plan, facts, environment)
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(now(), command, environment))

@@ -34,6 +34,7 @@ COMMANDS = {
     "show": "print a stored run, duel or training",
     "report": "the report of stored runs, side by side if several",
     "compare": "two runs, commits or stores, figure by figure",
+    "fleet": "have the cells of a plan measured by many processes, and see where they stand",
     "gate": "fail a build where something has become worse",
     "duel": "two interpreters or two revisions, in the same rounds",
     "history": "runs and numbers over time, and asv's view",
@@ -183,13 +184,13 @@ def build_parser(named: Collection[str] = tuple(COMMANDS)) -> Parser:
 
 
 def check_alone(words: Sequence[str], beside: Collection[str], given: Sequence[str] = ()) -> None:
-    """Raise for what was said and does not stand `beside` --resume: what to do is kept. `given` are no options."""
+    """Raise for what was said beside --resume or --plan and does not go with it. `given` are no options."""
     options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
     others = [*given, *(word for word in options if word not in beside)]
     if others:
         raise UsageError(
-            f"--resume takes what to measure, and how, from what is kept, and {others[0]} was given too. Leave it out; "
-            "--store and what says where it is printed go with it."
+            f"{'--plan' if '--plan' in beside else '--resume'} takes what to measure, and how, from what is kept, and "
+            f"{others[0]} was given too. Leave it out; --store and what says where it is printed go with it."
         )
 
 
@@ -248,6 +249,6 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
 
 def meant_by(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> argparse.ArgumentParser:
     """The parser of the command that was given, or of what its command is missing from."""
-    for name in (arguments.command, getattr(arguments, "history_command", None)):
+    for name in (arguments.command, getattr(arguments, "subcommand", None)):
         parser = commands_of(parser)[name] if name is not None else parser
     return parser

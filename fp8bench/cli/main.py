@@ -49,7 +49,7 @@ def _run(words: list[str]) -> int:
         for sentence in arguments.unused:
             complain(sentence)
     arguments.words = words
-    if arguments.command is None or getattr(arguments, "history_command", "") is None:
+    if arguments.command is None or getattr(arguments, "subcommand", "") is None:
         meant_by(parser, arguments).print_help()
         return EXIT_OK
     _import_own(arguments)

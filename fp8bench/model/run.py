@@ -51,6 +51,8 @@ class Resumption:
 class Run:
     """One run: header and records. `path` is where it is stored ('' if it is not), `origin` the door it came in by.
 
+    `cell` is the part of a fleet's plan that it is ('8f3a2c1d/4'), '' where it is none.
+
     `notes` were taken while it ran; `troubles` were met by whoever read the file.
     """
 
@@ -69,6 +71,7 @@ class Run:
     notes: tuple[str, ...] = ()
     resumptions: tuple[Resumption, ...] = ()
     origin: str = "suite"
+    cell: str = ""
 
     def __repr__(self) -> str:
         """On one line: all the samples would fill pages."""

@@ -45,7 +45,8 @@ COMMON = {"-h", "--help"}
 CONFIGURED = {
     "NAME", "--dtypes", "--devices", "--reference", "--set", "--precision-map", "--data", "--quick", "--budget",
     "--rounds", "--seed", "--threads", "--dry-run", "--store", "--import", "--no-isolation", "--case-timeout",
-    "--config", "--resume", "--json", "--csv", "--grid", "--trace", "--tensorboard", "--wandb", "--html", "--md",
+    "--config", "--resume", "--write-plan", "--plan", "--cell", "--json", "--csv",
+    "--grid", "--trace", "--tensorboard", "--wandb", "--html", "--md",
     "--csv-wide", "--open", "--no-report", "--static-scales", "--refresh-scales", "--saturation-bound",
     "--energy", "--no-energy", "--sustained", "--max-batch", "--memory-limit", "--explain", "--backend", "--tape",
     "--shares",
@@ -94,6 +95,9 @@ OPTIONS = {
         "RUN", "--beside", "--training", "--price", "--least", "--write-map", "--check", "--score", "--store",
         "--import", "--md", "--explain", "--json",
     },
+    "fleet": COMMON,
+    "fleet work": COMMON | {"PLAN", "--store", "--workers", "--retry"},
+    "fleet status": COMMON | {"PLAN", "--store", "--json", "--csv"},
     "tape": COMMON
     | {
         "NAME", "--dtypes", "--devices", "--set", "--data", "--import", "--seed", "--threads", "--case-timeout",

@@ -78,6 +78,7 @@ from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.consumed import PhaseEnergy
 from fp8bench.model.coverage import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.model.settling import ClockLook, Settling
+from fp8bench.model.shares import Share, ShareKind, Shares, SharesFrom
 from fp8bench.model.tape import OperatorCount, PhaseCount, Tape
 
 CASE = Case(
@@ -126,6 +127,7 @@ COVERAGE = Coverage(
     (Holder("a", "linear", (8, 4), (HeldProduct(2, 8, 4, 3, True),), 384, 1, True, "why", "shape", "K=4", ("b",)),),
     (OtherProduct("bmm", "attn", None, 2, "why"),), 384, "the mean",
 )  # fmt: skip
+SHARES = Shares((Share(ShareKind.GEMM, "blocks.0.mlp", True, 0.25, 3, "conv"),), 0.5, SharesFrom.KERNELS, 2)
 RECORD = Record(
     CASE, SUPPORT, Status.OK, Work(1e9, 7, 3e6, 2e6, 1.5), True, "why", "trace", TIMING, TIMING, TIMING, False,
     (MEASUREMENT,), "time", (STATISTICS,), "gemm/a.json.gz", (OperatorTime("gemm", "aten::mm", 2.5, 0.5, True),),
@@ -133,7 +135,7 @@ RECORD = Record(
     Ceiling(1e12, 2e11, (RATE,), "H200"), Products(3, False, ("bfloat16",), 7, ("flash",)),
     StepEffect(False, "what was seen"),
     (SustainedTurn(25, (0.5, 0.25), SETTLING, 1.7e9, 650.0),), Fresh(TIMING, TIMING, TIMING, 3),
-    Rotation(4, 1 << 20), Replays(TIMING, "why"), TAPE, COVERAGE,
+    Rotation(4, 1 << 20), Replays(TIMING, "why"), TAPE, COVERAGE, SHARES,
 )  # fmt: skip
 FACTS = DeviceFacts(
     "cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90", "GPU-0", "0:1:0", "",
@@ -141,7 +143,7 @@ FACTS = DeviceFacts(
 )  # fmt: skip
 REQUEST = Request(
     "gemm", ("fp8",), ("cuda:1",), "bf16", (("shape", ("64", "1x2x3")),), (("mlp", "bf16"),), "file", True, 2.5, 3, 4,
-    5, ("module",), True, 12.5, True, "traces", 8, 100, 0.5, False, "step", True, 1 << 30, "torch", 2.5, True,
+    5, ("module",), True, 12.5, True, "traces", 8, 100, 0.5, False, "step", True, 1 << 30, "torch", 2.5, True, True,
 )  # fmt: skip
 PLAN = Plan(
     (Group((PlannedCase(CASE, SUPPORT, Work(1.0, 2), "skip"), PlannedCase(CASE, SUPPORT, Work())), 1),), ("note",)
@@ -152,7 +154,7 @@ RUN = Run(
     Environment({"a": None, "b": 1, "c": 0.5, "d": "text", "e": True}), (FACTS,),
     (("cpu", Overheads(1e-7, 2e-7, 3e-8, None)), ("cuda:1", Overheads(1.0, 2.0, 3.0, 4.0))),
     (RECORD, Record(CASE, SUPPORT, Status.FAILED, reason="crash")), "path", True, ("line 3",), ("a note",),
-    (RESUMPTION,), "asv",
+    (RESUMPTION,), "asv", "8f3a2c1d/4",
 )  # fmt: skip
 FINDING = Finding(
     CASE, Verdict.SLOWER, 1.0, 1.5, 0.1, Interval(1.1, 1.05, 1.2, 0.99), 1.2, 0.01, (("gemm", 0.5),), ("cast",),
@@ -171,7 +173,8 @@ ACK = Ack(
     1.5, "2026-01-05T12:00:00+00:00", "why",
 )  # fmt: skip
 VALUES: list[Any] = [
-    RUN, RECORD, PLAN, REQUEST, FACTS, TIMING, MEASUREMENT, STATISTICS, FINDING, CASE, SUPPORT, Work(), RESUMPTION,
+    SHARES, *SHARES.parts, RUN, RECORD, PLAN, REQUEST, FACTS, TIMING,
+    MEASUREMENT, STATISTICS, FINDING, CASE, SUPPORT, Work(), RESUMPTION,
     RUN.environment,
     Overheads(0.1, 0.2, 0.3), Interval(1, 2, 3, 0.99), Segments((), ()), SlotSample(0, (), 0.0, 0.0),
     PLAN.groups[0], PLAN.groups[0].cases[0], SERIES, POINT, FIGURE, COURSE, Fault("path", "what", "remedy", False),
@@ -209,10 +212,14 @@ def test_the_full_run_leaves_no_field_at_its_default() -> None:
     """Else the trip would prove nothing for that field."""
     for value in (RUN, REQUEST, RECORD, MEASUREMENT, TIMING):
         at_default = {field.name for field in fields(value) if getattr(value, field.name) == field.default}
-        # A request without isolation has no limit for a case, and one without energy none of phases: see below.
-        assert at_default == ({"isolation", "energy_of"} if value is REQUEST else set()), (type(value), at_default)
+        # A request without isolation has no limit for a case, one without energy none of phases, and one of
+        # several ranks no passes: see below.
+        expected = {"isolation", "energy_of", "ranks"} if value is REQUEST else set()
+        assert at_default == expected, (type(value), at_default)
     alone = Request("gemm", isolation=False, energy_of="phases")
     assert there_and_back(alone) == alone and not alone.isolation and alone.energy_of == "phases"
+    several = Request("gemm", ranks=4, energy=False)
+    assert there_and_back(several) == several and several.ranks == 4
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf])

@@ -40,7 +40,7 @@ from fp8bench.store.verify import verify
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The commands of history, each with its options."""
-    commands = parser.add_subparsers(dest="history_command", metavar="COMMAND", parser_class=type(parser))
+    commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
 
     def command(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:
         made = commands.add_parser(
@@ -101,15 +101,15 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.history import existing_store
 
     check_outputs(arguments)
-    if arguments.history_command == "merge":
+    if arguments.subcommand == "merge":
         return _merge(arguments)
     commands = {
         "list": _list, "show": _show, "regressions": _regressions, "ack": _acknowledge, "verify": _verify,
         "rebuild": _rebuild, "ceilings": _ceilings,
     }  # fmt: skip
-    reads_all = arguments.history_command in ("verify", "rebuild") or getattr(arguments, "runs", False)
+    reads_all = arguments.subcommand in ("verify", "rebuild") or getattr(arguments, "runs", False)
     store = existing_store(arguments.store, TERMINAL, reads_all)
-    return commands[arguments.history_command](arguments, store)
+    return commands[arguments.subcommand](arguments, store)
 
 
 def _list(arguments: argparse.Namespace, store: Path) -> int:

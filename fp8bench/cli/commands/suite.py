@@ -23,7 +23,7 @@ from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.settle import warm_up_limit
 from fp8bench.measure.windows import WindowRule, phases_at_most, window_rule_for, windows_of
 from fp8bench.model import Case, Group, Plan, Record, Request, Run
-from fp8bench.model.request import PHASE_ENERGY
+from fp8bench.model.request import PHASE_ENERGY, whole_number
 from fp8bench.model.request import REQUEST_RULES as RULES
 from fp8bench.model.settling import STRETCH
 from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS
@@ -31,8 +31,10 @@ from fp8bench.plan.make import check_names
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
 from fp8bench.report.terminal.plan import page_of
+from fp8bench.store.fleet_plans import read_plan, write_plan
 from fp8bench.store.runs.listing import find_run
 from fp8bench.units import clock
+from fp8bench.user_code import import_user_modules
 
 PASSES = ("--trace", "--no-energy", "--energy", "--sustained", "--tape", "--shares")
 OUTPUTS = (
@@ -83,6 +85,8 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     )
     add("--ranks", type=types.whole(RULES["ranks"]), metavar="N", help=words)
     add("--dry-run", action="store_true", help="print the plan, measure nothing")
+    words = "with --dry-run: also write the plan there, cut into cells that --plan and --cell measure one by one"
+    add("--write-plan", type=types.path, metavar="FILE", help=words)
     shared(group, "--case-timeout")
     shared(group, *PASSES)
     words = "also look for the largest batch that fits into memory, per precision, by running it and the next one"
@@ -98,6 +102,10 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--config", type=types.path, metavar="FILE", help=words)
     words = "resume a run that was interrupted: only what it lacks is measured"
     group.add_argument("--resume", metavar="RUN", help=words)
+    words = "a plan of --write-plan, of which one --cell is measured; one that is done is not done again"
+    group.add_argument("--plan", type=types.path, metavar="FILE", help=words)
+    words = "which cell of the plan, counted from 0"
+    group.add_argument("--cell", type=types.whole(whole_number(0)), metavar="N", help=words)
     shared(group, *OUTPUTS)
 
 
@@ -106,6 +114,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     if arguments.resume is not None:
         return _resume(arguments)
+    if arguments.plan is not None or arguments.cell is not None:
+        return _cell(arguments)
+    if arguments.write_plan is not None and not arguments.dry_run:
+        raise UsageError("--write-plan goes with --dry-run: it measures nothing. Add it, or leave this out.")
     if arguments.suite is None:
         raise UsageError(f"no suite was named. Give one of {', '.join(workloads.names())}, all, or a .py file.")
     request = request_of(arguments)
@@ -117,6 +129,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         plan, facts = plan_only(request, arguments.store)
         tell(arguments, partial(page_of, plan, facts, expected_time(plan, request)))
+        if arguments.write_plan is not None:
+            _write_plan(request, plan, arguments)
         return EXIT_OK
     from fp8bench.pipeline import execute
 
@@ -213,6 +227,33 @@ def _phases_expected(groups: Sequence[Group], rule: WindowRule) -> str:
     least = once[0] * sum(windows_of(group, rule) for group in groups)
     most = once[1] * sum(windows_of(group, rule) * phases_at_most(group) for group in groups)
     return f", and {clock(least)} to {clock(most)} for that of phases (--energy phases)"
+
+
+def _write_plan(request: Request, plan: Plan, arguments: argparse.Namespace) -> None:
+    from fp8bench.jobs.fleet.cells import cut
+
+    cells = cut(request, plan, command_line())
+    write_plan(cells, arguments.write_plan)
+    complain(f"plan {cells.id}: {len(cells.cells)} cells in {arguments.write_plan}; one of them: "
+             f"fp8bench suite --plan {arguments.write_plan} --cell 0")  # fmt: skip
+
+
+def _cell(arguments: argparse.Namespace) -> int:
+    """One cell of a plan; what was asked stands in the plan, so that nothing may be asked anew."""
+    from fp8bench.jobs.fleet.cells import measured
+
+    if arguments.plan is None or arguments.cell is None:
+        raise UsageError("--plan and --cell go together: the plan's file, and the number of one of its cells.")
+    given = [arguments.suite] if arguments.suite is not None else []
+    check_alone(arguments.words, {"--plan", "--cell", "--store", *OUTPUTS}, given)
+    plan = read_plan(arguments.plan)
+    import_user_modules(plan.request.imports)
+    with only_once(), _kept_or_shown(arguments), TERMINAL.measuring() as observer:
+        now, run = measured(plan, arguments.cell, arguments.store, observer, command_line())
+    if now:
+        return _ended(run, arguments)
+    complain(f"cell {run.cell} is done: run {run.id}")
+    return EXIT_OK if run.ok else EXIT_FAILED
 
 
 def _resume(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,77 @@
+"""`fp8bench fleet`: the cells of a plan, measured by many processes into one store, and where they stand."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from fp8bench.cli import option_types as types
+from fp8bench.cli.grammar import shared
+from fp8bench.cli.outputs import check_outputs, tell
+from fp8bench.cli.streams import complain
+from fp8bench.errors import EXIT_FAILED, EXIT_OK
+from fp8bench.jobs.fleet.crew import crew
+from fp8bench.model.fleet import CellState, CellStatus, FleetPlan
+from fp8bench.model.request import whole_number
+from fp8bench.report.data.fleet import as_csv, as_json
+from fp8bench.report.terminal.fleet import page_of
+from fp8bench.store.fleet_plans import read_plan, states_of
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The commands of a fleet, each with its options."""
+    commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
+    codes = "Exit codes: 0 every cell is done and no case failed, 2 wrong usage, 3 one is not or has, 130 interrupted."
+
+    def command(name: str, words: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(
+            name, help=words, description=words[:1].upper() + words[1:] + ".", epilog=codes, allow_abbrev=False
+        )
+        made.add_argument("plan", type=types.path, metavar="PLAN", help="a file of suite NAME --dry-run --write-plan")
+        shared(
+            made, "--store", help="where the runs of its cells go; a folder that all machines share, or each its own"
+        )
+        return made
+
+    work = command("work", "measure the cells that wait, one after the other, until none does")
+    words = (
+        "so many workers beside each other on this machine; default 1: those that share processors disturb each other"
+    )
+    work.add_argument("--workers", type=types.whole(whole_number(1, 256)), default=1, metavar="N", help=words)
+    work.add_argument("--retry", action="store_true", help="also those whose last attempt failed")
+    status = command("status", "where every cell stands, and why one failed")
+    shared(status, "--json", help="print the states as JSON instead")
+    shared(status, "--csv", help="also write them there as rows, one a cell; '-' prints them instead")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what one of the commands asks for; returns the exit code."""
+    check_outputs(arguments)
+    plan = read_plan(arguments.plan)
+    if arguments.subcommand == "work":
+        return _work(plan, arguments)
+    states = states_of(plan, arguments.store)
+    tell(arguments, partial(page_of, plan, states), partial(as_json, plan, states), partial(as_csv, plan, states))
+    return _code(states)
+
+
+def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
+    from fp8bench.jobs.fleet.work import work
+
+    file, store = arguments.plan.resolve(), Path(arguments.store)
+    if arguments.workers > 1:
+        crew(file, store, arguments.workers, arguments.retry)
+        states = states_of(plan, store)
+        tell(arguments, partial(page_of, plan, states))
+        return _code(states)
+    work(plan, file, store, arguments.retry, partial(_begins, plan))
+    return _code(states_of(plan, store))
+
+
+def _begins(plan: FleetPlan, state: CellState) -> None:
+    complain(f"cell {state.number} of {len(plan.cells)}: {state.cell.setting}")
+
+
+def _code(states: tuple[CellState, ...]) -> int:
+    return EXIT_OK if all(one.status is CellStatus.DONE and not one.why for one in states) else EXIT_FAILED

@@ -1,0 +1,62 @@
+"""A worker of a fleet: takes the cells that wait, one after the other, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from fp8bench.errors import UsageError
+from fp8bench.jobs.fleet.cells import alone
+from fp8bench.model.fleet import Attempt, CellState, CellStatus, FleetPlan
+from fp8bench.pipeline import now
+from fp8bench.store.fleet_plans import OUTPUT, folder_of, note, states_of
+
+# A claim is a lock beside the one that the process of a cell takes.
+_CLAIM = "claim"
+_TAKEN = (CellStatus.WAITING, CellStatus.BEGUN)
+
+
+def work(
+    plan: FleetPlan, file: Path, store: Path, retry: bool, began: Callable[[CellState], None]
+) -> tuple[tuple[int, int], ...]:
+    """The cells that this worker had measured, and how each ended. It ends where none waits that it has not tried.
+
+    Failed ones are tried again where `retry` says so. `began` is told of each as it begins.
+    """
+    tried: dict[int, int] = {}
+    while (state := _next(plan, store, retry, tried)) is not None:
+        try:
+            with alone(folder_of(plan, state.number, store) / _CLAIM, f"cell {plan.name_of(state.number)}"):
+                began(state)
+                tried[state.number] = _measure(plan, file, state.number, store)
+        except UsageError:
+            tried[state.number] = -1  # another worker was faster
+    return tuple((number, code) for number, code in tried.items() if code != -1)
+
+
+def _next(plan: FleetPlan, store: Path, retry: bool, tried: Collection[int]) -> CellState | None:
+    wanted = (*_TAKEN, CellStatus.FAILED) if retry else _TAKEN
+    return next((one for one in states_of(plan, store) if one.status in wanted and one.number not in tried), None)
+
+
+def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
+    """Its exit code. An interrupt of this worker is one of the cell, which keeps what it has."""
+    folder, started = folder_of(plan, number, store), now()
+    words = [sys.executable, "-m", "fp8bench", "suite", "--plan", str(file), "--cell", str(number)]
+    words += ["--store", str(store), "--no-report"]
+    begin = time.monotonic()
+    with (folder / OUTPUT).open("ab") as output:
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    note(plan, number, store, Attempt(socket.gethostname(), os.getpid(), started, time.monotonic() - begin, code))
+    return code

@@ -1,0 +1,36 @@
+"""Where the cells of a plan stand, as text for a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from fp8bench import units
+from fp8bench.model.fleet import CellState, CellStatus, FleetPlan
+from fp8bench.report.elements import Column, Field, Page, Part, Table, Text, Tone
+
+_TONES = {CellStatus.DONE: Tone.GOOD, CellStatus.FAILED: Tone.BAD}
+_LEGEND = (
+    "begun: a run was cut off, and is resumed by the next worker where machine and software are the same",
+    "took: seconds of the last attempt, the start of its process included",
+)
+
+
+def page_of(plan: FleetPlan, states: Sequence[CellState]) -> Page:
+    """A row a cell, and the counts."""
+    columns = (
+        Column("cell", number=True), Column("setting"), Column("status"), Column("run"), Column("machine"),
+        Column("attempts", number=True), Column("took", number=True), Column("why", below=True),
+    )  # fmt: skip
+    rows = tuple(
+        (
+            Field(str(one.number)), Field(one.cell.setting), Field(one.status, tone=_TONES.get(one.status, Tone.PLAIN)),
+            Field(one.run or units.NONE), Field(one.machine or units.NONE), Field(str(len(one.attempts))),
+            Field(units.seconds(one.attempts[-1].seconds) if one.attempts else units.NONE), Field(one.why),
+        )
+        for one in states
+    )  # fmt: skip
+    counts = Counter(one.status for one in states)
+    said = ", ".join(f"{counts[status]} {status}" for status in CellStatus if counts[status])
+    title = f"plan {plan.id}: {plan.request.suite} in {len(plan.cells)} cells"
+    return Page(title, "", (Part("cells", "", (Table("cells", "", columns, rows), Text(f"{said}."))),), _LEGEND)

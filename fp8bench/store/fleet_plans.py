@@ -1,0 +1,135 @@
+"""A fleet's plan as a file, and what a store has of its cells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from fp8bench.errors import StoreError, UsageError
+from fp8bench.files import LOCK as LOCK_FILE
+from fp8bench.files import append_lines, is_locked, write_whole
+from fp8bench.model import Run, Status
+from fp8bench.model.codec import decode, encode
+from fp8bench.model.fleet import Attempt, CellState, CellStatus, FleetPlan
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.read import load_head, load_run, missing_groups
+
+_SCHEMA = 1
+_CELLS = "cells"
+_ATTEMPTS = "attempts.jsonl"
+# What the process of a cell printed.
+OUTPUT = "output.txt"
+# How much of the end of that is looked through for why it failed.
+_TAIL = 4000
+
+
+def write_plan(plan: FleetPlan, path: Path) -> None:
+    """As one JSON document that people can read too."""
+    write_whole(path, json.dumps({"schema": _SCHEMA, "fleet": encode(plan)}, indent=1) + "\n")
+
+
+def read_plan(path: Path) -> FleetPlan:
+    """Raises UsageError for a file that is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["schema"] != _SCHEMA:
+            raise UsageError(f"{path} is a plan of schema {content['schema']}; this fp8bench reads {_SCHEMA}.")
+        return decode(FleetPlan, content["fleet"])
+    except OSError as error:
+        raise UsageError(f"the plan {path} cannot be read ({error.strerror}).") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(
+            f"{path} is no plan of a fleet ({type(error).__name__}: {error}). `suite NAME --dry-run --write-plan FILE` "
+            "writes one."
+        ) from None
+
+
+def folder_of(plan: FleetPlan, number: int, store: Path) -> Path:
+    """Where those who measure a cell keep each other out, and what they leave beside its run."""
+    return store / _CELLS / plan.name_of(number).replace("/", "-")
+
+
+def runs_of(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run]]:
+    """Headers of the runs of its cells, by the cell's number, newest first; what is no run is left out."""
+    for path in run_files(store):
+        try:
+            head = load_head(path)
+        except StoreError:
+            continue
+        name, _, number = head.cell.rpartition("/")
+        if name == plan.id and number.isdigit() and int(number) < len(plan.cells):
+            yield int(number), head
+
+
+def is_whole(run: Run) -> bool:
+    """Whether nothing of it is missing."""
+    return run.finished and not missing_groups(run)
+
+
+def note(plan: FleetPlan, number: int, store: Path, attempt: Attempt) -> None:
+    """Keep that a cell was tried."""
+    append_lines(folder_of(plan, number, store) / _ATTEMPTS, [json.dumps(encode(attempt))])
+
+
+def states_of(plan: FleetPlan, store: Path) -> tuple[CellState, ...]:
+    """Where every cell stands, as the store says it now."""
+    runs: dict[int, list[Run]] = {}
+    for number, head in runs_of(plan, store):
+        runs.setdefault(number, []).append(head)
+    return tuple(_state(plan, number, store, runs.get(number, [])) for number in range(len(plan.cells)))
+
+
+def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run]) -> CellState:
+    loaded = [load_run(Path(head.path)) for head in heads]
+    whole = next((run for run in loaded if is_whole(run)), None)
+    newest = whole or (loaded[0] if loaded else None)
+    attempts = _attempts(folder_of(plan, number, store))
+    told = {
+        "run": newest.id if newest else "",
+        "machine": str(newest.environment.get("machine") or "") if newest else "",
+    }
+    cell = plan.cells[number]
+    if whole is not None:
+        failed = [record.case.mode for record in whole.records if record.status is Status.FAILED]
+        why = f"failed: {', '.join(failed)}" if failed else ""
+        return CellState(number, cell, CellStatus.DONE, **told, why=why, attempts=attempts)
+    if _is_running(folder_of(plan, number, store)):
+        return CellState(number, cell, CellStatus.RUNNING, **told, attempts=attempts)
+    if attempts and attempts[-1].code:
+        why = _last_words(folder_of(plan, number, store)) or f"ended with {attempts[-1].code}"
+        return CellState(number, cell, CellStatus.FAILED, **told, why=why, attempts=attempts)
+    status = CellStatus.BEGUN if newest is not None else CellStatus.WAITING
+    return CellState(number, cell, status, **told, attempts=attempts)
+
+
+def _attempts(folder: Path) -> tuple[Attempt, ...]:
+    try:
+        lines = (folder / _ATTEMPTS).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ()
+    found = []
+    for line in lines:
+        try:
+            found.append(decode(Attempt, json.loads(line)))
+        except (ValueError, RecursionError):
+            continue  # a line that was cut off
+    return tuple(found)
+
+
+def _is_running(folder: Path) -> bool:
+    try:
+        return is_locked(folder / LOCK_FILE)
+    except OSError:
+        return False
+
+
+def _last_words(folder: Path) -> str:
+    """The last sentence of fp8bench's own in what the process printed, or its last line."""
+    try:
+        text = (folder / OUTPUT).read_bytes()[-_TAIL:].decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith("fp8bench: ")]
+    return (own or lines or [""])[-1].removeprefix("fp8bench: ")[:200]

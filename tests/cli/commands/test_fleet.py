@@ -1,0 +1,90 @@
+"""A fleet on the command line: plan, cells, workers that are killed, and where everything stands."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.read import load_run
+from tests.commands import Say
+
+GEMM = (
+    "gemm",
+    "--quick",
+    "--no-energy",
+    "--rounds",
+    "2",
+    "--dtypes",
+    "fp32",
+    "--no-isolation",
+    "--set",
+    "shape=16,32,48",
+)
+
+
+@pytest.fixture
+def plan(store: Path, fp8bench: Say, tmp_path: Path) -> Path:
+    """Three cells that take no time."""
+    code, out, err = fp8bench("suite", *GEMM, "--dry-run", "--write-plan", str(tmp_path / "plan.json"))
+    assert code == 0 and "groups: 3" in out and "3 cells" in err
+    return tmp_path / "plan.json"
+
+
+def test_from_plan_to_status(plan: Path, fp8bench: Say) -> None:
+    """One cell by itself, and where all stand; a program reads the same."""
+    code, out, _ = fp8bench("suite", "--plan", str(plan), "--cell", "2", "--no-report")
+    assert code == 0 and "gemm m=48" in out
+    code, _, err = fp8bench("suite", "--plan", str(plan), "--cell", "2", "--no-report")
+    assert code == 0 and "is done: run" in err
+    code, out, _ = fp8bench("fleet", "status", str(plan))
+    assert code == 3 and "1 done, 2 waiting." in out
+    _, out, _ = fp8bench("fleet", "status", str(plan), "--json")
+    states = json.loads(out)["cells"]
+    _, out, _ = fp8bench("fleet", "status", str(plan), "--csv", "-")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [one["status"] for one in states] == [row["status"] for row in rows] == ["waiting", "waiting", "done"]
+    assert rows[2]["run"] == states[2]["run"] and rows[2]["setting"] == states[2]["cell"]["setting"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--plan", "PLAN"), "--plan and --cell go together"),
+        (("--cell", "1"), "--plan and --cell go together"),
+        (("--plan", "PLAN", "--cell", "3"), "cell 3 is not one of 0 to 2"),
+        (("--plan", "PLAN", "--cell", "0", "--quick"), "--plan takes what to measure, and how, from what is kept"),
+        (("gemm", "--plan", "PLAN", "--cell", "0"), "and gemm was given too"),
+        (("gemm", "--write-plan", "other.json"), "--write-plan goes with --dry-run"),
+        (("--plan", "nowhere.json", "--cell", "0"), "the plan nowhere.json cannot be read"),
+    ],
+)
+def test_nonsense(plan: Path, fp8bench: Say, words: tuple[str, ...], said: str) -> None:
+    code, _, err = fp8bench("suite", *(str(plan) if word == "PLAN" else word for word in words))
+    assert code == 2 and said in " ".join(err.split())
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_rest_is_done_and_nothing_twice(plan: Path, store: Path) -> None:
+    """Three kills of everything, then to the end: a whole run of every cell, and one alone."""
+    words = [sys.executable, "-m", "fp8bench", "fleet", "work", str(plan), "--store", str(store), "--workers", "2"]
+    moments = random.Random(1)
+    for _ in range(3):
+        crew = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        time.sleep(moments.uniform(0.5, 6))
+        os.killpg(crew.pid, signal.SIGKILL)
+        crew.wait()
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "3 done." in done.stdout, done.stderr
+    whole = [run.cell for path in run_files(store) if (run := load_run(path)).finished]
+    assert sorted(whole) == sorted({*whole}) and len(whole) == 3

@@ -1,0 +1,39 @@
+"""A plan cut into cells, and one of them found again where it is measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.errors import UsageError
+from fp8bench.model import Plan, Request
+from fp8bench.model.fleet import Cell
+from fp8bench.plan.cells import cell_of, cells_of, of_cell
+from fp8bench.plan.make import make_plan
+from tests.facts import CPU, H200
+
+
+def planned(*devices: str, shapes: tuple[str, ...] = ("64", "128", "256")) -> Plan:
+    request = Request("gemm", ("bf16", "fp8"), devices, axes=(("shape", shapes),))
+    return make_plan(request, (CPU, H200), None)
+
+
+def test_every_group_that_measures_something_is_a_cell() -> None:
+    plan = planned("cpu", "cuda")
+    cells = cells_of(plan)
+    assert [cell.setting for cell in cells] == [group.setting for group in plan] and len(cells) == 6
+    assert all(of_cell(plan, cell).groups == (group,) for cell, group in zip(cells, plan, strict=True))
+    first = plan.groups[0]
+    skipped = replace(first, cases=tuple(replace(one, skip="no memory") for one in first.cases))
+    assert cells_of(replace(plan, groups=(skipped, *plan.groups[1:]))) == cells[1:]
+
+
+def test_a_cell_of_another_machine_or_version_is_refused() -> None:
+    cell = cells_of(planned("cuda"))[0]
+    with pytest.raises(UsageError, match="planned for other devices"):
+        of_cell(planned("cpu"), cell)
+    other = Cell(cell.setting, (*cell.cases, cell.cases[0].replace("bf16", "mxfp8")))
+    with pytest.raises(UsageError, match=r"planned differently here .*mxfp8"):
+        of_cell(planned("cuda"), other)
+    assert cell_of(planned("cuda").groups[0]) == cell
