@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fp8bench.errors import UsageError
-from fp8bench.model import UNATTRIBUTED, Case, Finding, Level, Run, Share, Shares, SharesFrom
+from fp8bench.model import UNATTRIBUTED, Case, Finding, Level, Record, Run, Share, Shares, SharesFrom
 
 # Casts fused into another kernel's work have no kernel, and no time, of their own.
 _FUSED = "casts are fused into {count} of its kernels, whose time is told as the other work in them"
@@ -90,14 +90,14 @@ def _kind_in_words(part: Share) -> str:
 
 def parts_of(run: Run, findings: Mapping[str, Finding]) -> list[StepParts]:
     """Those of a run's cases."""
-    return [
-        StepParts(
-            one.case, one.shares, "" if one.shares is not None else one.reason or one.detail or "none were looked for",
-            findings[one.case.id].best_seconds if one.case.id in findings else None,
-            one.support.level is Level.EMULATED,
-        )
-        for one in run.records
-    ]  # fmt: skip
+    return [parts_of_record(one, findings.get(one.case.id)) for one in run.records]
+
+
+def parts_of_record(record: Record, finding: Finding | None) -> StepParts:
+    """Those of one."""
+    why = "" if record.shares is not None else record.reason or record.detail or "none were looked for"
+    seconds = None if finding is None else finding.best_seconds
+    return StepParts(record.case, record.shares, why, seconds, record.support.level is Level.EMULATED)
 
 
 def refuse_none(run: Run) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from fp8bench.model import PHASES
 from fp8bench.model.shares import Share, ShareKind
+from fp8bench.tape.formulas import multiplies
 from fp8bench.tape.operator_kinds import Where, kind_of, kind_of_place
 from fp8bench.tape.recorder import Route, route_of
 from fp8bench.tape.timed_calls import RANGE
@@ -38,6 +39,8 @@ _BY_WORD = (
     (re.compile(r"gemm|matmul|cutlass|nvjet|linear|conv|(?<![a-z])mm(?![a-z])", re.IGNORECASE), ShareKind.GEMM),
     (re.compile(r"memcpy|memset", re.IGNORECASE), ShareKind.COPY),
 )
+# One in which a product is generated itself.
+_TEMPLATE = re.compile(r"triton_tem_")
 _CASTING = re.compile(r"_to_copy|amax|aminmax|convert_element_type")
 _WITH = "fused with "
 
@@ -196,12 +199,19 @@ def _by_name(name: str) -> Kind:
     if fused is None:
         known = next((kind for pattern, kind in _BY_WORD if pattern.search(name)), None)
         return (ShareKind.UNKNOWN, name) if known is None else (known, "")
-    kinds = {_kind_within(part) for part in _parts(fused[1])} - {ShareKind.VIEW}
+    parts = [part for part in _parts(fused[1]) if _TEMPLATE.match(name) or not _is_library_s(part)]
+    kinds = {_kind_within(part) for part in parts} - {ShareKind.VIEW}
     if len(kinds) < 2:
-        return (kinds.pop() if kinds else ShareKind.VIEW), ""
+        return (kinds.pop() if kinds else ShareKind.VIEW if parts else ShareKind.COPY), ""
     strong = next((kind for kind in (ShareKind.GEMM, ShareKind.ATTENTION) if kind in kinds), ShareKind.ELEMENTWISE)
     others = [kind for kind in ShareKind if kind in kinds - {strong}]
     return strong, f"{_WITH}{', '.join(others)}" if others else ""
+
+
+def _is_library_s(part: str) -> bool:
+    """Whether a library does it: a generated kernel with it in its name only lays out what it takes, or gives."""
+    packet = getattr(torch.ops.aten, part, None)
+    return packet is not None and bool(multiplies(getattr(packet, packet.overloads()[0])))
 
 
 def _kind_within(part: str) -> ShareKind:

@@ -29,6 +29,7 @@ OTHERS = {
     "null_trainings",
     "quantisers",
     "sight",
+    "shares",
     "tape",
     "training_step",
     "verdicts",

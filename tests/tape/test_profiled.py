@@ -56,6 +56,10 @@ def test_nodes_optimizers_and_phases_say_what_runs_in_them() -> None:
         ("triton_poi_fused_embedding_0", ShareKind.GATHER, "", 0),
         ("triton_poi_fused_add_embedding_clone_0", ShareKind.ELEMENTWISE, "fused with copy, gather", 0),
         ("cpp_fused_view_transpose_1", ShareKind.VIEW, "", 0),
+        ("graph_2_cpp_fused__scaled_dot_product_flash_attention_for_cpu_clone_2", ShareKind.COPY, "", 0),
+        ("triton_poi_fused_mm_t_1", ShareKind.VIEW, "", 0),
+        ("cpp_fused_addmm_0", ShareKind.COPY, "", 0),
+        ("cpp_fused__to_copy_mm_mul_0", ShareKind.ELEMENTWISE, "fused with cast", 1),
     ],
 )
 def test_a_compiled_kernel_is_never_split(kernel: str, kind: ShareKind, what: str, fused: int) -> None:

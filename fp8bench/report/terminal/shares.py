@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.shares import StepParts
@@ -30,38 +30,36 @@ def page_of(run: Run, parts: Sequence[StepParts]) -> Page:
 
 
 def _elements(parts: Sequence[StepParts]) -> list[Element]:
-    known = [one for one in parts if one.shares is not None]
-    found: list[Element] = [by_kind(known), *by_module(known)] if known else []
+    known = [(one.case.mode, one) for one in parts if one.shares is not None]
+    found: list[Element] = list(tables_of(known, ("", ""))) if known else []
     words = [f"{one.case.mode}: nothing is known of its parts: {one.why}" for one in parts if one.shares is None]
-    words += [f"{one.case.mode}: {remark}" for one in known for remark in one.remarks]
+    words += [f"{name}: {remark}" for name, one in known for remark in one.remarks]
     return [*found, Items(tuple(map(Text, words)))] if words else found
 
 
-def by_kind(parts: Sequence[StepParts]) -> Table:
-    """A row for each kind of work."""
-    shares = [one.by_kind for one in parts]
+def tables_of(parts: Sequence[tuple[str, StepParts]], captions: tuple[str, str]) -> Iterator[Table]:
+    """A row for each kind of work, and for each of the modules that take most in any; none where no module is known."""
+    names = [name for name, _ in parts]
+    shares = [one.by_kind for _, one in parts]
     kinds = dict.fromkeys(kind for one in shares for kind in one if kind != UNATTRIBUTED)
-    columns = (Column("kind"), *(Column(one.case.mode, number=True) for one in parts))
-    rows = [
-        (Field(kind), *(_cell(one, share.get(kind)) for one, share in zip(parts, shares, strict=True)))
-        for kind in (*sorted(kinds, key=lambda kind: -max(one.get(kind, 0.0) for one in shares)), UNATTRIBUTED)
-    ]
-    return Table("kinds", "", columns, tuple(rows))
-
-
-def by_module(parts: Sequence[StepParts], most: int = MOST_MODULES) -> list[Table]:
-    """A row for each of the modules that take most in any of them; none where no module is known."""
-    shares = [one.by_module for one in parts]
+    ordered = sorted(kinds, key=lambda kind: -max(one.get(kind, 0.0) for one in shares))
+    yield _table("kinds", captions[0], "kind", names, [*ordered, UNATTRIBUTED], shares, parts)
+    shares = [one.by_module for _, one in parts]
     modules = dict.fromkeys(module for one in shares for module in one)
-    first = sorted(modules, key=lambda module: -max(one.get(module, 0.0) for one in shares))[:most]
-    if not first:
-        return []
-    columns = (Column("module"), *(Column(one.case.mode, number=True) for one in parts))
+    first = sorted(modules, key=lambda module: -max(one.get(module, 0.0) for one in shares))[:MOST_MODULES]
+    if first:
+        yield _table("modules", captions[1], "module", names, first, shares, parts)
+
+
+def _table(
+    name: str, caption: str, first: str, names: Sequence[str], keys: Sequence[str],
+    shares: Sequence[Mapping[str, float]], parts: Sequence[tuple[str, StepParts]],
+) -> Table:  # fmt: skip
+    columns = (Column(first), *(Column(one, number=True) for one in names))
     rows = [
-        (Field(module), *(_cell(one, own.get(module)) for one, own in zip(parts, shares, strict=True)))
-        for module in first
+        (Field(key), *(_cell(one, own.get(key)) for (_, one), own in zip(parts, shares, strict=True))) for key in keys
     ]
-    return [Table("modules", "", columns, tuple(rows))]
+    return Table(name, caption, columns, tuple(rows))
 
 
 def _cell(one: StepParts, share: float | None) -> Field:
