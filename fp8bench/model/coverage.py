@@ -48,13 +48,15 @@ class Holder:
 @dataclass(frozen=True)
 class OtherProduct:
     """Products outside of all holders: `operator` is torch's name for it, `module` the path of the module that runs
-    it, '' for none. `flops` is None where nobody has a formula for the operator."""
+    it, '' for none. `weight` is the parameter that it multiplies by, '' where it is none, or nobody can tell. `flops`
+    is None where nobody has a formula for the operator."""
 
     operator: str
     module: str = ""
     flops: int | None = 0
     calls: int = 1
     reason: str = ""
+    weight: str = ""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.conversion.conversion import Choose, Conversion
-from fp8bench.nn.conversion.holders import check_map
 from fp8bench.nn.model_calls import arguments_of, loss_of, on_device, tensors_in
 from fp8bench.nn.training_step import adamw
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_error
@@ -222,9 +221,7 @@ def conversion_of(model: nn.Module, setup: Setup, multiples: tuple[int, int]) ->
     """What a case says of a model's layers; UsageError for layers that it does not have."""
     words = dict(setup.case.precision_map)
     skip = [word for word in str(dict(setup.case.params).get("skip", "")).split(";") if word]
-    conversion = Conversion(model, _choice(setup, words), skip=skip, multiples=multiples)
-    check_map(list(words), conversion.held)
-    return conversion
+    return Conversion(model, _choice(setup, words), skip=skip, keys=words, multiples=multiples)
 
 
 def _choice(setup: Setup, words: dict[str, str]) -> Choose:

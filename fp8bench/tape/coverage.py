@@ -180,7 +180,7 @@ class _Sums:
         self.flops = 0
         self.of: Counter[int] = Counter()
         self.products: dict[int, list[HeldProduct]] = defaultdict(list)
-        self.others: dict[tuple[str, str, str], OtherProduct] = {}
+        self.others: dict[tuple[str, str, str, bool], OtherProduct] = {}
         self.by_hand: set[str] = set()
         self._names = {
             one.untyped_storage()._cdata: name
@@ -200,12 +200,12 @@ class _Sums:
             self.products[id(place.held)] += products_of(call)
             self.of[id(place.held)] += count
             return
-        weight = next(self._weights_of(call), self._of_nodes.get(node) if node is not None else None)
-        operator, reason = name_of(call), _why(name_of(call), count, weight)
-        if weight is not None:
-            self.by_hand.add(weight)
-        key = operator, place.path, reason
-        before = self.others.get(key, OtherProduct(operator, place.path, None if count is None else 0, 0, reason))
+        of_node = "" if node is None else self._of_nodes.get(node, "")
+        operator, weight = name_of(call), next(self._weights_of(call), of_node)
+        self.by_hand.add(weight)
+        key = operator, place.path, weight, count is None
+        new = OtherProduct(operator, place.path, None if count is None else 0, 0, _why(operator, count, weight), weight)
+        before = self.others.get(key, new)
         flops = None if count is None else (before.flops or 0) + count
         self.others[key] = replace(before, flops=flops, calls=before.calls + 1)
 
@@ -217,11 +217,11 @@ class _Sums:
                 yield self._names[one.storage]
 
 
-def _why(operator: str, count: int | None, weight: str | None) -> str:
+def _why(operator: str, count: int | None, weight: str) -> str:
     if count is None:
         return "nobody has a formula for its FLOPs: they are in no sum"
-    if weight is not None:
-        return f"multiplies by {weight} in a function, and not by calling its layer"
+    if weight:
+        return "a function multiplies by the weight, and calls no layer that could be converted"
     if "attention" in operator:
         return "attention: queries, keys and values are multiplied with each other, and no weights"
     return "no layer's: a function multiplies tensors that are no weight of a layer here"
@@ -253,8 +253,8 @@ def unfit(held: Held, products: Sequence[HeldProduct], multiple: int) -> str:
 
     Contractions and columns have to be multiples: of weight gradients the contraction is the rows of the forward pass.
     """
-    if held.kind == CONV2D:
-        return "torch has no convolution narrower than 16 bits: values are rounded, and convolved in fp32"
+    if held.kind == CONV2D and multiple > 1:
+        return "torch has no convolution in formats this narrow: values are rounded, and convolved in fp32"
     wrong = {size for one in products for size in (one.k, one.n) if size % multiple}
     if not wrong:
         return ""

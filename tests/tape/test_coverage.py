@@ -67,9 +67,11 @@ def test_each_product_has_its_holder() -> None:
     assert (of(coverage, "never").flops, of(coverage, "never").rule) == (0, "not-called")
     outside = {(one.operator, one.module): one.flops for one in coverage.others}
     assert outside == {("bmm", ""): 6 * 2 * 2 * 8 * 8 * 16, ("mm", ""): 3 * ONE}
-    reasons = {one.operator: one.reason for one in coverage.others}
-    assert reasons["mm"] == "multiplies by tied.weight in a function, and not by calling its layer"
-    assert reasons["bmm"].startswith("no layer's")
+    reasons = {(one.operator, one.weight): one.reason for one in coverage.others}
+    assert reasons["mm", "tied.weight"] == (
+        "a function multiplies by the weight, and calls no layer that could be converted"
+    )  # fmt: skip
+    assert reasons["bmm", ""].startswith("no layer's")
     assert of(coverage, "tied").reason == "the step multiplies by its weight in a function, and never calls it"
     assert of(coverage, "never").reason == "the step never calls it"
     assert sorted((one.m, one.n, one.k, one.backward) for one in of(coverage, "qkv").products) == [
@@ -171,7 +173,7 @@ def test_what_native_products_would_want() -> None:
     assert [one.native for one in coverage.holders] == [
         "native products take contractions and columns in multiples of 16: M=7, N=20",
         "native products take contractions and columns in multiples of 16: M=7, K=20",
-        "torch has no convolution narrower than 16 bits: values are rounded, and convolved in fp32",
+        "torch has no convolution in formats this narrow: values are rounded, and convolved in fp32",
     ]
     assert all(one.converted for one in coverage.holders)
 

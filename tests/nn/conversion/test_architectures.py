@@ -159,9 +159,17 @@ def test_what_is_not_covered_says_why() -> None:
     narrow = next(one for one in case("mamba").coverage.holders if one.name.endswith("x_proj"))
     assert narrow.native == "native products take contractions and columns in multiples of 16: N=20"
     routers = [one for one in case("mixtral").coverage.others if one.module.endswith("gate")]
-    assert [one.reason.split(" in a")[0] for one in routers] == [
-        f"multiplies by model.layers.{block}.mlp.gate.weight" for block in range(2)
-    ]
+    assert [one.weight for one in routers] == [f"model.layers.{block}.mlp.gate.weight" for block in range(2)]
+
+
+def test_batches_and_outputs_of_transformers() -> None:
+    """Its own mappings, by names; the loss is the output's."""
+    own = case("bert")
+    batch = architectures().transformers.BatchEncoding(own.batch)
+    output = call_of(own.model, batch)()
+    assert type(output).__name__ == "MaskedLMOutput"
+    assert loss_of(own.model, batch, output)[1] == "the loss that forward gives"
+    assert [name for name, _ in tensors_in(output)] == ["loss", "logits"]
 
 
 @pytest.mark.parametrize("name", NAMES)
