@@ -12,8 +12,12 @@ from collections.abc import Sequence
 from fp8bench.audit.audited import audited
 from fp8bench.audit.auditor import Check
 from fp8bench.audit.checks import CHECKS
+from fp8bench.measure.ceilings import SECONDS
+from fp8bench.model import Ceilings
 from fp8bench.model.audit import Audit, AuditOutcome
+from fp8bench.model.raw import Settings
 from fp8bench.registry import devices
+from fp8bench.worker.bench import Bench
 from suites import audit_lies, audit_optimizers
 from suites.audit_kernels import Kernel
 from suites.audit_lies import UNCAUGHT
@@ -24,10 +28,12 @@ HONEST = (*audit_lies.HONEST, *audit_optimizers.HONEST)
 _MOST_SECONDS = 20.0
 
 
-def result_of(kernel: Kernel, device: str, checks: Sequence[type[Check]] = CHECKS) -> Audit:
+def result_of(
+    kernel: Kernel, device: str, checks: Sequence[type[Check]] = CHECKS, ceilings: Ceilings | None = None
+) -> Audit:
     """Its audit, of a copy that remembers nothing."""
     facts = next(one for one in devices.get(device).available())
-    return audited(kernel.name, kernel.made(), kernel.signature, facts, 0, checks)
+    return audited(kernel.name, kernel.made(), kernel.signature, facts, 0, checks, ceilings, kernel.baseline)
 
 
 def codes_of(audit: Audit) -> str:
@@ -40,8 +46,10 @@ def _told(title: str, kernels: Sequence[Kernel], device: str, wanted: AuditOutco
     """How many are not as wanted, how many results were looked at, and the longest audit."""
     print(f"\n{title}\n")
     wrong, tried, longest = 0, 0, 0.0
+    facts = next(one for one in devices.get(device).available())
+    known = Bench(Settings()).ceilings(facts, SECONDS)
     for kernel in kernels:
-        found = result_of(kernel, device)
+        found = result_of(kernel, device, ceilings=known)
         wrong += found.outcome is not wanted
         tried, longest = tried + found.tried, max(longest, found.seconds)
         thread = f"  ({kernel.thread})" if kernel.thread else ""

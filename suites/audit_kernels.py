@@ -11,9 +11,11 @@ from fp8bench.model.audit import Signature
 
 @dataclass(frozen=True)
 class Kernel:
-    """`made` gives a fresh one, which remembers nothing of others. `thread` of a lie."""
+    """`made` gives a fresh one, which remembers nothing of others. `thread` of a lie. `baseline` is what it is compared
+    with."""
 
     name: str
     signature: Signature
     made: Callable[[], Callable[..., Any]]
     thread: str = ""
+    baseline: Callable[..., Any] | None = None

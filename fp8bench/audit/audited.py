@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fp8bench.audit.auditor import Auditor, Check
 from fp8bench.audit.checks import CHECKS
 from fp8bench.audit.kinds import SUBJECTS
-from fp8bench.model import DeviceFacts
-from fp8bench.model.audit import Audit, AuditFinding, AuditOutcome, Signature
+from fp8bench.model import Ceilings, DeviceFacts
+from fp8bench.model.audit import Audit, AuditFinding, AuditOutcome, Signature, Takes
 
 
 def audited(
@@ -20,13 +21,17 @@ def audited(
     facts: DeviceFacts,
     seed: int,
     checks: Sequence[type[Check]] = CHECKS,
+    ceilings: Ceilings | None = None,
+    baseline: Callable[..., Any] | None = None,
 ) -> Audit:
     """Every check in turn. One that fails stops none of the others: they may find what explains it."""
     started = time.perf_counter()
-    auditor = Auditor(SUBJECTS[signature.kind](function, signature, facts), seed)
+    kind, plain = SUBJECTS[signature.kind], replace(signature, takes=Takes.VALUES)
+    other = None if baseline is None else kind(baseline, plain, facts)
+    auditor = Auditor(kind(function, signature, facts), seed, ceilings, other)
     findings: list[AuditFinding] = []
-    for kind in checks:
-        check = kind()
+    for one_kind in checks:
+        check = one_kind()
         if not check.applies(auditor):
             continue
         try:
@@ -34,8 +39,12 @@ def audited(
         except Exception as error:  # noqa: BLE001 - foreign code may raise anything, at any time
             found = [check.unknown(error, "")]
         findings += found or [AuditFinding(check.name, AuditOutcome.PASS)]
-        if kind is CHECKS[0]:
+        if one_kind is CHECKS[0]:
             if any(one.code == "raises" for one in found):
                 break
             auditor.sound = all(one.outcome is AuditOutcome.PASS for one in found)
-    return Audit(target, signature, tuple(findings), auditor.tried, time.perf_counter() - started)
+    return Audit(
+        target, signature, tuple(findings), auditor.tried, time.perf_counter() - started,
+        times=tuple(auditor.times.items()),
+        work=tuple((side, one, auditor.compared.get(side)) for side, one in auditor.work.items()),
+    )  # fmt: skip

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fp8bench.audit.promises import Judged
 from fp8bench.audit.subjects import Shape, Subject
-from fp8bench.model.audit import AuditFinding, AuditOutcome
+from fp8bench.model import Ceilings
+from fp8bench.model.audit import AuditFinding, AuditOutcome, CallWork
 from fp8bench.user_code import own_words
 
 # What is tried for the smallest one that shows the same.
@@ -40,10 +41,17 @@ class Auditor:
     """One subject under audit.
 
     `tried` counts the results that were judged. It is `sound` until numbers were found wrong: what compares results
-    with their promise says nothing new of one that is not.
+    with their promise says nothing new of one that is not. `ceilings` are the device's, where they are known; checks
+    leave their `times` by data, and the `work` of a call and of the `baseline`'s with the time of both (`compared`).
     """
 
-    def __init__(self, subject: Subject, seed: int) -> None:
+    def __init__(
+        self, subject: Subject, seed: int, ceilings: Ceilings | None = None, baseline: Subject | None = None
+    ) -> None:
+        self.ceilings, self.baseline = ceilings, baseline
+        self.times: dict[str, float] = {}
+        self.work: dict[str, CallWork] = {}
+        self.compared: dict[str, float] = {}
         self.subject, self.seed, self.tried, self.sound = subject, seed, 0, True
         self._searches: Counter[str] = Counter()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8bench.model import DeviceFacts
+from fp8bench.model import Ceilings, DeviceFacts
 from fp8bench.model.audit import Audit, AuditKind, Signature
 from fp8bench.user_code.named import declared_of, named
 from fp8bench.worker.bench import Bench
@@ -21,7 +21,7 @@ class AuditBench(Bench):
         with aside():
             return declared_of(named(target))
 
-    def audit(self, target: str, signature: Signature, facts: DeviceFacts) -> Audit:
+    def audit(self, target: str, signature: Signature, facts: DeviceFacts, ceilings: Ceilings | None = None) -> Audit:
         """Every check of it."""
         from fp8bench.audit.audited import audited
         from fp8bench.audit.model import audited_model, given_model
@@ -31,4 +31,6 @@ class AuditBench(Bench):
             if signature.kind is AuditKind.MODEL:
                 model, batch = given_model(target, named(target)())
                 return audited_model(target, model, batch, signature, facts)
-            return audited(target, named(target), signature, facts, self._settings.seed)
+            baseline = named(signature.baseline) if signature.baseline else None
+            seed, function = self._settings.seed, named(target)
+            return audited(target, function, signature, facts, seed, ceilings=ceilings, baseline=baseline)

@@ -82,7 +82,8 @@ class Signature:
 
     `second` is how a product's second operand lies: 'nk' is (N, K), 'kn' is (K, N). Sizes that are no multiples of
     `multiple` it may refuse. In `causal` attention no place sees a later one. An optimizer's precision is that of its
-    first moment (or FlatMoments), and '' its `second_moment` is what goes with that.
+    first moment (or FlatMoments), and '' its `second_moment` is what goes with that. `baseline` names the callable
+    whose time it is compared with.
     """
 
     kind: AuditKind
@@ -94,6 +95,7 @@ class Signature:
     rule: UpdateRule = UpdateRule.ADAMW
     second_moment: str = ""
     weights: KeptWeights = KeptWeights.FP32
+    baseline: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,23 @@ class AuditedLayer:
 
 
 @dataclass(frozen=True)
+class CallWork:
+    """What torch sees of a call: memory that it takes, in pieces and bytes; casts, copies in a dtype, and products."""
+
+    allocations: int = 0
+    bytes: int = 0
+    casts: int = 0
+    copies: int = 0
+    products: int = 0
+
+
+@dataclass(frozen=True)
 class Audit:
-    """All of one callable on one device. `tried` is how many results were looked at; `layers` are a model's."""
+    """All of one callable on one device. `tried` is how many results were looked at; `layers` are a model's.
+
+    `times` are seconds of the same call on data of each kind; `work` is that of a call of the kernel, and of the
+    baseline if there is one, with the seconds of both.
+    """
 
     target: str
     signature: Signature
@@ -140,6 +157,14 @@ class Audit:
     tried: int = 0
     seconds: float = 0.0
     layers: tuple[AuditedLayer, ...] = ()
+    times: tuple[tuple[str, float], ...] = ()
+    work: tuple[tuple[str, CallWork, float | None], ...] = ()
+
+    @property
+    def spread(self) -> float | None:
+        """How much longer a call takes on the slowest kind of data than on the fastest; None where nobody looked."""
+        times = [seconds for _, seconds in self.times]
+        return max(times) / min(times) - 1 if times else None
 
     @property
     def low_flops(self) -> int:

@@ -27,6 +27,7 @@ def audited(
     rule: str = "adamw",
     second_moment: str = "",
     weights: str = "fp32",
+    baseline: str = "",
 ) -> Callable[[F], F]:
     """Declare what a kernel promises, for `fp8bench audit module:function`. It is called as before.
 
@@ -35,9 +36,10 @@ def audited(
     operand is (N, K) or, 'kn', (K, N). Sizes that are no multiples of `multiple` it may refuse. What is called for an
     optimizer takes a list of parameters, as torch's optimizers do; its precision is that of its first moment, or
     'dynamic8-256' or 'e4m3-256' for codes under a scale for so many elements, and `rule` (adamw, adam, sgd),
-    `second_moment` ('same', or a precision) and `weights` say the rest.
+    `second_moment` ('same', or a precision) and `weights` say the rest. `baseline` ('module:function') is what its time
+    is compared with.
     """
-    signature = signed(kind, precision, takes, second, multiple, causal, rule, second_moment, weights)
+    signature = signed(kind, precision, takes, second, multiple, causal, rule, second_moment, weights, baseline)
 
     def declare(function: F) -> F:
         setattr(function, _DECLARED, signature)
@@ -56,6 +58,7 @@ def signed(
     rule: str = "adamw",
     second_moment: str = "",
     weights: str = "fp32",
+    baseline: str = "",
 ) -> Signature:
     """A signature of words; UsageError for one that cannot be."""
     for name, given, known in (
@@ -74,7 +77,7 @@ def signed(
         raise UsageError(f"a {kind} cannot be causal: only attention can.")
     signature = Signature(
         AuditKind(kind), precision, Takes(takes), second, multiple, causal, UpdateRule(rule), second_moment,
-        KeptWeights(weights),
+        KeptWeights(weights), baseline,
     )  # fmt: skip
     if kind != AuditKind.OPTIMIZER and (rule, second_moment, weights) != ("adamw", "", "fp32"):
         raise UsageError(f"a {kind} has no rule, second moment or weights: only an optimizer has.")

@@ -90,7 +90,8 @@ OPTIONS = {
     "history merge": COMMON | {"DIR", "--rename-env", "--store", "--import"},
     "audit": COMMON
     | {"--kind", "--precision", "--takes", "--second", "--multiple", "--causal", "--device", "--seed", "--threads"}
-    | {"--rule", "--second-moment", "--weights", "--junit", "--md", "--explain", "--json", "MODULE:FUNCTION"},
+    | {"--rule", "--second-moment", "--weights", "--baseline", "--store"}
+    | {"--junit", "--md", "--explain", "--json", "MODULE:FUNCTION"},
     "advise": COMMON | {
         "RUN", "--beside", "--training", "--price", "--least", "--write-map", "--check", "--score", "--store",
         "--import", "--md", "--explain", "--json",

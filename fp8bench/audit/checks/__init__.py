@@ -8,5 +8,6 @@ from fp8bench.audit.checks.odd_shapes import OddShapes
 from fp8bench.audit.checks.relations import Relations
 from fp8bench.audit.checks.special_values import SpecialValues
 from fp8bench.audit.checks.speed import Speed
+from fp8bench.audit.checks.work import Work
 
-CHECKS: tuple[type[Check], ...] = (Numbers, ManySteps, Relations, Memory, SpecialValues, OddShapes, Speed)
+CHECKS: tuple[type[Check], ...] = (Numbers, ManySteps, Relations, Memory, SpecialValues, OddShapes, Work, Speed)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.audit.auditor import Auditor, Check, Given
+from fp8bench.audit.timing import beside
 from fp8bench.model.audit import AuditFinding
 
 _DATA, _OTHER = "normal", "uniform"
@@ -36,7 +37,7 @@ class Memory(Check):
             scene = _Scene(auditor, given, auditor.subject.arguments(auditor.matrices(given)))
             looks = [self._changed, self._overwritten]
             if auditor.sound:
-                looks += [self._stale, self._keyed, self._poisoned, self._late, self._repeated]
+                looks += [self._stale, self._keyed, self._poisoned, self._late, self._repeated, self._other_stream]
             for look in looks:
                 found = look(scene)
                 if found is not None:
@@ -117,6 +118,22 @@ class Memory(Check):
         if self._wrong(scene, fresh, there):
             return self._failed(scene, "address", "the same values at other addresses: the result is wrong")
         return self.remark("not-repeatable", "the same values do not always give the same bits", self._words(scene))
+
+    def _other_stream(self, scene: _Scene) -> AuditFinding | None:
+        """Of a GPU: inputs that are written late on a stream of one's own, and a call on that stream behind them."""
+        subject = scene.auditor.subject
+        fresh = scene.auditor.matrices(Given(_OTHER, scene.given.shape))
+        held, new = subject.arguments(scene.auditor.matrices(scene.given)), subject.arguments(fresh)
+        with beside(subject.device) as there:
+            if not there:
+                return None
+            with torch.no_grad():
+                for one, other in zip(held, new, strict=True):
+                    one.copy_(other)
+            results = subject.results(held)
+        if self._wrong(scene, fresh, results):
+            return self._failed(scene, "stream", "on its caller's stream it does not wait for what went before")
+        return None
 
     def _wrong(self, scene: _Scene, matrices: tuple[Tensor, ...], results: dict[str, Tensor]) -> bool:
         return any(one.failed for one in scene.auditor.judged(matrices, results).values())

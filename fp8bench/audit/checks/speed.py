@@ -1,27 +1,27 @@
-"""Whether time grows with work, and no work is done faster than the machine can."""
+"""Whether time grows with work, nothing is done faster than the machine can, and all data take the same time."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
-import torch
+from torch import Tensor
 
 from fp8bench import units
 from fp8bench.audit.auditor import Auditor, Check, Given
+from fp8bench.audit.data import TIMED
 from fp8bench.audit.subjects import Shape
-from fp8bench.model.audit import AuditFinding, AuditKind
+from fp8bench.audit.timing import Bound, bytes_bound, fastest, flops_bound
+from fp8bench.model.audit import AuditFinding
 
 # Calls that take this long are timed by themselves; the largest side that is tried for that.
 _LONG_ENOUGH, _LARGEST = 2e-3, 1024
-_TIMES, _SECONDS = 7, 1.0
 # So many times more work, and by how much more time at least a device that is busy takes for it.
 _MORE, _AT_LEAST = 4, 1.3
-# Of the best product of torch's here: what a narrower dtype, and a clock that rises, may make of it.
-_MARGIN = 8.0
 # A machine that has much else to do makes any single comparison wrong.
 _AGAIN = 4
+# Data that all have the same value let no honest kernel take half the time; a GPU's clock rises a little.
+_NORMAL, _SHORT, _SPREAD = "normal", 2.0, 0.3
 
 
 class Speed(Check):
@@ -35,26 +35,63 @@ class Speed(Check):
         while seconds < _LONG_ENOUGH and max(shape) < _LARGEST:
             shape = Shape(*(2 * side for side in shape))
             seconds = self._seconds(auditor, shape)
-        words = Given("normal", shape).words(auditor.subject.sides)
-        if auditor.subject.kind not in (AuditKind.CAST, AuditKind.OPTIMIZER):
-            rates = [(auditor.subject.flops(shape) / seconds, self._bound(auditor, shape))]
-            while rates[-1][0] > _MARGIN * rates[-1][1] and len(rates) < _AGAIN:
-                rates.append(
-                    (auditor.subject.flops(shape) / self._seconds(auditor, shape), self._bound(auditor, shape))
-                )
-            own, most = rates[-1]
-            if own > _MARGIN * most:
-                why = f"{units.count(own, 'FLOP/s')}, and torch's own product does {units.count(most, 'FLOP/s')}"
-                yield self.fail("too-fast", why, words)
-                return
+        words = Given(_NORMAL, shape).words(auditor.subject.sides)
+        if why := self._too_fast(auditor, shape):
+            yield self.fail("too-fast", why, words)
+            return
+        yield from self._by_data(auditor, shape, words)
         if seconds < _LONG_ENOUGH:
             yield self.remark("overhead", f"{units.seconds(seconds)} a call: too short to see whether it grows", words)
             return
         for side in ("m", "k"):
             larger = shape._replace(**{side: _MORE * getattr(shape, side)})
             if why := self._flat(auditor, shape, larger):
-                words = Given("normal", larger).words(auditor.subject.sides)
+                words = Given(_NORMAL, larger).words(auditor.subject.sides)
                 yield self.fail("flat-time", f"{_MORE} times the {side.upper()}: {why}", words)
+
+    def _too_fast(self, auditor: Auditor, shape: Shape) -> str:
+        """What it does a second, where no look finds it below what the machine can; '' if one does."""
+        subject = auditor.subject
+        arguments = subject.arguments(auditor.matrices(Given(_NORMAL, shape)))
+        moved = sum(one.numel() * one.element_size() for one in (*arguments, *subject.raw(arguments).values()))
+        for count, unit in ((subject.flops(shape), "FLOP/s"), (moved, "B/s")):
+            if count and (why := self._above(auditor, shape, count, unit)):
+                return why
+        return ""
+
+    def _above(self, auditor: Auditor, shape: Shape, count: int, unit: str) -> str:
+        why = ""
+        for _ in range(_AGAIN):
+            own, most = count / self._seconds(auditor, shape), self._bound(auditor, shape, count, unit)
+            if own <= most.rate:
+                return ""
+            why = f"{units.count(own, unit)}; {units.count(most.rate, unit)} is {most.words}"
+        return why
+
+    def _bound(self, auditor: Auditor, shape: Shape, count: int, unit: str) -> Bound:
+        device, precision = auditor.subject.device, auditor.subject.signature.precision
+        if unit == "B/s":
+            return bytes_bound(auditor.ceilings, count, device)
+        return flops_bound(auditor.ceilings, precision, shape, device)
+
+    def _by_data(self, auditor: Auditor, shape: Shape, words: str) -> Iterator[AuditFinding]:
+        """On zeros, ones, integers, uniform and normal numbers, in turns; looked at again while they differ."""
+        subject = auditor.subject
+        given = {one: subject.arguments(auditor.matrices(Given(one, shape))) for one in TIMED}
+        calls = {name: partial(subject.raw, one) for name, one in given.items()}
+        for _ in range(_AGAIN):
+            times = fastest(calls, subject.device)
+            auditor.times = {name: min(one, auditor.times.get(name, one)) for name, one in times.items()}
+            spread = max(auditor.times.values()) / min(auditor.times.values()) - 1
+            if spread <= _SPREAD:
+                return
+        least = min(auditor.times, key=lambda name: auditor.times[name])
+        less, normal = (units.seconds(auditor.times[one]) for one in (least, _NORMAL))
+        why = f"{less} on {least}, and {normal} on normal numbers"
+        if auditor.times[least] * _SHORT < auditor.times[_NORMAL]:
+            yield self.fail("data-shortcut", why, words)
+        else:
+            yield self.remark("data-time", f"its time differs by {spread:.0%} with what its inputs hold: {why}", words)
 
     def _flat(self, auditor: Auditor, shape: Shape, larger: Shape) -> str:
         """Both times if the larger one takes no longer, however often one looks; '' if it does."""
@@ -67,34 +104,5 @@ class Speed(Check):
         return why
 
     def _seconds(self, auditor: Auditor, shape: Shape) -> float:
-        """The fastest of a few calls."""
-        subject = auditor.subject
-        arguments = subject.arguments(auditor.matrices(Given("normal", shape)))
-        return _fastest(lambda: subject.raw(arguments), subject.device)
-
-    def _bound(self, auditor: Auditor, shape: Shape) -> float:
-        """FLOPs a second of torch's product in fp32 or bf16, whichever is faster, of the same shape."""
-        device, found = auditor.subject.device, 0.0
-        for dtype in (torch.float32, torch.bfloat16):
-            a, b = (torch.randn(rows, shape.k).to(device, dtype) for rows in (shape.m, shape.n))
-            seconds = _fastest(partial(torch.mm, a, b.t()), device)
-            found = max(found, 2 * shape.m * shape.n * shape.k / seconds)
-        return found
-
-
-def _fastest(call: Callable[[], object], device: str) -> float:
-    call()
-    found: list[float] = []
-    end = time.perf_counter() + _SECONDS
-    while len(found) < _TIMES and (not found or time.perf_counter() < end):
-        _wait(device)
-        start = time.perf_counter()
-        call()
-        _wait(device)
-        found.append(time.perf_counter() - start)
-    return max(min(found), 1e-9)
-
-
-def _wait(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
+        arguments: tuple[Tensor, ...] = auditor.subject.arguments(auditor.matrices(Given(_NORMAL, shape)))
+        return fastest({"": partial(auditor.subject.raw, arguments)}, auditor.subject.device)[""]

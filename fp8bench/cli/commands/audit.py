@@ -24,7 +24,7 @@ _EXITS = {
 # What a signature says besides kind and precision, and what it is if nothing is said.
 _HOW = {
     "takes": "values", "second": "nk", "multiple": 1, "causal": False, "rule": "adamw", "second_moment": "",
-    "weights": "fp32",
+    "weights": "fp32", "baseline": "",
 }  # fmt: skip
 
 
@@ -54,9 +54,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--second-moment", default="", metavar="DTYPE", help=words)
     words = "what an optimizer keeps of the weights; default fp32"
     parser.add_argument("--weights", choices=kept, default="fp32", help=words)
+    words = "what its time is compared with: whether that does more than it has to"
+    parser.add_argument("--baseline", default="", metavar="MODULE:FUNCTION", help=words)
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     shared(parser, "--seed", help="for the data; default 0")
-    shared(parser, "--threads")
+    shared(parser, "--threads", "--store")
     parser.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
     shared(parser, "--md", "--explain")
     shared(parser, "--json", help="print all of it as JSON instead of the tables")
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     check_files({"--junit": arguments.junit})
     settings = Settings(threads=arguments.threads, seed=arguments.seed)
-    facts, found = audit(arguments.target, _signature(arguments), arguments.device, settings, TERMINAL)
+    facts, found = audit(arguments.target, _signature(arguments), arguments.device, settings, arguments.store, TERMINAL)
     with write_outputs({"--junit": (arguments.junit, as_junit(found))}):
         tell(arguments, partial(page_of, facts, found), partial(as_json, facts, found))
     return _EXITS[found.outcome]

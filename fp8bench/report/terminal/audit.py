@@ -28,6 +28,10 @@ def page_of(facts: DeviceFacts, audit: Audit) -> Page:
     parts += [Part(name, words, (_told(name, rows),)) for name, words, rows in (
         ("failed", "what is wrong", failed), ("remarks", "what is said of the rest", remarks)
     ) if rows]  # fmt: skip
+    if audit.times:
+        parts.append(Part("times", f"a call on other data: {audit.spread or 0:.0%} apart", (_times(audit),)))
+    if audit.work:
+        parts.append(Part("work", "what torch sees of a call", (_work(audit),)))
     if audit.layers:
         parts.insert(0, Part("layers", _covered(audit), (_layers(audit),)))
     parts.append(Part("summary", "", (Text(_verdict(audit), _TONES[audit.outcome]),)))
@@ -44,6 +48,24 @@ def _checks(audit: Audit) -> Table:
         codes = ", ".join(dict.fromkeys(one.code for one in found if one.code))
         rows.append((Field(check), Field(worst.outcome.value, tone=_TONES[worst.outcome]), Field(codes or units.NONE)))
     return Table("checks", "", (Column("check"), Column("outcome"), Column("codes")), tuple(rows))
+
+
+def _times(audit: Audit) -> Table:
+    rows = tuple((Field(data), Field(units.seconds(seconds))) for data, seconds in audit.times)
+    return Table("times", "", (Column("data"), Column("time of a call", number=True)), rows)
+
+
+def _work(audit: Audit) -> Table:
+    columns = (
+        Column("of"), Column("allocations", number=True), Column("bytes", number=True), Column("casts", number=True),
+        Column("copies", number=True), Column("products", number=True), Column("time", number=True),
+    )  # fmt: skip
+    rows = tuple(
+        (Field(side), *(Field(units.whole(one)) for one in (work.allocations, work.bytes, work.casts, work.copies,
+         work.products)), Field(units.NONE if seconds is None else units.seconds(seconds)))
+        for side, work, seconds in audit.work
+    )  # fmt: skip
+    return Table("work", "", columns, rows)
 
 
 def _layers(audit: Audit) -> Table:

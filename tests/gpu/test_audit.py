@@ -1,0 +1,26 @@
+"""An audit on a GPU: a kernel on its caller's stream passes, and one that takes another is caught."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.audit.checks.memory import Memory
+from fp8bench.user_code.named import signed
+from suites.audit import codes_of, result_of
+from suites.audit_kernels import Kernel
+
+pytestmark = pytest.mark.gpu
+_WIDE = signed("product", "bf16")
+
+
+def _elsewhere(a: Tensor, b: Tensor) -> Tensor:
+    """On the default stream, whatever stream it is called on."""
+    with torch.cuda.stream(torch.cuda.default_stream(a.device)):
+        return a @ b.t()
+
+
+def test_a_stream_that_nobody_waits_for() -> None:
+    assert codes_of(result_of(Kernel("", _WIDE, lambda: _elsewhere), "cuda", [Memory])) == "stream"
+    assert codes_of(result_of(Kernel("", _WIDE, lambda: lambda a, b: a @ b.t()), "cuda", [Memory])) == "-"
