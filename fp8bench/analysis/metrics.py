@@ -41,7 +41,7 @@ from fp8bench.analysis.samples import (
     step_samples,
 )
 from fp8bench.analysis.sustained import sustained_figures, sustained_ratio, sustained_samples
-from fp8bench.analysis.tapes import tape_metrics
+from fp8bench.analysis.tapes import coverage_metrics, tape_metrics
 from fp8bench.analysis.verdicts import best_phases, totals
 from fp8bench.model import (
     RELATIVE,
@@ -78,6 +78,7 @@ def metrics_of(record: Record, finding: Finding | None, reference: Reference | N
     yield from _phases(record, finding)
     yield from _by_work(record, finding, steps)
     yield from tape_metrics(record)
+    yield from coverage_metrics(record)
     yield from _by_tape(record, finding)
     for measurement in record.measurements:
         yield _measured(measurement)

@@ -70,6 +70,16 @@ def tape_metrics(record: Record) -> Iterator[Metric]:
             yield Metric(name, unit, known, provenance=Provenance.DERIVED, better=Better.NONE, rank=Rank.DETAIL)
 
 
+def coverage_metrics(record: Record) -> Iterator[Metric]:
+    """The share of the FLOPs of a model's products that a case makes in its precision, where it converts a model."""
+    if record.coverage is not None:
+        share = record.coverage.share
+        yield Metric(
+            OwnMetric.SHARE_CONVERTED, "ratio", share, provenance=Provenance.DERIVED, better=Better.NONE,
+            rank=Rank.DETAIL,
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Taped:
     """The tape of a case in one mode, of a stored run or of now (''); without a tape, why there is none. `declared` are

@@ -43,6 +43,7 @@ class OwnMetric(StrEnum):
     SHARE_8BIT = "share_of_flops_in_8_bits"
     SHARE_4BIT = "share_of_flops_in_4_bits"
     SHARE_32BIT = "share_of_flops_in_32_bits"
+    SHARE_CONVERTED = "share_of_flops_converted"
     ENERGY = "energy"
     ENERGY_NET = "energy_net"
     ENERGY_UNCERTAINTY = "energy_uncertainty"
