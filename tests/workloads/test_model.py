@@ -1,0 +1,193 @@
+"""A model of a user's own as a workload: copies, steps, errors; what untouched means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8bench.errors import UnknownName, UsageError
+from fp8bench.model import Case, Level, Scalar
+from fp8bench.protocols import Setup, SilentPhases
+from fp8bench.registry import precisions, workloads
+from fp8bench.workloads.model import LIVE, MADE, Model
+from tests.facts import CPU, H200
+
+Make = Callable[[], Any]
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    yield
+    LIVE.clear()
+    MADE.clear()
+
+
+def setup_of(
+    make: Make, precision: str = "untouched", layers: tuple[tuple[str, str], ...] = (), **more: Scalar
+) -> Setup:
+    """As the worker makes it."""
+    LIVE["Net"] = make
+    params = {"make": "Net", "pass": "training", "optimizer": "adamw", "compile": "no", **more}
+    chosen = precisions.get(precision)
+    arithmetic = chosen.arithmetic(CPU)
+    exceptions = {key: precisions.get(word).arithmetic(CPU) for key, word in layers}
+    case = Case("model", tuple(params.items()), precision, "cpu", layers)
+    return Setup(case, CPU, 3, arithmetic, arithmetic, exceptions, chosen.loss_scale)
+
+
+class Net(nn.Module):
+    """Two layers, and dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.dropout(torch.relu(self.up(x)), 0.5))  # type: ignore[no-any-return]
+
+
+def make() -> Any:
+    return Net(), torch.randn(8, 32), lambda y: y.abs().mean()
+
+
+def test_untouched_is_what_the_model_gives_bit_for_bit() -> None:
+    """Outputs, loss and gradients, and nothing of ours is in it."""
+    state = Model().prepare(setup_of(make))
+    found = state.outcome()
+    model, (batch,) = state.model, state._arguments[0]
+    assert not any("forward" in vars(one) or one._forward_hooks for one in model.modules())
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        output = model(batch)
+        output.abs().mean().backward()
+    assert torch.equal(found.outputs[0], output) and found.loss is not None
+    assert all(torch.equal(found.gradients[name], one.grad) for name, one in model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["bf16", "autocast"])
+def test_a_model_in_its_own_dtypes_stays_so(kind: str) -> None:
+    """Whether it is in bf16 or casts by itself: the copy's outputs have its dtype, too."""
+
+    class Own(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+                return super().forward(x)
+
+    def bf16() -> Any:
+        model = Own()
+        return (
+            (model.bfloat16(), torch.randn(8, 32, dtype=torch.bfloat16))
+            if kind == "bf16"
+            else (model, torch.randn(8, 32))
+        )
+
+    for precision in ("untouched", "fp32", "mxfp8"):
+        state = Model().prepare(setup_of(bf16, precision))
+        (output,) = state.outcome().outputs
+        assert output.dtype is torch.bfloat16
+        wanted = torch.bfloat16 if kind == "bf16" else torch.float32
+        assert {one.dtype for one in state.model.parameters()} == {wanted}
+        assert {one.dtype for one in state.outcome().gradients.values()} == {wanted}
+        state.step(SilentPhases())
+
+
+def test_all_arms_have_the_same_weights_and_draws() -> None:
+    """Of one call of the maker; in another process, of the same seed."""
+    first, second = (Model().prepare(setup_of(make)) for _ in range(2))
+    assert first.model is not second.model
+    MADE.clear()
+    torch.manual_seed(12345)
+    third = Model().prepare(setup_of(make))
+    for other in (second, third):
+        assert all(map(torch.equal, first.model.parameters(), other.model.parameters()))
+        assert torch.equal(first.outcome().outputs[0], other.outcome().outputs[0])  # dropout included
+
+
+def test_errors_follow_the_precision() -> None:
+    """Of the model as it came there is none; fp16's loss scale is not in its gradients."""
+    found = {
+        name: Model().error(setup_of(make, name)) for name in ("untouched", "fp32", "fp16", "bf16", "fp8", "mxfp4")
+    }
+    assert set(found["untouched"].values()) == {0.0}
+    for metric in ("output_error", "gradient_error"):
+        errors = [one[metric] for one in found.values()]
+        assert errors == sorted(errors) and errors[1] < 1e-6 < errors[2] < 2e-3 and errors[-1] < 1
+
+
+def test_a_forward_pass_has_no_gradients() -> None:
+    setup = setup_of(make, "bf16", **{"pass": "forward", "optimizer": "none"})
+    output = Model().prepare(setup).step(SilentPhases())
+    assert isinstance(output, Tensor) and not output.requires_grad
+    assert list(Model().error(setup)) == ["output_error"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "none"])
+def test_an_optimizer_moves_the_weights_of_the_copy_alone(name: str) -> None:
+    setup = setup_of(make, optimizer=name)
+    state = Model().prepare(setup)
+    kept = next(iter(MADE.values())).model
+    state.step(SilentPhases())
+    moved = [not torch.equal(*pair) for pair in zip(kept.parameters(), state.model.parameters(), strict=True)]
+    assert all(moved) if name != "none" else not any(moved)
+    assert all(one.grad is None for one in state.model.parameters())
+
+
+def test_maps_and_filters_leave_layers_as_they_came() -> None:
+    """By path or kind; what the model does not have is named."""
+    for changes in ({"layers": (("up", "untouched"),)}, {"skip": "up"}, {"skip": "*p;nosuch"}):
+        setup = setup_of(make, "fp8", **changes)  # type: ignore[arg-type]
+        if "nosuch" in str(changes):
+            with pytest.raises(UnknownName, match="nosuch"):
+                Model().examine(setup)
+            continue
+        state = Model().prepare(setup)
+        assert "forward" not in vars(state.model.up) and "forward" in vars(state.model.down)
+        covered = Model().covered(setup)
+        assert covered is not None and [bool(one.reason) for one in covered.held] == [True, False]
+    with pytest.raises(UnknownName, match="layer of this model 'lm_head'"):
+        Model().examine(setup_of(make, "fp8", (("lm_head", "bf16"),)))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (lambda: (nn.Sequential(nn.ReLU(), nn.LayerNorm(8)), torch.randn(4, 8)), "can be converted"),
+        (lambda: (Net(), (torch.randn(4, 32), 3)), "takes"),
+        (lambda: (Net(), torch.randn(4, 32), lambda y: y), "one number"),
+        (lambda: (Net().requires_grad_(False), torch.randn(4, 32)), "--forward"),
+        (lambda: 3, "gives int; expected (model, batch)"),
+    ],
+)
+def test_what_cannot_be_profiled_is_a_sentence(given: Make, sentence: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        Model().examine(setup_of(given, "fp8"))
+    assert sentence in str(refused.value)
+
+
+def test_what_a_precision_is_there() -> None:
+    """The model as it came is native everywhere; a graph knows nothing of casts before."""
+    workload = workloads.get("model")
+    params: dict[str, Scalar] = {"compile": "yes"}
+    assert workload.support(params, precisions.get("untouched"), CPU).level is Level.NATIVE
+    assert workload.support(params, precisions.get("fp8"), H200).level is Level.NATIVE
+    assert "leave --compile out" in workload.support(params, precisions.get("fp8-delayed"), H200).reason
+    assert precisions.get("untouched").support(H200).level is Level.REFUSED
+    assert "model" not in workloads.names() and "untouched" not in precisions.names()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dynamo_pgo force disabled:UserWarning")  # torch's own
+def test_a_compiled_step_gives_what_the_model_gives() -> None:
+    """About; and one of which nothing was compiled is refused."""
+    errors = Model().error(setup_of(make, compile="yes"))
+    assert errors["output_error"] < 1e-5 and errors["gradient_error"] < 1e-4
+
+    class Off(Net):
+        forward = torch.compiler.disable(Net.forward)  # type: ignore[assignment]
+
+    with pytest.raises(RuntimeError, match="compiled nothing"):
+        Model().prepare(setup_of(lambda: (Off(), torch.randn(8, 32)), compile="yes"))
