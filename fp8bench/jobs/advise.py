@@ -132,7 +132,7 @@ def _speed(advice: Advice, again: Run) -> tuple[Interval | None, str]:
         return None, "its run has no such case"
     finding = findings(again).get(record.case.id)
     if finding is None or finding.ratio is None:
-        return None, record.reason or (finding.why if finding is not None else "it was not timed")
+        return None, record.reason or (finding.why if finding is not None else "") or "it has no speed there"
     if finding.hard:
         return None, finding.why
     return finding.ratio.inverse, ""

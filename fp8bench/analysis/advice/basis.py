@@ -12,7 +12,19 @@ from functools import cached_property
 from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.learning.verdicts import Verdicts
 from fp8bench.analysis.sensitivity import Study
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Interval, Level, Phase, Record, Run, Status, Timing
+from fp8bench.model import (
+    CELL_PHASES,
+    UNATTRIBUTED,
+    Finding,
+    Interval,
+    Level,
+    Phase,
+    Record,
+    Run,
+    ShareKind,
+    Status,
+    Timing,
+)
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.model.training import KeptTraining
 
@@ -89,17 +101,49 @@ class Beside:
         return _PRODUCTS | {UNATTRIBUTED} if Phase.GEMM in marked else frozenset(CELL_PHASES)
 
     def share(self, phases: Collection[str]) -> Interval | None:
-        """Of the reference's step."""
+        """Of the reference's step; estimated by what a pass saw that looked into it, where it marks no such phase."""
         if self.lead is None or self.lead.timing is None:
             return None
-        return part_ratio(self.lead.timing, phases, self.lead.timing, CELL_PHASES)
+        timed = part_ratio(self.lead.timing, phases, self.lead.timing, CELL_PHASES)
+        looked = _looked_into(self.lead, phases)
+        return timed if timed is not None or not looked else Interval(looked, looked, looked, 0.0)
+
+    @property
+    def estimated(self) -> bool:
+        """Whether the parts of its reference are known by such a pass alone: a model as it came marks no products."""
+        marked = self.lead.timing.segments.phases if self.lead is not None and self.lead.timing is not None else ()
+        return Phase.GEMM not in marked and self.lead is not None and self.lead.shares is not None
 
     def of_reference(self, own: Collection[str], theirs: Collection[str]) -> Interval | None:
         """The time of phases of this case over that of phases of the reference, by the rounds that both were in."""
         if not self.timed or self.record.timing is None or self.lead is None:
             return None
         base = self.record.paired_with or self.lead.timing
-        return None if base is None else part_ratio(self.record.timing, own, base, theirs)
+        found = part_ratio(self.record.timing, own, base, theirs) if base is not None else None
+        return found if found is not None or not self.estimated else self._by_shares(own, theirs)
+
+    def _by_shares(self, own: Collection[str], theirs: Collection[str]) -> Interval | None:
+        """The same by shares of both steps; nobody knows an interval of it."""
+        seconds = [
+            _looked_into(record, phases) * (finding.best_seconds or 0.0)
+            for record, finding, phases in (
+                (self.record, self.finding, own), (self.lead, self.lead_finding, theirs)
+            ) if record is not None and finding is not None
+        ]  # fmt: skip
+        if len(seconds) < 2 or not all(seconds):
+            return None
+        ratio = seconds[0] / seconds[1]
+        return Interval(ratio, ratio, ratio, 0.0)
+
+
+# The kinds of work that a pass tells which are phases of a step.
+_KINDS = {Phase.GEMM: ShareKind.GEMM, Phase.CAST: ShareKind.CAST, Phase.ATTENTION: ShareKind.ATTENTION}
+
+
+def _looked_into(record: Record, phases: Collection[str]) -> float:
+    """The share of a step that these take, by a pass that looked; 0 where none did."""
+    kinds = record.shares.by_kind if record.shares is not None else {}
+    return sum(kinds.get(kind, 0.0) for phase, kind in _KINDS.items() if phase in phases)
 
 
 def part_ratio(own: Timing, phases: Collection[str], base: Timing, theirs: Collection[str]) -> Interval | None:

@@ -17,6 +17,7 @@ from fp8bench.registry import precisions
 
 EMULATED = "emulated here: its time is the cost of emulation"
 _PRODUCTS = frozenset({Phase.GEMM})
+_ESTIMATED = ", estimated from shares of the step"
 _WITH_CASTS = frozenset({Phase.GEMM, Phase.CAST})
 
 
@@ -68,7 +69,7 @@ def _amdahl(one: Beside, basis: Basis) -> Told | str:
     """With the speed that its products have here, by a ceiling or by themselves, and casts for nothing."""
     share = None if one.lead is None or one.lead.support.level is Level.EMULATED else one.share(_PRODUCTS)
     if share is None or one.lead is None:
-        return "the reference marks no products: it was compiled, or is a model as it came"
+        return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
     least = 1 + basis.least
     grounds = [Ground(one.lead.case.id, f"products are {part(share)} of the step")]
     found = [(mapped(share, lambda value: _faster(value, 0.0)), "with products that take no time")]
@@ -86,8 +87,10 @@ def _amdahl(one: Beside, basis: Basis) -> Told | str:
     most, words = min(found, key=lambda pair: pair[0].point)
     met = met_above(most, least)
     if met is Met.YES and len(found) == 1:
-        return f"products are {part(share)} of the step, and how fast its own are is not known"
-    return Told(met, f"{part(share)} of the step: {times(most)} {words}", tuple(grounds))
+        taken = f"products are {part(share)} of the step{_ESTIMATED * one.estimated}"
+        return f"{taken}, and how fast its own are is not known"
+    figure = f"{part(share)} of the step: {times(most)} {words}" + _ESTIMATED * one.estimated
+    return Told(met, figure, tuple(grounds))
 
 
 def _faster(share: float, ratio: float) -> float:
@@ -103,11 +106,11 @@ def _casts(one: Beside, basis: Basis) -> Told | str | None:
     both = one.of_reference(_WITH_CASTS, _WITH_CASTS)
     casts = one.of_reference({Phase.CAST}, _PRODUCTS)
     if own is None or both is None:
-        return "the reference marks no products: it was compiled, or is a model as it came"
+        return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
     if casts is None:
         return "it has no casts of its own"
     alone, taxed = own.inverse, both.inverse
-    figure = f"products {times(alone)}, with casts {times(taxed)}"
+    figure = f"products {times(alone)}, with casts {times(taxed)}" + _ESTIMATED * one.estimated
     grounds = (
         Ground(one.row, f"products alone {times(alone)}"),
         Ground(one.row, f"casts take {units.percent(casts.point, 0)} of the reference's products"),

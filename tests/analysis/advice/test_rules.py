@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.analysis.advice.advise import RULES
+from fp8bench.analysis.advice.decide import predicted
 from fp8bench.analysis.advice.shape_rules import pays_from
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.sensitivity import By, Study, Trial
-from fp8bench.model import Level, MemoryUse, OperatorCount, PhaseCount, Tape
+from fp8bench.model import Level, MemoryUse, OperatorCount, PhaseCount, Share, ShareKind, Shares, Tape
 from fp8bench.model.advice import Met
 from fp8bench.model.coverage import Coverage, HeldProduct, Holder
 from tests.advised import BF16, FP8, NANO, answer, basis, group, record, run, said
@@ -49,6 +50,24 @@ def test_however_fast_products_are_a_share_bounds_the_step() -> None:
 def test_casts_eat_what_products_gain(gemm: int, cast: int, wanted: Met) -> None:
     found = answer(said(group(fp8={**BF16, "gemm": gemm, "cast": cast})), "casts")
     assert found.met is wanted and ("not faster without casts" in found.figure) == (gemm >= 6000)
+
+
+def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
+    """Products are 60% of 10 ms there, and 40% of 7.5 ms with casts of 10%: an estimate, which bounds nothing."""
+    looked = [Shares(tuple(Share(kind, "", False, seconds, 1) for kind, seconds in parts), 1.0) for parts in (
+        ((ShareKind.GEMM, 0.6),), ((ShareKind.GEMM, 0.4), (ShareKind.CAST, 0.1)))]  # fmt: skip
+    lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": 7500})
+    records = [replace(lead, shares=looked[0]), replace(case, shares=looked[1])]
+    found = said(records)
+    amdahl, casts = answer(found, "amdahl"), answer(found, "casts")
+    assert (amdahl.met, amdahl.figure) == (
+        Met.YES, "60% of the step: 1.43x with products 2.00x as fast, as here, estimated from shares of the step"
+    )  # fmt: skip
+    assert casts.met is Met.YES and casts.figure.startswith("products 2.00x, with casts 1.60x, estimated")
+    unlooked = said([lead, case])
+    assert "--shares tells them" in answer(unlooked, "amdahl").figure and answer(unlooked, "casts").met is Met.UNKNOWN
+    (one,) = basis(records).besides
+    assert predicted(one) == predicted(basis([lead, case]).besides[0])
 
 
 def test_casts_without_a_phase_are_not_measured() -> None:
