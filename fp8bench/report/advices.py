@@ -27,7 +27,7 @@ LEGEND = (
 
 def advice_elements(advised: Advised) -> Iterator[Element]:
     """The sentences, then what is predicted and by which rows."""
-    named = _names(advised)
+    named = short_names(advised)
     shown = advised.advice[:_MOST]
     yield Items(tuple(Text(_sentence(one, named), _tone(one)) for one in shown))
     if len(advised.advice) > len(shown):
@@ -48,7 +48,7 @@ def _tone(one: Advice) -> Tone:
     return Tone.DOUBT if one.doubtful else _KINDS.get(one.kind, Tone.STRONG)
 
 
-def _names(advised: Advised) -> Callable[[str], str]:
+def short_names(advised: Advised) -> Callable[[str], str]:
     """Settings and cases without the parameters that all of their suite have in common."""
     inside: dict[str, list[set[str]]] = {}
     for one in advised.answers:
@@ -83,7 +83,7 @@ def speed(found: Interval | None) -> Field:
 
 def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) -> Iterator[Element]:
     """A table a model: what each precision takes beside its reference, a step and to the same loss."""
-    named = _names(advised)
+    named = short_names(advised)
     by_setting = together((one.setting, one) for one in costs)
     for number, (setting, found) in enumerate(by_setting.items(), 1):
         first = found[0]
@@ -136,7 +136,7 @@ def checklist(advised: Advised, shared: bool) -> Iterator[Table]:
 
     What an emulation leaves open is one row.
     """
-    named = _names(advised)
+    named = short_names(advised)
     by_place = together((_place(one.setting), one) for one in advised.answers)
     for number, (place, answers) in enumerate(by_place.items(), 1):
         columns = (

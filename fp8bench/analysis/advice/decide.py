@@ -78,13 +78,15 @@ def _advice(
 
 
 def predicted(one: Beside) -> Interval | None:
-    """What this step will be seen to gain once more: as it was measured, give and take what identical code differs by,
-    and not above Amdahl's bound; None of what has no speed."""
+    """What this step will be seen to gain once more: between what its fastest and all its calls said, give and take
+    what identical code differs by, and not above Amdahl's bound; None of what has no speed."""
     speed, bound = one.speed, bound_of(one)
     if speed is None or bound is None:
         return None
     floor = 1 + max(BAND, (one.lead_finding.floor if one.lead_finding is not None else None) or 0.0)
-    wide = Interval(speed.point, speed.low / floor, speed.high * floor, speed.level)
+    typical = one.finding.typical.inverse if one.finding is not None and one.finding.typical is not None else speed
+    low, high = min(speed.low, typical.low), max(speed.high, typical.high)
+    wide = Interval(speed.point, low / floor, high * floor, speed.level)
     return mapped(wide, lambda value: min(value, bound.high))
 
 

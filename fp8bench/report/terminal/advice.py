@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fp8bench import units
 from fp8bench.model.advice import Advised, Checked, Cost
-from fp8bench.report.advices import LEGEND, advice_elements, checklist, cost_tables, speed
+from fp8bench.report.advices import LEGEND, advice_elements, checklist, cost_tables, short_names, speed
 from fp8bench.report.elements import Column, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
@@ -33,14 +33,18 @@ def page_of(advised: Advised, more: Asked) -> Page:
     """Of one run."""
     told: tuple[Element, ...] = tuple(advice_elements(advised)) if advised.advice else (Text(_NOTHING),)
     parts = [Part("advice", "", told)]
-    parts += [Part("checks", "predicted and measured", (checks(more.checked),))] if more.checked else []
+    parts += (
+        [Part("checks", "predicted and measured", (checks(more.checked, short_names(advised)),))]
+        if more.checked
+        else []
+    )
     parts += [Part("cost", _COST, tuple(cost_tables(advised, more.costs, more.price)))] if more.costs else []
     parts += [Part("checklist", "the checklist", tuple(checklist(advised, shared=True)))] if advised.answers else []
     parts += list_of("notes", "notes", more.notes)
     return Page(f"advice on run {advised.run}", "", tuple(parts), LEGEND)
 
 
-def checks(checked: Sequence[Checked]) -> Table:
+def checks(checked: Sequence[Checked], named: Callable[[str], str] = str) -> Table:
     """What was predicted beside what was measured."""
     columns = (
         Column("advice"), Column("predicted", number=True, unit="x"), Column("measured", number=True, unit="x"),
@@ -49,7 +53,8 @@ def checks(checked: Sequence[Checked]) -> Table:
     rows = tuple(
         (
             Field(f"{one.advice.kind} {one.advice.mode}"), speed(one.advice.gain), speed(one.measured),
-            _hit(one), Field(one.advice.case or one.advice.settings[0]), Field(one.run or units.NONE), Field(one.why),
+            _hit(one), Field(named(one.advice.case or one.advice.settings[0])), Field(one.run or units.NONE),
+            Field(one.why),
         )
         for one in checked
     )  # fmt: skip
