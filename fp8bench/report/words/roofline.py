@@ -9,7 +9,7 @@ from fp8bench.analysis.datasheet import datasheet_of
 from fp8bench.analysis.roofline import Bound, Gain, PhaseRoof, gain_of, phase_roofs
 from fp8bench.model import Run
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
-from fp8bench.report.panels import Panel, Result, ResultGroup
+from fp8bench.report.panels import Panel, Result, ResultGroup, together
 from fp8bench.report.words.naming import listed, phase_words
 
 # Phases that take less of a step than this are left out of sentences.
@@ -81,17 +81,15 @@ def sources(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _bounds(result: Result) -> str:
-    """'compute-bound in products (54% of the step, at 71% of the ceiling), memory-bound in elementwise (..)'."""
+    """'compute-bound in products (54% of the step, at 71% of its ceiling), memory-bound in elementwise (..)'."""
     step = result.best or 0.0
-    return listed(
-        [
-            f"{words} in {phase_words(roof.count.phase)} ({units.percent(roof.seconds / step, 0)} of the step"
-            f"{_near(roof)})"
-            for roof in sorted(phase_roofs(result.record, result.finding), key=lambda one: -one.seconds)
-            if step and roof.seconds >= _LEAST_SHARE * step and (words := bound_words(roof))
-        ],
-        20,
+    roofs = sorted(phase_roofs(result.record, result.finding), key=lambda one: -one.seconds)
+    found = together(
+        (words, f"{phase_words(roof.count.phase)} ({units.percent(roof.seconds / step, 0)} of the step{_near(roof)})")
+        for roof in roofs
+        if step and roof.seconds >= _LEAST_SHARE * step and (words := bound_words(roof))
     )
+    return listed([f"{words} in {listed(phases, 20)}" for words, phases in found.items()], 20)
 
 
 def _near(roof: PhaseRoof) -> str:

@@ -22,7 +22,7 @@ def test_a_phase_far_below_its_ceilings_is_bound_by_none() -> None:
     (said, *_) = sentences(panels_of(run, findings)[0])
     assert said.endswith(
         " is far below its ceilings in gemm (54% of the step, 5.40 ms an operator, at 7% of the nearest) and "
-        "far below its ceilings in elementwise (21% of the step, 10.5 us an operator, at 10% of the nearest)."
+        "elementwise (21% of the step, 10.5 us an operator, at 10% of the nearest)."
     )
 
 
