@@ -10,6 +10,7 @@ from fp8bench.model import Tape
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.words.naming import phase_words
+from fp8bench.report.words.tape import remarks
 
 _WIDTHS = (8, 4, 32)
 _LEGEND = (
@@ -46,16 +47,8 @@ def _elements(taped: Sequence[Taped], where_alike: list[Text]) -> list[Element]:
         shown = [row for row in rows if row.differs] if where_alike and len(known) > 1 else rows
         found += [_counts(known), _operators(known, shown)] if shown else [_counts(known), *where_alike]
     words = [f"{one.name}: no tape: {one.why}" for one in taped if one.tape is None]
-    words += [f"{one.name}: {remark}" for one, tape in known for remark in _remarks(tape)]
+    words += [f"{one.name}: {remark}" for one, tape in known for remark in remarks(tape)]
     return [*found, Items(tuple(map(Text, words)))] if words else found
-
-
-def _remarks(tape: Tape) -> list[str]:
-    unknown = together((one.operator, one.calls) for one in tape.operators if one.flops is None)
-    found = [f"unknown x {sum(calls)}: {operator} has no formula" for operator, calls in unknown.items()]
-    if tape.unwritten:
-        found.append(f"{tape.unwritten} tensors were written by no operator of torch: what else ran is not counted")
-    return [*found, tape.fused] if tape.fused else found
 
 
 def _counts(known: Sequence[tuple[Taped, Tape]]) -> Table:
