@@ -162,6 +162,27 @@ def test_what_is_not_covered_says_why() -> None:
     assert [one.weight for one in routers] == [f"model.layers.{block}.mlp.gate.weight" for block in range(2)]
 
 
+@pytest.mark.parametrize("way", ["eager", "batched_mm", "grouped_mm"])
+def test_experts_are_covered_whichever_way_transformers_multiplies_them(way: str) -> None:
+    model, batch = architectures().made("mixtral")
+    model.set_experts_implementation(way)
+    call = call_of(model, batch)
+
+    def step() -> None:
+        loss_of(model, batch, call())[0].backward()
+
+    coverage = coverage_of(model, held_in(model), step)
+    assert of_kind(coverage, "experts") == of_kind(case("mixtral").coverage, "experts")
+    with converted(model, FP32) as conversion:
+
+        def marked(phase: Any) -> None:
+            conversion.phase = phase
+            step()
+
+        gemm = tape_in_phases(marked).of("gemm")
+    assert gemm is not None and gemm.flops == coverage.converted_flops
+
+
 def test_batches_and_outputs_of_transformers() -> None:
     """Its own mappings, by names; the loss is the output's."""
     own = case("bert")
