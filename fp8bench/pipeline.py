@@ -259,7 +259,7 @@ def _opened(
     """The run with its header, before anything is measured but the cost of looking."""
     facts = worker.probe()
     plan = make_plan(request, facts, corpus.identity if corpus else None, compares)
-    _examine(plan, facts, worker, Limits(request.case_timeout))
+    examine(plan, facts, worker, Limits(request.case_timeout))
     used = {planned.case.device for group in plan for planned in group.cases if planned.runs}
     environment = gather(worker.software(), __version__, request.threads, request.imports, folder=folder)
     for one in facts:
@@ -277,7 +277,7 @@ def _opened(
     )
 
 
-def _examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Limits) -> None:
+def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Limits) -> None:
     """Raise for cases of which only the worker can tell that they cannot be, before anything is kept."""
     devices = {one.key: one for one in facts}
     for planned in (one for group in plan for one in group.cases if one.runs):

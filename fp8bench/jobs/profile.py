@@ -42,8 +42,10 @@ def profile_axes(
 
 
 def profile(request: Request, store: Path, observer: Observer, command: str, note: str = "") -> Run:
-    """As a suite is run; what makers gave in this process, where there is no other, is forgotten afterwards."""
+    """As a suite is run, and shares are looked for unless it is quick. What makers gave in this process, where there is
+    no other, is forgotten afterwards."""
     try:
+        request = replace(request, shares=request.shares or not request.quick)
         return execute(request, store, observer, command, PROFILE, note=note)
     finally:
         MADE.clear()

@@ -9,28 +9,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.analysis.sensitivity import By, Study, Trial, map_of
+from fp8bench.analysis.sensitivity import By, PrecisionMap, Study, Trial, map_of
 from fp8bench.errors import StoreError, UsageError, WorkerError, WorkerFault
 from fp8bench.files import stamp, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
-from fp8bench.measure.handle import Worker, claimed
+from fp8bench.measure.handle import AskedBench, Worker, claimed
 from fp8bench.measure.limits import Limits
-from fp8bench.model import Case, DeviceFacts, Request, Work
-from fp8bench.pipeline import now, worker_for
+from fp8bench.model import Case, DeviceFacts, PlannedCase, Request, Work
+from fp8bench.model.words import UNTOUCHED
+from fp8bench.pipeline import examine, now, worker_for
+from fp8bench.plan.asked_suites import reads_corpus
 from fp8bench.plan.checked_workload import sound_layers
 from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import check_names, make_plan
 from fp8bench.protocols import Layer
 from fp8bench.registry import precisions, workloads
 from fp8bench.report.data.sensitivity import as_json
+from fp8bench.workloads.model import MADE, Model
 
 SUITE = "transformer"
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a person asks, as given. `tolerance` is a share."""
+    """What a person asks, as given. `tolerance` is a share; `target` is a model of one's own instead of the suite's, as
+    `fp8bench profile` takes it."""
 
     dtype: str
     reference: str
@@ -45,12 +49,14 @@ class Question:
     imports: tuple[str, ...] = ()
     isolation: bool = True
     case_timeout: float | None = None
+    target: str = ""
 
     @property
     def request(self) -> Request:
         """The suite's run that has its two cases."""
+        suite, axis = (Model.name, ("make", (self.target,))) if self.target else (SUITE, ("size", (self.size,)))
         return Request(
-            SUITE, (self.dtype,), (self.device,) if self.device else (), self.reference, (("size", (self.size,)),),
+            suite, (self.dtype,), (self.device,) if self.device else (), self.reference, (axis,),
             data=self.data, seed=self.seed, threads=self.threads, imports=self.imports, isolation=self.isolation,
             case_timeout=self.case_timeout,
         )  # fmt: skip
@@ -59,9 +65,10 @@ class Question:
 def studied(question: Question, store: Path, observer: JobObserver) -> Study:
     """Train all that a study needs. An interrupt ends it early: the study comes as far as it was."""
     check(question)
-    corpus = prepare_corpus(question.data, store / "data", write=True)
+    reads = reads_corpus(question.request)
+    corpus = prepare_corpus(question.data, store / "data", write=True) if reads else None
     with claimed(question.isolation), worker_for(question.request, corpus) as worker:
-        study, bed = opened(question, worker.probe(), corpus.identity)
+        study, bed = opened(question, worker.probe(), corpus.identity if corpus is not None else None, worker)
         environment = gather(worker.software(), __version__, question.threads, question.imports)
         study = replace(study, started=now(), environment=environment)
         try:
@@ -71,6 +78,8 @@ def studied(question: Question, store: Path, observer: JobObserver) -> Study:
         except KeyboardInterrupt:
             observer.note("interrupted; what was trained is shown")
             return study
+        finally:
+            MADE.clear()  # what makers gave in this process, where there is no other
         return replace(study, finished=not study.baseline.failure)
 
 
@@ -84,6 +93,19 @@ def kept(study: Study, store: Path) -> Study:
             f"the study cannot be kept in {path} ({error.strerror}). Choose another --store DIR."
         ) from None
     return replace(study, path=str(path))
+
+
+def write_map(study: Study, path: Path) -> None:
+    """Write the suggested map there, as a file for --precision-map. Raises UsageError where none is suggested."""
+    found = study.suggested
+    if found is None:
+        raise UsageError(f"no map is suggested, so that {path} was not written. The tables above say why.")
+    head = f"# {study.low} in {found.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
+    text = "\n".join([head, *(f"{key}={mode}" for key, mode in found.precision_map), ""])
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise StoreError(f"--write-map {path} cannot be written ({error.strerror}). Give another file.") from None
 
 
 def check(question: Question) -> None:
@@ -107,27 +129,36 @@ def check(question: Question) -> None:
         )
 
 
-def opened(question: Question, facts: Sequence[DeviceFacts], corpus: str | None) -> tuple[Study, Bed]:
+def opened(question: Question, facts: Sequence[DeviceFacts], corpus: str | None, worker: Worker) -> tuple[Study, Bed]:
     """The study before its first run, and what all its runs share. Raises for a precision that the device refuses."""
-    (group,) = make_plan(question.request, facts, corpus).groups
+    plan = make_plan(question.request, facts, corpus)
+    (group,) = plan.groups
+    examine(plan, facts, worker, Limits(question.case_timeout))
     by_mode = {planned.case.precision: planned for planned in group.cases}
     low, reference = (by_mode[precisions.canonical(word)] for word in (question.dtype, question.reference))
     for planned in (low, reference):
         if planned.skip:
             raise UsageError(f"{planned.case.precision} cannot be run on {planned.case.device}: {planned.skip}.")
-    workload, precision = workloads.get(SUITE), precisions.get(low.case.precision)
+    precision, limits = precisions.get(low.case.precision), Limits(question.case_timeout)
     device = next(one for one in facts if one.key == low.case.device)
-    layers = sound_layers(workload, workload.layers(dict(low.case.params)))
+    layers = _layers_of(low, device, worker.within(limits.numbers(low.work)))
     high = precision.carried_by or precision.mode
-    bed = Bed(
-        low.case, reference.case, layers, high, device, low.work, question.steps, Limits(question.case_timeout)
-    )  # fmt: skip
+    bed = Bed(low.case, reference.case, layers, high, device, low.work, question.steps, limits)
     study = Study(
-        SUITE, low.case.params, device.key, low.case.precision, reference.case.precision, low.support.level.value,
-        question.by, question.steps, question.tolerance, question.seed,
+        low.case.workload, low.case.params, device.key, low.case.precision, reference.case.precision,
+        low.support.level.value, question.by, question.steps, question.tolerance, question.seed,
         Trial("reference", "", reference.case.precision),
     )  # fmt: skip
     return study, bed
+
+
+def _layers_of(planned: PlannedCase, device: DeviceFacts, bench: AskedBench) -> tuple[Layer, ...]:
+    """Those of a suite by its parameters; those of a model of one's own that can be converted, by its coverage."""
+    workload = workloads.get(planned.case.workload)
+    if not workload.examined:
+        return sound_layers(workload, workload.layers(dict(planned.case.params)))
+    coverage = bench.coverage(planned.case, device)
+    return tuple(Layer(one.name, one.kind) for one in coverage.holders if one.converted) if coverage else ()
 
 
 # Other draws of the reference's weights, whose losses show what a gap means.
@@ -148,6 +179,14 @@ class Bed:
     steps: int
     limits: Limits
 
+    def alone(self, name: str, names: Sequence[str]) -> tuple[str, PrecisionMap]:
+        """The precision and the map of a case that has these layers low and no others."""
+        if self.reference.precision != UNTOUCHED:
+            return self.reference.precision, ((name, self.low.precision),)
+        # What came untouched has no layers of ours: the others of a converted copy stay as they came.
+        modes = self.low.precision, self.reference.precision
+        return self.low.precision, map_of(self.layers, names, modes, self.high)
+
 
 def run(study: Study, bed: Bed, worker: Worker, tell: Tell) -> Iterator[Study]:
     """The study after every run that adds to it."""
@@ -163,7 +202,7 @@ def run(study: Study, bed: Bed, worker: Worker, tell: Tell) -> Iterator[Study]:
         study = replace(study, draws=(*study.draws, runs.trained(f"the reference, draw {draw}", one)))
         yield study
     for name, kind, names in groups:
-        one = Trial(name, kind, bed.reference.precision, ((name, bed.low.precision),), names)
+        one = Trial(name, kind, *bed.alone(name, names), names)
         study = replace(study, probes=(*study.probes, runs.trained(f"{name} low", one, gradients=True)))
         yield study
     yield from _candidates(study, bed, runs)

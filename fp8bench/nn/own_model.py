@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +136,10 @@ class OwnModel:
     def try_step(self) -> None:
         """One step, whose parts are told apart where one fails."""
         self.step(SilentPhases())
+
+    def losses(self, steps: int) -> list[float]:
+        """Those of so many training steps on its one batch."""
+        return [float(cast(Tensor, self.step(SilentPhases()))) for _ in range(steps)]
 
     def outcome(self) -> Outcome:
         """What a step gives before any optimizer: every time from the same draws."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.errors import Fp8benchError, NotSent, UsageError
@@ -122,6 +123,24 @@ class Model(Workload):
         if setup.settles:
             state.outcome()
         return errors_between(state.outcome(), wanted)
+
+    def losses(self, setup: Setup, steps: int) -> Sequence[float]:
+        """Of steps on its one batch; another draw is what its maker gives under another seed."""
+        from fp8bench.nn.own_model import OwnModel, seeded
+
+        drawn = replace(setup, seed=setup.seed + setup.draw)
+        state = OwnModel(_copied(drawn), setup, _multiples(setup), converts=_converts(setup))
+        with seeded(setup.seed, setup.facts):
+            return state.losses(steps)
+
+    def gradient_error(self, setup: Setup, reference: Setup) -> float | None:
+        from fp8bench.nn.own_model import OwnModel, errors_between
+
+        found, wanted = (
+            OwnModel(_copied(one), one, _multiples(one), compiles=False, converts=_converts(one)).outcome()
+            for one in (setup, reference)
+        )
+        return errors_between(found, wanted).get("gradient_error")
 
     def covered(self, setup: Setup) -> Covered | None:
         """A step of the model as it came, and the weights that the case converts."""

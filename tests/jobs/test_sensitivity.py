@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fp8bench.analysis.sensitivity import By, Study
-from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
-from fp8bench.jobs.sensitivity import DRAWS, Question, groups_of, opened, run
+from fp8bench.cli.option_types import precision_map
+from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerHung, WorkerLost
+from fp8bench.jobs.sensitivity import DRAWS, Question, groups_of, opened, run, write_map
 from fp8bench.measure.handle import Worker
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.protocols import Layer, key_of
@@ -71,7 +73,7 @@ def low_of(case: Case) -> frozenset[str]:
 def studied(trainer: Trainer, by: By = By.LAYER, tolerance: float = 0.05) -> tuple[Study, Told]:
     """The study at its end, and what was told."""
     told: Told = []
-    study, bed = opened(Question("fp8", "bf16", by, "nano", 5, tolerance), (CPU,), None)
+    study, bed = opened(Question("fp8", "bf16", by, "nano", 5, tolerance), (CPU,), None, trainer)
     for further in run(study, bed, trainer, lambda *words: told.append(words)):
         study = further
     return study, told
@@ -121,6 +123,15 @@ def test_the_worst_are_taken_out_until_a_map_keeps_the_loss() -> None:
         frozenset(dict(precision_map)) for mode, precision, precision_map, _ in trainer.log if precision == "fp8"
     }
     assert told[-1][:2] == (15, 16)
+
+
+def test_the_suggested_map_as_a_file_is_what_an_option_takes(tmp_path: Path) -> None:
+    study, _ = studied(Trainer(costs("blocks.1.mlp.down", "head")))
+    assert study.suggested is not None
+    write_map(study, tmp_path / "map.txt")
+    assert precision_map(str(tmp_path / "map.txt")) == study.suggested.precision_map
+    with pytest.raises(UsageError, match="no map is suggested"):
+        write_map(replace(study, candidates=()), tmp_path / "none.txt")
 
 
 def test_a_tolerance_that_no_map_keeps_ends_with_the_last_layer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from fp8bench import units
@@ -39,6 +40,7 @@ def _reference(study: Study) -> str:
         return f"the reference itself failed: {study.baseline.failure or 'it was not run'}"
     last = last_of(study.steps)
     words = f"reference: loss {study.baseline.loss:.4f}, the mean of the last {last} of {study.steps} steps"
+    words += " on its one batch" if "make" in dict(study.params) else ""
     others = [_percent(gap) for one in study.draws if (gap := study.gap(one)) is not None]
     if others:
         words += f"; other draws of its weights: {' and '.join(others)}, so that a gap up to {_noise(study)} is noise"
@@ -115,7 +117,9 @@ def _suggestion(study: Study) -> Iterator[Element]:
 
 def command_of(study: Study, found: Trial) -> str:
     """What measures that map beside the reference: on one line, for who copies it."""
-    words = [f"fp8bench suite {study.workload} --set size={dict(study.params)['size']}"]
+    params = dict(study.params)
+    own = f"fp8bench profile {shlex.quote(str(params.get('make')))}"
+    words = [own if "make" in params else f"fp8bench suite {study.workload} --set size={params['size']}"]
     words.append(f"--dtypes {study.low} --reference {study.reference}")
     if found.precision_map:
         words.append(f"--precision-map {as_words(found.precision_map)}")

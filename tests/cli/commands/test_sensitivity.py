@@ -28,6 +28,13 @@ REFUSED = {
     "another way": (["--by", "head"], "invalid choice: 'head'"),
     "two outputs": (["--json", "--csv", "-"], "would both print on stdout"),
     "no text": (["--data", "nowhere.txt"], "--data nowhere.txt cannot be read"),
+    "a size of a model of one's own": (
+        ["net.py:make", "--size", "nano"],
+        "--size is of the transformer, and net.py:make",
+    ),
+    "a text for it": (["net.py:make", "--data", "text.txt"], "--data is of the transformer"),
+    "no such model": (["nowhere.py:make"], "nowhere.py"),
+    "an unwritable map": (["--write-map", "nowhere/map"], "--write-map 'nowhere/map' cannot be written"),
 }
 
 
@@ -59,6 +66,36 @@ def test_a_study_is_told_kept_and_written(store: Path, say: Say) -> None:
     assert {one["name"] for one in document["probes"]} == {"attn", "mlp", "head"}
     assert all(len(one["losses"]) == 1 for one in document["probes"])
     assert len(Path("rows.csv").read_text().splitlines()) == 1 + 3 + 3 + 1
+
+
+NET = """
+import torch
+from torch import nn
+
+
+def make():
+    model = nn.Sequential(nn.Linear(32, 64), nn.Sequential(nn.ReLU(), nn.Linear(64, 32)), nn.Linear(32, 8))
+    return model, torch.randn(16, 32)
+"""
+
+
+def test_layers_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
+    """By their paths in the model; the others stay as they came, whatever is low."""
+    Path("net.py").write_text(NET)
+    code, out, err = say("net.py:make", "--steps", "1", "--dtype", "mxfp4", "--json")
+    assert (code, err) == (0, "")
+    document = json.loads(out)
+    probes = {one["name"]: one for one in document["probes"]}
+    assert set(probes) == {"0", "1.1", "2"} and document["reference"] == "untouched"
+    assert {one["precision"] for one in probes.values()} == {"mxfp4"}
+    assert probes["1.1"]["precision_map"] == [["0", "untouched"], ["2", "untouched"]]
+    errors = {name: one["gradient_error"] for name, one in probes.items()}
+    whole = document["candidates"][0]["gradient_error"]
+    assert all(0 < error < whole for error in errors.values())
+    assert len({one["loss"] for one in (document["baseline"], *document["draws"])}) == 3
+    assert json.loads(next((store / "sensitivity").iterdir()).read_text())["params"][0] == ["make", "net.py:make"]
+    code, _, err = say("net.py:make", "--steps", "1", "--by", "kind", "--write-map", "map.txt")
+    assert code == 2 and "no map is suggested" in err and not Path("map.txt").exists()
 
 
 def test_json_is_printed_alone(say: Say) -> None:
