@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -84,12 +84,13 @@ class OwnModel:
     """A copy of a user's model, converted as its case says, with the optimizer of a training pass.
 
     `doing` says what a step is at, for whoever has to say where it failed; `loss_words` how its loss was found.
-    `multiples` are what native products of the case's device want.
+    `multiples` are what native products of the case's device want. With `draws_alike` a compiled step draws what it
+    would draw uncompiled, which is slower.
     """
 
     def __init__(
         self, given: Given, setup: Setup, multiples: tuple[int, int] = (1, 1), *, compiles: bool = True,
-        converts: bool = True,
+        converts: bool = True, draws_alike: bool = False,
     ) -> None:  # fmt: skip
         params = dict(setup.case.params)
         self.model, batch, self._loss = given
@@ -109,7 +110,7 @@ class OwnModel:
         self.optimizer = _optimizer(str(params["optimizer"]), list(self.parameters.values()), setup.facts)
         self._call: Call = called
         if compiles and params["compile"] == "yes":
-            self._call = self._compiled()
+            self._call = self._compiled(draws_alike)
 
     def step(self, phase: Phases) -> object:
         """One step; returns its loss, or what forward gives."""
@@ -132,10 +133,6 @@ class OwnModel:
         for parameter in self.parameters.values():
             parameter.grad = None
         return loss.detach()
-
-    def try_step(self) -> None:
-        """One step, whose parts are told apart where one fails."""
-        self.step(SilentPhases())
 
     def losses(self, steps: int) -> list[float]:
         """Those of so many training steps on its one batch."""
@@ -172,16 +169,19 @@ class OwnModel:
                 gradients = [one.grad for one in self.parameters.values() if one.grad is not None]
                 torch._foreach_mul_(gradients, 1.0 / self._loss_scale)
 
-    def _compiled(self) -> Call:
+    def _compiled(self, draws_alike: bool) -> Call:
         """The call as a compiled function, by a first step. Its code object is its own: see `nn.gpt.compiled`."""
-        from torch._dynamo.utils import counters  # it imports the compiler, which most steps do without
+        # They import the compiler, which most steps do without.
+        from torch._dynamo.utils import counters
+        from torch._inductor import config
 
         own = FunctionType(called.__code__.replace(), called.__globals__, called.__name__, called.__defaults__)
         graph: Call = torch.compile(own)
         before = counters["stats"]["unique_graphs"]
         self._call = graph
         optimizer, self.optimizer = self.optimizer, None
-        self.step(SilentPhases())
+        with config.patch(fallback_random=True) if draws_alike else nullcontext():
+            self.step(SilentPhases())
         self.optimizer = optimizer
         if counters["stats"]["unique_graphs"] == before:
             raise RuntimeError(

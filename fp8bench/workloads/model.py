@@ -119,7 +119,7 @@ class Model(Workload):
         from fp8bench.nn.own_model import OwnModel, errors_between
 
         wanted = OwnModel(_copied(setup), setup, compiles=False, converts=False).outcome()
-        state = OwnModel(_copied(setup), setup, _multiples(setup), converts=_converts(setup))
+        state = OwnModel(_copied(setup), setup, _multiples(setup), converts=_converts(setup), draws_alike=True)
         if setup.settles:
             state.outcome()
         return errors_between(state.outcome(), wanted)

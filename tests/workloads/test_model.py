@@ -30,6 +30,8 @@ def setup_of(
     make: Make, precision: str = "untouched", layers: tuple[tuple[str, str], ...] = (), **more: Scalar
 ) -> Setup:
     """As the worker makes it."""
+    if LIVE.get("Net") is not make:
+        MADE.clear()
     LIVE["Net"] = make
     params = {"make": "Net", "pass": "training", "optimizer": "adamw", "compile": "no", **more}
     chosen = precisions.get(precision)
