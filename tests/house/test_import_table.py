@@ -90,6 +90,7 @@ LAZY = HEAVY | {
     "pyarrow",
     "tensorboard",
     "torchao",
+    "submitit",
     "transformer_engine",
     "wandb",
 }

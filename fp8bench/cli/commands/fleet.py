@@ -12,6 +12,7 @@ from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_OK
 from fp8bench.jobs.fleet.crew import crew
+from fp8bench.jobs.fleet.submit import ENGINES, submit
 from fp8bench.model.fleet import CellState, CellStatus, FleetPlan
 from fp8bench.model.request import whole_number
 from fp8bench.report.data.fleet import as_csv, as_json
@@ -40,6 +41,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     work.add_argument("--workers", type=types.whole(whole_number(1, 256)), default=1, metavar="N", help=words)
     work.add_argument("--retry", action="store_true", help="also those whose last attempt failed")
+    handed = command("submit", "hand workers to an engine, which starts them: this machine, or Slurm")
+    handed.add_argument("--on", choices=ENGINES, required=True, help="who starts them, by submitit (fp8bench[fleet])")
+    words = "so many, which take the cells among them; default 1"
+    handed.add_argument("--workers", type=types.whole(whole_number(1, 4096)), default=1, metavar="N", help=words)
+    handed.add_argument("--retry", action="store_true", help="as in work")
+    words = "an option of sbatch's, like partition=gpu or gres=gpu:1; exclusive, which is the default, may be 'no'"
+    handed.add_argument("--option", action="append", default=[], type=_option, metavar="NAME=VALUE", help=words)
+    handed.add_argument("--wait", action="store_true", help="until all workers have ended, and end them on Ctrl-C")
     status = command("status", "where every cell stands, and why one failed")
     shared(status, "--json", help="print the states as JSON instead")
     shared(status, "--csv", help="also write them there as rows, one a cell; '-' prints them instead")
@@ -51,6 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     plan = read_plan(arguments.plan)
     if arguments.subcommand == "work":
         return _work(plan, arguments)
+    if arguments.subcommand == "submit":
+        return _submit(plan, arguments)
     states = states_of(plan, arguments.store)
     tell(arguments, partial(page_of, plan, states), partial(as_json, plan, states), partial(as_csv, plan, states))
     return _code(states)
@@ -67,6 +78,29 @@ def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
         return _code(states)
     work(plan, file, store, arguments.retry, partial(_begins, plan))
     return _code(states_of(plan, store))
+
+
+def _submit(plan: FleetPlan, arguments: argparse.Namespace) -> int:
+    """Hand out; with --wait as `work` of several, else what to ask later."""
+    file, store = arguments.plan.resolve(), Path(arguments.store)
+    workers = submit(file, store, arguments.on, arguments.workers, arguments.retry, dict(arguments.option))
+    complain(f"jobs {', '.join(workers.names)} on {arguments.on}; what they print is in {workers.logs}\n  "
+             f"Where they stand: fp8bench fleet status {arguments.plan} --store {store}")  # fmt: skip
+    if not arguments.wait:
+        return EXIT_OK
+    workers.wait()
+    states = states_of(plan, store)
+    tell(arguments, partial(page_of, plan, states))
+    return _code(states)
+
+
+def _option(text: str) -> tuple[str, str]:
+    """'partition=gpu', or a name alone."""
+    name, _, value = text.partition("=")
+    name = name.removeprefix("--")
+    if not name.replace("-", "").replace("_", "").isalnum():
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r:.80}")
+    return name, value
 
 
 def _begins(plan: FleetPlan, state: CellState) -> None:
