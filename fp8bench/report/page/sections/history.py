@@ -106,7 +106,7 @@ def _rough(figure: PastFigure) -> bool:
 
 def _show(series: PastSeries, value: float) -> str:
     """A figure by the unit of its series."""
-    return units.shown(value, series.unit or units.RATIO)
+    return units.shown(value, series.unit or units.RATIO, series.metric)
 
 
 def _table(known: Sequence[PastSeries]) -> Table:

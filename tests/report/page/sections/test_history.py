@@ -47,6 +47,13 @@ def test_a_line_for_each_precision_over_its_oldest_figure() -> None:
     assert lines.description == "Each line is over its own oldest figure: fp32 is at 1.500x, bf16 is at 0.500x."
 
 
+def test_a_count_is_told_with_all_its_digits() -> None:
+    """One launch more in a thousand must show."""
+    past = (series("bf16", figure(1, 20_110.0), figure(2, 20_111.0), metric="launches", unit="count"),)
+    (table,) = of_kind(part("history", at_commit(), past=past), Table)
+    assert [field.text for field in table.rows[0]][2:4] == ["20,110", "20,111"]
+
+
 def test_the_table_has_all_series_where_most_changed_first() -> None:
     """Emulations stand last; a rate changes as its time does, and would say everything twice."""
     past = (
