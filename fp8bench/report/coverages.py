@@ -75,7 +75,7 @@ def _left(coverage: Coverage) -> list[tuple[str, list[str], int]]:
             names[holder.reason].append(holder.name)
             flops[holder.reason] += holder.flops
     for other in coverage.others:
-        names[other.reason].append(other.module or other.operator)
+        names[other.reason].append(other.weight or other.module or other.operator)
         flops[other.reason] += other.flops or 0
     return sorted(((why, names[why], flops[why]) for why in names), key=lambda one: -one[2])
 
