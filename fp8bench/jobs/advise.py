@@ -106,11 +106,12 @@ def checked(basis: Basis, found: Advised, most: int, store: Path, observer: Obse
 
 
 def _measured(run: Run, advice: Advice, store: Path, observer: Observer) -> Run:
-    """The same group once more in fresh processes; with a map of layers, as a run of its own."""
+    """The same group once more in fresh processes; with a map of layers, or in another mode, as a run of its own."""
     command = f"fp8bench advise {run.id} --check"
-    if not advice.precision_map:
+    timed = any(one.case.id == advice.case for one in run.records)
+    if timed and not advice.precision_map:
         return measure_again(run, {advice.case}, store, observer, command)
-    case = next(one.case for one in run.records if one.case.id == advice.case)
+    case = next(one.case for one in run.records if one.case.setting == advice.settings[0])
     own = {name: str(value) for name, value in case.params}
     axes = tuple((name, (own[name],) if name in own else values) for name, values in run.request.axes)
     request = replace(

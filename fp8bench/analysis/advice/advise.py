@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fp8bench.analysis.advice import cost_rules, shape_rules, speed_rules
 from fp8bench.analysis.advice.basis import Basis
-from fp8bench.analysis.advice.decide import advice_of
+from fp8bench.analysis.advice.decide import advice_of, ordered
+from fp8bench.analysis.advice.project import projections
 from fp8bench.model.advice import Advised
 
 # In the order of the checklist.
@@ -15,4 +16,4 @@ def advised(basis: Basis) -> Advised:
     """Every rule asked of every case that is no reference."""
     asked = (rule.answer(one, basis) for one in basis.besides for rule in RULES)
     answers = tuple(answer for answer in asked if answer is not None)
-    return Advised(basis.run.id, advice_of(basis, answers), answers, basis.least)
+    return Advised(basis.run.id, ordered((*advice_of(basis, answers), *projections(basis))), answers, basis.least)

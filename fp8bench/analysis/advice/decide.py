@@ -7,7 +7,7 @@ leaves. Of an emulated case nothing is predicted at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fp8bench import units
@@ -31,7 +31,7 @@ _BEYOND = 1.02
 
 
 def advice_of(basis: Basis, answers: Sequence[Answer]) -> tuple[Advice, ...]:
-    """What to do about every mode of a run, what gives most first."""
+    """What to do about every mode of a run."""
     by_case: dict[tuple[str, str], dict[str, Answer]] = {}
     for answer in answers:
         by_case.setdefault((answer.setting, answer.mode), {})[answer.rule] = answer
@@ -39,7 +39,12 @@ def advice_of(basis: Basis, answers: Sequence[Answer]) -> tuple[Advice, ...]:
     for one in basis.besides:
         case = one.record.case
         found += _of_case(one, basis, by_case.get((case.setting, case.mode), {}))
-    return tuple(sorted(_merged(found), key=lambda each: (_ORDER.index(each.kind), -_point(each))))
+    return tuple(_merged(found))
+
+
+def ordered(advice: Iterable[Advice]) -> tuple[Advice, ...]:
+    """By kind, and what gives most first."""
+    return tuple(sorted(advice, key=lambda each: (_ORDER.index(each.kind), -_point(each))))
 
 
 def _point(advice: Advice) -> float:

@@ -6,6 +6,7 @@ is said to be so, with the command that would measure it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -78,6 +79,12 @@ def _words(one: Beside) -> dict[str, str]:
 def met_above(gain: Interval, least: float) -> Met:
     """Whether all of an interval lies at or above a bound, below it, or on both sides."""
     return Met.YES if gain.low >= least else Met.NO if gain.high < least else Met.UNCLEAR
+
+
+def amdahl(share: float, ratio: float) -> float:
+    """Amdahl's law: the step's speed-up where a share of it takes `ratio` of its time."""
+    left = 1 - share + share * ratio
+    return 1 / left if left > 0 else math.inf
 
 
 def mapped(one: Interval, by: Callable[[float], float]) -> Interval:

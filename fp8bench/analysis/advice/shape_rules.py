@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from fp8bench import units
 from fp8bench.analysis.advice.basis import Basis, Beside
@@ -20,22 +20,32 @@ _SHAPE = re.compile(r"\[([\d,]+)\]")
 _GROUPED = "grouped_mm"
 
 
+def sized(
+    mode: str, device: str, basis: Basis, paths: Collection[str] | None = None
+) -> dict[int, tuple[SizedRatio, str]]:
+    """Products that were timed in a mode by their size, the cube root of M N K: their times over the reference's, and
+    the case. The least favourable of a size counts. `paths` are the dtypes that the reference may multiply in."""
+    found: dict[int, tuple[SizedRatio, str]] = {}
+    for one in basis.known:
+        params, speed = dict(one.record.case.params), one.speed
+        alike = one.mode == mode and one.record.case.device == device and one.lead is not None
+        if not alike or speed is None or not all(isinstance(params.get(side), int) for side in _SIDES):
+            continue
+        if paths is not None and {one.lead.case.precision if one.lead is not None else ""} != set(paths):
+            continue
+        size = round(math.prod(int(params[side]) for side in _SIDES) ** (1 / 3))
+        ratio = speed.inverse
+        if size not in found or found[size][0].ratio.point < ratio.point:
+            found[size] = SizedRatio(size, ratio), one.row
+    return found
+
+
 def pays_from(mode: str, device: str, basis: Basis) -> tuple[float, float, tuple[Ground, ...]] | str:
     """From which size on products of a mode surely pay here, the largest size that was measured, and by what.
 
-    A size is the cube root of M N K. It is infinite where none pays. A sentence where too few were measured.
+    It is infinite where none pays. A sentence where too few were measured.
     """
-    found: dict[int, tuple[SizedRatio, str]] = {}
-    for one in basis.known:
-        params = dict(one.record.case.params)
-        if one.mode != mode or one.record.case.device != device or not all(
-            isinstance(params.get(side), int) for side in _SIDES
-        ) or one.speed is None:  # fmt: skip
-            continue
-        size = round(math.prod(int(params[side]) for side in _SIDES) ** (1 / 3))
-        ratio = one.speed.inverse
-        if size not in found or found[size][0].ratio.point < ratio.point:  # the least favourable of a size counts
-            found[size] = SizedRatio(size, ratio), one.row
+    found = sized(mode, device, basis)
     if len(found) < LEAST_SIZES:
         return f"{len(found)} sizes of products were timed in it here, and {LEAST_SIZES} are needed"
     curve = break_even([ratio for ratio, _ in found.values()])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from fp8bench import units
 from fp8bench.analysis.advice.basis import Basis, Beside
-from fp8bench.analysis.advice.rule import Rule, Told, mapped, met_above, part, times
+from fp8bench.analysis.advice.rule import Rule, Told, amdahl, mapped, met_above, part, times
 from fp8bench.analysis.roofline import gain_of
 from fp8bench.analysis.verdicts import BAND
 from fp8bench.errors import UsageError
@@ -62,7 +60,7 @@ def bound_of(one: Beside) -> Interval | None:
     share = one.share(one.touched)
     if share is None:
         return None
-    return mapped(share, lambda value: _faster(value, 0.0))
+    return mapped(share, lambda value: amdahl(value, 0.0))
 
 
 def _amdahl(one: Beside, basis: Basis) -> Told | str:
@@ -72,7 +70,7 @@ def _amdahl(one: Beside, basis: Basis) -> Told | str:
         return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
     least = 1 + basis.least
     grounds = [Ground(one.lead.case.id, f"products are {part(share)} of the step")]
-    found = [(mapped(share, lambda value: _faster(value, 0.0)), "with products that take no time")]
+    found = [(mapped(share, lambda value: amdahl(value, 0.0)), "with products that take no time")]
     gain = None
     if one.timed and one.finding is not None and one.lead_finding is not None:
         gain = gain_of(one.record, one.finding, one.lead, one.lead_finding)
@@ -80,8 +78,8 @@ def _amdahl(one: Beside, basis: Basis) -> Told | str:
         found.append((Interval(gain.most, gain.most, gain.most, 0.0), "at the ceiling of its products"))
         grounds.append(Ground(one.row, f"{units.speed_up(gain.most)} at most by measured ceilings"))
     if (own := one.of_reference(_PRODUCTS, _PRODUCTS)) is not None and own.high < 1:
-        low, high = _faster(share.low, own.high), _faster(share.high, own.low)
-        most = Interval(_faster(share.point, own.point), low, high, own.level)
+        low, high = amdahl(share.low, own.high), amdahl(share.high, own.low)
+        most = Interval(amdahl(share.point, own.point), low, high, own.level)
         found.append((most, f"with products {units.speed_up(1 / own.point)} as fast, as here"))
         grounds.append(Ground(one.row, f"its products alone are {times(own.inverse)} as fast"))
     most, words = min(found, key=lambda pair: pair[0].point)
@@ -91,12 +89,6 @@ def _amdahl(one: Beside, basis: Basis) -> Told | str:
         return f"{taken}, and how fast its own are is not known"
     figure = f"{part(share)} of the step: {times(most)} {words}" + _ESTIMATED * one.estimated
     return Told(met, figure, tuple(grounds))
-
-
-def _faster(share: float, ratio: float) -> float:
-    """Amdahl's law: the step's speed-up where a share of it takes `ratio` of its time."""
-    left = 1 - share + share * ratio
-    return 1 / left if left > 0 else math.inf
 
 
 def _casts(one: Beside, basis: Basis) -> Told | str | None:

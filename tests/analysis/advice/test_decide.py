@@ -15,7 +15,7 @@ from fp8bench.model import Interval, Level, Phase, Verdict
 from fp8bench.model.advice import AdviceKind
 from fp8bench.model.coverage import Coverage
 from tests.advised import BF16, FP8, NANO, basis, group, only, record, said
-from tests.analysis.advice.test_rules import holder, squares, study
+from tests.analysis.advice.test_rules import holder, model, squares, study
 
 ADOPT, ROUTE, SCHEDULE, NOTHING = AdviceKind
 
@@ -107,6 +107,32 @@ def test_a_stage_that_gains_nothing_stays_high() -> None:
                          for word, phases in (("training", FP8), ("forward", {**FP8, "cast": 4000})))  # fmt: skip
     one = only(said(training, forward), SCHEDULE)
     assert one.rule == "stages" and one.sentence.startswith("schedule: take fp8 for training (1.32x), and bf16 for")
+
+
+def test_a_step_that_was_not_timed_is_projected_from_its_products() -> None:
+    """60% of it are products of 2048, 1.4 times as fast in nvfp4: 1.21x, which the step itself would have to show."""
+    products = squares(0.5, 0.8, 1.4, 1.9)
+    lead, case = model(2048)  # type: ignore[misc]
+    step = [lead, replace(case, case=replace(case.case, precision="mxfp8"))]  # type: ignore[attr-defined]
+    (one,) = (each for each in said(step, *products).advice if each.rule == "projection")  # type: ignore[arg-type]
+    assert one.kind is ADOPT and one.gain is not None and one.gain.point == pytest.approx(1.207, rel=0.01)
+    assert one.gain.low < one.gain.point < one.gain.high and "--check does" in one.sentence
+    assert one.case == f"{one.settings[0]}/nvfp4"
+    assert {ground.row.partition("[")[0] for ground in one.grounds} == {"transformer", "gemm"}
+    least = said(step, *products, least=0.3)  # type: ignore[arg-type]
+    assert [each.kind for each in least.advice if each.rule == "projection"] == [NOTHING]
+
+
+@pytest.mark.parametrize("side", [256, 16384])
+def test_nothing_is_projected_beyond_what_was_timed(side: int) -> None:
+    """Nor of a mode that the step was timed in, nor from products of which too few sizes are known."""
+    lead, case = model(side)  # type: ignore[misc]
+    step = [lead, replace(case, case=replace(case.case, precision="mxfp8"))]  # type: ignore[attr-defined]
+    for products in (squares(0.5, 0.8, 1.4, 1.9), squares(1.5, 1.6)):
+        found = said(step, *products)  # type: ignore[arg-type]
+        assert not [one for one in found.advice if one.rule == "projection"]
+    found = said(model(2048), *squares(0.5, 0.8, 1.4, 1.9))  # type: ignore[arg-type]
+    assert not [one for one in found.advice if one.rule == "projection"]
 
 
 times = st.integers(500, 50_000)

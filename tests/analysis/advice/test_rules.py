@@ -134,7 +134,7 @@ def model(side: int) -> list[object]:
     flops = 2 * side**3
     outputs = (f"bf16[{side},{side}]",)
     tape = Tape((OperatorCount("gemm", "mm", outputs=outputs, calls=3, flops=flops, path="bf16"),),
-                (PhaseCount("gemm", 3 * flops, 1, 3),))  # fmt: skip
+                (PhaseCount("gemm", 3 * flops, 1, 3, by_path=(("bf16", 3 * flops),)),))  # fmt: skip
     lead, case = group(nvfp4=FP8)
     return [replace(lead, tape=tape), replace(case, tape=replace(tape, phases=(PhaseCount("gemm", 3 * flops, 2, 3),)))]
 
