@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.model import DeviceFacts
+from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.conversion.conversion import Choose, Conversion
 from fp8bench.nn.model_calls import arguments_of, loss_of, on_device, tensors_in
@@ -111,6 +111,10 @@ class OwnModel:
         self._call: Call = called
         if compiles and params["compile"] == "yes":
             self._call = self._compiled(draws_alike)
+
+    def memory_roles(self) -> dict[MemoryRole, object]:
+        """What is frozen is a weight, too."""
+        return {MemoryRole.WEIGHTS: list(self.model.parameters()), MemoryRole.DATA: self._arguments}
 
     def step(self, phase: Phases) -> object:
         """One step; returns its loss, or what forward gives."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fp8bench.analysis.findings import findings
 from fp8bench.analysis.labels import (
     AHEAD,
     CAN_BE_HARD,
@@ -16,6 +17,7 @@ from fp8bench.analysis.labels import (
     contended,
     disturbed_slots,
     hard_labels,
+    in_process,
     labels_of,
 )
 from fp8bench.model import (
@@ -35,6 +37,7 @@ from fp8bench.model import (
 )
 from fp8bench.model.words import REMARKS
 from tests.fakes import MS, record, steady, timing
+from tests.runs import run_of
 
 CALM = steady(10 * MS, 24)
 
@@ -339,6 +342,17 @@ def test_remarks_are_facts_of_the_case_and_no_doubt_of_its_speed() -> None:
 def test_any_other_label_casts_doubt(label: Label) -> None:
     finding = replace(FINDING, labels=(*REMARKS, label))
     assert label.casts_doubt and finding.doubtful and finding.verdict_words == "perhaps faster"
+
+
+@pytest.mark.parametrize(
+    ("origin", "isolation", "told"), [("profile", False, True), ("profile", True, False), ("suite", False, False)]
+)
+def test_a_profile_in_the_process_that_asked_is_labelled(origin: str, isolation: bool, told: bool) -> None:
+    """Of a suite nobody says so: who gives --no-isolation knows."""
+    run = run_of([record(CALM)])
+    run = replace(run, origin=origin, request=replace(run.request, isolation=isolation))
+    assert all((Label.IN_PROCESS in one.labels) == told for one in findings(run).values())
+    assert (not in_process(run)) != told
 
 
 @pytest.mark.parametrize("label", Label)
