@@ -10,7 +10,7 @@ from fp8bench.model import Request
 from fp8bench.model.shares import ShareKind, Shares, SharesFrom
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
-from fp8bench.registry import precisions, workloads
+from fp8bench.registry import workloads
 from fp8bench.worker import shares_pass
 from fp8bench.worker.bench import Bench
 from tests.worker.test_tape_pass import MORE, compiles
@@ -47,10 +47,9 @@ def test_a_training_step(bench: Bench, corpus: Corpus) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suite", workloads.names())
+@pytest.mark.parametrize("suite", ["transformer", "attention", "conv", "mlp", "norm_act", "optimizer"])
 def test_no_suite_does_what_no_rule_knows(bench: Bench, corpus: Corpus, suite: str) -> None:
-    dtypes = tuple(name for name in precisions.names() if name in ("fp32", "bf16", "fp8", "mxfp8", "nvfp4"))
-    found = list(shares(bench, corpus, suite, *dtypes, **MORE.get(suite, {})))
+    found = list(shares(bench, corpus, suite, "bf16", "nvfp4", **MORE.get(suite, {})))
     assert found and not {name: one.parts for name, one in found if ShareKind.UNKNOWN in one.by_kind}
 
 

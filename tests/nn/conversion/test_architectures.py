@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.model.coverage import Coverage
+from fp8bench.model.shares import ShareKind
 from fp8bench.nn.conversion.holders import held_in
 from fp8bench.nn.model_calls import call_of, loss_of, tensors_in
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.registry import precisions
 from fp8bench.tape.coverage import coverage_of
+from fp8bench.tape.shares import shares_of
+from fp8bench.tape.timed_calls import OperatorTimes
 from tests.facts import CPU
 from tests.nn.conversion.models import FP32, converted, everything_in
 from tests.tapes import tape_in_phases, tape_of
@@ -228,3 +231,20 @@ def test_errors_are_in_the_order_of_formats(name: str) -> None:
 def output_of(own: Case) -> Tensor:
     with torch.no_grad():
         return next(one for _, one in tensors_in(own.call()) if one.dim() > 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_operator_of_a_step_has_its_kind_and_its_module(name: str) -> None:
+    """As its autograd node says: no rule lacks one, and products lie where coverage says that they are."""
+    own = case(name)
+    mode = OperatorTimes([own.model])
+    with mode.watching() as calls:
+        own.step()
+    own.model.zero_grad()
+    parts = shares_of([calls], [1.0]).parts
+    assert not [part for part in parts if part.kind is ShareKind.UNKNOWN]
+    products = {(part.module, part.backward): part.calls for part in parts if part.kind is ShareKind.GEMM}
+    for holder in (one for one in own.coverage.holders if one.calls and one.kind != "experts"):
+        assert products[holder.name, False] == holder.calls and (holder.name, True) in products
+    outside = {part.module for part in parts if part.backward and not part.module and part.kind is ShareKind.GEMM}
+    assert not outside
