@@ -27,7 +27,7 @@ _SMALL = ((1024, 4096), (2048, 1 << 62), (1 << 62, 1024))
 _UNCAST = 2.0**-7
 # Corners of a product that are enough to see it.
 _CORNER = 64
-HIGH, UNKNOWN = "as it came", "not known"
+HIGH, UNKNOWN, WEIGHTS = "as it came", "not known", "weights alone"
 _HIGH = {HIGH: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GUESSES = ("fp8", "fp8-e4m3", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4")
 
@@ -71,8 +71,8 @@ def layers_in(model: nn.Module) -> list[Layer]:
 def promises_low(module: nn.Module) -> bool:
     """By its class, what that brought along, or what its weight is made of."""
     kind, weight = type(module), type(getattr(module, "weight", None))
-    own = kind.__module__.partition(".")[0] in _PACKAGES or bool(_LOW.search(kind.__name__))
-    return own or hasattr(module, "fp8_meta") or bool(_LOW.search(weight.__name__)) or "forward" in vars(module)
+    own = any(one.__module__.partition(".")[0] in _PACKAGES or _LOW.search(one.__name__) for one in (kind, weight))
+    return own or hasattr(module, "fp8_meta") or "forward" in vars(module)
 
 
 def left_out(model: nn.Module, layers: Sequence[Layer]) -> dict[str, tuple[str, str]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8bench.audit.conversion import HIGH, UNKNOWN, Layer, layers_in, left_out, runs_as, told, untied
+from fp8bench.audit.conversion import HIGH, UNKNOWN, WEIGHTS, Layer, layers_in, left_out, runs_as, told, untied
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts
 from fp8bench.model.audit import Audit, AuditedLayer, AuditFinding, AuditOutcome, Signature
@@ -64,9 +64,10 @@ class Seen:
                 product, bias = output.detach().cpu().double(), getattr(layer.module, "bias", None)
                 if isinstance(bias, Tensor) and bias.numel():
                     product = product - bias.detach().cpu().double()
-                weight = layer.weight.detach()
-                weight = weight.dequantize() if hasattr(weight, "__tensor_flatten__") else weight
-                self._known[key] = runs_as(x.detach().cpu(), weight.cpu(), product, self._facts)
+                wrapped = hasattr(layer.weight, "__tensor_flatten__")
+                weight = layer.weight.dequantize() if wrapped else layer.weight
+                runs = runs_as(x.detach().cpu(), weight.detach().cpu(), product, self._facts)
+                self._known[key] = WEIGHTS if wrapped and runs in _HIGH else runs
             self.runs[layer.module] = self._known[key]
 
 
@@ -135,7 +136,7 @@ def _numbers(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFind
         yield _fail(
             _NUMBERS, "not-cast", f"a {high[0].what} multiplies {_as(high[0].runs)}, and promises otherwise", high
         )
-    wrong = [one for one in low if precision and one.runs not in ("", UNKNOWN, precision, *_HIGH)]
+    wrong = [one for one in low if precision and one.runs not in ("", UNKNOWN, WEIGHTS, precision, *_HIGH)]
     if wrong:
         words = f"a {wrong[0].what} multiplies as {wrong[0].runs} does, and {precision} was promised"
         yield _fail(_NUMBERS, "other-precision", words, wrong)

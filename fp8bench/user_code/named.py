@@ -83,6 +83,8 @@ def signed(
         raise UsageError(f"a {kind} has no rule, second moment or weights: only an optimizer has.")
     if kind == AuditKind.OPTIMIZER and multiple != 1:
         raise UsageError("an optimizer takes tensors of all sizes: leave its multiple out.")
+    if kind == AuditKind.MODEL and baseline:
+        raise UsageError("a model is not timed, and has no baseline: `fp8bench profile` compares models.")
     if rule == UpdateRule.SGD and second_moment:
         raise UsageError("sgd has no second moment: leave it out.")
     return signature

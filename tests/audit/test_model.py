@@ -137,6 +137,7 @@ def _fits(module: nn.Module, _: str) -> bool:
 def test_what_torchao_has_converted() -> None:
     from torchao.float8 import convert_to_float8_training
     from torchao.float8.config import Float8LinearConfig
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     model = Model()
     convert_to_float8_training(model, module_filter_fn=_fits, config=Float8LinearConfig(emulate=True))
@@ -150,6 +151,10 @@ def test_what_torchao_has_converted() -> None:
     twice.append(twice[0])
     convert_to_float8_training(twice, config=Float8LinearConfig(emulate=True))
     assert codes(audit_model(twice, torch.randn(4, 64))) == {"shared"}
+    weights = nn.Sequential(nn.Linear(64, 64))
+    quantize_(weights, Int8WeightOnlyConfig())
+    found = audit_model(weights, torch.randn(4, 64))
+    assert found.outcome is AuditOutcome.PASS and found.layers[0].runs == "weights alone"
 
 
 @pytest.mark.slow

@@ -90,6 +90,8 @@ def test_one_that_gives_nothing(kernels: str, name: str, word: str, fp8bench: Sa
         (["{}:crash", "--kind", "product", "--precision", "fp9"], "unknown dtype 'fp9'"),
         (["{}:crash", "--kind", "product", "--precision", "fp8-delayed"], "audit it as fp8"),
         (["{}:crash", "--kind", "cast", "--precision", "fp32"], "nothing is cast in fp32"),
+        (["{}:wide", "--kind", "product", "--precision", "bf16", "--baseline", "{}:nothing"], "has no 'nothing'"),
+        (["{}:wide", "--kind", "optimizer", "--precision", "e4m3-8000"], "has blocks of 8000"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_audited_is_a_sentence(kernels: str, words: list[str], sentence: str, fp8bench: Say) -> None:
@@ -126,13 +128,19 @@ def test_the_decorator_leaves_the_function_alone() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (("gemm", "fp8"), "kind is .gemm.. Give one of product, cast, linear, attention"),
+        (("gemm", "fp8"), "kind is .gemm.. Give one of product, cast, linear, attention, optimizer, model"),
         (("product", "fp8", "bytes"), "takes is 'bytes'"),
         (("product", "fp8", "values", "mn"), "second is 'mn'"),
         (("product", "fp8", "values", "nk", 0), "multiple is 0"),
         (("cast", "fp8", "codes"), "only a product can be given codes"),
         (("linear", "fp8", "values", "kn"), "a linear has no second operand that could lie otherwise"),
         (("product", "fp8", "values", "nk", 1, True), "a product cannot be causal"),
+        (("product", "fp8", "values", "nk", 1, False, "sgd"), "a product has no rule, second moment or weights"),
+        (("optimizer", "fp8", "values", "nk", 16), "an optimizer takes tensors of all sizes"),
+        (("optimizer", "fp8", "values", "nk", 1, False, "sgd", "same"), "sgd has no second moment"),
+        (("optimizer", "fp8", "values", "nk", 1, False, "lamb"), "rule is 'lamb'. Give one of adamw, adam, sgd"),
+        (("optimizer", "fp8", "values", "nk", 1, False, "adam", "", "int8"), "weights is 'int8'"),
+        (("model", "", "values", "nk", 1, False, "adamw", "", "fp32", "own.py:f"), "a model is not timed"),
     ],
 )  # fmt: skip
 def test_a_signature_that_cannot_be(given: tuple[str, ...], sentence: str) -> None:
