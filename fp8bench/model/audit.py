@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -143,12 +144,28 @@ class CallWork:
     products: int = 0
 
 
+CONTROL = "normal, again"
+"""The name of what is timed twice."""
+
+
+def spread_of(times: Mapping[str, float]) -> float:
+    """How much longer the slowest kind of data takes than the fastest, from seconds by name."""
+    kinds = [seconds for name, seconds in times.items() if name != CONTROL]
+    return max(kinds) / min(kinds) - 1
+
+
+def noise_of(times: Mapping[str, float]) -> float:
+    """How much two turns on the same data differ."""
+    pair = times[CONTROL], times[CONTROL.partition(",")[0]]
+    return max(pair) / min(pair) - 1
+
+
 @dataclass(frozen=True)
 class Audit:
     """All of one callable on one device. `tried` is how many results were looked at; `layers` are a model's.
 
-    `times` are seconds of the same call on data of each kind; `work` is that of a call of the kernel, and of the
-    baseline if there is one, with the seconds of both.
+    `times` are seconds of the same call on data of each kind, of a processor those that it works; `work` is that of a
+    call of the kernel, and of the baseline if there is one, with the seconds of both.
     """
 
     target: str
@@ -163,8 +180,12 @@ class Audit:
     @property
     def spread(self) -> float | None:
         """How much longer a call takes on the slowest kind of data than on the fastest; None where nobody looked."""
-        times = [seconds for _, seconds in self.times]
-        return max(times) / min(times) - 1 if times else None
+        return spread_of(dict(self.times)) if self.times else None
+
+    @property
+    def noise(self) -> float | None:
+        """The same between two turns on the same data."""
+        return noise_of(dict(self.times)) if self.times else None
 
     @property
     def low_flops(self) -> int:

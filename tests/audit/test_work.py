@@ -18,7 +18,7 @@ from fp8bench.audit.checks.memory import Memory
 from fp8bench.audit.checks.work import Work
 from fp8bench.audit.subjects import Shape
 from fp8bench.model import Ceilings, Limit, Rate
-from fp8bench.model.audit import AuditOutcome, CallWork
+from fp8bench.model.audit import Audit, AuditOutcome, CallWork
 from fp8bench.user_code.named import signed
 from suites.audit import HONEST, LIES, codes_of, result_of
 from suites.audit_kernels import Kernel
@@ -99,6 +99,12 @@ def test_a_kernel_that_does_not_wait_for_its_callers_stream(monkeypatch: pytest.
     monkeypatch.setattr(memory, "beside", beside)
     assert codes_of(result_of(Kernel("", _FP8, made(waits=False)), "cpu", [Memory])) == "stream"
     assert result_of(Kernel("", _FP8, made(waits=True)), "cpu", [Memory]).outcome is AuditOutcome.PASS
+
+
+def test_how_far_times_are_apart() -> None:
+    audit = Audit("", _FP8, (), times=(("zeros", 1.0), ("normal", 3.0), ("normal, again", 4.5)))
+    assert audit.spread == 2.0 and audit.noise == 0.5
+    assert Audit("", _FP8, ()).spread is None
 
 
 def test_a_processor_has_no_other_stream() -> None:

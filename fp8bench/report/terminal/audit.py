@@ -13,6 +13,7 @@ _LEGEND = (
     "FAIL: it is not; the code says which known mistake explains all of it, or what is wrong",
     "CANNOT TELL: it raised, crashed or did not answer where it should have",
     "error: how far results are from the exact product of what went in; expected: how far the emulation is",
+    "other data: the same call on zeros, ones, integers and two distributions; work: operators of torch that it calls",
     "too-good: a smaller error than this precision can have: a wider one ran; too-bad: a larger one",
 )
 
@@ -29,7 +30,7 @@ def page_of(facts: DeviceFacts, audit: Audit) -> Page:
         ("failed", "what is wrong", failed), ("remarks", "what is said of the rest", remarks)
     ) if rows]  # fmt: skip
     if audit.times:
-        parts.append(Part("times", f"a call on other data: {audit.spread or 0:.0%} apart", (_times(audit),)))
+        parts.append(Part("times", _apart(audit), (_times(audit),)))
     if audit.work:
         parts.append(Part("work", "what torch sees of a call", (_work(audit),)))
     if audit.layers:
@@ -48,6 +49,10 @@ def _checks(audit: Audit) -> Table:
         codes = ", ".join(dict.fromkeys(one.code for one in found if one.code))
         rows.append((Field(check), Field(worst.outcome.value, tone=_TONES[worst.outcome]), Field(codes or units.NONE)))
     return Table("checks", "", (Column("check"), Column("outcome"), Column("codes")), tuple(rows))
+
+
+def _apart(audit: Audit) -> str:
+    return f"a call on other data: {audit.spread or 0:.0%} apart; the same data twice: {audit.noise or 0:.0%}"
 
 
 def _times(audit: Audit) -> Table:
