@@ -24,7 +24,7 @@ _NEAR_ONE = "relative_loss"
 # Exact: their last digit matters.
 _COUNTS = frozenset({"flops", "moved_bytes", "launches"})
 # What the end of a metric's name says of its unit.
-_ENDS = {"_db": "dB", "_percent": "%", "_ulp": "ulp", "_octaves": "octaves", _NEAR_ONE: "x"}
+_ENDS = {"_db": "dB", "_percent": "%", "_ulp": "ulp", "_octaves": "octaves", "_ppm": "ppm", _NEAR_ONE: "x"}
 _ERROR_END, _SHARE_END = "_error", "_vanished"
 # Units as asv knows them, in which series are kept.
 _SYMBOLS = {"seconds": "s", "bytes": "B", "joules": "J"}
@@ -226,7 +226,14 @@ def shown(value: float | None, unit: str, metric: str = "", digits: int = 3) -> 
         return share(value) if value else "0%"
     if unit == RATIO or metric.endswith(_ERROR_END):
         return relative_error(value)
-    known: dict[str, Callable[[float], str]] = {"B": size, "x": ratio, "dB": decibels, "%": percentage, "": significant}
+    known: dict[str, Callable[[float], str]] = {
+        "B": size,
+        "x": ratio,
+        "dB": decibels,
+        "%": percentage,
+        "": significant,
+        "ppm": lambda value: f"{significant(value)} ppm",
+    }
     return known[unit](value) if unit in known else count(value, unit)
 
 

@@ -96,6 +96,7 @@ class GroupMeasurement:
             passes.statistics(reference)
         passes.products(self._alive())
         passes.effects(self._alive())
+        passes.transfers(self._alive())
         passes.coverage(self._alive())
         passes.memory(self._alive(), self._meter)
         if self._other is not None and (self._method.tapes or self._method.shares):

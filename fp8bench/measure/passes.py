@@ -182,6 +182,17 @@ class Passes:
             with self._asking(outcome, "look at its products") as (bench, case, facts):
                 outcome.note(products=bench.products(case, facts))
 
+    def transfers(self, outcomes: Sequence[CaseOutcome]) -> None:
+        """What steps of several ranks move, and how far that hides; cases of one rank are not asked."""
+        for outcome in outcomes:
+            if outcome.planned.case.ranks < 2:
+                continue
+            self._observer.working(outcome.planned.case, "counting what is sent", 1.0)
+            limit = self._limits.numbers(outcome.planned.work)
+            with self._asking(outcome, "bytes on the wire") as (_, case, facts):
+                outcome.note(transfer=self._worker.ask(limit, "transfer", case, facts))
+                outcome.note(overlap=self._worker.ask(limit, "overlap", case, facts))
+
     def effects(self, outcomes: Sequence[CaseOutcome]) -> None:
         """Whether steps do anything; a case of which nobody can tell stands all the same."""
         for outcome in outcomes:

@@ -8,7 +8,7 @@ from fp8bench.model.claims import Ceiling, Products
 from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse, SustainedTurn
 from fp8bench.model.coverage import Coverage
 from fp8bench.model.planned import Case, Support, Work
-from fp8bench.model.ranks import RankCalls
+from fp8bench.model.ranks import Overlap, RankCalls, Transfer
 from fp8bench.model.shares import Shares
 from fp8bench.model.tape import Tape
 from fp8bench.model.words import Provenance, Status
@@ -237,6 +237,8 @@ class Record:
     tape: Tape | None = None
     coverage: Coverage | None = None
     shares: Shares | None = None
+    transfer: Transfer | None = None
+    overlap: Overlap | None = None
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

@@ -34,6 +34,33 @@ class RankCalls:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """What one step of a collective moves, in bytes: of the whole vector as it is taken in (`logical`) and in the dtype
+    that is sent (`payload`), and what a rank hands to the network for others (`wire`).
+
+    `counted` says that these are the tensors that were sent; else they are a ring's share of the one that torch was
+    given. `bus_factor` is nccl-tests': bytes over time times it compares with a link's rate.
+    """
+
+    logical: float
+    payload: float
+    wire: float
+    bus_factor: float
+    counted: bool
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Rounds of products alone, of communication alone, of both at once and of both in turn, in seconds; of each round
+    the slowest rank's."""
+
+    compute: tuple[float, ...]
+    communication: tuple[float, ...]
+    both: tuple[float, ...]
+    in_turn: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Heartbeat:
     """The last sign of life of a rank: its number among the rank's own, what it was doing, and when."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from fp8bench.model import Case, DeviceFacts, Params, Scalar, StaticScales, Support, TensorStatistics, Work
+from fp8bench.model.ranks import Transfer
 from fp8bench.protocols.arithmetic import Arithmetic, ScaleBook
 from fp8bench.protocols.axes import Axis
 from fp8bench.protocols.phases import Phases
@@ -221,6 +222,14 @@ class Workload(ABC):
 
     def gradient_error(self, setup: Setup, reference: Setup) -> float | None:
         """How far the first step's gradients are from those in another setup, relative; None where there are none."""
+        return None
+
+    def transfer(self, setup: Setup) -> Transfer | None:
+        """What a step moves between ranks; None where that is not what it is about. Asked of several ranks alone."""
+        return None
+
+    def together(self, setup: Setup) -> tuple[Callable[[], object], Callable[[], Any]] | None:
+        """What computes, and what begins a communication and returns what to `wait()` for: one may hide the other."""
         return None
 
     def check(self, state: Any) -> str:

@@ -54,6 +54,8 @@ class UntimedPasses:
         self._kept: dict[str, Kept] = {}
         self._calibrations = Calibrations()
         self._used: tuple[Device, int] | None = None
+        # Ranks take the same number of steps: none looks for leaks until it has seen enough.
+        self._alone = True
 
     def examine(self, case: Case, facts: DeviceFacts) -> None:
         """Raise for a case that cannot be, where only the workload itself can tell."""
@@ -117,7 +119,7 @@ class UntimedPasses:
         With a key its state stays until that is released: somebody may want to look at the process from outside.
         """
         with self._apart(case, facts) as (workload, device, setup):
-            use, state = memory_of_step(of_workload(workload, setup), device, facts.index)
+            use, state = memory_of_step(of_workload(workload, setup), device, facts.index, self._alone)
         if isinstance(use, str):
             return use
         if key:

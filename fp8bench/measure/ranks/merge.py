@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase, Scalar
-from fp8bench.model.ranks import RankCalls
+from fp8bench.model.ranks import Overlap, RankCalls
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 
 _COMMUNICATION = CELL_PHASES.index(Phase.COMMUNICATION)
@@ -102,6 +102,14 @@ def _smallest(answers: Sequence[int | None]) -> int | None:
     return None if None in answers else max(one for one in answers if one is not None)
 
 
+def _overlap(answers: Sequence[Mapping[str, Sequence[float]] | None]) -> Overlap | None:
+    """Each round of each part ends with its slowest rank."""
+    told = [one for one in answers if one is not None]
+    if len(told) < len(answers):
+        return None
+    return Overlap(**{name: tuple(map(max, zip(*(one[name] for one in told), strict=True))) for name in told[0]})
+
+
 _MERGED: dict[str, Callable[[Sequence[Any]], Any]] = {
     "slot": slowest,
     "replay": slowest,
@@ -110,6 +118,7 @@ _MERGED: dict[str, Callable[[Sequence[Any]], Any]] = {
     "probe": _devices,
     "error": _agreed,
     "memory": _most_memory,
+    "overlap": _overlap,
     "check": _checked,
     "release": _left,
     "software": _software,

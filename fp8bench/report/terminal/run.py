@@ -12,6 +12,7 @@ from fp8bench.report.elements import Element, Facts, Items, Page, Part, Text, To
 from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_against
 from fp8bench.report.memories import PEAK
 from fp8bench.report.panels import Panel, heading, merge_notes, panels_of, together
+from fp8bench.report.ranks import ranks
 from fp8bench.report.tensor_panels import about_tensors
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.figures import (
@@ -63,7 +64,7 @@ def _parts(panel: Panel, run: Run, width: int) -> Iterator[Part]:
         elements += [*sustained(panel), *energy(panel), *energy_of_phases(panel), *memory(panel)]
         found = swept(panel)
         elements += [table(panel, found, "from where on it pays")] if found else []
-    elements += [*capacity(panel), *data(panel)]
+    elements += [*ranks(panel), *capacity(panel), *data(panel)]
     yield Part("panel", title, tuple(elements), "" if of_tensors else _reference_line(panel))
     numbers = [] if of_tensors else _numbers(panel)
     if numbers:

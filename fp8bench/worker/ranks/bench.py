@@ -8,10 +8,12 @@ from datetime import timedelta
 from functools import partial
 
 from fp8bench.model import Case, DeviceFacts, Scalar, StepEffect
+from fp8bench.model.ranks import Transfer
 from fp8bench.model.raw import Filling, RawSlot, Settings
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.ranks.heart import Heart
+from fp8bench.worker.ranks.overlap import overlap_rounds
 
 # Beginnings of the variables that launchers and libraries of communication are set by.
 RECORDED = (
@@ -51,6 +53,7 @@ class RankBench(Bench):
         super().__init__(settings)
         self._clock = partial(PhaseClock, told=heart.phase)
         self._unmarked = heart.markers
+        self._alone = False
         _meet()
         on_gpu = torch.cuda.is_available()
         dist.init_process_group(
@@ -77,3 +80,16 @@ class RankBench(Bench):
 
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
         return StepEffect(None, "several ranks take its steps together, and would have to be given the same changes")
+
+    def transfer(self, case: Case, facts: DeviceFacts) -> Transfer | None:
+        """What a step moves between the ranks."""
+        with self._apart(case, facts) as (workload, _, setup):
+            return workload.transfer(setup())
+
+    def overlap(self, case: Case, facts: DeviceFacts) -> dict[str, list[float]] | None:
+        """Seconds of each round of products, communication, both at once and both in turn, of this rank."""
+        with self._apart(case, facts) as (workload, device, setup):
+            parts = workload.together(setup())
+            if parts is None:
+                return None
+            return overlap_rounds(*parts, lambda: device.synchronise(facts.index), self._settings.seed)

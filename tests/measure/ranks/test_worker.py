@@ -99,3 +99,14 @@ def test_every_fault_is_a_record_and_nobody_is_left(tmp_path: Path, monkeypatch:
             records[fault].reason,
         )
     assert gone()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_real_ranks_get_the_bits_of_simulated_ones(size: int) -> None:
+    """Over gloo, every collective in FP8, way and scaling."""
+    suite = str(Path(__file__).with_name("bitwise_suite.py"))
+    with RanksWorker(Settings(imports=(suite,)), size) as worker:
+        (facts,) = (one for one in worker.probe() if one.kind == "cpu")
+        found = worker.within(60).error(Case("bitwise_ranks", (), "fp32", "cpu", ranks=size), facts)
+    assert isinstance(found, dict) and found["different_values"] == 0 and found["compared_values"] > 100_000

@@ -1,0 +1,127 @@
+"""What several ranks took: how far apart they are, what of a collective is waiting, and how much of it hides."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fp8bench.analysis.metric import Better, Metric, Rank
+from fp8bench.model import Provenance, Record, Timing
+from fp8bench.model.metric_names import OwnMetric
+from fp8bench.model.ranks import Overlap
+
+# Products and communication in turn take as long as both alone, or they disturb each other and nothing can be told.
+SUM_MAY_BE = (0.9, 1.1)
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """One rank's step and communication, in seconds, and how long of the latter it waited for the others: medians."""
+
+    rank: int
+    step: float
+    communication: float
+    waiting: float
+
+
+@dataclass(frozen=True)
+class OverlapFigures:
+    """Seconds of a step that communication adds to products (`exposed`), and the share of it that hides (`hidden`).
+
+    Either may be negative, and no figure is cut to what one would like; there is none where the check sum, the time of
+    both in turn over the sum of both alone, is off: `why` says so then.
+    """
+
+    exposed: float | None
+    hidden: float | None
+    check_sum: float
+    why: str = ""
+
+
+def rank_times(timing: Timing) -> tuple[RankTimes, ...]:
+    """Of each rank over all calls; () where there was one process.
+
+    A collective is over for a rank when the last one has come: the least that any rank was in it is what it takes, the
+    rest is waiting.
+    """
+    calls = list(_calls(timing))
+    if not calls:
+        return ()
+    ranks = range(len(calls[0][0]))
+    true = [min(communication) for _, communication in calls]
+    return tuple(
+        RankTimes(
+            rank,
+            statistics.median(steps[rank] for steps, _ in calls) * 1e-9,
+            statistics.median(communication[rank] for _, communication in calls) * 1e-9,
+            statistics.median(own[rank] - least for (_, own), least in zip(calls, true, strict=True)) * 1e-9,
+        )
+        for rank in ranks
+    )
+
+
+def skew(timing: Timing) -> float | None:
+    """How much longer a call is for the slowest rank than for the fastest, as a share of it: the median of calls."""
+    calls = [steps for steps, _ in _calls(timing)]
+    return statistics.median((max(steps) - min(steps)) / max(steps) for steps in calls) if calls else None
+
+
+def round_times(timing: Timing) -> tuple[tuple[float, ...], ...]:
+    """For each rank the median of its calls in each round, in seconds."""
+    slots = [slot for slot in timing.slots if slot.ranks]
+    count = len(slots[0].ranks) if slots else 0
+    return tuple(tuple(statistics.median(slot.ranks[rank].step_ns) * 1e-9 for slot in slots) for rank in range(count))
+
+
+def true_communication(timing: Timing) -> float | None:
+    """What a step's collectives take once everybody is there: the median of the least over ranks, in seconds."""
+    calls = [communication for _, communication in _calls(timing)]
+    return statistics.median(map(min, calls)) * 1e-9 if calls and any(map(any, calls)) else None
+
+
+def overlap_figures(found: Overlap) -> OverlapFigures:
+    """From the medians of the rounds."""
+    alone, sent, both, in_turn = map(statistics.median, (found.compute, found.communication, found.both, found.in_turn))
+    check = in_turn / (alone + sent)
+    low, high = SUM_MAY_BE
+    if not low <= check <= high:
+        why = f"both in turn take {check:.2f} of the sum of both alone, which must be {low} to {high}"
+        return OverlapFigures(None, None, check, why)
+    exposed = both - alone
+    return OverlapFigures(exposed, 1 - exposed / sent, check)
+
+
+def rank_metrics(record: Record, seconds: float | None) -> Iterator[Metric]:
+    """Figures of several ranks; `seconds` is the median step. Rates of emulated cases are what emulating costs."""
+    timing, transfer = record.timing, record.transfer
+    if timing is not None and (apart := skew(timing)) is not None:
+        yield _figure(OwnMetric.RANK_SKEW, "%", apart * 100, Better.LOWER)
+        if (true := true_communication(timing)) is not None:
+            yield _figure(OwnMetric.COMMUNICATION, "s", true, Better.LOWER)
+    if record.overlap is not None:
+        found = overlap_figures(record.overlap)
+        yield _figure(OwnMetric.EXPOSED, "s", found.exposed, Better.LOWER, found.why)
+        hidden = None if found.hidden is None else found.hidden * 100
+        yield _figure(OwnMetric.HIDDEN_COMMUNICATION, "%", hidden, Better.HIGHER, found.why)
+    if transfer is None:
+        return
+    yield _figure(OwnMetric.WIRE_BYTES, "B", transfer.wire, Better.LOWER)
+    yield _figure(OwnMetric.LOGICAL_BYTES, "B", transfer.logical)
+    if seconds:
+        yield _figure(OwnMetric.ALGBW, "B/s", transfer.payload / seconds, Better.HIGHER)
+        yield _figure(OwnMetric.BUSBW, "B/s", transfer.payload / seconds * transfer.bus_factor, Better.HIGHER)
+        yield _figure(OwnMetric.EFFECTIVE_BUSBW, "B/s", transfer.logical / seconds * transfer.bus_factor, Better.HIGHER)
+
+
+def _figure(name: str, unit: str, value: float | None, better: Better = Better.NONE, why: str = "") -> Metric:
+    return Metric(name, unit, value, provenance=Provenance.DERIVED, better=better, rank=Rank.DETAIL, why=why)
+
+
+def _calls(timing: Timing) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Steps of all ranks, and their communication, call by call, in nanoseconds."""
+    for slot in timing.slots:
+        if slot.ranks:
+            steps = zip(*(one.step_ns for one in slot.ranks), strict=True)
+            communication = zip(*(one.communication_ns for one in slot.ranks), strict=True)
+            yield from zip(steps, communication, strict=True)

@@ -1,0 +1,178 @@
+"""What ranks do together, as programs that say what they exchange: the same code for processes and for a simulation.
+
+A program of one rank is a generator. It yields what it wants exchanged and is sent what the others gave; what it
+returns is its result. `simulated` runs the programs of all ranks in this process, `on_this_rank` runs one of them in a
+process group. Payloads of FP8 travel as bytes (uint8), which every backend of torch takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """Everybody gets everybody's, by rank."""
+
+    payload: Tensor
+
+    def sent(self, size: int) -> float:
+        return (size - 1) * _bytes(self.payload)
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """The n-th row goes to rank n; everybody gets a row from each, by rank."""
+
+    rows: Tensor
+
+    def sent(self, size: int) -> float:
+        return _bytes(self.rows) * (size - 1) / size
+
+
+@dataclass(frozen=True)
+class Shift:
+    """To the next rank; what the one before gave comes."""
+
+    payload: Tensor
+
+    def sent(self, size: int) -> float:
+        return _bytes(self.payload)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest over all ranks, element by element."""
+
+    values: Tensor
+
+    def sent(self, size: int) -> float:
+        return 2 * _bytes(self.values) * (size - 1) / size
+
+
+@dataclass(frozen=True)
+class FromFirst:
+    """Rank 0's, to everybody. Of what is sent each rank's share: where it goes round, all but the last send it on."""
+
+    payload: Tensor
+
+    def sent(self, size: int) -> float:
+        return _bytes(self.payload) * (size - 1) / size
+
+
+Exchange = AllGather | AllToAll | Shift | Largest | FromFirst
+Program = Generator[Exchange, Any, T]
+
+
+@dataclass
+class Counted:
+    """The bytes that a rank has handed to the network for others: those of the tensors that were really sent.
+
+    Of a maximum those that a ring sends, which torch's backends need not take.
+    """
+
+    size: int
+    bytes: float = field(default=0.0)
+
+    def add(self, exchange: Exchange) -> None:
+        self.bytes += exchange.sent(self.size)
+
+
+def simulated(programs: Sequence[Program[T]], counted: Counted | None = None) -> list[T]:
+    """The results of all ranks, which exchange in lockstep; what rank 0 sends is counted."""
+    answers: list[Any] = [None] * len(programs)
+    while True:
+        asked, results = [], []
+        for program, answer in zip(programs, answers, strict=True):
+            try:
+                asked.append(program.send(answer))
+            except StopIteration as end:
+                results.append(end.value)
+        if results:
+            if asked:
+                raise RuntimeError(f"{len(results)} of {len(programs)} ranks have ended, and the others wait for them")
+            return results
+        if counted is not None:
+            counted.add(asked[0])
+        answers = _exchanged(asked)
+
+
+def _exchanged(asked: Sequence[Exchange]) -> list[Any]:
+    size = len(asked)
+    match asked[0]:
+        case AllGather():
+            gathered = [one.payload for one in asked if isinstance(one, AllGather)]
+            return [gathered] * size
+        case AllToAll():
+            rows = [one.rows for one in asked if isinstance(one, AllToAll)]
+            return [torch.stack([given[rank] for given in rows]) for rank in range(size)]
+        case Shift():
+            payloads = [one.payload for one in asked if isinstance(one, Shift)]
+            return [payloads[rank - 1] for rank in range(size)]
+        case FromFirst(payload):
+            return [payload] * size
+        case Largest():
+            values = [one.values for one in asked if isinstance(one, Largest)]
+            return [torch.stack(values).amax(0)] * size
+
+
+def on_this_rank(
+    program: Program[T], counted: Counted | None = None, around: AbstractContextManager[object] | None = None
+) -> T:
+    """The result of this process's rank; `around` is entered for each exchange."""
+    around = around or nullcontext()
+    answer = None
+    while True:
+        try:
+            exchange = program.send(answer)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        if counted is not None:
+            counted.add(exchange)
+        with around:
+            answer = _given(exchange)
+
+
+def _given(exchange: Exchange) -> Any:
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    match exchange:
+        case AllGather(payload):
+            gathered = [torch.empty_like(payload) for _ in range(size)]
+            dist.all_gather(gathered, payload.contiguous())
+            return gathered
+        case AllToAll(rows):
+            received = torch.empty_like(rows)
+            dist.all_to_all_single(received, rows.contiguous())
+            return received
+        case Shift(payload):
+            received = torch.empty_like(payload)
+            both = [
+                dist.P2POp(dist.isend, payload.contiguous(), (rank + 1) % size),
+                dist.P2POp(dist.irecv, received, (rank - 1) % size),
+            ]
+            for request in dist.batch_isend_irecv(both):
+                request.wait()
+            return received
+        case FromFirst(payload):
+            whole = payload.clone()
+            dist.broadcast(whole, 0)
+            return whole
+        case Largest(values):
+            largest = values.clone()
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            return largest
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

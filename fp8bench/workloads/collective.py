@@ -1,0 +1,227 @@
+"""One collective of several ranks, in high precision and composed of codes of FP8."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fp8bench.formats.hardware import refused
+from fp8bench.model import DeviceFacts, Params, Scalar, Support, Work
+from fp8bench.model.ranks import Transfer
+from fp8bench.protocols import Phases, Precision, Setup, SilentPhases, Workload
+from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.registry import workloads
+from fp8bench.units import EXACT_DB
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fp8bench.numerics.collectives import InFP8, Plain
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+REDUCING = ("all_reduce", "reduce_scatter")
+WAYS = ("fp8_gather", "fp8_twoshot", "fp8_ring")
+SCALINGS = ("pre", "post", "ms_amp", "fp8lm_auto")
+DTYPES = ("fp32", "bf16", "fp16", "fp8")
+# Blocks of scales, and a part for every rank.
+_MULTIPLE = 32
+_ELEMENT_BYTES = 4
+# Of a mu that begins at 1 and is halved.
+_SETTLING_STEPS = 8
+
+
+@dataclass
+class CollectiveState:
+    """What this rank brings, and what it got last."""
+
+    kind: Plain | InFP8
+    given: Tensor
+    rank: int
+    size: int
+    got: Tensor | None = None
+
+
+@workloads.register("collective")
+class Collective(Workload):
+    """Gradients' ways between ranks. fp8 is E4M3 on the wire: as it is added up by `fp8`, and as scaled by `scaling`.
+
+    Times of fp8 are those of casting, sending and adding up; what is taken in counts as float32 in all precisions, so
+    that throughputs compare.
+    """
+
+    name = "collective"
+    summary = (
+        "all-reduce, all-gather, reduce-scatter, all-to-all and broadcast of several ranks (--ranks), FP8 included"
+    )
+    listed = False
+    fused = False
+    dtypes = DTYPES
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        elements = 1 << 26 if facts.accelerated else 1 << 20
+        return (
+            Axis("collective", "what the ranks do together", COLLECTIVES, one_of(*COLLECTIVES)),
+            Axis("elements", "numbers of the whole vector", (str(elements),), whole_number(high=1 << 32),
+                 quick=(str(1 << 16),)),
+            Axis("fp8", "how means are composed of codes: fp8_gather (all codes to all, added up in float32), "
+                 "fp8_twoshot (codes to the owner of a part, codes of its mean back), fp8_ring (rounded at every hop)",
+                 WAYS, one_of(*WAYS)),
+            Axis("scaling", "of values before they are codes: pre (1/N), post (1), ms_amp (1/sqrt N, what its code "
+                 "does), fp8lm_auto (FP8-LM's mu, and the smallest of the ranks' scales)", SCALINGS,
+                 one_of(*SCALINGS), quick=("ms_amp", "fp8lm_auto")),
+            Axis("signal", "own: values of each rank's own; shared: half of their variance is common to all ranks, as "
+                 "where gradients agree", ("own",), one_of("own", "shared"), quiet=True),
+        )  # fmt: skip
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        """What is only sent is not added up."""
+        left_out = () if params["collective"] in REDUCING else ("fp8", "scaling")
+        return (tuple((name, value) for name, value in params.items() if name not in left_out),)
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        size = float(_ELEMENT_BYTES * int(params["elements"]))
+        return Work(bytes=size, least_memory=size / 4)
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        if facts.ranks < 2:
+            return refused("a collective takes 2 ranks, and there is 1: add --ranks 2")
+        if precision.name not in DTYPES:
+            return refused(f"{precision.name} is not sent here: choose of {', '.join(DTYPES)}")
+        if int(params["elements"]) % (_MULTIPLE * facts.ranks):
+            return refused(
+                f"{params['elements']} elements have no equal part for each of {facts.ranks} ranks: choose a multiple "
+                f"of {_MULTIPLE * facts.ranks}"
+            )
+        return precision.support(facts)
+
+    def prepare(self, setup: Setup) -> CollectiveState:
+        """With 1 + ... + 1 checked, before anything is timed."""
+        from fp8bench.numerics.collectives import Plain, check_ones
+
+        kind, values, rank, size = _parts(setup)
+        check_ones(kind, _MULTIPLE * size, rank, size, setup.facts.key)
+        given = kind.given(values, size) if isinstance(kind, Plain) else values
+        return CollectiveState(kind, given, rank, size)
+
+    def step(self, state: CollectiveState, phase: Phases) -> None:
+        from fp8bench.numerics.collectives import Plain
+
+        if isinstance(state.kind, Plain):
+            state.got = state.kind(state.given, state.size, phase.communication)
+            return
+        with phase.cast:
+            state.got = state.kind(state.given, state.rank, state.size, phase.communication).values
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """Against float64, over all that all ranks got."""
+        import torch
+
+        from fp8bench.numerics.collectives import InFP8, expected, rank_values
+
+        state = self.prepare(setup)
+        shares: list[Any] = [0.0, 0.0]
+        if isinstance(state.kind, InFP8):
+            shares = _shares(state)
+        else:
+            lost = (state.given == 0).sum() - (_source(setup, state.rank)[: state.given.numel()] == 0).sum()
+            shares[1] = lost / state.given.numel()
+        self.step(state, SilentPhases())
+        assert state.got is not None
+        count, shared = int(setup.case.param("elements")), _is_shared(setup)
+        sources = [rank_values(setup.seed, rank, count, shared) for rank in range(state.size)]
+        exact = expected(str(setup.case.param("collective")), sources, state.rank)
+        noise = (state.got.cpu().double() - exact).square().sum()
+        sums = torch.stack(
+            [torch.as_tensor(one).double().cpu().reshape(()) for one in (noise, exact.square().sum(), *shares)]
+        )
+        return _figures(_over_ranks(sums, setup), state.size)
+
+    def transfer(self, setup: Setup) -> Transfer:
+        """Counted from one step."""
+        from fp8bench.numerics.collectives import InFP8, bus_factor
+        from fp8bench.numerics.rank_programs import Counted
+
+        state = self.prepare(setup)
+        elements, factor = (
+            int(setup.case.param("elements")),
+            bus_factor(str(setup.case.param("collective")), state.size),
+        )
+        logical = float(_ELEMENT_BYTES * elements)
+        if isinstance(state.kind, InFP8):
+            counted = Counted(state.size)
+            state.kind(state.given, state.rank, state.size, SilentPhases().communication, counted)
+            return Transfer(logical, float(elements), counted.bytes, factor, counted=True)
+        sent = state.kind.sent(state.given, state.size)
+        return Transfer(logical, float(elements * state.given.element_size()), sent, factor, counted=False)
+
+    def together(self, setup: Setup) -> tuple[Callable[[], object], Callable[[], Any]] | None:
+        """Products, and an all-reduce that need not be waited for: in bf16, as gradients mostly go."""
+        import torch
+        import torch.distributed as dist
+
+        if setup.case.precision != "bf16" or setup.case.param("collective") != "all_reduce":
+            return None
+        state = self.prepare(setup)
+        a = torch.randn(512, 512, device=setup.facts.key)
+        given = state.given
+        return lambda: torch.mm(a, a), lambda: dist.all_reduce(given, dist.ReduceOp.AVG, async_op=True)
+
+
+def _parts(setup: Setup) -> tuple[Plain | InFP8, Tensor, int, int]:
+    """What does it, what this rank brings, and which of how many ranks this is."""
+    import torch
+    import torch.distributed as dist
+
+    from fp8bench.numerics.collectives import InFP8, Plain
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    params, precision = dict(setup.case.params), setup.case.precision
+    collective = str(params["collective"])
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    values = _source(setup, rank)
+    if precision in dtypes:
+        return Plain(collective, dtypes[precision]), values, rank, size
+    return InFP8(collective, str(params.get("fp8", "")), str(params.get("scaling", ""))), values, rank, size
+
+
+def _source(setup: Setup, rank: int) -> Tensor:
+    from fp8bench.numerics.collectives import rank_values
+
+    return rank_values(setup.seed, rank, int(setup.case.param("elements")), _is_shared(setup)).to(setup.facts.key)
+
+
+def _is_shared(setup: Setup) -> bool:
+    return dict(setup.case.params).get("signal") == "shared"
+
+
+def _shares(state: CollectiveState) -> list[Any]:
+    """Of codes that are the format's largest, and of values that are sent as zero, by a mu that has settled."""
+    from fp8bench.numerics.collectives import InFP8
+    from fp8bench.numerics.fp8_reduce import flushed, saturated
+    from fp8bench.numerics.rank_programs import on_this_rank
+
+    kind, given, rank, size = state.kind, state.given, state.rank, state.size
+    assert isinstance(kind, InFP8)
+    around = SilentPhases().communication
+    for _ in range(_SETTLING_STEPS if kind.scaling == "fp8lm_auto" else 1):
+        share = saturated(kind(given, rank, size, around).codes)
+    if kind.collective not in REDUCING:
+        return [share, 0.0]
+    return [share, on_this_rank(flushed(given, kind.scaling, size, kind.auto), None, around)]
+
+
+def _over_ranks(sums: Tensor, setup: Setup) -> list[float]:
+    """The same on all ranks, which bring different ones."""
+    import torch.distributed as dist
+
+    together = sums.to(setup.facts.key)
+    dist.all_reduce(together)
+    return [float(one) for one in together]
+
+
+def _figures(sums: list[float], size: int) -> dict[str, float]:
+    noise, signal, saturation, flush = sums
+    sqnr = min(EXACT_DB, 10 * math.log10(signal / noise)) if noise > 0 else EXACT_DB
+    return {"sqnr_db": sqnr, "saturated_ppm": saturation / size * 1e6, "flushed_percent": flush / size * 100}

@@ -1,0 +1,91 @@
+"""What several ranks took, by values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.analysis.labels import contended
+from fp8bench.analysis.ranks import (
+    overlap_figures,
+    rank_metrics,
+    rank_times,
+    round_times,
+    skew,
+    true_communication,
+)
+from fp8bench.model import Record, Segments, SlotSample, Status, Timing
+from fp8bench.model.ranks import Overlap, RankCalls, Transfer
+from tests.runs import NATIVE, case
+
+MS = 1_000_000
+
+
+def slot(number: int, *ranks: tuple[int, int]) -> SlotSample:
+    """One call, of which each rank gives its step and its communication in milliseconds."""
+    took = tuple(RankCalls(rank, (step * MS,), (comm * MS,)) for rank, (step, comm) in enumerate(ranks))
+    slowest = max(step for step, _ in ranks)
+    return SlotSample(number, ((slowest * MS,),), slowest * 1e-3, slowest * 1e-3, ranks=took)
+
+
+def timing(*slots: SlotSample) -> Timing:
+    return Timing(Segments(("gemm",), (0,)), slots)
+
+
+def test_a_rank_that_comes_late_makes_the_others_wait() -> None:
+    """Rank 1 sleeps 20 ms before a collective of 7: that lasts 27 on rank 0, and takes 7."""
+    found = timing(*(slot(number, (35, 27), (35, 7)) for number in range(5)))
+    assert true_communication(found) == pytest.approx(7e-3)
+    first, second = rank_times(found)
+    assert (first.communication, first.waiting) == (pytest.approx(27e-3), pytest.approx(20e-3))
+    assert (second.communication, second.waiting) == (pytest.approx(7e-3), 0.0)
+
+
+def test_skew_and_rounds() -> None:
+    """Of each call, the median; one process has neither."""
+    found = timing(slot(0, (10, 1), (8, 1)), slot(1, (10, 1), (8, 1)), slot(2, (10, 1), (10, 1)))
+    assert skew(found) == pytest.approx(0.2)
+    assert round_times(found) == ((0.01, 0.01, 0.01), (0.008, 0.008, 0.01))
+    alone = timing(replace(slot(0, (10, 1)), ranks=()))
+    assert skew(alone) is None and rank_times(alone) == () == round_times(alone) and true_communication(alone) is None
+
+
+def overlap(both: float, in_turn: float) -> Overlap:
+    return Overlap(*((one,) * 5 for one in (36e-3, 8e-3, both, in_turn)))
+
+
+def test_overlap_is_never_cut_to_what_one_would_like() -> None:
+    """Half hidden, all hidden, and worse than in turn."""
+    assert overlap_figures(overlap(40e-3, 44e-3)).hidden == pytest.approx(0.5)
+    assert overlap_figures(overlap(36e-3, 44e-3)).exposed == pytest.approx(0.0)
+    worse = overlap_figures(overlap(50e-3, 44e-3))
+    assert worse.exposed == pytest.approx(14e-3) and worse.hidden == pytest.approx(-0.75)
+    assert overlap_figures(overlap(35e-3, 44e-3)).hidden == pytest.approx(1.125)
+
+
+def test_overlap_is_refused_where_the_check_sum_is_off() -> None:
+    """Both in turn took 1.34 times both alone: they disturb each other, and nothing follows."""
+    found = overlap_figures(overlap(50e-3, 59e-3))
+    assert found.exposed is None and found.hidden is None and "1.34 of the sum of both alone" in found.why
+
+
+def test_rates_are_those_of_nccl_tests() -> None:
+    """Bytes of the vector as it is sent over the slowest rank's median, times the factor; logical bytes beside it."""
+    record = Record(
+        case("collective", "bf16", {}), NATIVE, Status.OK, timing=timing(slot(0, (10, 5), (10, 5))),
+        transfer=Transfer(4e6, 2e6, 3e6, 1.5, counted=False), overlap=overlap(40e-3, 44e-3),
+    )  # fmt: skip
+    found = {str(one.name): one.value for one in rank_metrics(record, 0.01)}
+    assert found["algbw"] == pytest.approx(2e8) and found["busbw"] == pytest.approx(3e8)
+    assert found["effective_busbw"] == pytest.approx(6e8)
+    assert (found["wire_bytes"], found["logical_bytes"]) == (3e6, 4e6)
+    assert found["rank_skew"] == 0.0 and found["communication_time"] == pytest.approx(5e-3)
+    assert found["exposed_time"] == pytest.approx(4e-3) and found["hidden_communication"] == pytest.approx(50.0)
+
+
+def test_waiting_for_another_rank_is_no_contention() -> None:
+    """A rank that waits needs no core; one that computes does."""
+    waits = [replace(slot(number, (10, 9), (10, 9)), cpu_seconds=1e-3) for number in range(5)]
+    computes = [replace(slot(number, (10, 0), (10, 0)), cpu_seconds=1e-3) for number in range(5)]
+    assert not contended(timing(*waits)) and contended(timing(*computes))
