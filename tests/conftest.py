@@ -43,6 +43,8 @@ os.environ["FP8BENCH_TAPE"] = "off"
 os.environ["FP8BENCH_WARM_UP"] = "off"
 # Texts are as wide as without a terminal, whatever the tests run in.
 os.environ["COLUMNS"] = "100"
+# argparse asks the disk for a translation of each of its words, in every language that the environment names.
+os.environ["LANGUAGE"] = "C"
 
 
 def _are_named(config: pytest.Config) -> bool:

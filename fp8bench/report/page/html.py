@@ -15,12 +15,15 @@ from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from itertools import count
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fp8bench import units
 from fp8bench.report.elements import AnyChart, Chart, Column, Element, Field, Page, Part, Table
 from fp8bench.report.page.charts import numbers_table
 from fp8bench.report.page.drawing.labels import FORBIDDEN
+
+if TYPE_CHECKING:
+    import jinja2
 
 # A column with so many different texts at most can be filtered by choosing one of them.
 _MOST_CHOICES = 12
@@ -53,9 +56,23 @@ class _Block(NamedTuple):
 
 def render(page: Page) -> str:
     """The file's text: the same page gives the same bytes."""
-    import jinja2
-
     from fp8bench.report.page.drawing.draw import draw
+
+    ids = _Ids()
+    script = _asset("script.js")
+    text = _template().render(
+        page=page,
+        parts=[(ids.give(part.name), part, tuple(_blocks(part, ids, draw))) for part in page.parts],
+        style=_asset("style.css") + _asset("drawing", "charts.css"),
+        script=script,
+        policy=_policy(script),
+    )
+    return FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text).lstrip()
+
+
+@cache
+def _template() -> jinja2.Template:
+    import jinja2
 
     environment = jinja2.Environment(
         autoescape=True,
@@ -65,16 +82,7 @@ def render(page: Page) -> str:
         keep_trailing_newline=True,
     )
     environment.filters |= {"sort_value": _sort_value, "kind": lambda element: type(element).__name__}
-    ids = _Ids()
-    script = _asset("script.js")
-    text = environment.from_string(_asset("page.html.j2")).render(
-        page=page,
-        parts=[(ids.give(part.name), part, tuple(_blocks(part, ids, draw))) for part in page.parts],
-        style=_asset("style.css") + _asset("drawing", "charts.css"),
-        script=script,
-        policy=_policy(script),
-    )
-    return FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text).lstrip()
+    return environment.from_string(_asset("page.html.j2"))
 
 
 def _policy(script: str) -> str:
