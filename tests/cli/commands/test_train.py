@@ -53,7 +53,8 @@ REFUSED = {
 
 @pytest.fixture
 def local(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labs are opened in this process."""
+    """Labs are opened in this process, and look at a sixteenth of the held-out text: three quarters of the time."""
+    monkeypatch.setattr("fp8bench.training.evaluate._TOKENS", 256)
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: LocalWorker(settings, Lab))
 
 
