@@ -52,7 +52,7 @@ def test_a_fused_kernel_that_fell_apart(store: Path, fp8bench: Say) -> None:
     assert "gemm.Gemm.track_launches(bf16, 512) 5 9 +80.0%" in said and "track_moved_bytes" in said
     assert "track_flops" not in said and "fewer than 11 commits" in said
     assert "fp8bench::tensor in cast: 2 calls, then 0; aten::abs in cast: 0 calls, then 2" in said
-    assert "fp8bench compare 00000001 00000002" in said and "any change alarms" in said
+    assert "fp8bench gate 00000001 00000002 --no-rerun" in said and "any change alarms" in said
     code, out, _ = fp8bench("history", "regressions", "--json")
     assert code == 1 and "aten::amax in cast: 0 calls, then 2" in out
     assert fp8bench("history", "ack", "gemm.Gemm.track_*", "--because", "known")[0] == 0

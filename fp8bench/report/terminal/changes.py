@@ -63,8 +63,8 @@ def _what_to_do(change: Change, options: str) -> Iterator[Element]:
     yield Text("the first of them, commit by commit")
     yield Code(f"fp8bench history show {name}{options}")
     if change.is_counted:
-        yield Text("all figures of both commits, with the operators that changed")
-        yield Code(f"fp8bench compare {one.since[:8]} {one.until[:8]}{options}")
+        yield Text("all figures of both commits, judged with what is stored")
+        yield Code(f"fp8bench gate {one.since[:8]} {one.until[:8]} --no-rerun{options}")
     else:
         yield Text(f"{one.until[:8]}, when it is checked out, against {one.since[:8]}, in the same rounds")
         yield Code(f"fp8bench duel suite {one.suite} --against {one.since[:8]}{options}")
