@@ -150,7 +150,7 @@ RULES = (
         of_speed=False,
     ),
     Rule(
-        "layers", "Do all layers bear it?", _layers, "fp8bench sensitivity --dtype {mode} --reference {high}",
+        "layers", "Do all layers bear it?", _layers, "{study}",
         "Heads, routers, first and last layers are those that published recipes leave high.",
         of_speed=False,
     ),

@@ -8,6 +8,7 @@ change than products, and nothing is projected.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 
 import numpy as np
@@ -26,6 +27,8 @@ from fp8bench.registry import precisions
 # Of the products' FLOPs so many have to be in sizes that were timed.
 _LEAST_TIMED = 0.9
 _OWN_MODEL = "model"
+# What a layer multiplies in a training step, each as much; a library may do them at very different speeds.
+_KINDS = ("forward", "input-gradient", "weight-gradient")
 
 
 def projections(basis: Basis) -> Iterator[Advice]:
@@ -45,10 +48,15 @@ def _projected(one: Beside, mode: str, basis: Basis) -> Advice | None:
     if lead is None or lead.support.level is not Level.NATIVE or lead.tape is None or not _products_alone(one, mode):
         return None
     paths = set(lead.tape.by_path)
-    share, ratios = one.share({Phase.GEMM}), sized(mode, lead.case.device, basis, paths)
-    ratio = _of_products(one, [known for known, _ in ratios.values()])
-    if share is None or ratio is None:
+    share = one.share({Phase.GEMM})
+    kinds = ("forward",) if dict(lead.case.params).get("pass") == "forward" else _KINDS
+    timed = [sized(mode, lead.case.device, basis, paths, kind) for kind in kinds]
+    found = [_of_products(one, [known for known, _ in ratios.values()]) for ratios in timed]
+    each = [ratio for ratio in found if ratio is not None]
+    if share is None or len(each) < len(kinds):
         return None
+    means = (statistics.fmean(ends) for ends in zip(*((r.point, r.low, r.high) for r in each), strict=True))
+    ratio = Interval(*means, min(one.level for one in each))  # type: ignore[call-arg]
     floor = 1 + max(BAND, (one.lead_finding.floor if one.lead_finding is not None else None) or 0.0)
     wide = (1.0, share.point, ratio.point), (1 / floor, share.low, ratio.high), (floor, share.high, ratio.low)
     ends = [far * amdahl(own, taken) for far, own, taken in wide]
@@ -62,8 +70,10 @@ def _projected(one: Beside, mode: str, basis: Basis) -> Advice | None:
             f"do nothing about {mode}, because by projection its step is {times(gain)} as fast, not surely the "
             f"{units.percent(basis.least, 0)} that are worth it"
         )
-    rows = tuple(Ground(row, f"{units.speed_up(1 / known.ratio.point)} at size {size}")
-                 for size, (known, row) in sorted(ratios.items()))  # fmt: skip
+    rows = dict.fromkeys(
+        Ground(row, f"{units.speed_up(1 / known.ratio.point)} at size {size}")
+        for ratios in timed for size, (known, row) in sorted(ratios.items())
+    )  # fmt: skip
     return Advice(
         "projection", AdviceKind.ADOPT if worth is Met.YES else AdviceKind.NOTHING, mode, case.mode,
         f"{words}: {known}; the step itself was not timed in it, --check does", (case.setting,),

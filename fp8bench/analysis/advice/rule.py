@@ -69,11 +69,13 @@ def _words(one: Beside) -> dict[str, str]:
     words = {"mode": case.mode, "make": "MODULE:make", "high": reference}
     if "make" not in params:
         again = f"fp8bench suite {case.workload} --dtypes {reference},{case.mode}"
-        return {**words, "again": again, "compiled": "--set compile=no,yes", "larger": "--set batch=1,4,16"}
+        return {**words, "again": again, "compiled": "--set compile=no,yes", "larger": "--set batch=1,4,16",
+                "study": f"fp8bench sensitivity --dtype {case.mode} --reference {reference}"}  # fmt: skip
     forward = " --forward" if params.get("pass") == "forward" else ""
     again = f"fp8bench profile {params['make']}{forward} --dtypes {case.mode}"
     words |= {"make": str(params["make"]), "high": "fp32" if case.precision in _WIDE else "bf16"}
-    return {**words, "again": again, "compiled": "--compile", "larger": "with a function that gives a larger batch"}
+    return {**words, "again": again, "compiled": "--compile", "larger": "with a function that gives a larger batch",
+            "study": f"fp8bench sensitivity {params['make']} --dtype {case.mode}"}  # fmt: skip
 
 
 def met_above(gain: Interval, least: float) -> Met:

@@ -21,10 +21,11 @@ _GROUPED = "grouped_mm"
 
 
 def sized(
-    mode: str, device: str, basis: Basis, paths: Collection[str] | None = None
+    mode: str, device: str, basis: Basis, paths: Collection[str] | None = None, product: str = ""
 ) -> dict[int, tuple[SizedRatio, str]]:
     """Products that were timed in a mode by their size, the cube root of M N K: their times over the reference's, and
-    the case. The least favourable of a size counts. `paths` are the dtypes that the reference may multiply in."""
+    the case. The least favourable of a size counts. `paths` are the dtypes that the reference may multiply in,
+    `product` is the one of a layer's three, '' for any."""
     found: dict[int, tuple[SizedRatio, str]] = {}
     for one in basis.known:
         params, speed = dict(one.record.case.params), one.speed
@@ -32,6 +33,8 @@ def sized(
         if not alike or speed is None or not all(isinstance(params.get(side), int) for side in _SIDES):
             continue
         if paths is not None and {one.lead.case.precision if one.lead is not None else ""} != set(paths):
+            continue
+        if product and params.get("product", product) != product:
             continue
         size = round(math.prod(int(params[side]) for side in _SIDES) ** (1 / 3))
         ratio = speed.inverse

@@ -123,6 +123,23 @@ def test_a_step_that_was_not_timed_is_projected_from_its_products() -> None:
     assert [each.kind for each in least.advice if each.rule == "projection"] == [NOTHING]
 
 
+def test_a_projection_wants_all_three_products_of_a_layer() -> None:
+    """Forward alone would say 1.4; of 1.4, 2.8 and 2.8 the mean of times counts. A forward pass has but the first."""
+    kinds = {"forward": 1.4, "input-gradient": 2.8, "weight-gradient": 2.8}
+    products = [
+        group({"m": side, "n": side, "k": side, "product": kind}, workload="gemm", bf16={"gemm": 8000},
+              nvfp4={"gemm": round(8000 / speed)})
+        for kind, speed in kinds.items() for side in (1024, 2048, 4096)
+    ]  # fmt: skip
+    lead, case = model(2048)  # type: ignore[misc]
+    step = [lead, replace(case, case=replace(case.case, precision="mxfp8"))]  # type: ignore[attr-defined]
+    (one,) = (each for each in said(step, *products).advice if each.rule == "projection")  # type: ignore[arg-type]
+    ratio = (1 / 1.4 + 2 / 2.8) / 3
+    assert one.gain is not None and one.gain.point == pytest.approx(1 / (0.4 + 0.6 * ratio), rel=0.01)
+    found = said(step, *products[:6])  # type: ignore[arg-type]
+    assert not [each for each in found.advice if each.rule == "projection"]
+
+
 @pytest.mark.parametrize("side", [256, 16384])
 def test_nothing_is_projected_beyond_what_was_timed(side: int) -> None:
     """Nor of a mode that the step was timed in, nor from products of which too few sizes are known."""
