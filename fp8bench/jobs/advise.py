@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fp8bench.analysis.advice.basis import Basis, Trained
+from fp8bench.analysis.advice.basis import Basis, Trained, speed_of
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.learning.verdicts import verdicts_of
 from fp8bench.analysis.sensitivity import as_words
@@ -136,4 +136,4 @@ def _speed(advice: Advice, again: Run) -> tuple[Interval | None, str]:
         return None, record.reason or (finding.why if finding is not None else "") or "it has no speed there"
     if finding.hard:
         return None, finding.why
-    return finding.ratio.inverse, ""
+    return speed_of(finding), ""

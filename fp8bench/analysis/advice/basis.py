@@ -17,6 +17,7 @@ from fp8bench.model import (
     UNATTRIBUTED,
     Finding,
     Interval,
+    Label,
     Level,
     Phase,
     Record,
@@ -82,9 +83,7 @@ class Beside:
     @property
     def speed(self) -> Interval | None:
         """How many times as fast as its reference it is; None where that has no meaning, or a label forbids it."""
-        if not self.timed or self.finding is None or self.finding.ratio is None or self.finding.hard:
-            return None
-        return self.finding.ratio.inverse
+        return speed_of(self.finding) if self.timed and self.finding is not None else None
 
     @cached_property
     def touched(self) -> frozenset[str]:
@@ -134,6 +133,16 @@ class Beside:
             return None
         ratio = seconds[0] / seconds[1]
         return Interval(ratio, ratio, ratio, 0.0)
+
+
+def speed_of(finding: Finding) -> Interval | None:
+    """How many times as fast as its reference a case is; None where a label forbids to say. Where the fastest calls say
+    something else than all of them, all of them count: on a loaded machine the best case of many short phases is below
+    any call that there was."""
+    if finding.ratio is None or finding.hard:
+        return None
+    typical = finding.typical if Label.UNEVEN in finding.labels else None
+    return (typical or finding.ratio).inverse
 
 
 # The kinds of work that a pass tells which are phases of a step.
