@@ -122,9 +122,9 @@ class Beside:
         return found if found is not None or not self.estimated else self._by_shares(own, theirs)
 
     def _by_shares(self, own: Collection[str], theirs: Collection[str]) -> Interval | None:
-        """The same by shares of both steps; nobody knows an interval of it."""
+        """The same by shares of both median steps; nobody knows an interval of it."""
         seconds = [
-            _looked_into(record, phases) * (finding.best_seconds or 0.0)
+            _looked_into(record, phases) * (finding.median_seconds or 0.0)
             for record, finding, phases in (
                 (self.record, self.finding, own), (self.lead, self.lead_finding, theirs)
             ) if record is not None and finding is not None

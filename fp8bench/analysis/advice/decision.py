@@ -25,7 +25,7 @@ from fp8bench.analysis.learning.curves import curves_of
 from fp8bench.analysis.learning.judging import LEAST_PAIRS, SHOWN, Learned
 from fp8bench.analysis.learning.verdicts import ArmVerdict
 from fp8bench.analysis.stats import Floats
-from fp8bench.model import EnergyUse, Interval
+from fp8bench.model import EnergyUse, Interval, Label
 from fp8bench.model.advice import Cost
 from fp8bench.model.stopping import LEAST_ROUNDS
 
@@ -99,7 +99,12 @@ def _log_times(one: Beside) -> _Drawn | None:
     if len(rounds) < LEAST_ROUNDS:
         return None
     calls = min(len(slot.calls_ns) for timing in timings for slot in timing.slots)
-    first, *others = (stats.best_case(verdicts.cells(timing, calls, rounds)) for timing in timings)
+    uneven = one.finding is not None and Label.UNEVEN in one.finding.labels
+    first, *others = (
+        stats.mean_case(verdicts.means(timing, rounds)) if uneven
+        else stats.best_case(verdicts.cells(timing, calls, rounds))
+        for timing in timings
+    )  # fmt: skip
     point = first.point - statistics.fmean(each.point for each in others)
     return _Drawn(point, first.resampled - np.mean([each.resampled for each in others], axis=0))
 
