@@ -65,7 +65,8 @@ class Trial:
 class Study:
     """Everything that was run, in that order: `candidates` begin with all layers low, each has one less.
 
-    `tolerance` is the largest gap that a suggested map may have.
+    `tolerance` is the largest gap that a suggested map may have, `gradient_tolerance` the largest error of its first
+    gradients, where that is asked for: it tells layers apart that no loss of a few steps does.
     """
 
     workload: str
@@ -86,6 +87,7 @@ class Study:
     started: str = ""
     environment: Environment = field(default_factory=lambda: Environment({}))
     path: str = ""
+    gradient_tolerance: float | None = None
 
     def gap(self, trial: Trial) -> float | None:
         """How much larger its loss is than the reference's, as a share; infinite beside a loss of 0 that it has not.
@@ -125,13 +127,16 @@ class Study:
         return suffers is Suffers.FAILED, beyond, math.inf if error is None or math.isnan(error) else error
 
     def keeps(self, trial: Trial) -> bool:
-        """Whether its loss is within the tolerance."""
-        gap = self.gap(trial)
-        return gap is not None and gap <= self.tolerance
+        """Whether its loss is within the tolerance, and its first gradients are where they have one."""
+        gap, error, most = self.gap(trial), trial.gradient_error, self.gradient_tolerance
+        exact = most is None or (error is not None and error <= most)
+        return gap is not None and gap <= self.tolerance and exact
 
     @property
     def undecided(self) -> bool:
-        """Whether every gap lies within the noise, so that no layer can be told from another."""
+        """Whether every gap lies within the noise, so that no layer can be told from another, but by gradients."""
+        if self.gradient_tolerance is not None:
+            return False
         trials = (*self.probes, *self.candidates)
         return bool(trials) and all(self.suffers(one) is Suffers.NOISE for one in trials)
 

@@ -50,6 +50,7 @@ class Question:
     isolation: bool = True
     case_timeout: float | None = None
     target: str = ""
+    gradient_tolerance: float | None = None
 
     @property
     def request(self) -> Request:
@@ -147,7 +148,7 @@ def opened(question: Question, facts: Sequence[DeviceFacts], corpus: str | None,
     study = Study(
         low.case.workload, low.case.params, device.key, low.case.precision, reference.case.precision,
         low.support.level.value, question.by, question.steps, question.tolerance, question.seed,
-        Trial("reference", "", reference.case.precision),
+        Trial("reference", "", reference.case.precision), gradient_tolerance=question.gradient_tolerance,
     )  # fmt: skip
     return study, bed
 
@@ -216,7 +217,8 @@ def _candidates(study: Study, bed: Bed, runs: Runs) -> Iterator[Study]:
     name = _ALL
     while left:
         one = Trial(name, "", bed.low.precision, map_of(bed.layers, left, modes, bed.high), tuple(left))
-        trained = runs.trained(name, one, gradients=len(left) == len(bed.layers))
+        every = study.gradient_tolerance is not None
+        trained = runs.trained(name, one, gradients=every or len(left) == len(bed.layers))
         study = replace(study, candidates=(*study.candidates, trained))
         yield study
         if study.keeps(trained) or not waiting:

@@ -116,7 +116,7 @@ OPTIONS = {
     "sensitivity": COMMON | {
         "--size", "--dtype", "--reference", "--by", "--steps", "--tolerance", "--seed", "--threads", "--device",
         "--data", "--import", "--case-timeout", "--no-isolation", "--store", "--json", "--csv", "--explain",
-        "MODULE:FUNCTION", "--write-map",
+        "MODULE:FUNCTION", "--write-map", "--gradient-tolerance",
     },
     "train": COMMON | {
         "--dtypes", "--reference", "--arch", "--model", "--batch", "--sequence", "--micro-batches", "--dropout",

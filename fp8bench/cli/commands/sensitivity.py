@@ -37,6 +37,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=types.whole(whole_number(1, 100_000)), default=50, metavar="N", help=words)
     words = "the largest loss gap that a suggested map may have; default 1"
     add("--tolerance", type=types.number(PERCENT), default=1.0, metavar="PERCENT", help=words)
+    words = "also the largest error of its first gradients; it tells layers apart where no loss of a few steps does"
+    add("--gradient-tolerance", type=types.number(PERCENT), metavar="PERCENT", help=words)
     shared(parser, "--seed", help="for data and weights; default 0")
     shared(parser, "--threads")
     add("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
@@ -66,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.dtype, arguments.reference or (UNTOUCHED if target else "bf16"), By(arguments.by),
         arguments.size or "nano", arguments.steps, arguments.tolerance / 100, arguments.seed, arguments.threads,
         arguments.device, arguments.data, tuple(arguments.imports), arguments.isolation, arguments.case_timeout, target,
+        None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100,
     )  # fmt: skip
     with only_once():
         study = studied(question, arguments.store, TERMINAL)

@@ -77,21 +77,30 @@ def _groups(study: Study) -> Iterator[str]:
 
 
 def _candidates(study: Study) -> Table:
+    by_gradients = study.gradient_tolerance is not None
     columns = (
-        Column("candidate"), Column("layers low", number=True), Column("loss gap", number=True), Column("verdict"),
+        Column("candidate"), Column("layers low", number=True), Column("loss gap", number=True),
+        *([Column("gradient error", number=True)] if by_gradients else []), Column("verdict"),
         Column("why", below=True),
     )  # fmt: skip
     rows = []
     for one in study.candidates:
-        words = "keeps the loss" if study.keeps(one) else "failed" if one.failure else "loses too much"
+        gap = study.gap(one)
+        lost = "loses too much" if gap is not None and gap > study.tolerance else "its gradients are too far off"
+        words = "keeps the loss" if study.keeps(one) else "failed" if one.failure else lost
         verdict = Field(words, tone=Tone.GOOD if study.keeps(one) else Tone.BAD)
-        rows.append((Field(one.name), Field(str(len(one.low))), Field(_gap(study, one)), verdict, Field(one.failure)))
+        error = [Field(units.percent(one.gradient_error))] if by_gradients else []
+        rows.append(
+            (Field(one.name), Field(str(len(one.low))), Field(_gap(study, one)), *error, verdict, Field(one.failure))
+        )
     return Table("candidates", "", columns, tuple(rows))
 
 
 def _suggestion(study: Study) -> Iterator[Element]:
     tolerance = units.percentage(100 * study.tolerance)
     found = study.suggested
+    if study.gradient_tolerance is not None:
+        tolerance += f", and its first gradients within {units.percentage(100 * study.gradient_tolerance)}"
     if found is None:
         why = "every map was tried" if study.finished else "it was interrupted before all maps were tried"
         words = f"no map with {study.low} in some layer keeps the loss within {tolerance}: {why}"

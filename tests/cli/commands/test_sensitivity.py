@@ -98,6 +98,20 @@ def test_layers_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
     assert code == 2 and "no map is suggested" in err and not Path("map.txt").exists()
 
 
+def test_a_map_by_the_gradients_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
+    """Where no loss tells layers apart: the worst are left out until the others' gradients are near enough."""
+    Path("net.py").write_text(NET)
+    words = ("net.py:make", "--steps", "1", "--dtype", "mxfp4", "--tolerance", "50", "--json")
+    whole = json.loads(say(*words)[1])
+    errors = sorted(one["gradient_error"] for one in whole["probes"])
+    most = 100 * (errors[0] + errors[1]) / 2
+    code, out, _ = say(*words, "--gradient-tolerance", f"{most:.4f}", "--write-map", "map.txt")
+    found = json.loads(out)
+    assert code == 0 and len(found["candidates"]) == 3 and len(found["candidates"][-1]["low"]) == 1
+    assert all(100 * one["gradient_error"] > most for one in found["candidates"][:-1])
+    assert found["suggested"] and Path("map.txt").read_text().count("=untouched") == 2
+
+
 def test_json_is_printed_alone(say: Say) -> None:
     """Weights of other draws differ, and so do losses."""
     document = json.loads(say(*FEW, "--json")[1])
