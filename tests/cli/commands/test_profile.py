@@ -96,6 +96,9 @@ def test_a_model_as_it_came_beside_its_copies(makers: str, fp8bench: Say, short_
     for metric in ("output_error", "gradient_error"):
         assert 0 < errors["bf16"][metric] < 0.02 < errors["mxfp4"][metric] < 1
     assert all(record["memory"]["peak"] > 0 for record in records.values())
+    assert records["untouched"]["coverage"] is None
+    (first, last), flops = records["bf16"]["coverage"]["holders"], records["bf16"]["coverage"]["flops"]
+    assert first["flops"] + last["flops"] == flops == 2 * 8 * (2 * 32 * 48 + 3 * 48 * 16)  # x needs no gradient
     phases = {name: {one for one, _ in record["timing"]["entries"]} for name, record in records.items()}
     assert phases["untouched"] == {"data_load", "optimizer_step", "unattributed"}
     assert phases["bf16"] == {*phases["untouched"], "cast", "gemm"}
