@@ -31,19 +31,24 @@ class RankState:
         return self.beat.rank
 
 
-def culprit(states: Sequence[RankState]) -> RankState:
-    """A rank that ended of itself; else the one whose heartbeat is oldest: which has done least, then longest ago.
+def behind(states: Sequence[RankState]) -> RankState:
+    """The rank whose heartbeat is oldest: which has done least, then longest ago.
 
     Of those that have come equally far one that does not answer is meant before one that complains of it.
     """
-    behind = min(states, key=lambda one: (one.beat.sequence, one.answered, bool(one.ended), one.beat.seconds))
+    return min(states, key=lambda one: (one.beat.sequence, one.answered, bool(one.ended), one.beat.seconds))
+
+
+def culprit(states: Sequence[RankState]) -> RankState:
+    """A rank that ended of itself; else the one that is behind."""
+    last = behind(states)
     ended = [one for one in states if one.ended]
     of_itself = [one for one in ended if one.status not in _VICTIMS]
     if of_itself:
         return of_itself[0]
-    if ended and behind.beat.sequence >= min(one.beat.sequence for one in ended):
+    if ended and last.beat.sequence >= min(one.beat.sequence for one in ended):
         return next((one for one in ended if one.status != -signal.SIGTERM), ended[0])
-    return behind
+    return last
 
 
 def sentence(states: Sequence[RankState], now: float) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from fp8bench.errors import WorkerLost
 from fp8bench.measure.process import WorkerProcess, how_it_ended, last_words, plain_value
-from fp8bench.measure.ranks.blame import RankState, culprit, late, sentence
+from fp8bench.measure.ranks.blame import RankState, behind, culprit, late, sentence
 from fp8bench.measure.ranks.merge import RanksDisagree, merged
 from fp8bench.model.ranks import PARENT, beat_file, heartbeat_of, words_file
 
@@ -135,7 +135,7 @@ class RanksProcess(WorkerProcess):
         states = self._states()
         status = self._popen.poll()
         if status is not None and (status != 0 or not self._ended):
-            last = culprit(states)
+            last = behind(states)
             return f"the launcher of the ranks {how_it_ended(status)}, with rank {last.rank} in {last.beat.doing}"
         return sentence(states, time.monotonic())
 

@@ -28,7 +28,7 @@ def exhaust(state: dict[str, Any]) -> None:
 
 
 def send_too_much(state: dict[str, Any]) -> None:
-    state["sums"] = state["sums"].repeat(2)
+    state["sums"] = state["sums"].repeat(2, 1)
 
 
 def end_launcher(state: dict[str, Any]) -> None:

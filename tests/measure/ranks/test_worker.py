@@ -30,7 +30,7 @@ REASONS = {
     "clean-exit": "rank 1 of 2, in phase gemm of 'slot', ended without an error, before it had answered",
     # Which of two sizes is the wrong one nobody can tell: gloo ends the rank that was sent too much.
     "size": "in phase communication of 'slot', was ended by SIGABRT: what():",
-    "launcher": "the launcher of the ranks was ended by SIGKILL",
+    "launcher": "with rank 1 in phase gemm of 'slot'",
 }
 
 
