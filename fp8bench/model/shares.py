@@ -71,7 +71,7 @@ class Shares:
     @property
     def unattributed(self) -> float:
         """The share that no part has."""
-        return 1.0 - sum(self.by_kind.values()) if self.whole else 0.0
+        return max(0.0, 1.0 - sum(self.by_kind.values())) if self.whole else 0.0
 
     @property
     def by_kind(self) -> dict[ShareKind, float]:

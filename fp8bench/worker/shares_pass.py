@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -38,13 +38,15 @@ class _Steps:
     run: Callable[[Phases], object]
     wait: Callable[[], None]
     facts: DeviceFacts
+    profiled: bool = False
 
     @property
     def clock(self) -> Callable[[], int]:
-        """Nanoseconds. Of a step that is all one thread's they are its own, which nobody else's work makes longer."""
+        """Nanoseconds. Of a step that is all one thread's they are its own, which nobody else's work makes longer;
+        torch's profiler has no such clock."""
         import torch
 
-        alone = not self.facts.accelerated and torch.get_num_threads() == 1
+        alone = not self.facts.accelerated and not self.profiled and torch.get_num_threads() == 1
         return time.thread_time_ns if alone else time.perf_counter_ns
 
     def plain(self) -> float:
@@ -68,7 +70,7 @@ def shares_of_step(workload: Workload, setup: Setup, device: Device) -> Shares:
         with uncompiled() as compiled:
             steps.plain()
         if compiled:
-            return _of_compiled(steps)
+            return _of_compiled(replace(steps, profiled=True))
         return _of_kernels(steps, state) if setup.facts.accelerated else _of_operators(steps, state)
 
 
