@@ -21,9 +21,9 @@ _LONG_ENOUGH, _LARGEST = 2e-3, 1024
 _MORE, _AT_LEAST = 4, 1.3
 # A machine that has much else to do makes any single comparison wrong.
 _AGAIN = 4
-# Data that all have the same value let no honest kernel take half the time: a GPU's clock rises a little, and torch's
-# scaled product on a processor takes four fifths of the time on zeros.
-_NORMAL, _SHORT, _SPREAD = "normal", 2.0, 0.3
+# Zeros may honestly take less: 55 percent of the time in torchao's 8-bit AdamW, 80 in torch's scaled product, both on a
+# processor. Whoever makes no product of them takes a twentieth.
+_NORMAL, _SHORT, _SPREAD = "normal", 4.0, 0.3
 # Times of the same data twice differ, too: what differs by less than so many times that says nothing of the data.
 _CLEARLY = 3.0
 
@@ -91,7 +91,7 @@ class Speed(Check):
             auditor.times = {name: min(one, auditor.times.get(name, one)) for name, one in times.items()}
             if spread_of(auditor.times) <= _SPREAD:
                 return
-        least = min(auditor.times, key=lambda name: auditor.times[name])
+        least = min((name for name in auditor.times if name != CONTROL), key=lambda name: auditor.times[name])
         less, normal = (units.seconds(auditor.times[one]) for one in (least, _NORMAL))
         why = f"{less} on {least}, and {normal} on normal numbers"
         if auditor.times[least] * _SHORT < auditor.times[_NORMAL]:
