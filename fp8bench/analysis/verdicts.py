@@ -46,15 +46,21 @@ EARLY_SAME = 0.01
 EARLY_HALF_WIDTH = 0.02
 FINAL_LEVEL = 0.99
 LEAST_FOR_VERDICT = 10
+# Arms of a suite differ by less: a product alone is one part, with its operands' casts it is two or three at most.
+_FINER = 2.5
 
 
-def cells(timing: Timing, calls: int, rounds: Sequence[int] | None = None) -> stats.Floats:
-    """Seconds by round and cell: the minimum over the first `calls` calls of each slot, which has as many at least."""
+def cells(timing: Timing, calls: int, rounds: Sequence[int] | None = None, whole: bool = False) -> stats.Floats:
+    """Seconds by round and cell: the minimum over the first `calls` calls of each slot, which has as many at least.
+
+    With `whole` a step is one cell.
+    """
     wanted = None if rounds is None else set(rounds)
     chosen = [slot for slot in timing.slots if wanted is None or slot.round in wanted]
     shape = (len(chosen), calls, len(timing.segments.phases))
     flat = chain.from_iterable(chain.from_iterable(slot.calls_ns[:calls] for slot in chosen))
-    found: stats.Floats = np.fromiter(flat, np.float64, math.prod(shape)).reshape(shape).min(axis=1) * 1e-9
+    each = np.fromiter(flat, np.float64, math.prod(shape)).reshape(shape)
+    found: stats.Floats = (each.sum(axis=2, keepdims=True) if whole else each).min(axis=1) * 1e-9
     return found
 
 
@@ -75,14 +81,26 @@ def common_rounds(timings: Sequence[Timing]) -> list[int]:
 def best_ratio(timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL) -> Interval:
     """The first one's best case over that of the others, by rounds that all were in.
 
-    All give the same number of calls a slot: a minimum over more calls would be lower for that alone.
+    All give the same number of calls a slot: a minimum over more calls would be lower for that alone. So would the
+    sum of the minima of many parts beside that of few (a model as it came is one, a copy with marked products dozens):
+    where one is cut much finer than another, whole steps are compared.
     """
     calls = _fewest_calls(*timings)
     samples = [cells(timing, calls, rounds) for timing in timings]
+    parts = [_parts(one) for one in samples]
+    if max(parts) > _FINER * min(parts):
+        samples = [cells(timing, calls, rounds, whole=True) for timing in timings]
     own, *others = map(stats.best_case, samples)
     if len(rounds) < LEAST_ROUNDS:
         return stats.extent(stats.ratio(own, others), [each.sum(axis=1) for each in samples])
     return stats.ratio(own, others, level)
+
+
+def _parts(samples: stats.Floats) -> float:
+    """How many cells a step has that take time: as many equal ones as have the same entropy."""
+    shares = samples.sum(axis=0)
+    shares = shares[shares > 0] / max(float(shares.sum()), 1e-300)
+    return float(np.exp(-(shares * np.log(shares)).sum()))
 
 
 def mean_ratio(timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL) -> Interval:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from fp8bench.analysis.findings import find
@@ -293,6 +294,36 @@ def test_a_minimum_over_more_calls_is_not_allowed() -> None:
     three = called(*[(10 * MS, 11 * MS, 8 * MS)] * ROUNDS)
     pair = compare(case, [two, three], 0.99)
     assert pair is not None and pair.point == pytest.approx(1.1)
+
+
+def busy(parts: int, seed: int, rounds: int = 60) -> Timing:
+    """The same 20 ms, cut into so many marks, on a machine that holds up each millisecond of them half of the time."""
+    draw = np.random.default_rng(seed)
+    slots = [
+        [int(cut.sum()) for cut in np.array_split(MS * (1 + draw.integers(0, 2, 20)), parts)] for _ in range(rounds)
+    ]
+    return timing(*slots, phases=("gemm",) * parts)
+
+
+@pytest.mark.parametrize("parts", [10, 20])
+def test_a_step_in_many_marks_is_not_faster_for_that(parts: int) -> None:
+    """As a converted copy has beside a model as it came: by the best of each mark it would be a quarter faster."""
+    many, few, control = busy(parts, 1), busy(1, 2), busy(1, 3)
+    marks = best_phases(many)
+    assert sum(seconds for _, seconds in marks) < 0.8 * sum(seconds for _, seconds in best_phases(few))
+    for case, references in ((many, [few, control]), (few, [many])):
+        interval = compare(case, references, 0.99)
+        assert interval is not None and interval.low < 1 < interval.high and abs(interval.point - 1) < 0.05
+
+
+def test_marks_that_take_no_time_cut_nothing() -> None:
+    """Nor do two or three parts beside one: each is told by its best."""
+    one = timing(*[(10 * MS,)] * ROUNDS)
+    thin = timing(*[(10, 10 * MS, 10, 10, 10)] * ROUNDS, phases=("cast", "gemm", "cast", "gemm", "cast"))
+    uneven_calls = timing(*[(4 * MS, 8 * MS), (6 * MS, 6 * MS)] * ROUNDS, phases=("cast", "gemm"))
+    for case, point in ((thin, 1.0), (uneven_calls, 1.0)):
+        interval = compare(case, [one], 0.99)
+        assert interval is not None and interval.point == pytest.approx(point, abs=1e-4)
 
 
 def test_one_short_slot_shortens_all() -> None:

@@ -311,7 +311,7 @@ def grid_of(tmp_path_factory: pytest.TempPathFactory, short_trainings: None) -> 
     def measured(name: str) -> tuple[Grid, Run]:
         grid = workloads.get(name).history
         assert grid is not None, f"{name} declares no grid: see Grid in fp8bench/protocols/workload.py"
-        request = Request(name, devices=("cpu",), rounds=2, grid=True)
+        request = Request(name, devices=("cpu",), rounds=2, grid=True, tape=True)
         run = execute(request, tmp_path_factory.mktemp("store"), SilentObserver(), f"fp8bench suite {name} --grid")
         assert run.finished and not run.troubles
         # As if this were the machine's only device: a machine with a GPU follows that one.

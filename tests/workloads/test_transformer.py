@@ -112,9 +112,9 @@ def test_adamw_updates_every_weight_as_its_paper_says(corpus: Corpus) -> None:
 @pytest.mark.parametrize("size", ["tiny", "tiny-modern"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_every_phase_is_seen_and_closed(corpus: Corpus, precision: str, size: str) -> None:
-    """All seven in low precision; fp32 casts nothing."""
+    """All seven of one process in low precision; fp32 casts nothing."""
     found = seen(setup_for(corpus, precision, size=size))
-    assert set(found) - {UNATTRIBUTED} == set(PHASES) - ({"cast"} if precision == "fp32" else set())
+    assert set(found) - {UNATTRIBUTED} == set(PHASES) - {"communication"} - ({"cast"} if precision == "fp32" else set())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])

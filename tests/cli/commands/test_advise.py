@@ -29,7 +29,7 @@ def test_a_run_and_its_studies(store: Path, fp8bench: Say) -> None:
     kept(study(0.1, 0.005), store)
     (store / "sensitivity" / "torn.json").write_text("{")
     code, out, _ = fp8bench("advise", "last", "--write-map", "map.txt", "--md", "advice.md")
-    assert code == 0 and "torn.json is no study" in " ".join(out.split()) and "--precision-map map.txt" in out
+    assert code == 0 and "torn.jsonisnostudy" in "".join(out.split()) and "--precision-map map.txt" in out
     assert precision_map("map.txt") == (("head", "bf16"),)
     assert "Does this device multiply in it? | ▲ yes |" in Path("advice.md").read_text()
 
