@@ -77,7 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _refuse(arguments: argparse.Namespace, name: str, what: str, options: Sequence[str]) -> None:
     for option in options:
         if getattr(arguments, option) not in (None, False):
-            raise UsageError(f"{name} is a {what}, which --{option} does not go with. Leave it out, or use --json.")
+            raise UsageError(
+                f"{name!r:.80} is a {what}, which --{option} does not go with. Leave it out, or use --json."
+            )
 
 
 def _check_meant(word: str, training: Path, duel: Path | None, store: Path) -> None:
