@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 GRACE_SECONDS = 0.5
 # A process that is about to end may wait for a core until it has.
@@ -75,7 +77,14 @@ def _of_torch(thread: threading.Thread) -> bool:
     """Also the one that watches progress bars, which torch's compiler starts where tqdm is installed: it sleeps."""
     target = getattr(thread, "_target", None)
     modules = str(getattr(target, "__module__", "")), type(thread).__module__
-    return any(one.startswith(("torch", "tqdm._monitor")) for one in modules)
+    return any(one.startswith(("torch", "tqdm._monitor")) for one in modules) or thread in _compilers()
+
+
+def _compilers() -> Collection[threading.Thread]:
+    """Those of inductor's pool: they wait for more to compile as long as the process lives, and bear no name of it."""
+    module = sys.modules.get("torch._inductor.async_compile")
+    pool: Any = getattr(getattr(module, "AsyncCompile", None), "pool", None)
+    return getattr(pool(), "_threads", ()) if pool is not None and pool.cache_info().currsize else ()
 
 
 def _below(pid: int, thread: int | None = None) -> Iterator[int]:

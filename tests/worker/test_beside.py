@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from fp8bench.errors import WorkerFault
 from fp8bench.measure.handle import LocalWorker, ProcessWorker
 from fp8bench.model import Case
 from fp8bench.model.raw import Settings
+from fp8bench.worker.beside import running, still_running
 from tests.own_suites import forgotten
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="children are told by /proc")
@@ -177,3 +179,23 @@ def test_what_preparing_or_a_pass_leaves_is_ended_and_told(suite: str, kind: Kin
         with pytest.raises(WorkerFault, match="no luck"):
             asked.prepare("raising", case("raising", "child"), cpu)
         assert not any(map(runs, noted(suite)))
+
+
+def test_the_compilers_threads_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor keeps a pool, whose threads bear no name of it; another pool of the same kind is somebody's."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 2)
+    AsyncCompile.pool.cache_clear()
+    before = running()
+    own, others = AsyncCompile.pool(), ThreadPoolExecutor(1)
+    try:
+        for pool in (own, others):
+            pool.submit(int).result()
+        (left,) = still_running(running() - before, 0.0)
+        assert left in {one.name for one in others._threads}
+    finally:
+        own.shutdown()
+        others.shutdown()
+        AsyncCompile.pool.cache_clear()
+    assert still_running(running() - before, 0.0) == []
