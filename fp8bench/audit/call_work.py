@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench.model.audit import CallWork
+from fp8bench.worker.tape_pass import uncompiled
 
 _COPIES = ("clone", "copy_", "_to_copy", "contiguous")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm")
@@ -40,8 +41,8 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def work_of(call: Callable[[], object]) -> CallWork:
-    """Of one call."""
-    with _Counting() as counting:
+    """Of one call; what torch compiles does the operators that it was made of."""
+    with uncompiled(), _Counting() as counting:
         call()
     return CallWork(counting.allocations, counting.bytes, counting.casts, counting.copies, counting.products)
 
