@@ -34,7 +34,6 @@ from fp8bench.report.terminal.plan import page_of
 from fp8bench.store.fleet_plans import read_plan, write_plan
 from fp8bench.store.runs.listing import find_run
 from fp8bench.units import clock
-from fp8bench.user_code import import_user_modules
 
 PASSES = ("--trace", "--no-energy", "--energy", "--sustained", "--tape", "--shares")
 OUTPUTS = (
@@ -247,7 +246,6 @@ def _cell(arguments: argparse.Namespace) -> int:
     given = [arguments.suite] if arguments.suite is not None else []
     check_alone(arguments.words, {"--plan", "--cell", "--store", *OUTPUTS}, given)
     plan = read_plan(arguments.plan)
-    import_user_modules(plan.request.imports)
     with only_once(), _kept_or_shown(arguments), TERMINAL.measuring() as observer:
         now, run = measured(plan, arguments.cell, arguments.store, observer, command_line())
     if now:

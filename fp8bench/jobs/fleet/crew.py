@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 
-def crew(file: Path, store: Path, count: int, retry: bool) -> tuple[int, ...]:
-    """How each of so many workers ended. They end with this process where that is interrupted."""
+def crew(file: Path, store: Path, count: int, retry: bool) -> None:
+    """Until so many workers have ended; the store says what came of it. They end where this process is interrupted."""
     words = [sys.executable, "-m", "fp8bench", "fleet", "work", str(file), "--store", str(store)]
     words += ["--retry"] if retry else []
     workers = [subprocess.Popen(words, stdin=subprocess.DEVNULL) for _ in range(count)]
     try:
-        return tuple(worker.wait() for worker in workers)
+        for worker in workers:
+            worker.wait()
     except BaseException:
         for worker in workers:
             worker.terminate()

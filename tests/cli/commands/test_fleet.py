@@ -19,24 +19,13 @@ from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.read import load_run
 from tests.commands import Say
 
-GEMM = (
-    "gemm",
-    "--quick",
-    "--no-energy",
-    "--rounds",
-    "2",
-    "--dtypes",
-    "fp32",
-    "--no-isolation",
-    "--set",
-    "shape=16,32,48",
-)
+GEMM = "gemm --quick --no-energy --rounds 2 --dtypes fp32 --no-isolation --set shape=16,32,48"
 
 
 @pytest.fixture
 def plan(store: Path, fp8bench: Say, tmp_path: Path) -> Path:
     """Three cells that take no time."""
-    code, out, err = fp8bench("suite", *GEMM, "--dry-run", "--write-plan", str(tmp_path / "plan.json"))
+    code, out, err = fp8bench("suite", *GEMM.split(), "--dry-run", "--write-plan", str(tmp_path / "plan.json"))
     assert code == 0 and "groups: 3" in out and "3 cells" in err
     return tmp_path / "plan.json"
 

@@ -19,18 +19,7 @@ from fp8bench.jobs.fleet.submit import submit
 from fp8bench.store.fleet_plans import read_plan, states_of
 from tests.commands import Say
 
-_GEMM = (
-    "gemm",
-    "--quick",
-    "--no-energy",
-    "--rounds",
-    "2",
-    "--dtypes",
-    "fp32",
-    "--no-isolation",
-    "--set",
-    "shape=16,32",
-)
+_GEMM = "gemm --quick --no-energy --rounds 2 --dtypes fp32 --no-isolation --set shape=16,32"
 _DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue")
 _CONFIGURATION = """
 ClusterName=tests
@@ -58,7 +47,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 @pytest.fixture
 def plan(store: Path, fp8bench: Say, tmp_path: Path) -> Path:
     """Two cells that take no time."""
-    code, _, err = fp8bench("suite", *_GEMM, "--dry-run", "--write-plan", str(tmp_path / "plan.json"))
+    code, _, err = fp8bench("suite", *_GEMM.split(), "--dry-run", "--write-plan", str(tmp_path / "plan.json"))
     assert code == 0, err
     return tmp_path / "plan.json"
 
