@@ -77,7 +77,10 @@ class Suite:
 
         root, words = root_of(_file(type(self))), words_of_asv()
         quick, appending, commit = options_of(words)
-        request = Request(self.workload, quick=quick, imports=_from_root(type(self)), grid=True)
+        grid = workloads.get(self.workload).history
+        ranks = min(grid.ranks, default=1) if grid is not None else 1
+        imports = _from_root(type(self))
+        request = Request(self.workload, quick=quick, imports=imports, grid=True, ranks=ranks if ranks > 1 else None)
         asked = Asked(appending, commit)
         return measured_by_asv(request, store_of_project(root), root, SilentObserver(), asked)
 

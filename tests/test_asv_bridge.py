@@ -179,10 +179,13 @@ def test_each_class_reads_and_measures_its_own(project: Path, monkeypatch: pytes
     monkeypatch.setattr(asv_bridge, "words_of_asv", lambda: ("asv", "run", "-q", "--set-commit-hash", "HEAD"))
     (project / "asv.conf.json").write_text('{"results_dir": "kept/asv/results"}')
     mlp = GEMM.replace("Gemm", "Mlp").replace("gemm", "mlp")
-    for made in (suite(project, GEMM).Gemm(), suite(project, mlp, "mlp").Mlp()):
-        assert made.setup_cache() == {}
-    for (request, store, root, _, told), name in zip(asked, ("gemm", "mlp"), strict=True):
-        assert request == Request(name, quick=True, grid=True)
+    ranks = GEMM.replace("Gemm", "Collective").replace("gemm", "collective")
+    made = (suite(project, GEMM).Gemm(), suite(project, mlp, "mlp").Mlp())
+    for one in (*made, suite(project, ranks, "collective").Collective()):
+        assert one.setup_cache() == {}
+    sizes = {"gemm": None, "mlp": None, "collective": 2}
+    for (request, store, root, _, told), (name, size) in zip(asked, sizes.items(), strict=True):
+        assert request == Request(name, quick=True, grid=True, ranks=size)
         assert (store, root, told) == (project / "kept", project, Asked(commit="HEAD"))
 
 

@@ -65,14 +65,14 @@ def test_nobody_elses_code_runs_at_night() -> None:
 def test_the_order_of_the_night() -> None:
     """Is the machine sound, measure, publish, judge, keep; what there is goes out whatever happened."""
     names = [name_of(step) for step in steps(load(NIGHTLY))]
-    order = ["doctor", "measure", "train", "publish", "gate", "keep what was measured", "artefacts"]
+    order = ["doctor", "measure", "train", "collectives", "publish", "gate", "keep what was measured", "artefacts"]
     assert [name for name in names if name in order] == order and names[-1] == "artefacts"
     by_name = {name_of(step): step for step in steps(load(NIGHTLY))}
     assert by_name["artefacts"]["if"] == "${{ always() }}" and "always()" in by_name["keep what was measured"]["if"]
     minutes = [int(step.get("timeout-minutes", 0)) for step in steps(load(NIGHTLY))]
     assert sum(minutes) < int(load(NIGHTLY)["jobs"]["nightly"]["timeout-minutes"])
     called = [words[0] for words in commands(load(NIGHTLY), "fp8bench")]
-    assert called == ["doctor", "selftest", "suite", "train", "history", "gate"]
+    assert called == ["doctor", "selftest", "suite", "train", "suite", "suite", "history", "gate"]
     assert list(commands(load(NIGHTLY), "asv")) == [["publish"]]
     (gate,) = (words for words in commands(load(NIGHTLY), "fp8bench") if words[0] == "gate")
     assert gate[1:4] == ["--history", "--require-power", "80%"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8bench.analysis.metric import Better, Metric, Rank
 from fp8bench.model import Provenance, Record, Timing
@@ -106,7 +106,8 @@ def rank_metrics(record: Record, seconds: float | None) -> Iterator[Metric]:
         yield _figure(OwnMetric.HIDDEN_COMMUNICATION, "%", hidden, Better.HIGHER, found.why)
     if transfer is None:
         return
-    yield _figure(OwnMetric.WIRE_BYTES, "B", transfer.wire, Better.LOWER)
+    wire = transfer.wire
+    yield replace(_figure(OwnMetric.WIRE_BYTES, "B", wire, Better.LOWER), samples=lambda: (wire,))
     yield _figure(OwnMetric.LOGICAL_BYTES, "B", transfer.logical)
     if seconds:
         yield _figure(OwnMetric.ALGBW, "B/s", transfer.payload / seconds, Better.HIGHER)

@@ -11,8 +11,15 @@ from fp8bench.model.words import CELL_PHASES
 # machine's steady clock, and the request that it works on.
 BEAT = struct.Struct("<qqd40s")
 OUTSIDE = -1
+# Who carries what ranks send, by the kind of device that holds it.
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # What lies in the folder of a launch: the socket of the process that measures.
 PARENT = "parent"
+
+
+def ranks_in_words(ranks: int, kind: str) -> str:
+    """How many, and by whom they talk: '2 gloo'. Numbers of two of these never compare."""
+    return f"{ranks} {BACKENDS.get(kind, 'gloo')}"
 
 
 def beat_file(rank: int) -> str:

@@ -86,6 +86,9 @@ class Grid:
     Some axis has no value in common: a machine that loses its GPU must not go on in the GPU's series. `phases` and
     `errors` are those that a step has, beside its time; `per` is the count of Work that time is told per, if any:
     'flops', 'tokens' or 'bytes'. `energy` says whether joules of a step are told: not where nobody asks for its time.
+    `ranks` are the numbers of processes that run a case together and are followed, each in series of its own; () for
+    one process alone. What only one process tells (energy, counts of operators) is then left out, and the bytes that a
+    rank sends come instead.
     """
 
     cpu: Mapping[str, tuple[str, ...]]
@@ -95,6 +98,7 @@ class Grid:
     errors: tuple[str, ...] = ()
     per: str = ""
     energy: bool = True
+    ranks: tuple[int, ...] = ()
 
 
 class Covered(NamedTuple):

@@ -22,7 +22,7 @@ from fp8bench.model import (
     Series,
     Status,
 )
-from fp8bench.model.metric_names import time_of_phase
+from fp8bench.model.metric_names import OwnMetric, time_of_phase
 from fp8bench.model.raw import QUANTISERS_VARIABLE
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.model.variables import SWITCHES_SET
@@ -134,6 +134,11 @@ def _of_workload(name: str, records: Sequence[Record], run: Run) -> RunPoints:
         return RunPoints(others=len(records), why=f"the suite {name} declares no grid")
     try:
         _check(type(workload))
+        main, sizes = _main_device(run), workload.history.ranks or (1,)
+        if main is not None and main.ranks not in sizes:
+            words = f"it was measured by {main.ranks} rank{'s' * (main.ranks != 1)}"
+            followed_ones = ", ".join(map(str, sizes))
+            return RunPoints(others=len(records), why=f"{words}, and the history of {name} is of {followed_ones}")
         return _of_grid(workload, workload.history, records, run)
     except UsageError as error:
         return RunPoints(others=len(records), why=str(error).rstrip("."))
@@ -199,6 +204,7 @@ def _conditions(workload: Workload, run: Run) -> Conditions:
     main = _main_device(run)
     device = (("device", main.name), ("cuda", main.cuda), ("hip", main.hip)) if main is not None else ()
     settings = [(name, facts.get(f"{main.key} {name}")) for name in _SETTINGS] if main is not None else []
+    settings += sorted((name, value) for name, value in facts.items() if name.startswith("rank "))
     return (*((name, facts.get(name)) for name in names), *device, *settings)
 
 
@@ -237,8 +243,10 @@ def _cell(workload: Workload, case: Case, run: Run) -> Cell | None:
     """The cell that a case is; None for one outside of the grid, or on a device that is not the machine's main one."""
     assert workload.history is not None
     main = _main_device(run)
-    outside = case.precision_map or case.static or case.ranks > 1 or case.precision not in workload.history.dtypes
-    if outside or main is None or case.device != main.key or (run.request.data is not None and workload.uses_corpus):
+    outside = case.precision_map or case.static or case.precision not in workload.history.dtypes
+    if outside or main is None or (case.device, case.ranks) != (main.key, main.ranks):
+        return None
+    if run.request.data is not None and workload.uses_corpus:
         return None
     place = _cells(type(workload), main, _data(workload, case)).get(case.params)
     return None if place is None else (case.precision, *place)
@@ -266,7 +274,7 @@ def _points(
             values = tuple(float(f"{value:.{_DIGITS}g}") for value in values)
         yield Point(
             title + metric.name, cell, version, values, record.status, record.reason,
-            hasty and metric.name not in (*grid.errors, MEMORY, *COUNTS),
+            hasty and metric.name not in (*grid.errors, MEMORY, OwnMetric.WIRE_BYTES, *COUNTS),
         )  # fmt: skip
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from fp8bench.analysis.metric import COUNTS, ENERGY, MEAN, MEMORY, PER, RELATIVE_MEAN, TIME
 from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, RELATIVE, Cell, DeviceFacts, Params, Scalar, Series
 from fp8bench.model.metric_names import OwnMetric, taken, time_of_phase
+from fp8bench.model.ranks import BACKENDS, ranks_in_words
 from fp8bench.plan.checked_workload import answering, cases_of, sound_axes
 from fp8bench.protocols import Grid, Workload
 from fp8bench.protocols.axes import Axis
@@ -60,8 +62,11 @@ def tracked_by(grid: Grid) -> tuple[Tracked, ...]:
     found.append(Tracked(RELATIVE, "ratio", "a step's time over that of the highest precision in the same round"))
     found.append(Tracked(RELATIVE_MEAN, "ratio", "the same of the means over all calls"))
     found.append(Tracked(MEMORY, "bytes", "tensor memory at the highest point of a step, the state included"))
-    found += [Tracked(name, _UNITS.get(unit, unit), _COUNTED[name]) for name, unit in COUNTS.items()]
-    if grid.energy:
+    if grid.ranks:
+        found.append(Tracked(OwnMetric.WIRE_BYTES, "bytes", "that a rank sends to others in a step"))
+    else:
+        found += [Tracked(name, _UNITS.get(unit, unit), _COUNTED[name]) for name, unit in COUNTS.items()]
+    if grid.energy and not grid.ranks:
         found.append(Tracked(ENERGY, "joules", "of a step, all that the device took while it ran; one figure a window"))
     found += [Tracked(name, unit_of(name), "against the reference that the workload names") for name in grid.errors]
     return tuple(found)
@@ -73,7 +78,7 @@ def version_of(version: str, data: str | None) -> str:
 
 
 def parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
-    """The dtype, and every axis of which the grid has more than one value, whatever the device."""
+    """The dtype, every axis of which the grid has more than one value, whatever the device, and how many ranks."""
     grid = _grid(workload)
     axes = {axis.name: axis for axis in sound_axes(workload, _CLASSES["cpu"])}
     found: dict[str, tuple[Scalar, ...]] = {"dtype": tuple(grid.dtypes)}
@@ -81,6 +86,8 @@ def parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
         values = dict.fromkeys(_shown(axes[name], text) for text in (*grid.cpu[name], *grid.gpu[name]))
         if len(values) > 1:
             found[name] = tuple(values)
+    if grid.ranks:
+        found["ranks"] = tuple(ranks_in_words(ranks, kind) for kind in BACKENDS for ranks in grid.ranks)
     return found
 
 
@@ -99,13 +106,18 @@ def series_of(workload: Workload, data: str | None) -> tuple[Series, ...]:
 
 
 def cells_of(workload: Workload, facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:
-    """The grid's cells on one device, by the parameters of their cases; without the dtype, which all share."""
-    wanted = [name for name in parameters(workload) if name != "dtype"]
+    """The grid's cells on one device (or on one a rank), by the parameters of their cases; without the dtype, which
+    all share. None where so many ranks are not followed."""
+    ranks = _grid(workload).ranks
+    if facts.ranks not in (ranks or (1,)):
+        return {}
+    wanted = [name for name in parameters(workload) if name not in ("dtype", *(["ranks"] if ranks else []))]
+    own = (ranks_in_words(facts.ranks, facts.kind),) if ranks else ()
     found = {}
     with answering(workload):
         for shown, params in _combinations(workload, facts):
             key = (*params, ("data", data)) if data and workload.uses_corpus else params
-            found[key] = tuple(shown[name] for name in wanted)
+            found[key] = (*(shown[name] for name in wanted), *own)
     return found
 
 
@@ -134,7 +146,8 @@ def fingerprint(name: str) -> str:
         return "no grid"
     try:
         series = series_of(workload, None)
-        cells = [cells_of(workload, facts, None) for facts in _CLASSES.values()]
+        ranks = workload.history.ranks or (1,)
+        cells = [cells_of(workload, replace(one, ranks=size), None) for one in _CLASSES.values() for size in ranks]
         own = type(workload).__module__.startswith("fp8bench.")
         return repr((workload.history, workload.uses_corpus, own, reference_of(workload), series, cells))
     except UsageError as error:
@@ -177,9 +190,12 @@ def _wrong_axes(workload: Workload) -> Iterator[str]:
             yield f"{name!r} is no axis; it has {', '.join(sorted(axes))}"
         if name == "dtype":
             yield "an axis is called 'dtype', which is the precision's name among the parameters. Rename it"
+        if name == "ranks" and grid.ranks:
+            yield "an axis is called 'ranks', which is how many processes there are among the parameters. Rename it"
         if not grid.cpu[name] or not grid.gpu[name]:
             yield f"the axis {name!r} has no value on a {'gpu' if grid.cpu[name] else 'cpu'}"
-    if all(_texts(axes[name], grid.cpu[name]) & _texts(axes[name], grid.gpu[name]) for name in grid.cpu):
+    alike = all(_texts(axes[name], grid.cpu[name]) & _texts(axes[name], grid.gpu[name]) for name in grid.cpu)
+    if alike and not grid.ranks:
         yield "no axis differs wholly between cpu and gpu, so that a machine could mix the two in one series"
 
 
@@ -191,6 +207,8 @@ def _wrong_words(grid: Grid) -> Iterator[str]:
         yield f"time cannot be told per {grid.per!r}; it can per {', '.join(PER)}"
     if not grid.dtypes or len(set(grid.dtypes)) < len(grid.dtypes):
         yield f"its dtypes are {', '.join(grid.dtypes) or 'none'}; name at least one, and each once"
+    if len(set(grid.ranks)) < len(grid.ranks) or any(type(one) is not int or one < 1 for one in grid.ranks):
+        yield f"its numbers of ranks are {grid.ranks!r:.80}, and must be whole numbers from 1, each once"
     for name in grid.dtypes:
         if precisions.canonical(name) != name:
             yield f"the dtype {name!r} is an alias of {precisions.canonical(name)}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Params, Scalar, Support, Work
 from fp8bench.model.ranks import Transfer
-from fp8bench.protocols import Phases, Precision, Setup, SilentPhases, Workload
+from fp8bench.protocols import Grid, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
 from fp8bench.units import EXACT_DB
@@ -58,6 +58,13 @@ class Collective(Workload):
     listed = False
     fused = False
     dtypes = DTYPES
+    # One way of FP8, that of honest bytes, and sizes that a device of either kind has by default.
+    history = Grid(
+        cpu={"collective": COLLECTIVES, "fp8": ("fp8_twoshot",), "scaling": ("ms_amp",)},
+        gpu={"collective": COLLECTIVES, "fp8": ("fp8_twoshot",), "scaling": ("ms_amp",)},
+        dtypes=("fp32", "bf16", "fp8"), phases=("cast", "communication"), errors=("relative_error", "flushed_percent"),
+        ranks=(2, 8),
+    )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         elements = 1 << 26 if facts.accelerated else 1 << 20
@@ -224,4 +231,10 @@ def _over_ranks(sums: Tensor, setup: Setup) -> list[float]:
 def _figures(sums: list[float], size: int) -> dict[str, float]:
     noise, signal, saturation, flush = sums
     sqnr = min(EXACT_DB, 10 * math.log10(signal / noise)) if noise > 0 else EXACT_DB
-    return {"sqnr_db": sqnr, "saturated_ppm": saturation / size * 1e6, "flushed_percent": flush / size * 100}
+    error = math.sqrt(noise / signal) if signal > 0 else 0.0
+    return {
+        "sqnr_db": sqnr,
+        "relative_error": error,
+        "saturated_ppm": saturation / size * 1e6,
+        "flushed_percent": flush / size * 100,
+    }

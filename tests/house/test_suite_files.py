@@ -54,9 +54,12 @@ class {title}(asv_bridge.Suite):
 
 
 def built_in() -> set[str]:
-    """The public workloads of this package; a test may have registered others."""
+    """The workloads of this package that are followed, and all public ones; a test may have registered others."""
+    own = {name: workloads.get(name) for name in workloads.names(hidden=True)}
     return {
-        name for name in workloads.names() if type(workloads.get(name)).__module__.startswith("fp8bench.workloads.")
+        name
+        for name, one in own.items()
+        if type(one).__module__.startswith("fp8bench.workloads.") and (one.history or name in workloads.names())
     }
 
 

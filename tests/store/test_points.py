@@ -34,13 +34,14 @@ from fp8bench.model import (
     Timing,
     Work,
 )
+from fp8bench.model.ranks import Transfer
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.protocols import Grid, Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import workloads
 from fp8bench.store import points
 from fp8bench.store.points import followed, merged, metric_of
-from fp8bench.store.series import METHOD, tracked_by
+from fp8bench.store.series import METHOD, cells_of, tracked_by
 from tests.facts import CPU, H200
 from tests.fakes import MS
 from tests.runs import EMULATED, NATIVE, REFUSED, error, run_of
@@ -554,3 +555,38 @@ def test_of_several_counts_of_a_commit_the_newest_stands() -> None:
 
     (found,) = merged([one(10.0), one(12.0)]).values()
     assert found.samples == (12.0,) and found.runs == 2
+
+
+def of_ranks(ranks: int, **facts: Scalar) -> Run:
+    """A run of the collective's grid by so many ranks."""
+    device = replace(CPU, ranks=ranks)
+    grid = cells_of(workloads.get("collective"), replace(CPU, ranks=2), None)
+    params = next(params for params, cell in grid.items() if cell[0] == "all_reduce")
+    asked = case("bf16", params, "collective", ranks=ranks)
+    sent = Transfer(4e6, 2e6, 3e6, 1.0, counted=False)
+    record = Record(asked, NATIVE, Status.OK, timing=rounds(("communication",), [(1,)]), transfer=sent)
+    return run_of([record], devices=(device,), environment=Environment(facts))
+
+
+def test_ranks_are_part_of_a_cell() -> None:
+    """With the bytes on the wire; of what one process tells nothing is in their series."""
+    found = followed(of_ranks(2))
+    assert {point.cell for point in found.points} == {("bf16", "all_reduce", "2 gloo")}
+    values = {metric_of(point): point.samples for point in found.points}
+    assert values["wire_bytes"] == (3e6,) and values["time"] == pytest.approx((1e-3,))
+    assert not {"energy", *COUNTS} & values.keys()
+
+
+def test_a_number_of_ranks_that_nobody_follows_is_said() -> None:
+    for ranks, words in ((4, "4 ranks"), (1, "1 rank")):
+        found = followed(of_ranks(ranks))
+        assert not found.points and found.others == 1
+        assert found.why == f"it was measured by {words}, and the history of collective is of 2, 8"
+    alone = followed(run_of([record for record in RECORDS if record.timing], devices=(replace(CPU, ranks=2),)))
+    assert alone.why == "it was measured by 2 ranks, and the history of gemm is of 1"
+
+
+def test_settings_of_a_rank_are_conditions() -> None:
+    """Numbers by another algorithm of NCCL do not compare."""
+    plain, other = (followed(of_ranks(2, **{"rank 0 NCCL_ALGO": name})).points for name in ("Ring", "Tree"))
+    assert {point.under for point in plain} != {point.under for point in other}

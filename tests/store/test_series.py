@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ def grids_as_text() -> str:
         series = series_of(workload, TEXT if workload.uses_corpus else None)
         lines += [f"  {one.name} ({one.unit}), version {one.version}" for one in series]
         lines += [f"  {key}: {', '.join(map(repr, values))}" for key, values in parameters(workload).items()]
-        for facts in (CPU, GPU):
+        sizes = workload.history.ranks or (1,)  # type: ignore[union-attr]
+        for facts in (replace(one, ranks=size) for one in (CPU, GPU) for size in sizes):
             for params, cell in cells_of(workload, facts, TEXT).items():
                 case = ", ".join(f"{key}={value!r}" for key, value in params)
                 work = workload.work(dict(params))
@@ -109,11 +111,34 @@ def test_what_is_followed_stands_still() -> None:
     assert grids_as_text() == GOLDEN.read_text(), MOVED
 
 
-def test_every_public_workload_is_followed_and_no_hidden_one() -> None:
+def test_every_public_workload_is_followed_and_of_hidden_ones_collectives() -> None:
     """The self-test's injected slow-downs have no history. Other tests register workloads of their own."""
     own = [name for name in workloads.names() if type(workloads.get(name)).__module__.startswith("fp8bench.workloads.")]
     assert [name for name in FOLLOWED if name in own] == own and len(own) == 12
-    assert workloads.get("_planted").history is None
+    assert workloads.get("_planted").history is None and "collective" in FOLLOWED
+
+
+def test_numbers_of_ranks_never_share_a_series() -> None:
+    """Nor do those who carry what they send; one process, and a number that nobody follows, have no cell."""
+    workload = workloads.get("collective")
+    sizes = workload.history.ranks  # type: ignore[union-attr]
+    cells = [set(cells_of(workload, replace(one, ranks=size), None).values()) for one in (CPU, GPU) for size in sizes]
+    assert all(cells) and sum(map(len, cells)) == len(set().union(*cells))
+    assert {cell[-1] for cell in set().union(*cells)} == {"2 gloo", "8 gloo", "2 nccl", "8 nccl"}
+    assert not cells_of(workload, CPU, None) and not cells_of(workload, replace(CPU, ranks=3), None)
+    assert not cells_of(workloads.get("gemm"), replace(CPU, ranks=2), None)
+
+
+def test_numbers_of_ranks_must_be_numbers() -> None:
+    for wrong in ((0,), (2, 2), (True,), ("2",)):
+        assert "must be whole numbers from 1, each once" in why_not(tiny(ranks=wrong))
+
+
+def test_an_axis_called_ranks_is_no_number_of_processes() -> None:
+    grid = Grid({"ranks": ("8",)}, {"ranks": ("64",)}, ranks=(2,))
+    axis = Axis("ranks", "a number", ("8",), whole_number())
+    named = type("Ranked", (Tiny,), {"history": grid, "axes": lambda self, facts: (axis,)})()
+    assert "an axis is called 'ranks'" in why_not(named)
 
 
 @pytest.mark.parametrize("name", workloads.names())

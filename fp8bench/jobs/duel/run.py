@@ -53,6 +53,8 @@ def run_duel(
     question: Question, request: Request, store: Path, observer: JobObserver, only: Collection[str] = ()
 ) -> Duel:
     """Measure both sides and keep what they come to; of the cases with the ids in `only`, if there are any."""
+    if request.ranks is not None:
+        raise UsageError(f"a side of a duel is one process, and this would be {request.ranks} ranks on each.")
     check_names(request)
     why_eager = quantisers_for(request.quick, os.environ).why_eager
     check_store(store)

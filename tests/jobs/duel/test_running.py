@@ -17,7 +17,7 @@ from fp8bench.cli.progress import TERMINAL, DuelProgress
 from fp8bench.errors import StoreError, UsageError, WorkerLost
 from fp8bench.jobs.duel import run as duel_commands
 from fp8bench.jobs.duel.side_workers import SideWorkers
-from fp8bench.jobs.duel.sides import Ready, Sides
+from fp8bench.jobs.duel.sides import Question, Ready, Sides
 from fp8bench.measure.other_interpreter import PartnerWorker, Start
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.model import PlannedCase, Request
@@ -69,6 +69,11 @@ def run_duel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[duel_
 
     monkeypatch.setattr(duel_commands, "_begun", begun)
     return lambda one: duel_commands._measured(one, REQUEST, tmp_path, TERMINAL, DuelProgress(None, {}), 0.0)
+
+
+def test_several_ranks_are_no_side(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a side of a duel is one process, and this would be 2 ranks on each"):
+        duel_commands.run_duel(Question(), Request("collective", ranks=2), tmp_path, TERMINAL)
 
 
 RunDuel = Callable[[duel_commands.StartedSides], Duel]

@@ -1,0 +1,16 @@
+"""What asv follows of the suite collective."""
+
+from typing import Any
+
+from fp8bench import asv_bridge
+
+
+class Collective(asv_bridge.Suite):
+    """Its declared grid; see Grid in fp8bench/workloads/collective.py."""
+
+    workload = "collective"
+
+    def setup_cache(self) -> Any:
+        return self.measure()
+
+    setup_cache.timeout = 3600
