@@ -156,7 +156,7 @@ class SelfAttention(nn.Module):
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         mixed = region(phase.attention, self.core, q, k, v)
-        y: Tensor = self.out(mixed.transpose(1, 2).reshape(x.shape), phase)
+        y: Tensor = self.out(mixed.transpose(1, 2).flatten(2), phase)
         return y.to(x.dtype)
 
     def heads(self, x: Tensor, phase: Phases) -> list[Tensor]:

@@ -96,9 +96,7 @@ class LanguageModel(nn.Module):
     """Tokens and targets in, mean loss out; with the reduction 'none' the loss of each token, (batch x tokens)."""
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
-        logits = self.logits(tokens, phase)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]).to(wide), targets.view(-1), reduction=reduction)
+        return loss_of(self.logits(tokens, phase), targets, reduction)
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
         """Of the token that follows each, (batch, tokens, vocabulary)."""
@@ -138,19 +136,36 @@ class GPT(LanguageModel):
         self.register_buffer("rotation", rotations(config.sequence, config.head_width) if config.modern else None)
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
+        return self.read(self.through(self.embedded(tokens), phase, tokens.shape[1]), phase)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The stream that the first block is given."""
         x = F.embedding(tokens, self.embedding)
         if self.positions is not None:
             x = x + self.positions[: tokens.shape[1]]
-        x = dropped(x.to(self.carrier), self.dropout if self.training else 0.0)
-        rotation = None if self.rotation is None else self.rotation[: tokens.shape[1]].to(self.carrier)
+        return dropped(x.to(self.carrier), self.dropout if self.training else 0.0)
+
+    def through(self, x: Tensor, phase: Phases, length: int) -> Tensor:
+        """The stream behind the last block, of sequences of so many tokens; `x` may be a part of them."""
+        rotation = None if self.rotation is None else self.rotation[:length].to(self.carrier)
         for block in self.blocks:
             if self.checkpointing:
                 # Where nothing in a block is random no random state need be kept.
                 x = checkpoint(block, x, phase, rotation, use_reentrant=False, preserve_rng_state=self.dropout > 0)
             else:
                 x = block(x, phase, rotation)
+        return x
+
+    def read(self, x: Tensor, phase: Phases) -> Tensor:
+        """What the head makes of the stream."""
         y: Tensor = self.head(self.norm(x), phase)
         return y
+
+
+def loss_of(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross entropy of (batch, tokens, vocabulary), in at least fp32."""
+    wide = logits.reshape(-1, logits.shape[-1]).to(_wide(logits))
+    return F.cross_entropy(wide, targets.reshape(-1), reduction=reduction)
 
 
 def dropped(x: Tensor, share: float) -> Tensor:

@@ -16,13 +16,10 @@ from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.rotations import rotated
-from fp8bench.nn.tensor_scales import DelayedScale, StaticScale, backward_is_running, kept_scales
+from fp8bench.nn.tensor_scales import DelayedScale, NextScale, backward_is_running, kept_scales
 from fp8bench.numerics.products import in_dtype, values_product
 from fp8bench.numerics.short_sums import short_product
 from fp8bench.protocols import Arithmetic, Operand, Role, ScaleBook
-
-# Where the scale of a tensor comes from, if not from the tensor as it is.
-NextScale = DelayedScale | StaticScale
 
 
 class RecipeArithmetic(Arithmetic):

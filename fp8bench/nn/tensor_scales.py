@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,17 @@ class ScalePair(NamedTuple):
 
     scale: Tensor
     inverse: Tensor
+
+
+class NextScale(Protocol):
+    """Where the scale of a tensor comes from, if not from the tensor as it is."""
+
+    def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
+        """The scale for a cast of `x`, whose largest magnitude may be known; `again`: the cast before once more."""
+
+    @property
+    def last(self) -> ScalePair | None:
+        """What the last cast got."""
 
 
 class DelayedScale:

@@ -87,10 +87,10 @@ class Plain:
                     return given
                 case "all_gather":
                     received = given.new_empty(given.numel() * size)
-                    _newest("all_gather_single", "all_gather_into_tensor")(received, given)
+                    newest("all_gather_single", "all_gather_into_tensor")(received, given)
                 case "reduce_scatter":
                     received = given.new_empty(given.numel() // size)
-                    _newest("reduce_scatter_single", "reduce_scatter_tensor")(received, given, op=dist.ReduceOp.AVG)
+                    newest("reduce_scatter_single", "reduce_scatter_tensor")(received, given, op=dist.ReduceOp.AVG)
                 case _:
                     received = torch.empty_like(given)
                     dist.all_to_all_single(received, given)
@@ -153,7 +153,7 @@ def check_ones(kind: Plain | InFP8, count: int, rank: int, size: int, device: st
         )
 
 
-def _newest(*names: str) -> Callable[..., object]:
+def newest(*names: str) -> Callable[..., object]:
     """torch 2.13 has new names for some, and warns of the old ones."""
     import torch.distributed as dist
 
