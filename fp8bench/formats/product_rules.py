@@ -134,15 +134,15 @@ def rows_give_float32(facts: DeviceFacts) -> bool:
 def grouped_multiple(products: Iterable[tuple[Treatment, Treatment]], facts: DeviceFacts) -> int:
     """What sides must be multiples of for one product for several weights, torch's scaled_grouped_mm; 0: there is none.
 
-    GroupedBlas.cpp asks for a scale a row, E4M3, compute capability 9 or 10, and rows that begin at 16 bytes. It has
-    others for MX blocks and for ROCm: nothing here asks for these.
+    GroupedBlas.cpp asks for E4M3 on compute capability 9 or 10: with a scale a row, and rows that begin at 16 bytes;
+    or in MX blocks, whole ones, whose kernels are those of 10.0. It has others for ROCm: nothing here asks for these.
     """
-    rows = all(Product(*_GROUPED, a, b).scheme is Scheme.ROW and a.fmt is b.fmt is E4M3 for a, b in products)
-    fits = is_nvidia(facts) and facts.capability is not None and facts.capability[0] in (9, 10)
-    return _GROUPED[0] if rows and fits else 0
-
-
-_GROUPED = (16, 16, 16)
+    if not is_nvidia(facts) or facts.capability is None or facts.capability[0] not in (9, 10):
+        return 0
+    schemes = {Product(32, 32, 32, a, b).scheme if a.fmt is b.fmt is E4M3 else None for a, b in products}
+    if schemes == {Scheme.ROW}:
+        return 16
+    return 32 if schemes == {Scheme.MXFP8} and facts.capability == B200.capability else 0
 
 
 def _row_outputs(device: DeviceClass) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from fp8bench.formats.codes import decode, unpack
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, Format
 from fp8bench.formats.native_codes import codes_turned, row_codes, row_codes_both, square_codes
-from fp8bench.formats.scale_layouts import of_squares, squares, unswizzled
+from fp8bench.formats.scale_layouts import TILE_ROWS, of_squares, squares, unswizzled
 from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.numerics.products import in_dtype
@@ -25,6 +26,9 @@ class BlockArithmetic(RecipeArithmetic):
     An operand's scale is one tensor: float32 of 128 elements by columns, squares turned (scale_layouts.py); MX's bytes
     swizzled; NVFP4's too, with the four bytes of the tensor's own float32 scale behind them.
     """
+
+    # Parts of whole tiles: the scales of all rows are then those of each part, one behind the other.
+    part_rows = TILE_ROWS
 
     def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
         one = self.treatments[role]
@@ -70,10 +74,28 @@ class BlockArithmetic(RecipeArithmetic):
         )
         return in_dtype(found, dtype)
 
+    def grouped(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
+        """Of MX blocks: the tiles of each part's scales lie behind those of the part before."""
+        b_turned = b.data.transpose(-2, -1)
+        if a.scale is None or b.scale is None:
+            return F.grouped_mm(a.data, b_turned, offs=ends)
+        scales = [_rows_of_tiles(one) if one.data.dim() == 2 else one.scale for one in (a, b)]
+        found: Tensor = torch.ops.aten._scaled_grouped_mm.default(
+            a.data, b_turned, *scales, ends, None, None, self.carrier, False
+        )
+        return found
+
     def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
         if operand.scale is None:
             return super().restore(operand, dtype)
         return _values(operand.data, operand.scale).to(dtype)
+
+
+def _rows_of_tiles(operand: Operand) -> Tensor:
+    """Scales as a matrix with rows for all of the codes' rows, as a grouped product asks; how they lie is as it was."""
+    assert operand.scale is not None
+    rows = len(operand.data)
+    return operand.scale.view(rows + -rows % TILE_ROWS, -1)
 
 
 def _scales_of(operand: Operand) -> tuple[list[Tensor], list[int], list[int]]:

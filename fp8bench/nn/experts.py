@@ -62,10 +62,12 @@ class Experts(nn.Module):
 
     def _each(self, parts: Sequence[Tensor], counts: Tensor, phase: Phases) -> list[Tensor]:
         """Every expert on its tokens; on zeros where it has none, so that its weights have gradients, zero ones."""
-        sizes = [max(ROWS, -(-len(part) // ROWS) * ROWS) for part in parts]
+        grouped = self._may_be_grouped()
+        rows = self.experts[0].up.arithmetic.part_rows if grouped else ROWS
+        sizes = [max(rows, -(-len(part) // rows) * rows) for part in parts]
         filled = [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, sizes, strict=True)]
-        if self._may_be_grouped():
-            ends = ((counts.clamp(min=1) + ROWS - 1) // ROWS * ROWS).cumsum(0).to(torch.int32)
+        if grouped:
+            ends = ((counts.clamp(min=1) + rows - 1) // rows * rows).cumsum(0).to(torch.int32)
             found = torch.split_with_sizes(self._grouped(torch.cat(filled), sizes, ends, phase), sizes)
         else:
             found = tuple(expert(part, phase) for expert, part in zip(self.experts, filled, strict=True))

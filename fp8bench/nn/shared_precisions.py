@@ -175,11 +175,10 @@ def native_arithmetic(recipe: Recipe, facts: DeviceFacts) -> Arithmetic:
     from fp8bench.nn.recipe_arithmetic import ScaledArithmetic, WideScaledArithmetic
 
     own = on_device(recipe, facts)
-    if own.in_blocks:
-        return BlockArithmetic(own)
-    scaled = (WideScaledArithmetic if rows_give_float32(facts) else ScaledArithmetic)(own)
-    scaled.groups = grouped_multiple(own.products, facts)
-    return scaled
+    of_rows = WideScaledArithmetic if rows_give_float32(facts) else ScaledArithmetic
+    found = (BlockArithmetic if own.in_blocks else of_rows)(own)
+    found.groups = grouped_multiple(own.products, facts)
+    return found
 
 
 def recipe_of(precision: Precision) -> Recipe:

@@ -106,7 +106,8 @@ class Arithmetic(ABC):
     `settles` says that its first casts are unlike those that follow: their scales come from what was cast before.
     `plain` says that operands are torch's own values in the carrier's dtype, without scales. `takes_amax` says that
     `cast_both` has a use for a tensor's largest magnitude that somebody has found already. Where it has one product
-    for several weights (`grouped`), `groups` is what sides must be multiples of; else it is 0.
+    for several weights (`grouped`), `groups` is what sides must be multiples of, and `part_rows` what the rows of each
+    weight's part are; else `groups` is 0.
     """
 
     carrier: torch.dtype
@@ -117,6 +118,7 @@ class Arithmetic(ABC):
     plain: bool = False
     takes_amax: bool = False
     groups: int = 0
+    part_rows: int = 32
 
     def layer(self, name: str) -> Arithmetic:
         """The arithmetic of one layer: one of its own where it remembers something of what it cast (scales, seeds)."""

@@ -26,7 +26,7 @@ from fp8bench.registry import backends, precisions
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TOKENS, _INPUTS, _OUTPUTS = 256, 512, 384
+_TOKENS, _INPUTS, _OUTPUTS = 512, 256, 384
 # Of the sum of magnitudes: bfloat16's rounding and sums in 14 bits take 0.3%, an operand's other scale much more.
 _MOST = 0.01
 # Of the product, as matrices: a library may round at random and rotate as it likes, which with four bits leaves 3%.
@@ -141,11 +141,11 @@ def _of_operands(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradient: Te
         left, right = (arithmetic.restore(operand, torch.float64) for operand in (one, other))
         product = arithmetic.product(one, other, arithmetic.carrier)
         found[name] = _largest(product, left @ right.t(), left.abs() @ right.abs().t())
-    return {**found, **_of_parts(arithmetic, a, b, g, x, gradient)} if arithmetic.groups else found
+    return {**found, **_of_parts(arithmetic, a, g, (x, weight, gradient))} if arithmetic.groups else found
 
 
 def _of_parts(
-    arithmetic: Arithmetic, a: Operand, b: Operand, g: Operand, x: Tensor, gradient: Tensor
+    arithmetic: Arithmetic, a: Operand, g: Operand, sources: tuple[Tensor, Tensor, Tensor]
 ) -> dict[str, float]:
     """The same of both products for several weights: here two, the second of which is the first upside down."""
     import torch
@@ -155,27 +155,28 @@ def _of_parts(
     def exact(one: Operand) -> Tensor:
         return arithmetic.restore(one, torch.float64)
 
-    def part(one: Operand, number: int) -> Tensor:
-        """One part of operands along each other, whose scales follow each other."""
-        scales = None if one.scale is None else one.scale.chunk(2)[number]
-        return exact(Operand(torch.split_with_sizes(one.data, sizes, 1)[number], scales))
+    def columns(source: Tensor, role: Role) -> list[Tensor]:
+        """Every part turned by itself."""
+        parts = torch.split_with_sizes(source, sizes)
+        return [exact(arithmetic.turn(arithmetic.cast(part, role), part, role)) for part in parts]
 
+    x, weight, gradient = sources
     sizes = [_TOKENS // 4, _TOKENS - _TOKENS // 4]
     ends = torch.tensor(sizes, device=x.device).cumsum(0).to(torch.int32)
-    other = Operand(b.data.flip(0), None if b.scale is None else b.scale.flip(0))
-    rows = list(zip(torch.split_with_sizes(exact(a), sizes), map(exact, (b, other)), strict=True))
-    g_turned, a_turned = (
-        turned_parts(arithmetic, *one, sizes) for one in ((g, gradient, Role.GRADIENT), (a, x, Role.INPUT))
-    )
-    columns = [(part(g_turned, number), part(a_turned, number)) for number in range(2)]
-    forward = torch.split_with_sizes(arithmetic.grouped(a, beside([b, other]), ends), sizes)
-    gradients = arithmetic.grouped(g_turned, a_turned, ends).unbind()
+    both = [arithmetic.cast(one, Role.WEIGHT) for one in (weight, weight.flip(0))]
+    rows = zip(torch.split_with_sizes(exact(a), sizes), map(exact, both), strict=True)
+    turned = zip(columns(gradient, Role.GRADIENT), columns(x, Role.INPUT), strict=True)
+    forward = torch.split_with_sizes(arithmetic.grouped(a, beside(both), ends), sizes)
+    gradients = arithmetic.grouped(
+        turned_parts(arithmetic, g, gradient, Role.GRADIENT, sizes),
+        turned_parts(arithmetic, a, x, Role.INPUT, sizes), ends,
+    ).unbind()  # fmt: skip
     return {
         f"grouped {name}": max(
             _largest(found, left @ right.t(), left.abs() @ right.abs().t())
             for found, (left, right) in zip(parts, pairs, strict=True)
         )
-        for name, parts, pairs in (("forward", forward, rows), ("weight gradient's", gradients, columns))
+        for name, parts, pairs in (("forward", forward, rows), ("weight gradient's", gradients, turned))
     }
 
 

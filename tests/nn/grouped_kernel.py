@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,27 +16,36 @@ def kernel(a: Tensor, b: Tensor, *others: Any) -> Tensor:
     """Part by part, each with the codes and the scales that are documented to be its own."""
     scale_a, scale_b, ends, bias, scale_result, output, fast = others
     assert bias is scale_result is None
-    starts = [0, *ends.tolist()]
-    parts = list(itertools.pairwise(starts))
+    parts = list(itertools.pairwise([0, *ends.tolist()]))
     right = b.transpose(-2, -1)
     if b.dim() == 3:  # rows of a, each part with a matrix and scales of its own
         assert a.dim() == 2 and parts[-1][1] == len(a) and len(parts) == len(b)
-        pairs = [
-            (decoded(a[slice(*part)], scale_a[slice(*part)]), decoded(right[number], scale_b[number]))
-            for number, part in enumerate(parts)
-        ]
-        return torch.cat([values_product(*pair, output) for pair in pairs])
-    assert not fast, "sums of gradients"
-    scales = [one.chunk(len(parts)) for one in (scale_a, scale_b)]
-    pairs = [
-        (decoded(a[:, slice(*part)], scales[0][number]), decoded(right[:, slice(*part)], scales[1][number]))
-        for number, part in enumerate(parts)
-    ]
-    return torch.stack([values_product(*pair, output) for pair in pairs])
+        lefts, rights = [a[slice(*part)] for part in parts], list(right)
+    else:
+        assert not fast, "sums of gradients"
+        lefts, rights = ([one[:, slice(*part)] for part in parts] for one in (a, right))
+    given = zip(_decoded(lefts, scale_a), _decoded(rights, scale_b), strict=True)
+    join = torch.cat if b.dim() == 3 else torch.stack
+    return join([values_product(left.contiguous(), other.contiguous(), output) for left, other in given])
 
 
-def decoded(codes: Tensor, scales: Tensor) -> Tensor:
-    return (codes.to(torch.float32) * scales[:, None]).contiguous()
+def _decoded(parts: list[Tensor], scales: Tensor) -> Iterator[Tensor]:
+    """The values of every part, whose scales lie behind those of the part before: a row each, or tiles of MX blocks."""
+    lying, begin = scales.flatten(), 0
+    for codes in parts:
+        rows, across = codes.shape[0], codes.shape[1] // 32
+        if scales.dtype != torch.float8_e8m0fnu:
+            yield codes.to(torch.float32) * lying[begin : begin + rows, None]
+            begin += rows
+            continue
+        row, column = torch.arange(rows)[:, None], torch.arange(across)
+        wide = -(-across // 4)
+        tile = (row // 128 * wide + column // 4) * 512
+        of_blocks = lying.view(torch.uint8)[begin + tile + row % 32 * 16 + row % 128 // 32 * 4 + column % 4]
+        powers = torch.exp2(of_blocks.to(torch.float32) - 127)
+        yield codes.to(torch.float32) * powers.repeat_interleave(32, 1)
+        begin += -(-rows // 128) * wide * 512
+    assert begin == lying.numel()
 
 
 class GroupedKernel:

@@ -18,7 +18,10 @@ from tests.facts import B200, CPU, H200, MI300X
 from tests.nn.grouped_kernel import GroupedKernel
 from tests.nn.layers import given
 
-MODES = ("fp8-rowwise", "fp8-rowwise:scale=exact", "fp8-rowwise:weight-gradient=bf16")
+MODES = (
+    *(("fp8-rowwise" + options, H200) for options in ("", ":scale=exact", ":weight-gradient=bf16")),
+    *(("mxfp8" + options, B200) for options in ("", ":weight-gradient=bf16")),
+)
 
 
 def experts(arithmetic: Arithmetic, gated: bool, hidden: int = 48) -> Experts:
@@ -31,18 +34,18 @@ def experts(arithmetic: Arithmetic, gated: bool, hidden: int = 48) -> Experts:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "gpu"), MODES)
 def test_outputs_and_gradients_are_those_of_one_product_for_each(
-    mode: str, cached: bool, grouped_kernel: GroupedKernel
+    mode: str, gpu: DeviceFacts, cached: bool, grouped_kernel: GroupedKernel
 ) -> None:
     """Bit for bit: every code and every scale is where the product looks for it, whoever cast the weights."""
     found = []
-    for facts in (H200, CPU):
-        block = experts(precisions.get(mode).arithmetic(facts), gated=cached)
-        x = (given(75, 32).abs() * torch.logspace(-2, 2, 75)[:, None]).to(torch.bfloat16).requires_grad_()
+    for facts in (gpu, CPU):
+        block = experts(precisions.get(mode).arithmetic(facts), gated=cached, hidden=160)
+        x = (given(200, 32).abs() * torch.logspace(-2, 2, 200)[:, None]).to(torch.bfloat16).requires_grad_()
         with CachedWeights(block).cast(SilentPhases()) if cached else nullcontext():
             y = block(x, SilentPhases())
-            (y * given(75, 32, seed=5)).sum().backward()
+            (y * given(200, 32, seed=5)).sum().backward()
         found.append([y, x.grad, *(one.grad for one in block.parameters())])
     products = 2 if "gradient" in mode else 3  # the weight gradient's in bf16 is torch's own
     assert grouped_kernel.calls == 2 * products
@@ -71,6 +74,12 @@ def test_sides_that_do_not_fit_are_multiplied_one_by_one(grouped_kernel: Grouped
         ("fp8-rowwise", CPU, 0),
         ("fp8-rowwise:formats=hybrid", H200, 0),  # E5M2
         ("fp8-e4m3", H200, 0),  # a scale a tensor
+        ("mxfp8", B200, 32),
+        ("mxfp8", replace(B200, capability=(10, 3)), 0),
+        ("mxfp8", H200, 0),
+        ("mxfp8:formats=hybrid", B200, 0),
+        ("mxfp4", B200, 0),
+        ("nvfp4", B200, 0),
         ("bf16", CPU, 8),
         ("fp16", H200, 0),
     ],

@@ -93,9 +93,10 @@ def class_of(facts: DeviceFacts) -> DeviceClass:
 
 def product_of(name: str, args: Any) -> Product | None:
     """The scaled product that a call is; None for any other."""
-    if name == "aten::_scaled_grouped_mm":  # its own rules are those of rows
-        a, b, *_, output, _ = (*args, False)[:9]
-        kinds_a = kinds_b = [ScalingType.RowWise.value]
+    if name == "aten::_scaled_grouped_mm":  # its own rules are those of rows, or of MX blocks
+        a, b, scale, *_, output, _ = (*args, False)[:9]
+        in_blocks = scale.dtype == torch.float8_e8m0fnu
+        kinds_a = kinds_b = [(ScalingType.BlockWise1x32 if in_blocks else ScalingType.RowWise).value]
     elif name == "aten::_scaled_mm_v2":
         a, b, _, kinds_a, _, _, kinds_b, _, _, output, *_ = args
     else:

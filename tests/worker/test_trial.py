@@ -14,14 +14,16 @@ from torch import Tensor
 from fp8bench import pipeline
 from fp8bench.errors import BackendMissing
 from fp8bench.model import Case, DeviceFacts, Level, Request, Status
+from fp8bench.nn.block_arithmetic import BlockArithmetic
 from fp8bench.nn.linear import linear
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
 from fp8bench.nn.whole_layers import WholeLayer, WholeLayers
+from fp8bench.numerics.products import values_product
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentObserver, SilentPhases
 from fp8bench.registry import backends, precisions
 from fp8bench.user_code import import_user_modules
 from fp8bench.worker.trial import Trials, installed, why_not, wrong_product
-from tests.facts import CPU, H200
+from tests.facts import B200, CPU, H200
 from tests.nn.grouped_kernel import kernel
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
 from tests.own_suites import forgotten
@@ -107,11 +109,11 @@ class Zeros(RecipeArithmetic):
 
 
 class OtherRows(RecipeArithmetic):
-    """The rows of a large product come in another order: the weight gradient alone is wrong."""
+    """The rows of a small product come in another order: the weight gradient alone is wrong."""
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         found = super().product(a, b, dtype)
-        return found.flip(0) if found.numel() > 150_000 else found
+        return found.flip(0) if found.numel() < 100_000 else found
 
 
 def wrong(kind: type[RecipeArithmetic], mode: str = "fp8") -> str:
@@ -157,21 +159,37 @@ def test_products_of_torch_s_that_are_right_pass(mode: str) -> None:
 
 
 OTHERS_SCALES = {
-    "grouped forward": lambda a, b, scale, *others: kernel(a, b, scale.flip(0), *others),
+    "grouped forward": lambda a, b, scale, *others: kernel(
+        a, b, scale.view(torch.uint8).flip(0).view(scale.dtype), *others
+    ),
     "grouped weight gradient's": lambda a, b, scale, *others: kernel(
-        a, b, scale if b.dim() == 3 else scale.roll(len(a)), *others
+        a, b, scale if b.dim() == 3 else _of_another_part(scale, len(a)), *others
     ),
 }
 
 
+def _of_values(self: BlockArithmetic, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+    """For a processor, which has no product of tiles."""
+    return values_product(*(self.restore(one, torch.float32) for one in (a, b)), dtype)
+
+
+def _of_another_part(scale: Tensor, rows: int) -> Tensor:
+    """All scales moved on by the first part's: a float32 a row, or the bytes of four blocks."""
+    return scale.view(torch.uint8).flatten().roll(rows * 4).view(scale.dtype).view(scale.shape)
+
+
 @NEEDS_PRODUCTS
 @pytest.mark.parametrize("lie", ["", *OTHERS_SCALES])
-def test_products_for_several_weights_are_looked_at(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mode", "gpu"), [("fp8-rowwise", H200), ("mxfp8", B200)])
+def test_products_for_several_weights_are_looked_at(
+    mode: str, gpu: DeviceFacts, lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By themselves: one takes the scales of other rows, or of another part's."""
-    precision = precisions.get("fp8-rowwise")
-    arithmetic = precision.arithmetic(H200)
+    precision = precisions.get(mode)
+    arithmetic = precision.arithmetic(gpu)
     assert arithmetic.groups
     monkeypatch.setattr(torch.ops.aten._scaled_grouped_mm, "default", OTHERS_SCALES.get(lie, kernel))
+    monkeypatch.setattr(BlockArithmetic, "product", _of_values)
     found = wrong_product(arithmetic, precision, CPU)
     assert f"its {lie} product is wrong" in found if lie else not found
 
@@ -192,7 +210,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, kind: type[Arithmetic] | None, **envi
 
 
 def test_a_map_s_dtypes_are_tried_and_a_failing_product_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "fp8: a product of 256x384x512 fails: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED" in tried(monkeypatch, None)
+    assert "fp8: a product of 512x384x256 fails: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED" in tried(monkeypatch, None)
     assert "fp8: its forward product is wrong" in tried(monkeypatch, Off)
     assert tried(monkeypatch, RecipeArithmetic) == ""
 

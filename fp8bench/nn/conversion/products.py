@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.convolution import Windows, convolved
-from fp8bench.nn.experts import ROWS
 from fp8bench.nn.grouped_products import grouped_linear
 from fp8bench.nn.linear import linear, region
 from fp8bench.protocols import Arithmetic, Phases
@@ -49,8 +48,9 @@ class Products:
 
         As one product where the arithmetic has one, whose parts are filled up with zeros, unless most would be zeros.
         """
-        filled = [max(ROWS, -(-size // ROWS) * ROWS) for size in sizes]
-        multiple, parts = self.arithmetic.groups, torch.split_with_sizes(x, list(sizes))
+        multiple, own_rows = self.arithmetic.groups, self.arithmetic.part_rows
+        filled = [max(own_rows, -(-size // own_rows) * own_rows) for size in sizes]
+        parts = torch.split_with_sizes(x, list(sizes))
         sides = {side for weight in weights for side in weight.shape}
         if not multiple or sum(filled) > 2 * len(x) or any(side % multiple for side in sides):
             pairs = zip(parts, weights, strict=True)
