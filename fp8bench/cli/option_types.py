@@ -21,6 +21,11 @@ def path(text: str) -> Path:
     return Path(text)
 
 
+def plan_or_all(text: str) -> Path | None:
+    """A plan's file; None for '-'."""
+    return None if text == "-" else path(text)
+
+
 def words(text: str) -> tuple[str, ...]:
     """Names with commas between."""
     words = tuple(word.strip() for word in text.split(","))

@@ -17,6 +17,7 @@ from fp8bench.store.runs.read import load_head, load_run, missing_groups
 
 _SCHEMA = 1
 _CELLS = "cells"
+_PLANS = "plans"
 _ATTEMPTS = "attempts.jsonl"
 # What the process of a cell printed.
 OUTPUT = "output.txt"
@@ -57,9 +58,31 @@ def runs_of(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run]]:
             head = load_head(path)
         except StoreError:
             continue
-        name, _, number = head.cell.rpartition("/")
-        if name == plan.id and number.isdigit() and int(number) < len(plan.cells):
-            yield int(number), head
+        number = number_of(plan, head)
+        if number is not None:
+            yield number, head
+
+
+def number_of(plan: FleetPlan, run: Run) -> int | None:
+    """Which cell of a plan a run is; None for none of them."""
+    name, _, number = run.cell.rpartition("/")
+    inside = name == plan.id and number.isdecimal() and int(number) < len(plan.cells)
+    return int(number) if inside else None
+
+
+def keep_plan(plan: FleetPlan, store: Path) -> None:
+    """Put a plan beside the runs of its cells. Raises OSError, and StoreError where another one has its id."""
+    path = store / _PLANS / f"{plan.id}.json"
+    if not path.exists():
+        write_plan(plan, path)
+    elif read_plan(path) != plan:
+        raise StoreError(f"{path} is another plan of the same id. Move one of them away.")
+
+
+def plans_of(store: Path) -> tuple[FleetPlan, ...]:
+    """Those that lie beside the runs of a store, oldest first. Raises UsageError for a file that is none."""
+    plans = (read_plan(path) for path in sorted((store / _PLANS).glob("*.json")))
+    return tuple(sorted(plans, key=lambda one: one.created))
 
 
 def is_whole(run: Run) -> bool:

@@ -28,7 +28,7 @@ from fp8bench.store.interpreters import (
     renamed,
     save_renamings,
 )
-from fp8bench.store.runs.listing import id_of, is_beginning, listing, run_files
+from fp8bench.store.runs.listing import id_of, is_beginning, listing, machine_folder, run_files
 from fp8bench.store.runs.read import load_run
 from fp8bench.store.runs.write import lock_run
 
@@ -81,7 +81,7 @@ def _take(path: Path, here: Path | None, ours: Path, merged: Merged) -> None:
     content = _whole(path, merged)
     load_run(path)  # what is no run file raises
     if here is None:
-        target = ours / "runs" / path.parent.name / path.name
+        target = ours / "runs" / machine_folder(path) / path.name
         if target.exists():
             raise StoreError(f"{path} was not taken: {target} is another run. Rename one of them.")
         try:

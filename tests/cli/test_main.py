@@ -99,6 +99,7 @@ OPTIONS = {
     "fleet": COMMON,
     "fleet work": COMMON | {"PLAN", "--store", "--workers", "--retry"},
     "fleet submit": COMMON | {"PLAN", "--store", "--on", "--workers", "--retry", "--option", "--wait"},
+    "fleet collect": COMMON | {"PLAN", "DIR", "--store"},
     "fleet status": COMMON | {"PLAN", "--store", "--json", "--csv"},
     "tape": COMMON
     | {

@@ -9,7 +9,7 @@ from pathlib import Path
 from fp8bench.cli import option_types as types
 from fp8bench.cli.grammar import shared
 from fp8bench.cli.outputs import check_outputs, tell
-from fp8bench.cli.streams import complain
+from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK
 from fp8bench.jobs.fleet.crew import crew
 from fp8bench.jobs.fleet.submit import ENGINES, submit
@@ -25,10 +25,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
     codes = "Exit codes: 0 every cell is done and no case failed, 2 wrong usage, 3 one is not or has, 130 interrupted."
 
-    def command(name: str, words: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(
+    def bare(name: str, words: str, codes: str = codes) -> argparse.ArgumentParser:
+        return commands.add_parser(
             name, help=words, description=words[:1].upper() + words[1:] + ".", epilog=codes, allow_abbrev=False
         )
+
+    def command(name: str, words: str) -> argparse.ArgumentParser:
+        made = bare(name, words)
         made.add_argument("plan", type=types.path, metavar="PLAN", help="a file of suite NAME --dry-run --write-plan")
         shared(
             made, "--store", help="where the runs of its cells go; a folder that all machines share, or each its own"
@@ -52,11 +55,18 @@ def add(parser: argparse.ArgumentParser) -> None:
     status = command("status", "where every cell stands, and why one failed")
     shared(status, "--json", help="print the states as JSON instead")
     shared(status, "--csv", help="also write them there as rows, one a cell; '-' prints them instead")
+    ends = "Exit codes: 0 all was taken, 2 wrong usage, 3 something is wrong with a file, 130 interrupted."
+    taken = bare("collect", "copy the runs of several machines' stores into one, by machine and month", ends)
+    taken.add_argument("plan", type=types.plan_or_all, metavar="PLAN", help="whose cells; '-': all runs there are")
+    taken.add_argument("folders", nargs="+", type=types.path, metavar="DIR", help="a store, or what one lies in")
+    shared(taken, "--store", help="where the copies go; as often as you like, what is there already stays")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what one of the commands asks for; returns the exit code."""
     check_outputs(arguments)
+    if arguments.subcommand == "collect":
+        return _collect(arguments)
     plan = read_plan(arguments.plan)
     if arguments.subcommand == "work":
         return _work(plan, arguments)
@@ -92,6 +102,23 @@ def _submit(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     states = states_of(plan, store)
     tell(arguments, partial(page_of, plan, states))
     return _code(states)
+
+
+def _collect(arguments: argparse.Namespace) -> int:
+    from fp8bench.store.collect import collect
+
+    out = Path(arguments.store)
+    made = collect(read_plan(arguments.plan) if arguments.plan is not None else None, arguments.folders, out)
+    for sentence in (*made.failed, *made.doubts):
+        complain(sentence)
+    taken = ", ".join(f"{count} of {name}" for name, count in sorted(made.taken.items()))
+    lines = [f"taken: {taken or 'nothing new'}", f"here before: {made.same}"]
+    lines += [f"gone on with since: {made.longer}"] if made.longer else []
+    lines += [f"left out: {count} {why}" for why, count in sorted((+made.left).items())]
+    lines += [f"taken with something wrong: {len(made.doubts)}"] if made.doubts else []
+    lines += [f"refused: {len(made.failed)}"] if made.failed else []
+    say("\n".join([*lines, f"in {out}", ""]))
+    return EXIT_FAILED if made.failed else EXIT_OK
 
 
 def _option(text: str) -> tuple[str, str]:

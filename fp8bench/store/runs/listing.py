@@ -31,6 +31,8 @@ REFUSED = (
 # A header as it is written; it begins with the id and the start.
 _BEGINS = re.compile(rb'(?:\xef\xbb\xbf)?{"schema": ?\d+, ?"header": ?{"id": ?("[^"\\]+"), ?"started": ?("[^"\\]+")')
 _PEEKED = 256
+_COLLECTED = "machine=*/month=*/*.jsonl"
+_MONTH = re.compile(r"\d{4}-\d{2}")
 _RECORD = b'{"record":'
 REMEDY = "Keep the file that is right, and move the others away"
 
@@ -140,7 +142,7 @@ def _whole(group: Sequence[Path]) -> Path | None:
     named = folder = ""
     with contextlib.suppress(StoreError):  # of a newer version, say
         head = load_head(longest)
-        named, folder = file_name(head), str(head.environment.get("machine"))
+        named, folder = file_name(head), folder_name(head)
     whole = [path for path in group if is_beginning(longest.read_bytes(), path.read_bytes())]
     return min(whole, key=lambda path: (path.name != named, path.parent.name != folder, str(path)))
 
@@ -198,9 +200,29 @@ def file_name(run: Run) -> str:
     return f"{stamp(run.started)}-{commit}-{run.id}.jsonl"
 
 
+def folder_name(run: Run) -> str:
+    """The machine's name, safe as a folder's."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", str(run.environment.get("machine") or "")).strip(".") or "unknown"
+
+
+def collected_folder(run: Run) -> str:
+    """Where below `runs` a run lies in a store that was collected: 'machine=NAME/month=YYYY-MM'."""
+    month = run.started[:7]
+    return f"machine={folder_name(run)}/month={month if _MONTH.fullmatch(month) else 'unknown'}"
+
+
+def machine_folder(path: Path) -> str:
+    """The machine whose folder a run file lies in."""
+    return path.parent.parent.name.removeprefix("machine=") if path.match(_COLLECTED) else path.parent.name
+
+
 def all_files(store: Path) -> list[Path]:
-    """All run files of a store, newest first, copies among them. A folder that is called like one is none."""
-    found = sorted((store / "runs").glob("*/*.jsonl"), key=lambda path: path.name, reverse=True)
+    """All run files of a store, newest first, copies among them. A folder that is called like one is none.
+
+    They lie in a folder of their machine, or in those of `collected_folder`.
+    """
+    runs = store / "runs"
+    found = sorted((*runs.glob("*/*.jsonl"), *runs.glob(_COLLECTED)), key=lambda path: path.name, reverse=True)
     return [path for path in found if os.path.isfile(path)]  # noqa: PTH113 - is_file raises where it may not look
 
 
@@ -216,14 +238,16 @@ def run_files(store: Path) -> Iterator[Path]:
 
 def closed_folders(store: Path) -> list[Path]:
     """Folders of runs that may not be looked into, so that their runs seem not to be there."""
-    folders = [store / "runs", *sorted((store / "runs").glob("*"))]
+    runs = store / "runs"
+    folders = [runs, *sorted(runs.glob("*")), *sorted(runs.glob(_COLLECTED.rpartition("/")[0]))]
     # Path.is_dir raises where it may not look.
     return [one for one in folders if os.path.isdir(one) and not os.access(one, os.R_OK | os.X_OK)]  # noqa: PTH112
 
 
 def store_of(path: Path) -> Path | None:
     """The store that a run file lies in; None if it lies alone."""
-    folder = path.resolve().parent.parent
+    whole = path.resolve()
+    folder = whole.parent.parent.parent if whole.match(_COLLECTED) else whole.parent.parent
     return folder.parent if folder.name == "runs" else None
 
 

@@ -8,7 +8,6 @@ with the file's name, and a line that was cut short is skipped by readers.
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from fp8bench.errors import StoreError
 from fp8bench.files import LineWriter, end_line, is_locked, lock, make_store, try_writing
 from fp8bench.model import Record, Resumption, Run
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.store.runs.listing import all_files, file_name, store_of
+from fp8bench.store.runs.listing import all_files, file_name, folder_name, store_of
 
 _HEADER_LEFT_OUT = {"records", "path", "finished", "troubles", "notes", "resumptions"}
 # Less than a short run needs; said before anything is measured.
@@ -58,9 +57,7 @@ def check_store(store: Path) -> None:
 
 def start_run(run: Run, store: Path) -> RunWriter:
     """Create the run's file with its header, in one step: nobody ever sees it without."""
-    # A name that is safe as a folder.
-    machine = re.sub(r"[^A-Za-z0-9._-]", "-", str(run.environment.get("machine") or "")).strip(".") or "unknown"
-    path = store / "runs" / machine / file_name(run)
+    path = store / "runs" / folder_name(run) / file_name(run)
     header = {one.name: encode(getattr(run, one.name)) for one in fields(run) if one.name not in _HEADER_LEFT_OUT}
     return RunWriter.started(path, {"schema": SCHEMA, "header": header})
 

@@ -219,7 +219,8 @@ def _notes(run: Run) -> Iterator[Text]:
 def _again(runs: Sequence[Run]) -> str:
     """The command that renders the page from the store, with its folder where it is not the one that is looked in."""
     words = ["fp8bench", "report", *(run.id for run in runs)]
-    stores = {Path(run.path).parent.parent.parent for run in runs if Path(run.path).parent.parent.name == "runs"}
+    folders = (folder for run in runs for folder in Path(run.path).parents[1:3])  # below machine=, and month=, too
+    stores = {folder.parent for folder in folders if folder.name == "runs"}
     if len(stores) == 1 and stores != {Path(_DEFAULT_STORE)}:
         words += ["--store", str(stores.pop())]
     return shlex.join(words)
