@@ -8,7 +8,7 @@ from fp8bench.model.claims import Ceiling, Products
 from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse, SustainedTurn
 from fp8bench.model.coverage import Coverage
 from fp8bench.model.planned import Case, Support, Work
-from fp8bench.model.ranks import Overlap, RankCalls, Transfer
+from fp8bench.model.ranks import Overlap, RankCalls, Scaling, Sent, Transfer
 from fp8bench.model.shares import Shares
 from fp8bench.model.tape import Tape
 from fp8bench.model.words import Provenance, Status
@@ -239,6 +239,8 @@ class Record:
     shares: Shares | None = None
     transfer: Transfer | None = None
     overlap: Overlap | None = None
+    sent: tuple[Sent, ...] = ()
+    scaling: Scaling | None = None
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

@@ -68,6 +68,30 @@ class Overlap:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """What a rank sends to others in one step by one operation in one dtype, in bytes.
+
+    Of a collective a ring's share of the tensors that torch was given.
+    """
+
+    rank: int
+    operation: str
+    dtype: str
+    calls: int
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Rounds of one step in seconds: of one rank alone with the whole batch (`whole`) and with one rank's share of it
+    (`share`), the others waiting, and of all ranks together with the whole batch."""
+
+    whole: tuple[float, ...]
+    share: tuple[float, ...]
+    together: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Heartbeat:
     """The last sign of life of a rank: its number among the rank's own, what it was doing, and when."""
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 
@@ -125,9 +128,12 @@ def _exchanged(asked: Sequence[Exchange]) -> list[Any]:
 
 
 def on_this_rank(
-    program: Program[T], counted: Counted | None = None, around: AbstractContextManager[object] | None = None
+    program: Program[T],
+    counted: Counted | None = None,
+    around: AbstractContextManager[object] | None = None,
+    group: ProcessGroup | None = None,
 ) -> T:
-    """The result of this process's rank; `around` is entered for each exchange."""
+    """The result of this process's rank in a group, or among all; `around` is entered for each exchange."""
     around = around or nullcontext()
     answer = None
     while True:
@@ -139,38 +145,38 @@ def on_this_rank(
         if counted is not None:
             counted.add(exchange)
         with around:
-            answer = _given(exchange)
+            answer = _given(exchange, group)
 
 
-def _given(exchange: Exchange) -> Any:
+def _given(exchange: Exchange, group: ProcessGroup | None) -> Any:
     import torch.distributed as dist
 
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     match exchange:
         case AllGather(payload):
             gathered = [torch.empty_like(payload) for _ in range(size)]
-            dist.all_gather(gathered, payload.contiguous())
+            dist.all_gather(gathered, payload.contiguous(), group)
             return gathered
         case AllToAll(rows):
             received = torch.empty_like(rows)
-            dist.all_to_all_single(received, rows.contiguous())
+            dist.all_to_all_single(received, rows.contiguous(), group=group)
             return received
         case Shift(payload):
             received = torch.empty_like(payload)
             both = [
-                dist.P2POp(dist.isend, payload.contiguous(), (rank + 1) % size),
-                dist.P2POp(dist.irecv, received, (rank - 1) % size),
+                dist.P2POp(dist.isend, payload.contiguous(), group=group, group_peer=(rank + 1) % size),
+                dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
             ]
             for request in dist.batch_isend_irecv(both):
                 request.wait()
             return received
         case FromFirst(payload):
             whole = payload.clone()
-            dist.broadcast(whole, 0)
+            dist.broadcast(whole, group=group, group_src=0)
             return whole
         case Largest(values):
             largest = values.clone()
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
             return largest
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from fp8bench.model import Case, DeviceFacts, Params, Scalar, StaticScales, Support, TensorStatistics, Work
-from fp8bench.model.ranks import Transfer
+from fp8bench.model.ranks import Sent, Transfer
 from fp8bench.protocols.arithmetic import Arithmetic, ScaleBook
 from fp8bench.protocols.axes import Axis
 from fp8bench.protocols.phases import Phases
@@ -111,6 +111,18 @@ class Covered(NamedTuple):
     step: Callable[[], object]
     multiple: int
     loss: Callable[[], str]
+
+
+class StepParts(NamedTuple):
+    """What a step of several ranks takes by itself: with the others, without what it sends, the sending alone; and one
+    rank's step of the whole batch and of its share. `sent` is what this rank sends in one."""
+
+    sent: tuple[Sent, ...]
+    together: Callable[[], object]
+    compute: Callable[[], object]
+    communicate: Callable[[], object]
+    whole: Callable[[], object]
+    share: Callable[[], object]
 
 
 class Workload(ABC):
@@ -234,6 +246,10 @@ class Workload(ABC):
 
     def together(self, setup: Setup) -> tuple[Callable[[], object], Callable[[], Any]] | None:
         """What computes, and what begins a communication and returns what to `wait()` for: one may hide the other."""
+        return None
+
+    def step_parts(self, setup: Setup) -> StepParts | None:
+        """What a step of several ranks is made of, where it is one that one rank can take too."""
         return None
 
     def check(self, state: Any) -> str:

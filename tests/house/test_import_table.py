@@ -35,7 +35,8 @@ TABLE: dict[str, frozenset[str]] = {
     "numerics": FLOOR | {"protocols", "formats"},
     "nn": FLOOR | {"protocols", "formats", "numerics"},
     "profiler": FLOOR | {"protocols"},
-    "workloads": FLOOR | NAMES | TENSORS | {"user_code"},
+    "ways": FLOOR | NAMES | TENSORS,
+    "workloads": FLOOR | NAMES | TENSORS | {"user_code", "ways"},
     "precisions": FLOOR | NAMES | TENSORS,
     "backends": FLOOR | NAMES | TENSORS,
     "devices": FLOOR | NAMES | TENSORS | {"profiler"},
@@ -43,7 +44,7 @@ TABLE: dict[str, frozenset[str]] = {
     "plan": FLOOR | NAMES | {"user_code"},
     "tape": FLOOR | NAMES | TENSORS | {"profiler"},
     "worker": FLOOR | NAMES | TENSORS | {"profiler", "tape", "user_code"},
-    "training": FLOOR | NAMES | TENSORS | {"profiler", "tape", "user_code", "worker", "plan"},
+    "training": FLOOR | NAMES | TENSORS | {"profiler", "tape", "user_code", "ways", "worker", "plan"},
     "audit": FLOOR | NAMES | TENSORS | {"user_code", "worker"},
     "store": FLOOR | NAMES | {"analysis", "plan"},
     "measure": FLOOR | NAMES | {"store", "user_code", "worker"},
@@ -63,7 +64,9 @@ LIGHT_FORMATS = frozenset(
     f"fp8bench.formats.{name}"
     for name in ("hardware", "kernel_names", "product_rules", "recipe_support", "recipes", "scaled_products")
 )
-LIGHT_NN = frozenset(f"fp8bench.nn.{name}" for name in ("layer_workload", "support", "sizes", "shared_precisions"))
+LIGHT_NN = frozenset(
+    f"fp8bench.nn.{name}" for name in ("layer_workload", "parallel.way", "support", "sizes", "shared_precisions")
+)
 LIGHT = LIGHT_FORMATS | LIGHT_NN | {"fp8bench.formats.grids", "fp8bench.formats.scalings"}
 # Of some rooms others may import a part only: (importer's prefix, room) -> the modules.
 PARTS: dict[tuple[str, str], frozenset[str]] = {
@@ -78,7 +81,7 @@ OUTSIDE = frozenset({"suites", "reports", "tests"})
 # Rooms that every reader knows, and the page leaves out of its table.
 OUTERMOST = frozenset({"__init__", "__main__", "errors", "files", "units"})
 LOOSE = OUTERMOST | {"api", "asv_bridge", "pipeline", "registry", "suites"}
-MOST_ROOMS = 22
+MOST_ROOMS = 23
 
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.

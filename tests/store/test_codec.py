@@ -77,7 +77,7 @@ from fp8bench.model import (
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.consumed import PhaseEnergy
 from fp8bench.model.coverage import Coverage, HeldProduct, Holder, OtherProduct
-from fp8bench.model.ranks import Overlap, Transfer
+from fp8bench.model.ranks import Overlap, Scaling, Sent, Transfer
 from fp8bench.model.settling import ClockLook, Settling
 from fp8bench.model.shares import Share, ShareKind, Shares, SharesFrom
 from fp8bench.model.tape import OperatorCount, PhaseCount, Tape
@@ -130,6 +130,7 @@ COVERAGE = Coverage(
 )  # fmt: skip
 SHARES = Shares((Share(ShareKind.GEMM, "blocks.0.mlp", True, 0.25, 3, "conv"),), 0.5, SharesFrom.KERNELS, 2)
 TRANSFER, OVERLAP = Transfer(8.0, 2.0, 1.5, 1.75, True), Overlap((0.5,), (0.25,), (0.625,), (0.75, 0.5))
+SENT, SCALING = Sent(1, "all_reduce", "uint8", 3, 24.5), Scaling((0.5, 0.25), (0.125,), (0.75,))
 RECORD = Record(
     CASE, SUPPORT, Status.OK, Work(1e9, 7, 3e6, 2e6, 1.5), True, "why", "trace", TIMING, TIMING, TIMING, False,
     (MEASUREMENT,), "time", (STATISTICS,), "gemm/a.json.gz", (OperatorTime("gemm", "aten::mm", 2.5, 0.5, True),),
@@ -138,7 +139,7 @@ RECORD = Record(
     StepEffect(False, "what was seen"),
     (SustainedTurn(25, (0.5, 0.25), SETTLING, 1.7e9, 650.0),), Fresh(TIMING, TIMING, TIMING, 3),
     Rotation(4, 1 << 20), Replays(TIMING, "why"), TAPE, COVERAGE, SHARES, TRANSFER,
-    OVERLAP,
+    OVERLAP, (SENT,), SCALING,
 )  # fmt: skip
 FACTS = DeviceFacts(
     "cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90", "GPU-0", "0:1:0", "",
@@ -176,7 +177,7 @@ ACK = Ack(
     1.5, "2026-01-05T12:00:00+00:00", "why",
 )  # fmt: skip
 VALUES: list[Any] = [
-    SHARES, *SHARES.parts, TRANSFER, OVERLAP, RUN, RECORD, PLAN, REQUEST, FACTS, TIMING,
+    SHARES, *SHARES.parts, TRANSFER, OVERLAP, SENT, SCALING, RUN, RECORD, PLAN, REQUEST, FACTS, TIMING,
     MEASUREMENT, STATISTICS, FINDING, CASE, SUPPORT, Work(), RESUMPTION,
     RUN.environment,
     Overheads(0.1, 0.2, 0.3), Interval(1, 2, 3, 0.99), Segments((), ()), SlotSample(0, (), 0.0, 0.0),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase, Scalar
-from fp8bench.model.ranks import Overlap, RankCalls
+from fp8bench.model.ranks import Overlap, RankCalls, Scaling, Sent
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 
 _COMMUNICATION = CELL_PHASES.index(Phase.COMMUNICATION)
@@ -107,7 +107,25 @@ def _overlap(answers: Sequence[Mapping[str, Sequence[float]] | None]) -> Overlap
     told = [one for one in answers if one is not None]
     if len(told) < len(answers):
         return None
-    return Overlap(**{name: tuple(map(max, zip(*(one[name] for one in told), strict=True))) for name in told[0]})
+    return Overlap(**{name: _slowest_rounds([one[name] for one in told]) for name in told[0]})
+
+
+StepAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
+
+
+def _step_parts(answers: Sequence[StepAnswer | None]) -> tuple[tuple[Sent, ...], Overlap, Scaling] | None:
+    """What every rank sends; of each round of each part the slowest rank's time."""
+    told = [one for one in answers if one is not None]
+    if len(told) < len(answers):
+        return None
+    sent = tuple(one for own, _ in told for one in own)
+    seconds = {name: _slowest_rounds([rounds[name] for _, rounds in told]) for name in told[0][1]}
+    overlap = Overlap(seconds["compute"], seconds["communication"], seconds["both"], seconds["in_turn"])
+    return sent, overlap, Scaling(seconds["whole"], seconds["share"], seconds["both"])
+
+
+def _slowest_rounds(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(map(max, zip(*ranks, strict=True)))
 
 
 _MERGED: dict[str, Callable[[Sequence[Any]], Any]] = {
@@ -119,6 +137,7 @@ _MERGED: dict[str, Callable[[Sequence[Any]], Any]] = {
     "error": _agreed,
     "memory": _most_memory,
     "overlap": _overlap,
+    "step_parts": _step_parts,
     "check": _checked,
     "release": _left,
     "software": _software,

@@ -8,12 +8,12 @@ from datetime import timedelta
 from functools import partial
 
 from fp8bench.model import Case, DeviceFacts, Scalar, StepEffect
-from fp8bench.model.ranks import Transfer
+from fp8bench.model.ranks import Sent, Transfer
 from fp8bench.model.raw import Filling, RawSlot, Settings
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.ranks.heart import Heart
-from fp8bench.worker.ranks.overlap import overlap_rounds
+from fp8bench.worker.ranks.overlap import overlap_rounds, step_rounds
 
 # Beginnings of the variables that launchers and libraries of communication are set by.
 RECORDED = (
@@ -93,3 +93,11 @@ class RankBench(Bench):
             if parts is None:
                 return None
             return overlap_rounds(*parts, lambda: device.synchronise(facts.index), self._settings.seed)
+
+    def step_parts(self, case: Case, facts: DeviceFacts) -> tuple[tuple[Sent, ...], dict[str, list[float]]] | None:
+        """What this rank sends in a step, and seconds of each round of what a step is made of."""
+        with self._apart(case, facts) as (workload, device, setup):
+            parts = workload.step_parts(setup())
+            if parts is None:
+                return None
+            return parts.sent, step_rounds(parts, lambda: device.synchronise(facts.index), self._settings.seed)

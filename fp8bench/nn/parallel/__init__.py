@@ -1,0 +1,1 @@
+"""Ways in which several ranks train one model together."""

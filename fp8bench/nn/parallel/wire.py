@@ -1,0 +1,145 @@
+"""What a step sends, as torch is asked to: counted by operation and dtype, and sent again by itself."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fp8bench.model.ranks import Sent
+
+# The operation, where among its arguments lies what this rank brings, and the bytes of it that a ring's rank sends to
+# others: of n ranks that factor.
+_Factor = Callable[[int], float]
+
+
+def _twice(n: int) -> float:
+    return 2 * (n - 1) / n
+
+
+def _once(n: int) -> float:
+    return (n - 1) / n
+
+
+def _to_all(n: int) -> float:
+    return float(n - 1)
+
+
+def _whole(n: int) -> float:
+    return 1.0
+
+
+_OPERATIONS: dict[str, tuple[str, int, _Factor]] = {
+    "c10d::allreduce_": ("all_reduce", 0, _twice),
+    "c10d::allreduce_coalesced_": ("all_reduce", 0, _twice),
+    "c10d::allgather_": ("all_gather", 1, _to_all),
+    "c10d::_allgather_base_": ("all_gather", 1, _to_all),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 1, _to_all),
+    "c10d::reduce_scatter_": ("reduce_scatter", 1, _once),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, _once),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, _once),
+    "c10d::alltoall_": ("all_to_all", 1, _once),
+    "c10d::alltoall_base_": ("all_to_all", 1, _once),
+    "c10d::broadcast_": ("broadcast", 0, _once),
+    "c10d::reduce_": ("reduce", 0, _once),
+    "c10d::send": ("send", 0, _whole),
+    "_c10d_functional::all_reduce": ("all_reduce", 0, _twice),
+    "_c10d_functional::all_reduce_": ("all_reduce", 0, _twice),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce", 0, _twice),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", 0, _to_all),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", 0, _to_all),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0, _once),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0, _once),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 0, _once),
+    "_c10d_functional::broadcast": ("broadcast", 0, _once),
+}
+_RECEIVES = "c10d::recv_"
+_FROM_TO = {"c10d::send", _RECEIVES}
+_SENDS_NOTHING = {
+    "c10d::barrier", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd",
+}  # fmt: skip
+
+
+class NotCounted(RuntimeError):
+    """An operation between ranks of which nobody has said what it sends."""
+
+
+class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation between ranks while it is open: torch's own (c10d), and those of DTensor.
+
+    What a rank sends of one is what a ring sends, which a backend need not take.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._bytes: dict[tuple[str, str], float] = defaultdict(float)
+        self._again: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.name().partition(".")[0]
+            self._count(name, args)
+            if name not in _SENDS_NOTHING:
+                self._again.append((func, tree_map_only(Tensor, torch.zeros_like, args)))
+        return func(*args, **(kwargs or {}))
+
+    def sent(self, rank: int) -> tuple[Sent, ...]:
+        """By operation and dtype, the most bytes first."""
+        ordered = sorted(self._bytes, key=lambda key: (-self._bytes[key], key))
+        return tuple(
+            Sent(rank, operation, dtype, self._calls[operation, dtype], self._bytes[operation, dtype])
+            for operation, dtype in ordered
+        )
+
+    def send_again(self) -> None:
+        """The same operations in their order, of zeros, each waited for; sends and receipts together at the end."""
+        open_works = []
+        for func, args in self._again:
+            works = _works(func(*args))
+            if func.name().partition(".")[0] in _FROM_TO:
+                open_works += works
+            else:
+                _wait(works)
+        _wait(open_works)
+
+    def _count(self, name: str, args: Sequence[Any]) -> None:
+        if name in _SENDS_NOTHING or name == _RECEIVES:
+            return
+        if name not in _OPERATIONS:
+            raise NotCounted(f"the bytes of {name} are not counted: give it a line in nn/parallel/wire.py")
+        operation, place, factor = _OPERATIONS[name]
+        share = factor(_size(args))
+        for tensor in tree_leaves(args[place]):
+            key = operation, str(tensor.dtype).removeprefix("torch.")
+            self._calls[key] += 1
+            self._bytes[key] += tensor.numel() * tensor.element_size() * share
+
+
+def _size(args: Sequence[Any]) -> int:
+    """Of the group among the arguments of an operation: an object of it, or its name, which comes last."""
+    boxed = [one for one in args if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type())]
+    if boxed:
+        return int(dist.ProcessGroup.unbox(boxed[0]).size())
+    return int(_resolve_process_group(args[-1]).size())
+
+
+def _works(result: Any) -> list[Any]:
+    """What an operation gave that can be waited for: a work, or a tensor that is not there yet."""
+    boxed = [one for one in tree_leaves(result) if isinstance(one, torch.ScriptObject)]
+    return boxed or [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+
+
+def _wait(works: Sequence[Any]) -> None:
+    for one in works:
+        if isinstance(one, Tensor):
+            torch.ops._c10d_functional.wait_tensor(one)
+        else:
+            dist.Work.unbox(one).wait()

@@ -1,0 +1,202 @@
+"""Training steps of a GPT that several ranks take together, in each way of dividing it among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from fp8bench.formats.hardware import refused
+from fp8bench.model import DeviceFacts, Params, Scalar, Support, Work
+from fp8bench.nn.parallel.way import OPTIONS, Asked, Job, Way
+from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_layers
+from fp8bench.protocols import Layer, Phases, Precision, Setup, SilentPhases, Workload
+from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
+from fp8bench.protocols.workload import StepParts
+from fp8bench.registry import workloads
+from fp8bench.ways import ways
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from fp8bench.nn.batches import TokenLoader
+    from fp8bench.nn.gpt import GPT
+    from fp8bench.nn.parallel.step import ParallelState
+
+# Sequences of all ranks together: a multiple of what the model takes in by itself, for at most so many ranks.
+_BATCHES = 4
+# Steps that are held against those of one rank.
+_AGREEING_STEPS = 3
+# The relative distance of what steps change: of fp32 throughout, where only the order of additions differs, and of
+# anything else, whose own rounding is small beside it.
+_MOST_APART = 1e-3
+_MOST_APART_ROUNDED = 0.5
+
+
+@workloads.register("parallel")
+class Parallel(Workload):
+    """Steps that ranks take together, each with its part of model, batch or both.
+
+    The batch is that of all ranks, whatever a way makes of it, so that throughputs compare. Errors are distances from
+    one rank that trains alone, with the same arithmetic.
+    """
+
+    name = "parallel"
+    summary = "training steps of a GPT by several ranks (--ranks): data, sharded, tensor and pipeline parallel"
+    listed = False
+    uses_corpus = True
+    linear_layers = True
+    layer_kinds = ("attn", "mlp", "head")
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        size = "gpt2-124m" if facts.accelerated else "nano"
+        known = ways.names()
+        options = (
+            Axis(name, f"{text}; auto: each that a way has", ("auto",), auto_or(_parse(name)))
+            for name, text in OPTIONS.items()
+        )
+        return (
+            Axis("way", "how ranks train together: " + "; ".join(f"{one} ({ways.get(one).summary})" for one in known),
+                 tuple(known), one_of(*known)),
+            Axis("size", f"the model: {', '.join(SIZES)}", (size,), one_of(*SIZES)),
+            Axis("batch", "sequences of all ranks together", ("auto",), auto_or(whole_number(high=1 << 16)),
+                 quick=("4",)),
+            Axis("sequence", "tokens in a sequence", ("auto",), auto_or(whole_number(high=1 << 16)),
+                 quick=("32",)),
+            *options,
+        )  # fmt: skip
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        """A case of each value of a way's own options; what a way does not have is no parameter of its cases."""
+        config, way = SIZES[str(params["size"])], ways.get(str(params["way"]))
+        own: dict[str, Scalar] = {"batch": config.batch * _BATCHES, "sequence": config.sequence}
+        usual = {name: own.get(name, value) if value == "auto" else value for name, value in params.items()}
+        plain = {name: value for name, value in usual.items() if name not in OPTIONS or value != "auto"}
+        open_ones = [name for name in way.options if usual[name] == "auto"]
+        chosen = product(*(map(_parse(name), way.options[name]) for name in open_ones))
+        return tuple((*plain.items(), *zip(open_ones, values, strict=True)) for values in chosen)
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        config, length, sequences = SIZES[str(params["size"])], int(params["sequence"]), int(params["batch"])
+        return Work(config.step_flops(sequences, length), sequences * length, least_memory=4.0 * config.weights)
+
+    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        return gpt_layers(SIZES[str(params["size"])].layers)
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        way = ways.get(str(params["way"]))
+        if facts.ranks < way.least_ranks:
+            there = "there is 1" if facts.ranks == 1 else f"there are {facts.ranks}"
+            return refused(f"{way.name} takes {way.least_ranks} ranks, and {there}: add --ranks {way.least_ranks}")
+        options = {name: str(params[name]) for name in OPTIONS if name in params}
+        foreign = [
+            name
+            for name, value in options.items()
+            if name not in way.options or (isinstance(params[name], str) and value not in way.options[name])
+        ]
+        if foreign:
+            takes = "; ".join(f"{name}: {', '.join(values)}" for name, values in way.options.items()) or "none"
+            return refused(f"{way.name} has no {foreign[0]}={options[foreign[0]]}: it takes {takes}")
+        if precision.whole_layers:
+            return refused(f"{precision.mode} has layers of its own, which no way divides: leave the backend out")
+        asked = Asked(_config(params), int(params["batch"]), facts.ranks, precision, options)
+        why = way.refused(asked)
+        return refused(why) if why else precision.support(facts)
+
+    def prepare(self, setup: Setup) -> ParallelState:
+        import torch.distributed as dist
+
+        return self._state(setup, dist.group.WORLD)
+
+    def step(self, state: ParallelState, phase: Phases) -> None:
+        state.step(phase)
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """Distances from one rank alone, after a few steps of plain gradient descent."""
+        import torch.distributed as dist
+
+        from fp8bench.nn.parallel.step import NotTheSame, agreement
+
+        state = self._state(setup, dist.group.WORLD, plain=True)
+        found = agreement(state, self._alone(setup, plain=True), _AGREEING_STEPS)
+        exact = setup.case.precision == "fp32" and dict(setup.case.params).get("wire", "fp32") == "fp32"
+        most = _MOST_APART if exact else _MOST_APART_ROUNDED
+        if not found["update_error"] <= most:
+            raise NotTheSame(
+                f"{_AGREEING_STEPS} steps change weights otherwise than one rank alone does: the relative distance is "
+                f"{found['update_error']:.3g}, and at most {most:g} of it may be rounding"
+            )
+        return found
+
+    def step_parts(self, setup: Setup) -> StepParts:
+        import torch.distributed as dist
+
+        from fp8bench.nn.parallel.model import silent_group
+        from fp8bench.nn.parallel.step import stepping
+        from fp8bench.nn.parallel.wire import Wire
+
+        together, size = self.prepare(setup), dist.get_world_size()
+        together.step(SilentPhases())  # what is sent once, before the first step, is not of a step
+        with Wire() as wire:
+            together.step(SilentPhases())
+        return StepParts(
+            wire.sent(dist.get_rank()), stepping(together), stepping(self._state(setup, silent_group())),
+            wire.send_again, stepping(self._alone(setup)), stepping(self._alone(setup, parts=size)),
+        )  # fmt: skip
+
+    def _state(self, setup: Setup, group: ProcessGroup | None, plain: bool = False) -> ParallelState:
+        from fp8bench.nn.parallel.step import begun
+
+        assert group is not None
+        model = _way(setup).model(self._job(setup, group))
+        return begun(model, _loader(setup), setup.facts, plain)
+
+    def _alone(self, setup: Setup, plain: bool = False, parts: int = 1) -> ParallelState:
+        """One rank's, of the whole batch or of so small a part of it."""
+        from fp8bench.nn.parallel.alone import AloneModel
+        from fp8bench.nn.parallel.step import begun
+
+        model = AloneModel(self._made(setup), setup.loss_scale)
+        return begun(model, _loader(setup, parts), setup.facts, plain)
+
+    def _job(self, setup: Setup, group: ProcessGroup) -> Job:
+        params = dict(setup.case.params)
+        options = {name: str(params[name]) for name in OPTIONS if name in params}
+        return Job(
+            lambda: self._made(setup), _config(params), int(setup.case.param("batch")), setup.facts,
+            setup.case.precision, setup.loss_scale, options, group,
+        )  # fmt: skip
+
+    def _made(self, setup: Setup) -> GPT:
+        """The whole model of a case from its seed."""
+        from fp8bench.nn.gpt import GPT
+        from fp8bench.nn.training_step import drawn
+
+        with drawn(setup):
+            return GPT(_config(dict(setup.case.params)), self.arithmetics(setup), setup.arithmetic.carrier)
+
+
+def _parse(option: str) -> Callable[[str], Scalar]:
+    """A parser of what any way has of an option: words, or any number where they have numbers."""
+    values = {value: None for name in ways.names() for value in ways.get(name).options.get(option, ())}
+    return whole_number() if all(value.isdecimal() for value in values) else one_of(*values)
+
+
+def _way(setup: Setup) -> Way:
+    return ways.get(str(setup.case.param("way")))
+
+
+def _config(params: Mapping[str, Scalar]) -> GPTConfig:
+    return replace(SIZES[str(params["size"])], sequence=int(params["sequence"]))
+
+
+def _loader(setup: Setup, parts: int = 1) -> TokenLoader:
+    from fp8bench.nn.batches import TokenLoader
+
+    if setup.corpus is None:
+        raise ValueError("training steps need a token file and were given none")
+    config, batch = _config(dict(setup.case.params)), int(setup.case.param("batch"))
+    return TokenLoader(
+        setup.corpus, max(1, batch // parts), config.sequence, setup.facts.key, setup.seed, config.vocabulary
+    )
