@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from fp8bench.model import MemoryRole
 from fp8bench.protocols import Phases
@@ -53,6 +55,30 @@ class ParallelModel(ABC):
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         return {MemoryRole.WEIGHTS: self.weights}
+
+
+class HeldModel(ParallelModel):
+    """One of parameters that this rank holds, whole or the part of them that lies here, with gradients of torch's."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter], loss_scale: float, sharded: Sequence[bool]) -> None:
+        self.names, self.parameters = list(named), list(named.values())
+        self.loss_scale, self.sharded = loss_scale, list(sharded)
+        self.weights = [local(one.detach()) for one in self.parameters]
+
+    def gradients(self) -> list[Tensor]:
+        return scaled_back([local(one.grad) for one in self.parameters if one.grad is not None], self.loss_scale)
+
+    def forget(self) -> None:
+        for one in self.parameters:
+            one.grad = None
+
+    def memory_roles(self) -> dict[MemoryRole, object]:
+        return {MemoryRole.WEIGHTS: self.weights, MemoryRole.GRADIENTS: [one.grad for one in self.parameters]}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Of one that is spread over ranks what lies here."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def share(batch: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,0 +1,103 @@
+"""Which weights of a block are cut between the ranks of a tensor-parallel group, and how a rank's share is had.
+
+A layer that makes features is cut by its outputs, each of the parts that lie behind each other in it (queries, keys and
+values; gate and value) by itself, so that a rank has whole heads. The layer that takes those features is cut by its
+inputs, and what ranks get of it has to be added up. No torch here: plans read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fp8bench.nn.parallel.way import Asked
+from fp8bench.nn.sizes import GPTConfig
+from fp8bench.protocols import TensorScale
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OUTPUTS, INPUTS = 0, 1
+# Whose largest magnitude scales a part of a tensor.
+OWN, OF_GROUP = AMAX_GROUPS = ("own", "group")
+BY_TORCH = ("fp32", "bf16", "fp8")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Along `dim` there are parts of such sizes, and each rank has its share of every one of them."""
+
+    dim: int
+    parts: tuple[int, ...]
+
+    def share(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        import torch
+
+        return torch.cat(
+            [one.chunk(ranks, self.dim)[rank] for one in torch.split(whole, list(self.parts), self.dim)], self.dim
+        )
+
+    def joined(self, shares: Sequence[Tensor]) -> Tensor:
+        """The whole of what all ranks have."""
+        import torch
+
+        sizes = [size // len(shares) for size in self.parts]
+        by_part = zip(*(torch.split(share, sizes, self.dim) for share in shares), strict=True)
+        return torch.cat([one for part in by_part for one in part], self.dim)
+
+
+def cuts(config: GPTConfig) -> dict[str, Cut]:
+    """Of the linear layers of a block, by their path in it."""
+    keys = config.key_heads * config.head_width
+    up = (config.hidden,) * (2 if config.modern else 1)
+    return {
+        "attn.qkv": Cut(OUTPUTS, (config.width, keys, keys)),
+        "attn.out": Cut(INPUTS, (config.width,)),
+        "mlp.up": Cut(OUTPUTS, up),
+        "mlp.down": Cut(INPUTS, (config.hidden,)),
+    }
+
+
+def cut_of(parameter: str, config: GPTConfig) -> Cut | None:
+    """How a parameter of the model is cut, by its name in it; None of one that every rank has whole."""
+    words = parameter.split(".")
+    return cuts(config).get(".".join(words[2:-1])) if words[0] == "blocks" else None
+
+
+def uncuttable(config: GPTConfig, ranks: int) -> str:
+    """Why so many ranks cannot share a model's blocks; '' where they can."""
+    numbers = {"heads": config.heads, "heads of keys": config.key_heads, "hidden features": config.hidden}
+    for what, number in numbers.items():
+        if number % ranks:
+            return f"{number} {what} have no equal share for each of {ranks} ranks: choose another size"
+    return "experts are not cut here: choose a size without them" if config.experts else ""
+
+
+def uncut_by_hand(asked: Asked) -> str:
+    """The same of layers in our own arithmetics, and of a scale that nobody would have."""
+    if asked.precision.whole_layers:
+        return f"layers of {asked.precision.mode} are a backend's own: way=tp cuts those of torchao, this one none"
+    if asked.options["amax"] == OF_GROUP and asked.precision.tensor_scale is TensorScale.NONE:
+        return f"{asked.precision.name} has no scale of a tensor that ranks could share: choose amax=own"
+    return uncuttable(asked.config, asked.ranks)
+
+
+def uncut_by_torch(asked: Asked, ranks: int) -> str:
+    """The same of torch's layers."""
+    if asked.precision.mode not in BY_TORCH:
+        known = ", ".join(BY_TORCH)
+        return f"DTensor multiplies here in {known} (fp8 is torchao's), not in {asked.precision.mode}: way=tp_hand does"
+    return uncuttable(asked.config, ranks)
+
+
+def block_exchange_bytes(config: GPTConfig, batch: int, element: int, ranks: int, sequence_parallel: bool) -> float:
+    """Bytes that a rank sends for one block, forward and backward, in rings.
+
+    An all-reduce of (batch, tokens, width) behind attention and feed-forward part, and one of the gradients before
+    them; with sequence parallelism as many all-gathers and reduce-scatters in the place of each.
+    """
+    stream = batch * config.sequence * config.width * element
+    all_reduces = 4 * 2 * stream * (ranks - 1) / ranks
+    halves = 8 * stream * (ranks - 1) / ranks
+    return halves if sequence_parallel else all_reduces

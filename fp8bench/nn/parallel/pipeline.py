@@ -1,0 +1,145 @@
+"""A pipeline: blocks cut into stages, a batch into microbatches, by torch's schedules GPipe and 1F1B."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from fp8bench.nn.gpt import GPT, loss_of
+from fp8bench.nn.parallel.model import HeldModel, is_silent
+from fp8bench.nn.parallel.way import Job
+from fp8bench.protocols import Phases, SilentPhases
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+class Stage(nn.Module):
+    """What one rank has of a model: its blocks, the first rank embeddings too, and the last one norm and head."""
+
+    def __init__(self, model: GPT, rank: int, ranks: int) -> None:
+        super().__init__()
+        each = len(model.blocks) // ranks
+        self.first, self.last, self.before = rank == 0, rank == ranks - 1, rank * each
+        model.blocks = model.blocks[self.before : self.before + each]
+        if not self.first:
+            del model.embedding, model.positions
+        if not self.last:
+            del model.norm, model.head
+        self.model = model
+        self.phase: Phases = SilentPhases()
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        if self.first:
+            x = self.model.embedded(x)
+        x = self.model.through(x, self.phase, length)
+        return self.model.read(x, self.phase) if self.last else x
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Its parameters by their names in the whole model."""
+        found = {}
+        for name, one in self.model.named_parameters():
+            words = name.split(".")
+            if words[0] == "blocks":
+                words[1] = str(int(words[1]) + self.before)
+            found[".".join(words)] = one
+        return found
+
+
+class MarkedStage(PipelineStage):
+    """Marks what a rank computes. The rest of a step, which is under the phase communication, it sends and waits.
+
+    All of them know what comes and goes, so that where nothing is sent nobody need be asked for it.
+    """
+
+    def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
+        with self._phase.elementwise:
+            return super().forward_one_chunk(*given, **named)
+
+    def backward_one_chunk(self, *given: Any, **named: Any) -> None:
+        with self._phase.elementwise:
+            super().backward_one_chunk(*given, **named)
+
+    @property
+    def _phase(self) -> Phases:
+        assert isinstance(self.submod, Stage)
+        return self.submod.phase
+
+    def _alone(self) -> bool:
+        return self.group is not None and is_silent(self.group)
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        if self._alone():
+            return torch.ones(1, dtype=torch.int32)
+        return super()._warmup_forward_vote(has_backward, received_acc)
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        if self._alone():
+            return torch.ones(1, dtype=torch.int32)
+        return super()._warmup_backward_result(received_result)
+
+
+class Pipeline(HeldModel):
+    """One stage of a pipeline. Of the loss the last rank knows."""
+
+    def __init__(self, job: Job, schedule: str) -> None:
+        model = job.make()
+        self._shapes = {name: one.shape for name, one in model.named_parameters()}
+        rank, ranks = job.group.rank(), job.group.size()
+        self._stage = Stage(model, rank, ranks)
+        named = self._stage.named()
+        super().__init__(named, job.loss_scale, [True] * len(named))
+        self.group = job.group
+        self._parts = int(job.options["microbatches"])
+        device = torch.device(job.facts.key)
+        comes, goes = self._ends(job, device)
+        marked = MarkedStage(self._stage, rank, ranks, device, comes, goes, group=job.group)
+        self._schedule = SCHEDULES[schedule](marked, self._parts, self._lost)
+
+    def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+        self._stage.phase = phase
+        losses: list[Tensor] = []
+        given = (tokens,) if self._stage.first else ()
+        with phase.communication:
+            self._schedule.step(*given, target=targets, losses=losses, return_outputs=False)
+        if not self._stage.last:
+            return torch.zeros((), device=tokens.device)
+        return torch.stack(losses).mean().detach() / self.loss_scale
+
+    def whole_loss(self, loss: Tensor) -> Tensor:
+        whole = loss.clone()
+        dist.broadcast(whole, group=self.group, group_src=self.group.size() - 1)
+        return whole
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Whoever has a weight tells the others; who that is all of them are told first."""
+        owners: list[list[str]] = [[] for _ in range(self.group.size())]
+        dist.all_gather_object(owners, self.names, self.group)
+        own = dict(zip(self.names, self.weights, strict=True))
+        found: dict[str, Tensor] = {}
+        for rank, names in enumerate(owners):
+            for name in names:
+                weight = own.get(name)
+                whole = self.weights[0].new_empty(self._shapes[name]) if weight is None else weight.clone()
+                dist.broadcast(whole, group=self.group, group_src=rank)
+                found[name] = whole
+        return {name: found[name] for name in self._shapes}
+
+    def _lost(self, logits: Tensor, targets: Tensor) -> Tensor:
+        with self._stage.phase.elementwise:
+            return loss_of(logits, targets) * self.loss_scale
+
+    def _ends(self, job: Job, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What one microbatch is when it comes to this stage, and when it goes: shapes and dtypes alone."""
+        model = self._stage.model
+        sides = job.batch // self._parts, job.config.sequence
+        stream = torch.empty(*sides, job.config.width, dtype=model.carrier, device="meta", requires_grad=True)
+        tokens = torch.empty(sides, dtype=torch.int64, device="meta")
+        if not self._stage.last:
+            return (tokens if self._stage.first else stream), stream
+        logits = torch.empty(*sides, job.config.vocabulary, dtype=model.head.arithmetic.carrier, device="meta")
+        return (tokens if self._stage.first else stream), logits.requires_grad_()

@@ -1,0 +1,32 @@
+"""What a pipeline can be cut into, and what its schedule leaves idle. No torch here: plans read it."""
+
+from __future__ import annotations
+
+from fp8bench.nn.parallel.way import Asked
+from fp8bench.nn.sizes import GPTConfig
+
+MICROBATCHES = ("2", "4")
+
+
+def unstaged(asked: Asked, fewest: int = 1) -> str:
+    """Why blocks or a batch cannot be cut so; '' where they can."""
+    parts = int(asked.options["microbatches"])
+    if asked.config.layers % asked.ranks:
+        return f"{asked.config.layers} layers have no equal share for each of {asked.ranks} ranks: choose another size"
+    if asked.batch % parts:
+        return f"{asked.batch} sequences cannot be cut into {parts} equal microbatches: choose another batch"
+    if parts < fewest:
+        return f"{parts} microbatches do not fill {fewest} stages by this schedule: choose {fewest} or more"
+    if asked.precision.whole_layers:
+        return f"layers of {asked.precision.mode} are a backend's own, and are not cut here"
+    return ""
+
+
+def ideal_bubble(stages: int, microbatches: int) -> float:
+    """Idle time over busy time where stages take equally long and sending takes no time."""
+    return (stages - 1) / microbatches
+
+
+def boundary_bytes(config: GPTConfig, batch: int, element: int) -> float:
+    """What goes over one boundary of stages in one direction, all microbatches of a batch together."""
+    return float(batch * config.sequence * config.width * element)

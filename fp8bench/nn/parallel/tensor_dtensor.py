@@ -1,0 +1,156 @@
+"""Tensor parallelism by torch's DTensor, fp8 by torchao's styles of it; beside it FSDP2 on a second dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from fp8bench.nn.attention import SelfAttention
+from fp8bench.nn.gpt import GPT, Block
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.parallel.cuts import OUTPUTS, Cut, cut_of, cuts
+from fp8bench.nn.parallel.model import HeldModel
+from fp8bench.nn.parallel.way import Job
+from fp8bench.protocols import Phases
+
+# How torch cuts a layer whose outputs are cut, and one whose inputs are.
+Styles = tuple[Callable[[], ParallelStyle], Callable[[], ParallelStyle]]
+
+
+class TorchLinear(nn.Linear):
+    """A layer as torch's styles take one: its weight is fp32 and is cast to what it multiplies in."""
+
+    carrier: torch.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.carrier), self.weight.to(self.carrier))
+
+
+class Unmarked(nn.Module):
+    """A layer of torch's in the place of one that is given the phases. DTensor sends within, so that it marks none."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, phase: Phases) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y
+
+
+def _torch_layer(weight: Tensor, carrier: torch.dtype, float8: bool) -> nn.Module:
+    layer = TorchLinear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
+    layer.carrier = carrier
+    layer.weight = nn.Parameter(weight)
+    if not float8:
+        return layer
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    found: nn.Module = Float8Linear.from_float(layer, Float8LinearConfig(emulate=weight.device.type == "cpu"))
+    return found
+
+
+def _styles(float8: bool) -> Styles:
+    if not float8:
+        return ColwiseParallel, RowwiseParallel
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+
+    return Float8ColwiseParallel, Float8RowwiseParallel
+
+
+def _in_order_of_ranks(weight: Tensor, cut: Cut, ranks: int) -> Tensor:
+    """Rows so that what torch gives a rank, one piece of them, is its share."""
+    return torch.cat([cut.share(weight, rank, ranks) for rank in range(ranks)], cut.dim)
+
+
+def _in_order_of_model(weight: Tensor, cut: Cut, ranks: int) -> Tensor:
+    return cut.joined(weight.chunk(ranks, cut.dim))
+
+
+def share_blocks(model: GPT, job: Job, mesh: DeviceMesh) -> None:
+    """Have every block be cut over a mesh."""
+    float8 = job.precision == "fp8"
+    styles, ranks = _styles(float8), mesh.size()
+    for block in model.blocks:
+        assert isinstance(block, Block) and isinstance(block.attn, SelfAttention)
+        plan: dict[str, ParallelStyle] = {}
+        for path, cut in cuts(job.config).items():
+            layer = block.get_submodule(path)
+            assert isinstance(layer, Linear)
+            ordered = _in_order_of_ranks(layer.weight.detach(), cut, ranks)
+            block.set_submodule(path, Unmarked(_torch_layer(ordered, layer.arithmetic.carrier, float8)))
+            plan[f"{path}.layer"] = styles[0 if cut.dim == OUTPUTS else 1]()
+        queries, keys, values = (size // ranks for size in block.attn.sizes)
+        block.attn.sizes = (queries, keys, values)
+        # Every rank has made the same weights: none need be sent.
+        parallelize_module(block, mesh, plan, src_data_rank=None)
+
+
+class DTensorCut(HeldModel):
+    """A rank's share of a model whose blocks are DTensors."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._model = job.make()
+        self._spread()
+        named = {name.replace(".layer.", "."): one for name, one in self._model.named_parameters()}
+        super().__init__(named, job.loss_scale, [isinstance(one, DTensor) for one in named.values()])
+        self.group = job.group
+
+    def _spread(self) -> None:
+        mesh = DeviceMesh.from_group(self._job.group, self._job.facts.kind)
+        self._tensor_ranks = mesh.size()
+        share_blocks(self._model, self._job, mesh)
+
+    def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+        loss: Tensor = self._model(tokens, targets, phase)
+        (loss * self.loss_scale).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def full_weights(self) -> dict[str, Tensor]:
+        found = {}
+        for name, one in zip(self.names, self.parameters, strict=True):
+            whole = one.detach()
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()
+            cut = cut_of(name, self._job.config)
+            found[name] = whole if cut is None else _in_order_of_model(whole, cut, self._tensor_ranks)
+        return found
+
+
+class DTensorFSDP(DTensorCut):
+    """The same over pairs of ranks, and over those in the same place of their pairs FSDP2, which divides the batch."""
+
+    def _spread(self) -> None:
+        mesh = _pairs(self._job)
+        self._tensor_ranks = mesh["tensor"].size()
+        self._sequences = mesh["data"]
+        share_blocks(self._model, self._job, mesh["tensor"])
+        for block in self._model.blocks:
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(self._model, mesh=mesh["data"])
+
+    def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+        rank, size = self._sequences.get_local_rank(), self._sequences.size()
+        return super().loss(tokens.chunk(size)[rank], targets.chunk(size)[rank], phase)
+
+
+def _pairs(job: Job) -> DeviceMesh:
+    """(data, tensor): neighbouring ranks share tensors. Groups of the kind of the job's, which may send nothing."""
+    ranks = torch.tensor(dist.get_process_group_ranks(job.group)).view(-1, 2)
+    backend = dist.get_backend(job.group)
+    here = job.group.rank()
+    groups = {}
+    for name, sets in (("data", ranks.t().tolist()), ("tensor", ranks.tolist())):
+        made = {tuple(one): dist.new_group(one, backend=backend) for one in sets}
+        groups[name] = next(group for members, group in made.items() if ranks.view(-1)[here] in members)
+    return DeviceMesh.from_group(list(groups.values()), job.facts.kind, mesh=ranks, mesh_dim_names=tuple(groups))

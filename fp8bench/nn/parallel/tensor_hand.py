@@ -1,0 +1,104 @@
+"""Tensor parallelism by hand: attention by heads and feed-forward parts by hidden features, exchanges explicit.
+
+With sequence parallelism a rank has its tokens of the stream only, of which norms, residuals, head and loss are
+computed. All tokens are gathered for what is cut, and of its sums each rank gets those of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fp8bench.nn.attention import SelfAttention
+from fp8bench.nn.gpt import GPT, Block, loss_of
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.parallel.amax_groups import scaled_as_whole
+from fp8bench.nn.parallel.cuts import OF_GROUP, cut_of, cuts
+from fp8bench.nn.parallel.exchanges import Group, added, copied, gathered, scattered
+from fp8bench.nn.parallel.model import HeldModel
+from fp8bench.nn.parallel.way import Job
+from fp8bench.nn.sizes import GPTConfig
+from fp8bench.protocols import Phases
+
+Exchange = Callable[[Tensor, Group], Tensor]
+
+
+class Shared(nn.Module):
+    """A part of a block of which this rank has its share, between the exchanges that make it the whole part."""
+
+    def __init__(self, part: nn.Module, enter: Exchange, leave: Exchange, group: Group) -> None:
+        super().__init__()
+        self.part = part
+        self.enter, self.leave, self.group = enter, leave, group
+
+    def forward(self, x: Tensor, phase: Phases, *rest: Tensor | None) -> Tensor:
+        return self.leave(self.part(self.enter(x, self.group), phase, *rest), self.group)
+
+
+def share_blocks(model: GPT, config: GPTConfig, group: Group, enter: Exchange, leave: Exchange, amax: str) -> None:
+    """Leave this rank its share of every block, with scales of its own shares or of whole tensors."""
+    for block in model.blocks:
+        assert isinstance(block, Block) and isinstance(block.attn, SelfAttention)
+        for path, cut in cuts(config).items():
+            layer = block.get_submodule(path)
+            assert isinstance(layer, Linear)
+            layer.weight = nn.Parameter(cut.share(layer.weight.detach(), group.rank, group.size).contiguous())
+            if amax == OF_GROUP:
+                layer.arithmetic = scaled_as_whole(layer.arithmetic, cut, group)
+        queries, keys, values = (size // group.size for size in block.attn.sizes)
+        block.attn.sizes = (queries, keys, values)
+        for name in ("attn", "mlp"):
+            setattr(block, name, Shared(getattr(block, name), enter, leave, group))
+
+
+class HandCut(HeldModel):
+    """A rank's share of a model, whose batch all ranks see whole."""
+
+    enter: Exchange = staticmethod(copied)
+    leave: Exchange = staticmethod(added)
+
+    def __init__(self, job: Job) -> None:
+        self._shared = Group(job.group)
+        self._model = job.make()
+        share_blocks(self._model, job.config, self._shared, self.enter, self.leave, job.options["amax"])
+        named = [(name.replace(".part.", "."), one) for name, one in self._model.named_parameters()]
+        self._cuts = [cut_of(name, job.config) for name, _ in named]
+        super().__init__(dict(named), job.loss_scale, [cut is not None for cut in self._cuts])
+        self.group = job.group
+
+    def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+        self._shared.phase = phase
+        with phase.elementwise:
+            loss: Tensor = self._model(tokens, targets, phase)
+            (loss * self.loss_scale).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def full_weights(self) -> dict[str, Tensor]:
+        parts = zip(self.names, self.weights, self._cuts, strict=True)
+        return {name: own if cut is None else cut.joined(self._shared.everybodys(own)) for name, own, cut in parts}
+
+
+class SequenceCut(HandCut):
+    """The same, and of the stream a rank's tokens only. What all ranks have whole got gradients of those: a sum."""
+
+    enter = staticmethod(gathered)
+    leave = staticmethod(scattered)
+
+    def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+        group = self._shared
+        group.phase = phase
+        with phase.elementwise:
+            stream = self._model.through(group.own(self._model.embedded(tokens)), phase, tokens.shape[1])
+            loss = loss_of(self._model.read(stream, phase), group.own(targets))
+            (loss * (self.loss_scale / group.size)).backward()  # type: ignore[no-untyped-call]
+            self._add_up()
+        return loss.detach()
+
+    def _add_up(self) -> None:
+        """Gradients of what all ranks have, in one message."""
+        common = [one for one, cut in zip(self.parameters, self._cuts, strict=True) if cut is None]
+        own = [one.grad.view(-1) for one in common if one.grad is not None]
+        whole = self._shared.added(torch.cat(own))
+        torch._foreach_copy_(own, list(torch.split(whole, [one.numel() for one in own])))

@@ -1,0 +1,33 @@
+"""Tensor parallel with sequence parallel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from fp8bench.nn.parallel.cuts import AMAX_GROUPS, uncut_by_hand
+from fp8bench.nn.parallel.way import Asked, Job, Way
+from fp8bench.ways import ways
+
+if TYPE_CHECKING:
+    from fp8bench.nn.parallel.tensor_hand import SequenceCut
+
+
+@ways.register("sp")
+class SequenceParallel(Way):
+    """As many bytes as tp_hand, and less memory: what lies between the parts of a block is divided, too."""
+
+    name = "sp"
+    summary = (
+        "tp_hand, and of what lies between a block's parts a rank has its tokens only: gathered before, scattered after"
+    )
+    options: ClassVar = {"amax": AMAX_GROUPS}
+
+    def refused(self, asked: Asked) -> str:
+        if asked.config.sequence % asked.ranks:
+            return f"{asked.config.sequence} tokens have no equal share for each of {asked.ranks} ranks"
+        return uncut_by_hand(asked)
+
+    def model(self, job: Job) -> SequenceCut:
+        from fp8bench.nn.parallel.tensor_hand import SequenceCut
+
+        return SequenceCut(job)

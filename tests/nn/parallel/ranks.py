@@ -1,0 +1,99 @@
+"""Ranks that are threads of one process: what they exchange lies on a board, so that every rule of it can be tested."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fp8bench.nn.parallel.exchanges import Group
+
+T = TypeVar("T")
+
+
+class Board:
+    """Where ranks lay what they bring, and take what all have brought."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=20)
+        self._brought: list[Tensor] = [torch.empty(0)] * size
+        self.bytes = 0
+
+    def everybodys(self, rank: int, x: Tensor) -> list[Tensor]:
+        self._brought[rank] = x
+        self._barrier.wait()
+        found = list(self._brought)
+        self._barrier.wait()
+        return found
+
+    def give_up(self) -> None:
+        self._barrier.abort()
+
+
+@dataclass
+class Place:
+    """A rank's place at a board, in the manner of a process group."""
+
+    board: Board
+    number: int
+    sent: dict[str, int] = field(default_factory=dict)
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.board.size
+
+
+class ThreadedGroup(Group):
+    """The exchanges of Group by a board; counts the bytes that are handed over, by exchange."""
+
+    handle: Any
+
+    def added(self, x: Tensor) -> Tensor:
+        return torch.stack(self._brought("added", x)).sum(0)
+
+    def largest(self, x: Tensor) -> Tensor:
+        return torch.stack(self._brought("largest", x)).amax(0)
+
+    def everybodys(self, x: Tensor) -> list[Tensor]:
+        return self._brought("everybodys", x)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return torch.cat(self._brought("gathered", x), 1)
+
+    def scattered(self, x: Tensor) -> Tensor:
+        return self.own(torch.stack(self._brought("scattered", x)).sum(0))
+
+    def _brought(self, what: str, x: Tensor) -> list[Tensor]:
+        place = self.handle
+        place.sent[what] = place.sent.get(what, 0) + x.numel() * x.element_size()
+        with self.phase.communication:
+            return [one.detach() for one in place.board.everybodys(place.number, x.detach().clone())]
+
+
+def on_ranks(size: int, run: Callable[[Place], T]) -> list[T]:
+    """What each rank comes to; the first failure of any of them is raised."""
+    board = Board(size)
+
+    def one(rank: int) -> T:
+        try:
+            torch.set_num_threads(1)
+            return run(Place(board, rank))
+        except BaseException:
+            board.give_up()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(one, rank) for rank in range(size)]
+    failed = [error for future in futures if (error := future.exception()) is not None]
+    for error in failed:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return [future.result() for future in futures]
