@@ -65,7 +65,10 @@ LIGHT_FORMATS = frozenset(
     for name in ("hardware", "kernel_names", "product_rules", "recipe_support", "recipes", "scaled_products")
 )
 LIGHT_NN = frozenset(
-    f"fp8bench.nn.{name}" for name in ("layer_workload", "parallel.way", "support", "sizes", "shared_precisions")
+    f"fp8bench.nn.{name}"
+    for name in (
+        "layer_workload", "parallel.cuts", "parallel.stages", "parallel.way", "support", "sizes", "shared_precisions",
+    )
 )
 LIGHT = LIGHT_FORMATS | LIGHT_NN | {"fp8bench.formats.grids", "fp8bench.formats.scalings"}
 # Of some rooms others may import a part only: (importer's prefix, room) -> the modules.
