@@ -10,10 +10,16 @@ from fp8bench.model.request import Request
 
 @dataclass(frozen=True)
 class Cell:
-    """One group of the plan, by its setting: its cases are measured together, by one process. `cases` names them."""
+    """One group of the plan, by its setting: its cases are measured together, by one process. `cases` names them.
+
+    `kind` is what it was planned for, 'cpu' or 'h200', '' where that is not known; a machine that measures it needs so
+    many `gpus` for its device to be among them.
+    """
 
     setting: str
     cases: tuple[str, ...] = ()
+    kind: str = ""
+    gpus: int = 0
 
 
 @dataclass(frozen=True)

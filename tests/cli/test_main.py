@@ -97,7 +97,7 @@ OPTIONS = {
         "--import", "--md", "--explain", "--json",
     },
     "fleet": COMMON,
-    "fleet work": COMMON | {"PLAN", "--store", "--workers", "--retry"},
+    "fleet work": COMMON | {"PLAN", "--store", "--workers", "--cell", "--retry"},
     "fleet submit": COMMON | {"PLAN", "--store", "--on", "--workers", "--retry", "--option", "--wait"},
     "fleet collect": COMMON | {"PLAN", "DIR", "--store"},
     "fleet status": COMMON | {"PLAN", "--store", "--json", "--csv"},

@@ -94,6 +94,7 @@ LAZY = HEAVY | {
     "amdsmi",
     "ctypes",
     "pyarrow",
+    "ray",
     "tensorboard",
     "torchao",
     "submitit",

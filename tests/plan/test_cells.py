@@ -9,7 +9,7 @@ import pytest
 from fp8bench.errors import UsageError
 from fp8bench.model import Plan, Request
 from fp8bench.model.fleet import Cell
-from fp8bench.plan.cells import cell_of, cells_of, of_cell
+from fp8bench.plan.cells import cell_of, cells_of, kind_of, of_cell
 from fp8bench.plan.make import make_plan
 from tests.facts import CPU, H200
 
@@ -27,6 +27,16 @@ def test_every_group_that_measures_something_is_a_cell() -> None:
     first = plan.groups[0]
     skipped = replace(first, cases=tuple(replace(one, skip="no memory") for one in first.cases))
     assert cells_of(replace(plan, groups=(skipped, *plan.groups[1:]))) == cells[1:]
+
+
+def test_a_cell_says_what_device_it_is_for() -> None:
+    """So that it can be sent there; a machine measures it whatever that says."""
+    plan = planned("cpu", "cuda")
+    cells = cells_of(plan, (CPU, H200))
+    assert {(cell.kind, cell.gpus) for cell in cells} == {("cpu", 0), ("h200", 1)}
+    assert of_cell(plan, cells[0]) == of_cell(plan, replace(cells[0], kind="b200"))
+    names = {"NVIDIA H100 80GB HBM3": "h100-80gb-hbm3", "AMD Instinct MI300X": "mi300x", "NVIDIA": "gpu"}
+    assert {name: kind_of(name) for name in names} == names
 
 
 def test_a_cell_of_another_machine_or_version_is_refused() -> None:

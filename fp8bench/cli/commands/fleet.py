@@ -10,9 +10,10 @@ from fp8bench.cli import option_types as types
 from fp8bench.cli.grammar import shared
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.streams import complain, say
-from fp8bench.errors import EXIT_FAILED, EXIT_OK
+from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
+from fp8bench.jobs.fleet.cells import check_cell
 from fp8bench.jobs.fleet.crew import crew
-from fp8bench.jobs.fleet.submit import ENGINES, submit
+from fp8bench.jobs.fleet.engine import Order, engines
 from fp8bench.model.fleet import CellState, CellStatus, FleetPlan
 from fp8bench.model.request import whole_number
 from fp8bench.report.data.fleet import as_csv, as_json
@@ -43,13 +44,16 @@ def add(parser: argparse.ArgumentParser) -> None:
         "so many workers beside each other on this machine; default 1: those that share processors disturb each other"
     )
     work.add_argument("--workers", type=types.whole(whole_number(1, 256)), default=1, metavar="N", help=words)
+    words = "that cell alone, counted from 0"
+    work.add_argument("--cell", type=types.whole(whole_number(0)), metavar="N", help=words)
     work.add_argument("--retry", action="store_true", help="also those whose last attempt failed")
-    handed = command("submit", "hand workers to an engine, which starts them: this machine, or Slurm")
-    handed.add_argument("--on", choices=ENGINES, required=True, help="who starts them, by submitit (fp8bench[fleet])")
-    words = "so many, which take the cells among them; default 1"
-    handed.add_argument("--workers", type=types.whole(whole_number(1, 4096)), default=1, metavar="N", help=words)
+    handed = command("submit", "hand workers to an engine, which starts them: this machine, Slurm or Ray")
+    words = "; ".join(f"{name}: {engines.get(name).summary}" for name in engines.names())
+    handed.add_argument("--on", choices=engines.names(), required=True, help=f"who starts them. {words}")
+    words = "so many, which take the cells among them; default 1, on ray as many as its nodes have devices for"
+    handed.add_argument("--workers", type=types.whole(whole_number(1, 4096)), metavar="N", help=words)
     handed.add_argument("--retry", action="store_true", help="as in work")
-    words = "an option of sbatch's, like partition=gpu or gres=gpu:1; exclusive, which is the default, may be 'no'"
+    words = "; ".join(f"{name}: {engines.get(name).takes}" for name in engines.names() if engines.get(name).takes)
     handed.add_argument("--option", action="append", default=[], type=_option, metavar="NAME=VALUE", help=words)
     handed.add_argument("--wait", action="store_true", help="until all workers have ended, and end them on Ctrl-C")
     status = command("status", "where every cell stands, and why one failed")
@@ -82,23 +86,32 @@ def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
 
     file, store = arguments.plan.resolve(), Path(arguments.store)
     if arguments.workers > 1:
-        crew(file, store, arguments.workers, arguments.retry)
+        if arguments.cell is not None:
+            raise UsageError("--cell is for one worker. Leave --workers out.")
+        crew(Order(plan, file, store, arguments.workers, arguments.retry))
         states = states_of(plan, store)
         tell(arguments, partial(page_of, plan, states))
         return _code(states)
-    work(plan, file, store, arguments.retry, partial(_begins, plan))
-    return _code(states_of(plan, store))
+    if arguments.cell is not None:
+        check_cell(plan, arguments.cell)
+    work(plan, file, store, arguments.retry, partial(_begins, plan), arguments.cell)
+    states = states_of(plan, store)
+    return _code(states if arguments.cell is None else states[arguments.cell : arguments.cell + 1])
 
 
 def _submit(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     """Hand out; with --wait as `work` of several, else what to ask later."""
-    file, store = arguments.plan.resolve(), Path(arguments.store)
-    workers = submit(file, store, arguments.on, arguments.workers, arguments.retry, dict(arguments.option))
-    complain(f"jobs {', '.join(workers.names)} on {arguments.on}; what they print is in {workers.logs}\n  "
+    store = Path(arguments.store)
+    order = Order(
+        plan, arguments.plan, store, arguments.workers, arguments.retry, arguments.wait, dict(arguments.option)
+    )
+    workers = engines.get(arguments.on).start(order)
+    complain(f"jobs {', '.join(workers.names)} on {arguments.on}; what they print is in {order.logs}\n  "
              f"Where they stand: fp8bench fleet status {arguments.plan} --store {store}")  # fmt: skip
     if not arguments.wait:
         return EXIT_OK
-    workers.wait()
+    for trouble in workers.wait():
+        complain(trouble)
     states = states_of(plan, store)
     tell(arguments, partial(page_of, plan, states))
     return _code(states)

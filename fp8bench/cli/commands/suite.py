@@ -22,7 +22,7 @@ from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.settle import warm_up_limit
 from fp8bench.measure.windows import WindowRule, phases_at_most, window_rule_for, windows_of
-from fp8bench.model import Case, Group, Plan, Record, Request, Run
+from fp8bench.model import Case, DeviceFacts, Group, Plan, Record, Request, Run
 from fp8bench.model.request import PHASE_ENERGY, whole_number
 from fp8bench.model.request import REQUEST_RULES as RULES
 from fp8bench.model.settling import STRETCH
@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
         plan, facts = plan_only(request, arguments.store)
         tell(arguments, partial(page_of, plan, facts, expected_time(plan, request)))
         if arguments.write_plan is not None:
-            _write_plan(request, plan, arguments)
+            _write_plan(request, plan, facts, arguments)
         return EXIT_OK
     from fp8bench.pipeline import execute
 
@@ -228,10 +228,10 @@ def _phases_expected(groups: Sequence[Group], rule: WindowRule) -> str:
     return f", and {clock(least)} to {clock(most)} for that of phases (--energy phases)"
 
 
-def _write_plan(request: Request, plan: Plan, arguments: argparse.Namespace) -> None:
+def _write_plan(request: Request, plan: Plan, facts: Sequence[DeviceFacts], arguments: argparse.Namespace) -> None:
     from fp8bench.jobs.fleet.cells import cut
 
-    cells = cut(request, plan, command_line())
+    cells = cut(request, plan, facts, command_line())
     write_plan(cells, arguments.write_plan)
     complain(f"plan {cells.id}: {len(cells.cells)} cells in {arguments.write_plan}; one of them: "
              f"fp8bench suite --plan {arguments.write_plan} --cell 0")  # fmt: skip

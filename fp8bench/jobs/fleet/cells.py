@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from fp8bench import __version__
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import locked
-from fp8bench.model import Plan, Request, Run
+from fp8bench.model import DeviceFacts, Plan, Request, Run
 from fp8bench.model.fleet import FleetPlan
 from fp8bench.pipeline import execute, now, resume
 from fp8bench.plan.cells import cells_of
@@ -21,9 +21,9 @@ from fp8bench.store.runs.read import load_run, missing_groups
 ORIGIN = "fleet"
 
 
-def cut(request: Request, plan: Plan, command: str) -> FleetPlan:
+def cut(request: Request, plan: Plan, facts: Sequence[DeviceFacts], command: str) -> FleetPlan:
     """A plan in cells."""
-    cells = cells_of(plan)
+    cells = cells_of(plan, facts)
     if not cells:
         raise UsageError("nothing of this would be measured here, so that there is no cell. See --dry-run.")
     return FleetPlan(secrets.token_hex(4), now(), command, request, cells, __version__)
@@ -34,8 +34,7 @@ def measured(plan: FleetPlan, number: int, store: Path, observer: Observer, comm
 
     One that was cut off is resumed, where machine and software are the same, and else measured anew.
     """
-    if not 0 <= number < len(plan.cells):
-        raise UsageError(f"cell {number} is not one of 0 to {len(plan.cells) - 1} of the plan {plan.id}.")
+    check_cell(plan, number)
     name = plan.name_of(number)
     with alone(folder_of(plan, number, store), f"cell {name} into {store}"):
         begun = [head for place, head in runs_of(plan, store) if place == number]
@@ -48,6 +47,12 @@ def measured(plan: FleetPlan, number: int, store: Path, observer: Observer, comm
             except UsageError:
                 continue  # it was begun elsewhere, or with other software
         return True, execute(plan.request, store, observer, command, ORIGIN, cell=(name, plan.cells[number]))
+
+
+def check_cell(plan: FleetPlan, number: int) -> None:
+    """UsageError for a number of none."""
+    if not 0 <= number < len(plan.cells):
+        raise UsageError(f"cell {number} is not one of 0 to {len(plan.cells) - 1} of the plan {plan.id}.")
 
 
 @contextmanager

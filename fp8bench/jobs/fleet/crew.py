@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from pathlib import Path
+
+from fp8bench.jobs.fleet.engine import Order
+from fp8bench.jobs.fleet.tied import tied
 
 
-def crew(file: Path, store: Path, count: int, retry: bool) -> None:
-    """Until so many workers have ended; the store says what came of it. They end where this process is interrupted."""
-    words = [sys.executable, "-m", "fp8bench", "fleet", "work", str(file), "--store", str(store)]
-    words += ["--retry"] if retry else []
-    workers = [subprocess.Popen(words, stdin=subprocess.DEVNULL) for _ in range(count)]
+def crew(order: Order) -> None:
+    """Until its workers have ended; the store says what came of it. They end where this process is interrupted."""
+    workers = [tied([sys.executable, "-m", "fp8bench", *order.words]) for _ in range(order.workers or 1)]
     try:
         for worker in workers:
             worker.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from fp8bench.errors import UsageError
 from fp8bench.jobs.fleet.cells import alone
+from fp8bench.jobs.fleet.tied import ended, tied
 from fp8bench.model.fleet import Attempt, CellState, CellStatus, FleetPlan
 from fp8bench.pipeline import now
 from fp8bench.store.fleet_plans import OUTPUT, folder_of, note, states_of
@@ -22,14 +22,19 @@ _TAKEN = (CellStatus.WAITING, CellStatus.BEGUN)
 
 
 def work(
-    plan: FleetPlan, file: Path, store: Path, retry: bool, began: Callable[[CellState], None]
+    plan: FleetPlan,
+    file: Path,
+    store: Path,
+    retry: bool,
+    began: Callable[[CellState], None],
+    only: int | None = None,
 ) -> tuple[tuple[int, int], ...]:
     """The cells that this worker had measured, and how each ended. It ends where none waits that it has not tried.
 
-    Failed ones are tried again where `retry` says so. `began` is told of each as it begins.
+    Failed ones are tried again where `retry` says so. `began` is told of each as it begins. `only` that cell is taken.
     """
     tried: dict[int, int] = {}
-    while (state := _next(plan, store, retry, tried)) is not None:
+    while (state := _next(plan, store, retry, tried, only)) is not None:
         try:
             with alone(folder_of(plan, state.number, store) / _CLAIM, f"cell {plan.name_of(state.number)}"):
                 began(state)
@@ -39,9 +44,14 @@ def work(
     return tuple((number, code) for number, code in tried.items() if code != -1)
 
 
-def _next(plan: FleetPlan, store: Path, retry: bool, tried: Collection[int]) -> CellState | None:
-    wanted = (*_TAKEN, CellStatus.FAILED) if retry else _TAKEN
-    return next((one for one in states_of(plan, store) if one.status in wanted and one.number not in tried), None)
+def wanted(state: CellState, retry: bool) -> bool:
+    """Whether a worker would take it."""
+    return state.status in _TAKEN or (retry and state.status is CellStatus.FAILED)
+
+
+def _next(plan: FleetPlan, store: Path, retry: bool, tried: Collection[int], only: int | None) -> CellState | None:
+    waiting = (one for one in states_of(plan, store) if wanted(one, retry) and one.number not in tried)
+    return next((one for one in waiting if only is None or one.number == only), None)
 
 
 def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
@@ -51,12 +61,6 @@ def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
     words += ["--store", str(store), "--no-report"]
     begin = time.monotonic()
     with (folder / OUTPUT).open("ab") as output:
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            code = process.wait()
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
+        code = ended(tied(words, output))
     note(plan, number, store, Attempt(socket.gethostname(), os.getpid(), started, time.monotonic() - begin, code))
     return code

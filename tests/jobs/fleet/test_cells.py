@@ -27,7 +27,7 @@ def plan() -> FleetPlan:
     request = Request(
         "gemm", ("fp32",), quick=True, rounds=2, energy=False, isolation=False, axes=(("shape", ("16", "32")),)
     )
-    return cut(request, pipeline.plan_only(request, Path())[0], "")
+    return cut(request, *pipeline.plan_only(request, Path()), "")
 
 
 def of(plan: FleetPlan, store: Path) -> list[str]:

@@ -9,13 +9,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fp8bench.cli.commands.fleet import _option
 from fp8bench.errors import UsageError
-from fp8bench.jobs.fleet.submit import submit
+from fp8bench.jobs.fleet.engine import Order, engines
 from fp8bench.store.fleet_plans import read_plan, states_of
 from tests.commands import Say
 
@@ -144,10 +145,11 @@ def ports(count: int) -> list[int]:
 def test_without_slurm_a_sentence(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And sbatch's options are for sbatch."""
     monkeypatch.setenv("PATH", str(tmp_path))
+    order = Order(read_plan(plan), plan, tmp_path)
     with pytest.raises(UsageError, match="there is no Slurm here"):
-        submit(plan, tmp_path, "slurm", 1, False, {})
-    with pytest.raises(UsageError, match="--option is sbatch's, and local knows none"):
-        submit(plan, tmp_path, "local", 1, False, {"partition": "gpu"})
+        engines.get("slurm").start(order)
+    with pytest.raises(UsageError, match="--option is not for --on local, which knows none"):
+        engines.get("local").start(replace(order, options={"partition": "gpu"}))
 
 
 def test_options_are_names_and_values() -> None:

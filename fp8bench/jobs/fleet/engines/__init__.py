@@ -1,0 +1,1 @@
+"""Engines that start workers: one decorated class a file."""
