@@ -16,6 +16,7 @@ from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.read import load_head, load_run, missing_groups
 
 _SCHEMA = 1
+_TAKEN = (CellStatus.WAITING, CellStatus.BEGUN)
 _CELLS = "cells"
 _PLANS = "plans"
 _ATTEMPTS = "attempts.jsonl"
@@ -44,6 +45,12 @@ def read_plan(path: Path) -> FleetPlan:
             f"{path} is no plan of a fleet ({type(error).__name__}: {error}). `suite NAME --dry-run --write-plan FILE` "
             "writes one."
         ) from None
+
+
+def check_cell(plan: FleetPlan, number: int) -> None:
+    """UsageError for a number of none."""
+    if not 0 <= number < len(plan.cells):
+        raise UsageError(f"cell {number} is not one of 0 to {len(plan.cells) - 1} of the plan {plan.id}.")
 
 
 def folder_of(plan: FleetPlan, number: int, store: Path) -> Path:
@@ -93,6 +100,11 @@ def is_whole(run: Run) -> bool:
 def note(plan: FleetPlan, number: int, store: Path, attempt: Attempt) -> None:
     """Keep that a cell was tried."""
     append_lines(folder_of(plan, number, store) / _ATTEMPTS, [json.dumps(encode(attempt))])
+
+
+def wanted(state: CellState, retry: bool) -> bool:
+    """Whether a worker would take it."""
+    return state.status in _TAKEN or (retry and state.status is CellStatus.FAILED)
 
 
 def states_of(plan: FleetPlan, store: Path) -> tuple[CellState, ...]:

@@ -11,14 +11,13 @@ from fp8bench.cli.grammar import shared
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
-from fp8bench.jobs.fleet.cells import check_cell
 from fp8bench.jobs.fleet.crew import crew
 from fp8bench.jobs.fleet.engine import Order, engines
 from fp8bench.model.fleet import CellState, CellStatus, FleetPlan
 from fp8bench.model.request import whole_number
 from fp8bench.report.data.fleet import as_csv, as_json
 from fp8bench.report.terminal.fleet import page_of
-from fp8bench.store.fleet_plans import read_plan, states_of
+from fp8bench.store.fleet_plans import check_cell, read_plan, states_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from fp8bench.model.fleet import FleetPlan
 from fp8bench.pipeline import execute, now, resume
 from fp8bench.plan.cells import cells_of
 from fp8bench.protocols import Observer
-from fp8bench.store.fleet_plans import folder_of, runs_of
+from fp8bench.store.fleet_plans import check_cell, folder_of, runs_of
 from fp8bench.store.runs.read import load_run, missing_groups
 
 ORIGIN = "fleet"
@@ -47,12 +47,6 @@ def measured(plan: FleetPlan, number: int, store: Path, observer: Observer, comm
             except UsageError:
                 continue  # it was begun elsewhere, or with other software
         return True, execute(plan.request, store, observer, command, ORIGIN, cell=(name, plan.cells[number]))
-
-
-def check_cell(plan: FleetPlan, number: int) -> None:
-    """UsageError for a number of none."""
-    if not 0 <= number < len(plan.cells):
-        raise UsageError(f"cell {number} is not one of 0 to {len(plan.cells) - 1} of the plan {plan.id}.")
 
 
 @contextmanager

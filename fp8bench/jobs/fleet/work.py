@@ -12,13 +12,12 @@ from pathlib import Path
 from fp8bench.errors import UsageError
 from fp8bench.jobs.fleet.cells import alone
 from fp8bench.jobs.fleet.tied import ended, tied
-from fp8bench.model.fleet import Attempt, CellState, CellStatus, FleetPlan
+from fp8bench.model.fleet import Attempt, CellState, FleetPlan
 from fp8bench.pipeline import now
-from fp8bench.store.fleet_plans import OUTPUT, folder_of, note, states_of
+from fp8bench.store.fleet_plans import OUTPUT, folder_of, note, states_of, wanted
 
 # A claim is a lock beside the one that the process of a cell takes.
 _CLAIM = "claim"
-_TAKEN = (CellStatus.WAITING, CellStatus.BEGUN)
 
 
 def work(
@@ -42,11 +41,6 @@ def work(
         except UsageError:
             tried[state.number] = -1  # another worker was faster
     return tuple((number, code) for number, code in tried.items() if code != -1)
-
-
-def wanted(state: CellState, retry: bool) -> bool:
-    """Whether a worker would take it."""
-    return state.status in _TAKEN or (retry and state.status is CellStatus.FAILED)
 
 
 def _next(plan: FleetPlan, store: Path, retry: bool, tried: Collection[int], only: int | None) -> CellState | None:

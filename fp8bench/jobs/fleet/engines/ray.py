@@ -11,9 +11,8 @@ from typing import Any
 from fp8bench.errors import UsageError
 from fp8bench.jobs.fleet.engine import Engine, Order, Workers, engines
 from fp8bench.jobs.fleet.tied import ended, tied
-from fp8bench.jobs.fleet.work import wanted
 from fp8bench.model.fleet import FleetPlan
-from fp8bench.store.fleet_plans import states_of
+from fp8bench.store.fleet_plans import states_of, wanted
 
 # Ray sets it for its tasks, and threads are part of what is measured: cells get what the submitting process has.
 _THREADS = "OMP_NUM_THREADS"
