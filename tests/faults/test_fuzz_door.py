@@ -187,5 +187,5 @@ def test_no_command_line_ends_in_a_traceback(
         assert code in (EXIT_OK, EXIT_USAGE, EXIT_FAILED, "exit 0"), words
         assert "Traceback" not in shown.err + shown.out, words
         if code == EXIT_USAGE:
-            assert shown.err.startswith("fp8bench: ") and len(shown.err) < 30_000, (words, shown.err)
+            assert shown.err.startswith("fp8bench:") and len(shown.err) < 30_000, (words, shown.err)
     assert codes[EXIT_USAGE] > count / 4 and codes[EXIT_OK] + codes[EXIT_FAILED] > count / 8, codes
