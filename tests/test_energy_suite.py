@@ -16,6 +16,7 @@ from fp8bench.model import EnergyUse, Run
 from fp8bench.model.training import ArmCost
 from fp8bench.store.trainings import load_training, training_files
 from tests.measure.sensors.nvml.library import Simulation, build, uuid_of, why_not
+from tests.trainings import write_tokens
 
 GEMM = ("suite", "gemm", "--set", "shape=128", "--set", "product=forward", "--dtypes", "fp32,bf16", "--no-report")
 
@@ -169,9 +170,9 @@ def test_every_output_tells_of_it(simulation: Simulation, tmp_path: Path) -> Non
 def test_a_training_measures_the_energy_of_each_arm(simulation: Simulation, tmp_path: Path) -> None:
     """By windows of its own at the power that the counter shows; a step's joules are in the table's notes."""
     simulation.reset()
-    (tmp_path / "text.txt").write_text("every token is a byte of this text. " * 4000)
+    write_tokens(tmp_path / "text")
     environment = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "120"}
-    words = "train --data text.txt --steps 4 --seeds 1 --batch 1 --sequence 16 --dtypes fp32,bf16 --store store"
+    words = "train --data text --steps 4 --seeds 1 --batch 1 --sequence 16 --dtypes fp32,bf16 --store store"
     done = subprocess.run(
         [sys.executable, "-m", "fp8bench", *words.split()], cwd=tmp_path, env=environment, capture_output=True,
         text=True, timeout=300, check=False,

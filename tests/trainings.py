@@ -198,3 +198,11 @@ def training(number: int = 1) -> Training:
         f"{number:08x}", f"2026-01-05T12:00:{number:02d}.000+00:00", "fp8bench train", request,
         make_arms(request, CPU), CPU, Environment({"commit": "f" * 40, "machine": "box"}), text, 1000,
     )  # fmt: skip
+
+
+def write_tokens(folder: Path) -> None:
+    """Token files with little to look at: of a text, looking takes most of a short training's time."""
+    folder.mkdir()
+    text = b"every token is a byte of this text. " * 40
+    for name, part in (("train.bin", text), ("val.bin", text[:81])):
+        (folder / name).write_bytes(b"".join(byte.to_bytes(2, "little") for byte in part))

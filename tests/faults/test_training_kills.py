@@ -20,10 +20,10 @@ from fp8bench.training.lab import Lab
 from suites.kill import children, wait_until_gone
 from tests.commands import Say, environment
 from tests.counts import counts
-from tests.trainings import said
+from tests.trainings import said, write_tokens
 
 # Amaxes that are remembered, rounding at random, and dropout: what a checkpoint could forget.
-USUAL = ("train", "--data", "text.txt", "--batch", "1", "--sequence", "16", "--dropout", "0.1", "--evaluate", "8")
+USUAL = ("train", "--data", "text", "--batch", "1", "--sequence", "16", "--dropout", "0.1", "--evaluate", "8")
 SHORT = (*USUAL, "--dtypes", "bf16,fp8-delayed", "--steps", "6", "--seeds", "1", "--keep", "2")
 LONG = (*USUAL, "--dtypes", "bf16,fp8-delayed,nvfp4", "--steps", "16", "--seeds", "2", "--keep", "6")
 _PATIENCE = 300.0
@@ -46,7 +46,7 @@ def wait_for(process: subprocess.Popen[bytes], store: Path, more: int) -> None:
         begun = size if begun is None or size < begun else begun
         if path is not None and size >= begun + more:
             return
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 @pytest.mark.timeout(1800)
@@ -56,7 +56,7 @@ def test_killed_and_gone_on_with_it_comes_to_the_same_losses(
 ) -> None:
     """Parent, worker or both, at random moments; every line is there once, and every bit is as without a kill."""
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: LocalWorker(settings, Lab))
-    Path("text.txt").write_text("every token is a byte of this text. " * 4000)
+    write_tokens(Path("text"))
     begin = SHORT if count == 1 else LONG
     assert fp8bench(*begin, "--store", "whole")[0] == 0
     whole = load_training(training_files(Path("whole"))[0])
@@ -84,7 +84,7 @@ def test_killed_and_gone_on_with_it_comes_to_the_same_losses(
         else:
             words = ("train", "--resume", "last")
     if not kept.finished:
-        subprocess.run(command_of(store, *words), env=environment(), capture_output=True, check=True)
+        assert fp8bench(*words, "--store", str(store))[0] == 0
         kept = load_training(training_files(store)[0])
     assert kept.finished and said(kept) == said(whole)
     rows = [(row.seed, row.arm, row.step) for row in kept.of(StepRow)]
