@@ -8,13 +8,13 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, Params, Scalar, Support, Work
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.nn.parallel.way import OPTIONS, Asked, Job, Way
 from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_layers
 from fp8bench.protocols import Layer, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
 from fp8bench.protocols.workload import StepParts
-from fp8bench.registry import workloads
+from fp8bench.registry import precisions, workloads
 from fp8bench.ways import ways
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Parallel(Workload):
             return refused(f"{way.name} has no {foreign[0]}={options[foreign[0]]}: it takes {takes}")
         if precision.whole_layers:
             return refused(f"{precision.mode} has layers of its own, which no way divides: leave the backend out")
-        asked = Asked(_config(params), int(params["batch"]), facts.ranks, precision, options)
+        asked = Asked(_config(params), int(params["batch"]), facts.ranks, precision, options, facts)
         why = way.refused(asked)
         return refused(why) if why else precision.support(facts)
 
@@ -163,9 +163,10 @@ class Parallel(Workload):
     def _job(self, setup: Setup, group: ProcessGroup) -> Job:
         params = dict(setup.case.params)
         options = {name: str(params[name]) for name in OPTIONS if name in params}
+        emulated = precisions.get(setup.case.precision).support(setup.facts).level is Level.EMULATED
         return Job(
             lambda: self._made(setup), _config(params), int(setup.case.param("batch")), setup.facts,
-            setup.case.precision, setup.loss_scale, options, group,
+            setup.case.precision, emulated, setup.loss_scale, options, group,
         )  # fmt: skip
 
     def _made(self, setup: Setup) -> GPT:

@@ -9,6 +9,7 @@ import pytest
 
 from fp8bench import pipeline
 from fp8bench.model import Level, Record, Request, Status
+from fp8bench.nn.parallel.zero import owners
 from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentObserver
@@ -56,6 +57,23 @@ def test_layers_of_a_backend_are_not_divided() -> None:
     assert all(way.summary and way.least_ranks >= 2 for way in map(ways.get, ways.names()))
 
 
+def test_unequal_rows_are_refused() -> None:
+    """Nobody pads, and torchao's layers are those of fp8."""
+    (first, *_) = planned(ranks=5, way="fsdp2", wire="fp32", batch="10")
+    assert "the vocabulary (256) has no equal part for each of 5 ranks" in first[1]
+    torchao = {why for _, why in planned(way="fsdp2", wire="torchao_fp8")}
+    assert any("torchao's layers, which multiply in fp8: choose dtype fp8" in why for why in torchao)
+    assert any("needs the package torchao" in why for why in torchao)
+
+
+def test_owners_have_about_the_same() -> None:
+    """The largest tensors first, each to whoever has least."""
+    sizes = [400, 100, 100, 100, 90, 10]
+    found = owners(sizes, 3)
+    held = [sum(size for size, owner in zip(sizes, found, strict=True) if owner == rank) for rank in range(3)]
+    assert sorted(held) == [200, 200, 400]
+
+
 @pytest.mark.slow
 def test_real_ranks_train_what_one_rank_does(tmp_path: Path) -> None:
     """Every way once, by 2 ranks: agreement with one rank, bytes by formula, and what a step is made of."""
@@ -69,18 +87,58 @@ def test_real_ranks_train_what_one_rank_does(tmp_path: Path) -> None:
         assert record.overlap is not None and record.scaling is not None and {one.rank for one in record.sent} == {0, 1}
         assert all(min(times) > 0 for times in (record.scaling.whole, record.scaling.share, record.scaling.together))
     _data_parallel(records)
+    _zero(records)
+    _fsdp(records)
+
+
+CONFIG = replace(SIZES["nano"], sequence=32)
+NORMS = 2 * CONFIG.layers * CONFIG.width
+IN_BLOCKS = CONFIG.layers * CONFIG.block_weights + NORMS
+AROUND = (2 * CONFIG.vocabulary + CONFIG.sequence + 1) * CONFIG.width
+
+
+def of_way(records: list[Record], way: str, **chosen: str) -> list[Record]:
+    """Those of a way, with values of its options."""
+    wanted = {"way": way, **chosen}
+    return [one for one in records if wanted.items() <= dict(one.case.params).items()]
+
+
+def sent_by(record: Record, rank: int = 0) -> dict[tuple[str, str], float]:
+    return {(one.operation, one.dtype): one.bytes for one in record.sent if one.rank == rank}
+
+
+def _zero(records: list[Record]) -> None:
+    """Gradients go to owners and weights come back; of both ranks together each tensor moves once each way."""
+    for record in of_way(records, "zero"):
+        each = [sent_by(record, rank) for rank in (0, 1)]
+        for operation in ("reduce", "broadcast"):
+            assert sum(one[operation, "float32"] for one in each) == 4 * (IN_BLOCKS + AROUND)
+
+
+def _fsdp(records: list[Record]) -> None:
+    """Weights of blocks are gathered twice, those around them once; gradients are scattered once, in float32."""
+    scattered = 4 * (IN_BLOCKS + AROUND) / 2
+    for record in of_way(records, "fsdp2"):
+        sent, wire = sent_by(record), str(record.case.param("wire"))
+        assert sent.pop(("reduce_scatter", "float32")) == scattered
+        codes = (2 * (IN_BLOCKS + 3 * NORMS)) / 2  # norms travel in their own float32 among the bytes
+        wanted = {
+            "bf16": {("all_gather", "bfloat16"): 2 * (2 * IN_BLOCKS + AROUND) / 2},
+            "torchao_fp8": {
+                ("all_gather", "uint8"): codes, ("all_gather", "float32"): 4 * AROUND / 2,
+                ("all_reduce", "float32"): 4 * 4 * CONFIG.layers,
+            },
+        }.get(wire, {("all_gather", "float32"): 4 * (2 * IN_BLOCKS + AROUND) / 2})  # fmt: skip
+        assert sent == wanted, (wire, sent, wanted)
 
 
 def _data_parallel(records: list[Record]) -> None:
     """Gradients of all weights, and what goes with them: of 2 ranks each sends what it has once."""
-    config = replace(SIZES["nano"], sequence=32)
-    weights = config.weights + config.sequence * config.width + (2 * config.layers + 1) * config.width
+    weights = IN_BLOCKS + AROUND
     factor = {"fp32": 4, "bf16": 2, "fp8_gather": 1, "fp8_twoshot": 1}
-    for record in records:
-        if record.case.param("way") != "ddp":
-            continue
+    for record in of_way(records, "ddp"):
         wire = str(record.case.param("wire"))
-        sent = sum(one.bytes for one in record.sent if one.rank == 0)
+        sent = sum(sent_by(record).values())
         # Beside codes an amax or two of every bucket.
         assert factor[wire] * weights <= sent <= factor[wire] * weights + 64, (wire, sent)
         dtypes = {one.dtype for one in record.sent}

@@ -34,6 +34,7 @@ class Asked:
     ranks: int
     precision: Precision
     options: Mapping[str, str]
+    facts: DeviceFacts
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Job:
     """What a rank makes its part of a model from.
 
     `make` gives the whole model, with the same weights on every rank. All that is sent goes through `group`, which may
-    be one that sends nothing.
+    be one that sends nothing. `emulated` says that the device has no kernels for the precision.
     """
 
     make: Callable[[], GPT]
@@ -49,6 +50,7 @@ class Job:
     batch: int
     facts: DeviceFacts
     precision: str
+    emulated: bool
     loss_scale: float
     options: Mapping[str, str]
     group: ProcessGroup
