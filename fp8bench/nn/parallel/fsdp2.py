@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
-from fp8bench.model import MemoryRole
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel.model import ParallelModel, scaled_back, share
+from fp8bench.nn.parallel.model import HeldModel, share
 from fp8bench.nn.parallel.way import Job
 from fp8bench.protocols import Phases
 
 _TORCHAO = "torchao_"
 
 
-class FSDPModel(ParallelModel):
+class FSDPModel(HeldModel):
     """torch's fully_shard, a group for each block and one for the rest; `wire` is what weights are gathered in.
 
     Gradients are reduced in float32.
     """
 
     def __init__(self, job: Job) -> None:
-        self.group, self._loss_scale = job.group, job.loss_scale
+        self.group = job.group
         self._model, wire = job.make(), job.options["wire"]
         if wire.startswith(_TORCHAO):
             from fp8bench.nn.parallel.torchao_layers import take_layers
@@ -34,23 +32,15 @@ class FSDPModel(ParallelModel):
         self._in_codes = wire == "torchao_fp8"
         _shard(self._model, DeviceMesh.from_group(job.group, job.facts.kind), wire)
         parameters = dict(self._model.named_parameters())
-        self.names, self._parameters = list(parameters), list(parameters.values())
-        self.weights = [_own_part(one) for one in self._parameters]
-        self.sharded = [True] * len(self.names)
+        super().__init__(parameters, job.loss_scale, [True] * len(parameters))
+        self.weights = [getattr(one, "_tensor", one) for one in self.weights]  # without what torchao wraps them in
         self._scales_are_known()
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         with phase.elementwise:
             loss: Tensor = self._model(share(tokens, self.group), share(targets, self.group), phase)
-            (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
+            (loss * self.loss_scale).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
-
-    def gradients(self) -> list[Tensor]:
-        return scaled_back([_own_part(one.grad) for one in self._parameters if one.grad is not None], self._loss_scale)
-
-    def forget(self) -> None:
-        for one in self._parameters:
-            one.grad = None
 
     def updated(self, phase: Phases) -> None:
         with phase.communication:
@@ -58,10 +48,6 @@ class FSDPModel(ParallelModel):
 
     def full_weights(self) -> dict[str, Tensor]:
         return {name: self._gathered(part) for name, part in zip(self.names, self.weights, strict=True)}
-
-    def memory_roles(self) -> dict[MemoryRole, object]:
-        gradients = [_own_part(one.grad) for one in self._parameters if one.grad is not None]
-        return {MemoryRole.WEIGHTS: self.weights, MemoryRole.GRADIENTS: gradients}
 
     def _scales_are_known(self) -> None:
         """The largest magnitudes of all weights that travel as codes, in one exchange after every update."""
@@ -83,10 +69,3 @@ def _shard(model: GPT, mesh: DeviceMesh, wire: str) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def _own_part(tensor: Tensor | nn.Parameter) -> Tensor:
-    """The plain rows that this rank has, without what torchao wraps them in."""
-    assert isinstance(tensor, DTensor)
-    local = tensor.to_local().detach()
-    return getattr(local, "_tensor", local).detach()

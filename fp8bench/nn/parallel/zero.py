@@ -30,12 +30,12 @@ class ZeroModel(AloneModel):
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         loss = super().loss(share(tokens, self.group), share(targets, self.group), phase)
         with phase.communication:
-            gradients = [one.grad for one in self._parameters if one.grad is not None]
+            gradients = [one.grad for one in self.parameters if one.grad is not None]
             pairs = zip(gradients, self._owners, strict=True)
             works = [dist.reduce(one, group=self.group, group_dst=owner, async_op=True) for one, owner in pairs]
             for work in filter(None, works):
                 work.wait()
-        for parameter, owner in zip(self._parameters, self._owners, strict=True):
+        for parameter, owner in zip(self.parameters, self._owners, strict=True):
             if owner != self.group.rank():
                 parameter.grad = None
         torch._foreach_div_(super().gradients(), self.group.size())

@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8bench.protocols.workload import StepParts
 
-_ROUNDS = 7
+_ROUNDS = 5
 # Long enough that a barrier's own skew is small.
 _LEAST_SECONDS = 5e-3
 
