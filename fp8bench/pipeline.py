@@ -38,7 +38,7 @@ from fp8bench.measure.settle import warm_up_limit
 from fp8bench.measure.tapes import records_tapes
 from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import Ceilings, DeviceFacts, Group, Plan, Record, Request, Resumption, Run
-from fp8bench.model.fleet import Cell
+from fp8bench.model.fleet import Cell, OperationBits
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import rule_for
 from fp8bench.plan.asked_suites import reads_corpus
@@ -80,6 +80,7 @@ def execute(
         run = replace(_opened(request, corpus, workers[0], meters, command, folder), origin=origin)
         if cell is not None:
             run = replace(run, plan=of_cell(run.plan, cell[1]), cell=cell[0])
+            run = replace(run, bits=_bits(run, workers[0]))
         observer.planned(run.plan)
         writer = start_run(run, store)
         if note:
@@ -275,6 +276,15 @@ def _opened(
         devices=facts,
         overheads=tuple((one.key, worker.within(START_SECONDS).overheads(one)) for one in facts if one.key in used),
     )
+
+
+def _bits(run: Run, worker: Worker) -> tuple[OperationBits, ...]:
+    """What the devices of a cell compute, so that machines of a kind can be held against each other; of one rank."""
+    if run.request.ranks is not None:
+        return ()
+    used = {planned.case.device for group in run.plan for planned in group.cases if planned.runs}
+    asked = worker.within(START_SECONDS)
+    return tuple(bits for one in run.devices if one.key in used for bits in asked.bits(one))
 
 
 def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Limits) -> None:

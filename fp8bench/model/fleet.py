@@ -49,6 +49,17 @@ class Attempt:
     code: int | None = None
 
 
+@dataclass(frozen=True)
+class OperationBits:
+    """What an operation on a device gave for fixed numbers: a digest of its bits, several where they were not the same
+    every time."""
+
+    device: str
+    dtype: str
+    operation: str
+    digests: tuple[str, ...]
+
+
 class CellStatus(StrEnum):
     """DONE has a whole run; BEGUN was cut off; FAILED ended without one."""
 
@@ -62,7 +73,7 @@ class CellStatus(StrEnum):
 @dataclass(frozen=True)
 class CellState:
     """Where a cell stands. `run` is that of its newest run, `machine` where that was measured; `why` it failed, or
-    which cases of a run that is done did."""
+    which cases of a run that is done did. `cases` counts what became of that run's, by their status."""
 
     number: int
     cell: Cell
@@ -71,3 +82,4 @@ class CellState:
     machine: str = ""
     why: str = ""
     attempts: tuple[Attempt, ...] = ()
+    cases: tuple[tuple[str, int], ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fp8bench.model.fleet import OperationBits
 from fp8bench.model.measured import Record
 from fp8bench.model.planned import DeviceFacts, Plan, Scalar
 from fp8bench.model.request import Request
@@ -51,7 +52,8 @@ class Resumption:
 class Run:
     """One run: header and records. `path` is where it is stored ('' if it is not), `origin` the door it came in by.
 
-    `cell` is the part of a fleet's plan that it is ('8f3a2c1d/4'), '' where it is none.
+    `cell` is the part of a fleet's plan that it is ('8f3a2c1d/4'), '' where it is none; of such a run `bits` say what
+    its devices computed before anything was measured.
 
     `notes` were taken while it ran; `troubles` were met by whoever read the file.
     """
@@ -72,6 +74,7 @@ class Run:
     resumptions: tuple[Resumption, ...] = ()
     origin: str = "suite"
     cell: str = ""
+    bits: tuple[OperationBits, ...] = ()
 
     def __repr__(self) -> str:
         """On one line: all the samples would fill pages."""

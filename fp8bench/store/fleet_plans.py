@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.errors import StoreError, UsageError
@@ -120,22 +122,20 @@ def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run]) -> CellS
     whole = next((run for run in loaded if is_whole(run)), None)
     newest = whole or (loaded[0] if loaded else None)
     attempts = _attempts(folder_of(plan, number, store))
-    told = {
-        "run": newest.id if newest else "",
-        "machine": str(newest.environment.get("machine") or "") if newest else "",
-    }
-    cell = plan.cells[number]
+    state = CellState(
+        number, plan.cells[number], CellStatus.BEGUN if newest is not None else CellStatus.WAITING,
+        newest.id if newest else "", str(newest.environment.get("machine") or "") if newest else "", "", attempts,
+        tuple(Counter(record.status.value for record in newest.records).items()) if newest else (),
+    )  # fmt: skip
     if whole is not None:
         failed = [record.case.mode for record in whole.records if record.status is Status.FAILED]
-        why = f"failed: {', '.join(failed)}" if failed else ""
-        return CellState(number, cell, CellStatus.DONE, **told, why=why, attempts=attempts)
+        return replace(state, status=CellStatus.DONE, why=f"failed: {', '.join(failed)}" if failed else "")
     if _is_running(folder_of(plan, number, store)):
-        return CellState(number, cell, CellStatus.RUNNING, **told, attempts=attempts)
+        return replace(state, status=CellStatus.RUNNING)
     if attempts and attempts[-1].code:
         why = _last_words(folder_of(plan, number, store)) or f"ended with {attempts[-1].code}"
-        return CellState(number, cell, CellStatus.FAILED, **told, why=why, attempts=attempts)
-    status = CellStatus.BEGUN if newest is not None else CellStatus.WAITING
-    return CellState(number, cell, status, **told, attempts=attempts)
+        return replace(state, status=CellStatus.FAILED, why=why)
+    return state
 
 
 def _attempts(folder: Path) -> tuple[Attempt, ...]:

@@ -23,6 +23,7 @@ from fp8bench.model import (
     Scalar,
 )  # fmt: skip
 from fp8bench.model.conformity import Conformity
+from fp8bench.model.fleet import OperationBits
 from fp8bench.model.raw import Filling, RawReplay, RawSlot, Settings, StateCheck
 from fp8bench.protocols import Phases, SilentPhases, Stamper, Workload
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
@@ -30,6 +31,7 @@ from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import import_user_modules, modules_under
 from fp8bench.worker import caches, ceilings, fusing
 from fp8bench.worker.beside import none_left_by_a_fault, running, still_running
+from fp8bench.worker.bits import bits_of
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
 from fp8bench.worker.conformity import conformities
 from fp8bench.worker.faults import Fault
@@ -237,6 +239,12 @@ class Bench(UntimedPasses):
             found = conformities(precision, facts, self._settings.seed)
         device.empty_cache()
         return found
+
+    def bits(self, facts: DeviceFacts) -> tuple[OperationBits, ...]:
+        """What bits a device gives for fixed numbers."""
+        device = self._selected(facts)
+        with unchanged(), apart():
+            return bits_of(device, facts)
 
     def bare_loop(self, case: Case, facts: DeviceFacts, steps: int, rounds: int) -> tuple[list[float], list[float]]:
         """Seconds a step in the harness and in a bare loop, alternating, one pair a round."""

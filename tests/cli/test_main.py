@@ -100,6 +100,7 @@ OPTIONS = {
     "fleet work": COMMON | {"PLAN", "--store", "--workers", "--cell", "--retry"},
     "fleet submit": COMMON | {"PLAN", "--store", "--on", "--workers", "--retry", "--option", "--wait"},
     "fleet collect": COMMON | {"PLAN", "DIR", "--store"},
+    "fleet report": COMMON | {"PLAN|STORE", "--store", "--machines", "--json", "--csv", "--html", "--md"},
     "fleet status": COMMON | {"PLAN", "--store", "--json", "--csv"},
     "tape": COMMON
     | {

@@ -67,7 +67,13 @@ LIGHT_FORMATS = frozenset(
 LIGHT_NN = frozenset(
     f"fp8bench.nn.{name}"
     for name in (
-        "layer_workload", "parallel.cuts", "parallel.stages", "parallel.way", "support", "sizes", "shared_precisions",
+        "layer_workload",
+        "parallel.cuts",
+        "parallel.stages",
+        "parallel.way",
+        "support",
+        "sizes",
+        "shared_precisions",
     )
 )
 LIGHT = LIGHT_FORMATS | LIGHT_NN | {"fp8bench.formats.grids", "fp8bench.formats.scalings"}

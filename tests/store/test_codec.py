@@ -77,6 +77,7 @@ from fp8bench.model import (
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.consumed import PhaseEnergy
 from fp8bench.model.coverage import Coverage, HeldProduct, Holder, OtherProduct
+from fp8bench.model.fleet import OperationBits
 from fp8bench.model.ranks import Overlap, Scaling, Sent, Transfer
 from fp8bench.model.settling import ClockLook, Settling
 from fp8bench.model.shares import Share, ShareKind, Shares, SharesFrom
@@ -159,6 +160,7 @@ RUN = Run(
     (("cpu", Overheads(1e-7, 2e-7, 3e-8, None)), ("cuda:1", Overheads(1.0, 2.0, 3.0, 4.0))),
     (RECORD, Record(CASE, SUPPORT, Status.FAILED, reason="crash")), "path", True, ("line 3",), ("a note",),
     (RESUMPTION,), "asv", "8f3a2c1d/4",
+    (OperationBits("cpu", "float32", "product", ("0a", "0b")),),
 )  # fmt: skip
 FINDING = Finding(
     CASE, Verdict.SLOWER, 1.0, 1.5, 0.1, Interval(1.1, 1.05, 1.2, 0.99), 1.2, 0.01, (("gemm", 0.5),), ("cast",),

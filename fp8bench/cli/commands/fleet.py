@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.grammar import shared
-from fp8bench.cli.outputs import check_outputs, tell
+from fp8bench.cli.outputs import check_outputs, tell, write_outputs
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
 from fp8bench.jobs.fleet.crew import crew
@@ -58,6 +58,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     status = command("status", "where every cell stands, and why one failed")
     shared(status, "--json", help="print the states as JSON instead")
     shared(status, "--csv", help="also write them there as rows, one a cell; '-' prints them instead")
+    ends = "Exit codes: 0 no machine is named, 2 wrong usage, 3 one is, 130 interrupted."
+    words = (
+        "machines beside each other, like with like only, and those that are slow, compute other bits, or are not there"
+    )
+    report = bare("report", words, ends)
+    words = "a plan, whose runs are in --store; or a store, of fleet collect's for example"
+    report.add_argument("source", type=types.path, metavar="PLAN|STORE", help=words)
+    shared(report, "--store", help="where the runs of the plan's cells are")
+    words = "names of machines that should be in it, with commas; one of which nothing came is named"
+    report.add_argument("--machines", type=types.words, default=(), metavar="NAMES", help=words)
+    shared(report, "--json", help="print everything as JSON instead")
+    shared(report, "--csv", help="also write a row for each case on each machine; '-' prints them instead")
+    shared(report, "--html", help="also write it there as a page for a browser")
+    shared(report, "--md")
     ends = "Exit codes: 0 all was taken, 2 wrong usage, 3 something is wrong with a file, 130 interrupted."
     taken = bare("collect", "copy the runs of several machines' stores into one, by machine and month", ends)
     taken.add_argument("plan", type=types.plan_or_all, metavar="PLAN", help="whose cells; '-': all runs there are")
@@ -70,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     if arguments.subcommand == "collect":
         return _collect(arguments)
+    if arguments.subcommand == "report":
+        return _report(arguments)
     plan = read_plan(arguments.plan)
     if arguments.subcommand == "work":
         return _work(plan, arguments)
@@ -131,6 +147,22 @@ def _collect(arguments: argparse.Namespace) -> int:
     lines += [f"refused: {len(made.failed)}"] if made.failed else []
     say("\n".join([*lines, f"in {out}", ""]))
     return EXIT_FAILED if made.failed else EXIT_OK
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from fp8bench.jobs.fleet.report import fleet_report
+    from fp8bench.report.data import fleet_report as data
+    from fp8bench.report.terminal import fleet_report as pages
+
+    found = fleet_report(arguments.source, Path(arguments.store), arguments.machines)
+    page = partial(pages.page_of, found, str(arguments.source))
+    if arguments.html is not None:
+        from fp8bench.report.page.html import render
+
+        with write_outputs({"--html": (arguments.html, render(page(charts=True)))}):
+            complain(f"the page is {arguments.html}")
+    tell(arguments, page, partial(data.as_json, found), partial(data.as_csv, found))
+    return EXIT_FAILED if found.alarms else EXIT_OK
 
 
 def _option(text: str) -> tuple[str, str]:

@@ -32,5 +32,18 @@ def page_of(plan: FleetPlan, states: Sequence[CellState]) -> Page:
     )  # fmt: skip
     counts = Counter(one.status for one in states)
     said = ", ".join(f"{counts[status]} {status}" for status in CellStatus if counts[status])
+    cases: Counter[str] = Counter()
+    for one in states:
+        cases.update(dict(one.cases))
+    machines = sorted({one.machine for one in states if one.machine})
+    planned = sum(len(cell.cases) for cell in plan.cells)
+    covered = f"Of {planned} cases {cases.get('ok', 0)} were measured" + "".join(
+        f", {cases[status]} {status}" for status in ("skipped", "failed") if cases[status]
+    ) + (f", on {', '.join(machines)}" if machines else "")  # fmt: skip
     title = f"plan {plan.id}: {plan.request.suite} in {len(plan.cells)} cells"
-    return Page(title, "", (Part("cells", "", (Table("cells", "", columns, rows), Text(f"{said}."))),), _LEGEND)
+    return Page(
+        title,
+        "",
+        (Part("cells", "", (Table("cells", "", columns, rows), Text(f"{said}."), Text(f"{covered}."))),),
+        _LEGEND,
+    )
