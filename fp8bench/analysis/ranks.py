@@ -45,7 +45,7 @@ def rank_times(timing: Timing) -> tuple[RankTimes, ...]:
     A collective is over for a rank when the last one has come: the least that any rank was in it is what it takes, the
     rest is waiting.
     """
-    calls = list(_calls(timing))
+    calls = list(calls_of(timing))
     if not calls:
         return ()
     ranks = range(len(calls[0][0]))
@@ -63,7 +63,7 @@ def rank_times(timing: Timing) -> tuple[RankTimes, ...]:
 
 def skew(timing: Timing) -> float | None:
     """How much longer a call is for the slowest rank than for the fastest, as a share of it: the median of calls."""
-    calls = [steps for steps, _ in _calls(timing)]
+    calls = [steps for steps, _ in calls_of(timing)]
     return statistics.median((max(steps) - min(steps)) / max(steps) for steps in calls) if calls else None
 
 
@@ -76,7 +76,7 @@ def round_times(timing: Timing) -> tuple[tuple[float, ...], ...]:
 
 def true_communication(timing: Timing) -> float | None:
     """What a step's collectives take once everybody is there: the median of the least over ranks, in seconds."""
-    calls = [communication for _, communication in _calls(timing)]
+    calls = [communication for _, communication in calls_of(timing)]
     return statistics.median(map(min, calls)) * 1e-9 if calls and any(map(any, calls)) else None
 
 
@@ -119,7 +119,7 @@ def _figure(name: str, unit: str, value: float | None, better: Better = Better.N
     return Metric(name, unit, value, provenance=Provenance.DERIVED, better=better, rank=Rank.DETAIL, why=why)
 
 
-def _calls(timing: Timing) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+def calls_of(timing: Timing) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
     """Steps of all ranks, and their communication, call by call, in nanoseconds."""
     for slot in timing.slots:
         if slot.ranks:

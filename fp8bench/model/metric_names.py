@@ -73,6 +73,8 @@ class OwnMetric(StrEnum):
     ALGBW = "algbw"
     BUSBW = "busbw"
     EFFECTIVE_BUSBW = "effective_busbw"
+    BUBBLE = "bubble"
+    IDEAL_BUBBLE = "ideal_bubble"
     VALUES = "values"
     AMAX = "amax"
 

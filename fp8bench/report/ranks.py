@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8bench import units
+from fp8bench.analysis.pipelines import bubble
 from fp8bench.analysis.ranks import overlap_figures, rank_times, skew, true_communication
 from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Column, Field, Table, Text, Tone
-from fp8bench.report.panels import Panel, Result
+from fp8bench.report.panels import Panel, Result, ResultGroup
 
 _FUNCTIONAL = (
     "On a CPU this is a functional test: ranks share its cores and send through its memory, so that rates, skew and "
@@ -21,7 +22,7 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
     if panel.case.ranks < 2:
         return
     yield from filter(None, (_times(panel), _wire(panel)))
-    yield from map(Text, _overlaps(panel))
+    yield from map(Text, (*_overlaps(panel), *_bubbles(panel)))
     if panel.case.device == "cpu":
         yield Text(_FUNCTIONAL)
 
@@ -84,13 +85,27 @@ def _overlaps(panel: Panel) -> Iterator[str]:
     for group, result in panel.members:
         if result.record.overlap is None:
             continue
-        found, place = overlap_figures(result.record.overlap), panel.place(group)
-        who = f"{result.mode}{f' at {place}' if place else ''}"
+        found, who = overlap_figures(result.record.overlap), _who(panel, group, result)
         if found.exposed is None or found.hidden is None:
             yield f"{who}: no overlap is told: {found.why}."
         else:
             hidden = f"{found.hidden * 100:.0f}% of communication hides behind products"
             yield f"{who}: {units.seconds(found.exposed)} exposed, {hidden} (check sum {found.check_sum:.2f})."
+
+
+def _bubbles(panel: Panel) -> Iterator[str]:
+    for group, result in panel.members:
+        found = bubble(result.record)
+        if found is not None:
+            yield (
+                f"{_who(panel, group, result)}: for {found.measured * 100:.0f}% of the time that they compute "
+                f"ranks wait or send; of equal stages that send in no time it is {found.ideal * 100:.0f}%."
+            )
+
+
+def _who(panel: Panel, group: ResultGroup, result: Result) -> str:
+    place = panel.place(group)
+    return f"{result.mode}{f' at {place}' if place else ''}"
 
 
 def _measured(result: Result, name: str) -> Field:

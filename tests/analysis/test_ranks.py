@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.analysis.labels import contended
+from fp8bench.analysis.pipelines import Bubble, bubble, pipeline_metrics
 from fp8bench.analysis.ranks import (
     overlap_figures,
     rank_metrics,
@@ -82,6 +83,16 @@ def test_rates_are_those_of_nccl_tests() -> None:
     assert (found["wire_bytes"], found["logical_bytes"]) == (3e6, 4e6)
     assert found["rank_skew"] == 0.0 and found["communication_time"] == pytest.approx(5e-3)
     assert found["exposed_time"] == pytest.approx(4e-3) and found["hidden_communication"] == pytest.approx(50.0)
+
+
+def test_a_bubble_is_what_nobody_computes_in() -> None:
+    """Two stages of 8 microbatches wait or send 4 of 20 ms; a way without microbatches has none."""
+    found = timing(*(slot(number, (10, 1), (10, 3)) for number in range(3)))
+    record = Record(replace(case("parallel", "fp32", {"microbatches": 8}), ranks=2), NATIVE, Status.OK, timing=found)
+    assert bubble(record) == Bubble(pytest.approx(4 / 16), 1 / 8)
+    values = {str(one.name): one.value for one in pipeline_metrics(record)}
+    assert values == {"bubble": pytest.approx(25.0), "ideal_bubble": 12.5}
+    assert bubble(replace(record, case=case("parallel", "fp32", {"way": "ddp"}))) is None
 
 
 def test_waiting_for_another_rank_is_no_contention() -> None:

@@ -89,15 +89,3 @@ def uncut_by_torch(asked: Asked, ranks: int) -> str:
         known = ", ".join(BY_TORCH)
         return f"DTensor multiplies here in {known} (fp8 is torchao's), not in {asked.precision.mode}: way=tp_hand does"
     return uncuttable(asked.config, ranks)
-
-
-def block_exchange_bytes(config: GPTConfig, batch: int, element: int, ranks: int, sequence_parallel: bool) -> float:
-    """Bytes that a rank sends for one block, forward and backward, in rings.
-
-    An all-reduce of (batch, tokens, width) behind attention and feed-forward part, and one of the gradients before
-    them; with sequence parallelism as many all-gathers and reduce-scatters in the place of each.
-    """
-    stream = batch * config.sequence * config.width * element
-    all_reduces = 4 * 2 * stream * (ranks - 1) / ranks
-    halves = 8 * stream * (ranks - 1) / ranks
-    return halves if sequence_parallel else all_reduces

@@ -1,9 +1,8 @@
-"""What a pipeline can be cut into, and what its schedule leaves idle. No torch here: plans read it."""
+"""What a pipeline can be cut into. No torch here: plans read it."""
 
 from __future__ import annotations
 
 from fp8bench.nn.parallel.way import Asked
-from fp8bench.nn.sizes import GPTConfig
 
 MICROBATCHES = ("2", "4")
 
@@ -20,13 +19,3 @@ def unstaged(asked: Asked, fewest: int = 1) -> str:
     if asked.precision.whole_layers:
         return f"layers of {asked.precision.mode} are a backend's own, and are not cut here"
     return ""
-
-
-def ideal_bubble(stages: int, microbatches: int) -> float:
-    """Idle time over busy time where stages take equally long and sending takes no time."""
-    return (stages - 1) / microbatches
-
-
-def boundary_bytes(config: GPTConfig, batch: int, element: int) -> float:
-    """What goes over one boundary of stages in one direction, all microbatches of a batch together."""
-    return float(batch * config.sequence * config.width * element)

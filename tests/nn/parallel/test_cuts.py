@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8bench.nn.parallel.cuts import block_exchange_bytes, cut_of, cuts
-from fp8bench.nn.parallel.stages import boundary_bytes, ideal_bubble
+from fp8bench.nn.parallel.cuts import cut_of, cuts
 from fp8bench.nn.parallel.way import Asked
 from fp8bench.nn.sizes import SIZES, GPTConfig, of_config
 from fp8bench.registry import precisions
@@ -72,11 +71,3 @@ def test_what_can_be_is_not_refused() -> None:
     assert not refusal("tp", mode="fp8") and not refusal("tp_fsdp", ranks=4)
     assert not refusal("tp_hand", mode="fp8", amax="group") and not refusal("sp", ranks=4, amax="own")
     assert not refusal("pp_gpipe", microbatches="4") and not refusal("pp_1f1b", mode="mxfp8", microbatches="2")
-
-
-def test_formulas_of_what_is_sent() -> None:
-    """Two all-reduces of (batch, tokens, width) forward and two backward; as much in halves with sequence parallel."""
-    stream = 4 * 96 * 192 * 2
-    assert block_exchange_bytes(NANO, 4, 2, 4, False) == 4 * 2 * stream * 3 / 4
-    assert block_exchange_bytes(NANO, 4, 2, 4, True) == 8 * stream * 3 / 4
-    assert boundary_bytes(NANO, 4, 2) == stream and ideal_bubble(4, 8) == 3 / 8

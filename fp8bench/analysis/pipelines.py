@@ -1,0 +1,44 @@
+"""What of a pipeline's time nobody computes in: what is measured, and what schedules leave where sending is free."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fp8bench.analysis.metric import Better, Metric, Rank
+from fp8bench.analysis.ranks import calls_of
+from fp8bench.model import Provenance, Record
+from fp8bench.model.metric_names import OwnMetric
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """Time that stages wait or send over the time that they compute, and (p-1)/m of p stages and m microbatches.
+
+    The latter is what GPipe and 1F1B have where stages take equally long and sending takes no time.
+    """
+
+    measured: float
+    ideal: float
+
+
+def bubble(record: Record) -> Bubble | None:
+    """Over all ranks, the median of calls; None of what is no pipeline."""
+    microbatches = dict(record.case.params).get("microbatches")
+    if record.timing is None or not isinstance(microbatches, int):
+        return None
+    shares = [
+        sum(communication) / busy
+        for steps, communication in calls_of(record.timing)
+        if (busy := sum(steps) - sum(communication)) > 0
+    ]
+    return Bubble(statistics.median(shares), (record.case.ranks - 1) / microbatches) if shares else None
+
+
+def pipeline_metrics(record: Record) -> Iterator[Metric]:
+    """In percent of the time that ranks compute."""
+    found = bubble(record)
+    if found is not None:
+        for name, value in ((OwnMetric.BUBBLE, found.measured), (OwnMetric.IDEAL_BUBBLE, found.ideal)):
+            yield Metric(name, "%", value * 100, provenance=Provenance.DERIVED, better=Better.LOWER, rank=Rank.DETAIL)
