@@ -163,7 +163,7 @@ class SelfAttention(nn.Module):
         """Queries, keys and values of (batch, tokens, width), each (batch, heads, tokens, head width)."""
         # A product of another precision hands back its own carrier; the core works in what comes in.
         parts = self.qkv(x, phase).to(x.dtype).split(self.sizes, dim=-1)
-        return [part.view(*x.shape[:2], -1, self.head_width).transpose(1, 2) for part in parts]
+        return [part.view(*part.shape[:2], -1, self.head_width).transpose(1, 2) for part in parts]
 
 
 def rotations(context: int, head_width: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from fp8bench.nn.parallel.cuts import AMAX_GROUPS, uncut_by_hand
+from fp8bench.nn.parallel.cuts import AMAX_GROUPS, uncut_by_hand, uncut_tokens
 from fp8bench.nn.parallel.way import Asked, Job, Way
 from fp8bench.ways import ways
 
@@ -23,9 +23,7 @@ class SequenceParallel(Way):
     options: ClassVar = {"amax": AMAX_GROUPS}
 
     def refused(self, asked: Asked) -> str:
-        if asked.config.sequence % asked.ranks:
-            return f"{asked.config.sequence} tokens have no equal share for each of {asked.ranks} ranks"
-        return uncut_by_hand(asked)
+        return uncut_tokens(asked) or uncut_by_hand(asked)
 
     def model(self, job: Job) -> SequenceCut:
         from fp8bench.nn.parallel.tensor_hand import SequenceCut

@@ -89,3 +89,9 @@ def uncut_by_torch(asked: Asked, ranks: int) -> str:
         known = ", ".join(BY_TORCH)
         return f"DTensor multiplies here in {known} (fp8 is torchao's), not in {asked.precision.mode}: way=tp_hand does"
     return uncuttable(asked.config, ranks)
+
+
+def uncut_tokens(asked: Asked) -> str:
+    """Why ranks cannot have a share of the tokens each."""
+    tokens = asked.config.sequence
+    return f"{tokens} tokens have no equal share for each of {asked.ranks} ranks" if tokens % asked.ranks else ""

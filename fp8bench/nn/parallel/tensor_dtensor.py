@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from fp8bench.nn.attention import SelfAttention
 from fp8bench.nn.gpt import GPT, Block
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.parallel.cuts import OUTPUTS, Cut, cut_of, cuts
+from fp8bench.nn.parallel.exchanges import Group
 from fp8bench.nn.parallel.model import HeldModel
+from fp8bench.nn.parallel.tensor_hand import loss_of_own_tokens
 from fp8bench.nn.parallel.way import Job
 from fp8bench.protocols import Phases
 
 # How torch cuts a layer whose outputs are cut, and one whose inputs are.
-Styles = tuple[Callable[[], ParallelStyle], Callable[[], ParallelStyle]]
+Styles = tuple[type[ColwiseParallel], type[RowwiseParallel]]
 
 
 class TorchLinear(nn.Linear):
@@ -76,10 +82,11 @@ def _in_order_of_model(weight: Tensor, cut: Cut, ranks: int) -> Tensor:
     return cut.joined(weight.chunk(ranks, cut.dim))
 
 
-def share_blocks(model: GPT, job: Job, mesh: DeviceMesh) -> None:
-    """Have every block be cut over a mesh."""
+def share_blocks(model: GPT, job: Job, mesh: DeviceMesh, by_sequence: bool = False) -> None:
+    """Have every block be cut over a mesh; by sequence, what lies between its parts too, along the tokens."""
     float8 = job.precision == "fp8"
-    styles, ranks = _styles(float8), mesh.size()
+    (by_outputs, by_inputs), ranks = _styles(float8), mesh.size()
+    stream = Shard(1) if by_sequence else Replicate()
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.attn, SelfAttention)
         plan: dict[str, ParallelStyle] = {}
@@ -88,9 +95,13 @@ def share_blocks(model: GPT, job: Job, mesh: DeviceMesh) -> None:
             assert isinstance(layer, Linear)
             ordered = _in_order_of_ranks(layer.weight.detach(), cut, ranks)
             block.set_submodule(path, Unmarked(_torch_layer(ordered, layer.arithmetic.carrier, float8)))
-            plan[f"{path}.layer"] = styles[0 if cut.dim == OUTPUTS else 1]()
+            plan[f"{path}.layer"] = (
+                by_outputs(input_layouts=stream) if cut.dim == OUTPUTS else by_inputs(output_layouts=stream)
+            )
         queries, keys, values = (size // ranks for size in block.attn.sizes)
         block.attn.sizes = (queries, keys, values)
+        if by_sequence:
+            plan |= {name: SequenceParallel(use_local_output=True) for name in ("norm_attn", "norm_mlp")}
         # Every rank has made the same weights: none need be sent.
         parallelize_module(block, mesh, plan, src_data_rank=None)
 
@@ -103,7 +114,7 @@ class DTensorCut(HeldModel):
         self._model = job.make()
         self._spread()
         named = {name.replace(".layer.", "."): one for name, one in self._model.named_parameters()}
-        super().__init__(named, job.loss_scale, [isinstance(one, DTensor) for one in named.values()])
+        super().__init__(named, job.loss_scale, [not _is_everywhere(one) for one in named.values()])
         self.group = job.group
 
     def _spread(self) -> None:
@@ -127,6 +138,18 @@ class DTensorCut(HeldModel):
         return found
 
 
+class DTensorSequence(DTensorCut):
+    """The same with SequenceParallel: of what lies between the parts of a block a rank has its tokens."""
+
+    def _spread(self) -> None:
+        mesh = DeviceMesh.from_group(self._job.group, self._job.facts.kind)
+        self._tensor_ranks, self._shared = mesh.size(), Group(self._job.group)
+        share_blocks(self._model, self._job, mesh, by_sequence=True)
+
+    def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+        return loss_of_own_tokens(self, self._model, self._shared, tokens, targets, phase)
+
+
 class DTensorFSDP(DTensorCut):
     """The same over pairs of ranks, and over those in the same place of their pairs FSDP2, which divides the batch."""
 
@@ -142,6 +165,10 @@ class DTensorFSDP(DTensorCut):
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         rank, size = self._sequences.get_local_rank(), self._sequences.size()
         return super().loss(tokens.chunk(size)[rank], targets.chunk(size)[rank], phase)
+
+
+def _is_everywhere(tensor: Tensor) -> bool:
+    return not isinstance(tensor, DTensor) or all(one.is_replicate() for one in tensor.placements)
 
 
 def _pairs(job: Job) -> DeviceMesh:

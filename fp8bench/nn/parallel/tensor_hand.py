@@ -17,7 +17,7 @@ from fp8bench.nn.linear import Linear
 from fp8bench.nn.parallel.amax_groups import scaled_as_whole
 from fp8bench.nn.parallel.cuts import OF_GROUP, cut_of, cuts
 from fp8bench.nn.parallel.exchanges import Group, added, copied, gathered, scattered
-from fp8bench.nn.parallel.model import HeldModel
+from fp8bench.nn.parallel.model import HeldModel, local
 from fp8bench.nn.parallel.way import Job
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Phases
@@ -87,18 +87,20 @@ class SequenceCut(HandCut):
     leave = staticmethod(scattered)
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        group = self._shared
-        group.phase = phase
+        self._shared.phase = phase
         with phase.elementwise:
-            stream = self._model.through(group.own(self._model.embedded(tokens)), phase, tokens.shape[1])
-            loss = loss_of(self._model.read(stream, phase), group.own(targets))
-            (loss * (self.loss_scale / group.size)).backward()  # type: ignore[no-untyped-call]
-            self._add_up()
-        return loss.detach()
+            return loss_of_own_tokens(self, self._model, self._shared, tokens, targets, phase)
 
-    def _add_up(self) -> None:
-        """Gradients of what all ranks have, in one message."""
-        common = [one for one, cut in zip(self.parameters, self._cuts, strict=True) if cut is None]
-        own = [one.grad.view(-1) for one in common if one.grad is not None]
-        whole = self._shared.added(torch.cat(own))
-        torch._foreach_copy_(own, list(torch.split(whole, [one.numel() for one in own])))
+
+def loss_of_own_tokens(
+    held: HeldModel, model: GPT, group: Group, tokens: Tensor, targets: Tensor, phase: Phases
+) -> Tensor:
+    """Forward and backward of this rank's tokens; gradients of what all ranks have are added up, in one message."""
+    stream = model.through(group.own(model.embedded(tokens)), phase, tokens.shape[1])
+    loss = loss_of(model.read(stream, phase), group.own(targets))
+    (loss * (held.loss_scale / group.size)).backward()  # type: ignore[no-untyped-call]
+    common = [one for one, cut in zip(held.parameters, held.sharded, strict=True) if not cut]
+    own = [local(one.grad).view(-1) for one in common if one.grad is not None]
+    whole = group.added(torch.cat(own))
+    torch._foreach_copy_(own, list(torch.split(whole, [one.numel() for one in own])))
+    return loss.detach()

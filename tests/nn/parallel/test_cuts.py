@@ -58,6 +58,7 @@ def test_what_cannot_be_cut_is_refused_with_the_number() -> None:
         refusal("tp_hand", config=replace(NANO, experts=4), amax="own"): "experts are not cut here",
         refusal("tp_hand", mode="mxfp8", amax="group"): "mxfp8 has no scale of a tensor that ranks could share",
         refusal("tp", mode="mxfp8"): "DTensor multiplies here in fp32, bf16, fp8 (fp8 is torchao's), not in mxfp8",
+        refusal("sp_torch", mode="fp8"): "DTensor would gather float8 codes of the tokens",
         refusal("tp_fsdp", ranks=4, batch=7): "7 sequences have no equal share for each pair of 4 ranks",
         refusal("pp_gpipe", config=three, microbatches="2"): "3 layers have no equal share for each of 2 ranks",
         refusal("pp_gpipe", batch=6, microbatches="4"): "6 sequences cannot be cut into 4 equal microbatches",

@@ -13,8 +13,8 @@ from fp8bench.nn.sizes import SIZES
 from fp8bench.protocols import SilentObserver
 
 RANKS = 4
-TEXT = "the text that ranks train on, of which every one reads all. " * 40
-WAYS = ("tp", "tp_hand", "sp", "tp_fsdp", "pp_gpipe", "pp_1f1b")
+TEXT = "the text that ranks train on, of which every one reads all. " * 1200
+WAYS = ("tp", "tp_hand", "sp", "sp_torch", "tp_fsdp", "pp_gpipe", "pp_1f1b")
 
 
 @pytest.mark.slow
@@ -62,6 +62,7 @@ def _sent_by_formula(records: dict[str, Record]) -> None:
         for way in ("tp", "tp_hand"):
             assert sent(records[way], rank) == {"all_reduce": config.layers * 4 * 2 * stream * share}
         by_sequence = sent(records["sp"], rank)
+        assert sent(records["sp_torch"], rank) == by_sequence
         assert by_sequence["all_gather"] == by_sequence["reduce_scatter"] == config.layers * 4 * stream * share
         common = config.sequence * config.width + 2 * config.vocabulary * config.width
         norms = (2 * config.layers + 1) * config.width
