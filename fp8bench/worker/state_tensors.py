@@ -171,10 +171,13 @@ def version_of(tensor: Any) -> int:
 
 
 def _parts_of(tensor: Any) -> Iterator[Any]:
-    """The tensor, or those that it wraps."""
+    """The tensor, or those that it wraps. DTensor names its mesh of devices among these, which is none."""
+    import torch
+
     names = getattr(type(tensor), "__tensor_flatten__", None)
     if names is None:
         yield tensor
         return
-    for name in names(tensor)[0]:
-        yield from _parts_of(getattr(tensor, name))
+    for part in (getattr(tensor, name) for name in names(tensor)[0]):
+        if isinstance(part, torch.Tensor):
+            yield from _parts_of(part)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fp8bench.model import MemoryRole
 from fp8bench.worker import state_tensors as module
-from fp8bench.worker.state_tensors import state_tensors
+from fp8bench.worker.state_tensors import state_tensors, tensors_of
 
 
 def role(found: Any, tensor: Tensor) -> object:
@@ -140,3 +140,15 @@ def test_looking_keeps_nothing_alive() -> None:
     found = state_tensors([x])
     del x
     assert seen() is None and len(found) == 1
+
+
+def test_of_a_tensor_that_is_spread_over_ranks_what_lies_here_is_found() -> None:
+    """DTensor names the mesh of its devices among what it wraps."""
+
+    class Spread(torch.nn.Parameter):
+        def __tensor_flatten__(self) -> tuple[list[str], object]:
+            return ["here", "mesh"], None
+
+    inner, spread = torch.ones(3), Spread(torch.ones(1))
+    vars(spread).update(here=inner, mesh=object())
+    assert [one is inner for one in tensors_of([spread])] == [True]

@@ -35,7 +35,7 @@ class ParallelState:
     loader: TokenLoader
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        return {**self.model.memory_roles(), MemoryRole.OPTIMIZER: self.optimizer.state}
+        return {**self.model.memory_roles(), MemoryRole.OPTIMIZER: list(self.optimizer.state.values())}
 
     def step(self, phase: Phases) -> None:
         self.trained(phase)
