@@ -101,6 +101,10 @@ OPTIONS = {
     "fleet submit": COMMON | {"PLAN", "--store", "--on", "--workers", "--retry", "--option", "--wait"},
     "fleet collect": COMMON | {"PLAN", "DIR", "--store"},
     "fleet report": COMMON | {"PLAN|STORE", "--store", "--machines", "--json", "--csv", "--html", "--md"},
+    "fleet export": COMMON | {
+        "PLAN", "--store", "--to", "--workers", "--plan-path", "--python", "--minutes", "--image", "--volume",
+        "--option", "-o", "--output",
+    },
     "fleet status": COMMON | {"PLAN", "--store", "--json", "--csv"},
     "tape": COMMON
     | {

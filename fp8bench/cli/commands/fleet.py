@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.cli import option_types as types
+from fp8bench.cli.fleet_export import add as add_export
+from fp8bench.cli.fleet_export import export, option
 from fp8bench.cli.grammar import shared
 from fp8bench.cli.outputs import check_outputs, tell, write_outputs
 from fp8bench.cli.streams import complain, say
@@ -53,8 +55,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     handed.add_argument("--workers", type=types.whole(whole_number(1, 4096)), metavar="N", help=words)
     handed.add_argument("--retry", action="store_true", help="as in work")
     words = "; ".join(f"{name}: {engines.get(name).takes}" for name in engines.names() if engines.get(name).takes)
-    handed.add_argument("--option", action="append", default=[], type=_option, metavar="NAME=VALUE", help=words)
+    handed.add_argument("--option", action="append", default=[], type=option, metavar="NAME=VALUE", help=words)
     handed.add_argument("--wait", action="store_true", help="until all workers have ended, and end them on Ctrl-C")
+    add_export(command("export", "write text that has the cells measured by Slurm, Kubernetes or SkyPilot"))
     status = command("status", "where every cell stands, and why one failed")
     shared(status, "--json", help="print the states as JSON instead")
     shared(status, "--csv", help="also write them there as rows, one a cell; '-' prints them instead")
@@ -91,6 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _work(plan, arguments)
     if arguments.subcommand == "submit":
         return _submit(plan, arguments)
+    if arguments.subcommand == "export":
+        export(plan, arguments)
+        return EXIT_OK
     states = states_of(plan, arguments.store)
     tell(arguments, partial(page_of, plan, states), partial(as_json, plan, states), partial(as_csv, plan, states))
     return _code(states)
@@ -163,15 +169,6 @@ def _report(arguments: argparse.Namespace) -> int:
             complain(f"the page is {arguments.html}")
     tell(arguments, page, partial(data.as_json, found), partial(data.as_csv, found))
     return EXIT_FAILED if found.alarms else EXIT_OK
-
-
-def _option(text: str) -> tuple[str, str]:
-    """'partition=gpu', or a name alone."""
-    name, _, value = text.partition("=")
-    name = name.removeprefix("--")
-    if not name.replace("-", "").replace("_", "").isalnum():
-        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r:.80}")
-    return name, value
 
 
 def _begins(plan: FleetPlan, state: CellState) -> None:

@@ -5,18 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.read import load_run
 from tests.commands import Say
 
 GEMM = "gemm --quick --no-energy --rounds 2 --dtypes fp32 --no-isolation --set shape=16,32,48"
@@ -61,19 +53,3 @@ def test_from_plan_to_status(plan: Path, fp8bench: Say) -> None:
 def test_nonsense(plan: Path, fp8bench: Say, words: tuple[str, ...], said: str) -> None:
     code, _, err = fp8bench("suite", *(str(plan) if word == "PLAN" else word for word in words))
     assert code == 2 and said in " ".join(err.split())
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_the_rest_is_done_and_nothing_twice(plan: Path, store: Path) -> None:
-    """Three kills of everything, then to the end: a whole run of every cell, and one alone."""
-    words = [sys.executable, "-m", "fp8bench", "fleet", "work", str(plan), "--store", str(store), "--workers", "2"]
-    moments = random.Random(1)
-    for _ in range(3):
-        crew = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-        time.sleep(moments.uniform(0.5, 6))
-        os.killpg(crew.pid, signal.SIGKILL)
-        crew.wait()
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "3 done." in done.stdout, done.stderr
-    whole = [run.cell for path in run_files(store) if (run := load_run(path)).finished]
-    assert sorted(whole) == sorted({*whole}) and len(whole) == 3

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.cli.commands.fleet import _option
+from fp8bench.cli.fleet_export import option
 from fp8bench.errors import UsageError
 from fp8bench.jobs.fleet.engine import Order, engines
 from fp8bench.store.fleet_plans import read_plan, states_of
@@ -76,6 +76,25 @@ def test_by_slurm(plan: Path, fp8bench: Say, store: Path) -> None:
     assert "#SBATCH --no-requeue" in script and "#SBATCH --comment=cells" in script and "--exclusive" not in script
     code, _, err = fp8bench("fleet", "submit", str(plan), "--on", "slurm", "--option", "partition=nowhere")
     assert code == 2 and "slurm took no job" in err and "partition" in err
+    exported(plan, fp8bench, store.with_name("exported store"))
+
+
+def exported(plan: Path, fp8bench: Say, store: Path) -> None:
+    """The script of `fleet export` is taken by sbatch, and does what it says; a hostile word comes through it whole."""
+    words, script = """it's "$(x)" \\ #1""", plan.with_name("cells.sh")
+    given = ("--option", f"comment={words}", "--option", "exclusive=no", "--minutes", "7", "-o", str(script))
+    assert fp8bench("fleet", "export", str(plan), "--to", "sbatch", "--store", str(store), *given)[0] == 0
+    for options in (("--test-only",), ("--hold", "--parsable"), ("--wait",)):
+        command = ["sbatch", *options, str(script)]
+        sent = subprocess.run(command, cwd=plan.parent, capture_output=True, text=True, check=False)
+        assert sent.returncode == 0, sent.stderr
+        if "--hold" in options:
+            asked = ["squeue", "--noheader", "--format=%k|%l", "--jobs", sent.stdout.strip()]
+            held = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+            subprocess.run(["scancel", sent.stdout.strip()], check=True)
+            assert held == f"{words}|7:00"
+    assert done(plan, store) == ["done", "done"]
+    assert [len(state.attempts) for state in states_of(read_plan(plan), store)] == [1, 1]
 
 
 @pytest.fixture
@@ -153,7 +172,7 @@ def test_without_slurm_a_sentence(plan: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_options_are_names_and_values() -> None:
-    assert _option("partition=gpu") == ("partition", "gpu") and _option("--exclusive") == ("exclusive", "")
+    assert option("partition=gpu") == ("partition", "gpu") and option("--exclusive") == ("exclusive", "")
     for text in ("", "=3", "a b=c", "$(x)=1"):
         with pytest.raises(argparse.ArgumentTypeError, match="expected NAME=VALUE"):
-            _option(text)
+            option(text)
