@@ -118,9 +118,10 @@ class AsvFileTorn(AsvFileBroken):
 
 
 class WorkerError(Fp8benchError):
-    """The measuring process cannot be used."""
+    """The measuring process cannot be used; of several, `rank` is the one that failed (fp8bench.model.FailedRank)."""
 
     exit_code = EXIT_FAILED
+    rank: object = None
 
 
 class WorkerLost(WorkerError):

@@ -67,7 +67,7 @@ class Metric:
     `phase` is that of the step, STEP for all of it, None for what the data are made of (`about`: their kind and role).
     `interval` is over the reference's; its level is 1 for an exact ratio and 0 for a range without a confidence.
     `cost` says that it is what an emulation costs, and no figure of the precision. `samples` gives what the history
-    keeps of it: one value a round or a window.
+    keeps of it: one value a round or a window. `of_rank` is the process that it is of, where each of several has one.
     """
 
     name: str
@@ -88,6 +88,7 @@ class Metric:
     labels: tuple[Label, ...] = ()
     source: str = ""
     energy: EnergyConditions | None = None
+    of_rank: int | None = None
     samples: Callable[[], tuple[float, ...]] = field(default=tuple, compare=False, repr=False)
 
     @property

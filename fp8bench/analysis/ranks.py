@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fp8bench.analysis.metric import Better, Metric, Rank
-from fp8bench.model import Provenance, Record, Timing
+from fp8bench.model import MemoryUse, Provenance, Record, Timing
 from fp8bench.model.metric_names import OwnMetric
 from fp8bench.model.ranks import Overlap
 
@@ -35,7 +35,7 @@ class OverlapFigures:
 
     exposed: float | None
     hidden: float | None
-    check_sum: float
+    check_sum: float | None
     why: str = ""
 
 
@@ -67,6 +67,12 @@ def skew(timing: Timing) -> float | None:
     return statistics.median((max(steps) - min(steps)) / max(steps) for steps in calls) if calls else None
 
 
+def memory_skew(use: MemoryUse) -> float | None:
+    """How much more the rank takes that takes most than the one that takes least, as a share of it."""
+    most = max((one.peak for one in use.ranks), default=0)
+    return (most - min(one.peak for one in use.ranks)) / most if most else None
+
+
 def round_times(timing: Timing) -> tuple[tuple[float, ...], ...]:
     """For each rank the median of its calls in each round, in seconds."""
     slots = [slot for slot in timing.slots if slot.ranks]
@@ -82,6 +88,8 @@ def true_communication(timing: Timing) -> float | None:
 
 def overlap_figures(found: Overlap) -> OverlapFigures:
     """From the medians of the rounds."""
+    if found.why:
+        return OverlapFigures(None, None, None, found.why)
     alone, sent, both, in_turn = map(statistics.median, (found.compute, found.communication, found.both, found.in_turn))
     check = in_turn / (alone + sent)
     low, high = SUM_MAY_BE
@@ -92,13 +100,32 @@ def overlap_figures(found: Overlap) -> OverlapFigures:
     return OverlapFigures(exposed, 1 - exposed / sent, check)
 
 
+def frontier(ways: Sequence[tuple[float, float]]) -> tuple[int, ...]:
+    """The places of those (bytes, decibels) of which no other sends as little with as small an error."""
+    return tuple(
+        place
+        for place, (sent, sqnr) in enumerate(ways)
+        if not any(other != (sent, sqnr) and other[0] <= sent and other[1] >= sqnr for other in ways)
+    )
+
+
 def rank_metrics(record: Record, seconds: float | None) -> Iterator[Metric]:
     """Figures of several ranks; `seconds` is the median step. Rates of emulated cases are what emulating costs."""
     timing, transfer = record.timing, record.transfer
     if timing is not None and (apart := skew(timing)) is not None:
         yield _figure(OwnMetric.RANK_SKEW, "%", apart * 100, Better.LOWER)
-        if (true := true_communication(timing)) is not None:
+        true = true_communication(timing)
+        if true is not None:
             yield _figure(OwnMetric.COMMUNICATION, "s", true, Better.LOWER)
+        for one in rank_times(timing):
+            yield _of_rank(one.rank, OwnMetric.RANK_TIME, "s", one.step)
+            if true is not None:
+                yield _of_rank(one.rank, OwnMetric.RANK_COMMUNICATION, "s", one.communication)
+                yield _of_rank(one.rank, OwnMetric.RANK_WAITING, "s", one.waiting)
+    if record.memory is not None and (apart := memory_skew(record.memory)) is not None:
+        yield _figure(OwnMetric.MEMORY_SKEW, "%", apart * 100, Better.LOWER)
+        for held in record.memory.ranks:
+            yield _of_rank(held.rank, OwnMetric.RANK_MEMORY, "B", float(held.peak))
     if record.overlap is not None:
         found = overlap_figures(record.overlap)
         yield _figure(OwnMetric.EXPOSED, "s", found.exposed, Better.LOWER, found.why)
@@ -117,6 +144,10 @@ def rank_metrics(record: Record, seconds: float | None) -> Iterator[Metric]:
 
 def _figure(name: str, unit: str, value: float | None, better: Better = Better.NONE, why: str = "") -> Metric:
     return Metric(name, unit, value, provenance=Provenance.DERIVED, better=better, rank=Rank.DETAIL, why=why)
+
+
+def _of_rank(rank: int, name: str, unit: str, value: float) -> Metric:
+    return replace(_figure(name, unit, value, Better.LOWER), of_rank=rank)
 
 
 def calls_of(timing: Timing) -> Iterator[tuple[Sequence[int], Sequence[int]]]:

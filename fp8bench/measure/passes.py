@@ -34,6 +34,7 @@ from fp8bench.model import (
     Support,
 )
 from fp8bench.model.metric_names import OwnMetric
+from fp8bench.model.ranks import FailedRank
 from fp8bench.model.readings import Reading
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
@@ -93,7 +94,8 @@ class CaseOutcome:
 
     def fail(self, why: str, cause: WorkerError) -> None:
         self.failure = why
-        self.note(detail=cause.trace if isinstance(cause, WorkerFault) else "")
+        failed = cause.rank if isinstance(cause.rank, FailedRank) else None
+        self.note(detail=cause.trace if isinstance(cause, WorkerFault) else "", failed_rank=failed)
 
     def lacks(self, why: str) -> None:
         """Something about it could not be had, which does not fail it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fp8bench.model.ranks import RankMemory
 from fp8bench.model.settling import Settling
 from fp8bench.model.words import MemoryRole
 
@@ -121,7 +122,8 @@ class MemoryUse:
     `peak` are bytes of tensors; `roles` say what they are, and sum to it (`fp8bench.model.MemoryRole`). `process` is
     what the driver counts for the worker's process on the device, its context included, right after the step;
     `resident` the most that the process had in the machine's memory during it. `leak` are the bytes by which
-    tensors, on the host too, take more with every step, 0 where they do not; None where nobody looked.
+    tensors, on the host too, take more with every step, 0 where they do not; None where nobody looked. Of several
+    ranks it is that of the one that takes most, and `ranks` has all.
     """
 
     peak: int
@@ -132,6 +134,7 @@ class MemoryUse:
     resident: int | None = None
     why: str = ""
     leak: float | None = None
+    ranks: tuple[RankMemory, ...] = ()
 
 
 @dataclass(frozen=True)

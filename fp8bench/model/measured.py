@@ -8,7 +8,7 @@ from fp8bench.model.claims import Ceiling, Products
 from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse, SustainedTurn
 from fp8bench.model.coverage import Coverage
 from fp8bench.model.planned import Case, Support, Work
-from fp8bench.model.ranks import Overlap, RankCalls, Scaling, Sent, Transfer
+from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, Scaling, Sent, Transfer
 from fp8bench.model.shares import Shares
 from fp8bench.model.tape import Tape
 from fp8bench.model.words import Provenance, Status
@@ -203,6 +203,8 @@ class Record:
     ratio is told by; `timing` stays what it was chosen by. `rotation` is there where calls do not all have the
     same state, `replays` where a device might do a step again in one launch. `tape` are the operators of a step,
     `coverage` which of a user's model's products can be converted, `shares` what parts of a step take of it.
+    `transfer` is what a step of several ranks moves, `overlap` how far that hides, `failed_rank` which of them failed
+    the case.
     """
 
     case: Case
@@ -241,6 +243,7 @@ class Record:
     overlap: Overlap | None = None
     sent: tuple[Sent, ...] = ()
     scaling: Scaling | None = None
+    failed_rank: FailedRank | None = None
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

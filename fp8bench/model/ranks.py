@@ -59,12 +59,13 @@ class Transfer:
 @dataclass(frozen=True)
 class Overlap:
     """Rounds of products alone, of communication alone, of both at once and of both in turn, in seconds; of each round
-    the slowest rank's."""
+    the slowest rank's. `why` says why there are none."""
 
-    compute: tuple[float, ...]
-    communication: tuple[float, ...]
-    both: tuple[float, ...]
-    in_turn: tuple[float, ...]
+    compute: tuple[float, ...] = ()
+    communication: tuple[float, ...] = ()
+    both: tuple[float, ...] = ()
+    in_turn: tuple[float, ...] = ()
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,28 @@ class Scaling:
     whole: tuple[float, ...]
     share: tuple[float, ...]
     together: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank at the highest point of its step, and what they are for."""
+
+    rank: int
+    peak: int
+    roles: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class FailedRank:
+    """Which of so many ranks a case failed by: the request that it was at, the phase of a step ('' outside of steps),
+    and its last heartbeat, the number of which among its own and its age in seconds when that was noticed."""
+
+    rank: int
+    ranks: int
+    request: str
+    phase: str
+    beats: int
+    silent_seconds: float
 
 
 @dataclass(frozen=True)

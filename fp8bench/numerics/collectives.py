@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8bench.numerics.fp8_reduce import AutoScale, Reduced, exchanged, mean_in_fp8, sent_round, transported
-from fp8bench.numerics.rank_programs import Counted, Program, on_this_rank, simulated
+from fp8bench.numerics.rank_programs import Begun, Counted, Program, begun, on_this_rank, simulated
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST = COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast",
 )  # fmt: skip
 REDUCING = (ALL_REDUCE, REDUCE_SCATTER)
 Marker = AbstractContextManager[object]
+_FREEDOM = 2.5
+_ROW, _ROW_SIGMA = 128, 2.0
 
 
 class SelfCheckFailed(RuntimeError):
@@ -44,6 +47,20 @@ def rank_values(seed: int, rank: int, count: int, shared: bool) -> Tensor:
         return own
     common = torch.randn(count, generator=torch.Generator().manual_seed(seed * 4099))
     return (own + common).mul_(0.5**0.5)
+
+
+def signal_values(signal: str, seed: int, rank: int, count: int) -> Tensor:
+    """What one rank brings: normal values of its own, partly `shared`, of heavy tails (`student-t`, 2.5 degrees of
+    freedom), or in rows of very different sizes, the same on all ranks (`lognormal`)."""
+    own = rank_values(seed, rank, count, signal == "shared")
+    if signal == "student-t":
+        generator = torch.Generator().manual_seed(seed * 4099 + rank + 1_000_001)
+        chi_square = 2 * torch._standard_gamma(torch.full((count,), _FREEDOM / 2), generator=generator)
+        return own / torch.sqrt(chi_square / _FREEDOM)
+    if signal == "lognormal":
+        rows = torch.randn(-(-count // _ROW), generator=torch.Generator().manual_seed(seed * 4099))
+        return own * torch.exp(_ROW_SIGMA * rows).repeat_interleave(_ROW)[:count]
+    return own
 
 
 def expected(collective: str, sources: Sequence[Tensor], rank: int) -> Tensor:
@@ -75,26 +92,31 @@ class Plain:
         return whole.to(self.dtype, copy=True)
 
     def __call__(self, given: Tensor, size: int, communicating: Marker) -> Tensor:
+        with communicating:
+            return self._asked(given, size, False)[1]
+
+    def begun(self, given: Tensor, size: int) -> Any:
+        """What to wait for: it goes on by itself."""
+        return self._asked(given, size, True)[0]
+
+    def _asked(self, given: Tensor, size: int, alone: bool) -> tuple[Any, Tensor]:
         import torch.distributed as dist
 
-        with communicating:
-            match self.collective:
-                case "all_reduce":
-                    dist.all_reduce(given, dist.ReduceOp.AVG)
-                    return given
-                case "broadcast":
-                    dist.broadcast(given, 0)
-                    return given
-                case "all_gather":
-                    received = given.new_empty(given.numel() * size)
-                    newest("all_gather_single", "all_gather_into_tensor")(received, given)
-                case "reduce_scatter":
-                    received = given.new_empty(given.numel() // size)
-                    newest("reduce_scatter_single", "reduce_scatter_tensor")(received, given, op=dist.ReduceOp.AVG)
-                case _:
-                    received = torch.empty_like(given)
-                    dist.all_to_all_single(received, given)
-        return received
+        match self.collective:
+            case "all_reduce":
+                return dist.all_reduce(given, dist.ReduceOp.AVG, async_op=alone), given
+            case "broadcast":
+                return dist.broadcast(given, 0, async_op=alone), given
+            case "all_gather":
+                received = given.new_empty(given.numel() * size)
+                gather = newest("all_gather_single", "all_gather_into_tensor")
+                return gather(received, given, async_op=alone), received
+            case "reduce_scatter":
+                received = given.new_empty(given.numel() // size)
+                scatter = newest("reduce_scatter_single", "reduce_scatter_tensor")
+                return scatter(received, given, op=dist.ReduceOp.AVG, async_op=alone), received
+        received = torch.empty_like(given)
+        return dist.all_to_all_single(received, given, async_op=alone), received
 
     def sent(self, given: Tensor, size: int) -> float:
         """The bytes that a rank sends in a ring: its share of the tensor that torch is given."""
@@ -124,6 +146,10 @@ class InFP8:
 
     def __call__(self, values: Tensor, rank: int, size: int, around: Marker, counted: Counted | None = None) -> Reduced:
         return on_this_rank(self.program(values, rank, size), counted, around)
+
+    def begun(self, values: Tensor, rank: int, size: int) -> Begun[Reduced]:
+        """Cast, with the first exchange of codes going on by itself."""
+        return begun(self.program(values, rank, size))
 
     def alone(self, sources: Sequence[Tensor]) -> list[Reduced]:
         """What each rank gets, by the same programs in this process; a mu goes on from where this one stands."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -127,15 +127,47 @@ def _exchanged(asked: Sequence[Exchange]) -> list[Any]:
             return [torch.stack(values).amax(0)] * size
 
 
+class Waits(Protocol):
+    """Something that goes on by itself, until it is waited for."""
+
+    def wait(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class Begun(Generic[T]):
+    """A program whose first exchange of codes goes on by itself; what comes after it waits for that."""
+
+    program: Program[T]
+    sent: Sequence[Waits]
+    answer: Any
+
+    def wait(self) -> T:
+        for one in self.sent:
+            one.wait()
+        return on_this_rank(self.program, answer=self.answer)
+
+
+def begun(program: Program[T]) -> Begun[T]:
+    """Up to the first exchange of codes, which is not waited for: the largest magnitudes of ranks come before it."""
+    answer = None
+    while True:
+        exchange = program.send(answer)
+        alone = not isinstance(exchange, Largest)
+        sent, answer = _asked(exchange, None, alone)
+        if alone:
+            return Begun(program, sent, answer)
+
+
 def on_this_rank(
     program: Program[T],
     counted: Counted | None = None,
     around: AbstractContextManager[object] | None = None,
     group: ProcessGroup | None = None,
+    answer: Any = None,
 ) -> T:
-    """The result of this process's rank in a group, or among all; `around` is entered for each exchange."""
+    """The result of this process's rank in a group, or among all; `around` is entered for each exchange. `answer` is
+    that to the exchange which the program waits for, None where it has not begun."""
     around = around or nullcontext()
-    answer = None
     while True:
         try:
             exchange = program.send(answer)
@@ -145,39 +177,40 @@ def on_this_rank(
         if counted is not None:
             counted.add(exchange)
         with around:
-            answer = _given(exchange, group)
+            sent, answer = _asked(exchange, group, False)
+            for one in sent:
+                one.wait()
 
 
-def _given(exchange: Exchange, group: ProcessGroup | None) -> Any:
+def _asked(exchange: Exchange, group: ProcessGroup | None, alone: bool) -> tuple[Sequence[Waits], Any]:
+    """What to wait for before the answer may be read: nothing where torch has waited itself (not `alone`)."""
     import torch.distributed as dist
 
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     match exchange:
         case AllGather(payload):
             gathered = [torch.empty_like(payload) for _ in range(size)]
-            dist.all_gather(gathered, payload.contiguous(), group)
-            return gathered
+            return _sent(dist.all_gather(gathered, payload.contiguous(), group, alone)), gathered
         case AllToAll(rows):
             received = torch.empty_like(rows)
-            dist.all_to_all_single(received, rows.contiguous(), group=group)
-            return received
+            return _sent(dist.all_to_all_single(received, rows.contiguous(), group=group, async_op=alone)), received
         case Shift(payload):
             received = torch.empty_like(payload)
             both = [
                 dist.P2POp(dist.isend, payload.contiguous(), group=group, group_peer=(rank + 1) % size),
                 dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
             ]
-            for request in dist.batch_isend_irecv(both):
-                request.wait()
-            return received
+            return dist.batch_isend_irecv(both), received
         case FromFirst(payload):
             whole = payload.clone()
-            dist.broadcast(whole, group=group, group_src=0)
-            return whole
+            return _sent(dist.broadcast(whole, group=group, group_src=0, async_op=alone)), whole
         case Largest(values):
             largest = values.clone()
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-            return largest
+            return _sent(dist.all_reduce(largest, dist.ReduceOp.MAX, group, alone)), largest
+
+
+def _sent(work: Waits | None) -> Sequence[Waits]:
+    return () if work is None else (work,)
 
 
 def _bytes(tensor: Tensor) -> int:

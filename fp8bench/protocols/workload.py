@@ -244,8 +244,9 @@ class Workload(ABC):
         """What a step moves between ranks; None where that is not what it is about. Asked of several ranks alone."""
         return None
 
-    def together(self, setup: Setup) -> tuple[Callable[[], object], Callable[[], Any]] | None:
-        """What computes, and what begins a communication and returns what to `wait()` for: one may hide the other."""
+    def together(self, setup: Setup) -> tuple[Callable[[], object], Callable[[], Any]] | str | None:
+        """What computes, and what begins a communication and returns what to `wait()` for: one may hide the other. Why
+        it cannot, where that is known; None where that is not what a step is about."""
         return None
 
     def step_parts(self, setup: Setup) -> StepParts | None:

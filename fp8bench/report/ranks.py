@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from fp8bench import units
 from fp8bench.analysis.pipelines import bubble
-from fp8bench.analysis.ranks import overlap_figures, rank_times, skew, true_communication
+from fp8bench.analysis.ranks import (
+    SUM_MAY_BE,
+    frontier,
+    memory_skew,
+    overlap_figures,
+    rank_times,
+    skew,
+    true_communication,
+)
 from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Column, Field, Table, Text, Tone
-from fp8bench.report.panels import Panel, Result, ResultGroup
+from fp8bench.report.panels import Panel, Result, ResultGroup, together
 
+# More ranks have no column each.
+_MOST_COLUMNS = 8
 _FUNCTIONAL = (
     "On a CPU this is a functional test: ranks share its cores and send through its memory, so that rates, skew and "
     "overlap say nothing about a cluster."
@@ -21,8 +33,13 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
     """Nothing of cases that one process ran."""
     if panel.case.ranks < 2:
         return
-    yield from filter(None, (_times(panel), _wire(panel)))
-    yield from map(Text, (*_overlaps(panel), *_bubbles(panel)))
+    yield from filter(None, (_times(panel), _memory(panel), _wire(panel)))
+    yield from map(Text, _cheapest(panel))
+    beside = _overlaps(panel)
+    if beside is not None:
+        yield beside
+        yield from map(Text, _no_overlaps(panel))
+    yield from map(Text, _bubbles(panel))
     if panel.case.device == "cpu":
         yield Text(_FUNCTIONAL)
 
@@ -48,6 +65,29 @@ def _times(panel: Panel) -> Table | None:
         numbers += [_seconds(true), _seconds(max(waits) if true is not None else None)]
         rows.append((Field(panel.place(group)), Field(result.mode), *numbers))
     return Table("ranks", f"{panel.case.ranks} ranks", columns, tuple(rows)) if rows else None
+
+
+def _memory(panel: Panel) -> Table | None:
+    """A column a rank, where they are few."""
+    known = [(group, one, one.record.memory) for group, one in panel.members]
+    told = [(group, result, use) for group, result, use in known if use is not None and use.ranks]
+    if not told:
+        return None
+    each = panel.case.ranks if panel.case.ranks <= _MOST_COLUMNS else 0
+    columns = (
+        Column("", shared=True), Column("case"),
+        *(Column(f"rank {rank}", number=True, unit="B") for rank in range(each)),
+        *(() if each else (Column("most", number=True, unit="B"), Column("least", number=True, unit="B"))),
+        Column("skew", number=True, unit="%", hint="between the rank that takes most and the one that takes least"),
+    )  # fmt: skip
+    rows = []
+    for group, result, use in told:
+        peaks = [one.peak for one in use.ranks]
+        shown = peaks if each else [max(peaks), min(peaks)]
+        numbers = [_number(float(peak), "B") for peak in shown]
+        numbers.append(_number((memory_skew(use) or 0.0) * 100, "%"))
+        rows.append((Field(panel.place(group)), Field(result.mode), *numbers))
+    return Table("rank-memory", "memory of each rank at the highest point of a step", columns, tuple(rows))
 
 
 def _wire(panel: Panel) -> Table | None:
@@ -81,16 +121,91 @@ def _wire(panel: Panel) -> Table | None:
     return Table("wire", "bytes on the wire beside the error", columns, tuple(rows)) if rows else None
 
 
-def _overlaps(panel: Panel) -> Iterator[str]:
-    for group, result in panel.members:
-        if result.record.overlap is None:
+@dataclass(frozen=True)
+class WireCost:
+    """What a rank sends in one way, and what that leaves of the values.
+
+    `way` is the precision, of FP8 how its means are composed; `words` name the case, `hint` says what was lost.
+    """
+
+    collective: str
+    way: str
+    words: str
+    wire: float
+    sqnr: float
+    hint: str
+
+
+def wire_costs(panel: Panel) -> dict[str, list[WireCost]]:
+    """By collective. What is the same in several groups, since it has no codes, is told once."""
+    found: dict[tuple[object, ...], WireCost] = {}
+    for _, result in panel.members:
+        sent, sqnr, params = result.record.transfer, _value(result, "sqnr_db"), dict(result.record.case.params)
+        if sent is None or sqnr is None:
             continue
-        found, who = overlap_figures(result.record.overlap), _who(panel, group, result)
-        if found.exposed is None or found.hidden is None:
-            yield f"{who}: no overlap is told: {found.why}."
-        else:
-            hidden = f"{found.hidden * 100:.0f}% of communication hides behind products"
-            yield f"{who}: {units.seconds(found.exposed)} exposed, {hidden} (check sum {found.check_sum:.2f})."
+        collective = str(params.get("collective", panel.case.workload))
+        composed = [str(params[name]) for name in ("fp8", "scaling") if name in params and sent.counted]
+        way = composed[0] if composed else result.mode
+        shares = (
+            f"saturated {_measured(result, 'saturated_ppm').text}, flushed {_measured(result, 'flushed_percent').text}"
+        )
+        words = " ".join([result.mode, *composed])
+        cost = WireCost(collective, way, words, sent.wire, sqnr, shares)
+        found.setdefault((collective, words), cost)
+    return together((one.collective, one) for one in found.values())
+
+
+def _cheapest(panel: Panel) -> Iterator[str]:
+    for collective, costs in wire_costs(panel).items():
+        best = [costs[place] for place in frontier([(one.wire, one.sqnr) for one in costs])]
+        if len(best) < len(costs):
+            named = [
+                f"{one.words} ({units.size(one.wire)}, {units.decibels(one.sqnr)}, {one.hint})"
+                for one in sorted(best, key=lambda one: one.wire)
+            ]
+            yield f"{collective}: nothing else sends as little with as small an error as {'; '.join(named)}."
+
+
+def _overlaps(panel: Panel) -> Table | None:
+    columns = (
+        Column("", shared=True), Column("case"),
+        Column("products", number=True, unit="s"), Column("communication", number=True, unit="s"),
+        Column("both at once", number=True, unit="s"),
+        Column("check sum", number=True, hint="both in turn over the sum of both alone"),
+        Column("exposed", number=True, unit="s", hint="both at once less products alone"),
+        Column("hidden", number=True, unit="%", hint="1 less the exposed share of communication alone; never cut"),
+    )  # fmt: skip
+    rows = []
+    for group, result in panel.members:
+        overlap = result.record.overlap
+        if overlap is None:
+            continue
+        found = overlap_figures(overlap)
+        parts = [overlap.compute, overlap.communication, overlap.both]
+        numbers = [_seconds(statistics.median(one) if one else None) for one in parts]
+        check = units.NONE if found.check_sum is None else f"{found.check_sum:.2f}"
+        tone = Tone.DOUBT if found.exposed is None else Tone.PLAIN
+        numbers += [Field(check, found.check_sum, tone), _seconds(found.exposed)]
+        hidden = None if found.hidden is None else found.hidden * 100
+        shown = Field(units.NONE, None, hint=found.why) if hidden is None else _number(hidden, "%")
+        rows.append((Field(panel.place(group)), Field(result.mode), *numbers, shown))
+    return Table("overlap", "communication beside products", columns, tuple(rows)) if rows else None
+
+
+def _no_overlaps(panel: Panel) -> Iterator[str]:
+    """Each reason once."""
+    overlaps = [(one, one.record.overlap) for _, one in panel.members]
+    told = [(one, overlap) for one, overlap in overlaps if overlap is not None]
+    for why, modes in together((overlap.why, one.mode) for one, overlap in told if overlap.why).items():
+        yield f"No overlap of {', '.join(dict.fromkeys(modes))}: {why}."
+    if any(not overlap.why and overlap_figures(overlap).exposed is None for _, overlap in told):
+        low, high = SUM_MAY_BE
+        yield f"Nothing is told where the check sum is not {low} to {high}: both disturb each other even in turn."
+
+
+def _value(result: Result, name: str) -> float | None:
+    found = result.record.measurement(name)
+    return None if found is None else found.samples[0]
 
 
 def _bubbles(panel: Panel) -> Iterator[str]:

@@ -24,6 +24,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 REDUCING = ("all_reduce", "reduce_scatter")
 WAYS = ("fp8_gather", "fp8_twoshot", "fp8_ring")
 SCALINGS = ("pre", "post", "ms_amp", "fp8lm_auto")
+SIGNALS = ("own", "shared", "student-t", "lognormal")
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
 # Blocks of scales, and a part for every rank.
 _MULTIPLE = 32
@@ -79,7 +80,8 @@ class Collective(Workload):
                  "does), fp8lm_auto (FP8-LM's mu, and the smallest of the ranks' scales)", SCALINGS,
                  one_of(*SCALINGS), quick=("ms_amp", "fp8lm_auto")),
             Axis("signal", "own: values of each rank's own; shared: half of their variance is common to all ranks, as "
-                 "where gradients agree", ("own",), one_of("own", "shared"), quiet=True),
+                 "where gradients agree; student-t: heavy tails; lognormal: rows of very different sizes", ("own",),
+                 one_of(*SIGNALS), quiet=True),
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
@@ -125,7 +127,7 @@ class Collective(Workload):
         """Against float64, over all that all ranks got."""
         import torch
 
-        from fp8bench.numerics.collectives import InFP8, expected, rank_values
+        from fp8bench.numerics.collectives import InFP8, expected, signal_values
 
         state = self.prepare(setup)
         shares: list[Any] = [0.0, 0.0]
@@ -136,8 +138,8 @@ class Collective(Workload):
             shares[1] = lost / state.given.numel()
         self.step(state, SilentPhases())
         assert state.got is not None
-        count, shared = int(setup.case.param("elements")), _is_shared(setup)
-        sources = [rank_values(setup.seed, rank, count, shared) for rank in range(state.size)]
+        count, signal = int(setup.case.param("elements")), _signal(setup)
+        sources = [signal_values(signal, setup.seed, rank, count) for rank in range(state.size)]
         exact = expected(str(setup.case.param("collective")), sources, state.rank)
         noise = (state.got.cpu().double() - exact).square().sum()
         sums = torch.stack(
@@ -163,17 +165,20 @@ class Collective(Workload):
         sent = state.kind.sent(state.given, state.size)
         return Transfer(logical, float(elements * state.given.element_size()), sent, factor, counted=False)
 
-    def together(self, setup: Setup) -> tuple[Callable[[], object], Callable[[], Any]] | None:
-        """Products, and an all-reduce that need not be waited for: in bf16, as gradients mostly go."""
+    def together(self, setup: Setup) -> tuple[Callable[[], object], Callable[[], Any]] | str:
+        """Products, and the collective, which need not be waited for: of FP8 its first exchange of codes."""
         import torch
-        import torch.distributed as dist
 
-        if setup.case.precision != "bf16" or setup.case.param("collective") != "all_reduce":
-            return None
+        from fp8bench.numerics.collectives import Plain
+
+        if setup.case.precision == "fp8" and dict(setup.case.params).get("fp8") == "fp8_ring":
+            return "what a rank sends at a hop is not known before the last hop has come, so that it has to wait"
         state = self.prepare(setup)
         a = torch.randn(512, 512, device=setup.facts.key)
-        given = state.given
-        return lambda: torch.mm(a, a), lambda: dist.all_reduce(given, dist.ReduceOp.AVG, async_op=True)
+        kind, given, rank, size = state.kind, state.given, state.rank, state.size
+        if isinstance(kind, Plain):
+            return lambda: torch.mm(a, a), lambda: kind.begun(given, size)
+        return lambda: torch.mm(a, a), lambda: kind.begun(given, rank, size)
 
 
 def _parts(setup: Setup) -> tuple[Plain | InFP8, Tensor, int, int]:
@@ -194,13 +199,13 @@ def _parts(setup: Setup) -> tuple[Plain | InFP8, Tensor, int, int]:
 
 
 def _source(setup: Setup, rank: int) -> Tensor:
-    from fp8bench.numerics.collectives import rank_values
+    from fp8bench.numerics.collectives import signal_values
 
-    return rank_values(setup.seed, rank, int(setup.case.param("elements")), _is_shared(setup)).to(setup.facts.key)
+    return signal_values(_signal(setup), setup.seed, rank, int(setup.case.param("elements"))).to(setup.facts.key)
 
 
-def _is_shared(setup: Setup) -> bool:
-    return dict(setup.case.params).get("signal") == "shared"
+def _signal(setup: Setup) -> str:
+    return str(dict(setup.case.params).get("signal", "own"))
 
 
 def _shares(state: CollectiveState) -> list[Any]:

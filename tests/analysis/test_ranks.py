@@ -9,6 +9,7 @@ import pytest
 from fp8bench.analysis.labels import contended
 from fp8bench.analysis.pipelines import Bubble, bubble, pipeline_metrics
 from fp8bench.analysis.ranks import (
+    memory_skew,
     overlap_figures,
     rank_metrics,
     rank_times,
@@ -16,8 +17,8 @@ from fp8bench.analysis.ranks import (
     skew,
     true_communication,
 )
-from fp8bench.model import Record, Segments, SlotSample, Status, Timing
-from fp8bench.model.ranks import Overlap, RankCalls, Transfer
+from fp8bench.model import MemoryUse, Record, Segments, SlotSample, Status, Timing
+from fp8bench.model.ranks import Overlap, RankCalls, RankMemory, Transfer
 from tests.runs import NATIVE, case
 
 MS = 1_000_000
@@ -50,6 +51,19 @@ def test_skew_and_rounds() -> None:
     assert round_times(found) == ((0.01, 0.01, 0.01), (0.008, 0.008, 0.01))
     alone = timing(replace(slot(0, (10, 1)), ranks=()))
     assert skew(alone) is None and rank_times(alone) == () == round_times(alone) and true_communication(alone) is None
+
+
+def test_memory_of_each_rank_is_a_figure() -> None:
+    """One a rank, and how far they are apart."""
+    use = MemoryUse(8 << 20, ranks=(RankMemory(0, 6 << 20), RankMemory(1, 8 << 20)))
+    timed = timing(slot(0, (10, 5), (8, 3)))
+    record = Record(case("collective", "bf16", {}), NATIVE, Status.OK, timing=timed, memory=use)
+    found = {(str(one.name), one.of_rank): one.value for one in rank_metrics(record, 0.01)}
+    assert memory_skew(use) == 0.25 and found["memory_skew", None] == 25.0
+    assert (found["rank_memory", 0], found["rank_memory", 1]) == (float(6 << 20), float(8 << 20))
+    assert (found["rank_time", 0], found["rank_time", 1]) == (pytest.approx(0.01), pytest.approx(0.008))
+    assert (found["rank_waiting_time", 0], found["rank_waiting_time", 1]) == (pytest.approx(2e-3), 0.0)
+    assert memory_skew(MemoryUse(5)) is None
 
 
 def overlap(both: float, in_turn: float) -> Overlap:

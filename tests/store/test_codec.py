@@ -78,7 +78,7 @@ from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.consumed import PhaseEnergy
 from fp8bench.model.coverage import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.model.fleet import OperationBits
-from fp8bench.model.ranks import Overlap, Scaling, Sent, Transfer
+from fp8bench.model.ranks import FailedRank, Overlap, RankMemory, Scaling, Sent, Transfer
 from fp8bench.model.settling import ClockLook, Settling
 from fp8bench.model.shares import Share, ShareKind, Shares, SharesFrom
 from fp8bench.model.tape import OperatorCount, PhaseCount, Tape
@@ -114,7 +114,7 @@ WATCH = DeviceWatch(
 )
 MEMORY = MemoryUse(
     300, ((MemoryRole.WEIGHTS, 200), (MemoryRole.WORKSPACE, 100)), (PhaseMemory("gemm", 300, 512),), 512, 1024, 2048,
-    "why", 4096.0,
+    "why", 4096.0, (RankMemory(0, 300, ((MemoryRole.WEIGHTS, 300),)),),
 )  # fmt: skip
 COURSE_OF_MEMORY = MemoryCourse(
     300, (HeldBlock(4096, 300, "gemm", True, True, True, True, (MemoryRole.WEIGHTS,)),), MEMORY.phases, 512, "why"
@@ -140,7 +140,7 @@ RECORD = Record(
     StepEffect(False, "what was seen"),
     (SustainedTurn(25, (0.5, 0.25), SETTLING, 1.7e9, 650.0),), Fresh(TIMING, TIMING, TIMING, 3),
     Rotation(4, 1 << 20), Replays(TIMING, "why"), TAPE, COVERAGE, SHARES, TRANSFER,
-    OVERLAP, (SENT,), SCALING,
+    OVERLAP, (SENT,), SCALING, FailedRank(1, 2, "slot", "gemm", 21, 0.5),
 )  # fmt: skip
 FACTS = DeviceFacts(
     "cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90", "GPU-0", "0:1:0", "",
@@ -179,8 +179,8 @@ ACK = Ack(
     1.5, "2026-01-05T12:00:00+00:00", "why",
 )  # fmt: skip
 VALUES: list[Any] = [
-    SHARES, *SHARES.parts, TRANSFER, OVERLAP, SENT, SCALING, RUN, RECORD, PLAN, REQUEST, FACTS, TIMING,
-    MEASUREMENT, STATISTICS, FINDING, CASE, SUPPORT, Work(), RESUMPTION,
+    SHARES, *SHARES.parts, TRANSFER, OVERLAP, SENT, SCALING, RECORD.failed_rank, MEMORY.ranks[0], RUN, RECORD, PLAN,
+    REQUEST, FACTS, TIMING, MEASUREMENT, STATISTICS, FINDING, CASE, SUPPORT, Work(), RESUMPTION,
     RUN.environment,
     Overheads(0.1, 0.2, 0.3), Interval(1, 2, 3, 0.99), Segments((), ()), SlotSample(0, (), 0.0, 0.0),
     PLAN.groups[0], PLAN.groups[0].cases[0], SERIES, POINT, FIGURE, COURSE, Fault("path", "what", "remedy", False),

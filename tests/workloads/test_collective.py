@@ -57,8 +57,9 @@ def test_real_ranks_send_what_they_say(tmp_path: Path) -> None:
         assert record.transfer is not None and record.transfer.logical == 4096 * 4
         assert record.transfer.counted is (record.case.precision == "fp8")
         assert record.timing is not None and all(len(slot.ranks) == 2 for slot in record.timing.slots)
-        together = record.case.param("collective") == "all_reduce" and record.case.precision == "bf16"
-        assert (record.overlap is not None) is together
+        assert record.overlap is not None and record.memory is not None and len(record.memory.ranks) == 2
+        rings = record.case.precision == "fp8" and record.case.param("collective") in ("all_reduce", "reduce_scatter")
+        assert bool(record.overlap.why) is rings and bool(record.overlap.both) is not rings
     sent = {(str(one.case.param("collective")), one.case.precision): one.transfer for one in run.records}
     wire = {key: transfer.wire for key, transfer in sent.items() if transfer is not None}
     # Of 2 ranks a ring sends half the vector twice; of FP8 the amax too.

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fp8bench.model.ranks import Heartbeat
+from fp8bench.model.ranks import FailedRank, Heartbeat
 
 # How a process ends that has waited for its neighbours in vain, or was told to end because they failed.
 _VICTIMS = (-signal.SIGABRT, -signal.SIGTERM)
@@ -49,6 +49,12 @@ def culprit(states: Sequence[RankState]) -> RankState:
     if ended and last.beat.sequence >= min(one.beat.sequence for one in ended):
         return next((one for one in ended if one.status != -signal.SIGTERM), ended[0])
     return last
+
+
+def failed_rank(states: Sequence[RankState], now: float) -> FailedRank:
+    """The rank that a case failed by, in figures."""
+    beat = culprit(states).beat
+    return FailedRank(beat.rank, len(states), beat.request, beat.phase, beat.sequence, max(0.0, now - beat.seconds))
 
 
 def sentence(states: Sequence[RankState], now: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase, Scalar
-from fp8bench.model.ranks import Overlap, RankCalls, Scaling, Sent
+from fp8bench.model.ranks import Overlap, RankCalls, RankMemory, Scaling, Sent
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 
 _COMMUNICATION = CELL_PHASES.index(Phase.COMMUNICATION)
@@ -66,8 +66,12 @@ def _agreed(answers: Sequence[Mapping[str, float] | str]) -> Mapping[str, float]
 
 
 def _most_memory(answers: Sequence[MemoryUse | str]) -> MemoryUse | str:
+    """Of the rank that takes most, with that of each."""
     told = [one for one in answers if isinstance(one, MemoryUse)]
-    return max(told, key=lambda one: one.peak) if len(told) == len(answers) else answers[0]
+    if len(told) < len(answers):
+        return next(one for one in answers if isinstance(one, str))
+    each = tuple(RankMemory(rank, one.peak, one.roles) for rank, one in enumerate(told))
+    return replace(max(told, key=lambda one: one.peak), ranks=each)
 
 
 def _checked(answers: Sequence[StateCheck]) -> StateCheck:
@@ -102,12 +106,13 @@ def _smallest(answers: Sequence[int | None]) -> int | None:
     return None if None in answers else max(one for one in answers if one is not None)
 
 
-def _overlap(answers: Sequence[Mapping[str, Sequence[float]] | None]) -> Overlap | None:
+def _overlap(answers: Sequence[Mapping[str, Sequence[float]] | str | None]) -> Overlap | None:
     """Each round of each part ends with its slowest rank."""
-    told = [one for one in answers if one is not None]
+    told = [one for one in answers if one is not None and not isinstance(one, str)]
     if len(told) < len(answers):
-        return None
-    return Overlap(**{name: _slowest_rounds([one[name] for one in told]) for name in told[0]})
+        return next((Overlap(why=one) for one in answers if isinstance(one, str)), None)
+    last = {name: _slowest_rounds([one[name] for one in told]) for name in told[0]}
+    return Overlap(last["compute"], last["communication"], last["both"], last["in_turn"])
 
 
 StepAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from fp8bench.errors import WorkerLost
 from fp8bench.measure.process import WorkerProcess, how_it_ended, last_words, plain_value
-from fp8bench.measure.ranks.blame import RankState, behind, culprit, late, sentence
+from fp8bench.measure.ranks.blame import RankState, behind, culprit, failed_rank, late, sentence
 from fp8bench.measure.ranks.merge import RanksDisagree, merged
-from fp8bench.model.ranks import PARENT, beat_file, heartbeat_of, words_file
+from fp8bench.model.ranks import PARENT, FailedRank, beat_file, heartbeat_of, words_file
 
 LAUNCHER_MODULE = "fp8bench.worker.ranks.launcher"
 _GLANCE_SECONDS = 0.2
@@ -64,6 +64,7 @@ class RanksProcess(WorkerProcess):
         self._ranks = [_Rank(number) for number in range(launch.ranks)]
         self._request = "start"
         self.broken = False
+        self.failed: FailedRank | None = None
         try:
             with socket.socket(socket.AF_UNIX) as listening:
                 listening.bind(str(self._folder / PARENT))
@@ -120,19 +121,19 @@ class RanksProcess(WorkerProcess):
             kind, text, trace, _ = faults[0][1:]
             return number, ("fault", kind, f"{text} (on all {len(faults)} ranks)", trace, all(one[4] for one in faults))
         self.broken = True
-        states = self._states()
+        states = self._blamed()
         words = sentence(states, time.monotonic())
         return number, ("fault", words, "", culprit(states).fault[1], False)
 
     def late(self) -> str:
-        return late(self._states(), time.monotonic())
+        return late(self._blamed(), time.monotonic())
 
     @property
     def killed(self) -> bool:
         return "SIGKILL" in culprit(self._states()).ended
 
     def end_in_words(self) -> str:
-        states = self._states()
+        states = self._blamed()
         status = self._popen.poll()
         if status is not None and (status != 0 or not self._ended):
             last = behind(states)
@@ -176,6 +177,12 @@ class RanksProcess(WorkerProcess):
         end = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < end and any(one.reply is None and one.ended_at is None for one in self._ranks):
             self._take(0.05)
+
+    def _blamed(self) -> list[RankState]:
+        """All ranks as they are; which of them failed is kept, for they are about to be ended."""
+        states = self._states()
+        self.failed = failed_rank(states, time.monotonic())
+        return states
 
     def _states(self) -> list[RankState]:
         """All ranks as they are, in the order in which they ended, then by number."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fp8bench.errors import WorkerError
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker
 from fp8bench.measure.process import WorkerProcess
 from fp8bench.measure.ranks.process import Launch, RanksProcess
@@ -30,6 +31,9 @@ class RanksWorker(ProcessWorker):
     def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
         try:
             return super()._exchange(process, limit, name, *arguments)
+        except WorkerError as error:
+            error.rank = process.failed if isinstance(process, RanksProcess) else None
+            raise
         finally:
             if isinstance(process, RanksProcess) and process.broken:
                 self.restart()

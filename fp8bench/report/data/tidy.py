@@ -35,13 +35,13 @@ _FIGURE_COLUMNS = (
     "ratio_low", "ratio_high", "ratio_confidence", "ratio_of_medians", "noise_floor", "n_rounds", "n_samples",
     "provenance", "verdict", "labels", "why", "energy_source", "label_reasons", "speedup",
     "speedup_low", "speedup_high", "speedup_mean", "speedup_mean_low", "speedup_mean_high", "would_see_one_in",
-    "axis", "size_low", "size_high", "energy_validity", "power_limit_W",
+    "axis", "size_low", "size_high", "energy_validity", "power_limit_W", "rank", "failed_rank", "failed_phase",
 )  # fmt: skip
 
 # Of the row of the step's time, which says what became of a case; of other rows the figures alone.
 _OF_A_FIGURE = (
     "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "n_rounds", "n_samples", "provenance",
-    "labels", "energy_source", "axis", "size_low", "size_high", "energy_validity", "power_limit_W",
+    "labels", "energy_source", "axis", "size_low", "size_high", "energy_validity", "power_limit_W", "rank",
 )  # fmt: skip
 
 
@@ -101,6 +101,8 @@ def _about(record: Record, reference: str) -> TidyRow:
         "reason": record.reason,
         "params": show_params(case.params),
     }
+    if (failed := record.failed_rank) is not None:
+        about |= {"failed_rank": failed.rank, "failed_phase": failed.phase or failed.request}
     return about | {f"param_{name}": value for name, value in case.params}
 
 
@@ -118,7 +120,7 @@ def _row(metric: Metric) -> TidyRow:
         "median_in_unit": metric.value, "best_in_unit": metric.best, "n_rounds": metric.rounds,
         "n_samples": metric.count, "provenance": metric.provenance and metric.provenance.value,
         "verdict": metric.verdict, "labels": " ".join(metric.labels), "why": metric.why,
-        "energy_source": metric.source,
+        "energy_source": metric.source, "rank": metric.of_rank,
     }  # fmt: skip
     if metric.energy is not None:
         row["energy_validity"] = metric.energy.validity
@@ -173,7 +175,8 @@ def widened(tidy: Iterable[Mapping[str, Cell]]) -> tuple[tuple[str, ...], list[T
 def _columns_of_figure(row: Mapping[str, Cell]) -> TidyRow:
     """The best and the median of one figure, where it has them."""
     parts = [row["kind"], row["role"]] if row["phase"] is None else [None if row["phase"] == STEP else row["phase"]]
-    name = "_".join(str(part) for part in (*parts, row["metric"]) if part)
+    of_rank = None if row["rank"] is None else str(row["rank"])
+    name = "_".join(str(part) for part in (*parts, row["metric"], of_rank) if part)
     named = row["unit"] in (None, "count", unit_of(str(row["metric"])))  # the metric's own name says it
     unit = "" if named else "_" + str(row["unit"]).replace("/", "_per_")
     if row["best_in_unit"] is None:

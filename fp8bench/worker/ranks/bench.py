@@ -86,12 +86,12 @@ class RankBench(Bench):
         with self._apart(case, facts) as (workload, _, setup):
             return workload.transfer(setup())
 
-    def overlap(self, case: Case, facts: DeviceFacts) -> dict[str, list[float]] | None:
-        """Seconds of each round of products, communication, both at once and both in turn, of this rank."""
+    def overlap(self, case: Case, facts: DeviceFacts) -> dict[str, list[float]] | str | None:
+        """Seconds of each round of products, communication, both at once and both in turn, of this rank; or why not."""
         with self._apart(case, facts) as (workload, device, setup):
             parts = workload.together(setup())
-            if parts is None:
-                return None
+            if parts is None or isinstance(parts, str):
+                return parts
             return overlap_rounds(*parts, lambda: device.synchronise(facts.index), self._settings.seed)
 
     def step_parts(self, case: Case, facts: DeviceFacts) -> tuple[tuple[Sent, ...], dict[str, list[float]]] | None:

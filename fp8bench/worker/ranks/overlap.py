@@ -11,7 +11,7 @@ from fp8bench.protocols.workload import StepParts
 
 _ROUNDS = 5
 # Long enough that a barrier's own skew is small.
-_LEAST_SECONDS = 5e-3
+_LEAST_SECONDS = 3e-3
 
 
 def overlap_rounds(

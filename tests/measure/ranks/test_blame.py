@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
-from fp8bench.measure.ranks.blame import RankState, culprit, late, sentence
-from fp8bench.model.ranks import BEAT, Heartbeat, heartbeat_of
+from fp8bench.measure.ranks.blame import RankState, culprit, failed_rank, late, sentence
+from fp8bench.model.ranks import BEAT, FailedRank, Heartbeat, heartbeat_of
 
 TIMED_OUT = ("RuntimeError: Timed out waiting 6000ms for recv", "trace")
 
@@ -55,6 +55,12 @@ def test_sentences_say_rank_phase_and_reason() -> None:
     assert late([state(0, 12, 9.5), state(1, 11, 9.0)], 10.0) == (
         ": rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat, number 11, is 1.0 s old"
     )
+
+
+def test_the_same_in_figures() -> None:
+    """For files and tables, which nobody should have to take out of a sentence."""
+    waiting = state(0, 12, 9.0, "communication", answered=True, fault=TIMED_OUT)
+    assert failed_rank([waiting, state(1, 11, 3.0)], 10.0) == FailedRank(1, 2, "slot", "gemm", 11, 7.0)
 
 
 def test_heartbeats_are_read_from_what_was_left() -> None:

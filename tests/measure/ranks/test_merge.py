@@ -6,7 +6,7 @@ import pytest
 
 from fp8bench.measure.ranks.merge import RanksDisagree, merged
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse
-from fp8bench.model.ranks import RankCalls
+from fp8bench.model.ranks import RankCalls, RankMemory
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 
 GEMM, COMM, REST = (CELL_PHASES.index(name) for name in ("gemm", "communication", "unattributed"))
@@ -42,8 +42,9 @@ def test_other_answers() -> None:
     """Devices that all have, the most memory, the first that is wrong, and the settings of each rank."""
     cpu, gpu = DeviceFacts("cpu", 0, "", 1, ""), DeviceFacts("cuda", 0, "", 1, "")
     assert merged("probe", [(cpu, gpu), (cpu,)]) == (cpu,)
-    assert merged("memory", [MemoryUse(5), MemoryUse(9)]) == MemoryUse(9)
-    assert merged("memory", ["no meter", "no meter"]) == "no meter"
+    most = MemoryUse(9, ranks=(RankMemory(0, 5, (("weights", 5),)), RankMemory(1, 9)))
+    assert merged("memory", [MemoryUse(5, (("weights", 5),)), MemoryUse(9)]) == most
+    assert merged("memory", [MemoryUse(5), "no meter"]) == "no meter"
     assert merged("check", [StateCheck(), StateCheck("lost")]).wrong == "rank 1 of 2: lost"
     assert merged("release", [(), ("a thread",)]) == ("rank 1: a thread",)
     told = [{"torch": "2", "env OMP_NUM_THREADS": "1"}, {"torch": "2", "env OMP_NUM_THREADS": "2"}]

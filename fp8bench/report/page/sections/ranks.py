@@ -6,12 +6,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fp8bench.analysis.ranks import round_times, skew
-from fp8bench.report.elements import Axis, Element, Lines, Mark, Table
+from fp8bench.report.elements import Axis, Element, Lines, Mark, Point, Scatter, Table
 from fp8bench.report.material import Material
 from fp8bench.report.page.section import Section, sections
 from fp8bench.report.panels import Panel
-from fp8bench.report.ranks import ranks
+from fp8bench.report.ranks import ranks, wire_costs
 from fp8bench.report.words.naming import titled_panels
+
+# A longer table is for who asks: its charts stand above it.
+_MOST_ROWS = 16
+# Fewer say nothing that the table does not; float32 beside them would leave no room for differences.
+_LEAST_WAYS = 4
+_ALL_BUT_EXACT_DB = 100.0
 
 
 @sections.register("ranks")
@@ -28,10 +34,29 @@ class Ranks(Section):
 
     def elements(self, material: Material) -> Iterator[Element]:
         for number, (title, panel) in enumerate(titled_panels(material), 1):
-            for element in ranks(panel):
-                named = replace(element, name=f"{element.name}-{number}") if isinstance(element, Table) else element
-                yield replace(named, caption=f"{title}: {named.caption}") if isinstance(named, Table) else named
+            yield from _costs(number, panel)
             yield from _over_time(number, panel)
+            for element in ranks(panel):
+                if not isinstance(element, Table):
+                    yield element
+                    continue
+                caption, long = f"{title}: {element.caption}", len(element.rows) > _MOST_ROWS
+                yield replace(element, name=f"{element.name}-{number}", caption=caption, folded=long)
+
+
+def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
+    """Bytes on the wire beside the error, of each collective that has more than one way."""
+    for collective, costs in wire_costs(panel).items():
+        shown = [one for one in costs if one.sqnr < _ALL_BUT_EXACT_DB]
+        if len(shown) < _LEAST_WAYS:
+            continue
+        points = tuple(Point(one.way, one.words, one.wire, one.sqnr, hint=one.hint) for one in shown)
+        description = (
+            f"What a rank sends in a step of {collective}, and the signal-to-noise ratio of what it gets: further left "
+            "is less to send, further up a smaller error. What keeps more than 100 dB is left out."
+        )
+        yield Scatter(f"wire-{collective}-{number}", f"{collective}: bytes on the wire beside the error", description,
+                      Axis("sent by a rank", "B", log=True), Axis("SQNR in dB"), points)  # fmt: skip
 
 
 def _over_time(number: int, panel: Panel) -> Iterator[Lines]:

@@ -1,0 +1,105 @@
+"""What several ranks took and sent, as tables, sentences and a picture, by values."""
+
+from __future__ import annotations
+
+from fp8bench.analysis.findings import findings
+from fp8bench.analysis.ranks import frontier
+from fp8bench.model import Case, MemoryUse, Record, Run, Segments, SlotSample, Status, Timing
+from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, Transfer
+from fp8bench.report.data.tidy import rows, widened
+from fp8bench.report.elements import Scatter, Table, Text
+from fp8bench.report.material import material_of
+from fp8bench.report.page.sections.ranks import Ranks
+from fp8bench.report.panels import panels_of
+from fp8bench.report.ranks import ranks, wire_costs
+from tests.runs import EMULATED, NATIVE, error, run_of
+
+MS = 1_000_000
+RING = "a rank has to wait"
+# Bytes that a rank sends, and decibels.
+WAYS = {"fp8_gather": (3000.0, 31.5), "fp8_twoshot": (1500.0, 28.4), "fp8_ring": (1500.0, 26.0)}
+
+
+def record(precision: str, way: str, wire: float, sqnr: float, **more: object) -> Record:
+    params = (("collective", "all_reduce"), ("fp8", way), ("scaling", "pre"))
+    took = (RankCalls(0, (10 * MS,), (5 * MS,)), RankCalls(1, (8 * MS,), (3 * MS,)))
+    slots = tuple(SlotSample(number, ((10 * MS,),), 0.01, 0.01, ranks=took) for number in range(6))
+    counted = precision == "fp8"
+    return Record(
+        Case("collective", params, precision, "cpu", ranks=2), EMULATED if counted else NATIVE, Status.OK,
+        is_reference=precision == "fp32", timing=Timing(Segments(("communication",), (0,)), slots),
+        transfer=Transfer(4000.0, 2000.0, wire, 1.0, counted), measurements=(error("sqnr_db", sqnr),),
+        memory=MemoryUse(400, ranks=(RankMemory(0, 300), RankMemory(1, 400))), **more,
+    )  # fmt: skip
+
+
+def made() -> Run:
+    found = []
+    for way, (wire, sqnr) in WAYS.items():
+        refused = Overlap(why=RING) if way == "fp8_ring" else Overlap((4.0,), (2.0,), (5.0,), (6.0,))
+        found += [record("fp32", way, 6000.0, 151.0), record("bf16", way, 3000.0, 50.0)]
+        found.append(record("fp8", way, wire, sqnr, overlap=refused))
+    return run_of(found)
+
+
+def test_the_cheapest_ways_are_those_that_nothing_beats() -> None:
+    """Alike ones stand beside each other."""
+    assert frontier([(1.0, 28.0), (1.0, 26.0), (2.0, 27.0), (3.0, 50.0), (1.0, 28.0)]) == (0, 3, 4)
+    assert frontier([]) == ()
+
+
+def test_bytes_stand_beside_the_error() -> None:
+    """What has no codes is the same in all groups, and stands there once."""
+    (panel,) = panels_of(made(), findings(made()))
+    costs = wire_costs(panel)["all_reduce"]
+    assert [one.words for one in costs] == [
+        "fp32",
+        "bf16",
+        "fp8 fp8_gather pre",
+        "fp8 fp8_twoshot pre",
+        "fp8 fp8_ring pre",
+    ]
+    said = [one.text for one in ranks(panel) if isinstance(one, Text)]
+    assert said[0].startswith("all_reduce: nothing else sends as little with as small an error as fp8 fp8_twoshot pre")
+    assert "bf16 (" in said[0] and "fp32 (" in said[0] and "fp8_gather" not in said[0] and "fp8_ring" not in said[0]
+
+
+def test_tables_of_memory_and_overlap() -> None:
+    """A column a rank; products 4 s and communication 2 s took 5 s at once: half of it hides."""
+    (panel,) = panels_of(made(), findings(made()))
+    found = {one.name: one for one in ranks(panel) if isinstance(one, Table)}
+    assert set(found) == {"ranks", "rank-memory", "wire", "overlap"}
+    assert [column.title for column in found["rank-memory"].columns] == ["", "case", "rank 0", "rank 1", "skew"]
+    assert [field.text for field in found["rank-memory"].rows[0][2:]] == ["300 B", "400 B", "25.0%"]
+    first, second, ring = found["overlap"].rows
+    assert first[2:] == second[2:] and [field.value for field in first[2:]] == [4.0, 2.0, 5.0, 1.0, 1.0, 50.0]
+    assert ring[-1].hint == RING and ring[-1].value is None
+    assert f"No overlap of fp8: {RING}." in [one.text for one in ranks(panel) if isinstance(one, Text)]
+
+
+def test_the_page_has_a_picture() -> None:
+    run = made()
+    elements = list(Ranks().elements(material_of([run], [findings(run)])))
+    (chart,) = (one for one in elements if isinstance(one, Scatter))
+    assert {(point.series, point.x, point.y) for point in chart.points} == {
+        ("bf16", 3000.0, 50.0), *((way, wire, sqnr) for way, (wire, sqnr) in WAYS.items()),
+    }  # fmt: skip
+
+
+def test_rows_of_ranks_and_of_a_failed_one() -> None:
+    """Each rank's times and memory in rows of their own, whose wide columns have its number; who failed, in columns."""
+    lost = Record(
+        Case("collective", (("collective", "broadcast"),), "bf16", "cpu", ranks=2), NATIVE, Status.FAILED,
+        reason="rank 1 of 2 failed", failed_rank=FailedRank(1, 2, "slot", "gemm", 21, 0.5),
+    )  # fmt: skip
+    run = run_of([record("fp32", "fp8_ring", 6000.0, 151.0), lost])
+    tidy = rows(run, findings(run))
+    memory = {row["rank"]: row["median_in_unit"] for row in tidy if row["metric"] == "rank_memory"}
+    assert memory == {0: 300.0, 1: 400.0}
+    waits = [row["median_in_unit"] for row in tidy if row["metric"] == "rank_waiting_time"]
+    assert waits == [0.002, 0.0]
+    failed = [row for row in tidy if row["status"] == "failed"]
+    assert failed and {(row["failed_rank"], row["failed_phase"]) for row in failed} == {(1, "gemm")}
+    columns, wide = widened(tidy)
+    assert {"rank_time_0_s", "rank_time_1_s", "rank_memory_1_B", "failed_rank"} <= set(columns)
+    assert "rank" not in columns and [one["failed_phase"] for one in wide] == [None, "gemm"]
