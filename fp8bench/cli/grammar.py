@@ -38,6 +38,7 @@ COMMANDS = {
     "gate": "fail a build where something has become worse",
     "duel": "two interpreters or two revisions, in the same rounds",
     "history": "runs and numbers over time, and asv's view",
+    "store": "what is made of a store as a whole: Parquet files of its history",
     "advise": "what to do about a precision here: adopt it, leave layers or steps high, or nothing, because",
     "tape": "the operators of a step, their FLOPs and bytes, by precision, or against a run",
     "conform": "whether native casts and products give what their emulation gives, bit by bit",

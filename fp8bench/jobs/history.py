@@ -20,6 +20,7 @@ from fp8bench.model import Ack, Trend
 from fp8bench.report.terminal.changes import to_choose_from
 from fp8bench.store.acks import Undo, acks_of, append_acks, load_acks
 from fp8bench.store.asv.identity import resolved
+from fp8bench.store.compacted.compact import Compaction, compact
 from fp8bench.store.index.found_steps import Memory
 from fp8bench.store.index.history import History, open_history
 from fp8bench.store.interpreters import load_renamings
@@ -62,6 +63,16 @@ def opened(store: Path, observer: JobObserver) -> History:
     for trouble in history.troubles:
         observer.note(trouble)
     return history
+
+
+def compacted(store: Path, observer: JobObserver) -> Compaction:
+    """Bring a store's Parquet files up to date with its runs, with a word before that takes a while."""
+
+    def reads(done: int, commits: int) -> None:
+        if commits > _MANY_RUNS:
+            observer.note(f"read {done} of {commits} commits" if done else f"reading the runs of {commits} commits")
+
+    return compact(store, reads)
 
 
 def all_changes(history: History, store: Path, observer: JobObserver) -> Found:

@@ -96,6 +96,8 @@ OPTIONS = {
         "RUN", "--beside", "--training", "--price", "--least", "--write-map", "--check", "--score", "--store",
         "--import", "--md", "--explain", "--json",
     },
+    "store": COMMON,
+    "store compact": COMMON | {"--store", "--import"},
     "fleet": COMMON,
     "fleet work": COMMON | {"PLAN", "--store", "--workers", "--cell", "--retry"},
     "fleet submit": COMMON | {"PLAN", "--store", "--on", "--workers", "--retry", "--option", "--wait"},

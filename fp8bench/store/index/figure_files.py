@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -54,6 +54,11 @@ class Fingerprints(dict[str, str]):
         words = fingerprint(name)
         self[name] = hashlib.blake2b(words.encode()).hexdigest()[:_DIGITS] if words else UNKNOWN
         return self[name]
+
+
+def are_known(suites: Mapping[str, str], known: Fingerprints, richer: bool = False) -> bool:
+    """Whether suites are those that are known here; with `richer` they may also not be known here at all."""
+    return all(known[name] in (before, *([UNKNOWN] if richer else [])) for name, before in suites.items())
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,8 @@ def stamps(store: Path, paths: Sequence[Path]) -> list[Stamp] | None:
     for path in paths:
         try:
             status = path.stat()
-            found.append(Stamp(_name(store, path), status.st_size, status.st_mtime_ns, _digest(path)))
+            (name,) = names_of(store, [path])
+            found.append(Stamp(name, status.st_size, status.st_mtime_ns, digest_of(path)))
         except OSError:
             return None
     return found
@@ -113,13 +119,16 @@ def are_unchanged(store: Path, sources: Sequence[Stamp]) -> bool:
     return [(one.st_size, one.st_mtime_ns) for one in now] == [(one.size, one.changed_ns) for one in sources]
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """A digest of a file. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, hashlib.blake2b).hexdigest()[:_DIGITS]
 
 
-def _name(store: Path, path: Path) -> str:
-    return path.relative_to(store).as_posix()
+def names_of(store: Path, paths: Iterable[Path]) -> list[str]:
+    """What files are called within a store."""
+    begin = len(str(store / "-")) - 1
+    return [str(path)[begin:] for path in paths]
 
 
 def save_figures(
@@ -162,13 +171,12 @@ def load_figures(
             return content
         head, body = content
         before = [Stamp(*one) for one in head["sources"]]
-        sources = _as_they_are(store, runs, before)
+        sources = as_they_are(store, runs, before)
         same_names = all(renamings.name(own) == name for own, name in head["pythons"].items())
         if sources is None or head["schema"] != SCHEMA or not same_names:
             return Unfit.STALE
-        changed = [name for name, before in head["suites"].items() if known[name] != before]
-        if changed:
-            return Unfit.RICHER if all(known[name] == UNKNOWN for name in changed) else Unfit.STALE
+        if not are_known(head["suites"], known):
+            return Unfit.RICHER if are_known(head["suites"], known, richer=True) else Unfit.STALE
         if sources != before:
             with contextlib.suppress(OSError):
                 _write(path, {**head, "sources": sources}, body)
@@ -194,18 +202,18 @@ def _read(path: Path) -> tuple[dict[str, Any], memoryview] | Unfit:
     return json.loads(content[len(first) : end]), memoryview(content)[end + 1 :]
 
 
-def _as_they_are(store: Path, runs: Sequence[Path], before: Sequence[Stamp]) -> list[Stamp] | None:
+def as_they_are(store: Path, runs: Sequence[Path], before: Sequence[Stamp]) -> list[Stamp] | None:
     """The stamps with the dates of today, if the runs are the same; None if they are not.
 
     A copy, or what git checked out again, has the content and another date.
     """
-    if sorted(one.name for one in before) != sorted(_name(store, path) for path in runs):
+    if sorted(one.name for one in before) != sorted(names_of(store, runs)):
         return None
     found = []
     for one in before:
         path = store / one.name
         status = path.stat()
-        if status.st_size != one.size or (status.st_mtime_ns != one.changed_ns and _digest(path) != one.digest):
+        if status.st_size != one.size or (status.st_mtime_ns != one.changed_ns and digest_of(path) != one.digest):
             return None
         found.append(one._replace(changed_ns=status.st_mtime_ns))
     return found

@@ -21,6 +21,8 @@ from fp8bench.errors import StoreError
 from fp8bench.model import Ending, Trend
 from fp8bench.store.asv.identity import Home, Identity
 from fp8bench.store.commit_runs import CommitRuns, by_commit, commit_of, files_by_commit, read_runs
+from fp8bench.store.compacted.manifest import Unit
+from fp8bench.store.compacted.reading import Compacted, open_compacted
 from fp8bench.store.index.figure_files import (
     CommitFigures,
     Fingerprints,
@@ -29,14 +31,15 @@ from fp8bench.store.index.figure_files import (
     figures_file,
     figures_of_runs,
     load_figures,
+    names_of,
     save_figures,
     stamps,
     sweep,
 )
-from fp8bench.store.index.lines import Lines, lines_of, names_in
+from fp8bench.store.index.lines import Line, Lines, lines_of, names_in
 from fp8bench.store.index.tables import Table, Trends, home_of
 from fp8bench.store.interpreters import load_renamings
-from fp8bench.store.runs.listing import listing
+from fp8bench.store.runs.listing import Listing, listing
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -73,6 +76,8 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+# So many rows of what was compacted are held at a time by whoever can do without the others.
+_MOST_ROWS = 1_000_000
 # So many runs take long enough to be sorry that what they come to could not be kept.
 _WORTH_KEEPING = 20
 
@@ -81,11 +86,13 @@ _WORTH_KEEPING = 20
 class History:
     """What a store holds, of how many runs and commits; how many runs were left out, and why.
 
-    `troubles` are sentences on run files that were refused, and on files of figures.
-    `read` is how many runs had to be read.
+    `sources` are tables, and numbers of places that were `compacted`, in the order of the commits' first runs.
+    `troubles` are sentences on run files that were refused, and on files that did not serve. `read` is how many runs
+    had to be read.
     """
 
-    tables: tuple[Table, ...]
+    sources: tuple[Table | int, ...]
+    compacted: Compacted | None
     runs: int
     commits: int
     left: Counter[str]
@@ -95,43 +102,84 @@ class History:
     @cached_property
     def names(self) -> list[str]:
         """What the trends are called, sorted; one name may be that of several places."""
-        return names_in(self.tables)
+        names = names_in(source for source in self.sources if isinstance(source, Table))
+        return sorted(names | self.compacted.names(self._places) if self.compacted is not None else names)
 
     @cached_property
     def lines(self) -> Lines:
         """All trends as rows."""
-        return lines_of(self.tables, lambda _: True)
+        return self._lines(lambda _: True)
 
     def trends(self, wanted: Callable[[str], bool]) -> Trends:
         """The trends whose name is wanted, as they are when every run is read."""
-        lines = lines_of(self.tables, wanted)
+        lines = self._lines(wanted)
         return Trends(tuple(map(lines.trend, lines.lines)), self.runs, self.commits, self.left)
 
     def is_of(self, trend: Trend, identity: Identity) -> bool:
         """Whether a trend goes on where an identity is of, by whatever name its interpreter was called."""
-        homes: list[Home] = []
-        for table in self.tables:
-            home_of(table.home, homes)
-        home = home_of(identity.home, homes)
+        home = home_of(identity.home, list(self._homes))
         return (home.machine, home.python) == (trend.machine.get("machine"), trend.python)
 
     def endings(self, wanted: Callable[[str], bool]) -> list[Ending]:
         """How the trends end whose name is wanted; they have no figures."""
-        lines = lines_of(self.tables, wanted)
-        return [lines.ending(line) for line in lines.lines]
+        found: list[tuple[Line, Ending]] = []
+        for some in self._portions(wanted):
+            lines = self._lines(some)
+            found += [(line, lines.ending(line)) for line in lines.lines]
+        return [ending for _, ending in sorted(found, key=lambda pair: pair[0].order)]
+
+    @cached_property
+    def _places(self) -> list[int]:
+        return [source for source in self.sources if isinstance(source, int)]
+
+    @cached_property
+    def _homes(self) -> tuple[Home, ...]:
+        homes: list[Home] = []
+        own = (one.home if isinstance(one, Table) else self._compacted.home(one) for one in self.sources)
+        for home in dict.fromkeys(own):
+            home_of(home, homes)
+        return tuple(homes)
+
+    @property
+    def _compacted(self) -> Compacted:
+        assert self.compacted is not None
+        return self.compacted
+
+    def _portions(self, wanted: Callable[[str], bool]) -> Iterator[Callable[[str], bool]]:
+        """What is wanted in portions whose rows fit into memory together, where they would not otherwise."""
+        rows = self.compacted.rows(self._places) if self.compacted is not None else 0
+        portions = -(-rows // _MOST_ROWS)
+        if portions < 2:
+            yield wanted
+            return
+        names = [name for name in self.names if wanted(name)]
+        for portion in range(portions):
+            yield frozenset(names[portion::portions]).__contains__
+
+    def _lines(self, wanted: Callable[[str], bool]) -> Lines:
+        kept = self.compacted.tables(self._places, wanted) if self.compacted is not None else {}
+        tables = [one if isinstance(one, Table) else kept.get(one) for one in self.sources]
+        return lines_of([one for one in tables if one is not None], wanted, self._homes)
 
 
 def open_history(store: Path, warn: Callable[[int], None]) -> History:
     """Open it. `warn` is told how many runs must be read, before they are."""
-    there = listing(store)
-    files = by_commit(there.files)
+    compacted, unfit = open_compacted(store)
+    there, files = _files(store, compacted)
     renamings, known = load_renamings(store), Fingerprints()
-    found = {commit: load_figures(store, commit, paths, renamings, known) for commit, paths in files.items()}
+    found = {
+        commit: (compacted and compacted.unit(commit, paths, renamings, known))
+        or load_figures(store, commit, [store / path for path in paths], renamings, known)
+        for commit, paths in files.items()
+    }
     missing = {commit: one for commit, one in found.items() if isinstance(one, Unfit)}
     read = sum(len(files[commit]) for commit in missing)
     if missing:
         warn(read)
-    jobs = [(commit, files[commit], why not in (Unfit.NEWER, Unfit.RICHER)) for commit, why in missing.items()]
+    jobs = [
+        (commit, [store / path for path in files[commit]], why not in (Unfit.NEWER, Unfit.RICHER))
+        for commit, why in missing.items()
+    ]
     made = dict(zip(missing, spread(partial(_figures, store, known), jobs), strict=True))
     if missing:
         sweep(store, files)
@@ -139,10 +187,19 @@ def open_history(store: Path, warn: Callable[[int], None]) -> History:
     left = there.left
     for one in figures:
         left.update(one.left)
-    tables = tuple(table for one in figures for table in one.tables)
+    sources = tuple(source for one in figures for source in (one.places if isinstance(one, Unit) else one.tables))
     runs, commits = sum(one.runs for one in figures), sum(one.runs > 0 for one in figures)
-    troubles = (*there.notes(there.refused), *_troubles(store, missing, made, files))
-    return History(tables, runs, commits, left, read, troubles)
+    troubles = (*unfit, *there.notes(there.refused), *_troubles(store, missing, made, files))
+    return History(sources, compacted, runs, commits, left, read, troubles)
+
+
+def _files(store: Path, compacted: Compacted | None) -> tuple[Listing, dict[str, list[str]]]:
+    """The runs of a store, and the names of those of each commit, oldest first. No file is opened where nothing has
+    come since all were compacted."""
+    if compacted is not None and compacted.is_complete:
+        return compacted.manifest.listing(store), dict(compacted.manifest.order)
+    there = listing(store)
+    return there, {commit: names_of(store, paths) for commit, paths in by_commit(there.files).items()}
 
 
 def keep_figures(store: Path, run: Path) -> None:
@@ -184,7 +241,7 @@ def _troubles(
     store: Path,
     missing: Mapping[str, Unfit],
     made: Mapping[str, tuple[CommitFigures, str]],
-    files: Mapping[str, Sequence[Path]],
+    files: Mapping[str, Sequence[str]],
 ) -> Iterator[str]:
     """Sentences for a person."""
     folder = figures_file(store, "").parent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -36,11 +36,20 @@ Layout = tuple[tuple[Series, ...], tuple[tuple[int, Cell], ...]]
 
 @dataclass(frozen=True)
 class Line:
-    """A trend as rows: those from `first` to before `end` of all, in the order of commits. It has no figures yet."""
+    """A trend as rows: those from `first` to before `end` of all, in the order of commits. It has no figures yet.
+
+    `rank` is its series' place among those of its suite.
+    """
 
     trend: Trend
+    rank: int
     first: int
     end: int
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Where it stands among all."""
+        return order(self.trend, self.rank)
 
 
 class Comparable(NamedTuple):
@@ -133,8 +142,8 @@ class _Reading:
         return found
 
 
-def names_in(tables: Iterable[Table]) -> list[str]:
-    """The names of all lines, sorted."""
+def names_in(tables: Iterable[Table]) -> set[str]:
+    """The names of all lines."""
     telling: dict[bytes, NDArray[np.bool_]] = {}
     for table in tables:
         rows = tells(table.rows["flags"])
@@ -143,12 +152,15 @@ def names_in(tables: Iterable[Table]) -> list[str]:
     for layout, rows in telling.items():
         series, cells = read_layout(layout)
         found |= {trend_name(series[rank].name, cell) for (rank, cell), tell in zip(cells, rows, strict=True) if tell}
-    return sorted(found)
+    return found
 
 
-def lines_of(tables: Sequence[Table], wanted: Callable[[str], bool]) -> Lines:
-    """The wanted lines out of the tables of all commits, which come in the order of the commits' first runs."""
-    reading = _Reading(wanted)
+def lines_of(tables: Sequence[Table], wanted: Callable[[str], bool], homes: Sequence[Home] = ()) -> Lines:
+    """The wanted lines out of the tables of all commits, which come in the order of the commits' first runs.
+
+    `homes` are those that are known, in their order; a table's own joins them.
+    """
+    reading = _Reading(wanted, list(homes))
     parts = [reading.part(table) for table in tables]
     if not reading.keys:
         nothing = np.zeros(0, np.int64)
@@ -175,12 +187,15 @@ def _rows(table: Table, part: _Part) -> Rows:
 
 def _lines(
     reading: _Reading, tables: Sequence[Table], parts: Sequence[_Part], bounds: Places, telling: NDArray[np.bool_]
-) -> Iterator[Line]:
+) -> list[Line]:
     """The lines that tell something, sorted as trends are, each as its newest run has it."""
     newest = np.zeros((len(reading.keys), 2), np.int64)
-    for place in sorted(range(len(tables)), key=lambda place: (tables[place].said["newest"], -place)):
+    last: dict[int, int] = {}  # of tables with the same lines
+    for place in sorted(range(len(tables)), key=lambda place: (tables[place].said["newest"], -place), reverse=True):
+        last.setdefault(id(parts[place]), place)
+    for place in reversed(last.values()):
         newest[parts[place].lines] = np.stack([np.full_like(parts[place].places, place), parts[place].places], axis=1)
-    found: list[tuple[int, Line]] = []
+    found: list[Line] = []
     for (home, _, _), (place, row), first, end, tell in zip(
         reading.keys, newest.tolist(), bounds.tolist(), bounds[1:].tolist(), telling.tolist(), strict=False
     ):
@@ -188,9 +203,8 @@ def _lines(
             series, cells = reading.layout(tables[place])
             rank, cell = cells[row]
             trend = Trend(series[rank], cell, tables[place].said["machine"], home.python, ())
-            found.append((rank, Line(trend, first, end)))
-    found.sort(key=lambda pair: order(pair[1].trend, pair[0]))
-    yield from (line for _, line in found)
+            found.append(Line(trend, rank, first, end))
+    return sorted(found, key=lambda line: line.order)
 
 
 def _alike(rows: Rows, tables: Places, texts: Sequence[Texts]) -> Places:

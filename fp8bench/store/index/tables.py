@@ -36,7 +36,8 @@ class Trends:
 class Placed(NamedTuple):
     """What a commit has come to on one machine under one interpreter.
 
-    `figures` are those of the cells of `series`, which they name by its place there. `began` is when the oldest of its
+    `figures` are those of the cells of `series`, which they name by its place there, and `samples` what they are of.
+    `began` is when the oldest of its
     runs was started, in ms since 1970, and `newest` when the newest was, as that says it. The interpreter goes by the
     oldest run's name.
     """
@@ -49,6 +50,7 @@ class Placed(NamedTuple):
     home: Home
     series: tuple[Series, ...]
     figures: tuple[tuple[int, Cell, Figure], ...]
+    samples: tuple[tuple[float, ...], ...]
 
 
 def home_of(own: Home, homes: list[Home]) -> Home:
@@ -70,6 +72,7 @@ def placed(members: Sequence[TrackedRun]) -> Placed:
         members[0].commit, date if isinstance(date, int) else None, members[0].order[0] * 1000,
         members[-1].run.started, members[-1].identity.machine, members[0].identity.home, tuple(series),
         tuple((ranks[name], values, figure_of(members[0], point)) for (name, values), point in points.items()),
+        tuple(point.samples for point in points.values()),
     )  # fmt: skip
 
 
@@ -181,7 +184,9 @@ def read_layout(text: bytes) -> tuple[tuple[Series, ...], tuple[tuple[int, Cell]
 
 def read_texts(said: dict[str, Any]) -> Texts:
     """The texts of a table's rows."""
-    unders = tuple(tuple((name, value) for name, value in under) for under in said["unders"])
+    unders = tuple(
+        under if isinstance(under, tuple) else tuple((name, value) for name, value in under) for under in said["unders"]
+    )
     return Texts(said["commit"], said["date"], tuple(said["versions"]), unders, tuple(said["reasons"]))
 
 

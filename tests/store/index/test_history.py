@@ -185,7 +185,7 @@ def test_a_copied_store_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mo
         os.utime(path, ns=(1, 1))
     found = opened(tmp_path / "b")
     assert found.read == 0 and found.trends(every) == slow
-    monkeypatch.setattr(figure_files, "_digest", lambda _: "nobody asks for it again")
+    monkeypatch.setattr(figure_files, "digest_of", lambda _: "nobody asks for it again")
     assert opened(tmp_path / "b").trends(every) == slow and opened(tmp_path / "b").read == 0
 
 

@@ -1,0 +1,269 @@
+"""Compacting: what the runs of each commit come to, written into a Parquet file for each machine and month.
+
+The runs stay as they are, and stay the truth. Commits are read month by month; what a month comes to counts as soon as
+its files were written and read back. A kill leaves the months before it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from fp8bench.errors import StoreError
+from fp8bench.files import locked
+from fp8bench.store.commit_runs import by_commit, by_place, read_runs
+from fp8bench.store.compacted.manifest import (
+    Manifest,
+    Place,
+    Unit,
+    Unreadable,
+    index_of,
+    load_manifest,
+    points_of,
+    same_stamps,
+    save_manifest,
+    serves,
+)
+from fp8bench.store.compacted.parquet import FILE, counts_as, need_duckdb
+from fp8bench.store.compacted.reading import keys_of, stamps_of
+from fp8bench.store.compacted.rows import Batch, batch_of
+from fp8bench.store.compacted.spool import Spool
+from fp8bench.store.index.figure_files import (
+    Fingerprints,
+    Stamp,
+    are_unchanged,
+    as_they_are,
+    digest_of,
+    names_of,
+    stamps,
+)
+from fp8bench.store.index.history import spread
+from fp8bench.store.index.tables import Table, placed, read_layout, table_of, tells
+from fp8bench.store.interpreters import load_renamings
+from fp8bench.store.runs.listing import listing
+
+# So many commits are read before their rows go to the disk.
+_AT_ONCE = 40
+_LOCK_SECONDS = 5.0
+
+
+@dataclass
+class Compaction:
+    """What was done: runs and rows that are compacted, Parquet files written and left as they were, commits that were
+    read; `busy` commits had runs that changed meanwhile, and `mended` are files that had not been what was written."""
+
+    runs: int = 0
+    rows: int = 0
+    written: list[str] = field(default_factory=list)
+    kept: int = 0
+    read: int = 0
+    busy: int = 0
+    mended: list[str] = field(default_factory=list)
+
+
+class _Read(NamedTuple):
+    """What the runs of a commit come to: sources, suites, names of interpreters, runs, left, and its places."""
+
+    sources: tuple[Stamp, ...]
+    suites: dict[str, str]
+    pythons: dict[str, str]
+    runs: int
+    left: tuple[str, ...]
+    places: tuple[tuple[Table, list[list[float]], list[str]], ...]
+
+
+def compact(store: Path, observe: Callable[[int, int], None]) -> Compaction:
+    """Bring what was compacted up to date with the runs; `observe` is told how many commits of how many were read.
+
+    Raises StoreError where another compaction is at work, or there is no room, and UsageError without DuckDB.
+    """
+    need_duckdb()
+    with locked(points_of(store), _LOCK_SECONDS):
+        return _Compacting(store, observe).done()
+
+
+class _Compacting:
+    """One compaction, under the lock."""
+
+    def __init__(self, store: Path, observe: Callable[[int, int], None]) -> None:
+        self.store, self.observe = store, observe
+        self.known, self.renamings = Fingerprints(), load_renamings(store)
+        self.result = Compaction()
+        self.before = stamps_of(store)
+        self.there = listing(store)
+        self.files = by_commit(self.there.files)
+        self.manifest = _begun(store)
+        self.next = max(self.manifest.places, default=-1) + 1  # no number is given twice while its rows may be there
+
+    def done(self) -> Compaction:
+        """All of it."""
+        bad = self._bad()
+        gone = [
+            commit for commit, unit in self.manifest.units.items()
+            if commit not in self.files or any(self.manifest.places[place].partition in bad for place in unit.places)
+        ]  # fmt: skip
+        touched = self.manifest.drop(gone) - bad
+        for name in bad:
+            del self.manifest.partitions[name]
+        changed = [commit for commit, paths in self.files.items() if not self._still_counts(commit, paths)]
+        with Spool.opened(self.store) as spool:
+            for some in _months(changed, self.files):
+                touched |= self.manifest.drop(self.manifest.units.keys() & some)
+                touched |= self._take(spool, some, len(changed))
+                self._write(spool, touched)
+                touched = set()
+                self._save()
+            self._write(spool, touched)
+        self._finish()
+        return self.result
+
+    def _bad(self) -> set[str]:
+        """Partitions that are not what was written, whatever their size says."""
+        bad = set()
+        for name, one in self.manifest.partitions.items():
+            path = points_of(self.store) / name / FILE
+            if not counts_as(path, one) or digest_of(path) != one.digest:
+                bad.add(name)
+        self.result.mended = sorted(bad)
+        return bad
+
+    def _still_counts(self, commit: str, paths: Sequence[Path]) -> bool:
+        """Whether a commit need not be read; where only dates have changed they are noted."""
+        unit = self.manifest.units.get(commit)
+        if unit is None or not serves(unit, self.renamings, self.known, richer=True):
+            return False
+        if same_stamps(unit.sources, names_of(self.store, paths), self.before):
+            return True
+        try:
+            sources = as_they_are(self.store, paths, unit.sources)
+        except OSError:
+            return False
+        if sources is not None:
+            self.manifest.units[commit] = unit._replace(sources=tuple(sources))
+        return sources is not None
+
+    def _take(self, spool: Spool, commits: Sequence[str], count: int) -> set[str]:
+        """Read commits and spool their rows; returns the partitions that these belong into."""
+        touched = set()
+        for begin in range(0, len(commits), _AT_ONCE):
+            some = commits[begin : begin + _AT_ONCE]
+            self.observe(self.result.read + self.result.busy, count)
+            jobs = [self.files[commit] for commit in some]
+            for commit, read in zip(some, spread(partial(_read, self.store, self.known), jobs), strict=True):
+                if read is None:
+                    self.result.busy += 1
+                    continue
+                batches, places = self._numbered(read)
+                spool.add(batches)
+                self.manifest.units[commit] = Unit(*read[:-1], tuple(places))
+                touched |= {self.manifest.places[place].partition for place in places}
+                self.result.read += 1
+        return touched
+
+    def _numbered(self, read: _Read) -> tuple[list[Batch], list[int]]:
+        """Rows of a commit, and the numbers of its places, which are new ones."""
+        first, self.next = self.next, self.next + len(read.places)
+        batches = []
+        for number, (table, samples, runs) in enumerate(read.places, first):
+            lines = self._lines(table)
+            said = {
+                **table.said, "machine": self.manifest.machines.number(table.said["machine"]),
+                "unders": [self.manifest.unders.number(list(map(list, under))) for under in table.said["unders"]],
+            }  # fmt: skip
+            silent = [line for line, tell in zip(lines, tells(table.rows["flags"]), strict=True) if not tell]
+            self.manifest.places[number] = Place(
+                said, self.manifest.layouts.number(table.layout.decode()), self.manifest.silents.number(silent),
+                _partition(table), runs,
+            )  # fmt: skip
+            batches.append(batch_of(number, lines, table.rows, samples))
+        return batches, list(range(first, self.next))
+
+    def _lines(self, table: Table) -> list[int]:
+        series, cells = read_layout(table.layout)
+        plain = [(one.name, one.workload, one.metric, one.unit) for one in series]
+        return [self.manifest.lines.number(list(key)) for key in keys_of(plain, cells)]
+
+    def _write(self, spool: Spool, touched: set[str]) -> None:
+        """Write partitions anew: what is spooled of them, and what still counts of the files before."""
+        members: dict[str, list[int]] = {name: [] for name in touched}
+        for number, place in self.manifest.places.items():
+            if place.partition in members:
+                members[place.partition].append(number)
+        for name, places in sorted(members.items()):
+            path = points_of(self.store) / name / FILE
+            if not places:
+                self.manifest.partitions.pop(name, None)
+                path.unlink(missing_ok=True)
+                continue
+            old = self.manifest.partitions.get(name)
+            if old is not None:
+                spool.keep(path, places)
+            self.manifest.partitions[name] = spool.write(path, self.manifest, places)
+            self.result.written.append(name)
+        spool.forget()
+
+    def _finish(self) -> None:
+        """Say that all is there, if it is."""
+        whole = not self.result.busy and stamps_of(self.store) == self.before
+        self.manifest.keep_listing(self.store, self.before if whole else {}, self.there)
+        self.manifest.order = [(commit, names_of(self.store, paths)) for commit, paths in self.files.items()]
+        self._save()
+        self.result.kept = len(set(self.manifest.partitions) - set(self.result.written))
+        self.result.runs = sum(unit.runs for unit in self.manifest.units.values())
+        self.result.rows = sum(one.rows for one in self.manifest.partitions.values())
+
+    def _save(self) -> None:
+        try:
+            save_manifest(self.store, self.manifest)
+        except OSError as error:
+            raise StoreError(
+                f"{index_of(self.store)} cannot be written ({error.strerror}). Make room, and run it again; the runs "
+                "are untouched."
+            ) from None
+
+
+def _begun(store: Path) -> Manifest:
+    """What was compacted before; nothing where that does not serve. Raises StoreError for a newer fp8bench's."""
+    try:
+        return load_manifest(store)
+    except (OSError, Unreadable) as error:
+        if isinstance(error, Unreadable) and error.newer:
+            said = f"{index_of(store)} does not serve: {error}. Upgrade fp8bench, or delete {points_of(store)}."
+            raise StoreError(said) from None
+        return Manifest()
+
+
+def _months(commits: Sequence[str], files: dict[str, list[Path]]) -> Iterator[list[str]]:
+    """Commits by the months in which their first runs began, as names of files say it."""
+    for _, some in groupby(commits, key=lambda commit: files[commit][0].name[:6]):
+        yield list(some)
+
+
+def _read(store: Path, known: Fingerprints, paths: Sequence[Path]) -> _Read | None:
+    """What the runs of a commit come to; None where one changes meanwhile."""
+    before = stamps(store, paths)
+    read = read_runs(paths)
+    if before is None or not are_unchanged(store, before):
+        return None
+    places = []
+    for members in by_place(read.runs):
+        place = placed(members)
+        places.append((table_of(place), [list(one) for one in place.samples], [one.run.id for one in members]))
+    return _Read(
+        tuple(before), {name: known[name] for name in sorted(read.suites)},
+        {str(one.run.environment.get("asv_python")): one.identity.python for one in read.runs}, len(read.runs),
+        read.left, tuple(places),
+    )  # fmt: skip
+
+
+def _partition(table: Table) -> str:
+    """The folder of a place: its machine, and the month in which the oldest of its runs began (UTC)."""
+    machine = re.sub(r"[^A-Za-z0-9._-]", "-", table.home.machine).strip(".") or "unknown"
+    month = datetime.fromtimestamp(table.said["began"] / 1000, UTC).strftime("%Y-%m")
+    return f"machine={machine}/month={month}"

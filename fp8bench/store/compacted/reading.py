@@ -1,0 +1,215 @@
+"""Tables of what was compacted: whose commits still count, and their rows as far as somebody wants them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8bench.errors import StoreError
+from fp8bench.store.asv.identity import Home
+from fp8bench.store.compacted.manifest import (
+    LineKey,
+    Manifest,
+    Unit,
+    Unreadable,
+    index_of,
+    load_manifest,
+    points_of,
+    same_stamps,
+    serves,
+)
+from fp8bench.store.compacted.parquet import FILE, counts_as, duckdb_here, read_columns
+from fp8bench.store.compacted.rows import rows_of
+from fp8bench.store.index.figure_files import Fingerprints
+from fp8bench.store.index.tables import Rows, Table
+from fp8bench.store.interpreters import Renamings
+from fp8bench.store.runs.listing import all_files
+
+# So many rows are read at once.
+_AT_ONCE = 500_000
+Wanted = Callable[[str], bool]
+Numbers = NDArray[np.int64]
+
+
+class _Shape(NamedTuple):
+    """A layout as far as it is wanted: its text, and the lines of its rows, in their order."""
+
+    layout: bytes
+    lines: Numbers
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """What was compacted of a store. `files` are its run files, with size and date; `bad` are partitions that do not
+    count."""
+
+    store: Path
+    manifest: Manifest
+    files: dict[str, tuple[int, int]]
+    bad: frozenset[str]
+
+    @cached_property
+    def is_complete(self) -> bool:
+        """Whether the run files are those that were there when all of them were compacted."""
+        return bool(self.files) and self.files == self.manifest.files
+
+    def unit(self, commit: str, names: Sequence[str], renamings: Renamings, known: Fingerprints) -> Unit | None:
+        """What was compacted of a commit, if it still counts for these run files."""
+        unit = self.manifest.units.get(commit)
+        if unit is None or not serves(unit, renamings, known):
+            return None
+        if not self.is_complete and not same_stamps(unit.sources, names, self.files):
+            return None
+        return None if any(self.manifest.places[place].partition in self.bad for place in unit.places) else unit
+
+    def home(self, place: int) -> Home:
+        """Where a place's figures were measured."""
+        said = self.manifest.places[place].said
+        machine = self.manifest.machines.values[said["machine"]]
+        return Home(str(machine["machine"]), said["python"], said["interpreter"])
+
+    def names(self, places: Sequence[int]) -> set[str]:
+        """The names of the lines that tell something in some places."""
+        alike = {(place.layout, place.silent) for place in map(self.manifest.places.__getitem__, places)}
+        found: set[int] = set()
+        for layout, silent in alike:
+            found |= set(self._lines(layout)) - set(self.manifest.silents.values[silent])
+        return {self.manifest.line_names[line] for line in found}
+
+    def rows(self, places: Sequence[int]) -> int:
+        """How many rows some places have."""
+        return sum(len(self._lines(self.manifest.places[place].layout)) for place in places)
+
+    def tables(self, places: Sequence[int], wanted: Wanted) -> dict[int, Table]:
+        """The tables of some places, with the wanted rows alone. Raises StoreError."""
+        shapes = self._shapes(places, wanted)
+        by_partition: dict[str, list[int]] = {}
+        for place in sorted(places):
+            known = self.manifest.places[place]
+            if len(shapes[known.layout].lines):
+                by_partition.setdefault(known.partition, []).append(place)
+        rows: dict[int, Rows] = {}
+        chosen = sorted({line for shape in shapes.values() for line in shape.lines.tolist()})
+        share = len(chosen) / max(1, len(self.manifest.lines.values))
+        group: list[str] = []
+        expected = 0.0
+        for name in by_partition:
+            group.append(name)
+            expected += share * self.manifest.partitions[name].rows
+            if expected >= _AT_ONCE:
+                rows |= self._read(group, by_partition, shapes, chosen)
+                group, expected = [], 0.0
+        rows |= self._read(group, by_partition, shapes, chosen) if group else {}
+        return {
+            place: Table(self.manifest.said(place), shapes[self.manifest.places[place].layout].layout, rows[place])
+            for place in places
+            if place in rows
+        }
+
+    def _lines(self, layout: int) -> list[int]:
+        return self._layouts[layout][1]
+
+    @cached_property
+    def _layouts(self) -> _Layouts:
+        return _Layouts(self.manifest)
+
+    def _shapes(self, places: Sequence[int], wanted: Wanted) -> dict[int, _Shape]:
+        mask = np.array([wanted(name) for name in self.manifest.line_names], np.bool_)
+        found = {}
+        for layout in {self.manifest.places[place].layout for place in places}:
+            (series, cells), lines = self._layouts[layout]
+            numbers = np.array(lines, np.int64)
+            there = np.flatnonzero(mask[numbers]) if len(numbers) else numbers
+            there = there[np.argsort(numbers[there])]
+            text = json.dumps([series, [cells[place] for place in there.tolist()]], separators=(",", ":"))
+            found[layout] = _Shape(text.encode(), numbers[there])
+        return found
+
+    def _read(
+        self, names: Sequence[str], places: dict[str, list[int]], shapes: dict[int, _Shape], chosen: Sequence[int]
+    ) -> dict[int, Rows]:
+        """The rows of places in some partitions, held against what the index says they are."""
+        here = sorted(place for name in names for place in places[name])
+        paths = [points_of(self.store) / name / FILE for name in names]
+        columns = read_columns(paths, chosen if 2 * len(chosen) < len(self.manifest.lines.values) else None)
+        lines, owners = columns["line"].astype(np.int64), columns["place"].astype(np.int64)
+        mask = np.zeros(max(len(self.manifest.lines.values), int(lines.max(initial=0)) + 1), np.bool_)
+        mask[chosen] = True
+        kept = np.flatnonzero(np.isin(owners, here) & mask[lines])
+        order = kept[np.argsort(owners[kept], kind="stable")]
+        wanted = [shapes[self.manifest.places[place].layout].lines for place in here]
+        counts = [len(one) for one in wanted]
+        meant = np.concatenate(wanted)
+        if not np.array_equal(lines[order], meant) or not np.array_equal(owners[order], np.repeat(here, counts)):
+            raise StoreError(
+                f"{points_of(self.store)} lacks rows that its index names. Delete the folder, and the runs are read "
+                "instead; `fp8bench store compact` makes it again."
+            )
+        rows = rows_of(columns)[order]
+        ends = np.cumsum(counts).tolist()
+        return {place: rows[low:high] for place, low, high in zip(here, [0, *ends], ends, strict=False)}
+
+
+class _Layouts(dict[int, tuple[list[Any], list[int]]]):
+    """Layouts of an index, each read when it is asked for: what it says, and the line of each of its cells."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__()
+        self._manifest = manifest
+        self._numbers = {tuple(line): number for number, line in enumerate(manifest.lines.values)}
+
+    def __missing__(self, layout: int) -> tuple[list[object], list[int]]:
+        series, cells = json.loads(self._manifest.layouts.values[layout])
+        lines = [self._numbers[key] for key in keys_of(series, cells)]
+        self[layout] = ([series, cells], lines)
+        return self[layout]
+
+
+def keys_of(series: Sequence[Sequence[str]], cells: Sequence[tuple[int, object]]) -> list[LineKey]:
+    """The line of each cell of a layout."""
+    return [LineKey(series[rank][0], json.dumps(cell), *series[rank][1:4]) for rank, cell in cells]
+
+
+def open_compacted(store: Path) -> tuple[Compacted | None, tuple[str, ...]]:
+    """What was compacted of a store, None where there is nothing of use, and sentences on what does not serve."""
+    try:
+        manifest = load_manifest(store)
+    except FileNotFoundError:
+        return None, ()
+    except OSError as error:
+        return None, (f"{index_of(store)} cannot be read ({error.strerror}); the runs are read instead",)
+    except Unreadable as error:
+        again = "" if error.newer else "; `fp8bench store compact` makes it again"
+        return None, (f"{index_of(store)} does not serve: {error}. The runs are read instead{again}",)
+    if duckdb_here() is None:
+        return None, (f"{points_of(store)} is not read without DuckDB: pip install 'fp8bench[fleet]'",)
+    bad = [
+        name for name, one in manifest.partitions.items() if not counts_as(points_of(store) / name / FILE, one)
+    ]
+    troubles = []
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        own = "is not the file that was written, and the runs are read instead; `fp8bench store compact` makes it again"
+        troubles.append(f"{points_of(store) / bad[0] / FILE}{more} {own}")
+    return Compacted(store, manifest, stamps_of(store), frozenset(bad)), tuple(troubles)
+
+
+def stamps_of(store: Path) -> dict[str, tuple[int, int]]:
+    """All run files by their names in the store, newest first, with size and date."""
+    found = {}
+    begin = len(str(store / "runs"))
+    for path in map(str, all_files(store)):
+        try:
+            status = os.stat(path)  # noqa: PTH116 - thousands of them, and pathlib takes twice as long
+        except OSError:
+            continue
+        found[f"runs{path[begin:]}"] = (status.st_size, status.st_mtime_ns)
+    return found

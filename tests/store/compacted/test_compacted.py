@@ -1,0 +1,372 @@
+"""What was compacted says what the runs say, bit for bit, or is not believed."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fp8bench.errors import StoreError, UsageError
+from fp8bench.files import locked
+from fp8bench.model import Measurement, Request, Status
+from fp8bench.store.compacted import compact as compacting
+from fp8bench.store.compacted import manifest as manifests
+from fp8bench.store.compacted import parquet
+from fp8bench.store.compacted.compact import Compaction, compact
+from fp8bench.store.compacted.manifest import index_of, load_manifest, points_of
+from fp8bench.store.index import history as index
+from fp8bench.store.index.history import History, open_history
+from fp8bench.store.interpreters import Renamings, save_renamings
+from tests.histories import history, keep, read_trends, records, run_at
+
+
+def every(_: str) -> bool:
+    return True
+
+
+def compacted(store: Path) -> Compaction:
+    return compact(store, lambda done, commits: None)
+
+
+def opened(store: Path) -> History:
+    return open_history(store, lambda runs: None)
+
+
+def told(found: History) -> Any:
+    """All that commands ask of a history."""
+    lines = found.lines
+    same = [
+        (line.trend, lines.trend(line), [(one.places.tolist(), one.values.tobytes()) for one in lines.comparable(line)])
+        for line in lines.lines
+    ]
+    one = [found.trends(name.__eq__).trends for name in found.names[:2]]
+    return found.trends(every), found.names, found.endings(every), same, one, found.runs, found.commits, found.left
+
+
+def words(value: Any) -> str:
+    """A value as text, in which NaN is like NaN, and a word that an enum has like the word."""
+    return re.sub(r"<\w+\.\w+: ('[^']*')>", r"\1", repr(value))
+
+
+def no_figures(store: Path) -> None:
+    """Nothing but the runs and what was compacted is read from now on."""
+    shutil.rmtree(store / "figures", ignore_errors=True)
+
+
+def same(store: Path) -> Compaction:
+    """What the runs say, and what is told of what was compacted, which is done twice."""
+    slow = words(told(opened(store)))
+    done = compacted(store)
+    no_figures(store)
+    fast = opened(store)
+    assert fast.read == 0 and not fast.troubles and words(told(fast)) == slow
+    assert words(fast.trends(every).trends) == words(read_trends(store, every).trends)
+    again = compacted(store)
+    assert not again.written and not again.read and (again.runs, again.rows) == (done.runs, done.rows)
+    return done
+
+
+def many_kinds(store: Path) -> None:
+    """Runs of many kinds, of several months and machines, and files that are none."""
+    history(store, 1.0, 1.1, 1.2)
+    keep(store, run_at(1, 7, records=tuple(records(1.3)), request=Request("gemm", quick=True)))
+    keep(store, run_at(2, 800, records=tuple(records(1.4))))
+    keep(store, run_at(2, 1600, records=tuple(records(1.5)), facts={"torch": "2.99 \u00e4\u2028 \ud800"}))
+    lead, other = records(status=Status.FAILED)
+    keep(store, run_at(3, 10, records=(lead, replace(other, reason="\u4e2d\udfff, 'a' \"b\"\n\0"))))
+    keep(store, run_at(4, 11, records=tuple(records(status=Status.SKIPPED)), facts={"commit_date": None}))
+    keep(store, run_at(5, 12, facts={"dirty": True}))
+    keep(store, run_at(6, 13, facts={"commit": None}))
+    keep(store, run_at(7, 14, facts={"asv_machine": "another's one", "asv_gpu": "H200", "commit_date": 10**30}))
+    keep(store, run_at(8, 801))
+    keep(store, run_at(7, 15, facts={"asv_python": "/other/python"}))
+    strange = [Measurement("relative_error", "", (value,)) for value in (math.nan, math.inf, -0.0)]
+    for number, one in enumerate(strange, 11):
+        keep(store, run_at(number, 20 + number, records=tuple(replace(r, measurements=(one,)) for r in records())))
+    path = keep(store, run_at(9, 17))
+    shutil.copy(path, path.with_name(f"copy of {path.name}"))
+    path = keep(store, run_at(10, 18))
+    path.write_bytes(path.read_bytes()[:-300])
+    (path.parent / "20260105T120000.000Z-0000000f-ffff.jsonl").write_text("no run\n")
+    (path.parent / "nothing.jsonl").write_text("")
+
+
+def test_many_kinds_of_runs(tmp_path: Path) -> None:
+    """In Parquet files of several machines and months, which others can read, too."""
+    many_kinds(tmp_path)
+    done = same(tmp_path)
+    files = sorted(path.relative_to(points_of(tmp_path)).as_posix() for path in points_of(tmp_path).rglob("*.parquet"))
+    assert files == [f"{name}/points.parquet" for name in sorted(done.written)] and len(files) == 3
+    assert files[0].startswith("machine=another-s-one/month=2026-01")
+    query = "SELECT * FROM read_parquet(?, hive_partitioning = true)"
+    rows = duckdb.execute(query, [f"{points_of(tmp_path)}/**/*.parquet"]).df()
+    trends = opened(tmp_path).trends(every).trends
+    assert len(rows) == done.rows == sum(len(trend.figures) for trend in trends)
+    assert set(rows.machine_name) == {"box", "another's one"} and set(rows.status) == {one.value for one in Status}
+    known = rows[rows.status == "ok"].dropna(subset="value")
+    finite = known[[bool(np.isfinite(one).all()) for one in known.samples]]
+    assert len(finite) and all(np.median(one.samples) == pytest.approx(one.value) for one in finite.itertuples())
+    assert all(len(one.samples) == one.sample_count for one in rows.itertuples())
+    assert {len(ids) for ids in rows.run_ids} == {1, 2, 3}
+
+
+RUNS = st.lists(
+    st.tuples(
+        st.integers(0, 4), st.sampled_from((1.0, 1.5)), st.sampled_from(tuple(Status)), st.booleans(),
+        st.sampled_from(("box", "bax")), st.sampled_from(("2.12", "2.13")), st.sampled_from((1, 2, 24)),
+        st.sampled_from((1, 700)), st.sampled_from(("", "torn", "gone", "copy", "foreign")),
+    ),
+    min_size=1, max_size=8,
+)  # fmt: skip
+
+
+def any_runs(store: Path, runs: list[tuple[int, float, Status, bool, str, str, int, int, str]]) -> None:
+    """Whatever was run, in whatever order, compacted before and after the last ones and damages came."""
+    paths = []
+    for hour, (number, time, status, quick, machine, torch, rounds, stride, _) in enumerate(runs):
+        facts = {"asv_machine": machine, "torch": torch, "commit_date": number // 2 if number else None}
+        measured = tuple(records(time, status, rounds))
+        run = run_at(number, hour * stride, records=measured, facts=facts, request=Request("gemm", quick=quick))
+        paths.append(keep(store, replace(run, id=f"{hour:08x}")))
+        if hour == len(runs) // 2:
+            same(store)
+    for path, (*_, damage) in zip(paths, runs, strict=True):
+        match damage:
+            case "torn":
+                path.write_bytes(path.read_bytes()[:-200])
+            case "gone":
+                path.unlink()
+            case "copy":
+                shutil.copy(path, path.with_name(f"x{path.name}"))
+            case "foreign":
+                path.with_name(f"y{path.name}").write_text('{"schema": 99}\n')
+    assert words(opened(store).trends(every).trends) == words(read_trends(store, every).trends)
+    same(store)
+
+
+@pytest.mark.slow
+@given(RUNS)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_runs(tmp_path_factory: pytest.TempPathFactory, runs: Any) -> None:
+    any_runs(tmp_path_factory.mktemp("store"), runs)
+
+
+@pytest.mark.slow
+def test_portions_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is too much for memory is read in portions."""
+    many_kinds(tmp_path)
+    whole = words(opened(tmp_path).endings(every))
+    compacted(tmp_path)
+    monkeypatch.setattr(index, "_MOST_ROWS", 20)
+    monkeypatch.setattr("fp8bench.store.compacted.reading._AT_ONCE", 20)
+    monkeypatch.setattr(parquet, "CHUNK_ROWS", 20)
+    assert words(opened(tmp_path).endings(every)) == whole
+    compacted(tmp_path)
+
+
+def test_only_what_changed_is_written(tmp_path: Path) -> None:
+    """A run that came is read from its file until then; months in which nothing came stay as they are."""
+    history(tmp_path, 1.0, 1.1)
+    keep(tmp_path, run_at(2, 800))
+    first = compacted(tmp_path)
+    assert len(first.written) == 2 and first.read == 3
+    keep(tmp_path, run_at(1, 9))
+    no_figures(tmp_path)
+    found = opened(tmp_path)
+    assert found.read == 2 and found.trends(every) == read_trends(tmp_path, every)
+    again = compacted(tmp_path)
+    assert again.written == ["machine=box/month=2026-01"] and again.read == 1 and again.kept == 1
+    no_figures(tmp_path)
+    assert opened(tmp_path).read == 0 and opened(tmp_path).trends(every) == read_trends(tmp_path, every)
+
+
+def test_a_run_that_is_gone_is_gone(tmp_path: Path) -> None:
+    """With its file, where it was alone in it; sources are asked, and not only what was compacted."""
+    history(tmp_path, 1.0, 1.1)
+    last = keep(tmp_path, run_at(2, 800))
+    compacted(tmp_path)
+    last.unlink()
+    assert opened(tmp_path).trends(every) == read_trends(tmp_path, every)
+    compacted(tmp_path)
+    assert len(list(points_of(tmp_path).rglob("*.parquet"))) == 1 and same(tmp_path).runs == 2
+
+
+def test_a_copy_with_other_dates(tmp_path: Path) -> None:
+    """It is looked at once, and nothing is read or written anew."""
+    history(tmp_path / "a", 1.0, 1.1)
+    compacted(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b", copy_function=shutil.copyfile)
+    done = compacted(tmp_path / "b")
+    assert not done.read and not done.written
+    no_figures(tmp_path / "b")
+    assert opened(tmp_path / "b").read == 0
+
+
+def test_names_and_grids_that_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts as another, and a suite that is not known here, are another question."""
+    history(tmp_path, 1.0)
+    keep(tmp_path, run_at(1, facts={"asv_python": "/other/python"}))
+    compacted(tmp_path)
+    save_renamings(tmp_path, Renamings({"/other/python": "/venv/bin/python3"}))
+    no_figures(tmp_path)
+    assert opened(tmp_path).read == 1 and opened(tmp_path).trends(every) == read_trends(tmp_path, every)
+    assert same(tmp_path).read == 1
+    with monkeypatch.context() as patch:
+        patch.setattr("fp8bench.store.index.figure_files.fingerprint", lambda _: "")
+        assert opened(tmp_path).read == 2 and not compacted(tmp_path).read  # whoever imports it will want it
+    no_figures(tmp_path)
+    assert opened(tmp_path).read == 0
+
+
+def flipped(path: Path, place: float) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(place * (len(content) - 1))] ^= 0x10
+    path.write_bytes(content)
+
+
+def half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def older(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"fp8bench_id", b"fp8bench_no"))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "gone": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "half of it": half,
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "of somebody else": older,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["points.parquet", "index.json"])
+def test_a_file_that_is_not_what_was_written(tmp_path: Path, file: str) -> None:
+    """It is not believed, which is said; the runs are read instead, and the next compaction makes it again."""
+    history(tmp_path, 1.0, 1.1)
+    slow = words(told(opened(tmp_path)))
+    compacted(tmp_path)
+    (path,) = points_of(tmp_path).rglob(file)
+    for name, damage in DAMAGES.items():
+        if file == "index.json" and name == "of somebody else":
+            continue
+        damage(path)
+        found = opened(tmp_path)
+        assert words(told(found)) == slow
+        assert [file in one and "compact" in one for one in found.troubles] == [True] * (
+            not (name == "gone" and file == "index.json")
+        )
+        done = compacted(tmp_path)
+        assert done.read == 2 and bool(done.mended) is (file != "index.json")
+        assert not opened(tmp_path).troubles
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_is_never_a_wrong_number(tmp_path: Path) -> None:
+    """Wherever it is: the same is told, or an error; and a compaction finds it."""
+    history(tmp_path, 1.0, 1.1, 1.3)
+    slow = words(told(opened(tmp_path)))
+    compacted(tmp_path)
+    (path,) = points_of(tmp_path).rglob("points.parquet")
+    whole = path.read_bytes()
+    errors = 0
+    for number in range(30):
+        flipped(path, number / 29)
+        try:
+            assert words(told(opened(tmp_path))) == slow
+        except StoreError:
+            errors += 1
+        path.write_bytes(whole)
+    assert errors
+    flipped(path, 0.3)
+    assert compacted(tmp_path).mended == ["machine=box/month=2026-01"] and opened(tmp_path).read == 0
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+def test_another_version_of_it(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older one is made again, a newer one is left alone."""
+    history(tmp_path, 1.0)
+    slow = words(told(opened(tmp_path)))
+    with monkeypatch.context() as patch:
+        patch.setattr(manifests, "VERSION", manifests.VERSION + step)
+        compacted(tmp_path)
+    before = index_of(tmp_path).read_bytes()
+    found = opened(tmp_path)
+    assert words(told(found)) == slow and len(found.troubles) == 1
+    if step > 0:
+        with pytest.raises(StoreError, match="Upgrade"):
+            compacted(tmp_path)
+        assert index_of(tmp_path).read_bytes() == before
+    else:
+        assert compacted(tmp_path).written
+
+
+def test_a_run_that_comes_or_goes_on_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left for the next time, and is told from its file until then."""
+    paths = history(tmp_path, 1.0, 1.1)
+    read = compacting.read_runs
+
+    def meanwhile(some: Any) -> Any:
+        if paths[0] in some:
+            with paths[0].open("a") as file:
+                file.write('{"note":"more"}\n')
+            keep(tmp_path, run_at(5))
+        return read(some)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compacting, "read_runs", meanwhile)
+        assert compacted(tmp_path).busy == 1
+    no_figures(tmp_path)
+    found = opened(tmp_path)
+    assert found.read == 2 and found.trends(every) == read_trends(tmp_path, every)
+    assert compacted(tmp_path).read == 2
+
+
+def test_two_at_once_and_a_store_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a sentence."""
+    history(tmp_path, 1.0)
+    monkeypatch.setattr(compacting, "_LOCK_SECONDS", 0.1)
+    with locked(points_of(tmp_path)), pytest.raises(StoreError, match="another process"):
+        compacted(tmp_path)
+    shutil.rmtree(points_of(tmp_path))
+    points_of(tmp_path).write_text("a file")
+    with pytest.raises(StoreError, match="is a file"):
+        compacted(tmp_path)
+
+
+def test_without_duckdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs are read, and a compaction says what to install."""
+    history(tmp_path, 1.0)
+    compacted(tmp_path)
+    no_figures(tmp_path)
+    monkeypatch.setitem(__import__("sys").modules, "duckdb", None)
+    found = opened(tmp_path)
+    assert found.read == 1 and "pip install" in found.troubles[0]
+    with pytest.raises(UsageError, match="pip install 'fp8bench"):
+        compacted(tmp_path)
+
+
+def test_what_killed_ones_left_is_swept(tmp_path: Path) -> None:
+    history(tmp_path, 1.0)
+    compacted(tmp_path)
+    (points_of(tmp_path) / ".spool-1" / "spill").mkdir(parents=True)
+    (points_of(tmp_path) / "machine=box" / "month=2026-01" / ".x.partial").touch()
+    os.utime(tmp_path / "runs")
+    compacted(tmp_path)
+    assert sorted(path.name for path in points_of(tmp_path).rglob("*") if path.is_file()) == [
+        ".lock", "index.json", "points.parquet",
+    ]  # fmt: skip
+    assert load_manifest(tmp_path).order
