@@ -6,7 +6,6 @@ its files were written and read back. A kill leaves the months before it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -46,7 +45,7 @@ from fp8bench.store.index.figure_files import (
 from fp8bench.store.index.history import spread
 from fp8bench.store.index.tables import Table, placed, read_layout, table_of, tells
 from fp8bench.store.interpreters import load_renamings
-from fp8bench.store.runs.listing import listing
+from fp8bench.store.runs.listing import listing, safe_folder
 
 # So many commits are read before their rows go to the disk.
 _AT_ONCE = 40
@@ -264,6 +263,5 @@ def _read(store: Path, known: Fingerprints, paths: Sequence[Path]) -> _Read | No
 
 def _partition(table: Table) -> str:
     """The folder of a place: its machine, and the month in which the oldest of its runs began (UTC)."""
-    machine = re.sub(r"[^A-Za-z0-9._-]", "-", table.home.machine).strip(".") or "unknown"
     month = datetime.fromtimestamp(table.said["began"] / 1000, UTC).strftime("%Y-%m")
-    return f"machine={machine}/month={month}"
+    return f"machine={safe_folder(table.home.machine)}/month={month}"

@@ -201,13 +201,13 @@ def _check(what: str, found: int, meant: int) -> None:
 
 
 def _manifest(plain: dict[str, Any]) -> Manifest:
+    layouts, silents, lines, unders, machines = (Numbered(plain[name]) for name in _NUMBERED)
     return Manifest(
         {commit: _unit(plain, *unit) for commit, unit in plain["units"].items()},
         {int(number): Place(*place) for number, place in plain["places"].items()},
         {name: Partition(*one) for name, one in plain["partitions"].items()},
-        **{name: Numbered(plain[name]) for name in _NUMBERED}, order=plain["order"],
-        files={name: (size, changed) for name, size, changed in plain["files"]}, copies=plain["copies"],
-        refused=plain["refused"],
+        layouts, silents, lines, unders, machines, plain["order"],
+        {name: (size, changed) for name, size, changed in plain["files"]}, plain["copies"], plain["refused"],
     )  # fmt: skip
 
 

@@ -202,7 +202,12 @@ def file_name(run: Run) -> str:
 
 def folder_name(run: Run) -> str:
     """The machine's name, safe as a folder's."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", str(run.environment.get("machine") or "")).strip(".") or "unknown"
+    return safe_folder(str(run.environment.get("machine") or ""))
+
+
+def safe_folder(machine: str) -> str:
+    """A machine's name as a folder's."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", machine).strip(".") or "unknown"
 
 
 def collected_folder(run: Run) -> str:

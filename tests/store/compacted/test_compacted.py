@@ -25,6 +25,7 @@ from fp8bench.store.compacted import manifest as manifests
 from fp8bench.store.compacted import parquet
 from fp8bench.store.compacted.compact import Compaction, compact
 from fp8bench.store.compacted.manifest import index_of, load_manifest, points_of
+from fp8bench.store.compacted.verify import check_compacted
 from fp8bench.store.index import history as index
 from fp8bench.store.index.history import History, open_history
 from fp8bench.store.interpreters import Renamings, save_renamings
@@ -111,14 +112,16 @@ def test_many_kinds_of_runs(tmp_path: Path) -> None:
     assert files[0].startswith("machine=another-s-one/month=2026-01")
     query = "SELECT * FROM read_parquet(?, hive_partitioning = true)"
     rows = duckdb.execute(query, [f"{points_of(tmp_path)}/**/*.parquet"]).df()
-    trends = opened(tmp_path).trends(every).trends
-    assert len(rows) == done.rows == sum(len(trend.figures) for trend in trends)
+    figures = [figure for trend in opened(tmp_path).trends(every).trends for figure in trend.measured]
+    values = sorted(figure.value for figure in figures if math.isfinite(figure.value or 0.0))
+    assert len(rows) == done.rows and sorted(filter(math.isfinite, rows.value)) == values
     assert set(rows.machine_name) == {"box", "another's one"} and set(rows.status) == {one.value for one in Status}
     known = rows[rows.status == "ok"].dropna(subset="value")
     finite = known[[bool(np.isfinite(one).all()) for one in known.samples]]
     assert len(finite) and all(np.median(one.samples) == pytest.approx(one.value) for one in finite.itertuples())
     assert all(len(one.samples) == one.sample_count for one in rows.itertuples())
     assert {len(ids) for ids in rows.run_ids} == {1, 2, 3}
+    assert check_compacted(tmp_path) == ([], 3)
 
 
 RUNS = st.lists(
@@ -269,6 +272,7 @@ def test_a_file_that_is_not_what_was_written(tmp_path: Path, file: str) -> None:
         assert [file in one and "compact" in one for one in found.troubles] == [True] * (
             not (name == "gone" and file == "index.json")
         )
+        assert any(fault.broken for fault in check_compacted(tmp_path)[0]) or (name, file) == ("gone", "index.json")
         done = compacted(tmp_path)
         assert done.read == 2 and bool(done.mended) is (file != "index.json")
         assert not opened(tmp_path).troubles
@@ -292,6 +296,8 @@ def test_a_flipped_bit_is_never_a_wrong_number(tmp_path: Path) -> None:
         path.write_bytes(whole)
     assert errors
     flipped(path, 0.3)
+    (fault,) = check_compacted(tmp_path)[0]
+    assert fault.path == str(path) and fault.broken
     assert compacted(tmp_path).mended == ["machine=box/month=2026-01"] and opened(tmp_path).read == 0
 
 
