@@ -15,7 +15,6 @@ from fp8bench.store.asv.results import ResultsFile
 from fp8bench.store.asv.rows import NOT_MEASURED, Row, by_combination, is_measured, numbers
 from fp8bench.store.asv.view import filled, nothing_of, results_of
 from fp8bench.store.commit_runs import TrackedRun, by_commit, by_place, checked_run
-from fp8bench.store.compacted.verify import check_compacted
 from fp8bench.store.find_runs import gone
 from fp8bench.store.runs.listing import REMEDY, Listing, listing, refusal
 from fp8bench.store.verify_files import check_results, check_run, check_surroundings
@@ -71,6 +70,8 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
     listed = {path for path in (*results.glob("*/*.json"), results / "benchmarks.json") if path.is_file()}
     sound = sum(str(path) not in broken_of_view for path in listed)
     count = sum(map(len, by_files))
+    from fp8bench.store.compacted.verify import check_compacted
+
     of_points, parquet = check_compacted(store)
     compacted = {"Parquet files": (max(0, parquet - sum(one.broken for one in of_points)), parquet)} if parquet else {}
     return Verified(
