@@ -68,9 +68,13 @@ def opened(store: Path, observer: JobObserver) -> History:
 def compacted(store: Path, observer: JobObserver) -> Compaction:
     """Bring a store's Parquet files up to date with its runs, with a word before that takes a while."""
 
+    told = 0
+
     def reads(done: int, commits: int) -> None:
-        if commits > _MANY_RUNS:
+        nonlocal told
+        if commits > _MANY_RUNS and done >= told:
             observer.note(f"read {done} of {commits} commits" if done else f"reading the runs of {commits} commits")
+            told += commits // 10
 
     return compact(store, reads)
 
