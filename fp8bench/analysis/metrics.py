@@ -42,6 +42,7 @@ from fp8bench.analysis.samples import (
     relative_samples,
     step_samples,
 )
+from fp8bench.analysis.scaling import scaling_metrics
 from fp8bench.analysis.sustained import sustained_figures, sustained_ratio, sustained_samples
 from fp8bench.analysis.tapes import coverage_metrics, tape_metrics
 from fp8bench.analysis.verdicts import best_phases, totals
@@ -86,6 +87,7 @@ def metrics_of(record: Record, finding: Finding | None, reference: Reference | N
         yield _measured(measurement)
     yield from rank_metrics(record, finding.median_seconds if finding is not None else None)
     yield from pipeline_metrics(record)
+    yield from scaling_metrics(record)
     yield from _energy(record, finding, reference)
     yield from _memory(record)
     yield from _capacity(record, reference)

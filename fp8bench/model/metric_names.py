@@ -80,6 +80,8 @@ class OwnMetric(StrEnum):
     EFFECTIVE_BUSBW = "effective_busbw"
     BUBBLE = "bubble"
     IDEAL_BUBBLE = "ideal_bubble"
+    STRONG_SCALING = "strong_scaling"
+    WEAK_SCALING = "weak_scaling"
     VALUES = "values"
     AMAX = "amax"
 

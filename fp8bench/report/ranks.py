@@ -20,6 +20,7 @@ from fp8bench.analysis.ranks import (
 from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Column, Field, Table, Text, Tone
 from fp8bench.report.panels import Panel, Result, ResultGroup, together
+from fp8bench.report.scaling import scaling
 
 # More ranks have no column each.
 _MOST_COLUMNS = 8
@@ -35,6 +36,7 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
         return
     yield from filter(None, (_times(panel), _memory(panel), _wire(panel)))
     yield from map(Text, _cheapest(panel))
+    yield from scaling(panel)
     beside = _overlaps(panel)
     if beside is not None:
         yield beside

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Sequences of all ranks together: a multiple of what the model takes in by itself, for at most so many ranks.
 _BATCHES = 4
+# Words for the values of a way's own options: each of them, or the first.
+_ALL, _FIRST = "auto", "usual"
 # Steps that are held against those of one rank.
 _AGREEING_STEPS = 3
 # The relative distance of what steps change: of fp32 throughout, where only the order of additions differs, and of
@@ -53,7 +55,8 @@ class Parallel(Workload):
         size = "gpt2-124m" if facts.accelerated else "nano"
         known = ways.names()
         options = (
-            Axis(name, f"{text}; auto: each that a way has", ("auto",), auto_or(_parse(name)))
+            Axis(name, f"{text}; {_ALL}: each that a way has; {_FIRST}: its first", (_ALL,),
+                 _or_words(_parse(name)), quick=(_FIRST,))
             for name, text in OPTIONS.items()
         )
         return (
@@ -72,10 +75,12 @@ class Parallel(Workload):
         config, way = SIZES[str(params["size"])], ways.get(str(params["way"]))
         own: dict[str, Scalar] = {"batch": config.batch * _BATCHES, "sequence": config.sequence}
         usual = {name: own.get(name, value) if value == "auto" else value for name, value in params.items()}
-        plain = {name: value for name, value in usual.items() if name not in OPTIONS or value != "auto"}
-        open_ones = [name for name in way.options if usual[name] == "auto"]
-        chosen = product(*(map(_parse(name), way.options[name]) for name in open_ones))
-        return tuple((*plain.items(), *zip(open_ones, values, strict=True)) for values in chosen)
+        plain = {name: value for name, value in usual.items() if name not in OPTIONS or value not in (_ALL, _FIRST)}
+        open_ones = [name for name in way.options if name not in plain]
+        counts = [1 if params[name] == _FIRST else None for name in open_ones]
+        values = (way.options[name][:count] for name, count in zip(open_ones, counts, strict=True))
+        chosen = product(*(map(_parse(name), some) for name, some in zip(open_ones, values, strict=True)))
+        return tuple((*plain.items(), *zip(open_ones, some, strict=True)) for some in chosen)
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         config, length, sequences = SIZES[str(params["size"])], int(params["sequence"]), int(params["batch"])
@@ -176,6 +181,11 @@ class Parallel(Workload):
 
         with drawn(setup):
             return GPT(_config(dict(setup.case.params)), self.arithmetics(setup), setup.arithmetic.carrier)
+
+
+def _or_words(parse: Callable[[str], Scalar]) -> Callable[[str], Scalar]:
+    """What stands for several values, or one of them."""
+    return lambda text: text if text in (_ALL, _FIRST) else parse(text)
 
 
 def _parse(option: str) -> Callable[[str], Scalar]:

@@ -39,6 +39,7 @@ def test_every_value_of_a_ways_own_options_is_a_case() -> None:
     wires = {params.get("wire") for params, _ in planned(way="ddp")}
     assert wires == {"fp32", "bf16", "fp8_gather", "fp8_twoshot"}
     assert all("amax" not in params and "microbatches" not in params for params, _ in planned(way="ddp"))
+    assert {params.get("wire") for params, _ in planned(way="ddp", wire="usual")} == {"fp32"}
     (foreign, *_) = planned(way="ddp", wire="fp8_gather", microbatches="4")
     assert "ddp has no microbatches=4: it takes wire: fp32, bf16, fp8_gather, fp8_twoshot" in foreign[1]
 
@@ -79,7 +80,8 @@ def test_real_ranks_train_what_one_rank_does(tmp_path: Path) -> None:
     """Every way once, by 2 ranks: agreement with one rank, bytes by formula, and what a step is made of."""
     text = tmp_path / "text"
     text.write_text(TEXT)
-    request = Request("parallel", quick=True, rounds=2, data=str(text), ranks=2)
+    axes = (("wire", ("auto",)),)
+    request = Request("parallel", quick=True, rounds=2, axes=axes, data=str(text), ranks=2)
     run = pipeline.execute(request, tmp_path / "store", SilentObserver(), "")
     records = [record for record in run.records if record.support.level is not Level.REFUSED]
     assert records and {record.status for record in records} == {Status.OK}, [one.reason for one in records]
