@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -154,7 +156,7 @@ class DTensorFSDP(DTensorCut):
     """The same over pairs of ranks, and over those in the same place of their pairs FSDP2, which divides the batch."""
 
     def _spread(self) -> None:
-        mesh = _pairs(self._job)
+        mesh = _pairs(self._job.group, self._job.facts.kind)
         self._tensor_ranks = mesh["tensor"].size()
         self._sequences = mesh["data"]
         share_blocks(self._model, self._job, mesh["tensor"])
@@ -171,13 +173,13 @@ def _is_everywhere(tensor: Tensor) -> bool:
     return not isinstance(tensor, DTensor) or all(one.is_replicate() for one in tensor.placements)
 
 
-def _pairs(job: Job) -> DeviceMesh:
-    """(data, tensor): neighbouring ranks share tensors. Groups of the kind of the job's, which may send nothing."""
-    ranks = torch.tensor(dist.get_process_group_ranks(job.group)).view(-1, 2)
-    backend = dist.get_backend(job.group)
-    here = job.group.rank()
+@cache
+def _pairs(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
+    """(data, tensor): neighbouring ranks share tensors. Groups of the kind of the whole one, which may send nothing."""
+    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, 2)
+    backend, here = dist.get_backend(group), group.rank()
     groups = {}
     for name, sets in (("data", ranks.t().tolist()), ("tensor", ranks.tolist())):
         made = {tuple(one): dist.new_group(one, backend=backend) for one in sets}
         groups[name] = next(group for members, group in made.items() if ranks.view(-1)[here] in members)
-    return DeviceMesh.from_group(list(groups.values()), job.facts.kind, mesh=ranks, mesh_dim_names=tuple(groups))
+    return DeviceMesh.from_group(list(groups.values()), kind, mesh=ranks, mesh_dim_names=tuple(groups))
