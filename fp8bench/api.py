@@ -229,6 +229,7 @@ def train(
     threads: int = 1,
     imports: Iterable[str] = (),
     isolation: bool = True,
+    ranks: int | None = None,
     tensorboard: str | Path | None = None,
     store: str | Path = DEFAULT_STORE,
     observer: TrainingObserver | None = None,
@@ -249,7 +250,7 @@ def train(
         settings=TrainerSettings(**settings, precision_map=_pairs(precision_map), rates=_pairs(rates)),
         sweep=_pairs(sweep, _texts), data=_plain(data), other_data=_plain(other_data), tokens=tokens, stride=stride,
         evaluate=evaluate, keep=keep, try_fix=try_fix, device=device, threads=threads, imports=_names(imports),
-        isolation=isolation, max_batch=max_batch, memory_limit=_bytes(memory_limit), energy=energy,
+        isolation=isolation, max_batch=max_batch, memory_limit=_bytes(memory_limit), energy=energy, ranks=ranks,
     )  # fmt: skip
     board = None if tensorboard is None else _folder("tensorboard", tensorboard)
     if board is not None:

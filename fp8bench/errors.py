@@ -149,6 +149,10 @@ class WorkerFault(WorkerError):
         self.out_of_memory = out_of_memory
 
 
+class RanksDisagree(Fp8benchError):
+    """Ranks that should have answered the same did not."""
+
+
 class NotSent(UsageError):
     """A model of the user's own cannot be sent to another process."""
 

@@ -28,6 +28,9 @@ from fp8bench.worker.faults import described
 
 START_SECONDS = 300.0
 BENCH_MODULE = "fp8bench.worker.main"
+RANK_MODULE = "fp8bench.worker.ranks.main"
+# Those whose requests have --case-timeout.
+TIMED_MODULES = (BENCH_MODULE, RANK_MODULE)
 # A bench as it looks from here: called, it is asked.
 AskedBench = Bench
 
@@ -221,7 +224,7 @@ class ProcessWorker(Worker):
                 self.restart()
                 raise WorkerHung(
                     f"no answer to {name!r} within {limit:g} s{late}; the worker was ended"
-                    + (" (--case-timeout sets the limit)" if self._module == BENCH_MODULE else "")
+                    + (" (--case-timeout sets the limit)" if self._module in TIMED_MODULES else "")
                 )
             number, reply = _numbered(process.receive())
         except (EOFError, OSError):

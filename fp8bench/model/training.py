@@ -12,7 +12,7 @@ from fp8bench.model.consumed import Capacity, EnergyUse, MemoryUse
 from fp8bench.model.planned import DeviceFacts, Params
 from fp8bench.model.request import check_fields
 from fp8bench.model.run import Environment
-from fp8bench.model.training_rules import SETTINGS_RULES, TRAINING_RULES
+from fp8bench.model.training_rules import SETTINGS_RULES, TRAINING_RULES, refuse_ranks
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TrainerSettings:
     none did), or a number. `gradients`, `master` and `optimizer_states` are what these are kept in. `on_nan` is what is
     done about a step that is not finite. `nudge` disturbs an arm as rounding does, so that a study can be held against
     itself: 'ulp' moves the initial weights by one unit in the last place, 'order' sums in another order. `handicap`
-    multiplies the rate, to plant a loss.
+    multiplies the rate, to plant a loss. `parallel` is how ranks train together, `amax_group` whose amax gives scales.
     """
 
     model: str = "nano"
@@ -55,6 +55,8 @@ class TrainerSettings:
     nudge: str = ""
     handicap: float = 1.0
     precision_map: tuple[tuple[str, str], ...] = ()
+    parallel: str = ""
+    amax_group: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, whoever asks."""
@@ -68,9 +70,8 @@ class TrainingRequest:
 
     `stride` is how many steps lie between two that are watched, `evaluate` between two looks at the held-out text,
     `keep` between two checkpoints. `try_fix`: an arm's first alarm has its remedies tried. `max_batch` asks for the
-    largest batch of each arm; `memory_limit` are the bytes that it has to fit into, and all arms of a seed, which
-    else are trained in pairs. `energy`: it is measured where a
-    device can tell it.
+    largest batch of each arm; `memory_limit` are the bytes that it has to fit into, and all arms of a seed, which else
+    are trained in pairs. `energy`: where a device can tell it. So many `ranks` train every arm together.
     """
 
     dtypes: tuple[str, ...] = ("bf16", "fp8")
@@ -95,12 +96,14 @@ class TrainingRequest:
     energy: bool = True
     imports: tuple[str, ...] = ()
     isolation: bool = True
+    ranks: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, whoever asks: the command line, or a stored training."""
         check_fields(self, TRAINING_RULES)
         if not self.dtypes:
             raise UsageError("no dtype was named. Give --dtypes two or more, like bf16,fp8.")
+        refuse_ranks(self)
 
 
 # A quick training is one seed of so many steps: enough to see that it runs.
@@ -279,7 +282,6 @@ class LayerReading:
 BYTES_PER_PARAMETER = "bytes_per_parameter"
 # That of how long a watched step took, watching included.
 WATCHED_SECONDS = "watched_seconds"
-
 # That of how long the same step of the reference took beside an arm, where not all arms fit into memory together.
 REFERENCE_SECONDS = "reference_seconds"
 # The event of an arm that was trained without the reference beside it.

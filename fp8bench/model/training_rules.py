@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
+from fp8bench.errors import UsageError
 from fp8bench.model.request import REQUEST_RULES, Rule, number, whole_number
 
 ARCHITECTURES = ("gpt", "mlp", "cnn", "moe")
@@ -13,6 +15,8 @@ PARAMETER_KINDS = ("embedding", "norm", "layer", "head")
 LOSS_SCALES = ("auto", "dynamic")
 LARGEST_LOSS_SCALE = float(1 << 32)
 MOST_STEPS = 10_000_000
+# How several ranks train together.
+PARALLEL = ("ddp",)
 # What a field is one of.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "arch": ARCHITECTURES,
@@ -24,6 +28,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention": ("auto", "rounded", "prescaled"),
     "on_nan": ("stop", "skip", "lower-rate"),
     "nudge": ("", "ulp", "order"),
+    "parallel": ("", *PARALLEL),
+    "amax_group": ("", "own", "parallel"),
 }
 USUAL_MERGES = 1024
 # With the bytes themselves they are all that 16 bits can tell apart.
@@ -105,6 +111,22 @@ TRAINING_RULES: Mapping[str, Rule] = {
     "try_fix": REQUEST_RULES["quick"],
     **{name: REQUEST_RULES[name] for name in (
         "dtypes", "reference", "seed", "threads", "data", "imports", "isolation", "max_batch", "memory_limit",
-        "energy",
+        "energy", "ranks",
     )},
 }  # fmt: skip
+
+
+def refuse_ranks(request: Any) -> None:
+    """Raise UsageError where a request of a training asks for several ranks and one, or for neither."""
+    ranks, settings = request.ranks, request.settings
+    if ranks is not None and not settings.parallel:
+        raise UsageError(
+            f"--ranks {ranks} does not say how they train together. Add --parallel {' or '.join(PARALLEL)}."
+        )
+    swept = {f"--{name.replace('_', '-')}" for name, _ in request.sweep}
+    for option, given in ("--parallel", settings.parallel), ("--amax-group", settings.amax_group):
+        if ranks is None and (given or option in swept):
+            raise UsageError(f"{option} is about several ranks, and there is one. Add --ranks N.")
+    for option, given in ("--no-isolation", not request.isolation), ("--max-batch", request.max_batch):
+        if ranks is not None and given:
+            raise UsageError(f"{option} is of one process, and --ranks asks for several. Leave one of them out.")

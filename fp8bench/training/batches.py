@@ -14,6 +14,8 @@ from torch import Tensor
 from fp8bench.model.training import TokenSpan
 
 Batch = tuple[Tensor, Tensor]
+# Digests are below this.
+DIGESTS = 1 << 63
 # Of the counter's 256 bits those that count a step's draws, and how many words it has for each count.
 _DRAWS_BITS, _WORDS = 192, 4
 
@@ -29,24 +31,35 @@ class Windows:
             raise ValueError(f"{text.path} has {len(self._tokens)} tokens here; a window of {length} needs one more")
 
     def drawn(self, seed: int, step: int, micro_batch: int, batch: int) -> Batch:
-        """The windows of a micro-batch: rows `micro_batch` x `batch` and on of the step's.
+        """The windows of a micro-batch: rows `micro_batch` x `batch` and on of the step's."""
+        return self._batch(self._ids(self._starts(seed, step, micro_batch, batch)))
 
-        Drawn by a counter: numpy promises the words that Philox makes for a key, whatever its version.
-        """
+    def digest(self, seed: int, step: int, micro_batch: int, batch: int) -> int:
+        """A number of what `drawn` reads; those of parts of a step add up to that of the step, modulo 2^63."""
+        ids = self._ids(self._starts(seed, step, micro_batch, batch)).astype(np.uint64)
+        rows = (ids * np.arange(1, ids.shape[1] + 1, dtype=np.uint64)).sum(1, dtype=np.uint64)
+        places = np.arange(micro_batch * batch + 1, (micro_batch + 1) * batch + 1, dtype=np.uint64)
+        return int((rows * places).sum(dtype=np.uint64)) % DIGESTS
+
+    def _starts(self, seed: int, step: int, micro_batch: int, batch: int) -> NDArray[np.uint64]:
+        """Drawn by a counter: numpy promises the words that Philox makes for a key, whatever its version."""
         blocks, rest = divmod(micro_batch * batch, _WORDS)
         generator = np.random.Philox(key=seed, counter=(step << _DRAWS_BITS) + blocks)
         words = generator.random_raw(rest + batch)[rest:]
-        return self._batch(words % np.uint64(self._places))
+        return words % np.uint64(self._places)
 
     def in_order(self, batch: int, most: int) -> list[Batch]:
         """At most so many windows that do not overlap, from all parts of the text alike, as batches."""
         every = (self._places - 1) // self._length + 1
         count = min(most, every)
         starts = np.arange(count, dtype=np.uint64) * np.uint64(every) // np.uint64(count) * np.uint64(self._length)
-        return [self._batch(starts[first : first + batch]) for first in range(0, count, batch)]
+        return [self._batch(self._ids(starts[first : first + batch])) for first in range(0, count, batch)]
 
-    def _batch(self, starts: NDArray[np.uint64]) -> Batch:
-        ids = np.stack([self._tokens[start : start + self._length + 1] for start in starts.tolist()]).astype(np.int64)
+    def _ids(self, starts: NDArray[np.uint64]) -> NDArray[np.uint16]:
+        return np.stack([self._tokens[start : start + self._length + 1] for start in starts.tolist()])
+
+    def _batch(self, tokens: NDArray[np.uint16]) -> Batch:
+        ids = tokens.astype(np.int64)
         if int(ids.max()) >= self._vocabulary:
             raise ValueError(f"the text has token {int(ids.max())}; the model knows those below {self._vocabulary}")
         host = torch.from_numpy(ids)

@@ -85,9 +85,13 @@ def _written(path: Path, memory: dict[str, Any]) -> dict[str, str]:
     return {"file": path.name, "sha256": digesting.digest}
 
 
-def read(folder: str, task: SeedTask, trainers: Mapping[str, Trainer]) -> None:
-    """Give every arm its state back. Raises StoreError, and then no arm has changed, for whatever is not as written."""
-    memories = {name: _loaded(*file) for name, file in _files(Path(folder), task).items()}
+def read(folder: str, task: SeedTask) -> dict[str, dict[str, Any]]:
+    """The state of every arm that was kept. Raises StoreError for whatever is not as written."""
+    return {name: _loaded(*file) for name, file in _files(Path(folder), task).items()}
+
+
+def give_back(memories: Mapping[str, dict[str, Any]], trainers: Mapping[str, Trainer]) -> None:
+    """Every arm goes on from its state; one of which nothing was kept has stopped."""
     for name, trainer in trainers.items():
         if name in memories:
             trainer.recall(memories[name])
@@ -133,9 +137,9 @@ def _loaded(path: Path, digest: str) -> dict[str, Any]:
 
 
 def _plan(task: SeedTask) -> str:
-    """What a checkpoint is good for: the same seed, settings, text and device."""
+    """What a checkpoint is good for: the same seed, settings, text and number of ranks."""
     return hashlib.sha256(
-        repr((task.seed, task.arms, task.settings, task.steps, task.text.identity)).encode()
+        repr((task.seed, task.arms, task.settings, task.steps, task.text.identity, task.facts.ranks)).encode()
     ).hexdigest()
 
 

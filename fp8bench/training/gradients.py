@@ -37,6 +37,13 @@ class Gradients:
         """float32; zeros where a step has found none, as of an expert that had no token."""
         return [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
 
+    def filled(self) -> list[Tensor]:
+        """Where they lie, with zeros where a step has found none."""
+        for one in self._parameters:
+            if one.grad is None:
+                one.grad = torch.zeros_like(one)
+        return [one.grad for one in self._parameters if one.grad is not None]
+
     def norm(self) -> Tensor:
         """Of all of them together; not finite where one of them is not."""
         return joint(torch._foreach_norm(self.of(self._parameters)))

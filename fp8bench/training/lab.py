@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp8bench.model.raw import StateCheck
 from fp8bench.model.training import Arm, ArmCost, ArmState, Line, SeedTask, TrainerSettings, Validation
@@ -87,7 +87,7 @@ class Lab(Bench):
         """Go on by so many steps: what they say. An arm that has stopped, or is done, says nothing."""
         trainer = self._trainer(arm)
         with self._running(trainer.precision):
-            return tuple(line for _ in range(steps) for line in trainer.advance())
+            return tuple(line for _ in range(steps) for line in trainer.advance(self._unmarked()))
 
     def loop(self, key: str, steps: int) -> float:
         """So many further steps of an arm as its last ones, back to back; the seconds of all. Nothing of them is kept,
@@ -146,11 +146,16 @@ class Lab(Bench):
 
     def restore(self, folder: str) -> tuple[tuple[str, int], ...]:
         """Go on from what a folder keeps: the step that each arm comes to next. An arm it does not keep has stopped."""
+        from fp8bench.training.checkpoint import give_back
+
+        give_back(self._read(folder), self._trainers)
+        return tuple((name, one.step) for name, one in self._trainers.items())
+
+    def _read(self, folder: str) -> dict[str, dict[str, Any]]:
         from fp8bench.training.checkpoint import read
 
         assert self._task is not None
-        read(folder, self._task, self._trainers)
-        return tuple((name, one.step) for name, one in self._trainers.items())
+        return read(folder, self._task)
 
     def close(self) -> None:
         self._trainers = {}

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UnknownName, UsageError
+from fp8bench.formats.grids import E4M3
 from fp8bench.formats.hardware import emulated, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Support
@@ -103,12 +104,42 @@ def check(settings: TrainerSettings) -> None:
         )
 
 
+def check_ranks(settings: TrainerSettings, ranks: int) -> None:
+    """Raise UsageError for what so many ranks cannot train together."""
+    batch = config_of(settings, 1).batch
+    if batch % ranks:
+        raise UsageError(
+            f"{ranks} ranks cannot share a micro-batch of {batch} equally. Give a --batch that is a multiple of "
+            f"{ranks}."
+        )
+    if settings.arch == "cnn":
+        raise _not_with_ranks("--arch cnn", "its batch norm would know a rank's own part of a batch alone")
+    if settings.gradients != "fp32":
+        raise _not_with_ranks(f"--gradients {settings.gradients}", "what ranks average are float32 gradients")
+    if settings.amax_group != "own":
+        advice = "add --amax-group own, or leave it out"
+        if settings.arch == "moe":
+            why = f"experts cast on some ranks and not on others, so that no largest magnitude is that of all: {advice}"
+            raise _not_with_ranks("--arch moe", why)
+        if settings.compile == "yes":
+            why = f"the largest magnitudes of all ranks are sent between casts: {advice}"
+            raise _not_with_ranks("--compile yes", why)
+
+
+def _not_with_ranks(option: str, why: str) -> UsageError:
+    return UsageError(f"{option} does not go with --ranks: {why}.")
+
+
 def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
     """How a device trains such a model in a precision."""
     found = precision.support(facts)
     if precision.whole_layers and precision.remembers and found.level is not Level.REFUSED:
         return refused(
             f"layers of {precision.mode} keep scales that no checkpoint can hold: choose backend=torch or emulated"
+        )
+    if facts.ranks > 1 and settings.amax_group == "parallel" and _scales_are_own(precision):
+        return refused(
+            f"the scale that {precision.mode} has of a whole tensor is always a rank's own: choose --amax-group own"
         )
     if settings.compile == "yes" and precision.remembers and found.level is not Level.REFUSED:
         return refused(
@@ -118,14 +149,14 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
     if found.level is not Level.NATIVE:
         return found
     rounded = bool(precision.carried_by) and precision.float32_products == "highest"
-    if settings.compile == "yes" and (why := uncompilable(precision, config, config.batch * config.sequence)):
+    rows, along = config.batch // facts.ranks * config.sequence, precision.multiples[0]
+    if settings.compile == "yes" and (why := uncompilable(precision, config, rows)):
         return refused(why)
     if settings.arch == "cnn" and rounded:
         recipe = getattr(precision, "recipe", None)
         if not (isinstance(recipe, Recipe) and recipe.hadamard):
             return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
-    rows, along = config.batch * config.sequence, precision.multiples[0]
-    counted = f"batch x sequence is {rows}"
+    counted = f"batch x sequence is {rows}" + " of each rank" * (facts.ranks > 1)
     if settings.arch == "cnn":  # a line and a place more than the text has
         rows = config.batch * (config.sequence // LINE + 1) * (LINE + 1)
         counted = f"with a line and a column of zeros an image has them, and the batch has {rows}"
@@ -135,6 +166,13 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
             "choose another --batch or --sequence"
         )
     return found
+
+
+def _scales_are_own(precision: Precision) -> bool:
+    """Whether nobody can hand in a tensor's largest magnitude: a library finds it, or the scale above blocks has it."""
+    recipe = getattr(precision, "recipe", None)
+    treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
+    return precision.whole_layers or any(one.scaling is not None and one.scaling.scale is E4M3 for one in treatments)
 
 
 def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier: torch.dtype) -> LanguageModel:

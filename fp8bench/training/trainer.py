@@ -27,11 +27,12 @@ from fp8bench.model.training import (
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
 from fp8bench.nn.cached_weights import CachedWeights
 from fp8bench.nn.gpt import Forward, LanguageModel, compiled
-from fp8bench.protocols import Arithmetic, Phases, SilentPhases, WatchedArithmetic, key_of
+from fp8bench.nn.parallel.amax_groups import scaled_together
+from fp8bench.protocols import Arithmetic, Phases, Role, SilentPhases, WatchedArithmetic, key_of
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
 from fp8bench.training import models
-from fp8bench.training.batches import Windows
+from fp8bench.training.batches import DIGESTS, Windows
 from fp8bench.training.evaluate import Evaluation, undisturbed
 from fp8bench.training.gradients import joint
 from fp8bench.training.loss_scaling import loss_scale_of
@@ -39,6 +40,7 @@ from fp8bench.training.not_finite import Finder, Place, whole_words
 from fp8bench.training.optimizer import AdamW
 from fp8bench.training.schedule import share_of_rate
 from fp8bench.training.seeds import own_seed, seed_of
+from fp8bench.training.together import digest_of, together_of
 from fp8bench.training.watched_step import WatchedStep
 from fp8bench.training.watching import Watch
 from fp8bench.worker.products import product_like
@@ -73,6 +75,7 @@ class Trainer:
         self._config = models.config_of(settings, task.text.vocabulary)
         self._layers = models.layers_of(settings.arch, self._config)
         self._arithmetics: dict[str, Arithmetic] = {}
+        self.together = together_of(settings, task.facts)
         self._model = self._made(task.facts)
         self._parameters = dict(self._model.named_parameters())
         self._weights = CachedWeights(self._model)
@@ -88,13 +91,15 @@ class Trainer:
     def _made(self, facts: DeviceFacts) -> LanguageModel:
         """The model, its weights drawn from the seed in float32 whatever the precision."""
         keys = dict(self._settings.precision_map)
+        share = self.together.share
+        own = f"{self._seed}/rank-{share}" if share else f"{self._seed}"  # what is drawn at random is drawn for each
         layers = {layer.name: layer for layer in self._layers}
 
         def choose(name: str) -> Arithmetic:
             key = key_of(layers[name], keys)
             high = self.precision.carried_by if layers[name].high else ""
             mode = keys[key] if key is not None else high or self.arm.precision
-            found = self._told(precisions.get(mode).arithmetic(facts)).layer(f"{self._seed}/{name}")
+            found = self._told(self._grouped(precisions.get(mode).arithmetic(facts).layer(f"{own}/{name}")))
             self._arithmetics[name] = found
             return found
 
@@ -112,22 +117,32 @@ class Trainer:
         """Have attention's core in the arm's precision, each layer's with what it remembers."""
         for path, module in model.named_modules():
             if isinstance(module, SelfAttention):
-                own = self._told(self.precision.arithmetic(facts))
+                own = self.precision.arithmetic(facts)
                 module.core = core = EmulatedCore(own, prescaled=self._settings.attention == "prescaled")
+                core.parts.update({part: self._told(self._grouped(one)) for part, one in core.parts.items()})
                 self._arithmetics |= {f"{path}.core.{part}": one for part, one in core.parts.items()}
+
+    def _grouped(self, arithmetic: Arithmetic) -> Arithmetic:
+        largest = self.together.largest
+        return arithmetic if largest is None else scaled_together(arithmetic, Role, largest)
 
     def _told(self, arithmetic: Arithmetic) -> Arithmetic:
         return arithmetic if self._watch_casts is None else WatchedArithmetic(arithmetic, self._watch_casts)
 
     def _compiled(self) -> Forward:
         """The model compiled here and now, so that no step has to; what it has cast for that is forgotten."""
-        batch = self._windows.drawn(self._seed, 0, 0, self._config.batch)
+        batch = self._windows.drawn(self._seed, 0, 0, self._share)
         with self._weights.cast(_SILENT):
             return compiled(self._model, *batch)
 
     @property
+    def _share(self) -> int:
+        """This rank's sequences in a micro-batch."""
+        return self._config.batch // self.together.shares
+
+    @property
     def tokens(self) -> int:
-        """Those of one step."""
+        """Those of one step, of all ranks."""
         return self._config.batch * self._config.sequence * self._settings.micro_batches
 
     def state(self) -> ArmState:
@@ -163,6 +178,7 @@ class Trainer:
         rate = self._rate * settings.handicap * share_of_rate(settings, self.step, self._task.steps)
         with self._optimizer.weights.present(), self._watching(watched) as seen:
             loss = self._losses(scale, phase)
+            self.together.average(self._optimizer.gradients, phase)
             norm = self._optimizer.gradients.norm() / scale
             skip = (~(loss + norm).isfinite()).to(torch.float32)
             clipping = (norm / settings.clip).clamp(min=1.0) if settings.clip else torch.ones_like(norm)
@@ -186,6 +202,20 @@ class Trainer:
         self._skipped = self._skipped + 1 if row.skipped else 0
         self.step += 1
 
+    def read(self, step: int) -> tuple[int, int]:
+        """Digests of what this rank reads in a step, and of all that is read in it."""
+        settings, digest, together = self._settings, self._windows.digest, self.together
+        numbers = range(settings.micro_batches)
+        parts = [number * together.shares + together.share for number in numbers]
+        own = sum(digest(self._seed, step, part, self._share) for part in parts)
+        whole = sum(digest(self._seed, step, number, self._config.batch) for number in numbers)
+        return own % DIGESTS, whole % DIGESTS
+
+    def weights_digest(self) -> int:
+        """A number that changes with any bit of the weights."""
+        with self._optimizer.weights.present():
+            return digest_of(list(self._parameters.values()))
+
     def repeat(self, last: int) -> None:
         """An arm that is done goes back by so many steps, with its weights as they are."""
         if self.step == self._task.steps:
@@ -200,13 +230,16 @@ class Trainer:
         self._optimizer.gradients.begin()
         with self._weights.cast(phase):
             numbers = range(self._settings.micro_batches)
-            return torch.stack([self._micro_batch(one, scale, phase) for one in numbers]).mean()
+            loss = torch.stack([self._micro_batch(one, scale, phase) for one in numbers]).mean()
+        with phase.communication:
+            return self.together.mean(loss)
 
     def _micro_batch(self, number: int, scale: float, phase: Phases) -> Tensor:
         """Gradients of one are added to those there are; its loss."""
-        torch.manual_seed(seed_of("step", self._seed, self.step, number))
+        part = number * self.together.shares + self.together.share
+        torch.manual_seed(seed_of("step", self._seed, self.step, part))
         with phase.data_load:
-            batch = self._windows.drawn(self._seed, self.step, number, self._config.batch)
+            batch = self._windows.drawn(self._seed, self.step, part, self._share)
         if self._settings.nudge == "order":  # the same sums over the batch, from its other end
             batch = batch[0].flip(0), batch[1].flip(0)
         loss = self._forward(*batch, phase)

@@ -124,7 +124,7 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.nn.", frozenset({"numpy", "torch"})),
     *(
         (f"fp8bench.training.{light}", frozenset[str]())
-        for light in ("lab", "main", "schedule", "seeds", "loss_scaling")
+        for light in ("lab", "rank_lab", "main", "schedule", "seeds", "loss_scaling")
     ),
     ("fp8bench.training.", frozenset({"numpy", "torch"})),
     ("fp8bench.tape.", frozenset({"torch"})),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8bench.model.training import TokenSpan
-from fp8bench.training.batches import Windows
+from fp8bench.training.batches import DIGESTS, Windows
 
 
 @pytest.fixture
@@ -79,3 +79,14 @@ def test_what_does_not_fit_is_refused(span: TokenSpan) -> None:
         Windows(span, 600, "cpu", 1000)
     with pytest.raises(ValueError, match="the model knows those below 256"):
         Windows(span, 500, "cpu", 256).drawn(0, 0, 0, 4)
+
+
+def test_digests_of_parts_come_to_that_of_the_step(span: TokenSpan) -> None:
+    """Each part where it belongs; other text, seeds, steps and orders have others."""
+    windows = Windows(span, 8, "cpu", 1000)
+    whole = windows.digest(5, 3, 0, 8)
+    for count in (2, 4, 8):
+        assert sum(windows.digest(5, 3, part, 8 // count) for part in range(count)) % DIGESTS == whole
+    assert 2 * windows.digest(5, 3, 0, 4) % DIGESTS != whole
+    other = Windows(TokenSpan(span.path, 101, 700), 8, "cpu", 1000)
+    assert len({whole, windows.digest(6, 3, 0, 8), windows.digest(5, 4, 0, 8), other.digest(5, 3, 0, 8)}) == 4

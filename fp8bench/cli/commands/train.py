@@ -51,6 +51,10 @@ _RECIPE = {
     "gradients": ("", "what gradients are kept in"),
     "on_nan": ("", "what is done about a step that is not finite"),
 }
+_RANKS = {
+    "parallel": ("", "how they train together; ddp: each has the model and an equal part of every micro-batch"),
+    "amax_group": ("", "whose largest magnitude a tensor's scale is from: each rank's own, or all ranks' (usual)"),
+}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -98,11 +102,11 @@ def _add_settings(group: argparse._ArgumentGroup, options: dict[str, tuple[str, 
         default, rule = getattr(TrainerSettings(), name), SETTINGS_RULES[name]
         known: dict[str, Any] = {"default": default}
         if name in CHOICES:
-            known |= {"choices": CHOICES[name]}
+            known |= {"choices": tuple(filter(None, CHOICES[name]))}
         else:
             parse = {int: types.whole, float: types.number, str: types.text}[type(default)]
             known |= {"type": parse(rule), "metavar": metavar}
-        own = "" if words.endswith("own") or default == 0 else f"; default {default}"
+        own = "" if words.endswith("own") or not default else f"; default {default}"
         group.add_argument(f"--{name.replace('_', '-')}", help=f"{words}{own}", **known)
 
 
@@ -135,6 +139,8 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--memory-limit", type=types.size, metavar="SIZE", help=words)
     group.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     shared(group, "--threads")
+    whole("ranks", "train every arm in so many processes together, each on a device of its own if there are GPUs")
+    _add_settings(group, _RANKS)
     group.add_argument("--dry-run", action="store_true", help="print the arms and what they come to, train nothing")
     shared(group, "--no-isolation", help="train in this process, without a worker")
 

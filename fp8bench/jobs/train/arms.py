@@ -12,11 +12,11 @@ from fp8bench.model.training import Arm, ArmRole, TrainerSettings, TrainingReque
 from fp8bench.plan.make import check_limit, device_named
 from fp8bench.plan.precision_map import check_keys, check_mixed
 from fp8bench.registry import precisions
-from fp8bench.training.models import check, config_of, layers_of, support
+from fp8bench.training.models import check, check_ranks, config_of, layers_of, support
 
 MOST_ARMS = 64
 # What must be the same in all arms: weights and batches are shared. The map is a table of its own.
-_SHARED = {"model", "arch", "batch", "sequence", "rates", "precision_map"}
+_SHARED = {"model", "arch", "batch", "sequence", "rates", "precision_map", "parallel"}
 _SWEPT: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
 }
@@ -59,6 +59,8 @@ def check_training(request: TrainingRequest) -> None:
     check_keys(mapped, layers, f"model {request.settings.model}")
     for arm in arms:
         check(arm.taken(request.settings))
+        if request.ranks is not None:
+            check_ranks(arm.taken(request.settings), request.ranks)
         for _, word in mapped if arm.role is ArmRole.CANDIDATE else ():
             check_mixed(arm.precision, word)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fp8bench.errors import WorkerError, WorkerFault
@@ -17,12 +17,13 @@ from fp8bench.measure.sensors.meter import Meter, Meters
 from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.measure.windows import WindowPass, WindowRule
 from fp8bench.model import Case, EnergyUse, Level, PlannedCase, Support, Work
-from fp8bench.model.training import Arm, ArmCost, ArmRole, SeedTask, Training
+from fp8bench.model.training import Arm, ArmCost, ArmRole, SeedTask, Training, TrainingRequest
 from fp8bench.model.training_rules import SETTINGS_RULES
 from fp8bench.store.trainings import TrainingWriter, load_training
 from fp8bench.training.models import config_of
 
 APART = "its arms do not fit into memory together, and windows of one beside the other are what compares"
+SEVERAL = "several ranks train together, and energy is measured of one process"
 # Steps that say how long one takes.
 _FEW_STEPS = 3
 
@@ -52,6 +53,9 @@ def measure_energy(
     missing = _without(training, writer, lambda cost: cost.energy is not None) if request.energy else []
     if not missing:
         return
+    if request.ranks is not None:
+        _keep_energy(writer, request, {arm.name: EnergyUse(SourceKind.NONE, why=SEVERAL) for arm in missing})
+        return
     with Meters() as meters:
         meter = meters.of(facts)
         if meter.kind is SourceKind.NONE:
@@ -60,9 +64,12 @@ def measure_energy(
             found = {arm.name: EnergyUse(meter.kind.value, why=APART) for arm in missing}
         else:
             found = _in_windows(training, missing, worker, meter, observer)
-    costs = [ArmCost(arm.name, request.seed, request.steps, energy=found[arm.name]) for arm in missing]
+    _keep_energy(writer, request, found)
+
+
+def _keep_energy(writer: TrainingWriter, request: TrainingRequest, found: Mapping[str, EnergyUse]) -> None:
     with held_back():
-        writer.append(costs)
+        writer.append([ArmCost(name, request.seed, request.steps, energy=use) for name, use in found.items()])
 
 
 def _in_windows(

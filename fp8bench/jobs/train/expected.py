@@ -15,7 +15,7 @@ from fp8bench.store.trainings import load_head, load_training, training_files
 
 _LOOKED_AT = 20
 # What makes a step as long as it is, beside the precision.
-_SAME = ("model", "arch", "batch", "sequence", "micro_batches", "checkpointing", "compile")
+_SAME = ("model", "arch", "batch", "sequence", "micro_batches", "checkpointing", "compile", "parallel")
 
 
 def expected_seconds(
@@ -39,7 +39,8 @@ def _known(request: TrainingRequest, device: DeviceFacts, store: Path) -> dict[s
     for path in training_files(store)[:_LOOKED_AT]:
         with contextlib.suppress(StoreError):
             head = load_head(path)
-            if (head.device.name, head.request.threads) != (device.name, request.threads) or any(
+            asked = request.threads, request.ranks
+            if (head.device.name, head.request.threads, head.request.ranks) != (device.name, *asked) or any(
                 getattr(head.request.settings, name) != getattr(request.settings, name) for name in _SAME
             ):
                 continue

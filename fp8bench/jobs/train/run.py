@@ -20,6 +20,7 @@ from fp8bench.jobs.train.together import Turns, turns_of
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker, claimed
 from fp8bench.measure.interrupts import ignored
+from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model import DeviceFacts, Environment
 from fp8bench.model.raw import Settings
 from fp8bench.model.training import (
@@ -41,6 +42,7 @@ from fp8bench.store.runs.write import check_store
 from fp8bench.store.trainings import TrainingWriter, load_training, reopen_training, start_training
 from fp8bench.training.lab import MODULE, Lab
 from fp8bench.training.models import config_of
+from fp8bench.training.rank_lab import MODULE as RANK_MODULE
 from fp8bench.user_code import import_user_modules
 
 
@@ -110,8 +112,7 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
         check_store(store)
         sequence = config_of(request.settings, 1).sequence
         text = prepare_text(request.data, request.other_data, request.tokens, store / "data", sequence)
-        settings = Settings(request.threads, request.seed, request.imports)
-        worker = ProcessWorker(settings, module=MODULE) if request.isolation else LocalWorker(settings, Lab)
+        worker = _worker(request, Settings(request.threads, request.seed, request.imports))
         try:
             yield worker, text
         finally:
@@ -124,6 +125,12 @@ def _asked(request: TrainingRequest, worker: Worker) -> tuple[DeviceFacts, tuple
     device = device_of(request, worker.probe())
     environment = gather(worker.software(), __version__, request.threads, request.imports)
     return device, make_arms(request, device), environment
+
+
+def _worker(request: TrainingRequest, settings: Settings) -> Worker:
+    if request.ranks is not None:
+        return RanksWorker(settings, request.ranks, module=RANK_MODULE)
+    return ProcessWorker(settings, module=MODULE) if request.isolation else LocalWorker(settings, Lab)
 
 
 def _reference(

@@ -35,11 +35,11 @@ class Turns:
 def turns_of(training: Training, costs: Iterable[ArmCost]) -> Turns:
     """By what each arm needs alone: all together, else in pairs with the reference, else alone.
 
-    Nothing is known of an arm that could not be measured; then all are tried together. Raises UsageError where the
-    reference needs more than there is.
+    Ranks on a processor share its memory. Nothing is known of an arm that could not be measured; then all are tried
+    together. Raises UsageError where the reference needs more than there is.
     """
     request, facts = training.request, training.device
-    room = request.memory_limit or int(_USABLE * facts.memory_bytes)
+    room = (request.memory_limit or int(_USABLE * facts.memory_bytes)) // (1 if facts.accelerated else facts.ranks)
     measured = {cost.arm: cost for cost in costs if cost.memory is not None}
     seeds = [arms_of_seed(training.arms, number) for number in range(request.seeds)]
     needs = _Needs({arm.name: measured.get(_measured_as(arm, seeds[0])) for arm in seeds[0]})

@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fp8bench.errors import RanksDisagree
+from fp8bench.measure.ranks import training_merge
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase, Scalar
 from fp8bench.model.ranks import Overlap, RankCalls, RankMemory, Scaling, Sent
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 
 _COMMUNICATION = CELL_PHASES.index(Phase.COMMUNICATION)
-
-
-class RanksDisagree(ValueError):
-    """Ranks that should have answered the same did not."""
 
 
 def merged(name: str, answers: Sequence[Any]) -> Any:
@@ -149,4 +147,7 @@ _MERGED: dict[str, Callable[[Sequence[Any]], Any]] = {
     "trial": _said,
     "capture": _said,
     "try_batch": _smallest,
+    "advance": training_merge.steps,
+    "validate": training_merge.looks,
+    "alone": training_merge.most,
 }

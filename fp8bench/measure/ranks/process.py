@@ -15,10 +15,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp8bench.errors import WorkerLost
+from fp8bench.errors import RanksDisagree, WorkerLost
 from fp8bench.measure.process import WorkerProcess, how_it_ended, last_words, plain_value
 from fp8bench.measure.ranks.blame import RankState, behind, culprit, failed_rank, late, sentence
-from fp8bench.measure.ranks.merge import RanksDisagree, merged
+from fp8bench.measure.ranks.merge import merged
 from fp8bench.model.ranks import PARENT, FailedRank, beat_file, heartbeat_of, words_file
 
 LAUNCHER_MODULE = "fp8bench.worker.ranks.launcher"
@@ -32,11 +32,13 @@ Reply = tuple[int, tuple[Any, ...]]
 
 
 class Launch(NamedTuple):
-    """How many ranks, how long each of their collectives waits for the others, and how long all may take to start."""
+    """How many ranks, how long each of their collectives waits for the others, how long all may take to start, and what
+    each of them runs."""
 
     ranks: int
     wait_seconds: float
     start_seconds: float
+    module: str
 
 
 @dataclass
@@ -70,7 +72,7 @@ class RanksProcess(WorkerProcess):
                 listening.bind(str(self._folder / PARENT))
                 listening.listen(2 * launch.ranks)
                 super().__init__(python, LAUNCHER_MODULE, environment)
-                super().send((launch.ranks, str(self._folder), launch.wait_seconds))
+                super().send((launch.ranks, launch.module, str(self._folder), launch.wait_seconds))
                 self._meet(listening)
         except BaseException:
             self.kill()

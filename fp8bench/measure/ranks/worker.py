@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp8bench.errors import WorkerError
-from fp8bench.measure.handle import START_SECONDS, ProcessWorker
+from fp8bench.measure.handle import RANK_MODULE, START_SECONDS, ProcessWorker
 from fp8bench.measure.process import WorkerProcess
 from fp8bench.measure.ranks.process import Launch, RanksProcess
 from fp8bench.model.raw import Settings
@@ -17,9 +17,12 @@ WAIT_SECONDS = 30.0
 class RanksWorker(ProcessWorker):
     """So many benches in processes of their own, all asked the same: the answer is that of all of them."""
 
-    def __init__(self, settings: Settings, ranks: int, wait_seconds: float | None = None) -> None:
-        super().__init__(settings)
-        self._launch = Launch(ranks, WAIT_SECONDS if wait_seconds is None else wait_seconds, START_SECONDS)
+    def __init__(
+        self, settings: Settings, ranks: int, wait_seconds: float | None = None, module: str = RANK_MODULE
+    ) -> None:
+        super().__init__(settings, module=module)
+        wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
+        self._launch = Launch(ranks, wait_seconds, START_SECONDS, module)
 
     def _started(self) -> WorkerProcess:
         return RanksProcess(self._python, self._environment(), self._launch)

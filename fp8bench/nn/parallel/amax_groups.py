@@ -6,6 +6,8 @@ ranks for the largest of all shares before every cast, so that codes are those o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from torch import Tensor
 
 from fp8bench.formats.native_codes import current_scale
@@ -17,12 +19,15 @@ from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
 from fp8bench.protocols import Arithmetic, Role
 
+# A largest magnitude, float32 without dimensions, to that of all ranks.
+Largest = Callable[[Tensor], Tensor]
+
 
 class CurrentOfGroup:
     """The scale of a tensor's largest magnitude over all ranks."""
 
-    def __init__(self, group: Group, treatment: Treatment) -> None:
-        self._group, self._treatment = group, treatment
+    def __init__(self, largest: Largest, treatment: Treatment) -> None:
+        self._largest, self._treatment = largest, treatment
         self.last: ScalePair | None = None
 
     def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
@@ -31,7 +36,7 @@ class CurrentOfGroup:
             return self.last
         scaling = self._treatment.scaling
         assert scaling is not None
-        amax = self._group.largest(largest_magnitude(x) if amax is None else amax)
+        amax = self._largest(largest_magnitude(x) if amax is None else amax)
         self.last = ScalePair(*current_scale(amax, self._treatment.fmt, scaling.rounding))
         return self.last
 
@@ -39,14 +44,14 @@ class CurrentOfGroup:
 class DelayedOfGroup(DelayedScale):
     """A delayed scale whose history is that of the whole tensor."""
 
-    def __init__(self, group: Group, delayed: Delayed, treatment: Treatment) -> None:
+    def __init__(self, largest: Largest, delayed: Delayed, treatment: Treatment) -> None:
         super().__init__(delayed, treatment.fmt)
-        self._group = group
+        self._largest = largest
 
     def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
         if again and self.last is not None:
             return self.last
-        return super().next(x, again, self._group.largest(largest_magnitude(x) if amax is None else amax))
+        return super().next(x, again, self._largest(largest_magnitude(x) if amax is None else amax))
 
 
 def cut_roles(cut: Cut) -> tuple[Role, ...]:
@@ -56,11 +61,17 @@ def cut_roles(cut: Cut) -> tuple[Role, ...]:
 
 def scaled_as_whole(arithmetic: Arithmetic, cut: Cut, group: Group) -> Arithmetic:
     """The same for a layer that is cut, with scales of its whole tensors; itself where no tensor has one scale."""
+    return scaled_together(arithmetic, cut_roles(cut), group.largest)
+
+
+def scaled_together(arithmetic: Arithmetic, roles: Iterable[Role], largest: Largest) -> Arithmetic:
+    """The same for a layer, with scales by the largest magnitudes of all ranks for these roles; itself where no tensor
+    has one scale. Ranks have to cast alike, and at the same time."""
     if not (isinstance(arithmetic, RecipeArithmetic) and arithmetic.recipe.per_tensor):
         return arithmetic
-    roles, delayed = cut_roles(cut), arithmetic.recipe.delayed
+    delayed = arithmetic.recipe.delayed
     scales: dict[Role, NextScale] = dict(arithmetic.scales)
     for role in roles:
         treatment = arithmetic.treatments[role]
-        scales[role] = DelayedOfGroup(group, delayed, treatment) if delayed else CurrentOfGroup(group, treatment)
+        scales[role] = DelayedOfGroup(largest, delayed, treatment) if delayed else CurrentOfGroup(largest, treatment)
     return type(arithmetic)(arithmetic.recipe, arithmetic.carrier, arithmetic.name, scales)

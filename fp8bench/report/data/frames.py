@@ -151,7 +151,15 @@ class TrainingFrames:
         kept = self.training
         found = verdicts_of(kept.training, kept.lines)
         return pd.DataFrame(
-            {"arm": one.arm.name, "precision": one.arm.precision, "role": one.arm.role.value, **row_of(one, found)}
+            {
+                "arm": one.arm.name,
+                "precision": one.arm.precision,
+                "role": one.arm.role.value,
+                "ranks": kept.training.request.ranks or 1,
+                "parallel": kept.training.request.settings.parallel,
+                "amax_group": one.arm.taken(kept.training.request.settings).amax_group,
+                **row_of(one, found),
+            }
             for one in summaries_of(kept, found)
         )
 

@@ -103,7 +103,9 @@ def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ..
 def training_line(training: Training) -> str:
     """A training in the list of what is kept: '0a1b2c3d of 2026-01-05 12:00:00: nano in bf16, fp8'."""
     arms = ", ".join(arm.name for arm in training.arms if arm.role in (ArmRole.REFERENCE, ArmRole.CANDIDATE))
-    return f"{training.id} of {training.started[:19].replace('T', ' ')}: {training.request.settings.model} in {arms}"
+    ranks, model = training.request.ranks, training.request.settings.model
+    together = "" if ranks is None else f", {ranks} ranks by {training.request.settings.parallel}"
+    return f"{training.id} of {training.started[:19].replace('T', ' ')}: {model} in {arms}{together}"
 
 
 def runs_page(

@@ -98,6 +98,7 @@ def plan_page(
         f"parameters: {units.whole(reference.parameters)} ({request.settings.model}, {request.settings.arch})",
         f"steps: {units.whole(steps)} in all, {many(request.steps, 'step')} of {many(len(running), 'arm')} in "
         + many(request.seeds, "seed"),
+        *([f"ranks: {request.ranks} by {request.settings.parallel}; {_scales_of(request)}"] if request.ranks else []),
         f"tokens: {units.whole(reference.tokens)} a step, {units.whole(steps * reference.tokens)} in all",
         f"kept between two steps of the reference: {_bytes(dict(reference.bytes_per_parameter))}",
         time,
@@ -125,8 +126,15 @@ def facts_of(training: Training) -> Iterator[tuple[str, str]]:
     yield "id", training.id
     yield "device", f"{training.device.key} ({training.device.name})"
     yield "steps", f"{units.whole(request.steps)} in {many(request.seeds, 'seed')}"
+    if request.ranks is not None:
+        yield "ranks", f"{request.ranks} by {request.settings.parallel}; {_scales_of(request)}"
     yield "text", training.text.identity
     yield "margin", units.percent(request.margin)
+
+
+def _scales_of(request: TrainingRequest) -> str:
+    whose = "its own rank" if request.settings.amax_group == "own" else "all ranks"
+    return f"a tensor's scale is by the largest magnitude of {whose}"
 
 
 def _how(arm: Arm) -> str:
@@ -229,6 +237,8 @@ def notes_of(kept: KeptTraining, found: Verdicts) -> Iterator[str]:
                 yield f"{said.arm.name}: {words.speed(said.speed, said.arm.native)}"
     yield from (f"{one.arm}: {one.why}" for one in kept.of(ArmCost) if one.why)
     yield from _of_emulation(kept)
+    if kept.training.request.ranks is not None and not kept.training.device.accelerated:
+        yield "ranks on a CPU share its cores: tokens/s are a functional test"
     yield from _energies(energies_of(kept, found))
     yield from (f"{one.arm}: {_largest(one.capacity)}" for one in kept.of(ArmCost) if one.capacity)
     yield from kept.troubles

@@ -61,7 +61,7 @@ class RankBench(Bench):
             timeout=timedelta(seconds=wait_seconds),
             device_id=torch.device("cuda", 0) if on_gpu else None,
         )
-        self._size = dist.get_world_size()
+        self._size, self._rank = dist.get_world_size(), dist.get_rank()
 
     def probe(self) -> tuple[DeviceFacts, ...]:
         return tuple(replace(one, ranks=self._size) for one in super().probe())

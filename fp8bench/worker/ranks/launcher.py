@@ -11,13 +11,12 @@ from multiprocessing.connection import Connection
 
 from fp8bench.worker.main import die_with_parent, keep_from_children
 
-RANK_MODULE = "fp8bench.worker.ranks.main"
 # A rank that does not end when it is asked to is ended; torch's own patience is half a minute.
 _ENDING_SECONDS = 1
 
 
-def launched(ranks: int, folder: str, wait_seconds: float) -> dict[int, int]:
-    """Run so many ranks to their end; the exit codes of those that failed of themselves, by rank."""
+def launched(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[int, int]:
+    """Run a module in so many ranks to their end; the exit codes of those that failed of themselves, by rank."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -28,7 +27,7 @@ def launched(ranks: int, folder: str, wait_seconds: float) -> dict[int, int]:
     if hasattr(config, "shutdown_timeout"):  # torch 2.13
         config.shutdown_timeout = _ENDING_SECONDS
     try:
-        elastic_launch(config, sys.executable)("-P", "-m", RANK_MODULE, folder, str(wait_seconds))
+        elastic_launch(config, sys.executable)("-P", "-m", module, folder, str(wait_seconds))
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}
@@ -39,8 +38,7 @@ def main() -> None:
     connection, lifeline = Connection(int(sys.argv[1])), int(sys.argv[2])
     die_with_parent(lifeline, connection)
     keep_from_children(lifeline, connection)
-    ranks, folder, wait_seconds = connection.recv()
-    failed = launched(ranks, folder, wait_seconds)
+    failed = launched(*connection.recv())
     connection.send(failed)
 
 

@@ -1,8 +1,8 @@
 """A rank: answers the same requests as its neighbours, over a socket to the process that measures.
 
-Started by torch's launcher as `python -m fp8bench.worker.ranks.main FOLDER SECONDS`. FOLDER holds the socket, and takes
-this rank's heartbeat and its last words; SECONDS is how long a collective waits for the others. The rank ends with the
-launcher, and with the process that measures.
+Started by torch's launcher as `python -m fp8bench.worker.ranks.main FOLDER SECONDS` (or another module, whose bench
+does more). FOLDER holds the socket, and takes this rank's heartbeat and its last words; SECONDS is how long a
+collective waits for the others. The rank ends with the launcher, and with the process that measures.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def _one_device(rank: int) -> None:
     os.environ[name] = str(rank) if seen is None else seen[rank] if rank < len(seen) else "-1"
 
 
-def main() -> None:
+def main(made: Callable[[Settings, Heart, float], RankBench] = RankBench) -> None:
+    """Take folder and seconds off the command line, connect, and serve with the bench that is made."""
     folder, wait_seconds = Path(sys.argv[1]), float(sys.argv[2])
     rank = int(os.environ["RANK"])
     if os.getpgrp() != os.getpid():  # whoever ends this rank ends its group
@@ -52,7 +54,7 @@ def main() -> None:
     lifeline = _connected(folder, rank, "lifeline")
 
     def opened(settings: Settings) -> RankBench:
-        return RankBench(settings, heart, wait_seconds)
+        return made(settings, heart, wait_seconds)
 
     run(connection, lifeline, opened, heart.request)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,6 +105,7 @@ def test_what_a_device_refuses_is_an_arm_with_the_reason() -> None:
         make_arms(TrainingRequest(("bf16", "fp8:backend=te")), CPU)
 
 
+DDP = TrainerSettings(parallel="ddp")
 REFUSED: dict[str, dict[str, Any]] = {
     "unknown dtype 'fb8'. Did you mean 'fp8'": {"dtypes": ("bf16", "fb8")},
     "unknown dtype 'bf61'. Did you mean 'bf16'": {"reference": "bf61"},
@@ -126,7 +128,38 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--checkpointing blocks is for --arch gpt and moe": {
         "settings": TrainerSettings(arch="mlp"), "sweep": (("checkpointing", ("no", "blocks")),),
     },
+    "--ranks 2 does not say how they train together. Add --parallel ddp": {"ranks": 2},
+    "--parallel is about several ranks, and there is one. Add --ranks N": {"settings": DDP},
+    "--amax-group is about several ranks, and there is one.": {"sweep": (("amax-group", ("own",)),)},
+    "--no-isolation is of one process": {"ranks": 2, "settings": DDP, "isolation": False},
+    "--max-batch is of one process": {"ranks": 2, "settings": DDP, "max_batch": True, "memory_limit": 1 << 30},
+    "4 ranks cannot share a micro-batch of 2 equally. Give a --batch that is a multiple of 4": {
+        "ranks": 4, "settings": DDP,
+    },
+    "2 ranks cannot share a micro-batch of 1 equally": {
+        "ranks": 2, "settings": DDP, "sweep": (("micro-batches", ("2",)),),
+    },
+    "--arch cnn does not go with --ranks: its batch norm": {"ranks": 2, "settings": replace(DDP, arch="cnn")},
+    "--arch moe does not go with --ranks: experts cast": {"ranks": 2, "settings": replace(DDP, arch="moe")},
+    "--gradients fp8 does not go with --ranks: what ranks average": {
+        "ranks": 2, "settings": replace(DDP, gradients="fp8"),
+    },
+    "--compile yes does not go with --ranks: the largest": {"ranks": 2, "settings": replace(DDP, compile="yes")},
 }  # fmt: skip
+
+
+def test_what_several_ranks_can_train() -> None:
+    """Experts and compiled graphs by scales of their own; what cannot be all ranks' is never said to be."""
+    own = replace(DDP, amax_group="own")
+    for settings in (DDP, own, replace(own, arch="moe"), replace(own, compile="yes")):
+        check_training(TrainingRequest(ranks=2, settings=settings))
+    several = replace(CPU, ranks=2)
+    for group, refused in (("", False), ("own", False), ("parallel", True)):
+        request = TrainingRequest(("bf16", "fp8", "nvfp4"), ranks=2, settings=replace(DDP, amax_group=group))
+        skips = {arm.name: arm.skip for arm in make_arms(request, several)}
+        assert not skips["fp8"] and ("is always a rank's own" in skips["nvfp4"]) is refused
+    swept = TrainingRequest(("fp8", "bf16"), ranks=2, settings=DDP, sweep=(("amax-group", ("own", "parallel")),))
+    assert [arm.name for arm in make_arms(swept, several)][3:] == ["fp8 amax-group=own", "fp8 amax-group=parallel"]
 
 
 @pytest.mark.parametrize("why", REFUSED)
