@@ -81,7 +81,7 @@ def of_coverage(seen: Sequence[Seen], expected: Collection[str]) -> Iterator[Ala
             yield Alarm(machine, Oddity.CUT_OFF, words)
         others = [have for name, have in whole.items() if name != machine]
         common = Counter(setting for have in others for setting in have)
-        wanted = [setting for setting, count in common.items() if len(others) > 1 and 2 * count >= len(others)]
+        wanted = [setting for setting, count in common.items() if count > 1 and 2 * count >= len(others)]
         lacking = [setting for setting in wanted if setting not in whole[machine] and setting not in cut]
         if lacking:
             words = f"{len(lacking)} of {len(wanted)} cells that others have never came: {shortened(lacking)}"

@@ -33,12 +33,12 @@ Plant = Callable[[Lines], Lines | None]
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory, short_slots: None) -> tuple[Path, list[Lines]]:
-    """A plan of two cells, and the lines of a run of each."""
-    folder, axes = tmp_path_factory.mktemp("fleet"), (("shape", ("16", "32")),)
+    """A plan of three cells, and the lines of a run of each."""
+    folder, axes = tmp_path_factory.mktemp("fleet"), (("shape", ("16", "24", "32")),)
     request = Request("gemm", ("fp32", "bf16"), quick=True, rounds=2, energy=False, isolation=False, axes=axes)
     plan = cut(request, *pipeline.plan_only(request, folder), "")
     write_plan(plan, folder / "plan.json")
-    runs = [Path(measure(plan, number, folder / "own", SilentObserver(), "")[1].path) for number in (0, 1)]
+    runs = [Path(measure(plan, number, folder / "own", SilentObserver(), "")[1].path) for number in range(3)]
     return folder / "plan.json", [[json.loads(line) for line in path.read_text().splitlines()] for path in runs]
 
 
@@ -133,7 +133,7 @@ def reported(fleet: Fleet, fp8bench: Say, *words: str) -> tuple[int, str, str]:
 def test_an_honest_fleet_is_left_alone(fleet: Fleet, fp8bench: Say) -> None:
     """And says from where on a machine would be named."""
     code, out, _ = reported(fleet, fp8bench)
-    assert code == 0 and "No machine is named." in out and "2 of 2 cells were measured whole" in out
+    assert code == 0 and "No machine is named." in out and "3 of 3 cells were measured whole" in out
     code, out, _ = reported(fleet, fp8bench, "--json")
     found = json.loads(out)
     assert code == 0 and found["alarms"] == [] and 0.05 <= found["kinds"][0]["seen_from"] < 0.5
@@ -188,6 +188,21 @@ def test_like_with_like_only(fleet: Fleet, fp8bench: Say) -> None:
     ratios = {row[0]: row[-1] for row in rows if len(row) > 8 and row[2][0].isdigit()}
     assert ratios["A"] == "-" and {ratios["B"], ratios["C"]} > {"-"}
     assert "other" not in {line.split()[0] for line in out.partition("Machines\n")[0].splitlines() if line.split()}
+
+
+def test_machines_that_share_the_cells_lack_nothing(
+    tmp_path: Path, measured: tuple[Path, list[Lines]], fp8bench: Say
+) -> None:
+    """Each cell is measured once, by whoever was free; what nobody has measured is told of."""
+    for place, name in enumerate(("one", "two", "three")):
+        made = Fleet(tmp_path / "stores", measured[0], measured[1][place : place + 1])
+        made.count = place
+        made.add(name)
+    code, out, _ = reported(made, fp8bench)
+    assert code == 0 and "No machine is named." in out
+    shutil.rmtree(tmp_path / "stores" / "two")
+    code, out, _ = reported(made, fp8bench)
+    assert code == 0 and "2 of 3 cells were measured whole" in out and "by none: gemm" in out
 
 
 def test_two_that_differ_are_both_told_of(tmp_path: Path, measured: tuple[Path, list[Lines]], fp8bench: Say) -> None:
