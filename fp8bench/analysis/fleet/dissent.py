@@ -32,7 +32,7 @@ def dissents(kind: Sequence[Seen]) -> tuple[Dissent, ...]:
 
     for what, told in sorted(_told(kind).items()):
         steady = {machine: next(iter(values)) for machine, values in told.items() if len(values) == 1}
-        for machine in told.keys() - steady.keys():
+        for machine in sorted(told.keys() - steady.keys()):
             note(machine, "unstable", what)
         votes = Counter(steady.values())
         if len(votes) < 2:
@@ -54,7 +54,8 @@ def _told(kind: Sequence[Seen]) -> dict[str, dict[str, set[str]]]:
     told: dict[str, dict[str, set[str]]] = {}
     for one in kind:
         for what, values in _said(one):
-            told.setdefault(what, {}).setdefault(one.machine, set()).update(values)
+            if values:
+                told.setdefault(what, {}).setdefault(one.machine, set()).update(values)
     return told
 
 

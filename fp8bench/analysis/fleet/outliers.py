@@ -71,10 +71,14 @@ def _logs(times: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float
 
 
 def _middles(logs: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """How far each machine is from the median in its middle case; of those that have at least half of the cases."""
+    """How far each machine is from the mean in its middle case; of those that have at least half of the cases.
+
+    Not from the median, which is one of an odd number of machines: that one's distance would be 0, and their spread too
+    small.
+    """
     centred: dict[str, list[float]] = {}
     for seen in logs.values():
-        middle = float(np.median(list(seen.values())))
+        middle = float(np.mean(list(seen.values())))
         for machine, value in seen.items():
             centred.setdefault(machine, []).append(value - middle)
     found = {name: float(np.median(values)) for name, values in centred.items() if 2 * len(values) >= len(logs)}
