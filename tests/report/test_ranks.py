@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.ranks import frontier
 from fp8bench.model import Case, MemoryUse, Record, Run, Segments, SlotSample, Status, Timing
@@ -75,6 +77,17 @@ def test_tables_of_memory_and_overlap() -> None:
     assert first[2:] == second[2:] and [field.value for field in first[2:]] == [4.0, 2.0, 5.0, 1.0, 1.0, 50.0]
     assert ring[-1].hint == RING and ring[-1].value is None
     assert f"No overlap of fp8: {RING}." in [one.text for one in ranks(panel) if isinstance(one, Text)]
+
+
+def test_a_pipeline_says_what_of_it_is_idle() -> None:
+    """Of 18 ms that two ranks take 8 are waiting and sending."""
+    own = record("fp32", "", 1.0, 1.0)
+    stages = replace(own, case=replace(own.case, workload="parallel", params=(("microbatches", 4),)), transfer=None)
+    run = run_of([stages])
+    (panel,) = panels_of(run, findings(run))
+    said = [one.text for one in ranks(panel) if isinstance(one, Text)]
+    assert any(one.startswith("fp32: for 80% of the time that they compute ranks wait or send") for one in said), said
+    assert any(one.endswith("of equal stages that send in no time it is 25%.") for one in said)
 
 
 def test_the_page_has_a_picture() -> None:

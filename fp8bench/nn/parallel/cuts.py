@@ -88,6 +88,8 @@ def uncut_by_torch(asked: Asked, ranks: int) -> str:
     if asked.precision.mode not in BY_TORCH:
         known = ", ".join(BY_TORCH)
         return f"DTensor multiplies here in {known} (fp8 is torchao's), not in {asked.precision.mode}: way=tp_hand does"
+    if asked.precision.mode == "fp8" and asked.facts.version_of("torchao") is None:
+        return "fp8 in DTensor's layers needs the package torchao: pip install torchao"
     return uncuttable(asked.config, ranks)
 
 

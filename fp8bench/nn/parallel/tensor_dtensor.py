@@ -54,21 +54,26 @@ class Unmarked(nn.Module):
         return y
 
 
-def _torch_layer(weight: Tensor, carrier: torch.dtype, float8: bool) -> nn.Module:
-    layer = TorchLinear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
+def _torch_layer(weight: Tensor, carrier: torch.dtype, job: Job) -> nn.Module:
+    layer = TorchLinear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.carrier = carrier
     layer.weight = nn.Parameter(weight)
-    if not float8:
+    if not _in_float8(job):
         return layer
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
-    found: nn.Module = Float8Linear.from_float(layer, Float8LinearConfig(emulate=weight.device.type == "cpu"))
+    found: nn.Module = Float8Linear.from_float(layer, Float8LinearConfig(emulate=job.emulated))
     return found
 
 
-def _styles(float8: bool) -> Styles:
-    if not float8:
+def _in_float8(job: Job) -> bool:
+    """By torchao; all else that DTensor multiplies in is a dtype of torch's."""
+    return job.precision == "fp8"
+
+
+def _styles(job: Job) -> Styles:
+    if not _in_float8(job):
         return ColwiseParallel, RowwiseParallel
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
@@ -86,8 +91,7 @@ def _in_order_of_model(weight: Tensor, cut: Cut, ranks: int) -> Tensor:
 
 def share_blocks(model: GPT, job: Job, mesh: DeviceMesh, by_sequence: bool = False) -> None:
     """Have every block be cut over a mesh; by sequence, what lies between its parts too, along the tokens."""
-    float8 = job.precision == "fp8"
-    (by_outputs, by_inputs), ranks = _styles(float8), mesh.size()
+    (by_outputs, by_inputs), ranks = _styles(job), mesh.size()
     stream = Shard(1) if by_sequence else Replicate()
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.attn, SelfAttention)
@@ -96,7 +100,7 @@ def share_blocks(model: GPT, job: Job, mesh: DeviceMesh, by_sequence: bool = Fal
             layer = block.get_submodule(path)
             assert isinstance(layer, Linear)
             ordered = _in_order_of_ranks(layer.weight.detach(), cut, ranks)
-            block.set_submodule(path, Unmarked(_torch_layer(ordered, layer.arithmetic.carrier, float8)))
+            block.set_submodule(path, Unmarked(_torch_layer(ordered, layer.arithmetic.carrier, job)))
             plan[f"{path}.layer"] = (
                 by_outputs(input_layouts=stream) if cut.dim == OUTPUTS else by_inputs(output_layouts=stream)
             )

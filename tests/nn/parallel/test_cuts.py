@@ -7,14 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fp8bench.model import DeviceFacts
 from fp8bench.nn.parallel.cuts import cut_of, cuts
 from fp8bench.nn.parallel.way import Asked
 from fp8bench.nn.sizes import SIZES, GPTConfig, of_config
 from fp8bench.registry import precisions
 from fp8bench.ways import ways
+from tests.facts import CPU
 
 NANO = SIZES["nano"]
 LLAMA = replace(NANO, modern=True, key_heads=2)
+TORCHAO = replace(CPU, packages=(("torchao", "0.18"),))
 
 
 @pytest.mark.parametrize(("config", "ranks"), [(NANO, 2), (NANO, 4), (LLAMA, 2)])
@@ -44,9 +47,15 @@ def test_what_every_rank_has_whole_is_not_cut() -> None:
 
 
 def refusal(
-    way: str, mode: str = "fp32", ranks: int = 2, config: GPTConfig = NANO, batch: int = 8, **options: str
+    way: str,
+    mode: str = "fp32",
+    ranks: int = 2,
+    config: GPTConfig = NANO,
+    batch: int = 8,
+    facts: DeviceFacts = TORCHAO,
+    **options: str,
 ) -> str:
-    return ways.get(way).refused(Asked(config, batch, ranks, precisions.get(mode), options))
+    return ways.get(way).refused(Asked(config, batch, ranks, precisions.get(mode), options, facts))
 
 
 def test_what_cannot_be_cut_is_refused_with_the_number() -> None:
@@ -58,6 +67,7 @@ def test_what_cannot_be_cut_is_refused_with_the_number() -> None:
         refusal("tp_hand", config=replace(NANO, experts=4), amax="own"): "experts are not cut here",
         refusal("tp_hand", mode="mxfp8", amax="group"): "mxfp8 has no scale of a tensor that ranks could share",
         refusal("tp", mode="mxfp8"): "DTensor multiplies here in fp32, bf16, fp8 (fp8 is torchao's), not in mxfp8",
+        refusal("tp", mode="fp8", facts=CPU): "fp8 in DTensor's layers needs the package torchao",
         refusal("sp_torch", mode="fp8"): "DTensor would gather float8 codes of the tokens",
         refusal("tp_fsdp", ranks=4, batch=7): "7 sequences have no equal share for each pair of 4 ranks",
         refusal("pp_gpipe", config=three, microbatches="2"): "3 layers have no equal share for each of 2 ranks",

@@ -68,7 +68,7 @@ def trained_alone(config: GPTConfig, mode: str) -> tuple[list[float], Updates]:
 def job_of(place: Place, models: list[GPT], config: GPTConfig, mode: str, amax: str) -> Job:
     """Models have been made one after the other: the random state of a process is everybody's."""
     handle: Any = place
-    return Job(lambda: models[place.number], config, BATCH, CPU, mode, 1.0, {"amax": amax}, handle)
+    return Job(lambda: models[place.number], config, BATCH, CPU, mode, True, 1.0, {"amax": amax}, handle)
 
 
 def trained_by(
