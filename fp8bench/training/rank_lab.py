@@ -43,7 +43,8 @@ class RankLab(RankBench, Lab):
         return RankLines(lines, self._same(trainer), batches, trainer.together.shares)
 
     def _same(self, trainer: Trainer) -> tuple[tuple[str, int], ...]:
-        return ("the steps done", trainer.step), ("the weights", trainer.weights_digest())
+        digests = ("the weights", trainer.weights_digest()), ("the scales", trainer.scales_digest())
+        return ("the steps done", trainer.step), *digests
 
     def save(self, folder: str) -> tuple[str, ...]:
         return self._together(lambda: super(RankLab, self).save(self._own(folder)))

@@ -216,6 +216,11 @@ class Trainer:
         with self._optimizer.weights.present():
             return digest_of(list(self._parameters.values()))
 
+    def scales_digest(self) -> int:
+        """The same of scales that come from casts before; 0 where each rank has its own."""
+        kept = [one for own in self._arithmetics.values() for one in own.memory().values()]
+        return 0 if self.together.largest is None else digest_of([one for one in kept if one.dtype == torch.float32])
+
     def repeat(self, last: int) -> None:
         """An arm that is done goes back by so many steps, with its weights as they are."""
         if self.step == self._task.steps:

@@ -55,8 +55,13 @@ class Parallel(Workload):
         size = "gpt2-124m" if facts.accelerated else "nano"
         known = ways.names()
         options = (
-            Axis(name, f"{text}; {_ALL}: each that a way has; {_FIRST}: its first", (_ALL,),
-                 _or_words(_parse(name)), quick=(_FIRST,))
+            Axis(
+                name,
+                f"{text}; {_ALL}: each that a way has; {_FIRST}: its first",
+                (_ALL,),
+                _or_words(_parse(name)),
+                quick=(_FIRST,),
+            )
             for name, text in OPTIONS.items()
         )
         return (

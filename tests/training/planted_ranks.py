@@ -17,17 +17,19 @@ from fp8bench.training.together import DataParallel
 from fp8bench.training.trainer import Trainer
 from tests.training.labs import TINY
 
-SEED, TEXT, SHARE, WEIGHTS, AVERAGE, KILLED, KILLED_TWICE = range(7001, 7008)
+SEED, TEXT, SHARE, WEIGHTS, AVERAGE, KILLED, KILLED_TWICE, SCALES = range(7001, 7009)
 KILLED_AT = 7
 SIZE = GPTConfig(256, 32, 1, 2, 2, 64, batch=4, sequence=16)
 _RANK = int(os.environ.get("RANK", "0"))
-_begin, _advance = Trainer.__init__, Trainer.advance
+_begin, _advance, _over_ranks = Trainer.__init__, Trainer.advance, DataParallel._over_ranks
 
 
 def _begun(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
     planted = task.seed if _RANK == 1 and arm.role == "candidate" else 0
     if planted == SEED:
         task = replace(task, seed=1)
+    if planted == SCALES:
+        DataParallel._over_ranks = lambda self, amax: 2 * _over_ranks(self, amax)  # type: ignore[method-assign]
     if planted == TEXT:
         task = replace(task, text=replace(task.text, train=replace(task.text.train, start=1)))
     _begin(self, task, arm, *more)

@@ -123,8 +123,11 @@ def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: Ranks
         planted.WEIGHTS: "after a slice the weights of rank 1 are not those of rank 0",
         planted.AVERAGE: "after a slice the weights of rank 1 are not those of rank 0",
     }
+    several = asked(ranks, 60)
+    several.begin(of_ranks(corpus, "fp8-delayed", seed=planted.SCALES))
+    with pytest.raises(WorkerError, match="the ranks disagree: after a slice the scales of rank 1 are not those"):
+        several.advance("fp8-delayed", 5)
     for seed, reason in reasons.items():
-        several = asked(ranks, 60)
         several.begin(of_ranks(corpus, "fp32", seed=seed))
         if seed == planted.AVERAGE:
             assert len(losses(several.advance("fp32", 5))) == 5

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from fp8bench.errors import RanksDisagree
 from fp8bench.model.rank_lines import RankLines
+from fp8bench.model.ranks import RankMemory
 from fp8bench.model.training import (
     ArmCost,
     LayerReading,
@@ -40,8 +41,13 @@ def looks(answers: Sequence[tuple[Validation, ...]]) -> tuple[Validation, ...]:
 
 
 def most(answers: Sequence[ArmCost]) -> ArmCost:
-    """That of the rank that takes most; of one that could not say the reason."""
-    return max(answers, key=lambda one: math.inf if one.memory is None else one.memory.peak)
+    """That of the rank that takes most, with that of each; of one that could not say the reason."""
+    told = [one.memory for one in answers if one.memory is not None]
+    if len(told) < len(answers):
+        return next(one for one in answers if one.memory is None)
+    each = tuple(RankMemory(rank, one.peak, one.roles) for rank, one in enumerate(told))
+    most, memory = max(zip(answers, told, strict=True), key=lambda one: one[1].peak)
+    return replace(most, memory=replace(memory, ranks=each))
 
 
 def _check_same(answers: Sequence[RankLines]) -> None:

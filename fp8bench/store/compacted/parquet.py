@@ -138,4 +138,3 @@ def counts_as(path: Path, partition: Partition) -> bool:
             return f"{ID}\x18".encode() in (footer := file.read(length)) and partition.id.encode() in footer
     except OSError:
         return False
-

@@ -191,9 +191,7 @@ def open_compacted(store: Path) -> tuple[Compacted | None, tuple[str, ...]]:
         return None, (f"{index_of(store)} does not serve: {error}. The runs are read instead{again}",)
     if duckdb_here() is None:
         return None, (f"{points_of(store)} is not read without DuckDB: pip install 'fp8bench[fleet]'",)
-    bad = [
-        name for name, one in manifest.partitions.items() if not counts_as(points_of(store) / name / FILE, one)
-    ]
+    bad = [name for name, one in manifest.partitions.items() if not counts_as(points_of(store) / name / FILE, one)]
     troubles = []
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""

@@ -11,8 +11,9 @@ from fp8bench.errors import RanksDisagree
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scalings import Scaling
 from fp8bench.measure.ranks.merge import merged
+from fp8bench.model import MemoryUse
 from fp8bench.model.rank_lines import RankLines
-from fp8bench.model.training import LayerReading, Line, StepFigure, StepRow, TrainingEvent, Validation
+from fp8bench.model.training import ArmCost, LayerReading, Line, StepFigure, StepRow, TrainingEvent, Validation
 from fp8bench.training.readings import Cast, figures_of, read, reading_of
 
 ROW = StepRow("fp8", 0, 3, 2.5, 1e-3, 0.7, 0.0, 10.0, 1e-3, 1.0, 64, 0.5)
@@ -77,6 +78,14 @@ def test_scales_of_ranks_are_told_from_the_least_to_the_largest() -> None:
         "advance", [said(one), said(replace(one, scale=8.0, least_scale=8.0, largest_scale=8.0, drift=2.0))]
     )
     assert (found.least_scale, found.scale, found.largest_scale, found.drift) == (2.0, 4.0, 8.0, 2.0)
+
+
+def test_memory_is_that_of_the_rank_that_takes_most_with_that_of_each() -> None:
+    costs = [ArmCost("fp8", 0, memory=MemoryUse(peak)) for peak in (10, 30)]
+    found = merged("alone", costs)
+    assert found.memory.peak == 30 and [one.peak for one in found.memory.ranks] == [10, 30]
+    silent = ArmCost("fp8", 0, why="nobody counts its memory")
+    assert merged("alone", [costs[0], silent]) == silent
 
 
 def test_further_figures_looks_and_events() -> None:
