@@ -43,6 +43,7 @@ from fp8bench.store.series import check_grid, series_of
 from fp8bench.units import unit_of
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.products import formats_of
+from fp8bench.workloads import optimizer
 from fp8bench.workloads.learning import Learning
 from tests.counts import sampled
 from tests.facts import CPU, H200
@@ -220,8 +221,11 @@ def test_steps_are_seen_to_do_something_or_there_is_a_reason(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_errors_are_named_numbers_that_grow_as_bits_go(name: str, corpus: Corpus, bench: Bench) -> None:
+def test_errors_are_named_numbers_that_grow_as_bits_go(
+    name: str, corpus: Corpus, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same again for the same seed; NaN would be a bug, an empty answer is allowed."""
+    monkeypatch.setattr(optimizer, "STEPS_OF_ERROR", 20)  # a thousand take a second each
     runnable = precisions_of(name, corpus, "fp32", "bf16", "nvfp4")
     first, *_, last = runnable
     found = {precision: bench.error(smallest(name, precision, corpus), CPU) for precision in runnable}
