@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "fp8bench"
+from tests.house.sources import FILES, PACKAGE, children, tree_of
 
 FLOOR = frozenset({"errors", "files", "model", "units"})
 ANYONE = frozenset({"*"})
@@ -166,7 +166,7 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {name_of(path): path for path in FILES}
 
 
 def room_of(module: str) -> str:
@@ -187,10 +187,10 @@ def targets(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
 
 def scan(node: ast.AST, importer: str, where: str) -> Iterator[Import]:
     """Every import below a node."""
-    for child in ast.iter_child_nodes(node):
+    for child in children(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield from (Import(importer, target, where, child.lineno) for target in targets(child))
-        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from scan(child, importer, "function")
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             for inner in child.body:
@@ -204,7 +204,7 @@ def scan(node: ast.AST, importer: str, where: str) -> Iterator[Import]:
 @cache
 def imports_of(module: str) -> tuple[Import, ...]:
     """Every import of one module of fp8bench."""
-    return tuple(scan(ast.parse(MODULES[module].read_text()), module, "top"))
+    return tuple(scan(tree_of(MODULES[module]), module, "top"))
 
 
 def all_imports() -> list[Import]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.house.sources import FILES, ROOT, descendants, tree_of
+
 LONGEST_MODULE = 400
 LONGEST_FUNCTION = 60
-MODULES = sorted((ROOT / "fp8bench").rglob("*.py"))
 
 
 def test_modules() -> None:
     """A module that outgrows its limit has become two."""
-    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES}
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
     offenders = {name: length for name, length in lines.items() if length > LONGEST_MODULE}
     assert not offenders, f"modules over {LONGEST_MODULE} lines: {offenders}"
 
@@ -21,8 +20,8 @@ def test_modules() -> None:
 def test_functions() -> None:
     """Decorators and docstrings count: all of it has to be read."""
     offenders = {}
-    for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in FILES:
+        for node in descendants(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                 length = (node.end_lineno or node.lineno) - first + 1
