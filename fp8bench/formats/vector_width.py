@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fp8bench.errors import StoreError
 from fp8bench.files import locked, write_whole
+from fp8bench.protocols import one_thread
 
 NARROW, WIDE = 256, 512
 _TURNS = 7
@@ -45,18 +46,14 @@ def options(bits: int) -> dict[str, object]:
 
 def fastest(kernels: Mapping[int, Callable[..., object]], arguments: Sequence[Tensor]) -> tuple[int, dict[int, float]]:
     """The width to take, and the least seconds of a processor that a call took with each."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        taken: dict[int, list[float]] = {bits: [] for bits in kernels}
+    taken: dict[int, list[float]] = {bits: [] for bits in kernels}
+    with one_thread():
         for turn in range(1 + _TURNS):
             for bits, kernel in kernels.items():
                 begun = time.thread_time()
                 kernel(*arguments)
                 if turn:  # the first call is dear
                     taken[bits].append(time.thread_time() - begun)
-    finally:
-        torch.set_num_threads(threads)
     least = {bits: min(found) for bits, found in taken.items()}
     return choice(least), least
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
@@ -13,7 +12,7 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.batches import TokenLoader
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS, SIZES, TRAINED_BATCH, TRAINED_SIZE, TRAINING_STEPS
-from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases, float32_products
+from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases, float32_products, one_thread
 
 Course = tuple[Tensor, ...]
 _LEARNING_RATE = 1e-3
@@ -31,17 +30,6 @@ class _Capturing(PlainArithmetic):
         if (course := self._kept.get((self._name, role))) is not None:
             course.append(tensor.detach().clone())
         return super().cast(tensor, role)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """More would make another sum of the same numbers, and no speed for matrices as small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Adam:
@@ -79,7 +67,7 @@ def captured(corpus: str, seed: int) -> Mapping[str, Course]:
     def choose(name: str) -> Arithmetic:
         return _Capturing(name, kept)
 
-    with _one_thread(), torch.random.fork_rng(devices=[]), float32_products("highest"), torch.enable_grad():
+    with one_thread(), torch.random.fork_rng(devices=[]), float32_products("highest"), torch.enable_grad():
         torch.manual_seed(seed)
         model = GPT(config, choose, torch.float32)
         loader = TokenLoader(corpus, TRAINED_BATCH, config.sequence, "cpu", seed, config.vocabulary)

@@ -169,3 +169,17 @@ def float32_products(setting: str) -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = convolutions
         for one, setting in newer:
             one.fp32_precision = setting
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch's work on the processor in this thread alone: it shares out even the smallest tensor, and on a machine with
+    other work its threads then wait for each other. Several would make another sum of the same numbers, too."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

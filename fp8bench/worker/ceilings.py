@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8bench.model import Ceilings, DeviceFacts, Level, Limit, Rate
 from fp8bench.nn.limits import Shape, call_of, count_of, shapes_of
-from fp8bench.protocols import Device
+from fp8bench.protocols import Device, one_thread
 from fp8bench.registry import precisions
 
 # The precisions that stand for a kind of products, where a device has it.
@@ -26,14 +26,11 @@ _PLACE = 2
 def quick(device: Device, facts: DeviceFacts, seconds: float) -> Ceilings:
     """The best shape of products and of copies where they are fastest: the search itself is the one run. A processor
     has one thread: several would wait for each other if it is busy."""
-    import torch
-
-    wanted, threads = wanted_rates(facts, _QUICK), torch.get_num_threads()
-    torch.set_num_threads(1)
+    wanted = wanted_rates(facts, _QUICK)
     try:
-        found = tuple(_tried(one, partial(_searched, device, facts, one, seconds / len(wanted))) for one in wanted)
+        with one_thread():
+            found = tuple(_tried(one, partial(_searched, device, facts, one, seconds / len(wanted))) for one in wanted)
     finally:
-        torch.set_num_threads(threads)
         device.empty_cache()
     return Ceilings(found, device=facts.name)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8bench.model import DeviceFacts, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.support import storage_support
-from fp8bench.protocols import Grid, Phases, Precision, Role, Setup, SilentPhases, Workload
+from fp8bench.protocols import Grid, Phases, Precision, Role, Setup, SilentPhases, Workload, one_thread
 from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
@@ -123,7 +122,7 @@ class Optimizer(Workload):
         exact, source = _begin(small, _plain(), fused=True)
         state, _ = _begin(small, _storages(small), fused=small.case.param("fused") == "yes")
         start = [one.clone() for one in exact.parameters()]
-        with _one_thread():
+        with one_thread():
             for _ in range(STEPS_OF_ERROR):
                 gradients = source.draw()
                 for one in (exact, state):
@@ -147,23 +146,6 @@ class Optimizer(Workload):
         kinds = (("gradient", Role.GRADIENT.value), ("first_moment", ""), ("second_moment", ""))
         tensors = zip(kinds, (gradients, *state.moments()), strict=True)
         return statistics_of((*kind, one) for kind, several in tensors for one in several)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """torch's work on the processor in this thread alone.
-
-    Fused steps share out even the smallest tensor, and on a machine with other work a thousand of them then take
-    seconds in waiting for each other.
-    """
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _small(setup: Setup) -> Setup:
