@@ -20,6 +20,7 @@ from pathlib import Path
 
 import fp8bench
 from fp8bench.measure.handle import ProcessWorker
+from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.measure.sensors.sampler_thread import Source, SourceKind
@@ -177,6 +178,27 @@ def _harness_ratio(settings: Settings, corpus: str) -> float:
     return statistics.median(one / other for one, other in zip(inside, outside, strict=True))
 
 
+def track_ranks_over_bare_loop() -> float:
+    """A step of about 50 ms that two ranks take, from the request to both answers, over the same step in a bare loop.
+
+    Wall time: what the ranks wait for at their barrier is part of it. Goal 1.02, on a machine with two free cores.
+    """
+    with RanksWorker(Settings(), 2) as worker:
+        facts = worker.probe()
+        request = Request("gemm", ("fp32",), ("cpu",), axes=(("shape", ("1408",)),), ranks=2)
+        case = make_plan(request, facts).groups[0].cases[0].case
+        worker.within(60.0).prepare("a", case, facts[0])
+        ratios = []
+        for turn in range(60):
+            seconds = {}
+            for bare in (turn % 2 == 0, turn % 2 == 1):
+                start = time.perf_counter()
+                looped = worker.within(60.0).loop("a", 1) if bare else worker.within(60.0).slot("a", 1, 0)
+                seconds[bare] = looped if isinstance(looped, float) else time.perf_counter() - start
+            ratios.append(seconds[False] / seconds[True])
+    return float(f"{statistics.median(ratios):.6g}")
+
+
 def _wall_seconds(*words: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
@@ -323,6 +345,7 @@ _UNITS: dict[Callable[..., float], str] = {
     track_marker_on: "seconds",
     track_marker_off: "seconds",
     track_harness_over_bare_loop: "ratio",
+    track_ranks_over_bare_loop: "ratio",
     track_mission_seconds: "seconds",
     track_mission_quick_seconds: "seconds",
     track_mission_peak_bytes: "bytes",

@@ -13,6 +13,8 @@ from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase, Scalar
 from fp8bench.model.ranks import Overlap, RankCalls, RankMemory, Scaling, Sent
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 
+# What makes a build of torch.
+_BUILD = ("torch", "torch_git", "cudnn", "cublaslt")
 _COMMUNICATION = CELL_PHASES.index(Phase.COMMUNICATION)
 
 
@@ -85,7 +87,12 @@ def _left(answers: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _software(answers: Sequence[Mapping[str, Scalar | None]]) -> dict[str, Scalar | None]:
-    """Rank 0's, and the settings of each rank."""
+    """Rank 0's, and the settings of each rank. Ranks of different builds would compare nothing."""
+    for rank, one in enumerate(answers):
+        for name in _BUILD:
+            first, other = answers[0].get(name), one.get(name)
+            if other != first:
+                raise RanksDisagree(f"{name} is {first} on rank 0 and {other} on rank {rank}: install the same on both")
     settings = {
         f"rank {rank} {name.removeprefix('env ')}": value
         for rank, one in enumerate(answers)

@@ -47,6 +47,7 @@ FAULTS: Mapping[str, Callable[[dict[str, Any]], object]] = {
     "clean-exit": lambda state: os._exit(0),
     "size": send_too_much,
     "launcher": end_launcher,
+    "sums": lambda state: None,
     "none": lambda state: None,
 }
 
@@ -69,6 +70,11 @@ class FailingRanks(Workload):
         import torch
 
         return {"steps": 0, "fault": str(setup.case.param("fault")), "sums": torch.ones(64, 64)}
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        import torch.distributed as dist
+
+        return {"sum": float(dist.get_rank())} if setup.case.param("fault") == "sums" else {}
 
     def step(self, state: dict[str, Any], phase: Phases) -> None:
         import torch

@@ -38,6 +38,14 @@ def test_numbers_must_agree() -> None:
     assert merged("error", ["none", "none"]) == "none"
 
 
+def test_ranks_of_two_builds_are_refused() -> None:
+    """Their numbers would be nobody's."""
+    with pytest.raises(RanksDisagree, match=r"torch is 2\.13\.0 on rank 0 and 2\.12\.1 on rank 1: install the same"):
+        merged("software", [{"torch": "2.13.0"}, {"torch": "2.12.1"}])
+    with pytest.raises(RanksDisagree, match="cudnn is 91002 on rank 0 and None on rank 1"):
+        merged("software", [{"torch": "2", "cudnn": 91002}, {"torch": "2"}])
+
+
 def test_other_answers() -> None:
     """Devices that all have, the most memory, the first that is wrong, and the settings of each rank."""
     cpu, gpu = DeviceFacts("cpu", 0, "", 1, ""), DeviceFacts("cuda", 0, "", 1, "")

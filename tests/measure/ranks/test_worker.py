@@ -89,12 +89,15 @@ def test_every_fault_is_a_record_and_nobody_is_left(tmp_path: Path, monkeypatch:
     """With rank, phase and reason; the run goes on, and its last case is measured in fresh ranks."""
     monkeypatch.setattr("fp8bench.measure.ranks.worker.WAIT_SECONDS", 5.0)
     monkeypatch.setattr(ranks_process, "_GRACE_SECONDS", 0.5)
-    axes = (("fault", (*REASONS, "none")),)
+    axes = (("fault", (*REASONS, "sums", "none")),)
     request = Request("failing_ranks", axes=axes, rounds=1, quick=True, imports=(SUITE,), ranks=2)
     with forgotten(Path(SUITE).parent):
         run = pipeline.execute(request, tmp_path, SilentObserver(), "")
     records = {str(record.case.param("fault")): record for record in run.records}
     assert records.pop("none").status is Status.OK
+    sums = records.pop("sums")
+    assert sums.status is Status.FAILED and sums.failed_rank is None  # which of two sums is wrong nobody can tell
+    assert "the ranks disagree: sum is 0.0 on rank 0 and 1.0 on rank 1" in sums.reason
     for fault, reason in REASONS.items():
         record = records[fault]
         assert record.status is Status.FAILED and reason in record.reason, (fault, record.reason)
