@@ -279,12 +279,19 @@ def _opened(
 
 
 def _bits(run: Run, worker: Worker) -> tuple[OperationBits, ...]:
-    """What the devices of a cell compute, so that machines of a kind can be held against each other; of one rank."""
+    """What the devices of a cell compute, so that machines of a kind can be held against each other.
+
+    Nothing of several ranks, and of a worker that it ends: the cell is measured all the same, and a report says so.
+    """
     if run.request.ranks is not None:
         return ()
     used = {planned.case.device for group in run.plan for planned in group.cases if planned.runs}
     asked = worker.within(START_SECONDS)
-    return tuple(bits for one in run.devices if one.key in used for bits in asked.bits(one))
+    try:
+        return tuple(bits for one in run.devices if one.key in used for bits in asked.bits(one))
+    except WorkerError:
+        worker.restart()
+        return ()
 
 
 def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Limits) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import median
 
@@ -36,9 +37,15 @@ def report_of(
     return FleetReport(
         tuple(_machines(seen, kinds, figures)), tuple(kinds), tuple(figures),
         tuple(sorted(found, key=lambda one: (one.machine, list(Oddity).index(one.what)))),
-        len(settings), tuple(one for one in settings if one not in done), tuple(excluded),
+        len(settings), tuple(one for one in settings if one not in done),
+        (*excluded, *_without_bits(seen)),
         {kind.name: why for kind in kinds[1:] if (why := _why_not(kind, kinds[0]))},
     )  # fmt: skip
+
+
+def _without_bits(seen: Sequence[Seen]) -> Iterator[str]:
+    for machine, count in Counter(one.machine for one in seen if one.cell and not one.bits).items():
+        yield f"of {machine} {count} runs have no bits: of several ranks, or its devices could not compute them"
 
 
 def _names() -> Iterator[str]:

@@ -25,7 +25,7 @@ def fleet(
 
 
 @pytest.mark.parametrize(
-    ("machines", "reports"), [(5, 200), *(pytest.param(n, 1000, marks=pytest.mark.slow) for n in (4, 5, 8))]
+    ("machines", "reports"), [(5, 100), *(pytest.param(n, 1000, marks=pytest.mark.slow) for n in (4, 5, 8))]
 )
 def test_honest_fleets_are_left_alone_as_often_as_is_said(machines: int, reports: int) -> None:
     """With 6 cases each; the bound is what 1% gives by chance in one of a thousand tests."""

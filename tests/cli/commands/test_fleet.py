@@ -29,7 +29,7 @@ def test_from_plan_to_status(plan: Path, fp8bench: Say) -> None:
     code, _, err = fp8bench("suite", "--plan", str(plan), "--cell", "2", "--no-report")
     assert code == 0 and "is done: run" in err
     code, out, _ = fp8bench("fleet", "status", str(plan))
-    assert code == 3 and "1 done, 2 waiting." in out
+    assert code == 3 and "1 done, 2 waiting." in out and "Of 3 cases 1 were measured, on " in " ".join(out.split())
     _, out, _ = fp8bench("fleet", "status", str(plan), "--json")
     states = json.loads(out)["cells"]
     _, out, _ = fp8bench("fleet", "status", str(plan), "--csv", "-")

@@ -107,6 +107,11 @@ def _dead(lines: Lines) -> Lines | None:
     return [lines[0]] if lines[0]["header"]["cell"].endswith("/0") else None
 
 
+def _silent(lines: Lines) -> Lines:
+    lines[0]["header"]["bits"] = []
+    return lines
+
+
 def _unstable(lines: Lines) -> Lines:
     first = lines[0]["header"]["bits"][5]
     first["digests"] = [*first["digests"], "0123456789abcdef"]
@@ -210,7 +215,9 @@ def test_two_that_differ_are_both_told_of(tmp_path: Path, measured: tuple[Path, 
     made = Fleet(tmp_path / "stores", *measured)
     made.add("one")
     made.add("two", _bits, factor=9.0)
+    made.add("silent", _silent)
     code, out, _ = reported(made, fp8bench)
+    assert "of silent 3 runs have no bits" in " ".join(out.split())
     assert code == 3 and " ".join(out.split()).count("either may be wrong") == 2 and "needs 4 machines" in out
     assert "slow " not in out.partition("Machines\n")[0]
 

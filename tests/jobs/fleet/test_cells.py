@@ -37,13 +37,24 @@ def of(plan: FleetPlan, store: Path) -> list[str]:
 def test_a_cell_is_measured_once(plan: FleetPlan, tmp_path: Path) -> None:
     """Its run holds that group alone, and says which cell it is; the other cell is not touched."""
     now, run = measured(plan, 1, tmp_path, QUIET, "")
-    assert now and run.finished and run.cell == f"{plan.id}/1" and run.origin == "fleet"
+    assert now and run.finished and run.cell == f"{plan.id}/1" and run.origin == "fleet" and run.bits
     assert {record.case.setting for record in run.records} == {plan.cells[1].setting}
     before = Path(run.path).read_bytes()
     now, again = measured(plan, 1, tmp_path, QUIET, "")
     assert not now and again.id == run.id and Path(run.path).read_bytes() == before
     assert of(plan, tmp_path) == ["waiting", "done"]
     assert states_of(plan, tmp_path)[1].run == run.id
+
+
+def test_a_device_whose_bits_fail_is_measured_all_the_same(
+    plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise ValueError("no bits")
+
+    monkeypatch.setattr("fp8bench.worker.bench.bits_of", fails)
+    _, run = measured(plan, 1, tmp_path, QUIET, "")
+    assert run.finished and run.bits == ()
 
 
 def test_one_that_was_cut_off_is_resumed(plan: FleetPlan, tmp_path: Path) -> None:
