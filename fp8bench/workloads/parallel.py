@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _BATCHES = 4
 # Words for the values of a way's own options: each of them, or the first.
 _ALL, _FIRST = "auto", "usual"
+# What is sent once is not of a step: DDP tells the others in its second one how it has sorted its buckets.
+_STEPS_BEFORE = 2
 # Steps that are held against those of one rank.
 _AGREEING_STEPS = 3
 # The relative distance of what steps change: of fp32 throughout, where only the order of additions differs, and of
@@ -147,7 +149,8 @@ class Parallel(Workload):
         from fp8bench.nn.parallel.wire import Wire
 
         together, size = self.prepare(setup), dist.get_world_size()
-        together.step(SilentPhases())  # what is sent once, before the first step, is not of a step
+        for _ in range(_STEPS_BEFORE):
+            together.step(SilentPhases())
         with Wire() as wire:
             together.step(SilentPhases())
         return StepParts(

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fp8bench import pipeline
-from fp8bench.model import Level, Record, Request, Status
+from fp8bench.analysis.metrics import metrics_of
+from fp8bench.measure.ranks.worker import RanksWorker
+from fp8bench.model import Case, Level, Request, Status
+from fp8bench.model.raw import Settings
 from fp8bench.nn.parallel.zero import owners
 from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.make import make_plan
@@ -17,7 +21,7 @@ from fp8bench.registry import workloads
 from fp8bench.ways import ways
 from tests.facts import CPU
 
-TEXT = "the text that ranks train on, of which every one reads all. " * 40
+TEXT = "the text that ranks train on, of which every one reads all. " * 1200
 
 
 def planned(ranks: int = 2, **axes: str) -> list[tuple[dict[str, object], str]]:
@@ -75,77 +79,73 @@ def test_owners_have_about_the_same() -> None:
     assert sorted(held) == [200, 200, 400]
 
 
-@pytest.mark.slow
-def test_real_ranks_train_what_one_rank_does(tmp_path: Path) -> None:
-    """Every way once, by 2 ranks: agreement with one rank, bytes by formula, and what a step is made of."""
-    text = tmp_path / "text"
-    text.write_text(TEXT)
-    axes = (("wire", ("auto",)),)
-    request = Request("parallel", quick=True, rounds=2, axes=axes, data=str(text), ranks=2)
-    run = pipeline.execute(request, tmp_path / "store", SilentObserver(), "")
-    records = [record for record in run.records if record.support.level is not Level.REFUSED]
-    assert records and {record.status for record in records} == {Status.OK}, [one.reason for one in records]
-    for record in records:
-        assert record.overlap is not None and record.scaling is not None and {one.rank for one in record.sent} == {0, 1}
-        assert all(min(times) > 0 for times in (record.scaling.whole, record.scaling.share, record.scaling.together))
-    _data_parallel(records)
-    _zero(records)
-    _fsdp(records)
-
-
 CONFIG = replace(SIZES["nano"], sequence=32)
 NORMS = 2 * CONFIG.layers * CONFIG.width
 IN_BLOCKS = CONFIG.layers * CONFIG.block_weights + NORMS
 AROUND = (2 * CONFIG.vocabulary + CONFIG.sequence + 1) * CONFIG.width
+Bytes = dict[tuple[str, str], float]
 
 
-def of_way(records: list[Record], way: str, **chosen: str) -> list[Record]:
-    """Those of a way, with values of its options."""
-    wanted = {"way": way, **chosen}
-    return [one for one in records if wanted.items() <= dict(one.case.params).items()]
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_ways_that_divide_data_train_what_one_rank_does(tmp_path: Path, size: int) -> None:
+    """DDP, FSDP2 and ZeRO in one launch, of 2 ranks in every wire: agreement with one rank, bytes by formula."""
+    tokens = tmp_path / "tokens"
+    np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16).tofile(tokens)
+    axes = (("way", ("ddp", "fsdp2", "zero")), ("wire", ("auto" if size == 2 else "usual",)))
+    with RanksWorker(Settings(threads=1, corpus=str(tokens)), size) as worker:
+        (facts,) = (one for one in worker.probe() if one.kind == "cpu")
+        plan = make_plan(Request("parallel", dtypes=("fp32", "fp8"), axes=axes, quick=True, ranks=size), (facts,))
+        first = [next(one.case for one in group.cases if one.runs) for group in plan]
+        assert len(first) == (9 if size == 2 else 3)
+        for case in first:
+            gaps = worker.within(60).error(case, facts)
+            sent, overlap, scaling = worker.ask(60, "step_parts", case, facts)
+            assert all(min(times) > 0 for times in (scaling.whole, scaling.share, overlap.communication))
+            each = [{(one.operation, one.dtype): one.bytes for one in sent if one.rank == rank} for rank in range(size)]
+            _as_one_rank(case, gaps)
+            _by_formula(case, each, (size - 1) / size)
 
 
-def sent_by(record: Record, rank: int = 0) -> dict[tuple[str, str], float]:
-    return {(one.operation, one.dtype): one.bytes for one in record.sent if one.rank == rank}
+def _as_one_rank(case: Case, gaps: dict[str, float]) -> None:
+    """In float32 but for the order of additions; else by what rounding leaves, which is never nothing."""
+    if case.precision == "fp32" and dict(case.params).get("wire", "fp32") == "fp32":
+        assert gaps["update_error"] < 1e-5 and gaps["loss_gap"] < 1e-5, (case.id, gaps)
+    else:
+        assert 1e-4 < gaps["update_error"] < 0.3, (case.id, gaps)
 
 
-def _zero(records: list[Record]) -> None:
-    """Gradients go to owners and weights come back; of both ranks together each tensor moves once each way."""
-    for record in of_way(records, "zero"):
-        each = [sent_by(record, rank) for rank in (0, 1)]
-        for operation in ("reduce", "broadcast"):
-            assert sum(one[operation, "float32"] for one in each) == 4 * (IN_BLOCKS + AROUND)
+def _by_formula(case: Case, each: list[Bytes], share: float) -> None:
+    """What ranks send, of n ranks as a ring does: (n-1)/n of everything, twice where gradients are added up."""
+    wire, weights = dict(case.params).get("wire", ""), IN_BLOCKS + AROUND
+    if case.param("way") == "zero":
+        for key in (("reduce", "float32"), ("broadcast", "float32")):
+            assert [one[key] for one in each] == [pytest.approx(4 * weights * share)] * len(each)
+        return
+    if case.param("way") == "ddp":
+        of_weights = {"fp32": 8, "bf16": 4, "fp8_gather": len(each), "fp8_twoshot": 2}[str(wire)] * weights * share
+        dtypes = {"fp32": {"float32"}, "bf16": {"bfloat16"}}.get(str(wire), {"uint8", "float32"})
+        for one in each:  # beside codes scales, and what makes their number a multiple of that of ranks
+            assert of_weights <= sum(one.values()) <= of_weights + 256 and {dtype for _, dtype in one} == dtypes
+        return
+    gathered = {
+        "bf16": {("all_gather", "bfloat16"): 2 * (2 * IN_BLOCKS + AROUND) * share},
+        "torchao_fp8": {  # norms travel as float32 among the bytes
+            ("all_gather", "uint8"): 2 * (IN_BLOCKS + 3 * NORMS) * share, ("all_gather", "float32"): 4 * AROUND * share,
+            ("all_reduce", "float32"): 4 * 4 * CONFIG.layers * 2 * share,
+        },
+    }.get(str(wire), {("all_gather", "float32"): 4 * (2 * IN_BLOCKS + AROUND) * share})  # fmt: skip
+    assert each == [{**gathered, ("reduce_scatter", "float32"): 4 * weights * share}] * len(each), wire
 
 
-def _fsdp(records: list[Record]) -> None:
-    """Weights of blocks are gathered twice, those around them once; gradients are scattered once, in float32."""
-    scattered = 4 * (IN_BLOCKS + AROUND) / 2
-    for record in of_way(records, "fsdp2"):
-        sent, wire = sent_by(record), str(record.case.param("wire"))
-        assert sent.pop(("reduce_scatter", "float32")) == scattered
-        codes = (2 * (IN_BLOCKS + 3 * NORMS)) / 2  # norms travel in their own float32 among the bytes
-        wanted = {
-            "bf16": {("all_gather", "bfloat16"): 2 * (2 * IN_BLOCKS + AROUND) / 2},
-            "torchao_fp8": {
-                ("all_gather", "uint8"): codes, ("all_gather", "float32"): 4 * AROUND / 2,
-                ("all_reduce", "float32"): 4 * 4 * CONFIG.layers,
-            },
-        }.get(wire, {("all_gather", "float32"): 4 * (2 * IN_BLOCKS + AROUND) / 2})  # fmt: skip
-        assert sent == wanted, (wire, sent, wanted)
-
-
-def _data_parallel(records: list[Record]) -> None:
-    """Gradients of all weights, and what goes with them: of 2 ranks each sends what it has once."""
-    weights = IN_BLOCKS + AROUND
-    factor = {"fp32": 4, "bf16": 2, "fp8_gather": 1, "fp8_twoshot": 1}
-    for record in of_way(records, "ddp"):
-        wire = str(record.case.param("wire"))
-        sent = sum(sent_by(record).values())
-        # Beside codes an amax or two of every bucket.
-        assert factor[wire] * weights <= sent <= factor[wire] * weights + 64, (wire, sent)
-        dtypes = {one.dtype for one in record.sent}
-        assert dtypes == {"fp32": {"float32"}, "bf16": {"bfloat16"}}.get(wire, {"uint8", "float32"})
-        gaps = {one.metric: one.samples[0] for one in record.measurements}
-        if record.case.precision == wire == "fp32":
-            assert gaps["update_error"] < 1e-5 and gaps["loss_gap"] < 1e-5
-        assert gaps["update_error"] > 0 or wire == "fp32"
+@pytest.mark.slow
+def test_a_run_tells_scaling_and_bytes(tmp_path: Path) -> None:
+    """From the command to the figures of a stored run."""
+    text = tmp_path / "text"
+    text.write_text(TEXT)
+    axes = (("way", ("ddp",)), ("wire", ("fp8_twoshot",)))
+    request = Request("parallel", dtypes=("fp32",), axes=axes, quick=True, rounds=2, data=str(text), ranks=2)
+    (record,) = pipeline.execute(request, tmp_path / "store", SilentObserver(), "").records
+    assert record.status is Status.OK, record.reason
+    told = {str(one.name) for one in metrics_of(record, None)}
+    assert {"strong_scaling", "weak_scaling", "wire_bytes", "exposed_time", "loss_gap", "update_error"} <= told

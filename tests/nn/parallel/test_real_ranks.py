@@ -5,67 +5,69 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from fp8bench.measure.ranks.worker import RanksWorker
-from fp8bench.model import Case
-from fp8bench.model.ranks import Sent
-from fp8bench.model.raw import Settings
+from fp8bench import pipeline
+from fp8bench.model import Record, Request, Status
 from fp8bench.nn.sizes import SIZES
+from fp8bench.protocols import SilentObserver
 
-RANKS, BATCH, TOKENS = 4, 4, 16
-CONFIG = replace(SIZES["micro"], sequence=TOKENS)
-CASES = (
-    ("tp",), ("tp_hand", "amax", "own"), ("sp", "amax", "own"), ("sp_torch",), ("tp_fsdp",),
-    ("pp_gpipe", "microbatches", 4), ("pp_1f1b", "microbatches", 4),
-)  # fmt: skip
+RANKS = 4
+TEXT = "the text that ranks train on, of which every one reads all. " * 1200
+WAYS = ("tp", "tp_hand", "sp", "sp_torch", "tp_fsdp", "pp_gpipe", "pp_1f1b")
 
 
 @pytest.mark.slow
 def test_four_ranks_train_what_one_does_and_send_what_formulas_say(tmp_path: Path) -> None:
-    """All in one launch. The norm of an update's distance is that of float32's order of additions."""
-    text = tmp_path / "tokens"
-    np.random.default_rng(0).integers(0, 256, 1 << 12, dtype=np.uint16).tofile(text)
-    gaps, sent = {}, {}
-    with RanksWorker(Settings(corpus=str(text)), RANKS) as worker:
-        (facts,) = (one for one in worker.within(60).probe() if one.kind == "cpu")
-        for way, *option in CASES:
-            params = {
-                "way": way,
-                "size": "micro",
-                "batch": BATCH,
-                "sequence": TOKENS,
-                **dict([option] if option else []),
-            }
-            case = Case("parallel", tuple(params.items()), "fp32", "cpu", ranks=RANKS)
-            gaps[way] = worker.within(120).error(case, facts)
-            sent[way] = worker.within(120).step_parts(case, facts)[0]
-    for way, found in gaps.items():
-        assert found["update_error"] < 1e-5 and found["loss_gap"] < 1e-5, (way, found)
-    assert gaps["pp_gpipe"] == gaps["pp_1f1b"]
-    _by_formula({way: [_of_rank(found, rank) for rank in range(RANKS)] for way, found in sent.items()})
+    """All in one launch. What a way cannot do with four ranks is skipped, with the number."""
+    text = tmp_path / "text"
+    text.write_text(TEXT)
+    axes = (("way", WAYS), ("size", ("micro",)), ("batch", ("4",)), ("sequence", ("32",)))
+    axes += (("microbatches", ("auto",)), ("amax", ("auto",)))
+    request = Request("parallel", quick=True, rounds=1, data=str(text), ranks=RANKS, dtypes=("fp32",), axes=axes)
+    run = pipeline.execute(request, tmp_path / "store", SilentObserver(), "")
+    skipped = [one.reason for one in run.records if one.status is Status.SKIPPED]
+    assert len(skipped) == 3 and "2 microbatches do not fill 4 stages by this schedule: choose 4 or more" in skipped
+    records = {named(one): one for one in run.records if one.status is not Status.SKIPPED}
+    assert {one.status for one in records.values()} == {Status.OK}, {name: one.reason for name, one in records.items()}
+    assert {name.split()[0] for name in records} == set(WAYS)
+    for name, record in records.items():
+        assert gaps(record)["update_error"] < 1e-5 and gaps(record)["loss_gap"] < 1e-5, (name, gaps(record))
+    assert gaps(records["pp_gpipe 4"]) == gaps(records["pp_1f1b 4"])
+    _sent_by_formula(records)
 
 
-def _of_rank(sent: tuple[Sent, ...], rank: int) -> dict[str, float]:
+def named(record: Record) -> str:
+    """'pp_1f1b 4', 'tp'."""
+    params = dict(record.case.params)
+    return " ".join(str(params[name]) for name in ("way", "microbatches") if name in params)
+
+
+def gaps(record: Record) -> dict[str, float]:
+    return {one.metric: one.samples[0] for one in record.measurements if one.metric.endswith(("gap", "update_error"))}
+
+
+def sent(record: Record, rank: int) -> dict[str, float]:
     """Bytes by operation."""
-    own = [one for one in sent if one.rank == rank]
-    return {name: sum(one.bytes for one in own if one.operation == name) for name in {one.operation for one in own}}
+    found: dict[str, float] = {}
+    for one in record.sent:
+        if one.rank == rank:
+            found[one.operation] = found.get(one.operation, 0.0) + one.bytes
+    return found
 
 
-def _by_formula(sent: dict[str, list[dict[str, float]]]) -> None:
-    stream, share = 4 * BATCH * TOKENS * CONFIG.width, (RANKS - 1) / RANKS
-    common = (TOKENS + 2 * CONFIG.vocabulary + 2 * CONFIG.layers + 1) * CONFIG.width
-    layers = CONFIG.layers * 4 * stream * share
+def _sent_by_formula(records: dict[str, Record]) -> None:
+    config = replace(SIZES["micro"], sequence=32)
+    stream, share = 4 * 4 * config.sequence * config.width, (RANKS - 1) / RANKS
     for rank in range(RANKS):
-        assert sent["tp"][rank] == sent["tp_hand"][rank] == {"all_reduce": 2 * layers}
-        halves = {"all_gather": layers, "reduce_scatter": layers, "all_reduce": 2 * 4 * common * share}
-        assert sent["sp"][rank] == sent["sp_torch"][rank] == halves
+        for way in ("tp", "tp_hand"):
+            assert sent(records[way], rank) == {"all_reduce": config.layers * 4 * 2 * stream * share}
+        by_sequence = sent(records["sp"], rank)
+        assert sent(records["sp_torch"], rank) == by_sequence
+        assert by_sequence["all_gather"] == by_sequence["reduce_scatter"] == config.layers * 4 * stream * share
+        common = config.sequence * config.width + 2 * config.vocabulary * config.width
+        norms = (2 * config.layers + 1) * config.width
+        assert by_sequence["all_reduce"] == 4 * (common + norms) * 2 * share
         neighbours = (rank > 0) + (rank < RANKS - 1)
-        assert sent["pp_gpipe"][rank] == sent["pp_1f1b"][rank] == {"send": neighbours * stream}
-    # A pair has half of the blocks: of two pairs one gathers them twice, and what lies around the blocks once.
-    pair = CONFIG.layers * (CONFIG.block_weights // 2 + 2 * CONFIG.width)
-    around = common - 2 * CONFIG.layers * CONFIG.width
-    for found in sent["tp_fsdp"]:
-        assert found["all_reduce"] == CONFIG.layers * 4 * stream / 2
-        assert found["all_gather"] == 4 * (2 * pair + around) / 2 and found["reduce_scatter"] == 4 * (pair + around) / 2
+        for name in ("pp_gpipe 2", "pp_gpipe 4", "pp_1f1b 4"):
+            assert sent(records[name], rank) == {"send": neighbours * stream}
