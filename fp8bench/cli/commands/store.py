@@ -15,7 +15,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """The commands of a store, each with its options."""
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
     words = "write what commits have come to into Parquet files, one a machine and month, for long and shared histories"
-    codes = "Exit codes: 0 done, 2 wrong usage or DuckDB is not installed, 3 it could not be written."
+    codes = "Exit codes: 0 done, 2 wrong usage, DuckDB is not installed, or it cannot be written."
     compact = commands.add_parser(
         "compact", help=words, description=f"{words[:1].upper()}{words[1:]}.", epilog=codes, allow_abbrev=False
     )

@@ -144,7 +144,7 @@ class Compacted:
         mask = np.zeros(max(len(self.manifest.lines.values), int(lines.max(initial=0)) + 1), np.bool_)
         mask[chosen] = True
         kept = np.flatnonzero(np.isin(owners, here) & mask[lines])
-        order = kept[np.argsort(owners[kept], kind="stable")]
+        order = kept[np.lexsort((lines[kept], owners[kept]))]
         wanted = [shapes[self.manifest.places[place].layout].lines for place in here]
         counts = [len(one) for one in wanted]
         meant = np.concatenate(wanted)

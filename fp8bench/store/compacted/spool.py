@@ -46,14 +46,17 @@ _WRITTEN = ", ".join(
     f"CASE WHEN (r.flags & {_OF_FLAGS[name]}) > 0 THEN r.{name} END AS {name}" if name in _OF_FLAGS else f"r.{name}"
     for name in NUMBERS
 )
+# Before any text is joined, which would be sorted with the numbers.
+_SORT = """
+CREATE OR REPLACE TABLE sorted AS SELECT * FROM rows SEMI JOIN places USING (place) ORDER BY line, place
+"""
 _COPY = f"""
 COPY (
     SELECT {_WRITTEN}, r.{CHECK}, r.samples, {", ".join(f"{source} AS {name}" for name, source in _TEXTS.items())}
-    FROM rows r JOIN places p USING (place) JOIN lines l USING (line)
+    FROM sorted r JOIN places p USING (place) JOIN lines l USING (line)
         JOIN versions v ON v.place = r.place AND v.code = r.version_code
         JOIN unders u ON u.place = r.place AND u.code = r.conditions_code
         JOIN reasons w ON w.place = r.place AND w.code = r.reason_code
-    ORDER BY r.line, r.place
 ) TO '{{path}}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {_GROUP_ROWS}, KV_METADATA {{{{{ID}: '{{id}}'}}}})
 """
 
@@ -114,8 +117,9 @@ class Spool:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._say(manifest, places)
+            self._run(_SORT)
             self._run(_COPY.format(path=str(partial).replace("'", "''"), id=name))
-            sums = f"SELECT count(*), coalesce(sum({CHECK}), 0)::BIGINT FROM rows SEMI JOIN places USING (place)"
+            sums = f"SELECT count(*), coalesce(sum({CHECK}), 0)::BIGINT FROM sorted"
             rows, total = self._run(sums).fetchone()
             if check_file(partial) != (rows, total):
                 raise StoreError(f"{path} does not read as it was written, and the one before stands. Run it again.")
@@ -133,6 +137,7 @@ class Spool:
     def forget(self) -> None:
         """Let go what was taken in."""
         self._run("TRUNCATE rows")
+        self._run("DROP TABLE IF EXISTS sorted")
 
     def _say(self, manifest: Manifest, places: Sequence[int]) -> None:
         """The texts of some places, for other readers of their rows."""
