@@ -45,7 +45,7 @@ def left_behind() -> list[str]:
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
-        ours = any(word.startswith("fp8bench.worker.ranks") for word in words)
+        ours = any(word.startswith(("fp8bench.worker.ranks", "fp8bench.training.rank_lab")) for word in words)
         if ours and state not in "ZX" and os.environ["PYTEST_CURRENT_TEST"] in _environment(folder):
             found.append(" ".join(words))
     return found
