@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -27,8 +28,15 @@ _GEMM = "gemm --quick --no-energy --rounds 2 --dtypes fp32 --no-isolation --set 
 _LOOPBACK = "from ray._private import services; services.resolve_ip_for_localhost = lambda host: host\n"
 _NODE = """
 import sys, ray
-ray.init("local", num_cpus=2, resources={"fp8bench:cpu": 1}, include_dashboard=False, _node_ip_address="127.0.0.1",
-         logging_level="error", object_store_memory=80_000_000, _temp_dir=sys.argv[1])
+for left in (2, 1, 0):
+    try:
+        ray.init("local", num_cpus=2, resources={"fp8bench:cpu": 1}, include_dashboard=False, logging_level="error",
+                 _node_ip_address="127.0.0.1", object_store_memory=80_000_000, _temp_dir=sys.argv[1])
+        break
+    except Exception:  # it gives itself 30 s, which a machine with much to do may need
+        ray.shutdown()
+        if not left:
+            raise
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """
@@ -43,7 +51,7 @@ def plan(store: Path, fp8bench: Say, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
+def cluster(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """Its address, and the environment of its processes."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("needs Ray (fp8bench[ray])")
@@ -54,8 +62,15 @@ def cluster(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     environment = {**os.environ, "PYTHONPATH": path, "HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0"}
     environment["RAY_AUTH_MODE"] = "token"  # which the node makes, and keeps at home
     environment.pop("OMP_NUM_THREADS", None)
-    words = [sys.executable, "-c", _LOOPBACK + _NODE, str(tmp_path_factory.mktemp("r"))]
-    with subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as node:
+    words = [sys.executable, "-c", _LOOPBACK + _NODE]
+    with (
+        tempfile.TemporaryDirectory(
+            dir="/tmp", prefix="ray-"
+        ) as short,  # the names of its sockets may have 107 letters
+        subprocess.Popen(
+            [*words, short], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as node,
+    ):
         assert node.stdin is not None and node.stdout is not None
         address = node.stdout.readline().strip()
         assert address.startswith("127.0.0.1:"), address
