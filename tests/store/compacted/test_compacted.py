@@ -6,6 +6,10 @@ import math
 import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -137,9 +141,9 @@ RUNS = st.lists(
 def any_runs(store: Path, runs: list[tuple[int, float, Status, bool, str, str, int, int, str]]) -> None:
     """Whatever was run, in whatever order, compacted before and after the last ones and damages came."""
     paths = []
-    for hour, (number, time, status, quick, machine, torch, rounds, stride, _) in enumerate(runs):
+    for hour, (number, factor, status, quick, machine, torch, rounds, stride, _) in enumerate(runs):
         facts = {"asv_machine": machine, "torch": torch, "commit_date": number // 2 if number else None}
-        measured = tuple(records(time, status, rounds))
+        measured = tuple(records(factor, status, rounds))
         run = run_at(number, hour * stride, records=measured, facts=facts, request=Request("gemm", quick=quick))
         paths.append(keep(store, replace(run, id=f"{hour:08x}")))
         if hour == len(runs) // 2:
@@ -376,3 +380,39 @@ def test_what_killed_ones_left_is_swept(tmp_path: Path) -> None:
         ".lock", "index.json", "points.parquet",
     ]  # fmt: skip
     assert load_manifest(tmp_path).order
+
+PROCESS = """
+import sys
+from pathlib import Path
+from fp8bench.store.compacted.compact import compact
+print("begins", flush=True)
+compact(Path(sys.argv[1]), lambda done, commits: None)
+"""
+
+
+def begun(store: Path) -> subprocess.Popen[str]:
+    """A compaction in a process of its own."""
+    line = [sys.executable, "-c", PROCESS, str(store)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """What is there is right, and the next compaction does the rest, whatever the killed one had come to."""
+    for number in range(6):
+        keep(tmp_path, run_at(number, 700 * number))
+    slow = words(told(opened(tmp_path)))
+    killed = 0
+    for number in range(5):
+        if number % 3 == 0:
+            shutil.rmtree(points_of(tmp_path), ignore_errors=True)
+        process = begun(tmp_path)
+        assert process.stdout is not None and process.stdout.readline() == "begins\n"
+        time.sleep(0.3 * number)
+        process.kill()
+        killed += process.wait() == -signal.SIGKILL
+        process.communicate()
+        assert words(told(opened(tmp_path))) == slow
+    assert killed
+    same(tmp_path)
+    assert not [path for path in points_of(tmp_path).rglob("*") if path.name.startswith((".spool", ".x"))]
