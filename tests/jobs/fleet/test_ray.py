@@ -80,6 +80,7 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_one_cell_at_a_time_to_a_device(plan: Path, store: Path, cluster: tuple[str, dict[str, str]]) -> None:
     """Each once, however many may run; none for a device that no node offers. Threads are not Ray's choice."""
     address, environment = cluster
