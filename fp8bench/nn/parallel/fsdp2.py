@@ -34,7 +34,8 @@ class FSDPModel(HeldModel):
         parameters = dict(self._model.named_parameters())
         super().__init__(parameters, job.loss_scale, [True] * len(parameters))
         self.weights = [getattr(one, "_tensor", one) for one in self.weights]  # without what torchao wraps them in
-        self._scales_are_known()
+        if self._in_codes:
+            self._scales_are_known()
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         with phase.elementwise:
@@ -43,18 +44,18 @@ class FSDPModel(HeldModel):
         return loss.detach()
 
     def updated(self, phase: Phases) -> None:
-        with phase.communication:
-            self._scales_are_known()
+        if self._in_codes:
+            with phase.communication:
+                self._scales_are_known()
 
     def full_weights(self) -> dict[str, Tensor]:
         return {name: self._gathered(part) for name, part in zip(self.names, self.weights, strict=True)}
 
     def _scales_are_known(self) -> None:
         """The largest magnitudes of all weights that travel as codes, in one exchange after every update."""
-        if self._in_codes:
-            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-            precompute_float8_dynamic_scale_for_fsdp(self._model)
+        precompute_float8_dynamic_scale_for_fsdp(self._model)
 
     def _gathered(self, part: Tensor) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(self.group.size())]
