@@ -8,6 +8,7 @@
     |   `-- NotSent               2   a model of the user's own cannot be sent to another process
     |-- BackendMissing            2   a backend that is installed, and does not import all the same
     |-- NotPrinted                2   stdout takes nothing
+    |-- RanksDisagree             2   ranks that should have answered the same did not
     |-- StoreError                2   the store cannot be read or written
     |   |-- NotKept               2   the store failed while measuring (carries the run)
     |   |-- RunNotFound           2   no run by that id, stem or path

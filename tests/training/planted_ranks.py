@@ -12,14 +12,12 @@ from typing import Any
 import torch
 
 from fp8bench.model.training import Arm, Line, SeedTask
-from fp8bench.nn.sizes import SIZES, GPTConfig
+from fp8bench.nn.sizes import SIZES
 from fp8bench.training.together import DataParallel
 from fp8bench.training.trainer import Trainer
 from tests.training.labs import TINY
+from tests.training.plants import AVERAGE, KILLED, KILLED_AT, KILLED_TWICE, SCALES, SEED, SHARE, SIZE, TEXT, WEIGHTS
 
-SEED, TEXT, SHARE, WEIGHTS, AVERAGE, KILLED, KILLED_TWICE, SCALES = range(7001, 7009)
-KILLED_AT = 7
-SIZE = GPTConfig(256, 32, 1, 2, 2, 64, batch=4, sequence=16)
 _RANK = int(os.environ.get("RANK", "0"))
 _begin, _advance, _over_ranks = Trainer.__init__, Trainer.advance, DataParallel._over_ranks
 

@@ -16,11 +16,10 @@ from fp8bench.model.training import Arm, LayerReading, Line, SeedTask, StepRow
 from fp8bench.plan.corpus import Corpus
 from fp8bench.training.rank_lab import MODULE
 from tests.facts import CPU
-from tests.training import planted_ranks as planted
+from tests.training import plants as planted
 from tests.training.labs import lab_of, rows, task_of
 
 pytestmark = pytest.mark.slow
-PLANTS = str(Path(__file__).with_name("planted_ranks.py"))
 RANKS = replace(CPU, ranks=2)
 OWN = (("amax_group", "own"),)
 ARMS = (
@@ -38,7 +37,7 @@ def of_ranks(corpus: Corpus, *arms: Arm | str, seed: int = 0) -> SeedTask:
 
 @pytest.fixture
 def ranks() -> Iterator[RanksWorker]:
-    with RanksWorker(Settings(imports=(PLANTS,)), 2, 20.0, MODULE) as worker:
+    with RanksWorker(Settings(imports=(planted.FILE,)), 2, 20.0, MODULE) as worker:
         yield worker
 
 
@@ -107,7 +106,7 @@ def test_four_ranks_have_the_same_losses(corpus: Corpus, size: int) -> None:
     """Bit by bit on all of them, which is looked at in every step, and those of one rank but for rounding."""
     task = replace(of_ranks(corpus, "fp32", "fp8"), facts=replace(CPU, ranks=size))
     one = lab_of(replace(task, facts=CPU, settings=replace(task.settings, parallel="")))
-    with RanksWorker(Settings(imports=(PLANTS,)), size, 60.0, MODULE) as worker:
+    with RanksWorker(Settings(imports=(planted.FILE,)), size, 60.0, MODULE) as worker:
         several = asked(worker, 60)
         several.begin(task)
         for name in ("fp32", "fp8"):

@@ -22,16 +22,16 @@ from fp8bench.model.training import (
     TrainingEvent,
     Validation,
 )
+from fp8bench.nn.sizes import SIZES
 from fp8bench.report.terminal.training import facts_of
 from fp8bench.store.trainings import load_training, training_files
 from tests.measure.ranks.test_worker import gone
 from tests.own_suites import forgotten
-from tests.training import planted_ranks as planted
+from tests.training import plants as planted
 from tests.training.labs import TINY
 from tests.trainings import NotedTraining, small
 
 pytestmark = pytest.mark.slow
-PLANTS = str(Path(planted.__file__))
 SETTINGS = TrainerSettings(model=TINY, parallel="ddp")
 
 
@@ -53,16 +53,16 @@ def _text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _prepared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PLANTED_RANKS", str(folder))
-    monkeypatch.setitem(planted.SIZES, TINY, planted.SIZE)
+    monkeypatch.setitem(SIZES, TINY, planted.SIZE)
     Path("text.txt").write_text("every token is a byte of this text. " * 4000)
 
 
 def trained(store: Path, seed: int) -> KeptTraining:
     request = small(
         dtypes=("fp32", "fp8-delayed"), settings=SETTINGS, ranks=2, seeds=1, seed=seed, steps=12, keep=5,
-        imports=(PLANTS,), energy=True, sweep=(("amax-group", ("own", "parallel")),),
+        imports=(planted.FILE,), energy=True, sweep=(("amax-group", ("own", "parallel")),),
     )  # fmt: skip
-    with forgotten(Path(PLANTS).parent):
+    with forgotten(Path(planted.FILE).parent):
         return train(request, store, NotedTraining(), "fp8bench train")
 
 
@@ -98,7 +98,7 @@ def test_what_is_killed_with_its_parent_goes_on_to_the_same_bits(whole: KeptTrai
     words = [
         sys.executable, "-m", "fp8bench", "train", "--dtypes", "fp32,fp8-delayed", "--model", TINY, "--ranks", "2",
         "--parallel", "ddp", "--seeds", "1", "--seed", str(planted.KILLED), "--steps", "12", "--keep", "5",
-        "--evaluate", "10", "--data", "text.txt", "--import", PLANTS, "--sweep", "amax-group=own,parallel",
+        "--evaluate", "10", "--data", "text.txt", "--import", planted.FILE, "--sweep", "amax-group=own,parallel",
         "--store", "killed",
     ]  # fmt: skip
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -114,6 +114,6 @@ def test_what_is_killed_with_its_parent_goes_on_to_the_same_bits(whole: KeptTrai
     assert gone()
     (path,) = training_files(Path("killed"))
     assert not load_training(path).finished
-    with forgotten(Path(PLANTS).parent):
+    with forgotten(Path(planted.FILE).parent):
         _, kept = resume(path, Path("killed"), NotedTraining())
     assert kept.finished and told(kept) == told(whole)

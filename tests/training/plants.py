@@ -1,0 +1,12 @@
+"""What is planted in ranks, by the seed of the training; planted_ranks.py does it where ranks import it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fp8bench.nn.sizes import GPTConfig
+
+FILE = str(Path(__file__).with_name("planted_ranks.py"))
+SEED, TEXT, SHARE, WEIGHTS, AVERAGE, KILLED, KILLED_TWICE, SCALES = range(7001, 7009)
+KILLED_AT = 7
+SIZE = GPTConfig(256, 32, 1, 2, 2, 64, batch=4, sequence=16)
