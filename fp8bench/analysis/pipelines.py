@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fp8bench.analysis.metric import Better, Metric, Rank
-from fp8bench.analysis.ranks import calls_of
+from fp8bench.analysis.ranks import calls_of, microbatches_of
 from fp8bench.model import Provenance, Record
 from fp8bench.model.metric_names import OwnMetric
 
@@ -25,8 +25,8 @@ class Bubble:
 
 def bubble(record: Record) -> Bubble | None:
     """Over all ranks, the median of calls; None of what is no pipeline."""
-    microbatches = dict(record.case.params).get("microbatches")
-    if record.timing is None or not isinstance(microbatches, int):
+    microbatches = microbatches_of(record)
+    if record.timing is None or microbatches is None:
         return None
     shares = [
         sum(communication) / busy

@@ -100,6 +100,22 @@ def overlap_figures(found: Overlap) -> OverlapFigures:
     return OverlapFigures(exposed, 1 - exposed / sent, check)
 
 
+def overlap_of(record: Record) -> OverlapFigures | None:
+    """Of a case. A step of a pipeline is longer than its products by its waiting too: of its sending no share hides."""
+    if record.overlap is None:
+        return None
+    found = overlap_figures(record.overlap)
+    if found.hidden is None or microbatches_of(record) is None:
+        return found
+    return replace(found, hidden=None, why="what a pipeline exposes is its waiting, too")
+
+
+def microbatches_of(record: Record) -> int | None:
+    """Of a pipeline; None of what is none."""
+    found = dict(record.case.params).get("microbatches")
+    return found if isinstance(found, int) else None
+
+
 def frontier(ways: Sequence[tuple[float, float]]) -> tuple[int, ...]:
     """The places of those (bytes, decibels) of which no other sends as little with as small an error."""
     return tuple(
@@ -126,8 +142,7 @@ def rank_metrics(record: Record, seconds: float | None) -> Iterator[Metric]:
         yield _figure(OwnMetric.MEMORY_SKEW, "%", apart * 100, Better.LOWER)
         for held in record.memory.ranks:
             yield _of_rank(held.rank, OwnMetric.RANK_MEMORY, "B", float(held.peak))
-    if record.overlap is not None:
-        found = overlap_figures(record.overlap)
+    if (found := overlap_of(record)) is not None:
         yield _figure(OwnMetric.EXPOSED, "s", found.exposed, Better.LOWER, found.why)
         hidden = None if found.hidden is None else found.hidden * 100
         yield _figure(OwnMetric.HIDDEN_COMMUNICATION, "%", hidden, Better.HIGHER, found.why)

@@ -12,7 +12,7 @@ from fp8bench.analysis.ranks import (
     SUM_MAY_BE,
     frontier,
     memory_skew,
-    overlap_figures,
+    overlap_of,
     rank_times,
     skew,
     true_communication,
@@ -179,10 +179,9 @@ def _overlaps(panel: Panel) -> Table | None:
     )  # fmt: skip
     rows = []
     for group, result in panel.members:
-        overlap = result.record.overlap
-        if overlap is None:
+        overlap, found = result.record.overlap, overlap_of(result.record)
+        if overlap is None or found is None:
             continue
-        found = overlap_figures(overlap)
         parts = [overlap.compute, overlap.communication, overlap.both]
         numbers = [_seconds(statistics.median(one) if one else None) for one in parts]
         check = units.NONE if found.check_sum is None else f"{found.check_sum:.2f}"
@@ -200,7 +199,7 @@ def _no_overlaps(panel: Panel) -> Iterator[str]:
     told = [(one, overlap) for one, overlap in overlaps if overlap is not None]
     for why, modes in together((overlap.why, one.mode) for one, overlap in told if overlap.why).items():
         yield f"No overlap of {', '.join(dict.fromkeys(modes))}: {why}."
-    if any(not overlap.why and overlap_figures(overlap).exposed is None for _, overlap in told):
+    if any((found := overlap_of(one.record)) and found.exposed is None and not overlap.why for one, overlap in told):
         low, high = SUM_MAY_BE
         yield f"Nothing is told where the check sum is not {low} to {high}: both disturb each other even in turn."
 

@@ -11,6 +11,7 @@ from fp8bench.analysis.pipelines import Bubble, bubble, pipeline_metrics
 from fp8bench.analysis.ranks import (
     memory_skew,
     overlap_figures,
+    overlap_of,
     rank_metrics,
     rank_times,
     round_times,
@@ -78,6 +79,15 @@ def test_overlap_is_never_cut_to_what_one_would_like() -> None:
     worse = overlap_figures(overlap(50e-3, 44e-3))
     assert worse.exposed == pytest.approx(14e-3) and worse.hidden == pytest.approx(-0.75)
     assert overlap_figures(overlap(35e-3, 44e-3)).hidden == pytest.approx(1.125)
+
+
+def test_nothing_of_a_pipeline_s_sending_is_called_hidden() -> None:
+    """Its step is longer by what ranks wait for each other: 30 ms beside 8 ms of sending would be -275%."""
+    for microbatches in (None, 2):
+        params = {} if microbatches is None else {"microbatches": microbatches}
+        found = overlap_of(Record(case("parallel", "bf16", params), NATIVE, Status.OK, overlap=overlap(66e-3, 44e-3)))
+        assert found is not None and found.exposed == pytest.approx(30e-3)
+        assert (found.hidden is None) == bool(found.why) == (microbatches == 2)
 
 
 def test_overlap_is_refused_where_the_check_sum_is_off() -> None:
