@@ -25,6 +25,8 @@ _VERSION = 2
 # the driver says of the device.
 _FACTS = ("machine", "torch", "env_ONEDNN_MAX_CPU_ISA", "env_NVIDIA_TF32_OVERRIDE")
 _SETTINGS = ("threads", SWITCHES_SET, "cpu_governor", "cpu_turbo_off", "cgroup_cpu_max")
+# Before the name of a file in which pieces are kept until all have been measured.
+_BEGUN = "begun "
 _OF_DEVICE = ("driver", "power_cap", "sm_clock_max", "memory_clock_max", "mig", "partition")
 
 
@@ -85,7 +87,27 @@ def history_of_ceilings(store: Path) -> list[Ceilings]:
         lines = _history(store).read_bytes().splitlines()
     except OSError:
         return []
-    return [found for line in lines if (found := _read_text(line)) is not None]
+    found = (one for line in lines if (one := _read_text(line)) is not None)
+    return sorted(found, key=lambda one: one.when)  # those of another store were taken in behind ours
+
+
+def merge_ceilings(store: Path, other: Path) -> int:
+    """Take in those of another store that are not here, or newer than ours; returns how many those are."""
+    theirs = {path.name: found for path in sorted((other / "ceilings").glob("*.json")) if (found := _read(path))}
+    past = history_of_ceilings(other)
+    if not theirs and not past:
+        return 0
+    with locked(store / "ceilings"):
+        known = history_of_ceilings(store)
+        new = [one for one in past if one not in known]
+        if new:
+            _append(_history(store), new)
+        for name, found in theirs.items():
+            ours = _read(store / "ceilings" / name)
+            if not name.startswith(_BEGUN) and (ours is None or ours.when < found.when):
+                write_whole(store / "ceilings" / name, _text(found))
+                new += [] if found in new else [found]
+    return len(new)
 
 
 def _history(store: Path) -> Path:
@@ -94,7 +116,7 @@ def _history(store: Path) -> Path:
 
 def _begun(store: Path, environment: Environment, device: DeviceFacts) -> Path:
     path = _path(store, environment, device, True)
-    return path.with_name(f"begun {path.name}")
+    return path.with_name(f"{_BEGUN}{path.name}")
 
 
 def _text(found: Ceilings) -> str:

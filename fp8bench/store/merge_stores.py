@@ -16,6 +16,7 @@ from fp8bench.model import Series
 from fp8bench.store.acks import merge_acks
 from fp8bench.store.asv.results import Taken, merge_folders
 from fp8bench.store.asv.view import define, results_of, write_place
+from fp8bench.store.ceilings import merge_ceilings
 from fp8bench.store.commit_runs import by_place, commit_of, files_by_commit, read_runs, series_of_runs
 from fp8bench.store.index.figure_files import Fingerprints
 from fp8bench.store.index.history import read_and_keep
@@ -176,13 +177,14 @@ def _newest(store: Path, series: Iterable[Series]) -> list[Series]:
 
 @dataclass(frozen=True)
 class Joined:
-    """What was done: runs, asv's files, acknowledgements, what counts as what from now on, files that were folded, and
-    the view.
+    """What was done: runs, asv's files, acknowledgements, ceilings, what counts as what from now on, files that were
+    folded, and the view.
     """
 
     runs: Merged
     taken: Taken
     acks: int
+    ceilings: int
     renamed: dict[str, str]
     folded: tuple[Path, ...]
     view: Rebuilt
@@ -197,7 +199,7 @@ def join(store: Path, other: Path | None, pairs: Sequence[tuple[str, str]]) -> J
     known = set(interpreters_of_runs(store).values()) | interpreters_of_results(results_of(store))
     if other is not None:
         known |= set(interpreters_of_runs(other).values()) | interpreters_of_results(results_of(other))
-    runs, taken, acks = Merged(), Taken(), 0
+    runs, taken, acks, ceilings = Merged(), Taken(), 0, 0
     with locked(store / "asv"):
         before = load_renamings(store)
         adopted, failed = _adopted(before, load_renamings(other)) if other is not None else (before, ())
@@ -210,7 +212,8 @@ def join(store: Path, other: Path | None, pairs: Sequence[tuple[str, str]]) -> J
             failed = (*failed, *runs.failed, *taken.failed)
             try:
                 acks = merge_acks(store, other)
-            except StoreError as error:
+                ceilings = merge_ceilings(store, other)
+            except (StoreError, OSError) as error:
                 failed = (*failed, str(error))
         folded, unfolded = fold(results_of(store), after)
     changed = {one for one in known if before.name(one) != after.name(one)}
@@ -219,7 +222,7 @@ def join(store: Path, other: Path | None, pairs: Sequence[tuple[str, str]]) -> J
         commits |= {commit_of(path) for path, python in interpreters_of_runs(store).items() if python in changed}
     view = rebuild(store, commits)
     anew = {one: after.name(one) for one in sorted(changed) if after.name(one) != one}
-    return Joined(runs, taken, acks, anew, tuple(folded), view, (*failed, *unfolded, *view.failed))
+    return Joined(runs, taken, acks, ceilings, anew, tuple(folded), view, (*failed, *unfolded, *view.failed))
 
 
 def _adopted(ours: Renamings, theirs: Renamings) -> tuple[Renamings, tuple[str, ...]]:

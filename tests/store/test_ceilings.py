@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Limit, Rate
-from fp8bench.store.ceilings import ceilings_of, history_of_ceilings, new_ceilings
+from fp8bench.store.ceilings import ceilings_of, history_of_ceilings, merge_ceilings, new_ceilings
 from tests.facts import CPU, H200
 
 FACTS = {"machine": "box", "torch": "2.13.0", "threads": 2}
@@ -128,3 +129,24 @@ def test_every_measurement_is_kept(tmp_path: Path) -> None:
     history.write_bytes(history.read_bytes() + b'{"version": 2, "ceil')
     new_ceilings(tmp_path, environment, H200, lambda begun, keep: WHOLE)
     assert [dict(one.under)["name"] for one in history_of_ceilings(tmp_path)] == [CPU.name, CPU.name, H200.name]
+
+
+def test_those_of_another_store_are_taken_in_once(tmp_path: Path) -> None:
+    """With their history, in the order of time; of a device that both have the newer one counts, and what was begun
+    stays where it is.
+    """
+    ours, theirs = tmp_path / "a", tmp_path / "b"
+    here, there = Environment(FACTS), Environment(FACTS | {"machine": "other"})
+    new_ceilings(theirs, here, CPU, lambda begun, keep: replace(WHOLE, device="first"))
+    new_ceilings(theirs, there, CPU, lambda begun, keep: WHOLE)
+    ceilings_of(theirs, Environment(FACTS | {"machine": "third"}), CPU, Measuring())
+    new_ceilings(ours, here, CPU, lambda begun, keep: replace(WHOLE, device="second"))
+    history = theirs / "ceilings" / "history.jsonl"
+    history.write_text(re.sub(r'"when": ?"20..', '"when":"1999', history.read_text()))
+    before = {path: path.read_bytes() for path in (theirs / "ceilings").iterdir()}
+    assert merge_ceilings(ours, theirs) == 4 and merge_ceilings(ours, theirs) == 0
+    assert [one.when[:4] == "1999" for one in history_of_ceilings(ours)] == [True, True, False]
+    assert ceilings_of(ours, here, CPU, None).device == "second"  # type: ignore[union-attr]
+    assert ceilings_of(ours, there, CPU, None) is not None
+    assert {path: path.read_bytes() for path in (theirs / "ceilings").iterdir()} == before
+    assert merge_ceilings(ours, tmp_path / "none") == 0

@@ -240,6 +240,7 @@ def _merge(arguments: argparse.Namespace) -> int:
         "runs that were here already": done.runs.same,
         "asv's files that are new or have more in them": len(done.taken.files),
         **({"acknowledgements that are new here": done.acks} if done.acks else {}),
+        **({"ceilings that are new here": done.ceilings} if done.ceilings else {}),
     }
     counts = taken if other is not None else {}
     counts |= {"asv's files that have come under another interpreter": len(done.folded)} if done.renamed else {}
