@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -88,16 +89,17 @@ def true_communication(timing: Timing) -> float | None:
 
 def overlap_figures(found: Overlap) -> OverlapFigures:
     """From the medians of the rounds."""
-    if found.why:
-        return OverlapFigures(None, None, None, found.why)
-    alone, sent, both, in_turn = map(statistics.median, (found.compute, found.communication, found.both, found.in_turn))
-    check = in_turn / (alone + sent)
+    parts = (found.compute, found.communication, found.both, found.in_turn)
+    if found.why or not all(parts):
+        return OverlapFigures(None, None, None, found.why or "no round of it was kept")
+    alone, sent, both, in_turn = map(statistics.median, parts)
+    check = in_turn / (alone + sent) if alone + sent else math.nan
     low, high = SUM_MAY_BE
     if not low <= check <= high:
         why = f"both in turn take {check:.2f} of the sum of both alone, which must be {low} to {high}"
         return OverlapFigures(None, None, check, why)
     exposed = both - alone
-    return OverlapFigures(exposed, 1 - exposed / sent, check)
+    return OverlapFigures(exposed, 1 - exposed / sent if sent else None, check)
 
 
 def overlap_of(record: Record) -> OverlapFigures | None:

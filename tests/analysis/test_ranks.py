@@ -96,6 +96,13 @@ def test_overlap_is_refused_where_the_check_sum_is_off() -> None:
     assert found.exposed is None and found.hidden is None and "1.34 of the sum of both alone" in found.why
 
 
+def test_an_overlap_whose_rounds_are_gone_is_none() -> None:
+    """A file that somebody changed is shown all the same."""
+    assert overlap_figures(Overlap((1.0,), (), (1.0,), (1.0,))).why == "no round of it was kept"
+    assert overlap_figures(Overlap((0.0,), (0.0,), (1.0,), (1.0,))).exposed is None
+    assert overlap_figures(Overlap((1.0,), (0.0,), (1.0,), (1.0,))).hidden is None
+
+
 def test_rates_are_those_of_nccl_tests() -> None:
     """Bytes of the vector as it is sent over the slowest rank's median, times the factor; logical bytes beside it."""
     record = Record(

@@ -49,8 +49,9 @@ class Paced(Workload):
         with phase.gemm:
             sum(range(state))
 """
-# Whether the machine has slowed down is not what these tests are about.
-RULES = '"*fp32":\n  time: ignore\n'
+# Whether the machine has slowed down is not what these tests are about, nor what other processes make of some
+# milliseconds: what is planted is +200%, and a burst of them has confirmed +43%.
+RULES = '"*fp32":\n  time: ignore\n"*bf16":\n  relative_time: {relative: 50%}\n'
 
 
 @pytest.fixture
