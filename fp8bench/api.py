@@ -14,8 +14,10 @@ from fp8bench.analysis.findings import findings as findings_of
 from fp8bench.analysis.learning.verdicts import verdicts_of
 from fp8bench.cli.grammar import DEFAULT_STORE
 from fp8bench.errors import UnknownName, UsageError
+from fp8bench.files import is_address
 from fp8bench.jobs.after_run import into_history
 from fp8bench.jobs.callbacks import for_hugging_face, for_lightning
+from fp8bench.jobs.fleet.report import fleet_report
 from fp8bench.jobs.observer import SilentTraining, TrainingObserver
 from fp8bench.jobs.own_loop import Told, watched
 from fp8bench.jobs.profile import profile as profile_maker
@@ -31,6 +33,7 @@ from fp8bench.pipeline import resume as go_on
 from fp8bench.plan.asked_suites import files_of
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.data.boards import check_tensorboard, write_tensorboard
+from fp8bench.report.data.fleet_frames import FleetFrames
 from fp8bench.report.data.frames import RunFrames, TrainingFrames
 from fp8bench.report.data.training_boards import write_training
 from fp8bench.report.notebook import Findings, as_html, speed_chart
@@ -343,6 +346,8 @@ def _bytes(value: Any) -> Any:
 def _folder(name: str, given: object) -> Path:
     if not isinstance(given, str | Path) or not str(given):
         raise UsageError(f"{name} cannot be {given!r:.80}: give a folder.")
+    if is_address(str(given)):
+        raise UsageError(f"{name} cannot be {given!r:.80}, which is an address: mount it, and give the folder.")
     return Path(given)
 
 
@@ -363,6 +368,15 @@ def load_training(training: str | Path | KeptTraining, store: str | Path = DEFAU
     if not isinstance(training, KeptTraining):
         training = read_training(training_named(str(training), _folder("store", store)))
     return TrainingFrames(training)
+
+
+def load_fleet(source: str | Path, store: str | Path = DEFAULT_STORE, *, machines: Iterable[str] = ()) -> FleetFrames:
+    """A fleet's machines beside each other as pandas frames: of a plan's runs in `store`, or of those in a store.
+
+    `machines` are names of some that should be in it. `.report` is all of it; `.cases`, `.machines`, `.kinds` and
+    `.alarms` are made when they are first asked for.
+    """
+    return FleetFrames(fleet_report(_folder("source", source), _folder("store", store), _names(machines)))
 
 
 def findings(run: model.Run) -> Findings:

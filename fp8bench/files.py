@@ -25,6 +25,7 @@ PARTIAL = ".partial"
 _PAUSE_SECONDS = 0.02
 # Nobody writes a file for so long: whoever began it was killed.
 _LEFT_SECONDS = 3600.0
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _UNSAFE = re.compile(r"[^A-Za-z0-9=,._+-]")
 _LONGEST = {"workload": 40, "params": 72, "device": 16, "mode": 40}
 _DIGITS = 8
@@ -35,6 +36,11 @@ def make_store(store: Path) -> None:
     if not store.exists():
         store.mkdir(parents=True, exist_ok=True)
         write_whole(store / ".gitignore", "*\n")
+
+
+def is_address(text: str) -> bool:
+    """Whether this names a place that is no file of this machine, like s3://bucket, and would make a folder `s3:`."""
+    return _ADDRESS.match(text) is not None
 
 
 def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
@@ -206,6 +212,29 @@ def try_writing(folder: Path) -> None:
         probe.write_text("probe")
     finally:  # a full disk has room for a name
         probe.unlink(missing_ok=True)
+
+
+def clock_ahead(folder: Path) -> float | None:
+    """How many seconds this process's clock is ahead of the one that stamps files in a folder; None where that fails.
+
+    On a disk of this machine it is the same clock. On a shared file system it is the server's. What asking took is
+    taken off, so that a slow one is no wrong one.
+    """
+    probe = folder / f".probe-{secrets.token_hex(4)}"
+    try:
+        before = time.time()
+        with probe.open("xb") as file:
+            append(file, b"probe")
+        stamped = probe.stat().st_mtime
+        after = time.time()
+    except OSError:
+        return None
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    if stamped <= 0:  # where files have no time
+        return None
+    return round(max(0.0, before - stamped) + min(0.0, after - stamped), 3)
 
 
 def stamp(moment: str) -> str:

@@ -20,7 +20,7 @@ from fp8bench import __version__
 from fp8bench.analysis.verdicts import decided
 from fp8bench.analysis.winners import fastest
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
-from fp8bench.files import check_folder
+from fp8bench.files import check_folder, clock_ahead
 from fp8bench.measure.capacity import CapacityRule
 from fp8bench.measure.ceilings import SECONDS as CEILING_SECONDS
 from fp8bench.measure.ceilings import measures_ceilings
@@ -80,7 +80,7 @@ def execute(
         run = replace(_opened(request, corpus, workers[0], meters, command, folder), origin=origin)
         if cell is not None:
             run = replace(run, plan=of_cell(run.plan, cell[1]), cell=cell[0])
-            run = replace(run, bits=_bits(run, workers[0]))
+            run = replace(run, bits=_bits(run, workers[0]), clock_ahead=clock_ahead(store))
         observer.planned(run.plan)
         writer = start_run(run, store)
         if note:
@@ -281,10 +281,8 @@ def _opened(
 def _bits(run: Run, worker: Worker) -> tuple[OperationBits, ...]:
     """What the devices of a cell compute, so that machines of a kind can be held against each other.
 
-    Nothing of several ranks, and of a worker that it ends: the cell is measured all the same, and a report says so.
+    Nothing of a worker that it ends: the cell is measured all the same, and a report says so.
     """
-    if run.request.ranks is not None:
-        return ()
     used = {planned.case.device for group in run.plan for planned in group.cases if planned.runs}
     asked = worker.within(START_SECONDS)
     try:

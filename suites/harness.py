@@ -6,10 +6,13 @@ better in all. What is measured is the fp8bench that this process imports, in th
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.util
 import os
 import pickle
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,7 +23,6 @@ from pathlib import Path
 
 import fp8bench
 from fp8bench.measure.handle import ProcessWorker
-from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.measure.sensors.sampler_thread import Source, SourceKind
@@ -29,6 +31,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.model.readings import Unavailable
 from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import make_plan
+from suites import compacted_history, ranks
 from suites.gate import Setting, false_alarms, found
 from suites.long_history import WORKS, Cost, measure, write_module, write_store
 from suites.quantisers import CASTS, OTHERS, cold_compile, linear_over_product, over_copy, over_torchao
@@ -181,22 +184,19 @@ def _harness_ratio(settings: Settings, corpus: str) -> float:
 def track_ranks_over_bare_loop() -> float:
     """A step of about 50 ms that two ranks take, from the request to both answers, over the same step in a bare loop.
 
-    Wall time: what the ranks wait for at their barrier is part of it. Goal 1.02, on a machine with two free cores.
+    Wall time of the slowest rank, all of which begin together in either. Goal 1.02, on a machine with two free cores.
     """
-    with RanksWorker(Settings(), 2) as worker:
-        facts = worker.probe()
-        request = Request("gemm", ("fp32",), ("cpu",), axes=(("shape", ("1408",)),), ranks=2)
-        case = make_plan(request, facts).groups[0].cases[0].case
-        worker.within(60.0).prepare("a", case, facts[0])
-        ratios = []
-        for turn in range(60):
-            seconds = {}
-            for bare in (turn % 2 == 0, turn % 2 == 1):
-                start = time.perf_counter()
-                looped = worker.within(60.0).loop("a", 1) if bare else worker.within(60.0).slot("a", 1, 0)
-                seconds[bare] = looped if isinstance(looped, float) else time.perf_counter() - start
-            ratios.append(seconds[False] / seconds[True])
-    return float(f"{statistics.median(ratios):.6g}")
+    return float(f"{ranks.cost().ratio:.6g}")
+
+
+def track_ranks_over_bare_loop_upper() -> float:
+    """The upper end of that figure's 95% interval: what it can be said to be below."""
+    return float(f"{ranks.cost().high:.6g}")
+
+
+def track_ranks_beside_step() -> float:
+    """Seconds from the request to both answers that are not the slowest rank's step."""
+    return ranks.cost().beside
 
 
 def _wall_seconds(*words: str) -> float:
@@ -328,6 +328,34 @@ def _opening_history(what: str) -> Cost:
         return measure(Path(folder), what, _environment())
 
 
+def track_compacted(what: str) -> float:
+    """CPU seconds of reading 3,000,000 points out of Parquet files, beside the start of a process.
+
+    Goals: 0.05 for each of ten series, 3 for the medians of all commits and series.
+    """
+    return compacted_history.measure(_compacted(), what, _environment()).cpu
+
+
+def track_compacted_peak_bytes() -> int:
+    """Peak resident bytes of a process that reads all of them: goal 400 MiB."""
+    return compacted_history.measure(_compacted(), "all medians", _environment()).peak
+
+
+def track_compaction_peak_bytes() -> int:
+    """Peak resident bytes of a process that compacts a month of 740,000 rows: goal 400 MiB."""
+    with tempfile.TemporaryDirectory() as folder:
+        return compacted_history.make(Path(folder), _environment(), compacted_history.MONTH).peak
+
+
+@functools.cache
+def _compacted() -> Path:
+    """A store that is read only, for all of this process. Making it takes a minute."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    compacted_history.make(folder, _environment())
+    return folder
+
+
 def track_gate_false_alarms() -> float:
     """The share of builds of 100 cases that a gate fails for nothing: one run a side, 2% from run to run."""
     return false_alarms(Setting(1, 1, 0.02), 500)
@@ -346,6 +374,8 @@ _UNITS: dict[Callable[..., float], str] = {
     track_marker_off: "seconds",
     track_harness_over_bare_loop: "ratio",
     track_ranks_over_bare_loop: "ratio",
+    track_ranks_over_bare_loop_upper: "ratio",
+    track_ranks_beside_step: "seconds",
     track_mission_seconds: "seconds",
     track_mission_quick_seconds: "seconds",
     track_mission_peak_bytes: "bytes",
@@ -361,6 +391,9 @@ _UNITS: dict[Callable[..., float], str] = {
     track_gate_missed: "share",
     track_history: "seconds",
     track_history_peak_bytes: "bytes",
+    track_compacted: "seconds",
+    track_compacted_peak_bytes: "bytes",
+    track_compaction_peak_bytes: "bytes",
 }
 # By name; every one of them has one parameter.
 _PARAMETERS: dict[Callable[..., float], tuple[str, tuple[str, ...]]] = {
@@ -368,6 +401,7 @@ _PARAMETERS: dict[Callable[..., float], tuple[str, tuple[str, ...]]] = {
     track_quantiser_over_torchao: ("quantiser", tuple(OTHERS)),
     track_cold_compile: ("quantiser", ("e4m3 fp32", "mxfp8 bf16", "nvfp4 fp32")),
     track_history: ("what", WORKS),
+    track_compacted: ("what", compacted_history.WORKS),
 }
 for _benchmark, _unit in _UNITS.items():
     _benchmark.unit = _unit  # type: ignore[attr-defined]

@@ -46,6 +46,8 @@ COMMITS = 300
 # Of cases, fp32 and bf16, with eleven series each.
 PAIRS = 91
 ROUNDS = 10
+# Nanoseconds of every call that are in no phase.
+REST = 100
 SUITE = "long_history"
 _MACHINE = "long"
 _FIRST = datetime(2026, 1, 5, tzinfo=UTC)
@@ -89,22 +91,41 @@ def write_module(folder: Path, pairs: int = PAIRS) -> Path:
     return path
 
 
+class Times:
+    """What the cases of each commit take: the same for the same seed."""
+
+    def __init__(self, pairs: int, seed: int = 0) -> None:
+        chance = [random.Random(1000 * seed + pair) for pair in range(pairs)]
+        self._seed = seed
+        self._bases = [10 ** one.uniform(5, 8) for one in chance]
+        self._steps = [one.randrange(20, COMMITS) if pair % 10 == 0 else math.inf for pair, one in enumerate(chance)]
+
+    def of_commit(self, number: int) -> Iterator[int]:
+        """Nanoseconds of every cell of every slot but the last ones, in the order of the records."""
+        own = random.Random(-1 - 1000 * self._seed - number)
+        levels = [
+            base * own.gauss(1, 0.02) * (1.05 if number >= step else 1)
+            for base, step in zip(self._bases, self._steps, strict=True)
+        ]
+        for level in levels:
+            for factor, cast in ((2.0, False), (1.0, True)):
+                for _ in range(ROUNDS):
+                    spread = own.uniform(0.99, 1.01)
+                    if cast:
+                        yield int(0.2 * level * spread)
+                    yield int(factor * level * spread)
+
+
 def write_store(store: Path, commits: int = COMMITS, pairs: int = PAIRS, seed: int = 0, first: int = 0) -> list[Path]:
     """A run for each commit, the same for the same seed, beginning with commit number `first`."""
-    chance = [random.Random(1000 * seed + pair) for pair in range(pairs)]
-    bases = [10 ** one.uniform(5, 8) for one in chance]
-    steps = [one.randrange(20, COMMITS) if pair % 10 == 0 else math.inf for pair, one in enumerate(chance)]
+    times = Times(pairs, seed)
     head, *template = _template(pairs)
     paths = []
     for number in range(first, first + commits):
-        own = random.Random(-1 - 1000 * seed - number)
-        levels = [
-            base * own.gauss(1, 0.02) * (1.05 if number >= step else 1) for base, step in zip(bases, steps, strict=True)
-        ]
-        run = _run(number, ())
+        run = run_of(number, ())
         path = store / "runs" / _MACHINE / file_name(run)
         path.parent.mkdir(parents=True, exist_ok=True)
-        numbers = map(str, _numbers(levels, own))
+        numbers = map(str, times.of_commit(number))
         lines = [_of_commit(head, run), *(_filled(line, numbers) for line in template)]
         path.write_text("".join(f"{line}\n" for line in (*lines, '{"end":"finished"}')))
         paths.append(path)
@@ -114,17 +135,6 @@ def write_store(store: Path, commits: int = COMMITS, pairs: int = PAIRS, seed: i
 def _filled(line: str, numbers: Iterator[str]) -> str:
     """A line with the next numbers in the places of marks."""
     return _NUMBER.sub(lambda _: next(numbers), line)
-
-
-def _numbers(levels: list[float], own: random.Random) -> Iterator[int]:
-    """Nanoseconds of every cell of every slot, in the order of the records."""
-    for level in levels:
-        for factor, cast in ((2.0, False), (1.0, True)):
-            for _ in range(ROUNDS):
-                spread = own.uniform(0.99, 1.01)
-                if cast:
-                    yield int(0.2 * level * spread)
-                yield int(factor * level * spread)
 
 
 def _of_commit(head: str, run: Run) -> str:
@@ -138,14 +148,15 @@ def _of_commit(head: str, run: Run) -> str:
 def _template(pairs: int) -> list[str]:
     """The lines of a run as its writer makes them, with one number in the place of all times."""
     with tempfile.TemporaryDirectory() as folder:
-        run = _run(0, tuple(record for size in range(1, 1 + pairs) for record in _records(size)))
+        run = run_of(0, tuple(record for size in range(1, 1 + pairs) for record in _records(size)))
         writer = start_run(run, Path(folder))
         writer.append(run.records)
         writer.close()
         return writer.path.read_text().splitlines()
 
 
-def _run(number: int, records: tuple[Record, ...]) -> Run:
+def run_of(number: int, records: tuple[Record, ...]) -> Run:
+    """The run of a commit, with these records."""
     when = _FIRST + timedelta(hours=number)
     commit = f"{number:08x}" * 5
     facts: dict[str, Scalar | None] = {
@@ -165,7 +176,7 @@ def _records(size: int) -> tuple[Record, Record]:
     plain = Segments(("gemm", "unattributed"), (0, 0))
     found = []
     for precision, segments in (("fp32", plain), ("bf16", Segments(("cast", *plain.phases), (0, 0, 0)))):
-        calls = ((*(_MARK for _ in segments.phases[1:]), 100),)
+        calls = ((*(_MARK for _ in segments.phases[1:]), REST),)
         slots = tuple(SlotSample(number, calls, 1e-3, 1e-3) for number in range(ROUNDS))
         case = Case(SUITE, (("size", size),), precision, "cpu")
         memory = Measurement("peak_memory", "B", (4096.0 * size,))
@@ -204,8 +215,8 @@ for name in workloads.names():
 def used():
     both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in both)
+{before}
 cpu, wall = used(), time.monotonic()
-history = open_history(store, lambda runs: None)
 {work}
 cpu, wall = used() - cpu, time.monotonic() - wall
 if history.read and not {reading}:
@@ -214,7 +225,8 @@ if history.read and not {reading}:
 own = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 print(cpu, wall, 1024 * max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 """
-_CHANGES = """
+OPENED = "history = open_history(store, lambda runs: None)\n"
+_CHANGES = f"""{OPENED}
 found = changes_of(stretches(history), Memory(store).steps_of_many)
 if not found.changes:
     sys.exit("no change was found")
@@ -222,8 +234,8 @@ if not found.changes:
 _WORKS = {
     "from the runs": _CHANGES,
     "first open": _CHANGES,
-    "show": "assert len(history.trends(history.names[0].__eq__).trends[0].figures) > 1",
-    "list": "assert len(history.endings(lambda name: True)) > 1",
+    "show": f"{OPENED}assert len(history.trends(history.names[0].__eq__).trends[0].figures) > 1",
+    "list": f"{OPENED}assert len(history.endings(lambda name: True)) > 1",
     "after a run": _CHANGES,
     "after a run of all": _CHANGES,
 }
@@ -253,11 +265,19 @@ def measure(folder: Path, what: str, environment: dict[str, str], pairs: int = P
 
 
 def _cost(folder: Path, what: str, environment: dict[str, str]) -> Cost:
-    script = _MEASURED.format(work=_WORKS[what], reading=what == "from the runs")
+    return cost_of(_WORKS[what], folder, environment, reading=what == "from the runs")
+
+
+def cost_of(work: str, folder: Path, environment: dict[str, str], before: str = "", reading: bool = False) -> Cost:
+    """What lines of Python take in a process of its own, which knows the suite that was made in a folder.
+
+    Lines `before` them are not counted. `reading` runs is an error where it was not meant.
+    """
+    script = _MEASURED.format(before=before, work=work, reading=reading)
     words = (sys.executable, "-c", script)
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{what} was not measured: {done.stderr[-500:]}")
+        raise RuntimeError(f"this was not measured: {work}: {done.stderr[-500:]}")
     cpu, wall, peak = done.stdout.split()
     return Cost(float(cpu), float(wall), int(peak))
 

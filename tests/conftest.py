@@ -98,6 +98,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """DuckDB counts what is left of it at the end, and prints what nobody may collect as leaked."""
+    if "duckdb" in sys.modules:
+        gc.unfreeze()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Where slow tests alone are asked for, files that have none."""
     only_slow = config.option.markexpr == "slow" and collection_path.match("test_*.py")
@@ -124,6 +130,14 @@ def _workers_are_forked() -> Iterator[None]:
     from tests.forked_workers import forked
 
     with forked():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nobody_waits_for_the_disk() -> Iterator[None]:
+    """What a process has written is there when it is killed. A test takes no power away: 10,000 times 4 ms."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(os, "fsync", os.fstat)  # it refuses the same descriptors
         yield
 
 

@@ -150,6 +150,7 @@ def test_names_may_be_one_text(tmp_path: Path) -> None:
         ({"precision_map": {"mlp": "fp8"}}, "unknown layer of suite"),
         ({"suite": None}, "suite must be a suite's name, .* got None"),
         ({"store": ""}, "store cannot be ''"),  # it would be the working directory
+        ({"store": "s3://bucket/store"}, "which is an address"),
         ({"isolation": 0}, "isolation must be True or False"),
     ],
 )

@@ -247,3 +247,16 @@ def test_two_files_of_one_name_and_class_are_two(folder: Path, capsys: pytest.Ca
         (folder / name / "mine.py").write_text(SUITE)
     assert main(["suite", "./one/mine.py", "--import", "./two/mine.py"]) == 2
     assert "two suites are called 'counting'" in unfolded(capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_the_suite_of_several_ranks_that_the_page_shows(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_suite.py").write_text(code)
+    words = ["suite", "./my_suite.py", "--ranks", "2", "--quick", "--rounds", "2", "--dtypes", "fp32,fp8"]
+    command = [sys.executable, "-m", "fp8bench", *words, "--store", "store", "--no-report"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    )
+    assert "2 ranks" in done.stdout and "FAILED" not in done.stdout

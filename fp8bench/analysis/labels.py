@@ -145,6 +145,7 @@ def _found(record: Record, finding: Finding, reference: Timing | None, aa: Inter
     yield from _contended(timing, record.case.device)
     yield from shared(record.watch)
     yield from limits_of(record.watch)
+    yield from _memory_full(timing)
     if why := why_unresolved(record.energy):
         yield Labelled(Label.ENERGY_UNRESOLVED, why)
     phases = phase_energies(record, finding)
@@ -173,6 +174,13 @@ def _found(record: Record, finding: Finding, reference: Timing | None, aa: Inter
     yield from _implausible(record)
     if set(finding.below_floor) >= {phase for phase, seconds in finding.phases if seconds > 0}:
         yield Labelled(Label.BELOW_FLOOR)
+
+
+def _memory_full(timing: Timing) -> Iterator[Labelled]:
+    """Memory that nobody used had to be given back, for which torch waits until the device is done."""
+    retries = [slot.memory_retries for slot in timing.slots if slot.memory_retries]
+    if retries:
+        yield Labelled(Label.MEMORY_FULL, f"in {len(retries)} of {len(timing.slots)} slots, {sum(retries)} times")
 
 
 def _implausible(record: Record) -> Iterator[Labelled]:

@@ -67,7 +67,8 @@ class Metric:
     `phase` is that of the step, STEP for all of it, None for what the data are made of (`about`: their kind and role).
     `interval` is over the reference's; its level is 1 for an exact ratio and 0 for a range without a confidence.
     `cost` says that it is what an emulation costs, and no figure of the precision. `samples` gives what the history
-    keeps of it: one value a round or a window. `of_rank` is the process that it is of, where each of several has one.
+    keeps of it: one value a round or a window. `of_rank` is the process that it is of, where each of several has one,
+    and `bounds` what `value` itself may be, where its rounds say that.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Metric:
     source: str = ""
     energy: EnergyConditions | None = None
     of_rank: int | None = None
+    bounds: tuple[float, float] | None = None
     samples: Callable[[], tuple[float, ...]] = field(default=tuple, compare=False, repr=False)
 
     @property

@@ -30,6 +30,7 @@ from fp8bench.analysis.metric import (
     capacity_ratio,
     why_no_larger,
 )
+from fp8bench.analysis.overlaps import overlap_metrics
 from fp8bench.analysis.phase_energy import PhaseEnergies, per_work, phase_energies
 from fp8bench.analysis.pipelines import pipeline_metrics
 from fp8bench.analysis.ranks import rank_metrics
@@ -86,6 +87,7 @@ def metrics_of(record: Record, finding: Finding | None, reference: Reference | N
     for measurement in record.measurements:
         yield _measured(measurement)
     yield from rank_metrics(record, finding.median_seconds if finding is not None else None)
+    yield from overlap_metrics(record)
     yield from pipeline_metrics(record)
     yield from scaling_metrics(record)
     yield from _energy(record, finding, reference)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fp8bench.analysis.metric import Better, Metric, Rank
-from fp8bench.analysis.ranks import calls_of, microbatches_of
+from fp8bench.analysis.ranks import calls_of
 from fp8bench.model import Provenance, Record
 from fp8bench.model.metric_names import OwnMetric
 
@@ -21,6 +21,12 @@ class Bubble:
 
     measured: float
     ideal: float
+
+
+def microbatches_of(record: Record) -> int | None:
+    """Of a pipeline; None of what is none."""
+    found = dict(record.case.params).get("microbatches")
+    return found if isinstance(found, int) else None
 
 
 def bubble(record: Record) -> Bubble | None:

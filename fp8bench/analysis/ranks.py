@@ -1,8 +1,7 @@
-"""What several ranks took: how far apart they are, what of a collective is waiting, and how much of it hides."""
+"""What several ranks took: how far apart they are, and what of a collective is waiting."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +9,6 @@ from dataclasses import dataclass, replace
 from fp8bench.analysis.metric import Better, Metric, Rank
 from fp8bench.model import MemoryUse, Provenance, Record, Timing
 from fp8bench.model.metric_names import OwnMetric
-from fp8bench.model.ranks import Overlap
-
-# Products and communication in turn take as long as both alone, or they disturb each other and nothing can be told.
-SUM_MAY_BE = (0.9, 1.1)
 
 
 @dataclass(frozen=True)
@@ -24,20 +19,6 @@ class RankTimes:
     step: float
     communication: float
     waiting: float
-
-
-@dataclass(frozen=True)
-class OverlapFigures:
-    """Seconds of a step that communication adds to products (`exposed`), and the share of it that hides (`hidden`).
-
-    Either may be negative, and no figure is cut to what one would like; there is none where the check sum, the time of
-    both in turn over the sum of both alone, is off: `why` says so then.
-    """
-
-    exposed: float | None
-    hidden: float | None
-    check_sum: float | None
-    why: str = ""
 
 
 def rank_times(timing: Timing) -> tuple[RankTimes, ...]:
@@ -87,37 +68,6 @@ def true_communication(timing: Timing) -> float | None:
     return statistics.median(map(min, calls)) * 1e-9 if calls and any(map(any, calls)) else None
 
 
-def overlap_figures(found: Overlap) -> OverlapFigures:
-    """From the medians of the rounds."""
-    parts = (found.compute, found.communication, found.both, found.in_turn)
-    if found.why or not all(parts):
-        return OverlapFigures(None, None, None, found.why or "no round of it was kept")
-    alone, sent, both, in_turn = map(statistics.median, parts)
-    check = in_turn / (alone + sent) if alone + sent else math.nan
-    low, high = SUM_MAY_BE
-    if not low <= check <= high:
-        why = f"both in turn take {check:.2f} of the sum of both alone, which must be {low} to {high}"
-        return OverlapFigures(None, None, check, why)
-    exposed = both - alone
-    return OverlapFigures(exposed, 1 - exposed / sent if sent else None, check)
-
-
-def overlap_of(record: Record) -> OverlapFigures | None:
-    """Of a case. A step of a pipeline is longer than its products by its waiting too: of its sending no share hides."""
-    if record.overlap is None:
-        return None
-    found = overlap_figures(record.overlap)
-    if found.hidden is None or microbatches_of(record) is None:
-        return found
-    return replace(found, hidden=None, why="what a pipeline exposes is its waiting, too")
-
-
-def microbatches_of(record: Record) -> int | None:
-    """Of a pipeline; None of what is none."""
-    found = dict(record.case.params).get("microbatches")
-    return found if isinstance(found, int) else None
-
-
 def frontier(ways: Sequence[tuple[float, float]]) -> tuple[int, ...]:
     """The places of those (bytes, decibels) of which no other sends as little with as small an error."""
     return tuple(
@@ -144,10 +94,6 @@ def rank_metrics(record: Record, seconds: float | None) -> Iterator[Metric]:
         yield _figure(OwnMetric.MEMORY_SKEW, "%", apart * 100, Better.LOWER)
         for held in record.memory.ranks:
             yield _of_rank(held.rank, OwnMetric.RANK_MEMORY, "B", float(held.peak))
-    if (found := overlap_of(record)) is not None:
-        yield _figure(OwnMetric.EXPOSED, "s", found.exposed, Better.LOWER, found.why)
-        hidden = None if found.hidden is None else found.hidden * 100
-        yield _figure(OwnMetric.HIDDEN_COMMUNICATION, "%", hidden, Better.HIGHER, found.why)
     if transfer is None:
         return
     wire = transfer.wire
@@ -159,8 +105,8 @@ def rank_metrics(record: Record, seconds: float | None) -> Iterator[Metric]:
         yield _figure(OwnMetric.EFFECTIVE_BUSBW, "B/s", transfer.logical / seconds * transfer.bus_factor, Better.HIGHER)
 
 
-def _figure(name: str, unit: str, value: float | None, better: Better = Better.NONE, why: str = "") -> Metric:
-    return Metric(name, unit, value, provenance=Provenance.DERIVED, better=better, rank=Rank.DETAIL, why=why)
+def _figure(name: str, unit: str, value: float | None, better: Better = Better.NONE) -> Metric:
+    return Metric(name, unit, value, provenance=Provenance.DERIVED, better=better, rank=Rank.DETAIL)
 
 
 def _of_rank(rank: int, name: str, unit: str, value: float) -> Metric:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from fp8bench.files import is_address
 from fp8bench.model.request import REQUEST_RULES, Rule
 from fp8bench.units import bytes_of
 
@@ -18,6 +19,8 @@ def path(text: str) -> Path:
         raise argparse.ArgumentTypeError("an empty text is no path; give one, or leave the option out")
     if "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} has a zero byte, which no path may have")
+    if is_address(text):
+        raise argparse.ArgumentTypeError(f"{text!r:.200} is an address, and no path; mount it, and give the folder")
     return Path(text)
 
 

@@ -21,6 +21,7 @@ from fp8bench.model import Run
 from fp8bench.model.codec import encode
 from fp8bench.model.duel import Duel
 from fp8bench.model.training import KeptTraining
+from fp8bench.report.data import fleet_report as fleet_data
 from fp8bench.report.data import shares as shares_data
 from fp8bench.report.data import tape as tape_data
 from fp8bench.report.data.boards import check_tensorboard, check_wandb
@@ -193,6 +194,18 @@ def print_shares(run: Run, arguments: argparse.Namespace) -> None:
     found = parts_of(run, findings(run))
     rows = partial(shares_data.as_csv, found)
     tell(arguments, partial(shares.page_of, run, found), partial(shares_data.as_json, found), rows)
+
+
+def print_fleet(run: Run, arguments: argparse.Namespace) -> None:
+    """The machines that measured cells of the plan that a run is of, as `fleet report` has them."""
+    from fp8bench.jobs.fleet.report import fleet_of
+    from fp8bench.report.terminal.fleet_report import page_of
+
+    found = fleet_of([run], store_of(Path(run.path)) or arguments.store)
+    if found is None:
+        raise UsageError(f"the run {run.id} is no cell of a fleet's plan. Leave --fleet out.")
+    page = partial(page_of, found, f"plan {run.fleet_plan}")
+    tell(arguments, page, partial(fleet_data.as_json, found), partial(fleet_data.as_csv, found))
 
 
 def in_store(kept: Run | Path) -> str:

@@ -24,6 +24,8 @@ _FORM = "Expected six lines: node, memory, inside, between, bf16 and fp8, like `
 _KIND = Kind("--topology", "what joins the GPUs", _FORM)
 # What a number of each line is multiplied by; node and memory are read otherwise.
 _FACTORS = {"inside": 1e9, "between": 1e9, "bf16": 1e12, "fp8": 1e12}
+# Less is a number without its unit.
+_LEAST_MEMORY = 1 << 30
 _NAMES = ("node", "memory", *_FACTORS)
 
 
@@ -44,11 +46,15 @@ def _value(file: Path, name: str, node: yaml.Node) -> float:
     text = scalar(file, node).strip() if isinstance(node, yaml.ScalarNode) else ""
     try:
         if name == "memory":
-            return float(units.bytes_of(text))
+            if (size := float(units.bytes_of(text))) >= _LEAST_MEMORY:
+                return size
+            raise ValueError(text)
         value = float(text)
         if math.isfinite(value) and value > 0 and (name != "node" or value == int(value) <= 1 << 20):
             return value * _FACTORS.get(name, 1)
     except ValueError:
         pass
-    expected = {"node": "a whole number of GPUs", "memory": "a size like 80 GiB"}.get(name, "a number above 0")
+    expected = {"node": "a whole number of GPUs from 1 on", "memory": "a size like 80 GiB, 1 GiB or more"}.get(
+        name, "a number above 0"
+    )
     raise UsageError(f"{place(file, node)}: {name}: expected {expected}, got {shown(node)}.")

@@ -185,3 +185,9 @@ class Cuda(Device):
         import torch
 
         torch.cuda.empty_cache()
+
+    def retried(self, index: int) -> int | None:
+        import torch
+
+        found = torch.cuda.memory_stats(index).get("num_alloc_retries")  # nothing is counted before torch has begun
+        return None if found is None else int(found)

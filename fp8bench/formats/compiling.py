@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 
+# A GPU is given one launch for kernels that read nothing of one another, whatever their sizes: its blocks do this or
+# that. Memory between them is no matter, for there is none.
+ONE_LAUNCH: Mapping[str, object] = {
+    "combo_kernels": True,
+    "combo_kernel_allow_mixed_sizes": 2,
+    "combo_kernel_peak_memory_pct_threshold": None,
+}
+
+
 class Kernel(ABC):
     """A function of tensors, by torch's operations; a frozen value whose text says all that tells it from others."""
 
@@ -47,7 +56,7 @@ class Kernel(ABC):
 
 @dataclass(frozen=True)
 class PairKernel(Kernel):
-    """Two kernels as one, for two views of a tensor: a GPU is given one launch, whose blocks do this or that.
+    """Two kernels as one, for two views of a tensor: a GPU is given one launch.
 
     Called with what the first takes, then with what the second does. Neither may read what the other writes, and their
     examples have no free size in common: nothing is assumed of how the views hang together.
@@ -73,9 +82,7 @@ class PairKernel(Kernel):
         return [*self.first.free(), *self.second.free()]
 
     def options(self) -> Mapping[str, object]:
-        # Of sizes that differ, too, and whatever memory lies between them: there is none.
-        together = {"combo_kernels": True, "combo_kernel_allow_mixed_sizes": 2}
-        return {**self.first.options(), **together, "combo_kernel_peak_memory_pct_threshold": None}
+        return {**self.first.options(), **ONE_LAUNCH}
 
 
 _compiling = threading.Lock()

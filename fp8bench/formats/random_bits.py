@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,14 @@ RANDOM_BITS = 24
 _GOLDEN = -0x61C88647
 _WORD = 32
 _INDICES = (1 << 31) - 1
+
+
+class Draw(NamedTuple):
+    """Seeds of casts to come: each is so many `steps` after `last`. What makes them leaves the last one in `after`."""
+
+    last: Tensor
+    after: Tensor
+    steps: tuple[int, ...]
 
 
 def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.blocks import block_elements, mx_scale, nvfp4_tensor_scale
-from fp8bench.formats.code_kernels import IN_ORDER
+from fp8bench.formats.code_kernels import IN_ORDER, TOGETHER
 from fp8bench.formats.codes import elements, encoded
-from fp8bench.formats.compiling import Kernel
+from fp8bench.formats.compiling import ONE_LAUNCH, Kernel
 from fp8bench.formats.grids import E2M1, E4M3, Format
 from fp8bench.formats.random_bits import drawn_bits, key_of
 from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS
@@ -26,9 +26,9 @@ _QUARTER = TILE_ROWS // TILE_COLUMNS
 # Free sizes of examples, in tiles or blocks; those of what is turned are others, for both may be halves of a pair.
 _DOWN, _ACROSS = 9, 10
 _TURNED_DOWN, _TURNED_ACROSS = 11, 13
+_TILE = TILE_ROWS * TILE_COLUMNS
 # The rows of a block and their columns, of what `Places` gives.
 _INSIDE = (5, 6)
-_SEED_AND_KEY = ((1,), torch.int64), ((), torch.int32)
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,33 @@ class Places:
         """Of codes that lie row by row, so many in a byte."""
         return self._seen(memory, self.scaling.columns // in_byte)
 
+    @property
+    def numbered(self) -> bool:
+        """Whether bytes of scales are written by their numbers: a square's belongs to each of its rows."""
+        return self.scaling.rows > 1
+
     def scales(self, memory: Tensor, down: int) -> Tensor:
-        """Of the bytes of scales, which lie in tiles, or in rows."""
+        """Of the bytes of scales, which lie in tiles, or in rows; all of them where they are numbered."""
+        if self.numbered:
+            return memory
         if not self.tiled:
             return self._seen(memory.view(down, -1), 1)
-        rows = self.scaling.rows
-        tiles = memory.view(down // TILE_ROWS, -1, _QUARTER // rows, rows, TILE_COLUMNS, TILE_COLUMNS, 1)
+        tiles = memory.view(down // TILE_ROWS, -1, _QUARTER, 1, TILE_COLUMNS, TILE_COLUMNS, 1)
         return self.ordered(tiles.permute(0, 4, 2, 3, 1, 5, 6))
+
+    def numbers(self, parts: Tensor) -> Tensor:
+        """Where the byte of each row's scale lies in memory, of a matrix that is seen so; int32."""
+        order = (2, 3, 4, 5, 0, 1, 6) if self.turned else (0, 1, 2, 5, 3, 4, 6)
+        down, quarter, line, row, across, block, _ = (
+            torch.arange(parts.shape[place], dtype=torch.int32, device=parts.device).view(
+                *(-1 if one == place else 1 for one in range(parts.dim()))
+            )
+            for place in order
+        )
+        wide, inside = parts.shape[order[4]], line * self.scaling.rows + row
+        if not self.tiled:
+            return (down * self.scaling.rows + row) * wide + across
+        return (down * wide + across) * _TILE + inside * (TILE_COLUMNS**2) + quarter * TILE_COLUMNS + block
 
     def _seen(self, matrix: Tensor, length: int) -> Tensor:
         """A matrix in which a block has so many columns."""
@@ -119,7 +139,11 @@ class TiledCodesKernel(Kernel):
             left, kept, _ = block_elements(lanes, self.fmt, scaling, above, drawn, _INSIDE)
             found = [encoded(torch.where(kept.isnan(), 0.0, one), self.fmt) for one in left]
         out.copy_(found[0] if len(found) == 1 else found[0].bitwise_or(found[1].bitwise_left_shift(4)))
-        scales.copy_(encoded(kept, scaling.scale))
+        kept = encoded(kept, scaling.scale)
+        if not self.places.numbered:
+            scales.copy_(kept)
+        else:  # by every element, though once a row would do: what has fewer of them is a kernel of its own
+            scales.index_put_((self.places.numbers(out).expand(out.shape),), kept.expand(out.shape))
         return ()
 
     def _lanes(self, given: Tensor) -> list[Tensor]:
@@ -150,38 +174,48 @@ class TiledCodesKernel(Kernel):
 
     def free(self) -> list[Sequence[int]]:
         others = (self.places.scaling.scale is E4M3) + self.stochastic
-        return [*[self.places.free] * 3, *[()] * others]
+        scales: Sequence[int] = (0,) if self.places.numbered else self.places.free
+        return [self.places.free, self.places.free, scales, *[()] * others]
 
     def options(self) -> Mapping[str, object]:
         return IN_ORDER
 
 
 @dataclass(frozen=True)
-class TensorScaleKernel(Kernel):
-    """NVFP4's scale above those of blocks, from the largest magnitudes of a tensor's parts.
+class TensorScalesKernel(Kernel):
+    """NVFP4's scales above those of blocks, each from the largest magnitudes of its tensor's parts; and keys of seeds.
 
-    Called with those, and memory for it; of `stochastic` rounding with the seed too, and memory for its key.
+    Called with those of each of so many `tensors`; memory for the scales, which are `copies` of one tensor's or one of
+    each; and if there are `steps` (random_bits.Draw) the last seed, memory for the new one, and for the keys.
     """
 
     device: str
-    stochastic: bool = False
+    tensors: int
+    copies: int
+    steps: tuple[int, ...] = ()
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        amaxes, out, *others = tensors
-        out.copy_(nvfp4_tensor_scale(amaxes.amax()))
-        if others:
-            seed, key = others
-            key.copy_(key_of(seed))
+        amaxes, above = tensors[: self.tensors], tensors[self.tensors : self.tensors + self.copies]
+        for number, out in enumerate(above):
+            out.copy_(nvfp4_tensor_scale(amaxes[number % self.tensors].amax()))
+        if self.steps:
+            last, after, *keys = tensors[self.tensors + self.copies :]
+            # As a sum, too: beside others it is one launch, and would be one more by itself.
+            first = torch.arange(2, device=last.device) == 0
+            after.copy_(torch.where(first, last + self.steps[-1], 0).sum(0, keepdim=True))
+            for key, step in zip(keys, self.steps, strict=True):
+                key.copy_(key_of(last + step))
         return ()
 
     def examples(self) -> list[Tensor]:
-        found = [torch.ones(_DOWN * _ACROSS, device=self.device), torch.ones((), device=self.device)]
-        if self.stochastic:
-            found += [torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in _SEED_AND_KEY]
-        return found
+        amaxes = [torch.ones(number, device=self.device) for number in (_DOWN, _ACROSS)[: self.tensors]]
+        seeds = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2 * bool(self.steps))]
+        keys = [torch.zeros((), dtype=torch.int32, device=self.device) for _ in self.steps]
+        return [*amaxes, *(torch.ones((), device=self.device) for _ in range(self.copies)), *seeds, *keys]
 
     def free(self) -> list[Sequence[int]]:
-        return [(0,), *[()] * (3 if self.stochastic else 1)]
+        others = self.copies + (2 + len(self.steps) if self.steps else 0)
+        return [*[(0,)] * self.tensors, *[()] * others]
 
     def options(self) -> Mapping[str, object]:
-        return IN_ORDER
+        return {**IN_ORDER, **TOGETHER, **ONE_LAUNCH, "unroll_reductions_threshold": 1}

@@ -21,6 +21,7 @@ from fp8bench.report.terminal.changes import to_choose_from
 from fp8bench.store.acks import Undo, acks_of, append_acks, load_acks
 from fp8bench.store.asv.identity import resolved
 from fp8bench.store.compacted.compact import Compaction, compact
+from fp8bench.store.compacted.manifest import FOLDER as POINTS
 from fp8bench.store.index.found_steps import Memory
 from fp8bench.store.index.history import History, open_history
 from fp8bench.store.interpreters import load_renamings
@@ -36,7 +37,7 @@ def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> 
     """The store, if there is one, with what a person should know of it, also before it reads all runs."""
     try:
         what = "is no store: it has neither runs nor asv in it" if path.exists() else "is not there"
-        if any((path / name).is_dir() for name in ("runs", "asv", "trainings", "ceilings")):
+        if any((path / name).is_dir() for name in ("runs", "asv", "trainings", "ceilings", POINTS)):
             what, count = "", len(all_files(path)) if reading else 0
     except OSError as error:
         what = f"cannot be read ({error.strerror})"

@@ -12,6 +12,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.analysis.learning.verdicts import verdicts_of
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import write_whole
+from fp8bench.jobs.fleet.report import fleet_of
 from fp8bench.jobs.report_history import past_of
 from fp8bench.model import Run
 from fp8bench.model.training import KeptTraining, LayerReading
@@ -23,12 +24,15 @@ from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.markdown import render as as_markdown
 from fp8bench.report.page.section import page_of
 from fp8bench.report.page.training.page import page_of as training_page_of
-from fp8bench.store.runs.listing import each_once, load_named, store_of
+from fp8bench.store.runs.listing import each_once, listing, load_named, store_of
+from fp8bench.store.runs.read import load_run
 from fp8bench.store.trainings import find_training, load_training
 
 PAGE = "report.html"
 ROWS = "results.csv"
 _LONGEST_NAME = 120
+# Of a store that was named; a page of more is too large to be read.
+_MOST_RUNS = 64
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,12 @@ class Pages:
 
 
 def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
-    """Write the report of stored runs, or of a training; returns the page."""
+    """Write the report of stored runs, or of a training; returns the page. The name of a store is all of its runs."""
+    stores = [Path(word) for word in words if (Path(word) / "runs").is_dir()]
+    if stores and len(words) == 1:
+        return write_report(_all_of(stores[0]), stores[0], pages)
+    if stores:
+        raise UsageError(f"{stores[0]} is a store, whose runs fill a page. Name it alone.")
     trainings = [find_training(word, store) for word in words]
     if len(words) == 1 and trainings[0] is not None:
         return write_training_report(load_training(trainings[0]), store, pages)
@@ -58,6 +67,18 @@ def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
     return write_report(runs, store, pages)
 
 
+def _all_of(store: Path) -> list[Run]:
+    """The runs of a store, oldest first."""
+    files = listing(store).none_refused().files
+    if not files:
+        raise UsageError(f"{store} has no runs.")
+    if len(files) > _MOST_RUNS:
+        raise UsageError(
+            f"{store} has {len(files)} runs, more than the {_MOST_RUNS} that one page has room for. Name some of them."
+        )
+    return [load_run(path) for path in reversed(files)]
+
+
 def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Path:
     """Write page and table of some runs side by side into the store, and the page where else it is wanted.
 
@@ -67,7 +88,7 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
     found = [findings(run) for run in runs]
     past = past_of(runs, store)
     runs = [replace(run, path=_within(run.path, store)) for run in runs]
-    page = page_of(material_of(runs, found, past))
+    page = page_of(material_of(runs, found, past, fleet_of(runs, store)))
     rows = all_as_csv(list(zip(runs, found, strict=True)), pages.wide)
     return _written(page, rows, folder_of(runs, store), pages)
 

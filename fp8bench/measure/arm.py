@@ -219,6 +219,7 @@ class Arm:
             SlotSample(
                 round_number, calls, raw.wall_seconds, raw.cpu_seconds, raw.host_seconds, raw.thread_seconds,
                 raw.preemptions, raw.stolen_seconds, raw.waited_seconds, place, ranks=raw.ranks,
+                memory_retries=raw.memory_retries,
             )
         )  # fmt: skip
 

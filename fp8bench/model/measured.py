@@ -110,7 +110,8 @@ class SlotSample:
     meanwhile, in steps of 10 ms; `waited_seconds` how long the thread had work and no core, where the host's clock
     timed the calls. It is so many slots after the first of its round (`place`). `clock` is the device's right after it,
     in hertz. None where nobody said, or looked. Of several ranks `calls_ns` are the slowest rank's, call by call, and
-    `ranks` what each of them took.
+    `ranks` what each of them took. `memory_retries` is how often the device's memory sufficed only
+    once what torch kept of it had been given back.
     """
 
     round: int
@@ -125,6 +126,7 @@ class SlotSample:
     place: int | None = None
     clock: float | None = None
     ranks: tuple[RankCalls, ...] = ()
+    memory_retries: int | None = None
 
 
 @dataclass(frozen=True)

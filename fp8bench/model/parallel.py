@@ -98,7 +98,7 @@ class Load:
     """What a step of it is: `local` sequences for the GPUs that work on the same ones, in `micro_batches`.
 
     `narrow_gather`: FSDP gathers weights in FP8. `hidden_tensor`: half of what TP sends hides behind its products
-    (async TP).
+    (async TP). `fused_loss`: the loss is compiled, so that nothing of it is written in fp32.
     """
 
     sequence: int
@@ -109,6 +109,7 @@ class Load:
     compiled: bool = True
     narrow_gather: bool = False
     hidden_tensor: bool = False
+    fused_loss: bool = False
 
 
 @dataclass(frozen=True)

@@ -91,3 +91,4 @@ class RawSlot:
     waited_seconds: float | None = None
     vector_bits: tuple[int, ...] = ()
     ranks: tuple[RankCalls, ...] = ()
+    memory_retries: int | None = None

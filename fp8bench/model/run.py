@@ -53,7 +53,8 @@ class Run:
     """One run: header and records. `path` is where it is stored ('' if it is not), `origin` the door it came in by.
 
     `cell` is the part of a fleet's plan that it is ('8f3a2c1d/4'), '' where it is none; of such a run `bits` say what
-    its devices computed before anything was measured.
+    its devices computed before anything was measured, and `clock_ahead` how many seconds this machine's clock was ahead
+    of the one that stamps the store's files, None where it gave no time.
 
     `notes` were taken while it ran; `troubles` were met by whoever read the file.
     """
@@ -75,11 +76,17 @@ class Run:
     origin: str = "suite"
     cell: str = ""
     bits: tuple[OperationBits, ...] = ()
+    clock_ahead: float | None = None
 
     def __repr__(self) -> str:
         """On one line: all the samples would fill pages."""
         state = "finished" if self.finished else "unfinished"
         return f"<Run {self.id}: {self.request.suite}, {len(self.records)} cases, {state}, {self.path or 'not stored'}>"
+
+    @property
+    def fleet_plan(self) -> str:
+        """The id of the plan that it is a cell of, '' for none."""
+        return self.cell.rpartition("/")[0]
 
     @property
     def ok(self) -> bool:

@@ -16,7 +16,7 @@ LOSS_SCALES = ("auto", "dynamic")
 LARGEST_LOSS_SCALE = float(1 << 32)
 MOST_STEPS = 10_000_000
 # How several ranks train together.
-PARALLEL = ("ddp",)
+PARALLEL = ("ddp", "fsdp", "tp")
 # What a field is one of.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "arch": ARCHITECTURES,

@@ -63,6 +63,7 @@ class Label(StrEnum):
     THROTTLED = "throttled"
     POWER_CAPPED = "power-capped"
     CLOCK_OFFSET = "clock-offset"
+    MEMORY_FULL = "memory-full"
     UNSETTLED = "unsettled"
     LAUNCH_BOUND = "launch-bound"
     BELOW_FLOOR = "below-floor"

@@ -13,6 +13,7 @@ from fp8bench.formats.native_codes import codes_turned, row_codes, row_codes_bot
 from fp8bench.formats.scale_layouts import TILE_ROWS, of_squares, squares, unswizzled
 from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.rotations import rotation
 from fp8bench.numerics.products import in_dtype
 from fp8bench.protocols import Operand, Role
 
@@ -30,6 +31,11 @@ class BlockArithmetic(RecipeArithmetic):
     # Parts of whole tiles: the scales of all rows are then those of each part, one behind the other.
     part_rows = TILE_ROWS
 
+    @property
+    def _looks_at_amax(self) -> bool:
+        scaling = self.recipe.weight.scaling
+        return scaling is not None and scaling.scale is E4M3
+
     def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
         one = self.treatments[role]
         assert one.scaling is not None
@@ -39,20 +45,61 @@ class BlockArithmetic(RecipeArithmetic):
                 square_codes(tensor, one.fmt, rounding)[0] if squared else row_codes(tensor, one.fmt, rounding, _BLOCK)
             )
             return Operand(*made, role is Role.GRADIENT)
-        seed = self._draws[role].next(tensor.device, again) if role in self._draws else None
-        return Operand(*tiled_codes(tensor, one.fmt, one.scaling, seed), role is Role.GRADIENT)
+        return self._tiled(tensor, role, again)
+
+    def turned(self, source: Tensor, role: Role) -> Operand:
+        if not self._rotates(role) or not self._in_tiles(role):
+            return super().turned(source, role)
+        found = rotation(source, self._signs)
+        return self._tiled(found.values, role, again=False, amaxes=found.amaxes)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         one = self.treatments[role]
-        if one.scaling is None or not self._twice(role):
+        if self._in_tiles(role) and self._at_once(role):
+            return self._tiled_both(tensor, role, amax)
+        if one.scaling is None or one.scaling.scale is not None or not self._twice(role):
             return super().cast_both(tensor, role, amax)
-        if one.scaling.scale is not None:
-            straight, turned = tiled_codes_both(tensor, one.fmt, one.scaling)
-        elif one.scaling.rows > 1:
+        if one.scaling.rows > 1:
             straight, turned = square_codes(tensor, one.fmt, one.scaling.rounding, both=True)
         else:
             straight, turned = row_codes_both(tensor, one.fmt, one.scaling.rounding, _BLOCK)
         return Operand(*straight, role is Role.GRADIENT), Operand(*turned, role is Role.GRADIENT)
+
+    def _tiled(self, tensor: Tensor, role: Role, again: bool, amaxes: Tensor | None = None) -> Operand:
+        """A cast to MX or NVFP4."""
+        one = self.treatments[role]
+        assert one.scaling is not None
+        draw = self._draws[role].draw(tensor.device, 1, again) if role in self._draws else None
+        return Operand(*tiled_codes(tensor, one.fmt, one.scaling, draw, amaxes), role is Role.GRADIENT)
+
+    def _tiled_both(self, tensor: Tensor, role: Role, amax: Tensor | None) -> tuple[Operand, Operand]:
+        """The same in both orientations."""
+        one = self.treatments[role]
+        assert one.scaling is not None
+        turned, amaxes = tensor.t(), [] if amax is None else [amax]
+        if self._rotates(role):
+            turned, *others = rotation(turned, self._signs)
+            amaxes = others[::-1]
+        draw = self._draws[role].draw(tensor.device, 2) if role in self._draws else None
+        found = tiled_codes_both(tensor, turned, one.fmt, one.scaling, draw, amaxes)
+        straight, other = (Operand(*codes, role is Role.GRADIENT) for codes in found)
+        return straight, other
+
+    def _in_tiles(self, role: Role) -> bool:
+        """Whether a role is cast to MX or NVFP4."""
+        scaling = self.treatments[role].scaling
+        return scaling is not None and scaling.scale is not None
+
+    def _rotates(self, role: Role) -> bool:
+        return role is not Role.WEIGHT and self.recipe.hadamard
+
+    def _at_once(self, role: Role) -> bool:
+        """Whether both orientations may be cast when the first one is.
+
+        The seeds of gradients follow each other anyway; others would come in another order than one by one.
+        """
+        high = role is not Role.WEIGHT and self.recipe.high_weight_gradient
+        return not high and (role is Role.GRADIENT or not self.treatments[role].stochastic)
 
     def _turns(self, role: Role) -> bool:
         # Two codes of four bits share a byte, which no transposition takes apart.

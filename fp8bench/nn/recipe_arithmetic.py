@@ -13,6 +13,7 @@ from torch.nn.functional import ScalingType
 
 from fp8bench.formats.native_codes import codes, codes_both, codes_turned, current_scale, row_codes, row_codes_both
 from fp8bench.formats.operators import values
+from fp8bench.formats.random_bits import Draw
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.rotations import rotated
@@ -29,9 +30,6 @@ class RecipeArithmetic(Arithmetic):
     its own. `name` is the layer's: seeds and rotations come from it, so that a run can be had again.
     """
 
-    # Whether casts of whole tensors begin with their largest magnitude, which somebody may have found already.
-    looks_at_amax: ClassVar[bool] = False
-
     def __init__(
         self,
         recipe: Recipe,
@@ -43,7 +41,7 @@ class RecipeArithmetic(Arithmetic):
         self.recipe = recipe
         self.name = name
         self.carrier = carrier
-        self.takes_amax = self.looks_at_amax and recipe.per_tensor and scales is None
+        self.takes_amax = self._looks_at_amax and scales is None
         self.keeps_source = recipe.keeps_source
         self.settles = recipe.delayed is not None and scales is None
         self.explicit = recipe.hadamard or recipe.accumulator is not Accumulator.FP32
@@ -54,6 +52,11 @@ class RecipeArithmetic(Arithmetic):
         self.scales = scales
         self._draws = {role: _Draws(f"{name}/{role}") for role, one in self.treatments.items() if one.stochastic}
         self._signs = _number(f"{name}/signs")
+
+    @property
+    def _looks_at_amax(self) -> bool:
+        """Whether a weight's cast begins with its largest magnitude, which somebody may have found already."""
+        return False
 
     def layer(self, name: str) -> Arithmetic:
         if not (self.scales or self._draws or self.recipe.hadamard):
@@ -155,6 +158,16 @@ class _Draws:
             self._seed = self._seed + 1
         return self._seed
 
+    def draw(self, device: torch.device, count: int, again: bool = False) -> Draw:
+        """So many of them, that whoever takes them makes; `again` the last one, once more."""
+        before = self._seed
+        last = before if before is not None else torch.full((1,), self._first - 1, dtype=torch.int64, device=device)
+        after = torch.empty_like(last)
+        if again and before is not None:
+            return Draw(last, after, (0,))
+        self._seed = after
+        return Draw(last, after, tuple(range(1, count + 1)))
+
     def memory(self) -> dict[str, Tensor]:
         """The seed of the last cast; nothing before the first."""
         return {} if self._seed is None else {"seed": self._seed}
@@ -179,7 +192,10 @@ class ScaledArithmetic(RecipeArithmetic):
 
     # What products with a scale a row give, whatever is asked for.
     of_rows: ClassVar[torch.dtype | None] = torch.bfloat16
-    looks_at_amax = True
+
+    @property
+    def _looks_at_amax(self) -> bool:
+        return self.recipe.per_tensor
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         one = self.treatments[role]

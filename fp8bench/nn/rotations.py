@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8bench.formats import operators
-from fp8bench.formats.code_kernels import IN_ORDER
+from fp8bench.formats.code_kernels import IN_ORDER, TOGETHER
 from fp8bench.formats.compiling import Kernel
 from fp8bench.formats.native_codes import call, laid
 from fp8bench.formats.quantise import check_input
 from fp8bench.formats.random_bits import RANDOM_BITS, random_bits
+from fp8bench.formats.scaled import largest_magnitude
 
 SIZE = 16
 _MATRIX = 2
@@ -37,17 +39,50 @@ def rotated(x: Tensor, seed: int) -> Tensor:
     The last dimension comes out as a multiple of 16: an end is filled with zeros first, and what is then there must
     stay for a product to be the same. Infinities and NaN make NaN of the 16 they are among.
     """
-    check_input(x)
-    if not x.dim():
-        raise ValueError("a tensor without dimensions has none that could be rotated")
-    filled = pad(x.detach(), (0, -x.shape[-1] % SIZE)) if x.shape[-1] % SIZE else x.detach()
-    matrix = _matrix(seed, x.device)
-    # A processor's product of matrices is fast, a GPU's is an operation among four others.
-    if x.device.type == "cpu" or torch.compiler.is_compiling() or not x.numel() or x.dim() != _MATRIX:
+    filled, matrix = _filled(x), _matrix(seed, x.device)
+    if not _by_kernel(x):
         return _times(filled, matrix)
     out = torch.empty(filled.shape, dtype=torch.float32, device=x.device)
     torch.ops.fp8bench.rotated(filled, matrix, out)
     return out
+
+
+class Rotation(NamedTuple):
+    """A tensor that was rotated; the largest magnitudes of all its parts, float32, and of what it was before."""
+
+    values: Tensor
+    amaxes: Tensor
+    amaxes_before: Tensor
+
+
+def rotation(x: Tensor, seed: int) -> Rotation:
+    """The same of a matrix, with what a cast of it begins with. It lies as the matrix lies."""
+    filled, matrix = _filled(x), _matrix(seed, x.device)
+    if not _by_kernel(x):
+        found = _times(filled, matrix)
+        return Rotation(found, largest_magnitude(found), largest_magnitude(x))
+    memory, turned = laid(filled)
+    out = torch.empty(memory.shape, dtype=torch.float32, device=x.device)
+    parts = len(memory) // SIZE if turned else len(memory)
+    amaxes, before = (torch.empty(parts, dtype=torch.float32, device=x.device) for _ in range(2))
+    torch.ops.fp8bench.rotated_and_looked_at(memory, matrix, out, amaxes, before, turned)
+    return Rotation(out.t() if turned else out, amaxes, before)
+
+
+def _filled(x: Tensor) -> Tensor:
+    check_input(x)
+    if not x.dim():
+        raise ValueError("a tensor without dimensions has none that could be rotated")
+    return pad(x.detach(), (0, -x.shape[-1] % SIZE)) if x.shape[-1] % SIZE else x.detach()
+
+
+def _by_kernel(x: Tensor) -> bool:
+    """A processor's product of matrices is fast, a GPU's is an operation among four others."""
+    return not (x.device.type == "cpu" or torch.compiler.is_compiling() or not x.numel() or x.dim() != _MATRIX)
+
+
+# A sum of sixteen would be cut in two, and the first half kept in memory.
+_WHOLE = {"realize_opcount_threshold": _WHOLE_SUM, "realize_reads_threshold": _WHOLE_SUM}
 
 
 @dataclass(frozen=True)
@@ -77,8 +112,45 @@ class RotationKernel(Kernel):
         return [(0, 1), (), (0, 1)]
 
     def options(self) -> Mapping[str, object]:
-        # A sum of sixteen would be cut in two, and the first half kept in memory.
-        return {**IN_ORDER, "realize_opcount_threshold": _WHOLE_SUM, "realize_reads_threshold": _WHOLE_SUM}
+        return {**IN_ORDER, **_WHOLE}
+
+
+@dataclass(frozen=True)
+class LookingRotationKernel(Kernel):
+    """The same, with the largest magnitudes of parts, of the result and of the operand: all from one pass.
+
+    Called with the operand's memory as (rows, runs, 16), of one that is `turned` as (runs, 16, columns), whose first
+    dimension counts parts; the matrix; memory for the result in that shape; and for both largest magnitudes.
+    """
+
+    source: torch.dtype
+    device: str
+    turned: bool
+
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        given, matrix, out, amaxes, before = tensors
+        run, signs = (1, matrix.unsqueeze(-1)) if self.turned else (2, matrix)
+        each = [given.narrow(run, one, 1) for one in range(SIZE)]
+        found = reduce(torch.add, [one.to(torch.float64) * signs[place] for place, one in enumerate(each)])
+        out.copy_(found)
+        amaxes.copy_(found.to(torch.float32).abs().amax((1, 2)))
+        # Each beside the first of its run, which changes no maximum: what both read puts the two into one loop.
+        before.copy_(torch.maximum(given.abs(), each[0].abs()).amax((1, 2)))
+        return ()
+
+    def examples(self) -> list[Tensor]:
+        shape = (_RUNS_IN_ROW, SIZE, _ROWS) if self.turned else (_ROWS, _RUNS_IN_ROW, SIZE)
+        numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        matrix = torch.eye(SIZE, dtype=torch.float64, device=self.device)
+        memory = [torch.empty(one, device=self.device) for one in (shape, shape[:1], shape[:1])]
+        return [numbers.to(torch.device(self.device), self.source), matrix, *memory]
+
+    def free(self) -> list[Sequence[int]]:
+        places = (0, 2) if self.turned else (0, 1)
+        return [places, (), places, (0,), (0,)]
+
+    def options(self) -> Mapping[str, object]:
+        return {**IN_ORDER, **TOGETHER, **_WHOLE}
 
 
 def _runs(memory: Tensor, turned: bool) -> Tensor:
@@ -93,6 +165,13 @@ def _run_rotated(x: Tensor, matrix: Tensor, out: Tensor) -> None:
     call(RotationKernel(x.dtype, str(x.device), turned), _runs(memory, turned), matrix, _runs(out, False))
 
 
+def _run_looking(x: Tensor, matrix: Tensor, out: Tensor, amaxes: Tensor, before: Tensor, turned: bool) -> None:
+    seen, written = (one.view(-1, SIZE, one.shape[1]) if turned else _runs(one, False) for one in (x, out))
+    call(LookingRotationKernel(x.dtype, str(x.device), turned), seen, matrix, written, amaxes, before)
+
+
+_LOOKING = "Tensor x, Tensor matrix, Tensor(a!) out, Tensor(b!) amaxes, Tensor(c!) before, bool turned"
+operators.define("rotated_and_looked_at", f"({_LOOKING}) -> ()", _run_looking)
 operators.define("rotated", "(Tensor x, Tensor matrix, Tensor(a!) out) -> ()", _run_rotated)
 
 

@@ -180,21 +180,18 @@ def sent_round(values: Tensor) -> Program[Reduced]:
 
 
 def ring(values: Tensor, wire: Wire, rank: int, size: int, whole: bool = True) -> Program[Tensor]:
-    """The sum of a vector as it travels: part k begins at rank k and is rounded to the wire's format at every hop.
-
-    This rank's part of it (the next rank's number, as rings leave it), or all parts.
+    """The sum of a vector as it travels: part k begins at the rank after its owner, is rounded to the wire's format at
+    every hop, and ends at rank k, its owner. That part alone, or all of them.
     """
     parts = [wire.encode(part) for part in values.reshape(size, -1)]
-    travelling = parts[rank]
+    travelling = parts[rank - 1]
     for hop in range(1, size):
         arrived = yield Shift(travelling)
-        travelling = wire.encode(wire.decode(arrived) + wire.decode(parts[(rank - hop) % size]))
+        travelling = wire.encode(wire.decode(arrived) + wire.decode(parts[rank - 1 - hop]))
     if not whole:
-        # It goes one rank further, to the owner of the part.
-        mine: Tensor = yield Shift(travelling)
-        return mine
+        return travelling
     everybody = yield AllGather(travelling)
-    return torch.cat([everybody[(part - 1) % size] for part in range(size)])
+    return torch.cat(everybody)
 
 
 def _added(values: list[Tensor]) -> Tensor:

@@ -37,7 +37,10 @@ _CLASSES = (DeviceFacts("cpu", 0, "", 0, ""), DeviceFacts("cuda", 0, "", 0, ""))
 _XLA = (
     "torch reaches it through torch_xla, which collects a step and runs it as one graph later, so that no phase of it"
 )
-_NOT_MEASURED = {"tpu": f"{_XLA} could be timed", "xla": f"{_XLA} could be timed"}
+_NOT_MEASURED = {
+    **dict.fromkeys(("tpu", "xla"), f"{_XLA} could be timed"),
+    **dict.fromkeys(("rocm", "hip"), "torch calls AMD's GPUs cuda: give that name"),
+}
 _WORST_LAST = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
 
 
@@ -255,10 +258,11 @@ def _parameters(request: Request, workload: Workload, facts: DeviceFacts, corpus
 
 def _values(request: Request, workload: Workload, axes: Sequence[Axis], facts: DeviceFacts) -> list[list[Scalar]]:
     """The values of every axis of a suite: those given, else the grid's if it is asked for, else the device's own."""
-    given = dict(request.axes)
+    given, smaller = dict(request.axes), request.quick
     if request.grid and workload.history is not None:
         given = {**(workload.history.gpu if facts.accelerated else workload.history.cpu), **given}
-    return [axis.values(given.get(axis.name) or (request.quick and axis.quick) or axis.default) for axis in axes]
+        smaller = False  # other sizes than the grid's have no history
+    return [axis.values(given.get(axis.name) or (smaller and axis.quick) or axis.default) for axis in axes]
 
 
 def _group(part: _Part, params: Params, facts: DeviceFacts, firm: bool) -> Group:

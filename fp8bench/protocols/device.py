@@ -102,6 +102,11 @@ class Device(ABC):
     def empty_cache(self) -> None:
         """Give memory that nobody uses back."""
 
+    def retried(self, index: int) -> int | None:
+        """How often memory did not suffice so far, and did once what nobody used had been given back: that waits for
+        the device. None where nobody counts."""
+        return None
+
     def memory_meter(self, index: int) -> MemoryMeter | str:
         """What counts the memory of one device, or why nobody can say."""
         return f"nobody counts the memory of a device of the kind {self.kind}"

@@ -249,6 +249,11 @@ class Workload(ABC):
         it cannot, where that is known; None where that is not what a step is about."""
         return None
 
+    def sent_by(self, case: Case) -> Params:
+        """The parameters that what a case sends depends on: how far that hides is measured once of cases that send the
+        same."""
+        return case.params
+
     def step_parts(self, setup: Setup) -> StepParts | None:
         """What a step of several ranks is made of, where it is one that one rank can take too."""
         return None

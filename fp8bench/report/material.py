@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 
+from fp8bench.analysis.fleet.found import FleetReport
 from fp8bench.model import Finding, Run
 from fp8bench.report.panels import Panel, panels_of
 from fp8bench.report.words.run_facts import COMMIT_LETTERS, devices_of, fact, many, shortened, suites_of
@@ -68,10 +69,11 @@ class PastSeries:
 
 @dataclass(frozen=True)
 class Material:
-    """Runs side by side, in the order they were named; most reports have one."""
+    """Runs side by side, in the order they were named; most reports have one. `fleet` is that of cells of a plan."""
 
     entries: tuple[Entry, ...]
     past: tuple[PastSeries, ...] = ()
+    fleet: FleetReport | None = None
 
     @property
     def alone(self) -> bool:
@@ -87,11 +89,14 @@ _MOST_SUITES = 3
 
 
 def material_of(
-    runs: Sequence[Run], findings: Sequence[Mapping[str, Finding]], past: tuple[PastSeries, ...] = ()
+    runs: Sequence[Run],
+    findings: Sequence[Mapping[str, Finding]],
+    past: tuple[PastSeries, ...] = (),
+    fleet: FleetReport | None = None,
 ) -> Material:
     """What a report is made from: each run with what its samples say, in the order given."""
     labelled = zip(runs, findings, labels_of(runs), strict=True)
-    return Material(tuple(Entry(run, found, label) for run, found, label in labelled), past)
+    return Material(tuple(Entry(run, found, label) for run, found, label in labelled), past, fleet)
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fp8bench import units
+from fp8bench.analysis.overlaps import OFF, WAITING, Middle, Untold, overlap_of
 from fp8bench.analysis.pipelines import bubble
-from fp8bench.analysis.ranks import (
-    SUM_MAY_BE,
-    frontier,
-    memory_skew,
-    overlap_of,
-    rank_times,
-    skew,
-    true_communication,
-)
+from fp8bench.analysis.ranks import frontier, memory_skew, rank_times, skew, true_communication
 from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Column, Field, Table, Text, Tone
 from fp8bench.report.panels import Panel, Result, ResultGroup, together
@@ -174,7 +167,7 @@ def _overlaps(panel: Panel) -> Table | None:
         Column("products", number=True, unit="s"), Column("communication", number=True, unit="s"),
         Column("both at once", number=True, unit="s"),
         Column("check sum", number=True, hint="both in turn over the sum of both alone"),
-        Column("exposed", number=True, unit="s", hint="both at once less products alone"),
+        Column("exposed", number=True, unit="s", hint="both at once less products alone; between: what rounds leave"),
         Column("hidden", number=True, unit="%", hint="1 less the exposed share of communication alone; never cut"),
     )  # fmt: skip
     rows = []
@@ -184,24 +177,30 @@ def _overlaps(panel: Panel) -> Table | None:
             continue
         parts = [overlap.compute, overlap.communication, overlap.both]
         numbers = [_seconds(statistics.median(one) if one else None) for one in parts]
-        check = units.NONE if found.check_sum is None else f"{found.check_sum:.2f}"
-        tone = Tone.DOUBT if found.exposed is None else Tone.PLAIN
-        numbers += [Field(check, found.check_sum, tone), _seconds(found.exposed)]
-        hidden = None if found.hidden is None else found.hidden * 100
-        shown = Field(units.NONE, None, hint=found.why) if hidden is None else _number(hidden, "%")
-        rows.append((Field(panel.place(group)), Field(result.mode), *numbers, shown))
+        check = units.NONE if found.check_sum is None else f"{found.check_sum:.3f}"
+        off = found.exposed is OFF
+        numbers.append(Field(check, found.check_sum, Tone.DOUBT if off else Tone.PLAIN))
+        numbers += [_within(found.exposed, units.seconds), _within(found.hidden, units.percent, times=100)]
+        rows.append((Field(panel.place(group)), Field(result.mode), *numbers))
     return Table("overlap", "communication beside products", columns, tuple(rows)) if rows else None
 
 
+def _within(found: Middle | Untold, show: Callable[[float | None], str], times: float = 1.0) -> Field:
+    if isinstance(found, Untold):
+        return Field(found.word, None, Tone.DOUBT if found.word != units.NONE else Tone.PLAIN, hint=found.why)
+    return Field(f"{show(found.value)} ({units.span(found[1:], show)})", found.value * times)
+
+
 def _no_overlaps(panel: Panel) -> Iterator[str]:
-    """Each reason once."""
-    overlaps = [(one, one.record.overlap) for _, one in panel.members]
-    told = [(one, overlap) for one, overlap in overlaps if overlap is not None]
-    for why, modes in together((overlap.why, one.mode) for one, overlap in told if overlap.why).items():
-        yield f"No overlap of {', '.join(dict.fromkeys(modes))}: {why}."
-    if any((found := overlap_of(one.record)) and found.exposed is None and not overlap.why for one, overlap in told):
-        low, high = SUM_MAY_BE
-        yield f"Nothing is told where the check sum is not {low} to {high}: both disturb each other even in turn."
+    """Each word and each reason once."""
+    told = [(one.mode, found) for _, one in panel.members if (found := overlap_of(one.record)) is not None]
+    untold = [(why, mode) for mode, found in told for why in (found.exposed, found.hidden) if isinstance(why, Untold)]
+    for why, modes in together(untold).items():
+        if why.word == units.NONE and why != WAITING:
+            yield f"No overlap of {', '.join(dict.fromkeys(modes))}: {why.why}."
+    words = [f"{why.word}: {why.why}" for why in dict.fromkeys(why for why, _ in untold) if why.word != units.NONE]
+    if words:
+        yield f"Nothing is told where it says {'; '.join(words)}."
 
 
 def _value(result: Result, name: str) -> float | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from fp8bench.errors import StoreError, UsageError
@@ -18,6 +20,7 @@ from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.read import load_head, load_run, missing_groups
 
 _SCHEMA = 1
+_ID = re.compile(r"[A-Za-z0-9]+")
 _TAKEN = (CellStatus.WAITING, CellStatus.BEGUN)
 _CELLS = "cells"
 _PLANS = "plans"
@@ -39,7 +42,7 @@ def read_plan(path: Path) -> FleetPlan:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["schema"] != _SCHEMA:
             raise UsageError(f"{path} is a plan of schema {content['schema']}; this fp8bench reads {_SCHEMA}.")
-        return decode(FleetPlan, content["fleet"])
+        plan = decode(FleetPlan, content["fleet"])
     except OSError as error:
         raise UsageError(f"the plan {path} cannot be read ({error.strerror}).") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -47,6 +50,23 @@ def read_plan(path: Path) -> FleetPlan:
             f"{path} is no plan of a fleet ({type(error).__name__}: {error}). `suite NAME --dry-run --write-plan FILE` "
             "writes one."
         ) from None
+    wrong = _what_is_wrong(plan)
+    if wrong:
+        raise UsageError(f"{path} is no plan of a fleet: {wrong}. `suite NAME --dry-run --write-plan FILE` writes one.")
+    return plan
+
+
+def _what_is_wrong(plan: FleetPlan) -> str:
+    """Somebody's file: its id becomes names of folders, and its moment is held against others."""
+    if not _ID.fullmatch(plan.id):
+        return f"its id {plan.id!r:.40} is not of letters and digits"
+    try:
+        aware = datetime.fromisoformat(plan.created).tzinfo is not None
+    except ValueError:
+        aware = False
+    if not aware:
+        return f"it was created at {plan.created!r:.40}, which is no moment with a time zone"
+    return "" if plan.cells else "it has no cells"
 
 
 def check_cell(plan: FleetPlan, number: int) -> None:
@@ -109,12 +129,13 @@ def wanted(state: CellState, retry: bool) -> bool:
     return state.status in _TAKEN or (retry and state.status is CellStatus.FAILED)
 
 
-def states_of(plan: FleetPlan, store: Path) -> tuple[CellState, ...]:
-    """Where every cell stands, as the store says it now."""
+def states_of(plan: FleetPlan, store: Path, but: Collection[int] = ()) -> tuple[CellState, ...]:
+    """Where every cell stands, as the store says it now; `but` some, whose runs need not be read."""
     runs: dict[int, list[Run]] = {}
     for number, head in runs_of(plan, store):
         runs.setdefault(number, []).append(head)
-    return tuple(_state(plan, number, store, runs.get(number, [])) for number in range(len(plan.cells)))
+    wanted = (number for number in range(len(plan.cells)) if number not in but)
+    return tuple(_state(plan, number, store, runs.get(number, [])) for number in wanted)
 
 
 def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run]) -> CellState:

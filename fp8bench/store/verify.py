@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import combinations
 from pathlib import Path
 
 from fp8bench.model import Fault, Plan, Run
-from fp8bench.store.asv.identity import Identity, from_facts, resolved
+from fp8bench.store.asv.identity import resolved
 from fp8bench.store.asv.results import ResultsFile
 from fp8bench.store.asv.rows import NOT_MEASURED, Row, by_combination, is_measured, numbers
 from fp8bench.store.asv.view import filled, nothing_of, results_of
@@ -18,9 +17,8 @@ from fp8bench.store.commit_runs import TrackedRun, by_commit, by_place, checked_
 from fp8bench.store.find_runs import gone
 from fp8bench.store.runs.listing import REMEDY, Listing, listing, refusal
 from fp8bench.store.verify_files import check_results, check_run, check_surroundings
+from fp8bench.store.verify_machines import Known, check_machines, known_of
 
-# What a machine that got another name keeps.
-_HARDWARE = ("arch", "cpu", "num_cpu", "ram", "os")
 _MOST_NAMED = 3
 
 
@@ -42,6 +40,7 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
     faults: list[Fault] = []
     lacking: list[Fault] = []
     runs: dict[str, Run] = {}
+    machines: dict[str, Known | None] = {}
     unknown: Counter[str] = Counter()
     there = listing(store)
     broken, by_files = 0, by_commit(there.everything).values()
@@ -52,6 +51,8 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
             if run is not None:
                 found += _uncounted(path, there)
                 runs.setdefault(run.id, replace(run, records=(), plan=Plan(())))
+                if there.counts(path):
+                    machines[run.id] = known_of(run)
                 tracked, why = checked_run(run, path)
                 unknown.update([why] if "--import" in why else [])
                 if tracked is not None and there.counts(path):
@@ -65,7 +66,8 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
         Fault(str(store / "runs"), f"of {count} runs, {why}", "Their figures were not compared", broken=False)
         for why, count in unknown.items()
     ]
-    across = [*untold, *_gone(store, runs.values(), folder), *_machines(store, runs.values())]
+    known = [one for one in machines.values() if one is not None]
+    across = [*untold, *_gone(store, runs.values(), folder), *check_machines(store, known)]
     broken_of_view = {fault.path for fault in of_view if fault.broken}
     listed = {path for path in (*results.glob("*/*.json"), results / "benchmarks.json") if path.is_file()}
     sound = sum(str(path) not in broken_of_view for path in listed)
@@ -173,35 +175,3 @@ def _gone(store: Path, runs: Iterable[Run], folder: Path) -> list[Fault]:
     more = ", ..." if len(lost) > 2 * _MOST_NAMED else ""
     what = f"{len(lost)} of {len(commits)} commits are not in the repository of this directory ({named}{more})"
     return [Fault(str(store / "runs"), what, remedy, broken=False)]
-
-
-def _machines(store: Path, runs: Iterable[Run]) -> Iterator[Fault]:
-    """Two names for what looks like one machine, and several GPUs under one name."""
-    by_machine: dict[str, list[tuple[Run, Identity]]] = {}
-    for run in runs:
-        identity = from_facts(run.environment.facts)
-        if identity is not None:
-            by_machine.setdefault(str(identity.machine["machine"]), []).append((run, identity))
-    spans = [
-        (name, min(run.started for run, _ in known), max(run.started for run, _ in known), known[0][1].machine)
-        for name, known in by_machine.items()
-    ]
-    for (old, _, last, own), (new, first, _, other) in combinations(sorted(spans, key=lambda span: span[1]), 2):
-        # The one was used up to a day, the other from then on.
-        facts = [own.get(key) for key in _HARDWARE]
-        if last < first and all(facts) and facts == [other.get(key) for key in _HARDWARE]:
-            what = f"machine {new} looks like {old} under another name, which asv draws as two lines"
-            remedy = (
-                f'If it is one machine, put an entry for it with "machine": "{old}" into its '
-                "~/.asv-machine.json, and new runs go on in the old line; `merge` joins interpreters, not machines"
-            )
-            yield Fault(str(store / "runs"), what, remedy, broken=False)
-    for machine, known in by_machine.items():
-        first_gpus = (next((one.name for one in run.devices if one.accelerated), None) for run, _ in known)
-        names = list(dict.fromkeys(filter(None, first_gpus)))
-        if len(names) > 1:
-            yield Fault(
-                str(store / "runs"), f"the first GPU of machine {machine} was {' and '.join(map(repr, names))}: asv "
-                "draws both as one line, in which a change may be the GPU's", "Where both are in use, give each a "
-                "store of its own, or a machine's name in ~/.asv-machine.json", broken=False,
-            )  # fmt: skip

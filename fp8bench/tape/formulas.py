@@ -133,7 +133,7 @@ FORMULAS: dict[str, tuple[str, Formula]] = {
     "mkldnn_rnn_layer": _lstm(1, "weight0", "weight1"),
     "mkldnn_rnn_layer_backward": _lstm(2, "weight1", "weight2"),
     "fp8bench::short_product": ("a", lambda named: 2 * _elements(named["a"]) * int(named["b"].shape[0])),
-    "fp8bench::rotated": ("matrix", _rotated),
+    **dict.fromkeys(("fp8bench::rotated", "fp8bench::rotated_and_looked_at"), ("matrix", _rotated)),
 }  # fmt: skip
 
 # Operators that multiply no tensor with another but number by number, beside those that torch has tags for.

@@ -48,18 +48,21 @@ class _Digesting:
         return self._digest.hexdigest()
 
 
-def write(folder: str, task: SeedTask, trainers: Mapping[str, Trainer]) -> tuple[str, ...]:
-    """Keep the state of the arms that are finite; the names of those that are not. Raises StoreError."""
+def not_finite(trainers: Mapping[str, Trainer]) -> tuple[str, ...]:
+    """The arms whose state is not."""
+    return tuple(name for name, one in trainers.items() if not _finite(one.memory()))
+
+
+def write(folder: str, task: SeedTask, trainers: Mapping[str, Trainer]) -> None:
+    """Keep the state of these arms. Raises StoreError."""
     memories = {name: one.memory() for name, one in trainers.items()}
-    poisoned = tuple(name for name, memory in memories.items() if not _finite(memory))
     target = Path(folder)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
         partial.mkdir(parents=True)
         files = {}
         for number, (name, memory) in enumerate(memories.items()):
-            if name not in poisoned:
-                files[name] = _written(partial / f"{number}.pt", memory)
+            files[name] = _written(partial / f"{number}.pt", memory)
         head = {"version": _VERSION, "task": _plan(task), "arms": files}
         write_whole(partial / _HEAD, json.dumps(head, indent=1))
         shutil.rmtree(target, ignore_errors=True)
@@ -70,7 +73,6 @@ def write(folder: str, task: SeedTask, trainers: Mapping[str, Trainer]) -> tuple
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return poisoned
 
 
 def _written(path: Path, memory: dict[str, Any]) -> dict[str, str]:

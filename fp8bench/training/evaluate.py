@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,6 +27,7 @@ _TOKENS_A_PASS = 1024
 # Positions are told in so many parts of a window.
 _PARTS = 8
 _SILENT = SilentPhases()
+Scaled = Callable[[str, Arithmetic], Arithmetic]
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,14 @@ class _Sums:
 class Evaluation:
     """The windows to look at, always the same ones, and the losses of a model on them.
 
-    `layers` are those that take a precision, by their path in the model.
+    `layers` are those that take a precision, by their path in the model; `scaled` gives an arithmetic of one of them
+    the scales that ranks share.
     """
 
-    def __init__(self, text: TrainingText, config: GPTConfig, layers: Sequence[Layer], facts: DeviceFacts) -> None:
+    def __init__(
+        self, text: TrainingText, config: GPTConfig, layers: Sequence[Layer], facts: DeviceFacts, scaled: Scaled
+    ) -> None:
+        self._scaled = scaled
         self._config, self._layers, self._facts = config, layers, facts
         lengths = [] if text.tokens == "given" else [len(one) for one in token_bytes(text.merges)]
         self._lengths = torch.tensor(lengths, device=facts.key) if lengths else None
@@ -78,7 +83,8 @@ class Evaluation:
             yield self._sums(model, self._other).told(*who, "other-text")
         for mode in QUANTISED:
             arithmetic = precisions.get(mode).arithmetic(self._facts)
-            with multiplied_by(model, {one.name: arithmetic.layer(one.name) for one in self._layers if not one.high}):
+            names = [one.name for one in self._layers if not one.high]
+            with multiplied_by(model, {one: self._scaled(one, arithmetic.layer(one)) for one in names}):
                 yield self._sums(model, self._held_out).told(*who, f"quantised:{mode}")
 
     def _sums(self, model: LanguageModel, batches: Sequence[Batch]) -> _Sums:

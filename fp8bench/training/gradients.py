@@ -44,9 +44,9 @@ class Gradients:
                 one.grad = torch.zeros_like(one)
         return [one.grad for one in self._parameters if one.grad is not None]
 
-    def norm(self) -> Tensor:
-        """Of all of them together; not finite where one of them is not."""
-        return joint(torch._foreach_norm(self.of(self._parameters)))
+    def norms(self) -> list[Tensor]:
+        """Of each; not finite where it is not."""
+        return list(torch._foreach_norm(self.of(self._parameters)))
 
     def end(self) -> None:
         """The weights are updated."""
@@ -98,8 +98,8 @@ class LowGradients(Gradients):
     def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return [self._sums[one].restored() if one in self._begun else torch.zeros_like(one) for one in parameters]
 
-    def norm(self) -> Tensor:
-        return joint([self.of([one])[0].norm() for one in self._parameters])
+    def norms(self) -> list[Tensor]:
+        return [self.of([one])[0].norm() for one in self._parameters]
 
     def end(self) -> None:
         for one in self._sums.values():

@@ -142,7 +142,15 @@ class Lab(Bench):
         from fp8bench.training.checkpoint import write
 
         assert self._task is not None
-        return write(folder, self._task, self._trainers)
+        lost = self._lost()
+        write(folder, self._task, {name: one for name, one in self._trainers.items() if name not in lost})
+        return lost
+
+    def _lost(self) -> tuple[str, ...]:
+        """The arms whose state is not finite."""
+        from fp8bench.training.checkpoint import not_finite
+
+        return not_finite(self._trainers)
 
     def restore(self, folder: str) -> tuple[tuple[str, int], ...]:
         """Go on from what a folder keeps: the step that each arm comes to next. An arm it does not keep has stopped."""

@@ -15,6 +15,7 @@ from fp8bench.formats.hardware import emulated, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.model.training import TrainerSettings
+from fp8bench.nn.parallel.cuts import uncuttable
 from fp8bench.nn.sizes import LINE, SIZES, GPTConfig
 from fp8bench.nn.support import uncompilable
 from fp8bench.protocols import Layer, Precision
@@ -106,6 +107,9 @@ def check(settings: TrainerSettings) -> None:
 
 def check_ranks(settings: TrainerSettings, ranks: int) -> None:
     """Raise UsageError for what so many ranks cannot train together."""
+    if settings.parallel == "tp":
+        _check_cut(settings, ranks)
+        return
     batch = config_of(settings, 1).batch
     if batch % ranks:
         raise UsageError(
@@ -116,6 +120,9 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
         raise _not_with_ranks("--arch cnn", "its batch norm would know a rank's own part of a batch alone")
     if settings.gradients != "fp32":
         raise _not_with_ranks(f"--gradients {settings.gradients}", "what ranks average are float32 gradients")
+    if settings.compile == "yes" and settings.parallel == "fsdp":
+        why = "a compiled graph has weights that are taken away between two steps"
+        raise _not_with_ranks("--compile yes", why, "--parallel fsdp")
     if settings.amax_group != "own":
         advice = "add --amax-group own, or leave it out"
         if settings.arch == "moe":
@@ -126,8 +133,21 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
             raise _not_with_ranks("--compile yes", why)
 
 
-def _not_with_ranks(option: str, why: str) -> UsageError:
-    return UsageError(f"{option} does not go with --ranks: {why}.")
+def _check_cut(settings: TrainerSettings, ranks: int) -> None:
+    """The same of ranks that share each block."""
+    for option, usual, why in (
+        ("arch", "gpt", "heads and hidden features of gpt's blocks are what is cut"),
+        ("gradients", "fp32", "of a gradient that is cut a rank would have a scale of its own"),
+        ("compile", "no", "sums are sent between the parts of a block"),
+    ):
+        if (given := getattr(settings, option)) != usual:
+            raise _not_with_ranks(f"--{option} {given}", f"{why}. Choose --{option} {usual}", "--parallel tp")
+    if why := uncuttable(config_of(settings, 1), ranks):
+        raise UsageError(f"--parallel tp cannot cut {settings.model} for --ranks {ranks}: {why}, or fewer ranks.")
+
+
+def _not_with_ranks(option: str, why: str, way: str = "--ranks") -> UsageError:
+    return UsageError(f"{option} does not go with {way}: {why}.")
 
 
 def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
@@ -141,6 +161,9 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
         return refused(
             f"the scale that {precision.mode} has of a whole tensor is always a rank's own: choose --amax-group own"
         )
+    cut = settings.parallel == "tp" and facts.ranks > 1
+    if cut and precision.whole_layers:
+        return refused(f"layers of {precision.mode} are a library's own, and --parallel tp cannot cut them")
     if settings.compile == "yes" and precision.remembers and found.level is not Level.REFUSED:
         return refused(
             f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: choose "
@@ -149,14 +172,17 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
     if found.level is not Level.NATIVE:
         return found
     rounded = bool(precision.carried_by) and precision.float32_products == "highest"
-    rows, along = config.batch // facts.ranks * config.sequence, precision.multiples[0]
+    if cut and (misfit := _misfit(config, facts.ranks, precision)):
+        return refused(misfit)
+    readers = 1 if cut else facts.ranks
+    rows, along = config.batch // readers * config.sequence, precision.multiples[0]
     if settings.compile == "yes" and (why := uncompilable(precision, config, rows)):
         return refused(why)
     if settings.arch == "cnn" and rounded:
         recipe = getattr(precision, "recipe", None)
         if not (isinstance(recipe, Recipe) and recipe.hadamard):
             return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
-    counted = f"batch x sequence is {rows}" + " of each rank" * (facts.ranks > 1)
+    counted = f"batch x sequence is {rows}" + " of each rank" * (readers > 1)
     if settings.arch == "cnn":  # a line and a place more than the text has
         rows = config.batch * (config.sequence // LINE + 1) * (LINE + 1)
         counted = f"with a line and a column of zeros an image has them, and the batch has {rows}"
@@ -166,6 +192,17 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
             "choose another --batch or --sequence"
         )
     return found
+
+
+def _misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
+    """Why a rank's share of a block's features is none that native products take; '' where it is."""
+    most = max(precision.multiples)
+    features = config.width, config.key_heads * config.head_width, config.hidden
+    wrong = sorted({one // ranks for one in features if one // ranks % most})
+    if not wrong:
+        return ""
+    sides = " and ".join(map(str, wrong))
+    return f"native {precision.name} takes sides in multiples of {most}, and a rank has {sides} features of a block"
 
 
 def _scales_are_own(precision: Precision) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from fp8bench.errors import StoreError
 from fp8bench.model.rank_lines import RankLines
@@ -11,9 +11,6 @@ from fp8bench.model.training import Arm, ArmState, SeedTask, TrainerSettings
 from fp8bench.training.lab import Lab
 from fp8bench.worker.ranks.bench import RankBench
 from fp8bench.worker.ranks.main import main
-
-if TYPE_CHECKING:
-    from fp8bench.training.trainer import Trainer
 
 # What a RanksWorker runs to have some.
 MODULE = "fp8bench.training.rank_lab"
@@ -40,14 +37,16 @@ class RankLab(RankBench, Lab):
         assert self._task is not None
         looked_at = [step for step in range(first, trainer.step) if step % self._task.stride == 0]
         batches = tuple((step, *trainer.read(step)) for step in looked_at)
-        return RankLines(lines, self._same(trainer), batches, trainer.together.shares)
-
-    def _same(self, trainer: Trainer) -> tuple[tuple[str, int], ...]:
-        digests = ("the weights", trainer.weights_digest()), ("the scales", trainer.scales_digest())
-        return ("the steps done", trainer.step), *digests
+        weights, faults = trainer.weights_digest()
+        same = ("the steps done", trainer.step), ("the weights", weights), ("the scales", trainer.scales_digest())
+        return RankLines(lines, same, batches, trainer.together.shares, faults)
 
     def save(self, folder: str) -> tuple[str, ...]:
         return self._together(lambda: super(RankLab, self).save(self._own(folder)))
+
+    def _lost(self) -> tuple[str, ...]:
+        """On any rank: what was kept of an arm by some of them could not be gone on with."""
+        return tuple(sorted({name for names in self._said_by_all(super()._lost()) for name in names}))
 
     def _read(self, folder: str) -> dict[str, dict[str, Any]]:
         return self._together(lambda: super(RankLab, self)._read(self._own(folder)))

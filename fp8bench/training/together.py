@@ -1,4 +1,5 @@
-"""How one of several ranks trains the same model as the others: its share of a batch, and what is averaged over them.
+"""How one of several ranks trains the same model as the others: its share of a batch or of the model, and what they
+tell each other.
 
 Gradients are averaged after the last micro-batch and not behind backward, as torch's own DDP does: that one arranges
 them anew after its first step, so that a training that was gone on with would add them in another order.
@@ -6,16 +7,16 @@ them anew after its first step, so that a training that was gone on with would a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fp8bench.model import DeviceFacts
-from fp8bench.model.training import TrainerSettings
+from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.moments import bucketed
-from fp8bench.nn.parallel.amax_groups import Largest
-from fp8bench.protocols import Phases
+from fp8bench.nn.parallel.amax_groups import scaled_together
+from fp8bench.protocols import Arithmetic, Phases, Role
 from fp8bench.training.gradients import Gradients
 
 # So many gradients travel together.
@@ -28,6 +29,28 @@ class Alone:
     shares = 1
     share = 0
 
+    shares_scales = False
+
+    def scaled(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
+        """A layer's, by its path in the model, whose scales come from all ranks' largest magnitudes where they are
+        shared."""
+        return arithmetic
+
+    def take(self, model: LanguageModel) -> None:
+        """Leave of a model what this rank computes."""
+
+    def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
+        """What this rank keeps and updates of each."""
+        return parameters
+
+    @contextmanager
+    def present(self, phase: Phases) -> Iterator[None]:
+        """The model's parameters have their values in the body, which is of one step, or looks at the model."""
+        yield
+
+    def updated(self, phase: Phases) -> None:
+        """What is kept of the parameters was changed, and somebody looks at them before the body ends."""
+
     def mean(self, loss: Tensor) -> Tensor:
         """Over all ranks, of the losses of their shares."""
         return loss
@@ -35,10 +58,17 @@ class Alone:
     def average(self, gradients: Gradients, phase: Phases) -> None:
         """Over all ranks, where they lie."""
 
-    @property
-    def largest(self) -> Largest | None:
-        """What makes the largest magnitude of all ranks of each rank's own; None where that is its own."""
-        return None
+    def norms(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Of whole parameters, or what is like them, from those of what this rank has of each; in their order."""
+        return list(own)
+
+    def common(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+        """Those that all ranks must have alike."""
+        return list(parameters.values())
+
+    def faults(self) -> tuple[str, ...]:
+        """What is wrong with what this rank has got of the others since it was asked last."""
+        return ()
 
 
 class DataParallel(Alone):
@@ -49,7 +79,10 @@ class DataParallel(Alone):
 
         self._dist = dist
         self.shares, self.share = dist.get_world_size(), dist.get_rank()
-        self._own_amax = own_amax
+        self.shares_scales = not own_amax
+
+    def scaled(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
+        return scaled_together(arithmetic, Role, self._over_ranks) if self.shares_scales else arithmetic
 
     def mean(self, loss: Tensor) -> Tensor:
         total = loss.clone()
@@ -66,20 +99,11 @@ class DataParallel(Alone):
                 pieces = torch.split(flat / self.shares, [one.numel() for one in some])
                 torch._foreach_copy_(some, [new.view_as(one) for new, one in zip(pieces, some, strict=True)])
 
-    @property
-    def largest(self) -> Largest | None:
-        return None if self._own_amax else self._over_ranks
-
     def _over_ranks(self, amax: Tensor) -> Tensor:
-        """NaN where it is one on any rank: a maximum of several need not keep it."""
+        """Infinite where it is NaN on any rank: a maximum of several need not keep that."""
         finite = torch.where(amax.isnan(), torch.inf, amax).reshape(1)
         self._dist.all_reduce(finite, self._dist.ReduceOp.MAX)
         return finite.reshape(())
-
-
-def together_of(settings: TrainerSettings, facts: DeviceFacts) -> Alone:
-    """As settings and the number of ranks have it."""
-    return Alone() if facts.ranks == 1 else DataParallel(own_amax=settings.amax_group == "own")
 
 
 def digest_of(tensors: Sequence[Tensor]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +27,7 @@ from fp8bench.model.training import (
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
 from fp8bench.nn.cached_weights import CachedWeights
 from fp8bench.nn.gpt import Forward, LanguageModel, compiled
-from fp8bench.nn.parallel.amax_groups import scaled_together
-from fp8bench.protocols import Arithmetic, Phases, Role, SilentPhases, WatchedArithmetic, key_of
+from fp8bench.protocols import Arithmetic, Operand, Phases, Role, SilentPhases, WatchedArithmetic, key_of
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
 from fp8bench.training import models
@@ -38,9 +37,10 @@ from fp8bench.training.gradients import joint
 from fp8bench.training.loss_scaling import loss_scale_of
 from fp8bench.training.not_finite import Finder, Place, whole_words
 from fp8bench.training.optimizer import AdamW
+from fp8bench.training.parallel import together_of
 from fp8bench.training.schedule import share_of_rate
 from fp8bench.training.seeds import own_seed, seed_of
-from fp8bench.training.together import digest_of, together_of
+from fp8bench.training.together import digest_of
 from fp8bench.training.watched_step import WatchedStep
 from fp8bench.training.watching import Watch
 from fp8bench.worker.products import product_like
@@ -75,14 +75,14 @@ class Trainer:
         self._config = models.config_of(settings, task.text.vocabulary)
         self._layers = models.layers_of(settings.arch, self._config)
         self._arithmetics: dict[str, Arithmetic] = {}
-        self.together = together_of(settings, task.facts)
+        self.together = together_of(settings, self._config, task.facts)
         self._model = self._made(task.facts)
         self._parameters = dict(self._model.named_parameters())
         self._weights = CachedWeights(self._model)
         self._windows = Windows(task.text.train, self._config.sequence, task.facts.key, self._config.vocabulary)
-        self._evaluation = Evaluation(task.text, self._config, self._layers, task.facts)
+        self._evaluation = Evaluation(task.text, self._config, self._layers, task.facts, self.together.scaled)
         self._forward = self._compiled() if settings.compile == "yes" else self._model
-        self._optimizer = AdamW(self._parameters, settings)
+        self._optimizer = AdamW(self.together.own(self._parameters), settings)
         self._loss_scale = loss_scale_of(settings, self.precision.loss_scale)
         self._watch = Watch(
             self._model, arm.name, task.seed, self.tokens // settings.micro_batches, inside=settings.compile == "no"
@@ -99,7 +99,8 @@ class Trainer:
             key = key_of(layers[name], keys)
             high = self.precision.carried_by if layers[name].high else ""
             mode = keys[key] if key is not None else high or self.arm.precision
-            found = self._told(self._grouped(precisions.get(mode).arithmetic(facts).layer(f"{own}/{name}")))
+            arithmetic = precisions.get(mode).arithmetic(facts).layer(f"{own}/{name}")
+            found = self._told(self.together.scaled(name, arithmetic))
             self._arithmetics[name] = found
             return found
 
@@ -111,6 +112,8 @@ class Trainer:
             self._round_attention(model, facts)
         if self._settings.nudge == "ulp":
             _moved_by_an_ulp(model, seed_of("nudge", self._seed))
+        self._count = sum(one.numel() for one in model.parameters())
+        self.together.take(model)
         return model
 
     def _round_attention(self, model: LanguageModel, facts: DeviceFacts) -> None:
@@ -119,12 +122,9 @@ class Trainer:
             if isinstance(module, SelfAttention):
                 own = self.precision.arithmetic(facts)
                 module.core = core = EmulatedCore(own, prescaled=self._settings.attention == "prescaled")
-                core.parts.update({part: self._told(self._grouped(one)) for part, one in core.parts.items()})
-                self._arithmetics |= {f"{path}.core.{part}": one for part, one in core.parts.items()}
-
-    def _grouped(self, arithmetic: Arithmetic) -> Arithmetic:
-        largest = self.together.largest
-        return arithmetic if largest is None else scaled_together(arithmetic, Role, largest)
+                for part, one in core.parts.items():
+                    name = f"{path}.core.{part}"
+                    core.parts[part] = self._arithmetics[name] = self._told(self.together.scaled(name, one))
 
     def _told(self, arithmetic: Arithmetic) -> Arithmetic:
         return arithmetic if self._watch_casts is None else WatchedArithmetic(arithmetic, self._watch_casts)
@@ -146,9 +146,10 @@ class Trainer:
         return self._config.batch * self._config.sequence * self._settings.micro_batches
 
     def state(self) -> ArmState:
-        count = sum(one.numel() for one in self._parameters.values())
+        """Of the whole model, with what this rank keeps of it."""
         sizes = {name: sum(one.nbytes for one in some) for name, some in self._kept().items()}
-        return ArmState(self.arm.name, count, self.tokens, tuple((name, size / count) for name, size in sizes.items()))
+        each = tuple((name, size / self._count) for name, size in sizes.items())
+        return ArmState(self.arm.name, self._count, self.tokens, each)
 
     def _kept(self) -> dict[str, list[Tensor]]:
         """All that lies in memory between two steps; what casts remember is there once they have cast."""
@@ -176,19 +177,21 @@ class Trainer:
         started = time.perf_counter()
         settings, scale, before = self._settings, self._loss_scale.scale, self._remembered()
         rate = self._rate * settings.handicap * share_of_rate(settings, self.step, self._task.steps)
-        with self._optimizer.weights.present(), self._watching(watched) as seen:
+        with self._present(phase), self._watching(watched) as seen:
             loss = self._losses(scale, phase)
             self.together.average(self._optimizer.gradients, phase)
-            norm = self._optimizer.gradients.norm() / scale
+            norm = joint(self.together.norms(self._optimizer.gradients.norms())) / scale
             skip = (~(loss + norm).isfinite()).to(torch.float32)
             clipping = (norm / settings.clip).clamp(min=1.0) if settings.clip else torch.ones_like(norm)
             with phase.optimizer_step:
                 self._optimizer.step(rate, clipping * scale, skip)
-            moved, size = joint(self._optimizer.update_norms), joint(self._optimizer.weight_norms)
-            numbers = torch.stack([loss, norm, clipping, moved, size]).tolist()  # the one wait of a step
+            count = len(self._parameters)
+            norms = self.together.norms([*self._optimizer.update_norms, *self._optimizer.weight_norms])
+            moved, size = norms[:count], norms[count:]
+            numbers = torch.stack([loss, norm, clipping, joint(moved), joint(size)]).tolist()  # the one wait of a step
             if seen is not None:
-                norms = self._optimizer.update_norms, self._optimizer.weight_norms
-                seen.updated(*(dict(zip(self._parameters, one, strict=True)) for one in norms))
+                self.together.updated(phase)
+                seen.updated(*(dict(zip(self._parameters, one, strict=True)) for one in (moved, size)))
         # A step that was watched took longer than a step does.
         row = self._row(numbers, rate, scale, time.perf_counter() - started if seen is None else 0.0)
         yield row
@@ -211,20 +214,30 @@ class Trainer:
         whole = sum(digest(self._seed, step, number, self._config.batch) for number in numbers)
         return own % DIGESTS, whole % DIGESTS
 
-    def weights_digest(self) -> int:
-        """A number that changes with any bit of the weights."""
-        with self._optimizer.weights.present():
-            return digest_of(list(self._parameters.values()))
+    def weights_digest(self) -> tuple[int, tuple[str, ...]]:
+        """A number that changes with any bit of the weights that all ranks have alike; and what is wrong with those
+        that this rank was given."""
+        with self._present(_SILENT):
+            return digest_of(self.together.common(self._parameters)), self.together.faults()
 
     def scales_digest(self) -> int:
         """The same of scales that come from casts before; 0 where each rank has its own."""
         kept = [one for own in self._arithmetics.values() for one in own.memory().values()]
-        return 0 if self.together.largest is None else digest_of([one for one in kept if one.dtype == torch.float32])
+        return digest_of([one for one in kept if one.dtype == torch.float32]) if self.together.shares_scales else 0
 
     def repeat(self, last: int) -> None:
         """An arm that is done goes back by so many steps, with its weights as they are."""
         if self.step == self._task.steps:
             self.step = max(0, self.step - last)
+
+    @contextmanager
+    def _present(self, phase: Phases) -> Iterator[None]:
+        """The parameters have their values in the body."""
+        with self._optimizer.weights.present(), self.together.present(phase):
+            if self._watch_casts is not None:  # of what was put together for a step nobody else says what it is for
+                for one in self._parameters.values():
+                    self._watch_casts(Operand(one), one, Role.WEIGHT, None)
+            yield
 
     def _watching(self, watched: bool) -> AbstractContextManager[WatchedStep | None]:
         watched = watched and self.step % self._task.stride == 0
@@ -293,7 +306,7 @@ class Trainer:
         """Where the step first was not finite, by doing it once more; what it remembers is as after the first time."""
         self._recall(before)
         finder = Finder()
-        with self._optimizer.weights.present(), finder.attached(self._model):
+        with self._present(_SILENT), finder.attached(self._model):
             forward, self._forward = self._forward, self._model  # in a compiled graph nobody can look
             self._losses(scale)
             self._forward = forward
@@ -321,7 +334,7 @@ class Trainer:
         """The losses on text that was not trained on; once all steps are done, in every way that is looked at."""
         who = self.arm.name, self._task.seed, self.step
         aside = undisturbed(self._model, self._arithmetics.values())
-        with self._optimizer.weights.present(), aside, self._weights.cast(_SILENT):
+        with self._present(_SILENT), aside, self._weights.cast(_SILENT):
             return tuple(self._evaluation.look(self._model, who, last=self.step == self._task.steps))
 
     def memory(self) -> dict[str, Any]:
@@ -354,7 +367,7 @@ class Trainer:
         if same != set(self._arithmetics) and self.step:
             before = self._remembered()
             self.step -= 1
-            with self._optimizer.weights.present():
+            with self._present(_SILENT):
                 self._losses(self._loss_scale.scale)
             self.step += 1
             self._recall(_Remembered({name: before.arithmetics[name] for name in same}, before.statistics))

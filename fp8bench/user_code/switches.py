@@ -56,7 +56,7 @@ class Switch:
 
 def attribute(name: str, holder: Any, word: str, **more: Any) -> Switch:
     """A switch that is an attribute of a module or an object."""
-    return Switch(name, lambda: getattr(holder, word), lambda value: setattr(holder, word, value), **more)
+    return Switch(name, partial(getattr, holder, word), lambda value: setattr(holder, word, value), **more)
 
 
 def now(switches: Iterable[Switch]) -> tuple[Any, ...]:

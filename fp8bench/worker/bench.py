@@ -37,7 +37,7 @@ from fp8bench.worker.conformity import conformities
 from fp8bench.worker.faults import Fault
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.gpu_libraries import torch_build
-from fp8bench.worker.prepared import Prepared, State
+from fp8bench.worker.prepared import Prepared, State, begins_alone
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import apart, aside
 from fp8bench.worker.switches import recorded, refuse_bent, switches, unchanged, under
@@ -56,6 +56,7 @@ class Bench(UntimedPasses):
         self._trials = Trials()
         self._clock: Callable[[Stamper], PhaseClock] = PhaseClock
         self._unmarked: Callable[[], Phases] = SilentPhases
+        self._meet: Callable[[], None] = begins_alone
         refuse_bent()
         import_user_modules(settings.imports, switches())
         self._threads_before = torch.get_num_threads()
@@ -118,7 +119,8 @@ class Bench(UntimedPasses):
         stamper = device.stamper(facts.index)
         started = running() - before
         self._prepared[key] = Prepared(
-            workload, precision, device, facts.index, states, self._clock(stamper), stamper, started, flush
+            workload, precision, device, facts.index, states, self._clock(stamper), stamper, started, flush,
+            meet=self._meet,
         )  # fmt: skip
         gc.collect()
 

@@ -44,6 +44,11 @@ def everything_is_the_workloads() -> None:
     _everything = True
 
 
+def everything_is_known() -> bool:
+    """Whether nobody but fp8bench and its workloads does anything in this process."""
+    return _everything
+
+
 def running() -> Beside:
     """All there are now."""
     thread = None if _everything else threading.get_native_id()
@@ -98,10 +103,17 @@ def _below(pid: int, thread: int | None = None) -> Iterator[int]:
     except OSError:
         return
     for one in threads:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{one}/children", "rb") as children:  # noqa: PTH123
-            for child in map(int, children.read().split()):
-                yield child
-                yield from _below(child)
+        for child in _children(pid, one):
+            yield child
+            yield from _below(child)
+
+
+def _children(pid: int, thread: int | str) -> list[int]:
+    try:
+        with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as children:  # noqa: PTH123
+            return list(map(int, children.readall().split()))
+    except OSError:
+        return []
 
 
 def _ended(started: Iterable[int]) -> list[str]:

@@ -44,6 +44,38 @@ def bits_of(device: Device, facts: DeviceFacts) -> tuple[OperationBits, ...]:
     return tuple(found)
 
 
+def bits_of_ranks(facts: DeviceFacts) -> tuple[OperationBits, ...]:
+    """What all ranks come to by their exchanges: of numbers whose sums are exact, so that no order makes others."""
+    import torch.distributed as dist
+
+    size = dist.get_world_size()
+    own = _numbers(3 + dist.get_rank()).to(facts.key)
+    found = []
+    for dtype, name, exchange in (("float32", "sum of all ranks", _added), ("uint8", "codes of all ranks", _gathered)):
+        several = [_hexadecimal(exchange(own)) for _ in range(TIMES)]
+        found.append(OperationBits(f"{facts.key} of {size} ranks", dtype, name, tuple(dict.fromkeys(several))))
+    return tuple(found)
+
+
+def _added(own: Tensor) -> Tensor:
+    import torch.distributed as dist
+
+    whole = own.clone()
+    dist.all_reduce(whole)
+    return whole
+
+
+def _gathered(own: Tensor) -> Tensor:
+    """Of values in FP8, as bytes: gloo sends no others."""
+    import torch
+    import torch.distributed as dist
+
+    codes = own.to(torch.float8_e4m3fn).view(torch.uint8)
+    everybodys = [torch.empty_like(codes) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybodys, codes)
+    return torch.stack(everybodys)
+
+
 def _numbers(seed: int) -> Tensor:
     """Multiples of 1/64 from -16 to 16: exact in float32, and drawn as whole numbers, which no vector width changes."""
     import torch

@@ -10,6 +10,8 @@ from fp8bench.registry import devices
 
 # What torch adds to the driver's words: where to look them up, and that the line may be another.
 _ADVICE = re.compile(r"(?s)(?<=error: )([^\n]*)\n(?=.*(CUDA_LAUNCH_BLOCKING|AMD_SERIALIZE_KERNEL|docs\.nvidia\.com)).*")
+# Longer texts are whole in the traceback alone.
+_LONGEST = 1000
 
 
 class Fault(NamedTuple):
@@ -35,4 +37,7 @@ def described(error: BaseException, known: bool = True) -> Fault:
     text, trace = (
         said.encode("utf-8", "backslashreplace").decode() for said in (text, "".join(traceback.format_exception(error)))
     )
-    return Fault(type(error).__name__, _ADVICE.sub(r"\1", text), trace, exhausted)
+    text = _ADVICE.sub(r"\1", text)
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}... ({len(text) - _LONGEST} more characters)"
+    return Fault(type(error).__name__, text, trace, exhausted)

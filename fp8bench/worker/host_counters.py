@@ -12,6 +12,8 @@ PROC = Path("/proc")
 _KIB = 1024
 # 'cpu' and the numbers behind it: user, nice, system, idle, iowait, irq, softirq, steal.
 _STEAL = 8
+_FIRST_LINE = 512
+_TICKS = os.sysconf("SC_CLK_TCK")
 _RESET_HIGH_WATER = "5"
 
 
@@ -66,19 +68,32 @@ def _status(proc: Path, name: str) -> int:
 
 
 def _steal(proc: Path) -> Reading:
-    for line in _lines(proc / "stat"):
-        words = line.split()
-        if words[:1] == ["cpu"] and len(words) > _STEAL and words[_STEAL].isdecimal():
-            return Reading(int(words[_STEAL]) / os.sysconf("SC_CLK_TCK"), "s", f"{proc}/stat")
-    raise NoReading(f"{proc}/stat does not report stolen time")
+    words = _first_words(path := f"{proc}/stat")
+    if words[:1] == [b"cpu"] and len(words) > _STEAL and words[_STEAL].isdigit():
+        return Reading(int(words[_STEAL]) / _TICKS, "s", path)
+    raise NoReading(f"{path} does not report stolen time")
 
 
 def _waited(proc: Path) -> Reading:
-    path = proc / "thread-self" / "schedstat"  # nanoseconds on a core, nanoseconds in the queue for one, turns
-    words = " ".join(_lines(path)).split()
-    if len(words) == 3 and words[1].isdecimal():
-        return Reading(int(words[1]) * 1e-9, "s", str(path))
+    # Nanoseconds on a core, nanoseconds in the queue for one, turns.
+    words = _first_words(path := f"{proc}/thread-self/schedstat")
+    if len(words) == 3 and words[1].isdigit():
+        return Reading(int(words[1]) * 1e-9, "s", path)
     raise NoReading(f"{path} does not report how long a thread waited")
+
+
+def _first_words(path: str) -> list[bytes]:
+    """Those of a file's first line. Without pathlib: a third of the time, and it is read around every slot."""
+    try:
+        opened = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise NoReading(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        return os.read(opened, _FIRST_LINE).partition(b"\n")[0].split()
+    except OSError as error:
+        raise NoReading(f"{path} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(opened)
 
 
 def _lines(path: Path) -> list[str]:

@@ -193,8 +193,10 @@ def role_of(block: HeldBlock, before: StateTensors, after: StateTensors) -> Memo
         return state or copied or MemoryRole.OTHER
     if block.phase == Phase.DATA_LOAD:
         return MemoryRole.DATA
-    # A weight lasts. What a step makes to be cast as one is a weight on its way, as moments are that are cast alike.
-    said = [role for role in block.said if old or role is not MemoryRole.WEIGHTS]
+    # A weight lasts, or comes from other ranks. What else a step makes to be cast as one is a weight on its way, as
+    # moments are that are cast alike.
+    comes = old or block.phase == Phase.COMMUNICATION
+    said = [role for role in block.said if comes or role is not MemoryRole.WEIGHTS]
     return said[0] if said else MemoryRole.OTHER if old else _by_its_time(block)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
@@ -25,7 +25,7 @@ from fp8bench.protocols import (
     Workload,
 )
 from fp8bench.worker import fusing
-from fp8bench.worker.beside import Beside
+from fp8bench.worker.beside import Beside, everything_is_known
 from fp8bench.worker.checked_results import wrong_of
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.finite import FiniteState
@@ -35,6 +35,10 @@ from fp8bench.worker.second_clock import agreeing
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import apart, silent_step
 from fp8bench.worker.switches import collected_by_hand, unchanged, under
+
+
+def begins_alone() -> None:
+    """Nobody else begins."""
 
 
 class State(NamedTuple):
@@ -50,7 +54,8 @@ class State(NamedTuple):
 @dataclass
 class Prepared:
     """`started` is what preparing it has left running. Calls take the `states` in turn, if there are several; `flush`
-    comes before each of them and is not timed, nor is what is `loaded` ahead of replays."""
+    comes before each of them and is not timed, nor is what is `loaded` ahead of replays. `meet` waits for whoever else
+    begins a slot or a loop at the same time."""
 
     workload: Workload
     precision: Precision
@@ -64,6 +69,9 @@ class Prepared:
     replay: Callable[[], object] | None = None
     loaded: bool = False
     held: HeldPhase | None = None
+    meet: Callable[[], object] = begins_alone
+    # What switches were at before its first slot, and must be at after all of them: nothing else runs in between.
+    _switches: Sequence[Any] | None = None
     _next: Callable[[], State] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,7 +136,11 @@ class Prepared:
         clock, begin, ready = self.clock, self.clock.begin, self._ready
         marks, host = [], math.inf
         eager, fused = fusing.calls()
-        with under(self.precision), collected_by_hand(), unchanged(), silent_step(), agreeing(self._clocks):
+        watched = unchanged(self._switches)
+        with under(self.precision), collected_by_hand(), watched as known, silent_step(), agreeing(self._clocks):
+            self._switches = known if everything_is_known() else None
+            self.meet()
+            retried = self.device.retried(self.index)
             before = counters()  # ahead of the discarded calls: reading it leaves caches cold
             for _ in range(discard):
                 state = ready()
@@ -151,6 +163,7 @@ class Prepared:
                 time.perf_counter() - wall, time.thread_time() - thread, time.process_time() - cpu,
             )  # fmt: skip
             counted = grown(before, counters())
+            retried_now = self.device.retried(self.index)
         steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         self.stamper.recycle()
         eager_now, fused_now = fusing.calls()
@@ -161,6 +174,7 @@ class Prepared:
             None if preemptions is None else int(preemptions), _known(counted["steal"]),
             self._waited(_known(counted["waited"]), wall - thread),
             tuple(bits for bits, count in sorted(fused_now.items()) if bits and count),
+            memory_retries=None if retried is None or retried_now is None else retried_now - retried,
         )  # fmt: skip
 
     def _waited(self, counted: float | None, off_core: float) -> float | None:
@@ -187,6 +201,7 @@ class Prepared:
         """Run so many steps back to back and wait for them; the seconds of all. No clock runs within them."""
         silent = SilentPhases()
         with under(self.precision), unchanged(), silent_step():
+            self.meet()
             start = time.perf_counter()
             for _ in range(steps):
                 self.workload.step(self._ready(), silent)

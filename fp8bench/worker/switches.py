@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from fp8bench.errors import UsageError
 from fp8bench.model import Scalar
@@ -27,11 +28,14 @@ class SwitchesChanged(RuntimeError):
 
 
 @contextlib.contextmanager
-def unchanged() -> Iterator[None]:
-    """Put back what the body leaves changed; raises if it was that, and nothing else, that went wrong."""
-    before = now(switches())
+def unchanged(known: Sequence[Any] | None = None) -> Iterator[Sequence[Any]]:
+    """Put back what the body leaves changed; raises if it was that, and nothing else, that went wrong.
+
+    Yields what they are at, which another body under the same precision may be given as `known` instead of reading it.
+    """
+    before = now(switches()) if known is None else known
     try:
-        yield
+        yield before
     except BaseException:
         put_back(switches(), before)
         raise

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, Params, Scalar, Support, Work
+from fp8bench.model import Case, DeviceFacts, Params, Scalar, Support, Work
 from fp8bench.model.ranks import Transfer
 from fp8bench.protocols import Grid, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, one_of, whole_number
@@ -26,6 +26,8 @@ WAYS = ("fp8_gather", "fp8_twoshot", "fp8_ring")
 SCALINGS = ("pre", "post", "ms_amp", "fp8lm_auto")
 SIGNALS = ("own", "shared", "student-t", "lognormal")
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
+# What only FP8 has of a collective that adds up.
+_OF_FP8 = ("fp8", "scaling")
 # Blocks of scales, and a part for every rank.
 _MULTIPLE = 32
 _ELEMENT_BYTES = 4
@@ -86,7 +88,7 @@ class Collective(Workload):
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         """What is only sent is not added up."""
-        left_out = () if params["collective"] in REDUCING else ("fp8", "scaling")
+        left_out = () if params["collective"] in REDUCING else _OF_FP8
         return (tuple((name, value) for name, value in params.items() if name not in left_out),)
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
@@ -164,6 +166,10 @@ class Collective(Workload):
             return Transfer(logical, float(elements), counted.bytes, factor, counted=True)
         sent = state.kind.sent(state.given, state.size)
         return Transfer(logical, float(elements * state.given.element_size()), sent, factor, counted=False)
+
+    def sent_by(self, case: Case) -> Params:
+        """What is not FP8 is the same beside every way of it."""
+        return tuple(one for one in case.params if case.precision == "fp8" or one[0] not in _OF_FP8)
 
     def together(self, setup: Setup) -> tuple[Callable[[], object], Callable[[], Any]] | str:
         """Products, and the collective, which need not be waited for: of FP8 its first exchange of codes."""

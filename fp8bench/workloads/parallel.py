@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
+from fp8bench.nn.parallel.rounding import most_apart
 from fp8bench.nn.parallel.way import OPTIONS, Asked, Job, Way
 from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_layers
 from fp8bench.protocols import Layer, Phases, Precision, Setup, SilentPhases, Workload
@@ -32,10 +33,6 @@ _ALL, _FIRST = "auto", "usual"
 _STEPS_BEFORE = 2
 # Steps that are held against those of one rank.
 _AGREEING_STEPS = 3
-# The relative distance of what steps change: of fp32 throughout, where only the order of additions differs, and of
-# anything else, whose own rounding is small beside it.
-_MOST_APART = 1e-3
-_MOST_APART_ROUNDED = 0.5
 
 
 @workloads.register("parallel")
@@ -132,8 +129,8 @@ class Parallel(Workload):
 
         state = self._state(setup, dist.group.WORLD, plain=True)
         found = agreement(state, self._alone(setup, plain=True), _AGREEING_STEPS)
-        exact = setup.case.precision == "fp32" and dict(setup.case.params).get("wire", "fp32") == "fp32"
-        most = _MOST_APART if exact else _MOST_APART_ROUNDED
+        made_in = (setup.case.precision, *(name for _, name in setup.case.precision_map))
+        most = most_apart(map(precisions.get, made_in), str(dict(setup.case.params).get("wire", "")))
         if not found["update_error"] <= most:
             raise NotTheSame(
                 f"{_AGREEING_STEPS} steps change weights otherwise than one rank alone does: the relative distance is "

@@ -364,3 +364,13 @@ def test_few_labels_take_a_verdict_away(label: Label) -> None:
         return
     with pytest.raises(ValueError, match=f"{label} takes no verdict away: aa-failed, above-ceiling, clock-offset"):
         Labelled(label, hard=True)
+
+
+def test_memory_that_was_full_while_it_was_timed() -> None:
+    """Nobody counts on a CPU, and a count of none is none."""
+    for retries in (None, 0):
+        slots = tuple(replace(slot, memory_retries=retries) for slot in CALM.slots)
+        assert Label.MEMORY_FULL not in labels(record(timing=replace(CALM, slots=slots)))
+    slots = (*slots[:3], replace(slots[3], memory_retries=2), replace(slots[4], memory_retries=1), *slots[5:])
+    (found,) = (one for one in labelled(record(timing=replace(CALM, slots=slots))) if one.label is Label.MEMORY_FULL)
+    assert found == Labelled(Label.MEMORY_FULL, "in 2 of 24 slots, 3 times") and found.label.casts_doubt

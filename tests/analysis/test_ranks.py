@@ -10,8 +10,6 @@ from fp8bench.analysis.labels import contended
 from fp8bench.analysis.pipelines import Bubble, bubble, pipeline_metrics
 from fp8bench.analysis.ranks import (
     memory_skew,
-    overlap_figures,
-    overlap_of,
     rank_metrics,
     rank_times,
     round_times,
@@ -20,7 +18,7 @@ from fp8bench.analysis.ranks import (
 )
 from fp8bench.analysis.scaling import efficiency, scaling_metrics, sent_by_rank
 from fp8bench.model import MemoryUse, Record, Segments, SlotSample, Status, Timing
-from fp8bench.model.ranks import Overlap, RankCalls, RankMemory, Scaling, Sent, Transfer
+from fp8bench.model.ranks import RankCalls, RankMemory, Scaling, Sent, Transfer
 from tests.runs import NATIVE, case
 
 MS = 1_000_000
@@ -68,53 +66,17 @@ def test_memory_of_each_rank_is_a_figure() -> None:
     assert memory_skew(MemoryUse(5)) is None
 
 
-def overlap(both: float, in_turn: float) -> Overlap:
-    return Overlap(*((one,) * 5 for one in (36e-3, 8e-3, both, in_turn)))
-
-
-def test_overlap_is_never_cut_to_what_one_would_like() -> None:
-    """Half hidden, all hidden, and worse than in turn."""
-    assert overlap_figures(overlap(40e-3, 44e-3)).hidden == pytest.approx(0.5)
-    assert overlap_figures(overlap(36e-3, 44e-3)).exposed == pytest.approx(0.0)
-    worse = overlap_figures(overlap(50e-3, 44e-3))
-    assert worse.exposed == pytest.approx(14e-3) and worse.hidden == pytest.approx(-0.75)
-    assert overlap_figures(overlap(35e-3, 44e-3)).hidden == pytest.approx(1.125)
-
-
-def test_nothing_of_a_pipeline_s_sending_is_called_hidden() -> None:
-    """Its step is longer by what ranks wait for each other: 30 ms beside 8 ms of sending would be -275%."""
-    for microbatches in (None, 2):
-        params = {} if microbatches is None else {"microbatches": microbatches}
-        found = overlap_of(Record(case("parallel", "bf16", params), NATIVE, Status.OK, overlap=overlap(66e-3, 44e-3)))
-        assert found is not None and found.exposed == pytest.approx(30e-3)
-        assert (found.hidden is None) == bool(found.why) == (microbatches == 2)
-
-
-def test_overlap_is_refused_where_the_check_sum_is_off() -> None:
-    """Both in turn took 1.34 times both alone: they disturb each other, and nothing follows."""
-    found = overlap_figures(overlap(50e-3, 59e-3))
-    assert found.exposed is None and found.hidden is None and "1.34 of the sum of both alone" in found.why
-
-
-def test_an_overlap_whose_rounds_are_gone_is_none() -> None:
-    """A file that somebody changed is shown all the same."""
-    assert overlap_figures(Overlap((1.0,), (), (1.0,), (1.0,))).why == "no round of it was kept"
-    assert overlap_figures(Overlap((0.0,), (0.0,), (1.0,), (1.0,))).exposed is None
-    assert overlap_figures(Overlap((1.0,), (0.0,), (1.0,), (1.0,))).hidden is None
-
-
 def test_rates_are_those_of_nccl_tests() -> None:
     """Bytes of the vector as it is sent over the slowest rank's median, times the factor; logical bytes beside it."""
     record = Record(
         case("collective", "bf16", {}), NATIVE, Status.OK, timing=timing(slot(0, (10, 5), (10, 5))),
-        transfer=Transfer(4e6, 2e6, 3e6, 1.5, counted=False), overlap=overlap(40e-3, 44e-3),
+        transfer=Transfer(4e6, 2e6, 3e6, 1.5, counted=False),
     )  # fmt: skip
     found = {str(one.name): one.value for one in rank_metrics(record, 0.01)}
     assert found["algbw"] == pytest.approx(2e8) and found["busbw"] == pytest.approx(3e8)
     assert found["effective_busbw"] == pytest.approx(6e8)
     assert (found["wire_bytes"], found["logical_bytes"]) == (3e6, 4e6)
     assert found["rank_skew"] == 0.0 and found["communication_time"] == pytest.approx(5e-3)
-    assert found["exposed_time"] == pytest.approx(4e-3) and found["hidden_communication"] == pytest.approx(50.0)
 
 
 def test_a_bubble_is_what_nobody_computes_in() -> None:

@@ -67,7 +67,7 @@ OPTIONS = {
     "doctor": COMMON | {"--calibrate", "--ceilings", "--threads", "--store"},
     "show": COMMON
     | {"RUN", "--explain", "--store", "--json", "--csv", "--tensorboard", "--wandb", "--histories", "--tape"}
-    | {"--shares"},
+    | {"--shares", "--fleet"},
     "report": COMMON | {"RUN", "--store", "--html", "--md", "--csv-wide", "--open"},
     "compare": COMMON | {"A", "B", "--explain", "--store", "--json", "--csv", "--md"},
     "duel": COMMON | {
@@ -98,16 +98,20 @@ OPTIONS = {
     },
     "store": COMMON,
     "store compact": COMMON | {"--store", "--import"},
+    "store publish": COMMON | {"ADDRESS", "--store"},
+    "store fetch": COMMON | {"ADDRESS", "--store"},
     "fleet": COMMON,
-    "fleet work": COMMON | {"PLAN", "--store", "--workers", "--cell", "--retry"},
-    "fleet submit": COMMON | {"PLAN", "--store", "--on", "--workers", "--retry", "--option", "--wait"},
+    "fleet work": COMMON | {"PLAN", "--store", "--workers", "--cell", "--retry", "--explain"},
+    "fleet submit": COMMON
+    | {"PLAN", "--store", "--on", "--workers", "--retry", "--option", "--wait", "--explain"},
     "fleet collect": COMMON | {"PLAN", "DIR", "--store"},
-    "fleet report": COMMON | {"PLAN|STORE", "--store", "--machines", "--json", "--csv", "--html", "--md"},
+    "fleet report": COMMON
+    | {"PLAN|STORE", "--store", "--machines", "--json", "--csv", "--html", "--md", "--explain"},
     "fleet export": COMMON | {
         "PLAN", "--store", "--to", "--workers", "--plan-path", "--python", "--minutes", "--image", "--volume",
         "--option", "-o", "--output",
     },
-    "fleet status": COMMON | {"PLAN", "--store", "--json", "--csv"},
+    "fleet status": COMMON | {"PLAN", "--store", "--json", "--csv", "--explain"},
     "tape": COMMON
     | {
         "NAME", "--dtypes", "--devices", "--set", "--data", "--import", "--seed", "--threads", "--case-timeout",
@@ -119,7 +123,7 @@ OPTIONS = {
     },
     "plan-parallel": COMMON | {
         "--model", "--gpus", "--topology", "--batch", "--sequence", "--dtype", "--checkpointing", "--top", "--check",
-        "--json", "--csv",
+        "--explain", "--json", "--csv",
     },
     "sensitivity": COMMON | {
         "--size", "--dtype", "--reference", "--by", "--steps", "--tolerance", "--seed", "--threads", "--device",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.cli.option_types import precision_map
+from fp8bench.cli.option_types import path, precision_map
 
 
 def test_a_precision_map_is_words_or_a_file_of_them(tmp_path: Path) -> None:
@@ -26,3 +26,15 @@ def test_a_file_that_is_no_map_is_refused(content: bytes, words: str, tmp_path: 
     file.write_bytes(content)
     with pytest.raises(argparse.ArgumentTypeError, match=words):
         precision_map(str(file))
+
+
+@pytest.mark.parametrize("text", ["s3://bucket/store", "gs://bucket", "file:///tmp/x"])
+def test_an_address_is_no_path(text: str) -> None:
+    """It would be a folder that is called `s3:`."""
+    with pytest.raises(argparse.ArgumentTypeError, match="is an address"):
+        path(text)
+
+
+@pytest.mark.parametrize("text", ["s3:", "a/b:/c", "./s3://bucket", "C:/x"])
+def test_what_only_looks_like_one_is_a_path(text: str) -> None:
+    assert path(text) == Path(text)

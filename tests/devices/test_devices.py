@@ -681,6 +681,15 @@ class FakeFraction:
         self.share = share
 
 
+def test_what_a_gpu_s_allocator_had_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch has begun it counts nothing; a CPU's allocator never tries again."""
+    said: dict[str, object] = {}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda index: said)
+    assert Cuda().retried(0) is None
+    said["num_alloc_retries"] = 3
+    assert Cuda().retried(0) == 3 and Cpu().retried(0) is None
+
+
 def test_a_gpu_s_memory_ends_where_its_allocator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside what is reserved already, never beyond what it was told before, and put back after a failure too."""
     fake = FakeFraction(monkeypatch)

@@ -164,3 +164,11 @@ def test_a_tpu_is_refused_with_the_reason(word: str) -> None:
 
     with pytest.raises(UsageError, match="torch_xla, which collects a step and runs it as one graph later"):
         check_names(Request("gemm", devices=(word,)))
+
+
+@pytest.mark.parametrize("word", ["rocm", "hip:1"])
+def test_torch_s_name_for_an_amd_gpu_is_told(word: str) -> None:
+    from fp8bench.plan.make import check_names
+
+    with pytest.raises(UsageError, match=f"'{word}' is not measured: torch calls AMD's GPUs cuda: give that name"):
+        check_names(Request("gemm", devices=(word,)))

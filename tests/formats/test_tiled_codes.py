@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8bench.formats import operators, vector_width
 from fp8bench.formats.codes import unpack
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, E8M0, Format
+from fp8bench.formats.random_bits import Draw
 from fp8bench.formats.scale_layouts import swizzled, unswizzled
 from fp8bench.formats.scaled import quantise
 from fp8bench.formats.scalings import MX, NVFP4, NVFP4_SQUARE, NVFP4_UP, ScaleRounding, Scaling
@@ -59,8 +60,13 @@ def pieces(source: torch.dtype) -> Iterator[Tensor]:
 
 def cast(x: Tensor, how: Cast) -> list[Tensor]:
     """Codes, and bytes of scales."""
-    seed = None if how.seed is None else how.seed.to(x.device)
-    return [one.view(torch.uint8) for one in tiled_codes(x, how.fmt, how.scaling, seed)]
+    draw = None if how.seed is None else seeded(how.seed.to(x.device))
+    return [one.view(torch.uint8) for one in tiled_codes(x, how.fmt, how.scaling, draw)]
+
+
+def seeded(seed: Tensor, steps: tuple[int, ...] = (1,)) -> Draw:
+    """A draw whose first seed this one is."""
+    return Draw(seed - steps[0], torch.zeros_like(seed), steps)
 
 
 def stored(x: Tensor, how: Cast) -> list[Tensor]:
@@ -85,7 +91,7 @@ def test_codes_are_stored_ones(how: Cast) -> None:
 
 def both_ways(x: Tensor, how: Cast) -> list[Tensor]:
     """Of the matrix, and of its transpose."""
-    return [one.view(torch.uint8) for pair in tiled_codes_both(x, how.fmt, how.scaling) for one in pair]
+    return [one.view(torch.uint8) for pair in tiled_codes_both(x, x.t(), how.fmt, how.scaling) for one in pair]
 
 
 @pytest.mark.parametrize("how", [one for one in CASTS if one.seed is None], ids=str)
@@ -93,6 +99,29 @@ def test_both_ways_are_each_by_itself(how: Cast) -> None:
     """Where one fills its tiles and the other does not, too."""
     for x in pieces(how.source):
         assert same(both_ways(x, how), [*stored(x, how), *stored(x.t(), how)]), (x.shape, x.stride())
+
+
+@pytest.mark.parametrize("how", [CASTS[2], CASTS[5]], ids=str)
+def test_both_ways_take_seeds_that_follow_each_other(how: Cast) -> None:
+    """The last one is left where it was asked for."""
+    assert how.seed is not None
+    for x in pieces(how.source):
+        draw = seeded(how.seed, (1, 2))
+        both = tiled_codes_both(x, x.t(), how.fmt, how.scaling, draw)
+        wanted = [*stored(x, how), *stored(x.t(), how._replace(seed=how.seed + 1))]
+        assert same([one.view(torch.uint8) for pair in both for one in pair], wanted), (x.shape, x.stride())
+        assert torch.equal(draw.after, how.seed + 1)
+
+
+def test_each_way_may_have_a_largest_magnitude_of_its_own() -> None:
+    """As where what is turned was rotated; with one for both it is the tensor's that is seen here."""
+    x, other = gaussian(128, 64), 8 * gaussian(64, 128)
+    peaks = [one.abs().amax(1) for one in (x, other)]
+    found = tiled_codes_both(x, other, E2M1, NVFP4, amaxes=peaks)
+    for pair, source in zip(found, (x, other), strict=True):
+        assert same([one.view(torch.uint8) for one in pair], stored(source, CASTS[4]))
+    shared = tiled_codes_both(x, other, E2M1, NVFP4)
+    assert not torch.equal(shared[1][1], found[1][1]) and torch.equal(shared[0][1], found[0][1])
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -145,12 +174,12 @@ def test_what_is_empty_has_codes_and_scales_too() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
     """NVFP4's tensor scale is another; where tiles are filled nothing else is done."""
-    x, seed = torch.zeros(256, 256, device=device), SEED.to(device)
+    x, draw = torch.zeros(256, 256, device=device), seeded(SEED.to(device))
     with Operators() as seen:
         tiled_codes(x.t(), E4M3, MX)
-        tiled_codes(x, E2M1, NVFP4, seed, x.view(-1))
+        tiled_codes(x, E2M1, NVFP4, draw, x.view(-1))
     ours = [name.split(".")[1] for name in seen.names if name.startswith("fp8bench")]
-    assert ours == ["tiled_codes", "tensor_scale", "tiled_codes"]
+    assert ours == ["tiled_codes", "tensor_scales", "tiled_codes"]
     allowed = ("empty", "detach", "aten.t.", "view", "slice", "alias", "permute")
     assert all(any(one in name for one in allowed) for name in seen.names if not name.startswith("fp8bench"))
 
@@ -161,19 +190,21 @@ def test_other_numbers_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_both_ways_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kernel for both, whose sizes are free in each."""
+@pytest.mark.parametrize("how", [CASTS[0], CASTS[4], CASTS[6]], ids=str)
+def test_compiled_both_ways_are_each_by_itself(how: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel for both, whose sizes are free in each; another for the scales of tensors."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     monkeypatch.setattr(vector_width, "widths", lambda device: ())
-    x = AWKWARD.to(BF16)
+    x = AWKWARD.to(how.source)
     many = [torch.cat([x, x.flip(0)])[:256, :128].contiguous(), x[:128].contiguous(), x[:128].repeat(3, 1)]
     for one in many:
-        both_ways(one, CASTS[0])
+        both_ways(one, how)
     operators.KERNELS.compile(*operators.KERNELS.wanted)
     before = counted()
     for one in many:
-        assert same(both_ways(one, CASTS[0]), [*stored(one, CASTS[0]), *stored(one.t(), CASTS[0])]), one.shape
-    assert counted()[:2] == (before[0], before[1] + len(many))
+        assert same(both_ways(one, how), [*stored(one, how), *stored(one.t(), how)]), one.shape
+    kernels = 1 + (how.scaling.scale is E4M3)
+    assert counted()[:2] == (before[0], before[1] + kernels * len(many))
 
 
 @pytest.mark.slow

@@ -18,7 +18,10 @@ from fp8bench.formats.tiled_codes import tiled_codes
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.model.raw import Settings
 from fp8bench.nn.rotations import rotated
+from fp8bench.protocols import Role
+from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
+from tests.facts import B200
 from tests.formats import test_tiled_codes
 from tests.formats.test_native_codes import CASTS, DELAYED, Cast, cast, course, pieces, same
 from tests.formats.test_operators import ASKED, AWKWARD, Asked, called, differences, eagerly
@@ -113,6 +116,22 @@ def test_a_rotation_compiled_is_that_of_a_processor(turned: bool, monkeypatch: p
     assert operators.KERNELS.fused.total() == 1
 
 
+@pytest.mark.parametrize("role", Role)
+def test_both_orientations_in_nvfp4_are_those_of_a_processor(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotated and rounded at random by few kernels: the same bytes, eager and compiled; its units are not needed."""
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
+    there, here = (precisions.get("nvfp4").arithmetic(B200).layer("one") for _ in range(2))
+    for compiles in (True, False):
+        x = torch.cat([AWKWARD, AWKWARD])[:256].bfloat16().nan_to_num(1.0, 1.0, -1.0)
+        both = zip(there.cast_both(x.cuda(), role), here.cast_both(x, role), strict=True)
+        for found, wanted in both:
+            assert found is not None and wanted is not None
+            for one, other in zip(found.tensors, wanted.tensors, strict=True):
+                assert torch.equal(one.view(torch.uint8).cpu(), other.view(torch.uint8)), role
+        if compiles:
+            operators.KERNELS.compile(*operators.KERNELS.wanted)
+
+
 @pytest.mark.parametrize("delayed", DELAYED, ids=str)
 def test_delayed_scales_compiled_are_eager_bit_by_bit(delayed: Delayed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
@@ -141,6 +160,7 @@ def test_compiled_casts_start_as_many_kernels_as_they_say(turned: bool, monkeypa
     x = x.t() if turned else x
     amax, scale = torch.ones((), device="cuda"), torch.ones((), device="cuda")
     history, casts = torch.zeros(1024, device="cuda"), torch.zeros((), dtype=torch.int32, device="cuda")
+    nvfp4 = precisions.get("nvfp4").arithmetic(B200).layer("one")
     calls: dict[str, tuple[int, Callable[[], object]]] = {
         "amax": (1, lambda: largest_magnitude(x)),
         "scale": (1, lambda: current_scale(amax, E4M3, ScaleRounding.EXACT)),
@@ -150,6 +170,8 @@ def test_compiled_casts_start_as_many_kernels_as_they_say(turned: bool, monkeypa
         "squares": (2, lambda: square_codes(x, E4M3, ScaleRounding.EXACT, both=True)),
         "mx": (1, lambda: tiled_codes(x, E4M3, MX)),
         "nvfp4": (2, lambda: tiled_codes(x, E2M1, NVFP4, amaxes=scale)),
+        "nvfp4 of a gradient, rotated": (3, lambda: nvfp4.cast_both(x, Role.GRADIENT)),
+        "nvfp4 of a weight": (2, lambda: nvfp4.cast_both(x, Role.WEIGHT, scale)),
         "delayed": (1, lambda: delayed_scale(amax, history, casts, scale, E4M3, Delayed(1024))),
     }
     for _, call in calls.values():

@@ -100,6 +100,7 @@ LAZY = HEAVY | {
     "amdsmi",
     "ctypes",
     "duckdb",
+    "fsspec",
     "pyarrow",
     "ray",
     "tensorboard",

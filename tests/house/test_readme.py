@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import tomllib
@@ -12,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from fp8bench.cli.main import build_parser
+from fp8bench.cli.grammar import Parser, build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -79,10 +80,16 @@ def test_the_two_commands_stand_in_the_readme() -> None:
     assert [line for line in lines if "&& pytest" in line] == [TEST], ".ci/run takes the first such line"
 
 
+@functools.cache
+def parser() -> Parser:
+    """Of all commands, made once for hundreds of lines."""
+    return build_parser()
+
+
 def parsed(arguments: list[str]) -> object:
     """How parsing ends: 0 also where the parser leaves, as for --help."""
     try:
-        build_parser().parse_args(arguments)
+        parser().parse_args(arguments)
     except SystemExit as end:
         return end.code
     return 0

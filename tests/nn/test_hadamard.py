@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from fp8bench.formats import vector_width
 from fp8bench.formats.compiling import compiled
-from fp8bench.nn.rotations import SIZE, RotationKernel, _matrix, _runs, rotated
+from fp8bench.nn.rotations import SIZE, LookingRotationKernel, RotationKernel, _matrix, _runs, rotated, rotation
 from tests.formats.scaling_definitions import gaussian, outliers
 from tests.formats.test_operators import Operators
 
@@ -122,6 +123,46 @@ def test_a_gpu_s_kernel_gives_the_same(turned: bool) -> None:
             out = torch.empty(rows, columns)
             run(_runs(memory, turned), _matrix(3, torch.device("cpu")), _runs(out, False))
             assert torch.equal(out.isnan(), wanted.isnan()) and torch.equal(out.nan_to_num(), wanted.nan_to_num())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rotation itself, and the largest magnitudes of its parts, before and after; a NaN among them is seen."""
+    monkeypatch.setattr(vector_width, "widths", lambda device: ())
+    kernel = LookingRotationKernel(torch.bfloat16, "cpu", turned)
+    compiled_too = compiled(kernel).run
+    for rows, columns in ((48, 64), (1, 16), (33, 160)):
+        x = outliers(rows, columns).to(torch.bfloat16)
+        for bad in (x[0, 0].item(), math.inf, math.nan):
+            x[-1, -1] = bad
+            wanted, memory = rotated(x, 3), x.t().contiguous() if turned else x
+            parts = [one.t().reshape(-1, SIZE, rows) if turned else one for one in (wanted, x)]
+            for run in (compiled_too, kernel):
+                out = torch.empty(memory.shape)
+                peaks = [torch.zeros(columns // SIZE if turned else rows) for _ in parts]
+                seen = [one.view(-1, SIZE, rows) if turned else _runs(one, False) for one in (memory, out)]
+                run(seen[0], _matrix(3, torch.device("cpu")), seen[1], *peaks)
+                given = [out.t() if turned else out, *peaks]
+                for found, right in zip(given, [wanted, *(one.abs().flatten(1).amax(1) for one in parts)], strict=True):
+                    assert torch.equal(found.isnan(), right.isnan())
+                    assert torch.equal(found.nan_to_num(), right.float().nan_to_num())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_one_pass_looks_at_both(device: str) -> None:
+    """On a processor by itself; elsewhere as one operator, whose result lies as the matrix does."""
+    x = outliers(64, 48).to(device).t()
+    rotation(x, 3)  # its matrix is kept
+    with Operators() as seen:
+        found = rotation(x, 3)
+    assert found.values.shape == (48, 64)
+    if device == "meta":
+        ours = [name for name in seen.names if not any(one in name for one in ("aten.t.", "detach", "empty"))]
+        assert ours == ["fp8bench.rotated_and_looked_at.default"] and found.values.t().is_contiguous()
+    else:
+        assert torch.equal(found.values, rotated(x, 3))
+        assert found.amaxes == found.values.abs().max() and found.amaxes_before == x.abs().max()
 
 
 def test_elsewhere_than_on_a_processor_it_is_one_operator() -> None:

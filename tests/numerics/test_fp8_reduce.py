@@ -211,6 +211,21 @@ def test_bytes_are_counted() -> None:
     assert moved[TWOSHOT] == moved[RING] + 4 * (size - 1)  # each part's own scale
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_part_of_the_mean_takes_half_of_it(size: int) -> None:
+    """A ring and two shots send each part's share to its owner and no further; each rank gets its own part."""
+    count, given = 1 << 12, sources(size, False, 1 << 12)
+    for way in (RING, TWOSHOT):
+        counted, autos = Counted(size), [AutoScale() for _ in range(size)]
+        found = simulated(
+            [mean_in_fp8(way, one, PRE, rank, size, autos[rank], whole=False) for rank, one in enumerate(given)],
+            counted,
+        )
+        assert counted.bytes == count * (size - 1) / size + 2 * 4 * (size - 1) / size
+        wanted = [expected("reduce_scatter", given, rank) for rank in range(size)]
+        assert all(sqnr(one.values, want) > 20 for one, want in zip(found, wanted, strict=True))
+
+
 def test_bus_factors_are_those_of_nccl_tests() -> None:
     wanted = {"all_reduce": 1.5, "all_gather": 0.75, "reduce_scatter": 0.75, "all_to_all": 0.75, "broadcast": 1.0}
     assert {name: bus_factor(name, 4) for name in wanted} == wanted

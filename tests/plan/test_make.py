@@ -524,6 +524,13 @@ def test_lists_that_are_none_are_sentences(
 ADDED = "fp32 was added as the reference: on cpu bf16 would have had nothing native to compare with (--reference bf16 "
 
 
+@pytest.mark.parametrize("name", ["collective", "gemm", "numerics"])
+def test_a_quick_look_at_the_grid_is_at_the_grid(name: str) -> None:
+    """Its sizes are those that have a history: fewer rounds are what is quick."""
+    grid, quick = (make_plan(Request(name, grid=True, quick=one), (CPU,)) for one in (False, True))
+    assert [one.case for group in quick for one in group.cases] == [one.case for group in grid for one in group.cases]
+
+
 @pytest.mark.parametrize(
     ("request_", "modes"),
     [

@@ -1,10 +1,10 @@
-"""How many launches a step may take, by phase, counted by hand. Of casts not for NVFP4."""
+"""How many launches a step may take, by phase, counted by hand."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8bench.formats.grids import E8M0
+from fp8bench.formats.grids import E4M3, E8M0
 from fp8bench.formats.recipes import Recipe
 from fp8bench.formats.scale_layouts import TILE_ROWS
 from fp8bench.model import Case
@@ -40,11 +40,17 @@ A_BLOCK = Launches(one=1, both=1, weight=3, weight_both=3, known=3, restored=3)
 # Codes and scales of 32 elements by one kernel, in tiles; else two operations bring scales there.
 # Back: scales out of their tiles, looked up, one for every element; codes, times those.
 AN_MX = Launches(one=1, both=1, weight=1, weight_both=1, known=1, restored=7, untiled=2)
+# The largest magnitude, the tensor's scale with the keys of seeds, the codes and scales of 16: of both orientations at
+# once, rotated in the pass that finds the largest magnitudes of both. Back: MX's five of scales, times the tensor's;
+# two codes out of a byte and looked up, three each; codes, times scales.
+AN_NVFP4 = Launches(one=3, both=3, weight=3, weight_both=3, known=2, restored=13, untiled=2)
 BY_EXTENTS = {
     frozenset({(0, 0, None)}): A_TENSOR,
     frozenset({(1, 0, None)}): A_ROW,
     frozenset({(1, 128, None), (128, 128, None)}): A_BLOCK,
     frozenset({(1, 32, E8M0)}): AN_MX,
+    frozenset({(1, 16, E4M3), (16, 16, E4M3)}): AN_NVFP4,
+    frozenset({(1, 16, E4M3)}): AN_NVFP4,
 }
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from fp8bench.formats import operators
-from fp8bench.formats.compiling import Compiled, Kernel, PairKernel
+from fp8bench.formats.compiling import Compiled, Kernel
 from fp8bench.formats.fused import Layout, ValuesKernel
 from fp8bench.formats.grids import E4M3
-from fp8bench.formats.tiled_kernels import TensorScaleKernel, TiledCodesKernel
 
 # Nothing is launched: memory is taken, or looked at in another way.
 NOTHING = (
@@ -56,12 +55,6 @@ class AllCompiled(operators.Kernels):
 
 def _of_kernel(kernel: Kernel) -> int:
     """How many a GPU's compiler makes of it; native_codes.LAUNCHES says it of those for native casts."""
-    if isinstance(kernel, PairKernel):  # NVFP4's squares are two kernels, each of them one for both
-        return max(_of_kernel(kernel.first), _of_kernel(kernel.second))
-    if isinstance(kernel, TiledCodesKernel):  # NVFP4's squares repeat their scales, row by row
-        return 2 if kernel.places.scaling.rows > 1 else 1
-    if isinstance(kernel, TensorScaleKernel):  # the key of its seed
-        return 2 if kernel.stochastic else 1
     if not isinstance(kernel, ValuesKernel):
         return 1
     nvfp4 = kernel.scaling is not None and kernel.scaling.scale is E4M3

@@ -12,10 +12,12 @@ from torch.nn.functional import ScalingType
 
 from fp8bench.formats import operators
 from fp8bench.model import Case, DeviceFacts
+from fp8bench.nn.block_arithmetic import BlockArithmetic
 from fp8bench.nn.recipe_arithmetic import ScaledArithmetic
-from fp8bench.protocols import Operand
+from fp8bench.protocols import Operand, Role
+from fp8bench.registry import precisions
 from tests.facts import B200, H200, MI300X
-from tests.rehearsal.ceilings import of_casts
+from tests.rehearsal.ceilings import of_cast, of_casts
 from tests.rehearsal.stage import Stage
 
 GEMM = (("m", 64), ("n", 64), ("k", 64), ("product", "forward"), ("operands", "cast"))
@@ -155,6 +157,25 @@ def test_every_launch_counts(stage: Stage) -> None:
         x.add_(1)
         torch.zeros(64, device="meta")
     assert ledger.done.operators == {"aten::clone": 1, "aten::add_": 1, "aten::zeros": 1}
+
+
+@pytest.mark.parametrize("role", Role)
+def test_orientations_that_are_cast_one_by_one(role: Role, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVFP4's are, in three launches each, where they may not be cast at once."""
+    arithmetic, most = precisions.get("nvfp4").arithmetic(B200), of_cast("nvfp4")
+    x = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
+
+    def launches() -> int:
+        with stage.ledger(B200) as ledger:
+            operand, turned = arithmetic.cast_both(x, role)
+            if turned is None:
+                arithmetic.turn(operand, x, role)
+        return ledger.done.launches
+
+    arithmetic.turn(arithmetic.cast(x, role), x, role)  # what it remembers is there from now on
+    assert most is not None and launches() == most.both
+    monkeypatch.setattr(BlockArithmetic, "_at_once", lambda self, role: False)
+    assert launches() == 2 * most.one
 
 
 @pytest.mark.parametrize("planted", ["a launch more", "kernels that are not compiled"])

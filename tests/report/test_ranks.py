@@ -38,7 +38,11 @@ def record(precision: str, way: str, wire: float, sqnr: float, **more: object) -
 def made() -> Run:
     found = []
     for way, (wire, sqnr) in WAYS.items():
-        refused = Overlap(why=RING) if way == "fp8_ring" else Overlap((4.0,), (2.0,), (5.0,), (6.0,))
+        refused = (
+            Overlap(why=RING)
+            if way == "fp8_ring"
+            else Overlap((4.0,) * 6, (2.0,) * 6, (5.0, 4.9, 5.1, 5.0, 5.0, 5.0), (6.0,) * 6)
+        )
         found += [record("fp32", way, 6000.0, 151.0), record("bf16", way, 3000.0, 50.0)]
         found.append(record("fp8", way, wire, sqnr, overlap=refused))
     return run_of(found)
@@ -75,8 +79,27 @@ def test_tables_of_memory_and_overlap() -> None:
     assert [field.text for field in found["rank-memory"].rows[0][2:]] == ["300 B", "400 B", "25.0%"]
     first, second, ring = found["overlap"].rows
     assert first[2:] == second[2:] and [field.value for field in first[2:]] == [4.0, 2.0, 5.0, 1.0, 1.0, 50.0]
+    assert [field.text for field in first[6:]] == ["1.00 s (900 ms to 1.10 s)", "50.0% (45.0% to 55.0%)"]
     assert ring[-1].hint == RING and ring[-1].value is None
     assert f"No overlap of fp8: {RING}." in [one.text for one in ranks(panel) if isinstance(one, Text)]
+
+
+def test_a_word_stands_where_nothing_is_told() -> None:
+    """The check sum, and rounds that are too far apart; what the words mean is said once."""
+    off = Overlap((4.0,) * 6, (2.0,) * 6, (5.0,) * 6, (9.0,) * 6)
+    wide = Overlap((4.0,) * 6, (2.0,) * 6, (3.9, 4.5, 5.0, 5.0, 5.5, 6.0), (6.0,) * 6)
+    run = run_of(
+        [record("fp32", "fp8_ring", 6.0, 1.0, overlap=off), record("bf16", "fp8_ring", 6.0, 1.0, overlap=wide)]
+    )
+    (panel,) = panels_of(run, findings(run))
+    elements = list(ranks(panel))
+    (table,) = (one for one in elements if isinstance(one, Table) and one.name == "overlap")
+    assert [[field.text for field in row[-3:]] for row in table.rows] == [
+        ["1.500", "off", "off"],
+        ["1.000", "wide", "wide"],
+    ]
+    (said,) = (one.text for one in elements if isinstance(one, Text) and "told" in one.text)
+    assert said.count("wide: ") == 1 == said.count("off: ") and "more than 50 points" in said
 
 
 def test_a_pipeline_says_what_of_it_is_idle() -> None:

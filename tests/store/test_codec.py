@@ -160,7 +160,7 @@ RUN = Run(
     (("cpu", Overheads(1e-7, 2e-7, 3e-8, None)), ("cuda:1", Overheads(1.0, 2.0, 3.0, 4.0))),
     (RECORD, Record(CASE, SUPPORT, Status.FAILED, reason="crash")), "path", True, ("line 3",), ("a note",),
     (RESUMPTION,), "asv", "8f3a2c1d/4",
-    (OperationBits("cpu", "float32", "product", ("0a", "0b")),),
+    (OperationBits("cpu", "float32", "product", ("0a", "0b")),), 12.5,
 )  # fmt: skip
 FINDING = Finding(
     CASE, Verdict.SLOWER, 1.0, 1.5, 0.1, Interval(1.1, 1.05, 1.2, 0.99), 1.2, 0.01, (("gemm", 0.5),), ("cast",),

@@ -16,6 +16,7 @@ import pytest
 from fp8bench.model import DeviceFacts, Environment, Fault, Request, Resumption, Run
 from fp8bench.store.asv.results import load_results
 from fp8bench.store.asv.view import results_of
+from fp8bench.store.collect import collect
 from fp8bench.store.interpreters import environments_of
 from fp8bench.store.merge_stores import rebuild
 from fp8bench.store.runs.write import lock_run
@@ -337,15 +338,55 @@ def test_what_lies_among_the_results(store: Path) -> None:
 def test_a_machine_that_got_another_name(store: Path) -> None:
     """The same hardware, the one name after the other; measured at once they are two."""
     facts = {"asv_machine": "renamed"}
-    keep(store, run_at(5, facts=facts))
+    keep(store, run_at(5, facts=facts, records=tuple(records(1.2))))
     rebuild(store)
     only(store, store / "runs", False, "machine renamed looks like box", '"machine": "box"', ".asv-machine.json")
-    keep(store, run_at(5, hours=0.5, facts=facts, id="ffffffff"))
+    keep(store, run_at(5, hours=0.5, facts=facts, id="ffffffff", records=tuple(records(1.3))))
     rebuild(store)
     assert not [fault for fault in faults_of(store) if "looks like" in fault.what]
-    keep(store, run_at(9, facts={"asv_machine": "third", "asv_cpu": "another"}))
+    keep(store, run_at(9, facts={"asv_machine": "third", "asv_cpu": "another"}, records=tuple(records(1.4))))
     rebuild(store)
     assert not [fault for fault in faults_of(store) if "third" in fault.what]
+
+
+def test_equal_machines_of_a_fleet_are_not_one(tmp_path: Path) -> None:
+    """One after the other: by their number, by a plan that they share, or because their stores were collected."""
+    store = tmp_path / "store"
+    for number, (name, cell) in enumerate((("node1", "aa/0"), ("node1", "bb/0"), ("node2", "bb/1"))):
+        facts = {"asv_machine": name, "machine": name}
+        keep(store, run_at(number, facts=facts, cell=cell, records=tuple(records(1.0 + number / 8))))
+    assert not faults_of_machines(store)
+    keep(store, run_at(7, facts={"asv_machine": "node3", "machine": "node3"}, records=tuple(records(2.0))))
+    assert not faults_of_machines(store)
+    two = tmp_path / "two"
+    for number, name in enumerate(("node1", "node2")):
+        facts = {"asv_machine": name, "machine": name}
+        keep(two, run_at(number, facts=facts, records=tuple(records(1.0 + number / 8))))
+    assert "looks like" in faults_of_machines(two)[0].what
+    collect(None, [two], tmp_path / "all")
+    assert not faults_of_machines(tmp_path / "all")
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_a_copy_of_a_machines_runs_under_another_name(tmp_path: Path, collected: bool) -> None:
+    """With ids and starts of its own; the times tell, even in a fleet."""
+    store = tmp_path / "store"
+    for number, name in enumerate(("node1", "node2", "node3", "copy")):
+        times = records(1.0 + (number % 3) / 8)
+        facts = {"asv_machine": name, "machine": name}
+        path = keep(store, run_at(number, facts=facts, cell="aa/0", records=tuple(times)))
+    if collected:
+        collect(None, [store], tmp_path / "all")
+        store = tmp_path / "all"
+        path = next(store.rglob(path.name))
+    found = faults_of_machines(store)
+    assert [(one.path, one.broken) for one in found] == [(str(path), True)]
+    assert "that of run 00000064 of machine node1" in found[0].what
+
+
+def faults_of_machines(store: Path) -> list[Fault]:
+    """Those of names of machines."""
+    return [one for one in faults_of(store) if "looks like" in one.what or "under another name" in one.what]
 
 
 def test_a_machine_whose_gpu_is_now_this_and_now_that_is_named(store: Path) -> None:

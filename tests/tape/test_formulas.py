@@ -66,6 +66,12 @@ PRODUCTS: dict[str, tuple[Callable[[], object], int, str]] = {
     "_grouped_mm of rows": (lambda: grouped((16, 8), (G, 8, 24), offs=(8, 16)), 2 * loops(8, 24, 8), "bf16"),
     "_grouped_mm of columns": (lambda: grouped((G, 8, 16), (16, 24), offs=(8, 24)), loops(8, 24, 16), "bf16"),
     "_grouped_mm of depths": (lambda: grouped((8, 16), (16, 24), offs=(8, 16)), 2 * loops(8, 24, 8), "bf16"),
+    "fp8bench::rotated_and_looked_at": (
+        lambda: torch.ops.fp8bench.rotated_and_looked_at(
+            drawn(M, 32), torch.eye(rotations.SIZE).double(), *(torch.empty(one) for one in ((M, 32), M, M)), False
+        ),
+        loops(M, 32, rotations.SIZE), "fp64",
+    ),
     "fp8bench::rotated": (
         lambda: torch.ops.fp8bench.rotated(drawn(M, 32), torch.eye(rotations.SIZE).double(), torch.empty(M, 32)),
         loops(M, 32, rotations.SIZE), "fp64",

@@ -13,13 +13,30 @@ import torch
 
 from fp8bench.model.training import Arm, Line, SeedTask
 from fp8bench.nn.sizes import SIZES
+from fp8bench.nn.tensor_scales import backward_is_running
+from fp8bench.training.fully_sharded import FullySharded
+from fp8bench.training.tensor_parallel import TensorParallel
 from fp8bench.training.together import DataParallel
 from fp8bench.training.trainer import Trainer
 from tests.training.labs import TINY
-from tests.training.plants import AVERAGE, KILLED, KILLED_AT, KILLED_TWICE, SCALES, SEED, SHARE, SIZE, TEXT, WEIGHTS
+from tests.training.plants import (
+    AVERAGE,
+    CUT,
+    FOUR_HEADS,
+    KILLED,
+    KILLED_AT,
+    KILLED_TWICE,
+    SCALES,
+    SEED,
+    SHARE,
+    SIZE,
+    SIZE_OF_FOUR,
+    TEXT,
+    WEIGHTS,
+)
 
 _RANK = int(os.environ.get("RANK", "0"))
-_begin, _advance, _over_ranks = Trainer.__init__, Trainer.advance, DataParallel._over_ranks
+_begin, _advance, _take = Trainer.__init__, Trainer.advance, TensorParallel.take
 
 
 def _begun(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
@@ -27,27 +44,85 @@ def _begun(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
     if planted == SEED:
         task = replace(task, seed=1)
     if planted == SCALES:
-        DataParallel._over_ranks = lambda self, amax: 2 * _over_ranks(self, amax)  # type: ignore[method-assign]
+        _double(DataParallel)
+        _double(TensorParallel)
+    if planted == CUT:
+        TensorParallel.take = _misplaced  # type: ignore[method-assign]
     if planted == TEXT:
         task = replace(task, text=replace(task.text, train=replace(task.text.train, start=1)))
     _begin(self, task, arm, *more)
     if planted == SHARE:
         self.together.share = 0
     if planted == WEIGHTS:
-        with torch.no_grad():
-            weight = next(iter(self._parameters.values())).view(-1)
-            weight[5] = torch.nextafter(weight[5], torch.tensor(9.0))
+        _spoil_weights(self)
     if planted == AVERAGE:
-        assert isinstance(self.together, DataParallel)
-        average = self.together.average
+        _spoil_average(self)
 
-        def forgotten(gradients: Any, phase: Any) -> None:
-            own = [one.clone() for one in gradients.filled()]
-            average(gradients, phase)
-            if self.step == KILLED_AT:
-                torch._foreach_copy_(gradients.filled(), own)
 
-        self.together.average = forgotten  # type: ignore[method-assign]
+def _double(kind: type[DataParallel] | type[TensorParallel]) -> None:
+    """Every largest magnitude that this rank has got."""
+    largest: Any = kind._over_ranks
+    kind._over_ranks = lambda self, amax: 2 * largest(self, amax)  # type: ignore[method-assign]
+
+
+def _misplaced(self: TensorParallel, model: Any) -> None:
+    """It takes the share of rank 0."""
+    self._group.rank = 0
+    _take(self, model)
+
+
+def _spoil_weights(self: Trainer) -> None:
+    """What it keeps of them, or what it gets of the others'."""
+    if not isinstance(self.together, FullySharded):
+        _move(self)
+        return
+    gathered = self.together.updated
+
+    def misheard(phase: Any) -> None:
+        gathered(phase)
+        _move(self)
+
+    self.together.updated = misheard  # type: ignore[method-assign]
+
+
+def _spoil_average(self: Trainer) -> None:
+    """In one step it takes its own gradients for those of all."""
+    together = self.together
+    if isinstance(together, TensorParallel):
+        added = together._group.added
+
+        def own(x: torch.Tensor) -> torch.Tensor:
+            whole = added(x)
+            return x if self.step == KILLED_AT and backward_is_running() else whole
+
+        together._group.added = own  # type: ignore[method-assign]
+        return
+    assert isinstance(together, DataParallel)
+    if isinstance(together, FullySharded):
+        scattered = together._scattered
+
+        def kept(every: torch.Tensor) -> torch.Tensor:
+            whole = scattered(every)
+            return every[together.share] * together.shares if self.step == KILLED_AT else whole
+
+        together._scattered = kept  # type: ignore[method-assign]
+        return
+    average = together.average
+
+    def forgotten(gradients: Any, phase: Any) -> None:
+        own = [one.clone() for one in gradients.filled()]
+        average(gradients, phase)
+        if self.step == KILLED_AT:
+            torch._foreach_copy_(gradients.filled(), own)
+
+    together.average = forgotten  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def _move(trainer: Trainer) -> None:
+    """One weight, by a bit."""
+    weight = next(iter(trainer._parameters.values())).view(-1)
+    weight[5] = torch.nextafter(weight[5], torch.tensor(9.0))
 
 
 def _advanced(self: Trainer, *arguments: Any, **named: Any) -> Iterator[Line]:
@@ -62,6 +137,7 @@ def _advanced(self: Trainer, *arguments: Any, **named: Any) -> Iterator[Line]:
 
 
 SIZES.setdefault(TINY, SIZE)
+SIZES.setdefault(FOUR_HEADS, SIZE_OF_FOUR)
 if "RANK" in os.environ:
     Trainer.__init__ = _begun  # type: ignore[method-assign]
     Trainer.advance = _advanced  # type: ignore[method-assign]

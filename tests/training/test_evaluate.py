@@ -20,6 +20,7 @@ from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.training import models
 from fp8bench.training.evaluate import Evaluation
+from fp8bench.training.together import Alone
 from tests.facts import CPU
 from tests.training.labs import lab_of, rows, task_of
 
@@ -42,7 +43,7 @@ def made(text: TrainingText) -> tuple[LanguageModel, Evaluation]:
     plain = PlainArithmetic(torch.float32)
     torch.manual_seed(0)
     model = models.built(SETTINGS, config, lambda name: plain, plain.carrier)
-    return model, Evaluation(text, config, models.layers_of("gpt", config), CPU)
+    return model, Evaluation(text, config, models.layers_of("gpt", config), CPU, Alone().scaled)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from fp8bench.model import Case, DeviceFacts, Record, Request, Status
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules
+from fp8bench.worker.faults import described
 from tests.own_suites import forgotten
 
 SUITE = """
@@ -152,6 +153,13 @@ def fault_of(worker: LocalWorker, how: str) -> WorkerFault:
     with pytest.raises(WorkerFault) as raised:
         worker.within(60).prepare(how, case(how), PLANTED)
     return raised.value
+
+
+def test_a_reason_is_no_book() -> None:
+    """A text of a million characters is one of a thousand in what is told; the traceback has it all."""
+    found = described(ValueError("x" * 1_000_000))
+    assert found.text == f"{'x' * 1000}... (999000 more characters)" and len(found.trace) > 1_000_000
+    assert described(ValueError("x" * 1000)).text == "x" * 1000
 
 
 def test_memory_that_is_exhausted_is_told_from_a_context_that_is_broken(worker: LocalWorker) -> None:

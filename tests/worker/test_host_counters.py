@@ -1,4 +1,4 @@
-"""What the system counts of this process, and files of our own in place of /proc."""
+"""What is counted of this process and its device, and files of our own in place of /proc."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from fp8bench.devices.cpu import Cpu
+from fp8bench.model import Request
 from fp8bench.model.readings import Reading, Unavailable, grown
+from fp8bench.plan.make import make_plan
 from fp8bench.worker import host_counters as host
+from fp8bench.worker.bench import Bench
+from tests.facts import CPU
 
 MEBIBYTE = 2**20
 STATUS = "Name:\tpython\nVmHWM:\t    2000 kB\nVmRSS:\t    1000 kB\n"
@@ -86,3 +91,16 @@ def test_a_mark_that_stays_where_it_was_says_so(tmp_path: Path) -> None:
     (proc / "self" / "clear_refs").mkdir()
     refused = host.reset_high_water(proc)
     assert isinstance(refused, Unavailable) and "cannot be written" in refused.reason
+
+
+def test_a_slot_counts_what_its_device_had_to_try_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From ahead of its discarded calls to the end of its last one; nothing where nobody counts."""
+    (first, *_) = make_plan(Request("gemm", ("fp32",), ("cpu",), axes=(("shape", ("8",)),)), (CPU,)).groups
+    bench.prepare("one", first.cases[0].case, CPU)
+    try:
+        assert bench.slot("one", 1, 1).memory_retries is None
+        counts = iter((5, 7, 7, 7))
+        monkeypatch.setattr(Cpu, "retried", lambda device, index: next(counts))
+        assert [bench.slot("one", 1, 1).memory_retries for _ in range(2)] == [2, 0]
+    finally:
+        bench.release("one")

@@ -28,6 +28,7 @@ NEW = HeldBlock(1, 10, "gemm")
         (HeldBlock(1, 10, lasting=True, said=(R.LOW_WEIGHTS,)), {}, {1: R.OPTIMIZER}, R.OPTIMIZER),
         (HeldBlock(1, 10, lasting=True, said=(R.WEIGHTS,)), {}, {}, R.WEIGHTS),
         (HeldBlock(1, 10, "cast", said=(R.WEIGHTS,)), {}, {}, R.WORKSPACE),  # restored, to be cast again
+        (HeldBlock(1, 10, "communication", said=(R.WEIGHTS,)), {}, {}, R.WEIGHTS),  # gathered for a step
         (HeldBlock(1, 10, "gemm", said=(R.ACTIVATIONS, R.LOW_WEIGHTS)), {}, {}, R.LOW_WEIGHTS),
         (HeldBlock(1, 10, "data_load", awaited=True, said=(R.ACTIVATIONS,)), {}, {}, R.DATA),
         (HeldBlock(1, 10, "gemm", backward=True, said=(R.ACTIVATIONS,)), {}, {}, R.ACTIVATIONS),

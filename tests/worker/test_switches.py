@@ -22,11 +22,14 @@ import torch
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8bench.model import Case
+from fp8bench.model import Case, Request
+from fp8bench.model.raw import Settings
 from fp8bench.model.variables import SWITCH, SWITCHES_SET
+from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases
 from fp8bench.registry import precisions
 from fp8bench.user_code.switches import now
+from fp8bench.worker import beside
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.switches import SwitchesChanged, recorded, switches, unchanged, under
 from fp8bench.workloads.gemm import Gemm
@@ -390,3 +393,25 @@ def test_a_switch_that_the_precision_sets_too_is_watched(
     with pytest.raises(SwitchesChanged, match="it left float32 products at medium"):
         bench.prepare("careless", Case("gemm", params, precision, "cpu"), CPU)
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_switch_that_changes_between_slots_of_a_worker_is_named_after_the_next(
+    monkeypatch: pytest.MonkeyPatch, everything: bool
+) -> None:
+    """In a process of fp8bench's own only its workloads could have done that; in somebody's, its owner may."""
+    monkeypatch.setattr(beside, "_everything", everything)
+    bench = Bench(Settings())
+    request = Request("gemm", ("fp32",), ("cpu",), axes=(("shape", ("64",)),))
+    bench.prepare("a", make_plan(request, (CPU,)).groups[0].cases[0].case, CPU)
+    bench.slot("a", 1, 0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        if everything:
+            with pytest.raises(SwitchesChanged, match=r"the default dtype at torch\.float64 \(it was torch\.float32"):
+                bench.slot("a", 1, 0)
+            assert torch.get_default_dtype() is torch.float32
+        bench.slot("a", 1, 0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        bench.close()

@@ -102,6 +102,7 @@ def test_ways_that_divide_data_train_what_one_rank_does(tmp_path: Path, size: in
             gaps = worker.within(60).error(case, facts)
             sent, overlap, scaling = worker.ask(60, "step_parts", case, facts)
             assert all(min(times) > 0 for times in (scaling.whole, scaling.share, overlap.communication))
+            assert 6 <= len(overlap.both) == len(overlap.in_turn) <= 15
             each = [{(one.operation, one.dtype): one.bytes for one in sent if one.rank == rank} for rank in range(size)]
             _as_one_rank(case, gaps)
             _by_formula(case, each, (size - 1) / size)

@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from datetime import datetime
 
 from fp8bench.analysis.fleet.dissent import Dissent, dissents, shortened
 from fp8bench.analysis.fleet.found import Alarm, Figure, Kind, Oddity, differences
 from fp8bench.analysis.fleet.seen import Seen
-from fp8bench.model.fleet import FleetPlan
 from fp8bench.units import change
-
-# Clocks of machines that are set by a time server differ by less.
-_CLOCK_SECONDS = 300.0
 
 
 def of_software(kinds: Sequence[Kind]) -> Iterator[Alarm]:
@@ -71,7 +66,8 @@ def of_coverage(seen: Sequence[Seen], expected: Collection[str]) -> Iterator[Ala
     own: dict[str, list[Seen]] = {}
     for one in seen:
         own.setdefault(one.machine, []).append(one)
-    whole = {machine: {setting for one in ones for setting in one.whole} for machine, ones in own.items()}
+    # Mappings, not sets: the same runs give the same words.
+    whole = {machine: dict.fromkeys(setting for one in ones for setting in one.whole) for machine, ones in own.items()}
     for machine, ones in own.items():
         cut = {setting: one.run for one in ones for setting in one.cut if setting not in whole[machine]}
         if cut:
@@ -102,21 +98,3 @@ def of_failures(seen: Sequence[Seen]) -> Iterator[Alarm]:
             yield Alarm(
                 machine, Oddity.FAILED, f"{len(cases)} of the cases that others measured failed: {case} ({why})"
             )
-
-
-def of_clocks(seen: Sequence[Seen], plans: Sequence[FleetPlan]) -> Iterator[Alarm]:
-    """Of machines whose runs began before their plan was made, or after their files were written."""
-    made = {plan.id: datetime.fromisoformat(plan.created) for plan in plans}
-    worst: dict[str, tuple[float, str]] = {}
-    for one in seen:
-        begun = made.get(one.cell.rpartition("/")[0])
-        early = (begun - one.started).total_seconds() if begun is not None and one.started is not None else 0.0
-        for seconds, words in ((early, "before its plan was made"), (one.ahead, "after its file was written")):
-            if seconds > max(_CLOCK_SECONDS, worst.get(one.machine, (0.0, ""))[0]):
-                worst[one.machine] = seconds, f"run {one.run} says that it began {_long(seconds)} {words}"
-    for machine, (_, words) in worst.items():
-        yield Alarm(machine, Oddity.CLOCK, f"{words}: its clock is wrong, or that of the other")
-
-
-def _long(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.0f} minutes"

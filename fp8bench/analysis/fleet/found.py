@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
-from fp8bench.analysis.fleet.outliers import Deviation
-from fp8bench.analysis.fleet.seen import Fields
+# Names with values: what two machines have to have in common.
+Fields = tuple[tuple[str, str], ...]
 
 
 class Oddity(StrEnum):
@@ -57,6 +57,18 @@ class Machine:
     whole: int
     failed: int
     change: float | None
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far a machine is from the others of its kind: `change` of its time (0.1: 10% more than their median), `score`
+    in spreads, and whether that is too far. `case` is '' for the middle over all cases."""
+
+    machine: str
+    case: str
+    change: float
+    score: float
+    odd: bool
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
+from fp8bench.analysis.fleet.found import Deviation
 from fp8bench.analysis.stats import Floats
 
 # Of fewer nobody can say which one is odd.
@@ -27,18 +27,6 @@ _NORMAL = 1.4826
 _DRAWS = 100_000
 # Rates that so many draws still tell; rarer ones by the power law that the tail follows between them, or falls below.
 _SEEN = (1e-2, 1e-3)
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """How far a machine is from the others of its kind: `change` of its time (0.1: 10% more than their median), `score`
-    in spreads, and whether that is too far. `case` is '' for the middle over all cases."""
-
-    machine: str
-    case: str
-    change: float
-    score: float
-    odd: bool
 
 
 def deviations(times: Mapping[str, Mapping[str, float]]) -> tuple[Deviation, ...]:

@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import median
 
 from fp8bench.analysis.fleet import alarms
-from fp8bench.analysis.fleet.found import Figure, FleetReport, Kind, Machine, Oddity, differences
-from fp8bench.analysis.fleet.outliers import Deviation, deviations, seen_from
-from fp8bench.analysis.fleet.seen import Fields, Seen
+from fp8bench.analysis.fleet.clocks import of_clocks
+from fp8bench.analysis.fleet.found import Deviation, Fields, Figure, FleetReport, Kind, Machine, Oddity, differences
+from fp8bench.analysis.fleet.outliers import deviations, seen_from
+from fp8bench.analysis.fleet.seen import Seen
 from fp8bench.model.fleet import FleetPlan
 
 
@@ -30,22 +31,23 @@ def report_of(
     settings = dict.fromkeys(cell.setting for plan in plans for cell in plan.cells)
     settings |= dict.fromkeys(setting for one in seen for setting in (*one.whole, *one.cut))
     done = {setting for one in seen for setting in one.whole}
+    wrong, doubts = of_clocks(seen, plans)
     found = (
         *alarms.of_software(kinds), *alarms.of_times(figures), *alarms.of_bits(members.values()),
-        *alarms.of_coverage(seen, expected), *alarms.of_failures(seen), *alarms.of_clocks(seen, plans),
+        *alarms.of_coverage(seen, expected), *alarms.of_failures(seen), *wrong,
     )  # fmt: skip
     return FleetReport(
         tuple(_machines(seen, kinds, figures)), tuple(kinds), tuple(figures),
         tuple(sorted(found, key=lambda one: (one.machine, list(Oddity).index(one.what)))),
         len(settings), tuple(one for one in settings if one not in done),
-        (*excluded, *_without_bits(seen)),
+        (*excluded, *_without_bits(seen), *doubts),
         {kind.name: why for kind in kinds[1:] if (why := _why_not(kind, kinds[0]))},
     )  # fmt: skip
 
 
 def _without_bits(seen: Sequence[Seen]) -> Iterator[str]:
     for machine, count in Counter(one.machine for one in seen if one.cell and not one.bits).items():
-        yield f"of {machine} {count} runs have no bits: of several ranks, or its devices could not compute them"
+        yield f"of {machine} {count} runs have no bits: its devices could not compute them"
 
 
 def _names() -> Iterator[str]:

@@ -8,12 +8,10 @@ from datetime import datetime
 
 import numpy as np
 
+from fp8bench.analysis.fleet.found import Fields
 from fp8bench.model import DeviceFacts, Record, Run, Status, Timing
 from fp8bench.model.fleet import OperationBits
 from fp8bench.model.metric_names import OwnMetric
-
-# Names with values: what two machines have to have in common.
-Fields = tuple[tuple[str, str], ...]
 
 # Of the machine; beside them name, memory and cache of its devices.
 _HARDWARE = ("asv_cpu", "asv_arch", "cpu_count", "cpu_affinity")
@@ -29,15 +27,17 @@ _CAPABILITY = "CPU capability usage: "
 
 @dataclass(frozen=True)
 class Seen:
-    """One run. `ahead` is how many seconds its start lies after the time of its file, `whole` and `cut` are the
-    settings of groups that it has all of, and not; `times` are seconds by case, `errors` what its numbers came to, as
-    text, by case and name; `failed` cases with their reasons."""
+    """One run. `started` is when it began, and then was gone on with; `ahead` how many seconds the last of these lies
+    after the time of its file, and `clock_ahead` what the run says. `whole` and `cut` are the settings of groups that
+    it has all of, and not; `times` are seconds by case, `errors` what its numbers came to, as text, by case and name;
+    `failed` cases with their reasons."""
 
     run: str
     machine: str
     cell: str
-    started: datetime | None
+    started: tuple[datetime, ...]
     ahead: float
+    clock_ahead: float | None
     hardware: Fields
     software: Fields
     finished: bool
@@ -53,13 +53,15 @@ def seen_of(run: Run, file_time: float) -> Seen:
     """A run whose file was written at that moment."""
     known = {record.case.id for record in run.records}
     lacking = [one.setting for one in run.plan if not all(planned.case.id in known for planned in one.cases)]
-    started = _moment(run.started)
+    moments = [_moment(text) for text in (run.started, *(one.started for one in run.resumptions))]
+    started = tuple(one for one in moments if one is not None)
     return Seen(
         run.id,
         str(run.environment.get("machine") or "unknown"),
         run.cell,
         started,
-        started.timestamp() - file_time if started is not None else 0.0,
+        started[-1].timestamp() - file_time if started else 0.0,
+        run.clock_ahead,
         tuple(_hardware(run)),
         tuple(_software(run)),
         run.finished,

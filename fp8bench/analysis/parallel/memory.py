@@ -12,8 +12,9 @@ from fp8bench.model.parallel import Checkpointing, Layout, Load, Transformer
 
 STATES = 16
 _BF16, _FP32 = 2, 4
-# Of a number that the head gives: bf16, fp32 with its logarithms' and their gradient; eagerly one copy more.
-_LOGIT, _EAGER_LOGIT = 12, 16
+# Of a number that the head gives: bf16, fp32 with its logarithms' and their gradient; eagerly one copy more; by a
+# compiled loss itself and its gradient, both bf16.
+_LOGIT, _EAGER_LOGIT, _FUSED_LOGIT = 12, 16, 4
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,14 @@ def memory_of(model: Transformer, layout: Layout, load: Load) -> Memory:
         gathered=_gathered(model, layout, stage),
         kept=_kept(model, load) * tokens * layers * in_flight / layout.tensor,
         block=_block(model, layout) * tokens,
-        logits=(_LOGIT if load.compiled else _EAGER_LOGIT) * tokens * model.vocabulary / layout.tensor,
+        logits=_logit(load) * tokens * model.vocabulary / layout.tensor,
     )
+
+
+def _logit(load: Load) -> int:
+    if load.fused_loss:
+        return _FUSED_LOGIT
+    return _LOGIT if load.compiled else _EAGER_LOGIT
 
 
 def _gathered(model: Transformer, layout: Layout, stage: float) -> float:

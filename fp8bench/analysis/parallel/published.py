@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from fp8bench import units
 from fp8bench.analysis.parallel.memory import memory_of
 from fp8bench.analysis.parallel.pace import pace_of, tokens_a_second
 from fp8bench.model.parallel import Checkpointing, Layout, Load, Topology, Transformer
@@ -16,6 +17,9 @@ from fp8bench.model.parallel import Checkpointing, Layout, Load, Topology, Trans
 GIB = 1 << 30
 # What is compared: bytes of a GPU, tokens a second, model FLOPs a second.
 FIGURES = ("memory", "pace", "flops")
+
+
+_LOAD = ("sequence", "local", "micro_batches", "precision", "compiled", "hidden_tensor", "narrow_gather", "fused_loss")
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,25 @@ def published() -> tuple[Published, ...]:
     return tuple(_row(entry) for entry in _table()["row"])
 
 
+def outside(model: Transformer, gpus: int, sequence: int) -> tuple[str, ...]:
+    """What of a training no row is like, each with what rows have: there the bands are no more than a guess."""
+    rows = published()
+    found: tuple[tuple[str, Callable[[int], str], int, list[int]], ...] = (
+        ("GPUs", str, gpus, [row.layout.gpus for row in rows]),
+        ("weights", units.count, model.weights, [row.model.weights for row in rows]),
+        ("tokens a sequence", str, sequence, [row.load.sequence for row in rows]),
+    )
+    return tuple(
+        f"{show(asked)} {what} (published: {show(min(known))} to {show(max(known))})"
+        for what, show, asked, known in found
+        if not min(known) <= asked <= max(known)
+    )
+
+
 def _row(entry: Mapping[str, Any]) -> Published:
     source = _table()["source"][entry["source"]]
     known = models()[entry["model"]]
-    load = {name: entry[name] for name in ("sequence", "local", "micro_batches", "precision", "compiled",
-                                           "hidden_tensor", "narrow_gather") if name in entry}  # fmt: skip
+    load = {name: entry[name] for name in _LOAD if name in entry}
     return Published(
         entry["name"],
         source["address"],

@@ -153,24 +153,27 @@ def rulings(asked: Asked) -> tuple[Ruling, ...]:
     alone = memory_of(model, Layout(copies=gpus), replace(load, local=1, micro_batches=1)).total
     sharded = memory_of(model, Layout(shards=gpus), replace(load, local=1, micro_batches=1)).total
     tokens = asked.batch * load.sequence / gpus
+    dealt = asked.batch % gpus == 0
+    undealt = "" if dealt else f"; but {asked.batch} sequences cannot be dealt out evenly to {gpus} GPUs"
     hidden = _tokens_that_hide(asked)
     room = units.size(usable)
     why = {
-        "DDP": f"all {STATES} bytes a weight and one sequence take {units.size(alone)} of {room} that a plan may use",
+        "DDP": f"all {STATES} bytes a weight and one sequence take {units.size(alone)} of {room} that a plan may "
+        f"use{undealt}",
         "FSDP": f"shared by {gpus} GPUs it takes {units.size(sharded)} of {room}; {units.count(tokens)} tokens a "
-        f"GPU and step, where {units.count(hidden)} hide what it sends",
-        "TP": "where a block's activations or states do not fit otherwise, up to the "
-        f"{topology.node} GPUs of a node: it stands in the way of products",
-        "PP": "between nodes where a GPU has too few tokens to hide what FSDP sends; with at least 4 micro-batches a "
-        "stage, or its ends are idle",
+        f"GPU and step, where {units.count(hidden)} hide what it sends{undealt}",
+        "TP": "where a block's activations or states do not fit otherwise, or there are fewer sequences than GPUs; up "
+        f"to the {topology.node} GPUs of a node: it stands in the way of products",
+        "PP": "between nodes where a GPU has too few tokens to hide what FSDP sends, or there are fewer sequences than "
+        "GPUs; with at least 4 micro-batches a stage, or its ends are idle",
         "CP": f"for sequences from {_LONG} tokens on; these have {load.sequence}",
         "EP": "for experts; this model has none",
     }
     yes = {
-        "DDP": alone <= usable,
-        "FSDP": sharded <= usable and tokens >= hidden,
-        "TP": gpus > 1 and sharded > usable,
-        "PP": gpus > topology.node and tokens < hidden,
+        "DDP": alone <= usable and dealt,
+        "FSDP": gpus > 1 and sharded <= usable and tokens >= hidden and dealt,
+        "TP": gpus > 1 and (sharded > usable or asked.batch < gpus),
+        "PP": gpus > topology.node and (tokens < hidden or asked.batch < gpus),
         "CP": load.sequence >= _LONG,
         "EP": False,
     }

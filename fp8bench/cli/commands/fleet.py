@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from fp8bench.jobs.fleet.crew import crew
 from fp8bench.jobs.fleet.engine import Order, engines
 from fp8bench.model.fleet import CellState, CellStatus, FleetPlan
 from fp8bench.model.request import whole_number
+from fp8bench.report.data import fleet_report as data
 from fp8bench.report.data.fleet import as_csv, as_json
-from fp8bench.report.terminal.fleet import page_of
+from fp8bench.report.terminal.fleet import counts_of, page_of
 from fp8bench.store.fleet_plans import check_cell, read_plan, states_of
 
 
@@ -48,6 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "that cell alone, counted from 0"
     work.add_argument("--cell", type=types.whole(whole_number(0)), metavar="N", help=words)
     work.add_argument("--retry", action="store_true", help="also those whose last attempt failed")
+    shared(work, "--explain")
     handed = command("submit", "hand workers to an engine, which starts them: this machine, Slurm or Ray")
     words = "; ".join(f"{name}: {engines.get(name).summary}" for name in engines.names())
     handed.add_argument("--on", choices=engines.names(), required=True, help=f"who starts them. {words}")
@@ -57,10 +60,21 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "; ".join(f"{name}: {engines.get(name).takes}" for name in engines.names() if engines.get(name).takes)
     handed.add_argument("--option", action="append", default=[], type=option, metavar="NAME=VALUE", help=words)
     handed.add_argument("--wait", action="store_true", help="until all workers have ended, and end them on Ctrl-C")
+    shared(handed, "--explain")
     add_export(command("export", "write text that has the cells measured by Slurm, Kubernetes or SkyPilot"))
     status = command("status", "where every cell stands, and why one failed")
+    shared(status, "--explain")
     shared(status, "--json", help="print the states as JSON instead")
     shared(status, "--csv", help="also write them there as rows, one a cell; '-' prints them instead")
+    _add_report(bare)
+    ends = "Exit codes: 0 all was taken, 2 wrong usage, 3 something is wrong with a file, 130 interrupted."
+    taken = bare("collect", "copy the runs of several machines' stores into one, by machine and month", ends)
+    taken.add_argument("plan", type=types.plan_or_all, metavar="PLAN", help="whose cells; '-': all runs there are")
+    taken.add_argument("folders", nargs="+", type=types.path, metavar="DIR", help="a store, or what one lies in")
+    shared(taken, "--store", help="where the copies go; as often as you like, what is there already stays")
+
+
+def _add_report(bare: Callable[..., argparse.ArgumentParser]) -> None:
     ends = "Exit codes: 0 no machine is named, 2 wrong usage, 3 one is, 130 interrupted."
     words = (
         "machines beside each other, like with like only, and those that are slow, compute other bits, or are not there"
@@ -71,15 +85,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     shared(report, "--store", help="where the runs of the plan's cells are")
     words = "names of machines that should be in it, with commas; one of which nothing came is named"
     report.add_argument("--machines", type=types.words, default=(), metavar="NAMES", help=words)
+    shared(report, "--explain")
     shared(report, "--json", help="print everything as JSON instead")
     shared(report, "--csv", help="also write a row for each case on each machine; '-' prints them instead")
     shared(report, "--html", help="also write it there as a page for a browser")
     shared(report, "--md")
-    ends = "Exit codes: 0 all was taken, 2 wrong usage, 3 something is wrong with a file, 130 interrupted."
-    taken = bare("collect", "copy the runs of several machines' stores into one, by machine and month", ends)
-    taken.add_argument("plan", type=types.plan_or_all, metavar="PLAN", help="whose cells; '-': all runs there are")
-    taken.add_argument("folders", nargs="+", type=types.path, metavar="DIR", help="a store, or what one lies in")
-    shared(taken, "--store", help="where the copies go; as often as you like, what is there already stays")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -115,8 +125,14 @@ def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
         return _code(states)
     if arguments.cell is not None:
         check_cell(plan, arguments.cell)
-    work(plan, file, store, arguments.retry, partial(_begins, plan), arguments.cell)
+    done, left = work(plan, file, store, arguments.retry, partial(_begins, plan), arguments.cell)
     states = states_of(plan, store)
+    for one in states:
+        if one.number in done and one.why:
+            complain(f"cell {one.number} {one.status}: {one.why}")
+        if one.number in left and one.status in (CellStatus.WAITING, CellStatus.BEGUN):
+            complain(left[one.number])
+    complain(f"plan {plan.id}: {len(done)} of {len(states)} cells measured here; {counts_of(states)}")
     return _code(states if arguments.cell is None else states[arguments.cell : arguments.cell + 1])
 
 
@@ -157,17 +173,18 @@ def _collect(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.fleet.report import fleet_report
-    from fp8bench.report.data import fleet_report as data
     from fp8bench.report.terminal import fleet_report as pages
 
     found = fleet_report(arguments.source, Path(arguments.store), arguments.machines)
-    page = partial(pages.page_of, found, str(arguments.source))
+    page, html = partial(pages.page_of, found, str(arguments.source)), ""
     if arguments.html is not None:
         from fp8bench.report.page.html import render
 
-        with write_outputs({"--html": (arguments.html, render(page(charts=True)))}):
-            complain(f"the page is {arguments.html}")
-    tell(arguments, page, partial(data.as_json, found), partial(data.as_csv, found))
+        html = render(page(charts=True))
+    with write_outputs({"--html": (arguments.html, html)}):
+        tell(arguments, page, partial(data.as_json, found), partial(data.as_csv, found))
+    if arguments.html is not None:
+        complain(f"the page is {arguments.html}")
     return EXIT_FAILED if found.alarms else EXIT_OK
 
 

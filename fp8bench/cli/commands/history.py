@@ -114,8 +114,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import opened
+    from fp8bench.store.compacted.manifest import index_of
 
-    if not all_files(store) and not (arguments.runs and training_files(store)):
+    told_of = training_files(store) if arguments.runs else index_of(store).exists()
+    if not all_files(store) and not told_of:
         begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
         say_folded([f"{store}: {'no runs that may be read' if closed_folders(store) else begin}"])
         return EXIT_OK

@@ -47,6 +47,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "hold the formulas against published trainings, row by row, instead"
     add("--check", action="store_true", help=words)
     shared(parser, "--json", help="print them as JSON instead, all of them")
+    shared(parser, "--explain")
     shared(parser, "--csv", help="also write them there as rows, all of them; '-' prints them instead")
 
 
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             "multiple of them."
         )
     page = partial(page_of, asked, plans[: arguments.top], rulings(asked))
-    tell(arguments, page, partial(as_json, asked, plans, rulings(asked)), partial(as_csv, plans))
+    tell(arguments, page, partial(as_json, asked, plans, rulings(asked)), partial(as_csv, asked, plans))
     return EXIT_OK if plans[0].fits else EXIT_FAILED
 
 

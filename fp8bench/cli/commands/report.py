@@ -14,7 +14,10 @@ from fp8bench.report.elements import printable
 def add(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="ids, files' stems, paths, or 'last'; or a training's id"
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="ids, files' stems, paths, or 'last'; or a training's id; or a store, for all of its runs",
     )
     shared(parser, "--store", help="as in suite")
     shared(parser, "--html", "--md", "--csv-wide", "--open")

@@ -11,6 +11,7 @@ from fp8bench.cli.grammar import shared
 from fp8bench.cli.outputs import (
     check_outputs,
     print_duel,
+    print_fleet,
     print_histories,
     print_run,
     print_shares,
@@ -20,6 +21,7 @@ from fp8bench.cli.outputs import (
 )
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
+from fp8bench.model import Run
 from fp8bench.store.duels import find_duel, load_duel
 from fp8bench.store.runs.listing import find_run, load_named
 from fp8bench.store.trainings import find_training, id_of, load_training
@@ -36,6 +38,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tape", action="store_true", help=words)
     words = "of a run: what each kind of work and each module takes of a step"
     parser.add_argument("--shares", action="store_true", help=words)
+    words = "of a run that is a cell of a fleet's plan: the machines that measured cells of it, side by side"
+    parser.add_argument("--fleet", action="store_true", help=words)
     shared(parser, "--explain", "--json", "--csv", "--tensorboard", "--wandb")
 
 
@@ -48,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     training = find_training(arguments.run, arguments.store)
     if training is not None:
         _check_meant(arguments.run, training, duel, arguments.store)
-        _refuse(arguments, arguments.run, "training", ("tape", "shares"))
+        _refuse(arguments, arguments.run, "training", ("tape", "shares", "fleet"))
         kept = load_training(training)
         if arguments.histories is None:
             print_training(kept, arguments)
@@ -60,18 +64,20 @@ def run(arguments: argparse.Namespace) -> int:
     if duel is None:
         _refuse(arguments, arguments.run, "run", ("histories",))
         run = load_named(arguments.run, arguments.store)
-        if arguments.tape and arguments.shares:
-            raise UsageError("--tape and --shares are two tables. Give one of them.")
-        if arguments.tape:
-            print_tapes(run, arguments)
-        elif arguments.shares:
-            print_shares(run, arguments)
-        else:
-            print_run(run, arguments)
+        _print(run, arguments)
         return EXIT_OK if exported(run, arguments.store, wanted_of(arguments), complain) else EXIT_INTERRUPTED
-    _refuse(arguments, duel.stem, "duel", ("csv", "tensorboard", "wandb", "histories", "tape", "shares"))
+    _refuse(arguments, duel.stem, "duel", ("csv", "tensorboard", "wandb", "histories", "tape", "shares", "fleet"))
     print_duel(load_duel(duel), arguments)
     return EXIT_OK
+
+
+def _print(run: Run, arguments: argparse.Namespace) -> None:
+    """The run, or the table of it that is wanted."""
+    tables = {"tape": print_tapes, "shares": print_shares, "fleet": print_fleet}
+    wanted = [name for name in tables if getattr(arguments, name)]
+    if len(wanted) > 1:
+        raise UsageError(f"--{wanted[0]} and --{wanted[1]} are two tables. Give one of them.")
+    (tables[wanted[0]] if wanted else print_run)(run, arguments)
 
 
 def _refuse(arguments: argparse.Namespace, name: str, what: str, options: Sequence[str]) -> None:

@@ -52,7 +52,7 @@ _RECIPE = {
     "on_nan": ("", "what is done about a step that is not finite"),
 }
 _RANKS = {
-    "parallel": ("", "how they train together; ddp: each has the model and an equal part of every micro-batch"),
+    "parallel": ("", "how: ddp (parts of a batch), fsdp (these, and rows of all weights), tp (parts of each block)"),
     "amax_group": ("", "whose largest magnitude a tensor's scale is from: each rank's own, or all ranks' (usual)"),
 }
 

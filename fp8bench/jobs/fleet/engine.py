@@ -11,6 +11,7 @@ from typing import ClassVar
 from fp8bench.errors import UsageError
 from fp8bench.model.fleet import FleetPlan
 from fp8bench.registry import Registry
+from fp8bench.store.runs.write import check_store
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,10 @@ class Engine(ABC):
     takes: ClassVar[str] = ""
 
     def start(self, order: Order) -> Workers:
-        """Raises UsageError where it cannot."""
+        """Raises UsageError where it cannot, and StoreError where nothing can be kept in the store."""
         if order.options and not self.takes:
             raise UsageError(f"--option is not for --on {self.name}, which knows none. Leave it out.")
+        check_store(order.store)
         order.logs.mkdir(parents=True, exist_ok=True)
         return self._started(order)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 from fp8bench.analysis.fleet.found import FleetReport
@@ -11,10 +12,11 @@ from fp8bench.analysis.fleet.report import report_of
 from fp8bench.analysis.fleet.seen import Seen, seen_of
 from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.files import is_locked
+from fp8bench.model import Run
 from fp8bench.model.fleet import CellStatus, FleetPlan
 from fp8bench.store.fleet_plans import number_of, plans_of, read_plan, states_of
 from fp8bench.store.runs.listing import COPIED, listing
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.read import load_head, load_run
 
 _OTHERS = "are of no cell of the plan"
 _RUNNING = "are still being measured"
@@ -26,35 +28,59 @@ def fleet_report(source: Path, store: Path, expected: Collection[str] = ()) -> F
         store, plans = source, plans_of(source)
     else:
         plans = (read_plan(source),)
-    seen, excluded = _read(store, plans)
+    seen, left, doubts = _read(store, partial(_is_of_one, plans) if plans else lambda _: True)
     if not seen and not expected:
-        what = f"the plan {plans[0].id}" if plans else "any run"
-        raise UsageError(f"{store} has no run of {what}. Give --store DIR, or a store that `fleet collect` made.")
-    return report_of(seen, plans, expected, (*excluded, *_failed_cells(store, plans)))
+        what = f"run of the plan {plans[0].id}" if plans else "run"
+        raise UsageError(f"{store} has no {what}. Give --store DIR, or a store that `fleet collect` made.")
+    counts = (f"{count} runs: {why}" for why, count in (+left).items())
+    return report_of(seen, plans, expected, (*counts, *doubts, *_failed_cells(store, plans)))
 
 
-def _read(store: Path, plans: tuple[FleetPlan, ...]) -> tuple[list[Seen], list[str]]:
-    """One run after the other: all of them are more than memory may hold."""
+def fleet_of(runs: Sequence[Run], store: Path) -> FleetReport | None:
+    """Of all runs in a store that are cells of the same plans as some runs; None where these are cells of none."""
+    wanted = {run.fleet_plan for run in runs} - {""}
+    if not wanted:
+        return None
+    try:
+        plans = tuple(plan for plan in plans_of(store) if plan.id in wanted)
+        troubles: tuple[str, ...] = ()
+    except UsageError as error:
+        plans, troubles = (), (str(error),)
+    seen, _, doubts = _read(store, lambda run: run.fleet_plan in wanted)
+    return report_of(seen, plans, (), (*troubles, *doubts, *_failed_cells(store, plans)))
+
+
+def _is_of_one(plans: Sequence[FleetPlan], run: Run) -> bool:
+    return any(number_of(plan, run) is not None for plan in plans)
+
+
+def _read(store: Path, wanted: Callable[[Run], bool]) -> tuple[list[Seen], Counter[str], list[str]]:
+    """Those that are wanted by their headers, how many are left out and why, and what is wrong.
+
+    One run after the other: all of them are more than memory may hold.
+    """
     there = listing(store)
-    sentences = there.notes(there.refused)
+    doubts = there.notes(there.refused)
     left = Counter({COPIED: len(there.copies)})
     seen = []
     for path in there.files:
         try:
+            if not wanted(load_head(path)):
+                left[_OTHERS] += 1
+                continue
             running, written, run = is_locked(path), path.stat().st_mtime, load_run(path)
         except (StoreError, RunNotFound) as error:
-            sentences.append(str(error))
+            doubts.append(str(error))
             continue
         except OSError as error:
-            sentences.append(f"{path} could not be read ({error.strerror})")
+            doubts.append(f"{path} could not be read ({error.strerror})")
             continue
-        sentences += [f"{path}: {trouble}" for trouble in run.troubles]
-        numbers = {plan.id: number_of(plan, run) for plan in plans}
-        if running or (plans and all(number is None for number in numbers.values())):
-            left[_RUNNING if running else _OTHERS] += 1
-            continue
-        seen.append(seen_of(run, written))
-    return seen, [*(f"{count} runs: {why}" for why, count in (+left).items()), *sentences]
+        doubts += [f"{path}: {trouble}" for trouble in run.troubles]
+        if running:
+            left[_RUNNING] += 1
+        else:
+            seen.append(seen_of(run, written))
+    return seen, left, doubts
 
 
 def _failed_cells(store: Path, plans: tuple[FleetPlan, ...]) -> list[str]:

@@ -12,9 +12,10 @@ from pathlib import Path
 from fp8bench.errors import UsageError
 from fp8bench.jobs.fleet.cells import alone
 from fp8bench.jobs.fleet.tied import ended, tied
-from fp8bench.model.fleet import Attempt, CellState, FleetPlan
+from fp8bench.model.fleet import Attempt, CellState, CellStatus, FleetPlan
 from fp8bench.pipeline import now
 from fp8bench.store.fleet_plans import OUTPUT, folder_of, note, states_of, wanted
+from fp8bench.store.runs.write import check_store
 
 # A claim is a lock beside the one that the process of a cell takes.
 _CLAIM = "claim"
@@ -27,24 +28,33 @@ def work(
     retry: bool,
     began: Callable[[CellState], None],
     only: int | None = None,
-) -> tuple[tuple[int, int], ...]:
-    """The cells that this worker had measured, and how each ended. It ends where none waits that it has not tried.
+) -> tuple[dict[int, int], dict[int, str]]:
+    """The cells that this worker had measured with their exit codes, and those that it could not take, with the reason.
 
-    Failed ones are tried again where `retry` says so. `began` is told of each as it begins. `only` that cell is taken.
+    It ends where none waits that it has not tried. Failed ones are tried again where `retry` says so. `began` is told
+    of each as it begins. `only` that cell is taken. Raises StoreError where nothing can be kept in the store.
     """
-    tried: dict[int, int] = {}
-    while (state := _next(plan, store, retry, tried, only)) is not None:
+    check_store(store)
+    done: dict[int, int] = {}
+    left: dict[int, str] = {}
+    whole: set[int] = set()
+    while (state := _next(plan, store, retry, {*done, *left}, only, whole)) is not None:
         try:
             with alone(folder_of(plan, state.number, store) / _CLAIM, f"cell {plan.name_of(state.number)}"):
                 began(state)
-                tried[state.number] = _measure(plan, file, state.number, store)
-        except UsageError:
-            tried[state.number] = -1  # another worker was faster
-    return tuple((number, code) for number, code in tried.items() if code != -1)
+                done[state.number] = _measure(plan, file, state.number, store)
+        except UsageError as error:
+            left[state.number] = str(error)  # another worker was faster, as a rule
+    return done, left
 
 
-def _next(plan: FleetPlan, store: Path, retry: bool, tried: Collection[int], only: int | None) -> CellState | None:
-    waiting = (one for one in states_of(plan, store) if wanted(one, retry) and one.number not in tried)
+def _next(
+    plan: FleetPlan, store: Path, retry: bool, tried: Collection[int], only: int | None, whole: set[int]
+) -> CellState | None:
+    """`whole` are cells that were seen to be done, which stay so: reading all their runs for each cell takes long."""
+    states = states_of(plan, store, whole)
+    whole.update(one.number for one in states if one.status is CellStatus.DONE)
+    waiting = (one for one in states if wanted(one, retry) and one.number not in tried)
     return next((one for one in waiting if only is None or one.number == only), None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from fp8bench.model.ranks import FailedRank, Heartbeat
 
 # How a process ends that has waited for its neighbours in vain, or was told to end because they failed.
 _VICTIMS = (-signal.SIGABRT, -signal.SIGTERM)
+# What a rank raises because of its neighbours, in gloo's and NCCL's ways; a suite may raise it of itself, too.
+_MAY_COMPLAIN = re.compile(r"(RuntimeError|Dist\w*Error|Timeout\w*|Connection\w*|BrokenPipeError|EOFError)\b")
 
 
 @dataclass(frozen=True)
@@ -30,31 +33,44 @@ class RankState:
     def rank(self) -> int:
         return self.beat.rank
 
+    @property
+    def well(self) -> bool:
+        """It has done what it was asked."""
+        return self.answered and not self.fault[0]
+
+    @property
+    def failed_itself(self) -> bool:
+        """By what no neighbour makes a rank raise."""
+        return bool(self.fault[0]) and _MAY_COMPLAIN.match(self.fault[0]) is None
+
 
 def behind(states: Sequence[RankState]) -> RankState:
     """The rank whose heartbeat is oldest: which has done least, then longest ago.
 
-    Of those that have come equally far one that does not answer is meant before one that complains of it.
+    Of those that have come equally far one that does not answer is meant before one that complains of it. None that has
+    done what it was asked is meant, while another has not.
     """
+    states = [one for one in states if not one.well] or states
     return min(states, key=lambda one: (one.beat.sequence, one.answered, bool(one.ended), one.beat.seconds))
 
 
 def culprit(states: Sequence[RankState]) -> RankState:
-    """A rank that ended of itself; else the one that is behind."""
+    """A rank that ended of itself, or raised what neighbours do not make it raise; else the one that is behind."""
     last = behind(states)
     ended = [one for one in states if one.ended]
     of_itself = [one for one in ended if one.status not in _VICTIMS]
     if of_itself:
         return of_itself[0]
+    if failed := [one for one in states if one.failed_itself]:
+        return behind(failed)
     if ended and last.beat.sequence >= min(one.beat.sequence for one in ended):
         return next((one for one in ended if one.status != -signal.SIGTERM), ended[0])
     return last
 
 
-def failed_rank(states: Sequence[RankState], now: float) -> FailedRank:
+def failed_rank(beat: Heartbeat, ranks: int, now: float) -> FailedRank:
     """The rank that a case failed by, in figures."""
-    beat = culprit(states).beat
-    return FailedRank(beat.rank, len(states), beat.request, beat.phase, beat.sequence, max(0.0, now - beat.seconds))
+    return FailedRank(beat.rank, ranks, beat.request, beat.phase, beat.sequence, max(0.0, now - beat.seconds))
 
 
 def sentence(states: Sequence[RankState], now: float) -> str:

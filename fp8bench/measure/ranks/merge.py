@@ -10,6 +10,7 @@ from typing import Any
 from fp8bench.errors import RanksDisagree
 from fp8bench.measure.ranks import training_merge
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase, Scalar
+from fp8bench.model.fleet import OperationBits
 from fp8bench.model.ranks import Overlap, RankCalls, RankMemory, Scaling, Sent
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 
@@ -40,7 +41,9 @@ def slowest(slots: Sequence[RawSlot]) -> RawSlot:
         RankCalls(rank, tuple(sum(step.intervals_ns) for step in one.steps), tuple(map(_communication, one.steps)))
         for rank, one in enumerate(slots)
     )
-    return replace(last, steps=calls, wall_seconds=max(one.wall_seconds for one in slots), ranks=took)
+    retries = [one.memory_retries for one in slots if one.memory_retries is not None]
+    wall = max(one.wall_seconds for one in slots)
+    return replace(last, steps=calls, wall_seconds=wall, ranks=took, memory_retries=sum(retries) if retries else None)
 
 
 def _communication(step: RawStep) -> int:
@@ -106,6 +109,14 @@ def _said(answers: Sequence[str]) -> str:
     return next(filter(None, answers), "")
 
 
+def _bits(answers: Sequence[Sequence[OperationBits]]) -> tuple[OperationBits, ...]:
+    """Each rank's own, and once what all of them come to: with several digests where they come to different things."""
+    found: dict[OperationBits, dict[str, None]] = {}
+    for one in (one for own in answers for one in own):
+        found.setdefault(replace(one, digests=()), {}).update(dict.fromkeys(one.digests))
+    return tuple(replace(one, digests=tuple(digests)) for one, digests in found.items())
+
+
 def _smallest(answers: Sequence[int | None]) -> int | None:
     """Bytes at the highest point of any rank, where all of them had room."""
     return None if None in answers else max(one for one in answers if one is not None)
@@ -143,6 +154,7 @@ _MERGED: dict[str, Callable[[Sequence[Any]], Any]] = {
     "replay": slowest,
     "loop": max,
     "loop_phase": max,
+    "bits": _bits,
     "probe": _devices,
     "error": _agreed,
     "memory": _most_memory,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import select
 import shutil
 import socket
@@ -85,11 +86,12 @@ class RanksProcess(WorkerProcess):
 
     def send(self, request: object) -> None:
         self._request = str(request[1]) if isinstance(request, tuple) else ""
+        written = pickle.dumps(request)
         for rank in self._ranks:
             rank.reply = None
             assert rank.requests is not None
             with contextlib.suppress(OSError):  # one that has ended is noticed where its answer is waited for
-                rank.requests.send(request)
+                rank.requests.send_bytes(written)
 
     def answered(self, limit: float) -> bool:
         """Whether all have answered within so many seconds, or some have and the others cannot any more; EOFError if a
@@ -138,7 +140,8 @@ class RanksProcess(WorkerProcess):
         states = self._blamed()
         status = self._popen.poll()
         if status is not None and (status != 0 or not self._ended):
-            last = behind(states)
+            last = behind(states)  # whose end the launcher's brought comes first by chance, and says nothing
+            self.failed = failed_rank(last.beat, len(states), time.monotonic())
             return f"the launcher of the ranks {how_it_ended(status)}, with rank {last.rank} in {last.beat.doing}"
         return sentence(states, time.monotonic())
 
@@ -183,7 +186,7 @@ class RanksProcess(WorkerProcess):
     def _blamed(self) -> list[RankState]:
         """All ranks as they are; which of them failed is kept, for they are about to be ended."""
         states = self._states()
-        self.failed = failed_rank(states, time.monotonic())
+        self.failed = failed_rank(culprit(states).beat, len(states), time.monotonic())
         return states
 
     def _states(self) -> list[RankState]:

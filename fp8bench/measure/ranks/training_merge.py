@@ -52,6 +52,8 @@ def most(answers: Sequence[ArmCost]) -> ArmCost:
 
 def _check_same(answers: Sequence[RankLines]) -> None:
     for rank, other in enumerate(answers):
+        if other.faults:
+            raise RanksDisagree(f"in a slice rank {rank} {other.faults[0]}")
         for (name, first), (_, own) in zip(answers[0].same, other.same, strict=True):
             if own != first:
                 raise RanksDisagree(f"after a slice {name} of rank {rank} are not those of rank 0")

@@ -15,7 +15,7 @@ from fp8bench.nn.attention import SelfAttention
 from fp8bench.nn.gpt import GPT, Block, loss_of
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.parallel.amax_groups import scaled_as_whole
-from fp8bench.nn.parallel.cuts import OF_GROUP, cut_of, cuts
+from fp8bench.nn.parallel.cuts import OF_GROUP, OWN, cut_of, cuts
 from fp8bench.nn.parallel.exchanges import Group, added, copied, gathered, scattered
 from fp8bench.nn.parallel.model import HeldModel, local
 from fp8bench.nn.parallel.way import Job
@@ -25,20 +25,11 @@ from fp8bench.protocols import Phases
 Exchange = Callable[[Tensor, Group], Tensor]
 
 
-class Shared(nn.Module):
-    """A part of a block of which this rank has its share, between the exchanges that make it the whole part."""
-
-    def __init__(self, part: nn.Module, enter: Exchange, leave: Exchange, group: Group) -> None:
-        super().__init__()
-        self.part = part
-        self.enter, self.leave, self.group = enter, leave, group
-
-    def forward(self, x: Tensor, phase: Phases, *rest: Tensor | None) -> Tensor:
-        return self.leave(self.part(self.enter(x, self.group), phase, *rest), self.group)
-
-
-def share_blocks(model: GPT, config: GPTConfig, group: Group, enter: Exchange, leave: Exchange, amax: str) -> None:
-    """Leave this rank its share of every block, with scales of its own shares or of whole tensors."""
+def share_blocks(
+    model: GPT, config: GPTConfig, group: Group, enter: Exchange = copied, leave: Exchange = added, amax: str = OWN
+) -> None:
+    """Leave this rank its share of every block, with scales of its own shares or of whole tensors; and have what a
+    part of a block is given, and what comes of it, exchanged. Its layers keep their paths in the model."""
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.attn, SelfAttention)
         for path, cut in cuts(config).items():
@@ -49,8 +40,9 @@ def share_blocks(model: GPT, config: GPTConfig, group: Group, enter: Exchange, l
                 layer.arithmetic = scaled_as_whole(layer.arithmetic, cut, group)
         queries, keys, values = (size // group.size for size in block.attn.sizes)
         block.attn.sizes = (queries, keys, values)
-        for name in ("attn", "mlp"):
-            setattr(block, name, Shared(getattr(block, name), enter, leave, group))
+        for part in (block.attn, block.mlp):
+            part.register_forward_pre_hook(lambda _, given: (enter(given[0], group), *given[1:]))
+            part.register_forward_hook(lambda _, given, y: leave(y, group))
 
 
 class HandCut(HeldModel):
@@ -63,9 +55,9 @@ class HandCut(HeldModel):
         self._shared = Group(job.group)
         self._model = job.make()
         share_blocks(self._model, job.config, self._shared, self.enter, self.leave, job.options["amax"])
-        named = [(name.replace(".part.", "."), one) for name, one in self._model.named_parameters()]
-        self._cuts = [cut_of(name, job.config) for name, _ in named]
-        super().__init__(dict(named), job.loss_scale, [cut is not None for cut in self._cuts])
+        named = dict(self._model.named_parameters())
+        self._cuts = [cut_of(name, job.config) for name in named]
+        super().__init__(named, job.loss_scale, [cut is not None for cut in self._cuts])
         self.group = job.group
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:

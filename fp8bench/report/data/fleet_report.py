@@ -8,7 +8,7 @@ from fp8bench.analysis.fleet.found import FleetReport
 from fp8bench.model.codec import encode
 from fp8bench.report.data.plain import csv_text, json_line
 
-_COLUMNS = ("kind", "machine", "case", "seconds", "change", "score", "odd", "named_for")
+CASE_COLUMNS = ("kind", "machine", "case", "seconds", "change", "score", "odd", "named_for")
 
 
 def as_json(report: FleetReport) -> str:
@@ -18,13 +18,20 @@ def as_json(report: FleetReport) -> str:
 
 def as_csv(report: FleetReport) -> str:
     """A row for each case on each machine, with '' as the case for the middle over all of them."""
-    return csv_text(_COLUMNS, list(_rows(report)))
+    return csv_text(CASE_COLUMNS, list(case_rows(report)))
 
 
-def _rows(report: FleetReport) -> Iterator[dict[str, object]]:
-    named: dict[str, str] = {}
+def named_for(report: FleetReport) -> dict[str, str]:
+    """What each machine that is named is named for, in words with commas."""
+    named: dict[str, dict[str, None]] = {}
     for alarm in report.alarms:
-        named[alarm.machine] = ", ".join(filter(None, (named.get(alarm.machine, ""), alarm.what.value)))
+        named.setdefault(alarm.machine, {})[alarm.what.value] = None
+    return {machine: ", ".join(words) for machine, words in named.items()}
+
+
+def case_rows(report: FleetReport) -> Iterator[dict[str, object]]:
+    """Of every case on every machine, and of its middle over all cases."""
+    named = named_for(report)
     for figure in report.figures:
         for machine in sorted({*figure.seconds, *figure.deviations}):
             one = figure.deviations.get(machine)

@@ -36,12 +36,14 @@ _FIGURE_COLUMNS = (
     "provenance", "verdict", "labels", "why", "energy_source", "label_reasons", "speedup",
     "speedup_low", "speedup_high", "speedup_mean", "speedup_mean_low", "speedup_mean_high", "would_see_one_in",
     "axis", "size_low", "size_high", "energy_validity", "power_limit_W", "rank", "failed_rank", "failed_phase",
+    "low_in_unit", "high_in_unit",
 )  # fmt: skip
 
 # Of the row of the step's time, which says what became of a case; of other rows the figures alone.
 _OF_A_FIGURE = (
     "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "n_rounds", "n_samples", "provenance",
     "labels", "energy_source", "axis", "size_low", "size_high", "energy_validity", "power_limit_W", "rank",
+    "low_in_unit", "high_in_unit",
 )  # fmt: skip
 
 
@@ -122,6 +124,8 @@ def _row(metric: Metric) -> TidyRow:
         "verdict": metric.verdict, "labels": " ".join(metric.labels), "why": metric.why,
         "energy_source": metric.source, "rank": metric.of_rank,
     }  # fmt: skip
+    if metric.bounds is not None:
+        row["low_in_unit"], row["high_in_unit"] = metric.bounds
     if metric.energy is not None:
         row["energy_validity"] = metric.energy.validity
         row["power_limit_W"] = " ".join(f"{watts:g}" for watts in metric.energy.power_limits)
@@ -173,12 +177,15 @@ def widened(tidy: Iterable[Mapping[str, Cell]]) -> tuple[tuple[str, ...], list[T
 
 
 def _columns_of_figure(row: Mapping[str, Cell]) -> TidyRow:
-    """The best and the median of one figure, where it has them."""
+    """The best and the median of one figure, where it has them, and what it may be, where that is known."""
     parts = [row["kind"], row["role"]] if row["phase"] is None else [None if row["phase"] == STEP else row["phase"]]
     of_rank = None if row["rank"] is None else str(row["rank"])
     name = "_".join(str(part) for part in (*parts, row["metric"], of_rank) if part)
     named = row["unit"] in (None, "count", unit_of(str(row["metric"])))  # the metric's own name says it
     unit = "" if named else "_" + str(row["unit"]).replace("/", "_per_")
+    if row["low_in_unit"] is not None:
+        ends = {f"{name}_{end}{unit}": row[f"{end}_in_unit"] for end in ("low", "high")}
+        return {f"{name}{unit}": row["median_in_unit"], **ends}
     if row["best_in_unit"] is None:
         return {f"{name}{unit}": row["median_in_unit"]}
     return {f"{name}_best{unit}": row["best_in_unit"], f"{name}_median{unit}": row["median_in_unit"]}

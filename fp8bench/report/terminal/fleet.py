@@ -16,6 +16,12 @@ _LEGEND = (
 )
 
 
+def counts_of(states: Sequence[CellState]) -> str:
+    """'2 done, 1 waiting'."""
+    counts = Counter(one.status for one in states)
+    return ", ".join(f"{counts[status]} {status}" for status in CellStatus if counts[status])
+
+
 def page_of(plan: FleetPlan, states: Sequence[CellState]) -> Page:
     """A row a cell, and the counts."""
     columns = (
@@ -30,8 +36,6 @@ def page_of(plan: FleetPlan, states: Sequence[CellState]) -> Page:
         )
         for one in states
     )  # fmt: skip
-    counts = Counter(one.status for one in states)
-    said = ", ".join(f"{counts[status]} {status}" for status in CellStatus if counts[status])
     cases: Counter[str] = Counter()
     for one in states:
         cases.update(dict(one.cases))
@@ -44,6 +48,6 @@ def page_of(plan: FleetPlan, states: Sequence[CellState]) -> Page:
     return Page(
         title,
         "",
-        (Part("cells", "", (Table("cells", "", columns, rows), Text(f"{said}."), Text(f"{covered}."))),),
+        (Part("cells", "", (Table("cells", "", columns, rows), Text(f"{counts_of(states)}."), Text(f"{covered}."))),),
         _LEGEND,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fp8bench import units
-from fp8bench.analysis.parallel.published import Held
+from fp8bench.analysis.parallel.published import Held, outside
 from fp8bench.analysis.parallel.ranking import Asked, Planned, Ruling, Say, memory_band, pace_band
 from fp8bench.model.parallel import Checkpointing
 from fp8bench.report.elements import Column, Field, Page, Part, Table, Text, Tone
@@ -24,9 +24,9 @@ def page_of(asked: Asked, plans: Sequence[Planned], rulings: Sequence[Ruling]) -
     """The best ways, and the matrix."""
     load = asked.load
     title = (
-        f"{asked.model.name} ({units.count(asked.model.weights)} weights) on {asked.gpus} GPUs of "
-        f"{units.size(asked.topology.memory)}: {asked.batch} sequences of {load.sequence} tokens a step, "
-        f"{load.precision}, checkpointing {load.checkpointing}"
+        f"{asked.model.name} ({units.count(asked.model.weights)} weights) on {asked.gpus} "
+        f"GPU{'' if asked.gpus == 1 else 's'} of {units.size(asked.topology.memory)}: {asked.batch} sequences of "
+        f"{load.sequence} tokens a step, {load.precision}, checkpointing {load.checkpointing}"
     )
     parts = [Part("ranking", "", (*map(Text, _remarks(asked, plans)), _ranking(asked, plans))),
              Part("matrix", "what speaks for each kind by itself", (_matrix(rulings),))]  # fmt: skip
@@ -42,6 +42,9 @@ def _remarks(asked: Asked, plans: Sequence[Planned]) -> Iterator[str]:
             f"A step takes {units.seconds(plans[0].pace.step)} by these formulas, which know no launches: in steps "
             f"below {units.seconds(_SHORT)} those decide, and the paces here mean nothing."
         )
+
+    if what := outside(asked.model, asked.gpus, asked.load.sequence):
+        yield f"No published training is like this: {'; '.join(what)}. Bands are a guess here."
 
 
 def _ranking(asked: Asked, plans: Sequence[Planned]) -> Table:

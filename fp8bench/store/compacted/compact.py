@@ -49,6 +49,8 @@ from fp8bench.store.runs.listing import listing, safe_folder
 
 # So many commits are read before their rows go to the disk.
 _AT_ONCE = 40
+# So many layouts' lines are remembered.
+_MOST_LAYOUTS = 100
 _LOCK_SECONDS = 5.0
 
 
@@ -66,8 +68,9 @@ class Compaction:
     mended: list[str] = field(default_factory=list)
 
 
-class _Read(NamedTuple):
-    """What the runs of a commit come to: sources, suites, names of interpreters, runs, left, and its places."""
+class CommitRows(NamedTuple):
+    """What the runs of a commit come to: sources, suites, names of interpreters, runs, left, and its places, each with
+    the samples of its rows and the ids of its runs."""
 
     sources: tuple[Stamp, ...]
     suites: dict[str, str]
@@ -77,27 +80,36 @@ class _Read(NamedTuple):
     places: tuple[tuple[Table, list[list[float]], list[str]], ...]
 
 
-def compact(store: Path, observe: Callable[[int, int], None]) -> Compaction:
+# Of the runs of one commit; None where one changes meanwhile.
+Reader = Callable[[Path, Fingerprints, Sequence[Path]], CommitRows | None]
+
+
+def compact(store: Path, observe: Callable[[int, int], None], reader: Reader | None = None) -> Compaction:
     """Bring what was compacted up to date with the runs; `observe` is told how many commits of how many were read.
+
+    A benchmark gives a `reader` of its own, so that a long history need not be measured.
 
     Raises StoreError where another compaction is at work, or there is no room, and UsageError without DuckDB.
     """
     need_duckdb()
     with locked(points_of(store), _LOCK_SECONDS):
-        return _Compacting(store, observe).done()
+        return _Compacting(store, observe, reader or read_commit).done()
 
 
 class _Compacting:
     """One compaction, under the lock."""
 
-    def __init__(self, store: Path, observe: Callable[[int, int], None]) -> None:
-        self.store, self.observe = store, observe
+    def __init__(self, store: Path, observe: Callable[[int, int], None], reader: Reader) -> None:
+        self.store, self.observe, self.reader = store, observe, reader
         self.known, self.renamings = Fingerprints(), load_renamings(store)
         self.result = Compaction()
         self.before = stamps_of(store)
+        self.manifest = _begun(store)
+        if self.manifest.files and not self.before:
+            raise StoreError(f"{store} has no runs any more, and what was compacted of them stays as it is.")
         self.there = listing(store)
         self.files = by_commit(self.there.files)
-        self.manifest = _begun(store)
+        self.lines: dict[bytes, list[int]] = {}
         self.next = max(self.manifest.places, default=-1) + 1  # no number is given twice while its rows may be there
 
     def done(self) -> Compaction:
@@ -154,23 +166,25 @@ class _Compacting:
             some = commits[begin : begin + _AT_ONCE]
             self.observe(self.result.read + self.result.busy, count)
             jobs = [self.files[commit] for commit in some]
-            for commit, read in zip(some, spread(partial(_read, self.store, self.known), jobs), strict=True):
+            batches: list[Batch] = []
+            for commit, read in zip(some, spread(partial(self.reader, self.store, self.known), jobs), strict=True):
                 if read is None:
                     self.result.busy += 1
                     continue
-                batches, places = self._numbered(read)
-                spool.add(batches)
+                own, places = self._numbered(read)
+                batches += own
                 self.manifest.units[commit] = Unit(*read[:-1], tuple(places))
                 touched |= {self.manifest.places[place].partition for place in places}
                 self.result.read += 1
+            spool.add(batches)
         return touched
 
-    def _numbered(self, read: _Read) -> tuple[list[Batch], list[int]]:
+    def _numbered(self, read: CommitRows) -> tuple[list[Batch], list[int]]:
         """Rows of a commit, and the numbers of its places, which are new ones."""
         first, self.next = self.next, self.next + len(read.places)
         batches = []
         for number, (table, samples, runs) in enumerate(read.places, first):
-            lines = self._lines(table)
+            lines = self._lines(table.layout)
             said = {
                 **table.said, "machine": self.manifest.machines.number(table.said["machine"]),
                 "unders": [self.manifest.unders.number(list(map(list, under))) for under in table.said["unders"]],
@@ -183,10 +197,15 @@ class _Compacting:
             batches.append(batch_of(number, lines, table.rows, samples))
         return batches, list(range(first, self.next))
 
-    def _lines(self, table: Table) -> list[int]:
-        series, cells = read_layout(table.layout)
-        plain = [(one.name, one.workload, one.metric, one.unit) for one in series]
-        return [self.manifest.lines.number(list(key)) for key in keys_of(plain, cells)]
+    def _lines(self, layout: bytes) -> list[int]:
+        """The lines of a layout's rows. Neighbouring commits have the same layouts."""
+        if layout not in self.lines:
+            series, cells = read_layout(layout)
+            plain = [(one.name, one.workload, one.metric, one.unit) for one in series]
+            if len(self.lines) == _MOST_LAYOUTS:
+                self.lines.clear()
+            self.lines[layout] = [self.manifest.lines.number(list(key)) for key in keys_of(plain, cells)]
+        return self.lines[layout]
 
     def _write(self, spool: Spool, touched: set[str]) -> None:
         """Write partitions anew: what is spooled of them, and what still counts of the files before."""
@@ -213,7 +232,9 @@ class _Compacting:
         self.manifest.keep_listing(self.store, self.before if whole else {}, self.there)
         self.manifest.order = [(commit, names_of(self.store, paths)) for commit, paths in self.files.items()]
         self._save()
-        self.result.kept = len(set(self.manifest.partitions) - set(self.result.written))
+        there = self.manifest.partitions
+        self.result.written = [name for name in dict.fromkeys(self.result.written) if name in there]
+        self.result.kept = len(there) - len(self.result.written)
         self.result.runs = sum(unit.runs for unit in self.manifest.units.values())
         self.result.rows = sum(one.rows for one in self.manifest.partitions.values())
 
@@ -244,7 +265,7 @@ def _months(commits: Sequence[str], files: dict[str, list[Path]]) -> Iterator[li
         yield list(some)
 
 
-def _read(store: Path, known: Fingerprints, paths: Sequence[Path]) -> _Read | None:
+def read_commit(store: Path, known: Fingerprints, paths: Sequence[Path]) -> CommitRows | None:
     """What the runs of a commit come to; None where one changes meanwhile."""
     before = stamps(store, paths)
     read = read_runs(paths)
@@ -254,7 +275,7 @@ def _read(store: Path, known: Fingerprints, paths: Sequence[Path]) -> _Read | No
     for members in by_place(read.runs):
         place = placed(members)
         places.append((table_of(place), [list(one) for one in place.samples], [one.run.id for one in members]))
-    return _Read(
+    return CommitRows(
         tuple(before), {name: known[name] for name in sorted(read.suites)},
         {str(one.run.environment.get("asv_python")): one.identity.python for one in read.runs}, len(read.runs),
         read.left, tuple(places),
@@ -263,5 +284,8 @@ def _read(store: Path, known: Fingerprints, paths: Sequence[Path]) -> _Read | No
 
 def _partition(table: Table) -> str:
     """The folder of a place: its machine, and the month in which the oldest of its runs began (UTC)."""
-    month = datetime.fromtimestamp(table.said["began"] / 1000, UTC).strftime("%Y-%m")
+    try:
+        month = f"{datetime.fromtimestamp(table.said['began'] / 1000, UTC):%Y-%m}"
+    except (ValueError, OverflowError, OSError):  # the first or the last day that there is, of another zone
+        month = "unknown"
     return f"machine={safe_folder(table.home.machine)}/month={month}"

@@ -124,7 +124,7 @@ class Manifest:
     def said(self, number: int) -> dict[str, Any]:
         """What is said of a place, as a table says it."""
         said = self.places[number].said
-        unders = [self._conditions(under) for under in said["unders"]]
+        unders = tuple(self._conditions(under) for under in said["unders"])
         return {**said, "machine": self.machines.values[said["machine"]], "unders": unders}
 
     def _conditions(self, number: int) -> Conditions:
@@ -177,7 +177,11 @@ class Unreadable(ValueError):
 
 def load_manifest(store: Path) -> Manifest:
     """What the index says. Raises FileNotFoundError, OSError, or Unreadable with the reason."""
-    content = index_of(store).read_bytes()
+    return read_manifest(index_of(store).read_bytes())
+
+
+def read_manifest(content: bytes) -> Manifest:
+    """What the bytes of an index say. Raises Unreadable with the reason."""
     first, _, body = content.partition(b"\n")
     words = first.removeprefix(_MAGIC).split()
     try:

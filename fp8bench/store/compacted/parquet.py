@@ -21,7 +21,7 @@ from fp8bench.store.compacted.rows import CHECK, NUMBERS, Columns, are_sound, cr
 FILE = "points.parquet"
 ID = "fp8bench_id"
 _FOOTER_END = 8
-_MEMORY = "256MB"
+_MEMORY = "192MB"
 _FROM = "read_parquet(?, hive_partitioning = false, union_by_name = false)"
 # What stands as NULL for other readers.
 READ = ", ".join(f"coalesce({name}, 0) AS {name}" if kind == "DOUBLE" else name for name, kind in NUMBERS.items())
@@ -47,22 +47,28 @@ def need_duckdb() -> Any:
     return duckdb
 
 
-def settings(spill: str = "") -> dict[str, Any]:
-    """A connection that asks for no network, and for no more memory than it needs."""
-    return {
+def connected(database: str = ":memory:", spill: str = "") -> Any:
+    """A connection that asks for no network, takes no more memory than it needs, and reads the footers of files once.
+
+    Raises duckdb.Error.
+    """
+    settings = {
         "autoinstall_known_extensions": False, "autoload_known_extensions": False, "memory_limit": _MEMORY,
         "temp_directory": spill, "threads": 1,  # with more, what does not fit into memory loses its order
     }  # fmt: skip
+    connection = need_duckdb().connect(database, config=settings)
+    connection.execute("SET enable_progress_bar = false")  # it goes to stdout
+    connection.execute("SET parquet_metadata_cache = true")
+    return connection
 
 
 @contextlib.contextmanager
-def _reading(paths: Sequence[Path]) -> Iterator[Any]:
+def _reading(paths: Sequence[Path], connection: Any) -> Iterator[Any]:
     """How to ask for columns of files. DuckDB's errors become StoreErrors."""
     duckdb = need_duckdb()
     names = [[str(path) for path in paths]]
     try:
-        with duckdb.connect(":memory:", config=settings()) as connection:
-            yield lambda what, where="": connection.execute(f"SELECT {what} FROM {_FROM} {where}", names)
+        yield lambda what, where="": connection.execute(f"SELECT {what} FROM {_FROM} {where}", names)
     except duckdb.Error as error:
         raise StoreError(f"{_named(paths)} cannot be read ({first_line(error)}). {_AGAIN}.") from None
 
@@ -76,23 +82,23 @@ def _named(paths: Sequence[Path]) -> str:
     return str(paths[0]) if len(paths) == 1 else f"one of {len(paths)} files like {paths[0]}"
 
 
-def read_columns(paths: Sequence[Path], lines: Sequence[int] | None) -> Columns:
+def read_columns(paths: Sequence[Path], lines: Sequence[int] | None, connection: Any) -> Columns:
     """The numbers of all rows of some lines, or of all, in the order of files and rows. Raises StoreError."""
     where = "" if lines is None else f"WHERE line IN ({', '.join(map(str, lines))})"
-    with _reading(paths) as ask:
+    with _reading(paths, connection) as ask:
         columns: Columns = ask(f"{READ}, {CHECK}", where).fetchnumpy()
     if not are_sound(columns):
         raise StoreError(f"{_named(paths)} does not hold what was written into it. {_AGAIN}.")
     return columns
 
 
-def check_file(path: Path) -> tuple[int, int]:
+def check_file(path: Path, connection: Any) -> tuple[int, int]:
     """How many rows a file has, and the sum of their checks, once every number and sample was read and is sound.
 
     Raises StoreError.
     """
     rows = total = 0
-    with _reading([path]) as ask:
+    with _reading([path], connection) as ask:
         counts = ask("line, count(*)", "GROUP BY line ORDER BY line").fetchall()
         for low, high in _ranges(counts):
             where = f"WHERE line BETWEEN {low} AND {high}"

@@ -26,7 +26,7 @@ from fp8bench.store.compacted.manifest import (
     same_stamps,
     serves,
 )
-from fp8bench.store.compacted.parquet import FILE, counts_as, duckdb_here, read_columns
+from fp8bench.store.compacted.parquet import FILE, connected, counts_as, duckdb_here, read_columns
 from fp8bench.store.compacted.rows import rows_of
 from fp8bench.store.index.figure_files import Fingerprints
 from fp8bench.store.index.tables import Rows, Table
@@ -49,12 +49,13 @@ class _Shape(NamedTuple):
 @dataclass(frozen=True)
 class Compacted:
     """What was compacted of a store. `files` are its run files, with size and date; `bad` are partitions that do not
-    count."""
+    count. It `is_alone` where the run files were all taken away: then it is all that is known."""
 
     store: Path
     manifest: Manifest
     files: dict[str, tuple[int, int]]
     bad: frozenset[str]
+    is_alone: bool
 
     @cached_property
     def is_complete(self) -> bool:
@@ -64,6 +65,8 @@ class Compacted:
     def unit(self, commit: str, names: Sequence[str], renamings: Renamings, known: Fingerprints) -> Unit | None:
         """What was compacted of a commit, if it still counts for these run files."""
         unit = self.manifest.units.get(commit)
+        if self.is_alone:
+            return unit
         if unit is None or not serves(unit, renamings, known):
             return None
         if not self.is_complete and not same_stamps(unit.sources, names, self.files):
@@ -109,10 +112,18 @@ class Compacted:
                 group, expected = [], 0.0
         rows |= self._read(group, by_partition, shapes, chosen) if group else {}
         return {
-            place: Table(self.manifest.said(place), shapes[self.manifest.places[place].layout].layout, rows[place])
+            place: Table(self._said[place], shapes[self.manifest.places[place].layout].layout, rows[place])
             for place in places
             if place in rows
         }
+
+    @cached_property
+    def _connection(self) -> Any:
+        return connected()
+
+    @cached_property
+    def _said(self) -> _Said:
+        return _Said(self.manifest)
 
     def _lines(self, layout: int) -> list[int]:
         return self._layouts[layout][1]
@@ -139,7 +150,8 @@ class Compacted:
         """The rows of places in some partitions, held against what the index says they are."""
         here = sorted(place for name in names for place in places[name])
         paths = [points_of(self.store) / name / FILE for name in names]
-        columns = read_columns(paths, chosen if 2 * len(chosen) < len(self.manifest.lines.values) else None)
+        few = 2 * len(chosen) < len(self.manifest.lines.values)
+        columns = read_columns(paths, chosen if few else None, self._connection)
         lines, owners = columns["line"].astype(np.int64), columns["place"].astype(np.int64)
         mask = np.zeros(max(len(self.manifest.lines.values), int(lines.max(initial=0)) + 1), np.bool_)
         mask[chosen] = True
@@ -173,13 +185,28 @@ class _Layouts(dict[int, tuple[list[Any], list[int]]]):
         return self[layout]
 
 
+class _Said(dict[int, dict[str, Any]]):
+    """What is said of places, each put together when it is asked for."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__()
+        self._manifest = manifest
+
+    def __missing__(self, place: int) -> dict[str, Any]:
+        self[place] = self._manifest.said(place)
+        return self[place]
+
+
 def keys_of(series: Sequence[Sequence[str]], cells: Sequence[tuple[int, object]]) -> list[LineKey]:
     """The line of each cell of a layout."""
     return [LineKey(series[rank][0], json.dumps(cell), *series[rank][1:4]) for rank, cell in cells]
 
 
 def open_compacted(store: Path) -> tuple[Compacted | None, tuple[str, ...]]:
-    """What was compacted of a store, None where there is nothing of use, and sentences on what does not serve."""
+    """What was compacted of a store, None where there is nothing of use, and sentences on what does not serve.
+
+    Raises StoreError where that was all there is.
+    """
     try:
         manifest = load_manifest(store)
     except FileNotFoundError:
@@ -192,12 +219,17 @@ def open_compacted(store: Path) -> tuple[Compacted | None, tuple[str, ...]]:
     if duckdb_here() is None:
         return None, (f"{points_of(store)} is not read without DuckDB: pip install 'fp8bench[fleet]'",)
     bad = [name for name, one in manifest.partitions.items() if not counts_as(points_of(store) / name / FILE, one)]
-    troubles = []
+    files = stamps_of(store)
+    is_alone = not files and bool(manifest.files)
+    troubles = [f"{store} has no runs: figures are those that were compacted"] if is_alone else []
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        if is_alone:
+            path = points_of(store) / bad[0] / FILE
+            raise StoreError(f"{path}{more} is not the file that was written, and {store} has no runs. Copy it again.")
         own = "is not the file that was written, and the runs are read instead; `fp8bench store compact` makes it again"
         troubles.append(f"{points_of(store) / bad[0] / FILE}{more} {own}")
-    return Compacted(store, manifest, stamps_of(store), frozenset(bad)), tuple(troubles)
+    return Compacted(store, manifest, manifest.files if is_alone else files, frozenset(bad), is_alone), tuple(troubles)
 
 
 def stamps_of(store: Path) -> dict[str, tuple[int, int]]:

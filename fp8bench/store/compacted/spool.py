@@ -18,7 +18,7 @@ from fp8bench.errors import StoreError
 from fp8bench.files import PARTIAL
 from fp8bench.model import Status
 from fp8bench.store.compacted.manifest import Manifest, Partition, points_of
-from fp8bench.store.compacted.parquet import ID, READ, check_file, first_line, need_duckdb, settings
+from fp8bench.store.compacted.parquet import ID, READ, check_file, connected, first_line, need_duckdb
 from fp8bench.store.compacted.rows import CHECK, NUMBERS, Batch
 from fp8bench.store.index.figure_files import digest_of
 
@@ -78,7 +78,7 @@ class Spool:
         folder = points_of(store) / f"{_NAME}{secrets.token_hex(4)}"
         try:
             folder.mkdir(parents=True)
-            with duckdb.connect(str(folder / "rows"), config=settings(str(folder / "spill"))) as connection:
+            with connected(str(folder / "rows"), str(folder / "spill")) as connection:
                 spool = cls(store, connection, duckdb.Error)
                 numbers = ", ".join(f"{name} {kind}" for name, kind in NUMBERS.items())
                 spool._run(f"CREATE TABLE rows({numbers}, {CHECK} UINTEGER, samples DOUBLE[])")
@@ -121,7 +121,7 @@ class Spool:
             self._run(_COPY.format(path=str(partial).replace("'", "''"), id=name))
             sums = f"SELECT count(*), coalesce(sum({CHECK}), 0)::BIGINT FROM sorted"
             rows, total = self._run(sums).fetchone()
-            if check_file(partial) != (rows, total):
+            if check_file(partial, self._connection) != (rows, total):
                 raise StoreError(f"{path} does not read as it was written, and the one before stands. Run it again.")
             with partial.open("rb") as file:
                 os.fsync(file.fileno())

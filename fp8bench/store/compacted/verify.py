@@ -7,7 +7,7 @@ from pathlib import Path
 from fp8bench.errors import StoreError
 from fp8bench.model import Fault
 from fp8bench.store.compacted.manifest import Partition, Unreadable, index_of, load_manifest, points_of
-from fp8bench.store.compacted.parquet import FILE, check_file, counts_as, duckdb_here
+from fp8bench.store.compacted.parquet import FILE, check_file, connected, counts_as, duckdb_here
 from fp8bench.store.index.figure_files import digest_of
 
 _AGAIN = "`fp8bench store compact` makes it again; until then the runs are read"
@@ -40,8 +40,10 @@ def _why_not(path: Path, partition: Partition) -> str:
             return "it is not the file that was written" if path.exists() else "it is not there"
         if digest_of(path) != partition.digest:
             return "it does not hold what was written into it"
-        if duckdb_here() is not None and check_file(path) != (partition.rows, partition.total):
-            return "it lacks rows that were written into it"
+        if duckdb_here() is not None:
+            with connected() as connection:
+                if check_file(path, connection) != (partition.rows, partition.total):
+                    return "it lacks rows that were written into it"
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
     except StoreError as error:

@@ -184,9 +184,9 @@ def read_layout(text: bytes) -> tuple[tuple[Series, ...], tuple[tuple[int, Cell]
 
 def read_texts(said: dict[str, Any]) -> Texts:
     """The texts of a table's rows."""
-    unders = tuple(
-        under if isinstance(under, tuple) else tuple((name, value) for name, value in under) for under in said["unders"]
-    )
+    unders = said["unders"]
+    if not isinstance(unders, tuple):
+        unders = tuple(tuple((name, value) for name, value in under) for under in unders)
     return Texts(said["commit"], said["date"], tuple(said["versions"]), unders, tuple(said["reasons"]))
 
 

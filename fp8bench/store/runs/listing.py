@@ -218,7 +218,12 @@ def collected_folder(run: Run) -> str:
 
 def machine_folder(path: Path) -> str:
     """The machine whose folder a run file lies in."""
-    return path.parent.parent.name.removeprefix("machine=") if path.match(_COLLECTED) else path.parent.name
+    return path.parent.parent.name.removeprefix("machine=") if is_collected(path) else path.parent.name
+
+
+def is_collected(path: Path) -> bool:
+    """Whether a run file lies where `collected_folder` says."""
+    return path.match(_COLLECTED)
 
 
 def all_files(store: Path) -> list[Path]:

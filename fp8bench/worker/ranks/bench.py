@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
 from fp8bench.model import Case, DeviceFacts, Scalar, StepEffect
+from fp8bench.model.fleet import OperationBits
 from fp8bench.model.ranks import Sent, Transfer
-from fp8bench.model.raw import Filling, RawSlot, Settings
+from fp8bench.model.raw import Settings
+from fp8bench.protocols import Device
+from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench
+from fp8bench.worker.bits import bits_of_ranks
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.ranks.heart import Heart
-from fp8bench.worker.ranks.overlap import overlap_rounds, step_rounds
+from fp8bench.worker.ranks.overlap import Rounds, Together, overlap_rounds, step_rounds
+from fp8bench.worker.ranks.start_line import StartLine
 
 # Beginnings of the variables that launchers and libraries of communication are set by.
 RECORDED = (
@@ -54,6 +60,7 @@ class RankBench(Bench):
         self._clock = partial(PhaseClock, told=heart.phase)
         self._unmarked = heart.markers
         self._alone = False
+        self._overlaps: dict[Case, Rounds | str | None] = {}
         _meet()
         on_gpu = torch.cuda.is_available()
         dist.init_process_group(
@@ -62,6 +69,8 @@ class RankBench(Bench):
             device_id=torch.device("cuda", 0) if on_gpu else None,
         )
         self._size, self._rank = dist.get_world_size(), dist.get_rank()
+        # Slots begin together; how late each rank is from then on is what is measured.
+        self._meet = StartLine(heart.folder, self._rank, self._size, wait_seconds).meet
 
     def probe(self) -> tuple[DeviceFacts, ...]:
         return tuple(replace(one, ranks=self._size) for one in super().probe())
@@ -71,33 +80,51 @@ class RankBench(Bench):
         own = {name: text for name, text in sorted(os.environ.items()) if name.startswith(RECORDED)}
         return {**super().software(), **{f"env {name}": text for name, text in own.items()}}
 
-    def slot(self, key: str, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
-        """The ranks begin it together; how late each is from then on is what is measured."""
-        import torch.distributed as dist
+    def release(self, key: str) -> tuple[str, ...]:
+        """What is there without a state was imported for one, and lives as long as this process.
 
-        dist.barrier()
-        return super().slot(key, calls, discard, filling)
+        Looking through DTensor and torchao for garbage takes 0.1 s a time.
+        """
+        left = super().release(key)
+        if not (self._prepared or self._kept):
+            gc.freeze()
+        return left
 
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
         return StepEffect(None, "several ranks take its steps together, and would have to be given the same changes")
+
+    def bits(self, facts: DeviceFacts) -> tuple[OperationBits, ...]:
+        """Of this rank's device, and of what all ranks come to."""
+        whose = f"{facts.key} of rank {self._rank} of {self._size}"
+        own = tuple(replace(one, device=whose) for one in super().bits(facts))
+        return (*own, *bits_of_ranks(facts))
 
     def transfer(self, case: Case, facts: DeviceFacts) -> Transfer | None:
         """What a step moves between the ranks."""
         with self._apart(case, facts) as (workload, _, setup):
             return workload.transfer(setup())
 
-    def overlap(self, case: Case, facts: DeviceFacts) -> dict[str, list[float]] | str | None:
+    def overlap(self, case: Case, facts: DeviceFacts) -> Rounds | str | None:
         """Seconds of each round of products, communication, both at once and both in turn, of this rank; or why not."""
+        alike = replace(case, params=workloads.get(case.workload).sent_by(case))
+        if alike not in self._overlaps:
+            self._overlaps[alike] = self._overlap(case, facts)
+        return self._overlaps[alike]
+
+    def _overlap(self, case: Case, facts: DeviceFacts) -> Rounds | str | None:
         with self._apart(case, facts) as (workload, device, setup):
             parts = workload.together(setup())
             if parts is None or isinstance(parts, str):
                 return parts
-            return overlap_rounds(*parts, lambda: device.synchronise(facts.index), self._settings.seed)
+            return overlap_rounds(*parts, self._beginning(device, facts), self._settings.seed)
 
-    def step_parts(self, case: Case, facts: DeviceFacts) -> tuple[tuple[Sent, ...], dict[str, list[float]]] | None:
+    def step_parts(self, case: Case, facts: DeviceFacts) -> tuple[tuple[Sent, ...], Rounds] | None:
         """What this rank sends in a step, and seconds of each round of what a step is made of."""
         with self._apart(case, facts) as (workload, device, setup):
             parts = workload.step_parts(setup())
             if parts is None:
                 return None
-            return parts.sent, step_rounds(parts, lambda: device.synchronise(facts.index), self._settings.seed)
+            return parts.sent, step_rounds(parts, self._beginning(device, facts), self._settings.seed)
+
+    def _beginning(self, device: Device, facts: DeviceFacts) -> Together:
+        return Together(partial(device.synchronise, facts.index), self._meet)

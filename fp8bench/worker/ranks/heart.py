@@ -17,6 +17,7 @@ class Heart:
     """Says how far this rank has come: half a microsecond a beat."""
 
     def __init__(self, file: Path) -> None:
+        self.folder = file.parent
         file.write_bytes(bytes(BEAT.size))
         with file.open("r+b") as opened:
             self._page = mmap.mmap(opened.fileno(), BEAT.size)

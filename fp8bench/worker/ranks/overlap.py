@@ -5,19 +5,32 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8bench.protocols.workload import StepParts
 
-_ROUNDS = 5
+# Seconds of each round, by part.
+Rounds = dict[str, list[float]]
+# Fewer rounds agree by chance too often; short parts have more, for so many seconds of all ranks.
+_LEAST_ROUNDS, _MOST_ROUNDS, _ROUNDS_SECONDS = 6, 15, 0.15
 # Long enough that a barrier's own skew is small.
 _LEAST_SECONDS = 3e-3
+# Parts that do nothing new once the others have run: a whole step has run by then, too.
+_MADE_OF_OTHERS = {"both", "in_turn"}
+
+
+class Together(NamedTuple):
+    """How a rank waits for its device, and for the other ranks."""
+
+    synchronise: Callable[[], None]
+    meet: Callable[[], None]
 
 
 def overlap_rounds(
-    compute: Callable[[], object], communicate: Callable[[], Any], synchronise: Callable[[], None], seed: int
-) -> dict[str, list[float]]:
+    compute: Callable[[], object], communicate: Callable[[], Any], together: Together, seed: int
+) -> Rounds:
     """Seconds of products, of a communication, of both at once and of both in turn."""
+    synchronise = together.synchronise
     times = _times(compute, synchronise)
 
     def products() -> None:
@@ -37,39 +50,41 @@ def overlap_rounds(
         synchronise()
         alone()
 
-    return rounds({"compute": products, "communication": alone, "both": both, "in_turn": in_turn}, synchronise, seed)
+    return rounds({"compute": products, "communication": alone, "both": both, "in_turn": in_turn}, together, seed)
 
 
-def step_rounds(parts: StepParts, synchronise: Callable[[], None], seed: int) -> dict[str, list[float]]:
+def step_rounds(parts: StepParts, together: Together, seed: int) -> Rounds:
     """Seconds of a step of all ranks and of what it is made of, and of one rank's while the others wait."""
     import torch.distributed as dist
 
     def in_turn() -> None:
         parts.compute()
-        synchronise()
+        together.synchronise()
         parts.communicate()
 
     first = dist.get_rank() == 0
     alone = {"whole": parts.whole, "share": parts.share} if first else dict.fromkeys(("whole", "share"), _nothing)
     ours = {"compute": parts.compute, "communication": parts.communicate, "both": parts.together, "in_turn": in_turn}
-    return rounds({**ours, **alone}, synchronise, seed)
+    return rounds({**ours, **alone}, together, seed)
 
 
-def rounds(
-    parts: Mapping[str, Callable[[], object]], synchronise: Callable[[], None], seed: int
-) -> dict[str, list[float]]:
+def rounds(parts: Mapping[str, Callable[[], object]], together: Together, seed: int) -> Rounds:
     """Seconds of each part in each round, which all ranks begin together. The order is the same on all of them."""
-    import torch.distributed as dist
-
     order, found = random.Random(seed), {name: list[float]() for name in parts}
-    for number in range(_ROUNDS + 1):
+    for name, part in parts.items():  # for whatever comes first
+        if name not in _MADE_OF_OTHERS:
+            part()
+    together.synchronise()
+    begun = time.perf_counter()
+    for number in range(_MOST_ROUNDS):
+        if number >= _LEAST_ROUNDS and _most(time.perf_counter() - begun) > _ROUNDS_SECONDS:
+            break
         for name in order.sample(list(parts), len(parts)):
-            dist.barrier()
+            together.meet()
             start = time.perf_counter()
             parts[name]()
-            synchronise()
-            if number:  # the first round is for whatever comes first
-                found[name].append(time.perf_counter() - start)
+            together.synchronise()
+            found[name].append(time.perf_counter() - start)
     return found
 
 
@@ -79,16 +94,19 @@ def _nothing() -> None:
 
 def _times(compute: Callable[[], object], synchronise: Callable[[], None]) -> int:
     """How many products last long enough: as many on each rank as on the fastest of them, or ranks would differ."""
-    import torch
-    import torch.distributed as dist
-
     compute()
     synchronise()
     start = time.perf_counter()
     compute()
     synchronise()
-    times = torch.tensor([max(1.0, _LEAST_SECONDS / max(time.perf_counter() - start, 1e-6))])
-    if dist.get_backend() == "nccl":
-        times = times.cuda()
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return int(times)
+    return int(_most(max(1.0, _LEAST_SECONDS / max(time.perf_counter() - start, 1e-6))))
+
+
+def _most(value: float) -> float:
+    """The largest that a rank has, on all of them."""
+    import torch
+    import torch.distributed as dist
+
+    told = torch.tensor([value], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    return float(told)

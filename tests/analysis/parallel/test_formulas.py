@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from fp8bench import units
 from fp8bench.analysis.parallel import memory as memory_module
 from fp8bench.analysis.parallel.memory import STATES, memory_of
 from fp8bench.analysis.parallel.pace import pace_of, tokens_a_second
-from fp8bench.analysis.parallel.published import held, models, published
+from fp8bench.analysis.parallel.published import held, models, outside, published
 from fp8bench.model.parallel import Checkpointing, Layout, Load, Topology, Transformer
 from fp8bench.nn.sizes import SIZES
 
@@ -43,7 +44,7 @@ def test_flops_are_those_that_suites_count(name: str) -> None:
 
 
 def test_every_published_figure_is_within_its_band() -> None:
-    """FLOPs within 0.2%, memory of FSDP alone within 5% where its release's loss is the formula's."""
+    """FLOPs within 0.2%, memory of FSDP alone within 5%."""
     rows = list(held(published()))
     assert all(one.inside for one in rows), [one for one in rows if not one.inside]
     assert {one.figure for one in rows} == {"memory", "pace", "flops"} and len(rows) > 50
@@ -52,8 +53,28 @@ def test_every_published_figure_is_within_its_band() -> None:
         if one.figure == "flops":
             assert one.band == 0.002
         plain = one.row.layout.tensor == one.row.layout.pipeline == one.row.layout.context == 1
-        if one.figure == "memory" and plain and "H200" not in one.row.name:
+        if one.figure == "memory" and plain:
             assert one.band == 0.05
+
+
+def test_a_compiled_loss_is_what_tells_releases_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the rows of 2025 are off by a third."""
+    monkeypatch.setattr(memory_module, "_FUSED_LOGIT", 12)
+    assert {one.row.name for one in held(published()) if not one.inside} == {
+        "8B, FSDP 32, FP8, H200", "8B, FSDP 64, FP8, H200",
+    }  # fmt: skip
+
+
+def test_what_no_published_training_is_like_is_named() -> None:
+    """Both ends are still like one."""
+    model = models()["llama3-8b"]
+    assert outside(model, 8, 8192) == outside(models()["llama3-405b"], 1024, 262144) == ()
+    assert outside(model, 1 << 20, 8192) == ("1048576 GPUs (published: 8 to 1024)",)
+    assert [one.split(" (")[0] for one in outside(SMALL, 4, 128)] == [
+        "4 GPUs",
+        f"{units.count(SMALL.weights)} weights",
+        "128 tokens a sequence",
+    ]
 
 
 def test_a_wrong_formula_leaves_a_band(monkeypatch: pytest.MonkeyPatch) -> None:

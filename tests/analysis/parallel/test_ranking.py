@@ -66,3 +66,9 @@ def test_the_matrix() -> None:
     assert yes(asked()) == {"FSDP"}
     assert yes(asked("llama3-405b", 512, 512)) == {"TP", "PP"}
     assert "CP" in yes(asked(gpus=64, sequence=131072))
+    # Sequences that cannot be dealt out: of too few for any GPU to have one, TP and PP, which no ranking contradicts.
+    assert yes(asked(batch=7)) == {"TP"} and yes(asked(gpus=64, batch=8)) == {"TP", "PP"}
+    assert yes(asked(batch=12)) == set() and yes(asked(gpus=1, batch=1)) == set()
+    assert {one.why.split("; but ")[-1] for one in rulings(asked(batch=12))[:2]} == {
+        "12 sequences cannot be dealt out evenly to 8 GPUs"
+    }

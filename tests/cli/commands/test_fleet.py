@@ -53,3 +53,32 @@ def test_from_plan_to_status(plan: Path, fp8bench: Say) -> None:
 def test_nonsense(plan: Path, fp8bench: Say, words: tuple[str, ...], said: str) -> None:
     code, _, err = fp8bench("suite", *(str(plan) if word == "PLAN" else word for word in words))
     assert code == 2 and said in " ".join(err.split())
+
+
+def test_a_worker_says_what_came_of_it(plan: Path, fp8bench: Say, tmp_path: Path) -> None:
+    """Also where nothing waits, and why a cell failed."""
+    code, _, err = fp8bench("suite", "--plan", str(plan), "--cell", "1", "--no-report")
+    assert code == 0
+    code, _, err = fp8bench("fleet", "work", str(plan), "--cell", "1")
+    assert code == 0 and "0 of 3 cells measured here; 1 done, 2 waiting" in " ".join(err.split())
+    content = json.loads(plan.read_text())
+    content["fleet"]["request"]["suite"], content["fleet"]["id"] = "nosuch", "abcd"
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    code, _, err = fp8bench("fleet", "work", str(tmp_path / "other.json"), "--cell", "0")
+    told = " ".join(err.split())
+    assert code == 3 and "cell 0 failed: unknown suite 'nosuch'" in told and "1 failed, 2 waiting" in told
+
+
+@pytest.mark.parametrize("words", [("work",), ("work", "--workers", "2"), ("submit", "--on", "local")])
+def test_a_store_that_cannot_be_written(plan: Path, fp8bench: Say, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Is refused before anybody begins; root may write everywhere but below a file."""
+    (tmp_path / "file").write_text("")
+    code, _, err = fp8bench("fleet", words[0], str(plan), *words[1:], "--store", str(tmp_path / "file" / "store"))
+    assert code == 2 and "cannot be written" in " ".join(err.split())
+
+
+def test_the_look_that_is_offered_can_be_had(plan: Path, fp8bench: Say) -> None:
+    _, out, _ = fp8bench("fleet", "status", str(plan))
+    assert "--explain says how to read this" in out
+    code, out, _ = fp8bench("fleet", "status", str(plan), "--explain")
+    assert code == 3 and "begun: a run was cut off" in " ".join(out.split())

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import fp8bench as fp8bench_api
 from fp8bench import pipeline
 from fp8bench.jobs.fleet.cells import cut
 from fp8bench.jobs.fleet.cells import measured as measure
@@ -86,6 +87,16 @@ def _clock(**by: float) -> Plant:
     def plant(lines: Lines) -> Lines:
         lines[0]["header"]["started"] = _later(lines[0]["header"]["started"], **by)
         return lines
+
+    return plant
+
+
+def _store_clock(seconds: float, server: float = 0.0) -> Plant:
+    """A clock ahead of the right one, on a shared store whose server's clock is ahead, too."""
+
+    def plant(lines: Lines) -> Lines:
+        lines[0]["header"]["clock_ahead"] = seconds - server
+        return _clock(seconds=seconds)(lines) or []
 
     return plant
 
@@ -183,6 +194,96 @@ def test_everything_that_is_planted_is_named_for_what_it_is(fleet: Fleet, fp8ben
     assert {row["kind"] for row in told if row["machine"] == "old"} == {"B"}
 
 
+@pytest.mark.parametrize("server", [0.0, 7200.0])
+def test_a_clock_that_is_off_by_less_than_the_plans_age(fleet: Fleet, fp8bench: Say, server: float) -> None:
+    """By the clock of a shared store, though their times could be true; where that is wrong, by most machines'."""
+    plan = json.loads(fleet.plan.read_text())
+    plan["fleet"]["created"] = _later(plan["fleet"]["created"], days=-3)
+    fleet.plan = fleet.folder.parent / "old.json"
+    fleet.plan.write_text(json.dumps(plan))
+    shutil.rmtree(fleet.folder)
+    planted = {"day": -86400.0, "behind": -600.0, "ahead": 600.0, "alike": 30.0}
+    for name, seconds in (dict.fromkeys(("h0", "h1", "h2", "h3", "h4"), 0.0) | planted).items():
+        fleet.add(name, _store_clock(seconds, server))
+    out = fleet.folder.parent / "all"
+    code, text, _ = reported(fleet, fp8bench, "--json")
+    found = json.loads(text)
+    named = {one["machine"]: one["words"] for one in found["alarms"] if one["what"] == "clock"}
+    assert code == 3 and set(named) == {"day", "behind", "ahead"} == {one["machine"] for one in found["alarms"]}, named
+    for name, words in (("day", "24.0 hours behind"), ("behind", "10 minutes behind"), ("ahead", "10 minutes ahead")):
+        assert words in named[name], named
+    assert any("2.0 hours ahead of that of most machines" in one for one in found["excluded"]) == bool(server), out
+
+
+def test_a_wrong_clock_of_whoever_planned_names_no_machine(fleet: Fleet, fp8bench: Say) -> None:
+    """All six began before the plan that they followed was made."""
+    plan = json.loads(fleet.plan.read_text())
+    plan["fleet"]["created"] = _later(plan["fleet"]["created"], hours=2)
+    fleet.plan = fleet.folder.parent / "late.json"
+    fleet.plan.write_text(json.dumps(plan))
+    code, out, _ = reported(fleet, fp8bench)
+    assert code == 0 and "that of whoever made the plan: that one may be wrong" in " ".join(out.split())
+
+
+def test_a_clock_that_was_set_back(fleet: Fleet, fp8bench: Say) -> None:
+    """A run that says it was gone on with before it began."""
+
+    def plant(lines: Lines) -> Lines:
+        head = lines[0]["header"]
+        again = {"started": _later(head["started"], minutes=-10), "command": "", "environment": head["environment"]}
+        return [*lines, {"resumed": again}]
+
+    fleet.add("set", plant)
+    code, out, _ = reported(fleet, fp8bench, "--json")
+    alarms = [one for one in json.loads(out)["alarms"] if one["what"] == "clock"]
+    assert code == 3 and [one["machine"] for one in alarms] == ["set"] and "10 minutes before it" in alarms[0]["words"]
+
+
+def test_the_report_of_a_cell_has_its_fleet(fleet: Fleet, fp8bench: Say, tmp_path: Path) -> None:
+    """As a section of the ordinary page, on the terminal, as JSON, rows and frames; of other runs nothing."""
+    fleet.add("slow", factor=3.0)
+    assert reported(fleet, fp8bench, "--json")[0] == 3
+    store, page = tmp_path / "all", tmp_path / "page.html"
+    assert (
+        fp8bench("report", "last", "--store", str(store), "--html", str(page), "--md", str(tmp_path / "p.md"))[0] == 0
+    )
+    text, section = page.read_text(), '<section id="fleet"'
+    assert text.count(section) == 1 and "This run is cell 2 of plan" in text
+    section_text = text.partition(section)[2].partition("</section>")[0]
+    assert all(name in section_text for name in ("honest0", "slow from", "Machines that are named", "<svg"))
+    assert "Fleet" in (tmp_path / "p.md").read_text()
+    _, out, _ = fp8bench("show", "last", "--store", str(store), "--fleet", "--json")
+    assert [(one["machine"], one["what"]) for one in json.loads(out)["alarms"]] == [("slow", "slow")]
+    _, rows, _ = fp8bench("show", "last", "--store", str(store), "--fleet", "--csv", "-")
+    _, same, _ = fp8bench("fleet", "report", str(store), "--csv", "-")
+    assert rows == same and "slow" in rows
+    frames = fp8bench_api.load_fleet(store)
+    assert list(frames.alarms.what) == ["slow"] and len(frames.cases) == len(rows.splitlines()) - 1
+    assert dict(zip(frames.machines.name, frames.machines.named_for, strict=True))["slow"] == "slow"
+    assert set(frames.kinds.of) == {"hardware", "software"}
+    code, out, _ = fp8bench("report", str(store), "--html", str(page))
+    assert code == 0 and "-21-runs" in out and page.read_text().count(section) == 1
+    code, _, err = fp8bench("report", str(store), "last")
+    assert code == 2 and "Name it alone" in err
+
+
+def test_a_run_of_no_plan_has_no_fleet(measured: tuple[Path, list[Lines]], fp8bench: Say, tmp_path: Path) -> None:
+    made = Fleet(tmp_path / "stores", *measured)
+
+    def alone(lines: Lines) -> Lines:
+        lines[0]["header"]["cell"] = ""
+        return lines
+
+    made.add("one", alone)
+    store, page = tmp_path / "stores" / "one", tmp_path / "page.html"
+    assert fp8bench("report", "last", "--store", str(store), "--html", str(page))[0] == 0
+    assert '<section id="fleet"' not in page.read_text()
+    code, _, err = fp8bench("show", "last", "--store", str(store), "--fleet")
+    assert code == 2 and "is no cell of a fleet's plan" in err
+    code, _, err = fp8bench("show", "last", "--store", str(store), "--fleet", "--tape")
+    assert code == 2 and "--tape and --fleet are two tables" in err
+
+
 def test_like_with_like_only(fleet: Fleet, fp8bench: Say) -> None:
     """Other hardware stands beside with a ratio; other software with the field that differs, and no ratio."""
     fleet.add("other", _fact(asv_cpu="Another CPU", cpu_count=64), factor=0.5)
@@ -226,7 +327,7 @@ def test_nonsense(fleet: Fleet, fp8bench: Say, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for words, said in (
         ((str(tmp_path / "nowhere.json"),), "cannot be read"),
-        ((str(tmp_path / "empty"),), "has no run"),
+        ((str(tmp_path / "empty"),), "has no run. Give"),
         ((str(fleet.plan), "--store", str(tmp_path / "empty")), "has no run of the plan"),
         ((str(fleet.plan), "--json", "--csv", "-"), "would both print"),
         ((str(fleet.plan), "--html", str(tmp_path)), "is a directory"),

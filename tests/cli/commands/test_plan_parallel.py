@@ -40,9 +40,10 @@ def test_a_file_is_read(topology: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "value", "words"),
     [
-        ("node", "8.5", ":1: node: expected a whole number of GPUs, got '8.5'"),
+        ("node", "8.5", ":1: node: expected a whole number of GPUs from 1 on, got '8.5'"),
         ("node", "0", ":1: node: expected a whole number"),
-        ("memory", "lots", ":2: memory: expected a size like 80 GiB, got 'lots'"),
+        ("memory", "80", ":2: memory: expected a size like 80 GiB, 1 GiB or more, got '80'"),
+        ("memory", "lots", ":2: memory: expected a size like 80 GiB, 1 GiB or more, got 'lots'"),
         ("inside", "-3", ":3: inside: expected a number above 0, got '-3'"),
         ("between", "nan", ":4: between: expected a number above 0"),
         ("bf16", "[1, 2]", ":5: bf16: expected a number above 0, got a list"),
@@ -71,6 +72,7 @@ def test_a_ranking(say: Say, topology: Path) -> None:
     _, out, _ = say(*given, "--csv", "-")
     rows = list(csv.DictReader(io.StringIO(out)))
     assert len(ways) == len(rows) > 20
+    assert {(float(row["memory_band"]), float(row["pace_band"])) for row in rows} >= {(0.05, 0.15), (0.15, 0.3)}
     assert [float(row["memory_bytes"]) for row in rows] == [one["memory_bytes"] for one in ways]
     parts = ("states", "gathered", "kept", "block", "logits")
     assert all(one["memory_bytes"] == pytest.approx(sum(one[f"{part}_bytes"] for part in parts)) for one in ways)
@@ -83,7 +85,17 @@ def test_what_fits_nowhere_ends_with_3(say: Say, topology: Path) -> None:
 
 def test_short_steps_are_said_to_mean_nothing(say: Say, topology: Path) -> None:
     _, out, _ = say("--model", "nano", "--gpus", "2", "--topology", str(topology))
-    assert "the paces here mean nothing" in out
+    assert "the paces here mean nothing" in out and "on 2 GPUs" in out
+    said = " ".join(out.split())
+    assert "No published training is like this: 2 GPUs (published: 8 to" in said and "Bands are a guess here." in said
+    code, out, _ = say("--model", "llama3-8b", "--gpus", "1", "--topology", str(topology), "--json")
+    assert code == 3 and json.loads(out)["outside"] == ["1 GPUs (published: 8 to 1024)"]
+
+
+def test_how_to_read_it(say: Say, topology: Path) -> None:
+    """The page names an option that is there."""
+    _, out, _ = say("--model", "llama3-8b", "--gpus", "8", "--topology", str(topology), "--explain")
+    assert "how to read this" in out and "tight: it fits unless" in out and "No published" not in out
 
 
 def test_the_check(say: Say) -> None:

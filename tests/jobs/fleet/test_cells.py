@@ -12,7 +12,7 @@ from fp8bench.errors import UsageError
 from fp8bench.files import locked
 from fp8bench.jobs.fleet.cells import cut, measured
 from fp8bench.jobs.fleet.work import work
-from fp8bench.model import Request
+from fp8bench.model import Request, Run
 from fp8bench.model.fleet import Attempt, CellStatus, FleetPlan
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.fleet_plans import OUTPUT, folder_of, note, read_plan, states_of, write_plan
@@ -38,12 +38,35 @@ def test_a_cell_is_measured_once(plan: FleetPlan, tmp_path: Path) -> None:
     """Its run holds that group alone, and says which cell it is; the other cell is not touched."""
     now, run = measured(plan, 1, tmp_path, QUIET, "")
     assert now and run.finished and run.cell == f"{plan.id}/1" and run.origin == "fleet" and run.bits
+    assert run.clock_ahead is not None and abs(run.clock_ahead) < 1.0
     assert {record.case.setting for record in run.records} == {plan.cells[1].setting}
     before = Path(run.path).read_bytes()
     now, again = measured(plan, 1, tmp_path, QUIET, "")
     assert not now and again.id == run.id and Path(run.path).read_bytes() == before
     assert of(plan, tmp_path) == ["waiting", "done"]
     assert states_of(plan, tmp_path)[1].run == run.id
+    assert [one.number for one in states_of(plan, tmp_path, but={1})] == [0]
+
+
+def test_a_worker_reads_a_run_that_is_whole_once(
+    plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each cell would take longer than the one before it."""
+    _, run = measured(plan, 1, tmp_path, QUIET, "")
+    read: list[Path] = []
+
+    def reads(path: Path) -> Run:
+        read.append(path)
+        return load_run(path)
+
+    def fails(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
+        note(plan, number, store, Attempt("host", 1, "2026-01-05T12:00:00+00:00", 3.0, 2))
+        return 2
+
+    monkeypatch.setattr("fp8bench.store.fleet_plans.load_run", reads)
+    monkeypatch.setattr("fp8bench.jobs.fleet.work._measure", fails)
+    assert work(plan, tmp_path / "p.json", tmp_path, False, lambda state: None) == ({0: 2}, {})
+    assert read == [Path(run.path)]
 
 
 def test_a_device_whose_bits_fail_is_measured_all_the_same(
@@ -99,13 +122,14 @@ def test_what_failed_says_why_and_waits_for_retry(
 
     monkeypatch.setattr("fp8bench.jobs.fleet.work._measure", ends)
     told = lambda state: begun.append(state.number)  # noqa: E731
-    assert work(plan, tmp_path / "p.json", tmp_path, False, told) == ((0, 2), (1, 0)) and begun == [0, 1]
+    assert work(plan, tmp_path / "p.json", tmp_path, False, told) == ({0: 2, 1: 0}, {}) and begun == [0, 1]
     failed, waiting = states_of(plan, tmp_path)
     assert failed.status is CellStatus.FAILED and failed.why == "no such device." and len(failed.attempts) == 1
     assert waiting.status is CellStatus.WAITING  # it ended well, and left no run
-    assert work(plan, tmp_path / "p.json", tmp_path, True, told)[0] == (0, 2) and len(begun) == 4
+    assert work(plan, tmp_path / "p.json", tmp_path, True, told)[0][0] == 2 and len(begun) == 4
     with locked(folder_of(plan, 0, tmp_path) / "claim", 0), locked(folder_of(plan, 1, tmp_path) / "claim", 0):
-        assert work(plan, tmp_path / "p.json", tmp_path, True, told) == ()
+        done, left = work(plan, tmp_path / "p.json", tmp_path, True, told)
+        assert not done and set(left) == {0, 1} and "another process is measuring" in left[0]
     with (folder_of(plan, 0, tmp_path) / "attempts.jsonl").open("a") as file:
         file.write('{"host": "cut o')
     assert len(states_of(plan, tmp_path)[0].attempts) == 2
@@ -123,6 +147,10 @@ def test_a_plan_is_read_back_and_nonsense_is_none(plan: FleetPlan, tmp_path: Pat
         (whole.replace('"schema": 1', '"schema": 9'), "schema 9; this fp8bench reads 1"),
         (whole.replace('"rounds": 2', '"rounds": -2'), "rounds must be a whole number"),
         (whole[: len(whole) // 2], "is no plan of a fleet"),
+        (whole.replace(plan.id, "../../outside"), "not of letters and digits"),
+        (whole.replace(plan.created, "yesterday"), "no moment with a time zone"),
+        (whole.replace(plan.created, plan.created[:19]), "no moment with a time zone"),
+        (json.dumps({"schema": 1, "fleet": {**json.loads(whole)["fleet"], "cells": []}}), "it has no cells"),
     ):
         file.write_text(text)
         with pytest.raises(UsageError, match=words):

@@ -106,6 +106,7 @@ def test_what_a_device_refuses_is_an_arm_with_the_reason() -> None:
 
 
 DDP = TrainerSettings(parallel="ddp")
+TP = TrainerSettings(parallel="tp")
 REFUSED: dict[str, dict[str, Any]] = {
     "unknown dtype 'fb8'. Did you mean 'fp8'": {"dtypes": ("bf16", "fb8")},
     "unknown dtype 'bf61'. Did you mean 'bf16'": {"reference": "bf61"},
@@ -128,7 +129,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--checkpointing blocks is for --arch gpt and moe": {
         "settings": TrainerSettings(arch="mlp"), "sweep": (("checkpointing", ("no", "blocks")),),
     },
-    "--ranks 2 does not say how they train together. Add --parallel ddp": {"ranks": 2},
+    "--ranks 2 does not say how they train together. Add --parallel ddp or fsdp or tp": {"ranks": 2},
+    "--parallel tp cannot cut nano for --ranks 3: ": {"ranks": 3, "settings": TP},
+    "--arch mlp does not go with --parallel tp: heads": {"ranks": 2, "settings": replace(TP, arch="mlp")},
+    "--arch moe does not go with --parallel tp: heads": {"ranks": 2, "settings": replace(TP, arch="moe")},
+    "--gradients bf16 does not go with --parallel tp: ": {"ranks": 2, "settings": replace(TP, gradients="bf16")},
+    "--compile yes does not go with --parallel tp: sums": {"ranks": 2, "settings": replace(TP, compile="yes")},
     "--parallel is about several ranks, and there is one. Add --ranks N": {"settings": DDP},
     "--amax-group is about several ranks, and there is one.": {"sweep": (("amax-group", ("own",)),)},
     "--no-isolation is of one process": {"ranks": 2, "settings": DDP, "isolation": False},
@@ -145,6 +151,9 @@ REFUSED: dict[str, dict[str, Any]] = {
         "ranks": 2, "settings": replace(DDP, gradients="fp8"),
     },
     "--compile yes does not go with --ranks: the largest": {"ranks": 2, "settings": replace(DDP, compile="yes")},
+    "--compile yes does not go with --parallel fsdp: a compiled graph has weights that are taken away": {
+        "ranks": 2, "settings": replace(DDP, parallel="fsdp", compile="yes", amax_group="own"),
+    },
 }  # fmt: skip
 
 
@@ -160,6 +169,15 @@ def test_what_several_ranks_can_train() -> None:
         assert not skips["fp8"] and ("is always a rank's own" in skips["nvfp4"]) is refused
     swept = TrainingRequest(("fp8", "bf16"), ranks=2, settings=DDP, sweep=(("amax-group", ("own", "parallel")),))
     assert [arm.name for arm in make_arms(swept, several)][3:] == ["fp8 amax-group=own", "fp8 amax-group=parallel"]
+
+
+def test_blocks_are_cut_where_a_ranks_share_of_them_is_one() -> None:
+    """Batches are whole: nothing of them need divide. Native products want sides of their own."""
+    check_training(TrainingRequest(ranks=2, settings=replace(TP, batch=1)))
+    request = TrainingRequest(("bf16", "fp16", "fp8"), ranks=2, settings=TP)
+    for ranks, refused in ((2, False), (32, True)):
+        skips = {arm.name: arm.skip for arm in make_arms(request, replace(H200, ranks=ranks))}
+        assert ("takes sides in multiples of 16, and a rank has 6 and 24 features" in skips["fp8"]) is refused
 
 
 @pytest.mark.parametrize("why", REFUSED)

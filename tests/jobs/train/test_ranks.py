@@ -22,6 +22,7 @@ from fp8bench.model.training import (
     TrainingEvent,
     Validation,
 )
+from fp8bench.model.training_rules import PARALLEL
 from fp8bench.nn.sizes import SIZES
 from fp8bench.report.terminal.training import facts_of
 from fp8bench.store.trainings import load_training, training_files
@@ -57,10 +58,10 @@ def _prepared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("text.txt").write_text("every token is a byte of this text. " * 4000)
 
 
-def trained(store: Path, seed: int) -> KeptTraining:
+def trained(store: Path, seed: int, parallel: str = "ddp") -> KeptTraining:
     request = small(
-        dtypes=("fp32", "fp8-delayed"), settings=SETTINGS, ranks=2, seeds=1, seed=seed, steps=12, keep=5,
-        imports=(planted.FILE,), energy=True, sweep=(("amax-group", ("own", "parallel")),),
+        dtypes=("fp32", "fp8-delayed"), settings=replace(SETTINGS, parallel=parallel), ranks=2, seeds=1, seed=seed,
+        steps=12, keep=5, imports=(planted.FILE,), energy=True, sweep=(("amax-group", ("own", "parallel")),),
     )  # fmt: skip
     with forgotten(Path(planted.FILE).parent):
         return train(request, store, NotedTraining(), "fp8bench train")
@@ -91,6 +92,22 @@ def test_a_rank_that_is_killed_costs_no_bit_and_once_more_its_arm(whole: KeptTra
     }
     assert steps["fp32"] == set(range(12)) and 11 not in steps["fp8-delayed amax-group=own"]
     assert gone()
+
+
+@pytest.mark.parametrize("parallel", [one for one in PARALLEL if one != "ddp"])
+def test_a_rank_that_keeps_its_own_part_goes_on_to_the_same_bits(parallel: str, tmp_path: Path) -> None:
+    killed = trained(tmp_path / "killed", planted.KILLED, parallel)  # which leaves a word that it died
+    whole = trained(tmp_path / "whole", planted.KILLED, parallel)
+    assert [one.kind for one in killed.of(TrainingEvent)] == ["restarted"] and not whole.of(TrainingEvent)
+    assert killed.finished and whole.finished and told(killed) == told(whole)
+    assert dict(facts_of(whole.training))["ranks"].startswith(f"2 by {parallel}; ")
+    (cost,) = [one for one in whole.of(ArmCost) if one.arm == "fp32" and one.memory]
+    assert cost.memory is not None and len(cost.memory.ranks) == 2
+    kept, weights = dict(cost.kept)["weights"], dict(cost.memory.roles)["weights"]
+    if parallel == "fsdp":  # whole weights are there at the highest point, beside a rank's own
+        assert (kept, weights) == (2 * whole.training.parameters, 6 * whole.training.parameters)
+    else:
+        assert kept == weights < 4 * whole.training.parameters
 
 
 def test_what_is_killed_with_its_parent_goes_on_to_the_same_bits(whole: KeptTraining) -> None:

@@ -10,6 +10,9 @@ from fp8bench.measure.ranks.blame import RankState, culprit, failed_rank, late, 
 from fp8bench.model.ranks import BEAT, FailedRank, Heartbeat, heartbeat_of
 
 TIMED_OUT = ("RuntimeError: Timed out waiting 6000ms for recv", "trace")
+LEFT = ("SwitchesChanged: it left the working directory at /", "trace")
+CLOSED = ("RuntimeError: [pair.cc:553] Connection closed by peer", "trace")
+GONE = ("ValueError: Default process group has not been initialized", "trace")
 
 
 def state(rank: int, sequence: int, seconds: float = 0.0, phase: str = "gemm", **known: object) -> RankState:
@@ -35,6 +38,12 @@ def state(rank: int, sequence: int, seconds: float = 0.0, phase: str = "gemm", *
         ([state(0, 12, ended="was ended by SIGABRT", status=-6), state(1, 11)], 1),
         # Nobody is behind: whoever was aborted.
         ([state(0, 12, answered=True, fault=("RuntimeError: reset", "")), state(1, 12, ended="SIGABRT", status=-6)], 1),
+        # One raised after the step that both have taken, and the other has answered well.
+        ([state(0, 29, 1.0, answered=True), state(1, 29, 2.0, answered=True, fault=LEFT)], 1),
+        # One raised what nobody else makes it raise, upon which its neighbour lost the connection, a moment before.
+        ([state(0, 21, 1.0, answered=True, fault=CLOSED), state(1, 21, 2.0, answered=True, fault=GONE)], 1),
+        # So did the last stage of a pipeline, whose steps have more phases than those of the one that waits for it.
+        ([state(0, 21), state(1, 40, answered=True, fault=("ValueError: boom", ""))], 1),
         # Of several that ended of themselves the first, which is how they are given.
         ([state(2, 9, ended="exited", status=3), state(1, 8, ended="exited", status=4), state(0, 9)], 2),
     ],
@@ -60,7 +69,7 @@ def test_sentences_say_rank_phase_and_reason() -> None:
 def test_the_same_in_figures() -> None:
     """For files and tables, which nobody should have to take out of a sentence."""
     waiting = state(0, 12, 9.0, "communication", answered=True, fault=TIMED_OUT)
-    assert failed_rank([waiting, state(1, 11, 3.0)], 10.0) == FailedRank(1, 2, "slot", "gemm", 11, 7.0)
+    assert failed_rank(culprit([waiting, state(1, 11, 3.0)]).beat, 2, 10.0) == FailedRank(1, 2, "slot", "gemm", 11, 7.0)
 
 
 def test_heartbeats_are_read_from_what_was_left() -> None:

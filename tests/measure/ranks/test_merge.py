@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fp8bench.measure.ranks.merge import RanksDisagree, merged
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse
+from fp8bench.model.fleet import OperationBits
 from fp8bench.model.ranks import RankCalls, RankMemory
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 
@@ -22,6 +25,12 @@ def test_a_step_is_over_when_its_slowest_rank_is() -> None:
     assert [step.intervals_ns for step in found.steps] == [(5, 20), (10, 30)]
     assert found.ranks == (RankCalls(0, (11, 40), (1, 30)), RankCalls(1, (25, 25), (20, 20)))
     assert found.wall_seconds == 2.0
+
+
+def test_memory_that_was_full_on_any_rank() -> None:
+    assert merged("slot", [slot((1, 1)), slot((1, 1))]).memory_retries is None
+    slots = [replace(slot((1, 1)), memory_retries=count) for count in (0, 2, 1)]
+    assert merged("slot", slots).memory_retries == 3
 
 
 def test_marks_are_those_of_one_rank() -> None:
@@ -59,3 +68,16 @@ def test_other_answers() -> None:
     assert merged("software", told) == {"torch": "2", "rank 0 OMP_NUM_THREADS": "1", "rank 1 OMP_NUM_THREADS": "2"}
     assert merged("try_batch", [5, 7]) == 7 and merged("try_batch", [5, None]) is None
     assert merged("trial", ["", "wrong"]) == "wrong" and merged("statistics", [(1,), (2,)]) == (1,)
+
+
+def test_bits_are_each_ranks_own_and_once_those_of_all() -> None:
+    """Ranks that come to different things by one exchange leave several digests, as a device that does not repeat."""
+
+    def told(rank: int, shared: str) -> tuple[OperationBits, ...]:
+        own = OperationBits(f"cpu of rank {rank} of 2", "float32", "product", (f"p{rank}",))
+        return own, OperationBits("cpu of 2 ranks", "float32", "sum of all ranks", (shared,))
+
+    first, other = told(0, "s"), told(1, "s")
+    assert merged("bits", [first, other]) == (*first, other[0])
+    (*_, differing, last) = merged("bits", [first, told(1, "t")])
+    assert differing == replace(first[1], digests=("s", "t")) and last == other[0]

@@ -6,10 +6,6 @@ import math
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +29,7 @@ from fp8bench.store.compacted.verify import check_compacted
 from fp8bench.store.index import history as index
 from fp8bench.store.index.history import History, open_history
 from fp8bench.store.interpreters import Renamings, save_renamings
+from tests.counts import sampled
 from tests.histories import history, keep, read_trends, records, run_at
 
 
@@ -148,6 +145,7 @@ def any_runs(store: Path, runs: list[tuple[int, float, Status, bool, str, str, i
         paths.append(keep(store, replace(run, id=f"{hour:08x}")))
         if hour == len(runs) // 2:
             same(store)
+            compacted_then = words(opened(store).trends(every).trends)
     for path, (*_, damage) in zip(paths, runs, strict=True):
         match damage:
             case "torn":
@@ -158,6 +156,11 @@ def any_runs(store: Path, runs: list[tuple[int, float, Status, bool, str, str, i
                 shutil.copy(path, path.with_name(f"x{path.name}"))
             case "foreign":
                 path.with_name(f"y{path.name}").write_text('{"schema": 99}\n')
+    if not any(path.is_file() for path in (store / "runs").rglob("*")):  # then what was compacted is all that is known
+        assert words(opened(store).trends(every).trends) == compacted_then
+        with pytest.raises(StoreError, match="has no runs any more"):
+            compacted(store)
+        return
     assert words(opened(store).trends(every).trends) == words(read_trends(store, every).trends)
     same(store)
 
@@ -305,13 +308,15 @@ def test_a_flipped_bit_is_never_a_wrong_number(tmp_path: Path) -> None:
     assert compacted(tmp_path).mended == ["machine=box/month=2026-01"] and opened(tmp_path).read == 0
 
 
-@pytest.mark.parametrize("step", [-1, 1])
-def test_another_version_of_it(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "step"), [*sampled([], [("VERSION", -1), ("SCHEMA", -1), ("SCHEMA", 1)]), ("VERSION", 1)]
+)
+def test_another_version_of_it(tmp_path: Path, name: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An older one is made again, a newer one is left alone."""
     history(tmp_path, 1.0)
     slow = words(told(opened(tmp_path)))
     with monkeypatch.context() as patch:
-        patch.setattr(manifests, "VERSION", manifests.VERSION + step)
+        patch.setattr(manifests, name, getattr(manifests, name) + step)
         compacted(tmp_path)
     before = index_of(tmp_path).read_bytes()
     found = opened(tmp_path)
@@ -380,39 +385,3 @@ def test_what_killed_ones_left_is_swept(tmp_path: Path) -> None:
         ".lock", "index.json", "points.parquet",
     ]  # fmt: skip
     assert load_manifest(tmp_path).order
-
-PROCESS = """
-import sys
-from pathlib import Path
-from fp8bench.store.compacted.compact import compact
-print("begins", flush=True)
-compact(Path(sys.argv[1]), lambda done, commits: None)
-"""
-
-
-def begun(store: Path) -> subprocess.Popen[str]:
-    """A compaction in a process of its own."""
-    line = [sys.executable, "-c", PROCESS, str(store)]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """What is there is right, and the next compaction does the rest, whatever the killed one had come to."""
-    for number in range(6):
-        keep(tmp_path, run_at(number, 700 * number))
-    slow = words(told(opened(tmp_path)))
-    killed = 0
-    for number in range(5):
-        if number % 3 == 0:
-            shutil.rmtree(points_of(tmp_path), ignore_errors=True)
-        process = begun(tmp_path)
-        assert process.stdout is not None and process.stdout.readline() == "begins\n"
-        time.sleep(0.3 * number)
-        process.kill()
-        killed += process.wait() == -signal.SIGKILL
-        process.communicate()
-        assert words(told(opened(tmp_path))) == slow
-    assert killed
-    same(tmp_path)
-    assert not [path for path in points_of(tmp_path).rglob("*") if path.name.startswith((".spool", ".x"))]

@@ -1,0 +1,219 @@
+"""A compaction that cannot end: disks without room or for reading alone, kills; and clocks that say any month."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8bench.errors import StoreError
+from fp8bench.store.compacted.manifest import index_of, load_manifest, points_of
+from tests.histories import history, keep, read_trends, run_at, tree
+from tests.store.compacted.test_compacted import compacted, every, no_figures, opened, same, told, words
+
+PROCESS = """
+import resource, sys
+from pathlib import Path
+from fp8bench.errors import StoreError
+from fp8bench.store.compacted.compact import compact
+print("begins", flush=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    compact(Path(sys.argv[1]), lambda done, commits: None)
+except StoreError as error:
+    sys.exit(str(error))
+"""
+
+
+def begun(store: Path, most: int = 1 << 40) -> subprocess.Popen[str]:
+    """A compaction in a process of its own, whose files come to so many bytes at most."""
+    line = [sys.executable, "-c", PROCESS, str(store), str(most)]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "begins\n"
+    return process
+
+
+def left_behind(store: Path) -> list[str]:
+    """Whatever is neither the index, nor the lock, nor a Parquet file that the index names."""
+    known = (
+        {f"{name}/points.parquet" for name in load_manifest(store).partitions} if index_of(store).exists() else set()
+    )
+    known |= {"index.json", ".lock"}
+    paths = (path.relative_to(points_of(store)).as_posix() for path in points_of(store).rglob("*") if path.is_file())
+    return sorted(set(paths) - known)
+
+
+def six_months(store: Path) -> str:
+    """A run in each, and what is told of them."""
+    for number in range(6):
+        keep(store, run_at(number, 700 * number))
+    return words(told(opened(store)))
+
+
+def raises(number: int) -> Any:
+    def planted(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return planted
+
+
+def test_no_room_after_the_second_month(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written before stays and is read; the next compaction does the rest."""
+    slow = six_months(tmp_path)
+    no_figures(tmp_path)
+    sync, synced = os.fsync, []
+
+    def full(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append(path)
+        if path.parent.name == "month=2026-03":
+            raises(errno.ENOSPC)()
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(StoreError, match=r"No space left.*Make room"):
+            compacted(tmp_path)
+    assert synced and not left_behind(tmp_path)
+    assert len(load_manifest(tmp_path).partitions) == 2
+    found = opened(tmp_path)
+    assert found.read == 4 and words(told(found)) == slow
+    assert same(tmp_path).read == 4
+
+
+@pytest.mark.slow
+def test_files_that_may_not_grow(tmp_path: Path) -> None:
+    """At any size a sentence, the same numbers, and nothing that is half done; with room it ends."""
+    slow = six_months(tmp_path)
+    ends = []
+    for most in (0, 5_000, 20_000, 300_000, 600_000, 1 << 30):
+        process = begun(tmp_path, most)
+        said = process.communicate()[1]
+        ends.append(process.returncode)
+        assert process.returncode == 0 or "cannot be" in said.splitlines()[0], said
+        no_figures(tmp_path)
+        assert not left_behind(tmp_path) and words(told(opened(tmp_path))) == slow
+    assert ends[0] == 1 and ends[-1] == 0
+    same(tmp_path)
+
+
+def test_a_store_that_is_for_reading_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compacting it is a sentence. What was compacted is read, without a word, and nothing is written."""
+    history(tmp_path / "a", 1.0, 1.1)
+    slow = words(told(opened(tmp_path / "a")))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    compacted(tmp_path / "b")
+    no_figures(tmp_path / "b")
+    before = tree(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", raises(errno.EROFS))
+        with pytest.raises(StoreError, match="Read-only file system"):
+            compacted(tmp_path / "a")
+        found = opened(tmp_path / "b")
+        assert words(told(found)) == slow and found.read == 0 and not found.troubles
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(5, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.nightly)]
+)
+def test_killed_at_any_moment(tmp_path: Path, count: int) -> None:
+    """What is there is right, and the next compaction does the rest, whatever the killed one had come to."""
+    slow = six_months(tmp_path)
+    process, start = begun(tmp_path), time.monotonic()
+    assert process.communicate()[1] == ""
+    whole, killed, moments = time.monotonic() - start, 0, random.Random(0)
+    for number in range(count):
+        if number % 3 == 0:
+            shutil.rmtree(points_of(tmp_path), ignore_errors=True)
+        process = begun(tmp_path)
+        time.sleep(moments.uniform(0, whole) if number else 0)  # the first one has not ended by then
+        process.kill()
+        killed += process.wait() == -signal.SIGKILL
+        process.communicate()
+        no_figures(tmp_path)
+        assert words(told(opened(tmp_path))) == slow
+    assert killed
+    same(tmp_path)
+    assert not left_behind(tmp_path)
+
+
+def test_clocks_that_say_any_month(tmp_path: Path) -> None:
+    """The first and the last day that a calendar has, in other zones, are in a month of their own."""
+    history(tmp_path, 1.0)
+    starts = ("0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "1969-12-31T23:00:00+00:00",
+              "2026-02-01T00:30:00+01:00")  # fmt: skip
+    for number, started in enumerate(starts, 1):
+        keep(tmp_path, replace(run_at(number), started=started))
+    done = same(tmp_path)
+    months = ("1969-12", "2026-01", "unknown")
+    assert sorted(done.written) == [f"machine=box/month={month}" for month in months] and not done.kept
+    assert len(list(points_of(tmp_path).rglob("*.parquet"))) == 3
+
+
+def test_a_clock_that_was_set_back(tmp_path: Path) -> None:
+    """A run of the same commit that began in an earlier month takes the commit's row with it; no file stays empty."""
+    keep(tmp_path, run_at(0, 0))
+    keep(tmp_path, run_at(1, 800))
+    assert same(tmp_path).written == ["machine=box/month=2026-01", "machine=box/month=2026-02"]
+    keep(tmp_path, run_at(1, 10))
+    done = same(tmp_path)
+    assert done.written == ["machine=box/month=2026-01"] and not done.kept and not left_behind(tmp_path)
+    assert done.rows == 2 * 28 and opened(tmp_path).trends(every) == read_trends(tmp_path, every)
+
+
+def test_runs_that_were_taken_away(tmp_path: Path) -> None:
+    """What was compacted is told on, which is said, and no compaction empties it; what is wrong with it is an error."""
+    slow = six_months(tmp_path)
+    compacted(tmp_path)
+    no_figures(tmp_path)
+    shutil.move(tmp_path / "runs", tmp_path / "away")
+    for _ in range(2):
+        found = opened(tmp_path)
+        assert words(told(found)) == slow and found.read == 0
+        assert found.troubles == (f"{tmp_path} has no runs: figures are those that were compacted",)
+        with pytest.raises(StoreError, match="stays as it is"):
+            compacted(tmp_path)
+        (tmp_path / "runs").mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:  # of suites that are not known here, or others by now
+        patch.setattr("fp8bench.store.index.figure_files.fingerprint", lambda _: "")
+        assert words(told(opened(tmp_path))) == slow
+    path = next(points_of(tmp_path).rglob("*.parquet"))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(StoreError, match="not the file that was written"):
+        opened(tmp_path)
+    shutil.rmtree(tmp_path / "runs")
+    shutil.move(tmp_path / "away", tmp_path / "runs")
+    assert same(tmp_path).mended
+
+
+def test_a_copy_of_two_moments(tmp_path: Path) -> None:
+    """Copied elsewhere, as to a bucket and back, the files of one compaction are a store; those of two are an error."""
+    history(tmp_path / "a", 1.0)
+    for number, copy in enumerate(("old", "new")):
+        keep(tmp_path / "a", run_at(2 + number, 800 + number))
+        compacted(tmp_path / "a")
+        shutil.copytree(points_of(tmp_path / "a"), points_of(tmp_path / copy))
+    no_figures(tmp_path / "a")
+    slow = words(told(opened(tmp_path / "a")))
+    assert words(told(opened(tmp_path / "new"))) == slow != words(told(opened(tmp_path / "old")))
+    for index, files in (("old", "new"), ("new", "old")):
+        mixed = tmp_path / f"{index} {files}"
+        shutil.copytree(points_of(tmp_path / files), points_of(mixed))
+        shutil.copyfile(index_of(tmp_path / index), index_of(mixed))
+        with pytest.raises(StoreError, match=r"month=2026-02.* not the file that was written.*Copy it again"):
+            opened(mixed)
+    for path in points_of(tmp_path / "new").rglob("*.parquet"):
+        path.unlink()
+    with pytest.raises(StoreError, match="and 1 more is not the file that was written"):
+        opened(tmp_path / "new")

@@ -1,0 +1,176 @@
+"""Equal rows of parameters on threads that are ranks, against AdamW over whole ones; mistakes are planted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8bench.model.training import TrainerSettings
+from fp8bench.protocols import SilentPhases
+from fp8bench.training import fully_sharded
+from fp8bench.training.fully_sharded import FullySharded
+from fp8bench.training.gradients import joint
+from fp8bench.training.optimizer import AdamW
+from tests.nn.parallel.ranks import Place, on_ranks
+
+# Rows that three ranks share equally, and not; fewer than there are ranks.
+SHAPES = {"embedding": (24, 16), "norm.weight": (16,), "blocks.0.mlp.up.weight": (31, 8), "head.weight": (2, 5)}
+STEPS = 3
+PHASE = SilentPhases()
+Learnt = tuple[list[float], list[Tensor], tuple[str, ...]]
+
+
+class Threaded(FullySharded):
+    """What it exchanges lies on a board."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self.shares, self.share = place.size(), place.number
+
+    def _every(self, x: Tensor) -> Tensor:
+        return torch.stack(self._place.board.everybodys(self._place.number, x.clone()))
+
+    def _gathered(self, own: Tensor) -> Tensor:
+        return self._every(own)
+
+    def _scattered(self, every: Tensor) -> Tensor:
+        return self._every(every).sum(0)[self.share]
+
+    def _added(self, own: Tensor) -> Tensor:
+        return self._every(own).sum(0)
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+
+
+def gradients(step: int, rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
+
+
+def alone(ranks: int, **settings: Any) -> tuple[list[float], list[Tensor]]:
+    """All ranks' gradients, averaged for the whole model."""
+    own, norms = parameters(), []
+    optimizer = AdamW(own, TrainerSettings(**settings))
+    for step in range(STEPS):
+        for one, *parts in zip(own.values(), *(gradients(step, rank) for rank in range(ranks)), strict=True):
+            one.grad = torch.stack(parts).sum(0) / ranks
+        norms.append(float(joint(optimizer.gradients.norms())))
+        with optimizer.weights.present():
+            optimizer.step(1e-2, torch.tensor(1.0), torch.tensor(0.0))
+        norms += [float(joint(optimizer.update_norms)), float(joint(optimizer.weight_norms))]
+    with optimizer.weights.present():
+        return norms, [one.detach().clone() for one in own.values()]
+
+
+def sharded(ranks: int, kind: type[Threaded] = Threaded, **settings: Any) -> list[Learnt]:
+    def run(place: Place) -> Learnt:
+        together, wholes, norms = kind(place), parameters(), []
+        optimizer = AdamW(together.own(wholes), TrainerSettings(**settings))
+        for step in range(STEPS):
+            with optimizer.weights.present(), together.present(PHASE):
+                optimizer.gradients.begin()
+                for one, found in zip(wholes.values(), gradients(step, place.number), strict=True):
+                    one.grad = found
+                together.average(optimizer.gradients, PHASE)
+                assert all(one.grad is None for one in wholes.values())
+                norms.append(float(joint(together.norms(optimizer.gradients.norms()))))
+                optimizer.step(1e-2, torch.tensor(1.0), torch.tensor(0.0))
+                norms += [
+                    float(joint(together.norms(some))) for some in (optimizer.update_norms, optimizer.weight_norms)
+                ]
+        assert not any(one.untyped_storage().nbytes() for one in wholes.values())
+        with optimizer.weights.present(), together.present(PHASE):
+            return norms, [one.detach().clone() for one in wholes.values()], together.faults()
+
+    return on_ranks(ranks, run)
+
+
+@pytest.mark.parametrize("settings", [{}, {"master": "fp16-scaled"}, {"optimizer_states": "bf16"}], ids=str)
+def test_rows_are_updated_as_the_whole_is(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few of them travel together; norms are those of all ranks, each row counted once."""
+    norms, weights = alone(3, **settings)
+    for most in (1 << 22, 100):
+        monkeypatch.setattr(fully_sharded, "_MOST_ELEMENTS", most)
+        found = sharded(3, **settings)
+        for own, one, faults in found:
+            assert not faults and own == found[0][0] == pytest.approx(norms, rel=1e-6)
+            for after, wanted in zip(one, weights, strict=True):
+                torch.testing.assert_close(after, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_a_rank_keeps_its_rows_alone() -> None:
+    """Of what does not divide the next larger share."""
+
+    def kept(place: Place) -> dict[str, int]:
+        optimizer = AdamW(Threaded(place).own(parameters()), TrainerSettings())
+        return {name: sum(one.nbytes for one in some) for name, some in optimizer.kept().items()}
+
+    rows = 4 * (8 * 16 + 6 + 11 * 8 + 5)
+    for own in on_ranks(3, kept):
+        assert own == dict.fromkeys(("weights", "gradients", "first moment", "second moment"), rows) | {"steps": 16}
+
+
+class Forgets(Threaded):
+    """One rank goes on by its own gradients."""
+
+    def _scattered(self, every: Tensor) -> Tensor:
+        whole = super()._scattered(every)
+        return every[1] * self.shares if self.share == 1 else whole
+
+
+class OfANeighbour(Threaded):
+    """Every rank gets another's rows."""
+
+    def _scattered(self, every: Tensor) -> Tensor:
+        return super()._scattered(every.roll(1, 0))
+
+
+class Undivided(Threaded):
+    """A sum, and no mean."""
+
+    def _scattered(self, every: Tensor) -> Tensor:
+        return super()._scattered(every) * self.shares
+
+
+class Misplaces(Threaded):
+    """One rank puts rows together in another order."""
+
+    def _gathered(self, own: Tensor) -> Tensor:
+        every = super()._gathered(own)
+        return every.roll(1, 0) if self.share == 2 else every
+
+
+class CountsTwice(Threaded):
+    """The rows of the head."""
+
+    def norms(self, own: Any) -> list[Tensor]:
+        return super().norms([*own[:-1], own[-1] * 2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [(Forgets, {1}), (OfANeighbour, {0, 1, 2}), (Undivided, {0, 1, 2})], ids=str
+)
+def test_gradients_that_are_no_mean_are_found_by_whom_they_are_given(kind: type[Threaded], ranks: set[int]) -> None:
+    found = {rank for rank, (_, _, faults) in enumerate(sharded(3, kind)) if "not the mean" in " ".join(faults)}
+    assert found == ranks
+
+
+def test_rows_at_another_place_are_found_and_so_is_a_norm_that_counts_twice() -> None:
+    assert [bool(faults) for _, _, faults in sharded(3, Misplaces)] == [False, False, True]
+    assert sharded(3, CountsTwice)[0][0] != pytest.approx(alone(3)[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_what_is_not_finite_is_no_fault(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said of the step; so is what overflows in the sum."""
+    draw: Callable[[int, int], list[Tensor]] = gradients
+    monkeypatch.setitem(globals(), "gradients", lambda step, rank: [one.fill_(value) for one in draw(step, rank)])
+    for norms, _, faults in sharded(3):
+        assert not faults and not norms[0] < float("inf")
