@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.metric import Better, Metric, Rank
+from fp8bench.analysis.metric import Better, Metric
+from fp8bench.analysis.middles import FEW, Middle, Untold, figure_of, middle
 from fp8bench.analysis.pipelines import microbatches_of
-from fp8bench.model import Provenance, Record
+from fp8bench.model import Record
 from fp8bench.model.metric_names import OwnMetric
 from fp8bench.model.ranks import Overlap
 
 # Products and communication in turn take as long as both alone, or they disturb each other and nothing can be told.
 SUM_MAY_BE = (0.9, 1.1)
-# How often, at the least, an interval of rounds holds the middle that endless rounds would have.
-CONFIDENCE = 0.9
 # A wider interval says nothing: of `exposed` as a share of both at once, of `hidden` as it is.
 EXPOSED_WITHIN = 0.25
 HIDDEN_WITHIN = 0.5
-
-
-class Middle(NamedTuple):
-    """The median of rounds with its interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-class Untold(NamedTuple):
-    """Why a figure is not told, and a word for it that stands in its place."""
-
-    word: str
-    why: str
 
 
 OFF = Untold(
@@ -48,7 +31,6 @@ WIDE = Untold(
     f"rounds leave exposed time within more than {EXPOSED_WITHIN:.0%} of both at once, the hidden share within more "
     f"than {100 * HIDDEN_WITHIN:.0f} points",
 )
-FEW = Untold("few", "rounds are too few to say within what it is")
 WAITING = Untold(units.NONE, "what a pipeline exposes is its waiting, too")
 
 
@@ -106,34 +88,9 @@ def overlap_of(record: Record) -> OverlapFigures | None:
     return replace(found, hidden=WAITING)
 
 
-def middle(values: Sequence[float]) -> Middle | None:
-    """The median between two of the values, which lie so far out that CONFIDENCE holds whatever their distribution.
-
-    So of 5 the smallest and the largest (94%), of 8 the second of either end (93%). None of fewer, or of a value that
-    is no number.
-    """
-    ordered, count = sorted(values), len(values)
-    if not all(map(math.isfinite, ordered)):
-        return None
-    outside, place = 0.0, 0
-    while place < count:
-        outside += 2 * math.comb(count, place) / 2**count
-        if outside > 1 - CONFIDENCE:
-            break
-        place += 1
-    return Middle(statistics.median(ordered), ordered[place - 1], ordered[-place]) if place else None
-
-
 def overlap_metrics(record: Record) -> Iterator[Metric]:
     """What is not told has its reason."""
     if (found := overlap_of(record)) is None:
         return
-    yield _figure(OwnMetric.EXPOSED, "s", found.exposed, Better.LOWER, 1.0)
-    yield _figure(OwnMetric.HIDDEN_COMMUNICATION, "%", found.hidden, Better.HIGHER, 100.0)
-
-
-def _figure(name: str, unit: str, found: Middle | Untold, better: Better, times: float) -> Metric:
-    empty = Metric(name, unit, provenance=Provenance.DERIVED, better=better, rank=Rank.DETAIL)
-    if isinstance(found, Untold):
-        return replace(empty, why=found.why)
-    return replace(empty, value=found.value * times, bounds=(found.low * times, found.high * times))
+    yield figure_of(OwnMetric.EXPOSED, "s", found.exposed, Better.LOWER)
+    yield figure_of(OwnMetric.HIDDEN_COMMUNICATION, "%", found.hidden, Better.HIGHER, 100.0)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fp8bench import units
-from fp8bench.analysis.overlaps import OFF, WAITING, Middle, Untold, overlap_of
+from fp8bench.analysis.overlaps import OFF, WAITING, overlap_of
 from fp8bench.analysis.pipelines import bubble
 from fp8bench.analysis.ranks import frontier, memory_skew, rank_times, skew, true_communication
 from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Column, Field, Table, Text, Tone
 from fp8bench.report.panels import Panel, Result, ResultGroup, together
 from fp8bench.report.scaling import scaling
+from fp8bench.report.untold import reasons, within
 
 # More ranks have no column each.
 _MOST_COLUMNS = 8
@@ -180,27 +181,15 @@ def _overlaps(panel: Panel) -> Table | None:
         check = units.NONE if found.check_sum is None else f"{found.check_sum:.3f}"
         off = found.exposed is OFF
         numbers.append(Field(check, found.check_sum, Tone.DOUBT if off else Tone.PLAIN))
-        numbers += [_within(found.exposed, units.seconds), _within(found.hidden, units.percent, times=100)]
+        numbers += [within(found.exposed, units.seconds), within(found.hidden, units.percent, times=100)]
         rows.append((Field(panel.place(group)), Field(result.mode), *numbers))
     return Table("overlap", "communication beside products", columns, tuple(rows)) if rows else None
 
 
-def _within(found: Middle | Untold, show: Callable[[float | None], str], times: float = 1.0) -> Field:
-    if isinstance(found, Untold):
-        return Field(found.word, None, Tone.DOUBT if found.word != units.NONE else Tone.PLAIN, hint=found.why)
-    return Field(f"{show(found.value)} ({units.span(found[1:], show)})", found.value * times)
-
-
 def _no_overlaps(panel: Panel) -> Iterator[str]:
-    """Each word and each reason once."""
     told = [(one.mode, found) for _, one in panel.members if (found := overlap_of(one.record)) is not None]
-    untold = [(why, mode) for mode, found in told for why in (found.exposed, found.hidden) if isinstance(why, Untold)]
-    for why, modes in together(untold).items():
-        if why.word == units.NONE and why != WAITING:
-            yield f"No overlap of {', '.join(dict.fromkeys(modes))}: {why.why}."
-    words = [f"{why.word}: {why.why}" for why in dict.fromkeys(why for why, _ in untold) if why.word != units.NONE]
-    if words:
-        yield f"Nothing is told where it says {'; '.join(words)}."
+    figures = ((mode, one) for mode, found in told for one in (found.exposed, found.hidden) if one != WAITING)
+    yield from reasons("overlap", figures)
 
 
 def _value(result: Result, name: str) -> float | None:

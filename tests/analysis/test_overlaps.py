@@ -9,17 +9,14 @@ from dataclasses import dataclass
 
 import pytest
 
+from fp8bench.analysis.middles import FEW, Middle, Untold
 from fp8bench.analysis.overlaps import (
-    FEW,
     HIDDEN_WITHIN,
     OFF,
     SHORT,
     WAITING,
     WIDE,
-    Middle,
     OverlapFigures,
-    Untold,
-    middle,
     overlap_figures,
     overlap_metrics,
     overlap_of,
@@ -91,13 +88,6 @@ def test_an_overlap_whose_rounds_are_gone_is_none() -> None:
         assert isinstance(found, Untold) and found.why == "no round of it was kept"
     assert overlap_figures(overlap(40e-3, 44e-3, rounds=4)).hidden is FEW
     assert isinstance(overlap_figures(overlap(math.nan, 44e-3)).hidden, Untold)
-
-
-def test_an_interval_lies_between_rounds() -> None:
-    """By what coins do: of 5 all heads or all tails are 1 in 16; of 8 all but one at the most 18 in 256."""
-    assert middle([3.0, 1.0, 2.0, 5.0, 4.0]) == Middle(3.0, 1.0, 5.0)
-    assert middle([float(one) for one in range(8)]) == Middle(3.5, 1.0, 6.0)
-    assert middle([1.0] * 4) is None and middle([]) is None
 
 
 def test_figures_have_their_bounds_or_their_reason() -> None:

@@ -16,9 +16,8 @@ from fp8bench.analysis.ranks import (
     skew,
     true_communication,
 )
-from fp8bench.analysis.scaling import efficiency, scaling_metrics, sent_by_rank
 from fp8bench.model import MemoryUse, Record, Segments, SlotSample, Status, Timing
-from fp8bench.model.ranks import RankCalls, RankMemory, Scaling, Sent, Transfer
+from fp8bench.model.ranks import RankCalls, RankMemory, Transfer
 from tests.runs import NATIVE, case
 
 MS = 1_000_000
@@ -87,20 +86,6 @@ def test_a_bubble_is_what_nobody_computes_in() -> None:
     values = {str(one.name): one.value for one in pipeline_metrics(record)}
     assert values == {"bubble": pytest.approx(25.0), "ideal_bubble": 12.5}
     assert bubble(replace(record, case=case("parallel", "fp32", {"way": "ddp"}))) is None
-
-
-def test_efficiency_is_of_one_rank_that_takes_the_same_step() -> None:
-    """Two ranks in 6 ms what one does in 10, and in 5 with half of the batch; nothing is cut to 100%."""
-    sent = (Sent(0, "send", "uint8", 1, 8.0), Sent(1, "send", "uint8", 2, 16.0), Sent(1, "reduce", "float32", 1, 4.0))
-    times = Scaling((10e-3, 11e-3, 10e-3), (5e-3,), (6e-3, 6e-3, 9e-3))
-    record = Record(replace(case("parallel", "fp32", {}), ranks=2), NATIVE, Status.OK, scaling=times, sent=sent)
-    values = {str(one.name): one.value for one in scaling_metrics(record)}
-    assert values == {
-        "strong_scaling": pytest.approx(100 * 10 / 12), "weak_scaling": pytest.approx(100 * 5 / 6), "wire_bytes": 20.0,
-    }  # fmt: skip
-    faster = efficiency(replace(record, scaling=replace(times, together=(4e-3,))))
-    assert faster is not None and faster.strong == pytest.approx(1.25)
-    assert efficiency(replace(record, scaling=None)) is None and sent_by_rank(replace(record, sent=())) == ()
 
 
 def test_waiting_for_another_rank_is_no_contention() -> None:

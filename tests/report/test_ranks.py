@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.ranks import frontier
 from fp8bench.model import Case, MemoryUse, Record, Run, Segments, SlotSample, Status, Timing
-from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, Transfer
+from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, Scaling, Transfer
 from fp8bench.report.data.tidy import rows, widened
 from fp8bench.report.elements import Scatter, Table, Text
 from fp8bench.report.material import material_of
@@ -100,6 +102,28 @@ def test_a_word_stands_where_nothing_is_told() -> None:
     ]
     (said,) = (one.text for one in elements if isinstance(one, Text) and "told" in one.text)
     assert said.count("wide: ") == 1 == said.count("off: ") and "more than 50 points" in said
+
+
+def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
+    """In table and page alike, and in rows; or a word, whose reason stands below."""
+    apart = Scaling((10.0,) * 6, (5.0,) * 6, (3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
+    known = Scaling((10.0,) * 6, (5.0,) * 6, (5.0, 5.5, 6.0, 6.0, 6.5, 7.0))
+    run = run_of(
+        [record("fp32", "fp8_ring", 6.0, 1.0, scaling=known), record("bf16", "fp8_ring", 6.0, 1.0, scaling=apart)]
+    )
+    (panel,) = panels_of(run, findings(run))
+    on_page = list(Ranks().elements(material_of([run], [findings(run)])))
+    for elements in (list(ranks(panel)), on_page):
+        (table,) = (one for one in elements if isinstance(one, Table) and one.name.startswith("scaling"))
+        assert [[field.text for field in row[-2:]] for row in table.rows] == [
+            ["83.3% (71.4% to 100.0%)"] * 2,
+            ["wide", "wide"],
+        ]
+        said = [one.text for one in elements if isinstance(one, Text)]
+        assert any("No efficiency is told where it says wide: " in one for one in said), said
+    found = [row for row in rows(run, findings(run)) if row["metric"] == "strong_scaling"]
+    bounds = [(row["median_in_unit"], row["low_in_unit"], row["high_in_unit"], bool(row["why"])) for row in found]
+    assert bounds == [(pytest.approx(250 / 3), pytest.approx(500 / 7), 100.0, False), (None, None, None, True)]
 
 
 def test_a_pipeline_says_what_of_it_is_idle() -> None:
