@@ -53,8 +53,8 @@ def not_finite(trainers: Mapping[str, Trainer]) -> tuple[str, ...]:
     return tuple(name for name, one in trainers.items() if not _finite(one.memory()))
 
 
-def write(folder: str, task: SeedTask, trainers: Mapping[str, Trainer]) -> None:
-    """Keep the state of these arms. Raises StoreError."""
+def write(folder: str, task: SeedTask, trainers: Mapping[str, Trainer], rank: int) -> None:
+    """Keep the state of these arms, of one rank. Raises StoreError."""
     memories = {name: one.memory() for name, one in trainers.items()}
     target = Path(folder)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
@@ -63,7 +63,7 @@ def write(folder: str, task: SeedTask, trainers: Mapping[str, Trainer]) -> None:
         files = {}
         for number, (name, memory) in enumerate(memories.items()):
             files[name] = _written(partial / f"{number}.pt", memory)
-        head = {"version": _VERSION, "task": _plan(task), "arms": files}
+        head = {"version": _VERSION, "task": _plan(task), "rank": rank, "arms": files}
         write_whole(partial / _HEAD, json.dumps(head, indent=1))
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
@@ -87,9 +87,9 @@ def _written(path: Path, memory: dict[str, Any]) -> dict[str, str]:
     return {"file": path.name, "sha256": digesting.digest}
 
 
-def read(folder: str, task: SeedTask) -> dict[str, dict[str, Any]]:
+def read(folder: str, task: SeedTask, rank: int) -> dict[str, dict[str, Any]]:
     """The state of every arm that was kept. Raises StoreError for whatever is not as written."""
-    return {name: _loaded(*file) for name, file in _files(Path(folder), task).items()}
+    return {name: _loaded(*file) for name, file in _files(Path(folder), task, rank).items()}
 
 
 def give_back(memories: Mapping[str, dict[str, Any]], trainers: Mapping[str, Trainer]) -> None:
@@ -101,15 +101,15 @@ def give_back(memories: Mapping[str, dict[str, Any]], trainers: Mapping[str, Tra
             trainer.stopped = True
 
 
-def memory_of(folder: str, task: SeedTask, arm: str) -> dict[str, Any]:
+def memory_of(folder: str, task: SeedTask, arm: str, rank: int) -> dict[str, Any]:
     """The state of one arm. Raises StoreError where it was not kept, or is not as written."""
-    files = _files(Path(folder), task)
+    files = _files(Path(folder), task, rank)
     if arm not in files:
         raise StoreError(f"the checkpoint {folder} has nothing of {arm}: its numbers were not finite then.")
     return _loaded(*files[arm])
 
 
-def _files(place: Path, task: SeedTask) -> dict[str, tuple[Path, str]]:
+def _files(place: Path, task: SeedTask, rank: int) -> dict[str, tuple[Path, str]]:
     """The file of each arm that a checkpoint keeps, and its digest."""
     try:
         head = json.loads((place / _HEAD).read_text())
@@ -117,6 +117,8 @@ def _files(place: Path, task: SeedTask) -> dict[str, tuple[Path, str]]:
         raise StoreError(f"{place} holds no whole checkpoint ({error}). Choose another.") from None
     if head.get("version") != _VERSION or head.get("task") != _plan(task):
         raise StoreError(f"the checkpoint {place} is of another training. Resume with the settings it was begun with.")
+    if (whose := head.get("rank", rank)) != rank:  # nothing else tells rows of one rank from those of another
+        raise StoreError(f"the checkpoint {place} is of rank {whose}, not of rank {rank}. Put it back where it lay.")
     return {name: (place / said["file"], said["sha256"]) for name, said in head["arms"].items()}
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from fp8bench.nn.moments import bucketed
 from fp8bench.numerics.collectives import newest
-from fp8bench.protocols import Phases
+from fp8bench.protocols import Phases, SilentPhases
 from fp8bench.training.gradients import Gradients
-from fp8bench.training.together import DataParallel
+from fp8bench.training.together import DataParallel, digest_of
 
 # So many numbers are put together, or taken apart, at a time: whole gradients go as they come to that.
 _MOST_ELEMENTS = 1 << 22
@@ -39,8 +39,24 @@ class FullySharded(DataParallel):
         self._own = [nn.Parameter(self._cut(one.detach())[self.share].clone()) for one in self._wholes]
         self._buckets = list(bucketed([one.numel() * self.shares for one in self._own], _MOST_ELEMENTS))
         self._wrong = torch.zeros((), dtype=torch.bool, device=self._wholes[0].device)
+        self._misplaced = self._put_together()
         self._release()
         return dict(zip(parameters, self._own, strict=True))
+
+    def _put_together(self) -> str:
+        """Whose rows lie elsewhere once those of all ranks are put together: later on nobody has the whole model to
+        compare."""
+        wanted = self._digests()
+        self.updated(SilentPhases())
+        for place, (found, own) in enumerate(zip(self._digests(), wanted, strict=True)):
+            if found != own:
+                whose = f"those of rank {wanted.index(found)}" if found in wanted else "others"
+                return f"finds {whose} in place of the rows of rank {place} in the weights that were put together"
+        return ""
+
+    def _digests(self) -> list[int]:
+        """Of each rank's rows of the whole model."""
+        return [digest_of(self._cut(one)[share] for one in self._wholes) for share in range(self.shares)]
 
     def _cut(self, whole: Tensor) -> Tensor:
         """(ranks, rows of each, ...)."""
@@ -128,6 +144,7 @@ class FullySharded(DataParallel):
         lost = not all(torch.equal(one, own) for one, own in bits)
         words = {
             "was given gradients for its rows that are not the mean of what all ranks have brought": wrong,
+            self._misplaced: bool(self._misplaced),
             "does not find its own rows in the weights that were put together": lost,
         }
         return tuple(one for one, true in words.items() if true)

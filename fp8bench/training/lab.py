@@ -38,6 +38,7 @@ class Lab(Bench):
     """The trainers of a seed by the names of their arms."""
 
     _task: SeedTask | None = None
+    _rank = 0
 
     def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
         """Forget the seed before, and build every arm of this one. Why one cannot be is said when it is asked for."""
@@ -122,7 +123,7 @@ class Lab(Bench):
         from fp8bench.training.trainer import Trainer
 
         assert self._task is not None
-        memory = memory_of(folder, self._task, arm) if folder else None
+        memory = memory_of(folder, self._task, arm, self._rank) if folder else None
         with self._running():
             trainer = Trainer(replace(self._task, settings=settings), trial)
         if memory is not None:
@@ -143,7 +144,8 @@ class Lab(Bench):
 
         assert self._task is not None
         lost = self._lost()
-        write(folder, self._task, {name: one for name, one in self._trainers.items() if name not in lost})
+        kept = {name: one for name, one in self._trainers.items() if name not in lost}
+        write(folder, self._task, kept, self._rank)
         return lost
 
     def _lost(self) -> tuple[str, ...]:
@@ -163,7 +165,7 @@ class Lab(Bench):
         from fp8bench.training.checkpoint import read
 
         assert self._task is not None
-        return read(folder, self._task)
+        return read(folder, self._task, self._rank)
 
     def close(self) -> None:
         self._trainers = {}

@@ -7,7 +7,7 @@ them anew after its first step, so that a training that was gone on with would a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,8 @@ from fp8bench.training.gradients import Gradients
 
 # So many gradients travel together.
 _MOST_ELEMENTS = 1 << 24
+# So many values are multiplied by their places at a time.
+_DIGESTED_ELEMENTS = 1 << 20
 
 
 class Alone:
@@ -106,10 +108,12 @@ class DataParallel(Alone):
         return finite.reshape(())
 
 
-def digest_of(tensors: Sequence[Tensor]) -> int:
-    """A number of 63 bits that changes with any bit of float32 tensors."""
-    total = torch.zeros((), dtype=torch.int64)
-    for place, one in enumerate(tensors):
-        bits = one.detach().contiguous().view(torch.int32)
-        total = total + (2 * place + 1) * bits.sum(dtype=torch.int64).to("cpu")
-    return int(total) & ((1 << 63) - 1)
+def digest_of(tensors: Iterable[Tensor]) -> int:
+    """A number of 63 bits that changes with any bit of float32 tensors, and with the place of each value in them."""
+    total = place = 0
+    for one in tensors:
+        for part in torch.split(one.detach().reshape(-1), _DIGESTED_ELEMENTS):
+            places = torch.arange(place, place + len(part), device=part.device)
+            total += int(((2 * places + 1) * part.view(torch.int32)).sum())
+            place += len(part)
+    return total & ((1 << 63) - 1)

@@ -31,12 +31,13 @@ from tests.training.plants import (
     SHARE,
     SIZE,
     SIZE_OF_FOUR,
+    SWAP,
     TEXT,
     WEIGHTS,
 )
 
 _RANK = int(os.environ.get("RANK", "0"))
-_begin, _advance, _take = Trainer.__init__, Trainer.advance, TensorParallel.take
+_begin, _advance, _take, _own = Trainer.__init__, Trainer.advance, TensorParallel.take, FullySharded.own
 
 
 def _begun(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
@@ -50,6 +51,7 @@ def _begun(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
         TensorParallel.take = _misplaced  # type: ignore[method-assign]
     if planted == TEXT:
         task = replace(task, text=replace(task.text, train=replace(task.text.train, start=1)))
+    FullySharded.own = _swapped if task.seed == SWAP else _own  # type: ignore[method-assign]
     _begin(self, task, arm, *more)
     if planted == SHARE:
         self.together.share = 0
@@ -63,6 +65,14 @@ def _double(kind: type[DataParallel] | type[TensorParallel]) -> None:
     """Every largest magnitude that this rank has got."""
     largest: Any = kind._over_ranks
     kind._over_ranks = lambda self, amax: 2 * largest(self, amax)  # type: ignore[method-assign]
+
+
+def _swapped(self: FullySharded, parameters: Any) -> Any:
+    """Both ranks keep each other's rows."""
+    place, self.share = self.share, 1 - self.share
+    kept = _own(self, parameters)
+    self.share = place
+    return kept
 
 
 def _misplaced(self: TensorParallel, model: Any) -> None:

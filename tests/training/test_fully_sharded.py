@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from fp8bench.training import fully_sharded
 from fp8bench.training.fully_sharded import FullySharded
 from fp8bench.training.gradients import joint
 from fp8bench.training.optimizer import AdamW
+from fp8bench.training.together import digest_of
 from tests.nn.parallel.ranks import Place, on_ranks
 
 # Rows that three ranks share equally, and not; fewer than there are ranks.
@@ -147,6 +148,17 @@ class Misplaces(Threaded):
         return every.roll(1, 0) if self.share == 2 else every
 
 
+class Swap(Threaded):
+    """Two ranks keep each other's rows, from the first step on."""
+
+    def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
+        place, self.share = self.share, (0, 2, 1)[self.share]
+        try:
+            return super().own(parameters)
+        finally:
+            self.share = place
+
+
 class CountsTwice(Threaded):
     """The rows of the head."""
 
@@ -164,6 +176,8 @@ def test_gradients_that_are_no_mean_are_found_by_whom_they_are_given(kind: type[
 
 def test_rows_at_another_place_are_found_and_so_is_a_norm_that_counts_twice() -> None:
     assert [bool(faults) for _, _, faults in sharded(3, Misplaces)] == [False, False, True]
+    swapped = "finds those of rank 2 in place of the rows of rank 1 in the weights that were put together"
+    assert [faults[0] for _, _, faults in sharded(3, Swap)] == [swapped] * 3
     assert sharded(3, CountsTwice)[0][0] != pytest.approx(alone(3)[0], rel=1e-3)
 
 
@@ -174,3 +188,10 @@ def test_what_is_not_finite_is_no_fault(value: float, monkeypatch: pytest.Monkey
     monkeypatch.setitem(globals(), "gradients", lambda step, rank: [one.fill_(value) for one in draw(step, rank)])
     for norms, _, faults in sharded(3):
         assert not faults and not norms[0] < float("inf")
+
+
+def test_a_digest_knows_where_a_value_lies() -> None:
+    """In a tensor and among several: or a rank with two others' rows swapped says the same as its neighbours."""
+    one, other = torch.randn(2, 3, 5)
+    digests = [digest_of(some) for some in ((one, other), (other, one), (one.flip(0), other), (one, other.roll(1)))]
+    assert len(set(digests)) == 4 and all(0 <= digest < 1 << 63 for digest in digests)

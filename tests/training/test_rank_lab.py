@@ -99,6 +99,15 @@ def test_ranks_train_as_one_does_and_go_on_to_the_same_bits(
         again = several.advance(name, STEPS)
         assert _timeless(again) == _timeless(rest[name]), name
         assert several.validate(name) == looks[name]
+    # Rows of one rank are of the same shape as another's.
+    rank_of = {name: tmp_path / "kept" / f"rank-{name}" for name in ("0", "1", "aside")}
+    swaps = ("0", "aside"), ("1", "0"), ("aside", "1")
+    for before, after in swaps:
+        rank_of[before].rename(rank_of[after])
+    with pytest.raises(WorkerFault, match=r"rank 0: the checkpoint .*rank-0 is of rank 1, not of rank 0\. Put it back"):
+        several.restore(str(tmp_path / "kept"))
+    for before, after in swaps:
+        rank_of[before].rename(rank_of[after])
     # A state that one rank cannot read is none for the others, who do not wait for it.
     damaged = next((tmp_path / "kept" / "rank-1").glob("*.pt"))
     damaged.write_bytes(damaged.read_bytes()[:-9])
@@ -163,6 +172,7 @@ def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: Ranks
         del reasons[planted.SHARE]
         reasons[planted.CUT] = "in a slice rank 0 has a share of the model that does not make it whole with the others'"
     if parallel == "fsdp":
+        reasons[planted.SWAP] = "in a slice rank 0 finds those of rank 1 in place of the rows of rank 0 in the weights"
         reasons[planted.AVERAGE] = "in a slice rank 1 was given gradients for its rows that are not the mean of what"
     several = asked(ranks, 60)
     several.begin(of_ranks(corpus, "fp8-delayed", seed=planted.SCALES, parallel=parallel))
