@@ -52,7 +52,8 @@ def everything_is_known() -> bool:
 def running() -> Beside:
     """All there are now."""
     thread = None if _everything else threading.get_native_id()
-    return Beside(frozenset(threading.enumerate()), frozenset(_below(os.getpid(), thread)))
+    below = () if _childless() else _below(os.getpid(), thread)
+    return Beside(frozenset(threading.enumerate()), frozenset(below))
 
 
 def still_running(started: Beside, grace: float = GRACE_SECONDS) -> list[str]:
@@ -92,11 +93,20 @@ def _compilers() -> Collection[threading.Thread]:
     return getattr(pool(), "_threads", ()) if pool is not None and pool.cache_info().currsize else ()
 
 
+def _childless() -> bool:
+    """Whether this process has no child, and so nothing below it: one call, for what else takes a file a thread."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return False
+
+
 def _below(pid: int, thread: int | None = None) -> Iterator[int]:
     """The processes that one has started, or a thread of it, and theirs, where the system (Linux) tells.
 
     Of those that have ended some may be among them. Without pathlib: a fifth of the time, and it is asked around
-    every slot.
+    every slot of a workload that has children.
     """
     try:
         threads = os.listdir(f"/proc/{pid}/task") if thread is None else (thread,)  # noqa: PTH208

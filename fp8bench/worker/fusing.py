@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from fp8bench.formats.grids import E4M3
 
 _OPERATORS = "fp8bench.formats.operators"
 _LONGEST_REASON = 200
-_NONE = SimpleNamespace(wanted={}, refused={}, eager=0, fused=Counter())
+_NONE = SimpleNamespace(wanted={}, refused={}, eager=0, fused={})
 
 
 def forget_waiting() -> None:
@@ -48,10 +47,16 @@ def why_eager() -> str:
     return ""
 
 
-def calls() -> tuple[int, Counter[int]]:
+def calls() -> tuple[int, dict[int, int]]:
     """How often quantisers have run in this process: as many operations, and as one kernel, by its vectors' bits."""
     kernels = _kernels()
-    return kernels.eager, Counter(kernels.fused)
+    return kernels.eager, dict(kernels.fused)
+
+
+def since(before: tuple[int, dict[int, int]]) -> tuple[int, dict[int, int]]:
+    """The same, since then."""
+    eager, fused = calls()
+    return eager - before[0], {bits: more for bits, count in fused.items() if (more := count - before[1].get(bits, 0))}
 
 
 def tried(device: str) -> str:
@@ -67,9 +72,9 @@ def tried(device: str) -> str:
     seconds = time.perf_counter() - begun
     if reason := why_eager():
         return reason
-    before = calls()[1]
+    before = calls()
     values(torch.ones(64, device=device), E4M3)
-    bits = [str(one) for one in calls()[1] - before if one]
+    bits = [str(one) for one in since(before)[1] if one]
     return f"a quantiser compiles in {seconds:.1f} s" + "".join(f", with vectors of {one} bits" for one in bits)
 
 

@@ -57,16 +57,19 @@ def die_with_parent(lifeline: int, connection: Connection) -> None:
     """End this process, and what it has started, as soon as the lifeline closes.
 
     A warden waits for that: a process forked before there is anything to copy, because while foreign code holds the
-    interpreter no thread of this one can run. On Linux the kernel also kills this one when the parent dies, in case
-    the warden does not live.
+    interpreter no thread of this one can run. It is no child of this one, which then usually has none: that is soon
+    seen. On Linux the kernel also kills this one when the parent dies, in case the warden does not live.
     """
-    if os.fork() == 0:
+    if (between := os.fork()) == 0:
+        if os.fork():
+            os._exit(0)
         try:
             connection.close()
             while os.read(lifeline, 1):
                 pass
         finally:
             os.killpg(os.getpgrp(), signal.SIGKILL)
+    os.waitpid(between, 0)
     if sys.platform == "linux":
         import ctypes
 

@@ -135,7 +135,7 @@ class Prepared:
     ) -> RawSlot:
         clock, begin, ready = self.clock, self.clock.begin, self._ready
         marks, host = [], math.inf
-        eager, fused = fusing.calls()
+        quantised = fusing.calls()
         watched = unchanged(self._switches)
         with under(self.precision), collected_by_hand(), watched as known, silent_step(), agreeing(self._clocks):
             self._switches = known if everything_is_known() else None
@@ -166,14 +166,13 @@ class Prepared:
             retried_now = self.device.retried(self.index)
         steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         self.stamper.recycle()
-        eager_now, fused_now = fusing.calls()
-        fused_now.subtract(fused)
+        eager, fused = fusing.since(quantised)
         preemptions = _known(counted["preemptions"])
         return RawSlot(
-            steps, wall, cpu, host, eager_now - eager, fused_now.total(), thread,
+            steps, wall, cpu, host, eager, sum(fused.values()), thread,
             None if preemptions is None else int(preemptions), _known(counted["steal"]),
             self._waited(_known(counted["waited"]), wall - thread),
-            tuple(bits for bits, count in sorted(fused_now.items()) if bits and count),
+            tuple(bits for bits in sorted(fused) if bits),
             memory_retries=None if retried is None or retried_now is None else retried_now - retried,
         )  # fmt: skip
 

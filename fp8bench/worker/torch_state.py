@@ -32,6 +32,8 @@ def function_modes() -> list[Any]:
 
 def default_device() -> Any:
     """None if none was set: one that was, be it the processor, stands in the way of every call."""
+    if not function_modes():
+        return None
     from torch.utils._device import DeviceContext
 
     return next((mode.device for mode in function_modes() if isinstance(mode, DeviceContext)), None)
@@ -56,6 +58,8 @@ def native_off() -> tuple[tuple[str, str], ...]:
 
     native: Any = torch.backends.python_native
     state = native._get_filter_state()
+    if not (state._dsl_names or state._op_symbols or state._dispatch_keys):
+        return ()
     kinds = (("language", state._dsl_names), ("operator", state._op_symbols), ("device", state._dispatch_keys))
     return tuple((kind, name) for kind, names in kinds for name in sorted(names))
 
