@@ -8,8 +8,8 @@ import sys
 from pathlib import Path, PurePosixPath
 
 from fp8bench.cli import option_types as types
+from fp8bench.cli.outputs import write_outputs
 from fp8bench.cli.streams import complain, say
-from fp8bench.files import write_whole
 from fp8bench.jobs.fleet.export import Tasks, Volume, forms
 from fp8bench.model.fleet import FleetPlan
 from fp8bench.model.request import whole_number
@@ -19,21 +19,21 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     names = forms.names()
     words = "; ".join(f"{name}: {forms.get(name).summary}" for name in names)
-    parser.add_argument("--to", choices=names, required=True, help=f"who reads it. {words}")
-    words = "so many tasks, which take the cells among them; default a task for each cell"
+    parser.add_argument("--to", choices=names, required=True, help=f"what for. {words}")
+    words = "how many tasks, which share the cells; default a task for each cell"
     parser.add_argument("--workers", type=types.whole(whole_number(1, 4096)), metavar="N", help=words)
-    words = "where the machines that measure find PLAN; default where it is here"
+    words = "where PLAN lies on the machines that measure; default as here"
     parser.add_argument("--plan-path", type=types.path, metavar="PATH", help=words)
-    words = "their interpreter with fp8bench; default this one, in an image python3"
+    words = "the Python there that has fp8bench; default python3 in an image, else the one that runs this"
     parser.add_argument("--python", metavar="PATH", help=words)
-    words = "the most that a task may take; default 1440"
+    words = "minutes after which a task is ended; default 1440 (24 hours)"
     parser.add_argument("--minutes", type=types.whole(whole_number(1, 10**6)), default=1440, metavar="N", help=words)
-    parser.add_argument("--image", default="", metavar="NAME", help="what they run, with fp8bench in it")
-    words = "what keeps plan and store (a claim, or SkyPilot's volume), and where it is mounted"
+    parser.add_argument("--image", default="", metavar="NAME", help="k8s: the image, which has fp8bench in it")
+    words = "k8s, skypilot: the claim or volume that holds plan and store, and where it is mounted"
     parser.add_argument("--volume", type=_volume, metavar="NAME:/MOUNT", help=words)
     words = "; ".join(f"{name}: {forms.get(name).takes}" for name in names)
     parser.add_argument("--option", action="append", default=[], type=option, metavar="NAME=VALUE", help=words)
-    parser.add_argument("-o", "--output", type=types.path, metavar="FILE", help="write it there; default stdout")
+    parser.add_argument("-o", "--output", type=types.path, metavar="FILE", help="the file to write; default stdout")
 
 
 def option(text: str) -> tuple[str, str]:
@@ -66,5 +66,6 @@ def export(plan: FleetPlan, arguments: argparse.Namespace) -> None:
     if arguments.output is None:
         say(text)
     else:
-        write_whole(arguments.output, text)
+        with write_outputs({"--output": (arguments.output, text)}):
+            pass  # it raises at its end
         complain(f"{form.summary} for {len(plan.cells)} cells in {arguments.output}")

@@ -190,8 +190,8 @@ def check_alone(words: Sequence[str], beside: Collection[str], given: Sequence[s
     others = [*given, *(word for word in options if word not in beside)]
     if others:
         raise UsageError(
-            f"{'--plan' if '--plan' in beside else '--resume'} takes what to measure, and how, from what is kept, and "
-            f"{others[0]} was given too. Leave it out; --store and what says where it is printed go with it."
+            f"{'the plan of --plan' if '--plan' in beside else 'the run of --resume'} says what to measure and how, "
+            f"and {others[0]} was given too. Leave it out; --store and options that say what is printed may stay."
         )
 
 

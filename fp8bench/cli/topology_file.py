@@ -21,7 +21,7 @@ from fp8bench.errors import UsageError
 from fp8bench.model.parallel import Topology
 
 _FORM = "Expected six lines: node, memory, inside, between, bf16 and fp8, like `node: 8` and `memory: 80 GiB`."
-_KIND = Kind("--topology", "what joins the GPUs", _FORM)
+_KIND = Kind("--topology", "description of GPUs", _FORM)
 # What a number of each line is multiplied by; node and memory are read otherwise.
 _FACTORS = {"inside": 1e9, "between": 1e9, "bf16": 1e12, "fp8": 1e12}
 # Less is a number without its unit.

@@ -95,6 +95,10 @@ def _mapping(inside: Any) -> Callable[[Any], Any]:
 def _dataclass(kind: type) -> Callable[[Any], Any]:
     hints = typing.get_type_hints(kind)
     decoders = [(field.name, _decoder(hints[field.name])) for field in dataclasses.fields(kind)]
+    lacks = dataclasses.MISSING
+    required = [
+        field.name for field in dataclasses.fields(kind) if field.default is lacks and field.default_factory is lacks
+    ]
 
     def decode(plain: Any) -> Any:
         if not isinstance(plain, dict):
@@ -108,8 +112,11 @@ def _dataclass(kind: type) -> Callable[[Any], Any]:
                     raise Malformed(f".{name}{error}") from None
         try:
             return kind(**values)
-        except (TypeError, UsageError) as error:
+        except UsageError as error:
             raise Malformed(f": {error}") from None
+        except TypeError as error:  # a field without a default
+            lacking = next((name for name in required if name not in values), "")
+            raise Malformed(f": the field {lacking!r} is missing" if lacking else f": {error}") from None
 
     return decode
 
@@ -152,7 +159,8 @@ def _union(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
                 return decode_one(plain)
             except Malformed:
                 continue
-        raise Malformed(f": {plain!r} fits none of {kinds}")
+        names = " or ".join("null" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in kinds)
+        raise Malformed(f": expected {names}, found {plain!r:.60}")
 
     return decode
 

@@ -14,7 +14,7 @@ from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import LOCK as LOCK_FILE
 from fp8bench.files import append_lines, is_locked, write_whole
 from fp8bench.model import Run, Status
-from fp8bench.model.codec import decode, encode
+from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.fleet import Attempt, CellState, CellStatus, FleetPlan
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.read import load_head, load_run, missing_groups
@@ -40,24 +40,34 @@ def read_plan(path: Path) -> FleetPlan:
     """Raises UsageError for a file that is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["schema"] != _SCHEMA:
-            raise UsageError(f"{path} is a plan of schema {content['schema']}; this fp8bench reads {_SCHEMA}.")
-        plan = decode(FleetPlan, content["fleet"])
     except OSError as error:
         raise UsageError(f"the plan {path} cannot be read ({error.strerror}).") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        raise _no_plan(path, f"it is no JSON ({error})") from None
+    if not isinstance(content, dict) or not {"schema", "fleet"} <= content.keys():
+        raise _no_plan(path, "it has no fields 'schema' and 'fleet'")
+    if content["schema"] != _SCHEMA:
         raise UsageError(
-            f"{path} is no plan of a fleet ({type(error).__name__}: {error}). `suite NAME --dry-run --write-plan FILE` "
-            "writes one."
-        ) from None
+            f"{path} is a plan of schema {content['schema']!r:.40}; this fp8bench reads {_SCHEMA}. Write it again with "
+            "this version."
+        )
+    try:
+        plan = decode(FleetPlan, content["fleet"])
+    except Malformed as error:
+        raise _no_plan(path, str(error)) from None
     wrong = _what_is_wrong(plan)
     if wrong:
-        raise UsageError(f"{path} is no plan of a fleet: {wrong}. `suite NAME --dry-run --write-plan FILE` writes one.")
+        raise _no_plan(path, wrong)
     return plan
 
 
+def _no_plan(path: Path, why: str) -> UsageError:
+    why = why.removesuffix(".")
+    return UsageError(f"{path} is no plan of a fleet: {why}. `suite NAME --dry-run --write-plan FILE` writes one.")
+
+
 def _what_is_wrong(plan: FleetPlan) -> str:
-    """Somebody's file: its id becomes names of folders, and its moment is held against others."""
+    """Somebody's file: its id becomes names of folders, its moment is held against others, GPUs are asked for."""
     if not _ID.fullmatch(plan.id):
         return f"its id {plan.id!r:.40} is not of letters and digits"
     try:
@@ -66,6 +76,9 @@ def _what_is_wrong(plan: FleetPlan) -> str:
         aware = False
     if not aware:
         return f"it was created at {plan.created!r:.40}, which is no moment with a time zone"
+    few = next((cell.gpus for cell in plan.cells if cell.gpus < 0), 0)
+    if few:
+        return f"a cell needs {few} GPUs, expected 0 or more"
     return "" if plan.cells else "it has no cells"
 
 

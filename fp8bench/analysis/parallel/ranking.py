@@ -161,13 +161,13 @@ def rulings(asked: Asked) -> tuple[Ruling, ...]:
         "DDP": f"all {STATES} bytes a weight and one sequence take {units.size(alone)} of {room} that a plan may "
         f"use{undealt}",
         "FSDP": f"shared by {gpus} GPUs it takes {units.size(sharded)} of {room}; {units.count(tokens)} tokens a "
-        f"GPU and step, where {units.count(hidden)} hide what it sends{undealt}",
-        "TP": "where a block's activations or states do not fit otherwise, or there are fewer sequences than GPUs; up "
-        f"to the {topology.node} GPUs of a node: it stands in the way of products",
-        "PP": "between nodes where a GPU has too few tokens to hide what FSDP sends, or there are fewer sequences than "
-        "GPUs; with at least 4 micro-batches a stage, or its ends are idle",
-        "CP": f"for sequences from {_LONG} tokens on; these have {load.sequence}",
-        "EP": "for experts; this model has none",
+        f"GPU and step, and computing takes as long as what it sends from {units.count(hidden)} on{undealt}",
+        "TP": "worth it where FSDP does not fit, or there are fewer sequences than GPUs; within the "
+        f"{topology.node} GPUs of a node alone, because products wait for what it sends",
+        "PP": "worth it between nodes where a GPU has too few tokens for FSDP, or there are fewer sequences than GPUs; "
+        "with 4 micro-batches a stage or more, because stages are idle at both ends of a step",
+        "CP": f"worth it for sequences from {_LONG} tokens on; these have {load.sequence}",
+        "EP": "worth it for experts; this model has none",
     }
     yes = {
         "DDP": alone <= usable and dealt,

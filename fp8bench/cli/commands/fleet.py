@@ -10,7 +10,7 @@ from pathlib import Path
 from fp8bench.cli import option_types as types
 from fp8bench.cli.fleet_export import add as add_export
 from fp8bench.cli.fleet_export import export, option
-from fp8bench.cli.grammar import shared
+from fp8bench.cli.grammar import DEFAULT_STORE, shared
 from fp8bench.cli.outputs import check_outputs, tell, write_outputs
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
@@ -27,68 +27,66 @@ from fp8bench.store.fleet_plans import check_cell, read_plan, states_of
 def add(parser: argparse.ArgumentParser) -> None:
     """The commands of a fleet, each with its options."""
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
-    codes = "Exit codes: 0 every cell is done and no case failed, 2 wrong usage, 3 one is not or has, 130 interrupted."
+    codes = "Exit codes: 0 every cell is done and no case failed, 2 wrong usage, 3 otherwise, 130 interrupted."
 
     def bare(name: str, words: str, codes: str = codes) -> argparse.ArgumentParser:
         return commands.add_parser(
             name, help=words, description=words[:1].upper() + words[1:] + ".", epilog=codes, allow_abbrev=False
         )
 
-    def command(name: str, words: str) -> argparse.ArgumentParser:
-        made = bare(name, words)
-        made.add_argument("plan", type=types.path, metavar="PLAN", help="a file of suite NAME --dry-run --write-plan")
-        shared(
-            made, "--store", help="where the runs of its cells go; a folder that all machines share, or each its own"
-        )
+    def command(name: str, words: str, codes: str = codes) -> argparse.ArgumentParser:
+        made = bare(name, words, codes)
+        words = "a file that fp8bench suite NAME --dry-run --write-plan FILE wrote"
+        made.add_argument("plan", type=types.path, metavar="PLAN", help=words)
+        words = f"the folder for the runs of its cells, shared by all machines or one for each; default {DEFAULT_STORE}"
+        shared(made, "--store", help=words)
         return made
 
     work = command("work", "measure the cells that wait, one after the other, until none does")
-    words = (
-        "so many workers beside each other on this machine; default 1: those that share processors disturb each other"
-    )
+    words = "how many processes measure at a time on this machine (they disturb each other); default 1"
     work.add_argument("--workers", type=types.whole(whole_number(1, 256)), default=1, metavar="N", help=words)
-    words = "that cell alone, counted from 0"
+    words = "only this cell, counted from 0; default all that wait"
     work.add_argument("--cell", type=types.whole(whole_number(0)), metavar="N", help=words)
-    work.add_argument("--retry", action="store_true", help="also those whose last attempt failed")
+    work.add_argument("--retry", action="store_true", help="also measure cells whose last attempt failed")
     shared(work, "--explain")
-    handed = command("submit", "hand workers to an engine, which starts them: this machine, Slurm or Ray")
+    given = codes.replace("0 every", "0 handed over, or with --wait every")
+    handed = command("submit", "start workers on this machine, in Slurm or in a Ray cluster", given)
     words = "; ".join(f"{name}: {engines.get(name).summary}" for name in engines.names())
     handed.add_argument("--on", choices=engines.names(), required=True, help=f"who starts them. {words}")
-    words = "so many, which take the cells among them; default 1, on ray as many as its nodes have devices for"
+    words = "how many workers, which share the cells; default 1, on ray one for each device"
     handed.add_argument("--workers", type=types.whole(whole_number(1, 4096)), metavar="N", help=words)
-    handed.add_argument("--retry", action="store_true", help="as in work")
+    handed.add_argument("--retry", action="store_true", help="also measure cells whose last attempt failed")
     words = "; ".join(f"{name}: {engines.get(name).takes}" for name in engines.names() if engines.get(name).takes)
     handed.add_argument("--option", action="append", default=[], type=option, metavar="NAME=VALUE", help=words)
-    handed.add_argument("--wait", action="store_true", help="until all workers have ended, and end them on Ctrl-C")
+    handed.add_argument("--wait", action="store_true", help="return when all workers have ended; Ctrl-C then ends them")
     shared(handed, "--explain")
-    add_export(command("export", "write text that has the cells measured by Slurm, Kubernetes or SkyPilot"))
-    status = command("status", "where every cell stands, and why one failed")
+    written = "Exit codes: 0 written, 2 wrong usage, 130 interrupted."
+    add_export(command("export", "write a script or manifest for Slurm, Kubernetes or SkyPilot", written))
+    status = command("status", "which cells are done, running, failed (and why) or waiting")
     shared(status, "--explain")
     shared(status, "--json", help="print the states as JSON instead")
-    shared(status, "--csv", help="also write them there as rows, one a cell; '-' prints them instead")
+    shared(status, "--csv", help="also write a row for each cell to this file; '-' prints them instead")
     _add_report(bare)
     ends = "Exit codes: 0 all was taken, 2 wrong usage, 3 something is wrong with a file, 130 interrupted."
     taken = bare("collect", "copy the runs of several machines' stores into one, by machine and month", ends)
-    taken.add_argument("plan", type=types.plan_or_all, metavar="PLAN", help="whose cells; '-': all runs there are")
-    taken.add_argument("folders", nargs="+", type=types.path, metavar="DIR", help="a store, or what one lies in")
-    shared(taken, "--store", help="where the copies go; as often as you like, what is there already stays")
+    taken.add_argument("plan", type=types.plan_or_all, metavar="PLAN", help="copy runs of its cells; '-': all runs")
+    taken.add_argument("folders", nargs="+", type=types.path, metavar="DIR", help="a store, or a folder of stores")
+    shared(taken, "--store", help=f"where the copies go; what is there already stays; default {DEFAULT_STORE}")
 
 
 def _add_report(bare: Callable[..., argparse.ArgumentParser]) -> None:
     ends = "Exit codes: 0 no machine is named, 2 wrong usage, 3 one is, 130 interrupted."
-    words = (
-        "machines beside each other, like with like only, and those that are slow, compute other bits, or are not there"
-    )
+    words = "compare the machines of a fleet, and name those that are slow, compute other bits, or sent nothing"
     report = bare("report", words, ends)
-    words = "a plan, whose runs are in --store; or a store, of fleet collect's for example"
+    words = "a plan, whose runs are in --store; or a store, such as the one that fleet collect made"
     report.add_argument("source", type=types.path, metavar="PLAN|STORE", help=words)
-    shared(report, "--store", help="where the runs of the plan's cells are")
-    words = "names of machines that should be in it, with commas; one of which nothing came is named"
+    shared(report, "--store", help=f"where the runs of the plan's cells are; default {DEFAULT_STORE}")
+    words = "machines that you expect, as A,B,C; the report names those that sent nothing"
     report.add_argument("--machines", type=types.words, default=(), metavar="NAMES", help=words)
     shared(report, "--explain")
     shared(report, "--json", help="print everything as JSON instead")
-    shared(report, "--csv", help="also write a row for each case on each machine; '-' prints them instead")
-    shared(report, "--html", help="also write it there as a page for a browser")
+    shared(report, "--csv", help="also write a row for each case on each machine to this file; '-' prints them instead")
+    shared(report, "--html", help="also write a page for a browser to this file")
     shared(report, "--md")
 
 
@@ -107,6 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.subcommand == "export":
         export(plan, arguments)
         return EXIT_OK
+    if arguments.store.exists() and not arguments.store.is_dir():
+        raise UsageError(f"the store {arguments.store} is a file, expected a folder. Give another --store DIR.")
     states = states_of(plan, arguments.store)
     tell(arguments, partial(page_of, plan, states), partial(as_json, plan, states), partial(as_csv, plan, states))
     return _code(states)
@@ -189,7 +189,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _begins(plan: FleetPlan, state: CellState) -> None:
-    complain(f"cell {state.number} of {len(plan.cells)}: {state.cell.setting}")
+    complain(f"cell {plan.name_of(state.number)} begins: {state.cell.setting}")
 
 
 def _code(states: tuple[CellState, ...]) -> int:

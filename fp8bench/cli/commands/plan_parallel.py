@@ -25,36 +25,38 @@ _SEQUENCE = 8192
 def add(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.description = (
-        "Every way to cut a training for so many GPUs (DDP, FSDP, TP with sequence parallelism, PP, CP): memory and "
-        "tokens a second by formulas, each with the band in which they describe published trainings. Measures nothing."
+        "Every way to divide a training among N GPUs (DDP, FSDP, TP with sequence parallelism, PP, CP): memory and "
+        "tokens a second of each GPU by formulas, each with the band in which they describe published trainings. "
+        "Measures nothing."
     )
     parser.epilog = (
         "Exit codes: 0 fine; 2 wrong usage; 3 no way fits, or with --check a published row is out of its band."
     )
     add = parser.add_argument
-    add("--model", metavar="NAME", help=f"{', '.join((*models(), *SIZES))}")
-    add("--gpus", type=types.whole(whole_number(1, 1 << 20)), metavar="N", help="how many there are")
-    words = "YAML: node, memory, inside, between, bf16 and fp8 (docs/plan-parallel.md)"
+    add("--model", metavar="NAME", help=f"one of {', '.join((*models(), *SIZES))}")
+    add("--gpus", type=types.whole(whole_number(1, 1 << 20)), metavar="N", help="how many GPUs")
+    words = "YAML that describes the GPUs: node, memory, inside, between, bf16, fp8 (docs/plan-parallel.md)"
     add("--topology", type=types.path, metavar="FILE", help=words)
-    words = "sequences of a step in all; default 8 a GPU"
+    words = "sequences of a step, of all GPUs together; default 8 times --gpus"
     add("--batch", type=types.whole(whole_number(1)), metavar="N", help=words)
     words = f"tokens of a sequence; default {_SEQUENCE}, or a size's own"
     add("--sequence", type=types.whole(whole_number(1, 1 << 24)), metavar="N", help=words)
-    add("--dtype", choices=("bf16", "fp8"), default="bf16", help="what products of blocks run in; default bf16")
-    words = "what backward computes again; auto, the default: the least with which something fits"
+    add("--dtype", choices=("bf16", "fp8"), default="bf16", help="dtype of the products in blocks; default bf16")
+    words = "which activations backward computes again; default auto: the least with which something fits"
     add("--checkpointing", choices=(_AUTO, *Checkpointing), default=_AUTO, help=words)
-    add("--top", type=types.whole(whole_number(1)), default=10, metavar="N", help="so many ways; default 10")
+    add("--top", type=types.whole(whole_number(1)), default=10, metavar="N", help="how many ways are shown; default 10")
     words = "hold the formulas against published trainings, row by row, instead"
     add("--check", action="store_true", help=words)
-    shared(parser, "--json", help="print them as JSON instead, all of them")
+    shared(parser, "--json", help="print all ways as JSON instead")
     shared(parser, "--explain")
-    shared(parser, "--csv", help="also write them there as rows, all of them; '-' prints them instead")
+    shared(parser, "--csv", help="also write a row for each way to this file; '-' prints them instead")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Rank, or check; ends with 3 where nothing fits, or a row has left its band."""
     check_outputs(arguments)
     if arguments.check:
+        _check_alone(arguments)
         rows = tuple(held(published()))
         tell(arguments, partial(page_of_held, rows), partial(held_as_json, rows), partial(held_as_csv, rows))
         return EXIT_OK if all(one.inside for one in rows) else EXIT_FAILED
@@ -71,6 +73,13 @@ def run(arguments: argparse.Namespace) -> int:
     page = partial(page_of, asked, plans[: arguments.top], rulings(asked))
     tell(arguments, page, partial(as_json, asked, plans, rulings(asked)), partial(as_csv, asked, plans))
     return EXIT_OK if plans[0].fits else EXIT_FAILED
+
+
+def _check_alone(arguments: argparse.Namespace) -> None:
+    """The published trainings have settings of their own."""
+    for name in ("model", "gpus", "topology", "batch", "sequence"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"--check is about published trainings, and --{name} was given too. Leave one out.")
 
 
 def _asked(arguments: argparse.Namespace) -> Asked:

@@ -232,7 +232,10 @@ def _write_plan(request: Request, plan: Plan, facts: Sequence[DeviceFacts], argu
     from fp8bench.jobs.fleet.cells import cut
 
     cells = cut(request, plan, facts, command_line())
-    write_plan(cells, arguments.write_plan)
+    try:
+        write_plan(cells, arguments.write_plan)
+    except OSError as error:
+        raise UsageError(f"--write-plan {arguments.write_plan} could not be written ({error.strerror}).") from None
     complain(f"plan {cells.id}: {len(cells.cells)} cells in {arguments.write_plan}; one of them: "
              f"fp8bench suite --plan {arguments.write_plan} --cell 0")  # fmt: skip
 

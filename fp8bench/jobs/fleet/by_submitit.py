@@ -51,4 +51,5 @@ def handed_out(engine: str, executor: Any, order: Order) -> tuple[Any, ...]:
     try:
         return tuple(executor.submit(command) for _ in range(order.workers or 1))
     except submitit.core.utils.FailedJobError as error:
-        raise UsageError(f"{engine} took no job: {str(error).strip():.500}") from None
+        why = str(error).strip().rstrip(".")
+        raise UsageError(f"{engine} took no job: {why:.500}. --option NAME=VALUE sets its options.") from None

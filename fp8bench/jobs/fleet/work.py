@@ -64,7 +64,9 @@ def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
     words = [sys.executable, "-m", "fp8bench", "suite", "--plan", str(file), "--cell", str(number)]
     words += ["--store", str(store), "--no-report"]
     begin = time.monotonic()
+    # Sentences of a terminal's width would be cut where they are quoted.
+    unfolded = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     with (folder / OUTPUT).open("ab") as output:
-        code = ended(tied(words, output))
+        code = ended(tied(words, output, unfolded))
     note(plan, number, store, Attempt(socket.gethostname(), os.getpid(), started, time.monotonic() - begin, code))
     return code

@@ -14,6 +14,8 @@ _LEGEND = (
     "memory and tokens/s: of a GPU, by formulas, with the band in which they describe published trainings (--check)",
     "waits: the share of a step in which products wait for TP, CP, FSDP or DDP; idle: a pipeline's ends",
     "tight: it fits unless memory is at the upper end of its band",
+    "what a GPU has: DDP: the whole model, some of the sequences; FSDP: the same, its weights and moments shared out",
+    "TP: a part of each product; PP: some layers, VP: in that many stretches; CP: a part of each sequence",
 )
 # Shorter steps are made of launches.
 _SHORT = 0.02
@@ -29,7 +31,7 @@ def page_of(asked: Asked, plans: Sequence[Planned], rulings: Sequence[Ruling]) -
         f"{load.sequence} tokens a step, {load.precision}, checkpointing {load.checkpointing}"
     )
     parts = [Part("ranking", "", (*map(Text, _remarks(asked, plans)), _ranking(asked, plans))),
-             Part("matrix", "what speaks for each kind by itself", (_matrix(rulings),))]  # fmt: skip
+             Part("matrix", "each kind of division by itself", (_matrix(rulings),))]  # fmt: skip
     return Page(title, "", tuple(parts), _LEGEND)
 
 

@@ -44,15 +44,26 @@ def test_from_plan_to_status(plan: Path, fp8bench: Say) -> None:
         (("--plan", "PLAN"), "--plan and --cell go together"),
         (("--cell", "1"), "--plan and --cell go together"),
         (("--plan", "PLAN", "--cell", "3"), "cell 3 is not one of 0 to 2"),
-        (("--plan", "PLAN", "--cell", "0", "--quick"), "--plan takes what to measure, and how, from what is kept"),
+        (("--plan", "PLAN", "--cell", "0", "--quick"), "the plan of --plan says what to measure and how, and --quick"),
         (("gemm", "--plan", "PLAN", "--cell", "0"), "and gemm was given too"),
         (("gemm", "--write-plan", "other.json"), "--write-plan goes with --dry-run"),
         (("--plan", "nowhere.json", "--cell", "0"), "the plan nowhere.json cannot be read"),
+        (("gemm", "--dry-run", "--write-plan", "."), "--write-plan '.' cannot be written: it is a directory"),
+        (("gemm", "--dry-run", "--write-plan", "PLAN/x"), "cannot be written"),
     ],
 )
 def test_nonsense(plan: Path, fp8bench: Say, words: tuple[str, ...], said: str) -> None:
-    code, _, err = fp8bench("suite", *(str(plan) if word == "PLAN" else word for word in words))
+    code, _, err = fp8bench("suite", *(word.replace("PLAN", str(plan)) for word in words))
     assert code == 2 and said in " ".join(err.split())
+
+
+def test_nonsense_for_fleets(plan: Path, fp8bench: Say) -> None:
+    for words, said in (
+        (("export", str(plan), "--to", "sbatch", "-o", "."), "--output '.' cannot be written: it is a directory"),
+        (("status", str(plan), "--store", str(plan)), "is a file, expected a folder"),
+    ):
+        code, _, err = fp8bench("fleet", *words)
+        assert code == 2 and said in " ".join(err.split())
 
 
 def test_a_worker_says_what_came_of_it(plan: Path, fp8bench: Say, tmp_path: Path) -> None:

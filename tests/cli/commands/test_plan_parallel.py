@@ -106,6 +106,7 @@ def test_the_check(say: Say) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("--check", "--gpus", "8"), "--check is about published trainings, and --gpus was given too."),
         ((), "--model is missing: a plan needs --model, --gpus and --topology. Or give --check."),
         (("--model", "llama3-8", "--gpus", "8"), "--topology is missing"),
         (("--model", "llama3-8", "--gpus", "8", "--topology", "FILE"), "llama3-8b"),

@@ -151,6 +151,10 @@ def test_a_plan_is_read_back_and_nonsense_is_none(plan: FleetPlan, tmp_path: Pat
         (whole.replace(plan.created, "yesterday"), "no moment with a time zone"),
         (whole.replace(plan.created, plan.created[:19]), "no moment with a time zone"),
         (json.dumps({"schema": 1, "fleet": {**json.loads(whole)["fleet"], "cells": []}}), "it has no cells"),
+        (whole.replace('"gpus": 0', '"gpus": -4'), "a cell needs -4 GPUs, expected 0 or more"),
+        (whole.replace('"rounds": 2', '"rounds": "many"'), "expected int or null, found 'many'"),
+        (whole.replace('"request": {', '"asked": {'), "FleetPlan: the field 'request' is missing"),
+        (whole.replace('"fleet": {', '"plan": {'), "it has no fields 'schema' and 'fleet'"),
     ):
         file.write_text(text)
         with pytest.raises(UsageError, match=words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import pytest
 
 from fp8bench.errors import UsageError
 from fp8bench.jobs.fleet.engine import Order, engines
+from fp8bench.jobs.fleet.engines.ray import check_answers
 from fp8bench.model import Request
 from fp8bench.model.fleet import Cell, FleetPlan
 from fp8bench.store.fleet_plans import read_plan, states_of, write_plan
@@ -124,3 +126,14 @@ def test_what_ray_cannot_do_is_said_before_it_is_asked(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=words):
             engines.get("ray").start(given)
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
+    """Ray would try it for minutes."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        for address in (f"127.0.0.1:{bound.getsockname()[1]}", "127.0.0.1:99999"):
+            with pytest.raises(UsageError, match=f"nothing answers at {address}"):
+                check_answers(address)
+    for of_ray in ("auto", "ray://127.0.0.1:1", "local"):
+        check_answers(of_ray)

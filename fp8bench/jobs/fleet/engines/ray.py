@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from fp8bench.store.fleet_plans import states_of, wanted
 _THREADS = "OMP_NUM_THREADS"
 _ADDRESS = "address"
 _PATIENCE_SECONDS = 30.0
+_CONNECT_SECONDS = 10.0
 
 
 @engines.register("ray")
@@ -42,17 +44,29 @@ class Ray(Engine):
 
 
 def _connect(ray: Any, order: Order, cells: Sequence[int]) -> None:
+    address = order.options.get(_ADDRESS) or os.environ.get("RAY_ADDRESS") or "auto"
+    check_answers(address)
     try:
-        ray.init(
-            address=order.options.get(_ADDRESS) or os.environ.get("RAY_ADDRESS") or "auto",
-            log_to_driver=False, logging_level="error",
-        )  # fmt: skip
+        ray.init(address=address, log_to_driver=False, logging_level="error")
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise UsageError(f"no Ray cluster answers: {str(error).strip():.300}. {_start_one('cpu')}") from None
     lacking = _lacking(order.plan, cells, ray.cluster_resources())
     if lacking:
         ray.shutdown()
         raise UsageError(f"no node of this Ray cluster offers {resource_of(lacking)}. {_start_one(lacking)}")
+
+
+def check_answers(address: str) -> None:
+    """Ray itself tries an address where nobody listens for minutes. Other forms of an address are for Ray to judge."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise UsageError(
+            f"nothing answers at {address} ({error}). Expected HOST:PORT of a running Ray cluster."
+        ) from None
 
 
 def resource_of(kind: str) -> str:
