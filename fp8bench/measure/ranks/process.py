@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,8 @@ _GLANCE_SECONDS = 0.2
 _GRACE_SECONDS = 1.0
 # The launcher looks every 0.1 s, and then ends the others.
 _LAUNCHER_SECONDS = 2.5
+# While ranks are being started nothing but the launcher's word says which of them ended first.
+_TELLING_SECONDS = 30.0
 _ENDED_OF_ITSELF = "ended without an error, before it had answered"
 Reply = tuple[int, tuple[Any, ...]]
 
@@ -66,6 +68,7 @@ class RanksProcess(WorkerProcess):
         self._folder = Path(tempfile.mkdtemp(prefix="fp8bench-ranks-"))
         self._ranks = [_Rank(number) for number in range(launch.ranks)]
         self._request = "start"
+        self._begun = time.monotonic()
         self.broken = False
         self.failed: FailedRank | None = None
         try:
@@ -142,7 +145,8 @@ class RanksProcess(WorkerProcess):
         if status is not None and (status != 0 or not self._ended):
             last = behind(states)  # whose end the launcher's brought comes first by chance, and says nothing
             self.failed = failed_rank(last.beat, len(states), time.monotonic())
-            return f"the launcher of the ranks {how_it_ended(status)}, with rank {last.rank} in {last.beat.doing}"
+            where = f"with rank {last.rank} in {last.beat.doing}{last_words(self._log)}"
+            return f"the launcher of the ranks {how_it_ended(status)}, {where}"
         return sentence(states, time.monotonic())
 
     def close(self) -> None:
@@ -197,14 +201,24 @@ class RanksProcess(WorkerProcess):
 
     def _state(self, rank: _Rank, statuses: Mapping[int, int]) -> RankState:
         beat = heartbeat_of(rank.number, self._read(beat_file(rank.number)))
+        if not beat.sequence:
+            beat = replace(beat, seconds=self._begun)
         reply = rank.reply[1] if rank.reply is not None else ()
         fault = (": ".join(filter(None, reply[1:3])), reply[3]) if reply and reply[0] == "fault" else ("", "")
         status, ended = statuses.get(rank.number), ""
         if rank.ended_at is not None:
             ended = how_it_ended(status) if status is not None else _ENDED_OF_ITSELF
-            with contextlib.suppress(OSError), (self._folder / words_file(rank.number)).open("rb") as words:
-                ended += last_words(words)
+            ended += self._last_words_of(rank)
         return RankState(beat, rank.reply is not None, fault, ended, status)
+
+    def _last_words_of(self, rank: _Rank) -> str:
+        try:
+            with (self._folder / words_file(rank.number)).open("rb") as words:
+                return last_words(words)
+        except FileNotFoundError:  # it ended before it had a file: what it said is where its launcher speaks
+            return last_words(self._log)
+        except OSError:
+            return ""
 
     def _read(self, name: str) -> bytes:
         try:
@@ -214,29 +228,46 @@ class RanksProcess(WorkerProcess):
 
     def _statuses(self) -> Mapping[int, int]:
         """The exit statuses that the launcher knows, once a rank has ended: it does not notice one that ended well."""
-        if self._ended and not hasattr(self, "_told"):
+        return self._told_statuses(_LAUNCHER_SECONDS) if self._ended else {}
+
+    def _told_statuses(self, limit: float) -> Mapping[int, int]:
+        if not hasattr(self, "_told"):
             self._told: Mapping[int, int] = {}
             with contextlib.suppress(EOFError, OSError):
-                if self._connection.poll(_LAUNCHER_SECONDS):
+                if self._connection.poll(limit):
                     self._told = plain_value(self._connection.recv_bytes())
-        return getattr(self, "_told", {})
+        return self._told
 
     def _meet(self, listening: socket.socket) -> None:
         """Let every rank connect twice."""
         end = time.monotonic() + self._launch.start_seconds
-        while any(rank.requests is None or rank.lifeline is None for rank in self._ranks):
-            ready, _, _ = select.select([listening], [], [], _GLANCE_SECONDS)
-            if not ready:
-                if self._popen.poll() is not None:
-                    raise WorkerLost(f"the ranks could not be started: {super().end_in_words()}")
-                if time.monotonic() > end:
-                    raise WorkerLost(f"the ranks did not start within {self._launch.start_seconds:g} s")
-                continue
-            connection = Connection(listening.accept()[0].detach())
-            number, pid, what = plain_value(connection.recv_bytes())
-            rank = self._ranks[number]
-            rank.pid = pid
-            setattr(rank, what, connection)
+        while missing := [rank for rank in self._ranks if rank.requests is None or rank.lifeline is None]:
+            here: list[Any] = [rank.requests for rank in self._ranks if rank.requests is not None]
+            ready, _, _ = select.select([listening, *here], [], [], _GLANCE_SECONDS)
+            if listening in ready:
+                connection = Connection(listening.accept()[0].detach())
+                with contextlib.suppress(EOFError, ConnectionError):  # one that has ended meanwhile is noticed below
+                    number, pid, what = plain_value(connection.recv_bytes())
+                    self._ranks[number].pid = pid
+                    setattr(self._ranks[number], what, connection)
+            elif ready or self._popen.poll() is not None:  # nobody says anything before it is asked
+                raise self._not_started()
+            elif time.monotonic() > end:
+                last = missing[0].number
+                self.failed = failed_rank(self._states()[last].beat, len(self._ranks), time.monotonic())
+                raise self._lost(f"rank {last} did not start within {self._launch.start_seconds:g} s")
+
+    def _not_started(self) -> WorkerLost:
+        """A rank has ended, or the launcher; it may have been before that rank was heard of."""
+        self._take(0.0)
+        for number in self._told_statuses(_TELLING_SECONDS):
+            self._ranks[number].ended_at = self._ranks[number].ended_at or time.monotonic()
+        return self._lost(self.end_in_words())
+
+    def _lost(self, why: str) -> WorkerLost:
+        lost = WorkerLost(f"the ranks could not be started: {why}", self.killed)
+        lost.rank = self.failed
+        return lost
 
     def _end(self) -> None:
         """Close the lifelines, upon which each rank is ended with all it has started, and see that all are gone."""

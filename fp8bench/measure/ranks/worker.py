@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fp8bench.errors import WorkerError
@@ -14,8 +15,18 @@ from fp8bench.model.raw import Settings
 WAIT_SECONDS = 30.0
 
 
+# What a plan needs to know before there is a case, and one process can say as well.
+_BEFORE_CASES = ("probe", "software", "overheads")
+
+
 class RanksWorker(ProcessWorker):
-    """So many benches in processes of their own, all asked the same: the answer is that of all of them."""
+    """So many benches in processes of their own, all asked the same: the answer is that of all of them.
+
+    Where a rank fails before there is a case, one process says what a plan needs, so that there is one, and the first
+    case fails by that rank. The others have fresh ranks.
+    """
+
+    _unstarted: WorkerError | None = None
 
     def __init__(
         self, settings: Settings, ranks: int, wait_seconds: float | None = None, module: str = RANK_MODULE
@@ -23,6 +34,30 @@ class RanksWorker(ProcessWorker):
         super().__init__(settings, module=module)
         wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
         self._launch = Launch(ranks, wait_seconds, START_SECONDS, module)
+        self._alone = ProcessWorker(settings)
+
+    def ask(self, limit: float, name: str, *arguments: Any) -> Any:
+        if self._unstarted is None:
+            try:
+                return super().ask(limit, name, *arguments)
+            except WorkerError as error:
+                if error.rank is None or name not in _BEFORE_CASES:
+                    raise
+                self.restart()
+                self._unstarted = error
+        if name in _BEFORE_CASES:
+            answer = self._alone.ask(limit, name, *arguments)
+            if name == "probe":  # each rank sees one device of a kind
+                return tuple(replace(one, ranks=self._launch.ranks) for one in answer if one.index == 0)
+            return answer
+        lost = self._unstarted
+        if name != "bits":  # those of a cell belong to no case, which goes without
+            self._unstarted = None
+        raise lost
+
+    def close(self) -> None:
+        self._alone.close()
+        super().close()
 
     def _started(self) -> WorkerProcess:
         return RanksProcess(self._python, self._environment(), self._launch)

@@ -5,6 +5,7 @@ Started by measure.process.WorkerProcess, and ends with its parent as a worker d
 
 from __future__ import annotations
 
+import logging
 import sys
 import uuid
 from multiprocessing.connection import Connection
@@ -38,6 +39,7 @@ def main() -> None:
     connection, lifeline = Connection(int(sys.argv[1])), int(sys.argv[2])
     die_with_parent(lifeline, connection)
     keep_from_children(lifeline, connection)
+    logging.disable()  # what torch logs of a rank's end would stand behind the rank's own last words
     failed = launched(*connection.recv())
     connection.send(failed)
 

@@ -115,6 +115,43 @@ def test_a_fault_is_a_record_and_nobody_is_left(fault: str, tmp_path: Path, monk
     assert gone()
 
 
+# Imported as Python starts: rank 1 is killed, once, where it comes to import a module.
+DIES = """
+import os, signal, sys
+from pathlib import Path
+died = Path(__file__).with_name("died")
+
+class Dies:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{module}" and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ.get("RANK") == "1":
+    sys.meta_path.insert(0, Dies())
+"""
+STARTS = {
+    "fp8bench.worker.ranks.main": ("start", "the ranks could not be started: rank 1 of 2, in 'start', was ended by"),
+    "torch": ("open", "the worker crashed during 'open': rank 1 of 2, in 'open', was ended by SIGKILL"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", list(STARTS))
+def test_a_rank_that_dies_before_all_have_begun_fails_the_first_case(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has been heard of, and while it opens; the next case has fresh ranks."""
+    (tmp_path / "sitecustomize.py").write_text(DIES.format(module=module))
+    monkeypatch.syspath_prepend(tmp_path)
+    first, second = measured(["none", "raise"], tmp_path / "store", monkeypatch)
+    request, reason = STARTS[module]
+    assert (tmp_path / "died").exists() and first.status is Status.FAILED and reason in first.reason, first.reason
+    assert (where := first.failed_rank) is not None and (where.rank, where.ranks, where.request) == (1, 2, request)
+    assert 0 <= where.silent_seconds < 600  # of one that left no sign of life, since it was started
+    assert REASONS["raise"] in second.reason and gone()
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_after_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fresh ranks. Of two sums that differ nobody can tell which is wrong."""
