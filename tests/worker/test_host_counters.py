@@ -38,18 +38,19 @@ def test_steal(tmp_path: Path) -> None:
 
 
 def test_waiting_for_a_core_is_no_sleep(tmp_path: Path) -> None:
-    """Nanoseconds in the queue; and in truth, asleep is not in it."""
+    """Nanoseconds in the queue; and in truth, asleep is not in it, however long the queue is after it."""
     proc = fake(tmp_path)
     (proc / "thread-self").mkdir()
     (proc / "thread-self" / "schedstat").write_text("900 2500000000 3\n")
     assert host.counters(proc)["waited"] == Reading(2.5, "s", f"{proc}/thread-self/schedstat")
     (proc / "thread-self" / "schedstat").write_text("0 0\n")
     assert isinstance(host.counters(proc)["waited"], Unavailable)
-    before = host.counters()
+    begun, before = time.monotonic(), host.counters()
     time.sleep(0.2)
     spent = grown(before, host.counters())
+    awake = time.monotonic() - begun - 0.19
     waited, preemptions = spent["waited"], spent["preemptions"]
-    assert isinstance(waited, Unavailable) or waited.number < 0.2
+    assert isinstance(waited, Unavailable) or waited.number < awake
     assert isinstance(preemptions, Reading) and preemptions.number >= 0
 
 

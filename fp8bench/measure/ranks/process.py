@@ -28,9 +28,10 @@ _GLANCE_SECONDS = 0.2
 _GRACE_SECONDS = 1.0
 # The launcher looks every 0.1 s, and then ends the others.
 _LAUNCHER_SECONDS = 2.5
-# While ranks are being started nothing but the launcher's word says which of them ended first.
+# Ranks that ended are named by the launcher as soon as it gets a core.
 _TELLING_SECONDS = 30.0
 _ENDED_OF_ITSELF = "ended without an error, before it had answered"
+_NOBODY_KNOWS = "ended, and the launcher of the ranks did not say how"
 Reply = tuple[int, tuple[Any, ...]]
 
 
@@ -199,15 +200,15 @@ class RanksProcess(WorkerProcess):
         in_order = sorted(self._ranks, key=lambda one: (one.ended_at is None, one.ended_at or 0.0, one.number))
         return [self._state(rank, statuses) for rank in in_order]
 
-    def _state(self, rank: _Rank, statuses: Mapping[int, int]) -> RankState:
+    def _state(self, rank: _Rank, statuses: Mapping[int, int] | None) -> RankState:
         beat = heartbeat_of(rank.number, self._read(beat_file(rank.number)))
         if not beat.sequence:
             beat = replace(beat, seconds=self._begun)
         reply = rank.reply[1] if rank.reply is not None else ()
         fault = (": ".join(filter(None, reply[1:3])), reply[3]) if reply and reply[0] == "fault" else ("", "")
-        status, ended = statuses.get(rank.number), ""
+        status, ended = (statuses or {}).get(rank.number), ""
         if rank.ended_at is not None:
-            ended = how_it_ended(status) if status is not None else _ENDED_OF_ITSELF
+            ended = _NOBODY_KNOWS if statuses is None else how_it_ended(status) if status else _ENDED_OF_ITSELF
             ended += self._last_words_of(rank)
         return RankState(beat, rank.reply is not None, fault, ended, status)
 
@@ -226,15 +227,23 @@ class RanksProcess(WorkerProcess):
         except OSError:
             return b""
 
-    def _statuses(self) -> Mapping[int, int]:
-        """The exit statuses that the launcher knows, once a rank has ended: it does not notice one that ended well."""
-        return self._told_statuses(_LAUNCHER_SECONDS) if self._ended else {}
+    def _statuses(self) -> Mapping[int, int] | None:
+        """The exit statuses of ranks that failed, once one has ended, from the launcher; None where it says nothing.
 
-    def _told_statuses(self, limit: float) -> Mapping[int, int]:
+        It does not notice one that ended well while others go on. These are ended first: then it speaks whatever
+        happened, and a rank that it does not name has ended well.
+        """
+        if not self._ended:
+            return None
         if not hasattr(self, "_told"):
-            self._told: Mapping[int, int] = {}
+            self._end_ranks()
+        return self._told_statuses()
+
+    def _told_statuses(self) -> Mapping[int, int] | None:
+        if not hasattr(self, "_told"):
+            self._told: Mapping[int, int] | None = None
             with contextlib.suppress(EOFError, OSError):
-                if self._connection.poll(limit):
+                if self._connection.poll(_TELLING_SECONDS):
                     self._told = plain_value(self._connection.recv_bytes())
         return self._told
 
@@ -260,7 +269,7 @@ class RanksProcess(WorkerProcess):
     def _not_started(self) -> WorkerLost:
         """A rank has ended, or the launcher; it may have been before that rank was heard of."""
         self._take(0.0)
-        for number in self._told_statuses(_TELLING_SECONDS):
+        for number in self._told_statuses() or ():
             self._ranks[number].ended_at = self._ranks[number].ended_at or time.monotonic()
         return self._lost(self.end_in_words())
 
@@ -269,10 +278,14 @@ class RanksProcess(WorkerProcess):
         lost.rank = self.failed
         return lost
 
-    def _end(self) -> None:
-        """Close the lifelines, upon which each rank is ended with all it has started, and see that all are gone."""
+    def _end_ranks(self) -> None:
+        """Close the lifelines, upon which each rank is ended with all it has started."""
         for rank in self._ranks:
             rank.close()
+
+    def _end(self) -> None:
+        """End the ranks, and see that all are gone."""
+        self._end_ranks()
         end = time.monotonic() + _LAUNCHER_SECONDS
         while any(map(_lives, (rank.pid for rank in self._ranks))) and time.monotonic() < end:
             time.sleep(0.005)

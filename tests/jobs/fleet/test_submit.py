@@ -40,6 +40,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 MpiDefault=none
 ReturnToService=2
+SlurmdParameters=config_overrides
 NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
@@ -111,7 +112,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     key.chmod(0o400)
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
     (folder / "slurm.conf").write_text(
-        _CONFIGURATION.format(folder=folder, host=socket.gethostname(), user=user, ports=ports(2), cpus=os.cpu_count())
+        _CONFIGURATION.format(folder=folder, host=_host(), user=user, ports=ports(2), cpus=os.cpu_count())
     )
     monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin")
@@ -138,6 +139,11 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _host() -> str:
+    """As Slurm calls this machine: without a domain."""
+    return socket.gethostname().partition(".")[0]
 
 
 def waited_for(folder: Path) -> None:

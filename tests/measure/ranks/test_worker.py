@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from fp8bench import pipeline
-from fp8bench.errors import WorkerError
+from fp8bench.errors import WorkerError, WorkerLost
 from fp8bench.measure.ranks import process as ranks_process
+from fp8bench.measure.ranks.process import RanksProcess
 from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model import Case, Record, Request, Status
 from fp8bench.model.raw import Settings
@@ -61,7 +65,8 @@ def _environment(folder: Path) -> str:
 
 
 def gone() -> bool:
-    end = time.monotonic() + 3
+    """Whether nobody is left, once those that were ended have had a core to end on."""
+    end = time.monotonic() + 30
     while left_behind() and time.monotonic() < end:
         time.sleep(0.02)
     return not left_behind()
@@ -92,8 +97,8 @@ def test_ranks_are_asked_together_and_end_together() -> None:
 
 
 def measured(faults: Sequence[str], store: Path, monkeypatch: pytest.MonkeyPatch) -> list[Record]:
-    """A run of a case for each of some faults."""
-    monkeypatch.setattr("fp8bench.measure.ranks.worker.WAIT_SECONDS", 3.0)
+    """A run of a case for each of some faults. How long ranks wait is also how late a healthy one may come."""
+    monkeypatch.setattr("fp8bench.measure.ranks.worker.WAIT_SECONDS", 10.0)
     monkeypatch.setattr(ranks_process, "_GRACE_SECONDS", 0.5)
     axes = (("fault", tuple(faults)),)
     request = Request("failing_ranks", axes=axes, rounds=1, quick=True, imports=(SUITE,), ranks=2)
@@ -150,6 +155,24 @@ def test_a_rank_that_dies_before_all_have_begun_fails_the_first_case(
     assert (where := first.failed_rank) is not None and (where.rank, where.ranks, where.request) == (1, 2, request)
     assert 0 <= where.silent_seconds < 600  # of one that left no sign of life, since it was started
     assert REASONS["raise"] in second.reason and gone()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["SIGKILL", "clean-exit"])
+def test_how_a_rank_ended_is_said_however_late_the_launcher_says_it(fault: str) -> None:
+    """It may get no core for seconds; nobody takes its silence for a rank that has ended well."""
+    with RanksWorker(Settings(threads=1, imports=(SUITE,)), 2, 20.0) as worker:
+        (facts,) = (one for one in worker.probe() if one.kind == "cpu")
+        worker.within(60).prepare("a", Case("failing_ranks", (("fault", fault),), "fp32", "cpu", ranks=2), facts)
+        assert isinstance(worker._process, RanksProcess)
+        launcher = worker._process._popen.pid
+        os.kill(launcher, signal.SIGSTOP)
+        going_on = threading.Timer(4.0, os.kill, (launcher, signal.SIGCONT))
+        going_on.start()
+        with pytest.raises(WorkerLost, match=re.escape(REASONS[fault])):
+            worker.within(60).slot("a", 5, 0)
+        going_on.join()
+        assert gone()
 
 
 @pytest.mark.slow
