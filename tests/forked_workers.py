@@ -2,24 +2,27 @@
 
 A worker itself is what it always is: its module is run as `python -m` runs it, in a session of its own, with the
 descriptors, environment and folder that it was given. Only the interpreter's own start and end are left out, and not
-everywhere: another interpreter starts, and one whose path customises it, and so do all workers of command lines that
-are processes of their own. Settings that are read at a start have a process of their own to be forked off.
+everywhere: another interpreter starts, and one whose path customises it, and so do workers of command lines that are
+processes of their own, but for those that `started` starts. Settings that are read at a start have a process of their
+own to be forked off.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib.machinery
 import os
 import pickle
 import runpy
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,15 +47,9 @@ def _customised(environment: Mapping[str, str]) -> bool:
 class Forks:
     """The process that workers are forked off, from this side."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
         self._asking = threading.Lock()
-        own = {name: text for name, text in environment.items() if name != "PYTHONPATH"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(theirs.fileno())],
-            env=own, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        theirs.close()
 
     def ask(self, *request: object, descriptors: tuple[int, ...] = ()) -> Any:
         with self._asking:
@@ -61,6 +58,30 @@ class Forks:
 
     def close(self) -> None:
         self._connection.close()
+
+
+class OwnForks(Forks):
+    """One that this process has started, for itself and for command lines that it starts."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(ours)
+        own = {name: text for name, text in environment.items() if name != "PYTHONPATH"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(theirs.fileno())],
+            env=own, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        theirs.close()
+
+    def for_another(self) -> socket.socket:
+        """A connection for a process that this one starts."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.ask("join", descriptors=(theirs.fileno(),))
+        theirs.close()
+        return ours
+
+    def close(self) -> None:
+        super().close()
         self._process.wait()
 
 
@@ -71,8 +92,9 @@ class Forked:
         *_, module, connection, lifeline = command
         self._forks = forks
         self.pid = forks.ask(
-            "start", module, dict(environment), str(Path.cwd()), descriptors=(int(connection), int(lifeline), printed)
-        )
+            "start", os.getpid(), module, dict(environment), str(Path.cwd()),
+            descriptors=(int(connection), int(lifeline), printed),
+        )  # fmt: skip
 
     def poll(self) -> int | None:
         status: int | None = self._forks.ask("status", self.pid)
@@ -87,20 +109,26 @@ class Forked:
         return status
 
 
+_forks: dict[frozenset[tuple[str, str]], OwnForks] = {}
+
+
+def _own(environment: Mapping[str, str]) -> OwnForks:
+    settings = _read_at_start(environment)
+    if settings not in _forks:
+        _forks[settings] = OwnForks(environment)
+    return _forks[settings]
+
+
 @contextmanager
-def forked() -> Iterator[None]:
+def forked(forks_of: Callable[[Mapping[str, str]], Forks | None] = _own) -> Iterator[None]:
     """Workers that this process starts in the body are, where a fork is the same."""
     from fp8bench.measure import process
 
-    forks: dict[frozenset[tuple[str, str]], Forks] = {}
-
     def start(command: list[str], *, env: Mapping[str, str], stdout: Any, **options: Any) -> Any:
-        if command[0] != sys.executable or _customised(env):
+        same = command[0] == sys.executable and not _customised(env)
+        if not same or (forks := forks_of(env)) is None:
             return subprocess.Popen(command, env=env, stdout=stdout, **options)
-        settings = _read_at_start(env)
-        if settings not in forks:
-            forks[settings] = Forks(env)
-        return Forked(forks[settings], command, env, stdout.fileno())
+        return Forked(forks, command, env, stdout.fileno())
 
     ours = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
     process.subprocess, before = ours, process.subprocess  # type: ignore[assignment]
@@ -108,8 +136,42 @@ def forked() -> Iterator[None]:
         yield
     finally:
         process.subprocess = before
-        for one in forks.values():
-            one.close()
+        while _forks:
+            _forks.popitem()[1].close()
+
+
+def started(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """`python -m fp8bench` with these words, in a process of its own whose workers are forked, too."""
+    options["env"] = {**os.environ, **options.get("env", {}), "PYTHONPATH": _ROOT}
+    if sys.platform != "linux":
+        return subprocess.Popen([sys.executable, "-m", "fp8bench", *words], **options)
+    with _own(_of_workers()).for_another() as connection:
+        descriptor = connection.fileno()
+        line = [sys.executable, "-c", "from tests.forked_workers import command; command()", str(descriptor), *words]
+        return subprocess.Popen(line, pass_fds=(descriptor,), **options)
+
+
+def workers(command: int) -> list[int]:
+    """Those that a command line has been given; `suites.kill.children` says the same of one that forks none."""
+    return [pid for forks in _forks.values() for pid in forks.ask("workers", command)]
+
+
+def command() -> None:
+    """What `started` starts: the command line, in this process."""
+    connection = socket.socket(fileno=int(sys.argv.pop(1)))
+    connection.set_inheritable(False)
+    forks, settings = Forks(connection), _read_at_start(_of_workers())
+    sys.path[0] = str(Path.cwd())  # as for `python -m`
+    with forked(lambda environment: forks if _read_at_start(environment) == settings else None):
+        runpy.run_module("fp8bench", run_name="__main__", alter_sys=True)
+
+
+def _of_workers() -> dict[str, str]:
+    """The environment of workers that are asked for nothing unusual."""
+    from fp8bench.measure.handle import ProcessWorker
+    from fp8bench.model.raw import Settings
+
+    return ProcessWorker(Settings())._environment()
 
 
 def _become(module: str, environment: Mapping[str, str], folder: str, descriptors: list[int]) -> None:
@@ -145,34 +207,76 @@ def _end() -> None:
     os._exit(0)
 
 
-def serve(requests: socket.socket) -> None:
-    """Fork a worker a request, and say how they ended, until nobody asks."""
-    sys.path.insert(0, _ROOT)
-    import torch  # noqa: F401 - what a fork is spared
+class Server:
+    """What forks: who asks for workers, and the workers, each with who asked."""
 
-    import fp8bench.worker.bench  # noqa: F401 - and this
+    def __init__(self, first: socket.socket) -> None:
+        self._first, self._asking = first, {first}
+        self._askers: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
+
+    def serve(self) -> None:
+        """Until the first one asks no more; command lines come and go."""
+        while self._first in self._asking:
+            for connection in select.select([*self._asking], [], [])[0]:
+                received, descriptors = b"", list[int]()
+                with contextlib.suppress(OSError):  # a command line that has been killed
+                    received, descriptors, *_ = socket.recv_fds(connection, _MOST_BYTES, 3)
+                if received:
+                    self._answer(connection, *pickle.loads(received), descriptors=descriptors)
+                else:
+                    connection.close()
+                    self._asking.discard(connection)
+
+    def _answer(self, connection: socket.socket, what: str, *details: Any, descriptors: list[int]) -> None:
+        self._reap()
+        if what == "start":
+            self._start(connection, *details, descriptors=descriptors)
+            return
+        if what == "join":
+            self._asking.add(socket.socket(fileno=descriptors[0]))
+            answer: object = None
+        elif what == "workers":
+            answer = [pid for pid, asker in self._askers.items() if asker == details[0] and pid not in self._ends]
+        else:
+            answer = self._ends.get(details[0])
+        _send(connection, answer)
+
+    def _start(self, connection: socket.socket, asker: int, *details: Any, descriptors: list[int]) -> None:
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()  # before it is known to anyone, who might end its session
+            _send(connection, os.getpid())
+            for one in self._asking:
+                one.close()
+            _become(*details, descriptors)
+        self._askers[pid] = asker
+        self._ends.pop(pid, None)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                self._ends[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+
+
+def _send(connection: socket.socket, answer: object) -> None:
+    with contextlib.suppress(OSError):  # a command line that has been killed, and its workers' lifelines say so
+        connection.send(pickle.dumps(answer))
+
+
+def serve(first: socket.socket) -> None:
+    """Import what a fork is spared, and fork."""
+    sys.path.insert(0, _ROOT)
+    import torch  # noqa: F401
+
+    import fp8bench.worker.bench  # noqa: F401
 
     sys.path.remove(_ROOT)
     gc.collect()
     gc.freeze()
-    ends: dict[int, int] = {}
-    while (received := socket.recv_fds(requests, _MOST_BYTES, 3))[0]:
-        descriptors = received[1]
-        what, *details = pickle.loads(received[0])
-        if what == "start":
-            if os.fork() == 0:
-                os.setsid()  # before it is known to anyone, who might end its session
-                requests.send(pickle.dumps(os.getpid()))
-                requests.close()
-                _become(*details, descriptors)
-                return
-            for descriptor in descriptors:
-                os.close(descriptor)
-        else:
-            (pid,) = details
-            if pid not in ends and (ended := os.waitpid(pid, os.WNOHANG))[0]:
-                ends[pid] = os.waitstatus_to_exitcode(ended[1])
-            requests.send(pickle.dumps(ends.get(pid)))
+    Server(first).serve()
 
 
 if __name__ == "__main__":

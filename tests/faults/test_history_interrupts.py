@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,9 +15,9 @@ from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.read import load_run
 from tests.commands import git, unfolded
 from tests.counts import sampled
+from tests.forked_workers import started as forking
 from tests.kept import results_files
 
-ROOT = Path(__file__).resolve().parents[2]
 SUITE = ("suite", "--no-report", "gemm", "--set", "shape=512", "--dtypes", "fp32", "--rounds", "2")
 
 
@@ -29,7 +28,6 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home.mkdir()
     folder.mkdir()
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (folder / ".gitignore").write_text(".fp8bench\n")
     for words in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "first")):
         git(folder, *words)
@@ -37,8 +35,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def started(folder: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "fp8bench", *words]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return forking(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def ended(folder: Path, *words: str) -> tuple[int, str]:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +18,8 @@ from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.read import load_run, missing_groups
 from suites import kill
 from tests.counts import counts, sampled
+from tests.forked_workers import started as forking
+from tests.forked_workers import workers
 
 NO_HISTORY = (
     "fp8bench: history: this was not measured in a git repository; the run is kept, and asv's view stays as it is\n"
@@ -50,13 +52,12 @@ def started(
     folder: Path, *words: str, limit: int | None = None, stdout: int | IO[str] = subprocess.PIPE
 ) -> subprocess.Popen[str]:
     """A command in a process of its own; with a limit, no file it writes may grow beyond so many bytes."""
-    command = [sys.executable, "-m", "fp8bench"]
-    if limit is not None:
-        command = [sys.executable, "-c", LIMITED, str(limit)]
-    environment = {**os.environ, "PYTHONPATH": str(kill.ROOT), "COLUMNS": ""}  # sentences on stderr are a line each
-    return subprocess.Popen(
-        [*command, *words], cwd=folder, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    pipes = {"cwd": folder, "stdout": stdout, "stderr": subprocess.PIPE, "text": True}
+    environment = {"COLUMNS": ""}  # sentences on stderr are a line each
+    if limit is None:
+        return forking(words, env=environment, **pipes)
+    command = [sys.executable, "-c", LIMITED, str(limit), *words]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(kill.ROOT), **environment}, **pipes)
 
 
 def nap(*places: int) -> tuple[str, ...]:
@@ -210,11 +211,23 @@ def test_a_stdout_that_takes_nothing_costs_no_run(folder: Path) -> None:
         assert done.returncode == (2 if "full" in closed else 0) and "Traceback" not in done.stderr, closed
 
 
+def start_of_a_run(suite: Path, store: Path, words: Sequence[str]) -> subprocess.Popen[str]:
+    """As suites/kill.py starts one."""
+    line, pipe = ["suite", *words, "--store", str(store)], subprocess.PIPE
+    return forking(line, cwd=suite.parent, stdout=pipe, stderr=pipe, text=True)
+
+
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the worker by /proc")
 @counts(1, 30, 1000)
-def test_a_kill_at_any_moment_loses_nothing_that_was_finished(count: int) -> None:
-    """Parent, worker or both, so many times; suites/kill.py says what is held against the store."""
+def test_a_kill_at_any_moment_loses_nothing_that_was_finished(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parent, worker or both, so many times; suites/kill.py says what is held against the store.
+
+    A thousand are of workers that are started, a few of workers that are forked.
+    """
+    if count < 1000:
+        monkeypatch.setattr(kill, "start", start_of_a_run)
+        monkeypatch.setattr(kill, "children", workers)
     tally = kill.trials(count, seed=30)
     assert tally.broken == [] and sum(tally.kills.values()) == count
     assert count < 30 or (set(tally.kills) == set(kill.VICTIMS) and tally.resumptions > 3)

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,9 +17,10 @@ from fp8bench.measure.handle import LocalWorker
 from fp8bench.model.training import StepRow, TrainingEvent
 from fp8bench.store.trainings import load_training, training_files
 from fp8bench.training.lab import Lab
-from suites.kill import children, wait_until_gone
-from tests.commands import Say, environment
+from suites.kill import wait_until_gone
+from tests.commands import Say
 from tests.counts import counts
+from tests.forked_workers import started, workers
 from tests.trainings import said, write_tokens
 
 # Amaxes that are remembered, rounding at random, and dropout: what a checkpoint could forget.
@@ -28,10 +28,6 @@ USUAL = ("train", "--data", "text", "--batch", "1", "--sequence", "16", "--dropo
 SHORT = (*USUAL, "--dtypes", "bf16,fp8-delayed", "--steps", "6", "--seeds", "1", "--keep", "2")
 LONG = (*USUAL, "--dtypes", "bf16,fp8-delayed,nvfp4", "--steps", "16", "--seeds", "2", "--keep", "6")
 _PATIENCE = 300.0
-
-
-def command_of(store: Path, *words: str) -> list[str]:
-    return [sys.executable, "-m", "fp8bench", *words, "--store", str(store)]
 
 
 def size_of(path: Path | None) -> int:
@@ -65,19 +61,18 @@ def test_killed_and_gone_on_with_it_comes_to_the_same_losses(
     kills, length = 0, size_of(Path(whole.path))
     words = begin
     while kills < count:
-        with subprocess.Popen(
-            command_of(store, *words), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        ) as process:
+        command = [*words, "--store", str(store)]
+        with started(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             wait_for(process, store, chance.randrange(length * 2 // 3))
             time.sleep(chance.uniform(0, 0.1))
-            workers = children(process.pid)
-            victims = chance.choice(([process.pid], [*workers, process.pid], [*workers]))
+            began = workers(process.pid)
+            victims = chance.choice(([process.pid], [*began, process.pid], [*began]))
             for victim in victims if process.poll() is None else ():
                 with contextlib.suppress(ProcessLookupError):  # a worker that has come to its end by itself
                     os.kill(victim, signal.SIGKILL)
                     kills += 1 if victim == victims[0] else 0
             process.wait(_PATIENCE)
-        assert not wait_until_gone(workers, 10.0)
+        assert not wait_until_gone(began, 10.0)
         kept = load_training(training_files(store)[0])
         assert len(kept.troubles) <= 1 and not [one for one in kept.of(TrainingEvent) if one.kind == "out"]
         if kept.finished:
