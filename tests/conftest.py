@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import re
@@ -98,9 +99,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    """DuckDB counts what is left of it at the end, and prints what nobody may collect as leaked."""
-    if "duckdb" in sys.modules:
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """A process that shares the tests ends at once: taking torch and all modules apart takes 5 s of a processor.
+
+    Another one lets go of what it has kept: DuckDB counts what is left of it at the end, and prints that as leaked.
+    """
+    if hasattr(config, "workerinput"):
+        atexit.register(os._exit, 0)
+    elif "duckdb" in sys.modules:
         gc.unfreeze()
 
 

@@ -281,3 +281,4 @@ def serve(first: socket.socket) -> None:
 
 if __name__ == "__main__":
     serve(socket.socket(fileno=int(sys.argv[1])))
+    _end()
