@@ -128,15 +128,12 @@ class Parallel(Workload):
         from fp8bench.nn.parallel.step import NotTheSame, agreement
 
         state = self._state(setup, dist.group.WORLD, plain=True)
-        found = agreement(state, self._alone(setup, plain=True), _AGREEING_STEPS)
+        apart = agreement(state, self._alone(setup, plain=True), _AGREEING_STEPS)
         made_in = (setup.case.precision, *(name for _, name in setup.case.precision_map))
-        most = most_apart(map(precisions.get, made_in), str(dict(setup.case.params).get("wire", "")))
-        if not found["update_error"] <= most:
-            raise NotTheSame(
-                f"{_AGREEING_STEPS} steps change weights otherwise than one rank alone does: the relative distance is "
-                f"{found['update_error']:.3g}, and at most {most:g} of it may be rounding"
-            )
-        return found
+        limits = most_apart(map(precisions.get, made_in), str(dict(setup.case.params).get("wire", "")))
+        if why := limits.why_not(apart):
+            raise NotTheSame(f"{_AGREEING_STEPS} steps change weights otherwise than one rank alone does: {why}")
+        return apart.figures()
 
     def step_parts(self, setup: Setup) -> StepParts:
         import torch.distributed as dist

@@ -6,16 +6,19 @@ from torch import Tensor
 
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel.model import HeldModel
+from fp8bench.nn.parallel.witness import Witness
 from fp8bench.protocols import Phases
 
 
 class AloneModel(HeldModel):
     """The whole model, which tells nobody."""
 
+    module: GPT
+
     def __init__(self, model: GPT, loss_scale: float) -> None:
         parameters = dict(model.named_parameters())
         super().__init__(parameters, loss_scale, [False] * len(parameters))
-        self._model = model
+        self.module = model
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         with phase.elementwise:
@@ -29,6 +32,9 @@ class AloneModel(HeldModel):
     def whole_loss(self, loss: Tensor) -> Tensor:
         return loss
 
+    def witnesses(self) -> list[Witness]:
+        return []
+
     def _forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        loss: Tensor = self._model(tokens, targets, phase)
+        loss: Tensor = self.module(tokens, targets, phase)
         return loss

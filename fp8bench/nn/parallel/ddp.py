@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,13 +10,12 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8bench.nn.parallel.alone import AloneModel
-from fp8bench.nn.parallel.model import ParallelModel, is_silent, share
+from fp8bench.nn.parallel.model import HeldModel, ParallelModel, is_silent, share
 from fp8bench.nn.parallel.way import Job
+from fp8bench.nn.parallel.witness import Hook, MeanWitness, Witness
 from fp8bench.numerics.fp8_reduce import POST, AutoScale, mean_in_fp8
 from fp8bench.numerics.rank_programs import on_this_rank
 from fp8bench.protocols import Phases, SilentPhases
-
-Hook = Callable[[GradBucket], Future[Tensor]]
 
 
 class DDPModel(AloneModel):
@@ -31,12 +28,21 @@ class DDPModel(AloneModel):
         self._phase: Phases = SilentPhases()
         devices = [job.facts.index] if job.facts.accelerated else None
         self._ddp = DistributedDataParallel(whole, devices, process_group=job.group, gradient_as_bucket_view=True)
-        hook = self._hook(job.options["wire"])
+        self._wire, self._seen_by = job.options["wire"], list[MeanWitness]()
+        hook = self._hook(self._wire)
         if hook is not None:  # torch looks at the annotations of a hook, and here these are texts
-            self._ddp.register_comm_hook(None, lambda state, bucket: hook(bucket))
+            self._ddp.register_comm_hook(None, lambda state, bucket: self._sent(hook, bucket))
 
     def whole_loss(self, loss: Tensor) -> Tensor:
         return ParallelModel.whole_loss(self, loss)
+
+    def witnesses(self) -> list[Witness]:
+        if self._wire.startswith("fp8"):
+            self._seen_by.append(MeanWitness(self._wire, self.group))
+        return [*HeldModel.witnesses(self), *self._seen_by]
+
+    def _sent(self, hook: Hook, bucket: GradBucket) -> Future[Tensor]:
+        return self._seen_by[0].around(hook, bucket) if self._seen_by else hook(bucket)
 
     def _forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self._phase = phase

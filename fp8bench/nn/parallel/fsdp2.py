@@ -22,16 +22,18 @@ class FSDPModel(HeldModel):
     Gradients are reduced in float32.
     """
 
+    module: GPT
+
     def __init__(self, job: Job) -> None:
         self.group = job.group
-        self._model, wire = job.make(), job.options["wire"]
+        self.module, wire = job.make(), job.options["wire"]
         if wire.startswith(_TORCHAO):
             from fp8bench.nn.parallel.torchao_layers import take_layers
 
-            take_layers(self._model, job.emulated, in_codes=wire.endswith("fp8"))
+            take_layers(self.module, job.emulated, in_codes=wire.endswith("fp8"))
         self._in_codes = wire == "torchao_fp8"
-        _shard(self._model, DeviceMesh.from_group(job.group, job.facts.kind), wire)
-        parameters = dict(self._model.named_parameters())
+        _shard(self.module, DeviceMesh.from_group(job.group, job.facts.kind), wire)
+        parameters = dict(self.module.named_parameters())
         super().__init__(parameters, job.loss_scale, [True] * len(parameters))
         self.weights = [getattr(one, "_tensor", one) for one in self.weights]  # without what torchao wraps them in
         if self._in_codes:
@@ -39,7 +41,7 @@ class FSDPModel(HeldModel):
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         with phase.elementwise:
-            loss: Tensor = self._model(share(tokens, self.group), share(targets, self.group), phase)
+            loss: Tensor = self.module(share(tokens, self.group), share(targets, self.group), phase)
             (loss * self.loss_scale).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -55,7 +57,7 @@ class FSDPModel(HeldModel):
         """The largest magnitudes of all weights that travel as codes, in one exchange after every update."""
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-        precompute_float8_dynamic_scale_for_fsdp(self._model)
+        precompute_float8_dynamic_scale_for_fsdp(self.module)
 
     def _gathered(self, part: Tensor) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(self.group.size())]

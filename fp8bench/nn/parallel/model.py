@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fp8bench.model import MemoryRole
-from fp8bench.protocols import Phases
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.parallel.witness import ScaleWitness, Witness
+from fp8bench.protocols import Phases, Role
 
 
 class ParallelModel(ABC):
@@ -56,9 +58,18 @@ class ParallelModel(ABC):
     def memory_roles(self) -> dict[MemoryRole, object]:
         return {MemoryRole.WEIGHTS: self.weights}
 
+    def witnesses(self) -> list[Witness]:
+        """What looks from now on at how this rank casts and sends. All ranks have as many."""
+        return []
+
 
 class HeldModel(ParallelModel):
-    """One of parameters that this rank holds, whole or the part of them that lies here, with gradients of torch's."""
+    """One of parameters that this rank holds, whole or the part of them that lies here, with gradients of torch's.
+
+    `module` is what has them.
+    """
+
+    module: nn.Module
 
     def __init__(self, named: Mapping[str, nn.Parameter], loss_scale: float, sharded: Sequence[bool]) -> None:
         self.names, self.parameters = list(named), list(named.values())
@@ -71,6 +82,14 @@ class HeldModel(ParallelModel):
     def forget(self) -> None:
         for one in self.parameters:
             one.grad = None
+
+    def shared_roles(self, layer: str) -> Collection[Role]:
+        """Operands of a layer of which ranks share one scale."""
+        return ()
+
+    def witnesses(self) -> list[Witness]:
+        layers = {path: one for path, one in self.module.named_modules() if isinstance(one, Linear)}
+        return [ScaleWitness(layers, self.shared_roles, self.group)]
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         return {MemoryRole.WEIGHTS: self.weights, MemoryRole.GRADIENTS: [one.grad for one in self.parameters]}

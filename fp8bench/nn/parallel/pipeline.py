@@ -86,27 +86,29 @@ class MarkedStage(PipelineStage):
 class Pipeline(HeldModel):
     """One stage of a pipeline. Of the loss the last rank knows."""
 
+    module: Stage
+
     def __init__(self, job: Job, schedule: str) -> None:
         model = job.make()
         self._shapes = {name: one.shape for name, one in model.named_parameters()}
         rank, ranks = job.group.rank(), job.group.size()
-        self._stage = Stage(model, rank, ranks)
-        named = self._stage.named()
+        self.module = Stage(model, rank, ranks)
+        named = self.module.named()
         super().__init__(named, job.loss_scale, [True] * len(named))
         self.group = job.group
         self._parts = int(job.options["microbatches"])
         device = torch.device(job.facts.key)
         comes, goes = self._ends(job, device)
-        marked = MarkedStage(self._stage, rank, ranks, device, comes, goes, group=job.group)
+        marked = MarkedStage(self.module, rank, ranks, device, comes, goes, group=job.group)
         self._schedule = SCHEDULES[schedule](marked, self._parts, self._lost)
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        self._stage.phase = phase
+        self.module.phase = phase
         losses: list[Tensor] = []
-        given = (tokens,) if self._stage.first else ()
+        given = (tokens,) if self.module.first else ()
         with phase.communication:
             self._schedule.step(*given, target=targets, losses=losses, return_outputs=False)
-        if not self._stage.last:
+        if not self.module.last:
             return torch.zeros((), device=tokens.device)
         return torch.stack(losses).mean().detach() / self.loss_scale
 
@@ -130,16 +132,16 @@ class Pipeline(HeldModel):
         return {name: found[name] for name in self._shapes}
 
     def _lost(self, logits: Tensor, targets: Tensor) -> Tensor:
-        with self._stage.phase.elementwise:
+        with self.module.phase.elementwise:
             return loss_of(logits, targets) * self.loss_scale
 
     def _ends(self, job: Job, device: torch.device) -> tuple[Tensor, Tensor]:
         """What one microbatch is when it comes to this stage, and when it goes: shapes and dtypes alone."""
-        model = self._stage.model
+        model = self.module.model
         sides = job.batch // self._parts, job.config.sequence
         stream = torch.empty(*sides, job.config.width, dtype=model.carrier, device="meta", requires_grad=True)
         tokens = torch.empty(sides, dtype=torch.int64, device="meta")
-        if not self._stage.last:
-            return (tokens if self._stage.first else stream), stream
+        if not self.module.last:
+            return (tokens if self.module.first else stream), stream
         logits = torch.empty(*sides, job.config.vocabulary, dtype=model.head.arithmetic.carrier, device="meta")
-        return (tokens if self._stage.first else stream), logits.requires_grad_()
+        return (tokens if self.module.first else stream), logits.requires_grad_()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +21,52 @@ _RATE = 3e-4
 # Of steps that are held against one rank's: gradients as they are, where AdamW would take their scale out again, and
 # would make as much of a gradient that should be zero as of any other.
 _PLAIN_RATE = 0.05
+
+
+class Update(NamedTuple):
+    """Of what steps of ranks have changed in a weight, beside those of one rank: the square of the distance, that of
+    one rank's change, and the product of both."""
+
+    distance: float
+    wanted: float
+    product: float
+
+    @property
+    def error(self) -> float:
+        """The relative distance."""
+        return (self.distance / self.wanted) ** 0.5 if self.wanted else math.inf if self.distance else 0.0
+
+    @property
+    def gain(self) -> float:
+        """How many times one rank's change is in it: noise falls out, what is added twice does not."""
+        return self.product / self.wanted if self.wanted else 1.0
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far ranks are from one alone: the largest distances of a loss and of a weight, and what steps changed in each
+    weight."""
+
+    loss: float
+    weight: float
+    updates: Mapping[str, Update]
+
+    @property
+    def update(self) -> Update:
+        """Of all weights."""
+        return Update(*map(sum, zip(*self.updates.values(), strict=True)))
+
+    @property
+    def furthest(self) -> tuple[str, Update]:
+        """The weight whose change is furthest away, relatively."""
+        return max(self.updates.items(), key=lambda one: one[1].error)
+
+    def figures(self) -> dict[str, float]:
+        """All are zero where every bit is the same."""
+        return {
+            "loss_gap": self.loss, "weight_gap": self.weight, "update_error": self.update.error,
+            "furthest_error": self.furthest[1].error, "gain_error": abs(self.update.gain - 1),
+        }  # fmt: skip
 
 
 class NotTheSame(RuntimeError):
@@ -63,25 +111,29 @@ def begun(model: ParallelModel, loader: TokenLoader, facts: DeviceFacts, plain: 
     return ParallelState(model, optimizer, parameters, loader)
 
 
-def agreement(together: ParallelState, alone: ParallelState, steps: int) -> dict[str, float]:
-    """How far so many steps are from those of one rank alone: the largest distances of a loss and of a weight, and the
-    relative distance of what all steps have changed. All are zero where every bit is the same."""
+def agreement(together: ParallelState, alone: ParallelState, steps: int) -> Apart:
+    """How far so many steps are from those of one rank alone. Raises where a rank casts or sends otherwise than what
+    it has asks for: much of that would be less than rounding."""
+    witnesses = together.model.witnesses()
     before = {name: one.clone() for name, one in alone.model.full_weights().items()}
     phase, gaps = SilentPhases(), []
     for _ in range(steps):
         loss = together.model.whole_loss(together.trained(phase))
         gaps.append((loss.double() - alone.trained(phase).double()).abs().max())
+    for mistake in [one.mistake() for one in witnesses]:
+        if mistake:
+            raise NotTheSame(mistake)
     found, wanted = together.model.full_weights(), alone.model.full_weights()
     if found.keys() != wanted.keys():
         raise NotTheSame(f"of the weights {sorted(found.keys() ^ wanted.keys())} one side has none")
-    apart = {name: (found[name].double() - wanted[name].double()) for name in wanted}
-    changed = sum((wanted[name].double() - before[name].double()).square().sum() for name in wanted)
-    noise = sum(one.square().sum() for one in apart.values())
-    return {
-        "loss_gap": float(max(gaps)),
-        "weight_gap": float(max(one.abs().max() for one in apart.values())),
-        "update_error": float((noise / changed) ** 0.5),
-    }
+    largest = max((found[name].double() - wanted[name].double()).abs().max() for name in wanted)
+    updates = {name: (found[name].double() - one, wanted[name].double() - one) for name, one in before.items()}
+    return Apart(float(max(gaps)), float(largest), {name: _update(*both) for name, both in updates.items()})
+
+
+def _update(found: Tensor, wanted: Tensor) -> Update:
+    squared = (found - wanted).square().sum(), wanted.square().sum(), (found * wanted).sum()
+    return Update(*map(float, squared))
 
 
 def stepping(state: ParallelState) -> Callable[[], object]:

@@ -115,21 +115,23 @@ def share_blocks(model: GPT, job: Job, mesh: DeviceMesh, by_sequence: bool = Fal
 class DTensorCut(HeldModel):
     """A rank's share of a model whose blocks are DTensors."""
 
+    module: GPT
+
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._model = job.make()
+        self.module = job.make()
         self._spread()
-        named = {name.replace(".layer.", "."): one for name, one in self._model.named_parameters()}
+        named = {name.replace(".layer.", "."): one for name, one in self.module.named_parameters()}
         super().__init__(named, job.loss_scale, [not _is_everywhere(one) for one in named.values()])
         self.group = job.group
 
     def _spread(self) -> None:
         mesh = DeviceMesh.from_group(self._job.group, self._job.facts.kind)
         self._tensor_ranks = mesh.size()
-        share_blocks(self._model, self._job, mesh)
+        share_blocks(self.module, self._job, mesh)
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        loss: Tensor = self._model(tokens, targets, phase)
+        loss: Tensor = self.module(tokens, targets, phase)
         (loss * self.loss_scale).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -150,10 +152,10 @@ class DTensorSequence(DTensorCut):
     def _spread(self) -> None:
         mesh = DeviceMesh.from_group(self._job.group, self._job.facts.kind)
         self._tensor_ranks, self._shared = mesh.size(), Group(self._job.group)
-        share_blocks(self._model, self._job, mesh, by_sequence=True)
+        share_blocks(self.module, self._job, mesh, by_sequence=True)
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        return loss_of_own_tokens(self, self._model, self._shared, tokens, targets, phase)
+        return loss_of_own_tokens(self, self.module, self._shared, tokens, targets, phase)
 
 
 class DTensorFSDP(DTensorCut):
@@ -163,10 +165,10 @@ class DTensorFSDP(DTensorCut):
         mesh = _pairs(self._job.group, self._job.facts.kind)
         self._tensor_ranks = mesh["tensor"].size()
         self._sequences = mesh["data"]
-        share_blocks(self._model, self._job, mesh["tensor"])
-        for block in self._model.blocks:
+        share_blocks(self.module, self._job, mesh["tensor"])
+        for block in self.module.blocks:
             fully_shard(block, mesh=mesh["data"])
-        fully_shard(self._model, mesh=mesh["data"])
+        fully_shard(self.module, mesh=mesh["data"])
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         rank, size = self._sequences.get_local_rank(), self._sequences.size()

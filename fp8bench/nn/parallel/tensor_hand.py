@@ -6,7 +6,7 @@ computed. All tokens are gathered for what is cut, and of its sums each rank get
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from fp8bench.nn.attention import SelfAttention
 from fp8bench.nn.gpt import GPT, Block, loss_of
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parallel.amax_groups import scaled_as_whole
+from fp8bench.nn.parallel.amax_groups import cut_roles, scaled_as_whole
 from fp8bench.nn.parallel.cuts import OF_GROUP, OWN, cut_of, cuts
 from fp8bench.nn.parallel.exchanges import Group, added, copied, gathered, scattered
 from fp8bench.nn.parallel.model import HeldModel, local
 from fp8bench.nn.parallel.way import Job
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.protocols import Phases
+from fp8bench.protocols import Phases, Role
 
 Exchange = Callable[[Tensor, Group], Tensor]
 
@@ -50,12 +50,13 @@ class HandCut(HeldModel):
 
     enter: Exchange = staticmethod(copied)
     leave: Exchange = staticmethod(added)
+    module: GPT
 
     def __init__(self, job: Job) -> None:
-        self._shared = Group(job.group)
-        self._model = job.make()
-        share_blocks(self._model, job.config, self._shared, self.enter, self.leave, job.options["amax"])
-        named = dict(self._model.named_parameters())
+        self._shared, self._config, self._amax = Group(job.group), job.config, job.options["amax"]
+        self.module = job.make()
+        share_blocks(self.module, job.config, self._shared, self.enter, self.leave, self._amax)
+        named = dict(self.module.named_parameters())
         self._cuts = [cut_of(name, job.config) for name in named]
         super().__init__(named, job.loss_scale, [cut is not None for cut in self._cuts])
         self.group = job.group
@@ -63,9 +64,13 @@ class HandCut(HeldModel):
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self._shared.phase = phase
         with phase.elementwise:
-            loss: Tensor = self._model(tokens, targets, phase)
+            loss: Tensor = self.module(tokens, targets, phase)
             (loss * self.loss_scale).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def shared_roles(self, layer: str) -> Collection[Role]:
+        cut = cut_of(f"{layer}.weight", self._config)
+        return cut_roles(cut) if cut is not None and self._amax == OF_GROUP else ()
 
     def full_weights(self) -> dict[str, Tensor]:
         parts = zip(self.names, self.weights, self._cuts, strict=True)
@@ -81,7 +86,7 @@ class SequenceCut(HandCut):
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self._shared.phase = phase
         with phase.elementwise:
-            return loss_of_own_tokens(self, self._model, self._shared, tokens, targets, phase)
+            return loss_of_own_tokens(self, self.module, self._shared, tokens, targets, phase)
 
 
 def loss_of_own_tokens(

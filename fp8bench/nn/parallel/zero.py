@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8bench.nn.parallel.alone import AloneModel
-from fp8bench.nn.parallel.model import ParallelModel, share
+from fp8bench.nn.parallel.model import HeldModel, ParallelModel, share
 from fp8bench.nn.parallel.way import Job
+from fp8bench.nn.parallel.witness import Witness
 from fp8bench.protocols import Phases
 
 
@@ -50,6 +51,9 @@ class ZeroModel(AloneModel):
 
     def full_weights(self) -> dict[str, Tensor]:
         return dict(zip(self._all_names, self._all_weights, strict=True))
+
+    def witnesses(self) -> list[Witness]:
+        return HeldModel.witnesses(self)
 
     def whole_loss(self, loss: Tensor) -> Tensor:
         return ParallelModel.whole_loss(self, loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8bench.nn.parallel.cuts import AMAX_GROUPS
@@ -11,6 +12,7 @@ from fp8bench.ways import ways
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fp8bench.nn.parallel.ddp import DDPModel
     from fp8bench.nn.parallel.model import ParallelModel
 
 WIRES = ("fp32", "bf16", "fp8_gather", "fp8_twoshot")
@@ -65,21 +67,22 @@ for number in (1.06, 1.2, 1.4, 1.6, 2.0):
     ways.register(word)(type(f"Heavier_{word}", (Heavier,), {"name": word, "times": number}))
 
 
-@ways.register("hand_quarter")
 class OtherScale(Way):
-    """Rank 1 takes a quarter of its neighbours' largest magnitudes, and cuts off what is larger."""
+    """Of tensors that are cut rank 1 takes so many `times` the largest magnitude of all ranks, and casts by that."""
 
-    name = "hand_quarter"
     summary = "a shard's scale is wrong"
     options: ClassVar = {"amax": AMAX_GROUPS}
+    times: ClassVar[float]
 
     def model(self, job: Job) -> ParallelModel:
         from fp8bench.nn.parallel import tensor_hand
         from fp8bench.nn.parallel.exchanges import Group
 
+        times = self.times
+
         class Wrong(Group):
             def largest(self, x: Tensor) -> Tensor:
-                return super().largest(x) / (4 if self.rank else 1)
+                return super().largest(x) * (times if self.rank else 1)
 
         class Model(tensor_hand.HandCut):
             def __init__(self, job: Job) -> None:
@@ -90,3 +93,131 @@ class OtherScale(Way):
                     tensor_hand.Group = kept  # type: ignore[misc]
 
         return Model(job)
+
+
+for word, number in {"hand_twice": 0.5, "hand_half": 2.0, "hand_quarter": 0.25}.items():
+    ways.register(word)(type(f"OtherScale_{word}", (OtherScale,), {"name": word, "times": number}))
+
+
+@ways.register("hand_alone")
+class NobodyAsked(OtherScale):
+    """Scales of shares are each rank's own where they should be those of whole tensors."""
+
+    name = "hand_alone"
+
+    def model(self, job: Job) -> ParallelModel:
+        from fp8bench.nn.parallel.tensor_hand import HandCut
+
+        model = HandCut(job)
+        for layer in model.module.modules():
+            scales = getattr(getattr(layer, "arithmetic", None), "scales", {})
+            for one in scales.values():
+                one._largest = lambda x: x
+        return model
+
+
+@ways.register("hand_forgets")
+class OneSumForgotten(Way):
+    """Of one part of a block gradients are not added up."""
+
+    name = "hand_forgets"
+    summary = "one all-reduce is missing"
+    options: ClassVar = {"amax": AMAX_GROUPS}
+
+    def model(self, job: Job) -> ParallelModel:
+        from fp8bench.nn.parallel.tensor_hand import HandCut
+
+        model = HandCut(job)
+        model.module.blocks[-1].mlp._forward_pre_hooks.clear()
+        return model
+
+
+def ddp(name: str, body: Callable[[type[DDPModel]], type[DDPModel]]) -> None:
+    """A way that is DDP's but for what `body` makes of its model."""
+
+    def model(self: Way, job: Job) -> ParallelModel:
+        from fp8bench.nn.parallel.ddp import DDPModel
+
+        return body(DDPModel)(job)
+
+    members = {"name": name, "summary": "DDP with a mistake", "options": {"wire": WIRES}, "model": model}
+    ways.register(name)(type(f"Way_{name}", (Way,), members))
+
+
+def seen_twice(kind: type[DDPModel]) -> type[DDPModel]:
+    """Rank 1 takes rank 0's share of a batch."""
+
+    class Model(kind):  # type: ignore[misc, valid-type]
+        def _forward(self, tokens: Tensor, targets: Tensor, phase: Any) -> Tensor:
+            self._phase = phase
+            size, rank = self.group.size(), self.group.rank()
+            place = 0 if rank == 1 else rank
+            loss: Tensor = self._ddp(tokens.chunk(size)[place], targets.chunk(size)[place], phase)
+            return loss
+
+    return Model
+
+
+def undivided(kind: type[DDPModel]) -> type[DDPModel]:
+    """Gradients are sums, not means."""
+
+    class Model(kind):  # type: ignore[misc, valid-type]
+        def gradients(self) -> list[Tensor]:
+            return [one * self.group.size() for one in super().gradients()]
+
+    return Model
+
+
+def stale(kind: type[DDPModel]) -> type[DDPModel]:
+    """Buckets are sent by the scale of the bucket before; the first by 1."""
+
+    class Model(kind):  # type: ignore[misc, valid-type]
+        _before: Tensor | None = None
+
+        def _in_fp8(self, bucket: Any, wire: str) -> Any:
+            from fp8bench.numerics import fp8_reduce
+
+            own, before = fp8_reduce.scaled, self._before
+
+            def scaled(*given: Any) -> Any:
+                _, self._before = yield from own(*given)
+                used = self._before.new_ones(1) if before is None else before
+                return given[0] * used, used
+
+            fp8_reduce.scaled = scaled  # type: ignore[assignment]
+            try:
+                return super()._in_fp8(bucket, wire)
+            finally:
+                fp8_reduce.scaled = own
+
+    return Model
+
+
+def forgets_layer(kind: type[DDPModel]) -> type[DDPModel]:
+    """Of one layer every rank keeps its own gradient."""
+
+    class Model(kind):  # type: ignore[misc, valid-type]
+        def _hook(self, wire: str) -> Any:
+            sent = super()._hook(wire)
+            name = "blocks.1.mlp.down.weight"
+
+            def hook(bucket: Any) -> Any:
+                forgotten = dict(self.module.named_parameters())[name]
+                pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+                kept = [(gradient, gradient.clone()) for one, gradient in pairs if one is forgotten]
+                assert sent is not None
+                done = sent(bucket)
+                done.wait()
+                for gradient, own in kept:
+                    gradient.copy_(own)
+                return done
+
+            return hook
+
+    return Model
+
+
+for word, body in {
+    "ddp_seen_twice": seen_twice, "ddp_undivided": undivided, "ddp_stale": stale, "ddp_forgets_layer": forgets_layer,
+}.items():  # fmt: skip
+    ddp(word, body)

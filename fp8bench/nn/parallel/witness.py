@@ -1,0 +1,162 @@
+"""What looks at how ranks cast and send: scales by the tensors that are cast, FP8 means by those of one process.
+
+A share's scale that is twice too large changes less than honest rounding does, and one that is half of it next to
+nothing. So scales are held against the magnitudes that they come from, and means against the same program in one
+process: bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+
+from fp8bench.formats.native_codes import current_scale
+from fp8bench.formats.recipes import Delayed, Treatment
+from fp8bench.formats.scaled import largest_magnitude
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
+from fp8bench.numerics.fp8_reduce import POST, AutoScale, mean_in_fp8
+from fp8bench.numerics.rank_programs import simulated
+from fp8bench.protocols import Role
+
+# Of which operands of a layer ranks share one scale.
+Shared = Callable[[str], Collection[Role]]
+Hook = Callable[[GradBucket], Future[Tensor]]
+
+
+class Witness(Protocol):
+    """Looks on while a rank takes steps."""
+
+    def mistake(self) -> str:
+        """The first that any rank has made, the same on all ranks, which ask together; '' where there is none."""
+
+
+class _Cast(NamedTuple):
+    """The largest magnitude of what a rank cast, and what it multiplied it by."""
+
+    amax: Tensor
+    scale: Tensor
+
+
+class _SeenScale:
+    """A scale's source that tells what it gave for which tensor. What is cast again is not another cast."""
+
+    def __init__(self, source: NextScale) -> None:
+        self._source = source
+        self.casts: list[_Cast] = []
+
+    def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
+        found = self._source.next(x, again, amax)
+        if not again:
+            self.casts.append(_Cast(largest_magnitude(x), found.scale.clone()))
+        return found
+
+    @property
+    def last(self) -> ScalePair | None:
+        return self._source.last
+
+
+class _Source(NamedTuple):
+    """Of one operand of a layer: its scale's source, what it should be, and whether ranks share it."""
+
+    seen: _SeenScale
+    treatment: Treatment
+    delayed: Delayed | None
+    shared: bool
+
+    def expected(self, magnitudes: list[Tensor]) -> Iterator[Tensor]:
+        """The scale of each cast, of tensors with these largest magnitudes."""
+        assert self.treatment.scaling is not None
+        history = DelayedScale(self.delayed, self.treatment.fmt) if self.delayed else None
+        for one in magnitudes:
+            if history is not None:
+                yield history.next(one, amax=one).scale.clone()
+            else:
+                yield current_scale(one, self.treatment.fmt, self.treatment.scaling.rounding)[0]
+
+
+class ScaleWitness:
+    """Sees from now on what a rank's layers cast by, where that comes from more than the tensor."""
+
+    def __init__(self, layers: Mapping[str, Linear], shared: Shared, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._sources: dict[tuple[str, Role], _Source] = {}
+        for path, layer in layers.items():
+            own = layer.arithmetic
+            if not (isinstance(own, RecipeArithmetic) and own.recipe.per_tensor and own.scales):
+                continue
+            for role, source in own.scales.items():
+                treatment, seen = own.treatments[role], _SeenScale(source)
+                self._sources[path, role] = _Source(seen, treatment, own.recipe.delayed, role in shared(path))
+            scales = {role: self._sources[path, role].seen for role in own.scales}
+            layer.arithmetic = type(own)(own.recipe, own.carrier, own.name, scales)
+
+    def mistake(self) -> str:
+        own = {key: [float(one.amax) for one in source.seen.casts] for key, source in self._sources.items()}
+        return _first_of_all(self._mistake(_of_everybody(own, self._group)), self._group)
+
+    def _mistake(self, everybody: list[dict[tuple[str, Role], list[float]]]) -> str:
+        for key, source in self._sources.items():
+            casts = source.seen.casts
+            magnitudes = [one.amax for one in casts]
+            if source.shared:
+                of_ranks = [one.get(key, []) for one in everybody]
+                if len({len(one) for one in of_ranks}) > 1:
+                    return f"casts the {key[1]} of {key[0]} as often as no other rank does"
+                largest = map(max, zip(*of_ranks, strict=True))
+                magnitudes = [x.new_tensor(one) for x, one in zip(magnitudes, largest, strict=True)]
+            for number, (cast, scale) in enumerate(zip(casts, source.expected(magnitudes), strict=True), 1):
+                if not torch.equal(cast.scale, scale):
+                    whose = "all ranks' shares" if source.shared else "its own tensors"
+                    return (
+                        f"multiplies the {key[1]} of {key[0]} by {float(cast.scale):g} in cast {number}, where the "
+                        f"largest magnitudes of {whose} ask for {float(scale):g}"
+                    )
+        return ""
+
+
+class MeanWitness:
+    """Sees what a hook makes of a bucket: the mean of all ranks' in FP8, as one process has it, bit for bit."""
+
+    def __init__(self, wire: str, group: dist.ProcessGroup) -> None:
+        self._wire, self._group, self._wrong = wire, group, ""
+
+    def around(self, hook: Hook, bucket: GradBucket) -> Future[Tensor]:
+        own = bucket.buffer().clone()
+        done = hook(bucket)
+        wrong = self._look(own, done.wait())
+        self._wrong = self._wrong or wrong
+        return done
+
+    def mistake(self) -> str:
+        return _first_of_all(self._wrong, self._group)
+
+    def _look(self, own: Tensor, mean: Tensor) -> str:
+        """All ranks look at every bucket: they ask each other."""
+        rank, size = self._group.rank(), self._group.size()
+        given = torch.nn.functional.pad(own, (0, -own.numel() % size))
+        everybody = [torch.empty_like(given) for _ in range(size)]
+        dist.all_gather(everybody, given, group=self._group)
+        programs = [mean_in_fp8(self._wire, one, POST, place, size, AutoScale()) for place, one in enumerate(everybody)]
+        wrong = int((mean != simulated(programs)[rank].values[: own.numel()]).sum())
+        if not wrong:
+            return ""
+        return f"has {wrong:,} of {own.numel():,} gradients that are not the mean of all ranks' by {self._wire}"
+
+
+def _first_of_all(mistake: str, group: dist.ProcessGroup) -> str:
+    everybody = enumerate(_of_everybody(mistake, group))
+    return next((f"rank {rank} {one}" for rank, one in everybody if one), "")
+
+
+def _of_everybody(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, own, group)
+    return found
