@@ -100,6 +100,7 @@ OPTIONS = {
     "store compact": COMMON | {"--store", "--import"},
     "store publish": COMMON | {"ADDRESS", "--store"},
     "store fetch": COMMON | {"ADDRESS", "--store"},
+    "store restore": COMMON | {"--store"},
     "fleet": COMMON,
     "fleet work": COMMON | {"PLAN", "--store", "--workers", "--cell", "--retry", "--explain"},
     "fleet submit": COMMON

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from fp8bench.errors import StoreError
 from fp8bench.files import locked
 from fp8bench.store.commit_runs import by_commit, by_place, read_runs
+from fp8bench.store.compacted.archive import Archived, archive
 from fp8bench.store.compacted.manifest import (
     Manifest,
     Place,
@@ -24,12 +25,13 @@ from fp8bench.store.compacted.manifest import (
     Unreadable,
     index_of,
     load_manifest,
+    parquet_of,
     points_of,
     same_stamps,
     save_manifest,
     serves,
 )
-from fp8bench.store.compacted.parquet import FILE, counts_as, need_duckdb
+from fp8bench.store.compacted.parquet import counts_as, need_duckdb
 from fp8bench.store.compacted.reading import keys_of, stamps_of
 from fp8bench.store.compacted.rows import Batch, batch_of
 from fp8bench.store.compacted.spool import Spool
@@ -57,7 +59,7 @@ _LOCK_SECONDS = 5.0
 @dataclass
 class Compaction:
     """What was done: runs and rows that are compacted, Parquet files written and left as they were, commits that were
-    read; `busy` commits had runs that changed meanwhile, and `mended` are files that had not been what was written."""
+    read; `busy` commits had runs that changed meanwhile, `mended` are files that had not been what was written."""
 
     runs: int = 0
     rows: int = 0
@@ -66,6 +68,7 @@ class Compaction:
     read: int = 0
     busy: int = 0
     mended: list[str] = field(default_factory=list)
+    archived: Archived = field(default_factory=Archived)
 
 
 class CommitRows(NamedTuple):
@@ -106,7 +109,10 @@ class _Compacting:
         self.before = stamps_of(store)
         self.manifest = _begun(store)
         if self.manifest.files and not self.before:
-            raise StoreError(f"{store} has no runs any more, and what was compacted of them stays as it is.")
+            raise StoreError(
+                f"{store} has no runs any more, and what was compacted of them stays as it is. "
+                "`fp8bench store restore` writes them again."
+            )
         self.there = listing(store)
         self.files = by_commit(self.there.files)
         self.lines: dict[bytes, list[int]] = {}
@@ -131,6 +137,7 @@ class _Compacting:
                 touched = set()
                 self._save()
             self._write(spool, touched)
+        archive(self.store, self.manifest, self.result.archived, self._save)
         self._finish()
         return self.result
 
@@ -138,7 +145,7 @@ class _Compacting:
         """Partitions that are not what was written, whatever their size says."""
         bad = set()
         for name, one in self.manifest.partitions.items():
-            path = points_of(self.store) / name / FILE
+            path = parquet_of(self.store, name)
             if not counts_as(path, one) or digest_of(path) != one.digest:
                 bad.add(name)
         self.result.mended = sorted(bad)
@@ -214,7 +221,7 @@ class _Compacting:
             if place.partition in members:
                 members[place.partition].append(number)
         for name, places in sorted(members.items()):
-            path = points_of(self.store) / name / FILE
+            path = parquet_of(self.store, name)
             if not places:
                 self.manifest.partitions.pop(name, None)
                 path.unlink(missing_ok=True)

@@ -1,8 +1,9 @@
 """What was compacted, and from what: `<store>/points/index.json`.
 
 It names the run files with their stamps, says what of each commit is not in the Parquet files (the texts of its places,
-how many runs tell nothing and why), and which writing of each Parquet file counts. It is replaced after the Parquet
-files that it names: a kill in between leaves files that it does not name, and whose commits are read from the runs.
+how many runs tell nothing and why), and which writing of each Parquet file counts: of those with figures, and of those
+with files of the store (archive.py). It is replaced after the Parquet files that it names: a kill in between leaves
+files that it does not name, and whose commits are read from the runs.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from fp8bench.store.interpreters import Renamings
 from fp8bench.store.runs.listing import Listing
 
 # Raised when the same runs would come to other rows, or be written down in another way.
-VERSION = 1
+VERSION = 2
 FOLDER = "points"
+ARCHIVE = "archive"
 _MAGIC = b"fp8bench points"
 _NUMBERED = ("layouts", "silents", "lines", "unders", "machines")
 
@@ -37,6 +39,17 @@ class Partition(NamedTuple):
     rows: int
     digest: str
     total: int
+
+
+class Archive(NamedTuple):
+    """A Parquet file that has files of the store in it: its size, a digest, how many they are, their bytes, and a
+    digest of their names, sizes and dates; '' where one changed while it was read."""
+
+    size: int
+    digest: str
+    files: int
+    bytes: int
+    state: str
 
 
 class Place(NamedTuple):
@@ -105,6 +118,7 @@ class Manifest:
     units: dict[str, Unit] = field(default_factory=dict)
     places: dict[int, Place] = field(default_factory=dict)
     partitions: dict[str, Partition] = field(default_factory=dict)
+    archives: dict[str, Archive] = field(default_factory=dict)
     layouts: Numbered = field(default_factory=Numbered)
     silents: Numbered = field(default_factory=Numbered)
     lines: Numbered = field(default_factory=Numbered)
@@ -126,6 +140,11 @@ class Manifest:
         said = self.places[number].said
         unders = tuple(self._conditions(under) for under in said["unders"])
         return {**said, "machine": self.machines.values[said["machine"]], "unders": unders}
+
+    @property
+    def parquet(self) -> dict[str, Partition | Archive]:
+        """All Parquet files, by the names of their folders."""
+        return {**self.partitions, **self.archives}
 
     def _conditions(self, number: int) -> Conditions:
         if number not in self._known:
@@ -160,6 +179,17 @@ class Manifest:
 def points_of(store: Path) -> Path:
     """The folder of what was compacted."""
     return store / FOLDER
+
+
+def parquet_of(store: Path, name: str) -> Path:
+    """The Parquet file of a partition, or of an archive."""
+    is_archive = name.startswith(f"{ARCHIVE}/")
+    return store / name / "files.parquet" if is_archive else points_of(store) / name / "points.parquet"
+
+
+def parquet_files(store: Path) -> list[Path]:
+    """All there are, whether the index names them or not."""
+    return sorted((*points_of(store).glob("*/*/points.parquet"), *(store / ARCHIVE).rglob("files.parquet")))
 
 
 def index_of(store: Path) -> Path:
@@ -210,6 +240,7 @@ def _manifest(plain: dict[str, Any]) -> Manifest:
         {commit: _unit(plain, *unit) for commit, unit in plain["units"].items()},
         {int(number): Place(*place) for number, place in plain["places"].items()},
         {name: Partition(*one) for name, one in plain["partitions"].items()},
+        {name: Archive(*one) for name, one in plain["archives"].items()},
         layouts, silents, lines, unders, machines, plain["order"],
         {name: (size, changed) for name, size, changed in plain["files"]}, plain["copies"], plain["refused"],
     )  # fmt: skip
@@ -231,8 +262,8 @@ def save_manifest(store: Path, manifest: Manifest) -> None:
     }
     plain = {
         "schema": SCHEMA, "units": units, "asked": asked.values, "places": manifest.places,
-        "partitions": manifest.partitions, "order": manifest.order, "copies": manifest.copies,
-        "refused": manifest.refused,
+        "partitions": manifest.partitions, "archives": manifest.archives, "order": manifest.order,
+        "copies": manifest.copies, "refused": manifest.refused,
         "files": [[name, *stamp] for name, stamp in manifest.files.items()],
         **{name: getattr(manifest, name).values for name in _NUMBERED},
     }  # fmt: skip

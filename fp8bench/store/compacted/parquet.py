@@ -18,10 +18,9 @@ from fp8bench.errors import StoreError, UsageError
 from fp8bench.store.compacted.manifest import Partition
 from fp8bench.store.compacted.rows import CHECK, NUMBERS, Columns, are_sound, crcs
 
-FILE = "points.parquet"
 ID = "fp8bench_id"
 _FOOTER_END = 8
-_MEMORY = "192MB"
+MEMORY = "192MB"
 _FROM = "read_parquet(?, hive_partitioning = false, union_by_name = false)"
 # What stands as NULL for other readers.
 READ = ", ".join(f"coalesce({name}, 0) AS {name}" if kind == "DOUBLE" else name for name, kind in NUMBERS.items())
@@ -43,17 +42,17 @@ def need_duckdb() -> Any:
     """DuckDB. Raises UsageError where it is not installed."""
     duckdb = duckdb_here()
     if duckdb is None:
-        raise UsageError("`store compact` needs DuckDB, which is not installed: pip install 'fp8bench[fleet]'.")
+        raise UsageError("Parquet files need DuckDB, which is not installed: pip install 'fp8bench[fleet]'.")
     return duckdb
 
 
-def connected(database: str = ":memory:", spill: str = "") -> Any:
+def connected(database: str = ":memory:", spill: str = "", memory: str = MEMORY) -> Any:
     """A connection that asks for no network, takes no more memory than it needs, and reads the footers of files once.
 
     Raises duckdb.Error.
     """
     settings = {
-        "autoinstall_known_extensions": False, "autoload_known_extensions": False, "memory_limit": _MEMORY,
+        "autoinstall_known_extensions": False, "autoload_known_extensions": False, "memory_limit": memory,
         "temp_directory": spill, "threads": 1,  # with more, what does not fit into memory loses its order
     }  # fmt: skip
     connection = need_duckdb().connect(database, config=settings)

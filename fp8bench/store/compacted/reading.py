@@ -22,11 +22,12 @@ from fp8bench.store.compacted.manifest import (
     Unreadable,
     index_of,
     load_manifest,
+    parquet_of,
     points_of,
     same_stamps,
     serves,
 )
-from fp8bench.store.compacted.parquet import FILE, connected, counts_as, duckdb_here, read_columns
+from fp8bench.store.compacted.parquet import connected, counts_as, duckdb_here, read_columns
 from fp8bench.store.compacted.rows import rows_of
 from fp8bench.store.index.figure_files import Fingerprints
 from fp8bench.store.index.tables import Rows, Table
@@ -35,6 +36,7 @@ from fp8bench.store.runs.listing import all_files
 
 # So many rows are read at once.
 _AT_ONCE = 500_000
+_RESTORES = "`fp8bench store restore` writes"
 Wanted = Callable[[str], bool]
 Numbers = NDArray[np.int64]
 
@@ -149,7 +151,7 @@ class Compacted:
     ) -> dict[int, Rows]:
         """The rows of places in some partitions, held against what the index says they are."""
         here = sorted(place for name in names for place in places[name])
-        paths = [points_of(self.store) / name / FILE for name in names]
+        paths = [parquet_of(self.store, name) for name in names]
         few = 2 * len(chosen) < len(self.manifest.lines.values)
         columns = read_columns(paths, chosen if few else None, self._connection)
         lines, owners = columns["line"].astype(np.int64), columns["place"].astype(np.int64)
@@ -218,17 +220,21 @@ def open_compacted(store: Path) -> tuple[Compacted | None, tuple[str, ...]]:
         return None, (f"{index_of(store)} does not serve: {error}. The runs are read instead{again}",)
     if duckdb_here() is None:
         return None, (f"{points_of(store)} is not read without DuckDB: pip install 'fp8bench[fleet]'",)
-    bad = [name for name, one in manifest.partitions.items() if not counts_as(points_of(store) / name / FILE, one)]
+    bad = [name for name, one in manifest.partitions.items() if not counts_as(parquet_of(store, name), one)]
     files = stamps_of(store)
     is_alone = not files and bool(manifest.files)
-    troubles = [f"{store} has no runs: figures are those that were compacted"] if is_alone else []
+    troubles = [f"{store} has no runs: figures are those that were compacted. {_RESTORES} the runs"] if is_alone else []
+    lacking = 0 if is_alone else len(manifest.files.keys() - files.keys())
+    if lacking:
+        are = "a run file that was compacted is" if lacking == 1 else f"{lacking} run files that were compacted are"
+        troubles.append(f"{are} not in {store}: {_RESTORES} what lacks, `fp8bench store compact` forgets it")
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         if is_alone:
-            path = points_of(store) / bad[0] / FILE
+            path = parquet_of(store, bad[0])
             raise StoreError(f"{path}{more} is not the file that was written, and {store} has no runs. Copy it again.")
         own = "is not the file that was written, and the runs are read instead; `fp8bench store compact` makes it again"
-        troubles.append(f"{points_of(store) / bad[0] / FILE}{more} {own}")
+        troubles.append(f"{parquet_of(store, bad[0])}{more} {own}")
     return Compacted(store, manifest, manifest.files if is_alone else files, frozenset(bad), is_alone), tuple(troubles)
 
 

@@ -35,6 +35,9 @@ except StoreError as error:
 """
 
 
+RESTORES = "`fp8bench store restore` writes the runs"
+
+
 def begun(store: Path, most: int = 1 << 40) -> subprocess.Popen[str]:
     """A compaction in a process of its own, whose files come to so many bytes at most."""
     line = [sys.executable, "-c", PROCESS, str(store), str(most)]
@@ -181,7 +184,7 @@ def test_runs_that_were_taken_away(tmp_path: Path) -> None:
     for _ in range(2):
         found = opened(tmp_path)
         assert words(told(found)) == slow and found.read == 0
-        assert found.troubles == (f"{tmp_path} has no runs: figures are those that were compacted",)
+        assert found.troubles == (f"{tmp_path} has no runs: figures are those that were compacted. {RESTORES}",)
         with pytest.raises(StoreError, match="stays as it is"):
             compacted(tmp_path)
         (tmp_path / "runs").mkdir(exist_ok=True)

@@ -22,6 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.store.compacted.manifest import index_of, points_of
 from fp8bench.store.compacted.object_storage import Copied, fetch, publish
+from fp8bench.store.compacted.restore import Restored
 from tests.histories import keep, run_at
 from tests.store.compacted.test_compacted import compacted, opened, told, words
 from tests.store.compacted.test_compacted_edges import six_months
@@ -68,27 +69,27 @@ def another_month(store: Path) -> None:
 
 
 def test_what_is_fetched_is_what_was_published(store: Path, tmp_path: Path) -> None:
-    assert publish(store, ADDRESS) == Copied(5, 0, 0)
-    assert publish(store, ADDRESS) == Copied(0, 5, 0)
+    assert publish(store, ADDRESS) == Copied(10, 0, 0)
+    assert publish(store, ADDRESS) == Copied(0, 10, 0)
     there = tmp_path / "there"
-    assert fetch(ADDRESS, there) == Copied(5, 0, 0)
-    assert fetch(ADDRESS, there) == Copied(0, 5, 0)
+    assert fetch(ADDRESS, there) == (Copied(10, 0, 0), Restored(written=6))
+    assert fetch(ADDRESS, there) == (Copied(0, 10, 0), Restored(there=6))
     assert figures(there) == figures(store)
     another_month(store)
-    assert publish(store, f"{ADDRESS}/") == Copied(2, 4, 1)
-    assert fetch(ADDRESS, there) == Copied(2, 4, 0)
+    assert publish(store, f"{ADDRESS}/") == Copied(4, 8, 2)
+    assert fetch(f"{ADDRESS}/", there) == (Copied(4, 8, 0), Restored(written=2, there=6))
     assert figures(there) == figures(store)
-    assert len(objects()) == 7
+    assert len(objects()) == 13
 
 
 def test_what_was_not_compacted_is_said(store: Path, tmp_path: Path) -> None:
     """Not of a store whose runs are elsewhere: what was compacted is all of it."""
     keep(store, run_at(6, 20))
     found = publish(store, ADDRESS)
-    assert found == Copied(5, 0, 0, stale=True)
+    assert found == Copied(10, 0, 0, stale=True)
     assert found.words.endswith("run files have changed since: `fp8bench store compact` takes them in")
     fetch(ADDRESS, tmp_path / "there")
-    assert publish(tmp_path / "there", f"{ADDRESS}/copy") == Copied(5, 0, 0)
+    assert publish(tmp_path / "there", f"{ADDRESS}/copy") == Copied(10, 0, 0)
 
 
 def test_a_month_that_is_gone_and_what_is_not_ours(store: Path, tmp_path: Path) -> None:
@@ -99,13 +100,13 @@ def test_a_month_that_is_gone_and_what_is_not_ours(store: Path, tmp_path: Path) 
     months = {path.name[:6]: path for path in sorted((store / "runs").rglob("*.jsonl"), reverse=True)}
     months["202604"].unlink()
     compacted(store)
-    assert publish(store, ADDRESS) == Copied(0, 4, 1)
-    assert fetch(ADDRESS, there) == Copied(0, 4, 1)
+    assert publish(store, ADDRESS) == Copied(0, 8, 2)
+    assert fetch(ADDRESS, there) == (Copied(0, 8, 2), Restored(there=5, removed=1))
     assert figures(there) == figures(store)
     assert sum(name.endswith("of-others.parquet") for name in objects()) == 1
 
 
-@pytest.mark.parametrize("ends_at", range(4))
+@pytest.mark.parametrize("ends_at", range(7))
 def test_a_publication_that_was_cut_off(
     store: Path, tmp_path: Path, ends_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +133,7 @@ def test_a_publication_that_was_cut_off(
             publish(store, ADDRESS)
     monkeypatch.undo()
     fetch(ADDRESS, tmp_path / "there")
-    assert figures(tmp_path / "there") == (before if ends_at < 3 else figures(store))
+    assert figures(tmp_path / "there") == (before if ends_at < 5 else figures(store))
     publish(store, ADDRESS)
     fetch(ADDRESS, tmp_path / "there")
     assert figures(tmp_path / "there") == figures(store)
@@ -169,7 +170,7 @@ def with_partition(content: bytes, name: str) -> bytes:
     return b"%s %08x\n%s" % (content.partition(b"\n")[0].rpartition(b" ")[0], zlib.crc32(body), body)
 
 
-@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "machine=a/month=../b", "machine=a"])
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "machine=a/month=../b", "machine=a", "archive/../x"])
 def test_an_index_that_points_elsewhere(store: Path, tmp_path: Path, name: str) -> None:
     publish(store, ADDRESS)
     files = fsspec.filesystem("memory")
@@ -238,7 +239,7 @@ def test_by_s3(store: Path, tmp_path: Path) -> None:
             assert fp8bench("publish", "s3://bucket/box", "--store", str(store))[0] == 0
             another_month(store)
             code, said = fp8bench("publish", "s3://bucket/box", "--store", str(store))
-            assert "2 Parquet files copied, 4 there already, 1 removed" in said and code == 0
+            assert "4 Parquet files copied, 8 there already, 2 removed" in said and code == 0
             assert fp8bench("fetch", "s3://bucket/box", "--store", str(tmp_path / "there"))[0] == 0
         finally:
             server.terminate()

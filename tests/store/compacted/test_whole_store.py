@@ -1,0 +1,319 @@
+"""A store that was published and fetched, or compacted and restored: every command says the same of it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from fp8bench import pipeline
+from fp8bench.errors import StoreError
+from fp8bench.files import write_whole
+from fp8bench.jobs.fleet.cells import cut
+from fp8bench.jobs.fleet.cells import measured as measure
+from fp8bench.model import Ceilings, Environment, Request
+from fp8bench.model.training import Training
+from fp8bench.protocols import SilentObserver
+from fp8bench.store.ceilings import new_ceilings
+from fp8bench.store.compacted.archive import contents, kept_files, open_archive, stated
+from fp8bench.store.compacted.manifest import load_manifest, parquet_of
+from fp8bench.store.compacted.object_storage import fetch, publish
+from fp8bench.store.compacted.restore import Restored, restore
+from fp8bench.store.compacted.verify import check_compacted
+from fp8bench.store.duels import start_duel
+from fp8bench.store.fleet_plans import keep_plan, write_plan
+from fp8bench.store.trainings import start_training
+from tests.commands import Say, unfolded
+from tests.duels import SESSION, header, result
+from tests.facts import CPU
+from tests.histories import keep, run_at, tree
+from tests.report.test_stored_runs import FAILING, NEW, OLD, SAMPLE, SERIES, a_store_of_them
+from tests.store.compacted.test_compacted import compacted, opened
+from tests.store.test_trainings import LINES
+from tests.trainings import training
+
+ADDRESS = "memory://bucket/box"
+STORE = Path(".fp8bench")
+GEMM = Request("gemm", ("fp32",), quick=True, rounds=2, energy=False, isolation=False, axes=(("shape", ("16", "24")),))
+# Whatever reads a store. PLAN is the plan's file, OUT a folder for what is written.
+COMMANDS = [
+    *(f"show {run}{how}" for run in (OLD, FAILING, SAMPLE) for how in ("", " --csv -", " --json", " --explain")),
+    "show last",
+    "show CELL --fleet", "show CELL --fleet --json", "show 0a1b2c3d", "show 0a1b2c3d --json", "show TRAINING",
+    "show TRAINING --csv -", "show .fp8bench/runs/PATH", f"report {OLD} --html OUT/old.html --md OUT/old.md",
+    "report CELL --html OUT/cell.html", f"report {SAMPLE} --csv-wide --html OUT/sample.html", f"compare {OLD} {NEW}",
+    "compare 359f21c3 7eccd2d9 --csv -", f"gate {OLD} {NEW} --no-rerun --junit OUT/gate.xml",
+    "gate --duel 0a1b2c3d --no-rerun", "gate --history --no-rerun", f"advise {SAMPLE}", f"advise {FAILING} --json",
+    "fleet status PLAN", "fleet status PLAN --json", "fleet report PLAN --html OUT/fleet.html",
+    "fleet report .fp8bench", "fleet report .fp8bench --json", "history list", "history list --runs",
+    f"history show '{SERIES}'", "history regressions --all", "history regressions --json", "history verify",
+    "store compact", "history rebuild",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _nothing_there() -> Iterator[None]:
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield
+    MemoryFileSystem.store.clear()
+
+
+def of_all_kinds(folder: Path) -> dict[str, str]:
+    """Runs that are real, a fleet's cells, a duel, a training, ceilings and an acknowledgement; words for commands."""
+    plan = cut(GEMM, *pipeline.plan_only(GEMM, folder), "")
+    write_plan(plan, folder / "plan.json")
+    cell = measure(plan, 0, STORE, SilentObserver(), "")[1]
+    keep_plan(plan, STORE)
+    with_duel = start_duel(header(), STORE)
+    with_duel.result(result("fp32", SESSION))
+    with_duel.finish("finished")
+    with_duel.close()
+    own: Training = training()
+    writer = start_training(own, STORE)
+    writer.keep(0, 0, None, ())
+    writer.append(LINES)
+    writer.finish("finished")
+    new_ceilings(STORE, Environment({"machine": "box", "torch": "2.13.0"}), CPU, lambda begun, keep: Ceilings(()))
+    (STORE / "acks.jsonl").write_text("no acknowledgement\n")
+    (STORE / "data").mkdir()
+    (STORE / "data" / "text").write_text("prepared")
+    path = Path(cell.path).relative_to(STORE / "runs").as_posix()
+    own_files = {"PLAN": str(folder / "plan.json"), "OUT": str(folder / "out")}
+    return {"CELL": cell.id, "TRAINING": own.id, "PATH": path, **own_files}
+
+
+def said(fp8bench: Say, names: dict[str, str]) -> dict[str, object]:
+    """What commands print, their exit codes, and what they write."""
+    found: dict[str, object] = {}
+    out = Path(names["OUT"])
+    for words in COMMANDS:
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        line = words
+        for name, meant in names.items():
+            line = line.replace(name, meant)
+        code, told, err = fp8bench(*shlex.split(line))
+        assert code != 2, err
+        found[words] = code, told, unfolded(err), tree(out)
+    return found
+
+
+def names_of(store: Path) -> list[str]:
+    return sorted(one.path for some in stated(store).values() for one in some)
+
+
+def test_every_command_says_the_same(tmp_path: Path, fp8bench: Say) -> None:
+    """Byte for byte, of a store of all kinds of things; what is made again, or of no use elsewhere, is not copied."""
+    with a_store_of_them(tmp_path):
+        names = of_all_kinds(tmp_path)
+        fp8bench("history", "rebuild")
+        compacted(STORE)
+        publish(STORE, ADDRESS)
+        here = shutil.copytree(STORE, tmp_path / "here")
+        meant = said(fp8bench, names)
+        shutil.rmtree(STORE)
+        fetch(ADDRESS, STORE)
+        kept = names_of(here)
+        there = {path.relative_to(STORE).as_posix() for path in STORE.rglob("*") if path.is_file()}
+        assert there - set(kept) == {
+            ".gitignore", "points/index.json", "points/fetched.json", "points/.lock",
+            *(parquet_of(STORE, name).relative_to(STORE).as_posix() for name in load_manifest(STORE).parquet),
+        }  # fmt: skip
+        assert {name.partition("/")[0] for name in kept} == {
+            "runs", "duels", "trainings", "ceilings", "acks.jsonl", "asv", "plans"
+        }  # fmt: skip
+        for name in kept:
+            assert (STORE / name).read_bytes() == (here / name).read_bytes()
+            assert (STORE / name).stat().st_mtime_ns == (here / name).stat().st_mtime_ns
+        assert fp8bench("history", "list")[2] == ""
+        assert said(fp8bench, names) == meant
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Three months, compacted, with a word on interpreters."""
+    found = tmp_path / "box"
+    for number in range(3):
+        keep(found, run_at(number, 700 * number))
+    (found / "advice.jsonl").write_text("")
+    compacted(found)
+    return found
+
+
+def files(store: Path) -> dict[str, bytes]:
+    return {name: (store / name).read_bytes() for name in names_of(store)}
+
+
+def run_of(store: Path, month: str) -> Path:
+    (path,) = (store / "runs").rglob(f"{month}*.jsonl")
+    return path
+
+
+def test_runs_that_were_taken_away_are_written_again(store: Path) -> None:
+    """What is here already stays, whether it is the same or not."""
+    before = files(store)
+    shutil.rmtree(store / "runs" / "box")
+    assert restore(store) == Restored(written=3, there=1)
+    assert restore(store) == Restored(there=4)
+    assert files(store) == before and not compacted(store).read
+    changed, gone = run_of(store, "202601"), run_of(store, "202602")
+    changed.write_bytes(b"another")
+    os.utime(run_of(store, "202603"))
+    gone.unlink()
+    assert restore(store) == Restored(written=1, there=2, own=[changed.relative_to(store).as_posix()])
+    assert changed.read_bytes() == b"another" and is_compacted(run_of(store, "202603"), store)
+    with pytest.raises(StoreError, match="nothing was compacted of"):
+        restore(store / "runs")
+
+
+def is_compacted(path: Path, store: Path) -> bool:
+    """Whether a run file has the date by which what was compacted knows it."""
+    return load_manifest(store).files[path.relative_to(store).as_posix()][1] == path.stat().st_mtime_ns
+
+
+def damage(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    if how == "gone":
+        path.unlink()
+    else:
+        half = len(content) // 2
+        path.write_bytes(content[:half] if how == "cut" else content[:half] + b"\0?" + content[half + 2 :])
+
+
+@pytest.mark.parametrize("how", ["cut", "changed", "gone"])
+def test_a_damaged_archive_is_named_and_never_serves(store: Path, how: str, fp8bench: Say) -> None:
+    """The others' files are written; with the runs it is made again."""
+    before = files(store)
+    path = store / "archive" / "machine=box" / "month=2026-02" / "files.parquet"
+    damage(path, how)
+    (fault,), _ = check_compacted(store)
+    assert fault.path == str(path)
+    away = shutil.copytree(store, store.parent / "away")
+    shutil.rmtree(away / "runs")
+    code, out, err = fp8bench("store", "restore", "--store", str(away))
+    said = f"{away / path.relative_to(store)} is not the file that was written, and none of its files is taken"
+    assert (
+        code == 2
+        and "2 files written, 1 here already" in " ".join(out.split())
+        and said.replace(" ", "") in "".join(err.split())
+    )
+    assert files(away) == {name: content for name, content in before.items() if "/202602" not in name}
+    with pytest.raises(StoreError, match="is not the file that was written: run `fp8bench store compact` first"):
+        publish(store, ADDRESS)
+    assert compacted(store).archived.mended == ["archive/machine=box/month=2026-02"]
+    assert not check_compacted(store)[0]
+
+
+def test_a_file_is_held_against_its_digest(store: Path) -> None:
+    """Also where the Parquet file is the one that was written, and what it says is not."""
+    path = store / "archive" / "beside" / "files.parquet"
+    for what, said in (("'{ }'::BLOB AS content", "as it was written"), ("'../x' AS path", "which is none of a store")):
+        made = path.with_name("made.parquet")
+        query = f"COPY (SELECT * REPLACE ({what}) FROM read_parquet('{path}')) TO '{made}'"
+        with open_archive() as connection:
+            connection.execute(query)
+            with pytest.raises(StoreError, match=said):
+                _ = kept_files(made, connection), list(contents(made, connection))
+
+
+def test_what_changes_here_and_there(store: Path, tmp_path: Path) -> None:
+    """A fetch takes what is new there, takes away what is gone there, and leaves alone what was changed here."""
+    publish(store, ADDRESS)
+    there = tmp_path / "there"
+    fetch(ADDRESS, there)
+    own = keep(there, run_at(8, 5))
+    with (there / "advice.jsonl").open("a") as file:
+        file.write(" ")
+    run_of(there, "202602").write_bytes(b"another")
+    run_of(store, "202603").unlink()
+    with run_of(store, "202602").open("a") as file:
+        file.write("\n")
+    with keep(store, run_at(9, 2100)).open("a") as file:
+        file.write("\n")
+    compacted(there)  # so that the index is none that was fetched
+    compacted(store)
+    publish(store, ADDRESS)
+    changed = run_of(there, "202602").relative_to(there).as_posix()
+    for again in (False, True):
+        _, restored = fetch(ADDRESS, there)
+        counts = (0, 2, 0) if again else (1, 1, 1)
+        assert restored == Restored(*counts, own=["advice.jsonl", changed])
+    assert own.exists() and (there / "advice.jsonl").read_text() == " "
+    assert run_of(there, "202602").read_bytes() == b"another"
+    with pytest.raises(StoreError, match="was fetched from memory://bucket/box"):
+        fetch("memory://bucket/other", there)
+    with pytest.raises(StoreError, match="has runs of its own"):
+        fetch(ADDRESS, store)
+    shutil.rmtree(store / "runs")
+    with pytest.raises(StoreError, match="has runs of its own"):  # what was compacted is all that is left of them
+        fetch(ADDRESS, store)
+
+
+def test_a_file_that_changes_while_it_is_read(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left for the next time, and what is published says so."""
+    path = keep(store, run_at(5, 10))
+    read = Path.read_bytes
+
+    def growing(self: Path) -> bytes:
+        content = read(self)
+        if self == path:
+            with path.open("ab") as file:
+                file.write(b"\n")
+        return content
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Path, "read_bytes", growing)
+        assert compacted(store).archived.left == [path.relative_to(store).as_posix()]
+    assert publish(store, ADDRESS).stale
+    done = compacted(store)
+    assert done.archived.files == 5 and not done.archived.left and not publish(store, ADDRESS).stale
+    assert not compacted(store).archived.written
+
+
+@pytest.mark.parametrize("ends_at", range(7))
+def test_a_fetch_that_was_cut_off(store: Path, tmp_path: Path, ends_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each file that it writes: the next one does the rest, and until then it is said what lacks."""
+    publish(store, ADDRESS)
+    there, writes = tmp_path / "there", count()
+
+    def cut_off(*arguments: Any, **options: Any) -> None:
+        if next(writes) == ends_at:
+            raise OSError(28, "No space left on device")
+        write_whole(*arguments, **options)
+
+    with monkeypatch.context() as patches:
+        for module in ("object_storage", "restore"):
+            patches.setattr(f"fp8bench.store.compacted.{module}.write_whole", cut_off)
+        with pytest.raises(StoreError, match="No space left on device"):
+            fetch(ADDRESS, there)
+    lacking = 3 - sum(name.startswith("runs/") for name in names_of(there))
+    if 0 < lacking < 3:
+        are = "a run file that was compacted is" if lacking == 1 else "2 run files that were compacted are"
+        assert opened(there).troubles[0].startswith(f"{are} not in {there}")
+    fetch(ADDRESS, there)
+    assert files(there) == files(store) and not opened(there).troubles
+
+
+def test_what_is_read_at_once_is_bounded(tmp_path: Path) -> None:
+    """Files far larger than what is held: a group of rows is read, and no more."""
+    large = tmp_path / "runs" / "box" / "20260101T000000.000Z-nocommit-1.jsonl"
+    write_whole(large, os.urandom(40 << 20))
+    write_whole(tmp_path / "acks.jsonl", b"")
+    assert compacted(tmp_path).archived.files == 2
+    path = parquet_of(tmp_path, "archive/machine=box/month=2026-01")
+    with open_archive() as connection:
+        groups = connection.execute("SELECT max(row_group_num_rows) FROM parquet_metadata(?)", [str(path)]).fetchall()
+    assert groups[0][0] < 2 * 2048  # the last one has the rest
+    content = large.read_bytes()
+    large.unlink()
+    (tmp_path / "acks.jsonl").unlink()
+    assert restore(tmp_path) == Restored(written=2) and large.read_bytes() == content
+    assert not (tmp_path / "acks.jsonl").read_bytes()
