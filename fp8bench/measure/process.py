@@ -105,10 +105,13 @@ class WorkerProcess:
 
     def _let_go(self) -> None:
         self._connection.close()
+        self._close_lifeline()
+        self._log.close()
+
+    def _close_lifeline(self) -> None:
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
-        self._log.close()
 
 
 def how_it_ended(status: int) -> str:

@@ -53,8 +53,8 @@ def handshake() -> dict[str, Scalar | None]:
     return said
 
 
-def die_with_parent(lifeline: int, connection: Connection) -> None:
-    """End this process, and what it has started, as soon as the lifeline closes.
+def die_with_parent(lifeline: int, connection: Connection, last: Callable[[], None] = lambda: None) -> None:
+    """End this process, and what it has started, as soon as the lifeline closes; `last` is done before.
 
     A warden waits for that: a process forked before there is anything to copy, because while foreign code holds the
     interpreter no thread of this one can run. It is no child of this one, which then usually has none: that is soon
@@ -67,6 +67,7 @@ def die_with_parent(lifeline: int, connection: Connection) -> None:
             connection.close()
             while os.read(lifeline, 1):
                 pass
+            last()
         finally:
             os.killpg(os.getpgrp(), signal.SIGKILL)
     os.waitpid(between, 0)

@@ -26,6 +26,8 @@ LAUNCHER_MODULE = "fp8bench.worker.ranks.launcher"
 _GLANCE_SECONDS = 0.2
 # Once a rank has failed the others fail soon, or wait for it in vain.
 _GRACE_SECONDS = 1.0
+# Ranks and what they have started are ended at once; a loaded machine takes its time.
+_ENDING_SECONDS = 10.0
 # The launcher looks every 0.1 s, and then ends the others.
 _LAUNCHER_SECONDS = 2.5
 # Ranks that ended are named by the launcher as soon as it gets a core.
@@ -154,12 +156,29 @@ class RanksProcess(WorkerProcess):
         self.kill()
 
     def kill(self) -> None:
-        """End the ranks first: then the launcher, who sees it, ends by itself, and leaves nobody to be waited for."""
-        self._end()
+        """Let go of the ranks and of the launcher, whose warden ends all that they have started and removes the folder.
+
+        The launcher is given time to see its ranks' ends: then it leaves nobody to be waited for.
+        """
+        self._end_ranks()
         if hasattr(self, "_popen"):
+            attended = self._attended()
+            self._close_lifeline()
+            end = time.monotonic() + _ENDING_SECONDS
+            while attended and self._folder.exists() and time.monotonic() < end:
+                time.sleep(0.005)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._popen.wait(_LAUNCHER_SECONDS)
             super().kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _attended(self) -> bool:
+        """Whether the launcher or its warden holds the other end of the lifeline."""
+        if self._lifeline < 0:
+            return False
+        looking = select.poll()
+        looking.register(self._lifeline, 0)
+        return not looking.poll(0)  # POLLERR is told without being asked for
 
     @property
     def _failed(self) -> bool:
@@ -282,19 +301,3 @@ class RanksProcess(WorkerProcess):
         """Close the lifelines, upon which each rank is ended with all it has started."""
         for rank in self._ranks:
             rank.close()
-
-    def _end(self) -> None:
-        """End the ranks, and see that all are gone."""
-        self._end_ranks()
-        end = time.monotonic() + _LAUNCHER_SECONDS
-        while any(map(_lives, (rank.pid for rank in self._ranks))) and time.monotonic() < end:
-            time.sleep(0.005)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _lives(pid: int) -> bool:
-    """Whether a process goes on: one that waits for somebody to ask how it ended does not."""
-    try:
-        return pid > 0 and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False

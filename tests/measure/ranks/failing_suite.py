@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from fp8bench.suites import DeviceFacts, Phases, Scalar, Setup
 
 FOREVER = 1000.0
+LEFT = ["sleep", f"{FOREVER:g}"]
 AT = 4
 
 
@@ -31,18 +33,34 @@ def send_too_much(state: dict[str, Any]) -> None:
     state["sums"] = state["sums"].repeat(2, 1)
 
 
+def leave_somebody() -> None:
+    """A process in a session of its own, which is not in the group of the rank."""
+    subprocess.Popen(LEFT, start_new_session=True)
+
+
+def end_rank(state: dict[str, Any]) -> None:
+    leave_somebody()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_end(state: dict[str, Any]) -> None:
+    leave_somebody()
+    time.sleep(FOREVER)
+
+
 def end_launcher(state: dict[str, Any]) -> None:
+    leave_somebody()
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(FOREVER)
 
 
 FAULTS: Mapping[str, Callable[[dict[str, Any]], object]] = {
     "exit": lambda state: os._exit(7),
-    "SIGKILL": lambda state: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGKILL": end_rank,
     "raise": raise_it,
     "memory": exhaust,
     "SIGSEGV": lambda state: ctypes.string_at(0),
-    "hang": lambda state: time.sleep(FOREVER),
+    "hang": wait_for_end,
     "SIGSTOP": lambda state: os.kill(os.getpid(), signal.SIGSTOP),
     "clean-exit": lambda state: os._exit(0),
     "size": send_too_much,

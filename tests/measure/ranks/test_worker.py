@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,8 +45,17 @@ REASONS = {
 _ANY_RANK = ("size", "launcher")
 
 
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where temporary files lie in a test; a short name, as sockets need."""
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, monkeypatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", None)
+        yield Path(folder)
+
+
 def left_behind() -> list[str]:
-    """Processes of ranks or launchers that run, other than those that this process has started before."""
+    """Processes of ranks, of launchers, or left by ranks, other than those that this process has started before."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -51,9 +63,11 @@ def left_behind() -> list[str]:
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
-        ours = any(word.startswith(("fp8bench.worker.ranks", "fp8bench.training.rank_lab")) for word in words)
+        ours = words[:2] == ["sleep", "1000"] or any(
+            word.startswith(("fp8bench.worker.ranks", "fp8bench.training.rank_lab")) for word in words
+        )
         if ours and state not in "ZX" and os.environ["PYTEST_CURRENT_TEST"] in _environment(folder):
-            found.append(" ".join(words))
+            found.append(" ".join(words).strip())
     return found
 
 
@@ -62,6 +76,11 @@ def _environment(folder: Path) -> str:
         return (folder / "environ").read_bytes().decode(errors="replace")
     except OSError:
         return ""
+
+
+def left_in(folder: Path) -> list[Path]:
+    """What ranks and their launcher need no more."""
+    return [*folder.glob("fp8bench-*"), *folder.glob("torchelastic_*")]
 
 
 def gone() -> bool:
@@ -93,7 +112,7 @@ def test_ranks_are_asked_together_and_end_together() -> None:
         assert len(left_behind()) >= 2
         with pytest.raises(WorkerError, match="rank 1 of 2, in phase gemm of 'slot', failed: ValueError: boom"):
             worker.within(20).slot("a", 1, 0)
-        assert gone()
+        assert gone(), left_behind()
 
 
 def measured(faults: Sequence[str], store: Path, monkeypatch: pytest.MonkeyPatch) -> list[Record]:
@@ -108,8 +127,10 @@ def measured(faults: Sequence[str], store: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", list(REASONS))
-def test_a_fault_is_a_record_and_nobody_is_left(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With rank, phase and reason."""
+def test_a_fault_is_a_record_and_nobody_is_left(
+    fault: str, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rank, phase and reason; neither a process, in a session of its own either, nor a folder is left."""
     (record,) = measured([fault], tmp_path, monkeypatch)
     assert record.status is Status.FAILED and REASONS[fault] in record.reason, record.reason
     assert (where := record.failed_rank) is not None and (where.ranks, where.request) == (2, "slot")
@@ -117,7 +138,37 @@ def test_a_fault_is_a_record_and_nobody_is_left(fault: str, tmp_path: Path, monk
         assert (where.rank, where.phase) == (1, "gemm"), where
     if fault == "launcher":
         assert f"with rank {where.rank} in phase {where.phase} of 'slot'" in record.reason, record.reason
-    assert gone()
+    assert gone() and not left_in(temporary), (left_behind(), left_in(temporary))
+
+
+# A run of its own, to be killed while rank 1 does not go on.
+RUN = """
+import sys
+from pathlib import Path
+from fp8bench import pipeline
+from fp8bench.model import Request
+from fp8bench.protocols import SilentObserver
+axes = (("fault", ("hang",)),)
+request = Request("failing_ranks", axes=axes, rounds=1, quick=True, imports=(sys.argv[1],), ranks=2)
+pipeline.execute(request, Path(sys.argv[2]), SilentObserver(), "")
+"""
+
+
+@pytest.mark.slow
+def test_a_parent_that_is_killed_leaves_neither_process_nor_folder(temporary: Path, tmp_path: Path) -> None:
+    """A rank, its launcher, a process that a rank has put into a session of its own, and what lies in their folder."""
+    with subprocess.Popen([sys.executable, "-c", RUN, SUITE, str(tmp_path / "store")]) as run:
+        try:
+            while "sleep 1000" not in (left := left_behind()):
+                assert run.poll() is None
+                time.sleep(0.05)
+        finally:
+            run.kill()
+    assert len(left) >= 4 and gone(), left_behind()
+    end = time.monotonic() + 30
+    while left_in(temporary) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not left_in(temporary)
 
 
 # Imported as Python starts: rank 1 is killed, once, where it comes to import a module.
@@ -154,7 +205,8 @@ def test_a_rank_that_dies_before_all_have_begun_fails_the_first_case(
     assert (tmp_path / "died").exists() and first.status is Status.FAILED and reason in first.reason, first.reason
     assert (where := first.failed_rank) is not None and (where.rank, where.ranks, where.request) == (1, 2, request)
     assert 0 <= where.silent_seconds < 600  # of one that left no sign of life, since it was started
-    assert REASONS["raise"] in second.reason and gone()
+    assert REASONS["raise"] in second.reason
+    assert gone(), left_behind()
 
 
 @pytest.mark.slow
@@ -181,7 +233,7 @@ def test_a_run_goes_on_after_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyP
     lost, sums, whole = measured(["exit", "sums", "none"], tmp_path, monkeypatch)
     assert (lost.status, sums.status, whole.status) == (Status.FAILED, Status.FAILED, Status.OK)
     assert sums.failed_rank is None and "the ranks disagree: sum is 0.0 on rank 0 and 1.0 on rank 1" in sums.reason
-    assert gone()
+    assert gone(), left_behind()
 
 
 @pytest.mark.slow
