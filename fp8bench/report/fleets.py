@@ -12,17 +12,19 @@ from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, 
 _HONEST = units.percent(1 - FALSE_ALARMS, 0)
 LEGEND = (
     "kind: machines with the same hardware, software and settings; only these are held against each other one by one",
-    "time: of the middle call, the median over a kind's machines, with the fastest and the slowest machine",
-    f"slow, fast: in {_HONEST} of all reports no honest machine is so many spreads from the median of its kind",
+    "time of a case: the median call of each machine, and of these the median over a kind, the fastest and the slowest",
+    "time of a machine: how far it is from the median of its kind, in the median of its cases",
+    f"slow, fast: further from that median than in {_HONEST} of reports by chance; a spread is 1.48 median deviations",
+    "slow from: a machine that takes this much longer than the median of its kind would be listed as slow",
     "bits: of a fixed set of operations by dtype, and every error of a case; the same seed has to give the same",
 )
 
 
 def named(report: FleetReport) -> Table | Text:
-    """Machines, and what each is named for."""
+    """Machines that stand out, and by what."""
     if not report.alarms:
-        return Text("No machine is named.", Tone.GOOD)
-    columns = Column("machine"), Column("is named for"), Column("why", below=True)
+        return Text("No machine stands out.", Tone.GOOD)
+    columns = Column("machine"), Column("problem"), Column("why", below=True)
     rows = tuple((Field(one.machine), Field(one.what, tone=Tone.BAD), Field(one.words)) for one in report.alarms)
     return Table("named", "", columns, rows)
 
@@ -31,8 +33,8 @@ def machines(report: FleetReport) -> Table:
     """A row a machine."""
     columns = (
         Column("machine"), Column("kind"), Column("runs", number=True), Column("whole cells", number=True),
-        Column("failed cases", number=True), Column("time", number=True, hint="of its middle case, to its kind's"),
-        Column("named for"),
+        Column("failed cases", number=True), Column("time", number=True, hint="median case beside its kind's"),
+        Column("problem"),
     )  # fmt: skip
     rows = []
     for one in report.machines:
@@ -57,7 +59,7 @@ def charts(report: FleetReport) -> Iterator[Bars]:
         if marks:
             groups.append((f"kind {figure.kind}", marks))
     if groups:
-        words = "Each machine's time in its middle case over the median of its kind; 1 is the median."
+        words = "Each machine's time in its median case over the median of its kind, which is 1. Red: an outlier."
         yield Bars(
             "deviations", "Time over that of the kind's median", words, Axis("time ratio", "x"), tuple(groups), 1.0
         )
@@ -67,7 +69,7 @@ def kinds(report: FleetReport) -> Table:
     """A row a kind, and in what it differs from the first."""
     columns = (
         Column("kind"), Column("machines", number=True), Column("hardware"), Column("torch"),
-        Column("slow from", number=True, hint=f"would be named from there on; {LEAST_MACHINES} machines at least"),
+        Column("slow from", number=True, hint=f"would be listed from there on; needs {LEAST_MACHINES} machines"),
         Column("differs from A in", below=True),
     )  # fmt: skip
     rows = tuple(
@@ -115,6 +117,6 @@ def _case(figure: Figure, first: Mapping[str, Figure], why_not: Mapping[str, str
 def coverage(report: FleetReport) -> Iterator[Element]:
     """What nobody has measured, and what is in no figure."""
     whole = report.settings - len(report.lacking)
-    yield Text(f"{whole} of {report.settings} cells were measured whole by some machine.")
-    yield Items(tuple(Text(f"by none: {setting}", Tone.DOUBT) for setting in report.lacking))
+    yield Text(f"{whole} of {report.settings} cells were measured completely by at least one machine.")
+    yield Items(tuple(Text(f"by no machine: {setting}", Tone.DOUBT) for setting in report.lacking))
     yield Items(tuple(Text(words, Tone.DOUBT) for words in report.excluded))

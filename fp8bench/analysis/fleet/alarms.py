@@ -36,7 +36,7 @@ def of_times(figures: Sequence[Figure]) -> Iterator[Alarm]:
                 continue
             what = Oddity.SLOW if one.change > 0 else Oddity.FAST
             far = f"{abs(one.score):.0f} spreads" if math.isfinite(one.score) else "while all others are alike"
-            where = f"in {figure.case}" if figure.case else "in the middle case"
+            where = f"in {figure.case}" if figure.case else "in its median case"
             beside = f"beside {len(figure.deviations) - 1} others of its kind"
             yield Alarm(machine, what, f"{change(1 + one.change)} time {where}, {beside} ({far})")
 
@@ -71,7 +71,7 @@ def of_coverage(seen: Sequence[Seen], expected: Collection[str]) -> Iterator[Ala
     for machine, ones in own.items():
         cut = {setting: one.run for one in ones for setting in one.cut if setting not in whole[machine]}
         if cut:
-            words = f"{len(cut)} of its cells were cut off, and not gone on with: " + shortened(
+            words = f"{len(cut)} of its cells were cut off and not resumed: " + shortened(
                 [f"{setting} (run {run})" for setting, run in cut.items()]
             )
             yield Alarm(machine, Oddity.CUT_OFF, words)
@@ -80,7 +80,9 @@ def of_coverage(seen: Sequence[Seen], expected: Collection[str]) -> Iterator[Ala
         wanted = [setting for setting, count in common.items() if count > 1 and 2 * count >= len(others)]
         lacking = [setting for setting in wanted if setting not in whole[machine] and setting not in cut]
         if lacking:
-            words = f"{len(lacking)} of {len(wanted)} cells that others have never came: {shortened(lacking)}"
+            words = (
+                f"{len(lacking)} of {len(wanted)} cells that other machines measured are missing: {shortened(lacking)}"
+            )
             yield Alarm(machine, Oddity.MISSING, words)
     for machine in sorted(set(expected) - own.keys()):
         yield Alarm(machine, Oddity.MISSING, "nothing came of it")

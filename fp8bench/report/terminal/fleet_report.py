@@ -11,7 +11,7 @@ def page_of(report: FleetReport, name: str, charts: bool = False) -> Page:
     """What is named, then what it rests on; `charts` for who can draw them."""
     drawn = tuple(fleets.charts(report)) if charts else ()
     parts = [
-        Part("named", "Machines that are named", (fleets.named(report),)),
+        Part("named", "Machines that stand out", (fleets.named(report),)),
         Part("machines", "Machines", (fleets.machines(report), *drawn)),
         Part("kinds", "Kinds of machines", (fleets.kinds(report),)),
         Part("cases", "Cases side by side", (fleets.cases(report),)),

@@ -17,4 +17,4 @@ def test_cells_that_are_missing_are_named_in_the_order_of_the_runs() -> None:
     ones = [seen("one", *settings), seen("two", *settings), seen("three", settings[0])]
     (alarm,) = of_coverage(ones, ())
     assert alarm.machine == "three"
-    assert alarm.words.endswith(f"never came: {', '.join(settings[1:5])} and 7 more")
+    assert alarm.words.endswith(f"are missing: {', '.join(settings[1:5])} and 7 more")

@@ -149,7 +149,7 @@ def reported(fleet: Fleet, fp8bench: Say, *words: str) -> tuple[int, str, str]:
 def test_an_honest_fleet_is_left_alone(fleet: Fleet, fp8bench: Say) -> None:
     """And says from where on a machine would be named."""
     code, out, _ = reported(fleet, fp8bench)
-    assert code == 0 and "No machine is named." in out and "3 of 3 cells were measured whole" in out
+    assert code == 0 and "No machine stands out." in out and "3 of 3 cells were measured completely" in out
     code, out, _ = reported(fleet, fp8bench, "--json")
     found = json.loads(out)
     assert code == 0 and found["alarms"] == [] and 0.05 <= found["kinds"][0]["seen_from"] < 0.5
@@ -250,7 +250,7 @@ def test_the_report_of_a_cell_has_its_fleet(fleet: Fleet, fp8bench: Say, tmp_pat
     text, section = page.read_text(), '<section id="fleet"'
     assert text.count(section) == 1 and "This run is cell 2 of plan" in text
     section_text = text.partition(section)[2].partition("</section>")[0]
-    assert all(name in section_text for name in ("honest0", "slow from", "Machines that are named", "<svg"))
+    assert all(name in section_text for name in ("honest0", "slow from", "Machines that stand out", "<svg"))
     assert "Fleet" in (tmp_path / "p.md").read_text()
     _, out, _ = fp8bench("show", "last", "--store", str(store), "--fleet", "--json")
     assert [(one["machine"], one["what"]) for one in json.loads(out)["alarms"]] == [("slow", "slow")]
@@ -305,10 +305,10 @@ def test_machines_that_share_the_cells_lack_nothing(
         made.count = place
         made.add(name)
     code, out, _ = reported(made, fp8bench)
-    assert code == 0 and "No machine is named." in out
+    assert code == 0 and "No machine stands out." in out
     shutil.rmtree(tmp_path / "stores" / "two")
     code, out, _ = reported(made, fp8bench)
-    assert code == 0 and "2 of 3 cells were measured whole" in out and "by none: gemm" in out
+    assert code == 0 and "2 of 3 cells were measured completely" in out and "by no machine: gemm" in out
 
 
 def test_two_that_differ_are_both_told_of(tmp_path: Path, measured: tuple[Path, list[Lines]], fp8bench: Say) -> None:

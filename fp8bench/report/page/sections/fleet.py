@@ -33,7 +33,7 @@ class Fleet(Section):
             number = run.cell.rpartition("/")[2]
             yield Text(f"This run is cell {number} of plan {run.fleet_plan}, measured on {fact(run, 'machine')}.")
         named = fleets.named(report)
-        caption = "Machines that are named"
+        caption = "Machines that stand out"
         yield named if isinstance(named, Text) else replace(named, name="fleet-named", caption=caption)
         yield replace(fleets.machines(report), name="fleet-machines", caption="Machines")
         yield from fleets.charts(report)
