@@ -15,7 +15,7 @@ from fp8bench.files import is_locked
 from fp8bench.model import Run
 from fp8bench.model.fleet import CellStatus, FleetPlan
 from fp8bench.store.fleet_plans import number_of, plans_of, read_plan, states_of
-from fp8bench.store.runs.listing import COPIED, listing
+from fp8bench.store.runs.listing import REFUSED, listing
 from fp8bench.store.runs.read import load_head, load_run
 
 _OTHERS = "are of no cell of the plan"
@@ -31,9 +31,11 @@ def fleet_report(source: Path, store: Path, expected: Collection[str] = ()) -> F
     seen, left, doubts = _read(store, partial(_is_of_one, plans) if plans else lambda _: True)
     if not seen and not expected:
         what = f"run of the plan {plans[0].id}" if plans else "run"
-        raise UsageError(f"{store} has no {what}. Give --store DIR, or a store that `fleet collect` made.")
-    counts = (f"{count} runs: {why}" for why, count in (+left).items())
-    return report_of(seen, plans, expected, (*counts, *doubts, *_failed_cells(store, plans)))
+        why = "; ".join(_counts(left) or doubts[:1])
+        found = f"of {store} no run counts ({why.rstrip('.')})" if why else f"{store} has no {what}"
+        raise UsageError(f"{found}. Give --store DIR, or a store that `fleet collect` made.")
+    del left[REFUSED]  # each is named among the doubts
+    return report_of(seen, plans, expected, (*_counts(left), *doubts, *_failed_cells(store, plans)))
 
 
 def fleet_of(runs: Sequence[Run], store: Path) -> FleetReport | None:
@@ -50,6 +52,11 @@ def fleet_of(runs: Sequence[Run], store: Path) -> FleetReport | None:
     return report_of(seen, plans, (), (*troubles, *doubts, *_failed_cells(store, plans)))
 
 
+def _counts(left: Counter[str]) -> list[str]:
+    """Of runs that are left out how many, and why."""
+    return [f"{count} run{'s' * (count != 1)}: {why}" for why, count in (+left).items()]
+
+
 def _is_of_one(plans: Sequence[FleetPlan], run: Run) -> bool:
     return any(number_of(plan, run) is not None for plan in plans)
 
@@ -61,7 +68,7 @@ def _read(store: Path, wanted: Callable[[Run], bool]) -> tuple[list[Seen], Count
     """
     there = listing(store)
     doubts = there.notes(there.refused)
-    left = Counter({COPIED: len(there.copies)})
+    left = there.left
     seen = []
     for path in there.files:
         try:

@@ -25,7 +25,7 @@ from fp8bench.jobs.fleet.cells import measured as measure
 from fp8bench.model import Request
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.fleet_plans import write_plan
-from tests.commands import Say
+from tests.commands import Say, unfolded
 from tests.own_suites import forgotten
 
 Lines = list[dict[str, Any]]
@@ -334,6 +334,14 @@ def test_nonsense(fleet: Fleet, fp8bench: Say, tmp_path: Path) -> None:
     ):
         code, _, err = fp8bench("fleet", "report", *words)
         assert code == 2 and said in " ".join(err.split()), err
+    copied = fleet.folder / "honest1" / "runs" / "honest1"
+    for path in list(copied.iterdir()):
+        lines = path.read_text().partition("\n")
+        head = json.loads(lines[0])
+        head["header"]["id"] = f"c{head['header']['id']}"
+        (copied / f"copy-{path.name}").write_text(json.dumps(head) + "".join(lines[1:]))
+    code, _, err = fp8bench("fleet", "report", str(fleet.folder / "honest1"))
+    assert code == 2 and "honest1 no run counts (6 runs: their ids or their samples are those of other" in unfolded(err)
     (fleet.folder / "honest0" / "runs" / "honest0" / "torn.jsonl").write_text('{"schema": 1, "hea')
     code, out, _ = fp8bench("fleet", "report", str(fleet.folder / "honest0"))
     assert code == 0 and "torn.jsonl" in "".join(out.split())
