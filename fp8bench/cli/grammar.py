@@ -178,7 +178,7 @@ def build_parser(named: Collection[str] = tuple(COMMANDS)) -> Parser:
     parser.add_argument("--version", action="version", version=f"fp8bench {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name, words in COMMANDS.items():
-        command = commands.add_parser(name, help=words, allow_abbrev=False)
+        command = commands.add_parser(name, help=words, allow_abbrev=False, add_help=name in named)
         if name in named:
             command_module(name).add(command)
     return parser
