@@ -171,8 +171,8 @@ class ProcessWorker(Worker):
                 self._process = self._started()
             except OSError as error:
                 raise WorkerLost(
-                    f"the worker could not be started ({error.strerror}): the system lets this process start no other, "
-                    "or Python is not where it was. Make room, and try again."
+                    f"the worker could not be started ({error.strerror or error}): the system lets this process start "
+                    "no other, or Python is not where it was. Make room, and try again."
                 ) from None
             first = self._number == 0
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 from typing import NamedTuple
 
@@ -38,6 +39,8 @@ def described(error: BaseException, known: bool = True) -> Fault:
         said.encode("utf-8", "backslashreplace").decode() for said in (text, "".join(traceback.format_exception(error)))
     )
     text = _ADVICE.sub(r"\1", text)
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        text += f" for {sys.executable}. Install torch there, or run fp8bench with a Python that has it."
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}... ({len(text) - _LONGEST} more characters)"
     return Fault(type(error).__name__, text, trace, exhausted)

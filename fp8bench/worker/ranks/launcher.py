@@ -19,6 +19,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from fp8bench.worker.faults import described
 from fp8bench.worker.main import die_with_parent, keep_from_children
 
 # A rank that does not end when it is asked to is ended; torch's own patience is half a minute.
@@ -77,7 +78,11 @@ def main() -> None:
     keep_from_children(lifeline, connection)
     logging.disable()  # what torch logs of a rank's end would stand behind the rank's own last words
     tempfile.tempdir = folder  # torch leaves an empty folder of logs there
-    connection.send(launched(ranks, module, folder, wait_seconds))
+    try:
+        failed = launched(ranks, module, folder, wait_seconds)
+    except ModuleNotFoundError as error:
+        sys.exit(f"{type(error).__name__}: {described(error, known=False).text}")
+    connection.send(failed)
 
 
 if __name__ == "__main__":

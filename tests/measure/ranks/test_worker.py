@@ -23,6 +23,7 @@ from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model import Case, Record, Request, Status
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentObserver
+from tests.facts import CPU
 from tests.own_suites import forgotten
 
 SUITE = str(Path(__file__).with_name("failing_suite.py"))
@@ -207,6 +208,31 @@ def test_a_rank_that_dies_before_all_have_begun_fails_the_first_case(
     assert 0 <= where.silent_seconds < 600  # of one that left no sign of life, since it was started
     assert REASONS["raise"] in second.reason
     assert gone(), left_behind()
+
+
+NO_TORCH = """
+import sys
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+sys.meta_path.insert(0, Without())
+"""
+
+
+def test_without_torch_it_is_said_who_lacks_it_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the launcher, and by the one process that is asked where ranks cannot be."""
+    (tmp_path / "sitecustomize.py").write_text(NO_TORCH)
+    monkeypatch.syspath_prepend(tmp_path)
+    lacks = f"ModuleNotFoundError: No module named 'torch' for {sys.executable}. Install torch there, or run"
+    with RanksWorker(Settings(), 2, 20.0) as worker:
+        with pytest.raises(WorkerError, match=f"^{re.escape(lacks)}"):
+            worker.probe()
+        ended = "the launcher of the ranks exited with status 1, with rank 0 in 'start'"
+        with pytest.raises(WorkerError, match=re.escape(f"the ranks could not be started: {ended}: {lacks}")):
+            worker.within(20).prepare("a", Case("gemm", (), "fp32", "cpu", ranks=2), CPU)
 
 
 @pytest.mark.slow
