@@ -13,6 +13,9 @@ from fp8bench.analysis.metric import ENERGY, STEP, Better, Metric, Reference
 from fp8bench.model import Case, DeviceFacts, Finding, Label, Params, Record, Run
 from fp8bench.protocols.axes import QUIET
 
+# Of a note: who wants to know more places has the rows of the table.
+_MOST_PLACES = 3
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -193,4 +196,6 @@ def merge_notes(notes: Iterable[tuple[str, str, str]], num_places: int) -> list[
 def _where(places: Sequence[str], num_places: int) -> str:
     if num_places == 1:
         return ""
-    return f" in all {num_places} groups" if len(places) == num_places else f" at {'; '.join(places)}"
+    if len(places) == num_places:
+        return f" in all {num_places} groups"
+    return f" at {'; '.join(places)}" if len(places) <= _MOST_PLACES else f" in {len(places)} of {num_places} groups"

@@ -18,7 +18,7 @@ from fp8bench.report.untold import reasons, within
 
 # More ranks have no column each.
 _MOST_COLUMNS = 8
-_FUNCTIONAL = (
+FUNCTIONAL = (
     "On a CPU this is a functional test: ranks share its cores and send through its memory, so that rates, skew and "
     "overlap say nothing about a cluster."
 )
@@ -29,7 +29,7 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
     if panel.case.ranks < 2:
         return
     yield from filter(None, (_times(panel), _memory(panel), _wire(panel)))
-    yield from map(Text, _cheapest(panel))
+    yield from map(Text, cheapest(panel))
     yield from scaling(panel)
     beside = _overlaps(panel)
     if beside is not None:
@@ -37,7 +37,7 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
         yield from map(Text, _no_overlaps(panel))
     yield from map(Text, _bubbles(panel))
     if panel.case.device == "cpu":
-        yield Text(_FUNCTIONAL)
+        yield Text(FUNCTIONAL)
 
 
 def _times(panel: Panel) -> Table | None:
@@ -151,7 +151,8 @@ def wire_costs(panel: Panel) -> dict[str, list[WireCost]]:
     return together((one.collective, one) for one in found.values())
 
 
-def _cheapest(panel: Panel) -> Iterator[str]:
+def cheapest(panel: Panel) -> Iterator[str]:
+    """Of each collective what nothing else beats in bytes and error both."""
     for collective, costs in wire_costs(panel).items():
         best = [costs[place] for place in frontier([(one.wire, one.sqnr) for one in costs])]
         if len(best) < len(costs):

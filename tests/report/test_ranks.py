@@ -9,13 +9,16 @@ import pytest
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.ranks import frontier
 from fp8bench.model import Case, MemoryUse, Record, Run, Segments, SlotSample, Status, Timing
-from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, Scaling, Transfer
+from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, Scaling, Sent, Transfer
 from fp8bench.report.data.tidy import rows, widened
 from fp8bench.report.elements import Scatter, Table, Text
 from fp8bench.report.material import material_of
+from fp8bench.report.page.sections.rank_boards import RankBoards
 from fp8bench.report.page.sections.ranks import Ranks
 from fp8bench.report.panels import panels_of
-from fp8bench.report.ranks import ranks, wire_costs
+from fp8bench.report.rank_boards import POOLED, UNBEATEN, boards, remarks
+from fp8bench.report.ranks import FUNCTIONAL, ranks, wire_costs
+from fp8bench.report.terminal.run import render
 from tests.runs import EMULATED, NATIVE, error, run_of
 
 MS = 1_000_000
@@ -124,6 +127,85 @@ def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
     found = [row for row in rows(run, findings(run)) if row["metric"] == "strong_scaling"]
     bounds = [(row["median_in_unit"], row["low_in_unit"], row["high_in_unit"], bool(row["why"])) for row in found]
     assert bounds == [(pytest.approx(250 / 3), pytest.approx(500 / 7), 100.0, False), (None, None, None, True)]
+
+
+def test_a_board_has_each_case_of_a_collective_once() -> None:
+    """What is measured beside every way of FP8 by the middle of its groups; a star where nothing beats it."""
+    run = made()
+    (panel,) = panels_of(run, findings(run))
+    (board,) = boards(panel)
+    assert board.caption == "all_reduce of 3.91 KiB, 2 ranks"
+    assert [column.title for column in board.columns] == ["case", "", "busbw", "algbw", "wire", "SQNR", "verdict"]
+    assert [[field.text for field in row] for row in board.rows] == [
+        ["fp32", "*", "200 kB/s", "200 kB/s", "5.86 KiB", "151", "reference"],
+        ["bf16", "*", "200 kB/s", "200 kB/s", "2.93 KiB", "50.0", "unsure"],
+        ["fp8_gather pre", "", "200 kB/s", "200 kB/s", "2.93 KiB", "31.5", "emulated"],
+        ["fp8_twoshot pre", "*", "200 kB/s", "200 kB/s", "1.46 KiB", "28.4", "emulated"],
+        ["fp8_ring pre", "", "200 kB/s", "200 kB/s", "1.46 KiB", "26.0", "emulated"],
+    ]
+    single = run_of([replace(one, case=replace(one.case, ranks=1)) for one in run.records])
+    assert not any(any(boards(one)) for one in panels_of(single, findings(single)))
+
+
+def test_a_board_names_what_was_lost_swept_and_failed() -> None:
+    failed = replace(record("bf16", "fp8_gather", 1.0, 1.0), status=Status.FAILED, timing=None, transfer=None)
+    clipped = record("fp8", "fp8_ring", 1500.0, 26.0)
+    lost = (error("sqnr_db", 26.0), error("saturated_ppm", 12.0), error("flushed_percent", 5.4))
+    larger = replace(clipped.case, params=(*clipped.case.params, ("elements", 9)))
+    both = [replace(clipped, measurements=lost), replace(clipped, case=larger)]
+    leads = [record("fp32", way, 6000.0, 151.0) for way in WAYS]
+    leads.append(replace(leads[-1], case=replace(larger, precision="fp32")))
+    run = run_of([*leads, failed, record("bf16", "fp8_twoshot", 3000.0, 50.0), *both])
+    (panel,) = panels_of(run, findings(run))
+    (board,) = boards(panel)
+    texts = {tuple(field.text for field in row[:2]): [field.text for field in row] for row in board.rows}
+    assert texts["", "bf16"][-2].startswith("FAILED 1/2") and texts["", "bf16"][-1] == ""
+    assert texts["", "fp8_ring pre"][-1] == "saturated 12.0 ppm, flushed 5.4%"
+    assert ("elements=9", "fp8_ring pre") in texts
+
+
+def test_several_settings_of_ranks_are_a_board_and_little_else() -> None:
+    """In a terminal: the rest would bury the answer, and is in the report."""
+    run = made()
+    text = render(run, findings(run), width=80)
+    assert len(text.splitlines()) < 60 and text.index("all_reduce of 3.91 KiB, 2 ranks") < 300
+    assert "phases, as shares" not in text and "The report has the rest of every case" in text
+    assert max(map(len, text.splitlines())) <= 80
+    one = run_of([one for one in run.records if dict(one.case.params)["fp8"] == "fp8_ring"])
+    alone = render(one, findings(one), width=80)
+    assert "all_reduce of 3.91 KiB, 2 ranks" in alone and "phases, as shares" in alone
+
+
+def test_ways_of_training_are_a_row_each() -> None:
+    """Efficiency by its interval alone, what the rank sends that sends most, and how far it is from one rank."""
+    sent = (Sent(0, "all_reduce", "float32", 1, 1024.0), Sent(1, "all_reduce", "float32", 1, 2048.0))
+    known = Scaling((10.0,) * 6, (5.0,) * 6, (5.0, 5.5, 6.0, 6.0, 6.5, 7.0))
+    ways = [
+        replace(
+            one, case=replace(one.case, workload="parallel", params=(("way", way), ("wire", "fp32"))), transfer=None,
+            measurements=(error("update_error", 0.01),), scaling=known, sent=sent,
+        )
+        for way in ("ddp", "zero")
+        for one in (record("fp32", "", 1.0, 1.0), record("bf16", "", 1.0, 1.0))
+    ]  # fmt: skip
+    run = run_of(ways)
+    (panel,) = panels_of(run, findings(run))
+    (board,) = boards(panel)
+    assert list(remarks(panel)) == [FUNCTIONAL]
+    assert [row[0].text for row in board.rows] == ["ddp", "ddp", "zero", "zero"]
+    shown = dict(zip((column.title for column in board.columns), board.rows[0], strict=True))
+    told = {name: shown[name].text for name in ("case", "verdict", "strong", "sent", "memory", "gap")}
+    assert told == {
+        "case": "fp32", "verdict": "reference", "strong": "71% to 100%", "sent": "2.00 KiB", "memory": "400 B",
+        "gap": "1.0e-02",
+    }  # fmt: skip
+
+
+def test_the_page_has_boards_ahead_of_all_cases() -> None:
+    run = made()
+    elements = list(RankBoards().elements(material_of([run], [findings(run)])))
+    assert [one.name for one in elements if isinstance(one, Table)] == ["board-all_reduce-1"]
+    assert [one.text for one in elements if isinstance(one, Text)] == [UNBEATEN, POOLED, FUNCTIONAL]
 
 
 def test_a_pipeline_says_what_of_it_is_idle() -> None:

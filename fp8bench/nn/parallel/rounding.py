@@ -4,14 +4,14 @@ Held is what three steps change, by three figures: its relative distance over al
 furthest away, and its gain, how many times one rank's change is in it. Noise falls out of a gain but for what it
 shortens, half its square, so that a gain sees much less than a distance.
 
-| what rounds most             | honest: distance, furthest, gain | limits            |
-|------------------------------|----------------------------------|-------------------|
+| what rounds most             | honest: distance, furthest, gain | limits              |
+|------------------------------|----------------------------------|---------------------|
 | order of float32 sums        | 5e-6, 5e-5, 1e-6                 | 0.001, 0.001, 0.001 |
-| 16 bits, made or sent        | 0.014, 0.02, 0.001               | 0.03, 0.04, 0.01  |
-| FP8, sent                    | 0.042, 0.05, 0.002               | 0.12, 0.15, 0.01  |
-| FP8, a scale a row or block  | 0.12, 0.13, 0.002                | 0.2, 0.25, 0.02   |
-| FP8, a scale a tensor        | 0.28, 0.3, 0.03                  | 0.4, 0.5, 0.08    |
-| fewer bits                   | 0.5, 0.58, 0.13                  | 0.65, 0.8, 0.21   |
+| 16 bits, made or sent        | 0.014, 0.02, 0.001               | 0.03, 0.04, 0.01    |
+| FP8, sent                    | 0.042, 0.05, 0.002               | 0.12, 0.15, 0.01    |
+| FP8, a scale a row or block  | 0.12, 0.13, 0.005                | 0.2, 0.25, 0.02     |
+| FP8, a scale a tensor        | 0.28, 0.3, 0.03                  | 0.4, 0.5, 0.08      |
+| fewer bits                   | 0.54, 0.66, 0.15                 | 0.65, 0.9, 0.21     |
 
 A mistake in scales, or in a mean that is sent in FP8, may be far below rounding: nn/parallel/witness.py sees those.
 """
@@ -52,7 +52,7 @@ class Limits(NamedTuple):
         return "; ".join(told)
 
 
-_EXACT, _IN_16_BITS, _NARROWER = Limits(1e-3, 1e-3, 1e-3), Limits(0.03, 0.04, 0.01), Limits(0.65, 0.8, 0.21)
+_EXACT, _IN_16_BITS, _NARROWER = Limits(1e-3, 1e-3, 1e-3), Limits(0.03, 0.04, 0.01), Limits(0.65, 0.9, 0.21)
 _FP8_SENT, _FP8_BY_BLOCKS = Limits(0.12, 0.15, 0.01), Limits(0.2, 0.25, 0.02)
 _FP8_BY_TENSORS = Limits(0.4, 0.5, 0.08)
 _BYTE = 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp8bench.model import Finding, Label, Record, Run, Status, Verdict
+from fp8bench.report import rank_boards
 from fp8bench.report.break_evens import swept, table
 from fp8bench.report.case_status import emulated
 from fp8bench.report.coverages import elements as coverage
@@ -26,11 +27,17 @@ from fp8bench.report.terminal.figures import (
     tells_memory,
 )
 from fp8bench.report.terminal.summary import summary
-from fp8bench.report.terminal.tables import main_error, main_table, noise_floor, phases_table, show_value
+from fp8bench.report.terminal.tables import floor_of, main_error, main_table, noise_floor, phases_table, show_value
 from fp8bench.report.terminal.tensors import LEGEND, tensors
 from fp8bench.report.words import legend, roofline, speed
 from fp8bench.report.words.run_facts import attention_of, cache_of, missing_of, notes_of, replays_of
 from fp8bench.report.words.values import over_values
+
+# Where there are several groups of several ranks: hundreds of lines would bury the answer.
+_REST = (
+    "The report has the rest of every case: interval and noise floor, phases, memory, each rank's times, overlap "
+    "(fp8bench report {id}); `--set` for one of these settings prints it here."
+)
 
 
 def render(run: Run, findings: Mapping[str, Finding], width: int = 100, color: bool = False) -> str:
@@ -54,7 +61,13 @@ def _parts(panel: Panel, run: Run, width: int) -> Iterator[Part]:
     if covered := tuple(coverage(panel)):
         yield Part("coverage", "coverage", covered)
     title = heading(panel.case.workload, panel.shared, panel.case.device, run.devices)
-    elements: list[Element] = []
+    glance: list[Element] = list(rank_boards.boards(panel))
+    if glance and len(panel.groups) > 1:
+        told = (*glance, *map(Text, [*rank_boards.remarks(panel), _REST.format(id=run.id)]))
+        yield Part("panel", title, told, _reference_line(panel))
+        yield from layout.list_of("notes", "notes", merge_notes(_notes(panel, run), len(panel.groups)))
+        return
+    elements: list[Element] = glance
     of_tensors = about_tensors(panel)
     if of_tensors:
         elements += tensors(panel, width)
@@ -80,7 +93,10 @@ def _reference_line(panel: Panel) -> str:
     """What the others are held against; the noise floor too where one line can say it for all."""
     measured = any(result.record.is_reference for result in panel.results)
     reference = panel.reference if measured else f"none ({panel.reference or 'none planned'} was not measured)"
-    floor = f"; noise floor (A/A): {noise_floor(panel.groups[0])}" if len(panel.groups) == 1 else ""
+    if len(panel.groups) == 1:
+        return f"reference: {reference}; noise floor (A/A): {noise_floor(panel.groups[0])}"
+    floors = floor_of(panel.results) if any(rank_boards.boards(panel)) else ""  # other tables have each group's
+    floor = f"; noise floors (A/A): {floors}" if floors else ""
     return f"reference: {reference}{floor}"
 
 
@@ -164,6 +180,7 @@ def _legend(panels: Sequence[Panel]) -> list[str]:
         *filter(occurs.get, occurs),
         *_error_legends(timed),
     ]
+    lines += [rank_boards.LEGEND] if any(any(rank_boards.boards(panel)) for panel in timed) else []
     lines += [f"pays: {legend.BREAK_EVEN}"] if any(map(swept, timed)) else []
     lines += [legend.ERRORS, *_number_legends(timed), *_energy_legends(timed), *_memory_legends(timed)]
     seen = {label for result in results for label in result.labels}
