@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +21,14 @@ from fp8bench.cli.fleet_export import option
 from fp8bench.errors import UsageError
 from fp8bench.jobs.fleet.engine import Order, engines
 from fp8bench.store.fleet_plans import read_plan, states_of
-from tests.commands import Say
+from tests.commands import ROOT, Say
 
 _GEMM = "gemm --quick --no-energy --rounds 2 --dtypes fp32 --no-isolation --set shape=16,32"
+# Whoever started pytest in the background has made its processes ignore SIGINT.
+_MAIN = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from fp8bench.__main__ import run; sys.exit(run())"
+)
 _DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue")
 _CONFIGURATION = """
 ClusterName=tests
@@ -63,6 +71,35 @@ def test_by_submitit_on_this_machine(plan: Path, fp8bench: Say, store: Path) -> 
     code, out, err = fp8bench("fleet", "submit", str(plan), "--on", "local", "--workers", "2", "--wait")
     assert code == 0 and "2 done." in out and " on local" in err
     assert done(plan, store) == ["done", "done"]
+    for path in (store / "runs").rglob("*.jsonl"):  # submitit would hide the GPUs of this machine
+        facts = json.loads(path.read_text().splitlines()[0])["header"]["environment"]["facts"]
+        assert facts.get("env_CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_workers_without_a_traceback(plan: Path, store: Path, sent: int) -> None:
+    """And what they leave is measured by the next ones."""
+    words = [sys.executable, "-c", _MAIN, "fleet", "submit", str(plan), "--store", str(store), "--on", "local"]
+    with subprocess.Popen(
+        [*words, "--wait"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as process:  # fmt: skip
+        until(lambda: "running" in done(plan, store))
+        process.send_signal(sent)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err and "interrupted" in err, err
+    until(lambda: "running" not in done(plan, store), 20)
+    assert done(plan, store) != ["done", "done"]
+    assert subprocess.run([*words, "--wait"], capture_output=True, check=False).returncode == 0
+    assert done(plan, store) == ["done", "done"]
+
+
+def until(true: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 @pytest.mark.slow
