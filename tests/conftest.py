@@ -116,6 +116,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if only_slow and not _may_be_slow(collection_path) else None
 
 
+# Until a slow test is taken for one that hangs; the others' limit is in pyproject.toml.
+_SLOW_SECONDS = 1200
+
 # Files of few tests that take long. Where one of them came last, one process would wait for the other.
 _LONG = (
     "faults", "jobs/duel", "worker", "test_energy_suite.py", "contracts", "rehearsal", "report/test_stored_runs.py",
@@ -123,9 +126,15 @@ _LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first; the order of the others stays. A mark that its file does not spell would keep a test out."""
+    """Long files first; the order of the others stays. A mark that its file does not spell would keep a test out.
+
+    Some slow tests take two minutes of a machine that has other things to do: the limit is for one that hangs.
+    """
     unspelled = {item.path for item in items if item.get_closest_marker("slow") and not _may_be_slow(item.path)}
     assert not unspelled, f"slow tests in files that `-m slow` does not read: {unspelled}"
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(_SLOW_SECONDS))
     places = tuple(str(Path(__file__).parent / name) for name in _LONG)
     items.sort(key=lambda item: not str(item.path).startswith(places))
 

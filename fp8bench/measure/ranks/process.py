@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import select
 import shutil
@@ -34,6 +35,8 @@ _LAUNCHER_SECONDS = 2.5
 _TELLING_SECONDS = 30.0
 _ENDED_OF_ITSELF = "ended without an error, before it had answered"
 _NOBODY_KNOWS = "ended, and the launcher of the ranks did not say how"
+# Of the folder for what is temporary: the name of a socket in a folder of ours in there may have 103 (Linux: 107).
+_MOST_LETTERS = 70
 Reply = tuple[int, tuple[Any, ...]]
 
 
@@ -68,7 +71,8 @@ class RanksProcess(WorkerProcess):
 
     def __init__(self, python: str, environment: Mapping[str, str], launch: Launch) -> None:
         self._launch = launch
-        self._folder = Path(tempfile.mkdtemp(prefix="fp8bench-ranks-"))
+        crowded = len(os.fsencode(tempfile.gettempdir())) > _MOST_LETTERS
+        self._folder = Path(tempfile.mkdtemp(prefix="fp8bench-ranks-", dir="/tmp" if crowded else None))
         self._ranks = [_Rank(number) for number in range(launch.ranks)]
         self._request = "start"
         self._begun = time.monotonic()

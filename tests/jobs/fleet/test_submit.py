@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -136,13 +137,13 @@ def exported(plan: Path, fp8bench: Say, store: Path) -> None:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A cluster of this machine alone, on loopback and free ports."""
     missing = [name for name in _DAEMONS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")]
     if missing:
         pytest.skip(f"needs {', '.join(missing)} (Debian: slurmctld slurmd slurm-client munge)")
-    folder = tmp_path / "slurm"
-    for one in (folder, folder / "controller", folder / "node"):
+    folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="slurm-"))  # the name of a socket may have 107 letters
+    for one in (folder / "controller", folder / "node"):
         one.mkdir(mode=0o755)
     key = folder / "munge.key"
     key.write_bytes(os.urandom(1024))
@@ -176,6 +177,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _host() -> str:

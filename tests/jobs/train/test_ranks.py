@@ -119,7 +119,7 @@ def test_what_is_killed_with_its_parent_goes_on_to_the_same_bits(whole: KeptTrai
         "--store", "killed",
     ]  # fmt: skip
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 300
+    end = time.monotonic() + 600
     while not list(Path("killed").glob("trainings/*/checkpoints/0-5/rank-1/checkpoint.json")):
         assert process.poll() is None, process.stderr and process.stderr.read()
         assert time.monotonic() < end

@@ -92,8 +92,13 @@ def gone() -> bool:
     return not left_behind()
 
 
-def test_ranks_are_asked_together_and_end_together() -> None:
-    """One answer of two processes, whose settings are explicit; after a fault in one of them nobody is left."""
+def test_ranks_are_asked_together_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One answer of two processes, whose settings are explicit; after a fault in one of them nobody is left.
+
+    However long the name of the folder for what is temporary: a socket's may have 107 letters.
+    """
+    (tmp_path / ("long" * 30)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))
     with RanksWorker(Settings(threads=1, imports=(SUITE,)), 2, 20.0) as worker:
         (facts,) = (one for one in worker.probe() if one.kind == "cpu")
         assert facts.ranks == 2
