@@ -70,7 +70,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     ends = "Exit codes: 0 all was taken, 2 wrong usage, 3 something is wrong with a file, 130 interrupted."
     taken = bare("collect", "copy the runs of several machines' stores into one, by machine and month", ends)
     taken.add_argument("plan", type=types.plan_or_all, metavar="PLAN", help="copy runs of its cells; '-': all runs")
-    taken.add_argument("folders", nargs="+", type=types.path, metavar="DIR", help="a store, or a folder of stores")
+    taken.add_argument(
+        "folders", nargs="+", type=types.path, metavar="DIR", help="a store, or a folder with .fp8bench in it"
+    )
     shared(taken, "--store", help=f"where the copies go; what is there already stays; default {DEFAULT_STORE}")
 
 
