@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
 import re
@@ -82,6 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
 _SLOW = re.compile(r"\bslow\b|\bSLOW\b|\bcounts\(|\bsampled\(")
 
 
+@functools.cache
 def _may_be_slow(path: Path) -> bool:
     """By what a file says, or the conftest.py beside it: importing all of them takes 20 s of a processor."""
     beside = path.with_name("conftest.py")
