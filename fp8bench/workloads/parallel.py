@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _BATCHES = 4
 # Words for the values of a way's own options: each of them, or the first.
 _ALL, _FIRST = "auto", "usual"
+# The option that is a count, of which each rank needs one.
+_COUNTED, _ENOUGH = "microbatches", " that is not less than the ranks"
 # What is sent once is not of a step: DDP tells the others in its second one how it has sorted its buckets.
 _STEPS_BEFORE = 2
 # Steps that are held against those of one rank.
@@ -56,9 +58,9 @@ class Parallel(Workload):
         options = (
             Axis(
                 name,
-                f"{text}; {_ALL}: each that a way has; {_FIRST}: its first",
+                f"{text}; {_ALL}: each that a way has; {_FIRST}: its first{_ENOUGH * (name == _COUNTED)}",
                 (_ALL,),
-                _or_words(_parse(name)),
+                _or_words(name, facts.ranks),
                 quick=(_FIRST,),
             )
             for name, text in OPTIONS.items()
@@ -79,10 +81,9 @@ class Parallel(Workload):
         config, way = SIZES[str(params["size"])], ways.get(str(params["way"]))
         own: dict[str, Scalar] = {"batch": config.batch * _BATCHES, "sequence": config.sequence}
         usual = {name: own.get(name, value) if value == "auto" else value for name, value in params.items()}
-        plain = {name: value for name, value in usual.items() if name not in OPTIONS or value not in (_ALL, _FIRST)}
+        plain = {name: value for name, value in usual.items() if name not in OPTIONS or not _is_word(value)}
         open_ones = [name for name in way.options if name not in plain]
-        counts = [1 if params[name] == _FIRST else None for name in open_ones]
-        values = (way.options[name][:count] for name, count in zip(open_ones, counts, strict=True))
+        values = [_meant(way.options[name], str(params[name])) for name in open_ones]
         chosen = product(*(map(_parse(name), some) for name, some in zip(open_ones, values, strict=True)))
         return tuple((*plain.items(), *zip(open_ones, some, strict=True)) for some in chosen)
 
@@ -185,9 +186,23 @@ class Parallel(Workload):
             return GPT(_config(dict(setup.case.params)), self.arithmetics(setup), setup.arithmetic.carrier)
 
 
-def _or_words(parse: Callable[[str], Scalar]) -> Callable[[str], Scalar]:
-    """What stands for several values, or one of them."""
-    return lambda text: text if text in (_ALL, _FIRST) else parse(text)
+def _or_words(option: str, ranks: int) -> Callable[[str], Scalar]:
+    """What stands for several values, or one of them. The usual count goes along with the ranks that it serves."""
+    parse, usual = _parse(option), f"{_FIRST} {ranks}" if option == _COUNTED else _FIRST
+    return lambda text: text if text == _ALL else usual if text == _FIRST else parse(text)
+
+
+def _is_word(value: Scalar) -> bool:
+    return str(value).partition(" ")[0] in (_ALL, _FIRST)
+
+
+def _meant(values: tuple[str, ...], word: str) -> tuple[str, ...]:
+    """What a word stands for of a way's values: all, or the first, of counts the first that suffices; else the last."""
+    if word == _ALL:
+        return values
+    _, _, fewest = word.partition(" ")
+    enough = [value for value in values if not fewest or int(value) >= int(fewest)]
+    return (enough[0] if enough else values[-1],)
 
 
 def _parse(option: str) -> Callable[[str], Scalar]:

@@ -48,6 +48,17 @@ def test_every_value_of_a_ways_own_options_is_a_case() -> None:
     assert "ddp has no microbatches=4: it takes wire: fp32, bf16, fp8_gather, fp8_twoshot" in foreign[1]
 
 
+def test_a_quick_look_fills_every_stage() -> None:
+    """With as many microbatches as there are ranks; where no pipeline has so many it is skipped with the number."""
+    axes = ("way", ("pp_gpipe", "pp_1f1b")), ("size", ("micro",))
+    for ranks, parts in ((2, 2), (4, 4)):
+        request = Request("parallel", ("fp32",), axes=axes, ranks=ranks, quick=True)
+        cases = [one for group in make_plan(request, (replace(CPU, ranks=ranks),)) for one in group.cases]
+        assert [(one.case.param("microbatches"), one.skip) for one in cases] == [(parts, "")] * 2
+    (twelve, *_) = planned(ranks=12, way="pp_1f1b", microbatches="usual", batch="12", size="gpt2-124m")
+    assert "4 microbatches do not fill 12 stages by this schedule: choose 12 or more" in twelve[1]
+
+
 def test_a_batch_has_an_equal_share_for_everybody() -> None:
     (first, *_) = planned(ranks=3, way="ddp", wire="fp32", batch="8")
     assert "8 sequences are no equal share for each of 3 ranks: choose a multiple of 3" in first[1]
