@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import ItemsView
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import pytest
 
 from fp8bench.errors import StoreError
 from fp8bench.store.compacted.manifest import index_of, load_manifest, points_of
+from fp8bench.store.compacted.restore import restore
+from fp8bench.store.runs.listing import all_files
 from tests.histories import history, keep, read_trends, run_at, tree
 from tests.store.compacted.test_compacted import compacted, every, no_figures, opened, same, told, words
 
@@ -33,8 +36,6 @@ try:
 except StoreError as error:
     sys.exit(str(error))
 """
-
-
 RESTORES = "`fp8bench store restore` writes the runs"
 
 
@@ -54,6 +55,20 @@ def left_behind(store: Path) -> list[str]:
     known |= {"index.json", ".lock"}
     paths = (path.relative_to(points_of(store)).as_posix() for path in points_of(store).rglob("*") if path.is_file())
     return sorted(set(paths) - known)
+
+
+def runs_of(store: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in all_files(store)}
+
+
+def restored(store: Path, copy: Path) -> ItemsView[str, bytes]:
+    """The runs that can be written from what was compacted, whatever a kill has left of it."""
+    for name in ("points", "archive"):
+        if (store / name).exists():
+            shutil.copytree(store / name, copy / name)
+    if index_of(copy).exists():
+        restore(copy)
+    return runs_of(copy).items()
 
 
 def six_months(store: Path) -> str:
@@ -146,9 +161,12 @@ def test_killed_at_any_moment(tmp_path: Path, count: int) -> None:
         process.communicate()
         no_figures(tmp_path)
         assert words(told(opened(tmp_path))) == slow
+        assert restored(tmp_path, tmp_path / f"of {number}") <= runs_of(tmp_path).items()
     assert killed
     same(tmp_path)
     assert not left_behind(tmp_path)
+    assert restored(tmp_path, tmp_path / "whole") == runs_of(tmp_path).items()
+    assert not list((tmp_path / "archive").rglob(".*"))
 
 
 def test_clocks_that_say_any_month(tmp_path: Path) -> None:
