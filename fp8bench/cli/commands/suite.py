@@ -236,7 +236,8 @@ def _write_plan(request: Request, plan: Plan, facts: Sequence[DeviceFacts], argu
         write_plan(cells, arguments.write_plan)
     except OSError as error:
         raise UsageError(f"--write-plan {arguments.write_plan} could not be written ({error.strerror}).") from None
-    complain(f"plan {cells.id}: {len(cells.cells)} cells in {arguments.write_plan}; one of them: "
+    count = "1 cell" if len(cells.cells) == 1 else f"{len(cells.cells)} cells"
+    complain(f"plan {cells.id}: {count} in {arguments.write_plan}; one of them: "
              f"fp8bench suite --plan {arguments.write_plan} --cell 0")  # fmt: skip
 
 
