@@ -284,7 +284,8 @@ def test_an_empty_path_is_no_file(store: Path, capsys: pytest.CaptureFixture[str
 
 def test_it_does_not_go_with_resume(refused: Callable[..., str]) -> None:
     """A run that is resumed takes everything from its own file."""
-    assert "--resume takes what to measure, and how, from what is kept" in refused("suite: gemm", "--resume", "last")
+    expected = "the run of --resume says what to measure and how, and gemm was given"
+    assert expected in refused("suite: gemm", "--resume", "last")
 
 
 VALID = """# a nightly run
