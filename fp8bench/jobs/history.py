@@ -21,11 +21,10 @@ from fp8bench.report.terminal.changes import to_choose_from
 from fp8bench.store.acks import Undo, acks_of, append_acks, load_acks
 from fp8bench.store.asv.identity import resolved
 from fp8bench.store.compacted.compact import Compaction, compact
-from fp8bench.store.compacted.manifest import FOLDER as POINTS
 from fp8bench.store.index.found_steps import Memory
 from fp8bench.store.index.history import History, open_history
 from fp8bench.store.interpreters import load_renamings
-from fp8bench.store.runs.listing import all_files, closed_folders
+from fp8bench.store.runs.listing import POINTS, all_files, closed_folders
 
 # Reading so many takes longer than one waits without a word.
 _MANY_RUNS = 200

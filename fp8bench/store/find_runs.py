@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.model import Run
 from fp8bench.store.commit_runs import commit_of
-from fp8bench.store.runs.listing import Listing, each_once, find_run, listing
+from fp8bench.store.runs.listing import Listing, each_once, find_run, index_of, listing, without_runs
 from fp8bench.store.runs.read import load_head
 
 
@@ -128,8 +128,8 @@ def _newest_of(store: Path) -> Meant:
     except OSError as error:
         raise RunNotFound(f"the store {store} cannot be read ({error.strerror}).") from None
     if there.newest is None:
-        known = (store / "runs").is_dir()
-        raise RunNotFound(f"{store} {'has no runs yet' if known else 'is no store: it has no runs'}.")
+        known = (store / "runs").is_dir() or index_of(store).exists()
+        raise RunNotFound(f"{store} {without_runs(store) if known else 'is no store: it has no runs'}.")
     newest = there.that_counts(there.newest)
     head = _head(newest)
     commit = head.environment.get("commit") if head is not None and head.environment.get("dirty") is False else None

@@ -31,7 +31,7 @@ from fp8bench.report.terminal.history import (
 from fp8bench.store.ceilings import history_of_ceilings
 from fp8bench.store.commit_runs import UNREADABLE
 from fp8bench.store.find_runs import gone
-from fp8bench.store.runs.listing import all_files, closed_folders, listing
+from fp8bench.store.runs.listing import all_files, closed_folders, index_of, listing
 from fp8bench.store.runs.read import load_run
 from fp8bench.store.series import tracked_by
 from fp8bench.store.trainings import load_head, training_files
@@ -114,7 +114,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import opened
-    from fp8bench.store.compacted.manifest import index_of
 
     told_of = training_files(store) if arguments.runs else index_of(store).exists()
     if not all_files(store) and not told_of:

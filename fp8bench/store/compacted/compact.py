@@ -23,7 +23,6 @@ from fp8bench.store.compacted.manifest import (
     Place,
     Unit,
     Unreadable,
-    index_of,
     load_manifest,
     parquet_of,
     points_of,
@@ -47,7 +46,7 @@ from fp8bench.store.index.figure_files import (
 from fp8bench.store.index.history import spread
 from fp8bench.store.index.tables import Table, placed, read_layout, table_of, tells
 from fp8bench.store.interpreters import load_renamings
-from fp8bench.store.runs.listing import listing, safe_folder
+from fp8bench.store.runs.listing import index_of, listing, safe_folder
 
 # So many commits are read before their rows go to the disk.
 _AT_ONCE = 40

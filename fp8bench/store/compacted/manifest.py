@@ -21,11 +21,10 @@ from fp8bench.model import Conditions, trend_name
 from fp8bench.model.codec import SCHEMA
 from fp8bench.store.index.figure_files import Fingerprints, Stamp, are_known
 from fp8bench.store.interpreters import Renamings
-from fp8bench.store.runs.listing import Listing
+from fp8bench.store.runs.listing import Listing, index_of
 
 # Raised when the same runs would come to other rows, or be written down in another way.
 VERSION = 2
-FOLDER = "points"
 ARCHIVE = "archive"
 _MAGIC = b"fp8bench points"
 _NUMBERED = ("layouts", "silents", "lines", "unders", "machines")
@@ -178,7 +177,7 @@ class Manifest:
 
 def points_of(store: Path) -> Path:
     """The folder of what was compacted."""
-    return store / FOLDER
+    return index_of(store).parent
 
 
 def parquet_of(store: Path, name: str) -> Path:
@@ -190,11 +189,6 @@ def parquet_of(store: Path, name: str) -> Path:
 def parquet_files(store: Path) -> list[Path]:
     """All there are, whether the index names them or not."""
     return sorted((*points_of(store).glob("*/*/points.parquet"), *(store / ARCHIVE).rglob("files.parquet")))
-
-
-def index_of(store: Path) -> Path:
-    """The file that says what counts of it."""
-    return points_of(store) / "index.json"
 
 
 class Unreadable(ValueError):

@@ -23,7 +23,6 @@ from fp8bench.store.compacted.manifest import (
     Manifest,
     Partition,
     Unreadable,
-    index_of,
     parquet_files,
     parquet_of,
     points_of,
@@ -31,7 +30,7 @@ from fp8bench.store.compacted.manifest import (
 )
 from fp8bench.store.compacted.parquet import need_duckdb
 from fp8bench.store.compacted.restore import Fetched, Restored, load_fetched, save_fetched, update
-from fp8bench.store.runs.listing import all_files
+from fp8bench.store.runs.listing import all_files, index_of
 
 _INDEX = "index.json"
 # An index from elsewhere must not say where else on this machine to write.

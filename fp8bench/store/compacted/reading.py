@@ -20,7 +20,6 @@ from fp8bench.store.compacted.manifest import (
     Manifest,
     Unit,
     Unreadable,
-    index_of,
     load_manifest,
     parquet_of,
     points_of,
@@ -32,7 +31,7 @@ from fp8bench.store.compacted.rows import rows_of
 from fp8bench.store.index.figure_files import Fingerprints
 from fp8bench.store.index.tables import Rows, Table
 from fp8bench.store.interpreters import Renamings
-from fp8bench.store.runs.listing import all_files
+from fp8bench.store.runs.listing import all_files, index_of
 
 # So many rows are read at once.
 _AT_ONCE = 500_000

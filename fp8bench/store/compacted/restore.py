@@ -17,7 +17,8 @@ from typing import NamedTuple
 from fp8bench.errors import StoreError
 from fp8bench.files import locked, write_whole
 from fp8bench.store.compacted.archive import Kept, contents, is_whole, kept_files, open_archive
-from fp8bench.store.compacted.manifest import Manifest, Unreadable, index_of, load_manifest, parquet_of, points_of
+from fp8bench.store.compacted.manifest import Manifest, Unreadable, load_manifest, parquet_of, points_of
+from fp8bench.store.runs.listing import index_of
 
 _LOCK_SECONDS = 5.0
 

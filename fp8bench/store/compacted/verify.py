@@ -11,12 +11,12 @@ from fp8bench.store.compacted.manifest import (
     Archive,
     Partition,
     Unreadable,
-    index_of,
     load_manifest,
     parquet_files,
     parquet_of,
 )
 from fp8bench.store.compacted.parquet import check_file, connected, counts_as, duckdb_here
+from fp8bench.store.runs.listing import index_of
 
 _AGAIN = "`fp8bench store compact` makes it again; until then the runs are read"
 

@@ -34,6 +34,8 @@ _PEEKED = 256
 _COLLECTED = "machine=*/month=*/*.jsonl"
 _MONTH = re.compile(r"\d{4}-\d{2}")
 _RECORD = b'{"record":'
+# The folder of what was compacted.
+POINTS = "points"
 REMEDY = "Keep the file that is right, and move the others away"
 
 
@@ -281,8 +283,20 @@ def find_run(word: str, store: Path) -> Path:
     if meant:
         names = ", ".join(path.stem for path in meant[:5])
         raise RunNotFound(f"{word!r} fits {len(meant)} runs ({names}). Give more of the name.")
-    newest = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
+    newest = f" The newest is {files[0].stem}." if files else f" The store {without_runs(store)}."
     raise RunNotFound(f"no run {word!r:.200} in {store}.{newest} Give an id, a file's stem, a path, or 'last'.")
+
+
+def index_of(store: Path) -> Path:
+    """The file that says what was compacted of a store, where something was."""
+    return store / POINTS / "index.json"
+
+
+def without_runs(store: Path) -> str:
+    """Why a store has no run file, in words that follow its name."""
+    if index_of(store).exists():
+        return f"has its runs in compacted files alone: `fp8bench store restore --store {store}` writes them back"
+    return "has no runs yet"
 
 
 def load_named(word: str, store: Path) -> Run:

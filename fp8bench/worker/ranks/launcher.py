@@ -66,8 +66,17 @@ def _end_all(folder: str, launcher: int) -> None:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)
-    while os.getppid() == launcher and time.monotonic() < end:
+    while _is_there(launcher) and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
+
+
+def _is_there(pid: int) -> bool:
+    """Also one that has ended, until it is asked how: it has seen to its ranks then, and is waited for."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def main() -> None:

@@ -24,11 +24,12 @@ from fp8bench.store.compacted import compact as compacting
 from fp8bench.store.compacted import manifest as manifests
 from fp8bench.store.compacted import parquet
 from fp8bench.store.compacted.compact import Compaction, compact
-from fp8bench.store.compacted.manifest import index_of, load_manifest, points_of
+from fp8bench.store.compacted.manifest import load_manifest, points_of
 from fp8bench.store.compacted.verify import check_compacted
 from fp8bench.store.index import history as index
 from fp8bench.store.index.history import History, open_history
 from fp8bench.store.interpreters import Renamings, save_renamings
+from fp8bench.store.runs.listing import index_of
 from tests.counts import sampled
 from tests.histories import history, keep, read_trends, records, run_at
 

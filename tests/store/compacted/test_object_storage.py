@@ -20,9 +20,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.store.compacted.manifest import index_of, points_of
+from fp8bench.store.compacted.manifest import points_of
 from fp8bench.store.compacted.object_storage import Copied, fetch, publish
 from fp8bench.store.compacted.restore import Restored
+from fp8bench.store.runs.listing import index_of
 from tests.histories import keep, run_at
 from tests.store.compacted.test_compacted import compacted, opened, told, words
 from tests.store.compacted.test_compacted_edges import six_months

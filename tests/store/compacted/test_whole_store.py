@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from fp8bench import pipeline
-from fp8bench.errors import StoreError
+from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.files import write_whole
 from fp8bench.jobs.fleet.cells import cut
 from fp8bench.jobs.fleet.cells import measured as measure
@@ -28,7 +28,9 @@ from fp8bench.store.compacted.object_storage import fetch, publish
 from fp8bench.store.compacted.restore import Restored, restore
 from fp8bench.store.compacted.verify import check_compacted
 from fp8bench.store.duels import start_duel
+from fp8bench.store.find_runs import runs_meant
 from fp8bench.store.fleet_plans import keep_plan, write_plan
+from fp8bench.store.runs.listing import find_run
 from fp8bench.store.trainings import start_training
 from tests.commands import Say, unfolded
 from tests.duels import SESSION, header, result
@@ -222,6 +224,16 @@ def test_a_file_is_held_against_its_digest(store: Path) -> None:
             connection.execute(query)
             with pytest.raises(StoreError, match=said):
                 _ = kept_files(made, connection), list(contents(made, connection))
+
+
+def test_a_store_without_its_runs_says_what_writes_them(store: Path) -> None:
+    for path in (store / "runs").rglob("*.jsonl"):
+        path.unlink()
+    for word in ("last", "202603"):
+        with pytest.raises(RunNotFound, match="in compacted files alone: `fp8bench store restore"):
+            find_run(word, store)
+    with pytest.raises(RunNotFound, match="store restore"):
+        runs_meant(str(store), store)
 
 
 def test_what_changes_here_and_there(store: Path, tmp_path: Path) -> None:
