@@ -314,6 +314,7 @@ def test_a_fetch_that_was_cut_off(store: Path, tmp_path: Path, ends_at: int, mon
     assert files(there) == files(store) and not opened(there).troubles
 
 
+@pytest.mark.slow
 def test_what_is_read_at_once_is_bounded(tmp_path: Path) -> None:
     """Files far larger than what is held: a group of rows is read, and no more."""
     large = tmp_path / "runs" / "box" / "20260101T000000.000Z-nocommit-1.jsonl"
