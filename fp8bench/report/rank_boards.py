@@ -28,6 +28,7 @@ _COMPOSED = ("fp8", "scaling")
 _LOST_PERCENT = 0.01
 UNBEATEN = "* nothing else sends as little with as small an error"
 POOLED = "What is measured beside every way of FP8 stands once, by the median of its groups."
+EMULATED_RATES = "Rates of emulated cases are what emulating their casts costs here, and no speed."
 LEGEND = (
     "algbw is the vector's bytes in the dtype that is sent over the median step of the slowest rank, busbw that times "
     "nccl-tests' factor; wire: what a rank sends, of FP8 counted; SQNR against float64. strong: one rank's step over "
@@ -54,6 +55,8 @@ def remarks(panel: Panel) -> Iterator[str]:
         yield UNBEATEN
     if any(_COMPOSED[0] in dict(group.case.params) for group in panel.groups) and len(panel.groups) > 1:
         yield POOLED
+    if _COLLECTIVE in dict(panel.case.params) and any(emulated(one) for _, one in panel.members):
+        yield EMULATED_RATES
     told = ((one.mode, found.strong) for _, one in panel.members if (found := efficiency(one.record)) is not None)
     yield from reasons("efficiency", told)
     if panel.case.device == "cpu":

@@ -16,7 +16,7 @@ from fp8bench.report.material import material_of
 from fp8bench.report.page.sections.rank_boards import RankBoards
 from fp8bench.report.page.sections.ranks import Ranks
 from fp8bench.report.panels import panels_of
-from fp8bench.report.rank_boards import POOLED, UNBEATEN, boards, remarks
+from fp8bench.report.rank_boards import EMULATED_RATES, POOLED, UNBEATEN, boards, remarks
 from fp8bench.report.ranks import FUNCTIONAL, ranks, wire_costs
 from fp8bench.report.terminal.run import render
 from tests.runs import EMULATED, NATIVE, error, run_of
@@ -205,7 +205,7 @@ def test_the_page_has_boards_ahead_of_all_cases() -> None:
     run = made()
     elements = list(RankBoards().elements(material_of([run], [findings(run)])))
     assert [one.name for one in elements if isinstance(one, Table)] == ["board-all_reduce-1"]
-    assert [one.text for one in elements if isinstance(one, Text)] == [UNBEATEN, POOLED, FUNCTIONAL]
+    assert [one.text for one in elements if isinstance(one, Text)] == [UNBEATEN, POOLED, EMULATED_RATES, FUNCTIONAL]
 
 
 def test_a_pipeline_says_what_of_it_is_idle() -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,6 @@ from tests.store.compacted.test_compacted import compacted, opened, told, words
 from tests.store.compacted.test_compacted_edges import six_months
 
 ADDRESS = "memory://bucket/box"
-
-
-@pytest.fixture(autouse=True)
-def _nothing_there() -> Iterator[None]:
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
-    yield
-    MemoryFileSystem.store.clear()
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from fp8bench import pipeline
 from fp8bench.errors import RunNotFound, StoreError
@@ -58,14 +56,6 @@ COMMANDS = [
     f"history show '{SERIES}'", "history regressions --all", "history regressions --json", "history verify",
     "store compact", "history rebuild",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _nothing_there() -> Iterator[None]:
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
-    yield
-    MemoryFileSystem.store.clear()
 
 
 def of_all_kinds(folder: Path) -> dict[str, str]:
