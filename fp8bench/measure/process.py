@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pickle
 import signal
 import socket
 import struct
@@ -15,6 +14,8 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import IO, Any
+
+from fp8bench.model.plain import PlainUnpickler
 
 # A worker that is gone is noticed by its status if a process that it left behind still holds its end of the socket.
 _GLANCE_SECONDS = 0.5
@@ -136,15 +137,6 @@ def last_words(log: IO[bytes]) -> str:
 def plain_value(received: bytes) -> Any:
     """An answer. Unreadable for anything but plain values: whoever unpickles a tensor imports torch."""
     try:
-        return _PlainUnpickler(io.BytesIO(received)).load()
+        return PlainUnpickler(io.BytesIO(received)).load()
     except Exception as error:  # bytes that are no pickle raise anything
         raise Unreadable(f"{type(error).__name__}: {error}") from error
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Knows the frozen values that requests are answered with, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("fp8bench.model.") or module == "fp8bench.model.raw":
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is no plain value")

@@ -15,6 +15,10 @@ OUTSIDE = -1
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # What lies in the folder of a launch: the socket of the process that measures.
 PARENT = "parent"
+# And the file by which ranks find each other. Both are their owner's alone, as the folder is.
+MEETING = "meeting"
+# A variable of every rank and of what it starts: the name of its launch.
+MARK = "FP8BENCH_RANKS"
 
 
 def ranks_in_words(ranks: int, kind: str) -> str:

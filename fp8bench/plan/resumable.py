@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -37,6 +39,21 @@ def _refuse_elsewhere(what: str, request: Request | TrainingRequest, *texts: str
         if not Path(name).is_absolute() and not Path(name).exists():
             why = f"there is no file {name} here, which it reads"
             raise _cannot(what, why, "Resume it in the folder where it began.")
+    for name in (name for name in request.imports if name.endswith(".py")):
+        if _may_be_anybodys(Path(name)):
+            why = f"{name} belongs to another user and lies where everybody may write"
+            raise _cannot(what, why, "Whoever it is of would run code as you. Start a new run.")
+
+
+def _may_be_anybodys(path: Path) -> bool:
+    """Whether somebody else may have put a file where a stored run's code once lay, in a temporary folder that is gone,
+    say."""
+    try:
+        whole = path.resolve(strict=True)
+        foreign = any(one.stat().st_uid not in (0, os.getuid()) for one in (whole, whole.parent))
+        return foreign and any(one.stat().st_mode & stat.S_IWOTH for one in whole.parents)
+    except OSError:  # the import says so
+        return False
 
 
 def refuse_training_elsewhere(training: Training) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.errors import Fp8benchError, NotSent, UsageError
@@ -30,11 +32,14 @@ LIVE: dict[str, Callable[[], Any]] = {}
 
 
 def sent(file: str) -> Any:
-    """The model, batch and loss that another process has put into a file."""
+    """The model, batch and loss that another process of this user has put into a file, whose code they may run."""
     import torch
 
     try:
-        return torch.load(file, weights_only=False)
+        with Path(file).open("rb") as opened:
+            if (owner := os.fstat(opened.fileno()).st_uid) != os.getuid():
+                raise PermissionError(f"{file} belongs to user {owner}")
+            return torch.load(opened, weights_only=False)
     except Exception as error:
         raise NotSent(own_words(error)) from error
 

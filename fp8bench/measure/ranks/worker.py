@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -63,8 +64,10 @@ class RanksWorker(ProcessWorker):
         return RanksProcess(self._python, self._environment(), self._launch)
 
     def _environment(self) -> dict[str, str]:
-        """Explicit, because launchers choose for whoever says nothing; torch's own tells ranks to use one thread."""
-        return {"GLOO_SOCKET_IFNAME": "lo", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **super()._environment()}
+        """Ranks are of one machine: whatever they listen on, nobody outside may come there, whatever was set."""
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        ports = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+        return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **super()._environment(), **ports}
 
     def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
         try:

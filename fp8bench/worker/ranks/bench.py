@@ -7,10 +7,13 @@ import os
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fp8bench.model import Case, DeviceFacts, Scalar, StepEffect
 from fp8bench.model.fleet import OperationBits
-from fp8bench.model.ranks import Sent, Transfer
+from fp8bench.model.plain import PlainUnpickler
+from fp8bench.model.ranks import MEETING, Sent, Transfer
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import Device
 from fp8bench.registry import workloads
@@ -19,7 +22,11 @@ from fp8bench.worker.bits import bits_of_ranks
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.ranks.heart import Heart
 from fp8bench.worker.ranks.overlap import Rounds, Together, overlap_rounds, step_rounds
+from fp8bench.worker.ranks.peers import check_peers
 from fp8bench.worker.ranks.start_line import StartLine
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 # Beginnings of the variables that launchers and libraries of communication are set by.
 RECORDED = (
@@ -30,7 +37,6 @@ RECORDED = (
     "NCCL_",
     "GLOO_",
     "TORCH_",
-    "TORCHELASTIC_USE",
 )
 
 
@@ -38,15 +44,15 @@ RECORDED = (
 _MEETING_SECONDS = 300.0
 
 
-def _meet() -> None:
-    """Wait until all ranks have come here, at the launcher's store."""
-    from torch._C._distributed_c10d import TCPStore
+def _meet(folder: Path, rank: int, ranks: int) -> Store:
+    """Wait until all ranks have come here; where they tell each other the ports that they listen on."""
+    from torch._C._distributed_c10d import FileStore, PrefixStore
 
-    host, port, size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
-    limit = timedelta(seconds=_MEETING_SECONDS)
-    store = TCPStore(host, int(port), is_master=False, timeout=limit)
-    store.set(f"fp8bench/{os.environ['RANK']}", "here")
-    store.wait([f"fp8bench/{rank}" for rank in range(int(size))], limit)
+    # A file in a private folder: whatever listens on a port would believe whoever connects.
+    store = FileStore(str(folder / MEETING), ranks)
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{one}" for one in range(ranks)], timedelta(seconds=_MEETING_SECONDS))
+    return PrefixStore("group", store)
 
 
 class RankBench(Bench):
@@ -61,14 +67,17 @@ class RankBench(Bench):
         self._unmarked = heart.markers
         self._alone = False
         self._overlaps: dict[Case, Rounds | str | None] = {}
-        _meet()
+        self._size, self._rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        # Lists of objects that ranks send each other are pickles: what anybody has sent runs nothing.
+        dist.distributed_c10d._unpickler = PlainUnpickler
         on_gpu = torch.cuda.is_available()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             timeout=timedelta(seconds=wait_seconds),
+            store=_meet(heart.folder, self._rank, self._size), rank=self._rank, world_size=self._size,
             device_id=torch.device("cuda", 0) if on_gpu else None,
-        )
-        self._size, self._rank = dist.get_world_size(), dist.get_rank()
+        )  # fmt: skip
+        check_peers()
         # Slots begin together; how late each rank is from then on is what is measured.
         self._meet = StartLine(heart.folder, self._rank, self._size, wait_seconds).meet
 
@@ -80,11 +89,16 @@ class RankBench(Bench):
         own = {name: text for name, text in sorted(os.environ.items()) if name.startswith(RECORDED)}
         return {**super().software(), **{f"env {name}": text for name, text in own.items()}}
 
+    def prepare(self, key: str, case: Case, facts: DeviceFacts) -> None:
+        super().prepare(key, case, facts)
+        check_peers()  # it may have made groups of its own
+
     def release(self, key: str) -> tuple[str, ...]:
         """What is there without a state was imported for one, and lives as long as this process.
 
         Looking through DTensor and torchao for garbage takes 0.1 s a time.
         """
+        check_peers()
         left = super().release(key)
         if not (self._prepared or self._kept):
             gc.freeze()

@@ -1,55 +1,75 @@
-"""The process that torch's elastic launcher runs in: starts the ranks, never again, and says which of them failed.
+"""The process that starts the ranks, never again, and says which of them failed.
 
 Started by measure.process.WorkerProcess, and ends with its parent as a worker does. It is told once what to start. Its
 warden ends what the ranks have left, and removes the folder of their files: whether the parent lets go or was killed.
+torch's own launcher is not used: it listens on all interfaces, and unpickles what it is sent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from fp8bench.worker.faults import described
+from fp8bench.model.ranks import MARK
 from fp8bench.worker.main import die_with_parent, keep_from_children
 
-# A rank that does not end when it is asked to is ended; torch's own patience is half a minute.
-_ENDING_SECONDS = 1
+# A rank that does not end when it is asked to is ended.
+_ENDING_SECONDS = 1.0
 # What is killed is gone at once, unless the system is in its way.
 _GONE_SECONDS = 5.0
 _POLL_SECONDS = 0.005
+# Of what leads to other machines, or names a place where anybody may come.
+_NOT_FOR_RANKS = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID")
 
 
 def launched(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[int, int]:
-    """Run a module in so many ranks to their end; the exit codes of those that failed of themselves, by rank."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=Path(folder).name, rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1", max_restarts=0, monitor_interval=0.1,
-    )  # fmt: skip
-    if hasattr(config, "shutdown_timeout"):  # torch 2.13
-        config.shutdown_timeout = _ENDING_SECONDS
-    try:
-        elastic_launch(config, sys.executable)("-P", "-m", module, folder, str(wait_seconds))
-    except ChildFailedError as error:
-        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+    """Run a module in so many ranks to their end; how those ended that did not end well, by rank. As soon as one has
+    failed the others are ended, which is told as SIGTERM."""
+    own = {name: text for name, text in os.environ.items() if name not in _NOT_FOR_RANKS}
+    own |= {MARK: Path(folder).name, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    command = [sys.executable, "-P", "-m", module, folder, str(wait_seconds)]
+    started: dict[int, int] = {}
+    for rank in range(ranks):
+        numbered = {**own, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        started[subprocess.Popen(command, stdin=subprocess.DEVNULL, env=numbered).pid] = rank
+    while started:
+        pid, status = os.wait()  # of what ranks have left, too, which comes to this process
+        if pid in started:
+            rank = started.pop(pid)
+            if status:
+                return {rank: os.waitstatus_to_exitcode(status), **_ended(started)}
     return {}
 
 
+def _ended(running: dict[int, int]) -> dict[int, int]:
+    """End ranks; how they ended, where that was not well. Those that had failed by themselves are told so."""
+    failed = {}
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in running:
+            os.kill(pid, number)
+        end = time.monotonic() + _ENDING_SECONDS
+        while running and time.monotonic() < end:
+            for pid in list(running):
+                gone, status = os.waitpid(pid, os.WNOHANG)
+                if gone:
+                    by_us = status == number
+                    failed[running.pop(pid)] = -signal.SIGTERM if by_us else os.waitstatus_to_exitcode(status)
+            time.sleep(_POLL_SECONDS)
+    return {rank: status for rank, status in failed.items() if status}
+
+
 def _marked(mark: bytes) -> Iterator[int]:
-    """Processes that were started by ranks, or by what these have started, in whatever session: torch gives every rank
-    the name of its launch in the environment. None where the system has no /proc."""
+    """Processes that were started by ranks, or by what these have started, in whatever session: every rank has the name
+    of its launch in the environment. None where the system has no /proc."""
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # another user's, or gone
             if mark in file.read_bytes().split(b"\0"):
@@ -59,7 +79,7 @@ def _marked(mark: bytes) -> Iterator[int]:
 def _end_all(folder: str, launcher: int) -> None:
     """Ranks, what they have left, and then the folder; the launcher ends by itself once it has seen their ends."""
     end = time.monotonic() + _GONE_SECONDS
-    mark = f"TORCHELASTIC_RUN_ID={Path(folder).name}".encode()
+    mark = f"{MARK}={Path(folder).name}".encode()
     while (left := list(_marked(mark))) and time.monotonic() < end:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -85,13 +105,7 @@ def main() -> None:
     ranks, module, folder, wait_seconds = connection.recv()
     die_with_parent(lifeline, connection, partial(_end_all, folder, os.getpid()))
     keep_from_children(lifeline, connection)
-    logging.disable()  # what torch logs of a rank's end would stand behind the rank's own last words
-    tempfile.tempdir = folder  # torch leaves an empty folder of logs there
-    try:
-        failed = launched(ranks, module, folder, wait_seconds)
-    except ModuleNotFoundError as error:
-        sys.exit(f"{type(error).__name__}: {described(error, known=False).text}")
-    connection.send(failed)
+    connection.send(launched(ranks, module, folder, wait_seconds))
 
 
 if __name__ == "__main__":

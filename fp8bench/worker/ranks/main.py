@@ -1,6 +1,6 @@
 """A rank: answers the same requests as its neighbours, over a socket to the process that measures.
 
-Started by torch's launcher as `python -m fp8bench.worker.ranks.main FOLDER SECONDS` (or another module, whose bench
+Started by the launcher as `python -m fp8bench.worker.ranks.main FOLDER SECONDS` (or another module, whose bench
 does more). FOLDER holds the socket, and takes this rank's heartbeat and its last words; SECONDS is how long a
 collective waits for the others. The rank ends with the launcher, and with the process that measures.
 """

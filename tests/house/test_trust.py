@@ -1,0 +1,51 @@
+"""Every place where fp8bench reads what others might have written stands in docs/trust.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = {
+    "pickle", "marshal", "shelve", "dill", "cloudpickle", "socket", "socketserver", "http.server", "asyncio", "mmap",
+    "tempfile", "multiprocessing", "multiprocessing.connection", "multiprocessing.shared_memory",
+}  # fmt: skip
+NAMES = {"FileStore", "TCPStore", "_unpickler", "PlainUnpickler", "elastic_launch", "SharedMemory", "rpc"}
+# Its own file names what ranks look at without one of these words.
+BESIDE = {"worker/ranks/peers.py"}
+
+
+def uses(tree: ast.AST) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                found |= {one.name for one in node.names} & MODULES
+            case ast.ImportFrom():
+                found |= ({node.module} & MODULES) | ({one.name for one in node.names} & NAMES)
+            case ast.Attribute(value=ast.Name(id="torch"), attr="load"):
+                found.add("torch.load")
+            case ast.Attribute(attr=name) | ast.Name(id=name) if name in NAMES:
+                found.add(name)
+    return found
+
+
+def test_the_table_names_every_place() -> None:
+    used = set()
+    for top in ("fp8bench", "suites"):
+        for path in (ROOT / top).rglob("*.py"):
+            name = path.relative_to(ROOT).as_posix().removeprefix("fp8bench/")
+            if uses(ast.parse(path.read_text())):
+                used.add(name)
+    rows = [line for line in (ROOT / "docs" / "trust.md").read_text().splitlines() if line.startswith("| ")]
+    named = {name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)}
+    assert named - BESIDE == used, (sorted(used - named), sorted(named - BESIDE - used))
+    assert all((ROOT / "fp8bench" / name).is_file() for name in BESIDE)
+
+
+def test_a_use_is_found_however_it_is_written() -> None:
+    for text in ("import pickle", "from multiprocessing.connection import Listener", "import torch\ntorch.load(f)",
+                 "from torch.distributed import TCPStore", "dist.TCPStore('a', 1)"):  # fmt: skip
+        assert uses(ast.parse(text)), text
+    assert not uses(ast.parse("import json\njson.load(f)"))

@@ -1,0 +1,196 @@
+"""Nobody gets in while ranks run: who listens where, and what comes of those who connect."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8bench.model import Case
+from fp8bench.model.plain import PlainUnpickler
+from fp8bench.worker.ranks import peers
+from tests.measure.ranks.test_worker import SUITE, gone, left_behind
+
+_LISTENING = "0A"
+_FP8BENCH = (sys.executable, "-m", "fp8bench")
+COMMANDS = {
+    "suite": ("suite", SUITE, "--ranks", "2", "--quick", "--set", "fault=none", "--rounds", "20"),
+    "collective": ("suite", "collective", "--ranks", "2", "--quick", "--set", "collective=all_reduce"),
+    "parallel": ("suite", "parallel", "--ranks", "2", "--quick", "--set", "way=pp_1f1b,tp"),
+    "train": ("train", "--ranks", "2", "--parallel", "ddp", "--steps", "20", "--dtypes", "fp32,bf16", "--seeds", "1"),
+}
+
+
+def ours() -> list[Path]:
+    """Processes that this test has started: in /proc."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.environ["PYTEST_CURRENT_TEST"].encode() in (folder / "environ").read_bytes():
+                found.append(folder)
+        except OSError:
+            continue
+    return found
+
+
+def ports() -> dict[int, str]:
+    """The ports that they listen on, and the address of each in hexadecimal digits."""
+    sockets = set()
+    for process in ours():
+        try:
+            sockets |= {str(file.readlink()) for file in (process / "fd").iterdir()}
+        except OSError:
+            continue
+    found = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == _LISTENING and f"socket:[{words[9]}]" in sockets:
+                address, _, port = words[1].partition(":")
+                found[int(port, 16)] = address
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    return address in ("0100007F", "00000000000000000000000001000000")
+
+
+@contextmanager
+def started(words: Sequence[str], store: Path) -> Iterator[subprocess.Popen[str]]:
+    """A command line that measures with ranks, and is ended where the test does not wait for it."""
+    command = [*_FP8BENCH, *words, "--store", str(store)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": "somewhere", "MASTER_PORT": "29500"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_ranks_listen_on_loopback_alone(name: str, tmp_path: Path) -> None:
+    """Whatever the user's environment says of interfaces."""
+    seen: dict[int, str] = {}
+    with started(COMMANDS[name], tmp_path) as running:
+        reading = threading.Thread(target=lambda: said.append(running.communicate()[0]))
+        said: list[str] = []
+        reading.start()
+        while reading.is_alive():
+            seen |= ports()
+            time.sleep(0.02)
+        assert running.returncode == 0, said[0]
+    assert seen and all(map(is_loopback, seen.values())), seen
+    assert gone(), left_behind()
+
+
+class Touch:
+    """A pickle that leaves a file behind."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._file),)
+
+
+def knock(port: int, file: Path, kept: list[socket.socket]) -> None:
+    """Everything that a stranger may say: nothing, junk, pickles, gloo's greeting with numbers of pairs."""
+    code = pickle.dumps(Touch(file))
+    greetings = [struct.pack("<q", number) + code for number in range(4)]
+    for words in (b"", b"\x00", os.urandom(4096), code, *greetings):
+        try:
+            one = socket.create_connection(("127.0.0.1", port), 1)
+            one.sendall(words)
+            kept.append(one)
+        except OSError:
+            continue
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["suite", "collective"])
+def test_what_connects_runs_nothing_and_the_run_ends_with_the_truth_or_an_error(name: str, tmp_path: Path) -> None:
+    """Every port is knocked at as soon as it is there."""
+    kept: list[socket.socket] = []
+    known: set[int] = set()
+    file = tmp_path / "was here"
+    with started(COMMANDS[name], tmp_path) as running:
+        said: list[str] = []
+        reading = threading.Thread(target=lambda: said.append(running.communicate(timeout=240)[0]))
+        reading.start()
+        while reading.is_alive():
+            for port in ports().keys() - known:
+                known.add(port)
+                knock(port, file, kept)
+            time.sleep(0.005)
+    for one in kept:
+        one.close()
+    assert known and not file.exists()
+    assert running.returncode == 0 or "fp8bench: " in said[0] or "failed" in said[0].lower(), said[0]
+    assert gone(), left_behind()
+
+
+def named(module: str, name: str) -> bytes:
+    """A pickle of what has that name in a module."""
+    words = b"".join(b"\x8c" + bytes([len(one)]) + one.encode() for one in (module, name))
+    return b"\x80\x04" + words + b"\x93."
+
+
+def test_answers_and_lists_of_objects_hold_plain_values_alone(tmp_path: Path) -> None:
+    """Neither a function, nor what a module of ours has imported, nor a class of somebody else's."""
+    case = Case("gemm", (), "fp32", "cpu")
+    assert PlainUnpickler(io.BytesIO(pickle.dumps([case, ("a", 1.5)]))).load() == [case, ("a", 1.5)]
+    through = ("run", "replace.__globals__"), ("codec", "math.__loader__"), ("codec", "encode"), ("codec", "Enum")
+    refused = [named(f"fp8bench.model.{one}", name) for one, name in through]
+    for written in (pickle.dumps(Touch(tmp_path / "was here")), *refused):
+        with pytest.raises(pickle.UnpicklingError, match="no plain value"):
+            PlainUnpickler(io.BytesIO(written)).load()
+    assert not (tmp_path / "was here").exists()
+
+
+def test_another_users_process_at_the_other_end_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both ends of a connection within a machine stand in its table, each with its owner."""
+    row = "{n}: {here} {there} 01 00000000:00000000 00:00000000 00000000 {owner} 0 {inode} 1 0 20 4 30 10 -1"
+    here, there = "0100007F:1F90", "0100007F:C350"
+    own = row.format(n=0, here=here, there=there, owner=os.getuid(), inode=77)
+    table = tmp_path / "tcp"
+    monkeypatch.setattr(peers, "_TABLES", (str(table),))
+    monkeypatch.setattr(peers, "_own_sockets", lambda: {"77"})
+    table.write_text(f"head\n{own}\n{row.format(n=1, here=there, there=here, owner=os.getuid(), inode=78)}\n")
+    peers.check_peers()
+    table.write_text(f"head\n{own}\n{row.format(n=1, here=there, there=here, owner=os.getuid() + 1, inode=78)}\n")
+    with pytest.raises(ConnectionError, match=f"user {os.getuid() + 1} has connected to port 8080 of this rank"):
+        peers.check_peers()
+
+
+def test_peers_are_found_in_the_systems_own_table() -> None:
+    """A connection of this process with itself: both rows are there, and are ours."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with socket.create_connection(address), server.accept()[0]:
+            peers.check_peers()
+            inodes = peers._own_sockets()
+            assert sum(line[9] in inodes and line[3] == "01" for line in peers._rows()) >= 2
+
+
+def test_torch_unpickles_lists_of_objects_by_the_name_that_ranks_replace() -> None:
+    """So that what a stranger sends in the place of one runs nothing."""
+    import torch.distributed.distributed_c10d as c10d
+
+    source = Path(str(c10d.__file__)).read_text()
+    assert c10d._unpickler is pickle.Unpickler and source.count("_unpickler(") == 1
+    assert "pickle.load" not in source
