@@ -1,4 +1,6 @@
-"""Files that several processes read and write: replaced in one step, appended to and synced, locked, safely named."""
+"""Files that several processes read and write: replaced in one step, appended to and synced, locked, safely named,
+and with checksums, so that a digit that changes on a disk is seen.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -29,6 +31,73 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _UNSAFE = re.compile(r"[^A-Za-z0-9=,._+-]")
 _LONGEST = {"workload": 40, "params": 72, "device": 16, "mode": 40}
 _DIGITS = 8
+_SUM = "sum"
+# How a line ends that was written with a checksum, and one that is one of several.
+_SEAL = re.compile(rb',"sum":"([0-9a-f]{16})"}\r?$')
+_NUMBERED = re.compile(rb',"line":\d+,"sum":"([0-9a-f]{16})"}\r?$', re.MULTILINE)
+
+
+class Damaged(ValueError):
+    """What is read is not what was written."""
+
+
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """A JSON object with a checksum of what it says, however that is written down."""
+    return {**content, _SUM: _checksum(compact(content).encode())}
+
+
+def sealed_line(content: dict[str, Any]) -> str:
+    """The same as a line of JSON."""
+    return with_checksum(compact(content))
+
+
+def with_checksum(plain: str) -> str:
+    """A JSON object as text, as short as it can be, with its checksum."""
+    return f'{plain[:-1]},"{_SUM}":"{_checksum(plain.encode())}"}}'
+
+
+def unsealed(content: dict[str, Any]) -> dict[str, Any]:
+    """The object without its checksum, if it has one. Raises Damaged where it says something else than was written."""
+    if _SUM not in content:
+        return content
+    plain = {name: value for name, value in content.items() if name != _SUM}
+    if content[_SUM] != _checksum(compact(plain).encode()):
+        raise Damaged("its checksum is not that of what it says")
+    return plain
+
+
+def unsealed_line(line: bytes) -> tuple[dict[str, Any], str]:
+    """The same of a line of JSON, and the checksum, '' without. Raises ValueError for what is no JSON object, too."""
+    seal = _SEAL.search(line)
+    if seal is not None and _checksum(plain := line[: seal.start()] + b"}") == seal[1].decode():
+        return json.loads(plain), seal[1].decode()  # as it was written, which is soon seen
+    content = json.loads(line)
+    if not isinstance(content, dict):
+        raise Damaged("expected an object")
+    return unsealed(content), str(content.get(_SUM, ""))
+
+
+def compact(content: object) -> str:
+    """JSON in one line, as short as it can be."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)
+
+
+def sums_of(text: bytes) -> list[str]:
+    """The checksums of the numbered lines of a file, as they stand there."""
+    return [seal[1].decode() for seal in _NUMBERED.finditer(text)]
+
+
+def digest_of(sums: Iterable[str]) -> str:
+    """What stands for all lines of a file, by their checksums in the order in which they were written."""
+    from hashlib import blake2b
+
+    return blake2b("".join(sums).encode(), digest_size=16).hexdigest()
+
+
+def _checksum(text: bytes) -> str:
+    from hashlib import blake2b  # 2 ms, and most command lines check nothing
+
+    return blake2b(text, digest_size=8).hexdigest()
 
 
 def make_store(store: Path) -> None:
@@ -102,6 +171,11 @@ class LineWriter:
     path: Path
     _file: IO[bytes]
     called: str = "the file"
+    # Of the lines that are in the file.
+    _sums: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._recount()
 
     @classmethod
     def started(cls, path: Path, head: dict[str, Any]) -> Self:
@@ -112,7 +186,7 @@ class LineWriter:
             if path.exists():
                 raise FileExistsError(17, "it exists already")
             with contextlib.ExitStack() as undone:
-                writer = cls(path, undone.enter_context(partial.open("xb")))
+                writer = cls(path, undone.enter_context(partial.open("x+b")))
                 undone.callback(partial.unlink, missing_ok=True)
                 lock(writer._file, 0)
                 writer._lines([head])
@@ -132,7 +206,7 @@ class LineWriter:
         """Write the end line, 'finished' or 'interrupted', and close."""
         try:
             if not self._file.closed:
-                self._lines([{"end": how}])
+                self._lines([{"end": how, "digest": digest_of(self._sums)}])
         finally:
             self.close()
 
@@ -141,11 +215,24 @@ class LineWriter:
         with contextlib.suppress(OSError):
             self._file.close()
 
+    def _recount(self) -> None:
+        """Look again which lines are in the file: the next is numbered after them."""
+        place = self._file.tell()
+        self._file.seek(0)
+        self._sums = sums_of(self._file.read())
+        self._file.seek(place)
+
     def _lines(self, values: Sequence[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n" for value in values)
+        """Write lines with their numbers and checksums."""
+        text = "".join(
+            sealed_line({**value, "line": number}) + "\n" for number, value in enumerate(values, len(self._sums) + 1)
+        )
         try:
             append(self._file, text)
+            self._sums += sums_of(text.encode())
         except OSError as error:
+            with contextlib.suppress(OSError):  # some of it may be in the file
+                self._recount()
             raise StoreError(
                 f"{self.called} {self.path} cannot be written ({error.strerror}). What was finished before is in it; "
                 "make room, or choose another --store DIR."

@@ -21,6 +21,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+from fp8bench.files import digest_of, sealed_line, sums_of, with_checksum
 from fp8bench.model import (
     Case,
     DeviceFacts,
@@ -80,6 +81,7 @@ class LongHistory(Workload):
         raise NotImplementedError
 '''
 _NUMBER = re.compile(r"\b7654321\b")
+_SEAL = re.compile(r',"line":\d+,"sum":"\w+"}$')
 _MARK = 7654321
 _REPEATS = 5
 
@@ -127,7 +129,11 @@ def write_store(store: Path, commits: int = COMMITS, pairs: int = PAIRS, seed: i
         path.parent.mkdir(parents=True, exist_ok=True)
         numbers = map(str, times.of_commit(number))
         lines = [_of_commit(head, run), *(_filled(line, numbers) for line in template)]
-        path.write_text("".join(f"{line}\n" for line in (*lines, '{"end":"finished"}')))
+        text = "".join(
+            with_checksum(f'{line[:-1]},"line":{place}}}') + "\n" for place, line in enumerate(lines, 1)
+        )
+        end = sealed_line({"end": "finished", "digest": digest_of(sums_of(text.encode())), "line": len(lines) + 1})
+        path.write_text(f"{text}{end}\n")
         paths.append(path)
     return paths
 
@@ -152,7 +158,7 @@ def _template(pairs: int) -> list[str]:
         writer = start_run(run, Path(folder))
         writer.append(run.records)
         writer.close()
-        return writer.path.read_text().splitlines()
+        return [_SEAL.sub("}", line) for line in writer.path.read_text().splitlines()]
 
 
 def run_of(number: int, records: tuple[Record, ...]) -> Run:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import StoreError
-from fp8bench.files import locked, write_whole
+from fp8bench.files import compact, locked, sealed, unsealed, write_whole
 from fp8bench.protocols import one_thread
 
 NARROW, WIDE = 256, 512
@@ -81,7 +81,7 @@ class Kept:
     def read(self) -> int | None:
         """The width that was chosen, None if none was."""
         try:
-            found = json.loads(self._path.read_bytes())["bits"]
+            found = unsealed(json.loads(self._path.read_bytes()))["bits"]
         except (OSError, ValueError, LookupError, TypeError):
             return None
         return found if found in (NARROW, WIDE) else None
@@ -95,7 +95,7 @@ class Kept:
             first = self.read()
             if first is not None:
                 return first
-            write_whole(self._path, json.dumps({"bits": bits, **why}), sync=False)
+            write_whole(self._path, compact(sealed({"bits": bits, **why})), sync=False)
         return bits
 
 

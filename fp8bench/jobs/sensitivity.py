@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.analysis.sensitivity import By, PrecisionMap, Study, Trial, map_of
 from fp8bench.errors import StoreError, UsageError, WorkerError, WorkerFault
-from fp8bench.files import stamp, write_whole
+from fp8bench.files import compact, sealed, stamp, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import AskedBench, Worker, claimed
@@ -88,7 +89,7 @@ def kept(study: Study, store: Path) -> Study:
     """Write the study into the store."""
     path = store / "sensitivity" / f"{stamp(study.started)}-{secrets.token_hex(4)}.json"
     try:
-        write_whole(path, as_json(study))
+        write_whole(path, compact(sealed(json.loads(as_json(study)))) + "\n")
     except OSError as error:
         raise StoreError(
             f"the study cannot be kept in {path} ({error.strerror}). Choose another --store DIR."

@@ -6,6 +6,7 @@ this Python has in the same words. Its hash is part of every case that reads it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
 import sysconfig
@@ -100,7 +101,7 @@ def prepare_corpus(data: str | None, folder: Path, write: bool = True) -> Corpus
     digest = hashlib.sha256(text).hexdigest()
     path = folder / f"{digest[:16]}.tokens"
     if write:
-        write_tokens(path, 2 * len(text), lambda: encoded(text, ()))
+        write_tokens(path, lambda: encoded(text, ()))
     return Corpus(str(path.resolve()), name, digest, len(text))
 
 
@@ -109,11 +110,15 @@ def default_identity() -> str:
     return prepare_corpus(None, Path(), write=False).identity
 
 
-def write_tokens(path: Path, size: int | None, tokens: Callable[[], bytes]) -> None:
-    """Make a token file where there is none of that size; None: of any."""
-    if path.is_file() and (size is None or path.stat().st_size == size):
-        return
-    replace_tokens(path, tokens())
+def write_tokens(path: Path, tokens: Callable[[], bytes]) -> None:
+    """Make a token file where there is none that is as it was written: a digest lies beside it."""
+    noted = path.with_suffix(".sha256")
+    with contextlib.suppress(OSError):
+        if noted.read_text() == hashlib.sha256(path.read_bytes()).hexdigest():
+            return
+    made = tokens()
+    replace_tokens(path, made)
+    replace_tokens(noted, hashlib.sha256(made).hexdigest().encode())
 
 
 def replace_tokens(path: Path, tokens: bytes) -> None:

@@ -35,25 +35,39 @@ def refuse_elsewhere(run: Run) -> None:
 
 
 def _refuse_elsewhere(what: str, request: Request | TrainingRequest, *texts: str | None) -> None:
-    for name in (*(name for name in request.imports if name.endswith(".py")), *filter(None, texts)):
+    refuse_code_of_others(what, request.imports)
+    for name in filter(None, texts):
         if not Path(name).is_absolute() and not Path(name).exists():
-            why = f"there is no file {name} here, which it reads"
-            raise _cannot(what, why, "Resume it in the folder where it began.")
-    for name in (name for name in request.imports if name.endswith(".py")):
-        if _may_be_anybodys(Path(name)):
-            why = f"{name} belongs to another user and lies where everybody may write"
-            raise _cannot(what, why, "Whoever it is of would run code as you. Start a new run.")
+            raise _not_here(what, name)
 
 
-def _may_be_anybodys(path: Path) -> bool:
-    """Whether somebody else may have put a file where a stored run's code once lay, in a temporary folder that is gone,
-    say."""
-    try:
-        whole = path.resolve(strict=True)
-        foreign = any(one.stat().st_uid not in (0, os.getuid()) for one in (whole, whole.parent))
-        return foreign and any(one.stat().st_mode & stat.S_IWOTH for one in whole.parents)
-    except OSError:  # the import says so
-        return False
+def refuse_code_of_others(what: str, imports: Sequence[str]) -> None:
+    """Raise before anything is imported whose name alone is known, where somebody else may have put it there since."""
+    for file in (Path(name) for name in imports if name.endswith(".py")):
+        if not file.exists():
+            raise _not_here(what, str(file))
+        if _put_there_by_others(file):
+            why = f"{file} lies where anybody may put files, and is somebody else's"
+            raise _cannot(what, why, "Nobody knows that it is the same code; start a new run.")
+
+
+def _not_here(what: str, name: str) -> UsageError:
+    why = f"there is no file {name} here, which it reads"
+    return _cannot(what, why, "Resume it in the folder where it began.")
+
+
+def _put_there_by_others(file: Path) -> bool:
+    """Whether it, or a folder that it is in, is another user's in a folder where anybody may make some.
+
+    A temporary folder goes with its run, and then whoever is first can make another one by its name.
+    """
+    others = False
+    for one in (path := Path(os.path.abspath(file)), *path.parents):  # noqa: PTH100 - links are theirs, too
+        status = one.lstat()
+        if status.st_mode & stat.S_ISVTX:
+            return others
+        others = others or status.st_uid not in (0, os.geteuid())
+    return False
 
 
 def refuse_training_elsewhere(training: Training) -> None:

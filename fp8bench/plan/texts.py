@@ -113,7 +113,7 @@ def _files_made(source: _Source, digest: str, asked: int, folder: Path) -> tuple
         tokens = train + encoded(source.held_out, merges)
         replace_tokens(path, tokens)
         known = merges, len(train) // _BYTES_A_TOKEN
-        replace_tokens(notes, json.dumps((*known, hashlib.sha256(tokens).hexdigest())).encode())
+        replace_tokens(notes, json.dumps((*known, _digest(known, tokens))).encode())
     return *known, path
 
 
@@ -122,11 +122,14 @@ def _noted(notes: Path, path: Path) -> tuple[Merges, int] | None:
     about these tokens."""
     try:
         merges, trained, digest = json.loads(notes.read_bytes())
-        if digest != hashlib.sha256(path.read_bytes()).hexdigest():
-            return None
-        return tuple((int(first), int(second)) for first, second in merges), int(trained)
+        known = tuple((int(first), int(second)) for first, second in merges), int(trained)
+        return known if digest == _digest(known, path.read_bytes()) else None
     except (OSError, ValueError, TypeError):
         return None
+
+
+def _digest(known: tuple[Merges, int], tokens: bytes) -> str:
+    return hashlib.sha256(repr(known).encode() + tokens).hexdigest()
 
 
 def _other_made(other_data: str | None, merges: Merges, folder: Path) -> TokenSpan | None:
@@ -136,7 +139,7 @@ def _other_made(other_data: str | None, merges: Merges, folder: Path) -> TokenSp
         return None
     digest = hashlib.sha256(text + repr(merges).encode()).hexdigest()
     path = folder / f"{digest[:16]}.tokens"
-    write_tokens(path, None, lambda: encoded(text, merges))
+    write_tokens(path, lambda: encoded(text, merges))
     return TokenSpan(str(path.resolve()), 0, path.stat().st_size // _BYTES_A_TOKEN)
 
 

@@ -7,14 +7,12 @@ which lines there are and not of their order, so that files of two machines merg
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fp8bench.errors import StoreError
-from fp8bench.files import append_lines
+from fp8bench.files import Damaged, append_lines, sealed_line, unsealed_line
 from fp8bench.model import Ack
 from fp8bench.model.codec import Malformed, decode, encode
 
@@ -72,7 +70,7 @@ def _lines(path: Path) -> tuple[dict[bytes, Ack | Undo], list[str]]:
 def append_acks(store: Path, lines: Sequence[Ack | Undo]) -> None:
     """Write them through to the disk, after whatever stands there, a line that was cut off included."""
     kinds = {Ack: "ack", Undo: "undo"}
-    _append(store, [json.dumps({"version": VERSION, kinds[type(one)]: encode(one)}) for one in lines])
+    _append(store, [sealed_line({"version": VERSION, kinds[type(one)]: encode(one)}) for one in lines])
 
 
 def merge_acks(store: Path, other: Path) -> int:
@@ -101,11 +99,11 @@ def _append(store: Path, lines: Sequence[str]) -> None:
 def _read(line: bytes) -> Ack | Undo:
     """What a line says; raises Malformed with the rest of a sentence that begins with the line's name."""
     try:
-        content: Any = json.loads(line)
+        content, _ = unsealed_line(line)
+    except Damaged as error:
+        raise Malformed(f"is not as it was written: {error}") from None
     except (ValueError, RecursionError):
         raise Malformed("is no JSON") from None
-    if not isinstance(content, dict):
-        raise Malformed("is no object")
     if content.get("version") != VERSION:
         raise Malformed(f"is of version {content.get('version')!r:.20} (this fp8bench reads {VERSION})")
     try:

@@ -5,15 +5,14 @@ A line is {"version": 1, "checked": {...}}.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import append_lines
+from fp8bench.files import append_lines, sealed_line
 from fp8bench.model.advice import Checked
 from fp8bench.model.codec import Malformed, decode, encode
-from fp8bench.store.kept_lines import Content, UnknownKind, take_lines
+from fp8bench.store.kept_lines import Content, UnknownKind, sheet_of, take_lines
 
 _VERSION = 1
 
@@ -36,10 +35,10 @@ def load_checks(store: Path) -> tuple[tuple[Checked, ...], list[str]]:
         found[decode(Checked, content["checked"])] = None
 
     try:
-        lines = path.read_bytes().decode("utf-8", errors="replace").split("\n") if path.exists() else []
+        sheet = sheet_of(path.read_bytes() if path.exists() else b"")
     except OSError as error:
         raise StoreError(f"{path} cannot be read ({error.strerror}).") from None
-    troubles = take_lines(enumerate(lines, 1), take)
+    troubles = take_lines(sheet, take)
     return tuple(sorted(found, key=lambda one: one.when)), troubles
 
 
@@ -47,6 +46,6 @@ def keep_checks(store: Path, checked: Sequence[Checked]) -> None:
     """Write them through to the disk."""
     path = checks_of(store)
     try:
-        append_lines(path, [json.dumps({"version": _VERSION, "checked": encode(one)}) for one in checked])
+        append_lines(path, [sealed_line({"version": _VERSION, "checked": encode(one)}) for one in checked])
     except OSError as error:
         raise StoreError(f"{path} cannot be written ({error.strerror}). Choose another --store.") from None

@@ -8,13 +8,12 @@ of them stand in `history.jsonl`, a line each, which says whether a machine beca
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fp8bench.files import append, end_line, locked, safe, write_whole
+from fp8bench.files import append, end_line, locked, safe, sealed_line, unsealed_line, write_whole
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Scalar
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.variables import SWITCHES_SET
@@ -120,7 +119,7 @@ def _begun(store: Path, environment: Environment, device: DeviceFacts) -> Path:
 
 
 def _text(found: Ceilings) -> str:
-    return json.dumps({"version": _VERSION, "ceilings": encode(found)}) + "\n"
+    return sealed_line({"version": _VERSION, "ceilings": encode(found)}) + "\n"
 
 
 def _write(path: Path, found: Ceilings) -> None:
@@ -155,7 +154,7 @@ def _read(path: Path) -> Ceilings | None:
 
 def _read_text(text: bytes) -> Ceilings | None:
     try:
-        content = json.loads(text)
+        content, _ = unsealed_line(text.strip())
         return decode(Ceilings, content["ceilings"]) if content["version"] == _VERSION else None
     except (ValueError, TypeError, KeyError, RecursionError, Malformed):
         return None

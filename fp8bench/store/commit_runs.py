@@ -19,7 +19,7 @@ from fp8bench.store.asv.identity import Identity, from_facts
 from fp8bench.store.interpreters import Renamings, load_renamings
 from fp8bench.store.points import RunPoints, followed
 from fp8bench.store.runs.listing import run_files, store_of
-from fp8bench.store.runs.read import load_head, load_run
+from fp8bench.store.runs.read import load_head, load_sheet
 
 NO_REPOSITORY = "not measured in a git repository"
 DIRTY = "the files differed from their commit"
@@ -27,6 +27,7 @@ NO_COMMIT = "their commit or their start is none"
 NO_MACHINE = "they do not say on which machine they were made"
 NO_CASE = "none of their cases is in a declared grid"
 MISNAMED = "their files are named for another commit; `fp8bench history verify` names them"
+DAMAGED = "lines of them are damaged and were left out; `fp8bench history verify` names them"
 UNREADABLE = "they cannot be read; `fp8bench history verify` says why"
 _HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 # Of as many run files this process remembers what they tell.
@@ -127,10 +128,12 @@ def _read(path: Path, keep: bool) -> tuple[TrackedRun | None, str, frozenset[str
         known = _remembered.get(path)
         if known is not None and known[0] == _stamp(path):
             return known[1], "", known[2]
-        stamp, run = _stamp(path), load_run(path)
+        stamp = _stamp(path)
+        run, sheet = load_sheet(path)
     except (StoreError, OSError):
         return None, UNREADABLE, frozenset()
     tracked, why = checked_run(run, path, Renamings())
+    why = DAMAGED if sheet.lost and tracked is not None else why
     names = frozenset(record.case.workload for record in run.records)
     if keep and tracked is not None and not why:  # a suite that is not known may be, later
         _remember(path, stamp, tracked, names)

@@ -58,8 +58,8 @@ def find_duel(word: str, store: Path) -> Path | None:
 
 def load_duel(path: Path) -> Duel:
     """Read a duel. Broken lines are left out and named in `troubles`; raises StoreError where it is none."""
-    head, *lines = lines_of(path, "the duel's file")
-    duel: Duel = headed(head, path, "duel", lambda plain: decode(Duel, _renamed(plain)))
+    sheet = lines_of(path, "the duel's file")
+    duel: Duel = headed(sheet, path, "duel", lambda plain: decode(Duel, _renamed(plain)))
     results: dict[str, CaseResult] = {}
     notes, ends = [], []
 
@@ -79,7 +79,7 @@ def load_duel(path: Path) -> Duel:
         else:
             raise UnknownKind
 
-    troubles = take_lines(enumerate(lines, 2), take)
+    troubles = take_lines(sheet, take, but=1)
     return replace(
         duel, results=tuple(results.values()), notes=tuple(notes), troubles=tuple(troubles),
         finished=ends[-1:] == ["finished"], path=str(path),

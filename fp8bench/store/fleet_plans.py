@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import LOCK as LOCK_FILE
-from fp8bench.files import append_lines, is_locked, write_whole
+from fp8bench.files import Damaged, append_lines, is_locked, sealed, sealed_line, unsealed, unsealed_line, write_whole
 from fp8bench.model import Run, Status
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.fleet import Attempt, CellState, CellStatus, FleetPlan
@@ -33,7 +33,7 @@ _TAIL = 4000
 
 def write_plan(plan: FleetPlan, path: Path) -> None:
     """As one JSON document that people can read too."""
-    write_whole(path, json.dumps({"schema": _SCHEMA, "fleet": encode(plan)}, indent=1) + "\n")
+    write_whole(path, json.dumps(sealed({"schema": _SCHEMA, "fleet": encode(plan)}), indent=1) + "\n")
 
 
 def read_plan(path: Path) -> FleetPlan:
@@ -52,7 +52,9 @@ def read_plan(path: Path) -> FleetPlan:
             "this version."
         )
     try:
-        plan = decode(FleetPlan, content["fleet"])
+        plan = decode(FleetPlan, unsealed(content)["fleet"])
+    except Damaged as error:
+        raise _no_plan(path, f"{error}; a plan that was changed on purpose has no line 'sum'") from None
     except Malformed as error:
         raise _no_plan(path, str(error)) from None
     wrong = _what_is_wrong(plan)
@@ -134,7 +136,7 @@ def is_whole(run: Run) -> bool:
 
 def note(plan: FleetPlan, number: int, store: Path, attempt: Attempt) -> None:
     """Keep that a cell was tried."""
-    append_lines(folder_of(plan, number, store) / _ATTEMPTS, [json.dumps(encode(attempt))])
+    append_lines(folder_of(plan, number, store) / _ATTEMPTS, [sealed_line(encode(attempt))])
 
 
 def wanted(state: CellState, retry: bool) -> bool:
@@ -174,13 +176,13 @@ def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run]) -> CellS
 
 def _attempts(folder: Path) -> tuple[Attempt, ...]:
     try:
-        lines = (folder / _ATTEMPTS).read_text(encoding="utf-8").splitlines()
+        lines = (folder / _ATTEMPTS).read_bytes().splitlines()
     except OSError:
         return ()
     found = []
     for line in lines:
         try:
-            found.append(decode(Attempt, json.loads(line)))
+            found.append(decode(Attempt, unsealed_line(line)[0]))
         except (ValueError, RecursionError):
             continue  # a line that was cut off
     return tuple(found)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fp8bench.errors import AsvFileAbsent, AsvFileError, AsvFileOfOtherVersion, StoreError, UsageError
+from fp8bench.files import Damaged, sealed, unsealed
 from fp8bench.store.asv.files import existing, read_object, settled_read, write_object
 from fp8bench.store.asv.identity import Identity, from_facts, named_by_asv, resolved
 from fp8bench.store.asv.results import ResultsFile, load_results, merge_files, results_files, save_results
@@ -57,7 +58,9 @@ def load_renamings(store: Path) -> Renamings:
     """A store's renamings: none without the file. One that is no such file renames nothing, and `trouble` says so."""
     path = environments_of(store)
     try:
-        content = read_object(path, VERSION)
+        content = unsealed(read_object(path, VERSION))
+    except Damaged as error:
+        return _none(f"{path} is broken: {error} (one that was changed on purpose has no 'sum')")
     except AsvFileAbsent:
         return Renamings()
     except AsvFileOfOtherVersion:
@@ -75,7 +78,8 @@ def load_renamings(store: Path) -> Renamings:
 
 def save_renamings(store: Path, renamings: Renamings) -> None:
     """Write them in one step."""
-    write_object(environments_of(store), {_KEY: dict(renamings.names), "version": VERSION}, _INDENT)
+    said = sealed({_KEY: dict(sorted(renamings.names.items()))})
+    write_object(environments_of(store), {**said, "version": VERSION}, _INDENT)
 
 
 def _none(why: str) -> Renamings:

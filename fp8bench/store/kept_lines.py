@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.files import Damaged, digest_of, unsealed_line
 from fp8bench.model.codec import SCHEMA, Malformed
 
 T = TypeVar("T")
 Content = dict[str, Any]
 # What foreign content raises on its way to a value; Malformed is a ValueError.
 _BROKEN = (ValueError, KeyError, TypeError, RecursionError)
+# Of an error's words, and of how a broken line begins.
+_LETTERS, _BEGINNING = 120, 20
+_SCHEMA = re.compile(r'{"schema": ?(\d+)\b')
 
 
 class UnknownKind(ValueError):
@@ -26,20 +31,103 @@ def fitting(word: str, names: Mapping[Path, Sequence[str]]) -> list[Path]:
     return whole or [path for path, own in names.items() if word and any(one.startswith(word) for one in own)]
 
 
-def lines_of(path: Path, called: str) -> list[str]:
-    """The lines of a file. Raises RunNotFound where it cannot be read."""
+class Broken(NamedTuple):
+    """A line that is not as it was written: its number in the file, how it begins, and why."""
+
+    number: int
+    begins: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A file's lines that are as they were written, by their numbers, in the order in which they were; and the others.
+
+    `troubles` are sentences on what no line by itself tells: lines that are gone, stand twice or elsewhere. `lost` says
+    that something was written that is not there; a line that a kill has cut short never was. `sealed` says whether
+    its lines are numbered and have checksums: what older versions wrote is not, nor what is added to in any order.
+    """
+
+    lines: tuple[tuple[int, Content], ...]
+    broken: tuple[Broken, ...]
+    troubles: tuple[str, ...]
+    lost: bool
+    sealed: bool
+    sums: tuple[str, ...] = ()
+
+
+class _Line(NamedTuple):
+    """A line with its checksum: `rank` counts lines as they were written, `number` as they stand."""
+
+    rank: int
+    number: int
+    content: Content
+    sum: str
+
+
+def lines_of(path: Path, called: str) -> Sheet:
+    """What is in a file. Raises RunNotFound where it cannot be read."""
     try:
-        return path.read_bytes().decode("utf-8-sig", errors="replace").split("\n")
+        return sheet_of(path.read_bytes())
     except OSError as error:
         raise RunNotFound(f"{called} {path} cannot be read ({error.strerror}).") from None
 
 
-def object_of(line: str) -> Content:
-    """A line as a JSON object."""
-    content = json.loads(line)
-    if not isinstance(content, dict):
-        raise Malformed("expected an object")
-    return content
+def sheet_of(content: bytes) -> Sheet:
+    """The lines of a file that has been read."""
+    broken: list[Broken] = []
+    free: list[tuple[int, Content]] = []
+    sealed: list[_Line] = []
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            one, checksum = unsealed_line(line)
+            if (rank := one.pop("line", 0)) and checksum:
+                sealed.append(_Line(rank, number, one, checksum))
+            elif sealed:  # no version that writes none goes on behind one that does
+                raise Damaged("it has no checksum, as those before it have")
+            else:
+                free.append((number, one))
+        except (ValueError, RecursionError) as error:
+            broken.append(Broken(number, line[:_BEGINNING].decode(errors="replace"), str(error)[:_LETTERS]))
+    in_order, troubles = _once(sealed)
+    troubles += _gone(in_order, broken)
+    lost = bool(in_order) and in_order[-1].rank > len(in_order)
+    as_ended = [_as_ended(in_order, one) for one in in_order]
+    if not (lost or troubles or all(as_ended)):
+        troubles, lost = ["its end was written behind other lines than these"], True
+    lines = (*free, *((one.number, one.content) for one in in_order))
+    return Sheet(lines, tuple(broken), tuple(troubles), lost, bool(sealed), tuple(one.sum for one in in_order))
+
+
+def _once(lines: Sequence[_Line]) -> tuple[list[_Line], list[str]]:
+    """Each line once and in the order in which it was written, and a sentence on each that stands elsewhere."""
+    kept: dict[int, _Line] = {}
+    troubles = []
+    for line in lines:
+        before = kept.setdefault(line.rank, line)
+        if before is not line:
+            troubles.append(f"line {line.number} was written as line {before.number} was, and was left out")
+        elif line.rank < max(kept):
+            troubles.append(f"line {line.number} stands behind lines that were written after it")
+    return sorted(kept.values()), troubles
+
+
+def _gone(lines: Sequence[_Line], broken: Sequence[Broken]) -> Iterator[str]:
+    """A sentence on lines that are not even there as broken ones."""
+    rank = number = 0
+    for line in lines:
+        missing = line.rank - rank - 1 - sum(number < one.number < line.number for one in broken)
+        if missing > 0:
+            yield f"before line {line.number} {missing} {'line is' if missing == 1 else 'lines are'} gone"
+        rank, number = line.rank, line.number
+
+
+def _as_ended(lines: Sequence[_Line], end: _Line) -> bool:
+    """Whether a line that ends a file has the digest of those before it, where it has any."""
+    digest = end.content.pop("digest", None) if "end" in end.content else None
+    return digest is None or digest == digest_of(one.sum for one in lines if one.rank < end.rank)
 
 
 def check_schema(content: Content, path: Path) -> None:
@@ -53,26 +141,38 @@ def check_schema(content: Content, path: Path) -> None:
         )
 
 
-def headed(line: str, path: Path, what: str, made: Callable[[Any], T]) -> T:
-    """What is `made` of a first line's content under `what`; raises StoreError where it is no header."""
+def refuse_newer(sheet: Sheet, path: Path) -> None:
+    """Raises StoreError where a broken line says that a newer version wrote it, whose checksums may be others."""
+    for one in sheet.broken:
+        if (said := _SCHEMA.match(one.begins)) is not None:
+            check_schema({"schema": int(said[1])}, path)
+
+
+def headed(sheet: Sheet, path: Path, what: str, made: Callable[[Any], T]) -> T:
+    """What is `made` of the first line's content under `what`; raises StoreError where it is no header."""
+    refuse_newer(sheet, path)
     try:
-        content = object_of(line)
+        number, content = sheet.lines[0] if sheet.lines else (0, {})
+        if number != 1:
+            raise Damaged(next((one.why for one in sheet.broken if one.number == 1), "it is empty"))
         check_schema(content, path)
         return made(content[what])
     except _BROKEN as error:
-        raise StoreError(f"{path} is no {what}: its first line is no header ({str(error)[:120]}).") from None
+        raise StoreError(f"{path} is no {what}: its first line is no header ({str(error)[:_LETTERS]}).") from None
 
 
-def take_lines(lines: Iterable[tuple[int, str]], take: Callable[[Content], None]) -> list[str]:
-    """Hand over what each line has; what is wrong with those that were left out."""
-    troubles = []
-    for number, line in lines:
-        if not line.strip():
+def take_lines(sheet: Sheet, take: Callable[[Content], None], but: int = 0) -> list[str]:
+    """Hand over what each line has, except for the line `but`; what is wrong with those that were left out."""
+    troubles = [(one.number, one.why) for one in sheet.broken if one.number != but]
+    for number, content in sheet.lines:
+        if number == but:
             continue
         try:
-            take(object_of(line))
+            take(content)
         except UnknownKind:
-            troubles.append(f"line {number} is of a kind that this version does not know, and was left out")
+            troubles.append((number, ""))
         except _BROKEN as error:
-            troubles.append(f"line {number} is broken and was left out ({str(error)[:120]})")
-    return troubles
+            troubles.append((number, str(error)[:_LETTERS]))
+    unknown = "is of a kind that this version does not know, and was left out"
+    said = ((number, f"is broken and was left out ({why})" if why else unknown) for number, why in sorted(troubles))
+    return [*(f"line {number} {words}" for number, words in said), *sheet.troubles]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from fp8bench.analysis.sensitivity import Study
+from fp8bench.files import unsealed
 from fp8bench.model.codec import Malformed, decode
 
 
@@ -14,7 +15,7 @@ def studies_of(store: Path) -> tuple[tuple[Study, ...], list[str]]:
     found, troubles = [], []
     for path in sorted((store / "sensitivity").glob("*.json")):
         try:
-            found.append(decode(Study, {**json.loads(path.read_bytes()), "path": str(path)}))
+            found.append(decode(Study, {**unsealed(json.loads(path.read_bytes())), "path": str(path)}))
         except (OSError, ValueError, TypeError, RecursionError, Malformed) as error:
             troubles.append(f"{path} is no study and was left out ({str(error)[:120]})")
     return tuple(found), troubles

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import LineWriter, append, lock, stamp, write_whole
+from fp8bench.files import LineWriter, compact, digest_of, lock, sealed, stamp, unsealed, unsealed_line, write_whole
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.model.training import (
     ArmCost,
@@ -32,7 +32,7 @@ from fp8bench.model.training import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.store.kept_lines import Content, UnknownKind, fitting, headed, lines_of, take_lines
+from fp8bench.store.kept_lines import Content, UnknownKind, fitting, headed, lines_of, sheet_of, take_lines
 
 STREAM = "steps.jsonl"
 _PLACES = "places.json"
@@ -51,7 +51,8 @@ class Place:
     """Where a training may go on: before a step of a seed, counted from 0, with so many bytes of its stream.
 
     `folder` is that of the checkpoint, '' before the first step of a seed, which needs none. `out` are the arms that
-    are no longer trained, and why.
+    are no longer trained, and why. `digest` is of the lines that the stream had then, '' where an older version kept
+    none.
     """
 
     number: int
@@ -59,6 +60,7 @@ class Place:
     length: int
     folder: str = ""
     out: tuple[tuple[str, str], ...] = ()
+    digest: str = ""
 
 
 @dataclass
@@ -87,7 +89,7 @@ class TrainingWriter(LineWriter):
     def keep(self, number: int, step: int, folder: Path | None, out: Sequence[tuple[str, str]]) -> None:
         """From now on the training may go on here; of what was kept before, the checkpoint before this one stays."""
         name = folder.name if folder is not None else ""
-        place = Place(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out))
+        place = Place(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
         before = [one for one in self.places if (one.number, one.step) < (number, step) and one.number == number]
         begun, checkpoints = before[:1], before[1:][1 - _KEPT_CHECKPOINTS :]
         with self._room():
@@ -103,10 +105,11 @@ class TrainingWriter(LineWriter):
             told = [line for line in cut[:-1] if line.startswith(_EVENT) and any(kind in line for kind in _STAY)]
             self._file.truncate(place.length)
             self._file.seek(place.length)
-            append(self._file, b"".join(line + b"\n" for line in told))
+            self._recount()
+        self._lines([_content(line) for line in told])
 
     def _write(self, places: tuple[Place, ...]) -> None:
-        write_whole(self.path.with_name(_PLACES), json.dumps(encode(places)))
+        write_whole(self.path.with_name(_PLACES), compact(sealed({"places": encode(places)})))
         self.places = places
         remove_others(self.path.parent, places)
 
@@ -123,6 +126,11 @@ class TrainingWriter(LineWriter):
 
 # What happened to the training and not in a step, which is not made again with the steps.
 _EVENT, _STAY = b'{"event":', tuple(f'"kind":"{kind}"'.encode() for kind in ("resumed", "restarted", "out"))
+
+
+def _content(line: bytes) -> Content:
+    content, _ = unsealed_line(line)
+    return {name: value for name, value in content.items() if name in _KINDS}
 
 
 def plain(line: Line) -> dict[str, Any]:
@@ -158,21 +166,29 @@ def reopen_training(path: Path) -> TrainingWriter:
 
 
 def _places(path: Path) -> tuple[Place, ...]:
-    """The places that the stream still reaches to; where none was kept, before the first step of the first seed."""
+    """The places to which the stream is as it was then; where none is, before the first step of the first seed."""
     kept = path.with_name(_PLACES)
     try:
-        known = [decode(Place, one) for one in json.loads(kept.read_text())]
+        plain = json.loads(kept.read_text())
+        known = decode(tuple[Place, ...], plain if isinstance(plain, list) else unsealed(plain)["places"])
     except FileNotFoundError:
-        known = []
-    except (OSError, ValueError, TypeError) as error:
+        known = ()
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise StoreError(
             f"{kept} is broken ({str(error)[:120]}), so that nobody knows where to go on. Remove it to begin again at "
             "the first step."
         ) from None
-    with path.open("rb") as file:
-        begun = Place(0, 0, len(file.readline()))
-        size = file.seek(0, os.SEEK_END)
-    return tuple(one for one in known if one.length <= size) or (begun,)
+    stream = path.read_bytes()
+    begun = Place(0, 0, stream.find(b"\n") + 1)
+    return tuple(one for one in known if _reaches(stream, one)) or (begun,)
+
+
+def _reaches(stream: bytes, place: Place) -> bool:
+    """Whether a stream has all that it had at a place, as it was then."""
+    if place.length > len(stream):
+        return False
+    before = sheet_of(stream[: place.length])
+    return not place.digest or (not before.lost and digest_of(before.sums) == place.digest)
 
 
 def remove_others(folder: Path, places: Iterable[Place]) -> None:
@@ -218,7 +234,7 @@ def load_head(path: Path) -> Training:
     """A training without its lines; raises StoreError as load_training."""
     try:
         with path.open("rb") as file:
-            first = file.readline().decode("utf-8-sig", errors="replace")
+            first = sheet_of(file.readline())
         return headed(first, path, "training", partial(decode, Training))
     except OSError as error:
         raise RunNotFound(f"the training's file {path} cannot be read ({error.strerror}).") from None
@@ -226,8 +242,8 @@ def load_head(path: Path) -> Training:
 
 def load_training(path: Path) -> KeptTraining:
     """Read a training. Broken lines are left out and named in `troubles`; raises StoreError where it is none."""
-    head, *content = lines_of(path, "the training's file")
-    training = headed(head, path, "training", partial(decode, Training))
+    sheet = lines_of(path, "the training's file")
+    training = headed(sheet, path, "training", partial(decode, Training))
     lines: list[Line] = []
     ends = []
 
@@ -240,5 +256,5 @@ def load_training(path: Path) -> KeptTraining:
         else:
             raise UnknownKind
 
-    troubles = take_lines(enumerate(content, 2), take)
+    troubles = take_lines(sheet, take, but=1)
     return KeptTraining(training, tuple(lines), ends[-1:] == ["finished"], str(path), tuple(troubles))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +16,10 @@ from fp8bench.store.asv.rows import NOT_MEASURED, Row, by_combination, is_measur
 from fp8bench.store.asv.view import filled, nothing_of, results_of
 from fp8bench.store.commit_runs import TrackedRun, by_commit, by_place, checked_run
 from fp8bench.store.find_runs import gone
+from fp8bench.store.index.figure_files import digest_of, names_of, sources_of
 from fp8bench.store.runs.listing import REMEDY, Listing, listing, refusal
-from fp8bench.store.verify_files import check_results, check_run, check_surroundings
+from fp8bench.store.verify_files import Soundness, check_results, check_run, check_surroundings
+from fp8bench.store.verify_index import archived_digests, check_figures, check_steps, sha256_of
 from fp8bench.store.verify_machines import Known, check_machines, known_of
 
 _MOST_NAMED = 3
@@ -43,11 +46,17 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
     machines: dict[str, Known | None] = {}
     unknown: Counter[str] = Counter()
     there = listing(store)
-    broken, by_files = 0, by_commit(there.everything).values()
-    for paths in by_files:
+    broken, by_files = 0, by_commit(there.everything)
+    changed, old = _changed(store, by_files), 0
+    for commit, paths in by_files.items():
         kept: dict[str, TrackedRun] = {}
+        soundness: dict[Path, Soundness] = {}
         for path in paths:
-            run, found = check_run(path, now)
+            run, soundness[path], found = check_run(path, now)
+            old += soundness[path] is Soundness.UNKNOWN
+            if soundness[path] is Soundness.UNKNOWN and (fault := changed.get(path)):
+                soundness[path] = Soundness.DAMAGED
+                found.append(fault)
             if run is not None:
                 found += _uncounted(path, there)
                 runs.setdefault(run.id, replace(run, records=(), plan=Plan(())))
@@ -60,18 +69,16 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
             broken += any(fault.broken for fault in found)
             faults += found
         oldest_first = sorted(kept.values(), key=lambda one: one.order)
-        lacking += [fault for members in by_place(oldest_first) for fault in _lacking(results, members, of_commits)]
-    # Suites that nobody told us of, so that nothing can be said about their figures.
-    untold = [
-        Fault(str(store / "runs"), f"of {count} runs, {why}", "Their figures were not compared", broken=False)
-        for why, count in unknown.items()
-    ]
+        for members in by_place(oldest_first):
+            lacking += [_judged(fault, soundness) for fault in _lacking(results, members, of_commits)]
+        faults += check_figures(store, commit, paths, list(kept.values()))
     known = [one for one in machines.values() if one is not None]
-    across = [*untold, *_gone(store, runs.values(), folder), *check_machines(store, known)]
+    across = [*_untold(store, unknown, old, len(there.everything)), *check_steps(store)]
+    across += [*_gone(store, runs.values(), folder), *check_machines(store, known)]
     broken_of_view = {fault.path for fault in of_view if fault.broken}
     listed = {path for path in (*results.glob("*/*.json"), results / "benchmarks.json") if path.is_file()}
     sound = sum(str(path) not in broken_of_view for path in listed)
-    count = sum(map(len, by_files))
+    count = sum(map(len, by_files.values()))
     from fp8bench.store.compacted.verify import check_compacted
 
     of_points, parquet = check_compacted(store)
@@ -80,6 +87,48 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
         (*faults, *check_surroundings(store), *of_view, *_folded(results, lacking), *across, *of_points),
         {"run files": (count - broken, count), "asv's files": (sound, len(listed)), **compacted},
     )
+
+
+def _untold(store: Path, unknown: Mapping[str, int], old: int, files: int) -> Iterator[Fault]:
+    """What could not be looked at: figures of suites that nobody told us of, and files without checksums."""
+    for why, count in unknown.items():
+        what = f"of {count} runs, {why}"
+        yield Fault(str(store / "runs"), what, "Their figures were not compared", broken=False)
+    if old:
+        what = f"{old} of {files} run files have no checksums: an older fp8bench wrote them"
+        yield Fault(str(store / "runs"), what, "A digit that changes in one is not seen", broken=False)
+
+
+def _judged(fault: Fault, soundness: Mapping[Path, Soundness]) -> Fault:
+    """What asv's file and the runs do not say alike, as far as it is known which of them is wrong."""
+    if not fault.broken or set(soundness.values()) == {Soundness.WHOLE}:
+        return fault
+    damaged = [path.name for path, one in soundness.items() if one is Soundness.DAMAGED]
+    if damaged:
+        remedy = f"Put {_listed(damaged)} right first, which is not what was measured; this file may be sound"
+        return replace(fault, remedy=remedy, broken=False)
+    what = f"{fault.what}, which have no checksums: nobody can tell which of them is wrong"
+    return replace(fault, what=what, remedy="Look at copies of both; `fp8bench history rebuild` takes the runs' word")
+
+
+def _changed(store: Path, by_files: Mapping[str, Sequence[Path]]) -> dict[Path, Fault]:
+    """Run files that are not what they were when the index was made of them or they were archived. Nothing is ever
+    changed in one, so that one which is not longer was damaged."""
+    found = {}
+    archived = archived_digests(store)
+    for commit, paths in by_files.items():
+        known = {one.name: one for one in sources_of(store, commit)}
+        for path, name in zip(paths, names_of(store, paths), strict=True):
+            with contextlib.suppress(OSError):
+                size = path.stat().st_size
+                before, kept = known.get(name), archived.get(name)
+                if kept is not None and kept.size == size and kept.digest != sha256_of(path):
+                    remedy = "Move it away, and `fp8bench store restore` writes back what it was"
+                    found[path] = Fault(str(path), "it is not what was archived of it", remedy)
+                elif before is not None and before.size == size and before.digest != digest_of(path):
+                    what = "it is not what the index was made of, and nothing was added to it"
+                    found[path] = Fault(str(path), what, "Put it right from a copy")
+    return found
 
 
 def _uncounted(path: Path, there: Listing) -> Iterator[Fault]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8bench.errors import AsvFileAbsent, AsvFileError, AsvFileOfOtherVersion, StoreError
-from fp8bench.files import PARTIAL, is_locked
+from fp8bench.files import PARTIAL, is_locked, unsealed
 from fp8bench.model import Fault, Run
 from fp8bench.store.acks import acks_of, load_acks
 from fp8bench.store.asv.files import load_benchmarks, load_machine, settled_read
@@ -16,46 +18,67 @@ from fp8bench.store.asv.results import ResultsFile, load_results, results_files
 from fp8bench.store.asv.rows import numbers
 from fp8bench.store.commit_runs import moment_of
 from fp8bench.store.interpreters import environments_of, load_renamings
+from fp8bench.store.kept_lines import sheet_of
 from fp8bench.store.runs.listing import all_files, closed_folders, file_name
-from fp8bench.store.runs.read import load_run, missing_groups
+from fp8bench.store.runs.read import load_sheet, missing_groups
 
 # Clocks of two machines differ by as much without anybody noticing.
 _CLOCKS_DIFFER = timedelta(minutes=1)
 _REBUILD = "`fp8bench history rebuild` makes it again"
 _LOOK = "Look whether it is of use, and delete it"
 _MOST_TROUBLES = 3
+# What lies beside the runs, and has checksums where this version wrote it.
+_SEALED = (
+    "advice.jsonl", "ceilings/*.json", "ceilings/history.jsonl", "cells/*/attempts.jsonl", "duels/*.jsonl",
+    "plans/*.json", "sensitivity/*.json", "trainings/*/steps.jsonl", "trainings/*/places.json",
+)  # fmt: skip
 T = TypeVar("T")
 # What sentences of errors go on with behind the file's name.
 _VERBS = ("is ", "was ", "cannot ")
 
 
-def check_run(path: Path, now: datetime) -> tuple[Run | None, list[Fault]]:
+class Soundness(Enum):
+    """What the checksums of a file say of it."""
+
+    WHOLE = "it is what was written"
+    DAMAGED = "something in it is not what was written"
+    UNKNOWN = "it has none: an older fp8bench wrote it"
+
+
+def check_run(path: Path, now: datetime) -> tuple[Run | None, Soundness, list[Fault]]:
     """A run file: the run, None if there is none in it, and what is wrong with it."""
     try:
-        run = load_run(path)
+        run, sheet = load_sheet(path)
         written = is_locked(path)
     except StoreError as error:
         newer = "newer" in str(error)
-        return None, [_fault(path, error, "Upgrade fp8bench" if newer else "Put it right from a copy, or move it away")]
+        remedy = "Upgrade fp8bench" if newer else "Put it right from a copy, or move it away"
+        return None, Soundness.DAMAGED, [_fault(path, error, remedy)]
     except OSError as error:
-        return None, [Fault(str(path), f"it cannot be read ({error.strerror})", "Put it right, or move it away")]
+        what = f"it cannot be read ({error.strerror})"
+        return None, Soundness.DAMAGED, [Fault(str(path), what, "Put it right, or move it away")]
     faults = list(_clocks(run, now))
     if run.troubles and not written:
-        faults.insert(0, _lines(run))
+        faults.insert(0, _lines(run, sheet.lost))
     if run.environment.facts and path.name != file_name(run):
         remedy = f"Rename it to {file_name(run)}: the runs of a commit are found by their names"
         faults.append(Fault(str(path), "its name is not that of the run in it", remedy))
-    return run, faults
+    damaged = sheet.lost or (bool(run.troubles) and not run.environment.facts)
+    sound = Soundness.DAMAGED if damaged else Soundness.WHOLE if sheet.sealed else Soundness.UNKNOWN
+    return run, sound, faults
 
 
-def _lines(run: Run) -> Fault:
-    """Broken lines. They stay for good, so that they are no fault once what they held was measured again."""
+def _lines(run: Run, lost: bool) -> Fault:
+    """Broken lines. They stay for good, so that they are no fault once what they held was measured again, or where a
+    kill cut them short."""
     shown = "; ".join(run.troubles[:_MOST_TROUBLES])
     more = len(run.troubles) - _MOST_TROUBLES
     what = f"{shown}; and {more} more" if more > 0 else shown
     if not run.environment.facts:
         return Fault(run.path, what, "What it holds belongs to no commit; put it right from a copy")
     if run.finished and not missing_groups(run):
+        if lost:
+            return Fault(run.path, what, "Every case of its plan has a record all the same; put it right from a copy")
         return Fault(run.path, what, "Nothing is missing: every case of its plan has a record", broken=False)
     return Fault(run.path, what, f"`fp8bench suite --resume {run.id}` measures what is missing")
 
@@ -115,8 +138,27 @@ def check_surroundings(store: Path) -> list[Fault]:
     trouble = load_renamings(store).trouble
     if trouble:
         faults.append(_fault(environments_of(store), trouble, "Fix it or remove it, and `fp8bench history rebuild`"))
+    for path in sorted(path for pattern in _SEALED for path in store.glob(pattern)):
+        faults += _unsealed(path)
     remedy = "Acknowledge again what alarms and should not, and delete the line"
     return faults + [Fault(str(acks_of(store)), trouble, remedy) for trouble in load_acks(store).troubles]
+
+
+def _unsealed(path: Path) -> Iterator[Fault]:
+    """What is not as it was written in a file of lines, or in one that is one document."""
+    try:
+        if path.suffix == ".jsonl":
+            sheet = sheet_of(path.read_bytes())
+            broken = [f"line {one.number} is not as it was written ({one.why})" for one in sheet.broken]
+            whats = [*broken, *sheet.troubles]
+        else:
+            plain = json.loads(path.read_bytes())
+            unsealed(plain if isinstance(plain, dict) else {})
+            return
+    except (OSError, ValueError, RecursionError) as error:
+        whats = [f"it is not as it was written ({str(error)[:80]})"]
+    if whats:
+        yield Fault(str(path), "; ".join(whats[:_MOST_TROUBLES]), "Put it right from a copy, or measure it again")
 
 
 def _foreign(path: Path) -> Fault:

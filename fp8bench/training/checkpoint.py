@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import StoreError
-from fp8bench.files import PARTIAL, write_whole
+from fp8bench.files import PARTIAL, sealed, unsealed, write_whole
 from fp8bench.model.training import SeedTask
 from fp8bench.training.trainer import Trainer
 
@@ -64,7 +64,7 @@ def write(folder: str, task: SeedTask, trainers: Mapping[str, Trainer], rank: in
         for number, (name, memory) in enumerate(memories.items()):
             files[name] = _written(partial / f"{number}.pt", memory)
         head = {"version": _VERSION, "task": _plan(task), "rank": rank, "arms": files}
-        write_whole(partial / _HEAD, json.dumps(head, indent=1))
+        write_whole(partial / _HEAD, json.dumps(sealed(head), indent=1))
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     except OSError as error:
@@ -112,7 +112,7 @@ def memory_of(folder: str, task: SeedTask, arm: str, rank: int) -> dict[str, Any
 def _files(place: Path, task: SeedTask, rank: int) -> dict[str, tuple[Path, str]]:
     """The file of each arm that a checkpoint keeps, and its digest."""
     try:
-        head = json.loads((place / _HEAD).read_text())
+        head = unsealed(json.loads((place / _HEAD).read_text()))
     except (OSError, ValueError) as error:
         raise StoreError(f"{place} holds no whole checkpoint ({error}). Choose another.") from None
     if head.get("version") != _VERSION or head.get("task") != _plan(task):

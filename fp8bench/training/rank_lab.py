@@ -9,6 +9,7 @@ from fp8bench.errors import StoreError
 from fp8bench.model.rank_lines import RankLines
 from fp8bench.model.training import Arm, ArmState, SeedTask, TrainerSettings
 from fp8bench.training.lab import Lab
+from fp8bench.worker.faults import Fault
 from fp8bench.worker.ranks.bench import RankBench
 from fp8bench.worker.ranks.main import main
 
@@ -17,16 +18,23 @@ MODULE = "fp8bench.training.rank_lab"
 T = TypeVar("T")
 
 
+def _said_by_all(own: Any) -> list[Any]:
+    """Imported where torch is known to be."""
+    from fp8bench.nn.parallel.said import said_by_all
+
+    return said_by_all(own)
+
+
 class RankLab(RankBench, Lab):
     """One of several labs, which are all asked the same at the same time."""
 
     def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
         """An arm that cannot be built on one rank is built on none: its neighbours would wait for it in every step."""
         states = super().begin(task)
-        for rank, faults in enumerate(self._said_by_all(self._unbuilt)):
+        for rank, faults in enumerate(_said_by_all(self._unbuilt)):
             for name, fault in faults.items():
                 self._trainers.pop(name, None)
-                self._unbuilt.setdefault(name, fault._replace(text=f"rank {rank}: {fault.text}"))
+                self._unbuilt.setdefault(name, Fault(*fault)._replace(text=f"rank {rank}: {fault[1]}"))
         return tuple(one for one in states if one.arm in self._trainers)
 
     def advance(self, arm: str, steps: int) -> RankLines:  # type: ignore[override]
@@ -46,7 +54,7 @@ class RankLab(RankBench, Lab):
 
     def _lost(self) -> tuple[str, ...]:
         """On any rank: what was kept of an arm by some of them could not be gone on with."""
-        return tuple(sorted({name for names in self._said_by_all(super()._lost()) for name in names}))
+        return tuple(sorted({name for names in _said_by_all(super()._lost()) for name in names}))
 
     def _read(self, folder: str) -> dict[str, dict[str, Any]]:
         return self._together(lambda: super(RankLab, self)._read(self._own(folder)))
@@ -66,18 +74,11 @@ class RankLab(RankBench, Lab):
             found = body()
         except StoreError as error:
             failure = str(error)
-        for rank, said in enumerate(self._said_by_all(failure)):
+        for rank, said in enumerate(_said_by_all(failure)):
             if said:
                 raise StoreError(f"rank {rank}: {said}")
         assert found is not None
         return found
-
-    def _said_by_all(self, own: T) -> list[T]:
-        import torch.distributed as dist
-
-        found: list[T | None] = [None] * self._size
-        dist.all_gather_object(found, own)
-        return found  # type: ignore[return-value]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from fp8bench.report.terminal import run as text
 from fp8bench.store.runs.read import load_run, missing_groups
 from fp8bench.store.runs.write import start_run
 from tests.counts import counts
+from tests.older import without_sums
 from tests.runs import measured
 
 VALUES = (
@@ -36,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         writer.append([record])
     writer.note("a note")
     writer.finish("finished")
-    return writer.path.read_bytes()
+    return without_sums(writer.path.read_bytes())  # what has them is refused before it is looked at
 
 
 def flip(chance: random.Random, content: bytes) -> bytes:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -313,3 +315,31 @@ def test_a_text_that_is_not_here_says_where_to_resume() -> None:
     with pytest.raises(UsageError, match=r"no file nowhere/text\.txt here.*in the folder where it began"):
         refuse_elsewhere(run)
     refuse_elsewhere(replace(a_run(), request=Request("gemm", imports=("json",))))
+
+
+def test_code_that_somebody_else_may_have_put_there_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A live model's folder goes with its run, and anybody can make one of its name where all may make folders."""
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o1777)
+    (own := shared / "fp8bench-model-1").mkdir()
+    code, ran = own / "sent.py", tmp_path / "ran"
+    run = replace(a_run(), request=Request("gemm", imports=(str(code),)))
+    with pytest.raises(UsageError, match=r"there is no file .*sent\.py here, which it reads"):
+        refuse_elsewhere(run)
+    code.write_text(f"open({str(ran)!r}, 'w')")
+    refuse_elsewhere(run)
+    (link := shared / "fp8bench-model-2").symlink_to(own)
+    linked = replace(run, request=Request("gemm", imports=(str(link / "sent.py"),)))
+    refuse_elsewhere(linked)
+    real = Path.lstat
+    monkeypatch.setattr(Path, "lstat", lambda self: _of_another(real(self)))
+    for one in (run, linked):
+        with pytest.raises(UsageError, match=r"sent\.py lies where anybody may put files, and is somebody else's"):
+            refuse_elsewhere(one)
+    assert not ran.exists()
+
+
+def _of_another(status: os.stat_result) -> SimpleNamespace:
+    return SimpleNamespace(st_mode=status.st_mode, st_uid=54321)

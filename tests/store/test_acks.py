@@ -49,7 +49,7 @@ def test_an_undo_holds_wherever_it_stands(tmp_path: Path) -> None:
         (b'{"version": 1, "ack": {"id": "0', "is no JSON"),
         (b"\xff\xfe", "is no JSON"),
         (b"[" * 100_000, "is no JSON"),
-        (b"[]", "is no object"),
+        (b"[]", "is not as it was written: expected an object"),
         (b'{"ack": {}}', "is of version None"),
         (b'{"version": 2, "ack": {}}', "is of version 2 (this fp8bench reads 1)"),
         (b'{"version": 1}', "is no acknowledgement"),

@@ -12,6 +12,7 @@ import pytest
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Limit, Rate
 from fp8bench.store.ceilings import ceilings_of, history_of_ceilings, merge_ceilings, new_ceilings
 from tests.facts import CPU, H200
+from tests.older import as_older
 
 FACTS = {"machine": "box", "torch": "2.13.0", "threads": 2}
 FOUND = Ceilings((Rate(Limit.PRODUCT, "fp32", (1e11,), 6, (256, 256, 256)), Rate(Limit.CACHED, runs=(1.75e11,))))
@@ -142,7 +143,7 @@ def test_those_of_another_store_are_taken_in_once(tmp_path: Path) -> None:
     ceilings_of(theirs, Environment(FACTS | {"machine": "third"}), CPU, Measuring())
     new_ceilings(ours, here, CPU, lambda begun, keep: replace(WHOLE, device="second"))
     history = theirs / "ceilings" / "history.jsonl"
-    history.write_text(re.sub(r'"when": ?"20..', '"when":"1999', history.read_text()))
+    history.write_text(re.sub(r'"when": ?"20..', '"when":"1999', as_older(history).read_text()))
     before = {path: path.read_bytes() for path in (theirs / "ceilings").iterdir()}
     assert merge_ceilings(ours, theirs) == 4 and merge_ceilings(ours, theirs) == 0
     assert [one.when[:4] == "1999" for one in history_of_ceilings(ours)] == [True, True, False]

@@ -11,8 +11,9 @@ from fp8bench.store import commit_runs
 from fp8bench.store.asv.view import update_view
 from fp8bench.store.commit_runs import files_by_commit, read_runs
 from fp8bench.store.index.history import keep_figures
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.read import load_run, load_sheet
 from tests.histories import keep, run_at
+from tests.older import as_older
 
 
 @pytest.fixture
@@ -22,9 +23,9 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def counted(path: Path) -> object:
         names.append(path.name)
-        return load_run(path)
+        return load_sheet(path)
 
-    monkeypatch.setattr(commit_runs, "load_run", counted)
+    monkeypatch.setattr(commit_runs, "load_sheet", counted)
     monkeypatch.setattr(commit_runs, "_remembered", {})
     return names
 
@@ -48,7 +49,7 @@ def test_a_file_that_has_changed_is_parsed_again(tmp_path: Path, parsed: list[st
     """Somebody may have gone on with it; and the runs of a whole history are not all remembered."""
     run = load_run(keep(tmp_path, run_at(0)))
     update_view(run, tmp_path)
-    with Path(run.path).open("a") as file:
+    with as_older(Path(run.path)).open("a") as file:
         file.write('{"note":"more"}\n')
     (heard,) = (read_runs(paths) for paths in files_by_commit(tmp_path).values())
     assert parsed == [Path(run.path).name] and heard.runs[0].run.notes == ("more",)

@@ -12,6 +12,7 @@ from fp8bench.model import Status
 from fp8bench.store.duels import find_duel, load_duel, start_duel
 from tests.duels import SESSION, header, result
 from tests.fakes import CPU
+from tests.older import as_older
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_it_is_found_by_its_names(path: Path) -> None:
 def test_a_duel_in_older_words_is_read(path: Path) -> None:
     """Files of before say `bout`, `sitting` and `sittings`."""
     whole = load_duel(path)
-    text = path.read_text()
+    text = as_older(path).read_text()
     for new, old in (("result", "bout"), ("session", "sitting"), ("sessions", "sittings")):
         text = text.replace(f'"{new}":', f'"{old}":')
     assert '"result":' not in text and '"sittings":' in text and text.count('"sitting":') == 1
@@ -86,7 +87,7 @@ def test_a_torn_file_loses_its_end_alone(path: Path, cut: int) -> None:
 )
 def test_a_broken_line_is_left_out_and_named(path: Path, line: str, trouble: str) -> None:
     """The others count."""
-    lines = path.read_text().splitlines()
+    lines = as_older(path).read_text().splitlines()
     path.write_text("\n".join([*lines[:2], line, *lines[2:]]) + "\n")
     found = load_duel(path)
     assert found.finished and len(found.results) == 2
@@ -95,7 +96,7 @@ def test_a_broken_line_is_left_out_and_named(path: Path, line: str, trouble: str
 
 def test_samples_that_no_clock_gave_are_left_out(path: Path) -> None:
     """So are results whose sides are of different cases."""
-    lines = path.read_text().splitlines()
+    lines = as_older(path).read_text().splitlines()
     negative = json.loads(lines[4])
     negative["session"]["after"][0]["slots"][0]["calls_ns"] = [[-1]]
     mixed = json.loads(lines[2])

@@ -37,6 +37,7 @@ from fp8bench.store.trainings import (
     training_named,
 )
 from tests.commands import environment
+from tests.older import as_older
 from tests.trainings import row_of, training
 
 LINES: tuple[Line, ...] = (
@@ -88,7 +89,7 @@ def test_broken_lines_are_left_out_and_named(writer: TrainingWriter) -> None:
     """The last one cut short by a kill, and whatever else was done to the file."""
     writer.append(LINES)
     writer.close()
-    with writer.path.open("ab") as file:
+    with as_older(writer.path).open("ab") as file:
         file.write(b'{"step": 3}\n[]\n{"later": {}}\n\xff\xfe\n{"event": {"arm": "fp8"}}\n{"step": {"arm": "fp')
     kept = load_training(writer.path)
     assert repr(kept.lines) == repr(LINES) and len(kept.troubles) == 6

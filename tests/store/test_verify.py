@@ -22,6 +22,7 @@ from fp8bench.store.merge_stores import rebuild
 from fp8bench.store.runs.write import lock_run
 from fp8bench.store.verify import verify
 from tests.histories import FIRST, commit, history, keep, records, run_at, start, tree
+from tests.older import as_older
 from tests.runs import CPU
 
 NOW = FIRST + timedelta(days=30)
@@ -200,10 +201,12 @@ def test_clocks_that_were_wrong(store: Path) -> None:
     late = keep(store, run_at(6, hours=24 * 40))
     back = Resumption(start(7.0), "", Environment({}))
     resumed = keep(store, run_at(7, hours=7.5))
-    append(resumed, json.dumps({"resumed": {"started": back.started, "command": "", "environment": {"facts": {}}}}))
+    line = {"resumed": {"started": back.started, "command": "", "environment": {"facts": {}}}}
+    append(as_older(resumed), json.dumps(line))
     rebuild(store)
     found = {fault.path: fault for fault in faults_of(store)}
-    assert set(found) == {str(early), str(late), str(resumed)} and not any(one.broken for one in found.values())
+    old = str(store / "runs")  # of the one that was changed here, which has no checksums
+    assert set(found) == {str(early), str(late), str(resumed), old} and not any(one.broken for one in found.values())
     assert "before its commit was written (2026-01-05 17:00 UTC)" in found[str(early)].what
     assert "which is yet to come" in found[str(late)].what and "before it had been started" in found[str(resumed)].what
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 from fp8bench.errors import StoreError
 from fp8bench.plan.corpus import Corpus
 from fp8bench.training.lab import Lab
+from tests.older import changed_document
 from tests.training.labs import lab_of, rows, task_of
 
 
@@ -83,7 +85,7 @@ def test_one_of_another_training_is_refused(corpus: Corpus, lab: Lab, tmp_path: 
     for other in (replace(task, seed=1), replace(task, steps=21), replace(task, arms=task.arms[:1])):
         with pytest.raises(StoreError, match="is of another training"):
             lab_of(other).restore(str(tmp_path))
-    head = json.loads((tmp_path / "checkpoint.json").read_text())
+    head = changed_document(tmp_path / "checkpoint.json")
     (tmp_path / "checkpoint.json").write_text(json.dumps(head | {"version": 99}))
     with pytest.raises(StoreError, match="is of another training"):
         lab_of(task).restore(str(tmp_path))
@@ -100,7 +102,7 @@ def test_nothing_in_a_file_is_run(corpus: Corpus, lab: Lab, tmp_path: Path) -> N
     kept = tmp_path / "kept"
     lab.save(str(kept))
     torch.save({"step": Harmful()}, kept / "0.pt")
-    head = json.loads((kept / "checkpoint.json").read_text())
+    head: dict[str, Any] = changed_document(kept / "checkpoint.json")
     head["arms"]["bf16"]["sha256"] = hashlib.sha256((kept / "0.pt").read_bytes()).hexdigest()
     (kept / "checkpoint.json").write_text(json.dumps(head))
     with pytest.raises(StoreError, match="holds more than tensors and plain values"):

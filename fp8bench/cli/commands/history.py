@@ -35,7 +35,6 @@ from fp8bench.store.runs.listing import all_files, closed_folders, index_of, lis
 from fp8bench.store.runs.read import load_run
 from fp8bench.store.series import tracked_by
 from fp8bench.store.trainings import load_head, training_files
-from fp8bench.store.verify import verify
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -211,6 +210,8 @@ def _acknowledge(arguments: argparse.Namespace, store: Path) -> int:
 
 
 def _verify(arguments: argparse.Namespace, store: Path) -> int:
+    from fp8bench.store.verify import verify
+
     found = verify(store, Path(), datetime.now(UTC))
     tell(arguments, partial(faults_page, found.faults, found.sound, str(store)))
     return EXIT_FAILED if any(fault.broken for fault in found.faults) else EXIT_OK

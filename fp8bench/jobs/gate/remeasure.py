@@ -17,6 +17,7 @@ from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.environment import command_line
 from fp8bench.model import RELATIVE, Comparison, Request, Run
 from fp8bench.pipeline import measure_again
+from fp8bench.plan.resumable import refuse_code_of_others
 from fp8bench.store.find_runs import commit_named
 from fp8bench.store.runs.listing import store_of
 from fp8bench.user_code import import_user_modules
@@ -27,6 +28,7 @@ def duelled(
 ) -> SecondLook:
     """The suspects in a duel. A time over the reference's is settled by the time itself: the sides share rounds."""
     try:
+        refuse_code_of_others("what was measured", request.imports)
         import_user_modules(request.imports)
         duel = run_duel(question, replace(request, trace=None), store, observer, {one.case for one in suspects})
     except Fp8benchError as error:

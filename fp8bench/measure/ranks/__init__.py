@@ -1,1 +1,1 @@
-"""Several ranks as one worker: started by torch's launcher, asked together, their answers made one."""
+"""Several ranks as one worker: started by a launcher, asked together, their answers made one."""

@@ -16,6 +16,8 @@ from fp8bench.model.raw import Settings
 WAIT_SECONDS = 30.0
 
 
+# What leads ranks to another machine, or lets them connect later than they look who has connected.
+_ELSEWHERE = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID", "TORCH_GLOO_LAZY_INIT")
 # What a plan needs to know before there is a case, and one process can say as well.
 _BEFORE_CASES = ("probe", "software", "overheads")
 
@@ -64,10 +66,14 @@ class RanksWorker(ProcessWorker):
         return RanksProcess(self._python, self._environment(), self._launch)
 
     def _environment(self) -> dict[str, str]:
-        """Ranks are of one machine: whatever they listen on, nobody outside may come there, whatever was set."""
+        """Ranks are of one machine: whatever they listen on, nobody outside may come there, whatever was set.
+
+        They connect before they look who has connected, and NCCL opens no port for questions about it.
+        """
+        kept = {name: text for name, text in super()._environment().items() if name not in _ELSEWHERE}
         loopback = "lo0" if sys.platform == "darwin" else "lo"
-        ports = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-        return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **super()._environment(), **ports}
+        own = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}", "NCCL_RAS_ENABLE": "0"}
+        return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **kept, **own}
 
     def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
         try:

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from fp8bench.nn.gpt import GPT, loss_of
 from fp8bench.nn.parallel.model import HeldModel, is_silent
+from fp8bench.nn.parallel.said import said_by_all
 from fp8bench.nn.parallel.way import Job
 from fp8bench.protocols import Phases, SilentPhases
 
@@ -119,11 +120,9 @@ class Pipeline(HeldModel):
 
     def full_weights(self) -> dict[str, Tensor]:
         """Whoever has a weight tells the others; who that is all of them are told first."""
-        owners: list[list[str]] = [[] for _ in range(self.group.size())]
-        dist.all_gather_object(owners, self.names, self.group)
         own = dict(zip(self.names, self.weights, strict=True))
         found: dict[str, Tensor] = {}
-        for rank, names in enumerate(owners):
+        for rank, names in enumerate(said_by_all(self.names, self.group)):
             for name in names:
                 weight = own.get(name)
                 whole = self.weights[0].new_empty(self._shapes[name]) if weight is None else weight.clone()

@@ -8,7 +8,7 @@ process: bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from fp8bench.formats.native_codes import current_scale
 from fp8bench.formats.recipes import Delayed, Treatment
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.linear import Linear
+from fp8bench.nn.parallel.said import said_by_all
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
 from fp8bench.numerics.fp8_reduce import POST, AutoScale, mean_in_fp8
@@ -99,15 +100,15 @@ class ScaleWitness:
             layer.arithmetic = type(own)(own.recipe, own.carrier, own.name, scales)
 
     def mistake(self) -> str:
-        own = {key: [float(one.amax) for one in source.seen.casts] for key, source in self._sources.items()}
-        return _first_of_all(self._mistake(_of_everybody(own, self._group)), self._group)
+        own = {" ".join(key): [float(one.amax) for one in source.seen.casts] for key, source in self._sources.items()}
+        return _first_of_all(self._mistake(said_by_all(own, self._group)), self._group)
 
-    def _mistake(self, everybody: list[dict[tuple[str, Role], list[float]]]) -> str:
+    def _mistake(self, everybody: list[dict[str, list[float]]]) -> str:
         for key, source in self._sources.items():
             casts = source.seen.casts
             magnitudes = [one.amax for one in casts]
             if source.shared:
-                of_ranks = [one.get(key, []) for one in everybody]
+                of_ranks = [one.get(" ".join(key), []) for one in everybody]
                 if len({len(one) for one in of_ranks}) > 1:
                     return f"casts the {key[1]} of {key[0]} as often as no other rank does"
                 largest = map(max, zip(*of_ranks, strict=True))
@@ -152,11 +153,5 @@ class MeanWitness:
 
 
 def _first_of_all(mistake: str, group: dist.ProcessGroup) -> str:
-    everybody = enumerate(_of_everybody(mistake, group))
+    everybody = enumerate(said_by_all(mistake, group))
     return next((f"rank {rank} {one}" for rank, one in everybody if one), "")
-
-
-def _of_everybody(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, own, group)
-    return found

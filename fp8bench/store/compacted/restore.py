@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8bench.errors import StoreError
-from fp8bench.files import locked, write_whole
+from fp8bench.files import compact, locked, sealed, unsealed, write_whole
 from fp8bench.store.compacted.archive import Kept, contents, is_whole, kept_files, open_archive
 from fp8bench.store.compacted.manifest import Manifest, Unreadable, load_manifest, parquet_of, points_of
 from fp8bench.store.runs.listing import index_of
@@ -138,7 +138,7 @@ def _is(path: Path, digest: str) -> bool:
 def load_fetched(store: Path) -> Fetched:
     """What a fetch has noted; nothing of a store that was not fetched."""
     try:
-        plain = json.loads(_fetched(store).read_bytes())
+        plain = unsealed(json.loads(_fetched(store).read_bytes()))
         return Fetched(str(plain["address"]), dict(plain["files"]))
     except (OSError, ValueError, KeyError, TypeError):
         return Fetched()
@@ -146,7 +146,7 @@ def load_fetched(store: Path) -> Fetched:
 
 def save_fetched(store: Path, fetched: Fetched) -> None:
     """Raises OSError."""
-    write_whole(_fetched(store), json.dumps(fetched._asdict()))
+    write_whole(_fetched(store), compact(sealed(fetched._asdict())))
 
 
 def _fetched(store: Path) -> Path:

@@ -202,6 +202,15 @@ def _read(path: Path) -> tuple[dict[str, Any], memoryview] | Unfit:
     return json.loads(content[len(first) : end]), memoryview(content)[end + 1 :]
 
 
+def sources_of(store: Path, commit: str) -> list[Stamp]:
+    """The run files that the figures of a commit were made of, as they were; none where nobody knows."""
+    try:
+        content = _read(figures_file(store, commit))
+        return [] if isinstance(content, Unfit) else [Stamp(*one) for one in content[0]["sources"]]
+    except (OSError, KeyError, TypeError, ValueError):
+        return []
+
+
 def as_they_are(store: Path, runs: Sequence[Path], before: Sequence[Stamp]) -> list[Stamp] | None:
     """The stamps with the dates of today, if the runs are the same; None if they are not.
 

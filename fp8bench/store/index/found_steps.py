@@ -18,7 +18,7 @@ import numpy as np
 
 from fp8bench.analysis.steps import change_points, levels
 from fp8bench.analysis.steps.change_points import Step, Values, steps_of_many
-from fp8bench.files import write_whole
+from fp8bench.files import compact, sealed, unsealed, write_whole
 
 VERSION = 1
 # What nobody has asked for goes when it is more than this beside what is asked for.
@@ -60,7 +60,8 @@ class Memory:
             if content["version"] > VERSION:
                 self.troubles.append(f"{self.path} is a newer fp8bench's and was left alone")
             elif content["version"] == VERSION:
-                return {digest: tuple(Step(*one) for one in steps) for digest, steps in content["steps"].items()}
+                known = unsealed(content)["steps"]
+                return {digest: tuple(Step(*one) for one in steps) for digest, steps in known.items()}
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -77,8 +78,9 @@ class Memory:
             return  # it was said already, and what lies there is somebody's
         content = {"version": VERSION, "steps": {key: [astuple(step) for step in one] for key, one in found.items()}}
         try:
-            text = json.dumps(content, separators=(",", ":"), default=lambda number: number.item())
-            write_whole(self.path, text, sync=False)  # lost power loses nothing that cannot be found again
+            plain = json.loads(json.dumps(content, default=lambda number: number.item()))
+            # Lost power loses nothing that cannot be found again.
+            write_whole(self.path, compact(sealed(plain)), sync=False)
         except OSError as error:
             if count > _WORTH_KEEPING:
                 self.troubles.append(

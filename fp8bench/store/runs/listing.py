@@ -34,6 +34,8 @@ _PEEKED = 256
 _COLLECTED = "machine=*/month=*/*.jsonl"
 _MONTH = re.compile(r"\d{4}-\d{2}")
 _RECORD = b'{"record":'
+# The number and the checksum of a line.
+_END = re.compile(rb',"line":\d+,"sum":"\w+"}$')
 # The folder of what was compacted.
 POINTS = "points"
 REMEDY = "Keep the file that is right, and move the others away"
@@ -131,7 +133,7 @@ def _same_samples(files: Iterable[Path]) -> Iterator[tuple[Path, ...]]:
         alike: dict[bytes, list[Path]] = {}
         for path in group if start and len(group) > 1 else ():
             with contextlib.suppress(OSError):
-                records = [line for line in _lines(path.read_bytes()) if line.startswith(_RECORD)]
+                records = [_END.sub(b"", line) for line in _lines(path.read_bytes()) if line.startswith(_RECORD)]
                 alike.setdefault(b"\n".join(records), []).append(path)
         yield from (tuple(sorted(same)) for records, same in alike.items() if records and len(same) > 1)
 

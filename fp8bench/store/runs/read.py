@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.files import unsealed_line
 from fp8bench.model import (
     CELL_PHASES,
     Capacity,
@@ -30,7 +31,7 @@ from fp8bench.model import (
     Timing,
 )
 from fp8bench.model.codec import Malformed, decode
-from fp8bench.store.kept_lines import Content, UnknownKind, check_schema, lines_of, object_of, take_lines
+from fp8bench.store.kept_lines import Content, Sheet, UnknownKind, check_schema, lines_of, refuse_newer, take_lines
 
 # Of nanoseconds, bytes and other counts.
 _MOST = 1 << 62
@@ -109,25 +110,31 @@ def load_run(path: Path) -> Run:
 
     Raises StoreError for a file of a newer version, and for one that holds neither a header nor a record.
     """
-    lines = [(number, line) for number, line in enumerate(lines_of(path, "the run file"), 1) if line.strip()]
-    if not lines:
+    return load_sheet(path)[0]
+
+
+def load_sheet(path: Path) -> tuple[Run, Sheet]:
+    """The same, and the lines of the file."""
+    sheet = lines_of(path, "the run file")
+    if not (sheet.lines or sheet.broken):
         raise StoreError(f"{path} is no run file: it is empty.")
-    header, run, why = _find_header(lines, path)
+    refuse_newer(sheet, path)
+    header, run, why = _find_header(sheet, path)
     reading = _Reading(run)
-    reading.troubles += take_lines((one for one in lines if one[0] != header), partial(_take, reading))
+    reading.troubles += take_lines(sheet, partial(_take, reading), header)
     if run is None:
         which = f"line {header}, the header, is broken ({why})" if header else ""
         if not reading.records:
             raise StoreError(f"{path} is no run file: {which or 'it has no header'}.")
         reading.troubles.insert(0, f"{which or 'the header is gone'}: what was asked, planned and run on is lost")
-    return _run(reading, path)
+    return _run(reading, path), sheet
 
 
 def load_head(path: Path) -> Run:
     """A run without its records, by its first line alone where that is the header; raises StoreError as load_run."""
     try:
         with path.open("rb") as file:
-            content = object_of(file.readline().decode("utf-8-sig", errors="replace"))
+            content, _ = unsealed_line(file.readline().removeprefix(b"\xef\xbb\xbf"))
         if "schema" in content:
             return replace(_header(content, path), path=str(path))
     except OSError as error:
@@ -137,24 +144,23 @@ def load_head(path: Path) -> Run:
     return load_run(path)
 
 
-def _find_header(lines: Sequence[tuple[int, str]], path: Path) -> tuple[int, Run | None, str]:
+def _find_header(sheet: Sheet, path: Path) -> tuple[int, Run | None, str]:
     """The number of the first line that is a header, wherever it stands, and the run that it begins.
 
     Without one: the number of the line that would have been it (0 if none looks like it), None, and what is wrong.
     """
-    suspects: list[tuple[int, Run | None, str]] = []
-    for number, line in lines:
-        try:
-            content = object_of(line)
-            if "schema" in content:
+    suspects: list[tuple[int, None, str]] = [(one.number, None, one.why) for one in sheet.broken]
+    for number, content in sheet.lines:
+        if "schema" in content:
+            try:
                 return number, _header(content, path), ""
-        except (ValueError, RecursionError) as error:
-            # Of two broken lines, the one that still says so has been the header.
-            if '"schema"' in line[:20]:
-                suspects.insert(0, (number, None, str(error)[:200]))
-            elif number == lines[0][0]:
+            except ValueError as error:
                 suspects.append((number, None, str(error)[:200]))
-    return suspects[0] if suspects else (0, None, "")
+    # Of broken lines, the one that still says so has been the header; else the first of all.
+    begins = {one.number: one.begins for one in sheet.broken}
+    first = min([*begins, *(number for number, _ in sheet.lines)], default=0)
+    said = [one for one in sorted(suspects) if '"schema"' in begins.get(one[0], '"schema"')]
+    return next(iter([*said, *(one for one in suspects if one[0] == first)]), (0, None, ""))
 
 
 def _take(reading: _Reading, content: Content) -> None:

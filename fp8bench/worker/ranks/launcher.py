@@ -27,15 +27,12 @@ _ENDING_SECONDS = 1.0
 # What is killed is gone at once, unless the system is in its way.
 _GONE_SECONDS = 5.0
 _POLL_SECONDS = 0.005
-# Of what leads to other machines, or names a place where anybody may come.
-_NOT_FOR_RANKS = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID")
 
 
 def launched(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[int, int]:
     """Run a module in so many ranks to their end; how those ended that did not end well, by rank. As soon as one has
     failed the others are ended, which is told as SIGTERM."""
-    own = {name: text for name, text in os.environ.items() if name not in _NOT_FOR_RANKS}
-    own |= {MARK: Path(folder).name, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    own = {**os.environ, MARK: Path(folder).name, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-P", "-m", module, folder, str(wait_seconds)]
     started: dict[int, int] = {}
     for rank in range(ranks):

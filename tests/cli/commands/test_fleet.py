@@ -6,10 +6,12 @@ import csv
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.commands import Say
+from tests.older import changed_document
 
 GEMM = "gemm --quick --no-energy --rounds 2 --dtypes fp32 --no-isolation --set shape=16,32,48"
 
@@ -72,7 +74,7 @@ def test_a_worker_says_what_came_of_it(plan: Path, fp8bench: Say, tmp_path: Path
     assert code == 0
     code, _, err = fp8bench("fleet", "work", str(plan), "--cell", "1")
     assert code == 0 and "0 of 3 cells measured here; 1 done, 2 waiting" in " ".join(err.split())
-    content = json.loads(plan.read_text())
+    content: dict[str, Any] = changed_document(plan)
     content["fleet"]["request"]["suite"], content["fleet"]["id"] = "nosuch", "abcd"
     (tmp_path / "other.json").write_text(json.dumps(content))
     code, _, err = fp8bench("fleet", "work", str(tmp_path / "other.json"), "--cell", "0")

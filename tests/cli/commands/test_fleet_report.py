@@ -26,6 +26,7 @@ from fp8bench.model import Request
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.fleet_plans import write_plan
 from tests.commands import Say, unfolded
+from tests.older import as_older, changed_document
 from tests.own_suites import forgotten
 
 Lines = list[dict[str, Any]]
@@ -40,7 +41,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory, short_slots: None) -> tup
     plan = cut(request, *pipeline.plan_only(request, folder), "")
     write_plan(plan, folder / "plan.json")
     runs = [Path(measure(plan, number, folder / "own", SilentObserver(), "")[1].path) for number in range(3)]
-    return folder / "plan.json", [[json.loads(line) for line in path.read_text().splitlines()] for path in runs]
+    lines = [as_older(path).read_text().splitlines() for path in runs]
+    return folder / "plan.json", [list(map(json.loads, one)) for one in lines]
 
 
 class Fleet:
@@ -197,7 +199,7 @@ def test_everything_that_is_planted_is_named_for_what_it_is(fleet: Fleet, fp8ben
 @pytest.mark.parametrize("server", [0.0, 7200.0])
 def test_a_clock_that_is_off_by_less_than_the_plans_age(fleet: Fleet, fp8bench: Say, server: float) -> None:
     """By the clock of a shared store, though their times could be true; where that is wrong, by most machines'."""
-    plan = json.loads(fleet.plan.read_text())
+    plan: dict[str, Any] = changed_document(fleet.plan)
     plan["fleet"]["created"] = _later(plan["fleet"]["created"], days=-3)
     fleet.plan = fleet.folder.parent / "old.json"
     fleet.plan.write_text(json.dumps(plan))
@@ -217,7 +219,7 @@ def test_a_clock_that_is_off_by_less_than_the_plans_age(fleet: Fleet, fp8bench: 
 
 def test_a_wrong_clock_of_whoever_planned_names_no_machine(fleet: Fleet, fp8bench: Say) -> None:
     """All six began before the plan that they followed was made."""
-    plan = json.loads(fleet.plan.read_text())
+    plan: dict[str, Any] = changed_document(fleet.plan)
     plan["fleet"]["created"] = _later(plan["fleet"]["created"], hours=2)
     fleet.plan = fleet.folder.parent / "late.json"
     fleet.plan.write_text(json.dumps(plan))

@@ -100,7 +100,7 @@ def test_the_last_two_checkpoints_are_kept(trained: Trained, store: Path) -> Non
     folder = Path(kept.path).parent
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["1-12", "1-18"]
     places = json.loads((folder / "places.json").read_text())
-    assert [(one["number"], one["step"]) for one in places] == [(1, 0), (1, 12), (1, 18)]
+    assert [(one["number"], one["step"]) for one in places["places"]] == [(1, 0), (1, 12), (1, 18)]
 
 
 @pytest.mark.parametrize("step", [0, 3, 6, 10, 17])
@@ -432,7 +432,7 @@ def test_two_processes_never_write_one_training(trained: Trained, store: Path) -
     """The second one is told."""
     half, _, _ = trained(FakeLab(strikes("fp8", 7, KeyboardInterrupt())), small())
     writer = reopen_training(Path(half.path))
-    assert writer.places[-1] == Place(0, 6, writer.places[-1].length, "0-6")
+    assert replace(writer.places[-1], digest="") == Place(0, 6, writer.places[-1].length, "0-6")
     with pytest.raises(StoreError, match="another process is writing the training"):
         trained(FakeLab())
     writer.close()

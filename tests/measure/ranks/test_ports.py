@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
+import signal
 import socket
 import struct
 import subprocess
@@ -141,6 +143,50 @@ def test_what_connects_runs_nothing_and_the_run_ends_with_the_truth_or_an_error(
         one.close()
     assert known and not file.exists()
     assert running.returncode == 0 or "fp8bench: " in said[0] or "failed" in said[0].lower(), said[0]
+    assert gone(), left_behind()
+
+
+def greet_as_another_user(ports_told: int) -> int:
+    """A process of a user who is nobody here, which greets as gloo's pairs do at each port that it is told."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        "a".encode("idna")  # of what lies where nobody else may read
+        os.setuid(65534)
+        kept = []
+        while told := os.read(ports_told, 4):
+            for number in range(6):
+                with contextlib.suppress(OSError):
+                    kept.append(socket.create_connection(("127.0.0.1", struct.unpack("<i", told)[0]), 1))
+                    kept[-1].sendall(struct.pack("<q", number))
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_another_user_who_greets_first_is_told_of(tmp_path: Path) -> None:
+    """gloo takes him for a rank: then nothing is measured, and the reason is said."""
+    reads, writes = os.pipe()
+    with started(COMMANDS["collective"], tmp_path) as running:
+        stranger = greet_as_another_user(reads)
+        known: set[int] = set()
+        said: list[str] = []
+        reading = threading.Thread(target=lambda: said.append(running.communicate(timeout=240)[0]))
+        reading.start()
+        try:
+            while reading.is_alive():
+                for port in ports().keys() - known:
+                    known.add(port)
+                    os.write(writes, struct.pack("<i", port))
+                time.sleep(0.002)
+        finally:
+            os.kill(stranger, signal.SIGKILL)
+            os.waitpid(stranger, 0)
+            os.close(reads)
+            os.close(writes)
+    assert known and (running.returncode == 0 or "a process of user 65534 has connected to port" in said[0]), said[0]
     assert gone(), left_behind()
 
 

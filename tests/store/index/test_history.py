@@ -29,6 +29,7 @@ from fp8bench.store.runs.listing import run_files
 from fp8bench.user_code import import_user_modules
 from suites.long_history import write_module, write_store
 from tests.histories import commit, history, keep, read_trends, records, run_at
+from tests.older import as_older
 from tests.own_suites import forgotten
 
 
@@ -407,7 +408,7 @@ def test_a_change_of_what_is_told_raises_the_version(tmp_path: Path) -> None:
     """
     write_store(tmp_path, 1, 1)
     (path,) = run_files(tmp_path)
-    path.write_text(path.read_text().replace('"status":"ok"', '"status":"failed"', 1))
+    path.write_text(as_older(path).read_text().replace('"status":"ok"', '"status":"failed"', 1))
     with forgotten(tmp_path):
         import_user_modules((str(write_module(tmp_path, 2)),))
         figures = figures_of_runs(read_runs([path]))

@@ -30,8 +30,8 @@ def placed(path: Path, content: bytes, folder: str = "box", name: str = OTHER_NA
 
 
 def rewritten(content: bytes) -> bytes:
-    """What a tool makes of JSON: spaces, other order, another last line."""
-    lines = [json.dumps(json.loads(line), sort_keys=True, indent=None) for line in content.splitlines()]
+    """What a tool makes of JSON: spaces, other line ends, another last line."""
+    lines = [json.dumps(json.loads(line)) for line in content.splitlines()]
     return ("\r\n".join(lines) + "\n\n").encode()
 
 

@@ -21,6 +21,7 @@ from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.read import load_head, load_run
 from fp8bench.store.runs.write import lock_run
 from tests.histories import MACHINE, PYTHON, commit, history, keep, run_at, tree
+from tests.older import changed_document
 
 HASH = commit(1)
 NOTE = b'{"note":"a line more"}\n'
@@ -305,7 +306,7 @@ def test_renamings_are_kept(tmp_path: Path) -> None:
     assert load_renamings(tmp_path) == Renamings()
     save_renamings(tmp_path, Renamings({"/old": "/new"}))
     assert load_renamings(tmp_path) == Renamings({"/old": "/new"})
-    assert json.loads(environments_of(tmp_path).read_text()) == {"counts_as": {"/old": "/new"}, "version": 1}
+    assert changed_document(environments_of(tmp_path)) == {"counts_as": {"/old": "/new"}, "version": 1}
 
 
 @pytest.mark.parametrize(

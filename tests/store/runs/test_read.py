@@ -40,6 +40,7 @@ from fp8bench.store.runs import write as writing
 from fp8bench.store.runs.listing import find_run, load_named, run_files
 from fp8bench.store.runs.read import load_run
 from fp8bench.store.runs.write import check_store, start_run
+from tests.older import as_older
 from tests.runs import measured
 
 SUPPORT = Support(Level.NATIVE, "a test")
@@ -181,7 +182,7 @@ def test_samples_that_do_not_fit_their_segments_are_a_broken_line(tmp_path: Path
 
 def test_lines_of_no_known_kind_are_left_out_and_named(tmp_path: Path) -> None:
     """A newer minor version may add kinds of lines; a bit that flipped makes one, and a record is lost."""
-    path = written(tmp_path)
+    path = as_older(written(tmp_path))
     lines = path.read_bytes().split(b"\n")
     lines[3] = lines[3].replace(b'"record"', b'"recorc"')
     path.write_bytes(b"\n".join([*lines[:2], b"", b'{"weather": "fine"}', *lines[2:]]))
@@ -198,11 +199,11 @@ CHANGED: dict[str, tuple[Callable[[list[bytes]], list[bytes]], list[str]]] = {
     "bytes before it": (lambda lines: [b"\n\0\0\n[1]\n", *lines], ["line 2 ", "line 3 "]),
     "a broken one before it": (lambda lines: [b'{"schema": 1, "header": 3}\n', *lines], ["line 1 "]),
     "a byte order mark": (lambda lines: [b"\xef\xbb\xbf", *lines], []),
-    "after its records": (lambda lines: [*lines[1:], lines[0]], []),
+    "after its records": (lambda lines: [*lines[1:], lines[0]], ["line 5 stands behind lines that were written after"]),
     "line ends of another system": (lambda lines: [line.replace(b"\n", b"\r\n") for line in lines], []),
     "a second one": (
         lambda lines: [*lines, lines[0]],
-        ["line 6 is broken and was left out (a header that is none, or a second one)"],
+        ["line 6 was written as line 1 was, and was left out"],
     ),
 }
 
@@ -217,7 +218,7 @@ def test_a_header_counts_wherever_it_stands(tmp_path: Path, what: str) -> None:
     again = load_run(path)
     assert replace(again, troubles=()) == whole and whole.troubles == ()
     for trouble, start in zip(again.troubles, troubles, strict=True):
-        assert trouble.startswith(start) and " is broken" in trouble
+        assert trouble.startswith(start) and (" is broken" in trouble or len(start) > len("line 1 "))
 
 
 def test_junk_before_a_newer_header_does_not_hide_it(tmp_path: Path) -> None:
@@ -234,7 +235,8 @@ def test_records_without_any_header_stand_alone(tmp_path: Path) -> None:
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
     again = load_run(path)
     assert set(again.records) == set(RECORDS)
-    assert again.troubles == ("the header is gone: what was asked, planned and run on is lost",)
+    gone = "the header is gone: what was asked, planned and run on is lost"
+    assert again.troubles == (gone, "before line 1 1 line is gone")
 
 
 def test_an_end_of_no_known_kind_is_no_end(tmp_path: Path) -> None:
@@ -459,7 +461,7 @@ def test_a_reference_that_is_no_case_breaks_the_header(place: int, tmp_path: Pat
     writer = start_run(run, tmp_path)
     writer.append(run.records)
     writer.finish("finished")
-    lines = writer.path.read_text().splitlines()
+    lines = as_older(writer.path).read_text().splitlines()
     header = json.loads(lines[0])
     header["header"]["plan"]["groups"][0]["reference"] = place
     writer.path.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")

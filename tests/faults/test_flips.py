@@ -1,0 +1,204 @@
+"""A digit that changes, a line that goes, comes twice or stands elsewhere, in a file of a store: named or harmless."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8bench.errors import Fp8benchError
+from fp8bench.model.codec import encode
+from fp8bench.store.acks import acks_of, append_acks, load_acks
+from fp8bench.store.duels import load_duel, start_duel
+from fp8bench.store.index.found_steps import Memory
+from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.write import start_run
+from fp8bench.store.trainings import load_training, reopen_training, start_training
+from tests.counts import counts
+from tests.duels import SESSION, header, result
+from tests.older import as_older
+from tests.runs import measured
+from tests.store.test_acks import ACK
+from tests.trainings import row_of, training
+
+Change = Callable[[random.Random, bytes], bytes]
+
+
+def flip(chance: random.Random, content: bytes) -> bytes:
+    """A bit, or a digit that becomes another one."""
+    places = [place for place, one in enumerate(content) if chr(one).isdigit()] if chance.random() < 0.5 else []
+    place = chance.choice(places or range(len(content)))
+    new = chance.choice(b"0123456789") if places else content[place] ^ (1 << chance.randrange(8))
+    return content[:place] + bytes([new]) + content[place + 1 :]
+
+
+def cut(chance: random.Random, content: bytes) -> bytes:
+    """Some bytes go, at the end or elsewhere; or whole lines."""
+    lines = content.splitlines(keepends=True)
+    if chance.random() < 0.5 and len(lines) > 1:
+        del lines[chance.randrange(len(lines))]
+        return b"".join(lines)
+    start = chance.randrange(len(content))
+    return content[:start] + (content[start + chance.randrange(1, 200) :] if chance.random() < 0.5 else b"")
+
+
+def swap(chance: random.Random, content: bytes) -> bytes:
+    """Two lines change places."""
+    lines = content.splitlines(keepends=True)
+    one, other = chance.randrange(len(lines)), chance.randrange(len(lines))
+    lines[one], lines[other] = lines[other], lines[one]
+    return b"".join(lines)
+
+
+def twice(chance: random.Random, content: bytes) -> bytes:
+    """A line stands once more somewhere."""
+    lines = content.splitlines(keepends=True)
+    lines.insert(chance.randrange(len(lines) + 1), chance.choice(lines))
+    return b"".join(lines)
+
+
+CHANGES: dict[str, Change] = {"flip": flip, "cut": cut, "swap": swap, "twice": twice}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A file, what is read of it, and what that says is wrong; `ends` says that a file without its end is seen."""
+
+    path: Path
+    read: Callable[[], tuple[Any, Sequence[str]]]
+    ends: bool = True
+
+
+def a_run(store: Path) -> Kind:
+    run, _ = measured()
+    writer = start_run(run, store)
+    for record in run.records:
+        writer.append([record])
+    writer.note("something was noticed")
+    writer.finish("finished")
+
+    def read() -> tuple[Any, Sequence[str]]:
+        found = load_run(writer.path)
+        said = replace(found, troubles=())
+        return repr(encode(said)), (*found.troubles, *(["it has no end"] if not found.finished else []))
+
+    return Kind(writer.path, read)
+
+
+def a_stream(store: Path) -> Kind:
+    writer = start_training(training(), store)
+    writer.append([row_of("fp8", 0, step) for step in range(6)])
+    writer.keep(0, 6, None, ())
+    writer.append([row_of("fp8", 0, step) for step in range(6, 9)])
+    writer.finish("finished")
+
+    def read() -> tuple[Any, Sequence[str]]:
+        found = load_training(writer.path)
+        said = (found.training, found.lines)
+        return repr(encode(said)), (*found.troubles, *(["it has no end"] if not found.finished else []))
+
+    return Kind(writer.path, read)
+
+
+def places(store: Path) -> Kind:
+    path = a_stream(store).path
+
+    def read() -> tuple[Any, Sequence[str]]:
+        writer = reopen_training(path)
+        writer.close()
+        return writer.places, ()
+
+    return Kind(path.with_name("places.json"), read)
+
+
+def a_duel(store: Path) -> Kind:
+    writer = start_duel(header(), store)
+    for one in (result("fp32", SESSION), result("bf16", SESSION)):
+        writer.result(one)
+    writer.session(header().cases[0], SESSION)
+    writer.finish("finished")
+    path = writer.path
+
+    def read() -> tuple[Any, Sequence[str]]:
+        found = load_duel(path)
+        return repr(encode(replace(found, troubles=()))), (
+            *found.troubles, *(["it has no end"] if not found.finished else []),
+        )  # fmt: skip
+
+    return Kind(path, read)
+
+
+def acks(store: Path) -> Kind:
+    append_acks(store, [replace(ACK, id=f"{number:02x}") for number in range(5)])
+
+    def read() -> tuple[Any, Sequence[str]]:
+        found = load_acks(store)
+        return set(found.acks), found.troubles
+
+    return Kind(acks_of(store), read, ends=False)
+
+
+def found_steps(store: Path) -> Kind:
+    memory = Memory(store)
+    series = [[1.0, 1.1, 0.9] * 10 + [2.0, 2.1, 1.9] * 10]
+    memory.steps_of_many(series)
+
+    def read() -> tuple[Any, Sequence[str]]:
+        content = memory.path.read_bytes()
+        fresh = Memory(store)
+        try:
+            return fresh.steps_of_many(series), fresh.troubles
+        finally:
+            memory.path.write_bytes(content)
+
+    return Kind(memory.path, read)
+
+
+KINDS: dict[str, Callable[[Path], Kind]] = {
+    "run": a_run, "stream": a_stream, "places": places, "duel": a_duel, "acks": acks, "steps": found_steps,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@counts(40, 340)
+def test_whatever_is_changed_is_named_or_harmless(count: int, kind: str, tmp_path: Path) -> None:
+    """A value that is read of a changed file is the one that was written, or something says that it may not be."""
+    made = KINDS[kind](tmp_path)
+    content, (right, troubles) = made.path.read_bytes(), made.read()
+    assert not troubles
+    chance = random.Random(f"{kind} 20261124")
+    for number in range(count):
+        name = chance.choice(list(CHANGES))
+        changed = CHANGES[name](chance, content)
+        made.path.write_bytes(changed)
+        try:
+            found, troubles = made.read()
+        except Fp8benchError:
+            continue
+        lost_lines = not made.ends and name == "cut"  # of what has no end nobody knows how much there was
+        assert found == right or troubles or lost_lines, (number, name, _where(content, changed))
+
+
+def test_what_older_versions_wrote_is_read(tmp_path: Path) -> None:
+    """Without a word: verify says that it has no checksums."""
+    for kind, make in KINDS.items():
+        (tmp_path / kind).mkdir()
+        made = make(tmp_path / kind)
+        right, _ = made.read()
+        if made.path.suffix == ".jsonl":
+            as_older(made.path)
+        else:
+            content = json.loads(made.path.read_text())
+            content.pop("sum")
+            made.path.write_text(json.dumps(content))
+        assert made.read() == (right, ()) or list(made.read()[1]) == [], kind
+
+
+def _where(content: bytes, changed: bytes) -> tuple[int, bytes, bytes]:
+    place = next((place for place, pair in enumerate(zip(content, changed, strict=False)) if pair[0] != pair[1]), 0)
+    return place, content[max(0, place - 40) : place + 40], changed[max(0, place - 40) : place + 40]
