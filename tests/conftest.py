@@ -17,6 +17,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.commands import Say
+from tests.durations import pytest_runtest_logreport, pytest_sessionfinish
+
+__all__ = ["pytest_runtest_logreport", "pytest_sessionfinish"]  # pytest calls them here
 
 if TYPE_CHECKING:  # the tests of what is light load nothing heavy for this
     from fp8bench.plan.corpus import Corpus
@@ -123,7 +126,7 @@ _SLOW_SECONDS = 1200
 
 # Files of few tests that take long. Where one of them came last, one process would wait for the other.
 _LONG = (
-    "faults", "jobs/duel", "worker", "test_energy_suite.py", "contracts", "rehearsal", "report/test_stored_runs.py",
+    "faults", "jobs/duel", "worker", "test_energy_suite.py", "contracts", "rehearsal", "golden",
 )  # fmt: skip
 
 

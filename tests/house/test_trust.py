@@ -13,7 +13,7 @@ MODULES = {
 }  # fmt: skip
 NAMES = {"FileStore", "TCPStore", "_unpickler", "PlainUnpickler", "elastic_launch", "SharedMemory", "rpc"}
 # Its own file names what ranks look at without one of these words.
-BESIDE = {"worker/ranks/peers.py"}
+BESIDE = {"worker/ranks/strangers.py"}
 
 
 def uses(tree: ast.AST) -> set[str]:

@@ -22,8 +22,8 @@ from fp8bench.worker.bits import bits_of_ranks
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.ranks.heart import Heart
 from fp8bench.worker.ranks.overlap import Rounds, Together, overlap_rounds, step_rounds
-from fp8bench.worker.ranks.peers import check_peers
 from fp8bench.worker.ranks.start_line import StartLine
+from fp8bench.worker.ranks.strangers import watch_groups
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -70,6 +70,7 @@ class RankBench(Bench):
         self._size, self._rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
         # Lists of objects that ranks send each other are pickles: what anybody has sent runs nothing.
         dist.distributed_c10d._unpickler = PlainUnpickler
+        watch_groups(dist.distributed_c10d)
         on_gpu = torch.cuda.is_available()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -77,7 +78,6 @@ class RankBench(Bench):
             store=_meet(heart.folder, self._rank, self._size), rank=self._rank, world_size=self._size,
             device_id=torch.device("cuda", 0) if on_gpu else None,
         )  # fmt: skip
-        check_peers()
         # Slots begin together; how late each rank is from then on is what is measured.
         self._meet = StartLine(heart.folder, self._rank, self._size, wait_seconds).meet
 
@@ -89,16 +89,11 @@ class RankBench(Bench):
         own = {name: text for name, text in sorted(os.environ.items()) if name.startswith(RECORDED)}
         return {**super().software(), **{f"env {name}": text for name, text in own.items()}}
 
-    def prepare(self, key: str, case: Case, facts: DeviceFacts) -> None:
-        super().prepare(key, case, facts)
-        check_peers()  # it may have made groups of its own
-
     def release(self, key: str) -> tuple[str, ...]:
         """What is there without a state was imported for one, and lives as long as this process.
 
         Looking through DTensor and torchao for garbage takes 0.1 s a time.
         """
-        check_peers()
         left = super().release(key)
         if not (self._prepared or self._kept):
             gc.freeze()

@@ -22,7 +22,6 @@ import pytest
 
 from fp8bench.model import Case
 from fp8bench.model.plain import PlainUnpickler
-from fp8bench.worker.ranks import peers
 from tests.measure.ranks.test_worker import SUITE, gone, left_behind
 
 _LISTENING = "0A"
@@ -186,7 +185,8 @@ def test_another_user_who_greets_first_is_told_of(tmp_path: Path) -> None:
             os.waitpid(stranger, 0)
             os.close(reads)
             os.close(writes)
-    assert known and (running.returncode == 0 or "a process of user 65534 has connected to port" in said[0]), said[0]
+    told = " ".join(said[0].split())
+    assert known and (running.returncode == 0 or "another user (number 65534) has connected" in told), told
     assert gone(), left_behind()
 
 
@@ -206,31 +206,6 @@ def test_answers_and_lists_of_objects_hold_plain_values_alone(tmp_path: Path) ->
         with pytest.raises(pickle.UnpicklingError, match="no plain value"):
             PlainUnpickler(io.BytesIO(written)).load()
     assert not (tmp_path / "was here").exists()
-
-
-def test_another_users_process_at_the_other_end_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Both ends of a connection within a machine stand in its table, each with its owner."""
-    row = "{n}: {here} {there} 01 00000000:00000000 00:00000000 00000000 {owner} 0 {inode} 1 0 20 4 30 10 -1"
-    here, there = "0100007F:1F90", "0100007F:C350"
-    own = row.format(n=0, here=here, there=there, owner=os.getuid(), inode=77)
-    table = tmp_path / "tcp"
-    monkeypatch.setattr(peers, "_TABLES", (str(table),))
-    monkeypatch.setattr(peers, "_own_sockets", lambda: {"77"})
-    table.write_text(f"head\n{own}\n{row.format(n=1, here=there, there=here, owner=os.getuid(), inode=78)}\n")
-    peers.check_peers()
-    table.write_text(f"head\n{own}\n{row.format(n=1, here=there, there=here, owner=os.getuid() + 1, inode=78)}\n")
-    with pytest.raises(ConnectionError, match=f"user {os.getuid() + 1} has connected to port 8080 of this rank"):
-        peers.check_peers()
-
-
-def test_peers_are_found_in_the_systems_own_table() -> None:
-    """A connection of this process with itself: both rows are there, and are ours."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-        with socket.create_connection(address), server.accept()[0]:
-            peers.check_peers()
-            inodes = peers._own_sockets()
-            assert sum(line[9] in inodes and line[3] == "01" for line in peers._rows()) >= 2
 
 
 def test_torch_unpickles_lists_of_objects_by_the_name_that_ranks_replace() -> None:

@@ -33,8 +33,8 @@ from fp8bench.store.trainings import start_training
 from tests.commands import Say, unfolded
 from tests.duels import SESSION, header, result
 from tests.facts import CPU
+from tests.golden.test_stored_runs import FAILING, NEW, OLD, SAMPLE, SERIES, a_store_of_them
 from tests.histories import keep, run_at, tree
-from tests.report.test_stored_runs import FAILING, NEW, OLD, SAMPLE, SERIES, a_store_of_them
 from tests.store.compacted.test_compacted import compacted, opened
 from tests.store.test_trainings import LINES
 from tests.trainings import training

@@ -1,7 +1,7 @@
 """Runs that were stored by earlier versions are still read, shown, compared, judged and resumed, with the same words.
 
 The runs are real: gemm's grid at two commits, one with cases that failed, and the one of reports/sample, whose requests
-lack what was added later. After a wanted change `python -m tests.report.test_stored_runs` writes what is expected anew;
+lack what was added later. After a wanted change `python -m tests.golden.test_stored_runs` writes what is expected anew;
 read its diff.
 """
 

@@ -1,0 +1,158 @@
+"""Documents in forms whose differences a person can read, and whose files are small."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+# Pages that are kept whole, to the last byte.
+WHOLE = {"failing.html", "ceilings.html", "fleet.html"}
+# What is not of fp8bench, and why it may differ.
+MASKS = (
+    (re.compile(r"fp8bench \d+\.\d+\.\d+\S*"), "fp8bench VERSION", "a release is no change of a document"),
+    (re.compile(r"acknowledged \d{4}-\d{2}-\d{2}"), "acknowledged TODAY", "a change is acknowledged while a test runs"),
+    (re.compile(r"-?\d+\.\d{8,}(?:e[-+]?\d+)?"), None, "last digits are those of vector instructions"),
+)  # fmt: skip
+# Characters of a line and of a text, rows of a table, values of a list, and how many times more are too many.
+_LINE, _LONG, _ROWS, _KEPT, _FEW = 150, 400, 800, 20, 3
+
+
+def masked(text: str) -> str:
+    """Without what may differ though nothing has changed."""
+    for pattern, words, _ in MASKS:
+        text = pattern.sub(words if words is not None else _rounded, text)
+    return text
+
+
+def _rounded(number: re.Match[str]) -> str:
+    return f"{float(number[0]):.9g}"
+
+
+def normal(name: str, text: str) -> str:
+    """The document in the form that is kept: JSON by lines, CSV without what repeats, pages as their text."""
+    forms = {".json": of_json, ".csv": of_csv, ".html": of_html}
+    form = forms.get(Path(name).suffix)
+    return masked(text) if form is None or name in WHOLE else form(masked(text))
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def of_json(text: str) -> str:
+    """Laid out in lines. Of samples, which are in the stored files, how many they are and a digest."""
+    try:
+        documents, rest = [json.loads(text)], ""
+    except ValueError:  # behind the document something was said
+        first, _, rest = text.partition("\n")
+        documents = [json.loads(first)] if first.startswith("{") else []
+        rest = rest if documents else text
+    return "".join("\n".join(_laid_out(_short(one), "")) + "\n" for one in documents) + rest
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _short(one) for key, one in value.items()}
+    if isinstance(value, list):
+        plain = json.dumps(value)
+        if len(plain) > _LINE and not re.search(r"[^\d\s\[\],.e+-]", plain):
+            return f"{len(value)} of numbers: {digest(plain)}"
+        return _thinned([_short(one) for one in value])
+    if isinstance(value, str) and len(value) > _LONG:
+        return f"{value[:_LONG]}... {digest(value)}"
+    return value
+
+
+def _thinned(values: list[Any]) -> list[Any]:
+    """Of very many every so manieth, with a digest of all."""
+    step = 1 + len(values) // _KEPT
+    if step < _FEW:
+        return values
+    kept = values[::step]
+    return [*kept, f"{len(kept)} of {len(values)}, {digest(json.dumps(values))}"]
+
+
+def _laid_out(value: Any, before: str) -> Iterator[str]:
+    """On one line, if it is short; else each of its parts."""
+    plain = json.dumps(value, ensure_ascii=False)
+    if len(plain) <= _LINE or not isinstance(value, dict | list):
+        yield before + plain
+        return
+    indent = " " * (len(before) - len(before.lstrip()) + 1)
+    pairs = value.items() if isinstance(value, dict) else (("-", one) for one in value)
+    yield before + ("{" if isinstance(value, dict) else "[")
+    for key, one in pairs:
+        yield from _laid_out(one, f"{indent}{key}: " if isinstance(value, dict) else indent)
+
+
+def of_csv(text: str) -> str:
+    """Cells that are as in the row above are left out, '~3' for three of them: nothing is lost.
+
+    Of very many rows every so manieth is kept, with a digest of all others.
+    """
+    rows = list(csv.reader(io.StringIO(text)))
+    lines = [_ditto(row, before) for before, row in zip([[], *rows], rows, strict=False)]
+    step = 1 + len(lines) // _ROWS
+    kept = [line for number, line in enumerate(lines) if number < _KEPT or number % step == 0]
+    return "\n".join([*kept, f"{len(lines)} rows, {digest(text)}", ""])
+
+
+def _ditto(row: list[str], before: list[str]) -> str:
+    same = [cell == other for cell, other in zip(row, before, strict=False)]
+    cells: list[str] = []
+    for alike, run in groupby(zip(row, [*same, *[False] * len(row)], strict=False), key=lambda pair: pair[1]):
+        own = [cell for cell, _ in run]
+        cells += [f"~{len(own)}"] if alike else own
+    return "|".join(cells)
+
+
+_SECTION = re.compile(r"(?=<section\b|<header\b|<footer\b)")
+
+
+def of_html(page: str) -> str:
+    """The text of each section, line by line, behind a digest of its tags; of a drawing its words and a digest.
+
+    Markdown and the pages that are kept whole say what is behind a digest.
+    """
+    style = "".join(re.findall(r"<(?:style|script)\b.*?</(?:style|script)>", page, flags=re.DOTALL))
+    body = re.sub(r"<(style|script)\b.*?</\1>", "", page, flags=re.DOTALL)
+    parts = [f"style and script {digest(style)}"]
+    for section in _SECTION.split(body):
+        drawn = re.sub(r"<svg\b.*?</svg>", lambda svg: f"[drawing {digest(svg[0])}]", section, flags=re.DOTALL)
+        parts += [f"== {digest(section)}", *_lines(drawn)]
+    return "\n".join([*parts, ""])
+
+
+def _lines(markup: str) -> Iterator[str]:
+    """Its text, a row of a table or a paragraph a line."""
+    broken = re.sub(r"</(?:tr|p|li|h\d|dt|dd|figcaption|caption|pre|summary|div|thead)>", "\n", markup)
+    spaced = re.sub(r"<[^>]*>", " ", broken)
+    yield from filter(None, (" ".join(line.split()) for line in spaced.splitlines()))
+
+
+def of_frame(frame: Any) -> str:
+    """A data frame: its rows, its columns' types, and all of it as CSV."""
+    kinds = ", ".join(f"{name} {kind}" for name, kind in frame.dtypes.items())
+    return f"{len(frame)} rows of {kinds}\n{of_csv(masked(frame.to_csv(index=False)))}"
+
+
+def of_files(folder: Path) -> str:
+    """The words in files of bytes, such as TensorBoard's, behind their names, as a table."""
+    found = [[str(path.relative_to(folder)), *words] for path in sorted(folder.rglob("*")) for words in _words(path)]
+    lines = io.StringIO()
+    csv.writer(lines).writerows(found)
+    return of_csv(lines.getvalue())
+
+
+def _words(path: Path) -> Iterator[list[str]]:
+    content = path.read_bytes() if path.is_file() else b""
+    if content:
+        yield [hashlib.sha256(content).hexdigest()[:12]]
+        yield from ([word.decode()] for word in re.findall(rb"[ -~]{6,}", content))

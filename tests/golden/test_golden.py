@@ -1,0 +1,402 @@
+"""What commands make of stored runs, trainings, duels, fleets and values: the same words, figures and pages as ever.
+
+All of it was measured once, in quick settings, by the commands that the files name; `stores/gpu` and `stores/history`
+are the tests' stand-ins for a GPU and for many commits. A document that differs is read, never waved through. After a
+wanted change `python -m tests.golden.test_golden` writes what is expected anew: all, or the documents that it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import fp8bench
+from fp8bench.analysis.sensitivity import Study
+from fp8bench.cli.grammar import build_parser, commands_of
+from fp8bench.cli.main import main
+from fp8bench.model import DeviceFacts
+from fp8bench.model.audit import Audit
+from fp8bench.model.codec import decode
+from fp8bench.model.conformity import ModeConformity
+from tests.facts import CPU, H200
+from tests.golden.normal_forms import normal, of_files, of_frame
+from tests.trainings import FakeLab
+
+HERE = Path(__file__).resolve().parent
+STORES, VALUES, EXPECTED, OWN = HERE / "stores", HERE / "values", HERE / "expected", HERE / "own"
+AGAIN = "python -m tests.golden.test_golden"
+
+
+@dataclass(frozen=True)
+class Document:
+    """The words of a command, which prints it or writes it to a file of its name; `&&` stands between several.
+
+    `frame` makes one of the Python interface. `value` is what was measured, where the command would measure it now. A
+    copy of a store is in the working directory, whose terminal has so many columns.
+    """
+
+    words: str
+    store: str = "runs"
+    value: str = ""
+    width: int = 100
+
+
+RUNS = {
+    "gemm": "8b215bef", "transformer": "4ab2f1d9", "numerics": "e35e6c3d", "attention": "e12db2de",
+    "optimizer": "41840d37", "cold": "b3603db3", "grid": "f410f5d8", "static": "f05aca8f", "sweep": "7ba197f1",
+    "failing": "828ea02c", "interrupted": "b818081e", "sustained": "14325fab", "collectives": "691ae371",
+    "collective": "b3f6e72b", "parallel": "503e8537", "profile": "9f3fa731", "batches": "4e2f5c23",
+    "ceilings": "88120f05", "suites": "91f72032",
+}  # fmt: skip
+ON_GPU = {"gpu": "9a000001", "gpu-sweep": "9a000002", "gpu-clean": "9a000003"}
+TRAININGS = {
+    "training": "1199c4a7", "ranks-training": "48643ba9", "judged-training": "8964265c", "cut-training": "9f004d9f",
+}  # fmt: skip
+DUELS = {"duel": "d8d9759e", "quick-duel": "ad2e50fa", "cut-duel": "d8d9cff0"}
+AUDITS = ("pass", "fail", "model", "layers", "optimizer")
+SERIES = "'gemm.Gemm.track_time(bf16, 512)'"
+# Every run and training in these; some of them in others, too, whose fields are those of all runs.
+FORMATS = {".txt": "show {id}", ".md": "report {id} --md {name}", ".html": "report {id} --html {name}",
+           ".csv": "show {id} --csv -"}  # fmt: skip
+IN_JSON = ("gemm", "failing", "collective", "gpu-clean", "judged-training", "cut-training", "quick-duel")
+AS_PAGES = ("gemm", "transformer", "numerics", "optimizer", "sweep", "failing", "sustained", "collectives", "parallel",
+            "profile", "ceilings", "gpu", "gpu-sweep", "gpu-clean", "training", "judged-training")  # fmt: skip
+WIDE = ("gemm", "transformer", "parallel", "failing", "gpu")
+
+
+def _of_runs() -> Iterator[tuple[str, Document]]:
+    for store, kept in (("runs", RUNS), ("gpu", ON_GPU), ("runs", TRAININGS)):
+        for name, key in kept.items():
+            for ending, words in FORMATS.items():
+                if ending == ".html" and name not in AS_PAGES:
+                    continue
+                yield name + ending, Document(words.format(id=key, name=name + ending), store)
+    for name, key in DUELS.items():
+        yield f"{name}.txt", Document(f"show {key}")
+    for name, key in (RUNS | ON_GPU | TRAININGS | DUELS).items():
+        store = "gpu" if name in ON_GPU else "runs"
+        if name in IN_JSON:
+            yield f"{name}.json", Document(f"show {key} --json", store)
+        if name in WIDE:
+            words = f"report {key} --csv-wide --html page.html && cp .fp8bench/reports/*/results.csv {name}-wide.csv"
+            yield f"{name}-wide.csv", Document(words, store)
+
+
+def _of_helps() -> Iterator[tuple[str, Document]]:
+    yield "help.txt", Document("--help")
+    for name, command in commands_of(build_parser()).items():
+        yield f"help-{name}.txt", Document(f"{name} --help")
+        for one in commands_of(command):
+            yield f"help-{name}-{one}.txt", Document(f"{name} {one} --help")
+
+
+def _of_audits() -> Iterator[tuple[str, Document]]:
+    for name in AUDITS:
+        value = f"audit-{name}"
+        yield f"{value}.txt", Document("audit net.py:make --explain", value=value)
+        yield f"{value}.json", Document("audit net.py:make --json", value=value)
+        yield f"{value}.md", Document(f"audit net.py:make --md {value}.md", value=value)
+        yield f"{value}.xml", Document(f"audit net.py:make --junit {value}.xml", value=value)
+
+
+DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | {
+    # Other looks at runs.
+    "gemm-60.txt": Document("show 8b215bef", width=60),
+    "gpu-60.txt": Document("show 9a000001 --explain", "gpu", width=60),
+    "gemm-explained.txt": Document("show 8b215bef --explain"),
+    "training-60.txt": Document("show 1199c4a7 --explain", width=60),
+    "duel-explained.txt": Document("show d8d9759e --explain"),
+    "two.md": Document("report 8b215bef 41840d37 --md two.md"),
+    "two.html": Document("report 8b215bef b818081e --html two.html"),
+    "transformer-tape.txt": Document("show 4ab2f1d9 --tape --explain"),
+    "transformer-tape.csv": Document("show 4ab2f1d9 --tape --csv -"),
+    "transformer-tape.json": Document("show 4ab2f1d9 --tape --json"),
+    "gpu-tape.txt": Document("show 9a000001 --tape", "gpu"),
+    "transformer-shares.txt": Document("show 4ab2f1d9 --shares"),
+    "transformer-shares.csv": Document("show 4ab2f1d9 --shares --csv -"),
+    "profile-shares.txt": Document("show 9f3fa731 --shares --explain"),
+    "gpu-shares.txt": Document("show 9a000001 --shares", "gpu"),
+    "gpu-shares.json": Document("show 9a000001 --shares --json", "gpu"),
+    "arm-histories.txt": Document("show 9f004d9f --histories fp8-delayed --explain"),
+    "arm-histories.json": Document("show 9f004d9f --histories fp8-delayed --json"),
+    "gpu-boards.txt": Document("show 9a000001 --tensorboard boards && files boards", "gpu"),
+    "training-boards.txt": Document("show 8964265c --tensorboard boards && files boards"),
+    # What is said of two, of many, and of what shall be done.
+    "compared.txt": Document("compare 8b215bef b818081e --explain"),
+    "compared.csv": Document("compare 8b215bef b818081e --csv -"),
+    "compared.json": Document("compare 8b215bef b818081e --json"),
+    "compared.md": Document("compare 8b215bef b818081e --md compared.md"),
+    "compared-nothing.txt": Document("compare 8b215bef 41840d37"),
+    "compared-trainings.txt": Document("compare 1199c4a7 9f004d9f"),
+    "failed-training.txt": Document("train --resume 8964265c --fail-on worse,inconclusive,alarm"),
+    "compared-commits.txt": Document("compare 0000000b 0000000c", "history"),
+    "gate.txt": Document("gate 8b215bef b818081e --no-rerun --explain"),
+    "gate-commits.txt": Document("gate 0000000b 0000000c --no-rerun --require-power 80%", "history"),
+    "gate-commits.md": Document("gate 0000000b 0000000c --no-rerun --md gate-commits.md", "history"),
+    "gate-commits.xml": Document("gate 0000000b 0000000c --no-rerun --junit gate-commits.xml", "history"),
+    "gate-commits.json": Document(
+        "gate 0000000b 0000000c --no-rerun --benchmark-json gate-commits.json", "history"
+    ),
+    "gate-thresholds.txt": Document("gate 0000000b 0000000c --no-rerun --thresholds thresholds.yaml", "history"),
+    "gate-duel.txt": Document("gate --duel d8d9759e --no-rerun --explain"),
+    "gate-duel.xml": Document("gate --duel d8d9759e --no-rerun --junit gate-duel.xml"),
+    "gate-cut-duel.txt": Document("gate --duel d8d9cff0 --no-rerun"),
+    "gate-quick-duel.md": Document("gate --duel ad2e50fa --no-rerun --md gate-quick-duel.md"),
+    "gate-history.txt": Document("gate --history --no-rerun --explain", "history"),
+    "gate-history.xml": Document("gate --history --no-rerun --junit gate-history.xml", "history"),
+    "advice.txt": Document("advise 9a000001 --explain", "gpu"),
+    "advice.md": Document("advise 9a000001 --md advice.md --beside 9a000002", "gpu"),
+    "advice.json": Document("advise 9a000001 --json --price 2.50/h", "gpu"),
+    "advice-training.txt": Document("advise 4ab2f1d9 --training 1199c4a7 --price 2.50/h --least 5"),
+    "advice-profile.txt": Document("advise 9f3fa731"),
+    "advice-map.txt": Document("advise 9f3fa731 --write-map map.txt"),
+    "advice-score.txt": Document("advise --score --explain", "gpu"),
+    "advice-score.json": Document("advise --score --json", "gpu"),
+    # A store's history.
+    "runs.txt": Document("history list --runs"),
+    "series.txt": Document("history list --explain", "history"),
+    "series.md": Document("history list bf16 --md series.md", "history"),
+    "one-series.txt": Document(f"history show {SERIES} --explain", "history"),
+    "one-series.md": Document(f"history show {SERIES} --md one-series.md", "history"),
+    "regressions.txt": Document("history regressions --all --explain", "history"),
+    "regressions.json": Document("history regressions --json", "history"),
+    "regressions.md": Document("history regressions --md regressions.md", "history"),
+    "acknowledged.txt": Document(
+        f"history ack {SERIES} --because 'checks for NaN now' && history regressions --all && "
+        f"history ack {SERIES} --undo && history regressions", "history"
+    ),
+    "verified.txt": Document("history verify", "history"),
+    "verified-runs.txt": Document("history verify"),
+    "rebuilt.txt": Document("history rebuild", "history"),
+    "ceiling-history.txt": Document("history ceilings --explain"),
+    "history.md": Document("report 00000640 --md history.md", "history"),
+    "history.html": Document("report 00000640 --html history.html", "history"),
+    # Fleets.
+    "fleet-status.txt": Document("fleet status plan.json --explain", "fleet"),
+    "fleet-status.csv": Document("fleet status plan.json --csv -", "fleet"),
+    "fleet-status.json": Document("fleet status plan.json --json", "fleet"),
+    "fleet.txt": Document("fleet report plan.json --machines alpha,beta,delta --explain", "fleet"),
+    "fleet.csv": Document("fleet report .fp8bench --csv -", "fleet"),
+    "fleet.json": Document("fleet report .fp8bench --json", "fleet"),
+    "fleet.md": Document("fleet report .fp8bench --md fleet.md", "fleet"),
+    "fleet.html": Document("fleet report plan.json --html fleet.html", "fleet"),
+    "fleet-cell.txt": Document("show b33a0f63 --fleet", "fleet"),
+    "fleet-cell.md": Document("report b33a0f63 --md fleet-cell.md", "fleet"),
+    "fleet-k8s.yaml": Document(
+        "fleet export plan.json --to k8s --image box:1 --volume data:/data --plan-path /data/plan.json "
+        "--store /data/store", "fleet"
+    ),
+    "fleet-sbatch.txt": Document(
+        "fleet export plan.json --to sbatch --plan-path /data/plan.json --store /data/store --python python3", "fleet"
+    ),
+    "fleet-skypilot.yaml": Document(
+        "fleet export plan.json --to skypilot --volume data:/data --plan-path /data/plan.json --store /data/store",
+        "fleet",
+    ),
+    # What is measured now, of values that were measured once.
+    "conform.txt": Document("conform --explain", value="conform"),
+    "conform.json": Document("conform --json", value="conform"),
+    "sensitivity.txt": Document("sensitivity --explain", value="sensitivity-kinds"),
+    "sensitivity.csv": Document("sensitivity --csv -", value="sensitivity-kinds"),
+    "sensitivity.json": Document("sensitivity --json", value="sensitivity-kinds"),
+    "sensitivity-profile.txt": Document("sensitivity net.py:make", value="sensitivity-layers"),
+    "plan.txt": Document("suite gemm,attention,collective --dtypes bf16,fp8,mxfp8 --dry-run", value="devices"),
+    "training-plan.txt": Document(
+        "train --dtypes bf16,fp8-delayed --sweep history=1,16 --data text.txt --dry-run", value="lab"
+    ),
+    "list.txt": Document("list"),
+    "list-suites.txt": Document("list suites"),
+    "list-dtypes.txt": Document("list dtypes", value="devices"),
+    "list-dtype.txt": Document("list dtypes fp8-delayed", value="devices"),
+    "list-backends.txt": Document("list backends", value="devices"),
+    "list-devices.txt": Document("list devices", value="devices"),
+    "list-axes.txt": Document(
+        "&& ".join(f"list {name} " for name in ("gemm", "transformer", "attention", "conv", "optimizer", "data")),
+        value="devices",
+    ),
+    "config.yaml": Document("config gemm --dtypes fp32,bf16 --set shape=64"),
+    # What measures nothing.
+    "lint-model.txt": Document("lint-shapes --model gpt2"),
+    "lint.txt": Document("lint-shapes --shapes shapes.csv --devices h100,b200,mi300x"),
+    "lint.csv": Document("lint-shapes --shapes shapes.csv --csv -"),
+    "lint.json": Document("lint-shapes --shapes shapes.csv --dtypes fp8,mxfp8 --devices h100,b200 --json"),
+    "parallel-plan.txt": Document(
+        "plan-parallel --model llama3-8b --gpus 8 --topology h100.yaml --dtype fp8 --explain"
+    ),
+    "parallel-plan.csv": Document("plan-parallel --model llama3-8b --gpus 8 --topology h100.yaml --csv -"),
+    "parallel-plan.json": Document("plan-parallel --model llama3-8b --gpus 2 --topology h100.yaml --json"),
+    "parallel-check.txt": Document("plan-parallel --check --explain"),
+    "parallel-check.csv": Document("plan-parallel --check --csv -"),
+    "refused.txt": Document(
+        "suite nosuch && show nosuch && compare 8b215bef 8b215bef && gate && report 1199c4a7 8b215bef && "
+        "show 8b215bef --shares && fleet status nosuch.json && advise && show last --josn"
+    ),
+    # The Python interface.
+    **{f"frame-{name}.txt": Document(f"frame load 4ab2f1d9 {name}")
+       for name in ("results", "samples", "statistics", "break_even", "shares")},
+    "frame-break-even-gpu.txt": Document("frame load 9a000002 break_even", "gpu"),
+    "frame-energy.txt": Document("frame load 9a000001 energy", "gpu"),
+    **{f"frame-training-{name}.txt": Document(f"frame load_training 1199c4a7 {name}")
+       for name in ("arms", "steps", "readings", "figures", "validations", "costs", "events")},
+    **{f"frame-fleet-{name}.txt": Document(f"frame load_fleet .fp8bench {name}", "fleet")
+       for name in ("cases", "machines", "kinds", "alarms")},
+    "notebook.txt": Document("notebook 8b215bef"),
+    "notebook-gpu.txt": Document("notebook 9a000001", "gpu"),
+}  # fmt: skip
+
+
+class Pretended:
+    """A worker that knows two devices, and no more."""
+
+    def __init__(self, *words: object, **more: object) -> None:
+        """Nothing to begin."""
+
+    def __enter__(self) -> Pretended:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Nothing to end."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def probe(self) -> tuple[DeviceFacts, ...]:
+        return CPU, H200
+
+
+@contextlib.contextmanager
+def answered(value: str) -> Iterator[None]:
+    """Commands are given what was measured once."""
+    with contextlib.ExitStack() as patches:
+        for place, answer in _answers(value):
+            patches.enter_context(mock.patch(place, answer))
+        yield
+
+
+def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
+    kind = value.partition("-")[0]
+    if kind == "devices":
+        yield "fp8bench.jobs.doctor.ProcessWorker", Pretended
+        yield "fp8bench.pipeline.ProcessWorker", Pretended
+        return
+    if kind == "lab":
+        Path("text.txt").write_text("every token is a byte of this text. " * 4000)
+        yield "fp8bench.jobs.train.run.ProcessWorker", lambda *words, **more: FakeLab()
+        return
+    if not kind:
+        return
+    plain = json.loads((VALUES / f"{value}.json").read_text())
+    if kind == "sensitivity":
+        study = decode(Study, plain)
+        yield "fp8bench.jobs.sensitivity.studied", lambda *words: study
+        yield "fp8bench.jobs.sensitivity.kept", lambda *words: study
+        return
+    facts = decode(DeviceFacts, plain["device"])
+    if kind == "audit":
+        audit = decode(Audit, plain["audit"])
+        yield "fp8bench.cli.commands.audit.audit", lambda *words: (facts, audit)
+    else:
+        modes = [decode(ModeConformity, one) for one in plain["modes"]]
+        yield "fp8bench.cli.commands.conform.conformity", lambda *words: (facts, modes)
+
+
+@contextlib.contextmanager
+def a_place(folder: Path, document: Document) -> Iterator[None]:
+    """A working directory in no repository, with a store of its own, of a person without a home."""
+    if document.store != "none":
+        shutil.copytree(STORES / document.store, folder / ".fp8bench")
+    for path in folder.rglob("*.jsonl"):
+        begun = re.match(r"(\d{8}T\d{6})", path.name)  # who shares a store tells clocks by its files' times
+        when = datetime.strptime(begun[1] if begun else "20261124T120000", "%Y%m%dT%H%M%S").replace(tzinfo=UTC)
+        os.utime(path, (when.timestamp() + 2, when.timestamp() + 2))
+    for path in OWN.iterdir():
+        shutil.copy(path, folder)
+    facts = {
+        "GIT_CEILING_DIRECTORIES": str(folder.parent), "COLUMNS": str(document.width), "NO_COLOR": "1",
+        "HOME": str(folder), "LANGUAGE": "C", "FP8BENCH_QUANTISERS": "eager", "FP8BENCH_CEILINGS": "off",
+        "FP8BENCH_TAPE": "off", "FP8BENCH_WARM_UP": "off",
+    }  # fmt: skip
+    with contextlib.chdir(folder), mock.patch.dict(os.environ, facts), mock.patch.object(sys, "path", list(sys.path)):
+        os.environ.pop("GITHUB_STEP_SUMMARY", None)  # the gate would write there
+        with answered(document.value):
+            yield
+
+
+def told(words: Sequence[str]) -> str:
+    """What a command prints, what it says on stderr and, where it is not 0, its exit code."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            code = main(words)
+        except SystemExit as ended:  # --help
+            code = int(ended.code or 0)
+    said = f"on stderr:\n{err.getvalue()}" if err.getvalue() else ""
+    return out.getvalue() + said + (f"exit code {code}\n" if code else "")
+
+
+def made(words: Sequence[str]) -> str:
+    """What comes of a command, or of what stands beside commands in the table."""
+    match words:
+        case ["frame", function, source, name]:
+            frame = getattr(getattr(fp8bench, function)(source), name)
+            return of_frame(frame)
+        case ["notebook", run]:
+            found: Any = fp8bench.load(run).run
+            bars = [text.get_text() for text in found.plot().axes[0].get_yticklabels()]
+            names = [f"{name}: {one.verdict}" for name, one in fp8bench.findings(found).items()]
+            return "\n".join([found._repr_html_().replace("><", ">\n<"), *names, *bars, fp8bench.table(found)])
+        case ["files", folder]:
+            return of_files(Path(folder))
+        case ["cp", source, name]:
+            (path,) = Path().glob(source)
+            shutil.copy(path, name)
+            return ""
+    return told(words)
+
+
+def document_of(name: str) -> str:
+    """The document as it is now, in the form that is kept."""
+    document = DOCUMENTS[name]
+    with tempfile.TemporaryDirectory() as made_for_it, a_place(Path(made_for_it).resolve(), document):
+        said = "".join(made(shlex.split(words)) for words in document.words.split("&&"))
+        text = Path(name).read_text(encoding="utf-8") if Path(name).exists() else said
+        return normal(name, text.replace(str(Path.cwd()), "HERE"))
+
+
+_NEWER_HELP = sys.version_info >= (3, 13)  # argparse lays options out in another way
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_it_is_told_as_before(name: str) -> None:
+    if name.startswith("help") and _NEWER_HELP:
+        pytest.skip("help is laid out by this Python's argparse; what is expected is that of 3.11 and 3.12")
+    expected, now = (EXPECTED / name).read_text(encoding="utf-8"), document_of(name)
+    if now != expected:
+        lines = difflib.unified_diff(expected.splitlines(), now.splitlines(), "expected", "now", lineterm="", n=1)
+        pytest.fail("\n".join([f"{name} differs; read how. If all of it is wanted: {AGAIN} {name}", *lines]), False)
+
+
+def test_nothing_is_left_out() -> None:
+    """What is rendered and has no file would never be compared, nor a file that nothing renders."""
+    assert set(DOCUMENTS) == {path.name for path in EXPECTED.iterdir()}
+
+
+if __name__ == "__main__":
+    EXPECTED.mkdir(exist_ok=True)
+    for name in sys.argv[1:] or DOCUMENTS:
+        (EXPECTED / name).write_text(document_of(name), encoding="utf-8")
