@@ -1,8 +1,9 @@
 """What commands make of stored runs, trainings, duels, fleets and values: the same words, figures and pages as ever.
 
-All of it was measured once, in quick settings, by the commands that the files name; `stores/gpu` and `stores/history`
-are the tests' stand-ins for a GPU and for many commits. A document that differs is read, never waved through. After a
-wanted change `python -m tests.golden.test_golden` writes what is expected anew: all, or the documents that it is given.
+All of it was measured once, in slots of microseconds, by the commands that the files name. `stores/gpu` and
+`stores/history` and the training 8964265c are the tests' stand-ins for a GPU, many commits and six seeds; the duel
+d8d9cff0 is one that was killed. A document that differs is read, never waved through. After a wanted change
+`python -m tests.golden.test_golden` writes what is expected anew: all, or the documents that it is given.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,15 @@ import pytest
 
 import fp8bench
 from fp8bench.analysis.sensitivity import Study
+from fp8bench.analysis.tapes import Taped
 from fp8bench.cli.grammar import build_parser, commands_of
 from fp8bench.cli.main import main
-from fp8bench.model import DeviceFacts
+from fp8bench.jobs.tape import tapes_of
+from fp8bench.model import Ceilings, DeviceFacts
 from fp8bench.model.audit import Audit
 from fp8bench.model.codec import decode
 from fp8bench.model.conformity import ModeConformity
+from fp8bench.store.runs.read import load_run
 from tests.facts import CPU, H200
 from tests.golden.normal_forms import normal, of_files, of_frame
 from tests.trainings import FakeLab
@@ -220,6 +224,10 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | {
     "training-plan.txt": Document(
         "train --dtypes bf16,fp8-delayed --sweep history=1,16 --data text.txt --dry-run", value="lab"
     ),
+    "tape.txt": Document("tape transformer --dtypes bf16,fp8 --explain", value="tape"),
+    "tape-against.txt": Document("tape transformer --dtypes bf16,fp8 --against 4ab2f1d9 --explain", value="tape"),
+    "tape-against.csv": Document("tape transformer --dtypes bf16,fp8 --against 4ab2f1d9 --csv -", value="tape"),
+    "doctor.txt": Document("doctor --ceilings", value="doctor"),
     "list.txt": Document("list"),
     "list-suites.txt": Document("list suites"),
     "list-dtypes.txt": Document("list dtypes", value="devices"),
@@ -276,6 +284,15 @@ class Pretended:
     def close(self) -> None:
         """Nothing to end."""
 
+    def software(self) -> dict[str, str]:
+        return {"torch": CPU.torch}
+
+    def within(self, seconds: float) -> Pretended:
+        return self
+
+    def backend(self, name: str) -> str:
+        return ""
+
     def probe(self) -> tuple[DeviceFacts, ...]:
         return CPU, H200
 
@@ -299,6 +316,13 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
         Path("text.txt").write_text("every token is a byte of this text. " * 4000)
         yield "fp8bench.jobs.train.run.ProcessWorker", lambda *words, **more: FakeLab()
         return
+    if kind == "doctor":
+        yield from _of_the_doctor()
+        return
+    if kind == "tape":
+        known = tapes_of(load_run(next(Path(".fp8bench").rglob("*-4ab2f1d9.jsonl"))))
+        yield "fp8bench.jobs.tape.tapes_now", lambda *words: [_shorter(one) for one in known]
+        return
     if not kind:
         return
     plain = json.loads((VALUES / f"{value}.json").read_text())
@@ -314,6 +338,26 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
     else:
         modes = [decode(ModeConformity, one) for one in plain["modes"]]
         yield "fp8bench.cli.commands.conform.conformity", lambda *words: (facts, modes)
+
+
+def _of_the_doctor() -> Iterator[tuple[str, Callable[..., object] | type]]:
+    """What is of this machine, and of what is installed on it."""
+    environment = load_run(next(Path(".fp8bench").rglob("*-8b215bef.jsonl"))).environment
+    (line,) = (STORES / "runs" / "ceilings" / "history.jsonl").read_text().splitlines()
+    ceilings = decode(Ceilings, json.loads(line)["ceilings"])
+    yield "fp8bench.jobs.doctor.ProcessWorker", Pretended
+    yield "fp8bench.jobs.ceilings.ProcessWorker", Pretended
+    yield "fp8bench.jobs.ceilings._measured", lambda *words: ({}, ceilings)
+    yield "fp8bench.jobs.doctor.gather", lambda *words: environment
+    yield "fp8bench.jobs.doctor.meter_for", contextlib.nullcontext
+    yield "fp8bench.jobs.doctor.device_lines", lambda meter: ["energy    none: nobody looked"]
+    yield "fp8bench.jobs.doctor.driver_state", lambda: "NVML says: there is no driver"
+    yield "fp8bench.jobs.doctor.boards", lambda: "tensorboard 2.21.0"
+
+
+def _shorter(one: Taped) -> Taped:
+    """Without the first operators, as if a change had taken them away."""
+    return one if one.tape is None else replace(one, tape=replace(one.tape, operators=one.tape.operators[3:]))
 
 
 @contextlib.contextmanager
