@@ -78,17 +78,17 @@ def everything(folder: Path) -> dict[str, str]:
     with a_store_of_them(folder):
         for name, words in COMMANDS.items():
             said = told(words.split())
-            found[name] = Path(name).read_text() if words.endswith(name) else said
+            found[name] = Path(name).read_text(encoding="utf-8") if words.endswith(name) else said
         *resumed, last = told(["suite", "--resume", SAMPLE]).splitlines()
         assert resumed == found["sample.txt"].splitlines()[:-1] and last.startswith("  report: ")  # written meanwhile
         found["one-series.txt"] = told(["history", "show", SERIES])
         for name, run in WIDE.items():
             (path,) = Path(".fp8bench/runs").rglob(f"*-{run}.jsonl")
             told(["report", str(path), "--store", name, "--csv-wide"])
-            found[name] = next(Path(name).rglob("results.csv")).read_text()
+            found[name] = next(Path(name).rglob("results.csv")).read_text(encoding="utf-8")
         for commit in VIEWS:
             (path,) = Path(".fp8bench/asv/results/box").glob(f"{commit}-*.json")
-            found[f"asv-{commit}.json"] = path.read_text()
+            found[f"asv-{commit}.json"] = path.read_text(encoding="utf-8")
     return found
 
 
@@ -104,7 +104,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXPECTED.iterdir()))
 def test_it_is_told_as_before(name: str, found: dict[str, str]) -> None:
-    assert rounded(found[name]) == rounded((EXPECTED / name).read_text())
+    assert rounded(found[name]) == rounded((EXPECTED / name).read_text(encoding="utf-8"))
 
 
 def test_nothing_is_left_out(found: dict[str, str]) -> None:
@@ -115,7 +115,7 @@ def test_nothing_is_left_out(found: dict[str, str]) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
         for name, text in everything(Path(made)).items():
-            (EXPECTED / name).write_text(text)
+            (EXPECTED / name).write_text(text, encoding="utf-8")
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
