@@ -34,7 +34,7 @@ _DIGITS = 8
 _SUM = "sum"
 # How a line ends that was written with a checksum, and one that is one of several.
 _SEAL = re.compile(rb',"sum":"([0-9a-f]{16})"}\r?$')
-_NUMBERED = re.compile(rb',"line":\d+,"sum":"([0-9a-f]{16})"}\r?$', re.MULTILINE)
+_NUMBERED = re.compile(rb',"line":(\d+),"sum":"([0-9a-f]{16})"}\r?$', re.MULTILINE)
 
 
 class Damaged(ValueError):
@@ -84,7 +84,7 @@ def compact(content: object) -> str:
 
 def sums_of(text: bytes) -> list[str]:
     """The checksums of the numbered lines of a file, as they stand there."""
-    return [seal[1].decode() for seal in _NUMBERED.finditer(text)]
+    return [seal[2].decode() for seal in _NUMBERED.finditer(text)]
 
 
 def digest_of(sums: Iterable[str]) -> str:
@@ -171,8 +171,9 @@ class LineWriter:
     path: Path
     _file: IO[bytes]
     called: str = "the file"
-    # Of the lines that are in the file.
+    # Of the lines that are in the file, and the number of the last: one that is damaged keeps its own.
     _sums: list[str] = field(default_factory=list)
+    _last: int = 0
 
     def __post_init__(self) -> None:
         self._recount()
@@ -219,17 +220,20 @@ class LineWriter:
         """Look again which lines are in the file: the next is numbered after them."""
         place = self._file.tell()
         self._file.seek(0)
-        self._sums = sums_of(self._file.read())
+        content = self._file.read()
+        self._sums = sums_of(content)
+        self._last = max((int(seal[1]) for seal in _NUMBERED.finditer(content)), default=0)
         self._file.seek(place)
 
     def _lines(self, values: Sequence[dict[str, Any]]) -> None:
         """Write lines with their numbers and checksums."""
         text = "".join(
-            sealed_line({**value, "line": number}) + "\n" for number, value in enumerate(values, len(self._sums) + 1)
+            sealed_line({**value, "line": number}) + "\n" for number, value in enumerate(values, self._last + 1)
         )
         try:
             append(self._file, text)
             self._sums += sums_of(text.encode())
+            self._last += len(values)
         except OSError as error:
             with contextlib.suppress(OSError):  # some of it may be in the file
                 self._recount()

@@ -77,7 +77,7 @@ def _lines(run: Run, lost: bool) -> Fault:
     if not run.environment.facts:
         return Fault(run.path, what, "What it holds belongs to no commit; put it right from a copy")
     if run.finished and not missing_groups(run):
-        if lost:
+        if lost and not run.resumptions:  # else it has been measured again
             return Fault(run.path, what, "Every case of its plan has a record all the same; put it right from a copy")
         return Fault(run.path, what, "Nothing is missing: every case of its plan has a record", broken=False)
     return Fault(run.path, what, f"`fp8bench suite --resume {run.id}` measures what is missing")

@@ -26,6 +26,7 @@ from fp8bench.model import (
     PlannedCase,
     Record,
     Request,
+    Resumption,
     Run,
     Segments,
     SlotSample,
@@ -39,7 +40,7 @@ from fp8bench.report.terminal.run import render
 from fp8bench.store.runs import write as writing
 from fp8bench.store.runs.listing import find_run, load_named, run_files
 from fp8bench.store.runs.read import load_run
-from fp8bench.store.runs.write import check_store, start_run
+from fp8bench.store.runs.write import check_store, reopen_run, start_run
 from tests.older import as_older
 from tests.runs import measured
 
@@ -468,3 +469,17 @@ def test_a_reference_that_is_no_case_breaks_the_header(place: int, tmp_path: Pat
     read = load_run(writer.path)
     assert len(read.records) == len(run.records)
     assert "the reference of a group is none of its cases" in read.troubles[0]
+
+
+@pytest.mark.parametrize("spoil", [b"", b'{"record":', b"x"])
+def test_what_is_measured_again_after_damage_is_read(spoil: bytes, tmp_path: Path) -> None:
+    """Whatever became of a line's checksum, what is written behind it has a number of its own."""
+    path = written(tmp_path, end="interrupted")
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], spoil + b"\n", *lines[3:]]))
+    assert RECORDS[1] not in load_run(path).records
+    writer = reopen_run(path, Resumption("2026-01-06T00:00:00+00:00", "", Environment({})))
+    writer.append(RECORDS)
+    writer.finish("finished")
+    again = load_run(path)
+    assert again.finished and set(again.records) == set(RECORDS) and len(again.resumptions) == 1
