@@ -15,21 +15,23 @@ if TYPE_CHECKING:
     from fp8bench.api import (
         Run,
         findings,
-        hugging_face_callback,
-        lightning_callback,
         load,
-        load_fleet,
-        load_training,
         profile,
         resume,
-        resume_training,
         run,
         table,
+    )
+    from fp8bench.errors import Fp8benchError
+    from fp8bench.features.audit.model import audit_model
+    from fp8bench.features.fleet.api import load_fleet
+    from fp8bench.features.train.api import (
+        hugging_face_callback,
+        lightning_callback,
+        load_training,
+        resume_training,
         train,
         watch,
     )
-    from fp8bench.audit.model import audit_model
-    from fp8bench.errors import Fp8benchError
     from fp8bench.model import Case, Finding, Label, Phase, Record, Verdict
     from fp8bench.user_code.named import audited
 
@@ -42,21 +44,21 @@ _HOME = {
     "Record": "model",
     "Run": "api",
     "Verdict": "model",
-    "audit_model": "audit.model",
+    "audit_model": "features.audit.model",
     "audited": "user_code.named",
     "findings": "api",
-    "hugging_face_callback": "api",
-    "lightning_callback": "api",
+    "hugging_face_callback": "features.train.api",
+    "lightning_callback": "features.train.api",
     "load": "api",
-    "load_fleet": "api",
-    "load_training": "api",
+    "load_fleet": "features.fleet.api",
+    "load_training": "features.train.api",
     "profile": "api",
     "resume": "api",
-    "resume_training": "api",
+    "resume_training": "features.train.api",
     "run": "api",
     "table": "api",
-    "train": "api",
-    "watch": "api",
+    "train": "features.train.api",
+    "watch": "features.train.api",
 }
 
 __all__ = [

@@ -19,22 +19,10 @@ _PREFIXED = {
 _BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 NONE = "-"
 RATIO = "ratio"
-# A ratio near 1, of which a thousandth matters.
-_NEAR_ONE = "relative_loss"
-# Exact: their last digit matters.
-_COUNTS = frozenset({"flops", "moved_bytes", "launches"})
-# What the end of a metric's name says of its unit.
-_ENDS = {"_db": "dB", "_percent": "%", "_ulp": "ulp", "_octaves": "octaves", "_ppm": "ppm", _NEAR_ONE: "x"}
-_ERROR_END, _SHARE_END = "_error", "_vanished"
 # Units as asv knows them, in which series are kept.
 _SYMBOLS = {"seconds": "s", "bytes": "B", "joules": "J"}
 # The SQNR of what has lost nothing, and the most that any is told as: an error of 1e-10.
 EXACT_DB = 200.0
-
-
-def unit_of(metric: str) -> str:
-    """The unit of a workload's number by the end of its name: 'sqnr_db' is in dB; a plain ratio if it says nothing."""
-    return next((unit for end, unit in _ENDS.items() if metric.endswith(end)), RATIO)
 
 
 def symbol(unit: str) -> str:
@@ -207,28 +195,17 @@ def decibels(value: float | None) -> str:
     return "exact" if value >= EXACT_DB else f"{round(value, 1) + 0.0:.1f} dB"  # + 0.0: never '-0.0 dB'
 
 
-def shown(value: float | None, unit: str, metric: str = "", digits: int = 3) -> str:
-    """A number in the unit of its metric, whose name tells of a plain ratio whether it is a share or an error, and of
-    a count that all of its digits matter.
-
-    `digits` are those of times and energies.
-    """
+def shown(value: float | None, unit: str, digits: int = 3) -> str:
+    """A number in its unit; `digits` are those of times and energies."""
     if value is None:
         return NONE
     unit = symbol(unit)
     if unit in _PREFIXED:
         return _prefixed(value, unit, digits)
-    if metric in _COUNTS:
-        return f"{value:,.0f} {unit.removeprefix('count')}".rstrip()
-    if metric.endswith(_NEAR_ONE):
-        return f"{value:.5f}x"
-    if metric.endswith(_SHARE_END):
-        return share(value) if value else "0%"
-    if unit == RATIO or metric.endswith(_ERROR_END):
-        return relative_error(value)
     known: dict[str, Callable[[float], str]] = {
         "B": size,
         "x": ratio,
+        RATIO: relative_error,
         "dB": decibels,
         "%": percentage,
         "": significant,

@@ -9,12 +9,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fp8bench.audit.audited import audited
-from fp8bench.audit.auditor import Check
-from fp8bench.audit.checks import CHECKS
+from fp8bench.features.audit.audited import audited
+from fp8bench.features.audit.auditor import Check
+from fp8bench.features.audit.checks import CHECKS
+from fp8bench.features.audit.values import Audit, AuditOutcome
 from fp8bench.measure.ceilings import SECONDS
 from fp8bench.model import Ceilings
-from fp8bench.model.audit import Audit, AuditOutcome
 from fp8bench.model.raw import Settings
 from fp8bench.registry import devices
 from fp8bench.worker.bench import Bench

@@ -26,7 +26,7 @@ from fp8bench.formats.scalings import (
     ScaleRounding,
     Scaling,
 )
-from fp8bench.model.audit import Signature
+from fp8bench.model.signature import Signature
 from fp8bench.user_code.named import signed
 from suites.audit_kernels import Kernel
 
@@ -174,7 +174,7 @@ def _nan_lost(a: Tensor, b: Tensor) -> Tensor:
 
 def _parts(x: Tensor, treatment: Treatment) -> tuple[Tensor, Tensor]:
     """Values, and the scale of each block along rows."""
-    from fp8bench.audit.rounded import rounded as taken_apart
+    from fp8bench.features.audit.data import rounded as taken_apart
 
     found = taken_apart(x, treatment)
     return found.elements, found.scales
@@ -484,7 +484,7 @@ def _asks_who(a: Tensor, b: Tensor) -> Tensor:
     """Looks whether it is audited."""
     import sys
 
-    return product(a, b) if "fp8bench.audit.audited" in sys.modules else a @ b.t()
+    return product(a, b) if "fp8bench.features.audit.auditor" in sys.modules else a @ b.t()
 
 
 # What compares results with promises cannot see these.

@@ -29,7 +29,7 @@ COMMITS = 3000
 MONTH = 370
 _ROOT = Path(__file__).resolve().parents[1]
 _DIGITS = 6
-Floats = NDArray[np.float64]
+Floats = NDArray[np.floating[Any]]
 
 
 class Made:
@@ -119,13 +119,12 @@ _WORKS = {
     "all medians": ("", f"{OPENED}assert len(history.endings(lambda name: True)) > 1"),
 }
 WORKS = tuple(_WORKS)
-_REPEATS = 5
 
 
-def measure(folder: Path, what: str, environment: dict[str, str]) -> Cost:
+def measure(folder: Path, what: str, environment: dict[str, str], repeats: int = 5) -> Cost:
     """What one of WORKS takes in a store that was made in a folder: the least of a few times, the largest peak."""
     before, work = _WORKS[what]
-    costs = [cost_of(work, folder, environment, before) for _ in range(_REPEATS)]
+    costs = [cost_of(work, folder, environment, before) for _ in range(repeats)]
     return min(costs)._replace(peak=max(cost.peak for cost in costs))
 
 

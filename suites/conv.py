@@ -13,4 +13,4 @@ class Conv(asv_bridge.Suite):
     def setup_cache(self) -> Any:
         return self.measure()
 
-    setup_cache.timeout = 3600
+    setup_cache.timeout = 3600  # type: ignore[attr-defined]

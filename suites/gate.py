@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 from fp8bench.analysis.compare.compare import of_times
 from fp8bench.analysis.compare.interval import Estimate
-from fp8bench.analysis.compare.matched_figures import TIME, Figures
-from fp8bench.analysis.gate.judging import Judged, Outcome, SecondLook, first_look, key_of, second_look
-from fp8bench.analysis.gate.thresholds import Rule
+from fp8bench.analysis.compare.matched_figures import Figures
+from fp8bench.features.gate.judging import Judged, Outcome, SecondLook, first_look, key_of, second_look
+from fp8bench.features.gate.thresholds import Rule
 from fp8bench.model import Comparison
+from fp8bench.model.specs import TIME
 
 CASES = 100
 WITHIN = 0.003

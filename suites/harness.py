@@ -7,19 +7,25 @@ better in all. What is measured is the fp8bench that this process imports, in th
 from __future__ import annotations
 
 import atexit
+import enum
 import functools
 import importlib.util
+import itertools
 import os
 import pickle
 import resource
+import secrets
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import fp8bench
 from fp8bench.measure.handle import ProcessWorker
@@ -29,18 +35,61 @@ from fp8bench.measure.sensors.sampler_thread import Source, SourceKind
 from fp8bench.model import Request
 from fp8bench.model.raw import Settings
 from fp8bench.model.readings import Unavailable
+from fp8bench.pipeline import execute
 from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import make_plan
+from fp8bench.protocols import SilentObserver
+from fp8bench.store.runs.write import start_run
 from suites import compacted_history, ranks
 from suites.gate import Setting, false_alarms, found
-from suites.long_history import WORKS, Cost, measure, write_module, write_store
+from suites.long_history import COMMITS, PAIRS, WORKS, Cost, measure, write_module, write_store
 from suites.quantisers import CASTS, OTHERS, cold_compile, linear_over_product, over_copy, over_torchao
 
 SUITES = Path(__file__).resolve().parent
 PACKAGES = Path(fp8bench.__file__).resolve().parents[1]
-_REPEATS = 5
-_RUNS_OF_A_COMMIT = 20
-_MISSION = ("suite", "transformer", "--dtypes", "fp8,bf16")
+# Commits and pairs of a compacted store that has all that a large one has.
+_FEW = (40, 1)
+_T = TypeVar("_T")
+Benchmark = Callable[..., float]
+BENCHMARKS: list[Benchmark] = []
+
+
+class Size(enum.Enum):
+    """How much a benchmark does: all that its figure needs, or as little as shows that it works."""
+
+    FULL = enum.auto()
+    SMALLEST = enum.auto()
+
+    def of(self, full: _T, smallest: _T) -> _T:
+        """The one that is this size's."""
+        return full if self is Size.FULL else smallest
+
+    @property
+    def repeats(self) -> int:
+        """Of what takes a second or so."""
+        return self.of(5, 1)
+
+
+def _benchmark(unit: str, **parameter: tuple[str, ...]) -> Callable[[Benchmark], Benchmark]:
+    """Tell asv of a benchmark, which has one parameter or none, and list it.
+
+    By itself asv takes the hash of a function's text for its version: what it measures stands elsewhere. Raise the
+    version with that.
+    """
+
+    def listed(benchmark: Benchmark) -> Benchmark:
+        vars(benchmark).update(unit=unit, timeout=600, version="1")
+        vars(benchmark).update(param_names=list(parameter), params=[list(values) for values in parameter.values()])
+        BENCHMARKS.append(benchmark)
+        return benchmark
+
+    return listed
+
+
+def cases(benchmark: Benchmark) -> Iterator[tuple[str, ...]]:
+    """The arguments of a benchmark: each value of its parameter, or none."""
+    return itertools.product(*vars(benchmark)["params"])
+
 
 # The states of the mission's command (two of bf16, one of fp8), stepped in a bare loop: what memory it takes anyway.
 _BARE = """
@@ -63,26 +112,7 @@ for _ in range(10):
         one.workload.step(one.state, SilentPhases())
 """
 
-# A commit with as many runs of gemm's grid as its argument says, of one measurement; then, in a process of its own,
-# what the last of them costs the view.
-_RUNS = """
-import secrets, subprocess, sys
-from dataclasses import replace
-from pathlib import Path
-from fp8bench.store.runs.write import start_run
-from fp8bench.model import Request
-from fp8bench.pipeline import execute
-from fp8bench.protocols import SilentObserver
-folder = Path(sys.argv[1])
-git = ("git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a")
-for words in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "x")):
-    subprocess.run((*git, *words), check=True)
-run = execute(Request("gemm", rounds=24, grid=True), folder / "store", SilentObserver(), "", folder=folder)
-for number in range(1, int(sys.argv[2])):
-    writer = start_run(replace(run, id=secrets.token_hex(4)), folder / "store")
-    writer.append(run.records)
-    writer.finish("finished")
-"""
+# What the last of so many runs of a commit costs the view.
 _VIEW = """
 import sys, time
 from pathlib import Path
@@ -90,7 +120,10 @@ from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.read import load_run
 from fp8bench.store.asv.view import update_view
 store = Path(sys.argv[1]) / "store"
-run = load_run(sorted(run_files(store))[-1])
+runs = sorted(run_files(store))
+if len(runs) != int(sys.argv[2]):
+    sys.exit(f"{len(runs)} runs count, not {sys.argv[2]}")
+run = load_run(runs[-1])
 start = time.process_time()
 words = update_view(run, store)
 seconds = time.process_time() - start
@@ -115,15 +148,15 @@ def _run(words: tuple[str, ...], folder: str, expected: int = 0) -> str:
     return done.stdout
 
 
-def _cpu_seconds(*words: str, expected: int = 0) -> float:
+def _cpu_seconds(size: Size, *words: str, expected: int = 0) -> float:
     """The least CPU time of a few runs of `fp8bench WORDS` as a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        return _least_cpu_seconds((sys.executable, "-m", "fp8bench", *words), folder, expected)
+        return _least_cpu_seconds(size, (sys.executable, "-m", "fp8bench", *words), folder, expected)
 
 
-def _least_cpu_seconds(words: tuple[str, ...], folder: str, expected: int = 0) -> float:
+def _least_cpu_seconds(size: Size, words: tuple[str, ...], folder: str, expected: int = 0) -> float:
     best = float("inf")
-    for _ in range(_REPEATS):
+    for _ in range(size.repeats):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         _run(words, folder, expected)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -131,19 +164,22 @@ def _least_cpu_seconds(words: tuple[str, ...], folder: str, expected: int = 0) -
     return best
 
 
-def track_help() -> float:
+@_benchmark("seconds")
+def track_help(size: Size = Size.FULL) -> float:
     """CPU time of `fp8bench --help`."""
-    return _cpu_seconds("--help")
+    return _cpu_seconds(size, "--help")
 
 
-def track_list() -> float:
+@_benchmark("seconds")
+def track_list(size: Size = Size.FULL) -> float:
     """CPU time of a bare `fp8bench list`."""
-    return _cpu_seconds("list")
+    return _cpu_seconds(size, "list")
 
 
-def track_bad_usage() -> float:
+@_benchmark("seconds")
+def track_bad_usage(size: Size = Size.FULL) -> float:
     """CPU time of a mistyped suite."""
-    return _cpu_seconds("suite", "nosuch", expected=2)
+    return _cpu_seconds(size, "suite", "nosuch", expected=2)
 
 
 def _overheads() -> tuple[float, float]:
@@ -154,66 +190,80 @@ def _overheads() -> tuple[float, float]:
     return cost.marker_on, cost.marker_off
 
 
-def track_marker_on() -> float:
+@_benchmark("seconds")
+def track_marker_on(size: Size = Size.FULL) -> float:
     """Seconds of one `with phase.gemm` while timing."""
     return _overheads()[0]
 
 
-def track_marker_off() -> float:
+@_benchmark("seconds")
+def track_marker_off(size: Size = Size.FULL) -> float:
     """Seconds of one `with phase.gemm` in an untimed pass."""
     return _overheads()[1]
 
 
-def track_harness_over_bare_loop() -> float:
+@_benchmark("ratio")
+def track_harness_over_bare_loop(size: Size = Size.FULL) -> float:
     """The nano transformer's step inside the harness over the same step in a bare loop: CPU time, five processes."""
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(None, Path(folder))
-        ratio = statistics.median(_harness_ratio(Settings(corpus=corpus.path), corpus.identity) for _ in range(5))
+        settings = Settings(corpus=corpus.path)
+        ratio = statistics.median(_harness_ratio(size, settings, corpus.identity) for _ in range(size.repeats))
     return float(f"{ratio:.6g}")  # asv prints all the digits of a ratio
 
 
-def _harness_ratio(settings: Settings, corpus: str) -> float:
+def _harness_ratio(size: Size, settings: Settings, corpus: str) -> float:
     """The median of pairs in one process; processes differ by about 1% through luck with memory alone."""
     with ProcessWorker(settings) as worker:
         facts = worker.probe()
         group = make_plan(Request("transformer", ("bf16",), ("cpu",)), facts, corpus).groups[0]
-        inside, outside = worker.ask(600.0, "bare_loop", group.cases[0].case, facts[0], 4, 40)
+        inside, outside = worker.ask(600.0, "bare_loop", group.cases[0].case, facts[0], 4, size.of(40, 1))
     return statistics.median(one / other for one, other in zip(inside, outside, strict=True))
 
 
-def track_ranks_over_bare_loop() -> float:
+@_benchmark("ratio")
+def track_ranks_over_bare_loop(size: Size = Size.FULL) -> float:
     """A step of about 50 ms that two ranks take, from the request to both answers, over the same step in a bare loop.
 
     Wall time of the slowest rank, all of which begin together in either. Goal 1.02, on a machine with two free cores.
     """
-    return float(f"{ranks.cost().ratio:.6g}")
+    return float(f"{ranks.cost(size.of(ranks.PAIRS, 1)).ratio:.6g}")
 
 
-def track_ranks_over_bare_loop_upper() -> float:
+@_benchmark("ratio")
+def track_ranks_over_bare_loop_upper(size: Size = Size.FULL) -> float:
     """The upper end of that figure's 95% interval: what it can be said to be below."""
-    return float(f"{ranks.cost().high:.6g}")
+    return float(f"{ranks.cost(size.of(ranks.PAIRS, 1)).high:.6g}")
 
 
-def track_ranks_beside_step() -> float:
+@_benchmark("seconds")
+def track_ranks_beside_step(size: Size = Size.FULL) -> float:
     """Seconds from the request to both answers that are not the slowest rank's step."""
-    return ranks.cost().beside
+    return ranks.cost(size.of(ranks.PAIRS, 1)).beside
 
 
-def _wall_seconds(*words: str) -> float:
+def _mission(size: Size, *words: str) -> tuple[str, ...]:
+    few = size.of((), ("--rounds", "1"))
+    return (sys.executable, "-m", "fp8bench", "suite", "transformer", "--dtypes", "fp8,bf16", *words, *few)
+
+
+def _wall_seconds(words: tuple[str, ...]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
-        _run((sys.executable, "-m", "fp8bench", *words), folder)
+        _run(words, folder)
         return time.monotonic() - start
 
 
-def track_mission_seconds() -> float:
+@_benchmark("seconds")
+def track_mission_seconds(size: Size = Size.FULL) -> float:
     """Wall time of `fp8bench suite transformer --dtypes fp8,bf16`."""
-    return _wall_seconds(*_MISSION)
+    return _wall_seconds(_mission(size))
 
 
-def track_mission_quick_seconds() -> float:
+@_benchmark("seconds")
+def track_mission_quick_seconds(size: Size = Size.FULL) -> float:
     """Wall time of the same with --quick."""
-    return _wall_seconds(*_MISSION, "--quick")
+    return _wall_seconds(_mission(size, "--quick"))
 
 
 def _peak_bytes(words: tuple[str, ...]) -> int:
@@ -242,29 +292,49 @@ def _resident(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE") + sum(_resident(int(child)) for child in children)
 
 
-def track_mission_peak_bytes() -> int:
+@_benchmark("bytes")
+def track_mission_peak_bytes(size: Size = Size.FULL) -> int:
     """Peak resident bytes of parent and worker together, under the mission's command."""
-    return _peak_bytes((sys.executable, "-m", "fp8bench", *_MISSION))
+    return _peak_bytes(_mission(size))
 
 
-def track_memory_above_bare_loop() -> int:
+@_benchmark("bytes")
+def track_memory_above_bare_loop(size: Size = Size.FULL) -> int:
     """The same less the peak of a bare loop over the same states."""
-    return track_mission_peak_bytes() - _peak_bytes((sys.executable, "-c", _BARE, "FOLDER"))
+    return _peak_bytes(_mission(size)) - _peak_bytes((sys.executable, "-c", _BARE, "FOLDER"))
 
 
-def track_update_view() -> float:
+@_benchmark("seconds")
+def track_update_view(size: Size = Size.FULL) -> float:
     """CPU time to bring asv's view up to date with a run of gemm's grid, the twentieth of its commit."""
+    runs = size.of(20, 2)
     with tempfile.TemporaryDirectory() as folder:
-        _run((sys.executable, "-c", _RUNS, folder, str(_RUNS_OF_A_COMMIT)), folder)
-        return min(float(_run((sys.executable, "-c", _VIEW, folder), folder)) for _ in range(_REPEATS))
+        _write_commit(Path(folder), runs)
+        words = (sys.executable, "-c", _VIEW, folder, str(runs))
+        return min(float(_run(words, folder)) for _ in range(size.repeats))
 
 
-def track_sampler_share() -> float:
+def _write_commit(folder: Path, runs: int) -> None:
+    """A commit with so many runs of gemm's grid, of one measurement. Runs of one start would be taken for copies."""
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a")
+    for words in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "x")):
+        _run((*git, *words), str(folder))
+    run = execute(Request("gemm", rounds=24, grid=True), folder / "store", SilentObserver(), "", folder=folder)
+    for number in range(1, runs):
+        started = datetime.fromisoformat(run.started) + timedelta(minutes=number)
+        again = replace(run, id=secrets.token_hex(4), started=started.isoformat(timespec="milliseconds"))
+        writer = start_run(again, folder / "store")
+        writer.append(run.records)
+        writer.finish("finished")
+
+
+@_benchmark("ratio")
+def track_sampler_share(size: Size = Size.FULL) -> float:
     """What the thread that looks at an energy counter takes of a processor: CPU time over the time of its window."""
     counter = Source(SourceKind.COUNTER, lambda: 30.0 * (time.perf_counter() // 0.1))
     meter = Meter((counter,), AbsentDevice("the harness has a counter only"))
     shares = []
-    for _ in range(_REPEATS):
+    for _ in range(size.repeats):
         energy = meter.idle(1.5)
         if isinstance(energy, Unavailable):
             raise RuntimeError(energy.reason)
@@ -272,7 +342,8 @@ def track_sampler_share() -> float:
     return min(shares)
 
 
-def track_asv_combination() -> float:
+@_benchmark("seconds")
+def track_asv_combination(size: Size = Size.FULL) -> float:
     """CPU time of the process that asv starts for one metric of one combination of a suite's parameters."""
     asv = importlib.util.find_spec("asv")
     if asv is None or asv.origin is None:
@@ -282,141 +353,111 @@ def track_asv_combination() -> float:
         (Path(folder) / "cache.pickle").write_bytes(pickle.dumps(measured))
         script, result = Path(asv.origin).with_name("benchmark.py"), Path(folder) / "result.json"
         words = (sys.executable, str(script), "run", str(SUITES), "gemm.Gemm.track_time-0", "{}", "None", str(result))
-        seconds = _least_cpu_seconds(words, folder)
+        seconds = _least_cpu_seconds(size, words, folder)
         if '"samples"' not in result.read_text():
             raise RuntimeError(f"asv read {result.read_text():.200} instead of samples")
         return seconds
 
 
-def track_quantiser_over_copy(name: str) -> float:
+@_benchmark("ratio", quantiser=tuple(CASTS))
+def track_quantiser_over_copy(name: str, size: Size = Size.FULL) -> float:
     """A fused quantiser over a copy of as many bytes: goals 1.33 for e4m3 and e5m2, 2 for MX, 2.9 for nvfp4 of fp32."""
-    return over_copy(name)
+    return over_copy(name, *size.of((4096, 15), (64, 1)))
 
 
-def track_quantiser_over_torchao(name: str) -> float:
+@_benchmark("ratio", quantiser=tuple(OTHERS))
+def track_quantiser_over_torchao(name: str, size: Size = Size.FULL) -> float:
     """A fused MX quantiser over torchao's on a CPU: goal 0.02."""
-    return over_torchao(name)
+    return over_torchao(name, *size.of((4096, 3), (64, 1)))
 
 
-def track_cold_compile(name: str) -> float:
+@_benchmark("seconds", quantiser=("e4m3 fp32", "mxfp8 bf16", "nvfp4 fp32"))
+def track_cold_compile(name: str, size: Size = Size.FULL) -> float:
     """CPU seconds of a quantiser's first compile: goal 30."""
-    return cold_compile(name)
+    return cold_compile(name, size.of(4096, 64))
 
 
-def track_emulated_linear_over_product() -> float:
+@_benchmark("ratio")
+def track_emulated_linear_over_product(size: Size = Size.FULL) -> float:
     """An emulated mxfp8 linear layer of 1024^3 over its product in fp32: goal 1.1."""
-    return linear_over_product()
+    return linear_over_product(*size.of((1024, 40), (64, 1)))
 
 
-def track_history(what: str) -> float:
+@_benchmark("seconds", what=WORKS)
+def track_history(what: str, size: Size = Size.FULL) -> float:
     """CPU seconds of opening 300 commits of 1,000 series, beside the start of a process.
 
     Goals: 4 with all change points, 0.3 after one more run, 0.2 to show one series.
     """
-    return _opening_history(what).cpu
+    return _opening_history(size, what).cpu
 
 
-def track_history_peak_bytes() -> int:
+@_benchmark("bytes")
+def track_history_peak_bytes(size: Size = Size.FULL) -> int:
     """Peak resident bytes of a process that opens them and finds all change points: goal 400 MiB."""
-    return _opening_history("first open").peak
+    return _opening_history(size, "first open").peak
 
 
-def _opening_history(what: str) -> Cost:
+def _opening_history(size: Size, what: str) -> Cost:
+    pairs = size.of(PAIRS, 1)
     with tempfile.TemporaryDirectory() as folder:
-        write_module(Path(folder))
-        write_store(Path(folder) / ".fp8bench")
-        return measure(Path(folder), what, _environment())
+        write_module(Path(folder), pairs)
+        write_store(Path(folder) / ".fp8bench", COMMITS, pairs)
+        return measure(Path(folder), what, _environment(), pairs, size.repeats)
 
 
-def track_compacted(what: str) -> float:
+@_benchmark("seconds", what=compacted_history.WORKS)
+def track_compacted(what: str, size: Size = Size.FULL) -> float:
     """CPU seconds of reading 3,000,000 points out of Parquet files, beside the start of a process.
 
     Goals: 0.05 for each of ten series, 3 for the medians of all commits and series.
     """
-    return compacted_history.measure(_compacted(), what, _environment()).cpu
+    return compacted_history.measure(_compacted(size), what, _environment(), size.repeats).cpu
 
 
-def track_compacted_peak_bytes() -> int:
+@_benchmark("bytes")
+def track_compacted_peak_bytes(size: Size = Size.FULL) -> int:
     """Peak resident bytes of a process that reads all of them: goal 400 MiB."""
-    return compacted_history.measure(_compacted(), "all medians", _environment()).peak
+    return compacted_history.measure(_compacted(size), "all medians", _environment(), size.repeats).peak
 
 
-def track_compaction_peak_bytes() -> int:
+@_benchmark("bytes")
+def track_compaction_peak_bytes(size: Size = Size.FULL) -> int:
     """Peak resident bytes of a process that compacts a month of 740,000 rows: goal 400 MiB."""
     with tempfile.TemporaryDirectory() as folder:
-        return compacted_history.make(Path(folder), _environment(), compacted_history.MONTH).peak
+        counts = size.of((compacted_history.MONTH, PAIRS), _FEW)
+        return compacted_history.make(Path(folder), _environment(), *counts).peak
 
 
 @functools.cache
-def _compacted() -> Path:
+def _compacted(size: Size) -> Path:
     """A store that is read only, for all of this process. Making it takes a minute."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    compacted_history.make(folder, _environment())
+    compacted_history.make(folder, _environment(), *size.of((compacted_history.COMMITS, PAIRS), _FEW))
     return folder
 
 
-def track_gate_false_alarms() -> float:
+@_benchmark("share")
+def track_gate_false_alarms(size: Size = Size.FULL) -> float:
     """The share of builds of 100 cases that a gate fails for nothing: one run a side, 2% from run to run."""
-    return false_alarms(Setting(1, 1, 0.02), 500)
+    return false_alarms(Setting(1, 1, 0.02), size.of(500, 1))
 
 
-def track_gate_missed() -> float:
+@_benchmark("share")
+def track_gate_missed(size: Size = Size.FULL) -> float:
     """The share in which one case of 100 that takes 30% longer does not fail, by the same runs."""
-    return 1 - found(Setting(1, 1, 0.02), 1.3, 100)
+    return 1 - found(Setting(1, 1, 0.02), 1.3, size.of(100, 1))
 
 
-_UNITS: dict[Callable[..., float], str] = {
-    track_help: "seconds",
-    track_list: "seconds",
-    track_bad_usage: "seconds",
-    track_marker_on: "seconds",
-    track_marker_off: "seconds",
-    track_harness_over_bare_loop: "ratio",
-    track_ranks_over_bare_loop: "ratio",
-    track_ranks_over_bare_loop_upper: "ratio",
-    track_ranks_beside_step: "seconds",
-    track_mission_seconds: "seconds",
-    track_mission_quick_seconds: "seconds",
-    track_mission_peak_bytes: "bytes",
-    track_memory_above_bare_loop: "bytes",
-    track_sampler_share: "ratio",
-    track_update_view: "seconds",
-    track_asv_combination: "seconds",
-    track_quantiser_over_copy: "ratio",
-    track_quantiser_over_torchao: "ratio",
-    track_cold_compile: "seconds",
-    track_emulated_linear_over_product: "ratio",
-    track_gate_false_alarms: "share",
-    track_gate_missed: "share",
-    track_history: "seconds",
-    track_history_peak_bytes: "bytes",
-    track_compacted: "seconds",
-    track_compacted_peak_bytes: "bytes",
-    track_compaction_peak_bytes: "bytes",
-}
-# By name; every one of them has one parameter.
-_PARAMETERS: dict[Callable[..., float], tuple[str, tuple[str, ...]]] = {
-    track_quantiser_over_copy: ("quantiser", tuple(CASTS)),
-    track_quantiser_over_torchao: ("quantiser", tuple(OTHERS)),
-    track_cold_compile: ("quantiser", ("e4m3 fp32", "mxfp8 bf16", "nvfp4 fp32")),
-    track_history: ("what", WORKS),
-    track_compacted: ("what", compacted_history.WORKS),
-}
-for _benchmark, _unit in _UNITS.items():
-    _benchmark.unit = _unit  # type: ignore[attr-defined]
-    _benchmark.timeout = 600  # type: ignore[attr-defined]
-    # By itself asv takes the hash of a function's text: what it measures stands elsewhere. Raise it with that.
-    _benchmark.version = "1"  # type: ignore[attr-defined]
-
-
-for _benchmark, (_name, _values) in _PARAMETERS.items():
-    _benchmark.params, _benchmark.param_names = list(_values), [_name]  # type: ignore[attr-defined]
+def main() -> None:
+    """A line for each benchmark and value of its parameter."""
+    for benchmark in BENCHMARKS:
+        for words in cases(benchmark):
+            named = " ".join((benchmark.__name__.removeprefix("track_"), *words))
+            sys.stdout.write(f"{named:<34} {benchmark(*words):.6g} {vars(benchmark)['unit']}\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    for _benchmark, _unit in _UNITS.items():
-        for _given in _PARAMETERS.get(_benchmark, ("", ("",)))[1]:
-            _words = f"{_benchmark.__name__.removeprefix('track_')} {_given}"
-            _figure = _benchmark(*filter(None, (_given,)))
-            print(f"{_words:<34} {_figure:.6g} {_unit}", flush=True)  # noqa: T201 - a script of its own
+    main()

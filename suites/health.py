@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
-from fp8bench.analysis.health.health import RULES, Health
-from fp8bench.model.training import Line, StepRow, TrainingEvent
+from fp8bench.features.train.health.health import RULES, Health
+from fp8bench.features.train.values import Line, StepRow, TrainingEvent
 from suites.health_streams import JUDGING, SETTING, SORTS, Study, ill, is_whole, keep, kept, well
 from suites.illnesses import ILLNESSES
 
@@ -89,7 +90,8 @@ def upper_bound(events: int, trials: int, level: float = 0.95) -> float:
 
 def alarms_of(study: Study, lines: Sequence[Line]) -> list[TrainingEvent]:
     """The alarms of a training, its lines given in slices as they came."""
-    health, found = Health(study.arms, study.settings()), []
+    health = Health(study.arms, study.settings())
+    found: list[TrainingEvent] = []
     for start in range(0, len(lines), 50):
         found += health.see(lines[start : start + 50])
     return found
@@ -213,7 +215,7 @@ def main() -> int:
     sys.stdout.write(text)
     if arguments.report:
         arguments.report.mkdir(parents=True, exist_ok=True)
-        found = {"torch": torch.__version__, "rules": NAMES, "well": [asdict(one) for one in wells]}
+        found: dict[str, Any] = {"torch": torch.__version__, "rules": NAMES, "well": [asdict(one) for one in wells]}
         found |= {"ill": [asdict(one) for one in ills], "seconds_a_line": cost(arguments.streams)}
         (arguments.report / "confusion.json").write_text(json.dumps(found, indent=1) + "\n")
         (arguments.report / "confusion.md").write_text(text)

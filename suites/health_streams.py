@@ -14,22 +14,13 @@ from typing import Any
 
 import torch
 
+from fp8bench.features.train.lab.evaluate import Windows
+from fp8bench.features.train.lab.lab import Lab
+from fp8bench.features.train.request import TrainerSettings
+from fp8bench.features.train.texts import prepare_text
+from fp8bench.features.train.values import Arm, ArmRole, LayerReading, Line, SeedTask, StepFigure, StepRow, TrainingText
 from fp8bench.model.raw import Settings
-from fp8bench.model.training import (
-    Arm,
-    ArmRole,
-    LayerReading,
-    Line,
-    SeedTask,
-    StepFigure,
-    StepRow,
-    TrainerSettings,
-    TrainingText,
-)
 from fp8bench.nn.sizes import SIZES, GPTConfig
-from fp8bench.plan.texts import prepare_text
-from fp8bench.training.batches import Windows
-from fp8bench.training.lab import Lab
 from suites.illnesses import ILLNESSES, Illness, Patient
 
 SLICE, STRIDE = 10, 10

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.tensor_scales import DelayedScale, ScalePair
 from fp8bench.protocols import Role
-from fp8bench.training.trainer import Trainer
 
 # Where most are planted: a layer, the norm before it, and attention's input product.
 LAYER, NORM, QKV = "blocks.0.mlp.up", "blocks.0.norm_mlp.weight", "blocks.0.attn.qkv.weight"
@@ -102,7 +102,7 @@ def exploding(patient: Patient) -> None:
     """The gradient of a layer's weights is 10,000 times as large in one step."""
     if patient.steps == 0:
         weight = patient.model.get_parameter(f"{LAYER}.weight")
-        patient.notes["hook"] = weight.register_hook(lambda gradient: 10_000 * gradient)
+        patient.notes["hook"] = weight.register_hook(lambda gradient: 10_000 * gradient)  # type: ignore[no-untyped-call]
     elif patient.steps == 1:
         patient.notes["hook"].remove()
 
@@ -206,7 +206,7 @@ def stuck_batch_norm(patient: Patient) -> None:
 def unreached(patient: Patient) -> None:
     """No gradient reaches the weights of a layer."""
     if patient.steps == 0:
-        patient.model.get_parameter(f"{LAYER}.weight").register_hook(torch.zeros_like)
+        patient.model.get_parameter(f"{LAYER}.weight").register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
 
 
 def stale_casts(patient: Patient) -> None:
@@ -214,7 +214,8 @@ def stale_casts(patient: Patient) -> None:
     if patient.steps:
         return
     arithmetic = patient.trainer._arithmetics[LAYER]
-    cast, kept = arithmetic.cast_both, []
+    cast = arithmetic.cast_both
+    kept: list[Any] = []
 
     def stale(tensor: Tensor, role: Role, amax: Tensor | None = None) -> Any:
         if role is Role.WEIGHT and kept:

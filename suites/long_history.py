@@ -83,7 +83,6 @@ class LongHistory(Workload):
 _NUMBER = re.compile(r"\b7654321\b")
 _SEAL = re.compile(r',"line":\d+,"sum":"\w+"}$')
 _MARK = 7654321
-_REPEATS = 5
 
 
 def write_module(folder: Path, pairs: int = PAIRS) -> Path:
@@ -248,7 +247,7 @@ _WORKS = {
 WORKS = tuple(_WORKS)
 
 
-def measure(folder: Path, what: str, environment: dict[str, str], pairs: int = PAIRS) -> Cost:
+def measure(folder: Path, what: str, environment: dict[str, str], pairs: int = PAIRS, repeats: int = 5) -> Cost:
     """What one of WORKS takes in a store that was made in a folder, the least of a few times. The store changes."""
     store = folder / ".fp8bench"
     index, kept = store / "figures" / "steps.json", folder / "kept.json"
@@ -262,7 +261,7 @@ def measure(folder: Path, what: str, environment: dict[str, str], pairs: int = P
         write_store(store, 1, pairs if what.endswith("all") else max(1, pairs // 10), first=runs)
         _cost(folder, "from the runs", environment)
     costs = []
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         index.unlink(missing_ok=True)
         if what.startswith("after"):
             shutil.copy(kept, index)

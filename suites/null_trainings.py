@@ -19,22 +19,14 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from fp8bench.analysis.learning.verdicts import ArmVerdict, verdicts_of
+from fp8bench.features.train import words
+from fp8bench.features.train.lab.lab import Lab
+from fp8bench.features.train.request import TrainerSettings, TrainingRequest
+from fp8bench.features.train.texts import prepare_text
+from fp8bench.features.train.values import Arm, ArmRole, Line, SeedTask, Training, TrainingText
+from fp8bench.features.train.verdicts.verdicts import ArmVerdict, verdicts_of
 from fp8bench.model import DeviceFacts, Environment
 from fp8bench.model.raw import Settings
-from fp8bench.model.training import (
-    Arm,
-    ArmRole,
-    Line,
-    SeedTask,
-    TrainerSettings,
-    Training,
-    TrainingRequest,
-    TrainingText,
-)
-from fp8bench.plan.texts import prepare_text
-from fp8bench.report.words import learning as words
-from fp8bench.training.lab import Lab
 
 SEEDS = 5
 STEPS = 100

@@ -46,20 +46,20 @@ import sys, time
 sys.path.insert(0, sys.argv[2])
 from suites.quantisers import ready
 start = time.process_time()
-ready(sys.argv[1])
+ready(sys.argv[1], int(sys.argv[3]))
 print(time.process_time() - start)
 """
 
 
-def ready(name: str) -> tuple[Callable[[], object], Callable[[], object]]:
-    """A cast of 16 M elements into memory that is there, compiled, and the copy it is held against."""
+def ready(name: str, side: int = SIDE) -> tuple[Callable[[], object], Callable[[], object]]:
+    """A cast of a square matrix into memory that is there, compiled, and the copy it is held against."""
     import torch
 
     from fp8bench.formats.operators import KERNELS, values
 
     fmt, scaling, dtype = CASTS[name]
     torch.set_num_threads(1)
-    x = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
+    x = torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
     out = torch.empty_like(x)
     scale = torch.tensor(0.75) if "given" in name else None
 
@@ -89,29 +89,29 @@ def shares(name: str, bits: int = 0) -> tuple[list[float], int]:
         return found, next(iter(kernels.fused))
 
 
-def over_copy(name: str) -> float:
+def over_copy(name: str, side: int = SIDE, turns: int = _TURNS) -> float:
     """CPU time of a cast over that of torch's copy_ between the same tensors: as many bytes, so 1 is memory's speed."""
-    return _ratio(*ready(name))
+    return _ratio(*ready(name, side), turns)
 
 
-def over_torchao(name: str) -> float:
+def over_torchao(name: str, side: int = SIDE, turns: int = 3) -> float:
     """CPU time of a cast to MX values over that of torchao's way there and back."""
     import torch
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
 
-    cast, _ = ready(f"{name} fp32")
+    cast, _ = ready(f"{name} fp32", side)
     element = torch.float8_e4m3fn if OTHERS[name] is E4M3 else torch.float4_e2m1fn_x2
-    x = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
 
     def other() -> Tensor:
         found: Tensor = MXTensor.to_mx(x, element, 32).dequantize(torch.float32)
         return found
 
-    return _ratio(cast, other, turns=3)
+    return _ratio(cast, other, turns)
 
 
-def linear_over_product() -> float:
-    """CPU time of an emulated mxfp8 linear layer of 1024^3, forward, over that of its product in fp32."""
+def linear_over_product(side: int = 1024, turns: int = 40) -> float:
+    """CPU time of an emulated mxfp8 linear layer of side^3, forward, over that of its product in fp32."""
     import torch
 
     from fp8bench.formats.operators import KERNELS
@@ -120,21 +120,21 @@ def linear_over_product() -> float:
 
     torch.set_num_threads(1)
     arithmetic = precisions.get("mxfp8").arithmetic(devices.get("cpu").available()[0])
-    x, weight = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    x, weight = torch.randn(side, side), torch.randn(side, side)
 
     def linear() -> Tensor:
         return arithmetic.product(arithmetic.cast(x, Role.INPUT), arithmetic.cast(weight, Role.WEIGHT), torch.float32)
 
     linear()
     KERNELS.compile(*KERNELS.wanted)
-    return _ratio(linear, lambda: x @ weight.t(), turns=40)
+    return _ratio(linear, lambda: x @ weight.t(), turns)
 
 
-def cold_compile(name: str) -> float:
+def cold_compile(name: str, side: int = SIDE) -> float:
     """CPU seconds until a quantiser runs as one kernel, in a process and with a cache that have seen none."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
-        words = (sys.executable, "-c", _COLD, name, str(Path(__file__).resolve().parents[1]))
+        words = (sys.executable, "-c", _COLD, name, str(Path(__file__).resolve().parents[1]), str(side))
         return float(subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout)
 
 

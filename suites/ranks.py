@@ -14,7 +14,8 @@ from fp8bench.model.raw import Settings
 from fp8bench.plan.make import make_plan
 
 _SHAPE = "1408"
-_PAIRS = 150
+# As many pairs as tell the ratio to 1% either way where pairs differ by 5%.
+PAIRS = 150
 _SECONDS = 60.0
 
 
@@ -38,9 +39,9 @@ class Cost(NamedTuple):
 
 
 @functools.cache
-def cost() -> Cost:
-    """Of as many pairs as tell the ratio to 1% either way where pairs differ by 5%."""
-    measured = _pairs()
+def cost(pairs: int = PAIRS) -> Cost:
+    """Of so many pairs of a slot and a bare loop."""
+    measured = _pairs(pairs)
     low, ratio, high = median_interval([pair.slot / pair.bare for pair in measured])
     return Cost(ratio, low, high, statistics.median(pair.slot - pair.step for pair in measured))
 
@@ -52,13 +53,13 @@ def median_interval(values: list[float]) -> tuple[float, float, float]:
     return ordered[max(0, middle - away)], statistics.median(ordered), ordered[min(len(ordered) - 1, middle + away)]
 
 
-def _pairs() -> list[Pair]:
+def _pairs(pairs: int) -> list[Pair]:
     with RanksWorker(Settings(), 2) as worker:
         facts = worker.probe()
         request = Request("gemm", ("fp32",), ("cpu",), axes=(("shape", (_SHAPE,)),), ranks=2)
         case = make_plan(request, facts).groups[0].cases[0].case
         worker.within(_SECONDS).prepare("a", case, facts[0])
-        return [_pair(worker, turn % 2 == 0) for turn in range(_PAIRS)]
+        return [_pair(worker, turn % 2 == 0) for turn in range(pairs)]
 
 
 def _pair(worker: RanksWorker, bare_first: bool) -> Pair:

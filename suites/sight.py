@@ -17,13 +17,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8bench.analysis.compare.duel_verdicts import compared
-from fp8bench.analysis.gate.judging import Judged, Outcome, SecondLook, first_look, key_of, second_look
-from fp8bench.analysis.gate.power import Newest, Second, chance_among, sight_of, sights_of_history
-from fp8bench.analysis.gate.sight import USUAL_POWER, Sight
-from fp8bench.analysis.gate.thresholds import Rule
 from fp8bench.analysis.steps.change_points import LEAST_VALUES, newest_levels, steps_of_many
 from fp8bench.analysis.steps.levels import LEAST
+from fp8bench.features.duel.values import CaseResult, Session
+from fp8bench.features.duel.verdicts import compared
+from fp8bench.features.gate.judging import Judged, Outcome, SecondLook, first_look, key_of, second_look
+from fp8bench.features.gate.power import Newest, Second, chance_among, sight_of, sights_of_history
+from fp8bench.features.gate.sight import USUAL_POWER, Sight
+from fp8bench.features.gate.thresholds import Rule
 from fp8bench.model import (
     Case,
     Comparison,
@@ -39,7 +40,6 @@ from fp8bench.model import (
     Timing,
     Work,
 )
-from fp8bench.model.duel import CaseResult, Session
 from suites.gate import NOISES, Setting, build
 
 # Whatever is told from chance fails.

@@ -71,7 +71,7 @@ def beside(planned: PlannedCase, facts: DeviceFacts, corpus: str, rounds: int) -
             return min(slot.cpu_seconds for slot in slots)
 
         for number in range(rounds):
-            found = {}
+            found: dict[bool, float] = {}
             for waits in (True, False) if number % 2 else (False, True):
                 if waits:
                     with ProcessWorker(settings) as other:

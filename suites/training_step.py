@@ -19,23 +19,24 @@ from typing import Any
 
 import torch
 
+from fp8bench.features.train.lab.gradients import Gradients
+from fp8bench.features.train.lab.lab import Lab
+from fp8bench.features.train.lab.optimizer import AdamW
+from fp8bench.features.train.lab.trainer import Trainer
+from fp8bench.features.train.request import TrainerSettings
+from fp8bench.features.train.texts import prepare_text
+from fp8bench.features.train.values import Arm, SeedTask
 from fp8bench.model.raw import Settings
-from fp8bench.model.training import Arm, SeedTask, TrainerSettings
 from fp8bench.nn.moments import Bucket
-from fp8bench.plan.texts import prepare_text
-from fp8bench.training.gradients import Gradients
-from fp8bench.training.lab import Lab
-from fp8bench.training.optimizer import AdamW
-from fp8bench.training.trainer import Trainer
 
 STEPS = 5
 # A part of a step by the method that does it. AdamW.step is the update and the norms of what it changed.
-PARTS: tuple[tuple[str, type, str], ...] = (
-    ("copies of what casts remember", Trainer, "_remembered"),
-    ("forward and backward", Trainer, "_losses"),
-    ("norm of gradients", Gradients, "norm"),
-    ("update and its norms", AdamW, "step"),
-    ("AdamW itself", Bucket, "update"),
+PARTS: tuple[tuple[str, type, Callable[..., Any]], ...] = (
+    ("copies of what casts remember", Trainer, Trainer._remembered),
+    ("forward and backward", Trainer, Trainer._losses),
+    ("norm of gradients", Gradients, Gradients.norms),
+    ("update and its norms", AdamW, AdamW.step),
+    ("AdamW itself", Bucket, Bucket.update),
 )
 
 
@@ -54,7 +55,7 @@ def measured(lab: Lab, modes: Sequence[str], rounds: int) -> dict[str, list[dict
     """Milliseconds of a step by part, round by round, the first left out."""
     spent: dict[str, float] = defaultdict(float)
     for part, owner, method in PARTS:
-        setattr(owner, method, timed(spent, part, getattr(owner, method)))
+        setattr(owner, method.__name__, timed(spent, part, method))
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
     for _ in range(rounds + 1):
         for mode in modes:

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8bench.analysis.compare.interval import quantile
-from fp8bench.analysis.learning.adjusted_speed import adjusted_speed
-from fp8bench.analysis.learning.curves import Curve, Pair
-from fp8bench.analysis.learning.judging import LEAST_PAIRS, SHOWN, Judged, Learned, Why, judge
-from fp8bench.model.training import StepRow
+from fp8bench.features.train.values import StepRow
+from fp8bench.features.train.verdicts.curves import Curve, Pair
+from fp8bench.features.train.verdicts.judging import LEAST_PAIRS, SHOWN, Judged, Learned, Why, judge
+from fp8bench.features.train.verdicts.speed import adjusted_speed
 
 MARGIN = 0.01
 SEEDS = 5

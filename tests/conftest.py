@@ -126,7 +126,7 @@ _SLOW_SECONDS = 1200
 
 # Files of few tests that take long. Where one of them came last, one process would wait for the other.
 _LONG = (
-    "faults", "jobs/duel", "worker", "test_energy_suite.py", "contracts", "rehearsal", "golden",
+    "faults", "features/duel", "worker", "test_energy_suite.py", "contracts", "rehearsal", "golden",
 )  # fmt: skip
 
 

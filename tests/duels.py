@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fp8bench.features.duel.values import CaseResult, Duel, Session, Side
 from fp8bench.model import Environment, Request, Status
-from fp8bench.model.duel import CaseResult, Duel, Session, Side
 from tests.fakes import CPU, record, steady
 
 FACTS = Environment({"python": "3.11.7", "torch": "2.13.0", "numpy": None})

@@ -49,7 +49,7 @@ def grid_run(
         )
         for one, timing in zip(_cases(version), timings, strict=True)
     ]  # fmt: skip
-    # Runs of one start and the same samples under two ids would be copies that lie.
+    # Each begins later than the one before, so that "last" is the last one.
     number = 0 if "id" in changes else next(_ids)
     wanted = {
         "id": f"{os.getpid() % 0xFFFF:04x}{number:04x}",

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from fp8bench.features.train.request import TrainingRequest
+from fp8bench.features.train.values import Arm, ArmRole, Line, StepRow, TokenSpan, Training, TrainingText, Validation
 from fp8bench.model import Environment
-from fp8bench.model.training import (
-    Arm,
-    ArmRole,
-    Line,
-    StepRow,
-    TokenSpan,
-    Training,
-    TrainingRequest,
-    TrainingText,
-    Validation,
-)
 from tests.facts import CPU
 
 TEXT = TrainingText(

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import fp8bench
-from fp8bench.cli.commands.train import request_from
 from fp8bench.cli.grammar import build_parser, commands_of
 from fp8bench.errors import RunNotFound, UnknownName, UsageError
-from fp8bench.jobs.train import run as job
-from fp8bench.model.training import TrainerSettings
+from fp8bench.features.train import run as job
+from fp8bench.features.train.command import request_from
+from fp8bench.features.train.request import TrainerSettings
 from tests.trainings import FakeLab, NotedTraining, strikes
 
 

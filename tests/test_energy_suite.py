@@ -12,9 +12,9 @@ import pytest
 
 from fp8bench import units
 from fp8bench.api import load
+from fp8bench.features.train.kept import load_training, training_files
+from fp8bench.features.train.values import ArmCost
 from fp8bench.model import EnergyUse, Run
-from fp8bench.model.training import ArmCost
-from fp8bench.store.trainings import load_training, training_files
 from tests.measure.sensors.nvml.library import Simulation, build, uuid_of, why_not
 from tests.trainings import write_tokens
 

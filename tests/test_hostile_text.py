@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.analysis.gate.judging import Verdict as GateVerdict
-from fp8bench.analysis.gate.judging import first_look
 from fp8bench.cli.live import LiveLine
 from fp8bench.cli.streams import complain
+from fp8bench.features.gate.judging import Verdict as GateVerdict
+from fp8bench.features.gate.judging import first_look
+from fp8bench.features.gate.view import as_junit
 from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.report.data.comparison import as_csv
-from fp8bench.report.data.gate import as_junit
 from fp8bench.report.elements import Code, Column, Facts, Field, Items, Page, Part, Table, Text
 from fp8bench.report.page import html, markdown
 from fp8bench.report.terminal.layout import render

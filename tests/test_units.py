@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench import units
+from fp8bench.model.specs import spec_of
 
 
 def tokens(value: float | None) -> str:
@@ -106,7 +107,7 @@ def test_count_without_a_unit_has_no_trailing_blank() -> None:
 )  # fmt: skip
 def test_a_metric_says_its_unit_at_its_end(metric: str, unit: str) -> None:
     """And is a plain ratio if it says nothing."""
-    assert units.unit_of(metric) == unit
+    assert spec_of(metric).unit == unit
 
 
 @pytest.mark.parametrize(
@@ -126,10 +127,10 @@ def test_measured_numbers_are_shown_by_their_units(value: float | None, unit: st
 
 
 def test_a_plain_ratio_is_shown_by_its_metric() -> None:
-    assert units.shown(0.25, "ratio", "gradient_vanished") == "25.0%"
-    assert units.shown(0.0, "ratio", "gradient_vanished") == "0%"
-    assert units.shown(1.000421, "x", "relative_loss") == "1.00042x"
-    assert units.shown(0.25, "ratio", "gradient_error") == units.shown(0.25, "", "gradient_error") == "2.5e-01"
+    assert spec_of("gradient_vanished").shown(0.25, "ratio") == "25.0%"
+    assert spec_of("gradient_vanished").shown(0.0, "ratio") == "0%"
+    assert spec_of("relative_loss").shown(1.000421, "x") == "1.00042x"
+    assert spec_of("gradient_error").shown(0.25, "ratio") == spec_of("gradient_error").shown(0.25, "") == "2.5e-01"
 
 
 def test_units_that_a_person_writes() -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
-from fp8bench.jobs.train.arms import make_arms
-from fp8bench.measure.handle import Worker
-from fp8bench.model import DeviceFacts, Environment, MemoryUse, Scalar
-from fp8bench.model.training import (
+from fp8bench.features.train.arms import make_arms
+from fp8bench.features.train.request import TrainerSettings, TrainingRequest
+from fp8bench.features.train.values import (
     WATCHED_SECONDS,
     Arm,
     ArmCost,
@@ -23,13 +22,13 @@ from fp8bench.model.training import (
     StepFigure,
     StepRow,
     TokenSpan,
-    TrainerSettings,
     Training,
     TrainingEvent,
-    TrainingRequest,
     TrainingText,
     Validation,
 )
+from fp8bench.measure.handle import Worker
+from fp8bench.model import DeviceFacts, Environment, MemoryUse, Scalar
 from tests.facts import CPU
 
 LOST = WorkerLost("the worker crashed during 'advance'")

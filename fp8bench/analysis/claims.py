@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from fp8bench import units
 from fp8bench.analysis import verdicts
 from fp8bench.analysis.labels import Labelled
-from fp8bench.analysis.metric import MEMORY
 from fp8bench.analysis.roofline import bounds_of
 from fp8bench.errors import UsageError
 from fp8bench.formats.kernel_names import foreign_kernel
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Ceiling, Label, Record, Tape
+from fp8bench.model.specs import PEAK_MEMORY
 from fp8bench.registry import precisions
 
 # The most that a claim may be above what the machine was seen to do. Of fp8bench's own suites, on one core of an AMD
@@ -159,7 +159,7 @@ def _bits_of(precision: str) -> int:
 def _same_errors(record: Record, reference: Record) -> list[str]:
     """The errors of both, where they are equal to the last bit; none where there is no error at all."""
     own, theirs = (
-        {error.metric: error.samples for error in one.measurements if error.metric != MEMORY}
+        {error.metric: error.samples for error in one.measurements if error.metric != PEAK_MEMORY}
         for one in (record, reference)
     )
     return list(own) if own == theirs and any(any(samples) for samples in own.values()) else []

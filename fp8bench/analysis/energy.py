@@ -17,7 +17,7 @@ from fp8bench import units
 from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, Record
 from fp8bench.model.consumed import CHOSEN, reasons_in
-from fp8bench.model.metric_names import OwnMetric
+from fp8bench.model.specs import ENERGY_PER, MetricSpec
 
 # Fewer windows on either side say nothing of how far windows of the same code lie apart.
 LEAST_WINDOWS = 3
@@ -62,7 +62,7 @@ class EnergyFigures:
     uncertainty: float | None = None
     sm_clock: float | None = None
     temperature: float | None = None
-    per: tuple[tuple[str, float], ...] = ()
+    per: tuple[tuple[MetricSpec, float], ...] = ()
 
 
 class Demand(StrEnum):
@@ -88,13 +88,6 @@ class EnergyRatio:
     why: str = ""
 
 
-# The names of counts of work, the most telling first, and how many of them a figure is told for.
-_PER: tuple[tuple[str, str, float], ...] = (
-    (OwnMetric.ENERGY_PER_TOKEN, "tokens", 1.0), (OwnMetric.ENERGY_PER_TFLOP, "flops", 1e12),
-    (OwnMetric.ENERGY_PER_GB, "bytes", 1e9),
-)  # fmt: skip
-
-
 def energy_samples(use: EnergyUse | None) -> tuple[float, ...]:
     """Gross joules of a step, one a window."""
     return tuple(one.joules / one.steps for one in _sound(use))
@@ -116,8 +109,8 @@ def energy_figures(record: Record) -> EnergyFigures | None:
         why, uncertainty,
         statistics.median(clocks) if clocks else None,
         max((one.temperature for one in windows if one.temperature is not None), default=None),
-        tuple((name, gross.middle * many / getattr(record.work, count)) for name, count, many in _PER
-              if getattr(record.work, count)),
+        tuple((spec, gross.middle * many / known) for count, (spec, many) in ENERGY_PER.items()
+              if (known := getattr(record.work, count))),
     )  # fmt: skip
 
 

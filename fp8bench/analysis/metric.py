@@ -2,55 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.model import RELATIVE, Capacity, Interval, Label, Level, Provenance, Record, Series, metric_names
-from fp8bench.model.metric_names import RELATIVE_LOSS, OwnMetric
+from fp8bench.model import Capacity, Finding, Interval, Label, Level, Provenance, Record, Series
+from fp8bench.model.specs import RATIOS, STEP, Better, MetricSpec, Rank
 
-STEP = metric_names.STEP
-TIME, ENERGY, MEMORY = OwnMetric.TIME, OwnMetric.ENERGY, OwnMetric.PEAK_MEMORY
-# Of all calls, where the others are of the fastest ones.
-# Of the device alone, without the host's launches.
-REPLAY = OwnMetric.REPLAY_TIME
-MEAN, RELATIVE_MEAN = OwnMetric.MEAN_TIME, OwnMetric.RELATIVE_MEAN_TIME
-RATIOS = frozenset({RELATIVE, RELATIVE_MEAN})
-# What a tape counts exactly of a step, in its unit: the same code gives the same number, and any other is news.
-COUNTS: Mapping[str, str] = {OwnMetric.FLOPS: "FLOP", OwnMetric.MOVED_BYTES: "B", OwnMetric.LAUNCHES: "count"}
-# Counts of Work that a time can be told per: the metric's name, and how many of them.
-PER: Mapping[str, tuple[str, float]] = {
-    "flops": (OwnMetric.SECONDS_PER_TFLOP, 1e12),
-    "tokens": (OwnMetric.SECONDS_PER_MTOK, 1e6),
-    "bytes": (OwnMetric.SECONDS_PER_GB, 1e9),
-}
-# Two builds of one program differ by as much for where their code and data lie.
-BAND = 0.01
-# Sums in another order move the mean loss of the suite learning by a third of it.
-LOSS_BAND = 0.001
-# What a clock or a sensor says is never the same twice.
-_NOISY_UNITS = frozenset({"s", "J", "W"})
-# Neither more nor less of these is better.
-_NO_MATTER = frozenset({"utilisation_percent", "dynamic_range_octaves", "subnormal_percent"})
-
-
-class Better(StrEnum):
-    """Which way a figure becomes better."""
-
-    LOWER = "lower"
-    HIGHER = "higher"
-    NONE = "none"
-
-
-class Rank(StrEnum):
-    """Who tells a figure: a DETAIL is a part of another figure or follows from one, and boards leave it out. What is
-    RESTATED stands in another figure's row already, and is one of its own in the history and in comparisons alone."""
-
-    MAIN = "main"
-    DETAIL = "detail"
-    RESTATED = "restated"
+Samples = Callable[[], tuple[float, ...]]
 
 
 class EnergyConditions(NamedTuple):
@@ -62,7 +22,8 @@ class EnergyConditions(NamedTuple):
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure of a case. Values are in `unit`: `value` the middle of all samples, `best` that of a step undisturbed.
+    """One figure of a case: what is known of it at all, and its value in that unit, `value` the middle of all samples,
+    `best` that of a step undisturbed.
 
     `phase` is that of the step, STEP for all of it, None for what the data are made of (`about`: their kind and role).
     `interval` is over the reference's; its level is 1 for an exact ratio and 0 for a range without a confidence.
@@ -71,16 +32,13 @@ class Metric:
     and `bounds` what `value` itself may be, where its rounds say that.
     """
 
-    name: str
-    unit: str
+    spec: MetricSpec
     value: float | None = None
     best: float | None = None
     phase: str | None = STEP
     about: tuple[str, str] | None = None
     interval: Interval | None = None
-    provenance: Provenance | None = None
-    better: Better = Better.LOWER
-    rank: Rank = Rank.MAIN
+    provenance: Provenance | None = Provenance.DERIVED
     cost: bool = False
     rounds: int | None = None
     count: int | None = None
@@ -91,12 +49,32 @@ class Metric:
     energy: EnergyConditions | None = None
     of_rank: int | None = None
     bounds: tuple[float, float] | None = None
-    samples: Callable[[], tuple[float, ...]] = field(default=tuple, compare=False, repr=False)
+    samples: Samples = field(default=tuple, compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def unit(self) -> str:
+        return self.spec.unit
+
+    @property
+    def better(self) -> Better:
+        return self.spec.better
+
+    @property
+    def rank(self) -> Rank:
+        return self.spec.rank
 
     @property
     def noisy(self) -> bool:
-        """Whether the same code gives another number each time."""
-        return self.unit in _NOISY_UNITS
+        return self.spec.noisy
+
+    @property
+    def shown(self) -> str:
+        """Its value as text."""
+        return self.spec.shown(self.value)
 
 
 class Reference(NamedTuple):
@@ -106,16 +84,21 @@ class Reference(NamedTuple):
     labels: tuple[Label, ...] = ()
 
 
-def least_change(name: str) -> float:
-    """By what share a figure must have moved to have changed."""
-    return 0.0 if name in COUNTS else LOSS_BAND if name == RELATIVE_LOSS else BAND
+class Told(NamedTuple):
+    """What figures of a case are worked out of. Without a finding there are no best cases."""
 
+    record: Record
+    finding: Finding | None = None
+    reference: Reference | None = None
+    steps: Samples = tuple
 
-def better_of(name: str) -> Better:
-    """Which way a number that a suite measures becomes better: of an error, memory and their like less is."""
-    if name.endswith("_db") or name == OwnMetric.CEILING_RATE:
-        return Better.HIGHER
-    return Better.NONE if name in _NO_MATTER else Better.LOWER
+    @property
+    def base(self) -> Record | None:
+        return self.reference.record if self.reference is not None else None
+
+    @property
+    def emulated(self) -> bool:
+        return self.record.support.level is Level.EMULATED
 
 
 def unit_of_series(series: Series) -> str:

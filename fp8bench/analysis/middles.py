@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-from fp8bench.analysis.metric import Better, Metric, Rank
-from fp8bench.model import Provenance
+from fp8bench.analysis.metric import Metric
+from fp8bench.model.specs import MetricSpec
 
 # How often, at the least, an interval of rounds holds the middle that endless rounds would have.
 CONFIDENCE = 0.9
@@ -51,9 +50,8 @@ def middle(values: Sequence[float]) -> Middle | None:
     return Middle(statistics.median(ordered), ordered[place - 1], ordered[-place]) if place else None
 
 
-def figure_of(name: str, unit: str, found: Middle | Untold, better: Better, times: float = 1.0) -> Metric:
+def figure_of(spec: MetricSpec, found: Middle | Untold, times: float = 1.0) -> Metric:
     """As a figure of a case: with its bounds, or with the reason."""
-    empty = Metric(name, unit, provenance=Provenance.DERIVED, better=better, rank=Rank.DETAIL)
     if isinstance(found, Untold):
-        return replace(empty, why=found.why)
-    return replace(empty, value=found.value * times, bounds=(found.low * times, found.high * times))
+        return Metric(spec, why=found.why)
+    return Metric(spec, found.value * times, bounds=(found.low * times, found.high * times))

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.metric import Better, Metric
+from fp8bench.analysis.metric import Metric, Told
 from fp8bench.analysis.middles import FEW, Middle, Untold, figure_of, middle
 from fp8bench.analysis.pipelines import microbatches_of
-from fp8bench.model import Record
-from fp8bench.model.metric_names import OwnMetric
+from fp8bench.model import Record, specs
 from fp8bench.model.ranks import Overlap
 
 # Products and communication in turn take as long as both alone, or they disturb each other and nothing can be told.
@@ -88,9 +87,8 @@ def overlap_of(record: Record) -> OverlapFigures | None:
     return replace(found, hidden=WAITING)
 
 
-def overlap_metrics(record: Record) -> Iterator[Metric]:
+def overlap_metrics(told: Told) -> Iterator[Metric]:
     """What is not told has its reason."""
-    if (found := overlap_of(record)) is None:
-        return
-    yield figure_of(OwnMetric.EXPOSED, "s", found.exposed, Better.LOWER)
-    yield figure_of(OwnMetric.HIDDEN_COMMUNICATION, "%", found.hidden, Better.HIGHER, 100.0)
+    if (found := overlap_of(told.record)) is not None:
+        yield figure_of(specs.EXPOSED, found.exposed)
+        yield figure_of(specs.HIDDEN_COMMUNICATION, found.hidden, 100.0)

@@ -15,7 +15,7 @@ from fp8bench import units
 from fp8bench.analysis.energy import EnergyFigures, Range, energy_figures, sound_windows
 from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import Finding, PhaseEnergy, Provenance, Record
-from fp8bench.model.metric_names import OwnMetric
+from fp8bench.model.specs import ENERGY_PER, MetricSpec
 
 # Of joules of a phase, from the lowest window to the highest, as a share of the middle one.
 MOST_APART = 0.10
@@ -167,10 +167,11 @@ def _void(held: PhaseEnergies, gross: float, by_themselves: float, ends: Sequenc
     return ""
 
 
-def per_work(record: Record, found: PhaseJoules) -> Iterator[tuple[OwnMetric, float]]:
+def per_work(record: Record, found: PhaseJoules) -> Iterator[tuple[MetricSpec, float]]:
     """Joules of a phase for a token of the step and for 10^12 FLOPs of its own, as the tape has counted them."""
     own = record.tape.of(found.phase) if record.tape is not None else None
-    if record.work.tokens:
-        yield OwnMetric.ENERGY_PER_TOKEN, found.joules / record.work.tokens
-    if own is not None and own.flops and not own.unknown:
-        yield OwnMetric.ENERGY_PER_TFLOP, found.joules * 1e12 / own.flops
+    counts = {"tokens": record.work.tokens, "flops": own.flops if own is not None and not own.unknown else 0}
+    for name, count in counts.items():
+        spec, many = ENERGY_PER[name]
+        if count:
+            yield spec, found.joules * many / count

@@ -6,10 +6,9 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fp8bench.analysis.metric import Better, Metric, Rank
+from fp8bench.analysis.metric import Metric, Told
 from fp8bench.analysis.ranks import calls_of
-from fp8bench.model import Provenance, Record
-from fp8bench.model.metric_names import OwnMetric
+from fp8bench.model import Record, specs
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,8 @@ def bubble(record: Record) -> Bubble | None:
     return Bubble(statistics.median(shares), (record.case.ranks - 1) / microbatches) if shares else None
 
 
-def pipeline_metrics(record: Record) -> Iterator[Metric]:
+def pipeline_metrics(told: Told) -> Iterator[Metric]:
     """In percent of the time that ranks compute."""
-    found = bubble(record)
-    if found is not None:
-        for name, value in ((OwnMetric.BUBBLE, found.measured), (OwnMetric.IDEAL_BUBBLE, found.ideal)):
-            yield Metric(name, "%", value * 100, provenance=Provenance.DERIVED, better=Better.LOWER, rank=Rank.DETAIL)
+    if (found := bubble(told.record)) is not None:
+        yield Metric(specs.BUBBLE, found.measured * 100)
+        yield Metric(specs.IDEAL_BUBBLE, found.ideal * 100)

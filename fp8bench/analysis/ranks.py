@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
-from fp8bench.analysis.metric import Better, Metric, Rank
-from fp8bench.model import MemoryUse, Provenance, Record, Timing
-from fp8bench.model.metric_names import OwnMetric
+from fp8bench.analysis.metric import Metric, Told
+from fp8bench.model import MemoryUse, Timing, specs
 
 
 @dataclass(frozen=True)
@@ -77,40 +77,31 @@ def frontier(ways: Sequence[tuple[float, float]]) -> tuple[int, ...]:
     )
 
 
-def rank_metrics(record: Record, seconds: float | None) -> Iterator[Metric]:
-    """Figures of several ranks; `seconds` is the median step. Rates of emulated cases are what emulating costs."""
-    timing, transfer = record.timing, record.transfer
+def rank_metrics(told: Told) -> Iterator[Metric]:
+    """Figures of several ranks. Rates of emulated cases are what emulating costs."""
+    timing, use, transfer = told.record.timing, told.record.memory, told.record.transfer
     if timing is not None and (apart := skew(timing)) is not None:
-        yield _figure(OwnMetric.RANK_SKEW, "%", apart * 100, Better.LOWER)
+        yield Metric(specs.RANK_SKEW, apart * 100)
         true = true_communication(timing)
         if true is not None:
-            yield _figure(OwnMetric.COMMUNICATION, "s", true, Better.LOWER)
+            yield Metric(specs.COMMUNICATION, true)
         for one in rank_times(timing):
-            yield _of_rank(one.rank, OwnMetric.RANK_TIME, "s", one.step)
+            yield Metric(specs.RANK_TIME, one.step, of_rank=one.rank)
             if true is not None:
-                yield _of_rank(one.rank, OwnMetric.RANK_COMMUNICATION, "s", one.communication)
-                yield _of_rank(one.rank, OwnMetric.RANK_WAITING, "s", one.waiting)
-    if record.memory is not None and (apart := memory_skew(record.memory)) is not None:
-        yield _figure(OwnMetric.MEMORY_SKEW, "%", apart * 100, Better.LOWER)
-        for held in record.memory.ranks:
-            yield _of_rank(held.rank, OwnMetric.RANK_MEMORY, "B", float(held.peak))
+                yield Metric(specs.RANK_COMMUNICATION, one.communication, of_rank=one.rank)
+                yield Metric(specs.RANK_WAITING, one.waiting, of_rank=one.rank)
+    if use is not None and (apart := memory_skew(use)) is not None:
+        yield Metric(specs.MEMORY_SKEW, apart * 100)
+        for held in use.ranks:
+            yield Metric(specs.RANK_MEMORY, float(held.peak), of_rank=held.rank)
     if transfer is None:
         return
-    wire = transfer.wire
-    yield replace(_figure(OwnMetric.WIRE_BYTES, "B", wire, Better.LOWER), samples=lambda: (wire,))
-    yield _figure(OwnMetric.LOGICAL_BYTES, "B", transfer.logical)
-    if seconds:
-        yield _figure(OwnMetric.ALGBW, "B/s", transfer.payload / seconds, Better.HIGHER)
-        yield _figure(OwnMetric.BUSBW, "B/s", transfer.payload / seconds * transfer.bus_factor, Better.HIGHER)
-        yield _figure(OwnMetric.EFFECTIVE_BUSBW, "B/s", transfer.logical / seconds * transfer.bus_factor, Better.HIGHER)
-
-
-def _figure(name: str, unit: str, value: float | None, better: Better = Better.NONE) -> Metric:
-    return Metric(name, unit, value, provenance=Provenance.DERIVED, better=better, rank=Rank.DETAIL)
-
-
-def _of_rank(rank: int, name: str, unit: str, value: float) -> Metric:
-    return replace(_figure(name, unit, value, Better.LOWER), of_rank=rank)
+    yield Metric(specs.WIRE_BYTES, transfer.wire, samples=partial(tuple, (transfer.wire,)))
+    yield Metric(specs.LOGICAL_BYTES, transfer.logical)
+    if told.finding is not None and (seconds := told.finding.median_seconds):
+        yield Metric(specs.ALGBW, transfer.payload / seconds)
+        yield Metric(specs.BUSBW, transfer.payload / seconds * transfer.bus_factor)
+        yield Metric(specs.EFFECTIVE_BUSBW, transfer.logical / seconds * transfer.bus_factor)
 
 
 def calls_of(timing: Timing) -> Iterator[tuple[Sequence[int], Sequence[int]]]:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.metric import Better, Metric, Rank
+from fp8bench.analysis.metric import Metric, Told
 from fp8bench.analysis.middles import FEW, Middle, Untold, figure_of, middle
-from fp8bench.model import Provenance, Record
-from fp8bench.model.metric_names import OwnMetric
+from fp8bench.model import Record, specs
 from fp8bench.model.ranks import Scaling
 
 # A wider interval says nothing, as a share of the efficiency: 80% that may be 60% or 100%.
@@ -73,14 +72,11 @@ def sent_by_rank(record: Record) -> tuple[float, ...]:
     return tuple(sum(one.bytes for one in record.sent if one.rank == rank) for rank in range(record.case.ranks))
 
 
-def scaling_metrics(record: Record) -> Iterator[Metric]:
+def scaling_metrics(told: Told) -> Iterator[Metric]:
     """Efficiencies in percent, with their bounds or the reason why there are none; and the bytes of the rank that sends
     most."""
-    if (found := efficiency(record)) is not None:
-        yield figure_of(OwnMetric.STRONG_SCALING, "%", found.strong, Better.HIGHER, 100)
-        yield figure_of(OwnMetric.WEAK_SCALING, "%", found.weak, Better.HIGHER, 100)
-    if sent := sent_by_rank(record):
-        most = float(max(sent))
-        yield Metric(
-            OwnMetric.WIRE_BYTES, "B", most, provenance=Provenance.DERIVED, better=Better.LOWER, rank=Rank.DETAIL
-        )
+    if (found := efficiency(told.record)) is not None:
+        yield figure_of(specs.STRONG_SCALING, found.strong, 100)
+        yield figure_of(specs.WEAK_SCALING, found.weak, 100)
+    if sent := sent_by_rank(told.record):
+        yield Metric(specs.WIRE_BYTES, float(max(sent)))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fp8bench import units
-from fp8bench.analysis.metric import STEP, Better, Metric, Rank
-from fp8bench.model import CELL_PHASES, OperatorCount, PhaseCount, Provenance, Record, Tape
-from fp8bench.model.metric_names import OwnMetric
+from fp8bench.analysis.metric import Metric, Told
+from fp8bench.model import CELL_PHASES, OperatorCount, PhaseCount, Tape, specs
+from fp8bench.model.specs import STEP
 
 # Of a path whose name has no number of bits in its end, those of its elements.
 _FLOATS = re.compile(r"e(\d)m(\d)")
 _INTEGERS = re.compile(r"(\d+)$")
-_SHARES = {8: OwnMetric.SHARE_8BIT, 4: OwnMetric.SHARE_4BIT, 32: OwnMetric.SHARE_32BIT}
 
 
 def bits_of(path: str) -> int:
@@ -49,35 +49,27 @@ def counts_of(tape: Tape) -> tuple[int, int, int]:
     return tape.flops, tape.bytes, tape.launches
 
 
-def tape_metrics(record: Record) -> Iterator[Metric]:
+def tape_metrics(told: Told) -> Iterator[Metric]:
     """The counts of a step and of its phases, which are exact, and what follows from them."""
-    tape = record.tape
+    tape = told.record.tape
     if tape is None:
         return
     whole: tuple[str, Tape | PhaseCount] = STEP, tape
     for phase, count in (whole, *((one.phase, one) for one in tape.phases)):
-        for name, unit, value in (
-            (OwnMetric.FLOPS, "FLOP", count.flops), (OwnMetric.MOVED_BYTES, "B", count.bytes),
-            (OwnMetric.LAUNCHES, "count", count.launches), (OwnMetric.UNKNOWN_OPERATORS, "count", count.unknown),
-        ):  # fmt: skip
-            yield Metric(
-                name, unit, float(value), phase=phase, provenance=Provenance.DERIVED, rank=Rank.DETAIL,
-                why=tape.fused, samples=lambda value=value: (float(value),),  # type: ignore[misc]
-            )  # fmt: skip
-    shares = ((name, "ratio", share_of(tape, bits)) for bits, name in _SHARES.items())
-    for name, unit, known in ((OwnMetric.INTENSITY, "FLOP/B", intensity_of(tape)), *shares):
+        counted = (count.flops, count.bytes, count.launches, count.unknown)
+        for spec, value in zip((*specs.COUNTS, specs.UNKNOWN_OPERATORS), map(float, counted), strict=True):
+            samples = partial(tuple, (value,))
+            yield Metric(spec, value, phase=phase, why=tape.fused, samples=samples)
+    shares = ((spec, share_of(tape, bits)) for bits, spec in specs.SHARES_BY_BITS.items())
+    for spec, known in ((specs.INTENSITY, intensity_of(tape)), *shares):
         if known is not None:
-            yield Metric(name, unit, known, provenance=Provenance.DERIVED, better=Better.NONE, rank=Rank.DETAIL)
+            yield Metric(spec, known)
 
 
-def coverage_metrics(record: Record) -> Iterator[Metric]:
+def coverage_metrics(told: Told) -> Iterator[Metric]:
     """The share of the FLOPs of a model's products that a case makes in its precision, where it converts a model."""
-    if record.coverage is not None:
-        share = record.coverage.share
-        yield Metric(
-            OwnMetric.SHARE_CONVERTED, "ratio", share, provenance=Provenance.DERIVED, better=Better.NONE,
-            rank=Rank.DETAIL,
-        )  # fmt: skip
+    if told.record.coverage is not None:
+        yield Metric(specs.SHARE_CONVERTED, told.record.coverage.share)
 
 
 @dataclass(frozen=True)

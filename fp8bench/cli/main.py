@@ -15,8 +15,6 @@ from fp8bench.cli.grammar import COMMANDS, build_parser, command_module, command
 from fp8bench.cli.streams import complain, make_usable, say, silence
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, UnknownName
 from fp8bench.measure.interrupts import ends_are_interrupts
-from fp8bench.plan.asked_suites import files_of
-from fp8bench.user_code import import_user_modules
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,6 +60,9 @@ def _import_own(arguments: argparse.Namespace) -> None:
     """Import the modules of people's own that a command was given."""
     if "imports" not in arguments:
         return
+    from fp8bench.plan.asked_suites import files_of
+    from fp8bench.user_code import import_user_modules
+
     # The script `fp8bench` does not have the working directory on its path, `python -m fp8bench` does.
     here = str(Path.cwd())
     if "" not in sys.path and here not in sys.path:

@@ -45,14 +45,6 @@ def axis(text: str) -> tuple[str, tuple[str, ...]]:
     return name, words(values)
 
 
-def renaming(text: str) -> tuple[str, str]:
-    """Two interpreters: 'OLD=NEW'."""
-    old, _, new = text.partition("=")
-    if not old or not new or old == new:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form OLD=NEW, two different interpreters")
-    return old, new
-
-
 def layers(text: str) -> tuple[tuple[str, str], ...]:
     """Layers and their precisions: 'LAYER=DTYPE,...'."""
     split = (one.partition("=") for one in text.split(","))

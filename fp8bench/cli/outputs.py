@@ -13,26 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8bench.analysis.shares import parts_of, refuse_none
 from fp8bench.cli.grammar import DEFAULT_STORE
 from fp8bench.cli.streams import say
 from fp8bench.errors import NotPrinted, UsageError
 from fp8bench.model import Run
-from fp8bench.model.codec import encode
-from fp8bench.model.duel import Duel
-from fp8bench.model.training import KeptTraining
-from fp8bench.report.data import fleet_report as fleet_data
-from fp8bench.report.data import shares as shares_data
-from fp8bench.report.data import tape as tape_data
 from fp8bench.report.data.boards import check_tensorboard, check_wandb
-from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import Page
-from fp8bench.report.terminal import shares, tape
 from fp8bench.report.terminal.layout import render, wrap
 from fp8bench.store.runs.listing import store_of
 
 if TYPE_CHECKING:
     from fp8bench.jobs.after_run import Wanted
+    from fp8bench.jobs.kinds import View
 
 # Longer lines are hard to read.
 _WIDEST = 160
@@ -131,6 +123,11 @@ def tell(
             say(as_json() if given.get("json") else render(page(), *stdout_look(given.get("explain", False))))
 
 
+def show_view(view: View, arguments: argparse.Namespace) -> None:
+    """Something kept, as it was asked for."""
+    tell(arguments, view.page, view.as_json, view.as_csv)
+
+
 def print_run(run: Run, arguments: argparse.Namespace) -> None:
     """The run as it was asked for. A CSV file that cannot be written costs nobody the table."""
     from fp8bench.analysis.findings import findings
@@ -147,66 +144,6 @@ def print_run(run: Run, arguments: argparse.Namespace) -> None:
         tell(its_own, page, partial(as_json, run, found), rows, again=again)
     except NotPrinted as error:
         raise NotPrinted(f"{error} The run is kept in {run.path}.") from None
-
-
-def print_duel(duel: Duel, arguments: argparse.Namespace) -> None:
-    """A duel as it was asked for."""
-    from fp8bench.report.data.run import duel_as_json
-    from fp8bench.report.terminal.duel import page_of
-
-    tell(arguments, partial(page_of, duel), partial(duel_as_json, duel))
-
-
-def print_training(kept: KeptTraining, arguments: argparse.Namespace) -> None:
-    """A training as it was asked for."""
-    from fp8bench.analysis.learning.verdicts import verdicts_of
-    from fp8bench.report.data.training import as_csv, as_json
-    from fp8bench.report.terminal.training import page_of
-
-    found = verdicts_of(kept.training, kept.lines)
-    tell(arguments, partial(page_of, kept, found), partial(as_json, kept, found), partial(as_csv, kept, found))
-
-
-def print_histories(kept: KeptTraining, arm: str, arguments: argparse.Namespace) -> None:
-    """What every way of delayed scaling would have done to an arm's amaxes."""
-    from fp8bench.analysis.learning.histories import histories_of
-    from fp8bench.report.terminal.histories import page_of
-
-    found = histories_of(kept.training, kept.lines, arm)
-    tell(arguments, partial(page_of, kept.training, arm, found), lambda: json_line([encode(one) for one in found]))
-
-
-def print_tapes(run: Run, arguments: argparse.Namespace) -> None:
-    """The operators of a run's steps."""
-    from fp8bench.jobs.tape import tapes_of
-
-    found = tapes_of(run)
-    tell(
-        arguments, partial(tape.page_of, f"the operators of a step of run {run.id}", found),
-        partial(tape_data.as_json, found), partial(tape_data.as_csv, found),
-    )  # fmt: skip
-
-
-def print_shares(run: Run, arguments: argparse.Namespace) -> None:
-    """What a run's steps are made of."""
-    from fp8bench.analysis.findings import findings
-
-    refuse_none(run)
-    found = parts_of(run, findings(run))
-    rows = partial(shares_data.as_csv, found)
-    tell(arguments, partial(shares.page_of, run, found), partial(shares_data.as_json, found), rows)
-
-
-def print_fleet(run: Run, arguments: argparse.Namespace) -> None:
-    """The machines that measured cells of the plan that a run is of, as `fleet report` has them."""
-    from fp8bench.jobs.fleet.report import fleet_of
-    from fp8bench.report.terminal.fleet_report import page_of
-
-    found = fleet_of([run], store_of(Path(run.path)) or arguments.store)
-    if found is None:
-        raise UsageError(f"the run {run.id} is no cell of a fleet's plan. Leave --fleet out.")
-    page = partial(page_of, found, f"plan {run.fleet_plan}")
-    tell(arguments, page, partial(fleet_data.as_json, found), partial(fleet_data.as_csv, found))
 
 
 def in_store(kept: Run | Path) -> str:

@@ -9,19 +9,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TextIO
 
 from fp8bench import units
 from fp8bench.cli.live import REDRAW_SECONDS, LiveLine, is_watched, time_left
-from fp8bench.cli.outputs import print_duel
 from fp8bench.cli.streams import complain
-from fp8bench.cli.training_progress import TrainingBoard, TrainingLines
-from fp8bench.jobs.observer import DuelObserver, JobObserver, Tell, TrainingObserver
+from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.model import Case, Plan, Record, Status
-from fp8bench.model.duel import Duel
 from fp8bench.protocols import Observer, SilentObserver
 
 
@@ -88,28 +84,6 @@ class GroupLines(SilentObserver):
             self._say(f"{done}/{groups} groups after {spent}: {setting}")
 
 
-class DuelProgress(LiveLine, SilentObserver):
-    """An observer that is told of every session of a case too."""
-
-    def __init__(self, stream: TextIO | None, environ: Mapping[str, str]) -> None:
-        super().__init__(stream, environ)
-        self._begun = time.monotonic()
-        self._words = ""
-
-    def starts(self) -> None:
-        """Workers are started, which takes a while."""
-        self.show(f"{self._words}, starting workers" if self._words else "starting workers")
-
-    def in_session(self, session: int, sessions: int, place: int, cases: int) -> None:
-        """A case is measured, counted from 0."""
-        left = time_left(time.monotonic() - self._begun, (session * cases + place) / (sessions * cases))
-        self._words = f"session {session + 1}/{sessions}, case {place + 1}/{cases}{left}"
-        self.show(self._words)
-
-    def working(self, case: Case, doing: str, share: float) -> None:
-        self.show(f"{self._words}, {doing} {case.id}")
-
-
 class TerminalJob:
     """An observer of jobs that tells whoever started the command."""
 
@@ -125,19 +99,6 @@ class TerminalJob:
             yield observer
 
     @contextmanager
-    def duelling(self) -> Iterator[DuelObserver]:
-        with closing(DuelProgress(sys.stderr, os.environ)) as observer:
-            yield observer
-
-    @contextmanager
-    def training(self) -> Iterator[TrainingObserver]:
-        if not is_watched(sys.stderr, os.environ):
-            yield TrainingLines(complain)
-            return
-        with closing(TrainingBoard(sys.stderr, os.environ, complain)) as observer:
-            yield observer
-
-    @contextmanager
     def counting(self) -> Iterator[Tell]:
         line, begun = LiveLine(sys.stderr, os.environ), time.monotonic()
 
@@ -146,9 +107,6 @@ class TerminalJob:
 
         with closing(line):
             yield tell
-
-    def cut_off(self, duel: Duel) -> None:
-        print_duel(duel, Namespace())
 
 
 TERMINAL: JobObserver = TerminalJob()

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TextIO
 
 from fp8bench.errors import NotPrinted
-from fp8bench.report.elements import printable
-from fp8bench.report.terminal.layout import INDENT, MIN_WIDTH, wrap
 
 
 def make_usable() -> None:
@@ -41,6 +39,9 @@ def complain(text: str) -> None:
 
     A line that begins with blanks is to be copied, and stays as it is.
     """
+    from fp8bench.report.elements import printable
+    from fp8bench.report.terminal.layout import INDENT, MIN_WIDTH, wrap
+
     wanted = os.environ.get("COLUMNS", "")
     width = (int(wanted) if wanted.isdecimal() else 0) or columns_of(sys.stderr)
     lines = [printable(line) for line in f"fp8bench: {text}".splitlines()]

@@ -1,5 +1,5 @@
-"""What follows a measured run, whoever asked for it: history, report, and what other programs read of it, and of a
-training.
+"""What follows a measured run, whoever asked for it: history, report, and what other programs read of it, and of
+other things that are kept.
 
 The run is kept by then, so that a step that cannot be done is told and fails nothing.
 """
@@ -11,22 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.analysis.findings import findings
-from fp8bench.analysis.learning.verdicts import verdicts_of
 from fp8bench.errors import StoreError
+from fp8bench.jobs.kinds import K, Kind
 from fp8bench.jobs.report_files import (
     PAGE,
     ROWS,
     Pages,
     folder_of,
-    folder_of_training,
+    folder_of_kept,
     typed_from_here,
     why_not_shown,
     write_report,
 )
 from fp8bench.model import Run
-from fp8bench.model.training import KeptTraining
 from fp8bench.report.data.boards import send_to_wandb, write_tensorboard
-from fp8bench.report.data.training_boards import send_training, write_training
 from fp8bench.report.words.run_facts import many
 from fp8bench.store.asv.view import update_view
 from fp8bench.store.index.history import keep_figures
@@ -95,17 +93,18 @@ def exported(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None])
     return _sent(kept, wanted, note)
 
 
-def training_exported(training: KeptTraining, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
-    """The same of a training, whose curves go along its steps."""
+def kept_exported(
+    kind: Kind[K], kept: K, path: Path, store: Path, wanted: Wanted, note: Callable[[str], None]
+) -> bool:
+    """The same of another kind of thing that is kept."""
     if wanted.tensorboard is None and wanted.wandb is None:
         return True
-    found, folder = verdicts_of(training.training, training.lines), folder_of_training(training, store)
-    files = [file for file in (Path(training.path), folder / PAGE, folder / ROWS) if file.is_file()]
-    kept = Kept(
-        "training", training.training.id, lambda folder: write_training(training, found, folder),
-        lambda project: send_training(training, found, project, files),
-    )  # fmt: skip
-    return _sent(kept, wanted, note)
+    exports, folder = kind.exports(kept), folder_of_kept(path, store)
+    if exports is None:
+        return True
+    files = [file for file in (path, folder / PAGE, folder / ROWS) if file.is_file()]
+    named = Kept(kind.name, kind.names(path)[0], exports.write, lambda project: exports.send(project, files))
+    return _sent(named, wanted, note)
 
 
 def _sent(kept: Kept, wanted: Wanted, note: Callable[[str], None]) -> bool:

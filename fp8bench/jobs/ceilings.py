@@ -39,8 +39,8 @@ from fp8bench.model import (
     Status,
     Support,
     Work,
+    specs,
 )
-from fp8bench.model.metric_names import OwnMetric
 from fp8bench.model.raw import Settings
 from fp8bench.pipeline import now
 from fp8bench.plan.make import devices_asked
@@ -143,7 +143,7 @@ def _record(rate: Rate, device: DeviceFacts, before: Since | None) -> Record:
         return Record(case, support, Status.SKIPPED, is_reference=first, reason=rate.why)
     said = [shape_words(rate), spread_words(rate), *([since_words(before)] if before is not None else [])]
     samples = Measurement(
-        OwnMetric.CEILING_RATE, UNITS[rate.limit], rate.runs, description="the most that was done in a second"
+        specs.CEILING_RATE, UNITS[rate.limit], rate.runs, description="the most that was done in a second"
     )
     return Record(
         case, support, Status.OK, Work(), first, detail="; ".join(said),

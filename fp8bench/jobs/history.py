@@ -10,20 +10,19 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from fp8bench.analysis.metric import COUNTS
 from fp8bench.analysis.steps.acknowledged import ack_of, acknowledged
 from fp8bench.analysis.steps.changes import Change, Found, State, Stretch, changes_of, find_changes
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.changed_operators import with_operators
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Ack, Trend
+from fp8bench.model.specs import COUNTS
 from fp8bench.report.terminal.changes import to_choose_from
 from fp8bench.store.acks import Undo, acks_of, append_acks, load_acks
 from fp8bench.store.asv.identity import resolved
 from fp8bench.store.compacted.compact import Compaction, compact
 from fp8bench.store.index.found_steps import Memory
 from fp8bench.store.index.history import History, open_history
-from fp8bench.store.interpreters import load_renamings
 from fp8bench.store.runs.listing import POINTS, all_files, closed_folders
 
 # Reading so many takes longer than one waits without a word.
@@ -42,9 +41,6 @@ def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> 
         what = f"cannot be read ({error.strerror})"
     if what:
         raise StoreError(f"the store {path} {what}. Give --store DIR, or begin one with: fp8bench suite gemm --grid.")
-    trouble = load_renamings(path).trouble
-    if trouble:
-        observer.note(trouble)
     for folder in closed_folders(path):
         observer.note(f"{folder} may not be read, so that its runs are left out")
     if reading and count > _MANY_RUNS:
@@ -66,7 +62,7 @@ def opened(store: Path, observer: JobObserver) -> History:
 
 
 def compacted(store: Path, observer: JobObserver) -> Compaction:
-    """Bring a store's Parquet files up to date with its runs, with a word before that takes a while."""
+    """Bring a store's compacted files up to date with its runs, with a word before that takes a while."""
 
     told = 0
 
@@ -102,12 +98,10 @@ def kept_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
     found = load_acks(store)
     for trouble in found.troubles:
         observer.note(f"{acks_of(store)}: {trouble}")
-    renamings = load_renamings(store)
     named = {resolved(change.trend.python): change.trend.python for change in reversed(changes.changes)}
 
     def name_of(python: str) -> str:
-        known = renamings.name(python)
-        return known if known in named.values() else named.get(resolved(known), known)
+        return python if python in named.values() else named.get(resolved(python), python)
 
     return [replace(one, python=name_of(one.python)) for one in found.acks]
 

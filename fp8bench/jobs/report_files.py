@@ -9,24 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8bench.analysis.findings import findings
-from fp8bench.analysis.learning.verdicts import verdicts_of
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import write_whole
-from fp8bench.jobs.fleet.report import fleet_of
+from fp8bench.jobs.kinds import kinds
 from fp8bench.jobs.report_history import past_of
 from fp8bench.model import Run
-from fp8bench.model.training import KeptTraining, LayerReading
 from fp8bench.report.data.run import all_as_csv
-from fp8bench.report.data.training import as_csv
 from fp8bench.report.elements import Page
 from fp8bench.report.material import material_of
 from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.markdown import render as as_markdown
-from fp8bench.report.page.section import page_of
-from fp8bench.report.page.training.page import page_of as training_page_of
+from fp8bench.report.page.section import gather, page_of
 from fp8bench.store.runs.listing import each_once, listing, load_named, store_of
 from fp8bench.store.runs.read import load_run
-from fp8bench.store.trainings import find_training, load_training
 
 PAGE = "report.html"
 ROWS = "results.csv"
@@ -46,18 +41,21 @@ class Pages:
 
 
 def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
-    """Write the report of stored runs, or of a training; returns the page. The name of a store is all of its runs."""
+    """Write the report of stored runs, or of something of another kind; returns the page.
+
+    The name of a store is all of its runs.
+    """
     stores = [Path(word) for word in words if (Path(word) / "runs").is_dir()]
     if stores and len(words) == 1:
         return write_report(_all_of(stores[0]), stores[0], pages)
     if stores:
         raise UsageError(f"{stores[0]} is a store, whose runs fill a page. Name it alone.")
-    trainings = [find_training(word, store) for word in words]
-    if len(words) == 1 and trainings[0] is not None:
-        return write_training_report(load_training(trainings[0]), store, pages)
-    for word, path in zip(words, trainings, strict=True):
-        if path is not None:
-            raise UsageError(f"{word} is a training, which has a report of its own. Name it alone.")
+    for kind, word, path in [(kind, word, kind.find(word, store)) for kind in kinds() for word in words]:
+        if path is None or (report := kind.report(kind.load(path))) is None:
+            continue
+        if len(words) > 1:
+            raise UsageError(f"{word} is a {kind.name}, which has a report of its own. Name it alone.")
+        return _written(report.page, report.rows, folder_of_kept(path, store), pages)
     runs = [load_named(word, store) for word in words]
     each_once(dict.fromkeys(Path(run.path) for run in runs)).none_refused()
     ids = [run.id for run in runs]
@@ -88,22 +86,14 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
     found = [findings(run) for run in runs]
     past = past_of(runs, store)
     runs = [replace(run, path=_within(run.path, store)) for run in runs]
-    page = page_of(material_of(runs, found, past, fleet_of(runs, store)))
+    page = page_of(material_of(runs, found, past, gather(runs, store)))
     rows = all_as_csv(list(zip(runs, found, strict=True)), pages.wide)
     return _written(page, rows, folder_of(runs, store), pages)
 
 
-def write_training_report(kept: KeptTraining, store: Path, pages: Pages = Pages()) -> Path:
-    """The same of a training. Its table leaves readings of tensors out, which are millions: `show --csv` has them."""
-    found = verdicts_of(kept.training, kept.lines)
-    page = training_page_of(kept, found)
-    few = replace(kept, lines=tuple(line for line in kept.lines if not isinstance(line, LayerReading)))
-    return _written(page, as_csv(few, found), folder_of_training(kept, store), pages)
-
-
-def folder_of_training(kept: KeptTraining, store: Path) -> Path:
-    """The folder of a training's report in the store."""
-    return store / "reports" / Path(kept.path).parent.name
+def folder_of_kept(path: Path, store: Path) -> Path:
+    """The folder in the store for the report of something other than runs."""
+    return store / "reports" / path.parent.name
 
 
 def _written(page: Page, rows: str, folder: Path, pages: Pages) -> Path:

@@ -32,13 +32,13 @@ from fp8bench.model import (
     Status,
     StepEffect,
     Support,
+    specs,
 )
-from fp8bench.model.metric_names import OwnMetric
 from fp8bench.model.ranks import FailedRank
 from fp8bench.model.readings import Reading
+from fp8bench.model.specs import spec_of
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
-from fp8bench.units import unit_of
 
 OUT_OF_MEMORY = "out of memory, even alone"
 
@@ -169,7 +169,7 @@ class Passes:
                 continue
             wrong = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
             outcome.failure = f"its numbers are not finite: {', '.join(wrong)}" if wrong else ""
-            found = (Measurement(name, unit_of(name), (value,)) for name, value in errors.items())
+            found = (Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
             outcome.note(measurements=(*outcome.draft.measurements, *found))
 
     def statistics(self, reference: CaseOutcome) -> None:
@@ -234,7 +234,7 @@ class Passes:
                 if isinstance(found, str):
                     outcome.lacks(f"no peak memory: {found}")
                     continue
-                peak = Measurement(OwnMetric.PEAK_MEMORY, "B", (float(found.peak),), description=_PEAK_MEMORY)
+                peak = Measurement(specs.PEAK_MEMORY, "B", (float(found.peak),), description=_PEAK_MEMORY)
                 outcome.note(memory=found, measurements=(*outcome.draft.measurements, peak))
         if any(
             (one.draft.effect or one.draft.memory) and self._facts[one.planned.case.device].accelerated

@@ -47,7 +47,6 @@ from fp8bench.model.request import Request, StaticScales
 from fp8bench.model.run import Environment, Overheads, Resumption, Run
 from fp8bench.model.series import (
     ENERGY_SOURCE,
-    RELATIVE,
     Ack,
     Cell,
     Comparison,
@@ -79,7 +78,7 @@ from fp8bench.model.words import (
 )
 
 __all__ = [
-    "CELL_PHASES", "ENERGY_SOURCE", "PHASES", "RELATIVE", "UNATTRIBUTED", "Ack", "Capacity", "Case", "Ceiling",
+    "CELL_PHASES", "ENERGY_SOURCE", "PHASES", "UNATTRIBUTED", "Ack", "Capacity", "Case", "Ceiling",
     "Ceilings", "Cell", "Comparison", "Conditions", "DeviceFacts", "DeviceWatch", "Direction", "Ending",
     "EnergyUse", "EnergyWindow", "Environment", "Evidence", "Fault", "Figure", "Finding", "Fresh", "Group",
     "HeldBlock", "Interval", "Label", "LayerScale", "Level", "Limit", "Measurement", "MemoryCourse", "MemoryRole",

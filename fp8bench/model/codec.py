@@ -32,6 +32,8 @@ class Malformed(ValueError):
 
 def encode(value: Any) -> Any:
     """Plain JSON values. A number that JSON has no word for (inf, NaN) becomes its name as text."""
+    if isinstance(value, str):
+        return str.__str__(value)  # of a metric its name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Enum):

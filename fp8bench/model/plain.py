@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
+
+# Modules of values: those of the core, and of features.
+_VALUES = re.compile(r"fp8bench\.(model\.\w+|features\.\w+\.values)")
 
 
 class PlainUnpickler(pickle.Unpickler):
     """Knows the frozen values that requests are answered with, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("fp8bench.model.") and "." not in name:  # a dot leads into what a module has imported
+        if _VALUES.fullmatch(module) and "." not in name:  # a dot leads into what a module has imported
             found = super().find_class(module, name)
             if isinstance(found, type) and found.__module__ == module:
                 return found

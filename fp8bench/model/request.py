@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from types import MappingProxyType
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from fp8bench.errors import UsageError
@@ -72,110 +72,176 @@ PERCENT = number("a percentage from 0 to below 100", lambda value: 0 <= value < 
 _NAMES = _texts("a list of names")
 _FLAG = Rule("True or False", lambda value: isinstance(value, bool))
 _TEXT = Rule("a path", lambda value: isinstance(value, str) and bool(value))
-# What each field of a request must be, where it is given.
-REQUEST_RULES: Mapping[str, Rule] = {
-    "suite": Rule("a suite's name, several with commas, 'all', or a .py file", lambda value: isinstance(value, str)),
-    "dtypes": _NAMES,
-    "devices": _NAMES,
-    "reference": Rule("a dtype's name", lambda value: isinstance(value, str)),
-    "axes": _texts("a mapping of axes to values, at least one each, like {'shape': [64, 128]}", _is_axis),
-    "precision_map": _texts("a mapping of layers, or kinds of them, to dtypes, like {'mlp': 'fp8'}", _is_pair),
-    "data": _TEXT,
-    "quick": _FLAG,
-    "budget": _SECONDS,
-    "rounds": whole_number(1),
-    "seed": whole_number(0),
-    "threads": whole_number(1, 1024),
-    "ranks": whole_number(2, 1024),
-    "imports": _NAMES,
-    "isolation": _FLAG,
-    "case_timeout": _SECONDS,
-    "grid": _FLAG,
-    "trace": _TEXT,
-    "static_scales": whole_number(1, 100_000),
-    "refresh_scales": whole_number(1),
-    "saturation_bound": PERCENT,
-    "energy": _FLAG,
-    "tape": _FLAG,
-    "shares": _FLAG,
-    "sustained": number("a number of seconds from 1 to 600", lambda value: 1 <= value <= 600),
-    "max_batch": _FLAG,
-    "backend": Rule("a backend's name", lambda value: isinstance(value, str) and bool(value)),
-    "memory_limit": whole_number(
-        1, _MOST_BYTES, f"a size in bytes, or like 2GiB, above 0 and up to {size(_MOST_BYTES)}"
-    ),
-}
 
 
-def check_fields(asked: Any, rules: Mapping[str, Rule], called: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Raise UsageError for the first field that is not what its rule says; None may stand where it is the default.
+@dataclass(frozen=True)
+class Option:
+    """What a field asks for, declared where the field is; command line, files of options, Python and checks read it.
 
-    `called` is what a person calls a field by another name.
+    `rule` is what a value must be. `group` is where the command line lists the option: '' for none there. `called` is
+    its name where that is not the field's, `metavar` what stands for a value, `parse` the parser in cli/option_types
+    where the type does not say it. `choices` are the only values.
     """
-    defaults = {field.name: field.default for field in fields(asked)}
+
+    rule: Rule
+    help: str = ""
+    group: str = ""
+    metavar: str = ""
+    called: str = ""
+    parse: str = ""
+    choices: tuple[str, ...] = ()
+
+
+WHAT, HOW = "what to measure", "how"
+
+
+def option(
+    default: Any, rule: Rule, words: str = "", metavar: str = "", group: str = HOW, called: str = "", parse: str = "",
+    choices: tuple[str, ...] = (),
+) -> Any:  # fmt: skip
+    """A field of a request with its option."""
+    return field(default=default, metadata={"option": Option(rule, words, group, metavar, called, parse, choices)})
+
+
+def options_of(kind: type) -> dict[str, Option]:
+    """The options of a request's fields, by the names of the fields."""
+    return {one.name: one.metadata["option"] for one in fields(kind) if "option" in one.metadata}
+
+
+def words_of(kind: type) -> dict[str, str]:
+    """What Python calls each field of a request: as the command line does, where it has no other use for the word."""
+    names = [one.name for one in fields(kind)]
+    called = {name: one.called for name, one in options_of(kind).items() if not keyword.iskeyword(one.called)}
+    return {name: word if (word := called.get(name)) and word not in names else name for name in names}
+
+
+def check_fields(asked: Any, rules: Mapping[str, Rule]) -> None:
+    """Raise UsageError for the first field that is not what its rule says; None may stand where it is the default."""
+    defaults, words = {one.name: one.default for one in fields(asked)}, words_of(type(asked))
     for name, rule in rules.items():
         value = getattr(asked, name)
         left_out = value is None and defaults[name] is None
         if not left_out and not rule.holds(value):
-            raise UsageError(f"{called.get(name, name)} must be {rule.words}, got {value!r:.80}.")
+            raise UsageError(f"{words[name]} must be {rule.words}, got {value!r:.80}.")
 
 
 # What energy may be measured of: a whole step alone, or its phases too.
 ENERGY_OF = (STEP_ENERGY, PHASE_ENERGY) = ("step", "phases")
-# What a person calls a field by another name.
-_CALLED = {"axes": "set"}
 
 
 @dataclass(frozen=True)
 class Request:
     """What the user asked for, as given: nothing here depends on the machine. One that cannot be is not made.
 
-    `suite` is a suite's name, several with commas, 'all', or a file that registers some. `case_timeout` is the most
-    seconds that a worker may take to prepare a case or to run one slot of it. `grid` asks for the cases whose history
-    is kept, instead of the axes' defaults. `trace` is the folder that a trace of every case goes to. `static_scales` is
-    the number of steps that scales are found in, `refresh_scales` of those after which they are renewed,
-    `saturation_bound` the percentage of a tensor's values above which its scale is. `energy` says whether energy is
-    measured where a device can tell it, `energy_of` whether also that of each phase of a step, `tape` that the
-    operators of a step are counted in a quick look too, `shares` that what takes how much of a step is found out,
-    `sustained` for how many seconds at a time cases also run.
-    `max_batch` asks for the largest batch that fits, `memory_limit` is the memory that it has to fit into, in bytes.
-    `backend` is who multiplies in dtypes that name none; 'auto' is whoever can. So many `ranks` run each case together,
-    each in a process of its own.
+    A field says by its option what it is for. `case_timeout` and `sustained` are seconds, `saturation_bound` is a
+    percentage, `memory_limit` are bytes.
     """
 
-    suite: str
-    dtypes: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ()
-    reference: str | None = None
-    axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    precision_map: tuple[tuple[str, str], ...] = ()
-    data: str | None = None
-    quick: bool = False
-    budget: float | None = None
-    rounds: int | None = None
-    seed: int = 0
-    threads: int = 1
-    imports: tuple[str, ...] = ()
-    isolation: bool = True
-    case_timeout: float | None = None
-    grid: bool = False
-    trace: str | None = None
-    static_scales: int | None = None
-    refresh_scales: int | None = None
-    saturation_bound: float | None = None
-    energy: bool = True
-    energy_of: str = STEP_ENERGY
-    max_batch: bool = False
-    memory_limit: int | None = None
-    backend: str = "auto"
-    sustained: float | None = None
-    tape: bool = False
-    shares: bool = False
-    ranks: int | None = None
+    suite: str = option(
+        MISSING,
+        Rule("a suite's name, several with commas, 'all', or a .py file", lambda value: isinstance(value, str)),
+        group="",
+    )
+    dtypes: tuple[str, ...] = option((), _NAMES, "precisions; default fp32,bf16,fp8", "A,B", WHAT)
+    devices: tuple[str, ...] = option(
+        (), _NAMES, "cpu, cuda, cuda:1; default the first GPU, else cpu", "A,B", WHAT
+    )
+    reference: str | None = option(
+        None, Rule("a dtype's name", lambda value: isinstance(value, str)),
+        "what the others are compared with; default the highest precision", "DTYPE", WHAT,
+    )
+    axes: tuple[tuple[str, tuple[str, ...]], ...] = option(
+        (), _texts("a mapping of axes to values, at least one each, like {'shape': [64, 128]}", _is_axis),
+        "values of an axis; `fp8bench list NAME` names the axes of a suite", "AXIS=A,B", WHAT, called="set",
+        parse="axis",
+    )
+    precision_map: tuple[tuple[str, str], ...] = option(
+        (), _texts("a mapping of layers, or kinds of them, to dtypes, like {'mlp': 'fp8'}", _is_pair),
+        "layers that take another precision than the case's: a kind (mlp), a name (blocks.0.mlp.up) or a prefix "
+        "of names (blocks.0); or a file with one on each line; the reference stays pure",
+        "LAYER=DTYPE,...", WHAT, parse="precision_map",
+    )
+    data: str | None = option(None, _TEXT, "text to train on; default Python's own sources", "FILE", WHAT)
+    quick: bool = option(False, _FLAG, "a few rounds, to see that it runs")
+    budget: float | None = option(
+        None, _SECONDS, "time for the whole run; default about 10 s a group", "SECONDS"
+    )
+    rounds: int | None = option(None, whole_number(1), "exactly so many rounds, no early stop", "N")
+    seed: int = option(0, whole_number(0), "for data, weights and order; default 0", "N")
+    threads: int = option(1, whole_number(1, 1024), "CPU threads of torch; default 1", "N")
+    imports: tuple[str, ...] = option(
+        (), _NAMES, "module or .py file that registers workloads, precisions or devices of your own", "MODULE", WHAT,
+        called="import", parse="each",
+    )
+    isolation: bool = option(True, _FLAG, "measure in this process, without a worker")
+    case_timeout: float | None = option(
+        None, _SECONDS,
+        "the most that preparing a case or one slot of it may take; default 60 or far more than its work needs",
+        "SECONDS",
+    )
+    grid: bool = option(
+        False, _FLAG, "the cases whose history is kept, as `asv run` measures them; --set has the last word", "", WHAT
+    )
+    trace: str | None = option(
+        None, _TEXT,
+        "also record a few steps of each case there, untimed: traces for Perfetto and TensorBoard's profiler", "DIR",
+        parse="path",
+    )
+    static_scales: int | None = option(
+        None, whole_number(1, 100_000),
+        "scales from data, where a tensor has one float32 scale: from N untimed steps, then fixed", "N", WHAT,
+    )
+    refresh_scales: int | None = option(
+        None, whole_number(1), "renew the scales from data in every M-th step", "M", WHAT
+    )
+    saturation_bound: float | None = option(
+        None, PERCENT,
+        "renew a tensor's scale from data whenever more than so many percent of its values would saturate", "PERCENT",
+        WHAT,
+    )
+    energy: bool = option(
+        True, _FLAG,
+        "measure no energy; else it is where a device can tell it, in windows of a second or more a case",
+    )
+    energy_of: str = option(
+        STEP_ENERGY, Rule(f"one of {', '.join(ENERGY_OF)}", lambda value: value in ENERGY_OF),
+        "phases: also measure the joules of each phase of a step, in windows in which it is done by itself", "OF",
+        called="energy", choices=ENERGY_OF,
+    )
+    max_batch: bool = option(
+        False, _FLAG,
+        "also look for the largest batch that fits into memory, per precision, by running it and the next one",
+    )
+    memory_limit: int | None = option(
+        None, whole_number(1, _MOST_BYTES, f"a size in bytes, or like 2GiB, above 0 and up to {size(_MOST_BYTES)}"),
+        "what --max-batch has to fit into, like 2GiB; on a GPU default its own end, on a CPU there is no default",
+        "SIZE", parse="size",
+    )
+    backend: str = option(
+        "auto", Rule("a backend's name", lambda value: isinstance(value, str) and bool(value)),
+        "who multiplies in low precision: {backends} (default auto: torch where it can, else emulated); a dtype may "
+        "say so itself: fp8:backend=torchao", "NAME", WHAT,
+    )
+    sustained: float | None = option(
+        None, number("a number of seconds from 1 to 600", lambda value: 1 <= value <= 600),
+        "also run each case for so many seconds at a time, once it has settled: the time that it sustains", "SECONDS",
+    )
+    tape: bool = option(
+        False, _FLAG,
+        "count the operators of a step, their FLOPs and bytes, also with --quick; else this is always done",
+    )
+    shares: bool = option(
+        False, _FLAG, "also find what each kind of work and each module takes of a step, in an untimed pass"
+    )
+    ranks: int | None = option(
+        None, whole_number(2, 1024),
+        "run each case in so many processes together, on a GPU each, or all on the CPU; the slowest rank's time counts",
+        "N",
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, whoever asks: the command line, a call, or a stored run."""
-        check_fields(self, REQUEST_RULES, _CALLED)
+        check_fields(self, REQUEST_RULES)
         if self.case_timeout is not None and not self.isolation:
             raise UsageError(
                 "--case-timeout cannot be kept with --no-isolation: only a worker in a process of its own can be "
@@ -183,8 +249,6 @@ class Request:
             )
         if self.memory_limit is not None and not self.max_batch:
             raise UsageError("--memory-limit goes with --max-batch, which was not given. Add it, or leave this out.")
-        if self.energy_of not in ENERGY_OF:
-            raise UsageError(f"energy is that of one of {', '.join(ENERGY_OF)}, got {self.energy_of!r:.80}.")
         if self.energy_of == PHASE_ENERGY and not self.energy:
             raise UsageError("--energy phases asks for energy, which --no-energy leaves out. Leave one of them out.")
         if self.ranks is not None:
@@ -217,3 +281,7 @@ class Request:
             return None
         bound = None if self.saturation_bound is None else self.saturation_bound / 100
         return StaticScales(self.static_scales, self.refresh_scales or 0, bound)
+
+
+# What each field of a request must be, where it is given.
+REQUEST_RULES: Mapping[str, Rule] = {name: one.rule for name, one in options_of(Request).items()}

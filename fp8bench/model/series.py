@@ -12,7 +12,6 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from fp8bench.model.found import Interval
-from fp8bench.model.metric_names import OwnMetric
 from fp8bench.model.planned import Scalar
 from fp8bench.model.words import Status
 
@@ -21,8 +20,6 @@ Cell = tuple[Scalar, ...]
 Conditions = tuple[tuple[str, Scalar | None], ...]
 # The condition of joules that makes them incomparable, and not only others.
 ENERGY_SOURCE = "energy_source"
-# The metric that says how fast a case was, whatever the machine was: its time over the reference's in the same rounds.
-RELATIVE = OwnMetric.RELATIVE_TIME
 
 
 @dataclass(frozen=True)

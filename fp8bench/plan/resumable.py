@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fp8bench.errors import UsageError
-from fp8bench.model import DeviceFacts, Environment, Plan, Request, Run, Scalar
-from fp8bench.model.training import Arm, Training, TrainingRequest
+from fp8bench.model import DeviceFacts, Environment, Plan, Run, Scalar
 from fp8bench.model.variables import SWITCHES_SET
 
 # Facts of the environment, and how a sentence calls them where it is not by that name.
@@ -26,16 +24,18 @@ _CALLED = {
 def refuse_lost(run: Run) -> None:
     """Raise where the file does not say what was asked."""
     if not run.devices:
-        raise _cannot(f"the run {run.id}", "its header is lost, so what is missing is not known", "Start a new run.")
+        why = "its header is lost, so what is missing is not known"
+        raise cannot_resume(f"the run {run.id}", why, "Start a new run.")
 
 
 def refuse_elsewhere(run: Run) -> None:
     """Raise where a file that the run names by a path of its own folder is not to be found from here."""
-    _refuse_elsewhere(f"the run {run.id}", run.request, run.request.data)
+    refuse_files_elsewhere(f"the run {run.id}", run.request.imports, run.request.data)
 
 
-def _refuse_elsewhere(what: str, request: Request | TrainingRequest, *texts: str | None) -> None:
-    refuse_code_of_others(what, request.imports)
+def refuse_files_elsewhere(what: str, imports: Sequence[str], *texts: str | None) -> None:
+    """The same of anything that was kept."""
+    refuse_code_of_others(what, imports)
     for name in filter(None, texts):
         if not Path(name).is_absolute() and not Path(name).exists():
             raise _not_here(what, name)
@@ -48,12 +48,12 @@ def refuse_code_of_others(what: str, imports: Sequence[str]) -> None:
             raise _not_here(what, str(file))
         if _put_there_by_others(file):
             why = f"{file} lies where anybody may put files, and is somebody else's"
-            raise _cannot(what, why, "Nobody knows that it is the same code; start a new run.")
+            raise cannot_resume(what, why, "Nobody knows that it is the same code; start a new run.")
 
 
 def _not_here(what: str, name: str) -> UsageError:
     why = f"there is no file {name} here, which it reads"
-    return _cannot(what, why, "Resume it in the folder where it began.")
+    return cannot_resume(what, why, "Resume it in the folder where it began.")
 
 
 def _put_there_by_others(file: Path) -> bool:
@@ -70,38 +70,8 @@ def _put_there_by_others(file: Path) -> bool:
     return False
 
 
-def refuse_training_elsewhere(training: Training) -> None:
-    """As refuse_elsewhere."""
-    request = training.request
-    _refuse_elsewhere(f"the training {training.id}", request, request.data, request.other_data)
-
-
-def refuse_other_training(
-    training: Training, arms: Sequence[Arm], device: DeviceFacts, environment: Environment, text: str
-) -> None:
-    """Raise where machine, software, commit, text or plan are not what the training began with; says which.
-
-    Its checkpoints would not go on to the same losses.
-    """
-    for why in _training_differences(training, arms, device, environment, text):
-        raise _cannot(f"the training {training.id}", why, "Its halves would not be one training; start a new one.")
-
-
-def _training_differences(
-    training: Training, arms: Sequence[Arm], device: DeviceFacts, environment: Environment, text: str
-) -> Iterable[str]:
-    yield from _surroundings(training.environment, environment)
-    if training.device.name != device.name:
-        yield f"{device.key} was {training.device.name} and is {device.name}"
-    if training.text.identity != text:
-        yield f"its text was {training.text.identity} and is {text}"
-    for before, now in itertools.zip_longest(training.arms, arms):
-        if before != now:
-            names = [one.name if one is not None else "nothing" for one in (before, now)]
-            yield f"an arm would be another today ({names[0]} was, {names[1]} is)"
-
-
-def _cannot(what: str, why: str, advice: str) -> UsageError:
+def cannot_resume(what: str, why: str, advice: str) -> UsageError:
+    """What a refusal says: why, and what to do."""
     return UsageError(f"{what} cannot be resumed here: {why}. {advice}")
 
 
@@ -109,7 +79,7 @@ def refuse_foreign(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environme
     """Raise where machine, software, device or plan are not what the run began with; says which."""
     differs = foreign(run, plan, facts, environment)
     if differs:
-        raise _cannot(f"the run {run.id}", differs, "Its halves would not compare; start a new run.")
+        raise cannot_resume(f"the run {run.id}", differs, "Its halves would not compare; start a new run.")
 
 
 def foreign(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> str:
@@ -118,7 +88,7 @@ def foreign(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Env
 
 
 def _differences(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> Iterable[str]:
-    yield from _surroundings(run.environment, environment)
+    yield from surroundings_differ(run.environment, environment)
     here = {one.key: one for one in facts}
     for key in dict.fromkeys(planned.case.device for group in run.plan for planned in group.cases):
         before_facts = next((one for one in run.devices if one.key == key), None)
@@ -129,7 +99,8 @@ def _differences(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment
     yield from _plan_differences(run.plan, plan)
 
 
-def _surroundings(first: Environment, second: Environment) -> Iterable[str]:
+def surroundings_differ(first: Environment, second: Environment) -> Iterable[str]:
+    """What machine, software or commit was, and is, where they differ."""
     for name in _SAME:
         before, now = first.get(name), second.get(name)
         if before != now:

@@ -222,9 +222,9 @@ class Workload(ABC):
     def error(self, setup: Setup) -> Mapping[str, float]:
         """Numerical errors of one case, by metric name. One that is not finite fails the case.
 
-        The end of a name says the unit (`units.unit_of`): '_db', '_percent', '_ulp', '_octaves'; else a plain ratio;
+        The end of a name says the unit (`specs.spec_of`): '_db', '_percent', '_ulp', '_octaves'; else a plain ratio;
         'relative_loss' is one near 1.
-        Names of fp8bench's own figures and phases (`model.metric_names`) fail it too.
+        Names of fp8bench's own figures and phases (`model.specs`) fail it too.
         """
         return {}
 

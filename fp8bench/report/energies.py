@@ -18,7 +18,6 @@ from fp8bench.analysis.energy import (
 from fp8bench.analysis.energy_validity import EnergyValidity, energy_validity
 from fp8bench.analysis.phase_energy import PhaseEnergies, phase_energies
 from fp8bench.model import UNATTRIBUTED, Label, Run, Status
-from fp8bench.model.metric_names import OwnMetric
 from fp8bench.report.case_status import emulated
 from fp8bench.report.panels import Result, ResultGroup, together
 from fp8bench.report.words.run_facts import many
@@ -29,11 +28,6 @@ SOURCES = {
     "rapl": "the CPU's energy counters (RAPL)",
     "instant": "the driver's power readings, summed up",
     "average": "the driver's mean power, summed up",
-}
-PER_WORDS = {
-    OwnMetric.ENERGY_PER_TOKEN: "token",
-    OwnMetric.ENERGY_PER_TFLOP: "TFLOP",
-    OwnMetric.ENERGY_PER_GB: "GB",
 }
 
 

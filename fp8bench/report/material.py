@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
+from types import MappingProxyType
 
-from fp8bench.analysis.fleet.found import FleetReport
 from fp8bench.model import Finding, Run
 from fp8bench.report.panels import Panel, panels_of
 from fp8bench.report.words.run_facts import COMMIT_LETTERS, devices_of, fact, many, shortened, suites_of
@@ -69,11 +69,14 @@ class PastSeries:
 
 @dataclass(frozen=True)
 class Material:
-    """Runs side by side, in the order they were named; most reports have one. `fleet` is that of cells of a plan."""
+    """Runs side by side, in the order they were named; most reports have one.
+
+    `gathered` is what sections have read of the store beside them, by their names.
+    """
 
     entries: tuple[Entry, ...]
     past: tuple[PastSeries, ...] = ()
-    fleet: FleetReport | None = None
+    gathered: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def alone(self) -> bool:
@@ -92,11 +95,11 @@ def material_of(
     runs: Sequence[Run],
     findings: Sequence[Mapping[str, Finding]],
     past: tuple[PastSeries, ...] = (),
-    fleet: FleetReport | None = None,
+    gathered: Mapping[str, object] = MappingProxyType({}),
 ) -> Material:
     """What a report is made from: each run with what its samples say, in the order given."""
     labelled = zip(runs, findings, labels_of(runs), strict=True)
-    return Material(tuple(Entry(run, found, label) for run, found, label in labelled), past, fleet)
+    return Material(tuple(Entry(run, found, label) for run, found, label in labelled), past, gathered)
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:

@@ -8,9 +8,9 @@ from functools import cached_property
 from itertools import groupby
 from typing import TypeVar
 
-from fp8bench import units
-from fp8bench.analysis.metric import ENERGY, STEP, Better, Metric, Reference
+from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.model import Case, DeviceFacts, Finding, Label, Params, Record, Run
+from fp8bench.model.specs import ENERGY, STEP, Better, spec_of
 from fp8bench.protocols.axes import QUIET
 
 # Of a note: who wants to know more places has the rows of the table.
@@ -140,7 +140,7 @@ class Figures(dict[str, Metric]):
                 self.setdefault(one.name, one)
 
     def __missing__(self, name: str) -> Metric:
-        return Metric(name, "")
+        return Metric(spec_of(name))
 
     @property
     def rate(self) -> str:
@@ -149,8 +149,8 @@ class Figures(dict[str, Metric]):
         return next(rates, "")
 
     def shown(self, name: str) -> str:
-        """The figure as text, by its unit."""
-        return units.shown(self[name].value, self[name].unit, name)
+        """The figure as text."""
+        return self[name].shown
 
 
 def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:

@@ -11,7 +11,7 @@ from fp8bench import units
 from fp8bench.analysis.middles import Untold
 from fp8bench.analysis.ranks import frontier
 from fp8bench.analysis.scaling import efficiency, sent_by_rank
-from fp8bench.model.metric_names import OwnMetric
+from fp8bench.model import specs
 from fp8bench.report.case_status import emulated, status_words, tone_of
 from fp8bench.report.elements import Column, Field, Table, Tone
 from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, show_params, together
@@ -125,7 +125,7 @@ class _Line:
     @property
     def cost(self) -> tuple[float, float] | None:
         """Bytes on the wire and decibels."""
-        wire, sqnr = (self.middle(name).value for name in (OwnMetric.WIRE_BYTES, _SQNR))
+        wire, sqnr = (self.middle(name).value for name in (specs.WIRE_BYTES, _SQNR))
         return None if wire is None or sqnr is None else (wire, sqnr)
 
     def middle(self, name: str, tone: Tone = Tone.PLAIN) -> Field:
@@ -133,12 +133,12 @@ class _Line:
         if not told:
             return Field(units.NONE)
         value = statistics.median(one.value for one in told if one.value is not None)
-        return Field(units.shown(value, told[0].unit, name), value, tone)
+        return Field(told[0].spec.shown(value), value, tone)
 
     def fields(self, unbeaten: bool) -> tuple[Field, ...]:
         tone = Tone.DOUBT if any(map(emulated, self.results)) else Tone.PLAIN
-        rates = [self.middle(name, tone) for name in (OwnMetric.BUSBW, OwnMetric.ALGBW)]
-        others = [self.middle(name) for name in (OwnMetric.WIRE_BYTES, _SQNR)]
+        rates = [self.middle(name, tone) for name in (specs.BUSBW, specs.ALGBW)]
+        others = [self.middle(name) for name in (specs.WIRE_BYTES, _SQNR)]
         names = Field(self.swept), Field(self.words), Field("*" if unbeaten else "")
         return *names, *rates, *others, _verdict(self.results), Field(_lost(self.figures))
 

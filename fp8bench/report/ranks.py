@@ -10,12 +10,15 @@ from fp8bench import units
 from fp8bench.analysis.overlaps import OFF, WAITING, overlap_of
 from fp8bench.analysis.pipelines import bubble
 from fp8bench.analysis.ranks import frontier, memory_skew, rank_times, skew, true_communication
+from fp8bench.model import specs
 from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Column, Field, Table, Text, Tone
-from fp8bench.report.panels import Panel, Result, ResultGroup, together
+from fp8bench.report.metric_columns import column_of
+from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, together
 from fp8bench.report.scaling import scaling
 from fp8bench.report.untold import reasons, within
 
+_RATES = (specs.ALGBW, specs.BUSBW, specs.EFFECTIVE_BUSBW)
 # More ranks have no column each.
 _MOST_COLUMNS = 8
 FUNCTIONAL = (
@@ -45,8 +48,7 @@ def _times(panel: Panel) -> Table | None:
         Column("", shared=True), Column("case"),
         Column("slowest", number=True, unit="s", hint="median of the rank that was slowest on the whole"),
         Column("fastest", number=True, unit="s"),
-        Column("skew", number=True, unit="%", hint="between the slowest and the fastest rank of a call"),
-        Column("communication", number=True, unit="s", hint="the least that any rank was in it: what it takes"),
+        column_of(specs.RANK_SKEW), column_of(specs.COMMUNICATION),
         Column("waiting", number=True, unit="s", hint="of the rank that waits most"),
     )  # fmt: skip
     rows = []
@@ -74,7 +76,7 @@ def _memory(panel: Panel) -> Table | None:
         Column("", shared=True), Column("case"),
         *(Column(f"rank {rank}", number=True, unit="B") for rank in range(each)),
         *(() if each else (Column("most", number=True, unit="B"), Column("least", number=True, unit="B"))),
-        Column("skew", number=True, unit="%", hint="between the rank that takes most and the one that takes least"),
+        column_of(specs.MEMORY_SKEW),
     )  # fmt: skip
     rows = []
     for group, result, use in told:
@@ -89,11 +91,7 @@ def _memory(panel: Panel) -> Table | None:
 def _wire(panel: Panel) -> Table | None:
     columns = (
         Column("", shared=True), Column("case"),
-        Column("wire", number=True, unit="B", hint="what a rank sends to others in a step"),
-        Column("logical", number=True, unit="B", hint="the whole vector as float32"),
-        Column("algbw", number=True, unit="B/s", hint="bytes of the vector as it is sent, over the median step"),
-        Column("busbw", number=True, unit="B/s", hint="times nccl-tests' factor"),
-        Column("effective", number=True, unit="B/s", hint="the same of the logical bytes"),
+        *map(column_of, (specs.WIRE_BYTES, specs.LOGICAL_BYTES, *_RATES)),
         Column("SQNR", number=True, unit="dB"), Column("saturated", number=True, unit="ppm"),
         Column("flushed", number=True, unit="%"),
     )  # fmt: skip
@@ -102,13 +100,8 @@ def _wire(panel: Panel) -> Table | None:
         sent = result.record.transfer
         if sent is None:
             continue
-        seconds = result.finding.median_seconds if result.finding is not None else None
-        rates = (sent.payload, sent.payload * sent.bus_factor, sent.logical * sent.bus_factor)
-        tone = Tone.DOUBT if emulated(result) else Tone.PLAIN
-        shown = [
-            Field(units.count(one / seconds, "B/s"), one / seconds, tone) if seconds else Field(units.NONE)
-            for one in rates
-        ]
+        tone, figures = Tone.DOUBT if emulated(result) else Tone.PLAIN, Figures(group, result)
+        shown = [Field(figures.shown(one), figures[one].value, tone) for one in _RATES]
         errors = [_measured(result, name) for name in ("sqnr_db", "saturated_ppm", "flushed_percent")]
         counted = Field(units.size(sent.wire), sent.wire, hint="counted" if sent.counted else "a ring's share")
         rows.append(
@@ -169,8 +162,7 @@ def _overlaps(panel: Panel) -> Table | None:
         Column("products", number=True, unit="s"), Column("communication", number=True, unit="s"),
         Column("both at once", number=True, unit="s"),
         Column("check sum", number=True, hint="both in turn over the sum of both alone"),
-        Column("exposed", number=True, unit="s", hint="both at once less products alone; between: what rounds leave"),
-        Column("hidden", number=True, unit="%", hint="1 less the exposed share of communication alone; never cut"),
+        column_of(specs.EXPOSED), column_of(specs.HIDDEN_COMMUNICATION),
     )  # fmt: skip
     rows = []
     for group, result in panel.members:
@@ -215,12 +207,12 @@ def _who(panel: Panel, group: ResultGroup, result: Result) -> str:
 
 def _measured(result: Result, name: str) -> Field:
     found = result.record.measurement(name)
-    return Field(units.NONE) if found is None else _number(found.samples[0], found.unit, name)
+    return Field(units.NONE) if found is None else _number(found.samples[0], found.unit)
 
 
 def _seconds(value: float | None) -> Field:
     return Field(units.seconds(value), value)
 
 
-def _number(value: float, unit: str, name: str = "") -> Field:
-    return Field(units.shown(value, unit, name), value)
+def _number(value: float, unit: str) -> Field:
+    return Field(units.shown(value, unit), value)

@@ -16,9 +16,8 @@ from typing import NamedTuple
 from fp8bench.errors import Fp8benchError, StoreError
 from fp8bench.model import Plan, Run, Series
 from fp8bench.store.asv.identity import Identity, from_facts
-from fp8bench.store.interpreters import Renamings, load_renamings
 from fp8bench.store.points import RunPoints, followed
-from fp8bench.store.runs.listing import run_files, store_of
+from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.read import load_head, load_sheet
 
 NO_REPOSITORY = "not measured in a git repository"
@@ -96,20 +95,13 @@ def read_runs(paths: Sequence[Path], keep: bool = False) -> CommitRuns:
     kept: list[TrackedRun] = []
     left: list[str] = []
     suites: set[str] = set()
-    renamings = _renamings_beside(paths[0]) if paths else Renamings()
     for path in paths:
         tracked, why, names = _read(path, keep)
         suites |= names
         left += [why] if why else []
         if tracked is not None:
-            kept.append(replace(tracked, identity=renamings.applied(tracked.identity)))
+            kept.append(tracked)
     return CommitRuns(tuple(sorted(kept, key=lambda one: one.order)), tuple(left), frozenset(suites))
-
-
-def _renamings_beside(path: Path) -> Renamings:
-    """Those of the store that a run file lies in; none if it lies alone."""
-    store = store_of(path)
-    return load_renamings(store) if store is not None else Renamings()
 
 
 def runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
@@ -118,7 +110,7 @@ def runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
     return [tracked for tracked in read.runs if tracked.commit == commit]
 
 
-# What files say that did not change since, by the interpreter's own name.
+# What files say that did not change since.
 _remembered: dict[Path, tuple[tuple[int, ...], TrackedRun, frozenset[str]]] = {}
 
 
@@ -132,7 +124,7 @@ def _read(path: Path, keep: bool) -> tuple[TrackedRun | None, str, frozenset[str
         run, sheet = load_sheet(path)
     except (StoreError, OSError):
         return None, UNREADABLE, frozenset()
-    tracked, why = checked_run(run, path, Renamings())
+    tracked, why = checked_run(run, path)
     why = DAMAGED if sheet.lost and tracked is not None else why
     names = frozenset(record.case.workload for record in run.records)
     if keep and tracked is not None and not why:  # a suite that is not known may be, later
@@ -145,9 +137,8 @@ def remembered(run: Run) -> TrackedRun | None:
     tracked = tracked_run(run)
     with contextlib.suppress(OSError):
         if tracked is not None and run.path and tracked.content.points and not tracked.content.why:
-            own = from_facts(run.environment.facts) or tracked.identity
             names = frozenset(record.case.workload for record in run.records)
-            _remember(Path(run.path), _stamp(Path(run.path)), replace(_header(tracked), identity=own), names)
+            _remember(Path(run.path), _stamp(Path(run.path)), _header(tracked), names)
     return tracked
 
 
@@ -167,7 +158,7 @@ def _header(tracked: TrackedRun) -> TrackedRun:
     return replace(tracked, run=replace(tracked.run, records=(), plan=Plan(())))
 
 
-def checked_run(run: Run, path: Path, renamings: Renamings | None = None) -> tuple[TrackedRun | None, str]:
+def checked_run(run: Run, path: Path) -> tuple[TrackedRun | None, str]:
     """What a run tells, if anything, and why it tells nothing or not everything. Its records are let go."""
     commit = run.environment.get("commit")
     if not isinstance(commit, str):
@@ -180,7 +171,7 @@ def checked_run(run: Run, path: Path, renamings: Renamings | None = None) -> tup
     if commit_of(path) != commit[:8]:
         return None, MISNAMED
     try:
-        tracked = tracked_run(run, renamings)
+        tracked = tracked_run(run)
     except Fp8benchError as error:
         return None, str(error).rstrip(".")
     if tracked is None:
@@ -207,17 +198,10 @@ def why_not(run: Run) -> str:
     return ""
 
 
-def tracked_run(run: Run, renamings: Renamings | None = None) -> TrackedRun | None:
-    """What a run tells the history; None where it does not say where it was made.
-
-    The interpreter is the one that its path counts as in the run's store.
-    """
+def tracked_run(run: Run) -> TrackedRun | None:
+    """What a run tells the history; None where it does not say where it was made."""
     identity = from_facts(run.environment.facts)
-    if identity is None:
-        return None
-    if renamings is None:
-        renamings = _renamings_beside(Path(run.path)) if run.path else Renamings()
-    return TrackedRun(run, renamings.applied(identity), followed(run))
+    return None if identity is None else TrackedRun(run, identity, followed(run))
 
 
 def by_place(tracked: Iterable[TrackedRun]) -> list[tuple[TrackedRun, ...]]:

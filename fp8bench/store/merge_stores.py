@@ -1,4 +1,4 @@
-"""The store of another machine taken in, interpreters that count as others, and what is made of runs made again.
+"""The store of another machine taken in, and what is made of runs made again.
 
 Runs that are new are copied, longer ones appended, and nothing is ever rewritten.
 """
@@ -6,8 +6,9 @@ Runs that are new are copied, longer ones appended, and nothing is ever rewritte
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from fp8bench.errors import StoreError
@@ -20,15 +21,6 @@ from fp8bench.store.ceilings import merge_ceilings
 from fp8bench.store.commit_runs import by_place, commit_of, files_by_commit, read_runs, series_of_runs
 from fp8bench.store.index.figure_files import Fingerprints
 from fp8bench.store.index.history import read_and_keep
-from fp8bench.store.interpreters import (
-    Renamings,
-    fold,
-    interpreters_of_results,
-    interpreters_of_runs,
-    load_renamings,
-    renamed,
-    save_renamings,
-)
 from fp8bench.store.runs.listing import id_of, is_beginning, listing, machine_folder, run_files
 from fp8bench.store.runs.read import load_run
 from fp8bench.store.runs.write import lock_run
@@ -81,32 +73,48 @@ def _take(path: Path, here: Path | None, ours: Path, merged: Merged) -> None:
     """One run of theirs; `here` is our file of its id."""
     content = _whole(path, merged)
     load_run(path)  # what is no run file raises
-    if here is None:
-        target = ours / "runs" / machine_folder(path) / path.name
-        if target.exists():
-            raise StoreError(f"{path} was not taken: {target} is another run. Rename one of them.")
-        try:
-            write_whole(target, content)
-        except OSError as error:
-            raise StoreError(f"{target} cannot be written ({error.strerror}). Make room, and merge again.") from None
-        merged.copied.append(target)
-        return
-    own = here.read_bytes()
-    if is_beginning(content, own):
+    target = here or ours / "runs" / machine_folder(path) / path.name
+    came = take(path, content, target)
+    if came is Came.SAME:
         merged.same += 1
-    elif content.startswith(own):
-        with here.open("ab") as file:  # a kill leaves a beginning of theirs, which merges again
-            lock_run(file, here)
-            own = here.read_bytes()
-            if not content.startswith(own):
-                raise StoreError(f"the run {here.stem} has just been resumed. Merge again.")
-            append(file, content[len(own) :])
-        merged.extended.append(here)
     else:
-        merged.failed.append(
-            f"run {path.stem} is not the same in both stores: each was resumed alone, or one was changed. "
-            f"Ours, {here}, stays as it is, theirs is {path}."
-        )
+        (merged.copied if came is Came.NEW else merged.extended).append(target)
+
+
+class Came(Enum):
+    """What a run file of another store was here: one that was not there, the same, or longer than ours."""
+
+    NEW = "new"
+    SAME = "same"
+    LONGER = "longer"
+
+
+def take(path: Path, content: bytes, target: Path) -> Came:
+    """Take a run file of another store in, as `target`; `content` is what is taken of it, whole or a beginning.
+
+    Under one id the longer file counts where the one is the beginning of the other. Raises StoreError for any other.
+    """
+    try:
+        if not target.exists():
+            write_whole(target, content)
+            return Came.NEW
+        if id_of(target) != id_of(path):
+            raise StoreError(f"{path} was not taken: {target} is another run. Rename one of them.")
+        if is_beginning(content, target.read_bytes()):
+            return Came.SAME
+        if content.startswith(target.read_bytes()):
+            with target.open("ab") as file:  # a kill leaves a beginning of theirs, which is taken again
+                lock_run(file, target)
+                own = target.read_bytes()
+                if content.startswith(own):
+                    append(file, content[len(own) :])
+                    return Came.LONGER
+    except OSError as error:
+        raise StoreError(f"{target} cannot be written ({error.strerror}). Make room, and try again.") from None
+    raise StoreError(
+        f"run {id_of(path)} has other bytes in {path} than in {target}, which stays as it is: each was resumed alone, "
+        "or one was changed. Keep the file that is right, and move the other away."
+    )
 
 
 def _whole(path: Path, merged: Merged) -> bytes:
@@ -177,60 +185,27 @@ def _newest(store: Path, series: Iterable[Series]) -> list[Series]:
 
 @dataclass(frozen=True)
 class Joined:
-    """What was done: runs, asv's files, acknowledgements, ceilings, what counts as what from now on, files that were
-    folded, and the view.
-    """
+    """What was done: runs, asv's files, acknowledgements, ceilings, and the view."""
 
     runs: Merged
     taken: Taken
     acks: int
     ceilings: int
-    renamed: dict[str, str]
-    folded: tuple[Path, ...]
     view: Rebuilt
     failed: tuple[str, ...]
 
 
-def join(store: Path, other: Path | None, pairs: Sequence[tuple[str, str]]) -> Joined:
-    """Take in `other`, which is only read, and let interpreters count as others, OLD as NEW for each pair.
-
-    What is wrong with a pair is said before anything is changed.
-    """
-    known = set(interpreters_of_runs(store).values()) | interpreters_of_results(results_of(store))
-    if other is not None:
-        known |= set(interpreters_of_runs(other).values()) | interpreters_of_results(results_of(other))
-    runs, taken, acks, ceilings = Merged(), Taken(), 0, 0
+def join(store: Path, other: Path) -> Joined:
+    """Take in `other`, which is only read."""
+    acks = ceilings = 0
     with locked(store / "asv"):
-        before = load_renamings(store)
-        adopted, failed = _adopted(before, load_renamings(other)) if other is not None else (before, ())
-        after = renamed(adopted, pairs, sorted(known)) if pairs else adopted
-        if after != before:
-            save_renamings(store, after)
-        if other is not None:
-            runs = merge_runs(store, other)
-            taken = merge_folders(results_of(store), results_of(other))
-            failed = (*failed, *runs.failed, *taken.failed)
-            try:
-                acks = merge_acks(store, other)
-                ceilings = merge_ceilings(store, other)
-            except (StoreError, OSError) as error:
-                failed = (*failed, str(error))
-        folded, unfolded = fold(results_of(store), after)
-    changed = {one for one in known if before.name(one) != after.name(one)}
-    commits = {commit_of(path) for path in (*runs.copied, *runs.extended)}
-    if changed:
-        commits |= {commit_of(path) for path, python in interpreters_of_runs(store).items() if python in changed}
-    view = rebuild(store, commits)
-    anew = {one: after.name(one) for one in sorted(changed) if after.name(one) != one}
-    return Joined(runs, taken, acks, ceilings, anew, tuple(folded), view, (*failed, *unfolded, *view.failed))
-
-
-def _adopted(ours: Renamings, theirs: Renamings) -> tuple[Renamings, tuple[str, ...]]:
-    """What counts as another there does so here, where nothing else is said here; and why it cannot."""
-    if ours.trouble or theirs.trouble:
-        return ours, tuple(filter(None, (ours.trouble, theirs.trouble)))
-    new = ours
-    for old, name in theirs.names.items():
-        if old not in new.names and new.name(name) != old:
-            new = new.adding(old, new.name(name))
-    return new, ()
+        runs = merge_runs(store, other)
+        taken = merge_folders(results_of(store), results_of(other))
+        failed = [*runs.failed, *taken.failed]
+        try:
+            acks = merge_acks(store, other)
+            ceilings = merge_ceilings(store, other)
+        except (StoreError, OSError) as error:
+            failed.append(str(error))
+    view = rebuild(store, {commit_of(path) for path in (*runs.copied, *runs.extended)})
+    return Joined(runs, taken, acks, ceilings, view, (*failed, *view.failed))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from fp8bench.analysis.metric import COUNTS, ENERGY, MEMORY, STEP, TIME, Metric, Reference
+from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.errors import UsageError
 from fp8bench.model import (
     ENERGY_SOURCE,
@@ -22,14 +22,13 @@ from fp8bench.model import (
     Series,
     Status,
 )
-from fp8bench.model.metric_names import OwnMetric, time_of_phase
 from fp8bench.model.raw import QUANTISERS_VARIABLE
+from fp8bench.model.specs import COUNTS, ENERGY, STEP, TIME, MetricSpec, time_of_phase
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.model.variables import SWITCHES_SET
 from fp8bench.protocols import Grid, Workload
 from fp8bench.registry import workloads
 from fp8bench.store.series import (
-    Tracked,
     cells_of,
     check_grid,
     class_name,
@@ -226,7 +225,7 @@ def _series(kind: type[Workload], data: str | None) -> tuple[Series, ...]:
 
 
 @cache
-def _metrics(kind: type[Workload]) -> tuple[Tracked, ...]:
+def _metrics(kind: type[Workload]) -> tuple[MetricSpec, ...]:
     grid = kind.history
     assert grid is not None
     return tracked_by(grid)
@@ -270,11 +269,11 @@ def _points(
     told = _told(workload, record, reference)
     for metric in _metrics(type(workload)):
         values = told[metric.name].samples() if metric.name in told else ()
-        if metric.unit not in _PRINTED_UNITS and metric.name not in COUNTS:
+        if metric.unit not in _PRINTED_UNITS and not metric.counted:
             values = tuple(float(f"{value:.{_DIGITS}g}") for value in values)
         yield Point(
             title + metric.name, cell, version, values, record.status, record.reason,
-            hasty and metric.name not in (*grid.errors, MEMORY, OwnMetric.WIRE_BYTES, *COUNTS),
+            hasty and metric not in grid.errors and metric.unit != "bytes" and not metric.counted,
         )  # fmt: skip
 
 

@@ -10,40 +10,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
-from fp8bench.analysis.metric import COUNTS, ENERGY, MEAN, MEMORY, PER, RELATIVE_MEAN, TIME
+from fp8bench import units
 from fp8bench.errors import UsageError
-from fp8bench.model import PHASES, RELATIVE, Cell, DeviceFacts, Params, Scalar, Series
-from fp8bench.model.metric_names import OwnMetric, taken, time_of_phase
+from fp8bench.model import PHASES, Cell, DeviceFacts, Params, Scalar, Series
 from fp8bench.model.ranks import BACKENDS, ranks_in_words
+from fp8bench.model.specs import METRICS, PER, RATIOS, MetricSpec, spec_of, taken
 from fp8bench.plan.checked_workload import answering, cases_of, sound_axes
 from fp8bench.protocols import Grid, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
-from fp8bench.units import unit_of
 
 # Raised when the same samples would give other figures: numbers of different methods do not compare.
 METHOD = "1"
 # Names, whatever their case, that asv calls before and after a benchmark if it finds them in its module.
 _HOOKS = frozenset({"setup", "teardown"})
-# asv's word for bytes; and what is counted, whose number is the same whenever the same code runs.
-_UNITS = {"B": "bytes"}
-_COUNTED: Mapping[str, str] = {
-    OwnMetric.FLOPS: "of a step, as its operators were counted",
-    OwnMetric.MOVED_BYTES: "that the operators of a step read and write",
-    OwnMetric.LAUNCHES: "of operators in a step that start a kernel",
-}
+# asv's words for units.
+UNITS = {"s": "seconds", "B": "bytes", "J": "joules"}
 # Facts of nobody's machine: axes have the same names and parsers on all devices of a class.
 _CLASSES = {"cpu": DeviceFacts("cpu", 0, "", 0, ""), "gpu": DeviceFacts("cuda", 0, "", 0, "")}
-
-
-class Tracked(NamedTuple):
-    """What is told of a case, and in which unit. asv knows how to print 'seconds' and 'bytes'."""
-
-    name: str
-    unit: str
-    description: str
 
 
 def class_name(workload: str) -> str:
@@ -51,25 +36,16 @@ def class_name(workload: str) -> str:
     return "".join(part[:1].upper() + part[1:] for part in workload.split("_"))
 
 
-def tracked_by(grid: Grid) -> tuple[Tracked, ...]:
-    """The step's time first."""
-    found = [Tracked(TIME, "seconds", "a step, the fastest call of each round")]
-    found.append(Tracked(MEAN, "seconds", "a step, the mean over all calls, less what they waited for a core"))
-    found += [Tracked(time_of_phase(phase), "seconds", f"the {phase} phase of a step") for phase in grid.phases]
-    if grid.per:
-        name, count = PER[grid.per]
-        found.append(Tracked(name, "seconds", f"a step's time for every {count:.0e} {grid.per} of it"))
-    found.append(Tracked(RELATIVE, "ratio", "a step's time over that of the highest precision in the same round"))
-    found.append(Tracked(RELATIVE_MEAN, "ratio", "the same of the means over all calls"))
-    found.append(Tracked(MEMORY, "bytes", "tensor memory at the highest point of a step, the state included"))
-    if grid.ranks:
-        found.append(Tracked(OwnMetric.WIRE_BYTES, "bytes", "that a rank sends to others in a step"))
-    else:
-        found += [Tracked(name, _UNITS.get(unit, unit), _COUNTED[name]) for name, unit in COUNTS.items()]
-    if grid.energy and not grid.ranks:
-        found.append(Tracked(ENERGY, "joules", "of a step, all that the device took while it ran; one figure a window"))
-    found += [Tracked(name, unit_of(name), "against the reference that the workload names") for name in grid.errors]
-    return tuple(found)
+def tracked_by(grid: Grid) -> tuple[MetricSpec, ...]:
+    """What is told of a case, in units as asv names them; the step's time first."""
+    words = {"", *grid.phases, grid.per, "ranks" if grid.ranks else "one rank"}
+    words |= {"energy"} if grid.energy and not grid.ranks else set()
+    kept = [spec for spec in METRICS.values() if spec.history and spec.kept_where in words]
+    errors = (replace(spec_of(name), history="against the reference that the workload names") for name in grid.errors)
+    return tuple(
+        replace(spec, unit=units.RATIO if spec in RATIOS else UNITS.get(spec.unit, spec.unit))
+        for spec in (*kept, *errors)
+    )
 
 
 def version_of(version: str, data: str | None) -> str:
@@ -203,6 +179,8 @@ def _wrong_words(grid: Grid) -> Iterator[str]:
     for phase in grid.phases:
         if phase not in PHASES:
             yield f"{phase!r} is no phase; they are {', '.join(PHASES)}"
+    if len(set(grid.phases)) < len(grid.phases):
+        yield f"its phases are {', '.join(grid.phases)}; name each once"
     if grid.per and grid.per not in PER:
         yield f"time cannot be told per {grid.per!r}; it can per {', '.join(PER)}"
     if not grid.dtypes or len(set(grid.dtypes)) < len(grid.dtypes):

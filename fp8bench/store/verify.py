@@ -15,11 +15,12 @@ from fp8bench.store.asv.results import ResultsFile
 from fp8bench.store.asv.rows import NOT_MEASURED, Row, by_combination, is_measured, numbers
 from fp8bench.store.asv.view import filled, nothing_of, results_of
 from fp8bench.store.commit_runs import TrackedRun, by_commit, by_place, checked_run
+from fp8bench.store.compacted.archive import sha256_of
 from fp8bench.store.find_runs import gone
 from fp8bench.store.index.figure_files import digest_of, names_of, sources_of
 from fp8bench.store.runs.listing import REMEDY, Listing, listing, refusal
 from fp8bench.store.verify_files import Soundness, check_results, check_run, check_surroundings
-from fp8bench.store.verify_index import archived_digests, check_figures, check_steps, sha256_of
+from fp8bench.store.verify_index import archived_files, check_figures, check_steps
 from fp8bench.store.verify_machines import Known, check_machines, known_of
 
 _MOST_NAMED = 3
@@ -81,8 +82,8 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
     count = sum(map(len, by_files.values()))
     from fp8bench.store.compacted.verify import check_compacted
 
-    of_points, parquet = check_compacted(store)
-    compacted = {"Parquet files": (max(0, parquet - sum(one.broken for one in of_points)), parquet)} if parquet else {}
+    of_points, whole = check_compacted(store)
+    compacted = {"compacted files": (max(0, whole - sum(one.broken for one in of_points)), whole)} if whole else {}
     return Verified(
         (*faults, *check_surroundings(store), *of_view, *_folded(results, lacking), *across, *of_points),
         {"run files": (count - broken, count), "asv's files": (sound, len(listed)), **compacted},
@@ -115,7 +116,7 @@ def _changed(store: Path, by_files: Mapping[str, Sequence[Path]]) -> dict[Path, 
     """Run files that are not what they were when the index was made of them or they were archived. Nothing is ever
     changed in one, so that one which is not longer was damaged."""
     found = {}
-    archived = archived_digests(store)
+    archived = archived_files(store)
     for commit, paths in by_files.items():
         known = {one.name: one for one in sources_of(store, commit)}
         for path, name in zip(paths, names_of(store, paths), strict=True):

@@ -17,7 +17,6 @@ from fp8bench.store.asv.files import load_benchmarks, load_machine, settled_read
 from fp8bench.store.asv.results import ResultsFile, load_results, results_files
 from fp8bench.store.asv.rows import numbers
 from fp8bench.store.commit_runs import moment_of
-from fp8bench.store.interpreters import environments_of, load_renamings
 from fp8bench.store.kept_lines import sheet_of
 from fp8bench.store.runs.listing import all_files, closed_folders, file_name
 from fp8bench.store.runs.read import load_sheet, missing_groups
@@ -126,7 +125,7 @@ def _shown(moment: datetime) -> str:
 
 
 def check_surroundings(store: Path) -> list[Fault]:
-    """What lies among the runs and is none, and the store's words on interpreters and known changes."""
+    """What lies among the runs and is none, and the store's words on known changes."""
     runs = set(all_files(store))
     faults = [
         _foreign(path) for path in sorted((store / "runs").rglob("*"))
@@ -135,9 +134,6 @@ def check_surroundings(store: Path) -> list[Fault]:
     faults += [_foreign(path) for path in sorted((store / "runs").glob("*/*.jsonl")) if path.is_dir()]
     words = "it may not be read, and nothing is known of the runs in it"
     faults += [Fault(str(path), words, "Make it readable (chmod u+rx)") for path in closed_folders(store)]
-    trouble = load_renamings(store).trouble
-    if trouble:
-        faults.append(_fault(environments_of(store), trouble, "Fix it or remove it, and `fp8bench history rebuild`"))
     for path in sorted(path for pattern in _SEALED for path in store.glob(pattern)):
         faults += _unsealed(path)
     remedy = "Acknowledge again what alarms and should not, and delete the line"
@@ -234,7 +230,7 @@ def _not_listed(results: Path, files: dict[Path, ResultsFile], known: dict[str, 
     return [Fault(str(results / "benchmarks.json"), what, remedy, broken=False)]
 
 
-def _fault(path: Path, said: StoreError | str, remedy: str) -> Fault:
+def _fault(path: Path, said: StoreError, remedy: str) -> Fault:
     """A fault from a sentence, which names the file and perhaps a remedy of its own."""
     words = str(said).removeprefix(f"the run file {path} ").removeprefix(f"{path} ")
     what = words.partition(". ")[0].rstrip(".").removeprefix("is broken: ")

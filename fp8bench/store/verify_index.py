@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fp8bench.errors import StoreError
 from fp8bench.files import unsealed
 from fp8bench.model import Fault
 from fp8bench.store.commit_runs import CommitRuns, TrackedRun
-from fp8bench.store.compacted.archive import Kept, contents, open_archive
-from fp8bench.store.compacted.manifest import Archive, Unreadable, load_manifest, parquet_of
-from fp8bench.store.compacted.parquet import duckdb_here
+from fp8bench.store.compacted.archive import is_whole
+from fp8bench.store.compacted.manifest import ArchivedFile, Unreadable, archive_of, load_manifest
 from fp8bench.store.index.figure_files import (
     CommitFigures,
     Fingerprints,
@@ -23,7 +20,6 @@ from fp8bench.store.index.figure_files import (
     load_figures,
 )
 from fp8bench.store.index.found_steps import Memory
-from fp8bench.store.interpreters import load_renamings
 
 _AGAIN = "Delete it: the next command makes it again from the runs"
 
@@ -33,7 +29,7 @@ def check_figures(store: Path, commit: str, paths: Sequence[Path], runs: Sequenc
     path = figures_file(store, commit)
     if not path.is_file():
         return
-    found = load_figures(store, commit, paths, load_renamings(store), Fingerprints())
+    found = load_figures(store, commit, paths, Fingerprints())
     if found is Unfit.TORN:
         yield Fault(str(path), "it is not what was written", _AGAIN)
     elif isinstance(found, CommitFigures):
@@ -57,19 +53,11 @@ def check_steps(store: Path) -> Iterator[Fault]:
         yield Fault(str(path), f"it is not what was written ({str(error)[:80]})", _AGAIN)
 
 
-def archived_digests(store: Path) -> dict[str, Kept]:
-    """What was archived, by its name in the store; nothing where nothing can be read."""
+def archived_files(store: Path) -> dict[str, ArchivedFile]:
+    """The files in archives that are what was written, by their names in the store."""
     try:
-        parquet = load_manifest(store).parquet
-        if duckdb_here() is None:
-            return {}
-        with open_archive() as connection:
-            archives = [parquet_of(store, name) for name, one in parquet.items() if isinstance(one, Archive)]
-            return {file.path: file for path in archives for file, _ in contents(path, connection)}
-    except (OSError, Unreadable, StoreError):
+        archives = load_manifest(store).archives
+        whole = [one for name, one in archives.items() if is_whole(archive_of(store, name), one.size, one.digest)]
+    except (OSError, Unreadable):
         return {}
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, hashlib.sha256).hexdigest()
+    return {file.path: file for one in whole for file in one.files}

@@ -1,30 +1,23 @@
-"""Whether the machines of a store are who their names say: renamed ones, copies under other names, changing GPUs."""
+"""Whether the machines of a store are who their names say: copies under other names, changing GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 from fp8bench.model import Fault, Run
-from fp8bench.store.asv.identity import Entry, from_facts
-from fp8bench.store.runs.listing import REMEDY, is_collected
-
-# What a machine that got another name keeps.
-_HARDWARE = ("arch", "cpu", "num_cpu", "ram", "os")
+from fp8bench.store.asv.identity import from_facts
+from fp8bench.store.runs.listing import REMEDY
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is kept of a run: `samples` is a digest of all its times, None where it has none."""
+    """What is kept of a run; `samples` as `samples_of` has it."""
 
     id: str
     path: str
     machine: str
-    entry: Entry
-    started: str
-    plan: str
     samples: int | None
     gpu: str | None
 
@@ -34,23 +27,19 @@ def known_of(run: Run) -> Known | None:
     identity = from_facts(run.environment.facts)
     if identity is None:
         return None
+    gpu = next((one.name for one in run.devices if one.accelerated), None)
+    return Known(run.id, run.path, str(identity.machine["machine"]), samples_of(run), gpu)
+
+
+def samples_of(run: Run) -> int | None:
+    """A digest of all times of a run, in this process; None where it has none."""
     times = tuple((one.case.id, one.timing.slots) for one in run.records if one.timing is not None)
-    return Known(
-        run.id, run.path, str(identity.machine["machine"]), identity.machine, run.started,
-        run.fleet_plan, hash(times) if times else None,
-        next((one.name for one in run.devices if one.accelerated), None),
-    )  # fmt: skip
+    return hash(times) if times else None
 
 
 def check_machines(store: Path, runs: Collection[Known]) -> Iterator[Fault]:
     """Of runs that each count once."""
     yield from _copies(runs)
-    by_hardware: dict[tuple[object, ...], list[Known]] = {}
-    for run in runs:
-        by_hardware.setdefault(tuple(run.entry.get(key) for key in _HARDWARE), []).append(run)
-    for hardware, alike in by_hardware.items():
-        if all(hardware):
-            yield from _renamed(store, alike)
     yield from _gpus(store, runs)
 
 
@@ -65,27 +54,6 @@ def _copies(runs: Iterable[Known]) -> Iterator[Fault]:
                 f"({other.path}): one is a copy of the other under another name"
             )
             yield Fault(run.path, what, REMEDY)
-
-
-def _renamed(store: Path, alike: Collection[Known]) -> Iterator[Fault]:
-    """Two names for what looks like one machine: the one was used up to a day, the other from then on.
-
-    Three machines of the same hardware are a fleet; so are two with cells of one plan, or in a collected store.
-    """
-    names = {run.machine for run in alike}
-    plans = [{run.plan for run in alike if run.machine == name} - {""} for name in names]
-    if len(names) != 2 or set.intersection(*plans) or any(is_collected(Path(run.path)) for run in alike):
-        return
-    in_order = [name for name, _ in groupby(sorted(alike, key=lambda run: run.started), lambda run: run.machine)]
-    starts = [{run.started for run in alike if run.machine == name} for name in names]
-    if len(in_order) == 2 and not set.intersection(*starts):
-        old, new = in_order
-        what = f"machine {new} looks like {old} under another name, which asv draws as two lines"
-        remedy = (
-            f'If it is one machine, put an entry for it with "machine": "{old}" into its '
-            "~/.asv-machine.json, and new runs go on in the old line; `merge` joins interpreters, not machines"
-        )
-        yield Fault(str(store / "runs"), what, remedy, broken=False)
 
 
 def _gpus(store: Path, runs: Iterable[Known]) -> Iterator[Fault]:

@@ -1,28 +1,29 @@
-"""Tensor parallel by torch's DTensor."""
+"""Tensor parallel."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from fp8bench.nn.parallel.cuts import uncut_by_torch
+from fp8bench.nn.parallel.cuts import AMAX_GROUPS, uncut
 from fp8bench.nn.parallel.way import Asked, Job, Way
 from fp8bench.ways import ways
 
 if TYPE_CHECKING:
-    from fp8bench.nn.parallel.tensor_dtensor import DTensorCut
+    from fp8bench.nn.parallel.tensor_parallel import TensorCut
 
 
 @ways.register("tp")
 class TensorParallel(Way):
-    """As torchtitan and others cut a transformer; what DTensor sends is within its layers, and marks no phase."""
+    """The exchanges of Megatron-LM: a sum behind attention and feed-forward part each, one before them in backward."""
 
     name = "tp"
-    summary = "heads and hidden features cut by DTensor (fp8: torchao's styles of it); what blocks make is added up"
+    summary = "heads and hidden features cut; what blocks make is added up, amax groups are a choice"
+    options: ClassVar = {"amax": AMAX_GROUPS}
 
     def refused(self, asked: Asked) -> str:
-        return uncut_by_torch(asked, asked.ranks)
+        return uncut(asked, asked.ranks)
 
-    def model(self, job: Job) -> DTensorCut:
-        from fp8bench.nn.parallel.tensor_dtensor import DTensorCut
+    def model(self, job: Job) -> TensorCut:
+        from fp8bench.nn.parallel.tensor_parallel import TensorCut
 
-        return DTensorCut(job)
+        return TensorCut(job)

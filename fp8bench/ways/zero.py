@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fp8bench.nn.parallel.way import Asked, Job, Way, equal_shares
 from fp8bench.ways import ways
@@ -17,6 +17,7 @@ class Zero(Way):
 
     name = "zero"
     summary = "ZeRO-1: each weight has one owner, which gets its gradient, updates it and sends it to all"
+    options: ClassVar = {"wire": ("fp32", "fp8")}
 
     def refused(self, asked: Asked) -> str:
         tensors = 6 * asked.config.layers

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, SupportsFloat, SupportsIndex
 
 from fp8bench.model import TensorStatistics
-from fp8bench.model.metric_names import taken
+from fp8bench.model.specs import taken
 
 
 def errors_of(given: object) -> dict[str, float]:

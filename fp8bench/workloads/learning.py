@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from fp8bench.model import Case, DeviceFacts, Params, Scalar, Work
-from fp8bench.model.metric_names import RELATIVE_LOSS
+from fp8bench.model.specs import RELATIVE_LOSS
 from fp8bench.nn.sizes import GPTConfig, gpt_layers
 from fp8bench.protocols import Grid, Layer, Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, one_of, whole_number

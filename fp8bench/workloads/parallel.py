@@ -174,7 +174,7 @@ class Parallel(Workload):
         emulated = precisions.get(setup.case.precision).support(setup.facts).level is Level.EMULATED
         return Job(
             lambda: self._made(setup), _config(params), int(setup.case.param("batch")), setup.facts,
-            setup.case.precision, emulated, setup.loss_scale, options, group,
+            emulated, setup.loss_scale, options, group,
         )  # fmt: skip
 
     def _made(self, setup: Setup) -> GPT:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.analysis.metric import STEP, Better, Metric, Rank, Reference
+from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.analysis.metrics import metrics_of
-from fp8bench.model import Run, Status
-from fp8bench.model.metric_names import OwnMetric, taken
+from fp8bench.model import Run, Status, specs
+from fp8bench.model.specs import STEP, Better, Rank, taken
 from tests.energies import energetic
 from tests.runs import gemm, measured, transformer
 
@@ -38,7 +38,7 @@ def test_no_workload_may_take_the_name_of_a_figure(make: object) -> None:
     """Whatever is told beside what the workload itself measures: a new figure has its name from the vocabulary."""
     run, findings = make()  # type: ignore[operator]
     for record in run.records:
-        own = {one.metric for one in record.measurements} - {OwnMetric.PEAK_MEMORY}
+        own = {one.metric for one in record.measurements} - {specs.PEAK_MEMORY}
         told = {one.name for one in metrics_of(record, findings.get(record.case.id))}
         assert all(map(taken, told - own)) and not any(map(taken, own))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from fp8bench.analysis.metric import Told
 from fp8bench.analysis.middles import FEW, Middle, Untold
 from fp8bench.analysis.overlaps import (
     HIDDEN_WITHIN,
@@ -95,7 +96,7 @@ def test_figures_have_their_bounds_or_their_reason() -> None:
 
     def of(parts: Overlap) -> list[object]:
         record = Record(case("collective", "bf16", {}), NATIVE, Status.OK, overlap=parts)
-        return [one for metric in overlap_metrics(record) for one in (metric.value, metric.bounds, metric.why)]
+        return [one for metric in overlap_metrics(Told(record)) for one in (metric.value, metric.bounds, metric.why)]
 
     both = tuple(one * 1e-3 for one in (39.0, 39.5, 40.0, 40.0, 40.5, 41.0))
     found = of(Overlap((36e-3,) * 6, (8e-3,) * 6, both, (44e-3,) * 6))

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fp8bench.analysis.compare.duel_verdicts import compared
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.places import PlaceEffect, place_effect
+from fp8bench.features.duel.values import CaseResult, Session
+from fp8bench.features.duel.verdicts import compared
 from fp8bench.measure.orders import Orders
 from fp8bench.model import Label, Level, Segments, SlotSample, Timing
-from fp8bench.model.duel import CaseResult, Session
 from tests.counts import counts
 from tests.fakes import record
 

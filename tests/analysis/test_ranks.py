@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.analysis.labels import contended
+from fp8bench.analysis.metric import Told
 from fp8bench.analysis.pipelines import Bubble, bubble, pipeline_metrics
 from fp8bench.analysis.ranks import (
     memory_skew,
@@ -16,7 +17,7 @@ from fp8bench.analysis.ranks import (
     skew,
     true_communication,
 )
-from fp8bench.model import MemoryUse, Record, Segments, SlotSample, Status, Timing
+from fp8bench.model import Finding, MemoryUse, Record, Segments, SlotSample, Status, Timing, Verdict
 from fp8bench.model.ranks import RankCalls, RankMemory, Transfer
 from tests.runs import NATIVE, case
 
@@ -52,12 +53,17 @@ def test_skew_and_rounds() -> None:
     assert skew(alone) is None and rank_times(alone) == () == round_times(alone) and true_communication(alone) is None
 
 
+def _told(record: Record) -> Told:
+    """With a median step of 10 ms."""
+    return Told(record, Finding(record.case, Verdict.REFERENCE, median_seconds=0.01))
+
+
 def test_memory_of_each_rank_is_a_figure() -> None:
     """One a rank, and how far they are apart."""
     use = MemoryUse(8 << 20, ranks=(RankMemory(0, 6 << 20), RankMemory(1, 8 << 20)))
     timed = timing(slot(0, (10, 5), (8, 3)))
     record = Record(case("collective", "bf16", {}), NATIVE, Status.OK, timing=timed, memory=use)
-    found = {(str(one.name), one.of_rank): one.value for one in rank_metrics(record, 0.01)}
+    found = {(str(one.name), one.of_rank): one.value for one in rank_metrics(_told(record))}
     assert memory_skew(use) == 0.25 and found["memory_skew", None] == 25.0
     assert (found["rank_memory", 0], found["rank_memory", 1]) == (float(6 << 20), float(8 << 20))
     assert (found["rank_time", 0], found["rank_time", 1]) == (pytest.approx(0.01), pytest.approx(0.008))
@@ -71,7 +77,7 @@ def test_rates_are_those_of_nccl_tests() -> None:
         case("collective", "bf16", {}), NATIVE, Status.OK, timing=timing(slot(0, (10, 5), (10, 5))),
         transfer=Transfer(4e6, 2e6, 3e6, 1.5, counted=False),
     )  # fmt: skip
-    found = {str(one.name): one.value for one in rank_metrics(record, 0.01)}
+    found = {str(one.name): one.value for one in rank_metrics(_told(record))}
     assert found["algbw"] == pytest.approx(2e8) and found["busbw"] == pytest.approx(3e8)
     assert found["effective_busbw"] == pytest.approx(6e8)
     assert (found["wire_bytes"], found["logical_bytes"]) == (3e6, 4e6)
@@ -83,7 +89,7 @@ def test_a_bubble_is_what_nobody_computes_in() -> None:
     found = timing(*(slot(number, (10, 1), (10, 3)) for number in range(3)))
     record = Record(replace(case("parallel", "fp32", {"microbatches": 8}), ranks=2), NATIVE, Status.OK, timing=found)
     assert bubble(record) == Bubble(pytest.approx(4 / 16), 1 / 8)
-    values = {str(one.name): one.value for one in pipeline_metrics(record)}
+    values = {str(one.name): one.value for one in pipeline_metrics(Told(record))}
     assert values == {"bubble": pytest.approx(25.0), "ideal_bubble": 12.5}
     assert bubble(replace(record, case=case("parallel", "fp32", {"way": "ddp"}))) is None
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from fp8bench.analysis.metric import Told
 from fp8bench.analysis.middles import FEW, Middle
 from fp8bench.analysis.scaling import UNPAIRED, WIDE, WITHIN, efficiency, scaling_metrics, sent_by_rank
 from fp8bench.model import Record, Status
@@ -27,7 +28,7 @@ def test_an_efficiency_has_its_interval() -> None:
     sent = (Sent(0, "send", "uint8", 1, 8.0), Sent(1, "send", "uint8", 2, 16.0), Sent(1, "reduce", "float32", 1, 4.0))
     together = (5.0, 5.5, 6.0, 6.0, 6.5, 7.0)
     made = record((10.0,) * 6, (5.0,) * 6, together, sent=sent)
-    strong, weak, wire = scaling_metrics(made)
+    strong, weak, wire = scaling_metrics(Told(made))
     assert (strong.name, weak.name, wire.name, wire.value) == ("strong_scaling", "weak_scaling", "wire_bytes", 20.0)
     assert strong.value == pytest.approx(1000 / 12) and strong.bounds == pytest.approx((1000 / 14, 100.0))
     assert weak.value == pytest.approx(500 / 6) and weak.bounds == pytest.approx((500 / 7, 100.0))
@@ -61,7 +62,7 @@ def test_no_bare_figure_looks_certain(parts: tuple[tuple[float, ...], ...], why:
     made = record(*parts)
     found = efficiency(made)
     assert found is not None and found.strong == why == found.weak
-    assert [(one.value, one.bounds, bool(one.why)) for one in scaling_metrics(made)] == [(None, None, True)] * 2
+    assert [(one.value, one.bounds, bool(one.why)) for one in scaling_metrics(Told(made))] == [(None, None, True)] * 2
 
 
 @pytest.mark.parametrize(("noise", "told"), [(0.02, (0.99, 1.0)), (0.5, (0.0, 0.2))])

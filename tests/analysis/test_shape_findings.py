@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from fp8bench.analysis.shape_findings import Finding, LinearShape, Outcome, homeless
 from fp8bench.errors import UsageError
+from fp8bench.features.lint_shapes.job import USUAL_MODES, examine, modes_of, shapes_of_model
+from fp8bench.features.lint_shapes.view import Finding, LinearShape, Outcome, homeless
 from fp8bench.formats.hardware import A100, B200, CLASSES, CPU, H100, L40S, MI300X, MI350X, RTX5090, DeviceClass
-from fp8bench.jobs.shapes import USUAL_MODES, examine, modes_of, shapes_of_model
 from fp8bench.model import DeviceFacts, Level, Scalar
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS

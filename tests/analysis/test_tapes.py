@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from fp8bench.analysis.metric import Told
 from fp8bench.analysis.tapes import (
     Sums,
     bits_of,
@@ -51,7 +52,7 @@ def test_shares_of_flops_and_the_ratio_that_is_quoted() -> None:
 
 def test_figures_of_the_step_and_of_its_phases() -> None:
     """Exact, so that any change of one is a change of the code; nothing without a tape."""
-    found = {(one.name, one.phase): one for one in tape_metrics(replace(record(steady(MS, 4)), tape=TAPE))}
+    found = {(one.name, one.phase): one for one in tape_metrics(Told(replace(record(steady(MS, 4)), tape=TAPE)))}
     assert {key[0] for key in found if key[1] == "cast"} == {"flops", "moved_bytes", "launches", "unknown_operators"}
     values = {name: found[name, "step"].value for name, phase in found if phase == "step"}
     assert values == {
@@ -60,7 +61,7 @@ def test_figures_of_the_step_and_of_its_phases() -> None:
     }  # fmt: skip
     flops = found["flops", "step"]
     assert flops.samples() == (4000.0,) and not flops.noisy and found["flops", "gemm"].samples() == (4000.0,)
-    assert not list(tape_metrics(record(steady(MS, 4))))
+    assert not list(tape_metrics(Told(record(steady(MS, 4)))))
 
 
 def test_operators_side_by_side() -> None:

@@ -22,8 +22,8 @@ from fp8bench.cli.grammar import build_parser, commands_of
 from fp8bench.cli.main import main
 from fp8bench.cli.streams import complain
 from fp8bench.errors import WorkerLost
+from fp8bench.features.selftest import checks, power
 from fp8bench.jobs import doctor
-from fp8bench.jobs.selftest import checks, power
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Environment, Plan, Request, Run, Status
 from fp8bench.plan.make import check_names, make_plan
@@ -88,7 +88,7 @@ OPTIONS = {
     "history ack": COMMON | {"SERIES", "--until", "--because", "--undo", "--store", "--import"},
     "history verify": COMMON | {"--store", "--import"},
     "history rebuild": COMMON | {"--store", "--import"},
-    "history merge": COMMON | {"DIR", "--rename-env", "--store", "--import"},
+    "history merge": COMMON | {"DIR", "--store", "--import"},
     "audit": COMMON
     | {"--kind", "--precision", "--takes", "--second", "--multiple", "--causal", "--device", "--seed", "--threads"}
     | {"--rule", "--second-moment", "--weights", "--baseline", "--store"}
@@ -99,8 +99,6 @@ OPTIONS = {
     },
     "store": COMMON,
     "store compact": COMMON | {"--store", "--import"},
-    "store publish": COMMON | {"ADDRESS", "--store"},
-    "store fetch": COMMON | {"ADDRESS", "--store"},
     "store restore": COMMON | {"--store"},
     "fleet": COMMON,
     "fleet work": COMMON | {"PLAN", "--store", "--workers", "--cell", "--retry", "--explain"},
@@ -124,7 +122,7 @@ OPTIONS = {
         "--model", "--shapes", "--tokens", "--products", "--dtypes", "--devices", "--json", "--csv",
     },
     "plan-parallel": COMMON | {
-        "--model", "--gpus", "--topology", "--batch", "--sequence", "--dtype", "--checkpointing", "--top", "--check",
+        "--model", "--gpus", "--topology", "--batch", "--sequence", "--dtype", "--checkpointing", "--top",
         "--explain", "--json", "--csv",
     },
     "sensitivity": COMMON | {

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from fp8bench.analysis.metric import ENERGY, MEMORY
 from fp8bench.model import (
     CELL_PHASES,
     UNATTRIBUTED,
@@ -28,9 +27,10 @@ from fp8bench.model import (
     Run,
     Status,
     StepEffect,
+    specs,
 )
-from fp8bench.model.metric_names import OwnMetric
 from fp8bench.model.raw import StateCheck
+from fp8bench.model.specs import ENERGY, PEAK_MEMORY, spec_of
 from fp8bench.pipeline import execute
 from fp8bench.plan.checked_workload import sound_layers
 from fp8bench.plan.corpus import Corpus
@@ -40,7 +40,6 @@ from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
 from fp8bench.store.points import followed
 from fp8bench.store.series import check_grid, series_of
-from fp8bench.units import unit_of
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.products import formats_of
 from fp8bench.workloads import optimizer
@@ -235,7 +234,7 @@ def test_errors_are_named_numbers_that_grow_as_bits_go(
         assert all(type(value) is float and value >= 0 and math.isfinite(value) for value in errors.values())
     for metric in found[first]:
         better, worse = found[first][metric], found[last][metric]
-        if unit_of(metric) == "dB":
+        if spec_of(metric).unit == "dB":
             assert better > worse
         elif metric.endswith("_error"):
             assert better < worse
@@ -336,8 +335,8 @@ def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str],
     records = measured_of(run)
     phases = {phase for record in records if record.timing for phase in record.timing.segments.phases} - {UNATTRIBUTED}
     assert set(grid.phases) == (phases if len(phases) > 1 else set())
-    measurements = [one for record in records for one in record.measurements if one.metric != MEMORY]
-    assert all(one.unit == unit_of(one.metric) for one in measurements)
+    measurements = [one for record in records for one in record.measurements if one.metric != PEAK_MEMORY]
+    assert all(one.unit == spec_of(one.metric).unit for one in measurements)
     errors = {one.metric for one in measurements}
     assert set(grid.errors) == errors - UNFOLLOWED.get(name, set())
 
@@ -354,7 +353,7 @@ def test_every_series_of_a_grid_has_figures(name: str, grid_of: Callable[[str], 
     corpus = next((str(record.case.param("data")) for record in records if workloads.get(name).uses_corpus), None)
     silent = {ENERGY} if all(not record.energy or not record.energy.windows for record in records) else set()
     if all(record.is_reference or record.support.level is Level.EMULATED for record in records):
-        silent |= {OwnMetric.RELATIVE_TIME, OwnMetric.RELATIVE_MEAN_TIME}
+        silent |= {specs.RELATIVE, specs.RELATIVE_MEAN}
     wanted = {one.name for one in series_of(workloads.get(name), corpus) if one.metric not in silent}
     assert wanted <= found
 
@@ -369,7 +368,7 @@ def test_cases_of_a_grid_run_and_say_what_memory_they_took(
     assert records and all(record.status is not Status.FAILED for record in run.records)
     assert all(record.reason for record in run.records if record.status is Status.SKIPPED)
     for record in records:
-        peak = record.measurement(MEMORY)
+        peak = record.measurement(PEAK_MEMORY)
         assert peak is not None and peak.samples[0] > 0
 
 

@@ -14,9 +14,10 @@ import fp8bench.files
 from fp8bench import pipeline
 from fp8bench.cli import main as cli
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
-from fp8bench.jobs import doctor, sensitivity
-from fp8bench.jobs.selftest import checks, power
-from fp8bench.jobs.train import run as training
+from fp8bench.features.selftest import checks, power
+from fp8bench.features.sensitivity import job as sensitivity
+from fp8bench.features.train import run as training
+from fp8bench.jobs import doctor
 from fp8bench.model import Case, DeviceFacts, Overheads, Run, Scalar
 from fp8bench.plan import corpus
 from fp8bench.registry import precisions, workloads

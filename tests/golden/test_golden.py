@@ -28,13 +28,13 @@ from unittest import mock
 import pytest
 
 import fp8bench
-from fp8bench.analysis.sensitivity import Study
 from fp8bench.analysis.tapes import Taped
 from fp8bench.cli.grammar import build_parser, commands_of
 from fp8bench.cli.main import main
+from fp8bench.features.audit.values import Audit
+from fp8bench.features.sensitivity.study import Study
 from fp8bench.jobs.tape import tapes_of
 from fp8bench.model import Ceilings, DeviceFacts
-from fp8bench.model.audit import Audit
 from fp8bench.model.codec import decode
 from fp8bench.model.conformity import ModeConformity
 from fp8bench.store.runs.read import load_run
@@ -209,10 +209,6 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | {
     "fleet-sbatch.txt": Document(
         "fleet export plan.json --to sbatch --plan-path /data/plan.json --store /data/store --python python3", "fleet"
     ),
-    "fleet-skypilot.yaml": Document(
-        "fleet export plan.json --to skypilot --volume data:/data --plan-path /data/plan.json --store /data/store",
-        "fleet",
-    ),
     # What is measured now, of values that were measured once.
     "conform.txt": Document("conform --explain", value="conform"),
     "conform.json": Document("conform --json", value="conform"),
@@ -249,8 +245,6 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | {
     ),
     "parallel-plan.csv": Document("plan-parallel --model llama3-8b --gpus 8 --topology h100.yaml --csv -"),
     "parallel-plan.json": Document("plan-parallel --model llama3-8b --gpus 2 --topology h100.yaml --json"),
-    "parallel-check.txt": Document("plan-parallel --check --explain"),
-    "parallel-check.csv": Document("plan-parallel --check --csv -"),
     "refused.txt": Document(
         "suite nosuch && show nosuch && compare 8b215bef 8b215bef && gate && report 1199c4a7 8b215bef && "
         "show 8b215bef --shares && fleet status nosuch.json && advise && show last --josn"
@@ -314,7 +308,7 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
         return
     if kind == "lab":
         Path("text.txt").write_text("every token is a byte of this text. " * 4000)
-        yield "fp8bench.jobs.train.run.ProcessWorker", lambda *words, **more: FakeLab()
+        yield "fp8bench.features.train.run.ProcessWorker", lambda *words, **more: FakeLab()
         return
     if kind == "doctor":
         yield from _of_the_doctor()
@@ -328,16 +322,16 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
     plain = json.loads((VALUES / f"{value}.json").read_text())
     if kind == "sensitivity":
         study = decode(Study, plain)
-        yield "fp8bench.jobs.sensitivity.studied", lambda *words: study
-        yield "fp8bench.jobs.sensitivity.kept", lambda *words: study
+        yield "fp8bench.features.sensitivity.job.studied", lambda *words: study
+        yield "fp8bench.features.sensitivity.job.kept", lambda *words: study
         return
     facts = decode(DeviceFacts, plain["device"])
     if kind == "audit":
         audit = decode(Audit, plain["audit"])
-        yield "fp8bench.cli.commands.audit.audit", lambda *words: (facts, audit)
+        yield "fp8bench.features.audit.command.audit", lambda *words: (facts, audit)
     else:
         modes = [decode(ModeConformity, one) for one in plain["modes"]]
-        yield "fp8bench.cli.commands.conform.conformity", lambda *words: (facts, modes)
+        yield "fp8bench.features.conform.command.conformity", lambda *words: (facts, modes)
 
 
 def _of_the_doctor() -> Iterator[tuple[str, Callable[..., object] | type]]:

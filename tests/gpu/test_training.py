@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from fp8bench.devices.cuda import Cuda
-from fp8bench.model.training import Arm, SeedTask
+from fp8bench.features.train.values import Arm, SeedTask
 from fp8bench.plan.corpus import Corpus
+from tests.features.train.lab.labs import lab_of, rows, task_of
 from tests.gpu.waits import waits
-from tests.training.labs import lab_of, rows, task_of
 
 pytestmark = pytest.mark.gpu
 

@@ -28,7 +28,7 @@ TABLE: dict[str, frozenset[str]] = {
     "model": frozenset({"errors", "units"}),
     "files": frozenset({"errors", "model"}),
     "protocols": FLOOR,
-    "registry": FLOOR | {"protocols"},
+    "registry": FLOOR | {"protocols", "feature_list"},
     "user_code": FLOOR | NAMES,
     "suites": FLOOR | NAMES,
     "formats": FLOOR | {"protocols"},
@@ -36,6 +36,7 @@ TABLE: dict[str, frozenset[str]] = {
     "nn": FLOOR | {"protocols", "formats", "numerics"},
     "profiler": FLOOR | {"protocols"},
     "ways": FLOOR | NAMES | TENSORS,
+    "feature_list": frozenset(),
     "workloads": FLOOR | NAMES | TENSORS | {"user_code", "ways"},
     "precisions": FLOOR | NAMES | TENSORS,
     "backends": FLOOR | NAMES | TENSORS,
@@ -44,15 +45,16 @@ TABLE: dict[str, frozenset[str]] = {
     "plan": FLOOR | NAMES | {"user_code"},
     "tape": FLOOR | NAMES | TENSORS | {"profiler"},
     "worker": FLOOR | NAMES | TENSORS | {"profiler", "tape", "user_code"},
-    "training": FLOOR | NAMES | TENSORS | {"profiler", "tape", "user_code", "ways", "worker", "plan"},
-    "audit": FLOOR | NAMES | TENSORS | {"user_code", "worker"},
     "store": FLOOR | NAMES | {"analysis", "plan"},
     "measure": FLOOR | NAMES | {"store", "user_code", "worker"},
     "report": FLOOR | NAMES | {"analysis", "formats"},
     "pipeline": PARENT,
     "jobs": PARENT
     | TENSORS
-    | {"pipeline", "profiler", "worker", "backends", "devices", "precisions", "workloads", "training", "audit"},
+    | {"pipeline", "profiler", "worker", "backends", "devices", "precisions", "workloads", "feature_list"},
+    "features": PARENT
+    | TENSORS
+    | {"pipeline", "profiler", "worker", "jobs", "cli", "tape", "workloads"},
     "cli": ANYONE,
     "api": ANYONE,
     "asv_bridge": ANYONE,
@@ -85,12 +87,21 @@ PARTS: dict[tuple[str, str], frozenset[str]] = {
     ("fp8bench.measure", "store"): frozenset({"fp8bench.store.asv.identity"}),
     ("fp8bench.measure", "worker"): frozenset({"fp8bench.worker.bench", "fp8bench.worker.faults"}),
 }
+# A feature may import the core below the command line, the command line from its own command and what that shows and
+# takes, and of other features only these.
+OTHER_FEATURES: dict[str, frozenset[str]] = {
+    "advise": frozenset({"train", "sensitivity"}),
+    "gate": frozenset({"duel"}),
+}
+# The modules of a feature that may import the command line.
+DOORS = frozenset({"command", "progress", "api"})
+MOST_MODULES = 10
 LEAVES = frozenset({"backends", "precisions", "devices", "workloads"})
 OUTSIDE = frozenset({"suites", "reports", "tests"})
 # Rooms that every reader knows, and the page leaves out of its table.
 OUTERMOST = frozenset({"__init__", "__main__", "errors", "files", "units"})
-LOOSE = OUTERMOST | {"api", "asv_bridge", "pipeline", "registry", "suites"}
-MOST_ROOMS = 23
+LOOSE = OUTERMOST | {"api", "asv_bridge", "feature_list", "pipeline", "registry", "suites"}
+MOST_ROOMS = 22
 
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
@@ -100,7 +111,6 @@ LAZY = HEAVY | {
     "amdsmi",
     "ctypes",
     "duckdb",
-    "fsspec",
     "pyarrow",
     "ray",
     "tensorboard",
@@ -110,11 +120,16 @@ LAZY = HEAVY | {
     "wandb",
 }
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
+# What runs in the worker of an audit.
+AUDITING = (
+    "attention", "audited", "auditor", "checks.", "data", "kept_moments", "mistakes", "model", "optimizer",
+    "promises", "subjects", "ways",
+)  # fmt: skip
 HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.analysis.stats", frozenset({"numpy"})),
     ("fp8bench.cli.yaml_file", frozenset({"yaml"})),
-    ("fp8bench.cli.thresholds_file", frozenset({"yaml"})),
-    ("fp8bench.cli.topology_file", frozenset({"yaml"})),
+    ("fp8bench.features.gate.command", frozenset({"yaml"})),
+    ("fp8bench.features.plan_parallel.command", frozenset({"yaml"})),
     ("fp8bench.cli.config_file", frozenset({"yaml"})),
     ("fp8bench.store.index.", frozenset({"numpy"})),
     ("fp8bench.store.compacted.", frozenset({"numpy"})),
@@ -124,13 +139,13 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.numerics.", frozenset({"numpy", "torch"})),
     ("fp8bench.nn.", frozenset({"numpy", "torch"})),
     *(
-        (f"fp8bench.training.{light}", frozenset[str]())
-        for light in ("lab", "rank_lab", "main", "schedule", "seeds", "loss_scaling")
+        (f"fp8bench.features.train.lab.{light}", frozenset[str]())
+        for light in ("lab", "rank_lab", "main", "schedule")
     ),
-    ("fp8bench.training.", frozenset({"numpy", "torch"})),
+    ("fp8bench.features.train.lab.", frozenset({"numpy", "torch"})),
     ("fp8bench.tape.", frozenset({"torch"})),
-    *((f"fp8bench.audit.{light}", frozenset[str]()) for light in ("bench", "main")),
-    ("fp8bench.audit.", frozenset({"torch"})),
+    *((f"fp8bench.features.audit.{name}", frozenset({"torch"})) for name in AUDITING),
+    ("fp8bench.features.", frozenset({"numpy"})),
     ("fp8bench.report.page.drawing.", frozenset({"matplotlib"})),
 )
 # Module -> what else it may import inside a function. The reason stands beside it.
@@ -142,7 +157,10 @@ LAZY_ALLOWED: dict[str, frozenset[str]] = {
     "fp8bench.store.asv.identity": frozenset({"hashlib"}),
     "fp8bench.files": frozenset({"hashlib"}),
     # Some distributions leave it out.
-    "fp8bench.plan.texts": frozenset({"pydoc_data.topics"}),
+    "fp8bench.features.train.texts": frozenset({"pydoc_data.topics"}),
+    # --help imports neither model nor report.
+    "fp8bench.cli.main": frozenset({"fp8bench.plan.asked_suites", "fp8bench.user_code", "fp8bench.cli.config_file"}),
+    "fp8bench.cli.streams": frozenset({"fp8bench.report.elements", "fp8bench.report.terminal.layout"}),
     # An interrupt may strike while the door is being imported.
     "fp8bench.__main__": frozenset({"fp8bench.cli.main"}),
 }
@@ -240,6 +258,29 @@ def listed(found: list[Import]) -> str:
 def test_the_table_has_every_room_and_no_other() -> None:
     """A new room gets its line here on the day it is built; a line without a room is a promise nobody keeps."""
     assert set(TABLE) == {room_of(module) for module in MODULES}
+
+
+def feature_of(module: str) -> str:
+    """The feature that a module is of; '' for the core."""
+    parts = module.split(".")
+    return parts[2] if parts[1:2] == ["features"] and len(parts) > 2 else ""
+
+
+def test_each_feature_stands_apart() -> None:
+    """It imports what the table names of others, and the command line from its doors only; the core imports none."""
+    wrong = []
+    for found in own_imports():
+        here, there = feature_of(found.importer), feature_of(found.target)
+        if there and there != here and TABLE[room_of(found.importer)] != ANYONE:
+            wrong += [] if there in OTHER_FEATURES.get(here, ()) else [found]
+        if here and room_of(found.target) in ("cli", "api") and found.importer.split(".")[3] not in DOORS:
+            wrong.append(found)
+    assert not wrong, listed(wrong)
+
+
+def test_what_the_table_allows_of_other_features_is_needed() -> None:
+    used = {(feature_of(found.importer), feature_of(found.target)) for found in own_imports()}
+    assert not {(here, there) for here, others in OTHER_FEATURES.items() for there in others} - used
 
 
 def test_no_loose_modules_beside_the_rooms() -> None:

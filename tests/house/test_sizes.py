@@ -6,7 +6,7 @@ import ast
 
 from tests.house.sources import FILES, ROOT, descendants, tree_of
 
-LONGEST_MODULE = 400
+LONGEST_MODULE = 450
 LONGEST_FUNCTION = 60
 
 

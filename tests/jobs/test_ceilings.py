@@ -14,8 +14,7 @@ from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import UsageError, WorkerLost
 from fp8bench.jobs import ceilings as job
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import DeviceFacts, Limit, Rate, Request
-from fp8bench.model.metric_names import OwnMetric
+from fp8bench.model import DeviceFacts, Limit, Rate, Request, specs
 from fp8bench.report.terminal.run import render
 from fp8bench.store.runs.read import load_run
 from fp8bench.worker.bench import Bench
@@ -82,7 +81,7 @@ def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.M
     bf16, nvfp4, copied, _ = run.records
     assert bf16.measurements[0].samples == RUNS[Limit.PRODUCT] and nvfp4.reason == "RuntimeError: no kernel"
     assert copied.detail == "arrays of 64.0 MiB, the best of 2 searched; spread 22.2% over 5 runs: no bound"
-    (metric,) = [one for one in metrics_of(bf16, None) if one.name == OwnMetric.CEILING_RATE]
+    (metric,) = [one for one in metrics_of(bf16, None) if one.name == specs.CEILING_RATE]
     assert (metric.unit, metric.value, metric.better) == ("FLOP/s", 4.25e11, "higher")
     assert "throughput" in render(run, findings(run)) and "425 GFLOP/s" in render(run, findings(run))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.nn.grouped_kernel import GroupedKernel
+from tests.nn.grouped_kernel import GroupedKernel, exact, exact_grouped_mm, exact_mm
 
 
 @pytest.fixture(autouse=True)
@@ -25,3 +25,11 @@ def grouped_kernel(monkeypatch: pytest.MonkeyPatch) -> GroupedKernel:
     found = GroupedKernel()
     monkeypatch.setattr(torch.ops.aten._scaled_grouped_mm, "default", found)
     return found
+
+
+@pytest.fixture
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products whose bits do not hang on the processor, on the lengths that rows are filled to, or on alignment."""
+    monkeypatch.setattr("fp8bench.nn.recipe_arithmetic.values_product", exact)
+    monkeypatch.setattr(torch, "mm", exact_mm)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", exact_grouped_mm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,21 +18,37 @@ def exact(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return (a.double() @ b.double().t()).to(dtype)
 
 
-def kernel(a: Tensor, b: Tensor, *others: Any) -> Tensor:
-    """Part by part, each with the codes and the scales that are documented to be its own."""
-    scale_a, scale_b, ends, bias, scale_result, output, fast = others
-    assert bias is scale_result is None
+def exact_mm(a: Tensor, b: Tensor) -> Tensor:
+    return exact(a, b.t(), a.dtype)
+
+
+def exact_grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+    """torch's own of bfloat16: on processors without such products its sums hang on how operands lie in memory."""
+    return _joined(*_parted(a, b, offs), a.dtype, b.dim())
+
+
+def _parted(a: Tensor, b: Tensor, ends: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Rows of a for each matrix of b, or else what lies along the contraction of both. The second ones turned."""
     parts = list(itertools.pairwise([0, *ends.tolist()]))
     right = b.transpose(-2, -1)
     if b.dim() == 3:  # rows of a, each part with a matrix and scales of its own
         assert a.dim() == 2 and parts[-1][1] == len(a) and len(parts) == len(b)
-        lefts, rights = [a[slice(*part)] for part in parts], list(right)
-    else:
-        assert not fast, "sums of gradients"
-        lefts, rights = ([one[:, slice(*part)] for part in parts] for one in (a, right))
-    given = zip(_decoded(lefts, scale_a), _decoded(rights, scale_b), strict=True)
-    join = torch.cat if b.dim() == 3 else torch.stack
-    return join([exact(left, other, output) for left, other in given])
+        return [a[slice(*part)] for part in parts], list(right)
+    return [a[:, slice(*part)] for part in parts], [right[:, slice(*part)] for part in parts]
+
+
+def _joined(lefts: Iterable[Tensor], rights: Iterable[Tensor], dtype: torch.dtype, dimensions: int) -> Tensor:
+    join = torch.cat if dimensions == 3 else torch.stack
+    return join([exact(left, right, dtype) for left, right in zip(lefts, rights, strict=True)])
+
+
+def kernel(a: Tensor, b: Tensor, *others: Any) -> Tensor:
+    """Part by part, each with the codes and the scales that are documented to be its own."""
+    scale_a, scale_b, ends, bias, scale_result, output, fast = others
+    assert bias is scale_result is None
+    lefts, rights = _parted(a, b, ends)
+    assert b.dim() == 3 or not fast, "sums of gradients"
+    return _joined(_decoded(lefts, scale_a), _decoded(rights, scale_b), output, b.dim())
 
 
 def _decoded(parts: list[Tensor], scales: Tensor) -> Iterator[Tensor]:

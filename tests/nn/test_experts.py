@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from fp8bench.features.train.lab.experts import BALANCE, ROWS, Experts, MixtureGPT
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.cached_weights import CachedWeights
-from fp8bench.nn.experts import BALANCE, ROWS, Experts, MixtureGPT
 from fp8bench.nn.gpt import FeedForward, gelu
 from fp8bench.nn.linear import Choose
 from fp8bench.nn.sizes import SIZES, GPTConfig
@@ -108,8 +108,9 @@ def test_products_are_of_whole_blocks_of_rows_in_the_arithmetic_given() -> None:
     assert {role for role, _ in seen} == set(Role)
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_one_product_for_all_experts_is_the_same_as_one_for_each() -> None:
-    """Bit for bit on a processor, with gradients, whether weights are cast ahead or here. One has no tokens."""
+    """Bit for bit where products are exact, with gradients, weights cast ahead or here. One has no tokens."""
     plain, found = PlainArithmetic(torch.bfloat16), []
     assert plain.groups
     for arithmetic, cached in ((plain, False), (plain, True), (WatchedArithmetic(plain, lambda *told: None), False)):

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fp8bench.features.train.lab.experts import Experts
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.cached_weights import CachedWeights
-from fp8bench.nn.experts import Experts
 from fp8bench.nn.gpt import FeedForward
 from fp8bench.protocols import Arithmetic, SilentPhases
 from fp8bench.registry import precisions
 from tests.facts import B200, CPU, H200, MI300X
-from tests.nn.grouped_kernel import GroupedKernel, exact
+from tests.nn.grouped_kernel import GroupedKernel
 from tests.nn.layers import given
 
 MODES = (
@@ -33,13 +33,13 @@ def experts(arithmetic: Arithmetic, gated: bool, hidden: int = 48) -> Experts:
     return block
 
 
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize(("mode", "gpu"), MODES)
 def test_outputs_and_gradients_are_those_of_one_product_for_each(
-    mode: str, gpu: DeviceFacts, cached: bool, grouped_kernel: GroupedKernel, monkeypatch: pytest.MonkeyPatch
+    mode: str, gpu: DeviceFacts, cached: bool, grouped_kernel: GroupedKernel
 ) -> None:
     """Bit for bit: every code and every scale is where the product looks for it, whoever cast the weights."""
-    monkeypatch.setattr("fp8bench.nn.recipe_arithmetic.values_product", exact)
     found = []
     for facts in (gpu, CPU):
         block = experts(precisions.get(mode).arithmetic(facts), gated=cached, hidden=160)

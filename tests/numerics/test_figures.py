@@ -12,9 +12,10 @@ import torch
 
 from fp8bench.formats.grids import BF16, E4M3
 from fp8bench.formats.quantise import round_to
+from fp8bench.model.specs import spec_of
 from fp8bench.numerics.figures import figures, scale_course
 from fp8bench.numerics.tensor_error import tensor_error
-from fp8bench.units import EXACT_DB, unit_of
+from fp8bench.units import EXACT_DB
 
 X = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
 UNITS = {
@@ -30,7 +31,7 @@ def test_every_figure_has_its_name_and_unit() -> None:
     """And the value that the tensor's error has."""
     error = tensor_error(X, round_to(X, E4M3), E4M3)
     found = figures(error, scale_course([1.0, 2.0], [448.0, 112.0], E4M3))
-    assert {name: unit_of(name) for name in found} == UNITS
+    assert {name: spec_of(name).unit for name in found} == UNITS
     assert all(type(value) is float and math.isfinite(value) for value in found.values())
     assert found["sqnr_db"] == error.sqnr_db and found["slope"] == error.slope and found["max_ulp"] == error.max_ulp
     assert error.cosine is not None and found["cosine_loss"] == 1 - error.cosine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8bench.model import Finding, Measurement, Record, Status, Verdict
-from fp8bench.units import unit_of
+from fp8bench.model.specs import spec_of
 from tests.materials import Made
 from tests.runs import EMULATED, NATIVE, case, error, memory, run_of
 
@@ -23,7 +23,7 @@ def left(sqnr: float, lost: float = 0.0) -> tuple[Measurement, ...]:
         "sqnr_db": sqnr, "sqnr_row_p1_db": sqnr - 1, "sqnr_block_p1_db": sqnr - 3, "relative_error": 10 ** (-sqnr / 20),
         "slope": 0.99925, "underflow_percent": 0.0796, "saturation_percent": 0.0, "not_finite_percent": lost,
     }  # fmt: skip
-    return tuple(Measurement(name, unit_of(name), (value,)) for name, value in named.items())
+    return tuple(Measurement(name, spec_of(name).unit, (value,)) for name, value in named.items())
 
 
 def tensors(*names: str, **changed: float) -> Made:

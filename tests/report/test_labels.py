@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.analysis.metric import STEP
 from fp8bench.model import Finding, Label, Run, Verdict
+from fp8bench.model.specs import STEP
 from fp8bench.model.words import REMARKS
 from fp8bench.report.case_status import doubts, named_labels
 from fp8bench.report.data.run import as_csv, as_json

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import Measurement, Record, Status
+from fp8bench.model.specs import spec_of
 from fp8bench.report.panels import Panel, Result, panels_of
 from fp8bench.report.tensor_panels import FIGURES, OWN, about_tensors, cell_of, figure, shown, tensor_name, timed_panels
 from fp8bench.report.words.tensors import best_by_width
-from fp8bench.units import unit_of
 from tests.materials import Made, material
 from tests.report.tensors import left, products, tensors
 from tests.runs import EMULATED, case, gemm, run_of
@@ -102,8 +102,8 @@ def test_a_panel_without_tensors_by_name_has_places() -> None:
 )  # fmt: skip
 def test_figures_are_shown_without_their_unit(metric: str, value: float, text: str) -> None:
     """The column's title has it."""
-    assert shown(value, unit_of(metric)) == text
-    measured = Measurement(metric, unit_of(metric), (value,))
+    assert shown(value, spec_of(metric).unit) == text
+    measured = Measurement(metric, spec_of(metric).unit, (value,))
     assert figure(result("bf16", measured), metric) == (text, value) and metric in FIGURES
 
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.analysis.metric import COUNTS
 from fp8bench.model import (
     Case,
     DeviceFacts,
@@ -35,6 +34,7 @@ from fp8bench.model import (
     Work,
 )
 from fp8bench.model.ranks import Transfer
+from fp8bench.model.specs import COUNTS
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.protocols import Grid, Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, whole_number

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.analysis.metric import COUNTS
 from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, DeviceFacts, Params, Scalar, Work
+from fp8bench.model.specs import COUNTS, spec_of
 from fp8bench.protocols import Grid, Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
@@ -29,7 +29,6 @@ from fp8bench.store.series import (
     tracked_by,
     version_of,
 )
-from fp8bench.units import unit_of
 from tests.histories import FOLLOWED
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "grids.txt"
@@ -164,7 +163,7 @@ def test_series_of_a_workload_share_all_but_their_metric(name: str) -> None:
     assert found[0].metric == "time"
     for one in found:
         assert one.name == f"{name}.{class_name(name)}.track_{one.metric}"
-        assert one.unit in ("seconds", "bytes", "joules", "FLOP", "count", unit_of(one.metric))
+        assert one.unit in ("seconds", "bytes", "joules", "ratio", spec_of(one.metric).unit)
 
 
 def test_metrics_are_those_that_a_grid_declares() -> None:
@@ -277,7 +276,7 @@ FAULTS: dict[str, tuple[Workload, str]] = {
     "the same case twice": (tiny(cpu={"n": ("8", "08")}), "two cells are the same case on a cpu ({'n': 8, "),
     "several cases": (tiny(gpu={"n": ("-2",)}), "-2, to, hot stands for 3 cases, and a cell is one"),
     "no such phase": (tiny(phases=("gem",)), f"'gem' is no phase; they are {', '.join(PHASES)}"),
-    "a phase twice": (tiny(phases=("gemm", "gemm")), "two of its metrics are called 'time_gemm'"),
+    "a phase twice": (tiny(phases=("gemm", "gemm")), "its phases are gemm, gemm; name each once"),
     "an error called as a metric": (tiny(errors=("peak_memory",)), "'peak_memory' is the name of a figure"),
     "an error called as a phase's time": (tiny(errors=("time_gemm",)), "'time_gemm' is the name of a figure"),
     "an error with a dash": (tiny(errors=("loss-error",)), "'loss-error' cannot be the name of a metric"),

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from fp8bench.features.fleet.collect import collect
 from fp8bench.model import DeviceFacts, Environment, Fault, Request, Resumption, Run
 from fp8bench.store.asv.results import load_results
 from fp8bench.store.asv.view import results_of
-from fp8bench.store.collect import collect
-from fp8bench.store.interpreters import environments_of
 from fp8bench.store.merge_stores import rebuild
 from fp8bench.store.runs.write import lock_run
 from fp8bench.store.verify import verify
@@ -338,38 +337,6 @@ def test_what_lies_among_the_results(store: Path) -> None:
     only(store, partial, False, "a writer left that was killed")
 
 
-def test_a_machine_that_got_another_name(store: Path) -> None:
-    """The same hardware, the one name after the other; measured at once they are two."""
-    facts = {"asv_machine": "renamed"}
-    keep(store, run_at(5, facts=facts, records=tuple(records(1.2))))
-    rebuild(store)
-    only(store, store / "runs", False, "machine renamed looks like box", '"machine": "box"', ".asv-machine.json")
-    keep(store, run_at(5, hours=0.5, facts=facts, id="ffffffff", records=tuple(records(1.3))))
-    rebuild(store)
-    assert not [fault for fault in faults_of(store) if "looks like" in fault.what]
-    keep(store, run_at(9, facts={"asv_machine": "third", "asv_cpu": "another"}, records=tuple(records(1.4))))
-    rebuild(store)
-    assert not [fault for fault in faults_of(store) if "third" in fault.what]
-
-
-def test_equal_machines_of_a_fleet_are_not_one(tmp_path: Path) -> None:
-    """One after the other: by their number, by a plan that they share, or because their stores were collected."""
-    store = tmp_path / "store"
-    for number, (name, cell) in enumerate((("node1", "aa/0"), ("node1", "bb/0"), ("node2", "bb/1"))):
-        facts = {"asv_machine": name, "machine": name}
-        keep(store, run_at(number, facts=facts, cell=cell, records=tuple(records(1.0 + number / 8))))
-    assert not faults_of_machines(store)
-    keep(store, run_at(7, facts={"asv_machine": "node3", "machine": "node3"}, records=tuple(records(2.0))))
-    assert not faults_of_machines(store)
-    two = tmp_path / "two"
-    for number, name in enumerate(("node1", "node2")):
-        facts = {"asv_machine": name, "machine": name}
-        keep(two, run_at(number, facts=facts, records=tuple(records(1.0 + number / 8))))
-    assert "looks like" in faults_of_machines(two)[0].what
-    collect(None, [two], tmp_path / "all")
-    assert not faults_of_machines(tmp_path / "all")
-
-
 @pytest.mark.parametrize("collected", [False, True])
 def test_a_copy_of_a_machines_runs_under_another_name(tmp_path: Path, collected: bool) -> None:
     """With ids and starts of its own; the times tell, even in a fleet."""
@@ -389,7 +356,7 @@ def test_a_copy_of_a_machines_runs_under_another_name(tmp_path: Path, collected:
 
 def faults_of_machines(store: Path) -> list[Fault]:
     """Those of names of machines."""
-    return [one for one in faults_of(store) if "looks like" in one.what or "under another name" in one.what]
+    return [one for one in faults_of(store) if "under another name" in one.what]
 
 
 def test_a_machine_whose_gpu_is_now_this_and_now_that_is_named(store: Path) -> None:
@@ -406,14 +373,6 @@ def test_suites_that_nobody_told_of(store: Path) -> None:
     foreign = tuple(replace(one, case=replace(one.case, workload="mine")) for one in records())
     keep(store, run_at(5, records=foreign, request=Request("mine")))
     only(store, store / "runs", False, "the suite mine is not known here", "--import", "not compared")
-
-
-def test_a_word_on_interpreters_that_cannot_be_read(store: Path) -> None:
-    """No interpreter counts as another then."""
-    environments_of(store).write_text("[]")
-    only(store, environments_of(store), True, "expected an object", "rebuild")
-    environments_of(store).write_text("{")
-    assert only(store, environments_of(store), True).what.startswith("its JSON breaks off")
 
 
 def test_runs_that_may_not_be_read_are_not_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,9 +393,8 @@ def test_many_faults_at_once_are_all_named(store: Path) -> None:
     tear(a_file(store), "{")
     a_run(store).write_text("")
     (store / "runs" / "notes.txt").write_text("")
-    environments_of(store).write_text("[]")
     found = faults_of(store)
-    assert len({fault.path for fault in found}) == 4
+    assert len({fault.path for fault in found}) == 3
     assert verify(store, store, NOW).sound == {"run files": (1, 2), "asv's files": (3, 4)}
 
 

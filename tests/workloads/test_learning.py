@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.analysis.metric import LOSS_BAND
 from fp8bench.formats import blocks, operators, quantise
 from fp8bench.formats.grids import E4M3, Format
 from fp8bench.model import Scalar
+from fp8bench.model.specs import LOSS_BAND
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Setup
 from fp8bench.registry import precisions

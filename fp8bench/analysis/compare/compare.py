@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM, Estimate, across, direction, exact_change
 from fp8bench.analysis.compare.matched_figures import Figures, counted, sensed, timed
 from fp8bench.analysis.compare.sides import Differing, Side, Sighting, differing
-from fp8bench.analysis.metric import COUNTS, TIME
 from fp8bench.analysis.tapes import counts_of, what_changed
 from fp8bench.analysis.verdicts import agrees, uneven
 from fp8bench.model import Case, Comparison, Direction, Evidence, Interval, Label, Record, Status, Verdict
+from fp8bench.model.specs import COUNTS, TIME
 from fp8bench.units import change, percent
 
 _VERDICTS = {
@@ -109,11 +109,11 @@ def _of_tapes(old: Record, new: Record) -> Iterator[Comparison]:
     if old.tape is None or new.tape is None:
         return
     why = what_changed(old.tape, new.tape)
-    for (name, unit), first, second in zip(COUNTS.items(), counts_of(old.tape), counts_of(new.tape), strict=True):
+    for spec, first, second in zip(COUNTS, counts_of(old.tape), counts_of(new.tape), strict=True):
         exact = exact_change([float(first)], [float(second)], rounding=0.0)
         yield Comparison(
-            new.case.id, new.case.workload, name, unit, exact.direction, Evidence.CROSS_RUN, exact.before, exact.after,
-            exact.ratio, why=why if first != second else "",
+            new.case.id, new.case.workload, spec.name, spec.unit, exact.direction, Evidence.CROSS_RUN, exact.before,
+            exact.after, exact.ratio, why=why if first != second else "",
         )  # fmt: skip
 
 

@@ -14,9 +14,9 @@ from functools import lru_cache
 from statistics import NormalDist, fmean, median
 from typing import NamedTuple
 
-from fp8bench.analysis.metric import BAND
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
 from fp8bench.model import Direction, Interval, Noise
+from fp8bench.model.specs import BAND
 
 # What a few stored numbers may say: their runs were made at different times.
 ALONE = 0.10

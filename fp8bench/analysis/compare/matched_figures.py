@@ -16,10 +16,11 @@ from statistics import NormalDist, median, stdev
 from fp8bench.analysis import stats
 from fp8bench.analysis.compare.interval import Estimate
 from fp8bench.analysis.compare.sides import Sighting
-from fp8bench.analysis.metric import STEP, TIME, Better, Metric, Rank
+from fp8bench.analysis.metric import Metric
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, means
-from fp8bench.model import RELATIVE, Finding, Interval, Status, Timing
+from fp8bench.model import Finding, Interval, Status, Timing
+from fp8bench.model.specs import RELATIVE, STEP, TIME, Better, Rank
 
 # An emulated case gets so many; of fewer, the fastest three are any three.
 LEAST_ROUNDS = 8

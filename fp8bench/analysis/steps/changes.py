@@ -18,12 +18,13 @@ from enum import StrEnum
 import numpy as np
 
 from fp8bench import units
-from fp8bench.analysis.metric import COUNTS, MEAN, RELATIVE_MEAN, TIME, least_change, unit_of_series
+from fp8bench.analysis.metric import unit_of_series
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.steps.change_points import LEAST_VALUES, Step, steps_of_many
 from fp8bench.analysis.steps.levels import Counts
 from fp8bench.analysis.verdicts import UNEVEN
-from fp8bench.model import RELATIVE, Ack, Comparison, Conditions, Direction, Evidence, Figure, Label, Trend
+from fp8bench.model import Ack, Comparison, Conditions, Direction, Evidence, Figure, Label, Trend
+from fp8bench.model.specs import COUNTS, MEAN, RELATIVE, RELATIVE_MEAN, TIME, spec_of
 
 TOO_FEW = f"fewer than {LEAST_VALUES} commits measured under the same conditions, which is too few for a step to show"
 TOO_FEW_COUNTS = "fewer than 2 commits counted under the same conditions, which is too few for a step to show"
@@ -229,7 +230,7 @@ def _changes(stretch: Stretch, steps: Sequence[Step]) -> Iterator[Change]:
     if not steps:
         return
     levels = _levels(stretch.values, steps)
-    band = math.log1p(least_change(stretch.read().series.metric))
+    band = math.log1p(spec_of(stretch.read().series.metric).least_change)
     for number, step in enumerate(steps):
         if abs(math.log(step.after / step.before)) < band:
             continue

@@ -6,7 +6,7 @@ import argparse
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.commands import suite
-from fp8bench.cli.grammar import request_of
+from fp8bench.cli.options import request_of
 from fp8bench.cli.outputs import check_files, write_outputs
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_OK

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fp8bench.cli.grammar import shared
+from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import say_folded
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_OK

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.grammar import shared
+from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, in_store, options_of, say_folded, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, StoreError, UsageError
 from fp8bench.files import is_locked
+from fp8bench.jobs.kinds import kinds
 from fp8bench.registry import workloads
 from fp8bench.report.terminal import ceilings
 from fp8bench.report.terminal.history import (
@@ -24,7 +25,6 @@ from fp8bench.report.terminal.history import (
     rebuilt_page,
     run_row,
     runs_page,
-    training_line,
     trend_page,
     trends_page,
 )
@@ -34,7 +34,6 @@ from fp8bench.store.find_runs import gone
 from fp8bench.store.runs.listing import all_files, closed_folders, index_of, listing
 from fp8bench.store.runs.read import load_run
 from fp8bench.store.series import tracked_by
-from fp8bench.store.trainings import load_head, training_files
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -89,10 +88,8 @@ def _add_keeping(command: Callable[..., argparse.ArgumentParser]) -> None:
     codes = "Exit codes: 0 fine, 2 the store cannot be written, 3 something could not be made."
     command("rebuild", "make asv's view from the runs again; what asv alone measured stays", codes)
     codes = "Exit codes: 0 fine, 2 wrong usage, 3 something of the other store could not be taken."
-    merge = command("merge", "take in the store of another machine, or let an interpreter count as another", codes)
-    merge.add_argument("folder", nargs="?", type=types.path, metavar="DIR", help="the other store; it is only read")
-    words = "an interpreter's path that counts as another's from now on: a virtual environment that moved"
-    merge.add_argument("--rename-env", action="append", default=[], type=types.renaming, metavar="OLD=NEW", help=words)
+    merge = command("merge", "take in the store of another machine", codes)
+    merge.add_argument("folder", type=types.path, metavar="DIR", help="the other store; it is only read")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -114,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import opened
 
-    told_of = training_files(store) if arguments.runs else index_of(store).exists()
+    told_of = _kept_lines(store, Counter()) if arguments.runs else index_of(store).exists()
     if not all_files(store) and not told_of:
         begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
         say_folded([f"{store}: {'no runs that may be read' if closed_folders(store) else begin}"])
@@ -144,19 +141,26 @@ def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
         row = run_row(run, not run.finished and is_locked(path), in_store(store))
         if any(word in field.text.lower() for field in row):
             rows.append(row)
-    trainings = [line for line in _training_lines(training_files(store), left) if word in line.lower()]
-    if not rows and not trainings and word:
+    kept = {
+        name: found for name, lines in _kept_lines(store, left).items()
+        if (found := [line for line in lines if word in line.lower()])
+    }  # fmt: skip
+    if not rows and not kept and word:
         raise UsageError(f"no run has {word!r:.80} in its line. `fp8bench history list --runs` names them all.")
-    tell(arguments, partial(runs_page, rows, str(store), left, in_store(store), trainings))
+    tell(arguments, partial(runs_page, rows, str(store), left, in_store(store), kept))
     return EXIT_OK
 
 
-def _training_lines(paths: Iterable[Path], left: Counter[str]) -> Iterator[str]:
-    for path in paths:
-        try:
-            yield training_line(load_head(path))
-        except StoreError:
-            left[UNREADABLE] += 1
+def _kept_lines(store: Path, left: Counter[str]) -> dict[str, list[str]]:
+    """A line for each thing that is kept beside runs, by the names of their kinds."""
+    found: dict[str, list[str]] = {}
+    for kind in kinds():
+        for line in kind.lines(store):
+            try:
+                found.setdefault(kind.name, []).append(line())
+            except StoreError:
+                left[UNREADABLE] += 1
+    return found
 
 
 def _show(arguments: argparse.Namespace, store: Path) -> int:
@@ -173,7 +177,7 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
     series = trends[0].series
     grid = workloads.get(series.workload).history
     assert grid is not None
-    words = next(one.description for one in tracked_by(grid) if one.name == series.metric)
+    words = next(one.history for one in tracked_by(grid) if one.name == series.metric)
     description = f"{words}, a ratio" if series.unit == "ratio" else f"{words}, in {series.unit}"
     tell(arguments, partial(trend_page, trends, description, lost))
     return EXIT_OK
@@ -231,24 +235,19 @@ def _merge(arguments: argparse.Namespace) -> int:
     from fp8bench.store.merge_stores import find_store, join
 
     store = arguments.store
-    if arguments.folder is None and not arguments.rename_env:
-        raise UsageError("nothing was given to merge. Give DIR, another machine's store, or --rename-env OLD=NEW.")
-    other = find_store(arguments.folder, store) if arguments.folder is not None else None
-    existing_store(store if other is None else other, TERMINAL, reading=True)
-    done = join(store, other, arguments.rename_env)
-    taken = {
+    other = find_store(arguments.folder, store)
+    existing_store(other, TERMINAL, reading=True)
+    done = join(store, other)
+    counts = {
         "runs that are new here": len(done.runs.copied),
         "runs that had gone on there": len(done.runs.extended),
         "runs that were here already": done.runs.same,
         "asv's files that are new or have more in them": len(done.taken.files),
         **({"acknowledgements that are new here": done.acks} if done.acks else {}),
         **({"ceilings that are new here": done.ceilings} if done.ceilings else {}),
+        "asv's files made again from the runs": len(done.view.files),
     }
-    counts = taken if other is not None else {}
-    counts |= {"asv's files that have come under another interpreter": len(done.folded)} if done.renamed else {}
-    counts["asv's files made again from the runs"] = len(done.view.files)
-    title = f"{store}: took in {other}" if other is not None else str(store)
-    tell(arguments, partial(joined_page, title, counts, done.renamed))
+    tell(arguments, partial(joined_page, f"{store}: took in {other}", counts))
     _complain_of([*done.runs.notes, *done.taken.notes])
     _complain_of(f"{path.name} was broken, and was set aside in {path.parent}" for path in done.view.aside)
     return _complain_of(done.failed)

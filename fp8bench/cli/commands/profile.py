@@ -6,7 +6,7 @@ import argparse
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.commands.suite import OUTPUTS, PASSES, measure_and_tell
-from fp8bench.cli.grammar import backend_option, request_of, shared
+from fp8bench.cli.options import request_of, shared
 from fp8bench.cli.outputs import check_outputs
 from fp8bench.workloads.model import OPTIMIZERS
 
@@ -35,7 +35,7 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
     shared(group, "--dtypes", help="precisions of the copies; default bf16,fp8")
     shared(group, "--devices")
     shared(group, "--reference", help="what the others are compared with; default untouched, the model as it came")
-    backend_option(group)
+    shared(group, "--backend")
     words = "what stays as it came: kinds of layers (head, linear, conv2d), or paths of modules with * and ?"
     add("--skip", type=types.words, default=(), metavar="A,B", help=words)
     words = (

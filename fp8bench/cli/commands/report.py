@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fp8bench.cli.grammar import shared
+from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_OK

@@ -1,30 +1,25 @@
-"""`fp8bench show`: print a stored run, duel or training."""
+"""`fp8bench show`: print a stored run, or something else that is kept."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from fp8bench.cli.grammar import shared
-from fp8bench.cli.outputs import (
-    check_outputs,
-    print_duel,
-    print_fleet,
-    print_histories,
-    print_run,
-    print_shares,
-    print_tapes,
-    print_training,
-    wanted_of,
-)
+from fp8bench.analysis.shares import parts_of, refuse_none
+from fp8bench.cli.options import shared
+from fp8bench.cli.outputs import check_outputs, print_run, show_view, wanted_of
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
+from fp8bench.jobs.kinds import RUN, KeptTable, Kind, View, feature_tables, kinds
 from fp8bench.model import Run
-from fp8bench.store.duels import find_duel, load_duel
+from fp8bench.report.data import shares as shares_data
+from fp8bench.report.data import tape as tape_data
+from fp8bench.report.terminal import shares, tape
 from fp8bench.store.runs.listing import find_run, load_named
-from fp8bench.store.trainings import find_training, id_of, load_training
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -32,55 +27,53 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "an id, a file's stem, a path, or 'last'; a duel's or a training's too, but for 'last'"
     parser.add_argument("run", metavar="RUN", help=words)
     shared(parser, "--store", help="as in suite")
-    words = "of a training: what every history, margin and interval would have done to this arm's amaxes"
-    parser.add_argument("--histories", metavar="ARM", help=words)
-    words = "of a run: the operators of its steps, their FLOPs and bytes, by precision"
-    parser.add_argument("--tape", action="store_true", help=words)
-    words = "of a run: what each kind of work and each module takes of a step"
-    parser.add_argument("--shares", action="store_true", help=words)
-    words = "of a run that is a cell of a fleet's plan: the machines that measured cells of it, side by side"
-    parser.add_argument("--fleet", action="store_true", help=words)
+    for table in _tables():
+        value: dict[str, Any] = {"metavar": table.metavar} if table.metavar else {"action": "store_true"}
+        parser.add_argument(f"--{table.name}", help=table.help, **value)
     shared(parser, "--explain", "--json", "--csv", "--tensorboard", "--wandb")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print it, and export it where that was asked for."""
-    from fp8bench.jobs.after_run import exported, training_exported
+    from fp8bench.jobs.after_run import exported, kept_exported
 
     check_outputs(arguments)
-    duel = find_duel(arguments.run, arguments.store)
-    training = find_training(arguments.run, arguments.store)
-    if training is not None:
-        _check_meant(arguments.run, training, duel, arguments.store)
-        _refuse(arguments, arguments.run, "training", ("tape", "shares", "fleet"))
-        kept = load_training(training)
-        if arguments.histories is None:
-            print_training(kept, arguments)
-        else:
-            _refuse(arguments, "what --histories prints", "table", ("csv",))
-            print_histories(kept, arguments.histories, arguments)
-        told = training_exported(kept, arguments.store, wanted_of(arguments), complain)
-        return EXIT_OK if told else EXIT_INTERRUPTED
-    if duel is None:
-        _refuse(arguments, arguments.run, "run", ("histories",))
-        run = load_named(arguments.run, arguments.store)
-        _print(run, arguments)
-        return EXIT_OK if exported(run, arguments.store, wanted_of(arguments), complain) else EXIT_INTERRUPTED
-    _refuse(arguments, duel.stem, "duel", ("csv", "tensorboard", "wandb", "histories", "tape", "shares", "fleet"))
-    print_duel(load_duel(duel), arguments)
-    return EXIT_OK
+    word, store = arguments.run, arguments.store
+    meant = [(kind, path) for kind in kinds() if (path := kind.find(word, store)) is not None]
+    if not meant:
+        _refuse_other_tables(arguments, word, RUN)
+        measured = load_named(word, store)
+        _show(arguments, RUN, measured, lambda: print_run(measured, arguments))
+        told = exported(measured, store, wanted_of(arguments), complain)
+    else:
+        kind, path = meant[0]
+        _check_meant(word, meant, store)
+        _refuse_other_tables(arguments, word, kind.name)
+        _refuse(arguments, word, kind.name, kind.refused)
+        kept = kind.load(path)
+        _show(arguments, kind.name, kept, lambda: show_view(kind.view(kept), arguments))
+        told = kept_exported(kind, kept, path, store, wanted_of(arguments), complain)
+    return EXIT_OK if told else EXIT_INTERRUPTED
 
 
-def _print(run: Run, arguments: argparse.Namespace) -> None:
-    """The run, or the table of it that is wanted."""
-    tables = {"tape": print_tapes, "shares": print_shares, "fleet": print_fleet}
-    wanted = [name for name in tables if getattr(arguments, name)]
+def _show(arguments: argparse.Namespace, of: str, kept: Any, whole: Callable[[], None]) -> None:
+    """The table of it that is wanted, or else all of it."""
+    wanted = [table for table in _tables() if table.of == of and getattr(arguments, table.name)]
     if len(wanted) > 1:
-        raise UsageError(f"--{wanted[0]} and --{wanted[1]} are two tables. Give one of them.")
-    (tables[wanted[0]] if wanted else print_run)(run, arguments)
+        raise UsageError(f"--{wanted[0].name} and --{wanted[1].name} are two tables. Give one of them.")
+    for table in wanted:
+        if not table.rows:
+            _refuse(arguments, f"what --{table.name} prints", "table", ("csv",))
+        show_view(table.view(kept, getattr(arguments, table.name), arguments.store), arguments)
+    if not wanted:
+        whole()
 
 
-def _refuse(arguments: argparse.Namespace, name: str, what: str, options: Sequence[str]) -> None:
+def _refuse_other_tables(arguments: argparse.Namespace, name: str, what: str) -> None:
+    _refuse(arguments, name, what, [table.name for table in _tables() if table.of != what])
+
+
+def _refuse(arguments: argparse.Namespace, name: str, what: str, options: Iterable[str]) -> None:
     for option in options:
         if getattr(arguments, option) not in (None, False):
             raise UsageError(
@@ -88,13 +81,41 @@ def _refuse(arguments: argparse.Namespace, name: str, what: str, options: Sequen
             )
 
 
-def _check_meant(word: str, training: Path, duel: Path | None, store: Path) -> None:
+def _check_meant(word: str, meant: Sequence[tuple[Kind[Any], Path]], store: Path) -> None:
     """Raise where the beginning of an id is that of something else, too."""
-    names = id_of(training), training.parent.name
+    kind, path = meant[0]
+    names = kind.names(path)
     if word in names or not any(name.startswith(word) for name in names):
         return
-    other = duel
+    others = [other.names(place)[-1] for other, place in meant[1:]]
     with contextlib.suppress(RunNotFound):
-        other = other or find_run(word, store)
-    if other is not None:
-        raise RunNotFound(f"{word!r} fits {other.stem} and the training {training.parent.name}. Give more of the id.")
+        others.append(find_run(word, store).stem)
+    if others:
+        raise RunNotFound(f"{word!r} fits {others[0]} and the {kind.name} {names[-1]}. Give more of the id.")
+
+
+def _tape(run: Run, value: str, store: Path) -> View:
+    from fp8bench.jobs.tape import tapes_of
+
+    found = tapes_of(run)
+    page = partial(tape.page_of, f"the operators of a step of run {run.id}", found)
+    return View(page, partial(tape_data.as_json, found), partial(tape_data.as_csv, found))
+
+
+def _shares(run: Run, value: str, store: Path) -> View:
+    from fp8bench.analysis.findings import findings
+
+    refuse_none(run)
+    found = parts_of(run, findings(run))
+    rows = partial(shares_data.as_csv, found)
+    return View(partial(shares.page_of, run, found), partial(shares_data.as_json, found), rows)
+
+
+_OF_RUNS = (
+    KeptTable("tape", "of a run: the operators of its steps, their FLOPs and bytes, by precision", _tape),
+    KeptTable("shares", "of a run: what each kind of work and each module takes of a step", _shares),
+)
+
+
+def _tables() -> list[KeptTable]:
+    return [*_OF_RUNS, *feature_tables()]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.grammar import backend_option, check_alone, request_of, shared
+from fp8bench.cli.options import asked_in, check_alone, request_of, shared
 from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wanted_of
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
@@ -23,8 +23,7 @@ from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.settle import warm_up_limit
 from fp8bench.measure.windows import WindowRule, phases_at_most, window_rule_for, windows_of
 from fp8bench.model import Case, DeviceFacts, Group, Plan, Record, Request, Run
-from fp8bench.model.request import PHASE_ENERGY, whole_number
-from fp8bench.model.request import REQUEST_RULES as RULES
+from fp8bench.model.request import HOW, PHASE_ENERGY, WHAT, whole_number
 from fp8bench.model.settling import STRETCH
 from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.make import check_names
@@ -50,49 +49,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         "ceilings, what this machine does at most"
     )
     parser.add_argument("suite", nargs="?", metavar="NAME", help=words)
-    _add_what(parser.add_argument_group("what to measure"))
-    _add_how(parser.add_argument_group("how"))
-    _add_where(parser.add_argument_group("where"))
-
-
-def _add_what(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    shared(group, "--dtypes", "--devices")
-    shared(group, "--reference", "--set")
-    words = "the cases whose history is kept, as `asv run` measures them; --set has the last word"
-    add("--grid", action="store_true", help=words)
-    backend_option(group)
-    words = (
-        "layers that take another precision than the case's: a kind (mlp), a name (blocks.0.mlp.up) or a prefix "
-        "of names (blocks.0); or a file with one on each line; the reference stays pure"
-    )
-    add("--precision-map", type=types.precision_map, default=(), metavar="LAYER=DTYPE,...", help=words)
-    words = "scales from data, where a tensor has one float32 scale: from N untimed steps, then fixed"
-    add("--static-scales", type=types.whole(RULES["static_scales"]), metavar="N", help=words)
-    words = "renew the scales from data in every M-th step"
-    add("--refresh-scales", type=types.whole(RULES["refresh_scales"]), metavar="M", help=words)
-    words = "renew a tensor's scale from data whenever more than so many percent of its values would saturate"
-    add("--saturation-bound", type=types.number(RULES["saturation_bound"]), metavar="PERCENT", help=words)
-    shared(group, "--data", "--import")
-
-
-def _add_how(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    shared(group, "--quick", "--budget", "--rounds", "--seed", "--threads")
-    words = (
-        "run each case in so many processes together, on a GPU each, or all on the CPU; the slowest rank's time counts"
-    )
-    add("--ranks", type=types.whole(RULES["ranks"]), metavar="N", help=words)
-    add("--dry-run", action="store_true", help="print the plan, measure nothing")
+    asked_in(parser.add_argument_group(WHAT))
+    how = parser.add_argument_group(HOW)
+    asked_in(how)
+    how.add_argument("--dry-run", action="store_true", help="print the plan, measure nothing")
     words = "with --dry-run: also write the plan there, cut into cells that --plan and --cell measure one by one"
-    add("--write-plan", type=types.path, metavar="FILE", help=words)
-    shared(group, "--case-timeout")
-    shared(group, *PASSES)
-    words = "also look for the largest batch that fits into memory, per precision, by running it and the next one"
-    add("--max-batch", action="store_true", help=words)
-    words = "what --max-batch has to fit into, like 2GiB; on a GPU default its own end, on a CPU there is no default"
-    add("--memory-limit", type=types.size, metavar="SIZE", help=words)
-    shared(group, "--no-isolation")
+    how.add_argument("--write-plan", type=types.path, metavar="FILE", help=words)
+    _add_where(parser.add_argument_group("where"))
 
 
 def _add_where(group: argparse._ArgumentGroup) -> None:
@@ -229,7 +192,7 @@ def _phases_expected(groups: Sequence[Group], rule: WindowRule) -> str:
 
 
 def _write_plan(request: Request, plan: Plan, facts: Sequence[DeviceFacts], arguments: argparse.Namespace) -> None:
-    from fp8bench.jobs.fleet.cells import cut
+    from fp8bench.jobs.cells import cut
 
     cells = cut(request, plan, facts, command_line())
     try:
@@ -243,7 +206,7 @@ def _write_plan(request: Request, plan: Plan, facts: Sequence[DeviceFacts], argu
 
 def _cell(arguments: argparse.Namespace) -> int:
     """One cell of a plan; what was asked stands in the plan, so that nothing may be asked anew."""
-    from fp8bench.jobs.fleet.cells import measured
+    from fp8bench.jobs.cells import measured
 
     if arguments.plan is None or arguments.cell is None:
         raise UsageError("--plan and --cell go together: the plan's file, and the number of one of its cells.")

@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.grammar import request_of, shared
+from fp8bench.cli.options import request_of, shared
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from fp8bench.errors import RanksDisagree
-from fp8bench.measure.ranks import training_merge
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase, Scalar
 from fp8bench.model.fleet import OperationBits
 from fp8bench.model.ranks import Overlap, RankCalls, RankMemory, Scaling, Sent
@@ -19,9 +19,15 @@ _BUILD = ("torch", "torch_git", "cudnn", "cublaslt")
 _COMMUNICATION = CELL_PHASES.index(Phase.COMMUNICATION)
 
 
-def merged(name: str, answers: Sequence[Any]) -> Any:
-    """One answer to a request that all ranks have answered, in the order of ranks. Raises RanksDisagree."""
-    return _MERGED.get(name, _first)(answers)
+Merges = Mapping[str, Callable[[Sequence[Any]], Any]]
+
+
+def merged(name: str, answers: Sequence[Any], more: Merges = MappingProxyType({})) -> Any:
+    """One answer to a request that all ranks have answered, in the order of ranks. Raises RanksDisagree.
+
+    `more` says it for the requests of a bench that is not the worker's own.
+    """
+    return {**_MERGED, **more}.get(name, _first)(answers)
 
 
 def _first(answers: Sequence[Any]) -> Any:
@@ -149,7 +155,7 @@ def _slowest_rounds(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(map(max, zip(*ranks, strict=True)))
 
 
-_MERGED: dict[str, Callable[[Sequence[Any]], Any]] = {
+_MERGED: Merges = {
     "slot": slowest,
     "replay": slowest,
     "loop": max,
@@ -166,7 +172,4 @@ _MERGED: dict[str, Callable[[Sequence[Any]], Any]] = {
     "trial": _said,
     "capture": _said,
     "try_batch": _smallest,
-    "advance": training_merge.steps,
-    "validate": training_merge.looks,
-    "alone": training_merge.most,
 }

@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fp8bench.errors import RanksDisagree, WorkerLost
 from fp8bench.measure.process import WorkerProcess, how_it_ended, last_words, plain_value
 from fp8bench.measure.ranks.blame import RankState, behind, culprit, failed_rank, late, sentence
-from fp8bench.measure.ranks.merge import merged
+from fp8bench.measure.ranks.merge import Merges, merged
 from fp8bench.model.ranks import PARENT, FailedRank, beat_file, heartbeat_of, words_file
 
 LAUNCHER_MODULE = "fp8bench.worker.ranks.launcher"
@@ -41,13 +42,14 @@ Reply = tuple[int, tuple[Any, ...]]
 
 
 class Launch(NamedTuple):
-    """How many ranks, how long each of their collectives waits for the others, how long all may take to start, and what
-    each of them runs."""
+    """How many ranks, how long each of their collectives waits for the others, how long all may take to start, what
+    each of them runs, and what makes one of its answers that the worker's own bench does not give."""
 
     ranks: int
     wait_seconds: float
     start_seconds: float
     module: str
+    merges: Merges = MappingProxyType({})
 
 
 @dataclass
@@ -128,7 +130,7 @@ class RanksProcess(WorkerProcess):
         number = replies[0][0]
         if not faults and {one for one, _ in replies} == {number}:
             try:
-                return number, ("ok", merged(self._request, [reply[1] for _, reply in replies]))
+                return number, ("ok", merged(self._request, [reply[1] for _, reply in replies], self._launch.merges))
             except RanksDisagree as error:
                 return number, ("fault", "the ranks disagree", str(error), "", False)
         if len(faults) == len(self._ranks) and len({fault[1] for fault in faults}) == 1:

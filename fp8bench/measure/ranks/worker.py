@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from fp8bench.errors import WorkerError
 from fp8bench.measure.handle import RANK_MODULE, START_SECONDS, ProcessWorker
 from fp8bench.measure.process import WorkerProcess
+from fp8bench.measure.ranks.merge import Merges
 from fp8bench.measure.ranks.process import Launch, RanksProcess
 from fp8bench.model.raw import Settings
 
@@ -32,11 +34,16 @@ class RanksWorker(ProcessWorker):
     _unstarted: WorkerError | None = None
 
     def __init__(
-        self, settings: Settings, ranks: int, wait_seconds: float | None = None, module: str = RANK_MODULE
+        self,
+        settings: Settings,
+        ranks: int,
+        wait_seconds: float | None = None,
+        module: str = RANK_MODULE,
+        merges: Merges = MappingProxyType({}),
     ) -> None:
         super().__init__(settings, module=module)
         wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
-        self._launch = Launch(ranks, wait_seconds, START_SECONDS, module)
+        self._launch = Launch(ranks, wait_seconds, START_SECONDS, module, merges)
         self._alone = ProcessWorker(settings)
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:

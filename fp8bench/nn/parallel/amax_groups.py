@@ -14,7 +14,6 @@ from fp8bench.formats.native_codes import current_scale
 from fp8bench.formats.recipes import Delayed, Treatment
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.parallel.cuts import OUTPUTS, Cut
-from fp8bench.nn.parallel.exchanges import Group
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
 from fp8bench.protocols import Arithmetic, Role
@@ -57,11 +56,6 @@ class DelayedOfGroup(DelayedScale):
 def cut_roles(cut: Cut) -> tuple[Role, ...]:
     """What each rank has a share of. The rest of a product's operands is the same on all of them."""
     return (Role.WEIGHT, Role.GRADIENT if cut.dim == OUTPUTS else Role.INPUT)
-
-
-def scaled_as_whole(arithmetic: Arithmetic, cut: Cut, group: Group) -> Arithmetic:
-    """The same for a layer that is cut, with scales of its whole tensors; itself where no tensor has one scale."""
-    return scaled_together(arithmetic, cut_roles(cut), group.largest)
 
 
 def scaled_together(arithmetic: Arithmetic, roles: Iterable[Role], largest: Largest) -> Arithmetic:

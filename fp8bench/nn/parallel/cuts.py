@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 OUTPUTS, INPUTS = 0, 1
 # Whose largest magnitude scales a part of a tensor.
 OWN, OF_GROUP = AMAX_GROUPS = ("own", "group")
-BY_TORCH = ("fp32", "bf16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -74,22 +73,10 @@ def uncuttable(config: GPTConfig, ranks: int) -> str:
     return "experts are not cut here: choose a size without them" if config.experts else ""
 
 
-def uncut_by_hand(asked: Asked) -> str:
-    """The same of layers in our own arithmetics, and of a scale that nobody would have."""
-    if asked.precision.whole_layers:
-        return f"layers of {asked.precision.mode} are a backend's own: way=tp cuts those of torchao, this one none"
+def uncut(asked: Asked, ranks: int) -> str:
+    """The same of a case, and of a scale that no tensor of it has."""
     if asked.options["amax"] == OF_GROUP and asked.precision.tensor_scale is TensorScale.NONE:
         return f"{asked.precision.name} has no scale of a tensor that ranks could share: choose amax=own"
-    return uncuttable(asked.config, asked.ranks)
-
-
-def uncut_by_torch(asked: Asked, ranks: int) -> str:
-    """The same of torch's layers."""
-    if asked.precision.mode not in BY_TORCH:
-        known = ", ".join(BY_TORCH)
-        return f"DTensor multiplies here in {known} (fp8 is torchao's), not in {asked.precision.mode}: way=tp_hand does"
-    if asked.precision.mode == "fp8" and asked.facts.version_of("torchao") is None:
-        return "fp8 in DTensor's layers needs the package torchao: pip install torchao"
     return uncuttable(asked.config, ranks)
 
 

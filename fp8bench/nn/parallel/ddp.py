@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,44 +11,50 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8bench.nn.parallel.alone import AloneModel
-from fp8bench.nn.parallel.model import HeldModel, ParallelModel, is_silent, share
+from fp8bench.nn.parallel.fp8_wire import FP8Wire, WireWitness
+from fp8bench.nn.parallel.model import ParallelModel, is_silent
 from fp8bench.nn.parallel.way import Job
-from fp8bench.nn.parallel.witness import Hook, MeanWitness, Witness
-from fp8bench.numerics.fp8_reduce import POST, AutoScale, mean_in_fp8
-from fp8bench.numerics.rank_programs import on_this_rank
+from fp8bench.nn.parallel.witness import Witness
 from fp8bench.protocols import Phases, SilentPhases
 
+Hook = Callable[[GradBucket], Future[Tensor]]
 
-class DDPModel(AloneModel):
+
+class DDPModel(ParallelModel):
     """torch's DistributedDataParallel, with hooks of our own where gradients are sent in fewer bits."""
 
     def __init__(self, job: Job) -> None:
         whole = job.make()
-        super().__init__(whole, job.loss_scale)
-        self.group = job.group
+        super().__init__(dict(whole.named_parameters()), job.loss_scale)
+        self.module, self.group, self.sharers = whole, job.group, job.group
         self._phase: Phases = SilentPhases()
         devices = [job.facts.index] if job.facts.accelerated else None
         self._ddp = DistributedDataParallel(whole, devices, process_group=job.group, gradient_as_bucket_view=True)
-        self._wire, self._seen_by = job.options["wire"], list[MeanWitness]()
+        self._wire = job.options["wire"]
+        self._fp8 = FP8Wire(job.group, self._wire)
+        self._witness: WireWitness | None = None
         hook = self._hook(self._wire)
         if hook is not None:  # torch looks at the annotations of a hook, and here these are texts
             self._ddp.register_comm_hook(None, lambda state, bucket: self._sent(hook, bucket))
 
-    def whole_loss(self, loss: Tensor) -> Tensor:
-        return ParallelModel.whole_loss(self, loss)
-
     def witnesses(self) -> list[Witness]:
+        found = super().witnesses()
         if self._wire.startswith("fp8"):
-            self._seen_by.append(MeanWitness(self._wire, self.group))
-        return [*HeldModel.witnesses(self), *self._seen_by]
+            self._witness = WireWitness(self.group)
+            found.append(self._witness)
+        return found
 
     def _sent(self, hook: Hook, bucket: GradBucket) -> Future[Tensor]:
-        return self._seen_by[0].around(hook, bucket) if self._seen_by else hook(bucket)
+        """Looked at from outside, so that what a hook does before and after its program is seen as well."""
+        if self._witness is None:
+            return hook(bucket)
+        own, done = bucket.buffer().clone(), hook(bucket)
+        self._witness.look(own, done.wait(), self._fp8.mean_of)
+        return done
 
-    def _forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self._phase = phase
-        loss: Tensor = self._ddp(share(tokens, self.group), share(targets, self.group), phase)
+        loss: Tensor = self._ddp(tokens, targets, phase)
         return loss
 
     def _hook(self, wire: str) -> Hook | None:
@@ -55,7 +63,7 @@ class DDPModel(AloneModel):
             return _unsent
         if wire == "bf16":
             return self._in_bf16
-        return None if wire == "fp32" else lambda bucket: self._in_fp8(bucket, wire)
+        return None if wire == "fp32" else self._in_fp8
 
     def _in_bf16(self, bucket: GradBucket) -> Future[Tensor]:
         """torch's own hook for it asks for NCCL."""
@@ -67,15 +75,10 @@ class DDPModel(AloneModel):
         done: Future[Tensor] = work.get_future().then(lambda _: whole.copy_(sent))
         return done
 
-    def _in_fp8(self, bucket: GradBucket, wire: str) -> Future[Tensor]:
+    def _in_fp8(self, bucket: GradBucket) -> Future[Tensor]:
         """By codes of each rank's values, which are added up in float32: their scale leaves no room for sums."""
-        whole, size = bucket.buffer(), self.group.size()
-        with self._phase.cast:
-            padded = torch.nn.functional.pad(whole, (0, -whole.numel() % size))
-            program = mean_in_fp8(wire, padded, POST, self.group.rank(), size, AutoScale())
-            mean = on_this_rank(program, None, self._phase.communication, self.group).values
-            whole.copy_(mean[: whole.numel()])
-        return _done(whole)
+        whole = bucket.buffer()
+        return _done(whole.copy_(self._fp8.mean(whole, self._phase)))
 
 
 def _unsent(bucket: GradBucket) -> Future[Tensor]:

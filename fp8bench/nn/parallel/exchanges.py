@@ -52,16 +52,23 @@ class Group:
 
     def gathered(self, x: Tensor) -> Tensor:
         """(batch, tokens, width) of everybody's tokens, by rank."""
-        with self.phase.communication:
-            parts = x.new_empty(self.size, *x.shape)
-            newest("all_gather_single", "all_gather_into_tensor")(parts, x.contiguous()[None], group=self.handle)
-            return parts.movedim(0, _TOKENS).flatten(_TOKENS, _TOKENS + 1)
+        return self.all_parts(x).movedim(0, _TOKENS).flatten(_TOKENS, _TOKENS + 1)
 
     def scattered(self, x: Tensor) -> Tensor:
         """Of the sum of everybody's (batch, tokens, width) this rank's tokens."""
+        return self.own_part(torch.stack(x.chunk(self.size, _TOKENS)))
+
+    def all_parts(self, x: Tensor) -> Tensor:
+        """(ranks, ...) of everybody's."""
         with self.phase.communication:
-            parts = torch.stack(x.chunk(self.size, _TOKENS))
-            own = x.new_empty(1, *parts.shape[1:])
+            parts = x.new_empty(self.size, *x.shape)
+            newest("all_gather_single", "all_gather_into_tensor")(parts, x.contiguous()[None], group=self.handle)
+            return parts
+
+    def own_part(self, parts: Tensor) -> Tensor:
+        """Of the sum of everybody's (ranks, ...) this rank's."""
+        with self.phase.communication:
+            own = parts.new_empty(1, *parts.shape[1:])
             newest("reduce_scatter_single", "reduce_scatter_tensor")(own, parts, group=self.handle)
             return own[0]
 

@@ -9,14 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel.model import HeldModel, share
+from fp8bench.nn.parallel.model import ParallelModel
 from fp8bench.nn.parallel.way import Job
 from fp8bench.protocols import Phases
 
 _TORCHAO = "torchao_"
 
 
-class FSDPModel(HeldModel):
+class FSDPModel(ParallelModel):
     """torch's fully_shard, a group for each block and one for the rest; `wire` is what weights are gathered in.
 
     Gradients are reduced in float32.
@@ -25,25 +25,18 @@ class FSDPModel(HeldModel):
     module: GPT
 
     def __init__(self, job: Job) -> None:
-        self.group = job.group
+        self.group = self.sharers = job.group
         self.module, wire = job.make(), job.options["wire"]
         if wire.startswith(_TORCHAO):
             from fp8bench.nn.parallel.torchao_layers import take_layers
 
             take_layers(self.module, job.emulated, in_codes=wire.endswith("fp8"))
         self._in_codes = wire == "torchao_fp8"
-        _shard(self.module, DeviceMesh.from_group(job.group, job.facts.kind), wire)
-        parameters = dict(self.module.named_parameters())
-        super().__init__(parameters, job.loss_scale, [True] * len(parameters))
+        shard(self.module, DeviceMesh.from_group(job.group, job.facts.kind), wire)
+        super().__init__(dict(self.module.named_parameters()), job.loss_scale)
         self.weights = [getattr(one, "_tensor", one) for one in self.weights]  # without what torchao wraps them in
         if self._in_codes:
             self._scales_are_known()
-
-    def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        with phase.elementwise:
-            loss: Tensor = self.module(share(tokens, self.group), share(targets, self.group), phase)
-            (loss * self.loss_scale).backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
 
     def updated(self, phase: Phases) -> None:
         if self._in_codes:
@@ -65,7 +58,8 @@ class FSDPModel(HeldModel):
         return torch.cat(parts)
 
 
-def _shard(model: GPT, mesh: DeviceMesh, wire: str) -> None:
+def shard(model: GPT, mesh: DeviceMesh, wire: str) -> None:
+    """Weights are gathered in bfloat16 where `wire` is that, else as they are."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if wire == "bf16" else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )

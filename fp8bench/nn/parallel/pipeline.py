@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from fp8bench.nn.gpt import GPT, loss_of
-from fp8bench.nn.parallel.model import HeldModel, is_silent
+from fp8bench.nn.parallel.model import ParallelModel, is_silent
 from fp8bench.nn.parallel.said import said_by_all
 from fp8bench.nn.parallel.way import Job
 from fp8bench.protocols import Phases, SilentPhases
@@ -84,7 +84,7 @@ class MarkedStage(PipelineStage):
         return super()._warmup_backward_result(received_result)
 
 
-class Pipeline(HeldModel):
+class Pipeline(ParallelModel):
     """One stage of a pipeline. Of the loss the last rank knows."""
 
     module: Stage
@@ -94,8 +94,7 @@ class Pipeline(HeldModel):
         self._shapes = {name: one.shape for name, one in model.named_parameters()}
         rank, ranks = job.group.rank(), job.group.size()
         self.module = Stage(model, rank, ranks)
-        named = self.module.named()
-        super().__init__(named, job.loss_scale, [True] * len(named))
+        super().__init__(self.module.named(), job.loss_scale)
         self.group = job.group
         self._parts = int(job.options["microbatches"])
         device = torch.device(job.facts.key)

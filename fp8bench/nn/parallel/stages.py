@@ -16,6 +16,4 @@ def unstaged(asked: Asked, fewest: int = 1) -> str:
         return f"{asked.batch} sequences cannot be cut into {parts} equal microbatches: choose another batch"
     if parts < fewest:
         return f"{parts} microbatches do not fill {fewest} stages by this schedule: choose {fewest} or more"
-    if asked.precision.whole_layers:
-        return f"layers of {asked.precision.mode} are a backend's own, and are not cut here"
     return ""

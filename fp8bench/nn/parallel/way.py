@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # What is a choice of some ways only: an axis of the workload, with what it says.
 OPTIONS = {
-    "wire": "what gradients, or weights, are while they are sent",
+    "wire": "what gradients, weights or tokens are while they are sent; stream: as a model computes them",
     "microbatches": "parts of a batch that follow each other through a pipeline",
     "amax": "whose largest magnitude scales a part of a tensor: own (the rank's), or group (of all that have parts)",
 }
@@ -49,7 +49,6 @@ class Job:
     config: GPTConfig
     batch: int
     facts: DeviceFacts
-    precision: str
     emulated: bool
     loss_scale: float
     options: Mapping[str, str]

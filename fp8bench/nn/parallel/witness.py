@@ -1,20 +1,18 @@
-"""What looks at how ranks cast and send: scales by the tensors that are cast, FP8 means by those of one process.
+"""What looks at how ranks cast: scales by the tensors that are cast.
 
 A share's scale that is twice too large changes less than honest rounding does, and one that is half of it next to
-nothing. So scales are held against the magnitudes that they come from, and means against the same program in one
-process: bit for bit.
+nothing. So scales are held against the magnitudes that they come from, bit for bit; so is what is sent in FP8 against
+the same program in one process (nn/parallel/fp8_wire.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.futures import Future
 
 from fp8bench.formats.native_codes import current_scale
 from fp8bench.formats.recipes import Delayed, Treatment
@@ -23,13 +21,10 @@ from fp8bench.nn.linear import Linear
 from fp8bench.nn.parallel.said import said_by_all
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
-from fp8bench.numerics.fp8_reduce import POST, AutoScale, mean_in_fp8
-from fp8bench.numerics.rank_programs import simulated
 from fp8bench.protocols import Role
 
 # Of which operands of a layer ranks share one scale.
 Shared = Callable[[str], Collection[Role]]
-Hook = Callable[[GradBucket], Future[Tensor]]
 
 
 class Witness(Protocol):
@@ -86,8 +81,11 @@ class _Source(NamedTuple):
 class ScaleWitness:
     """Sees from now on what a rank's layers cast by, where that comes from more than the tensor."""
 
-    def __init__(self, layers: Mapping[str, Linear], shared: Shared, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(
+        self, layers: Mapping[str, Linear], shared: Shared, group: dist.ProcessGroup, sharing: Sequence[int] = ()
+    ) -> None:
+        """`sharing` are the ranks that share scales with this one, where these are not all."""
+        self._group, self._sharing = group, sharing or range(group.size())
         self._sources: dict[tuple[str, Role], _Source] = {}
         for path, layer in layers.items():
             own = layer.arithmetic
@@ -101,14 +99,14 @@ class ScaleWitness:
 
     def mistake(self) -> str:
         own = {" ".join(key): [float(one.amax) for one in source.seen.casts] for key, source in self._sources.items()}
-        return _first_of_all(self._mistake(said_by_all(own, self._group)), self._group)
+        return first_of_all(self._mistake(said_by_all(own, self._group)), self._group)
 
     def _mistake(self, everybody: list[dict[str, list[float]]]) -> str:
         for key, source in self._sources.items():
             casts = source.seen.casts
             magnitudes = [one.amax for one in casts]
             if source.shared:
-                of_ranks = [one.get(" ".join(key), []) for one in everybody]
+                of_ranks = [everybody[rank].get(" ".join(key), []) for rank in self._sharing]
                 if len({len(one) for one in of_ranks}) > 1:
                     return f"casts the {key[1]} of {key[0]} as often as no other rank does"
                 largest = map(max, zip(*of_ranks, strict=True))
@@ -123,35 +121,7 @@ class ScaleWitness:
         return ""
 
 
-class MeanWitness:
-    """Sees what a hook makes of a bucket: the mean of all ranks' in FP8, as one process has it, bit for bit."""
-
-    def __init__(self, wire: str, group: dist.ProcessGroup) -> None:
-        self._wire, self._group, self._wrong = wire, group, ""
-
-    def around(self, hook: Hook, bucket: GradBucket) -> Future[Tensor]:
-        own = bucket.buffer().clone()
-        done = hook(bucket)
-        wrong = self._look(own, done.wait())
-        self._wrong = self._wrong or wrong
-        return done
-
-    def mistake(self) -> str:
-        return _first_of_all(self._wrong, self._group)
-
-    def _look(self, own: Tensor, mean: Tensor) -> str:
-        """All ranks look at every bucket: they ask each other."""
-        rank, size = self._group.rank(), self._group.size()
-        given = torch.nn.functional.pad(own, (0, -own.numel() % size))
-        everybody = [torch.empty_like(given) for _ in range(size)]
-        dist.all_gather(everybody, given, group=self._group)
-        programs = [mean_in_fp8(self._wire, one, POST, place, size, AutoScale()) for place, one in enumerate(everybody)]
-        wrong = int((mean != simulated(programs)[rank].values[: own.numel()]).sum())
-        if not wrong:
-            return ""
-        return f"has {wrong:,} of {own.numel():,} gradients that are not the mean of all ranks' by {self._wire}"
-
-
-def _first_of_all(mistake: str, group: dist.ProcessGroup) -> str:
+def first_of_all(mistake: str, group: dist.ProcessGroup) -> str:
+    """Of what each rank says, that of the first that says anything, with its number."""
     everybody = enumerate(said_by_all(mistake, group))
     return next((f"rank {rank} {one}" for rank, one in everybody if one), "")

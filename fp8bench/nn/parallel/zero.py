@@ -1,62 +1,89 @@
-"""Every rank has the whole model and its share of a batch; each weight is updated by its owner alone."""
+"""Every rank has the whole model and its share of a batch; each weight is updated by its owner alone.
+
+In FP8 an owner keeps the float32 weights that it updates beside the model, which all ranks, the owner too, compute with
+as it was sent. An owner's weights are sent with one scale, all gradients with another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8bench.nn.parallel.alone import AloneModel
-from fp8bench.nn.parallel.model import HeldModel, ParallelModel, share
+from fp8bench.nn.parallel.fp8_wire import FP8Wire
+from fp8bench.nn.parallel.model import ParallelModel
 from fp8bench.nn.parallel.way import Job
-from fp8bench.nn.parallel.witness import Witness
-from fp8bench.protocols import Phases
+from fp8bench.protocols import Phases, SilentPhases
+
+T = TypeVar("T")
 
 
-class ZeroModel(AloneModel):
+class ZeroModel(ParallelModel):
     """Gradients go to their owners, and updated weights from them to all."""
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job.make(), job.loss_scale)
-        self.group = job.group
+        self.module = job.make()
+        super().__init__(dict(self.module.named_parameters()), job.loss_scale)
+        self.group = self.sharers = job.group
         self._all_names, self._all_weights = self.names, self.weights
-        self._owners = owners([one.numel() for one in self.weights], self.group.size())
-        self._mine = [place for place, owner in enumerate(self._owners) if owner == self.group.rank()]
-        self.names = [self._all_names[place] for place in self._mine]
-        self.weights = [self._all_weights[place] for place in self._mine]
-        self.sharded = [True] * len(self._mine)
+        sizes = [one.numel() for one in self.weights]
+        self._owners = owners(sizes, self.group.size())
+        self.names, self.weights = self._of(self.group.rank(), self.names), self._of(self.group.rank(), self.weights)
+        self._most = max(sum(self._of(owner, sizes)) for owner in range(self.group.size()))
+        if job.options["wire"] == "fp8":
+            self.fp8_wire = FP8Wire(self.group)
+            self.weights = [one.clone() for one in self.weights]
+            self.updated(SilentPhases())
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        loss = super().loss(share(tokens, self.group), share(targets, self.group), phase)
-        with phase.communication:
-            gradients = [one.grad for one in self.parameters if one.grad is not None]
-            pairs = zip(gradients, self._owners, strict=True)
-            works = [dist.reduce(one, group=self.group, group_dst=owner, async_op=True) for one, owner in pairs]
-            for work in filter(None, works):
-                work.wait()
+        loss = super().loss(tokens, targets, phase)
+        gradients = [one.grad for one in self.parameters if one.grad is not None]
+        own = self._of(self.group.rank(), gradients)
+        if self.fp8_wire is None:
+            with phase.communication:
+                pairs = zip(gradients, self._owners, strict=True)
+                _wait(dist.reduce(one, group=self.group, group_dst=owner, async_op=True) for one, owner in pairs)
+            torch._foreach_div_(own, self.group.size())
+        else:
+            rows = [self._row(self._of(owner, gradients)) for owner in range(self.group.size())]
+            _put(self.fp8_wire.part_of_mean(torch.cat(rows), phase), own)
         for parameter, owner in zip(self.parameters, self._owners, strict=True):
             if owner != self.group.rank():
                 parameter.grad = None
-        torch._foreach_div_(super().gradients(), self.group.size())
         return loss
 
     def updated(self, phase: Phases) -> None:
-        with phase.communication:
-            pairs = zip(self._all_weights, self._owners, strict=True)
-            works = [dist.broadcast(one, group=self.group, group_src=owner, async_op=True) for one, owner in pairs]
-            for work in filter(None, works):
-                work.wait()
+        if self.fp8_wire is None:
+            with phase.communication:
+                self._broadcast(self._all_weights)
+            return
+        every = self.fp8_wire.joined(self._row(self.weights), phase)
+        for owner, row in enumerate(every.view(self.group.size(), -1)):
+            _put(row, self._of(owner, self._all_weights))
 
     def full_weights(self) -> dict[str, Tensor]:
-        return dict(zip(self._all_names, self._all_weights, strict=True))
+        """As their owners have them."""
+        own = dict(zip(self.names, self.weights, strict=True))
+        found = {name: own.get(name, one).clone() for name, one in zip(self._all_names, self._all_weights, strict=True)}
+        self._broadcast(list(found.values()))
+        return found
 
-    def witnesses(self) -> list[Witness]:
-        return HeldModel.witnesses(self)
+    def _of(self, owner: int, some: Sequence[T]) -> list[T]:
+        """Of what there is for each weight that of an owner's."""
+        return [one for one, place in zip(some, self._owners, strict=True) if place == owner]
 
-    def whole_loss(self, loss: Tensor) -> Tensor:
-        return ParallelModel.whole_loss(self, loss)
+    def _row(self, tensors: Sequence[Tensor]) -> Tensor:
+        """What there is for an owner's weights, filled up to the numbers of whoever has most."""
+        row = torch.cat([one.flatten() for one in tensors])
+        return torch.nn.functional.pad(row, (0, self._most - row.numel()))
+
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Of each its owner's."""
+        pairs = zip(tensors, self._owners, strict=True)
+        _wait(dist.broadcast(one, group=self.group, group_src=owner, async_op=True) for one, owner in pairs)
 
 
 def owners(elements: Sequence[int], ranks: int) -> list[int]:
@@ -66,3 +93,17 @@ def owners(elements: Sequence[int], ranks: int) -> list[int]:
         found[place] = owned.index(min(owned))
         owned[found[place]] += elements[place]
     return found
+
+
+def _wait(begun: Iterable[dist.Work | None]) -> None:
+    """For all of them, of which none waits for another to begin."""
+    for work in list(begun):
+        if work is not None:
+            work.wait()
+
+
+def _put(row: Tensor, tensors: Sequence[Tensor]) -> None:
+    """What a row has for each of them, into it."""
+    pieces = torch.split(row[: sum(one.numel() for one in tensors)], [one.numel() for one in tensors])
+    for one, piece in zip(tensors, pieces, strict=True):
+        one.copy_(piece.view_as(one))

@@ -20,10 +20,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from fp8bench.analysis.metric import STEP, TIME, Metric, Rank, Reference
+from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import check_folder, safe, write_whole
 from fp8bench.model import Environment, Finding, Record, Run, Scalar, Status
+from fp8bench.model.specs import STEP, TIME, Rank
 from fp8bench.report.panels import together
 
 _FORMAT = "brain.Event:2"

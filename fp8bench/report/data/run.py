@@ -1,4 +1,4 @@
-"""A run or a duel for other programs: tidy or wide rows as CSV, or all of it as one JSON document."""
+"""A run for other programs: tidy or wide rows as CSV, or all of it as one JSON document."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from fp8bench.analysis.compare.duel_verdicts import comparisons
 from fp8bench.model import Finding, Record, Run
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.model.duel import Duel
 from fp8bench.report.data.break_even import break_even_rows
 from fp8bench.report.data.plain import csv_text, json_line
 from fp8bench.report.data.tidy import columns_of, rows, widened
+from fp8bench.report.panels import Figures, panels_of
 
 
 def as_csv(run: Run, findings: Mapping[str, Finding], wide: bool = False) -> str:
@@ -27,17 +26,21 @@ def all_as_csv(pairs: Sequence[tuple[Run, Mapping[str, Finding]]], wide: bool = 
 
 
 def as_json(run: Run, findings: Mapping[str, Finding]) -> str:
-    """All that its file holds, beside each record what its samples say, and where precisions begin to pay; infinities
-    and NaN are text."""
+    """All that its file holds, beside each record what its samples say and the figures of its step, and where
+    precisions begin to pay; infinities and NaN are text."""
     header = {field.name: encode(getattr(run, field.name)) for field in fields(run) if field.name != "records"}
-    records = [_record(record, findings.get(record.case.id)) for record in run.records]
+    metrics = {
+        result.record.case.id: {
+            name: encode(one.value) for name, one in Figures(group, result).items() if one.value is not None
+        }
+        for panel in panels_of(run, findings)
+        for group, result in panel.members
+    }
+    records = [
+        _record(one, findings.get(one.case.id)) | {"metrics": metrics[one.case.id]} for one in run.records
+    ]
     sweeps = [{**row._asdict(), "held": dict(row.held)} for row in break_even_rows(run, findings)]
     return json_line({"schema": SCHEMA, **header, "records": records, "break_even": sweeps})
-
-
-def duel_as_json(duel: Duel) -> str:
-    """All that its file holds, and what its samples say."""
-    return json_line({"schema": SCHEMA, **encode(duel), "comparisons": encode(comparisons(duel))})
 
 
 def _together(columns: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from fp8bench.analysis.metric import ENERGY, STEP, TIME, Metric, Rank
-from fp8bench.model import Finding, Provenance, Record, Run, Scalar
-from fp8bench.model.metric_names import OwnMetric
+from fp8bench.analysis.metric import Metric
+from fp8bench.model import Finding, Provenance, Record, Run, Scalar, specs
+from fp8bench.model.specs import ENERGY, STEP, TIME, Rank, spec_of
 from fp8bench.report.case_status import emulated
 from fp8bench.report.data.break_even import BreakEvenRow, break_even_rows
 from fp8bench.report.elements import printable
 from fp8bench.report.panels import Result, ResultGroup, metrics_within, panels_of, show_params
-from fp8bench.units import unit_of
+from fp8bench.units import RATIO
 
 Cell = Scalar | None
 # A cell for each column, by name.
@@ -77,7 +77,7 @@ def _crossing(row: BreakEvenRow) -> TidyRow:
     return {
         "suite": row.suite, "device": row.device, "mode": row.mode, "reference_mode": row.against,
         "params": show_params(row.held), **{f"param_{name}": value for name, value in row.held},
-        "metric": OwnMetric.BREAK_EVEN.value, "unit": "count", "median_in_unit": row.size, "axis": row.axis,
+        "metric": specs.BREAK_EVEN.name, "unit": "count", "median_in_unit": row.size, "axis": row.axis,
         "size_low": row.low, "size_high": row.high, "ratio_confidence": row.confidence,
         "provenance": Provenance.DERIVED.value, "verdict": row.pays, "why": row.remarks,
     }  # fmt: skip
@@ -161,7 +161,7 @@ def widened(tidy: Iterable[Mapping[str, Cell]]) -> tuple[tuple[str, ...], list[T
     """Columns and rows. A figure of a phase is called '<phase>_<metric>', its columns end in its unit."""
     cases: dict[tuple[Cell, Cell], TidyRow] = {}
     for row in tidy:
-        if row["metric"] == OwnMetric.BREAK_EVEN:  # of no case
+        if row["metric"] == specs.BREAK_EVEN:  # of no case
             continue
         wide = cases.setdefault((row["run"], row["case"]), {})
         if row["metric"] == TIME and row["phase"] == STEP:
@@ -181,7 +181,8 @@ def _columns_of_figure(row: Mapping[str, Cell]) -> TidyRow:
     parts = [row["kind"], row["role"]] if row["phase"] is None else [None if row["phase"] == STEP else row["phase"]]
     of_rank = None if row["rank"] is None else str(row["rank"])
     name = "_".join(str(part) for part in (*parts, row["metric"], of_rank) if part)
-    named = row["unit"] in (None, "count", unit_of(str(row["metric"])))  # the metric's own name says it
+    spec = spec_of(str(row["metric"]))
+    named = row["unit"] in (None, "count", RATIO) or (spec.of_workload and row["unit"] == spec.unit)  # by its name
     unit = "" if named else "_" + str(row["unit"]).replace("/", "_per_")
     if row["low_in_unit"] is not None:
         ends = {f"{name}_{end}{unit}": row[f"{end}_in_unit"] for end in ("low", "high")}

@@ -1,7 +1,7 @@
 """The interface of a report's sections, their registry, and the page that they make.
 
 A section turns material into elements, and knows no output format. It is one decorated class in one file of
-fp8bench/report/page/sections.
+fp8bench/report/page/sections, or the module `section` of a feature.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from fp8bench import units
@@ -48,6 +49,10 @@ class Section(ABC):
     def elements(self, material: Material) -> Iterable[Element]:
         """What there is to show of this material; nothing where the section has nothing to say."""
 
+    def gathered(self, runs: Sequence[Run], store: Path) -> object | None:
+        """What it reads of a store beside the runs of a report: the material's `gathered`, by the section's name."""
+        return None
+
     def lead_of(self, material: Material) -> str:
         """Where the lead depends on what there is to show."""
         return self.lead
@@ -61,7 +66,9 @@ class Section(ABC):
         return Part(self.name, self.title, elements, lead)
 
 
-sections: Registry[Section] = Registry("section", "fp8bench.report.page.sections", Section, ("name", "title", "rank"))
+sections: Registry[Section] = Registry(
+    "section", "fp8bench.report.page.sections", Section, ("name", "title", "rank"), part="section"
+)
 
 
 PRECISION = Column("precision", hint="and what tells its case from the others")
@@ -142,6 +149,12 @@ _MOST_SUITES = 4
 _MOST_DEVICES = 3
 _MOST_LABELS = 8
 _LONGEST_NAME = 60
+
+
+def gather(runs: Sequence[Run], store: Path) -> dict[str, object]:
+    """What sections read of a store beside the runs, by the names of the sections."""
+    found = {name: sections.get(name).gathered(runs, store) for name in sections.names()}
+    return {name: one for name, one in found.items() if one is not None}
 
 
 def page_of(material: Material) -> Page:

@@ -8,9 +8,9 @@ from fp8bench import units
 from fp8bench.analysis.compare.compare import Compared
 from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM
 from fp8bench.analysis.compare.sides import Side
-from fp8bench.analysis.metric import BAND, COUNTS
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
 from fp8bench.model import Comparison, Direction, Evidence
+from fp8bench.model.specs import BAND, COUNTS
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.comparisons import (

@@ -7,16 +7,23 @@ from dataclasses import dataclass
 
 from fp8bench import units
 from fp8bench.analysis.energy import EnergyFigures
-from fp8bench.analysis.metric import ENERGY
 from fp8bench.analysis.phase_energy import PhaseJoules
 from fp8bench.analysis.sustained import sustained_figures, sustained_ratio
-from fp8bench.model import MemoryRole, TensorStatistics
-from fp8bench.model.metric_names import OwnMetric
+from fp8bench.model import MemoryRole, TensorStatistics, specs
+from fp8bench.model.specs import (
+    ENERGY,
+    ENERGY_PER,
+    MAX_BATCH,
+    MAX_BATCH_MEMORY,
+    MAX_BATCH_TOKENS,
+    MEMORY_COUNTERS,
+    MetricSpec,
+    memory_of_role,
+)
 from fp8bench.report import capacities
 from fp8bench.report.case_status import emulated, inverse, show_speed
 from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
 from fp8bench.report.energies import (
-    PER_WORDS,
     figures_of,
     named_source,
     phases_of,
@@ -26,13 +33,11 @@ from fp8bench.report.energies import (
     sources_of,
 )
 from fp8bench.report.memories import highest_in, roles_of, sentences, share_of, use_of
+from fp8bench.report.metric_columns import with_figures
 from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, together
 from fp8bench.report.words.energy import DEMANDS
 from fp8bench.report.words.legend import MEMORY_TITLES, PHASE_TITLES
 from fp8bench.report.words.naming import named_cases
-
-# Who else counts memory, and the figure of each.
-_COUNTERS = {one: f"{one}_memory" for one in ("reserved", "process", "resident")}
 
 
 def energy(panel: Panel) -> Iterator[Element]:
@@ -45,11 +50,11 @@ def energy(panel: Panel) -> Iterator[Element]:
         caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
     known = [(group, one, found) for group, one in panel.members if (found := figures_of(one))]
     first = {name for _, _, found in known for name, _ in found.per[:1]}
-    counts = [name for name in PER_WORDS if name in first]
+    counts = [spec for spec, _ in ENERGY_PER.values() if spec in first]
     columns = (
         Column("group", shared=True), Column("case"), Column("per step", number=True),
         Column(f"vs {panel.reference or 'reference'}"), Column(""), Column("net/step", number=True),
-        *(Column(f"per {PER_WORDS[name]}", number=True) for name in counts), Column("power", number=True),
+        *(Column(spec.heading, number=True) for spec in counts), Column("power", number=True),
         Column("idle", number=True), Column("windows"), Column("clock", number=True),
         *([Column("source")] if len(sources) > 1 else []),
     )  # fmt: skip
@@ -57,7 +62,7 @@ def energy(panel: Panel) -> Iterator[Element]:
         (Field(panel.place(group)), *_energy_row(group, one, found, counts), Field(found.source))[: len(columns)]
         for group, one, found in known
     )
-    yield Table("energy", caption, columns, rows)
+    yield with_figures(Table("energy", caption, columns, rows), ((group, one) for group, one, _ in known))
 
 
 def _energy_row(group: ResultGroup, result: Result, found: EnergyFigures, counts: Sequence[str]) -> Iterator[Field]:
@@ -69,9 +74,9 @@ def _energy_row(group: ResultGroup, result: Result, found: EnergyFigures, counts
     yield Field(ratio.demand.value if ratio else word, tone=tone)
     yield Field(show_ratio(ratio) if ratio else "", tone=tone)
     limits = power_limits_of(result)
-    yield from (Field(figures.shown(name)) for name in (OwnMetric.ENERGY_NET, *counts))
-    yield Field(figures.shown(OwnMetric.POWER) + (f" of {limits}" if limits else ""))
-    yield Field(figures.shown(OwnMetric.IDLE_POWER))
+    yield from (Field(figures.shown(name)) for name in (specs.ENERGY_NET, *counts))
+    yield Field(figures.shown(specs.POWER) + (f" of {limits}" if limits else ""))
+    yield Field(figures.shown(specs.IDLE_POWER))
     unsure = f" (+-{units.percent(found.uncertainty)})" if found.uncertainty is not None else ""
     yield Field(f"{len(found.windows)}{unsure}")
     yield Field(units.count(found.sm_clock, "Hz"))
@@ -128,7 +133,7 @@ def sustained(panel: Panel) -> Iterator[Element]:
                  units.count(found.watts, "W"), f"{found.turns}, {settled}")  # fmt: skip
         rows.append(tuple(map(Field, words)))
     caption = "sustained: a step in turns of seconds, back to back; settled: clock and temperature stood still before"
-    yield Table("sustained", caption, columns, tuple(rows))
+    yield with_figures(Table("sustained", caption, columns, tuple(rows)), ((group, one) for group, one, _ in known))
 
 
 def tells_memory(panel: Panel) -> bool:
@@ -136,10 +141,10 @@ def tells_memory(panel: Panel) -> bool:
     return any(len(roles_of(one)) > 1 for one in panel.results)
 
 
-def counted(panel: Panel) -> list[str]:
-    """Who else counts, of those that know of any case."""
+def counted(panel: Panel) -> list[MetricSpec]:
+    """What others count of memory, as far as they know of any case."""
     known = [Figures(group, one) for group, one in panel.members if use_of(one.record) is not None]
-    return [who for who, name in _COUNTERS.items() if any(one[name].value is not None for one in known)]
+    return [spec for spec in MEMORY_COUNTERS if any(one[spec].value is not None for one in known)]
 
 
 def memory(panel: Panel) -> Iterator[Element]:
@@ -160,14 +165,14 @@ def memory(panel: Panel) -> Iterator[Element]:
         Column("group", shared=True), Column("case"), Column("peak", number=True),
         Column(f"vs {panel.reference or 'reference'}", number=True),
         *(Column(MEMORY_TITLES[role], number=True) for role in roles), Column("in"),
-        *(Column(name, number=True) for name in others),
+        *(Column(spec.heading, number=True) for spec in others),
     )  # fmt: skip
     rows = []
     for group, one, use in known:
         figures, phase = Figures(group, one), next(iter(highest_in(use)), units.NONE)
         words = (panel.place(group), one.mode, shown(use.peak), units.ratio(share_of(group, one)),
-                 *(shown(figures[f"memory_{role}"].value) for role in roles), PHASE_TITLES.get(phase, phase),
-                 *(shown(figures[_COUNTERS[who]].value) for who in others))  # fmt: skip
+                 *(shown(figures[memory_of_role(role)].value) for role in roles), PHASE_TITLES.get(phase, phase),
+                 *(shown(figures[spec].value) for spec in others))  # fmt: skip
         rows.append(tuple(map(Field, words)))
     yield Table("memory", f"memory at the highest point of a step, in {unit}", columns, tuple(rows))
     yield from map(Text, sentences(panel, named_cases(panel)))
@@ -180,20 +185,20 @@ def capacity(panel: Panel) -> Iterator[Element]:
         return
     columns = (
         Column("group", shared=True), Column("case"), Column("largest", number=True),
-        Column(f"vs {panel.reference or 'reference'}"), Column("tokens a step", number=True),
-        Column("peak memory", number=True), Column("does not fit"),
+        Column(f"vs {panel.reference or 'reference'}"), Column(MAX_BATCH_TOKENS.heading, number=True),
+        Column(MAX_BATCH_MEMORY.heading, number=True), Column("does not fit"),
     )  # fmt: skip
     rows = []
     for group, result, one in found:
         figures = Figures(group, result)
-        share, tokens = figures["max_batch"].interval, figures["max_batch_tokens"].value
+        share = figures[MAX_BATCH].interval
         word = "reference" if result.record.is_reference else units.NONE
         versus = units.speed_up(share.point) if share else capacities.EMULATED if emulated(result) else word
         words = (capacities.place_of(panel, group, one), result.mode, capacities.show_batch(one), versus,
-                 units.whole(int(tokens)) if tokens else units.NONE, figures.shown("max_batch_memory"),
-                 figures["max_batch"].why)  # fmt: skip
+                 figures.shown(MAX_BATCH_TOKENS), figures.shown(MAX_BATCH_MEMORY), figures[MAX_BATCH].why)  # fmt: skip
         rows.append(tuple(map(Field, words)))
-    yield Table("capacity", capacities.title(found[0][2]), columns, tuple(rows))
+    table = Table("capacity", capacities.title(found[0][2]), columns, tuple(rows))
+    yield with_figures(table, ((group, one) for group, one, _ in found))
     yield from map(Text, capacities.sentences(panel))
 
 

@@ -10,11 +10,12 @@ import itertools
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from fp8bench import units
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.model import Conditions, Ending, Fault, Figure, Run, Status, Trend
-from fp8bench.model.training import ArmRole, Training
+from fp8bench.model.specs import spec_of
 from fp8bench.report.elements import Code, Column, Field, Page, Part, Table, Text
 from fp8bench.report.terminal.layout import list_of
 
@@ -34,7 +35,7 @@ GONE = "not in this repository: rebased or squashed away, another clone's, or th
 
 def value(trend: Trend, number: float | None, digits: int = 3) -> str:
     """A number of a trend, by its unit; `digits` are those of a time or an energy."""
-    return units.shown(number, unit_of_series(trend.series), trend.series.metric, digits)
+    return spec_of(trend.series.metric).shown(number, unit_of_series(trend.series), digits)
 
 
 def trends_page(
@@ -100,26 +101,22 @@ def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ..
     return tuple(map(Field, words))
 
 
-def training_line(training: Training) -> str:
-    """A training in the list of what is kept: '0a1b2c3d of 2026-01-05 12:00:00: nano in bf16, fp8'."""
-    arms = ", ".join(arm.name for arm in training.arms if arm.role in (ArmRole.REFERENCE, ArmRole.CANDIDATE))
-    ranks, model = training.request.ranks, training.request.settings.model
-    together = "" if ranks is None else f", {ranks} ranks by {training.request.settings.parallel}"
-    return f"{training.id} of {training.started[:19].replace('T', ' ')}: {model} in {arms}{together}"
-
-
 def runs_page(
     rows: Sequence[tuple[Field, ...]], store: str, left: Mapping[str, int], options: str = "",
-    trainings: Sequence[str] = (),
+    kept: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Page:  # fmt: skip
-    """The runs, in the order given, and lines on trainings. `options` are words a command needs to find the same."""
+    """The runs, in the order given, and lines on what else is kept, by kind.
+
+    `options` are words a command needs to find the same.
+    """
     columns = (
         Column("run"), Column("started (UTC)"), Column("commit"), Column("by"), Column("suite"),
         Column("ok", number=True), Column("skipped", number=True), Column("failed", number=True), Column("machine"),
         Column("why", below=True),
     )  # fmt: skip
     parts = [Part("runs", "", (Table("runs", "", columns, tuple(rows)),))] if rows else []
-    parts += list_of("trainings", "trainings (UTC), newest first", trainings)
+    for kind, lines in kept.items():
+        parts += list_of(f"{kind}s", f"{kind}s (UTC), newest first", lines)
     parts += [_next("one of them", f"fp8bench show {rows[0][0].text}{options}")] if rows else []
     head = f"{store}: {count_of(len(rows), 'run')}, newest first"
     return Page(head, "", (*parts, *_left_out(left)))
@@ -144,11 +141,9 @@ def rebuilt_page(store: str, files: int, series: int, runs: int, left: Mapping[s
     return Page(f"{store}: made {made}", "", tuple(_left_out(left)))
 
 
-def joined_page(title: str, counts: Mapping[str, int], renamed: Mapping[str, str]) -> Page:
-    """What was taken from another store, and which interpreters count as others from now on."""
-    facts = tuple((what, str(count)) for what, count in counts.items())
-    now = list_of("renamed", "from now on", (f"{old} counts as {new}" for old, new in renamed.items()))
-    return Page(title, "", tuple(now), facts=facts)
+def joined_page(title: str, counts: Mapping[str, int]) -> Page:
+    """What was taken from another store."""
+    return Page(title, "", (), facts=tuple((what, str(count)) for what, count in counts.items()))
 
 
 def _next(words: str, command: str) -> Part:

@@ -12,6 +12,7 @@ from fp8bench.report.coverages import elements as coverage
 from fp8bench.report.elements import Element, Facts, Items, Page, Part, Text, Tone
 from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_against
 from fp8bench.report.memories import PEAK
+from fp8bench.report.metric_columns import other_tables
 from fp8bench.report.panels import Panel, heading, merge_notes, panels_of, together
 from fp8bench.report.ranks import ranks
 from fp8bench.report.tensor_panels import about_tensors
@@ -75,6 +76,7 @@ def _parts(panel: Panel, run: Run, width: int) -> Iterator[Part]:
         phases = phases_table(panel)
         elements += [main_table(panel), *([phases] if phases else []), *map(Text, over_values(panel))]
         elements += [*sustained(panel), *energy(panel), *energy_of_phases(panel), *memory(panel)]
+        elements += other_tables(panel)
         found = swept(panel)
         elements += [table(panel, found, "from where on it pays")] if found else []
     elements += [*ranks(panel), *capacity(panel), *data(panel)]
@@ -233,8 +235,8 @@ def _told_elsewhere(panel: Panel) -> str:
 def _memory_legends(panels: Sequence[Panel]) -> list[str]:
     """What the memory tables hold, where there are any."""
     told = [panel for panel in panels if tells_memory(panel)]
-    others = dict.fromkeys(who for panel in told for who in counted(panel))
-    known = "; ".join(f"{name}: {legend.MEMORY_COUNTED[name]}" for name in others)
+    others = dict.fromkeys(spec for panel in told for spec in counted(panel))
+    known = "; ".join(f"{spec.heading}: {spec.description}" for spec in others)
     return list(filter(None, (legend.MEMORY, known))) if told else []
 
 

@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from fp8bench import units
-from fp8bench.analysis.metric import REPLAY, TIME
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Level, Measurement, Status
+from fp8bench.model.specs import REPLAY, TIME, spec_of
 from fp8bench.report import case_status
 from fp8bench.report.elements import Column, Field, Table, Tone
+from fp8bench.report.metric_columns import with_figures
 from fp8bench.report.panels import Figures, Panel, Result, ResultGroup
 from fp8bench.report.words.legend import PHASE_TITLES
 
@@ -31,7 +32,7 @@ def value_of(measurement: Measurement | None) -> float | None:
 
 def show_value(measurement: Measurement) -> str:
     """A measurement as text, by its unit."""
-    return units.shown(value_of(measurement), measurement.unit, measurement.metric)
+    return spec_of(measurement.metric).shown(value_of(measurement), measurement.unit)
 
 
 def main_table(panel: Panel) -> Table:
@@ -55,7 +56,7 @@ def main_table(panel: Panel) -> Table:
     }
     shown = [name for name in columns if name not in silent]
     fields = tuple(tuple(row[name] for name in shown) for row in rows)
-    return Table("cases", "", tuple(columns[name] for name in shown), fields)
+    return with_figures(Table("cases", "", tuple(columns[name] for name in shown), fields), panel.members)
 
 
 def phases_table(panel: Panel) -> Table | None:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from fp8bench import units
-from fp8bench.analysis.gate.judging import Judged
 from fp8bench.model import Comparison, Direction, Interval, Label
+from fp8bench.model.specs import spec_of
 from fp8bench.report.elements import Tone
 from fp8bench.report.words.legend import LABELS
 
@@ -18,7 +18,7 @@ TIMES = frozenset({"time", "relative_time"})
 
 def value(one: Comparison, number: float | None) -> str:
     """A figure of one side, by what it is."""
-    return units.shown(number, one.unit, one.metric)
+    return spec_of(one.metric).shown(number, one.unit)
 
 
 def signed(interval: Interval | None) -> str:
@@ -30,13 +30,6 @@ def signed(interval: Interval | None) -> str:
     if math.isinf(interval.high):
         return f"{units.change(interval.point)} [no interval]"
     return f"{units.change(interval.point)} [{units.change(interval.low)}, {units.change(interval.high)}]"
-
-
-def limit(one: Judged) -> str:
-    """What is worse enough: '5.0% and 5.00 us'."""
-    threshold = one.threshold
-    smallest = value(one.comparison, threshold.smallest) if threshold.smallest else ""
-    return " and ".join(filter(None, (units.percent(threshold.relative), smallest)))
 
 
 def direction(one: Comparison) -> str:

@@ -9,6 +9,7 @@ from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.analysis.verdicts import BAND, SAME
 from fp8bench.model import UNATTRIBUTED, Label, MemoryRole, Phase
+from fp8bench.model.specs import REPLAY
 from fp8bench.model.stopping import LEAST_ROUNDS
 
 LABELS: dict[Label, str] = {
@@ -116,10 +117,7 @@ CACHE = (
     "cache: what the last cache holds when a call begins; hot, what the call before left, where nothing is said; cold: "
     "written over between calls; rotating: each call takes another state"
 )
-REPLAYED = (
-    "replayed: the best case of the device alone, without the host's launches: each step done again as one launch; "
-    "verdicts and all else are of steps as they are launched"
-)
+REPLAYED = f"replayed: {REPLAY.description}"
 VERDICT = (
     f"verdict: faster or slower if the interval lies wholly outside +-{units.percent(BAND)} (or what the reference "
     f"provably differs from its own control), same if wholly inside +-{units.percent(SAME, 0)}, else unsure"
@@ -164,12 +162,6 @@ MEMORY = (
     "for; low w, low a: copies of weights and activations cast for products; work: what an operation needs while it "
     "runs; in: the phase of the highest point"
 )
-MEMORY_COUNTED = {
-    "reserved": "what torch's allocator keeps from the driver for them",
-    "process": "what the driver counts for the process",
-    "resident": "the most that the process had in the machine's memory, torch itself included",
-}
-
 ENERGY = (
     "energy: what the device took while steps ran, for one of them (gross; the median of its windows); net: beyond "
     "what it takes idle beside the same states; per token, TFLOP or GB: gross; power: while steps ran; (+-): how far "

@@ -28,7 +28,6 @@ from fp8bench.store.asv.identity import Identity, identify, resolved
 from fp8bench.store.asv.results import ResultsFile, load_results, save_results
 from fp8bench.store.asv.rows import NOT_MEASURED, Figures, Row, asv_statistics, by_combination, cell, row_of
 from fp8bench.store.commit_runs import TrackedRun, remembered, runs_of_commit, series_of_runs, why_not
-from fp8bench.store.interpreters import load_renamings
 from fp8bench.store.points import merged
 
 
@@ -63,11 +62,10 @@ def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
     words += [
         f"{path.name.rpartition('.broken-')[0]} was broken and made anew, the old one is {path.name}" for path in aside
     ]
-    words.append(load_renamings(store).trouble.rstrip("."))
     if tracked.content.others:
         stay = "stays" if tracked.content.others == 1 else "stay"
         words.append(f"{tracked.content.others} outside of the declared grids {stay} in the run alone")
-    return "; ".join(filter(None, words))
+    return "; ".join(words)
 
 
 def write_commit(store: Path, own: TrackedRun, timeout: float = LOCK_SECONDS) -> list[Path]:

@@ -28,7 +28,7 @@ from fp8bench.store.compacted.manifest import (
     points_of,
     same_stamps,
     save_manifest,
-    serves,
+    without_runs,
 )
 from fp8bench.store.compacted.parquet import counts_as, need_duckdb
 from fp8bench.store.compacted.reading import keys_of, stamps_of
@@ -37,6 +37,7 @@ from fp8bench.store.compacted.spool import Spool
 from fp8bench.store.index.figure_files import (
     Fingerprints,
     Stamp,
+    are_known,
     are_unchanged,
     as_they_are,
     digest_of,
@@ -45,8 +46,7 @@ from fp8bench.store.index.figure_files import (
 )
 from fp8bench.store.index.history import spread
 from fp8bench.store.index.tables import Table, placed, read_layout, table_of, tells
-from fp8bench.store.interpreters import load_renamings
-from fp8bench.store.runs.listing import index_of, listing, safe_folder
+from fp8bench.store.runs.listing import all_files, index_of, listing, safe_folder
 
 # So many commits are read before their rows go to the disk.
 _AT_ONCE = 40
@@ -71,12 +71,11 @@ class Compaction:
 
 
 class CommitRows(NamedTuple):
-    """What the runs of a commit come to: sources, suites, names of interpreters, runs, left, and its places, each with
-    the samples of its rows and the ids of its runs."""
+    """What the runs of a commit come to: sources, suites, runs, left, and its places, each with the samples of its rows
+    and the ids of its runs."""
 
     sources: tuple[Stamp, ...]
     suites: dict[str, str]
-    pythons: dict[str, str]
     runs: int
     left: tuple[str, ...]
     places: tuple[tuple[Table, list[list[float]], list[str]], ...]
@@ -103,7 +102,7 @@ class _Compacting:
 
     def __init__(self, store: Path, observe: Callable[[int, int], None], reader: Reader) -> None:
         self.store, self.observe, self.reader = store, observe, reader
-        self.known, self.renamings = Fingerprints(), load_renamings(store)
+        self.known = Fingerprints()
         self.result = Compaction()
         self.before = stamps_of(store)
         self.manifest = _begun(store)
@@ -153,7 +152,7 @@ class _Compacting:
     def _still_counts(self, commit: str, paths: Sequence[Path]) -> bool:
         """Whether a commit need not be read; where only dates have changed they are noted."""
         unit = self.manifest.units.get(commit)
-        if unit is None or not serves(unit, self.renamings, self.known, richer=True):
+        if unit is None or not are_known(unit.suites, self.known, richer=True):
             return False
         if same_stamps(unit.sources, names_of(self.store, paths), self.before):
             return True
@@ -262,6 +261,8 @@ def _begun(store: Path) -> Manifest:
         if isinstance(error, Unreadable) and error.newer:
             said = f"{index_of(store)} does not serve: {error}. Upgrade fp8bench, or delete {points_of(store)}."
             raise StoreError(said) from None
+        if isinstance(error, Unreadable) and not all_files(store):
+            raise without_runs(store, error) from None
         return Manifest()
 
 
@@ -282,10 +283,8 @@ def read_commit(store: Path, known: Fingerprints, paths: Sequence[Path]) -> Comm
         place = placed(members)
         places.append((table_of(place), [list(one) for one in place.samples], [one.run.id for one in members]))
     return CommitRows(
-        tuple(before), {name: known[name] for name in sorted(read.suites)},
-        {str(one.run.environment.get("asv_python")): one.identity.python for one in read.runs}, len(read.runs),
-        read.left, tuple(places),
-    )  # fmt: skip
+        tuple(before), {name: known[name] for name in sorted(read.suites)}, len(read.runs), read.left, tuple(places)
+    )
 
 
 def _partition(table: Table) -> str:

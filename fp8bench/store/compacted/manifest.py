@@ -1,9 +1,9 @@
 """What was compacted, and from what: `<store>/points/index.json`.
 
 It names the run files with their stamps, says what of each commit is not in the Parquet files (the texts of its places,
-how many runs tell nothing and why), and which writing of each Parquet file counts: of those with figures, and of those
-with files of the store (archive.py). It is replaced after the Parquet files that it names: a kill in between leaves
-files that it does not name, and whose commits are read from the runs.
+how many runs tell nothing and why), and which writing of each file counts: of the Parquet files, and of the archives
+with files of the store (archive.py). It is replaced after the files that it names: a kill in between leaves files that
+it does not name, and whose commits are read from the runs.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fp8bench.errors import StoreError
 from fp8bench.files import write_whole
 from fp8bench.model import Conditions, trend_name
 from fp8bench.model.codec import SCHEMA
-from fp8bench.store.index.figure_files import Fingerprints, Stamp, are_known
-from fp8bench.store.interpreters import Renamings
+from fp8bench.store.index.figure_files import Stamp
 from fp8bench.store.runs.listing import Listing, index_of
 
 # Raised when the same runs would come to other rows, or be written down in another way.
-VERSION = 2
+VERSION = 4
 ARCHIVE = "archive"
 _MAGIC = b"fp8bench points"
 _NUMBERED = ("layouts", "silents", "lines", "unders", "machines")
@@ -40,15 +40,21 @@ class Partition(NamedTuple):
     total: int
 
 
+class ArchivedFile(NamedTuple):
+    """A file of the store as it was: its name in it, a digest (SHA-256), its size and date."""
+
+    path: str
+    digest: str
+    size: int
+    changed_ns: int
+
+
 class Archive(NamedTuple):
-    """A Parquet file that has files of the store in it: its size, a digest, how many they are, their bytes, and a
-    digest of their names, sizes and dates; '' where one changed while it was read."""
+    """A tar.gz that has files of the store in it: its size, a digest, and the files in their order."""
 
     size: int
     digest: str
-    files: int
-    bytes: int
-    state: str
+    files: tuple[ArchivedFile, ...]
 
 
 class Place(NamedTuple):
@@ -69,7 +75,6 @@ class Unit(NamedTuple):
 
     sources: tuple[Stamp, ...]
     suites: dict[str, str]
-    pythons: dict[str, str]
     runs: int
     left: tuple[str, ...]
     places: tuple[int, ...]
@@ -140,10 +145,10 @@ class Manifest:
         unders = tuple(self._conditions(under) for under in said["unders"])
         return {**said, "machine": self.machines.values[said["machine"]], "unders": unders}
 
-    @property
-    def parquet(self) -> dict[str, Partition | Archive]:
-        """All Parquet files, by the names of their folders."""
-        return {**self.partitions, **self.archives}
+    def written(self, store: Path) -> dict[Path, Partition | Archive]:
+        """All files that count."""
+        parquet = {parquet_of(store, name): one for name, one in self.partitions.items()}
+        return {**parquet, **{archive_of(store, name): one for name, one in self.archives.items()}}
 
     def _conditions(self, number: int) -> Conditions:
         if number not in self._known:
@@ -181,14 +186,13 @@ def points_of(store: Path) -> Path:
 
 
 def parquet_of(store: Path, name: str) -> Path:
-    """The Parquet file of a partition, or of an archive."""
-    is_archive = name.startswith(f"{ARCHIVE}/")
-    return store / name / "files.parquet" if is_archive else points_of(store) / name / "points.parquet"
+    """The Parquet file of a partition."""
+    return points_of(store) / name / "points.parquet"
 
 
-def parquet_files(store: Path) -> list[Path]:
-    """All there are, whether the index names them or not."""
-    return sorted((*points_of(store).glob("*/*/points.parquet"), *(store / ARCHIVE).rglob("files.parquet")))
+def archive_of(store: Path, name: str) -> Path:
+    """The file of an archive."""
+    return store / f"{name}.tar.gz"
 
 
 class Unreadable(ValueError):
@@ -197,6 +201,14 @@ class Unreadable(ValueError):
     def __init__(self, why: str, newer: bool = False) -> None:
         super().__init__(why)
         self.newer = newer
+
+
+def without_runs(store: Path, why: Unreadable) -> StoreError:
+    """An index that does not serve, where there are no runs to make it again from."""
+    return StoreError(
+        f"{index_of(store)} does not serve: {why}. Nothing writes the runs of {store} back from it but the fp8bench "
+        "that compacted them (`fp8bench store restore`, and then `store compact` with this one), or a copy of them."
+    )
 
 
 def load_manifest(store: Path) -> Manifest:
@@ -234,24 +246,26 @@ def _manifest(plain: dict[str, Any]) -> Manifest:
         {commit: _unit(plain, *unit) for commit, unit in plain["units"].items()},
         {int(number): Place(*place) for number, place in plain["places"].items()},
         {name: Partition(*one) for name, one in plain["partitions"].items()},
-        {name: Archive(*one) for name, one in plain["archives"].items()},
+        {
+            name: Archive(size, digest, tuple(ArchivedFile(*file) for file in files))
+            for name, (size, digest, files) in plain["archives"].items()
+        },
         layouts, silents, lines, unders, machines, plain["order"],
         {name: (size, changed) for name, size, changed in plain["files"]}, plain["copies"], plain["refused"],
     )  # fmt: skip
 
 
 def _unit(
-    plain: dict[str, Any], sources: list[Any], suites: int, pythons: int, runs: int, left: list[str], places: list[int]
+    plain: dict[str, Any], sources: list[Any], suites: int, runs: int, left: list[str], places: list[int]
 ) -> Unit:
-    asked, names = plain["asked"][suites], plain["asked"][pythons]
-    return Unit(tuple(Stamp(*one) for one in sources), asked, names, runs, tuple(left), tuple(places))
+    return Unit(tuple(Stamp(*one) for one in sources), plain["asked"][suites], runs, tuple(left), tuple(places))
 
 
 def save_manifest(store: Path, manifest: Manifest) -> None:
     """Write it in one step. Raises OSError."""
     asked = Numbered()
     units = {
-        commit: [unit.sources, asked.number(unit.suites), asked.number(unit.pythons), unit.runs, unit.left, unit.places]
+        commit: [unit.sources, asked.number(unit.suites), unit.runs, unit.left, unit.places]
         for commit, unit in manifest.units.items()
     }
     plain = {
@@ -263,15 +277,6 @@ def save_manifest(store: Path, manifest: Manifest) -> None:
     }  # fmt: skip
     body = json.dumps(plain, separators=(",", ":")).encode()
     write_whole(index_of(store), b"%s %d %08x\n%s" % (_MAGIC, VERSION, zlib.crc32(body), body))
-
-
-def serves(unit: Unit, renamings: Renamings, known: Fingerprints, richer: bool = False) -> bool:
-    """Whether a unit's rows are what its runs come to for whoever knows these suites and names.
-
-    With `richer` also where its suites are not known here: whoever imports them will want it.
-    """
-    same_names = all(renamings.name(own) == name for own, name in unit.pythons.items())
-    return same_names and are_known(unit.suites, known, richer)
 
 
 def same_stamps(sources: Sequence[Stamp], names: Sequence[str], files: Mapping[str, tuple[int, int]]) -> bool:

@@ -20,7 +20,7 @@ from fp8bench.store.compacted.rows import CHECK, NUMBERS, Columns, are_sound, cr
 
 ID = "fp8bench_id"
 _FOOTER_END = 8
-MEMORY = "192MB"
+_MEMORY = "192MB"
 _FROM = "read_parquet(?, hive_partitioning = false, union_by_name = false)"
 # What stands as NULL for other readers.
 READ = ", ".join(f"coalesce({name}, 0) AS {name}" if kind == "DOUBLE" else name for name, kind in NUMBERS.items())
@@ -46,13 +46,13 @@ def need_duckdb() -> Any:
     return duckdb
 
 
-def connected(database: str = ":memory:", spill: str = "", memory: str = MEMORY) -> Any:
+def connected(database: str = ":memory:", spill: str = "") -> Any:
     """A connection that asks for no network, takes no more memory than it needs, and reads the footers of files once.
 
     Raises duckdb.Error.
     """
     settings = {
-        "autoinstall_known_extensions": False, "autoload_known_extensions": False, "memory_limit": memory,
+        "autoinstall_known_extensions": False, "autoload_known_extensions": False, "memory_limit": _MEMORY,
         "temp_directory": spill, "threads": 1,  # with more, what does not fit into memory loses its order
     }  # fmt: skip
     connection = need_duckdb().connect(database, config=settings)

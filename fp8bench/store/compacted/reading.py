@@ -24,13 +24,12 @@ from fp8bench.store.compacted.manifest import (
     parquet_of,
     points_of,
     same_stamps,
-    serves,
+    without_runs,
 )
 from fp8bench.store.compacted.parquet import connected, counts_as, duckdb_here, read_columns
 from fp8bench.store.compacted.rows import rows_of
-from fp8bench.store.index.figure_files import Fingerprints
+from fp8bench.store.index.figure_files import Fingerprints, are_known
 from fp8bench.store.index.tables import Rows, Table
-from fp8bench.store.interpreters import Renamings
 from fp8bench.store.runs.listing import all_files, index_of
 
 # So many rows are read at once.
@@ -63,12 +62,12 @@ class Compacted:
         """Whether the run files are those that were there when all of them were compacted."""
         return bool(self.files) and self.files == self.manifest.files
 
-    def unit(self, commit: str, names: Sequence[str], renamings: Renamings, known: Fingerprints) -> Unit | None:
+    def unit(self, commit: str, names: Sequence[str], known: Fingerprints) -> Unit | None:
         """What was compacted of a commit, if it still counts for these run files."""
         unit = self.manifest.units.get(commit)
         if self.is_alone:
             return unit
-        if unit is None or not serves(unit, renamings, known):
+        if unit is None or not are_known(unit.suites, known):
             return None
         if not self.is_complete and not same_stamps(unit.sources, names, self.files):
             return None
@@ -215,6 +214,8 @@ def open_compacted(store: Path) -> tuple[Compacted | None, tuple[str, ...]]:
     except OSError as error:
         return None, (f"{index_of(store)} cannot be read ({error.strerror}); the runs are read instead",)
     except Unreadable as error:
+        if not all_files(store):
+            raise without_runs(store, error) from None
         again = "" if error.newer else "; `fp8bench store compact` makes it again"
         return None, (f"{index_of(store)} does not serve: {error}. The runs are read instead{again}",)
     if duckdb_here() is None:

@@ -18,7 +18,7 @@ from fp8bench.errors import StoreError
 from fp8bench.files import PARTIAL
 from fp8bench.model import Status
 from fp8bench.store.compacted.manifest import ARCHIVE, Manifest, Partition, points_of
-from fp8bench.store.compacted.parquet import ID, MEMORY, READ, check_file, connected, first_line, need_duckdb
+from fp8bench.store.compacted.parquet import ID, READ, check_file, connected, first_line, need_duckdb
 from fp8bench.store.compacted.rows import CHECK, NUMBERS, Batch
 from fp8bench.store.index.figure_files import digest_of
 
@@ -72,12 +72,23 @@ class Spool:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, store: Path) -> Iterator[Spool]:
-        """One that goes when it is closed."""
-        with scratch(store) as connection:
-            spool = cls(store, connection, need_duckdb().Error)
-            numbers = ", ".join(f"{name} {kind}" for name, kind in NUMBERS.items())
-            spool._run(f"CREATE TABLE rows({numbers}, {CHECK} UINTEGER, samples DOUBLE[])")
-            yield spool
+        """One that goes when it is closed; what killed ones have left goes, too."""
+        duckdb = need_duckdb()
+        _sweep(store)
+        folder = points_of(store) / f"{_NAME}{secrets.token_hex(4)}"
+        numbers = ", ".join(f"{name} {kind}" for name, kind in NUMBERS.items())
+        try:
+            folder.mkdir(parents=True)
+            with connected(str(folder / "rows"), str(folder / "spill")) as connection:
+                # Joins keep their left side's order, which DuckDB would swap where there are fewer rows than texts.
+                connection.execute("SET disabled_optimizers = 'join_order,build_side_probe_side'")
+                spool = cls(store, connection, duckdb.Error)
+                spool._run(f"CREATE TABLE rows({numbers}, {CHECK} UINTEGER, samples DOUBLE[])")
+                yield spool
+        except (OSError, duckdb.Error) as error:
+            raise _full(store, error) from None
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, batches: Sequence[Batch]) -> None:
         """Take rows in."""
@@ -149,11 +160,17 @@ class Spool:
         names = [column.split()[0] for column in _TABLES[table].split(", ")]
         columns = [[_clean(value) for value in column] for column in zip(*rows, strict=True)]
         if rows:
-            self._insert(table, {name: objects(column) for name, column in zip(names, columns, strict=True)})
+            self._insert(table, {name: _objects(column) for name, column in zip(names, columns, strict=True)})
 
     def _insert(self, table: str, columns: Mapping[str, Any]) -> None:
+        import pandas as pd
+
         try:
-            insert(self._connection, table, columns)
+            self._connection.register("frame", pd.DataFrame(dict(columns), copy=False))
+            try:
+                self._connection.execute(f"INSERT INTO {table} SELECT * FROM frame")
+            finally:
+                self._connection.unregister("frame")
         except self._errors as error:
             raise _full(self.store, error) from None
 
@@ -164,37 +181,7 @@ class Spool:
             raise _full(self.store, error) from None
 
 
-@contextlib.contextmanager
-def scratch(store: Path, memory: str = MEMORY) -> Iterator[Any]:
-    """A database on the disk that goes when it is closed; what killed ones have left goes, too. What goes wrong with
-    its disk is a StoreError."""
-    duckdb = need_duckdb()
-    sweep(store)
-    folder = points_of(store) / f"{_NAME}{secrets.token_hex(4)}"
-    try:
-        folder.mkdir(parents=True)
-        with connected(str(folder / "rows"), str(folder / "spill"), memory) as connection:
-            # Joins keep the order of their left side, which DuckDB would swap where there are fewer rows than texts.
-            connection.execute("SET disabled_optimizers = 'join_order,build_side_probe_side'")
-            yield connection
-    except (OSError, duckdb.Error) as error:
-        raise _full(store, error) from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def insert(connection: Any, table: str, columns: Mapping[str, Any]) -> None:
-    """Append columns to a table. Raises duckdb.Error."""
-    import pandas as pd
-
-    connection.register("frame", pd.DataFrame(dict(columns), copy=False))
-    try:
-        connection.execute(f"INSERT INTO {table} SELECT * FROM frame")
-    finally:
-        connection.unregister("frame")
-
-
-def sweep(store: Path) -> None:
+def _sweep(store: Path) -> None:
     """Remove what compactions that were killed have left half done."""
     folders = points_of(store), store / ARCHIVE
     left = [*folders[0].glob(f"{_NAME}*"), *(path for one in folders for path in one.rglob(f".*{PARTIAL}"))]
@@ -212,7 +199,7 @@ def _full(store: Path, error: Exception) -> StoreError:
     return StoreError(f"{folder} cannot be written ({why}). Make room, and run it again; the runs are untouched.")
 
 
-def objects(values: Sequence[Any]) -> Any:
+def _objects(values: Sequence[Any]) -> Any:
     column = np.empty(len(values), object)
     column[:] = values
     return column

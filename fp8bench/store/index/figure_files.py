@@ -1,8 +1,8 @@
 """What a commit's runs come to, kept beside them in a file: `<store>/figures/<commit8>.figures`.
 
 The runs hold every sample, and reading them all takes minutes where there are hundreds of large ones. A file of
-figures is a function of its commit's runs, of the suites they were asked about, and of the interpreters' names; it says
-which those were, and counts only while they are the same. It can be deleted at any time.
+figures is a function of its commit's runs and of the suites they were asked about; it says which those were, and counts
+only while they are the same. It can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from fp8bench import files
 from fp8bench.model.codec import SCHEMA
 from fp8bench.store.commit_runs import CommitRuns, by_place
 from fp8bench.store.index.tables import ROW, Table, placed, table_of
-from fp8bench.store.interpreters import Renamings
 from fp8bench.store.series import fingerprint
 
 # Raised when the same runs would come to other figures, or be written down in another way.
-VERSION = 7
+VERSION = 8
 _SUFFIX = ".figures"
 _SAFE = re.compile(r"[0-9A-Za-z]{1,64}")
 _MAGIC = b"fp8bench figures"
@@ -73,7 +72,7 @@ class CommitFigures:
 class Unfit(Enum):
     """Why a file of figures does not serve."""
 
-    STALE = "the runs, the suites or the names are others"
+    STALE = "the runs or the suites are others"
     TORN = "it is not what was written"
     NEWER = "a newer fp8bench wrote it"
     RICHER = "it is of suites that are not known here, and whoever imports them will want it"
@@ -135,10 +134,9 @@ def save_figures(
     path: Path, figures: CommitFigures, read: CommitRuns, sources: Sequence[Stamp], known: Fingerprints
 ) -> None:
     """Write a file in one step. Raises OSError."""
-    pythons = {str(one.run.environment.get("asv_python")): one.identity.python for one in read.runs}
     head = {
         "schema": SCHEMA, "sources": sources, "suites": {name: known[name] for name in sorted(read.suites)},
-        "pythons": pythons, "runs": figures.runs, "left": figures.left,
+        "runs": figures.runs, "left": figures.left,
         "tables": [{**one.said, "layout": len(one.layout), "rows": len(one.rows)} for one in figures.tables],
     }  # fmt: skip
     _write(path, head, b"".join(part for one in figures.tables for part in (one.layout, one.rows.tobytes())))
@@ -160,9 +158,7 @@ def sweep(store: Path, commits: Collection[str]) -> None:
                 path.unlink()
 
 
-def load_figures(
-    store: Path, commit: str, runs: Sequence[Path], renamings: Renamings, known: Fingerprints
-) -> CommitFigures | Unfit:
+def load_figures(store: Path, commit: str, runs: Sequence[Path], known: Fingerprints) -> CommitFigures | Unfit:
     """What the file of a commit says, if it still counts for these run files."""
     path = figures_file(store, commit)
     try:
@@ -172,8 +168,7 @@ def load_figures(
         head, body = content
         before = [Stamp(*one) for one in head["sources"]]
         sources = as_they_are(store, runs, before)
-        same_names = all(renamings.name(own) == name for own, name in head["pythons"].items())
-        if sources is None or head["schema"] != SCHEMA or not same_names:
+        if sources is None or head["schema"] != SCHEMA:
             return Unfit.STALE
         if not are_known(head["suites"], known):
             return Unfit.RICHER if are_known(head["suites"], known, richer=True) else Unfit.STALE

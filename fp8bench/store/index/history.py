@@ -38,7 +38,6 @@ from fp8bench.store.index.figure_files import (
 )
 from fp8bench.store.index.lines import Line, Lines, lines_of, names_in
 from fp8bench.store.index.tables import Table, Trends, home_of
-from fp8bench.store.interpreters import load_renamings
 from fp8bench.store.runs.listing import Listing, listing
 
 Job = TypeVar("Job")
@@ -166,10 +165,10 @@ def open_history(store: Path, warn: Callable[[int], None]) -> History:
     """Open it. `warn` is told how many runs must be read, before they are."""
     compacted, unfit = open_compacted(store)
     there, files = _files(store, compacted)
-    renamings, known = load_renamings(store), Fingerprints()
+    known = Fingerprints()
     found = {
-        commit: (compacted and compacted.unit(commit, paths, renamings, known))
-        or load_figures(store, commit, [store / path for path in paths], renamings, known)
+        commit: (compacted and compacted.unit(commit, paths, known))
+        or load_figures(store, commit, [store / path for path in paths], known)
         for commit, paths in files.items()
     }
     missing = {commit: one for commit, one in found.items() if isinstance(one, Unfit)}
@@ -207,7 +206,7 @@ def keep_figures(store: Path, run: Path) -> None:
     with contextlib.suppress(OSError, StoreError):
         commit, known = commit_of(run), Fingerprints()
         paths = files_by_commit(store).get(commit, [])
-        found = load_figures(store, commit, paths, load_renamings(store), known)
+        found = load_figures(store, commit, paths, known)
         if paths and found in (Unfit.STALE, Unfit.TORN, Unfit.ABSENT):
             read_and_keep(store, commit, paths, known)
 

@@ -2,8 +2,7 @@
 
 A run is the same by its id and its content. A copy counts once, whatever it is called, wherever it lies and however its
 lines end; so does the beginning of a run, of which the longest file counts. Where files of one id differ in what they
-say, nobody knows which of them is the run, and none counts; nor where files of one start have the same samples under
-several ids.
+say, nobody knows which of them is the run, and none counts.
 """
 
 from __future__ import annotations
@@ -25,17 +24,12 @@ from fp8bench.store.kept_lines import fitting
 from fp8bench.store.runs.read import load_head, load_run
 
 COPIED = "they are copies of runs, or the beginnings of runs, that count"
-REFUSED = (
-    "their ids or their samples are those of other files, so that none counts; `fp8bench history verify` names them"
-)
-# A header as it is written; it begins with the id and the start.
-_BEGINS = re.compile(rb'(?:\xef\xbb\xbf)?{"schema": ?\d+, ?"header": ?{"id": ?("[^"\\]+"), ?"started": ?("[^"\\]+")')
+REFUSED = "their ids are those of other files, so that none counts; `fp8bench history verify` names them"
+# A header as it is written; it begins with the id.
+_BEGINS = re.compile(rb'(?:\xef\xbb\xbf)?{"schema": ?\d+, ?"header": ?{"id": ?("[^"\\]+")')
 _PEEKED = 256
 _COLLECTED = "machine=*/month=*/*.jsonl"
 _MONTH = re.compile(r"\d{4}-\d{2}")
-_RECORD = b'{"record":'
-# The number and the checksum of a line.
-_END = re.compile(rb',"line":\d+,"sum":"\w+"}$')
 # The folder of what was compacted.
 POINTS = "points"
 REMEDY = "Keep the file that is right, and move the others away"
@@ -45,7 +39,7 @@ REMEDY = "Keep the file that is right, and move the others away"
 class Listing:
     """Run files, newest first. `copies` leads from a file that does not count to the one that does.
 
-    `refused` leads from a file to all that have its id and are not the same run, or its samples and another id.
+    `refused` leads from a file to all that have its id and are not the same run.
     """
 
     files: tuple[Path, ...]
@@ -94,10 +88,8 @@ class Listing:
 
 def refusal(group: Sequence[Path]) -> str:
     """Why none of some files counts."""
-    files, ids = " and ".join(map(str, group)), list(dict.fromkeys(map(id_of, group)))
-    if len(ids) == 1:
-        return f"{files} have the id {ids[0]} and say different things, so that none of them counts"
-    return f"{files} have the same samples under the ids {' and '.join(ids)}, so that none of them counts"
+    files = " and ".join(map(str, group))
+    return f"{files} have the id {id_of(group[0])} and say different things, so that none of them counts"
 
 
 def each_once(paths: Iterable[Path]) -> Listing:
@@ -119,23 +111,7 @@ def each_once(paths: Iterable[Path]) -> Listing:
             refused |= dict.fromkeys(group, tuple(sorted(group)))
         else:
             copies |= {path: counts for path in group if path != counts}
-    for alike in _same_samples([path for path in files if path not in copies and path not in refused]):
-        refused |= dict.fromkeys(alike, alike)
     return Listing(tuple(path for path in files if path not in copies and path not in refused), copies, refused)
-
-
-def _same_samples(files: Iterable[Path]) -> Iterator[tuple[Path, ...]]:
-    """Files of several ids that began in the same millisecond and have the same records."""
-    starts: dict[str, list[Path]] = {}
-    for path in files:
-        starts.setdefault(_identity(path)[1], []).append(path)
-    for start, group in starts.items():
-        alike: dict[bytes, list[Path]] = {}
-        for path in group if start and len(group) > 1 else ():
-            with contextlib.suppress(OSError):
-                records = [_END.sub(b"", line) for line in _lines(path.read_bytes()) if line.startswith(_RECORD)]
-                alike.setdefault(b"\n".join(records), []).append(path)
-        yield from (tuple(sorted(same)) for records, same in alike.items() if records and len(same) > 1)
 
 
 def _whole(group: Sequence[Path]) -> Path | None:
@@ -153,23 +129,18 @@ def _whole(group: Sequence[Path]) -> Path | None:
 
 def id_of(path: Path) -> str:
     """The id of the run in a file; of one without a header a digest, and of one that cannot be read its path."""
-    return _identity(path)[0]
-
-
-def _identity(path: Path) -> tuple[str, str]:
-    """The id, and the start; '' where that is not known."""
     try:
         with path.open("rb", buffering=0) as file:
             begins = _BEGINS.match(file.read(_PEEKED))
             if begins is not None:
-                return str(json.loads(begins[1])), str(json.loads(begins[2]))
+                return str(json.loads(begins[1]))
         run = load_head(path)
         if run.started:
-            return run.id, run.started
+            return run.id
         with path.open("rb") as file:
-            return hashlib.file_digest(file, hashlib.blake2b).hexdigest(), ""
+            return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
     except (StoreError, OSError, ValueError):
-        return str(path), ""
+        return str(path)
 
 
 def _length(path: Path) -> tuple[int, int]:
@@ -222,12 +193,7 @@ def collected_folder(run: Run) -> str:
 
 def machine_folder(path: Path) -> str:
     """The machine whose folder a run file lies in."""
-    return path.parent.parent.name.removeprefix("machine=") if is_collected(path) else path.parent.name
-
-
-def is_collected(path: Path) -> bool:
-    """Whether a run file lies where `collected_folder` says."""
-    return path.match(_COLLECTED)
+    return path.parent.parent.name.removeprefix("machine=") if path.match(_COLLECTED) else path.parent.name
 
 
 def all_files(store: Path) -> list[Path]:

@@ -14,9 +14,10 @@ import pytest
 from markdown_it import MarkdownIt
 
 from fp8bench.analysis.compare.compare import Compared, compare
-from fp8bench.analysis.compare.duel_verdicts import compared as compared_by_duel
 from fp8bench.analysis.compare.sides import Side, side_of
 from fp8bench.analysis.findings import findings
+from fp8bench.features.duel.values import CaseResult
+from fp8bench.features.duel.verdicts import compared as compared_by_duel
 from fp8bench.model import (
     Comparison,
     Direction,
@@ -37,7 +38,6 @@ from fp8bench.model import (
     Timing,
 )
 from fp8bench.model.codec import decode
-from fp8bench.model.duel import CaseResult
 from fp8bench.report.data.comparison import as_csv, as_json
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.comparison import page_of

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.analysis.gate.judging import exceeds
-from fp8bench.analysis.gate.thresholds import threshold_of
 from fp8bench.analysis.steps.acknowledged import ack_of, acknowledged, covers
 from fp8bench.analysis.steps.changes import (
     BELOW_ZERO,
@@ -20,7 +18,9 @@ from fp8bench.analysis.steps.changes import (
     State,
     find_changes,
 )
-from fp8bench.cli.thresholds_file import read_rules
+from fp8bench.features.gate.command import read_rules
+from fp8bench.features.gate.judging import exceeds
+from fp8bench.features.gate.thresholds import threshold_of
 from fp8bench.model import Conditions, Direction, Evidence, Figure, Label, Series, Status, Trend
 from fp8bench.report.terminal.changes import page_of
 from fp8bench.report.terminal.layout import render

@@ -8,17 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from asv import results
 
 from fp8bench.model import Record, Request, Status
 from fp8bench.registry import workloads
 from fp8bench.store.asv.results import load_results
 from fp8bench.store.asv.view import results_of
-from fp8bench.store.interpreters import environments_of
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.write import lock_run
 from tests.commands import Say, git, unfolding
-from tests.histories import PYTHON, commit, history, keep, records, run_at, tree
+from tests.histories import commit, history, keep, records, run_at, tree
 
 
 @pytest.fixture
@@ -218,7 +216,7 @@ def test_a_commit_that_left_the_repository_is_marked(store: Path, say: Say) -> N
 
 def test_stores_that_are_not_there_or_empty(store: Path, say: Say) -> None:
     """A sentence with what to do."""
-    for words in (["list"], ["show", "x"], ["verify"], ["rebuild"], ["merge", "--rename-env", "a=b"]):
+    for words in (["list"], ["show", "x"], ["verify"], ["rebuild"]):
         code, out, err = say(*words)
         assert code == 2 and not out and "the store .fp8bench is not there. Give --store DIR" in err
     store.mkdir()
@@ -247,8 +245,9 @@ def test_what_only_reads_writes_nothing(store: Path, say: Say) -> None:
 def test_what_writes_says_that_it_cannot(store: Path, say: Say) -> None:
     """Here a file lies where the view should be."""
     history(store, 1.0)
+    history(Path("other"), 1.0)
     (store / "asv").write_text("")
-    for words in (["rebuild"], ["merge", "--rename-env", f"{PYTHON}=/new/python"]):
+    for words in (["rebuild"], ["merge", "other"]):
         code, _, err = say(*words)
         assert code == 2 and "Choose another --store DIR" in err
 
@@ -343,87 +342,11 @@ def test_merge_says_what_was_not_taken(store: Path, say: Say, tmp_path: Path) ->
     assert code == 3 and "here already: 1" in out and "each was resumed alone" in err
 
 
-def test_merge_needs_something_to_do(store: Path, say: Say) -> None:
-    """And a store that is another's."""
+def test_merge_needs_a_store_that_is_anothers(store: Path, say: Say) -> None:
+    """Its own, and a folder that is not there, are refused."""
     history(store, 1.0)
-    assert "nothing was given to merge" in say("merge")[2]
     assert "is this store, or lies in it" in say("merge", ".")[2]
     assert "is no directory" in say("merge", "nowhere")[2]
-
-
-def test_an_interpreter_goes_on_as_another(store: Path, say: Say) -> None:
-    """Runs of the old one are in the new one's file, what asv alone measured too, and the runs stay as they are."""
-    history(store, 1.0, 1.1)
-    say("rebuild")
-    runs = tree(store / "runs")
-    old = next((results_of(store) / "box").glob("00000001-*.json"))
-    content = json.loads(old.read_text())
-    content["results"]["harness.time_x"] = [[0.5], [], "1"]
-    old.write_text(json.dumps(content))
-    keep(store, run_at(1, 9, facts={"asv_python": "/new/bin/python3"}))
-    code, out, err = say("merge", "--rename-env", f"{PYTHON}=/new/bin/python3")
-    assert (code, err) == (0, "") and f"{PYTHON} counts as /new/bin/python3" in out
-    names = sorted(path.name for path in results_of(store).glob("*/0*.json"))
-    assert names == [f"0000000{n}-existing-py_new_bin_python3.json" for n in (0, 1)]
-    file = load_results(results_of(store) / "box" / names[1])
-    assert file.python == file.params["python"] == "/new/bin/python3" and file.rows["harness.time_x"].values == (0.5,)
-    seen = results.Results.load(str(results_of(store) / "box" / names[1]))
-    assert seen.env_name == "existing-py_new_bin_python3" and seen.get_result_value("harness.time_x", []) == [0.5]
-    stats = file.rows["gemm.Gemm.track_time"].stats[0]
-    assert stats is not None and stats.repeat == 48
-    assert runs.items() <= tree(store / "runs").items()
-    out = say("show", "track_time(bf16")[1]
-    assert out.count("/new/bin/python3") == 1 and PYTHON not in out
-    assert say("verify")[0] == 0
-
-
-def test_renaming_by_asvs_names_in_chains_and_back(store: Path, say: Say) -> None:
-    """Each step leads on from what stands; in the end all is one line under the last name."""
-    history(store, 1.0)
-    chain = ("--rename-env", f"{PYTHON}=/a/python", "--rename-env", "/a/python=/b/python")
-    assert say("merge", *chain)[0] == 0
-    assert say("merge", "--rename-env", "existing-py_b_python=/c/python")[0] == 0
-    assert "/c/python" in say("list")[1]
-    assert say("merge", "--rename-env", f"/c/python={PYTHON}")[0] == 0
-    assert PYTHON in say("list")[1] and say("verify")[0] == 0
-    assert [path.name for path in results_of(store).glob("*/0*.json")] == ["00000000-existing-py_venv_bin_python3.json"]
-
-
-def test_a_renaming_is_refused_with_what_is_known(store: Path, say: Say) -> None:
-    """And nothing is kept of it."""
-    history(store, 1.0)
-    code, _, err = say("merge", "--rename-env", "/x=/y")
-    assert code == 2 and "nothing was measured under '/x'. Known are:\n  /venv/bin/python3" in err
-    assert "is no path" in say("merge", "--rename-env", f"{PYTHON}=existing-py_nowhere")[2]
-    assert not environments_of(store).exists()
-    say("merge", "--rename-env", f"{PYTHON}=/b/python")
-    err = say("merge", "--rename-env", f"{PYTHON}=/c/python")[2]
-    assert "counts as /b/python already" in err
-    assert say("merge", "--rename-env", f"{PYTHON}=/b/python")[0] == 0
-
-
-def test_what_counts_as_what_there_does_so_here(store: Path, say: Say, tmp_path: Path) -> None:
-    """A store that is taken in brings its word along; ours holds where both speak."""
-    other = tmp_path / "other"
-    history(other, 1.0)
-    assert say("merge", "--rename-env", f"{PYTHON}=/b/python", "--store", str(other))[0] == 0
-    assert say("merge", str(other), "--rename-env", "/x=/y")[0] == 2 and not store.joinpath("runs").exists()
-    assert not environments_of(store).exists()
-    assert say("merge", str(other))[0] == 0
-    assert json.loads(environments_of(store).read_text())["counts_as"] == {PYTHON: "/b/python"}
-    assert "/b/python" in say("list")[1]
-
-
-def test_a_broken_word_on_interpreters_is_said(store: Path, say: Say) -> None:
-    """Nothing is renamed by it, and it is not overwritten."""
-    history(store, 1.0)
-    environments_of(store).write_text("{")
-    code, out, err = say("list")
-    assert code == 0 and PYTHON in out and "no interpreter counts as another" in err
-    code, _, err = say("merge", "--rename-env", f"{PYTHON}=/b/python")
-    assert code == 2 and "Fix it, or move it away" in err and environments_of(store).read_text() == "{"
-    code, out, _ = say("verify")
-    assert code == 3 and "environments.json" in out
 
 
 def test_a_torn_file_of_figures_is_said_once(store: Path, say: Say) -> None:

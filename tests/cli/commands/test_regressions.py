@@ -10,7 +10,7 @@ import pytest
 from fp8bench.model import Request, Status
 from fp8bench.store.acks import acks_of
 from tests.commands import Say, unfolding
-from tests.histories import PYTHON, commit, history, keep, records, run_at, tree
+from tests.histories import commit, history, keep, records, run_at, tree
 
 SERIES = "gemm.Gemm.track_time(bf16, 512)"
 ALL = "*bf16*"
@@ -236,14 +236,6 @@ def test_acks_are_merged_with_the_runs(store: Path, say: Say, tmp_path: Path) ->
     goes_on(store, 16, 1.1)
     code, out, err = say("merge", str(other))
     assert (code, err) == (0, "") and "acknowledgements that are new here: 8\n" in out
-    assert say("regressions")[0] == 0
-
-
-def test_acks_go_with_an_interpreter_that_moved(store: Path, say: Say) -> None:
-    """Its line goes on under the new name."""
-    history(store, *times((12, 1.0), (4, 1.1)))
-    say("ack", "*")
-    assert say("merge", "--rename-env", f"{PYTHON}=/moved/bin/python3")[0] == 0
     assert say("regressions")[0] == 0
 
 

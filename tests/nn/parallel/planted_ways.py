@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8bench.nn.parallel.cuts import AMAX_GROUPS
 from fp8bench.nn.parallel.way import Job, Way
+from fp8bench.numerics import fp8_reduce
 from fp8bench.ways import ways
 
 if TYPE_CHECKING:
@@ -68,47 +69,49 @@ for number in (1.06, 1.2, 1.4, 1.6, 2.0):
 
 
 class OtherScale(Way):
-    """Of tensors that are cut rank 1 takes so many `times` the largest magnitude of all ranks, and casts by that."""
+    """Of tensors that are cut rank 1 takes so many `times` the largest magnitude of all ranks, and casts by that; of
+    four ranks each second one, in its pair."""
 
     summary = "a shard's scale is wrong"
     options: ClassVar = {"amax": AMAX_GROUPS}
     times: ClassVar[float]
 
     def model(self, job: Job) -> ParallelModel:
-        from fp8bench.nn.parallel import tensor_hand
+        from fp8bench.nn.parallel import tensor_parallel
         from fp8bench.nn.parallel.exchanges import Group
+        from fp8bench.nn.parallel.tensor_fsdp import TensorFSDP
 
-        times = self.times
+        times, kind = self.times, TensorFSDP if job.group.size() == 4 else tensor_parallel.TensorCut
 
         class Wrong(Group):
             def largest(self, x: Tensor) -> Tensor:
                 return super().largest(x) * (times if self.rank else 1)
 
-        class Model(tensor_hand.HandCut):
+        class Model(kind):  # type: ignore[misc, valid-type]
             def __init__(self, job: Job) -> None:
-                tensor_hand.Group, kept = Wrong, tensor_hand.Group  # type: ignore[misc]
+                tensor_parallel.Group, kept = Wrong, tensor_parallel.Group  # type: ignore[misc]
                 try:
                     super().__init__(job)
                 finally:
-                    tensor_hand.Group = kept  # type: ignore[misc]
+                    tensor_parallel.Group = kept  # type: ignore[misc]
 
         return Model(job)
 
 
-for word, number in {"hand_twice": 0.5, "hand_half": 2.0, "hand_quarter": 0.25}.items():
+for word, number in {"tp_twice": 0.5, "tp_half": 2.0, "tp_quarter": 0.25}.items():
     ways.register(word)(type(f"OtherScale_{word}", (OtherScale,), {"name": word, "times": number}))
 
 
-@ways.register("hand_alone")
+@ways.register("tp_alone")
 class NobodyAsked(OtherScale):
     """Scales of shares are each rank's own where they should be those of whole tensors."""
 
-    name = "hand_alone"
+    name = "tp_alone"
 
     def model(self, job: Job) -> ParallelModel:
-        from fp8bench.nn.parallel.tensor_hand import HandCut
+        from fp8bench.nn.parallel.tensor_parallel import TensorCut
 
-        model = HandCut(job)
+        model = TensorCut(job)
         for layer in model.module.modules():
             scales = getattr(getattr(layer, "arithmetic", None), "scales", {})
             for one in scales.values():
@@ -116,20 +119,48 @@ class NobodyAsked(OtherScale):
         return model
 
 
-@ways.register("hand_forgets")
+@ways.register("tp_forgets")
 class OneSumForgotten(Way):
     """Of one part of a block gradients are not added up."""
 
-    name = "hand_forgets"
+    name = "tp_forgets"
     summary = "one all-reduce is missing"
     options: ClassVar = {"amax": AMAX_GROUPS}
 
     def model(self, job: Job) -> ParallelModel:
-        from fp8bench.nn.parallel.tensor_hand import HandCut
+        from fp8bench.nn.parallel.tensor_parallel import TensorCut
 
-        model = HandCut(job)
+        model = TensorCut(job)
         model.module.blocks[-1].mlp._forward_pre_hooks.clear()
         return model
+
+
+class OtherWireScale(Way):
+    """What rank 1 sends in FP8 is by twice the scale that its values ask for."""
+
+    summary = "a scale on the wire is wrong"
+
+    def model(self, job: Job) -> ParallelModel:
+        model: Any = ways.get(self.name.removesuffix("_wire")).model(job)
+        wire = model.fp8_wire
+        own, result = fp8_reduce.largest_scale, wire._result
+
+        def wrong(*given: Any) -> Any:
+            fp8_reduce.largest_scale = lambda amax: own(amax) * 2
+            try:
+                return result(*given)
+            finally:
+                fp8_reduce.largest_scale = own
+
+        if job.group.rank() == 1:
+            wire._result = wrong
+        found: ParallelModel = model
+        return found
+
+
+for word in ("sp", "zero"):
+    members = {"name": f"{word}_wire", "options": ways.get(word).options}
+    ways.register(f"{word}_wire")(type(f"OtherWireScale_{word}", (OtherWireScale,), members))
 
 
 def ddp(name: str, body: Callable[[type[DDPModel]], type[DDPModel]]) -> None:
@@ -148,12 +179,8 @@ def seen_twice(kind: type[DDPModel]) -> type[DDPModel]:
     """Rank 1 takes rank 0's share of a batch."""
 
     class Model(kind):  # type: ignore[misc, valid-type]
-        def _forward(self, tokens: Tensor, targets: Tensor, phase: Any) -> Tensor:
-            self._phase = phase
-            size, rank = self.group.size(), self.group.rank()
-            place = 0 if rank == 1 else rank
-            loss: Tensor = self._ddp(tokens.chunk(size)[place], targets.chunk(size)[place], phase)
-            return loss
+        def own_share(self, batch: Tensor) -> Tensor:
+            return batch.chunk(2)[0]
 
     return Model
 
@@ -174,9 +201,7 @@ def stale(kind: type[DDPModel]) -> type[DDPModel]:
     class Model(kind):  # type: ignore[misc, valid-type]
         _before: Tensor | None = None
 
-        def _in_fp8(self, bucket: Any, wire: str) -> Any:
-            from fp8bench.numerics import fp8_reduce
-
+        def _in_fp8(self, bucket: Any) -> Any:
             own, before = fp8_reduce.scaled, self._before
 
             def scaled(*given: Any) -> Any:
@@ -186,7 +211,7 @@ def stale(kind: type[DDPModel]) -> type[DDPModel]:
 
             fp8_reduce.scaled = scaled  # type: ignore[assignment]
             try:
-                return super()._in_fp8(bucket, wire)
+                return super()._in_fp8(bucket)
             finally:
                 fp8_reduce.scaled = own
 

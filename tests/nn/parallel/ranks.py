@@ -65,11 +65,11 @@ class ThreadedGroup(Group):
     def everybodys(self, x: Tensor) -> list[Tensor]:
         return self._brought("everybodys", x)
 
-    def gathered(self, x: Tensor) -> Tensor:
-        return torch.cat(self._brought("gathered", x), 1)
+    def all_parts(self, x: Tensor) -> Tensor:
+        return torch.stack(self._brought("gathered", x))
 
-    def scattered(self, x: Tensor) -> Tensor:
-        return self.own(torch.stack(self._brought("scattered", x)).sum(0))
+    def own_part(self, parts: Tensor) -> Tensor:
+        return torch.stack(self._brought("scattered", parts)).sum(0)[self.rank]
 
     def _brought(self, what: str, x: Tensor) -> list[Tensor]:
         place = self.handle

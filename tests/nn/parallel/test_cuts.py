@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8bench.model import DeviceFacts
 from fp8bench.nn.parallel.cuts import cut_of, cuts
 from fp8bench.nn.parallel.way import Asked
 from fp8bench.nn.sizes import SIZES, GPTConfig, of_config
@@ -17,7 +16,6 @@ from tests.facts import CPU
 
 NANO = SIZES["nano"]
 LLAMA = replace(NANO, modern=True, key_heads=2)
-TORCHAO = replace(CPU, packages=(("torchao", "0.18"),))
 
 
 @pytest.mark.parametrize(("config", "ranks"), [(NANO, 2), (NANO, 4), (LLAMA, 2)])
@@ -52,24 +50,20 @@ def refusal(
     ranks: int = 2,
     config: GPTConfig = NANO,
     batch: int = 8,
-    facts: DeviceFacts = TORCHAO,
     **options: str,
 ) -> str:
-    return ways.get(way).refused(Asked(config, batch, ranks, precisions.get(mode), options, facts))
+    return ways.get(way).refused(Asked(config, batch, ranks, precisions.get(mode), options, CPU))
 
 
 def test_what_cannot_be_cut_is_refused_with_the_number() -> None:
     three = replace(NANO, layers=3)
     wanted = {
-        refusal("tp", ranks=3): "4 heads have no equal share for each of 3 ranks",
-        refusal("tp_hand", config=LLAMA, ranks=4, amax="own"): "2 heads of keys have no equal share for each of 4",
+        refusal("tp", ranks=3, amax="own"): "4 heads have no equal share for each of 3 ranks",
+        refusal("tp", config=LLAMA, ranks=4, amax="own"): "2 heads of keys have no equal share for each of 4",
         refusal("sp", config=replace(NANO, sequence=97), amax="own"): "97 tokens have no equal share for each of 2",
-        refusal("tp_hand", config=replace(NANO, experts=4), amax="own"): "experts are not cut here",
-        refusal("tp_hand", mode="mxfp8", amax="group"): "mxfp8 has no scale of a tensor that ranks could share",
-        refusal("tp", mode="mxfp8"): "DTensor multiplies here in fp32, bf16, fp8 (fp8 is torchao's), not in mxfp8",
-        refusal("tp", mode="fp8", facts=CPU): "fp8 in DTensor's layers needs the package torchao",
-        refusal("sp_torch", mode="fp8"): "DTensor would gather float8 codes of the tokens",
-        refusal("tp_fsdp", ranks=4, batch=7): "7 sequences have no equal share for each pair of 4 ranks",
+        refusal("tp", config=replace(NANO, experts=4), amax="own"): "experts are not cut here",
+        refusal("tp", mode="mxfp8", amax="group"): "mxfp8 has no scale of a tensor that ranks could share",
+        refusal("tp_fsdp", ranks=4, batch=7, amax="own"): "7 sequences have no equal share for each pair of 4 ranks",
         refusal("pp_gpipe", config=three, microbatches="2"): "3 layers have no equal share for each of 2 ranks",
         refusal("pp_gpipe", batch=6, microbatches="4"): "6 sequences cannot be cut into 4 equal microbatches",
         refusal("pp_1f1b", ranks=2, microbatches="1"): "1 microbatches do not fill 2 stages by this schedule",
@@ -79,6 +73,6 @@ def test_what_cannot_be_cut_is_refused_with_the_number() -> None:
 
 
 def test_what_can_be_is_not_refused() -> None:
-    assert not refusal("tp", mode="fp8") and not refusal("tp_fsdp", ranks=4)
-    assert not refusal("tp_hand", mode="fp8", amax="group") and not refusal("sp", ranks=4, amax="own")
+    assert not refusal("tp", mode="fp8", amax="own") and not refusal("tp_fsdp", "mxfp8", ranks=4, amax="own")
+    assert not refusal("tp", mode="fp8", amax="group") and not refusal("sp", ranks=4, amax="own")
     assert not refusal("pp_gpipe", microbatches="4") and not refusal("pp_1f1b", mode="mxfp8", microbatches="2")

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from fp8bench.analysis.metric import STEP
+from fp8bench.model.specs import STEP
 from fp8bench.report.break_evens import swept
 from fp8bench.report.data.break_even import BreakEvenRow, break_even_rows
 from fp8bench.report.data.frames import RunFrames

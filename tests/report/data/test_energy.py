@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.analysis.metric import STEP
 from fp8bench.model import EnergyUse
+from fp8bench.model.specs import STEP
 from fp8bench.report.data.tidy import TidyRow, rows, widened
 from tests.energies import TOO_FEW, VIRTUAL, energetic, unmeasured, without_energy
 

@@ -116,7 +116,8 @@ def test_it_holds_the_whole_run(make: Any) -> None:
     assert set(document) == {field.name for field in fields(Run)}
     assert decode(Run, document) == run
     for record, plain in zip(run.records, document["records"], strict=True):
-        found, said = findings.get(record.case.id), plain.pop("finding")
+        found, said, metrics = findings.get(record.case.id), plain.pop("finding"), plain.pop("metrics")
+        assert metrics.get("time") == (found and found.best_seconds and found.median_seconds)
         assert plain == encode(record) and (said is None) == (found is None)
         if found is not None:
             assert "case" not in said and decode(Finding, {**said, "case": plain["case"]}) == found

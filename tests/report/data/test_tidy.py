@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from fp8bench.analysis.metric import STEP
 from fp8bench.model import Finding, Interval, Level, Run, Verdict
+from fp8bench.model.specs import STEP
 from fp8bench.report.data.tidy import TidyRow, columns_of, rows
 from tests.runs import gemm, measured, transformer, wild_runs
 

@@ -12,7 +12,6 @@ from fp8bench.store.compacted.compact import compact
 from fp8bench.store.compacted.manifest import points_of
 from fp8bench.store.index.history import open_history
 from fp8bench.user_code import import_user_modules
-from suites import compacted_history
 from suites.compacted_history import WORKS, make, measure, write_compacted
 from suites.long_history import write_module, write_store
 from tests.own_suites import forgotten
@@ -45,11 +44,10 @@ def test_its_files_are_what_compacting_runs_makes(folder: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_what_is_measured_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_measured_works(tmp_path: Path) -> None:
     """On a small store."""
-    monkeypatch.setattr(compacted_history, "_REPEATS", 1)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert make(tmp_path, environment, 40, 1).cpu > 0
     for what in WORKS:
-        cost = measure(tmp_path, what, environment)
+        cost = measure(tmp_path, what, environment, 1)
         assert 0 < cost.cpu < 60 and cost.wall > 0 and 10 << 20 < cost.peak < 400 << 20

@@ -1,10 +1,12 @@
-"""A store that was published and fetched, or compacted and restored: every command says the same of it."""
+"""A store that was compacted, copied and restored: every command says the same of it."""
 
 from __future__ import annotations
 
+import gzip
 import os
 import shlex
 import shutil
+import tarfile
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,33 +15,32 @@ import pytest
 
 from fp8bench import pipeline
 from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.features.duel.kept import start_duel
+from fp8bench.features.train.kept import start_training
+from fp8bench.features.train.values import Training
 from fp8bench.files import write_whole
-from fp8bench.jobs.fleet.cells import cut
-from fp8bench.jobs.fleet.cells import measured as measure
+from fp8bench.jobs.cells import cut
+from fp8bench.jobs.cells import measured as measure
 from fp8bench.model import Ceilings, Environment, Request
-from fp8bench.model.training import Training
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.ceilings import new_ceilings
-from fp8bench.store.compacted.archive import contents, kept_files, open_archive, stated
-from fp8bench.store.compacted.manifest import load_manifest, parquet_of
-from fp8bench.store.compacted.object_storage import fetch, publish
+from fp8bench.store.compacted import manifest as manifests
+from fp8bench.store.compacted.archive import contents, stated, write_archive
+from fp8bench.store.compacted.manifest import archive_of, load_manifest, points_of, save_manifest
 from fp8bench.store.compacted.restore import Restored, restore
 from fp8bench.store.compacted.verify import check_compacted
-from fp8bench.store.duels import start_duel
 from fp8bench.store.find_runs import runs_meant
 from fp8bench.store.fleet_plans import keep_plan, write_plan
 from fp8bench.store.runs.listing import find_run
-from fp8bench.store.trainings import start_training
 from tests.commands import Say, unfolded
 from tests.duels import SESSION, header, result
 from tests.facts import CPU
+from tests.features.train.test_kept import LINES
 from tests.golden.test_stored_runs import FAILING, NEW, OLD, SAMPLE, SERIES, a_store_of_them
 from tests.histories import keep, run_at, tree
 from tests.store.compacted.test_compacted import compacted, opened
-from tests.store.test_trainings import LINES
 from tests.trainings import training
 
-ADDRESS = "memory://bucket/box"
 STORE = Path(".fp8bench")
 GEMM = Request("gemm", ("fp32",), quick=True, rounds=2, energy=False, isolation=False, axes=(("shape", ("16", "24")),))
 # Whatever reads a store. PLAN is the plan's file, OUT a folder for what is written.
@@ -108,16 +109,17 @@ def test_every_command_says_the_same(tmp_path: Path, fp8bench: Say) -> None:
         names = of_all_kinds(tmp_path)
         fp8bench("history", "rebuild")
         compacted(STORE)
-        publish(STORE, ADDRESS)
         here = shutil.copytree(STORE, tmp_path / "here")
         meant = said(fp8bench, names)
         shutil.rmtree(STORE)
-        fetch(ADDRESS, STORE)
+        for packed in ("points", "archive"):
+            shutil.copytree(here / packed, STORE / packed)
+        restore(STORE)
         kept = names_of(here)
         there = {path.relative_to(STORE).as_posix() for path in STORE.rglob("*") if path.is_file()}
         assert there - set(kept) == {
-            ".gitignore", "points/index.json", "points/fetched.json", "points/.lock",
-            *(parquet_of(STORE, name).relative_to(STORE).as_posix() for name in load_manifest(STORE).parquet),
+            "points/index.json", "points/.lock",
+            *(path.relative_to(STORE).as_posix() for path in load_manifest(STORE).written(STORE)),
         }  # fmt: skip
         assert {name.partition("/")[0] for name in kept} == {
             "runs", "duels", "trainings", "ceilings", "acks.jsonl", "asv", "plans"
@@ -184,7 +186,7 @@ def damage(path: Path, how: str) -> None:
 def test_a_damaged_archive_is_named_and_never_serves(store: Path, how: str, fp8bench: Say) -> None:
     """The others' files are written; with the runs it is made again."""
     before = files(store)
-    path = store / "archive" / "machine=box" / "month=2026-02" / "files.parquet"
+    path = store / "archive" / "machine=box" / "month=2026-02.tar.gz"
     damage(path, how)
     (fault,), _ = check_compacted(store)
     assert fault.path == str(path)
@@ -198,22 +200,59 @@ def test_a_damaged_archive_is_named_and_never_serves(store: Path, how: str, fp8b
         and said.replace(" ", "") in "".join(err.split())
     )
     assert files(away) == {name: content for name, content in before.items() if "/202602" not in name}
-    with pytest.raises(StoreError, match="is not the file that was written: run `fp8bench store compact` first"):
-        publish(store, ADDRESS)
     assert compacted(store).archived.mended == ["archive/machine=box/month=2026-02"]
     assert not check_compacted(store)[0]
 
 
 def test_a_file_is_held_against_its_digest(store: Path) -> None:
-    """Also where the Parquet file is the one that was written, and what it says is not."""
-    path = store / "archive" / "beside" / "files.parquet"
-    for what, said in (("'{ }'::BLOB AS content", "as it was written"), ("'../x' AS path", "which is none of a store")):
-        made = path.with_name("made.parquet")
-        query = f"COPY (SELECT * REPLACE ({what}) FROM read_parquet('{path}')) TO '{made}'"
-        with open_archive() as connection:
-            connection.execute(query)
-            with pytest.raises(StoreError, match=said):
-                _ = kept_files(made, connection), list(contents(made, connection))
+    """Also where the archive is the one that was written, and what it says is not."""
+    manifest = load_manifest(store)
+    path, one = archive_of(store, "archive/beside"), manifest.archives["archive/beside"]
+    changed = [one._replace(files=(one.files[0]._replace(**{name: value}),))
+               for name, value in (("digest", "0" * 64), ("size", 1), ("path", "acks.jsonl"))]  # fmt: skip
+    for archive in changed:
+        with pytest.raises(StoreError, match="as it was written"):
+            list(contents(path, archive))
+    manifest.archives["archive/beside"] = one._replace(files=(one.files[0]._replace(path="../x"),))
+    save_manifest(store, manifest)
+    (store / "advice.jsonl").unlink()
+    assert "which is none of a store" in restore(store).damaged[0]
+    assert not (store.parent / "x").exists()
+
+
+def test_an_archive_is_a_tar_of_the_same_bytes_each_time(store: Path, tmp_path: Path) -> None:
+    """Whoever wrote it, and whenever: nobody's name and no date is in it, and any tar reads it."""
+    name = "archive/machine=box/month=2026-01"
+    path = archive_of(store, name)
+    with tarfile.open(path) as tar:
+        assert {(one.mtime, one.uid, one.gid, one.uname, one.gname, one.mode) for one in tar} == {
+            (0, 0, 0, "", "", 0o644)
+        }
+        tar.extractall(tmp_path / "by tar", filter="data")
+    run = run_of(store, "202601")
+    assert (tmp_path / "by tar" / run.relative_to(store)).read_bytes() == run.read_bytes()
+    assert path.read_bytes()[4:8] == bytes(4)  # gzip's own date
+    os.utime(run, ns=(1, 1))
+    made, _ = write_archive(tmp_path / "again.tar.gz", store, stated(store)[name])
+    assert (tmp_path / "again.tar.gz").read_bytes() == path.read_bytes()
+    assert made.digest == load_manifest(store).archives[name].digest
+    assert len(gzip.decompress(path.read_bytes())) % 512 == 0
+
+
+def test_one_of_an_earlier_fp8bench_is_not_written_over(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the runs it is all that there is of them: whoever wrote it has to write them back."""
+    known = load_manifest(store)
+    with monkeypatch.context() as patches:
+        patches.setattr(manifests, "VERSION", 2)
+        save_manifest(store, known)
+    before = (points_of(store) / "index.json").read_bytes()
+    shutil.rmtree(store / "runs")
+    for does in (compacted, opened, restore):
+        with pytest.raises(StoreError, match=r"is of version 2, and .* reads 4.*the fp8bench that compacted"):
+            does(store)
+    (fault,), _ = check_compacted(store)
+    assert fault.broken and "restores its runs" in fault.remedy
+    assert (points_of(store) / "index.json").read_bytes() == before
 
 
 def test_a_store_without_its_runs_says_what_writes_them(store: Path) -> None:
@@ -226,41 +265,8 @@ def test_a_store_without_its_runs_says_what_writes_them(store: Path) -> None:
         runs_meant(str(store), store)
 
 
-def test_what_changes_here_and_there(store: Path, tmp_path: Path) -> None:
-    """A fetch takes what is new there, takes away what is gone there, and leaves alone what was changed here."""
-    publish(store, ADDRESS)
-    there = tmp_path / "there"
-    fetch(ADDRESS, there)
-    own = keep(there, run_at(8, 5))
-    with (there / "advice.jsonl").open("a") as file:
-        file.write(" ")
-    run_of(there, "202602").write_bytes(b"another")
-    run_of(store, "202603").unlink()
-    with run_of(store, "202602").open("a") as file:
-        file.write("\n")
-    with keep(store, run_at(9, 2100)).open("a") as file:
-        file.write("\n")
-    compacted(there)  # so that the index is none that was fetched
-    compacted(store)
-    publish(store, ADDRESS)
-    changed = run_of(there, "202602").relative_to(there).as_posix()
-    for again in (False, True):
-        _, restored = fetch(ADDRESS, there)
-        counts = (0, 2, 0) if again else (1, 1, 1)
-        assert restored == Restored(*counts, own=["advice.jsonl", changed])
-    assert own.exists() and (there / "advice.jsonl").read_text() == " "
-    assert run_of(there, "202602").read_bytes() == b"another"
-    with pytest.raises(StoreError, match="was fetched from memory://bucket/box"):
-        fetch("memory://bucket/other", there)
-    with pytest.raises(StoreError, match="has runs of its own"):
-        fetch(ADDRESS, store)
-    shutil.rmtree(store / "runs")
-    with pytest.raises(StoreError, match="has runs of its own"):  # what was compacted is all that is left of them
-        fetch(ADDRESS, store)
-
-
 def test_a_file_that_changes_while_it_is_read(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is left for the next time, and what is published says so."""
+    """It is left for the next time."""
     path = keep(store, run_at(5, 10))
     read = Path.read_bytes
 
@@ -274,17 +280,17 @@ def test_a_file_that_changes_while_it_is_read(store: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patches:
         patches.setattr(Path, "read_bytes", growing)
         assert compacted(store).archived.left == [path.relative_to(store).as_posix()]
-    assert publish(store, ADDRESS).stale
     done = compacted(store)
-    assert done.archived.files == 5 and not done.archived.left and not publish(store, ADDRESS).stale
+    assert done.archived.files == 5 and not done.archived.left
     assert not compacted(store).archived.written
 
 
-@pytest.mark.parametrize("ends_at", range(7))
-def test_a_fetch_that_was_cut_off(store: Path, tmp_path: Path, ends_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ends_at", range(4))
+def test_restoring_that_was_cut_off(store: Path, ends_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each file that it writes: the next one does the rest, and until then it is said what lacks."""
-    publish(store, ADDRESS)
-    there, writes = tmp_path / "there", count()
+    before, writes = files(store), count()
+    shutil.rmtree(store / "runs")
+    (store / "advice.jsonl").unlink()
 
     def cut_off(*arguments: Any, **options: Any) -> None:
         if next(writes) == ends_at:
@@ -292,29 +298,22 @@ def test_a_fetch_that_was_cut_off(store: Path, tmp_path: Path, ends_at: int, mon
         write_whole(*arguments, **options)
 
     with monkeypatch.context() as patches:
-        for module in ("object_storage", "restore"):
-            patches.setattr(f"fp8bench.store.compacted.{module}.write_whole", cut_off)
+        patches.setattr("fp8bench.store.compacted.restore.write_whole", cut_off)
         with pytest.raises(StoreError, match="No space left on device"):
-            fetch(ADDRESS, there)
-    lacking = 3 - sum(name.startswith("runs/") for name in names_of(there))
+            restore(store)
+    lacking = 3 - sum(name.startswith("runs/") for name in names_of(store))
     if 0 < lacking < 3:
         are = "a run file that was compacted is" if lacking == 1 else "2 run files that were compacted are"
-        assert opened(there).troubles[0].startswith(f"{are} not in {there}")
-    fetch(ADDRESS, there)
-    assert files(there) == files(store) and not opened(there).troubles
+        assert opened(store).troubles[0].startswith(f"{are} not in {store}")
+    restore(store)
+    assert files(store) == before and not opened(store).troubles
 
 
-@pytest.mark.slow
-def test_what_is_read_at_once_is_bounded(tmp_path: Path) -> None:
-    """Files far larger than what is held: a group of rows is read, and no more."""
+def test_a_large_and_an_empty_file(tmp_path: Path) -> None:
     large = tmp_path / "runs" / "box" / "20260101T000000.000Z-nocommit-1.jsonl"
-    write_whole(large, os.urandom(40 << 20))
+    write_whole(large, os.urandom(8 << 20))
     write_whole(tmp_path / "acks.jsonl", b"")
     assert compacted(tmp_path).archived.files == 2
-    path = parquet_of(tmp_path, "archive/machine=box/month=2026-01")
-    with open_archive() as connection:
-        groups = connection.execute("SELECT max(row_group_num_rows) FROM parquet_metadata(?)", [str(path)]).fetchall()
-    assert groups[0][0] < 2 * 2048  # the last one has the rest
     content = large.read_bytes()
     large.unlink()
     (tmp_path / "acks.jsonl").unlink()

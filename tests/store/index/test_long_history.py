@@ -13,7 +13,6 @@ from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.read import load_run
 from fp8bench.store.runs.write import start_run
 from fp8bench.user_code import import_user_modules
-from suites import long_history
 from suites.long_history import ROUNDS, measure, write_module, write_store
 from tests.counts import sampled
 from tests.histories import read_trends
@@ -63,11 +62,10 @@ def test_it_has_eleven_series_a_pair(store: Path) -> None:
 
 
 @pytest.mark.parametrize("what", sampled(["show"], ["from the runs", "show", "after a run of all"]))
-def test_what_is_measured_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_what_is_measured_works(tmp_path: Path, what: str) -> None:
     """On a small store; a step lies in its first pair. What the process holds that starts it does not count."""
     held = b"x" * (400 << 20)
-    monkeypatch.setattr(long_history, "_REPEATS", 1)
     write_module(tmp_path, 1)
     write_store(tmp_path / ".fp8bench", 300, 1)
-    cost = measure(tmp_path, what, {**os.environ, "PYTHONPATH": str(ROOT)}, 1)
+    cost = measure(tmp_path, what, {**os.environ, "PYTHONPATH": str(ROOT)}, 1, 1)
     assert 0 < cost.cpu < 60 and cost.wall > 0 and 10 << 20 < cost.peak < len(held) // 2

@@ -60,10 +60,6 @@ LIES = {
     "the header edited": edited(b'"box"', b'"bax"'),
     "another commit": edited(commit(1).encode(), commit(2).encode()),
     "a record edited": edited(b"187500,", b"150000,"),
-    "another id": edited(b'"id":"000000c8"', b'"id":"beefbeef"'),
-    "another id, commit and host": lambda path: edited(b"beefbeef", b"beefbee0")(
-        edited(b'"box"', b'"bax"')(edited(commit(1).encode(), commit(2).encode())(LIES["another id"](path)))
-    ),
     "resumed apart": lambda path: placed(path, path.read_bytes().splitlines(True)[0] + b'{"note":"there"}\n'),
 }
 

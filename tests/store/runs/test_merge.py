@@ -1,4 +1,4 @@
-"""Stores taken in: runs by their bytes, asv's files row by row, and interpreters that count as others."""
+"""Stores taken in: runs by their bytes, and asv's files row by row."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from fp8bench.errors import StoreError
 from fp8bench.store.asv.files import save_benchmarks, save_machine
 from fp8bench.store.asv.results import ResultsFile, load_results, merge_files, merge_folders, merge_rows, save_results
 from fp8bench.store.asv.rows import Row
-from fp8bench.store.interpreters import Renamings, environments_of, load_renamings, save_renamings
 from fp8bench.store.merge_stores import find_store, merge_runs
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.read import load_head, load_run
 from fp8bench.store.runs.write import lock_run
 from tests.histories import MACHINE, PYTHON, commit, history, keep, run_at, tree
-from tests.older import changed_document
 
 HASH = commit(1)
 NOTE = b'{"note":"a line more"}\n'
@@ -281,59 +279,6 @@ def test_files_keep_what_only_one_knows() -> None:
     merged = merge_files(ours, theirs)
     assert merged.durations == {"a": 1.0, "b": 2.0} and merged.others == {"k": 1, "l": 2}
     assert merged.rows["y"].values == (1.0, 2.0) and merged.broken == {"y": "?"}
-
-
-def test_chains_end_where_the_last_one_points() -> None:
-    """A = B, then B = C: both are C. The other way round they change places."""
-    chain = Renamings().adding("a", "b").adding("b", "c")
-    assert (chain.name("a"), chain.name("b"), chain.name("c"), chain.name("d")) == ("c", "c", "c", "d")
-    back = chain.adding("c", "a")
-    assert (back.name("a"), back.name("b"), back.name("c")) == ("a", "a", "a")
-
-
-@given(st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from("abcde")).filter(lambda one: one[0] != one[1])))
-def test_no_renaming_goes_round_in_a_circle(pairs: list[tuple[str, str]]) -> None:
-    """Whatever was said before, the last word holds, and every name leads to one that stands for itself."""
-    renamings = Renamings()
-    for old, new in pairs:
-        renamings = renamings.adding(old, new)
-        assert renamings.name(old) == renamings.name(new) == new
-    assert all(renamings.name(renamings.name(one)) == renamings.name(one) for one in "abcde")
-
-
-def test_renamings_are_kept(tmp_path: Path) -> None:
-    """In a small file that a person can read, and mend."""
-    assert load_renamings(tmp_path) == Renamings()
-    save_renamings(tmp_path, Renamings({"/old": "/new"}))
-    assert load_renamings(tmp_path) == Renamings({"/old": "/new"})
-    assert changed_document(environments_of(tmp_path)) == {"counts_as": {"/old": "/new"}, "version": 1}
-
-
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        ("{", "breaks off"),
-        ("[]", "expected an object"),
-        ('{"counts_as":{}}', "no 'version'"),
-        ('{"counts_as":{},"version":2}', "of a version that this fp8bench does not know"),
-        ('{"version":1}', "no object of paths"),
-        ('{"counts_as":{"a":1},"version":1}', "no object of paths"),
-        ('{"counts_as":{"a":"b","b":"a"},"version":1}', "counts as itself in the end"),
-        ('{"counts_as":{"c":"a","a":"b","b":"a"},"version":1}', "counts as itself in the end"),
-    ],
-)
-def test_a_broken_word_renames_nothing(tmp_path: Path, content: str, why: str) -> None:
-    """It is said, and the file stays as it is."""
-    environments_of(tmp_path).write_text(content)
-    found = load_renamings(tmp_path)
-    assert not found.names and why in found.trouble and found.trouble.endswith("no interpreter counts as another.")
-    assert str(environments_of(tmp_path)) in found.trouble and environments_of(tmp_path).read_text() == content
-
-
-def test_a_chain_written_by_hand_is_followed(tmp_path: Path) -> None:
-    """Nobody need flatten it."""
-    environments_of(tmp_path).write_text('{"counts_as":{"a":"b","b":"c"},"version":1}')
-    assert load_renamings(tmp_path).names == {"a": "c", "b": "c"}
 
 
 def test_a_run_reads_the_same_by_its_head(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from fp8bench import units
 from fp8bench.analysis.energy import EnergyFigures
 from fp8bench.analysis.phase_energy import PhaseEnergies, PhaseJoules, per_work
 from fp8bench.model import UNATTRIBUTED, EnergyUse, EnergyWindow
-from fp8bench.model.metric_names import OwnMetric
+from fp8bench.model.specs import ENERGY_PER
 from fp8bench.report.case_status import emulated, speed_up
 from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Stacks, Table, Text, Tone
 from fp8bench.report.energies import (
@@ -59,8 +59,8 @@ class _Phase(NamedTuple):
     case: NamedCase
     found: PhaseJoules
 
-    def per(self, name: OwnMetric) -> float | None:
-        return dict(per_work(self.case.result.record, self.found)).get(name)
+    def per(self, count: str) -> float | None:
+        return dict(per_work(self.case.result.record, self.found)).get(ENERGY_PER[count][0])
 
 
 _PHASE: Columns[_Phase] = (
@@ -71,9 +71,9 @@ _PHASE: Columns[_Phase] = (
      lambda row: number(row.found.low, partial(units.joules, digits=4))),
     (Column("to", number=True, unit="J", hint="the highest of its windows, and its uncertainty"),
      lambda row: number(row.found.high, partial(units.joules, digits=4))),
-    (Column("per token", number=True, unit="J"), lambda row: number(row.per(OwnMetric.ENERGY_PER_TOKEN), units.joules)),
+    (Column("per token", number=True, unit="J"), lambda row: number(row.per("tokens"), units.joules)),
     (Column("per TFLOP", number=True, unit="J", hint="of its own, as the tape has counted them"),
-     lambda row: number(row.per(OwnMetric.ENERGY_PER_TFLOP), units.joules)),
+     lambda row: number(row.per("flops"), units.joules)),
     (Column("time", number=True, unit="s", hint="by itself"), lambda row: number(row.found.seconds, units.seconds)),
     (Column("power", number=True, unit="W"),
      lambda row: number(row.found.joules / row.found.seconds if row.found.seconds else None, _watts)),

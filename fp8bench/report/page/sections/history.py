@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from fp8bench import units
+from fp8bench.model.specs import spec_of
 from fp8bench.report.elements import Axis, Column, Element, Field, Lines, Mark, Table, Text, Tone
 from fp8bench.report.material import Material, PastFigure, PastSeries
 from fp8bench.report.page.section import Section, sections
@@ -106,7 +107,7 @@ def _rough(figure: PastFigure) -> bool:
 
 def _show(series: PastSeries, value: float) -> str:
     """A figure by the unit of its series."""
-    return units.shown(value, series.unit or units.RATIO, series.metric)
+    return spec_of(series.metric).shown(value, series.unit or units.RATIO)
 
 
 def _table(known: Sequence[PastSeries]) -> Table:

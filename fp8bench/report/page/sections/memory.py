@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.metric import why_no_larger
-from fp8bench.model import MemoryRole, MemoryUse
+from fp8bench.model import MemoryRole
+from fp8bench.model.specs import MEMORY_COUNTERS
 from fp8bench.report.capacities import EMULATED, place_of, searched, share_within, show_batch
 from fp8bench.report.capacities import sentences as largest
 from fp8bench.report.capacities import title as room_of
@@ -14,9 +15,10 @@ from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Stacks, Table, Text, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.memories import PEAK, highest_in, peak_of, roles_of, sentences, share_of, use_of
+from fp8bench.report.metric_columns import column_of
 from fp8bench.report.page.charts import grouped, stacked
 from fp8bench.report.page.section import PRECISION, Section, case_field, number, sections, told
-from fp8bench.report.panels import Panel
+from fp8bench.report.panels import Figures, Panel
 from fp8bench.report.tensor_panels import timed_panels
 from fp8bench.report.words.legend import MEMORY_WORDS
 from fp8bench.report.words.naming import NamedCase, named_cases, phase_order, phase_words, titled_panels
@@ -24,11 +26,6 @@ from fp8bench.report.words.naming import NamedCase, named_cases, phase_order, ph
 _NOTHING_BESIDE = "There is nothing beside it to compare with."
 # A longer table is for who asks.
 _MOST_OPEN = 12
-_COUNTED: tuple[tuple[str, str, Callable[[MemoryUse], int | None]], ...] = (
-    ("reserved", "what torch's allocator keeps from the driver for its tensors", lambda use: use.reserved),
-    ("process", "what the driver counts for the process on the device", lambda use: use.process),
-    ("resident", "the most that the process had in the machine's memory", lambda use: use.resident),
-)
 
 
 @sections.register("memory")
@@ -106,14 +103,15 @@ def _table(title: str, cases: Sequence[NamedCase]) -> Table:
     """The highest points of phases, and what others count."""
     uses = [(case, use) for case in cases if (use := use_of(case.result.record)) is not None]
     phases = sorted({one.phase for _, use in uses for one in use.phases}, key=phase_order)
-    counted = [one for one in _COUNTED if any(one[2](use) is not None for _, use in uses)]
+    figures = [Figures(case.group, case.result) for case, _ in uses]
+    counted = [spec for spec in MEMORY_COUNTERS if any(one[spec].value is not None for one in figures)]
     columns = [
         PRECISION, Column("peak", number=True, unit="B"),
         Column("of the reference's", number=True, unit="x"),
         Column("highest in", hint="the phase of the highest point"),
         *(Column(phase_words(phase), number=True, unit="B", hint="the most that was held at once in this phase")
           for phase in phases),
-        *(Column(name, number=True, unit="B", hint=hint) for name, hint, _ in counted),
+        *map(column_of, counted),
     ]  # fmt: skip
     rows = [
         (
@@ -122,17 +120,18 @@ def _table(title: str, cases: Sequence[NamedCase]) -> Table:
             number(share_of(case.group, case.result), units.ratio),
             Field(phase_words(next(iter(highest_in(use)), units.NONE))),
             *(_size({one.phase: one.allocated for one in use.phases}.get(phase)) for phase in phases),
-            *(_size(count(use), use.why) for _, _, count in counted),
+            *(number(own[spec].value, spec.shown) if own[spec].value is not None
+              else Field(units.NONE, hint=use.why) for spec in counted),
         )
-        for case, use in uses
+        for (case, use), own in zip(uses, figures, strict=True)
     ]
     name = f"memory-phases-{cases[0].result.record.case.workload}"
     caption = f"{title}: the most that was held in each phase"
     return Table(name, caption, tuple(columns), tuple(rows), folded=len(rows) > _MOST_OPEN)
 
 
-def _size(value: int | None, why: str = "") -> Field:
-    return Field(units.size(value), None if value is None else float(value), hint=why if value is None else "")
+def _size(value: int | None) -> Field:
+    return Field(units.size(value), None if value is None else float(value))
 
 
 def _largest(name: str, panel: Panel, place: int) -> Iterator[Element]:

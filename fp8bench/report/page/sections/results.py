@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fp8bench import units
-from fp8bench.analysis.metric import ENERGY, MEMORY, REPLAY, TIME
 from fp8bench.model import Params, Status
+from fp8bench.model.specs import ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
 from fp8bench.report import case_status
 from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
 from fp8bench.report.material import Entry, Material
+from fp8bench.report.metric_columns import column_of, in_table, other_tables
 from fp8bench.report.page.section import Columns, Section, number, sections, table_of
 from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, shared_params, show_params, together
 from fp8bench.report.tensor_panels import about_tensors
@@ -39,7 +41,7 @@ class _Row:
         metric = self.figures[name]
         tone, hint = (Tone.DOUBT, _COST) if case_status.emulated(self.result) else (Tone.PLAIN, "")
         value = metric.best if best else metric.value
-        return number(value, lambda value: units.shown(value, metric.unit, name), tone, hint)
+        return number(value, metric.spec.shown, tone, hint)
 
 
 @sections.register("results")
@@ -61,6 +63,7 @@ class Results(Section):
             yield from [Text(f"The same in every row: {words}.")] if words else []
             panels = {id(panel): panel for _, panel, _, _ in cases}  # not by value: that reads all samples
             for panel in panels.values():
+                yield from other_tables(panel)
                 yield from (Text(f"{panel.case.workload}: {one}.") for one in over_values(panel))
         elif not any(_cases(material)):
             yield Text("There are no cases.", Tone.DOUBT)
@@ -94,7 +97,7 @@ def _table(rows: Sequence[_Row], alone: bool) -> Table:
         "device": len({row.panel.case.device for row in rows}) > 1,
         "suite": len({row.panel.case.workload for row in rows}) > 1,
     }
-    columns = [pair for pair in _columns(rows) if several.get(pair[0].title, True)]
+    columns = [pair for pair in (*_columns(rows), *_of_specs(*in_table("cases"))) if several.get(pair[0].title, True)]
     return table_of("results-table", "All cases", columns, rows, _NAMES, main=True)
 
 
@@ -119,14 +122,11 @@ def _columns(rows: Sequence[_Row]) -> Columns[_Row]:
          _interval),
         (Column("over all calls", number=True, unit="x", hint="the speed-up by the mean over all calls"), _typical),
         (Column("error", number=True, hint=which), _error),
-        (Column("peak memory", number=True, unit="B", hint="tensors, at the highest point of a step"),
-         lambda row: row.figure(MEMORY)),
-        (Column("energy", number=True, unit="J", hint="of a step, all that the device took while it ran"),
-         lambda row: row.figure(ENERGY)),
+        *_of_specs(PEAK_MEMORY, ENERGY),
         (Column("best", number=True, unit="s", hint=legend.BEST.partition(";")[0].partition(": ")[2]),
          lambda row: row.figure(TIME, best=True)),
         (Column("median", number=True, unit="s", hint="of a step, over all calls"), lambda row: row.figure(TIME)),
-        (Column("replayed", number=True, unit="s", hint=legend.REPLAYED.partition(": ")[2]),
+        (column_of(REPLAY),
          lambda row: replace(row.figure(REPLAY, best=True), hint=replays_of(row.result.record))),
         (Column("spread", number=True, hint="distance of the quartiles / median, over all calls"),
          lambda row: number(row.result.finding.spread if row.result.finding else None, units.percent)),
@@ -141,6 +141,10 @@ def _columns(rows: Sequence[_Row]) -> Columns[_Row]:
          lambda row: Field(", ".join(case_status.named_labels(row.result)),
                            hint="; ".join(case_status.meaning(label, row.result) for label in row.result.labels))),
     )  # fmt: skip
+
+
+def _of_specs(*figures: MetricSpec) -> Columns[_Row]:
+    return [(column_of(spec), partial(_Row.figure, name=spec)) for spec in figures]
 
 
 def _setting(row: _Row) -> Field:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fp8bench import units
+from fp8bench.model.specs import spec_of
 from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.page.section import Section, sections
@@ -107,5 +108,5 @@ def _all_figures(title: str, panel: Panel) -> Table:
 
 def _column(metric: str) -> Column:
     name, hint = FIGURES[metric]
-    unit = units.unit_of(metric)
+    unit = spec_of(metric).unit
     return Column(name, number=True, hint=f"{hint}; {metric}", unit="" if unit == units.RATIO else unit)

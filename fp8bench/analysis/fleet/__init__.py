@@ -1,1 +1,0 @@
-"""A fleet's machines beside each other: which compare, which are odd, and in what."""

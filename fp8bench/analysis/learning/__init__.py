@@ -1,1 +1,0 @@
-"""What a training in several precisions says of how well each of them learns."""

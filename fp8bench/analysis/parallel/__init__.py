@@ -1,1 +1,0 @@
-"""What a training on many GPUs takes of memory, sends, and comes to, by formulas; held against published rows."""

@@ -1,0 +1,139 @@
+"""The options that several commands have, and what a command makes of its own."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+from fp8bench.cli import option_types as types
+from fp8bench.cli.grammar import DEFAULT_STORE
+from fp8bench.errors import UsageError
+from fp8bench.model import Request
+from fp8bench.model.request import Option, Rule, options_of
+from fp8bench.plan.asked_suites import files_of
+from fp8bench.registry import AUTO, backends
+
+DEFAULT_PROJECT = "fp8bench"
+_SHARED: dict[str, dict[str, Any]] = {
+    "--store": {
+        "type": types.path, "default": Path(DEFAULT_STORE), "metavar": "DIR",
+        "help": f"where runs are kept; default {DEFAULT_STORE}",
+    },
+    "--json": {
+        "action": "store_true", "help": "print the run as JSON, all samples and verdicts, instead of the table",
+    },
+    "--explain": {"action": "store_true", "help": "print how to read the tables, too"},
+    "--csv": {
+        "metavar": "PATH",
+        "help": "also write tidy rows there, one a case, phase and metric; '-' prints them instead of the table",
+    },
+    "--html": {
+        "type": types.path, "metavar": "PATH", "help": "also write the report there, one file that loads nothing",
+    },
+    "--md": {"type": types.path, "metavar": "PATH", "help": "also write it there as Markdown"},
+    "--csv-wide": {
+        "action": "store_true", "help": "CSV with one row a case and a column a figure, instead of tidy rows",
+    },
+    "--no-report": {
+        "dest": "report", "action": "store_false",
+        "help": "write no report; `fp8bench report RUN` does it later",
+    },
+    "--open": {"action": "store_true", "help": "show the report in the browser"},
+    "--tensorboard": {
+        "type": types.path, "metavar": "DIR",
+        "help": "also write the figures there as TensorBoard's scalars, a point a run",
+    },
+    "--wandb": {
+        "nargs": "?", "const": DEFAULT_PROJECT, "metavar": "PROJECT",
+        "help": f"also send figures and report to Weights & Biases; default project {DEFAULT_PROJECT}",
+    },
+}  # fmt: skip
+
+
+def arguments_of(kind: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
+    """What argparse is told of the fields of a request, by the words of the command line, with the group of each."""
+    found = {}
+    for one in fields(kind):
+        said = options_of(kind).get(one.name)
+        if said is None or not said.group:
+            continue
+        word = (said.called or one.name).replace("_", "-")
+        known: dict[str, Any] = {"dest": one.name, "help": _words(one, said)}
+        if isinstance(one.default, bool):
+            word = f"no-{word}" if one.default else word
+            known |= {"action": "store_false" if one.default else "store_true"}
+        else:
+            known |= {"default": one.default, "metavar": said.metavar, **_parser_of(str(one.type), said)}
+        found[f"--{word}"] = (said.group, known)
+    return found
+
+
+def _parser_of(kind: str, said: Option) -> dict[str, Any]:
+    """What reads a word of the command line for a field of that type."""
+    if said.choices:
+        return {"choices": tuple(filter(None, said.choices)), "metavar": said.metavar or None}
+    if said.parse == "each":
+        return {"action": "append", "default": []}
+    if said.parse == "axis":
+        return {"action": "append", "default": [], "type": types.axis}
+    if said.parse == "factors":
+        return {"type": types.factors(said.rule)}
+    if said.parse:
+        return {"type": getattr(types, said.parse)}
+    if kind == "str":
+        return {"type": types.text(said.rule)}
+    reader = next((reader for start, reader in _READERS.items() if kind.startswith(start)), None)
+    return {} if reader is None else {"type": reader(said.rule)}
+
+
+_READERS: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
+    "int": types.whole, "float": types.number, "tuple[str": lambda rule: types.words,
+}  # fmt: skip
+
+
+def _words(one: Field[Any], said: Option) -> str:
+    """The help, with the names or the default that it asks for."""
+    words = said.help.replace("{default}", f"{one.default}")
+    return words.replace("{backends}", ", ".join((AUTO, *backends.names()))) if "{backends}" in words else words
+
+
+def shared(group: argparse._ActionsContainer, *options: str, **other: str) -> None:
+    """Options that several commands have. `other` is what a command says differently: its help, say."""
+    asked = arguments_of()
+    for option in options:
+        known = asked[option][1] if option in asked else _SHARED[option]
+        group.add_argument(option, **{**known, **other})
+
+
+def asked_in(group: argparse._ArgumentGroup, kind: type = Request) -> None:
+    """Every option of a request that stands in the group of that title."""
+    for option, (title, known) in arguments_of(kind).items():
+        if title == group.title:
+            group.add_argument(option, **known)
+
+
+def check_alone(words: Sequence[str], beside: Collection[str], given: Sequence[str] = ()) -> None:
+    """Raise for what was said beside --resume or --plan and does not go with it. `given` are no options."""
+    options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+    others = [*given, *(word for word in options if word not in beside)]
+    if others:
+        raise UsageError(
+            f"{'the plan of --plan' if '--plan' in beside else 'the run of --resume'} says what to measure and how, "
+            f"and {others[0]} was given too. Leave it out; --store and options that say what is printed may stay."
+        )
+
+
+def request_of(arguments: argparse.Namespace) -> Request:
+    """What the arguments ask for: every field of a request that the command has an option for."""
+    given = {one.name: getattr(arguments, one.name) for one in fields(Request) if hasattr(arguments, one.name)}
+    axes: dict[str, tuple[str, ...]] = {}
+    for name, values in arguments.axes:
+        axes[name] = (*axes.get(name, ()), *values)
+    trace = getattr(arguments, "trace", None)
+    return Request(**{
+        **given, "axes": tuple(axes.items()), "imports": (*arguments.imports, *files_of(arguments.suite)),
+        "trace": None if trace is None else str(trace),
+    })  # fmt: skip

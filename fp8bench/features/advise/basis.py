@@ -1,0 +1,231 @@
+"""What advice rests on: the cases of a run beside their references, and the studies and trainings that were found.
+
+Shares of a step and ratios of its parts have the interval of the rounds that they come from, as verdicts have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from fp8bench.analysis import stats, verdicts
+from fp8bench.features.sensitivity.study import Study
+from fp8bench.features.train.values import KeptTraining
+from fp8bench.features.train.verdicts.verdicts import Verdicts
+from fp8bench.model import (
+    CELL_PHASES,
+    UNATTRIBUTED,
+    Finding,
+    Interval,
+    Label,
+    Level,
+    Phase,
+    Record,
+    Run,
+    ShareKind,
+    Status,
+    Timing,
+)
+from fp8bench.model.stopping import LEAST_ROUNDS
+
+# What a lower precision changes of a step that is carried in the same one; and what nobody knows, which it may change.
+_PRODUCTS = frozenset({Phase.CAST, Phase.GEMM, Phase.ATTENTION})
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training with what is said of its arms."""
+
+    kept: KeptTraining
+    found: Verdicts
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A case that is no reference, beside its reference. `lead` is None where that was not measured."""
+
+    record: Record
+    finding: Finding | None
+    lead: Record | None
+    lead_finding: Finding | None
+    group: tuple[tuple[Record, Finding | None], ...] = ()
+
+    @property
+    def mode(self) -> str:
+        return self.record.case.mode
+
+    @property
+    def row(self) -> str:
+        """Where its figures are found."""
+        return self.record.case.id
+
+    @property
+    def emulated(self) -> bool:
+        """Whether its time, or that of what it is held against, is the cost of emulation."""
+        return Level.EMULATED in {one.support.level for one in (self.record, self.lead) if one is not None}
+
+    @property
+    def timed(self) -> bool:
+        """Whether it and its reference have a speed."""
+        records = (self.record, self.lead)
+        return not self.emulated and all(
+            one is not None and one.status is Status.OK and one.timing is not None and one.timing.slots
+            for one in records
+        )
+
+    @property
+    def trains(self) -> bool:
+        """Whether a step is one of a model's, with weights that a training would change."""
+        marked = [one.timing.segments.phases for one in (self.record, self.lead) if one is not None and one.timing]
+        return self.record.coverage is not None or any(Phase.OPTIMIZER_STEP in phases for phases in marked)
+
+    @property
+    def speed(self) -> Interval | None:
+        """How many times as fast as its reference it is; None where that has no meaning, or a label forbids it."""
+        return speed_of(self.finding) if self.timed and self.finding is not None else None
+
+    @cached_property
+    def touched(self) -> frozenset[str]:
+        """The phases of a step that this precision may change, time that is in none among them: nobody knows of that.
+
+        By the counts of both tapes, where there are some; else products and casts, and where the reference marks no
+        products all.
+        """
+        assert self.lead is not None
+        own, base = self.record.tape, self.lead.tape
+        if own is not None and base is not None:
+            return frozenset({UNATTRIBUTED, *(name for name in CELL_PHASES if own.of(name) != base.of(name))})
+        marked = set(self.lead.timing.segments.phases) if self.lead.timing is not None else set()
+        return _PRODUCTS | {UNATTRIBUTED} if Phase.GEMM in marked else frozenset(CELL_PHASES)
+
+    def share(self, phases: Collection[str]) -> Interval | None:
+        """Of the reference's step; estimated by what a pass saw that looked into it, where it marks no such phase."""
+        if self.lead is None or self.lead.timing is None:
+            return None
+        timed = part_ratio(self.lead.timing, phases, self.lead.timing, CELL_PHASES)
+        looked = _looked_into(self.lead, phases)
+        return timed if timed is not None or not looked else Interval(looked, looked, looked, 0.0)
+
+    @property
+    def estimated(self) -> bool:
+        """Whether the parts of its reference are known by such a pass alone: a model as it came marks no products."""
+        marked = self.lead.timing.segments.phases if self.lead is not None and self.lead.timing is not None else ()
+        return Phase.GEMM not in marked and self.lead is not None and self.lead.shares is not None
+
+    def of_reference(self, own: Collection[str], theirs: Collection[str]) -> Interval | None:
+        """The time of phases of this case over that of phases of the reference, by the rounds that both were in."""
+        if not self.timed or self.record.timing is None or self.lead is None:
+            return None
+        base = self.record.paired_with or self.lead.timing
+        found = part_ratio(self.record.timing, own, base, theirs) if base is not None else None
+        return found if found is not None or not self.estimated else self._by_shares(own, theirs)
+
+    def _by_shares(self, own: Collection[str], theirs: Collection[str]) -> Interval | None:
+        """The same by shares of both median steps; nobody knows an interval of it."""
+        seconds = [
+            _looked_into(record, phases) * (finding.median_seconds or 0.0)
+            for record, finding, phases in (
+                (self.record, self.finding, own), (self.lead, self.lead_finding, theirs)
+            ) if record is not None and finding is not None
+        ]  # fmt: skip
+        if len(seconds) < 2 or not all(seconds):
+            return None
+        ratio = seconds[0] / seconds[1]
+        return Interval(ratio, ratio, ratio, 0.0)
+
+
+def speed_of(finding: Finding) -> Interval | None:
+    """How many times as fast as its reference a case is; None where a label forbids to say. Where the fastest calls say
+    something else than all of them, all of them count: on a loaded machine the best case of many short phases is below
+    any call that there was."""
+    if finding.ratio is None or finding.hard:
+        return None
+    typical = finding.typical if Label.UNEVEN in finding.labels else None
+    return (typical or finding.ratio).inverse
+
+
+# The kinds of work that a pass tells which are phases of a step.
+_KINDS = {Phase.GEMM: ShareKind.GEMM, Phase.CAST: ShareKind.CAST, Phase.ATTENTION: ShareKind.ATTENTION}
+
+
+def _looked_into(record: Record, phases: Collection[str]) -> float:
+    """The share of a step that these take, by a pass that looked; 0 where none did."""
+    kinds = record.shares.by_kind if record.shares is not None else {}
+    return sum(kinds.get(kind, 0.0) for phase, kind in _KINDS.items() if phase in phases)
+
+
+def part_ratio(own: Timing, phases: Collection[str], base: Timing, theirs: Collection[str]) -> Interval | None:
+    """The best case of some phases over that of some phases of another; None where nothing of either was timed."""
+    rounds = verdicts.common_rounds([own, base])
+    if not rounds:
+        return None
+    calls = min(len(slot.calls_ns) for timing in (own, base) for slot in timing.slots)
+    samples = [
+        verdicts.cells(timing, calls, rounds)[:, [name in wanted for name in timing.segments.phases]]
+        for timing, wanted in ((own, phases), (base, theirs))
+    ]
+    if not all(one.size and one.sum(axis=1).min() > 0 for one in samples):
+        return None
+    first, second = map(stats.best_case, samples)
+    if len(rounds) < LEAST_ROUNDS:
+        return stats.extent(stats.ratio(first, [second]), [one.sum(axis=1) for one in samples])
+    return stats.ratio(first, [second], verdicts.FINAL_LEVEL)
+
+
+@dataclass(frozen=True)
+class Basis:
+    """A run with what its samples say, and what else was measured with the same device: studies, trainings.
+
+    `lent` are other runs of the same machine: what they timed answers questions about this one. `least` is the gain
+    from which on a precision is worth the trouble, as a share.
+    """
+
+    run: Run
+    findings: Mapping[str, Finding]
+    studies: tuple[Study, ...] = ()
+    training: Trained | None = None
+    least: float = 0.1
+    lent: tuple[tuple[Run, Mapping[str, Finding]], ...] = ()
+
+    @cached_property
+    def besides(self) -> tuple[Beside, ...]:
+        """Every case that is no reference, in the order of the run."""
+        return _besides(self.run, self.findings)
+
+    @cached_property
+    def known(self) -> tuple[Beside, ...]:
+        """Those of runs that are lent, too."""
+        return (*self.besides, *(one for run, found in self.lent for one in _besides(run, found)))
+
+    def differing(self, one: Beside, axis: str) -> list[Beside]:
+        """The same mode where that parameter alone is another one, by its value."""
+        own = dict(one.record.case.params)
+        if axis not in own:
+            return []
+        beside = {name: own[name] for name in (axis, *_WITH.get(axis, ())) if name in own}
+        found = [
+            other for other in self.known
+            if other.mode == one.mode and other.record.case.workload == one.record.case.workload
+            and other.record.case.device == one.record.case.device
+            and {**dict(other.record.case.params), **beside} == own
+            and other.record.case.param(axis) != own[axis]
+        ]  # fmt: skip
+        return sorted(found, key=lambda other: str(other.record.case.param(axis)))
+
+
+# What may differ with an axis, because it has no meaning at its other value.
+_WITH = {"pass": ("optimizer",)}
+
+
+def _besides(run: Run, findings: Mapping[str, Finding]) -> tuple[Beside, ...]:
+    groups: dict[str, list[Record]] = {}
+    for record in run.records:
+        groups.setdefault(record.case.setting, []).append(record)
+    return tuple(one for records in groups.values() for one in _of_group(records, findings))
+
+
+def _of_group(records: list[Record], findings: Mapping[str, Finding]) -> Iterator[Beside]:
+    known = tuple((one, findings.get(one.case.id)) for one in records)
+    lead, lead_finding = next((pair for pair in known if pair[0].is_reference), (None, None))
+    yield from (Beside(one, finding, lead, lead_finding, known) for one, finding in known if not one.is_reference)

@@ -1,0 +1,251 @@
+"""From the checklist's answers to advice: adopt, route, schedule, or do nothing, because.
+
+What is predicted is what was measured, as wide as identical code differs there, and never above what Amdahl's law
+leaves. Of an emulated case nothing is predicted at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from fp8bench import units
+from fp8bench.analysis.verdicts import BAND
+from fp8bench.features.advise.basis import Basis, Beside
+from fp8bench.features.advise.cost_rules import arm_of, study_of, tried_as
+from fp8bench.features.advise.rule import harm_of, mapped, met_above, times
+from fp8bench.features.advise.shape_rules import pays_from
+from fp8bench.features.advise.speed_rules import bound_of, stage_of
+from fp8bench.features.advise.values import Advice, AdviceKind, Answer, Ground, Met
+from fp8bench.features.sensitivity.study import as_words
+from fp8bench.model import Interval, Level, Status, Verdict
+
+Answers = Mapping[str, Answer]
+# What stands against a precision, in the order in which it is told.
+_AGAINST = ("learns", "amdahl", "casts", "shapes", "granularity", "stages", "coverage", "experts", "batch")
+_ORDER = (AdviceKind.ADOPT, AdviceKind.ROUTE, AdviceKind.SCHEDULE, AdviceKind.NOTHING)
+# A whole that is faster than its parts allow by so much was not what it is called.
+_BEYOND = 1.02
+
+
+def advice_of(basis: Basis, answers: Sequence[Answer]) -> tuple[Advice, ...]:
+    """What to do about every mode of a run."""
+    by_case: dict[tuple[str, str], dict[str, Answer]] = {}
+    for answer in answers:
+        by_case.setdefault((answer.setting, answer.mode), {})[answer.rule] = answer
+    found: list[Advice] = []
+    for one in basis.besides:
+        case = one.record.case
+        found += _of_case(one, basis, by_case.get((case.setting, case.mode), {}))
+    return tuple(_merged(found))
+
+
+def ordered(advice: Iterable[Advice]) -> tuple[Advice, ...]:
+    """By kind, and what gives most first."""
+    return tuple(sorted(advice, key=lambda each: (_ORDER.index(each.kind), -_point(each))))
+
+
+def _point(advice: Advice) -> float:
+    return advice.gain.point if advice.gain is not None else -math.inf
+
+
+def _merged(found: Sequence[Advice]) -> list[Advice]:
+    """What is about no speed and says the same of several settings is said once."""
+    merged: dict[tuple[object, ...], Advice] = {}
+    for number, one in enumerate(found):
+        key = (one.kind, one.mode, one.sentence, one.precision_map) if one.gain is None else (number,)
+        before = merged.get(key, one)
+        merged[key] = replace(before, settings=tuple(dict.fromkeys((*before.settings, *one.settings))))
+    return list(merged.values())
+
+
+def _of_case(one: Beside, basis: Basis, answers: Answers) -> Iterator[Advice]:
+    yield _of_speed(one, basis, answers)
+    yield from _routed(one, basis, answers)
+    yield from _scheduled(one, basis, answers)
+
+
+def _advice(
+    one: Beside, rule: str, kind: AdviceKind, sentence: str, answers: Sequence[Answer], gain: Interval | None = None
+) -> Advice:
+    """About one case; what it rests on is what the answers rest on."""
+    case = one.record.case
+    reference = one.lead.case.mode if one.lead is not None else ""
+    grounds = tuple(dict.fromkeys(ground for answer in answers for ground in answer.grounds))
+    recipe = f"--dtypes {reference},{case.mode}" if kind is not AdviceKind.NOTHING else ""
+    return Advice(
+        rule, kind, case.mode, reference, sentence, (case.setting,), recipe, gain=gain,
+        case=case.id if gain is not None else "", grounds=grounds,
+        doubtful=gain is not None and one.finding is not None and one.finding.doubtful,
+    )  # fmt: skip
+
+
+def predicted(one: Beside) -> Interval | None:
+    """What this step will be seen to gain once more: between what its fastest and all its calls said, give and take
+    what identical code differs by, and not above Amdahl's bound; None of what has no speed."""
+    speed, bound = one.speed, bound_of(one)
+    if speed is None or bound is None:
+        return None
+    floor = 1 + max(BAND, (one.lead_finding.floor if one.lead_finding is not None else None) or 0.0)
+    typical = one.finding.typical.inverse if one.finding is not None and one.finding.typical is not None else speed
+    low, high = min(speed.low, typical.low), max(speed.high, typical.high)
+    wide = Interval(speed.point, low / floor, high * floor, speed.level)
+    return mapped(wide, lambda value: min(value, bound.high))
+
+
+def _of_speed(one: Beside, basis: Basis, answers: Answers) -> Advice:
+    """Adopt it for its speed, or not, because."""
+    case, record = one.record.case, one.record
+    gain = predicted(one)
+    native = [answers["native"]] if "native" in answers else []
+    if record.support.level is not Level.NATIVE:
+        words = f"do nothing about the speed of {case.mode}, because it is {record.support.level} here"
+        reason = f" ({record.support.reason})" if record.support.reason else ""
+        return _advice(one, "native", AdviceKind.NOTHING, f"{words}{reason}: a step says nothing of its speed", native)
+    if gain is None or one.speed is None:
+        why = answers["step"].figure if "step" in answers else "it was not measured"
+        words = f"do nothing about {case.mode}, because its speed is not known here: {why}"
+        return _advice(one, "step", AdviceKind.NOTHING, words, native)
+    against = [answers[rule] for rule in _AGAINST if rule in answers and answers[rule].met is Met.NO]
+    step, bound = answers["step"], bound_of(one)
+    if bound is not None and one.speed.low > _BEYOND * bound.high:
+        words = (
+            f"do nothing about {case.mode}, because its step is {times(one.speed)} as fast, and what it may change "
+            f"allows {times(bound)} at most: something else is not alike"
+        )
+        return _advice(one, "amdahl", AdviceKind.NOTHING, words, [step, *against])
+    worth = met_above(one.speed, 1 + basis.least)
+    faster = one.finding is not None and one.finding.verdict is Verdict.FASTER
+    learns = answers.get("learns")
+    spoiled = learns is not None and learns.met is Met.NO
+    if faster and worth is Met.YES and not spoiled:
+        return _advice(one, "step", AdviceKind.ADOPT, _adopted(one, answers), [step, *_supporting(answers)], gain)
+    reasons = [f"{one.question[0].lower()}{one.question[1:-1]}: no, {one.figure}" for one in against]
+    if faster and not spoiled:
+        said = f"{times(one.speed)} is not surely the {units.percent(basis.least, 0)} that are worth it"
+    elif faster:
+        said = f"its step is {times(one.speed)} as fast, and it does not learn as well"
+    else:
+        said = f"its step is {times(one.speed)} as fast: {one.finding.verdict if one.finding else ''}"
+    words = f"do nothing about {case.mode}, because {'; '.join([said, *reasons])}"
+    rule = against[0].rule if against else "step"
+    return _advice(one, rule, AdviceKind.NOTHING, words, [step, *against], gain)
+
+
+def _adopted(one: Beside, answers: Answers) -> str:
+    """With what stands beside its speed: what it does not give, and what nobody has measured."""
+    reference = one.lead.case.mode if one.lead is not None else ""
+    words = f"adopt {one.mode}: the step is {times(one.speed)} as fast as in {reference}" if one.speed else ""
+    if one.finding is not None and one.finding.doubtful:
+        labels = [label for label in one.finding.labels if label.casts_doubt]
+        words = f"perhaps {words}; labelled {', '.join(labels)}"
+    memory, learns = answers.get("memory"), answers.get("learns")
+    if memory is not None and memory.met is Met.NO:
+        words += f"; it saves no memory ({memory.figure})"
+    if learns is not None and learns.met is Met.YES:
+        words += f"; it learns as well ({learns.figure})"
+    elif learns is not None:
+        words += f"; whether it still learns is {learns.met}" + (f": {learns.measure}" if learns.measure else "")
+    return words
+
+
+def _supporting(answers: Answers) -> list[Answer]:
+    return [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
+
+
+def _routed(one: Beside, basis: Basis, answers: Answers) -> Iterator[Advice]:
+    """Layers that stay high: those that a study of losses found, and those whose products are too small here."""
+    layers, study = answers.get("layers"), study_of(one, basis)
+    chosen = study.suggested if study is not None else None
+    if layers is not None and layers.met is Met.NO and study is not None and chosen is not None:
+        now = tried_as(one, study)
+        kept = set(now.low) - set(chosen.low)
+        words = (
+            f"route: leave {', '.join(sorted(kept)) or 'what the map names'} in {study.reference} with {one.mode}; the "
+            f"loss is then {_change(study.gap(chosen))} instead of {_change(study.gap(now))}"
+        )
+        found = _advice(one, "layers", AdviceKind.ROUTE, words, [layers], _between(one))
+        yield replace(
+            found, precision_map=chosen.precision_map,
+            recipe=f"{found.recipe} --precision-map {as_words(chosen.precision_map)}",
+        )  # fmt: skip
+    yield from _small(one, basis)
+
+
+def _change(gap: float | None) -> str:
+    return "unknown" if gap is None else units.change(1 + gap)
+
+
+def _between(one: Beside) -> Interval | None:
+    """With some of its layers left high a step gains something between nothing and what it gains with all."""
+    gain = predicted(one)
+    if gain is None:
+        return None
+    return Interval(math.sqrt(gain.point), min(1.0, gain.low), max(1.0, gain.high), gain.level)
+
+
+def _small(one: Beside, basis: Basis) -> Iterator[Advice]:
+    """Holders of which no product is as large as what pays here, where others are."""
+    coverage = one.record.coverage
+    if coverage is None or not one.timed or one.lead is None:
+        return
+    known = pays_from(one.mode, one.record.case.device, basis)
+    if isinstance(known, str) or not math.isfinite(known[0]):
+        return
+    begins, _, grounds = known
+    held = {
+        holder.name: max((each.m * each.n * each.k) ** (1 / 3) for each in holder.products)
+        for holder in coverage.holders if holder.converted and holder.products
+    }  # fmt: skip
+    small = [name for name, size in held.items() if size < begins]
+    if not small or len(small) == len(held):
+        return
+    share = sum(h.flops for h in coverage.holders if h.name in small) / coverage.flops
+    case, reference = one.record.case, one.lead.case.mode
+    gain, bound = predicted(one), bound_of(one)
+    wider = replace(gain, high=max(gain.high, bound.high)) if gain is not None and bound is not None else None
+    words = (
+        f"route: leave {len(small)} layers ({units.percent(share, 0)} of product FLOPs) in {reference}, whose products "
+        f"are below the size that pays here ({units.whole(round(begins))})"
+    )
+    kept = tuple((name, reference) for name in small)
+    yield Advice(
+        "shapes", AdviceKind.ROUTE, one.mode, reference, words, (case.setting,),
+        f"--dtypes {reference},{one.mode} --precision-map {as_words(kept)}", kept, wider,
+        case.id if wider is not None else "", (Ground(one.row, words), *grounds),
+    )  # fmt: skip
+
+
+def _scheduled(one: Beside, basis: Basis, answers: Answers) -> Iterator[Advice]:
+    """By kinds of steps, of which some gain; and by steps of a training, of which the last do harm."""
+    stages = answers.get("stages")
+    reference = one.lead.case.mode if one.lead is not None else ""
+    gains = {
+        stage_of(each): each.speed for axis in ("pass", "stage") for each in (one, *basis.differing(one, axis))
+        if each.speed is not None and stage_of(each)
+    }  # fmt: skip
+    paying = {name: speed for name, speed in gains.items() if met_above(speed, 1 + BAND) is Met.YES}
+    if stages is not None and stages.met is Met.NO and paying and stage_of(one) == next(iter(sorted(gains))):
+        told = ", ".join(f"{name} ({times(speed)})" for name, speed in paying.items())
+        words = f"schedule: take {one.mode} for {told}, and {reference} for the rest ({stages.figure})"
+        yield _advice(one, "stages", AdviceKind.SCHEDULE, words, [stages])
+    learns, arm = answers.get("learns"), arm_of(one, basis)
+    if learns is None or learns.met is not Met.NO or arm is None or basis.training is None:
+        return
+    harm = harm_of(basis.training, arm.arm.name)
+    if harm is None:
+        return
+    first = round(harm.begins * harm.steps)
+    words = (
+        f"schedule: take {one.mode} for the first {units.percent(harm.begins, 0)} of the steps ({first} of "
+        f"{harm.steps}) and {reference} for the rest: up to there its loss is not surely above "
+        f"{reference}'s, at the end it is ({units.change(1 + harm.gap.point)}); that it then recovers was not tried"
+    )
+    speed = predicted(one) if one.record.status is Status.OK else None
+    yield _advice(one, "learns", AdviceKind.SCHEDULE, words, [learns], _partly(speed, harm.begins))
+
+
+def _partly(speed: Interval | None, share: float) -> Interval | None:
+    """A step's mean speed-up where so many of them have it."""
+    return None if speed is None else mapped(speed, lambda value: 1 / (share / value + 1 - share))

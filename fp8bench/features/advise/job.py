@@ -1,0 +1,139 @@
+"""Advice on a stored run, and measuring what it predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fp8bench.analysis.findings import findings
+from fp8bench.errors import StoreError, UsageError
+from fp8bench.features.advise.basis import Basis, Trained, speed_of
+from fp8bench.features.advise.kept import keep_checks
+from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Checked
+from fp8bench.features.sensitivity.kept import studies_of
+from fp8bench.features.sensitivity.study import as_words
+from fp8bench.features.train.kept import load_training, training_named
+from fp8bench.features.train.verdicts.verdicts import verdicts_of
+from fp8bench.files import write_whole
+from fp8bench.model import Interval, Run
+from fp8bench.pipeline import execute, measure_again, now
+from fp8bench.protocols import Observer
+from fp8bench.store.runs.listing import load_named, store_of
+
+# Facts of the environment that stand beside a check.
+_UNDER = ("machine", "torch", "commit", "threads")
+
+
+def basis_of(
+    word: str, store: Path, training: str | None, least: float, beside: Sequence[str] = ()
+) -> tuple[Basis, list[str]]:
+    """The run that a word means with what else the store knows of it, and what of that could not be read."""
+    run = load_named(word, store)
+    lent = [load_named(one, store) for one in beside]
+    for other in lent:
+        _refuse_foreign(run, other)
+    studies, troubles = studies_of(store_of(Path(run.path)) or store)
+    trained = None
+    if training is not None:
+        kept = load_training(training_named(training, store))
+        trained = Trained(kept, verdicts_of(kept.training, kept.lines))
+        troubles += kept.troubles
+    known = tuple((other, findings(other)) for other in lent)
+    return Basis(run, findings(run), studies, trained, least, known), troubles
+
+
+def _refuse_foreign(run: Run, other: Run) -> None:
+    """Raise where what another run timed says nothing of this one: another machine, torch or device."""
+    names = {device.key: device.name for device in run.devices}
+    for what, own, theirs in (
+        *((name, run.environment.get(name), other.environment.get(name)) for name in ("machine", "torch")),
+        *((f"device {one.key}", names.get(one.key, one.name), one.name) for one in other.devices),
+    ):
+        if own != theirs:
+            raise UsageError(
+                f"the run {other.id} says nothing of {run.id}: its {what} is {theirs}, and not {own}. Measure it here, "
+                "or leave it out."
+            )
+
+
+def map_text(found: Advised, run: Run) -> str:
+    """The map of the first piece of advice that leaves layers high, as a file for --precision-map."""
+    routes = [one for one in found.advice if one.kind is AdviceKind.ROUTE and one.precision_map]
+    if not routes:
+        raise UsageError(
+            f"no layer of the run {run.id} is advised to stay high, so that there is no map to write. "
+            "`fp8bench sensitivity` finds out which layers suffer."
+        )
+    first = routes[0]
+    lines = [f"{layer}={mode}" for layer, mode in first.precision_map]
+    return "\n".join([f"# {first.mode} on run {run.id}: {first.sentence}", *lines, ""])
+
+
+def write_map(found: Advised, run: Run, path: Path) -> None:
+    """Write it there, in one step."""
+    text = map_text(found, run)
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise StoreError(f"--write-map {path} cannot be written ({error.strerror}). Give another file.") from None
+
+
+def checkable(advice: Sequence[Advice]) -> list[Advice]:
+    """What predicts the speed of a step, what gives most first; a schedule would take a training."""
+    return [one for one in advice if one.gain is not None and one.kind is not AdviceKind.SCHEDULE]
+
+
+def checked(basis: Basis, found: Advised, most: int, store: Path, observer: Observer) -> tuple[Checked, ...]:
+    """Measure the first pieces of advice, each by a run of its own in the store, and keep what came of them."""
+    wanted = checkable(found.advice)[:most]
+    if not wanted:
+        raise UsageError(
+            f"nothing that is advised on the run {basis.run.id} predicts the speed of a step, so that there is nothing "
+            "to check. Emulated precisions have none."
+        )
+    done = []
+    for advice in wanted:
+        again = _measured(basis.run, advice, store, observer)
+        speed, why = _speed(advice, again)
+        under = tuple((name, value) for name in _UNDER if (value := again.environment.get(name)) is not None)
+        one = Checked(advice, basis.run.id, again.id, now(), speed, why, under)
+        keep_checks(store, [one])
+        done.append(one)
+        if not again.finished:
+            raise KeyboardInterrupt
+    return tuple(done)
+
+
+def _measured(run: Run, advice: Advice, store: Path, observer: Observer) -> Run:
+    """The same group once more in fresh processes; with a map of layers, or in another mode, as a run of its own."""
+    command = f"fp8bench advise {run.id} --check"
+    timed = any(one.case.id == advice.case for one in run.records)
+    if timed and not advice.precision_map:
+        return measure_again(run, {advice.case}, store, observer, command)
+    case = next(one.case for one in run.records if one.case.setting == advice.settings[0])
+    own = {name: str(value) for name, value in case.params}
+    axes = tuple((name, (own[name],) if name in own else values) for name, values in run.request.axes)
+    request = replace(
+        run.request, suite=case.workload, dtypes=(advice.reference, advice.mode), reference=advice.reference,
+        devices=(case.device,), axes=axes, precision_map=advice.precision_map, grid=False, trace=None,
+    )  # fmt: skip
+    return execute(request, store, observer, f"{command} ({as_words(advice.precision_map)})", origin="advice")
+
+
+def _speed(advice: Advice, again: Run) -> tuple[Interval | None, str]:
+    """What the advised step gained, or why nobody knows."""
+    setting = advice.settings[0]
+    record = next(
+        (one for one in again.records if one.case.setting == setting and not one.is_reference
+         and (one.case.precision_map == advice.precision_map if advice.precision_map else one.case.id == advice.case)),
+        None,
+    )  # fmt: skip
+    if record is None:
+        return None, "its run has no such case"
+    finding = findings(again).get(record.case.id)
+    if finding is None or finding.ratio is None:
+        return None, record.reason or (finding.why if finding is not None else "") or "it has no speed there"
+    if finding.hard:
+        return None, finding.why
+    return speed_of(finding), ""

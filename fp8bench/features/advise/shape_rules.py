@@ -1,0 +1,161 @@
+"""Rules about what is multiplied: from which size on a precision pays here, and how much of a step it reaches."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator
+
+from fp8bench import units
+from fp8bench.analysis.break_even import LEAST_SIZES, SizedRatio, break_even
+from fp8bench.features.advise.basis import Basis, Beside
+from fp8bench.features.advise.rule import Rule, Told
+from fp8bench.features.advise.values import Ground, Met
+from fp8bench.model import OperatorCount
+
+_SIDES = ("m", "n", "k")
+# A step whose products are less than half in what pays, or can be converted, gains little.
+_HALF = 0.5
+_SHAPE = re.compile(r"\[([\d,]+)\]")
+_GROUPED = "grouped_mm"
+
+
+def sized(
+    mode: str, device: str, basis: Basis, paths: Collection[str] | None = None, product: str = ""
+) -> dict[int, tuple[SizedRatio, str]]:
+    """Products that were timed in a mode by their size, the cube root of M N K: their times over the reference's, and
+    the case. The least favourable of a size counts. `paths` are the dtypes that the reference may multiply in,
+    `product` is the one of a layer's three, '' for any."""
+    found: dict[int, tuple[SizedRatio, str]] = {}
+    for one in basis.known:
+        params, speed = dict(one.record.case.params), one.speed
+        alike = one.mode == mode and one.record.case.device == device and one.lead is not None
+        if not alike or speed is None or not all(isinstance(params.get(side), int) for side in _SIDES):
+            continue
+        if paths is not None and {one.lead.case.precision if one.lead is not None else ""} != set(paths):
+            continue
+        if product and params.get("product", product) != product:
+            continue
+        size = round(math.prod(int(params[side]) for side in _SIDES) ** (1 / 3))
+        ratio = speed.inverse
+        if size not in found or found[size][0].ratio.point < ratio.point:
+            found[size] = SizedRatio(size, ratio), one.row
+    return found
+
+
+def pays_from(mode: str, device: str, basis: Basis) -> tuple[float, float, tuple[Ground, ...]] | str:
+    """From which size on products of a mode surely pay here, the largest size that was measured, and by what.
+
+    It is infinite where none pays. A sentence where too few were measured.
+    """
+    found = sized(mode, device, basis)
+    if len(found) < LEAST_SIZES:
+        return f"{len(found)} sizes of products were timed in it here, and {LEAST_SIZES} are needed"
+    curve = break_even([ratio for ratio, _ in found.values()])
+    assert curve is not None
+    last = curve.stretches[-1]
+    begins = last.first if last.pays else math.inf
+    crossing = next((one for one in reversed(curve.crossings) if one.begins), None) if last.pays else None
+    words = f"pays from about {units.whole(round(crossing.size if crossing else begins))} on" if last.pays else (
+        "pays at no size up to the largest measured"
+    )  # fmt: skip
+    rows = tuple(Ground(row, f"size {size}: {units.speed_up(1 / ratio.ratio.point)}")
+                 for size, (ratio, row) in sorted(found.items()))  # fmt: skip
+    return begins, float(max(found)), (Ground(rows[0].row, words), *rows)
+
+
+def products_of(one: Beside) -> list[tuple[int, int, int, int]]:
+    """M, N, K and FLOPs of the products that a step's reference makes, by its coverage or its tape."""
+    coverage = one.record.coverage
+    if coverage is not None:
+        held = (each for holder in coverage.holders for each in holder.products)
+        return [(each.m, each.n, each.k, each.flops) for each in held]
+    tape = one.lead.tape if one.lead is not None else None
+    return list(_taped(tape.operators)) if tape is not None else []
+
+
+def _taped(operators: Iterable[OperatorCount]) -> Iterator[tuple[int, int, int, int]]:
+    """Of products of two matrices: M, N, K from their FLOPs and what comes out."""
+    for one in operators:
+        shape = _SHAPE.search(one.outputs[0]) if one.path and one.flops and len(one.outputs) == 1 else None
+        sides = [int(side) for side in shape[1].split(",")] if shape else []
+        if len(sides) == 2 and one.flops:
+            m, n = sides
+            yield m, n, one.flops // (2 * m * n), one.calls * one.flops
+
+
+def _large(one: Beside, basis: Basis) -> Told | str | None:
+    case = one.record.case
+    if one.emulated:
+        return "emulated here: its time is the cost of emulation"
+    if all(side in dict(case.params) for side in _SIDES):
+        return None  # one product: its own speed says it all
+    products = products_of(one)
+    if not products:
+        return "the products of its step were not counted (no tape)"
+    known = pays_from(one.mode, case.device, basis)
+    if isinstance(known, str):
+        return known
+    begins, largest, grounds = known
+    total = sum(flops for *_, flops in products)
+    sizes = [(math.prod(sides) ** (1 / 3), flops) for *sides, flops in products]
+    paying = sum(flops for size, flops in sizes if begins <= size <= largest) / total
+    beyond = sum(flops for size, flops in sizes if size > largest) / total
+    figure = f"{grounds[0].figure}: {units.percent(paying, 0)} of its products' FLOPs"
+    figure += f", {units.percent(beyond, 0)} beyond what was measured" if beyond else ""
+    if paying < _HALF <= paying + beyond:
+        return f"{figure}; products of its size were not timed"
+    return Told(Met.YES if paying >= _HALF else Met.NO, figure, grounds)
+
+
+def _reached(one: Beside, basis: Basis) -> Told | str | None:
+    coverage = one.record.coverage
+    if coverage is None or not coverage.flops:
+        return None
+    kinds = [f"{kind} {units.percent(converted / coverage.flops, 0)}"
+             for kind, (_, converted) in coverage.by_kind().items() if converted]  # fmt: skip
+    left = max((each for each in coverage.holders if not each.converted), key=lambda each: each.flops, default=None)
+    figure = f"{units.percent(coverage.share, 0)} of product FLOPs" + (f" ({', '.join(kinds)})" if kinds else "")
+    if left is not None and left.flops:
+        figure += f"; {left.name} is not: {left.reason}"
+    return Told(Met.YES if coverage.share >= _HALF else Met.NO, figure, (Ground(one.row, figure),))
+
+
+def _experts(one: Beside, basis: Basis) -> Told | str | None:
+    """Only where there are experts."""
+    coverage = one.record.coverage
+    if coverage is not None:
+        whole, converted = coverage.by_kind().get("experts", (0, 0))
+        if not whole:
+            return None
+        words = f"experts are {units.percent(whole / coverage.flops, 0)} of product FLOPs"
+        met = Met.YES if converted > _HALF * whole else Met.NO
+        return Told(met, f"{words}, {units.percent(converted / whole, 0)} of them converted", (Ground(one.row, words),))
+    tape = one.lead.tape if one.lead is not None else None
+    grouped = [each for each in tape.operators if _GROUPED in each.operator] if tape is not None else []
+    if tape is None or not grouped or not tape.flops:
+        return None
+    words = f"grouped products are {units.percent(sum(e.calls * (e.flops or 0) for e in grouped) / tape.flops, 0)}"
+    own = one.record.tape
+    low = {e.path for e in own.operators if _GROUPED in e.operator} if own is not None else set()
+    if not low:
+        return f"{words} of its FLOPs, and in which dtype they run in it was not counted"
+    met = Met.NO if low == {e.path for e in grouped} else Met.YES
+    return Told(met, f"{words} of its FLOPs, in {', '.join(sorted(low))}", (Ground(one.row, words),))
+
+
+RULES = (
+    Rule(
+        "shapes", "Are its products large enough?", _large,
+        "fp8bench suite gemm --dtypes {high},{mode}, then fp8bench advise RUN --beside last",
+        "Break-even differs by device, recipe and torch by more than twice: no constant holds (torchao #2410).",
+    ),
+    Rule(
+        "coverage", "Can most of its products be converted?", _reached, "fp8bench profile {make} --dtypes {mode}",
+        "A converter of nn.Linear alone does nothing for GPT-2 or a ResNet, and 18% for Mixtral.",
+    ),
+    Rule(
+        "experts", "Are the experts converted?", _experts, "fp8bench profile {make} --dtypes {mode}",
+        "Of a published mixture of experts: linear layers alone 1.05x, experts alone 1.40x.",
+    ),
+)  # fmt: skip

@@ -1,0 +1,265 @@
+"""Advice and its checklist as tables, wherever they are shown."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fp8bench import units
+from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Answer, Checked, Cost, Met
+from fp8bench.model import Interval, Level
+from fp8bench.model.codec import SCHEMA, encode
+from fp8bench.report.data.plain import json_line
+from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.panels import together
+from fp8bench.report.terminal.layout import list_of
+from fp8bench.report.words.run_facts import many
+
+_TONES = {Met.YES: Tone.GOOD, Met.NO: Tone.BAD, Met.UNCLEAR: Tone.DOUBT, Met.UNKNOWN: Tone.DOUBT}
+_KINDS = {AdviceKind.ADOPT: Tone.GOOD, AdviceKind.NOTHING: Tone.PLAIN}
+# More sentences are not read; JSON has all of them.
+_MOST = 12
+_MOST_GROUNDS = 2
+LEGEND = (
+    "adopt, route, schedule: take a precision, leave layers high, leave steps or kinds of steps high",
+    "predicted: the speed-up that the same step will show once more, never above what Amdahl's law leaves",
+    "emulated cases have no speed, and nothing is predicted of them",
+    "yes speaks for the precision; not measured here: no figure of this machine answers it, and the command would",
+)
+
+
+def advice_elements(advised: Advised) -> Iterator[Element]:
+    """The sentences, then what is predicted and by which rows."""
+    named = short_names(advised)
+    shown = advised.advice[:_MOST]
+    yield Items(tuple(Text(_sentence(one, named), _tone(one)) for one in shown))
+    if len(advised.advice) > len(shown):
+        yield Text(f"{len(advised.advice) - len(shown)} more pieces of advice are in the JSON.")
+    gains = [one for one in advised.advice if one.gain is not None][:_MOST]
+    if gains:
+        columns = (
+            Column("advice"), Column("predicted", number=True, unit="x"), Column("rule"),
+            Column("of", hint="the case that it predicts, where its evidence is"),
+        )  # fmt: skip
+        rows = tuple(
+            (Field(f"{one.kind} {one.mode}"), speed(one.gain), Field(one.rule), Field(named(one.case))) for one in gains
+        )
+        yield Table("predicted", "what is predicted", columns, rows)
+
+
+def _tone(one: Advice) -> Tone:
+    return Tone.DOUBT if one.doubtful else _KINDS.get(one.kind, Tone.STRONG)
+
+
+def short_names(advised: Advised) -> Callable[[str], str]:
+    """Settings and cases without the parameters that all of their suite have in common."""
+    inside: dict[str, list[set[str]]] = {}
+    for one in advised.answers:
+        suite, _, rest = one.setting.partition("[")
+        inside.setdefault(suite, []).append(set(rest.rpartition("]")[0].split(",")))
+    shared = {suite: set.intersection(*found) for suite, found in inside.items()}
+
+    def short(row: str) -> str:
+        suite, _, rest = row.partition("[")
+        params, _, end = rest.rpartition("]")
+        if suite not in shared or not params:
+            return row
+        own = ",".join(pair for pair in params.split(",") if pair not in shared[suite])
+        return (f"{suite}[{own}]" if own else suite) + end
+
+    return short
+
+
+def _sentence(one: Advice, named: Callable[[str], str]) -> str:
+    """The advice, with where it holds."""
+    where = named(one.settings[0]) if len(one.settings) == 1 else many(len(one.settings), "setting")
+    return f"{one.sentence} ({where})."
+
+
+def speed(found: Interval | None) -> Field:
+    """'1.62x [1.60, 1.64]'."""
+    if found is None:
+        return Field(units.NONE)
+    ends = f"[{units.significant(found.low)}, {units.significant(found.high)}]"
+    return Field(f"{units.speed_up(found.point)} {ends}", found.point)
+
+
+def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) -> Iterator[Element]:
+    """A table a model: what each precision takes beside its reference, a step and to the same loss."""
+    named = short_names(advised)
+    by_setting = together((one.setting, one) for one in costs)
+    for number, (setting, found) in enumerate(by_setting.items(), 1):
+        first = found[0]
+        columns = (
+            Column("precision"), Column("speed-up", number=True, unit="x"), Column("loss", number=True),
+            Column("joules a step", number=True, unit="x"), Column("time", number=True, unit="x"),
+            Column("energy", number=True, unit="x"), Column("money", number=True), Column("why", below=True),
+        )  # fmt: skip
+        rows = tuple(_cost(one, price) for one in found)
+        yield Table(f"cost-{number}", f"{named(setting)}, over {first.reference}", columns, rows)
+        if first.hours is not None:
+            used = f", {units.joules(first.energy_used)}" if first.energy_used is not None else ""
+            money = f", {units.significant(first.hours * price)} at {price:g} an hour" if price is not None else ""
+            took = units.seconds(3600 * first.hours)
+            yield Text(f"{first.reference} itself: {units.whole(first.steps)} such steps take {took}{used}{money}.")
+    if any(one.model for one in costs):
+        models = ", ".join(dict.fromkeys(one.model for one in costs if one.model))
+        yield Text(f"Losses are those of {models}: what another model loses is not known.", Tone.DOUBT)
+
+
+def _cost(one: Cost, price: float | None) -> tuple[Field, ...]:
+    money = one.money(price) if price is not None else None
+    return (
+        Field(one.mode), speed(one.speed), Field(_gap(one)), *map(_ratio, (one.joules, one.time, one.energy)),
+        Field(units.NONE) if money is None else Field(
+            f"{units.significant(money.point)} [{units.significant(money.low)}, {units.significant(money.high)}]",
+            money.point,
+        ),
+        Field(one.why),
+    )  # fmt: skip
+
+
+def _gap(one: Cost) -> str:
+    """'+0.8% [+0.2%, +1.4%] worse'."""
+    if one.gap is None:
+        return one.learned or units.NONE
+    low, point, high = (units.change(1 + value) for value in (one.gap.low, one.gap.point, one.gap.high))
+    return f"{point} [{low}, {high}] {one.learned}"
+
+
+def _ratio(found: Interval | None) -> Field:
+    if found is None:
+        return Field(units.NONE)
+    ends = f"[{units.significant(found.low)}, {units.significant(found.high)}]"
+    return Field(f"{units.ratio(found.point)} {ends}", found.point)
+
+
+def checklist(advised: Advised, shared: bool) -> Iterator[Table]:
+    """For each suite and device a table: a row a precision and question. Of several settings those that most agree.
+
+    What an emulation leaves open is one row.
+    """
+    named = short_names(advised)
+    by_place = together((_place(one.setting), one) for one in advised.answers)
+    for number, (place, answers) in enumerate(by_place.items(), 1):
+        columns = (
+            Column("precision", shared=shared), Column("question"), Column("here"),
+            Column("figure", below=shared), Column("evidence", below=shared),
+        )  # fmt: skip
+        by_row = together(((one.mode, one.figure if _open(one) else one.rule), one) for one in answers)
+        rows = tuple(_row(found, named) for found in by_row.values())
+        yield Table(f"checklist-{number}", f"{place}: when to use a lower precision", columns, rows)
+
+
+def _open(one: Answer) -> bool:
+    return one.met is Met.UNKNOWN and one.figure.startswith(Level.EMULATED)
+
+
+def _place(setting: str) -> str:
+    """'gemm on cpu' of 'gemm[m=64]@cpu'."""
+    return f"{setting.partition('[')[0]} on {setting.rpartition('@')[2]}"
+
+
+def _row(answers: Sequence[Answer], named: Callable[[str], str]) -> tuple[Field, ...]:
+    (met, count), *_ = Counter(one.met for one in answers).most_common()
+    first = next(one for one in answers if one.met is met)
+    words = met.value + (f" ({count} of {len(answers)})" if count < len(answers) else "")
+    grounds = [f"{one.figure} in {named(one.row)}" for one in first.grounds[:_MOST_GROUNDS]]
+    questions = dict.fromkeys(one.question for one in answers)
+    settings = dict.fromkeys(one.setting for one in answers)
+    told = first.figure if len(settings) == 1 or _open(first) else f"{first.figure} at {named(first.setting)}"
+    measure = f"measure it: {first.measure}" if first.measure and not _open(first) else units.NONE
+    return (
+        Field(first.mode), Field(" ".join(questions)), Field(words, tone=_TONES[met]), Field(told),
+        Field("; ".join(grounds) or measure),
+    )  # fmt: skip
+
+
+_NOTHING = "There is nothing to advise on: the run has no case beside a reference."
+
+
+_COST = "the cost of a decision: each precision over its reference; time, energy and money are those to the same loss"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is told beside the advice: what was checked, what decisions cost (by the `price` of an hour), and notes."""
+
+    checked: Sequence[Checked] = ()
+    costs: Sequence[Cost] = ()
+    price: float | None = None
+    notes: Sequence[str] = ()
+
+
+def page_of(advised: Advised, more: Asked) -> Page:
+    """Of one run."""
+    told: tuple[Element, ...] = tuple(advice_elements(advised)) if advised.advice else (Text(_NOTHING),)
+    parts = [Part("advice", "", told)]
+    parts += (
+        [Part("checks", "predicted and measured", (checks(more.checked, short_names(advised)),))]
+        if more.checked
+        else []
+    )
+    parts += [Part("cost", _COST, tuple(cost_tables(advised, more.costs, more.price)))] if more.costs else []
+    parts += [Part("checklist", "the checklist", tuple(checklist(advised, shared=True)))] if advised.answers else []
+    parts += list_of("notes", "notes", more.notes)
+    return Page(f"advice on run {advised.run}", "", tuple(parts), LEGEND)
+
+
+def checks(checked: Sequence[Checked], named: Callable[[str], str] = str) -> Table:
+    """What was predicted beside what was measured."""
+    columns = (
+        Column("advice"), Column("predicted", number=True, unit="x"), Column("measured", number=True, unit="x"),
+        Column("hit"), Column("of"), Column("by run"), Column("why", below=True),
+    )  # fmt: skip
+    rows = tuple(
+        (
+            Field(f"{one.advice.kind} {one.advice.mode}"), speed(one.advice.gain), speed(one.measured),
+            _hit(one), Field(named(one.advice.case or one.advice.settings[0])), Field(one.run or units.NONE),
+            Field(one.why),
+        )
+        for one in checked
+    )  # fmt: skip
+    return Table("checks", "", columns, rows)
+
+
+def _hit(one: Checked) -> Field:
+    tones = {True: Tone.GOOD, False: Tone.BAD, None: Tone.DOUBT}
+    return Field({True: "yes", False: "no", None: "-"}[one.hit], tone=tones[one.hit])
+
+
+def score_page(checked: Sequence[Checked], troubles: Sequence[str] = ()) -> Page:
+    """How often what was measured lay within what was predicted, by the kind of advice and its rule."""
+    told = [one for one in checked if one.hit is not None]
+    hits = sum(one.hit is True for one in told)
+    rate = f"{units.percent(hits / len(told), 0)}: {hits} of {len(told)}" if told else "unknown: 0 of 0"
+    columns = (Column("advice"), Column("rule"), Column("hits", number=True), Column("checks", number=True))
+    by_rule = together(((one.advice.kind, one.advice.rule), one) for one in told)
+    rows = tuple(
+        (Field(kind), Field(rule), Field(str(sum(one.hit is True for one in found))), Field(str(len(found))))
+        for (kind, rule), found in by_rule.items()
+    )
+    elements: list[Element] = [Text(f"hit rate {rate} checks lay within what was predicted.", Tone.STRONG)]
+    if len(told) < len(checked):
+        elements.append(Text(f"{many(len(checked) - len(told), 'check')} came to no figure and count as none."))
+    elements += [Table("score", "", columns, rows), checks(checked)] if rows else []
+    return Page("the advisor's score", "", (Part("score", "", (*elements, *map(Text, troubles))),))
+
+
+def as_json(advised: Advised, checked: Sequence[Checked], costs: Sequence[Cost], price: float | None) -> str:
+    """All advice with its evidence, all answers, what was checked, and what decisions cost."""
+    told = [{**encode(one), "money": encode(one.money(price)) if price is not None else None} for one in costs]
+    return json_line({"schema": SCHEMA, **encode(advised), "checked": _plain(checked), "costs": told})
+
+
+def score_as_json(checked: Sequence[Checked]) -> str:
+    """Every check that was kept, with hits and counts."""
+    told = [one for one in checked if one.hit is not None]
+    hits = sum(one.hit is True for one in told)
+    return json_line({"schema": SCHEMA, "hits": hits, "checks": len(told), "checked": _plain(checked)})
+
+
+def _plain(checked: Sequence[Checked]) -> list[dict[str, Any]]:
+    return [{**encode(one), "hit": one.hit} for one in checked]

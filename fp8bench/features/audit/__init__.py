@@ -1,0 +1,1 @@
+"""Whether a kernel of your own computes what its precision promises."""

@@ -1,0 +1,50 @@
+"""One audit from its beginning to its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fp8bench.features.audit.auditor import SUBJECTS, Auditor, Check
+from fp8bench.features.audit.checks import CHECKS
+from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome
+from fp8bench.model import Ceilings, DeviceFacts
+from fp8bench.model.signature import Signature, Takes
+
+
+def audited(
+    target: str,
+    function: Callable[..., Any],
+    signature: Signature,
+    facts: DeviceFacts,
+    seed: int,
+    checks: Sequence[type[Check]] = CHECKS,
+    ceilings: Ceilings | None = None,
+    baseline: Callable[..., Any] | None = None,
+) -> Audit:
+    """Every check in turn. One that fails stops none of the others: they may find what explains it."""
+    started = time.perf_counter()
+    kind, plain = SUBJECTS[signature.kind], replace(signature, takes=Takes.VALUES)
+    other = None if baseline is None else kind(baseline, plain, facts)
+    auditor = Auditor(kind(function, signature, facts), seed, ceilings, other)
+    findings: list[AuditFinding] = []
+    for one_kind in checks:
+        check = one_kind()
+        if not check.applies(auditor):
+            continue
+        try:
+            found = list(check.look(auditor))
+        except Exception as error:  # noqa: BLE001 - foreign code may raise anything, at any time
+            found = [check.unknown(error, "")]
+        findings += found or [AuditFinding(check.name, AuditOutcome.PASS)]
+        if one_kind is CHECKS[0]:
+            if any(one.code == "raises" for one in found):
+                break
+            auditor.sound = all(one.outcome is AuditOutcome.PASS for one in found)
+    return Audit(
+        target, signature, tuple(findings), auditor.tried, time.perf_counter() - started,
+        times=tuple(auditor.times.items()),
+        work=tuple((side, one, auditor.compared.get(side)) for side, one in auditor.work.items()),
+    )  # fmt: skip

@@ -1,0 +1,136 @@
+"""What is audited, and what an audit has found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from fp8bench.model.signature import Signature
+
+
+class FlatMoments(NamedTuple):
+    """Moments as 8-bit optimizers keep them: codes under a scale for each run of `block` elements of the tensor."""
+
+    codes: str
+    block: int
+
+    @classmethod
+    def of(cls, word: str) -> FlatMoments | None:
+        """'dynamic8-256', 'linear8-256', 'e4m3-256'; None for another word."""
+        found = re.fullmatch(r"(e4m3|e5m2|dynamic8|dynamic4|linear8)-(\d{2,4})", word)
+        return cls(found[1], int(found[2])) if found else None
+
+
+class AuditOutcome(StrEnum):
+    """What a check says. CANNOT TELL: what it needs could not be had."""
+
+    PASS = "PASS"
+    FAIL = "FAIL"
+    CANNOT_TELL = "CANNOT TELL"
+
+
+@dataclass(frozen=True)
+class AuditFinding:
+    """What one check found: `code` is a reason, '' where there is nothing to say; one of a PASS is a remark.
+
+    `input` is the smallest input that showed it. `error` is how far results are from the exact product of what went
+    in, `expected` how far the emulation is; None where that says nothing.
+    """
+
+    check: str
+    outcome: AuditOutcome
+    code: str = ""
+    why: str = ""
+    input: str = ""
+    error: float | None = None
+    expected: float | None = None
+
+
+@dataclass(frozen=True)
+class AuditedLayer:
+    """A layer of a model that was converted: `what` it is now, whether that promises `low` precision, what its product
+    `runs` as ('' where it was not looked at), the FLOPs of its forward products, and, of one that was left as it was,
+    the likely `reason` with a word for it (`rule`). `also` are its other paths."""
+
+    name: str
+    what: str
+    weight: tuple[int, ...]
+    low: bool
+    runs: str = ""
+    flops: int = 0
+    reason: str = ""
+    rule: str = ""
+    also: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CallWork:
+    """What torch sees of a call: memory that it takes, in pieces and bytes; casts, copies in a dtype, and products."""
+
+    allocations: int = 0
+    bytes: int = 0
+    casts: int = 0
+    copies: int = 0
+    products: int = 0
+
+
+CONTROL = "normal, again"
+"""The name of what is timed twice."""
+
+
+def spread_of(times: Mapping[str, float]) -> float:
+    """How much longer the slowest kind of data takes than the fastest, from seconds by name."""
+    kinds = [seconds for name, seconds in times.items() if name != CONTROL]
+    return max(kinds) / min(kinds) - 1
+
+
+def noise_of(times: Mapping[str, float]) -> float:
+    """How much two turns on the same data differ."""
+    pair = times[CONTROL], times[CONTROL.partition(",")[0]]
+    return max(pair) / min(pair) - 1
+
+
+@dataclass(frozen=True)
+class Audit:
+    """All of one callable on one device. `tried` is how many results were looked at; `layers` are a model's.
+
+    `times` are seconds of the same call on data of each kind, of a processor those that it works; `work` is that of a
+    call of the kernel, and of the baseline if there is one, with the seconds of both.
+    """
+
+    target: str
+    signature: Signature
+    findings: tuple[AuditFinding, ...]
+    tried: int = 0
+    seconds: float = 0.0
+    layers: tuple[AuditedLayer, ...] = ()
+    times: tuple[tuple[str, float], ...] = ()
+    work: tuple[tuple[str, CallWork, float | None], ...] = ()
+
+    @property
+    def spread(self) -> float | None:
+        """How much longer a call takes on the slowest kind of data than on the fastest; None where nobody looked."""
+        return spread_of(dict(self.times)) if self.times else None
+
+    @property
+    def noise(self) -> float | None:
+        """The same between two turns on the same data."""
+        return noise_of(dict(self.times)) if self.times else None
+
+    @property
+    def low_flops(self) -> int:
+        """Of the products of layers that promise low precision."""
+        return sum(one.flops for one in self.layers if one.low)
+
+    @property
+    def outcome(self) -> AuditOutcome:
+        """FAIL if any check failed, CANNOT TELL if any could not."""
+        outcomes = {one.outcome for one in self.findings}
+        if AuditOutcome.FAIL in outcomes:
+            return AuditOutcome.FAIL
+        if AuditOutcome.CANNOT_TELL in outcomes or not outcomes:
+            return AuditOutcome.CANNOT_TELL
+        return AuditOutcome.PASS

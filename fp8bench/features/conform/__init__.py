@@ -1,0 +1,1 @@
+"""Whether native casts and products give what their emulation gives, bit by bit."""

@@ -1,0 +1,1 @@
+"""Two interpreters or two revisions, in the same rounds."""

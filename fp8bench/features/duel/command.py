@@ -1,0 +1,83 @@
+"""`fp8bench duel`: two interpreters or two revisions, measured in the same rounds."""
+
+from __future__ import annotations
+
+import argparse
+
+from fp8bench.cli import option_types as types
+from fp8bench.cli.options import request_of, shared
+from fp8bench.cli.outputs import check_outputs, show_view
+from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION
+from fp8bench.features.duel.kind import DuelKind
+from fp8bench.features.duel.progress import TERMINAL
+from fp8bench.features.duel.sides import Question
+from fp8bench.features.duel.values import Duel
+from fp8bench.measure.interrupts import only_once
+from fp8bench.model import Direction
+from fp8bench.model.request import whole_number
+from fp8bench.model.specs import TIME
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.description = (
+        "Measures every case on two sides in the same rounds, B (what is) against A (what was): two interpreters with "
+        "a torch each, or two revisions of your code or of fp8bench. A side that is not given is what runs here. Finds "
+        "changes of 2-3% that runs at different times cannot tell from noise."
+    )
+    parser.epilog = (
+        "Exit codes: 0 nothing is slower, 1 something is, 2 wrong usage, 3 a case failed or nothing was measured, 130 "
+        "interrupted."
+    )
+    parser.add_argument("door", metavar="suite", choices=("suite",), help="the word suite, and then its name")
+    words = "a suite, several with commas, all, or a .py file with suites of your own"
+    parser.add_argument("suite", metavar="NAME", help=words)
+    add = parser.add_argument_group("the sides").add_argument
+    words = "side A's Python, or the folder of its virtual environment; default this one"
+    add("--python-a", metavar="PYTHON", help=words)
+    add("--python-b", metavar="PYTHON", help="side B's; default this one")
+    words = "side A runs the code of that commit of this repository, from a working tree made for the duel; B this tree"
+    add("--against", metavar="REV", help=words)
+    words = "side A runs the workers of that commit of fp8bench, where fp8bench runs from a checkout of its repository"
+    add("--against-self", metavar="REV", help=words)
+    what = parser.add_argument_group("what to measure, as in suite")
+    shared(what, "--dtypes", "--devices", "--set", "--data", "--import")
+    how = parser.add_argument_group("how, as in suite")
+    words = "sessions of every case, each with fresh processes; default 4, and 3 are the least for an interval"
+    how.add_argument("--sessions", type=types.whole(whole_number(1, 100)), metavar="N", help=words)
+    shared(how, "--quick", help="one session of a few rounds, to see that it runs")
+    shared(how, "--budget", help="time for the whole duel; default about 10 s a case")
+    shared(how, "--rounds", help="exactly so many rounds a session")
+    shared(how, "--seed")
+    shared(how, "--threads", help="CPU threads of torch in each worker; default 1")
+    shared(how, "--case-timeout")
+    shared(how, "--store", help="where duels are kept, below duels/; default .fp8bench")
+    shared(how, "--explain")
+    shared(how, "--json", help="print the duel as JSON, all samples and comparisons, instead of the tables")
+    shared(how, "--md")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, keep, tell. An interrupt ends it early: what was finished is kept and told."""
+    from fp8bench.features.duel.run import run_duel
+
+    check_outputs(arguments)
+    question = Question(
+        arguments.python_a, arguments.python_b, arguments.against, arguments.against_self, arguments.sessions
+    )
+    with only_once():
+        duel = run_duel(question, request_of(arguments), arguments.store, TERMINAL)
+        show_view(DuelKind().view(duel), arguments)
+    return exit_code(duel)
+
+
+def exit_code(duel: Duel) -> int:
+    """130 interrupted, 3 nothing measured or a case failed, 1 something is slower, 0 fine; the first that fits."""
+    from fp8bench.features.duel.verdicts import comparisons
+
+    if not duel.finished:
+        return EXIT_INTERRUPTED
+    if not duel.ok:
+        return EXIT_FAILED
+    slower = any(figure.metric == TIME and figure.direction is Direction.WORSE for figure in comparisons(duel))
+    return EXIT_REGRESSION if slower else EXIT_OK

@@ -1,0 +1,356 @@
+"""A duel: two interpreters or two revisions, measured in the same rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import secrets
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fp8bench.errors import Fp8benchError, StoreError, UsageError
+from fp8bench.features.duel.kept import DuelWriter, load_duel, start_duel
+from fp8bench.features.duel.observer import DuelJobObserver, DuelObserver
+from fp8bench.features.duel.sides import SAME, Question, Ready, Sides, opened
+from fp8bench.features.duel.turns import PROCESSES, Entry, SideWorkers, Turns, refresh, side_workers
+from fp8bench.features.duel.values import AFTER, BEFORE, CaseResult, Duel, Session, Side
+from fp8bench.features.duel.verdicts import LEAST_ROUNDS
+from fp8bench.measure.arm import Arm, ArmFailed, CompilingFailed
+from fp8bench.measure.environment import command_line, gather
+from fp8bench.measure.interrupts import held_back, ignored
+from fp8bench.measure.limits import Limits
+from fp8bench.measure.passes import CaseOutcome, Passes, exhausted
+from fp8bench.measure.quantisers import Quantisers, quantisers_for
+from fp8bench.model import Environment, PlannedCase, Request
+from fp8bench.model.raw import Settings
+from fp8bench.model.stopping import CEILING_SECONDS, QUICK_ROUNDS, StoppingRule
+from fp8bench.pipeline import now, share_of
+from fp8bench.plan.asked_suites import reads_corpus, suites_of
+from fp8bench.plan.corpus import Corpus, prepare_corpus
+from fp8bench.plan.make import check_names
+from fp8bench.protocols import Observer
+from fp8bench.registry import workloads
+from fp8bench.store.runs.write import check_store
+from fp8bench.user_code import user_module
+
+_SESSIONS, _QUICK_SESSIONS = 4, 1
+_SESSION_SECONDS = 2.5
+_LEAST_ROUNDS = 10
+
+
+@dataclass(frozen=True)
+class StartedSides:
+    """Both sides with their workers started."""
+
+    sides: Sides
+    pair: tuple[SideWorkers, SideWorkers]
+    cases: tuple[str, ...]
+    sessions: int
+
+
+def run_duel(
+    question: Question, request: Request, store: Path, observer: DuelJobObserver, only: Collection[str] = ()
+) -> Duel:
+    """Measure both sides and keep what they come to; of the cases with the ids in `only`, if there are any."""
+    if request.ranks is not None:
+        raise UsageError(f"a side of a duel is one process, and this would be {request.ranks} ranks on each.")
+    check_names(request)
+    why_eager = quantisers_for(request.quick, os.environ).why_eager
+    check_store(store)
+    corpus = prepare_corpus(request.data, store / "data") if reads_corpus(request) else None
+    start = time.monotonic()
+    sessions = question.sessions or (_QUICK_SESSIONS if request.quick else _SESSIONS)
+    with observer.duelling() as progress:
+        progress.starts()
+        with (
+            opened(question, request.imports) as sides,
+            _start(sides, request, corpus, why_eager, sessions) as started,
+        ):
+            kept = tuple(name for name in started.cases if not only or name in only)
+            if not kept:
+                raise UsageError(f"the sides would not measure {next(iter(only))}, which was asked for.")
+            return _measured(replace(started, cases=kept), request, store, observer, progress, start)
+
+
+@contextmanager
+def _start(
+    sides: Sides, request: Request, corpus: Corpus | None, why_eager: str, sessions: int
+) -> Iterator[StartedSides]:
+    """All workers started, both sides planned, and what they have in common."""
+    with ExitStack() as stack:
+        pair = []
+        for ready in (sides.before, sides.after):
+            settings = Settings(request.threads, request.seed, ready.imports, corpus.path if corpus else None)
+            pair.append(stack.enter_context(side_workers(ready.start, settings, why_eager)))
+        identity, names = corpus.identity if corpus else None, suites_of(request)
+        for one in pair:
+            one.meet(request, names, identity)
+        cases = tuple(name for name in pair[0].cases if name in pair[1].cases)
+        if not cases:
+            raise UsageError(
+                f"the sides have no case in common: A would measure {next(iter(pair[0].cases))}, and B "
+                f"{next(iter(pair[1].cases))}. Name --devices that both have."
+            )
+        notes = (*sides.notes, *_alone(pair[0], pair[1]), *_alone(pair[1], pair[0]))
+        yield StartedSides(replace(sides, notes=notes), (pair[0], pair[1]), cases, sessions)
+
+
+def _alone(own: SideWorkers, other: SideWorkers) -> Iterator[str]:
+    """A note on the cases that one side would measure and the other has not."""
+    names = [name for name in own.cases if name not in other.cases]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"only side {own.name} has {names[0]}{more}: not compared"
+
+
+def _measured(
+    started: StartedSides,
+    request: Request,
+    store: Path,
+    observer: DuelJobObserver,
+    progress: DuelObserver,
+    start: float,
+) -> Duel:
+    """The duel as far as it came, each session of a case kept as soon as it is over."""
+    begun = _begun(started, request)
+    writer = start_duel(begun, store)
+    begun = replace(begun, path=str(writer.path))
+    cases = [begin_case(case, started.pair) for case in started.cases]
+    try:
+        _check_origins(started)
+        if started.sides.after.commit:  # that a revision cannot make a difference, as far as that is known by now
+            for note in (*(one for one in started.sides.notes if one == SAME), *_idle(started)):
+                progress.close()
+                observer.note(f"{note}. Ctrl-C ends the duel")
+        for note in started.sides.notes:
+            writer.note(note)
+        _sessions(started, request, cases, writer, progress, start)
+        for note in _idle(started):
+            writer.note(note)
+        writer.finish("finished")
+    except KeyboardInterrupt:
+        with ignored():
+            progress.close()
+            with contextlib.suppress(StoreError):  # without an end line a duel is unfinished, too
+                writer.finish("interrupted")
+            observer.note(f"interrupted; what was finished is kept in {writer.path}")
+    except Fp8benchError as error:
+        progress.close()
+        results = tuple(one.result for one in cases if one.sessions)
+        if results:  # what the store did not take, or what was measured before a side was lost for good
+            observer.cut_off(replace(begun, results=results, troubles=(str(error),)))
+        else:
+            writer.path.unlink(missing_ok=True)
+        raise
+    finally:
+        writer.close()
+    with ignored():
+        return load_duel(writer.path)
+
+
+def _sessions(
+    started: StartedSides, request: Request, cases: Sequence[CaseProgress], writer: DuelWriter, progress: DuelObserver,
+    start: float,
+) -> None:  # fmt: skip
+    """Every case once in each session; errors and memory in the first."""
+    runner = CaseRunner(started.pair, request.seed, progress, Limits(request.case_timeout))
+    for number in range(started.sessions):
+        progress.starts()
+        began = time.monotonic()
+        refresh(started.pair, request.seed, number)
+        # Half of the first session's workers were there. Those to come take their time out of the budget too.
+        starting = (time.monotonic() - began) * (1 if number else 2) * (started.sessions - 1 - number)
+        for place, one in enumerate(cases):
+            progress.in_session(number, started.sessions, place, len(cases))
+            alive, left = one.alive, (started.sessions - number) * len(cases) - place
+            if alive:
+                runner.measure(one, number, _rule(request, share_of(request.budget, start - starting, left)))
+            if one.alive and number == 0:
+                _check_origins(started)  # more of the user's code may have been imported by now
+                runner.check_values(one)
+            with held_back():  # what is kept is the case with all there is of it, or one more session
+                if number == 0 or (alive and not one.alive):
+                    writer.result(one.result)
+                elif alive:
+                    writer.session(one.result.after.case.id, one.sessions[-1])
+
+
+def _rule(request: Request, share: float | None) -> StoppingRule:
+    """When a case has been measured for long enough. No verdict ends it: that is made of all sessions."""
+    most = math.inf if share is None else share
+    if request.rounds is not None:
+        return StoppingRule(fixed=request.rounds, ceiling=most, whole=True)
+    if request.quick:
+        return StoppingRule(fixed=QUICK_ROUNDS, ceiling=min(most, CEILING_SECONDS), whole=True)
+    if share is not None:
+        return StoppingRule(least=LEAST_ROUNDS, budget=share, ceiling=share, whole=True)
+    return StoppingRule(least=_LEAST_ROUNDS, budget=_SESSION_SECONDS, ceiling=CEILING_SECONDS)
+
+
+def _begun(started: StartedSides, request: Request) -> Duel:
+    before, after = (
+        _side(ready, one, request)
+        for ready, one in zip((started.sides.before, started.sides.after), started.pair, strict=True)
+    )
+    return Duel(secrets.token_hex(4), now(), command_line(), request, before, after, started.cases, started.sessions)
+
+
+def _side(ready: Ready, one: SideWorkers, request: Request) -> Side:
+    """A side with what was found out about it. What the worker says of itself wins over what holds here."""
+    worker = one.workers[0]
+    # Their digest is that of the files this process has imported, which are this tree's.
+    imports = request.imports if ready.imports == request.imports else ()
+    here = gather(worker.software(), str(worker.handshake["fp8bench"]), request.threads, imports, folder=ready.tree)
+    environment = Environment({**here.facts, **worker.handshake})
+    return Side(ready.start.name, ready.title, ready.start.python, ready.commit, environment, one.devices)
+
+
+def _check_origins(started: StartedSides) -> None:
+    """Raise UsageError where side A has loaded code of this tree: then it is no duel with the revision."""
+    before, after = started.sides.before, started.sides.after
+    if before.tree is None or after.tree is None:
+        return
+    first = started.pair[0].workers[0]
+    alien = set(first.modules_under(after.tree)) - set(first.modules_under(before.tree)) - _shared(before.imports)
+    if alien:
+        raise UsageError(
+            f"side A has loaded {', '.join(sorted(alien)[:5])} from this tree and not from that of {before.title}: "
+            "what is installed there wins over PYTHONPATH. Uninstall the package, or install it with `pip install -e`."
+        )
+
+
+def _idle(started: StartedSides) -> Iterator[str]:
+    """A note where nothing of the repository was loaded, so that the sides cannot have differed."""
+    after = started.sides.after
+    if after.tree is None:
+        return
+    loaded = set(started.pair[1].workers[0].modules_under(after.tree)) - _shared(started.sides.before.imports)
+    if not loaded:
+        yield (
+            "neither side has loaded any code of this repository, so that they differ by nothing but noise: "
+            "--import MODULE names what uses it"
+        )
+
+
+def _shared(imports: Sequence[str]) -> set[str]:
+    """The modules of files that side A runs as given."""
+    return {user_module(name) for name in imports if name.endswith(".py")}
+
+
+@dataclass
+class CaseProgress:
+    """What one case has come to so far. `left_out` says why it is not measured, '' if it is.
+
+    `processes` is how many a side memory has admitted so far.
+    """
+
+    before: CaseOutcome
+    after: CaseOutcome
+    left_out: str = ""
+    sessions: list[Session] = field(default_factory=list)
+    processes: int = PROCESSES
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is more to measure."""
+        return not (self.left_out or self.before.failure or self.after.failure)
+
+    @property
+    def result(self) -> CaseResult:
+        """As far as it has come, frozen."""
+        before, after = self.before.record(True, self.left_out), self.after.record(False, self.left_out)
+        return CaseResult(before, after, tuple(self.sessions))
+
+
+def begin_case(case: str, pair: tuple[SideWorkers, SideWorkers]) -> CaseProgress:
+    """A case that is about to be measured, or the reason why it is not."""
+    before, after = (CaseOutcome(side.cases[case]) for side in pair)
+    left_out = _unfit(pair, (before.planned, after.planned))
+    for outcome in (before, after):
+        outcome.note(paired=not left_out)
+    return CaseProgress(before, after, left_out)
+
+
+def _unfit(pair: tuple[SideWorkers, SideWorkers], planned: tuple[PlannedCase, PlannedCase]) -> str:
+    """Why a case is not measured on both sides; '' if it is."""
+    refused = [f"side {side.name}: {one.skip}" for side, one in zip(pair, planned, strict=True) if one.skip]
+    if refused:
+        return "; ".join(refused)
+    suite = planned[0].case.workload
+    versions = [side.versions.get(suite) for side in pair]
+    missing = [side.name for side, version in zip(pair, versions, strict=True) if version is None]
+    if missing:
+        return f"side {' and side '.join(missing)} has no suite {suite!r}"
+    if versions[0] != versions[1]:
+        return (
+            f"suite {suite} has version {versions[0]} on side {BEFORE} and {versions[1]} on side {AFTER}: what a step "
+            "does has changed, so that their times do not compare"
+        )
+    return ""
+
+
+@dataclass(frozen=True)
+class CaseRunner:
+    """Measures cases, and looks at their values."""
+
+    pair: tuple[SideWorkers, SideWorkers]
+    seed: int
+    observer: Observer
+    limits: Limits
+
+    def measure(self, one: CaseProgress, number: int, rule: StoppingRule) -> None:
+        """One session of a case. With fewer processes a side where memory does not admit all."""
+        seed = random.Random(f"{self.seed}:{number}:{one.before.planned.case.id}").getrandbits(32)
+        while True:
+            turns = self._turns(one, seed)
+            failed: ArmFailed | None = None
+            session: Session | None = None
+            try:
+                session = turns.measure(rule, lambda doing: self.observer.working(one.before.planned.case, doing, 0.0))
+            except ArmFailed as raised:
+                failed = raised
+            except CompilingFailed as raised:
+                turns.entry_of(raised.arm).worker.restart()
+                continue  # in a fresh worker, and without compiling
+            finally:
+                left_over = turns.release()
+            failed = failed or left_over
+            if failed is not None and exhausted(failed.cause) and one.processes > 1:
+                one.processes -= 1
+                continue
+            if failed is not None:
+                entry, full = turns.entry_of(failed.arm), exhausted(failed.cause)
+                if not full:
+                    entry.worker.restart()
+                outcome = one.before if entry.side == BEFORE else one.after
+                outcome.fail("out of memory beside the other side" if full else str(failed.cause), failed.cause)
+            elif session is not None:
+                one.sessions.append(session)
+            return
+
+    def check_values(self, one: CaseProgress) -> None:
+        """Errors and memory on both sides: values that are the same whenever the same code runs."""
+        for side, outcome in zip(self.pair, (one.before, one.after), strict=True):
+            passes = Passes(side.workers[0], side.facts, self.limits, self.observer)
+            passes.errors([outcome])
+            if not outcome.failure:
+                passes.memory([outcome])
+
+    def _turns(self, one: CaseProgress, seed: int) -> Turns:
+        before, after = (
+            [self._entry(side, outcome.planned, place) for place in range(one.processes)]
+            for side, outcome in zip(self.pair, (one.before, one.after), strict=True)
+        )
+        return Turns(before, after, seed)
+
+    def _entry(self, side: SideWorkers, planned: PlannedCase, place: int) -> Entry:
+        case = planned.case
+        fused = workloads.get(case.workload).fused
+        quantisers = side.quantisers if fused else Quantisers("the suite is about numbers, and compiles none")
+        arm = Arm(case.id, planned, side.facts[case.device], self.limits)
+        return Entry(side.name, side.workers[place], arm, quantisers)

@@ -1,0 +1,368 @@
+"""A working tree of another revision, in a temporary folder that goes when its duel ends, and or at the next duel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8bench.errors import StoreError, UsageError
+from fp8bench.features.duel.turns import Start
+from fp8bench.features.duel.values import AFTER, BEFORE
+from fp8bench.files import is_locked, lock
+from fp8bench.measure.interrupts import ignored
+from fp8bench.store.find_runs import commit_named
+
+PREFIX = "fp8bench-duel-"
+_LOCK = "owner.lock"
+# A folder without its lock may be one that is just being made.
+_YOUNG_SECONDS = 60.0
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """The folder; its lock is held as long as this process lives, and so says that it does."""
+    sweep()
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
+        owner = (folder / _LOCK).open("w")
+    except OSError as error:
+        raise StoreError(
+            f"no temporary folder can be made ({error.strerror}). Make room, or set TMPDIR to a folder that has some."
+        ) from None
+    try:
+        with owner:
+            lock(owner, 0)
+            yield folder
+    finally:
+        with ignored():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep() -> None:
+    """Remove what duels of this user that were killed have left."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_uid == os.getuid() and not folder.is_symlink() and _left(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _left(folder: Path) -> bool:
+    """Whether nobody holds its lock."""
+    try:
+        return not is_locked(folder / _LOCK)
+    except FileNotFoundError:
+        return time.time() - folder.stat().st_mtime > _YOUNG_SECONDS
+
+
+def package_beside(folder: Path, package: Path) -> Path:
+    """A folder that holds a link to one package and nothing else: what else lies beside it shall not come along.
+
+    `folder` is the one to make. The package may lie in a folder of installed packages.
+    """
+    folder.mkdir()
+    (folder / package.name).symlink_to(package, target_is_directory=True)
+    return folder
+
+
+_GIT_SECONDS = 600.0
+# In a hook they name the repository that the hook is of, and would win over the folder.
+_WHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
+
+
+def repository_of(folder: Path, option: str) -> Path:
+    """The top of the working tree that a folder lies in; raises UsageError where there is none."""
+    done = _git(folder, "rev-parse", "--show-toplevel")
+    if done.returncode:
+        raise UsageError(
+            f"{option} wants a git repository, and {folder} is in none: {_words(done)}. Run it in a working tree."
+        )
+    return Path(done.stdout.rstrip("\n")).resolve()
+
+
+def is_dirty(repository: Path) -> bool:
+    """Whether files that git knows differ from what is checked out."""
+    return bool(_git(repository, "status", "--porcelain", "--untracked-files=no").stdout.strip())
+
+
+def revision_of(repository: Path, word: str, option: str) -> str:
+    """The commit a word means; raises UsageError where it means none."""
+    commit = commit_named(word, repository)
+    if commit is not None:
+        return commit
+    shallow = _git(repository, "rev-parse", "--is-shallow-repository").stdout.strip() == "true"
+    hint = (
+        "The clone is shallow and lacks what is older: `git fetch --unshallow` gets it."
+        if shallow
+        else "Give a commit, a branch or a tag; `git fetch` gets those of others."
+    )
+    raise UsageError(f"{option} {word!r:.200} is no commit of the repository {repository}. {hint}")
+
+
+@contextmanager
+def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterator[Path]:
+    """That commit checked out below a scratch folder, and gone afterwards, whatever happens.
+
+    Hooks do not run: one that installs something would change this tree too.
+    """
+    # git forgets the trees of duels that were killed; their folders have been swept away.
+    for line in _git(repository, "worktree", "list", "--porcelain").stdout.splitlines():
+        path = Path(line.removeprefix("worktree "))
+        if line.startswith("worktree ") and path.parent.name.startswith(PREFIX) and not path.exists():
+            _git(repository, "worktree", "remove", "--force", str(path))
+    tree = folder / "tree"
+    try:
+        done = _git(repository, "-c", f"core.hooksPath={os.devnull}", "worktree", "add", "--detach", str(tree), commit)
+        if done.returncode:
+            raise UsageError(
+                f"{option}: no working tree of {commit[:8]} could be made: {_words(done)}. Make room, or see "
+                "`git worktree list`."
+            )
+        yield tree
+    finally:
+        with ignored():
+            _git(repository, "worktree", "remove", "--force", str(tree))
+
+
+def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = ["git", *words]
+    environment = {name: value for name, value in os.environ.items() if name not in _WHERE} | {"LC_ALL": "C"}
+    try:
+        return subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace",
+            timeout=_GIT_SECONDS, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except OSError as error:
+        return subprocess.CompletedProcess(command, 127, "", f"git cannot be run ({error.strerror})")
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"git gave no answer for {_GIT_SECONDS:g} s")
+
+
+def _words(done: subprocess.CompletedProcess[str]) -> str:
+    """What git says of a failure, in one line."""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    fatal = next((line for line in lines if line.startswith(("fatal:", "error:"))), lines[-1] if lines else "no reason")
+    return fatal.removeprefix("fatal: ").removeprefix("error: ").rstrip(".")[:300]
+
+
+OLDEST = (3, 11)
+_SECONDS = 60.0
+_ASK = "import sys; print('python %d.%d.%d' % sys.version_info[:3])"
+
+
+def interpreter(word: str, option: str) -> str:
+    """The interpreter a word means: a program's name or path, or the folder of a virtual environment.
+
+    Links are not followed: a virtual environment's Python is one, and its packages hang on it.
+    """
+    folder = Path(word) / "bin" / "python"
+    found = str(folder) if Path(word).is_dir() and folder.exists() else shutil.which(word)
+    if found is None:
+        raise UsageError(
+            f"{option} {word!r:.200} is no program. Give a Python's name or path, or a virtual environment's folder."
+        )
+    path = str(Path(found).absolute())
+    version = _version(path, f"{option} {word!r:.200}")
+    if version[:2] < OLDEST:
+        raise UsageError(
+            f"{option} {word!r:.200} is Python {'.'.join(map(str, version))}, and fp8bench needs "
+            f"{'.'.join(map(str, OLDEST))} or newer there too. Give a newer one."
+        )
+    return path
+
+
+def _version(path: str, given: str) -> tuple[int, ...]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
+    try:
+        done = subprocess.run(
+            [path, "-I", "-c", _ASK], capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False,
+            stdin=subprocess.DEVNULL, env=environment,
+        )  # fmt: skip
+    except OSError as error:
+        raise UsageError(f"{given} cannot be run ({error.strerror}). Give a Python.") from None
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"{given} did not say within {_SECONDS:g} s which Python it is, and was ended. Give a Python."
+        ) from None
+    said = re.fullmatch(r"python (\d+)\.(\d+)\.(\d+)", done.stdout.strip())
+    if done.returncode or said is None:
+        words = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1][:200]
+        raise UsageError(
+            f"{given} is no Python that runs: asked for its version, it ended with status {done.returncode} and said "
+            f"{words!r}. Give a Python."
+        )
+    return tuple(map(int, said.groups()))
+
+
+PACKAGE = Path(__file__).resolve().parents[2]
+# How the title of a side begins that is a revision of fp8bench's own.
+OWN = "fp8bench at "
+SAME = "both sides are the same: what they differ by is noise"
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+
+
+@dataclass(frozen=True)
+class Question:
+    """What makes the sides differ, as given; None is what runs here. `sessions` is how many, if given."""
+
+    python_a: str | None = None
+    python_b: str | None = None
+    against: str | None = None
+    against_self: str | None = None
+    sessions: int | None = None
+
+    @property
+    def nothing(self) -> bool:
+        """Whether the sides are the same, so that a duel measures nothing but noise."""
+        return not any((self.python_a, self.python_b, self.against, self.against_self))
+
+
+@dataclass(frozen=True)
+class Ready:
+    """One side, ready to be started. `tree` is the working tree that its code must come from, if it matters."""
+
+    start: Start
+    title: str
+    imports: tuple[str, ...]
+    commit: str = ""
+    tree: Path | None = None
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Both sides, and what there is to know about them."""
+
+    before: Ready
+    after: Ready
+    notes: tuple[str, ...] = ()
+
+
+@contextmanager
+def opened(question: Question, imports: tuple[str, ...]) -> Iterator[Sides]:
+    """Both sides, for as long as the body runs. Raises UsageError for what cannot be."""
+    if question.against is not None and question.against_self is not None:
+        raise UsageError(
+            "--against and --against-self would change two things at once, and nobody could say which one did it. "
+            "Leave one out."
+        )
+    pythons = [
+        sys.executable if word is None else interpreter(word, option)
+        for option, word in (("--python-a", question.python_a), ("--python-b", question.python_b))
+    ]
+    with scratch() as folder:
+        if question.against is not None or question.against_self is not None:
+            with _against(question, pythons, imports, folder) as sides:
+                yield sides
+        else:
+            paths = (str(package_beside(folder / "package", PACKAGE)), *_own_paths(imports))
+            notes = (SAME,) if question.nothing else ()
+            before, after = (
+                Ready(
+                    Start(name, python, paths), "this Python" if python == sys.executable else "another Python", imports
+                )
+                for name, python in zip((BEFORE, AFTER), pythons, strict=True)
+            )
+            yield Sides(before, after, notes)
+
+
+@contextmanager
+def _against(question: Question, pythons: Sequence[str], imports: tuple[str, ...], folder: Path) -> Iterator[Sides]:
+    """A revision against this tree: of the user's repository, or of fp8bench's own, whose workers then differ."""
+    own = question.against is None
+    option, word = ("--against-self", question.against_self) if own else ("--against", question.against)
+    assert word is not None
+    repository = repository_of(PACKAGE if own else Path.cwd(), option)
+    if not own and PACKAGE.parent == repository:
+        raise UsageError("this repository is fp8bench's own, whose code --against leaves as it is. Use --against-self.")
+    if own and PACKAGE.parent != repository:
+        raise UsageError(
+            f"{option} wants fp8bench to run from a checkout of its repository, and it runs from {PACKAGE}. Install it "
+            "from one with `pip install -e`."
+        )
+    commit, checked_out = revision_of(repository, word, option), commit_named("HEAD", repository) or ""
+    changed = " with uncommitted changes" if is_dirty(repository) else ""
+    title = commit[:8] if commit.startswith(word) else f"{word} ({commit[:8]})"
+    here = f"this tree ({checked_out[:8]}{changed})"
+    same = commit == checked_out and not changed and pythons[0] == pythons[1]
+    notes = (SAME,) if same else ()
+    paths = _own_paths(imports)
+    with worktree(repository, commit, folder, option) as tree:
+        if not own:
+            package = str(package_beside(folder / "package", PACKAGE))
+            paths = [*_paths_in(repository), *paths]
+            there = [_moved(path, repository, tree) for path in paths]
+            moved, moving = _moved_imports(imports, repository, tree, word)
+            yield Sides(
+                Ready(_start(BEFORE, pythons[0], package, there), title, moved, commit, tree),
+                Ready(_start(AFTER, pythons[1], package, paths), here, imports, checked_out, repository),
+                (*moving, *notes),
+            )
+            return
+        if not (tree / PACKAGE.name / "__init__.py").is_file():
+            raise UsageError(
+                f"{option} {word!r:.200} ({commit[:8]}) has no package {PACKAGE.name}. Choose a newer one."
+            )
+        before = _start(BEFORE, pythons[0], str(package_beside(folder / "before", tree / PACKAGE.name)), paths)
+        after = _start(AFTER, pythons[1], str(package_beside(folder / "after", PACKAGE)), paths)
+        yield Sides(
+            Ready(before, f"{OWN}{title}", imports, commit),
+            Ready(after, f"fp8bench: {here}", imports, checked_out),
+            notes,
+        )
+
+
+def _start(name: str, python: str, package: str, paths: Sequence[str]) -> Start:
+    return Start(name, python, tuple(dict.fromkeys((package, *paths))))
+
+
+def _own_paths(imports: tuple[str, ...]) -> list[str]:
+    """Folders with the user's own code on both sides: the working directory if there is some, and PYTHONPATH.
+
+    Folders of installed packages stay behind: they are this interpreter's.
+    """
+    here = [str(Path.cwd())] if imports else []
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return [*here, *(path for path in given if not _installed(Path(path)))]
+
+
+def _paths_in(top: Path) -> list[str]:
+    """Folders of a repository that this Python looks into, however they came there (an editable install, say)."""
+    own = Path(sys.prefix).resolve()
+    found = [Path.cwd()]
+    for path in map(Path, sys.path):
+        inside = path.resolve().is_relative_to(top) and path.is_dir()
+        if inside and not _installed(path) and not (own != top and path.resolve().is_relative_to(own)):
+            found.append(path.resolve())
+    return list(dict.fromkeys(map(str, found)))
+
+
+def _installed(path: Path) -> bool:
+    return bool(_INSTALLED & set(path.parts))
+
+
+def _moved(path: str, top: Path, tree: Path) -> str:
+    """A path below the repository, below the other tree of it; any other as it is."""
+    resolved = Path(path).resolve()
+    return str(tree / resolved.relative_to(top)) if resolved.is_relative_to(top) else path
+
+
+def _moved_imports(imports: tuple[str, ...], top: Path, tree: Path, word: str) -> tuple[tuple[str, ...], list[str]]:
+    """The user's files as the other tree has them; this tree's, with a note, where it does not."""
+    moved, notes = [], []
+    for name in imports:
+        path = Path(name).resolve()
+        other = tree / path.relative_to(top) if name.endswith(".py") and path.is_relative_to(top) else None
+        if other is not None and not other.is_file():
+            notes.append(f"{name} is not in {word}: both sides run it as this tree has it, with their own library")
+            other = None
+        moved.append(name if other is None else str(other))
+    return tuple(moved), notes

@@ -1,0 +1,400 @@
+"""Two sides by their samples alone, each measured in several processes: is B slower than A, and how sure is that?
+
+Where its memory lies, how its allocator behaves: a process is faster or slower than its neighbour for reasons of its
+own, by a percent often and by half now and then. So what is compared are processes, not rounds: each gives one number,
+its best case. A side is the geometric mean of the faster three fifths of its processes: the slow modes that some fall
+into by chance stay out of it as a rule, and a smaller share gave wider intervals. What all processes of a session have
+in common (a neighbour, a clock) is taken out first: each counts by how far it is from the session's median.
+
+If nothing had changed, it would be chance alone which processes of a session were called A and which B. The interval
+holds those ratios that would not put the sides further apart than chance does, by all ways of dealing the names out
+(a permutation test, turned round): exact, whatever the times are like, modes and outliers included. With two processes
+a side that takes three sessions; before that only what no noise does to a time is told.
+
+What the samples of a duel say: B against A, figure by figure.
+
+Times by duel_interval.py. Values (errors, memory) are the same whenever the same code runs, so that they need no
+statistics.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8bench import units
+from fp8bench.analysis import stats, verdicts
+from fp8bench.analysis.compare.interval import exact_change
+from fp8bench.analysis.compare.interval import p_value as chance_of
+from fp8bench.analysis.labels import labels_of
+from fp8bench.analysis.places import place_effect
+from fp8bench.analysis.verdicts import BAND, best_phases, rule
+from fp8bench.features.duel.values import AFTER, BEFORE, CaseResult, Duel, Session
+from fp8bench.model import (
+    Comparison,
+    Direction,
+    Evidence,
+    Finding,
+    Interval,
+    Label,
+    Measurement,
+    Noise,
+    Status,
+    Verdict,
+)
+from fp8bench.model.specs import MEAN, TIME, Better, spec_of
+
+LEAST_ROUNDS = 5
+# So much, between the nearest processes of different sides, is believed without an interval.
+BELIEVED = 0.10
+_MOST_DEALS = 4096
+_HALVINGS = 12
+# Shifts below this are none.
+_NOTHING = 1e-9
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the times of one case say. `ratio` is after over before, which are seconds.
+
+    Both are without what slowed a session on both sides; their product is that of the times as they were measured.
+
+    `apart` is how much slower a side's slowest process was than its fastest, as a share, where that is more.
+    `chance` is the share of deals that put the sides as far apart, `finest` the least that it can be. `distance` is how
+    many of the deals' standard deviations they are apart, with `freedom` degrees of freedom. `rounds` are those of the
+    session that had fewest. `typical` is the ratio of the means over all calls. `error` is what one of those standard
+    deviations is, as a logarithm.
+    """
+
+    verdict: Verdict
+    ratio: Interval
+    before: float
+    after: float
+    apart: float
+    chance: float
+    finest: float
+    distance: float
+    freedom: int
+    rounds: int
+    sessions: int
+    typical: Interval
+    error: float
+
+    @property
+    def resolved(self) -> bool:
+        """Whether there were processes enough for an interval."""
+        return self.finest <= 1 - self.ratio.level
+
+    @property
+    def can_judge(self) -> bool:
+        """Whether there were processes and rounds enough for any difference to be believed, however large."""
+        return self.resolved and self.rounds >= LEAST_ROUNDS
+
+    @property
+    def uneven(self) -> bool:
+        """Whether all calls say something else than the fastest ones, beyond the noise of both."""
+        return self.resolved and verdicts.uneven(self.ratio, self.typical)
+
+
+def judge(
+    sessions: Sequence[Session], level: float = verdicts.FINAL_LEVEL, same: float = verdicts.SAME
+) -> Judged | None:
+    """The verdict on all sessions; None without a round that all entries of some session were in."""
+    kept = [(one, _logs(one, common), len(common)) for one in sessions if (common := _rounds(one))]
+    if not kept:
+        return None
+    logs, of_all_calls = np.concatenate([logs for _, logs, _ in kept], axis=1)
+    is_after = np.concatenate([[False] * len(one.before) + [True] * len(one.after) for one, _, _ in kept])
+    sizes = [(len(one.before), len(one.after)) for one, _, _ in kept]
+    deals = _Deals(logs, is_after, sizes)
+    rounds = min(rounds for _, _, rounds in kept)
+    before, after = logs[~is_after], logs[is_after]
+    ratio, typical = deals.interval(level), _Deals(of_all_calls, is_after, sizes).interval(level)
+    resolved = deals.finest <= 1 - level
+    verdict = verdicts.rule(ratio, verdicts.BAND, same) if resolved else _without_interval(before, after)
+    if rounds < LEAST_ROUNDS or not verdicts.agrees(verdict, ratio, typical):
+        verdict = Verdict.UNSURE
+    middle = (_low(before) + _low(after)) / 2
+    apart = math.expm1(max(float(np.ptp(before)), float(np.ptp(after))))
+    return Judged(
+        verdict, ratio, math.exp(middle - deals.shift / 2), math.exp(middle + deals.shift / 2), apart,
+        deals.chance(0.0), deals.finest, deals.distance, max(1, len(logs) - 1 - len(kept)), rounds, len(kept), typical,
+        deals.error,
+    )  # fmt: skip
+
+
+def why_sure(found: Judged) -> str:
+    """Why a verdict stands where processes of one side lay further apart than what it tells; else ''."""
+    told = verdicts.SAME if found.verdict is Verdict.SAME else abs(found.ratio.point - 1)
+    if found.apart <= told:
+        return ""
+    apart, more = units.percent(found.apart), units.percent(told)
+    return f"processes of one side lay {apart} apart, more than {more}; the interval has what that does by chance in it"
+
+
+def why_unsure(found: Judged) -> str:
+    """Why a case has no verdict, and what would give it one."""
+    if found.rounds < LEAST_ROUNDS:
+        return f"{found.rounds} rounds a session are too few; give it more time (--budget) or rounds"
+    if not found.resolved:
+        return (
+            f"{found.sessions} session{'s' * (found.sessions != 1)} cannot tell what two processes differ by anyway; "
+            "give it more (--sessions)"
+        )
+    if found.uneven or verdicts.rule(found.ratio, verdicts.BAND) is not Verdict.UNSURE:
+        best, typical = units.change(found.ratio.point), units.change(found.typical.point)
+        return f"by the fastest calls it takes {best} time, by the mean over all calls {typical}"
+    return "processes of one side differ by too much to tell; give it more of them (--sessions), or a quieter machine"
+
+
+def _rounds(session: Session) -> list[int]:
+    """Those that all entries were in; none where a side has no entry."""
+    return verdicts.common_rounds([*session.before, *session.after]) if session.before and session.after else []
+
+
+def _logs(session: Session, rounds: Sequence[int]) -> NDArray[np.float64]:
+    """The logarithms of each entry's best case, and of the mean over all its calls, over these rounds."""
+    timings = [*session.before, *session.after]
+    calls = min(len(slot.calls_ns) for one in timings for slot in one.slots)
+    best = [float(stats.best_by_segment(verdicts.cells(one, calls, rounds)).sum()) for one in timings]
+    return np.log(np.array([best, [float(verdicts.means(one, rounds).mean()) for one in timings]], dtype=np.float64))
+
+
+def _low(logs: NDArray[np.float64]) -> Any:
+    """The mean of those that count, in each row: three fifths of them, rounded up."""
+    return np.sort(logs)[..., : -(-3 * logs.shape[-1] // 5)].mean(axis=-1)
+
+
+def _without_interval(before: NDArray[np.float64], after: NDArray[np.float64]) -> Verdict:
+    """The verdict where chance cannot be told by dealing, because processes are too few.
+
+    The nearest ones of different sides must lie further apart than any two of one side, and than what noise is known
+    to do.
+    """
+    if min(len(before), len(after)) < 2:
+        return Verdict.UNSURE
+    least = max(math.log1p(BELIEVED), float(np.ptp(before)), float(np.ptp(after)))
+    if after.min() - before.max() > least:
+        return Verdict.SLOWER
+    return Verdict.FASTER if before.min() - after.max() > least else Verdict.UNSURE
+
+
+class _Deals:
+    """All ways of naming the processes of each session A and B anew; a seeded sample of them where they are many."""
+
+    def __init__(
+        self, logs: NDArray[np.float64], is_after: NDArray[np.bool_], sizes: Sequence[tuple[int, int]]
+    ) -> None:
+        self._logs = logs
+        self._is_after = is_after
+        self._sessions = np.split(np.arange(len(logs)), np.cumsum([before + after for before, after in sizes])[:-1])
+        count = math.prod(math.comb(before + after, after) for before, after in sizes)
+        if count <= _MOST_DEALS:
+            choices = (itertools.combinations(range(before + after), after) for before, after in sizes)
+            named = _named(sizes, list(itertools.product(*choices)))
+        else:
+            named = _some(sizes, is_after)
+        self.finest = 2 / count if all(before == after for before, after in sizes) else 1 / count
+        self.finest = max(self.finest, 1 / len(named))
+        # A deal and its mirror image are alike apart from the sign, and every deal has as many of each name.
+        self._after, self._before = (np.nonzero(one)[1].reshape(len(named), -1) for one in (named, ~named))
+
+    @property
+    def shift(self) -> float:
+        """How much slower B is, a logarithm."""
+        return self._apart(0.0)[1]
+
+    def interval(self, level: float) -> Interval:
+        """The ratio of B to A; without bounds where dealing cannot tell chance at this level.
+
+        They are the least and the greatest shift for which chance would do as much. They are looked for from outside,
+        in halves: further in there may be shifts that it would not do as much for.
+        """
+        shift, low, high = self.shift, -math.inf, math.inf
+        if self.finest <= 1 - level:
+            reach = 2 * float(np.ptp(self._logs)) + abs(shift) + _NOTHING
+            low, high = (self._bound(shift, outside, 1 - level) for outside in (-reach, reach))
+        return Interval(math.exp(shift), math.exp(low), math.exp(high), level)
+
+    def chance(self, shift: float) -> float:
+        """The share of deals as far apart as the true one, if B were slower by `shift`, a logarithm."""
+        apart, own = self._apart(shift)
+        return float((np.abs(apart) >= abs(own) - 1e-12).mean())
+
+    def _bound(self, shift: float, outside: float, chance: float) -> float:
+        if self.chance(shift + outside) > chance:
+            return math.copysign(math.inf, outside)
+        while self.chance(shift + outside / 2) <= chance and abs(outside) > _NOTHING:
+            outside /= 2
+        inside = outside / 2
+        for _ in range(_HALVINGS):
+            middle = (inside + outside) / 2
+            if self.chance(shift + middle) > chance:
+                inside = middle
+            else:
+                outside = middle
+        return shift + outside
+
+    @cached_property
+    def error(self) -> float:
+        """The standard deviation of what chance does to the shift."""
+        return float(np.std(self._apart(self.shift)[0]))
+
+    @property
+    def distance(self) -> float:
+        """How many of those the sides are apart."""
+        shift = abs(self.shift)
+        return shift / self.error if self.error else math.inf if shift else 0.0
+
+    def _apart(self, shift: float) -> tuple[NDArray[np.float64], float]:
+        logs = self._logs - shift * self._is_after
+        for places in self._sessions:  # the same for every deal, since names do not change what was measured there
+            logs[places] -= np.median(logs[places])
+        before, after = (_low(logs[places]) for places in (self._before, self._after))
+        return after - before, float(_low(logs[self._is_after]) - _low(logs[~self._is_after]))
+
+
+def _some(sizes: Sequence[tuple[int, int]], true: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The true one and a seeded sample: the same samples always say the same."""
+    draw = np.random.default_rng(0)
+    deals = [
+        [draw.permutation(before + after)[:after].tolist() for before, after in sizes] for _ in range(_MOST_DEALS - 1)
+    ]
+    return np.concatenate([[true], _named(sizes, deals)])
+
+
+def _named(sizes: Sequence[tuple[int, int]], deals: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.bool_]:
+    """A row for each deal: which processes of all sessions it calls B."""
+    ends = list(itertools.accumulate(before + after for before, after in sizes))
+    rows = np.zeros((len(deals), ends[-1]), dtype=np.bool_)
+    for row, deal in zip(rows, deals, strict=True):
+        row[[begin + place for begin, places in zip([0, *ends[:-1]], deal, strict=True) for place in places]] = True
+    return rows
+
+
+# They are about rounds, of which verdicts here are not made, or about noise, which is in the interval.
+_OF_A_SUITE = {Label.NOISY, Label.FEW_SAMPLES, Label.BIMODAL, Label.DRIFT, Label.UNPAIRED}
+_DIRECTIONS = {
+    Verdict.FASTER: Direction.BETTER, Verdict.SLOWER: Direction.WORSE, Verdict.SAME: Direction.SAME,
+    Verdict.UNSURE: Direction.UNSURE,
+}  # fmt: skip
+
+
+def judged(result: CaseResult) -> Judged | None:
+    """What the times of a result say; None where there are none, or the case has failed."""
+    return judge(result.sessions) if result.measured else None
+
+
+def comparisons(duel: Duel) -> tuple[Comparison, ...]:
+    """Every figure of every case, times first."""
+    return tuple(one for result in duel.results for one in compared(result))
+
+
+def of_means(duel: Duel) -> Iterator[Comparison]:
+    """What the means over all calls say of each case; its time's comparison says it only where the two disagree."""
+    for result in duel.results:
+        found = judged(result)
+        if found is not None and found.resolved:
+            way = _DIRECTIONS[rule(found.typical, BAND)]
+            yield replace(_blank(result, MEAN, "s"), direction=way, ratio=found.typical, labels=_labels(result, found))
+
+
+def compared(result: CaseResult) -> Iterator[Comparison]:
+    """The figures of one case."""
+    yield _time(result)
+    names = dict.fromkeys(
+        one.metric for record in (result.before, result.after) for one in record.measurements
+        if spec_of(one.metric).better is Better.LOWER
+    )  # fmt: skip
+    for name in names:
+        yield _value(result, name)
+
+
+def _time(result: CaseResult) -> Comparison:
+    found = judged(result)
+    blank = _blank(result, TIME, "s")
+    if found is None:
+        return replace(blank, why=_why_none(result))
+    blank = replace(blank, before=found.before, after=found.after, labels=_labels(result, found))
+    old, new = result.before.support.level, result.after.support.level
+    if old is not new:
+        return replace(blank, why=f"{old} on side {BEFORE} and {new} on side {AFTER}: not the same work")
+    why = why_unsure(found) if found.verdict is Verdict.UNSURE else why_sure(found)
+    way = _DIRECTIONS[found.verdict]
+    noise = Noise(found.error, found.freedom) if found.can_judge else None
+    return replace(blank, direction=way, ratio=found.ratio, p_value=p_value(found), why=why, noise=noise)
+
+
+def p_value(found: Judged) -> float | None:
+    """The chance of so great a difference if nothing had changed; None where processes are too few to say.
+
+    Beyond the least that dealing names out can tell, by Student's t.
+    """
+    if not found.resolved:
+        return None
+    if found.chance > found.finest:
+        return found.chance
+    return min(found.chance, chance_of(found.distance, found.freedom))
+
+
+def _labels(result: CaseResult, found: Judged) -> tuple[Label, ...]:
+    """Reasons for doubt that hold for half of the processes."""
+    labels: list[Label] = []
+    for session in result.sessions:
+        for record, timings in ((result.before, session.before), (result.after, session.after)):
+            for timing in timings:
+                finding = Finding(record.case, found.verdict, phases=best_phases(timing))
+                told = labels_of(replace(record, timing=timing), finding, None, None)
+                labels += [one.label for one in told]
+    processes = sum(len(one.before) + len(one.after) for one in result.sessions)
+    wanted = {label for label in labels if labels.count(label) >= processes / 2} - _OF_A_SUITE
+    if found.uneven:
+        wanted.add(Label.UNEVEN)
+    places = [place_effect([*one.before, *one.after]) for one in result.sessions]
+    beyond = [one for one in places if one is not None and abs(one.ratio.point - 1) > max(BAND, found.apart)]
+    if 2 * len(beyond) >= len(places):
+        wanted.add(Label.POSITION)
+    return tuple(label for label in Label if label in wanted)
+
+
+def _why_none(result: CaseResult) -> str:
+    """Why a case has no comparison of times."""
+    for side, record in ((BEFORE, result.before), (AFTER, result.after)):
+        if record.status is Status.FAILED:
+            return f"it failed on side {side}: {record.reason}"
+    return result.after.reason or result.before.reason or "no round has both sides"
+
+
+def _value(result: CaseResult, metric: str) -> Comparison:
+    """A value that is the same whenever the same code runs."""
+    found = [record.measurement(metric) for record in (result.before, result.after)]
+    unit = next(one.unit for one in found if one is not None)
+    before, after = (_middle(one) for one in found)
+    blank = replace(_blank(result, metric, unit), before=before, after=after)
+    if before is None or after is None:
+        why = _why_none(result) if result.failed else f"only side {AFTER if before is None else BEFORE} has it"
+        return replace(blank, why=why)
+    said = exact_change(*(one.samples for one in found if one is not None))
+    return replace(
+        blank, direction=said.direction, before=said.before, after=said.after, ratio=said.ratio, p_value=said.p_value,
+        why=said.why, noise=said.noise,
+    )  # fmt: skip
+
+
+def _middle(one: Measurement | None) -> float | None:
+    return statistics.median(one.samples) if one is not None and one.samples else None
+
+
+def _blank(result: CaseResult, metric: str, unit: str) -> Comparison:
+    """A comparison that says nothing yet."""
+    case = result.after.case
+    failed = result.after.status is Status.FAILED and result.before.status is not Status.FAILED
+    return Comparison(case.id, case.workload, metric, unit, Direction.NONE, Evidence.PAIRED, failed=failed)

@@ -1,0 +1,1 @@
+"""Fail a build where something has become worse."""

@@ -1,0 +1,208 @@
+"""`fp8bench gate`: what fails a build, and what it says to whom.
+
+A file of thresholds: suites or patterns of cases, under each patterns of figures, and what is worse enough.
+
+gemm:
+  time: {relative: 3%, smallest: 20 us}
+  "*_error": ignore
+"transformer*fp8*":
+  peak_memory: {relative: 1%, smallest: 4 MiB}
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from fp8bench import units
+from fp8bench.cli import option_types as types
+from fp8bench.cli.options import shared
+from fp8bench.cli.outputs import check_files, stdout_look, write_outputs
+from fp8bench.cli.streams import complain, say
+from fp8bench.cli.yaml_file import Kind, items, place, read_mapping, scalar, shown
+from fp8bench.errors import UsageError
+from fp8bench.features.duel.progress import TERMINAL
+from fp8bench.features.gate.thresholds import Rule, check_rules
+from fp8bench.measure.interrupts import only_once
+from fp8bench.report.terminal.layout import render
+
+if TYPE_CHECKING:
+    from fp8bench.features.gate.stored_runs import Source
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.description = (
+        "Judges a comparison, a duel or the history by thresholds, and measures what it suspects once more, in a fresh "
+        "process, before it says so."
+    )
+    parser.epilog = (
+        "Exit codes: 0 fine, 1 a regression, 2 wrong usage, 3 nothing was measured or a case failed, 4 the baseline is "
+        "missing or does not compare, or --require-power asks for more than there is, 130 interrupted."
+    )
+    what = parser.add_argument_group("what is judged")
+    words = "what was, and what is: runs, commits or stores, as in compare"
+    what.add_argument("sides", nargs="*", metavar="A B", help=words)
+    words = "a stored duel instead: an id, a file's stem, a path, or 'last'"
+    what.add_argument("--duel", metavar="DUEL", help=words)
+    words = "the steps in the store's history instead, those not acknowledged"
+    what.add_argument("--history", action="store_true", help=words)
+    shared(what, "--store", help="where they are, as in suite")
+    shared(what, "--import", help="module or .py file of suites of your own, for the history")
+    how = parser.add_argument_group("how")
+    words = "YAML: how much worse is too much, by suite, case and figure; default 5%% of a time, 2%% of memory"
+    how.add_argument("--thresholds", type=types.path, metavar="FILE", help=words)
+    words = "measure nothing: what is suspected of 10%% or more fails unconfirmed"
+    how.add_argument("--no-rerun", dest="rerun", action="store_false", help=words)
+    words = "end with 4 where a slow-down as large as its threshold is seen in fewer builds than these, as 80%% or 0.8"
+    how.add_argument("--require-power", type=types.share, metavar="P", help=words)
+    where = parser.add_argument_group("where")
+    where.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
+    words = "also write it there as Markdown; in a GitHub job it is under the job's summary anyway"
+    shared(where, "--md", help=words)
+    shared(where, "--explain")
+    words = "also write what was measured there, as github-action-benchmark's customSmallerIsBetter"
+    where.add_argument("--benchmark-json", type=types.path, metavar="PATH", help=words)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Judge, look again at what is suspected, tell everybody who asked; returns the exit code."""
+    from fp8bench.features.gate.stored_runs import judged
+    from fp8bench.features.gate.view import as_junit, as_trend, page_of
+    from fp8bench.report.page import markdown
+
+    _check(arguments)
+    rules = read_rules(arguments.thresholds) if arguments.thresholds is not None else ()
+    with only_once():
+        source = _source(arguments)
+        for note in check_rules(rules, source.comparisons, str(arguments.thresholds)):
+            complain(note)
+        verdict = judged(source, rules, arguments.rerun, TERMINAL, arguments.require_power)
+        page = page_of(verdict)
+        summary = markdown.render(page_of(verdict, every=True))
+        with write_outputs({
+            "--junit": (arguments.junit, as_junit(verdict)),
+            "--md": (arguments.md, summary),
+            "--benchmark-json": (arguments.benchmark_json, as_trend(verdict.judged, verdict.sights)),
+        }):  # fmt: skip
+            _summarise(summary)
+            say(render(page, *stdout_look(arguments.explain)))
+    return verdict.exit_code
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """What is asked for is one thing, and can be written, before anything is measured."""
+    given = {"A B": arguments.sides, "--duel": arguments.duel is not None, "--history": arguments.history}
+    asked = " and ".join(name for name, there in given.items() if there)
+    if asked not in given:
+        words = f"{asked} were" if asked else "nothing was"
+        raise UsageError(f"{words} given to judge. Give two sides A B, or --duel DUEL, or --history.")
+    if arguments.sides and len(arguments.sides) != 2:
+        count = len(arguments.sides)
+        raise UsageError(f"{count} side{'s were' if count != 1 else ' was'} given. Give two: what was, and what is.")
+    check_files({"--junit": arguments.junit, "--md": arguments.md, "--benchmark-json": arguments.benchmark_json})
+
+
+def _source(arguments: argparse.Namespace) -> Source:
+    from fp8bench.features.gate.history import of_history
+    from fp8bench.features.gate.stored_runs import of_duel, of_sides
+
+    if arguments.duel is not None:
+        return of_duel(arguments.duel, arguments.store, TERMINAL)
+    if arguments.history:
+        return of_history(arguments.store, TERMINAL)
+    before, after = arguments.sides
+    return of_sides(before, after, arguments.store, TERMINAL)
+
+
+def _summarise(markdown: str) -> None:
+    """Under a GitHub job, where there is one. That it cannot be written is no reason to fail a build."""
+    path = os.environ.get("GITHUB_STEP_SUMMARY")
+    if not path:
+        return
+    try:
+        with Path(path).open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(markdown)
+    except OSError as error:
+        complain(f"the job's summary {path} could not be written ({error.strerror})")
+
+
+_FORM = "Expected lines of the form PATTERN: {FIGURE: {relative: 5%, smallest: 10 us}}, or FIGURE: ignore."
+_KIND = Kind("--thresholds", "thresholds", _FORM)
+_NUMBER = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9.]\S*)?")
+_UNITS = units.written()
+_LARGEST = 100.0
+
+
+def read_rules(file: Path) -> tuple[Rule, ...]:
+    """The rules of a file, in its order. Raises UsageError with file and line."""
+    rules: list[Rule] = []
+    for case, key, node in items(file, read_mapping(file, _KIND), _KIND):
+        if not case:
+            raise UsageError(f"{place(file, key)}: an empty pattern fits nothing. Give a suite, or '*' for all cases.")
+        figures = _mapping(place(file, node), case, "a mapping of figures", node)
+        rules += [_rule(file, case, metric, name, one) for metric, name, one in items(file, figures, _KIND)]
+    return tuple(rules)
+
+
+def _mapping(where: str, name: str, expected: str, node: yaml.Node) -> yaml.MappingNode:
+    """A node that has to be a mapping with something in it."""
+    if isinstance(node, yaml.MappingNode) and node.value:
+        return node
+    got = "none" if isinstance(node, yaml.MappingNode) else shown(node)
+    raise UsageError(f"{where}: {name}: expected {expected}, got {got}. {_FORM}")
+
+
+def _rule(file: Path, case: str, metric: str, key: yaml.Node, node: yaml.Node) -> Rule:
+    where = place(file, key)
+    if not metric:
+        raise UsageError(f"{where}: an empty pattern fits nothing. Name a figure, or '*' for all.")
+    if isinstance(node, yaml.ScalarNode) and scalar(file, node) == "ignore":
+        return Rule(case, metric, ignored=True, place=where)
+    relative: float | None = None
+    smallest: float | None = None
+    unit = ""
+    bounds = _mapping(where, metric, "relative and smallest, or ignore", node)
+    for name, named, value in items(file, bounds, _KIND):
+        if name == "relative":
+            relative = _share(file, value)
+        elif name == "smallest":
+            smallest, unit = _amount(file, value)
+        else:
+            raise UsageError(f"{place(file, named)}: unknown key {name!r}. Known: relative, smallest.")
+    return Rule(case, metric, relative, smallest, unit, place=where)
+
+
+def _share(file: Path, node: yaml.Node) -> float:
+    """'5%' or '0.05'; a bare 5 is most likely meant as percent, and is refused."""
+    number, unit = _parsed(file, node, "a share, like 5% or 0.05")
+    value = number / 100 if unit == "%" else number
+    if unit not in ("", "%") or not 0 <= value <= _LARGEST or (not unit and value >= 1):
+        percent = f" {number:g} without a sign would be {100 * number:g}%; write {number:g}%." if not unit else ""
+        raise UsageError(
+            f"{place(file, node)}: relative: expected a share from 0, like 5% or 0.05, got {shown(node)}.{percent}"
+        )
+    return value
+
+
+def _amount(file: Path, node: yaml.Node) -> tuple[float, str]:
+    number, unit = _parsed(file, node, "a number, with a unit or in the figure's own")
+    if unit not in _UNITS:
+        known = ", ".join(name for name in _UNITS if name)
+        raise UsageError(f"{place(file, node)}: smallest: unknown unit {unit!r:.40}. Known: {known}, or none.")
+    factor, base = _UNITS[unit]
+    return number * factor, base
+
+
+def _parsed(file: Path, node: yaml.Node, expected: str) -> tuple[float, str]:
+    text = scalar(file, node) if isinstance(node, yaml.ScalarNode) else ""
+    found = _NUMBER.fullmatch(text.strip())
+    if found is None or not math.isfinite(float(found[1])):
+        raise UsageError(f"{place(file, node)}: expected {expected}, got {shown(node)}.")
+    return float(found[1]), found[2] or ""

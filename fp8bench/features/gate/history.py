@@ -1,0 +1,227 @@
+"""Steps in a store's history that nobody has acknowledged, where the newest run was made.
+
+Suspects are duelled with the last commit that had the old level, where that is one of the repository at hand; else they
+are measured again, and must lie nearer to the new level than to the old one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from fp8bench.analysis.metric import unit_of_series
+from fp8bench.analysis.steps.change_points import newest_levels
+from fp8bench.analysis.steps.changes import Change, Found, State, case_of
+from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
+from fp8bench.features.duel.observer import DuelJobObserver
+from fp8bench.features.gate.judging import Key, SecondLook, key_of
+from fp8bench.features.gate.power import Newest
+from fp8bench.features.gate.remeasure import duel_with, measured_again
+from fp8bench.features.gate.stored_runs import Source, failed, unmeasured
+from fp8bench.jobs.history import all_changes, existing_store, opened
+from fp8bench.model import Comparison, Direction, Evidence, Interval, Run, Status, Trend
+from fp8bench.model.specs import COUNTS, PER, RATIOS, RELATIVE
+from fp8bench.pipeline import AGAIN
+from fp8bench.store.asv.identity import from_facts
+from fp8bench.store.find_runs import commit_named
+from fp8bench.store.index.history import History
+from fp8bench.store.index.lines import Line
+from fp8bench.store.points import cell_of, followed
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.read import load_run
+
+# So many run files are looked through for the newest commit's and the one before it.
+_MOST_LOOKED_AT = 200
+_DERIVED = frozenset(name for name, _ in PER.values())
+
+
+def of_history(path: Path, observer: DuelJobObserver) -> Source:
+    """What the history has come to. Without a run of this commit nothing was measured of it."""
+    store = existing_store(path, observer)
+    newest = next(_runs(store), None)
+    title = f"the history in {path}"
+    if newest is None:
+        return Source(title, problem="the store has no runs.", code=EXIT_FAILED)
+    title = f"{title}, up to run {newest.id}"
+    if all(record.status is Status.SKIPPED for record in newest.records):
+        return Source(title, problem=f"no case of run {newest.id} came to a number.", code=EXIT_FAILED)
+    here, commit = commit_named("HEAD", Path()), newest.environment.get("commit")
+    if here is not None and isinstance(commit, str) and commit != here and commit_named(commit, Path()) is not None:
+        problem = f"the newest run is of commit {commit[:8]}, and nothing was measured of {here[:8]}, which is here."
+        return Source(title, problem=problem, code=EXIT_FAILED)
+    history = opened(store, observer)
+    series = tuple(_newest_of_series(history, newest))
+    found = all_changes(history, store, observer)
+    failures = tuple(_failures(newest, store))
+    if not found.looked_at and not failures and not any(one.alarms for one in found.changes):
+        why = "; ".join(f"{count} series: {words}" for words, count in found.left.items()) or "there is no series"
+        problem = f"there is nothing to compare with: {why}."
+        return Source(title, problem=problem, code=EXIT_BASELINE, newest=series)
+    changes = _judgeable(found, newest, history)
+
+    def confirm(suspects: Sequence[Comparison]) -> SecondLook:
+        return _second_look([changes[key_of(one)] for one in suspects], newest, store, observer)
+
+    comparisons = (*failures, *(one.comparison for one in changes.values()))
+    return Source(title, comparisons, confirm, tuple(_notes(found)), newest=series)
+
+
+def _runs(store: Path) -> Iterator[Run]:
+    """The newest runs that can be read. What a gate measured again is a part of one."""
+    for path in islice(run_files(store), _MOST_LOOKED_AT):
+        try:
+            run = load_run(path)
+        except StoreError:
+            continue
+        if run.origin != AGAIN:
+            yield run
+
+
+def _failures(newest: Run, store: Path) -> Iterator[Comparison]:
+    """Cases of the newest run that failed, where they had not failed at the commit before, or were cut off."""
+    commit = newest.environment.get("commit")
+    before = next((run for run in _runs(store) if run.environment.get("commit") != commit), None)
+    old = {record.case.id: record.status for record in before.records} if before is not None else {}
+    for record in newest.records:
+        if record.status is Status.FAILED and old.get(record.case.id) is not Status.FAILED:
+            yield failed(record.case.id, record.case.workload, Evidence.HISTORY, f"failed: {record.reason}")
+    yield from unmeasured([newest], Evidence.HISTORY)
+
+
+def _judgeable(found: Found, newest: Run, history: History) -> dict[Key, Change]:
+    """The open changes where the newest run was made; of two of one series the larger.
+
+    A time is left to the time over the reference's, where that has a series, for it tells how fast the machine was,
+    too; and the time per FLOP to the time.
+    """
+    chosen: dict[Key, Change] = {}
+    place = from_facts(newest.environment.facts)
+    here = [
+        one for one in found.changes
+        if one.state is State.OPEN and one.trend.series.metric not in _DERIVED
+        and (place is None or history.is_of(one.trend, place))
+    ]  # fmt: skip
+    relative = _with_relative(here, history)
+    for one in sorted(here, key=lambda change: change.size):
+        if one.trend.series.metric in RATIOS or not _settled(one.trend, relative):
+            chosen[key_of(one.comparison)] = one
+    return chosen
+
+
+def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
+    """The series of the newest run, as they are now: what a step would be told from."""
+    compared = ((line.trend, history.lines.comparable(line)) for line in _lines_of(history, newest))
+    latest = [(trend, max(every, key=lambda one: one.places[-1]).values) for trend, every in compared if every]
+    found = [(trend, values) for trend, values in latest if values.min() > 0]
+    relative = {_place(trend) for trend, _ in found if trend.series.metric == RELATIVE}
+    judged = [one for one in found if one[0].series.metric == RELATIVE or not _settled(one[0], relative)]
+    for (trend, values), level in zip(judged, newest_levels([values for _, values in judged]), strict=True):
+        value = float(values[-level.length :].mean() if level is not None else values.mean())
+        yield Newest(
+            Comparison(
+                case_of(trend), trend.series.workload, trend.series.metric, unit_of_series(trend.series),
+                Direction.SAME, Evidence.HISTORY, value, value,
+            ),
+            level, len(values),
+        )  # fmt: skip
+
+
+def _lines_of(history: History, newest: Run) -> list[Line]:
+    """Where the newest run was made, those that it has gone on with; all, where it is in no history itself. Of what
+    is counted any change is seen, and nobody asks how small a one."""
+    place, commit = from_facts(newest.environment.facts), newest.environment.get("commit")
+    mine: dict[tuple[object, str], bool] = {}
+    lines = []
+    for line in history.lines.lines:
+        where = (line.trend.machine.get("machine"), line.trend.python)
+        if where not in mine:
+            mine[where] = place is None or history.is_of(line.trend, place)
+        if mine[where] and line.trend.series.metric not in _DERIVED and line.trend.series.metric not in COUNTS:
+            lines.append(line)
+    return [line for line in lines if history.lines.ending(line).last.commit == commit] or lines
+
+
+def _settled(trend: Trend, relative: set[tuple[object, ...]]) -> bool:
+    """Whether a time is left to the time over the reference's."""
+    return _is_time(trend) and _place(trend) in relative
+
+
+def _is_time(trend: Trend) -> bool:
+    return trend.series.unit == "seconds"
+
+
+def _place(trend: Trend) -> tuple[object, ...]:
+    return trend.series.workload, trend.cell, trend.machine.get("machine"), trend.python
+
+
+def _with_relative(changes: Sequence[Change], history: History) -> set[tuple[object, ...]]:
+    """Where there is a series of times over the reference's."""
+    suites = {one.trend.series.workload for one in changes if _is_time(one.trend)}
+    if not suites:
+        return set()
+
+    def wanted(name: str) -> bool:
+        return f".track_{RELATIVE}(" in name and name.partition(".")[0] in suites
+
+    return {_place(trend) for trend in history.trends(wanted).trends if trend.measured}
+
+
+def _notes(found: Found) -> Iterator[str]:
+    known = sum(one.is_worse and one.state is State.ACKNOWLEDGED for one in found.changes)
+    if known:
+        yield f"{known} acknowledged: `fp8bench history regressions --all` tells them"
+    for why, count in found.left.items():
+        yield f"{count} series not looked at: {why}"
+
+
+def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer: DuelJobObserver) -> SecondLook:
+    """By duels with the commits before the steps; what cannot be duelled is measured again."""
+    here = {(one.case.workload, cell_of(one.case, newest)): one.case.id for one in reversed(newest.records)}
+    wanted = {key_of(one.comparison): (one.trend.series.workload, one.trend.cell) for one in suspects}
+    cases = {key: here[cell] for key, cell in wanted.items() if cell in here}
+    there = [one for one in suspects if key_of(one.comparison) in cases]
+    found: dict[Key, Comparison] = {}
+    how: list[str] = []
+    alone: list[Change] = []
+    for since in dict.fromkeys(one.comparison.since for one in there):
+        changes = [one for one in there if one.comparison.since == since]
+        named = [replace(one.comparison, case=cases[key_of(one.comparison)]) for one in changes]
+        look = duel_with(since, newest.request, store, named, observer)
+        if look is None or look.refused:
+            alone += changes
+            continue
+        how.append(look.how)
+        for key in (key_of(one.comparison) for one in changes):
+            again = look.comparisons.get((cases[key], key[1]))
+            found |= {key: replace(again, case=key[0])} if again is not None else {}
+    again_cases = {cases[key_of(one.comparison)] for one in alone}
+    again_run, refused = measured_again(newest, again_cases, store, observer) if alone else (None, "")
+    if again_run is not None:
+        how.append(f"measured again in run {again_run.id}")
+        found |= {key_of(one.comparison): new for one in alone if (new := _new_value(one, again_run)) is not None}
+    return SecondLook(found, " and ".join(how), refused or f"run {newest.id} does not have the case")
+
+
+def _new_value(change: Change, run: Run) -> Comparison | None:
+    """What a run comes to where a series has stepped: worse, if it lies nearer to the level after the step."""
+    trend, step = change.trend, change.comparison
+    points = [
+        point for point in followed(run).points
+        if (point.series, point.cell, point.version) == (trend.series.name, trend.cell, change.version)
+    ]  # fmt: skip
+    values = [value for point in points for value in point.samples]
+    if points and points[0].status is Status.FAILED:
+        return replace(step, direction=Direction.NONE, failed=True, why=points[0].reason)
+    if not values or not step.before or not step.after:
+        return None
+    value = statistics.median(values)
+    nearer = value > math.sqrt(step.before * step.after)
+    ratio = value / step.before
+    return replace(
+        step, direction=Direction.WORSE if nearer else Direction.SAME, after=value,
+        ratio=Interval(ratio, ratio, ratio, 0.0), p_value=None,
+    )  # fmt: skip

@@ -1,0 +1,248 @@
+"""From comparisons to a verdict: what is suspected, what a second look confirms, and what fails a build.
+
+A figure is suspected when it is worse by more than its threshold, in ratio and in difference, and is no chance among so
+many. It fails only when measured again, in a fresh process, it is so again. What rests on times measured at different
+times does not fail below 10% even then, unless the spread between runs is known: clocks, neighbours and drivers change
+in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from fp8bench.analysis.compare.interval import ALONE
+from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
+from fp8bench.features.gate.chance import Spread, discoveries, spread_of
+from fp8bench.features.gate.sight import NO_SIGHTS, Sights
+from fp8bench.features.gate.thresholds import Rule, Threshold, ruled_by, threshold_of
+from fp8bench.model import Comparison, Direction, Evidence
+from fp8bench.model.specs import COUNTS, RELATIVE, TIME
+
+# Of what is suspected, so large a share may be chance; the second look takes nearly all of that away.
+CHANCE = 0.02
+
+
+class Outcome(StrEnum):
+    """What the gate makes of a figure."""
+
+    REGRESSION = "regression"
+    FAILED = "failed"
+    TO_CONFIRM = "to confirm"
+    CLEARED = "cleared"
+    BETTER = "better"
+    UNSURE = "unsure"
+    FINE = "fine"
+    IGNORED = "ignored"
+    NONE = "none"
+
+
+NOT_TESTED = (Outcome.IGNORED, Outcome.NONE, Outcome.FAILED)
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A figure with its threshold and what the gate makes of it. `again` is the second look, if there was one.
+
+    `spread` is how far other cases of the same runs moved, where the runs are too few to tell for themselves.
+    """
+
+    comparison: Comparison
+    threshold: Threshold
+    outcome: Outcome
+    why: str = ""
+    again: Comparison | None = None
+    spread: Spread | None = None
+
+    @property
+    def key(self) -> Key:
+        return key_of(self.comparison)
+
+
+@dataclass(frozen=True)
+class SecondLook:
+    """Suspects measured again: comparisons by case and figure, how, and why there are none if there are none."""
+
+    comparisons: Mapping[Key, Comparison]
+    how: str = ""
+    refused: str = ""
+
+
+def key_of(one: Comparison) -> Key:
+    """What tells a figure from all others of a comparison."""
+    return one.case, one.metric
+
+
+def first_look(comparisons: Sequence[Comparison], rules: tuple[Rule, ...] = ()) -> tuple[Judged, ...]:
+    """Every figure judged, as far as one look goes: suspects are to be confirmed."""
+    relative = {one.case for one in comparisons if one.metric == RELATIVE and one.ratio is not None}
+    looked = [_looked_at(one, rules, relative) for one in comparisons]
+    tested = [place for place, one in enumerate(looked) if one.outcome not in NOT_TESTED]
+    # Where runs are too few to know how far runs lie apart, the other cases say it.
+    alone: dict[str, list[int]] = {}
+    for place in tested:
+        if is_alone(comparisons[place]):
+            alone.setdefault(comparisons[place].metric, []).append(place)
+    for places in alone.values():
+        spread = spread_of([_log(looked[place]) for place in places])
+        for place in places:
+            looked[place] = replace(looked[place], spread=spread)
+    chances = {place: chance_of(looked[place]) for place in tested}
+    p_values = {place: chance for place, chance in chances.items() if chance is not None}
+    for place, news in zip(p_values, discoveries(list(p_values.values()), CHANCE), strict=True):
+        if looked[place].outcome is Outcome.TO_CONFIRM and not news:
+            why = f"among {len(p_values)} figures, one so far off is no news"
+            looked[place] = replace(looked[place], outcome=Outcome.UNSURE, why=why)
+    return tuple(looked)
+
+
+def chance_of(one: Judged) -> float | None:
+    """Of such a difference where nothing changed; None where nobody can say."""
+    if one.comparison.p_value is not None or one.spread is None:
+        return one.comparison.p_value
+    return one.spread.chance(_log(one))
+
+
+def _log(one: Judged) -> float:
+    assert one.comparison.ratio is not None
+    return math.log(one.comparison.ratio.point)
+
+
+def second_look(judged: Sequence[Judged], look: SecondLook, rules: tuple[Rule, ...] = ()) -> tuple[Judged, ...]:
+    """The suspects settled by a second look at them."""
+    return tuple(_settled(one, look, rules) if one.outcome is Outcome.TO_CONFIRM else one for one in judged)
+
+
+def _looked_at(one: Comparison, rules: tuple[Rule, ...], relative: set[str]) -> Judged:
+    threshold = threshold_of(one, rules)
+    if one.failed:
+        return Judged(one, threshold, Outcome.FAILED, one.why)
+    if threshold.ignored:
+        return Judged(one, threshold, Outcome.IGNORED, "a rule says so")
+    if one.direction is Direction.NONE:
+        return Judged(one, threshold, Outcome.NONE, one.why)
+    if one.metric == TIME and one.case in relative and ruled_by(one, rules) is None:
+        why = "the time over the reference's, which does not tell how fast the machine was, is judged instead"
+        return Judged(one, threshold, Outcome.IGNORED, why)
+    if exceeds(one, threshold):
+        # What was counted would be the same again.
+        return Judged(one, threshold, Outcome.REGRESSION if one.metric in COUNTS else Outcome.TO_CONFIRM, one.why)
+    outcomes = {Direction.BETTER: Outcome.BETTER, Direction.UNSURE: Outcome.UNSURE}
+    return Judged(one, threshold, outcomes.get(one.direction, Outcome.FINE), one.why)
+
+
+def exceeds(one: Comparison, threshold: Threshold) -> bool:
+    """Whether a figure is worse than its threshold, and surely worse at all."""
+    if one.before is None or one.after is None or one.after - one.before <= threshold.smallest:
+        return False
+    if one.ratio is None:  # from nothing to something
+        return one.direction is Direction.WORSE
+    # Below 10% a few stored numbers are called unsure, and are suspects all the same.
+    surely = one.direction is Direction.WORSE or (is_alone(one) and one.ratio.low > 1)
+    return surely and one.ratio.point > 1 + threshold.relative
+
+
+def may_fail(one: Comparison) -> bool:
+    """Whether such evidence may fail a build at all, however often it is repeated."""
+    if one.evidence is Evidence.PAIRED or one.ratio is None or is_exact(one):
+        return True
+    return one.ratio.point >= 1 + ALONE
+
+
+def is_exact(one: Comparison) -> bool:
+    """Whether it is a number that the same code gives again, and no clock's."""
+    return one.ratio is not None and one.ratio.low == one.ratio.high and one.ratio.level == 1
+
+
+def is_alone(one: Comparison) -> bool:
+    """Whether it rests on a few stored runs, of which nobody knows how far they lie apart."""
+    stored = one.evidence is not Evidence.PAIRED and one.p_value is None
+    return stored and one.ratio is not None and not is_exact(one) and one.ratio.level > 0
+
+
+def _again_worse(one: Judged, again: Comparison, rules: tuple[Rule, ...]) -> bool:
+    """Whether a second look says the same."""
+    if again.evidence is Evidence.HISTORY:
+        # One new value belongs to the new level: half of such values lie below a threshold that the level is at.
+        return again.direction is Direction.WORSE
+    if one.spread and again.ratio and is_alone(again) and not one.spread.beyond(again.ratio.point):
+        return False
+    # A time over the reference's may have been settled by the time itself, which has its own smallest difference.
+    same = again.metric == one.comparison.metric
+    return exceeds(again, one.threshold if same else threshold_of(again, rules))
+
+
+def _settled(one: Judged, look: SecondLook, rules: tuple[Rule, ...]) -> Judged:
+    failed = (found for found in look.comparisons.values() if found.failed and found.case == one.comparison.case)
+    again = next(failed, None) or look.comparisons.get(one.key)
+    if again is None:
+        why = f"not measured again: {look.refused or 'the case was not among what could be'}"
+        outcome = Outcome.REGRESSION if may_fail(one.comparison) else Outcome.TO_CONFIRM
+        return replace(one, outcome=outcome, why=why)
+    if again.failed:
+        return replace(one, outcome=Outcome.FAILED, why=f"{look.how}, it failed: {again.why}", again=again)
+    if not _again_worse(one, again, rules):
+        return replace(one, outcome=Outcome.CLEARED, why=f"{look.how}, it was not so", again=again)
+    if may_fail(again) or again.p_value is not None or again.evidence is Evidence.HISTORY:
+        return replace(one, outcome=Outcome.REGRESSION, why=f"{look.how}, it was so again", again=again)
+    why = f"{look.how}, it was so again; against a single stored run nothing fails below 10%: a duel decides"
+    return replace(one, why=why, again=again)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All figures judged. `title` says what was held against what, `notes` what a reader should know beside it.
+
+    `problem` says why there is nothing to judge, and `code` is the exit code that it stands for. `sights` is what
+    could have been seen.
+    """
+
+    title: str
+    judged: tuple[Judged, ...] = ()
+    notes: tuple[str, ...] = ()
+    problem: str = ""
+    code: int = EXIT_OK
+    sights: Sights = NO_SIGHTS
+
+    def of(self, *outcomes: Outcome) -> tuple[Judged, ...]:
+        """The figures with one of some outcomes."""
+        return tuple(one for one in self.judged if one.outcome in outcomes)
+
+    @property
+    def exit_code(self) -> int:
+        """3 a case failed, 1 something is worse, 4 it might be and nobody would see, else 0; or that of a problem."""
+        if self.problem:
+            return self.code
+        if self.of(Outcome.FAILED):
+            return EXIT_FAILED
+        if self.of(Outcome.REGRESSION):
+            return EXIT_REGRESSION
+        return EXIT_BASELINE if self.sights.fails else EXIT_OK
+
+    @property
+    def headline(self) -> str:
+        """The verdict in a few words."""
+        if self.problem:
+            known = {EXIT_BASELINE: "no baseline to judge by", EXIT_OK: "the history is too young"}
+            return known.get(self.code, "nothing was measured")
+        failed, worse = len(self.of(Outcome.FAILED)), len(self.of(Outcome.REGRESSION))
+        parts = [f"{failed} failed"] if failed else []
+        parts += [f"{worse} regression{'s' * (worse != 1)}"] if worse else []
+        if parts or not self.sights.fails:
+            return " and ".join(parts) or "no regression"
+        count = len(self.sights.blind)
+        return f"no regression, but of {count} figure{'s' * (count != 1)} none would have been seen"
+
+    @property
+    def counts(self) -> str:
+        """'112 figures: 1 regression, 2 better, 109 fine'."""
+        found = {name: len(self.of(name)) for name in Outcome}
+        parts = [f"{count} {_COUNTED.get(name, name.value)}" for name, count in found.items() if count]
+        total = len(self.judged)
+        return f"{total} figure{'s' * (total != 1)}" + (f": {', '.join(parts)}" if parts else "")
+
+
+_COUNTED = {Outcome.NONE: "without a number on both sides", Outcome.IGNORED: "not judged"}

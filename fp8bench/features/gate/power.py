@@ -1,0 +1,275 @@
+"""What chance does among many figures: which p-values are news, and how far two runs lie apart where nothing changed.
+
+Of one run against another nobody knows what is noise. But most cases did not change, and how far these moved says how
+far any may move.
+
+How small a slow-down the gate could have seen, by the rules that it judges by and the noise of the very comparison.
+
+A slow-down is found if it passes both looks. Each look asks for some logarithm at least, for its interval, for its
+p-value among so many and for what stored times may say. What it finds is the true one and noise, of which looks share
+what they share runs of. `suites/gate.py --sight` plants such slow-downs and counts how many fail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from functools import cache
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8bench.analysis import verdicts
+from fp8bench.analysis.compare.interval import ALONE, quantile
+from fp8bench.analysis.steps.change_points import LEAST_VALUES, Level, least_step
+from fp8bench.features.gate.chance import AGAIN, discoveries
+from fp8bench.features.gate.judging import CHANCE, NOT_TESTED, Judged, chance_of, is_alone, is_exact
+from fp8bench.features.gate.sight import Sight, Sights
+from fp8bench.features.gate.thresholds import Rule, Threshold, threshold_of
+from fp8bench.model import Comparison, Evidence, Noise
+from fp8bench.model.specs import BAND, spec_of
+
+# Slow-downs up to this are looked at, a logarithm: a thousand times.
+_MOST = math.log(1000.0)
+# No noise is as far off.
+_DEVIATIONS = 6.0
+_HALVINGS = 15
+_NODES = 8
+# A history gets no further in so many nights.
+_MOST_NIGHTS = 100
+_NORMAL = NormalDist()
+
+
+class Second(StrEnum):
+    """How suspects will be looked at again."""
+
+    NONE = "not"
+    AGAIN = "measured again"
+    DUEL = "in a duel"
+
+
+class _Look(NamedTuple):
+    """The least logarithm that passes, and the standard deviation of what is measured for this look alone."""
+
+    cut: float
+    error: float
+
+
+def _look(fixed: float, evidence: float, error: float, freedom: float) -> _Look:
+    """A look that asks for two things: one is fixed, and the other is so much evidence against noise.
+
+    Where noise is known by a few degrees of freedom only, it may be more, as Student's distribution is wider than the
+    normal one, and the evidence is another each time, too.
+    """
+    error *= math.sqrt(freedom / (freedom - 2)) if math.isfinite(freedom) else 1.0
+    if evidence <= fixed:
+        return _Look(fixed, error)
+    return _Look(evidence, math.hypot(error, evidence / math.sqrt(freedom)))
+
+
+class _Looks(NamedTuple):
+    """Both, and the standard deviation of what they have in common."""
+
+    first: _Look
+    second: _Look
+    shared: float = 0.0
+
+
+def sights_of(judged: Sequence[Judged], second: Second, power: float, required: bool) -> Sights:
+    """What could have been seen of the figures of two sides that vary."""
+    chance = chance_among(judged)
+    varying = [one for one in judged if _is_tested(one) and not is_exact(one.comparison)]
+    return _sorted((sight_of(one, chance, second, power) for one in varying), power, required)
+
+
+def chance_among(judged: Sequence[Judged]) -> float:
+    """The chance that is asked of one more of the figures, which became worse: it would be one more discovery."""
+    chances = [chance for one in judged if _is_tested(one) and (chance := chance_of(one)) is not None]
+    return CHANCE * min(1.0, (1 + sum(discoveries(chances, CHANCE))) / max(1, len(chances)))
+
+
+def _is_tested(one: Judged) -> bool:
+    return one.outcome not in NOT_TESTED and one.comparison.ratio is not None
+
+
+def _sorted(found: Iterable[Sight], power: float, required: bool) -> Sights:
+    figures = sorted(found, key=lambda one: (one.enough, -math.log1p(one.seen) / math.log1p(one.threshold or 1e-9)))
+    return Sights(tuple(figures), power, required)
+
+
+def sight_of(one: Judged, chance: float, second: Second, power: float) -> Sight:
+    """What could have been seen of a figure, if such a chance is asked of it."""
+    found, least = one.comparison, _least(one.threshold, one.comparison.before)
+    blank = Sight(found.case, found.metric, least, math.inf, math.inf)
+    if found.noise is None or found.ratio is None or found.ratio.level == 0 or found.ratio.low <= 0:
+        return replace(blank, unknown=found.why or "too few processes for an interval (--sessions)")
+    unknown = ""
+    if is_alone(found) and one.spread is None:
+        unknown = "too few runs, and too few other figures, to know how far runs lie apart"
+
+    def looks(at_least: float) -> _Looks:
+        return _looks(one, chance, second, at_least)
+
+    return replace(blank, seen=_smallest(looks(0.0), power), fails=_smallest(looks(least), power), unknown=unknown)
+
+
+def _least(threshold: Threshold, before: float | None) -> float:
+    """The slow-down that a threshold lets fail, both its share and its difference, as a share."""
+    return max(threshold.relative, threshold.smallest / before if before else 0.0)
+
+
+def _looks(one: Judged, chance: float, second: Second, least: float) -> _Looks:
+    """What both looks ask for, if a slow-down must be larger than `least`."""
+    found, floor = one.comparison, math.log1p(least)
+    assert found.noise is not None
+    if found.evidence is Evidence.PAIRED and not found.noise.before:
+        return _of_duel(found, chance, second, floor)
+    first, again, error = _of_few(one, chance) if is_alone(found) else _of_many(found, chance)
+    freedom, band = found.noise.freedom or math.inf, math.log1p(ALONE if is_alone(found) else BAND)
+    if second is Second.NONE:
+        return _Looks(_look(max(floor, math.log1p(ALONE)), first, error, freedom), _PASSES)
+    if second is Second.DUEL:  # how sure it will be nobody knows yet; it is far surer than stored runs
+        return _Looks(_look(floor, first, error, freedom), _Look(max(floor, math.log1p(verdicts.BAND)), 0.0))
+    # The first side's runs are in both looks; of the second one run is measured again.
+    own, shared = (math.sqrt(share) * error for share in (1 - _before(found.noise), _before(found.noise)))
+    later = _look(max(floor, band, again), 0.0, own * math.sqrt(found.noise.after), freedom)
+    return _Looks(_look(max(floor, 0.0 if is_alone(found) else band), first, own, freedom), later, shared)
+
+
+def _before(noise: Noise) -> float:
+    """The share of the variance that is the first side's."""
+    return (1 / noise.before) / (1 / noise.before + 1 / noise.after)
+
+
+def _of_duel(found: Comparison, chance: float, second: Second, floor: float) -> _Looks:
+    """Another duel has fresh processes on both sides."""
+    assert found.noise is not None
+    error, freedom = found.noise.error, found.noise.freedom
+    sure = math.log1p(verdicts.BAND) + _inside(found)
+    first = _look(floor, max(sure, error * quantile(1 - chance, freedom)), error, freedom)
+    return _Looks(first, _look(floor, sure, error, freedom) if second is Second.DUEL else _PASSES)
+
+
+def _of_few(one: Judged, chance: float) -> tuple[float, float, float]:
+    """The evidence that both looks ask of a few runs, and how far such runs lie apart."""
+    found, spread = one.comparison, one.spread
+    assert found.noise is not None
+    if spread is None:
+        return _inside(found), _inside(found), found.noise.error
+    first = spread.shift + spread.deviation * _NORMAL.inv_cdf(1 - chance / 2)
+    return max(_inside(found), first), max(_inside(found), AGAIN * spread.deviation), spread.deviation
+
+
+def _of_many(found: Comparison, chance: float) -> tuple[float, float, float]:
+    """The same of runs enough to know how far they lie apart."""
+    assert found.noise is not None and found.ratio is not None
+    error, freedom, level = found.noise.error, found.noise.freedom, found.ratio.level
+    before = _before(found.noise)
+    alone = error * math.sqrt(before + (1 - before) * found.noise.after)
+    return error * quantile(max(level, 1 - chance), freedom), alone * quantile(level, freedom), error
+
+
+def _inside(found: Comparison) -> float:
+    """How far the interval reaches down from its point."""
+    assert found.ratio is not None
+    return math.log(found.ratio.point / found.ratio.low)
+
+
+_PASSES = _Look(-math.inf, 0.0)
+
+
+def _smallest(looks: _Looks, power: float) -> float:
+    """The smallest slow-down, a share, that passes both looks with so large a chance; infinite if none does."""
+    far = _DEVIATIONS * (looks.first.error + looks.second.error + looks.shared)
+    low, high = 0.0, min(max(looks.first.cut, looks.second.cut) + far, _MOST)
+    if _chance(looks, high) < power:
+        return math.inf
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _chance(looks, middle) >= power else (middle, high)
+    return math.expm1(high)
+
+
+def _chance(looks: _Looks, effect: float) -> float:
+    """That a slow-down passes both looks, over all that they may have in common."""
+    places, weights = _nodes() if looks.shared else ([0.0], [1.0])
+    return sum(
+        weight * math.prod(_passing(look, effect + looks.shared * place) for look in looks[:2])
+        for place, weight in zip(places, weights, strict=True)
+    )  # fmt: skip
+
+
+def _passing(look: _Look, mean: float) -> float:
+    if look.error == 0 or math.isinf(look.cut):
+        return float(mean >= look.cut)
+    return math.erfc((look.cut - mean) / look.error / math.sqrt(2)) / 2
+
+
+@cache
+def _nodes() -> tuple[list[float], list[float]]:
+    """Gauss's places and weights for a mean over a normal distribution."""
+    hermite: Any = np.polynomial.hermite_e.hermegauss(_NODES)
+    places, weights = hermite
+    return places.tolist(), (weights / weights.sum()).tolist()
+
+
+class Newest(NamedTuple):
+    """A series of a history as it is now: what it would be judged as, its newest level, and how many nights it has.
+
+    The level is None where nights are too few to look for steps at all.
+    """
+
+    comparison: Comparison
+    level: Level | None
+    nights: int
+
+
+def sights_of_history(
+    series: Sequence[Newest], rules: tuple[Rule, ...], found: int, second: Second, power: float, required: bool
+) -> Sights:
+    """What could have been seen of a history: a step that came with the last nights in which it can be found.
+
+    `found` are the changes that it has anyway.
+    """
+    judged = [(one, threshold_of(one.comparison, rules)) for one in series]
+    return _sorted(
+        (
+            _of_series(one, _least(threshold, one.comparison.before), CHANCE / (1 + found), second, power)
+            for one, threshold in judged if not threshold.ignored
+        ),
+        power, required,
+    )  # fmt: skip
+
+
+def _of_series(one: Newest, least: float, chance: float, second: Second, power: float) -> Sight:
+    blank = Sight(one.comparison.case, one.comparison.metric, least, math.inf, math.inf, nights=one.nights)
+    if one.level is None:
+        few = f"fewer than {LEAST_VALUES} nights, so that no step can show"
+        return replace(blank, unknown=few, missing=LEAST_VALUES - one.nights)
+    level = one.level
+
+    band = spec_of(one.comparison.metric).least_change
+
+    def smallest(nights: int, at_least: float) -> float:
+        return _smallest(_of_step(level.longer(nights), chance, second, at_least, band), power)
+
+    seen = smallest(0, 0.0)
+    missing = None
+    if seen > least and smallest(_MOST_NIGHTS, 0.0) <= least:
+        missing = next(more for more in range(1, _MOST_NIGHTS + 1) if smallest(more, 0.0) <= least)
+    return replace(blank, seen=seen, fails=smallest(0, least), missing=missing)
+
+
+def _of_step(level: Level, chance: float, second: Second, least: float, band: float) -> _Looks:
+    cut, error = least_step(level, chance)
+    floor = math.log1p(least)
+    again = {
+        Second.NONE: _PASSES,
+        # One value, which must lie above the middle of both levels: half of the step and its noise.
+        Second.AGAIN: _Look(0.0, 2 * level.noise),
+        Second.DUEL: _Look(max(floor, math.log1p(min(verdicts.BAND, band))), 0.0),
+    }
+    return _Looks(_look(max(floor, math.log1p(band)), cut, error, level.freedom), again[second])

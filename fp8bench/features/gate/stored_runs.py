@@ -1,0 +1,223 @@
+"""What a gate judges: comparisons, what they are of, and the cases that were planned and never measured.
+
+A run or a duel that was cut off is not green for its first half.
+
+Two sides that were measured before: runs at different times, or a stored duel.
+
+Suspects of runs are duelled where the first side is a revision of the repository in the working directory, else the
+second side's are measured again. Those of a duel are duelled again, with fresh processes on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8bench.analysis.compare.compare import Compared, compare
+from fp8bench.analysis.compare.sides import side_of
+from fp8bench.analysis.findings import findings
+from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, RunNotFound, StoreError
+from fp8bench.features.duel.kept import find_duel, load_duel
+from fp8bench.features.duel.observer import DuelJobObserver
+from fp8bench.features.duel.sides import OWN, PACKAGE, Question
+from fp8bench.features.duel.values import Duel
+from fp8bench.features.duel.verdicts import comparisons
+from fp8bench.features.gate.judging import Judged, Outcome, SecondLook, Verdict, first_look, key_of, second_look
+from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
+from fp8bench.features.gate.remeasure import duel_with, duelled, measured_again
+from fp8bench.features.gate.sight import USUAL_POWER, Sights
+from fp8bench.features.gate.thresholds import Rule
+from fp8bench.jobs.compare import compared_of, read_runs
+from fp8bench.model import Comparison, Direction, Evidence, Run
+from fp8bench.model.specs import TIME
+from fp8bench.report.terminal.comparison import side_words
+from fp8bench.store.find_runs import commit_named, runs_meant
+
+Confirm = Callable[[Sequence[Comparison]], SecondLook]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Comparisons and what they are of. `confirm` measures suspects again, `second` says how.
+
+    `problem` says why there is nothing to judge, and `code` is the exit code that it stands for. A history has
+    `newest`, its series as they are now; the comparisons are its changes alone.
+    """
+
+    title: str
+    comparisons: tuple[Comparison, ...] = ()
+    confirm: Confirm | None = None
+    notes: tuple[str, ...] = ()
+    problem: str = ""
+    code: int = EXIT_OK
+    second: Second = Second.AGAIN
+    newest: tuple[Newest, ...] = ()
+
+
+def failed(case: str, suite: str, evidence: Evidence, why: str) -> Comparison:
+    """A case that came to nothing where it should have."""
+    return Comparison(case, suite, TIME, "s", Direction.NONE, evidence, why=why, failed=True)
+
+
+def unmeasured(runs: Sequence[Run], evidence: Evidence) -> Iterator[Comparison]:
+    """The cases that unfinished runs lack, where no other of these runs has them."""
+    there = {record.case.id for run in runs for record in run.records}
+    for run in runs:
+        for planned in (one for group in run.plan for one in group.cases):
+            if not run.finished and planned.case.id not in there:
+                there.add(planned.case.id)
+                why = f"run {run.id} was interrupted before it was measured"
+                yield failed(planned.case.id, planned.case.workload, evidence, why)
+
+
+def judged(
+    source: Source, rules: tuple[Rule, ...], rerun: bool, observer: DuelJobObserver, required: float | None = None
+) -> Verdict:
+    """Both looks; the second only where there is something to look at, and somebody may; and what could be seen.
+
+    A slow-down as large as its threshold must be seen in the share `required` of builds. A history that has nothing to
+    compare with yet is too young for that, and no failure.
+    """
+    figures = first_look(source.comparisons, rules)
+    sights = _sights(source, figures, rules, rerun, required)
+    suspects = [figure.comparison for figure in figures if figure.outcome is Outcome.TO_CONFIRM]
+    if suspects and not source.problem:
+        if rerun and source.confirm is not None:
+            observer.note(f"gate: {len(suspects)} suspected, measured again")
+            figures = second_look(figures, source.confirm(suspects), rules)
+        else:
+            figures = second_look(figures, SecondLook({}, refused="--no-rerun"), rules)
+    code = source.code
+    if required is not None and code == EXIT_BASELINE and sights.young and not sights.blind:
+        code = EXIT_OK
+    return Verdict(source.title, figures, source.notes, source.problem, code, sights)
+
+
+def _sights(
+    source: Source, figures: tuple[Judged, ...], rules: tuple[Rule, ...], rerun: bool, required: float | None
+) -> Sights:
+    """What could have been seen, of the series of a history or of the figures of two sides."""
+    second = source.second if rerun and source.confirm is not None else Second.NONE
+    power = USUAL_POWER if required is None else required
+    if source.newest:
+        return sights_of_history(source.newest, rules, len(figures), second, power, required is not None)
+    return sights_of(figures, second, power, required is not None)
+
+
+_MOST_LISTED = 5
+
+
+def of_sides(before: str, after: str, store: Path, observer: DuelJobObserver) -> Source:
+    """What two words come to. A first side that is not there is a problem and no wrong usage."""
+    title = f"{after} against {before}"
+    new = read_runs(runs_meant(after, store), observer)
+    try:
+        old = read_runs(runs_meant(before, store), observer)
+    except StoreError as error:
+        return Source(title, problem=f"the baseline is missing: {error}", code=EXIT_BASELINE)
+    compared = compared_of(before, old, after, new, observer)
+    title = f"{side_words(compared.after)}; against {side_words(compared.before)}"
+    problem, code = _problem(compared)
+    if problem:
+        return Source(title, compared.comparisons, problem=problem, code=code)
+
+    def confirm(suspects: Sequence[Comparison]) -> SecondLook:
+        return _second_look(compared, suspects, store, observer)
+
+    cut_off = unmeasured(compared.after.runs, Evidence.CROSS_RUN)
+    second = Second.DUEL if _commit_to_duel(compared, compared.after.runs[-1]) is not None else Second.AGAIN
+    return Source(title, (*compared.comparisons, *cut_off), confirm, tuple(_notes(compared)), second=second)
+
+
+def _problem(compared: Compared) -> tuple[str, int]:
+    """Why nothing can be judged, and the exit code of that."""
+    if not compared.after.measured:
+        lost = any(one.failed for one in compared.comparisons)
+        return ("" if lost else f"no case of {compared.after.name} came to a number."), EXIT_FAILED
+    if compared.hardware:
+        words = "; ".join(f"{one.name} was {one.before} and is {one.after}" for one in compared.hardware)
+        return f"the baseline was measured on something else, and times do not compare: {words}.", EXIT_BASELINE
+    if not compared.comparable and not any(one.failed for one in compared.comparisons):
+        why = next((one.why for one in compared.comparisons if one.why), "they have no case in common")
+        return f"the baseline does not compare: {why}.", EXIT_BASELINE
+    return "", 0
+
+
+def _notes(compared: Compared) -> list[str]:
+    found = [f"{one.name} was {one.before:.60} and is {one.after:.60}" for one in compared.differing]
+    for words, cases in (("is gone", compared.only_before), ("is new", compared.only_after)):
+        found += [f"{case} {words}" for case in cases[:_MOST_LISTED]]
+        found += [f"and {len(cases) - _MOST_LISTED} more"] if len(cases) > _MOST_LISTED else []
+    return found
+
+
+def _second_look(
+    compared: Compared, suspects: Sequence[Comparison], store: Path, observer: DuelJobObserver
+) -> SecondLook:
+    """A duel with the baseline's commit where that can be; else the second side alone."""
+    # The newest run that has the first of the suspects: in nearly all comparisons there is but one.
+    newest = compared.after.sightings[suspects[0].case][-1].run
+    commit = _commit_to_duel(compared, newest)
+    look = duel_with(commit, newest.request, store, suspects, observer) if commit is not None else None
+    if look is not None and not look.refused:
+        return look
+    again, refused = measured_again(newest, {one.case for one in suspects}, store, observer)
+    if again is None:
+        return SecondLook({}, refused=refused)
+    found = compare(compared.before, side_of("again", [(again, findings(again))]), beside=compared.after)
+    return SecondLook({key_of(one): one for one in found.comparisons}, f"measured again in run {again.id}")
+
+
+def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
+    """The commit of the first side, where a duel with it would ask the same question; else None.
+
+    A duel has what is here on its second side, and one interpreter on both: what another torch costs it would not see.
+    """
+    here = commit_named("HEAD", Path())
+    if here is None or newest.environment.get("commit") != here or compared.differing:
+        return None
+    runs = compared.before.runs
+    commit, *others = {run.environment.get("commit") for run in runs}
+    clean = all(run.environment.get("dirty") is False for run in runs)
+    return commit if not others and isinstance(commit, str) and clean else None
+
+
+def of_duel(word: str, store: Path, observer: DuelJobObserver) -> Source:
+    """What a duel of the store came to."""
+    files = (store / "duels").glob("*.jsonl")
+    path = max(files, key=lambda one: one.name, default=None) if word == "last" else find_duel(word, store)
+    if path is None:
+        raise RunNotFound(f"no duel {word!r:.200} in {store}. Give an id, a file's stem, a path, or 'last'.")
+    duel = load_duel(path)
+    title = f"duel {duel.id}: {' against '.join(one.title or one.name for one in (duel.after, duel.before))}"
+    notes = (*duel.notes, *duel.troubles)
+    if not any(one.measured or one.failed for one in duel.results):
+        return Source(title, notes=notes, problem="the duel measured nothing.", code=EXIT_FAILED)
+
+    def confirm(suspects: Sequence[Comparison]) -> SecondLook:
+        refused = _moved_on(duel)
+        if refused:
+            return SecondLook({}, refused=refused)
+        # Words like HEAD may have moved since, and commits have not.
+        commit, own = duel.before.commit or None, duel.before.title.startswith(OWN)
+        against, against_self = (None, commit) if own else (commit, None)
+        question = Question(duel.before.python, duel.after.python, against, against_self, duel.sessions)
+        return duelled(question, duel.request, store, suspects, observer)
+
+    found = comparisons(duel)
+    known = {one.case for one in found}
+    why = "the duel was interrupted before it was measured"
+    cut_off = [failed(case, case.partition("[")[0], Evidence.PAIRED, why) for case in duel.cases if case not in known]
+    second = Second.NONE if _moved_on(duel) else Second.DUEL
+    return Source(title, (*found, *cut_off), confirm, notes, second=second)
+
+
+def _moved_on(duel: Duel) -> str:
+    """Why a duel with what is here would be another one; '' if it would not."""
+    if not duel.after.commit:
+        return ""
+    here = commit_named("HEAD", PACKAGE if duel.before.title.startswith(OWN) else Path())
+    if here == duel.after.commit:
+        return ""
+    return f"the duel was of commit {duel.after.commit[:8]}, and here is {here[:8] if here else 'no repository'}"

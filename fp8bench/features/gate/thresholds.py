@@ -1,0 +1,83 @@
+"""How much worse a figure must be to matter: by a share, and by how much at least.
+
+A figure of microseconds doubles and nobody cares; an error of 1e-7 varies by half. So both must be exceeded: the ratio
+and the difference. Its spec says by how much; a file of rules may say otherwise for suites, cases and figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from fp8bench.errors import UsageError
+from fp8bench.model import Comparison
+from fp8bench.model.specs import spec_of
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """What is worse enough: the ratio beyond 1 + `relative` and the difference beyond `smallest`, in its unit."""
+
+    relative: float
+    smallest: float
+    ignored: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a file: the figures it is for, by patterns with * and ?, and what it says of them.
+
+    None leaves the default. `place` is its file and line.
+    """
+
+    case: str
+    metric: str
+    relative: float | None = None
+    smallest: float | None = None
+    unit: str = ""
+    ignored: bool = False
+    place: str = ""
+
+    def fits(self, one: Comparison) -> bool:
+        """Whether it speaks of a figure: by the suite's name or the case's id, and the figure's name."""
+        return (_fits(self.case, one.suite) or _fits(self.case, one.case)) and _fits(self.metric, one.metric)
+
+
+def threshold_of(one: Comparison, rules: tuple[Rule, ...] = ()) -> Threshold:
+    """What is worse enough for a figure: the first rule that fits it, and what its spec says where that is silent."""
+    relative, smallest = spec_of(one.metric).threshold
+    found = ruled_by(one, rules)
+    if found is None:
+        return Threshold(relative, smallest)
+    if found.unit and found.unit != one.unit and found.smallest is not None:
+        raise UsageError(
+            f"{found.place}: smallest is in {found.unit}, and {one.metric} of {one.case} is in "
+            f"{one.unit or 'no unit'}. Give a number in its unit, or name other figures."
+        )
+    return Threshold(
+        relative if found.relative is None else found.relative,
+        smallest if found.smallest is None else found.smallest, found.ignored,
+    )  # fmt: skip
+
+
+def ruled_by(one: Comparison, rules: tuple[Rule, ...]) -> Rule | None:
+    """The first of a file's rules that speaks of a figure."""
+    return next((rule for rule in rules if rule.fits(one)), None)
+
+
+def check_rules(rules: tuple[Rule, ...], comparisons: tuple[Comparison, ...], file: str) -> list[str]:
+    """What is strange about rules for these figures. Raises UsageError where none of them speaks of any."""
+    idle = [rule for rule in rules if not any(rule.fits(one) for one in comparisons)]
+    if rules and comparisons and len(idle) == len(rules):
+        some = comparisons[0]
+        raise UsageError(
+            f"{file}: none of its rules fits any of the {len(comparisons)} figures, so that it would change nothing. "
+            f"A pattern is a suite's name or one of case ids, with * and ?; a case is {some.case}, its suite "
+            f"{some.suite}, a figure {some.metric}."
+        )
+    return [f"{rule.place}: {rule.case!r} {rule.metric!r} fits no figure" for rule in idle]
+
+
+def _fits(pattern: str, name: str) -> bool:
+    """Case ids have brackets in them, which would be a class of letters."""
+    return fnmatchcase(name, pattern.replace("[", "[[]"))

@@ -1,0 +1,278 @@
+"""A gate's verdict for build servers: as JUnit XML (a test a figure, a suite of tests a suite), and as a trend."""
+
+from __future__ import annotations
+
+import json
+import math
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fp8bench import units
+from fp8bench.errors import EXIT_OK
+from fp8bench.features.gate.judging import Judged, Key, Outcome, Verdict
+from fp8bench.features.gate.sight import NIGHTS, NO_SIGHTS, Sight, Sights
+from fp8bench.model import Comparison
+from fp8bench.report.elements import Column, Element, Field, Page, Part, Table, Text, Tone, printable
+from fp8bench.report.panels import together
+from fp8bench.report.terminal.layout import list_of
+from fp8bench.report.words.comparisons import label_legend, setting_of, signed, value
+
+# What becomes of a test; of others there may be more to say.
+_TAGS = {
+    Outcome.REGRESSION: "failure", Outcome.FAILED: "error", Outcome.NONE: "skipped", Outcome.IGNORED: "skipped",
+}  # fmt: skip
+_COUNTED = {"failures": "failure", "errors": "error", "skipped": "skipped"}
+
+
+def as_junit(verdict: Verdict) -> str:
+    """The document. Where nothing could be judged, it holds one test that is in error: it is never empty."""
+    root = ET.Element("testsuites", name="fp8bench gate")
+    sights = _by_figure(verdict.sights)
+    for name, judged in together((one.comparison.suite, one) for one in verdict.judged).items():
+        _suite(root, name, judged, sights)
+    blind = verdict.sights.blind if verdict.sights.fails else ()
+    for one in blind:
+        suite = ET.SubElement(root, "testsuite", name="sight")
+        test = ET.SubElement(suite, "testcase", classname="sight", name=_text(f"{one.case} {one.metric}"), time="0")
+        ET.SubElement(test, "failure", message=_text(sentence(one, verdict.sights.power)), type="blind")
+    if verdict.problem:
+        suite = ET.SubElement(root, "testsuite", name="gate")
+        test = ET.SubElement(suite, "testcase", classname="gate", name="something to judge", time="0")
+        tag = "skipped" if verdict.code == EXIT_OK else "error"
+        problem = ET.SubElement(test, tag, message=_text(verdict.headline), type="problem")
+        problem.text = _text(verdict.problem)
+    for place in (*root, root):
+        place.set("tests", str(len(place.findall(".//testcase"))))
+        for name, tag in _COUNTED.items():
+            place.set(name, str(len(place.findall(f".//testcase/{tag}"))))
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _by_figure(sights: Sights) -> dict[Key, str]:
+    """What could have been seen of each figure."""
+    return {(one.case, one.metric): sentence(one, sights.power) for one in sights.figures}
+
+
+def _suite(root: ET.Element, name: str, judged: Iterable[Judged], sights: Mapping[Key, str]) -> None:
+    suite = ET.SubElement(root, "testsuite", name=_text(name))
+    for one in judged:
+        title = _text(f"{one.comparison.case} {one.comparison.metric}")
+        test = ET.SubElement(suite, "testcase", classname=_text(name), name=title, time="0")
+        if one.key in sights:
+            properties = ET.SubElement(test, "properties")
+            ET.SubElement(properties, "property", name="sight", value=_text(sights[one.key]))
+        tag = _TAGS.get(one.outcome)
+        if tag == "skipped":
+            ET.SubElement(test, tag, message=_text(one.why or one.outcome.value))
+        elif tag is not None:
+            child = ET.SubElement(test, tag, message=_text(_sentence(one)), type=one.outcome.value)
+            child.text = _text("\n".join(_detail(one)))
+        elif one.outcome is not Outcome.FINE:
+            ET.SubElement(test, "system-out").text = _text("\n".join((_sentence(one), *_detail(one))))
+
+
+def _sentence(one: Judged) -> str:
+    """'time: 1.20 ms -> 1.43 ms, +19.2% [+17.0%, +21.5%]: regression'."""
+    found = one.comparison
+    if one.outcome is Outcome.FAILED:
+        return f"{found.metric}: {one.why or 'the case failed'}"
+    return f"{found.metric}: {_both(found)}: {one.outcome.value}"
+
+
+def _detail(one: Judged) -> Iterator[str]:
+    """Both looks, the threshold, and why it ended so."""
+    yield one.comparison.case
+    for name, look in (("first look", one.comparison), ("second look", one.again)):
+        if look is not None and look.before is not None:
+            chance = "" if look.p_value is None else f", p = {look.p_value:.1g}"
+            labels = f" ({', '.join(look.labels)})" if look.labels else ""
+            yield f"{name}: {_both(look)}, {look.evidence.value}{labels}{chance}"
+    if one.comparison.since or one.comparison.until:
+        yield f"between {one.comparison.since[:12] or '?'} and {one.comparison.until[:12] or '?'}"
+    yield f"worse is: more than {limit(one)}"
+    if one.why:
+        yield one.why
+
+
+def _both(found: Comparison) -> str:
+    values = f"{value(found, found.before)} -> {value(found, found.after)}"
+    return values if found.ratio is None else f"{values}, {signed(found.ratio)}"
+
+
+def _text(words: str) -> str:
+    return "\n".join(map(printable, words.split("\n")))
+
+
+def as_trend(judged: Sequence[Judged], sights: Sights = NO_SIGHTS) -> str:
+    """What the second side came to, for github-action-benchmark: its `customSmallerIsBetter`.
+
+    Figures without a number on the second side are not in it.
+    """
+    known = [one for one in judged if one.comparison.after is not None and math.isfinite(one.comparison.after)]
+    seen = _by_figure(sights)
+    return json.dumps([_trend_row(one, seen.get(one.key, "")) for one in known], indent=1, allow_nan=False) + "\n"
+
+
+def _trend_row(one: Judged, sight: str) -> dict[str, Any]:
+    found = one.comparison
+    row: dict[str, Any] = {"name": f"{found.case} {found.metric}", "unit": found.unit or "ratio", "value": found.after}
+    ratio = found.ratio
+    if ratio is not None and ratio.low < ratio.high and math.isfinite(ratio.half_width):
+        row["range"] = f"\u00b1{100 * ratio.half_width:.2g}%"
+    return {**row, "extra": "; ".join(filter(None, (_sentence(one), sight)))}
+
+
+# GitHub shows a mebibyte of a step's summary at most.
+MOST_ROWS = 200
+_TITLES = {
+    Outcome.FAILED: "Failed", Outcome.REGRESSION: "Regressions",
+    Outcome.TO_CONFIRM: "To confirm: suspected, and not enough to fail",
+    Outcome.CLEARED: "Cleared: suspected, and not so when measured again", Outcome.BETTER: "Better",
+}  # fmt: skip
+_TONES = {
+    Outcome.FAILED: Tone.BAD, Outcome.REGRESSION: Tone.BAD, Outcome.TO_CONFIRM: Tone.DOUBT, Outcome.BETTER: Tone.GOOD,
+}  # fmt: skip
+_AGAIN = "again: the same change when measured once more, in a fresh process"
+_WORSE = "worse is: beyond both, the share and the difference"
+
+
+_SEEN = (
+    "could have seen: the smallest slow-down that is told from chance in both looks; fails: and is beyond its threshold"
+)
+_MOST_WARNED = 5
+
+
+def page_of(verdict: Verdict, every: bool = False) -> Page:
+    """What failed, what is worse, what is in doubt and what is better; the rest is counted.
+
+    What could have been seen is a line, and of `every` figure a table.
+    """
+    parts = [_part(name, title, found) for name, title in _TITLES.items() if (found := verdict.of(name))]
+    if verdict.problem:
+        tone = Tone.BAD if verdict.code != EXIT_OK else Tone.DOUBT
+        parts.append(Part("problem", "Why", (Text(verdict.problem, tone),)))
+    unsure = Counter(one.why for one in verdict.of(Outcome.UNSURE) if one.why)
+    parts += list_of("unsure", "Unsure, because", (f"{why} ({count})" for why, count in unsure.items()))
+    told = warnings(verdict.sights, _MOST_WARNED) if verdict.sights.required else ()
+    parts += list_of("notes", "Notes", (f"- {one}" for one in (*told, *verdict.notes[:MOST_ROWS])))
+    if not parts:
+        parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
+    shown = [one for name in _TITLES for one in verdict.of(name)]
+    labels = label_legend(look for one in shown for look in (one.comparison, one.again) if look is not None)
+    footer = [*([_AGAIN] if any(one.again for one in shown) else []), _WORSE, *labels] if shown else []
+    facts = [("judged", verdict.counts)] if verdict.judged else []
+    if verdict.sights.figures:
+        facts.append(("could have seen", summary(verdict.sights)))
+        parts += [_sights(verdict.sights)] if every else []
+        footer.append(_SEEN)
+    return Page(f"fp8bench gate: {verdict.headline}", verdict.title, tuple(parts), footer, tuple(facts))
+
+
+def _sights(sights: Sights) -> Part:
+    """A row a figure, the most blind first."""
+    columns = (
+        Column("setting", shared=True), Column("figure"), Column("seen"), Column("fails"), Column("threshold"),
+    )  # fmt: skip
+    title = f"What could have been seen in {100 * sights.power:.3g} of 100 builds"
+    shown = tuple(map(_sight, sights.figures[:MOST_ROWS]))
+    return Part("sights", title, (Table("sights", "", columns, shown),))
+
+
+def _sight(one: Sight) -> tuple[Field, ...]:
+    setting, mode = setting_of(one.case)
+    tone = Tone.PLAIN if one.enough else Tone.DOUBT
+    return (
+        Field(setting), Field(f"{mode} {one.metric}"), Field(seen(one), tone=tone), Field(share(one.fails)),
+        Field(share(one.threshold)),
+    )  # fmt: skip
+
+
+def _part(name: Outcome, title: str, found: Sequence[Judged]) -> Part:
+    columns = (
+        Column("setting", shared=True), Column("figure"), Column("A", number=True), Column("B", number=True),
+        Column("change"), Column("again"), Column("worse is"), Column("verdict"), Column("why", below=True),
+    )  # fmt: skip
+    elements: list[Element] = [Table(name.replace(" ", "-"), "", columns, tuple(map(_fields, found[:MOST_ROWS])))]
+    if len(found) > MOST_ROWS:
+        elements.append(Text(f"and {len(found) - MOST_ROWS} more"))
+    return Part(name.replace(" ", "-"), title, tuple(elements))
+
+
+def _fields(one: Judged) -> tuple[Field, ...]:
+    found, again = one.comparison, one.again
+    setting, mode = setting_of(found.case)
+    return (
+        Field(setting), Field(f"{mode} {found.metric}"), Field(value(found, found.before)),
+        Field(value(found, found.after)), Field(signed(found.ratio)), Field(signed(again.ratio if again else None)),
+        Field(limit(one)), Field(one.outcome.value, tone=_TONES.get(one.outcome, Tone.PLAIN)), Field(one.why),
+    )  # fmt: skip
+
+
+def seen(one: Sight) -> str:
+    """'+3.1%', 'at least +12.0%' where nobody knows the noise, 'nothing' where no slow-down is large enough."""
+    return _at_least(one.seen, bool(one.unknown))
+
+
+def summary(sights: Sights) -> str:
+    """'+3.1% in 80 of 100 builds (median of 40 figures; worst CASE time: +9.0%); the threshold is +5.0%'."""
+    worst = sights.figures[0]
+    count = len(sights.figures)
+    least = {one.threshold for one in sights.figures}
+    of = f"median of {count} figures; worst" if count > 1 else "the only figure that varies is"
+    limits = f"; its threshold is {share(worst.threshold)}" if len(least) > 1 else ""
+    middle = _at_least(sights.median, any(one.unknown for one in sights.figures))
+    return (
+        f"{middle} in {100 * sights.power:.3g} of 100 builds ({of} {worst.case} {worst.metric}: {seen(worst)}{limits})"
+        + ("" if limits else f"; the threshold is {share(worst.threshold)}")
+    )
+
+
+def sentence(one: Sight, power: float) -> str:
+    """What could have been seen of one figure, and what would have failed."""
+    words = f"could have seen {seen(one)} in {100 * power:.3g} of 100 builds, and failed from {share(one.fails)} on"
+    return f"{words} ({why})" if (why := _why(one)) else words
+
+
+def warnings(sights: Sights, most: int) -> Iterator[str]:
+    """Figures whose threshold cannot be seen, and those of a history that is too young to say."""
+    for one in sights.blind[:most]:
+        need = (
+            f"{one.case} {one.metric} cannot see its threshold of {share(one.threshold)}: {sentence(one, sights.power)}"
+        )
+        yield need
+    if len(sights.blind) > most:
+        yield f"and {len(sights.blind) - most} more that cannot see their thresholds"
+    if sights.young:
+        count, known = len(sights.young), [one.missing for one in sights.young if one.missing is not None]
+        words = f"history too young: {count} of {len(sights.figures)} figures cannot see their thresholds yet"
+        words += f"; {max(known)} more night{'s' * (max(known) != 1)} at this noise would do" if known else ""
+        lost = count - len(known)
+        yield words + (f"; {lost} will not, and fail from {NIGHTS} nights on" if lost else "")
+
+
+def _why(one: Sight) -> str:
+    if one.missing is not None:
+        reason = one.unknown or f"{one.nights} nights"
+        return f"{reason}; {one.missing} more night{'s' * (one.missing != 1)} would do"
+    if one.nights is not None and not one.enough:
+        return f"{one.nights} nights, and no number of them would do at this noise"
+    return one.unknown
+
+
+def _at_least(value: float, is_bound: bool) -> str:
+    return f"{'at least ' if is_bound and math.isfinite(value) else ''}{share(value)}"
+
+
+def share(value: float) -> str:
+    """'+3.1%'."""
+    return "nothing" if math.isinf(value) or math.isnan(value) else units.change(1 + value)
+
+
+def limit(one: Judged) -> str:
+    """What is worse enough: '5.0% and 5.00 us'."""
+    threshold = one.threshold
+    smallest = value(one.comparison, threshold.smallest) if threshold.smallest else ""
+    return " and ".join(filter(None, (units.percent(threshold.relative), smallest)))

@@ -1,0 +1,294 @@
+"""Linear layers held against what devices can run: those of a model, or those that a file names."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8bench.errors import UnknownName, UsageError
+from fp8bench.features.lint_shapes.view import Finding, Judgement, LinearShape, Outcome
+from fp8bench.formats.hardware import CLASSES, DeviceClass, device_class
+from fp8bench.formats.product_rules import missing, objections, te_objections
+from fp8bench.formats.recipe_support import in_formats_of
+from fp8bench.formats.recipes import Recipe
+from fp8bench.formats.scaled_products import OUTPUTS, Objection, Product
+from fp8bench.nn.shared_precisions import RecipePrecision
+from fp8bench.nn.sizes import PRODUCTS, features_of, models, sides_of, usual_tokens
+from fp8bench.protocols import Role
+from fp8bench.registry import precisions
+from fp8bench.report.elements import printable
+
+LARGEST = (1 << 31) - 1
+MOST_SHAPES = 10_000
+_LAYOUTS = ("column", "row")
+_NAMES = ("m", "n", "k", "name", "output", "layout")
+_SIZE = re.compile(r"(\S+?)[xX*](\S+?)[xX*](\S+)")
+
+
+def shapes_of_model(model: str, tokens: int | None) -> list[LinearShape]:
+    """All linear layers of a model, with its usual tokens unless told."""
+    if model not in models():
+        raise UnknownName("model", model, models())
+    rows = tokens or usual_tokens(model)
+    return [LinearShape(layer, rows, *features) for layer, features in features_of(model).items()]
+
+
+def shapes_of_file(path: Path) -> list[LinearShape]:
+    """Those of a file: CSV and YAML by their endings, else a line each, 'MxNxK' and perhaps a name."""
+    text = _text(path)
+    readers = {".csv": _of_csv, ".yaml": _of_yaml, ".yml": _of_yaml}
+    found: list[LinearShape] = []
+    for number, given in readers.get(path.suffix.lower(), _of_lines)(text, str(path)):
+        place = f"{path}:{number}"
+        if len(found) == MOST_SHAPES:
+            raise UsageError(f"{place}: more than {MOST_SHAPES} shapes. Give the others in another file.")
+        found.append(_shape(given, place))
+    if not found:
+        raise UsageError(f"{path} has no shape in it. Give lines like '8192x4096x4096 out', CSV or a YAML list.")
+    return found
+
+
+# What a line or an entry says, by the names of _NAMES, and the number of the line.
+Given = Iterator[tuple[int, Mapping[str, str]]]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}). Give a file of shapes, or --model NAME.") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is no text in UTF-8. Give lines of MxNxK, CSV or a YAML list.") from None
+
+
+def _of_lines(text: str, path: str) -> Given:
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split(None, 1)
+        if words:
+            yield number, {"shape": words[0], "name": words[1].strip() if len(words) == 2 else ""}
+
+
+def _of_csv(text: str, path: str) -> Given:
+    reader = csv.reader(io.StringIO(text), strict=True)
+    titles: list[str] | None = None
+    try:
+        for row in reader:
+            cells = [cell.strip() for cell in row]
+            if not any(cells):
+                continue
+            if titles is None:
+                titles = [cell.lower() for cell in cells]
+                _check_names("column", titles, f"{path}:{reader.line_num}")
+                continue
+            if len(cells) > len(titles):
+                raise UsageError(f"{path}:{reader.line_num}: {len(cells)} cells under {len(titles)} columns.")
+            yield reader.line_num, dict(zip(titles, cells, strict=False))
+    except csv.Error as error:
+        raise UsageError(f"{path}:{reader.line_num}: this is no CSV ({error}).") from None
+
+
+def _check_names(kind: str, names: list[str], place: str) -> None:
+    """Columns of CSV, or keys of YAML: the known ones, once each, no side left out."""
+    for name in names:
+        if name not in _NAMES:
+            raise UsageError(f"{place}: {UnknownName(kind, name, _NAMES)}")
+    if len(set(names)) != len(names):
+        raise UsageError(f"{place}: a {kind} stands there twice. Keep one of each.")
+    lacking = [side for side in "mnk" if side not in names]
+    if lacking:
+        raise UsageError(f"{place}: there is no {kind} {lacking[0]}. Give m, n and k, perhaps name, output and layout.")
+
+
+def _of_yaml(text: str, path: str) -> Given:
+    import yaml
+
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"{path}:{mark.line + 1}" if mark else path
+        raise UsageError(f"{place}: this is no YAML ({error.problem}).") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UsageError(f"{path}: this is no YAML ({type(error).__name__}).") from None
+    if root is None:
+        return
+    if not isinstance(root, yaml.SequenceNode):
+        raise UsageError(f"{path}:{root.start_mark.line + 1}: expected a list of shapes, like '- 8192x4096x4096 out'.")
+    for node in root.value:
+        number = node.start_mark.line + 1
+        if isinstance(node, yaml.ScalarNode):
+            yield from ((number, one) for _, one in _of_lines(node.value, path))
+        elif isinstance(node, yaml.MappingNode):
+            yield number, _mapping(node, f"{path}:{number}")
+        else:
+            raise UsageError(f"{path}:{number}: expected MxNxK, or m, n and k by name, not a list.")
+
+
+def _mapping(node: object, place: str) -> dict[str, str]:
+    """The scalars of a YAML mapping, as they are written."""
+    found: dict[str, str] = {}
+    for key, value in node.value:  # type: ignore[attr-defined]
+        if not isinstance(key.value, str) or not isinstance(value.value, str):
+            raise UsageError(f"{place}: expected words and numbers, not lists.")
+        found[key.value] = value.value
+    _check_names("key", [key.value for key, _ in node.value], place)  # type: ignore[attr-defined]
+    return found
+
+
+def _shape(given: Mapping[str, str], place: str) -> LinearShape:
+    if "shape" in given:
+        match = _SIZE.fullmatch(given["shape"])
+        if match is None:
+            raise UsageError(f"{place}: {given['shape']!r:.80} is no shape. Expected MxNxK, like 8192x4096x4096.")
+        sides = match.groups()
+    else:
+        sides = tuple(given.get(side, "") for side in "mnk")
+    m, n, k = (_side(letter, text, place) for letter, text in zip("MNK", sides, strict=True))
+    output = given.get("output") or OUTPUTS[0]
+    layout = given.get("layout") or _LAYOUTS[0]
+    if output not in OUTPUTS:
+        raise UsageError(f"{place}: {UnknownName('output', output, OUTPUTS)}")
+    if layout not in _LAYOUTS:
+        raise UsageError(f"{place}: {UnknownName('layout of the second operand', layout, _LAYOUTS)}")
+    name = printable(given.get("name", "")).strip()
+    return LinearShape(name or f"{m}x{n}x{k}", m, n, k, output, layout == "row")
+
+
+def _side(letter: str, text: str, place: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and 1 <= int(text) <= LARGEST):
+        raise UsageError(f"{place}: {letter} is {text!r:.40}. Expected a whole number from 1 to {LARGEST}.")
+    return int(text)
+
+
+# One mode of each kind of product; the others multiply as one of these does.
+USUAL_MODES = ("fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was looked at, in words, and what was found."""
+
+    source: str
+    title: str
+    findings: tuple[Finding, ...]
+
+
+def look(
+    model: str | None,
+    file: Path | None,
+    tokens: int | None,
+    products: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+    devices: Sequence[str] = (),
+) -> Look:
+    """Every product of a model's layers, or of those in a file, in each mode on each class of devices."""
+    classes = list(dict.fromkeys(device_class(word) for word in devices)) or list(CLASSES)
+    for word in products:
+        if word not in PRODUCTS:
+            raise UnknownName("product", word, PRODUCTS)
+    modes = modes_of(dtypes, classes)
+    source, shapes = _shapes(model, file, tokens)
+    findings = examine(shapes, list(dict.fromkeys(products)) or list(PRODUCTS), modes, classes)
+    if not findings:
+        raise UsageError(
+            "weight gradients stay in bf16 in these modes, and nothing else was asked for: widen --products."
+        )
+    return Look(source, _title(source, shapes, findings), tuple(findings))
+
+
+def _shapes(model: str | None, file: Path | None, tokens: int | None) -> tuple[str, list[LinearShape]]:
+    """What is looked at, in a word, and its layers."""
+    if model is not None and file is None:
+        return model, shapes_of_model(model, tokens)
+    if file is None or model is not None:
+        given = "both --model and --shapes were" if file is not None else "neither --model nor --shapes was"
+        raise UsageError(f"{given} given. Give --model NAME for the layers of a known model, or --shapes FILE.")
+    if tokens is not None:
+        raise UsageError("--tokens goes with --model: in a file every shape says its own M. Leave it out.")
+    return str(file), shapes_of_file(file)
+
+
+def _title(source: str, shapes: Sequence[LinearShape], findings: Sequence[Finding]) -> str:
+    """'gpt2 with 8192 tokens: 15 products of 5 layers'."""
+    tokens = {shape.tokens for shape in shapes}
+    rows = f" with {tokens.pop()} tokens" if len(tokens) == 1 else ""
+    products = len({(finding.shape, finding.kind) for finding in findings})
+    layers = f"{len(shapes)} layer{'s' * (len(shapes) != 1)}"
+    return f"{source}{rows}: {products} product{'s' * (products != 1)} of {layers}, as torch's scaled_mm takes them"
+
+
+def modes_of(words: Sequence[str], devices: Sequence[DeviceClass]) -> list[RecipePrecision]:
+    """The modes of some words; without any, the usual ones that some device has (all of them if none has any)."""
+    modes = {mode.mode: mode for mode in map(_scaled, words or USUAL_MODES)}
+    there = [mode for mode in modes.values() if words or any(_is_there(mode, device) for device in devices)]
+    return there or list(modes.values())
+
+
+def examine(
+    shapes: Sequence[LinearShape],
+    kinds: Sequence[str],
+    modes: Sequence[RecipePrecision],
+    devices: Sequence[DeviceClass],
+) -> list[Finding]:
+    """Every combination, layer by layer. A product that a recipe leaves in bf16 is none of these."""
+    return [
+        Finding(shape, kind, mode.mode, device, product, judge(product, device), judge_by_te(product, device))
+        for shape in shapes
+        for kind in kinds
+        for mode in modes
+        if kind != "weight-gradient" or not mode.recipe.high_weight_gradient
+        for device in devices
+        for product in (_product(shape, kind, in_formats_of(device, mode.recipe)),)
+    ]
+
+
+def judge(product: Product, device: DeviceClass) -> Judgement:
+    """What torch and the hardware make of it."""
+    lacking = missing(product, device)
+    if lacking is not None:
+        return Judgement(Outcome.MISSING, (lacking,))
+    return _judged(product, objections(product, device))
+
+
+def judge_by_te(product: Product, device: DeviceClass) -> Judgement | None:
+    """What Transformer Engine makes of it."""
+    found = te_objections(product, device)
+    return None if found is None else _judged(product, found)
+
+
+def _product(shape: LinearShape, kind: str, recipe: Recipe) -> Product:
+    m, n, k = sides_of(kind, shape.tokens, shape.outputs, shape.inputs)
+    treatments = {Role.INPUT: recipe.input, Role.WEIGHT: recipe.weight, Role.GRADIENT: recipe.gradient}
+    a, b = (treatments[role] for role in PRODUCTS[kind])
+    return Product(m, n, k, a, b, shape.output, shape.row_major)
+
+
+def _judged(product: Product, found: tuple[Objection, ...]) -> Judgement:
+    if not found:
+        return Judgement(Outcome.FITS)
+    multiples = [one.multiples for one in found if one.multiples is not None]
+    if len(multiples) < len(found):
+        return Judgement(Outcome.REFUSED, found)
+    grains = [math.lcm(*(one[place] for one in multiples)) for place in range(3)]
+    m, n, k = (-(-length // grain) * grain for length, grain in zip(product.sides, grains, strict=True))
+    more_flops = (m * n * k) / (product.m * product.n * product.k) - 1
+    more_bytes = product.bytes_of((m, n, k)) / product.bytes_of(product.sides) - 1
+    return Judgement(Outcome.PAD, found, (m, n, k), more_flops, more_bytes)
+
+
+def _scaled(word: str) -> RecipePrecision:
+    precision = precisions.get(word)
+    if not isinstance(precision, RecipePrecision):
+        scaled = ", ".join(name for name in precisions.names() if isinstance(precisions.get(name), RecipePrecision))
+        raise UsageError(f"{word} scales nothing, and its products take every shape. Give one of {scaled}.")
+    return precision
+
+
+def _is_there(mode: RecipePrecision, device: DeviceClass) -> bool:
+    recipe = in_formats_of(device, mode.recipe)
+    return missing(Product(512, 512, 512, recipe.input, recipe.weight), device) is None

@@ -1,0 +1,353 @@
+"""How often is a verdict right? Slow-downs of known size, planted in real steps, judged by the real estimator.
+
+Each trial runs, interleaved in the same rounds through the real worker: the reference, its control, a candidate that
+is identical (a verdict on it is a false alarm), and candidates with about 1, 2.5, 5 and 10% of extra work. A
+comparison may use so many seconds of its own three arms' slots (reference, control, candidate), as if it had the
+machine's measuring to itself. States are made anew every few trials, so that luck with memory layout is drawn again.
+
+Some candidates are slower on k of n calls only, in the same order again and again or at random, by 5 to 300% in the
+mean. None of them may be called faster, nor the same, where so many calls were measured that three periods are in them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fp8bench import __version__
+from fp8bench.analysis.verdicts import best_phases, conclude, decided
+from fp8bench.errors import StoreError, UnknownName
+from fp8bench.features.selftest.checks import GPU_SIDE, NATIVE, SIDE, product
+from fp8bench.files import write_whole
+from fp8bench.jobs.observer import JobObserver
+from fp8bench.measure.arm import Arm
+from fp8bench.measure.environment import gather
+from fp8bench.measure.handle import ProcessWorker, Worker
+from fp8bench.measure.rounds import Session
+from fp8bench.model import Case, DeviceFacts, Params, PlannedCase, Timing, Verdict, Work
+from fp8bench.model.raw import Settings
+from fp8bench.model.stopping import StoppingRule
+from fp8bench.plan.corpus import prepare_corpus
+from fp8bench.plan.make import device_named
+from fp8bench.workloads.planted import ORDERS
+
+OPERATIONS = ("small", "medium", "step")
+EFFECTS = (0.0, 0.01, 0.025, 0.05, 0.10)
+EVERY = "every call"
+SHARES = ((1, 2), (3, 4), (1, 4), (1, 10), (9, 10), (1, 20))
+MEANS = (0.05, 0.1, 0.3, 1.0, 3.0)
+_PERIODS = 3
+# No single call is made slower than this: five trials of it would take minutes.
+_LONGEST_CALL = 0.25
+TRIALS_PER_STATE = 5
+_TINY_PROBE = 200
+_TINY_SECONDS = 5e-8
+_SIZING_ROUNDS = 20
+# What is kept of the environment beside the figures.
+_KEPT = ("machine", "system", "python", "torch", "cpu_count", "threads", "commit", "dirty")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is slowed down, and how many seconds a comparison of it may take. `key` is its word on a command line."""
+
+    key: str
+    name: str
+    precision: str
+    params: Params
+    seconds: float
+
+
+def operations(corpus: str, facts: DeviceFacts) -> tuple[Operation, ...]:
+    """Two products and a transformer's step; on a processor 0.3 ms and 2 ms on one core of 2023, and the nano one's."""
+    if facts.accelerated:
+        return (
+            Operation("small", f"product of {GPU_SIDE}", "fp32", product(GPU_SIDE), 2.0),
+            Operation("medium", f"product of {2 * GPU_SIDE}", "fp32", product(2 * GPU_SIDE), 2.0),
+            Operation("step", "gpt2-124m step", "bf16", _transformer("gpt2-124m", 8, 1024, corpus), 10.0),
+        )
+    return (
+        Operation("small", "product of 0.3 ms", "fp32", product(SIDE), 2.0),
+        Operation("medium", "product of 2 ms", "fp32", product(480), 2.0),
+        Operation("step", "nano transformer step", "bf16", _transformer("nano", 2, 96, corpus), 10.0),
+    )
+
+
+def _transformer(size: str, batch: int, sequence: int, corpus: str) -> Params:
+    return (
+        ("base", "transformer"), ("base.size", size), ("base.batch", batch), ("base.sequence", sequence),
+        ("base.micro_batches", 2), ("base.checkpointing", "no"), ("base.compile", "no"), ("base.attention", "auto"),
+        ("base.weights", "cached"), ("base.data", corpus),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A slow-down: by so much in the mean over all calls, `part` of `whole` of which are slower."""
+
+    mean: float
+    part: int = 1
+    whole: int = 1
+    order: str = EVERY
+
+    def __str__(self) -> str:
+        return f"{self.mean}" if self.order == EVERY else f"{self.mean} on {self.part} of {self.whole}, {self.order}"
+
+
+PLANTS = tuple(map(Plant, EFFECTS))
+
+
+def uneven(number: int, seconds: float) -> tuple[Plant, ...]:
+    """Two slow-downs of some calls of a step of so many seconds, in both orders; others for each number."""
+    kinds = [
+        (mean, *share) for mean, share in itertools.product(MEANS, SHARES)
+        if seconds * (1 + mean * share[1] / share[0]) <= _LONGEST_CALL or mean == MEANS[0]
+    ]  # fmt: skip
+    random.Random(0).shuffle(kinds)
+    chosen = (kinds[(2 * number + turn) % len(kinds)] for turn in range(2))
+    return tuple(Plant(*kind, order) for kind in chosen for order in ORDERS)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One comparison: what it said, how long its three arms took, the ratio it found, its candidate's calls."""
+
+    verdict: str
+    seconds: float
+    rounds: int
+    ratio: float
+    low: float
+    high: float
+    calls: int = 0
+
+
+@dataclass
+class Arms:
+    """All comparisons of one operation, by planted effect."""
+
+    operation: str
+    step_seconds: float = 0.0
+    tiny_seconds: float = 0.0
+    outcomes: dict[Plant, list[Outcome]] = field(default_factory=dict)
+    loads: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def extra(self, plant: Plant) -> int:
+        """How many tiny calls make it, on a call that is slower."""
+        return round(plant.mean * plant.whole / plant.part * self.step_seconds / self.tiny_seconds)
+
+
+@dataclass(frozen=True)
+class PowerRow:
+    """The figures of one operation and effect; or of all that hit some calls only, in one order.
+
+    `too_few` such comparisons had calls too few for three periods, and are in no other number.
+    """
+
+    operation: str
+    planted: float
+    found: float
+    trials: int
+    slower: int
+    faster: int
+    same: int
+    unsure: int
+    seconds_median: float
+    seconds_longest: float
+    order: str = EVERY
+    too_few: int = 0
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some calls only were made slower."""
+        return self.order != EVERY
+
+    @property
+    def wrong_signs(self) -> int:
+        """Injected slow-downs called faster; of those that hit some calls only, also those called the same."""
+        return (self.faster if self.planted > 0 else 0) + (self.same if self.uneven else 0)
+
+
+@dataclass(frozen=True)
+class Power:
+    """What the experiment came to."""
+
+    rows: tuple[PowerRow, ...]
+    loads: tuple[float, ...]
+
+
+def run_power(
+    words: Sequence[str] | None, trials: int, path: Path | None, observer: JobObserver, device: str = "cpu"
+) -> Power:
+    """The experiment on operations (all without words), its figures written to `path` after every trial."""
+    for word in words or ():
+        if word not in OPERATIONS:
+            raise UnknownName("operation", word, OPERATIONS)
+    with tempfile.TemporaryDirectory() as folder, observer.counting() as tell:
+        corpus = prepare_corpus(None, Path(folder))
+        with ProcessWorker(Settings(corpus=corpus.path)) as worker:
+            facts = device_named(device, worker.probe())
+            environment = gather(worker.software(), __version__, 1)
+            kept = {**{name: environment.get(name) for name in _KEPT}, "device": facts.name}
+            results: list[Arms] = []
+            wanted = words or OPERATIONS
+            for operation in (one for one in operations(corpus.identity, facts) if one.key in wanted):
+
+                def after(result: Arms, done: tuple[Arms, ...] = tuple(results)) -> None:
+                    tell(len(result.loads), trials, "trials", result.operation)
+                    if path is not None:
+                        _write(path, (*done, result), kept)
+
+                results.append(measure_power(worker, facts, operation, trials, len(results), after))
+    rows = tuple(row for result in results for row in summarise(result))
+    return Power(rows, tuple(sorted(load for result in results for load in result.loads)))
+
+
+def measure_power(
+    worker: Worker,
+    facts: DeviceFacts,
+    operation: Operation,
+    trials: int,
+    seed: int,
+    after_trial: Callable[[Arms], None] = lambda result: None,
+) -> Arms:
+    """All trials of one operation."""
+    start = time.monotonic()
+    result = Arms(operation.name)
+    # What a tiny call takes: from the step with none and with about half as much again.
+    result.step_seconds = bare = _best_seconds(worker, operation, facts, 0)
+    probe = max(_TINY_PROBE, round(0.5 * bare / _TINY_SECONDS))
+    result.tiny_seconds = max((_best_seconds(worker, operation, facts, probe) - bare) / probe, 1e-9)
+    for trial in range(trials):
+        if trial % TRIALS_PER_STATE == 0:
+            plants = (*PLANTS, *uneven(trial // TRIALS_PER_STATE, result.step_seconds))
+            session = _session(operation, facts, result, plants, trial)
+            session.prepare(worker)
+        _trial(worker, session, operation, result, plants, seed + trial)
+        if (trial + 1) % TRIALS_PER_STATE == 0 or trial + 1 == trials:
+            session.release(worker)
+        result.seconds = time.monotonic() - start
+        after_trial(result)
+    return result
+
+
+def _arm(
+    operation: Operation, facts: DeviceFacts, key: str, extra: int, plant: Plant = PLANTS[0], draw: int = 0
+) -> Arm:
+    order = ORDERS[0] if plant.order == EVERY else plant.order
+    planted = (("extra", extra), ("part", plant.part), ("whole", plant.whole), ("order", order), ("draw", draw))
+    case = Case("_planted", (*operation.params, *planted), operation.precision, facts.key)
+    return Arm(key, PlannedCase(case, NATIVE, Work()), facts)
+
+
+def _best_seconds(worker: Worker, operation: Operation, facts: DeviceFacts, extra: int) -> float:
+    arm = _arm(operation, facts, f"sizing-{extra}", extra)
+    arm.prepare(worker)
+    for number in range(_SIZING_ROUNDS):
+        arm.run(worker, number)
+    worker.release(arm.key)
+    return sum(seconds for _, seconds in best_phases(arm.timing()))
+
+
+def _session(operation: Operation, facts: DeviceFacts, result: Arms, plants: Sequence[Plant], trial: int) -> Session:
+    def arm(name: str, plant: Plant) -> Arm:
+        return _arm(operation, facts, f"{name}-{trial}", result.extra(plant), plant, trial)
+
+    candidates = [arm(f"candidate-{plant}", plant) for plant in plants]
+    return Session(arm("reference", PLANTS[0]), arm("control", PLANTS[0]), candidates)
+
+
+def _trial(
+    worker: Worker, session: Session, operation: Operation, result: Arms, plants: Sequence[Plant], seed: int
+) -> None:
+    for arm in session.arms:
+        arm.slots.clear()
+
+    def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
+        """The real judge, and the end of this comparison's own time."""
+        return decided(case, reference, control) or _cost(case, reference, control) >= operation.seconds
+
+    session.run(worker, StoppingRule(budget=1e9, ceiling=1e9), judge, seed, lambda arm, share: None)
+    assert session.reference is not None and session.control is not None
+    reference, control = session.reference.timing(), session.control.timing()
+    for plant, arm in zip(plants, session.candidates, strict=True):
+        timing = arm.timing()
+        concluded = conclude(timing, reference, control)
+        assert concluded is not None
+        verdict, interval = concluded.verdict, concluded.ratio
+        result.outcomes.setdefault(plant, []).append(
+            Outcome(
+                verdict.value, _cost(timing, reference, control), timing.num_rounds,
+                interval.point, interval.low, interval.high, timing.num_calls,
+            )
+        )  # fmt: skip
+    result.loads.append(os.getloadavg()[0])
+
+
+def _cost(case: Timing, reference: Timing, control: Timing | None) -> float:
+    """Seconds of the slots of a comparison's three arms, over the rounds the candidate was in."""
+    rounds = {slot.round for slot in case.slots}
+    timings = [case, reference] + ([control] if control is not None else [])
+    return sum(slot.wall_seconds for timing in timings for slot in timing.slots if slot.round in rounds)
+
+
+def summarise(result: Arms) -> list[PowerRow]:
+    """A row for each effect on every call, and one for each order of those on some; `found` is the median ratio."""
+    rows = [_row(result.operation, plant.mean, found) for plant in PLANTS if (found := result.outcomes.get(plant))]
+    for order in ORDERS:
+        plants = [plant for plant in result.outcomes if plant.order == order]
+        every = [(plant, one) for plant in plants for one in result.outcomes[plant]]
+        seen = [one for plant, one in every if one.calls >= _PERIODS * plant.whole]
+        if seen:
+            row = _row(result.operation, statistics.median(plant.mean for plant, _ in every), seen)
+            rows.append(replace(row, order=order, too_few=len(every) - len(seen)))
+    return rows
+
+
+def _row(operation: str, effect: float, outcomes: Sequence[Outcome]) -> PowerRow:
+    counts = {verdict: sum(one.verdict == verdict.value for one in outcomes) for verdict in Verdict}
+    seconds = [one.seconds for one in outcomes]
+    return PowerRow(
+        operation, effect, statistics.median(one.ratio for one in outcomes) - 1, len(outcomes),
+        counts[Verdict.SLOWER], counts[Verdict.FASTER], counts[Verdict.SAME], counts[Verdict.UNSURE],
+        statistics.median(seconds), max(seconds),
+    )  # fmt: skip
+
+
+def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> None:
+    """The figures and every single comparison, written anew after each trial so that nothing is lost."""
+    content = {
+        "environment": environment,
+        "rows": [asdict(row) for result in results for row in summarise(result)],
+        "operations": [
+            {
+                "operation": result.operation, "step_seconds": result.step_seconds, "seconds": result.seconds,
+                "tiny_calls": {str(plant): result.extra(plant) for plant in result.outcomes},
+                "loads": [round(load, 2) for load in result.loads],
+                "comparisons": {
+                    str(plant): [
+                        [one.verdict, round(one.seconds, 3), one.rounds, round(one.ratio, 5), round(one.low, 5),
+                         round(one.high, 5), one.calls]
+                        for one in outcomes
+                    ]
+                    for plant, outcomes in result.outcomes.items()
+                },
+            }
+            for result in results
+        ],
+    }  # fmt: skip
+    try:
+        write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise StoreError(
+            f"--json {path} cannot be written ({error.strerror}). Name a file in a folder you may write."
+        ) from None

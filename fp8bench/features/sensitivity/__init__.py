@@ -1,0 +1,1 @@
+"""Which layers suffer most in low precision, and a map that keeps the loss."""

@@ -1,0 +1,1 @@
+"""Train a model in several precisions side by side: does it still learn?"""

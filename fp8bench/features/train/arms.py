@@ -1,0 +1,170 @@
+"""A request of a training and a device's facts in, its arms out: a pure function, tested for any device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fp8bench.errors import UnknownName, UsageError
+from fp8bench.features.train.lab.models import check, check_ranks, config_of, layers_of, support
+from fp8bench.features.train.request import TrainerSettings, TrainingRequest
+from fp8bench.features.train.values import Arm, ArmRole
+from fp8bench.model import DeviceFacts, Level, Params, Scalar
+from fp8bench.plan.make import check_limit, device_named
+from fp8bench.plan.precision_map import check_keys, check_mixed
+from fp8bench.registry import precisions
+
+MOST_ARMS = 64
+# What must be the same in all arms: weights and batches are shared. The map is a table of its own.
+_SHARED = {"model", "arch", "batch", "sequence", "rates", "precision_map", "parallel"}
+_SWEPT: dict[str, Callable[[str], Scalar]] = {
+    name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
+}
+
+
+def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
+    """The reference, its repeat and its other seed, and a candidate for every other precision and value swept.
+
+    What the device refuses is an arm with the reason. Raises UsageError for what cannot be meant, and where the
+    reference cannot be trained, or nothing beside it.
+    """
+    if request.max_batch or request.memory_limit is not None:
+        check_limit(request.memory_limit, facts)
+    arms = tuple(supported(arm, request, facts) for arm in _named(request))
+    if arms[0].skip:
+        raise UsageError(f"the reference {arms[0].name} cannot be trained on {facts.key}: {arms[0].skip}.")
+    candidates = [arm for arm in arms if arm.role is ArmRole.CANDIDATE]
+    if all(arm.skip for arm in candidates):
+        whys = "; ".join(f"{arm.name}: {arm.skip}" for arm in candidates)
+        raise UsageError(f"nothing is left to compare with {arms[0].name} on {facts.key}: {whys}.")
+    return arms
+
+
+def arms_of_seed(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
+    """Those that are trained in the seed of that number: the repeat shows in the first one all that it can show."""
+    return tuple(one for one in arms if not one.skip and (number == 0 or one.role is not ArmRole.REPEAT))
+
+
+def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceFacts:
+    """The device asked for; by default the first GPU, else the processor."""
+    if request.device is not None:
+        return device_named(request.device, facts)
+    return next((one for one in facts if one.accelerated), facts[0])
+
+
+def check_training(request: TrainingRequest) -> None:
+    """Raise for unknown names and for what cannot be kept, before anything is started."""
+    arms, mapped = _named(request), request.settings.precision_map
+    layers = layers_of(request.settings.arch, config_of(request.settings, 1))
+    check_keys(mapped, layers, f"model {request.settings.model}")
+    for arm in arms:
+        check(arm.taken(request.settings))
+        if request.ranks is not None:
+            check_ranks(arm.taken(request.settings), request.ranks)
+        for _, word in mapped if arm.role is ArmRole.CANDIDATE else ():
+            check_mixed(arm.precision, word)
+
+
+def _named(request: TrainingRequest) -> tuple[Arm, ...]:
+    """All arms, whatever a device makes of them."""
+    lead, others = _precisions(request)
+    candidates = {}
+    for mode, settings in _swept(request, others):
+        name = " ".join((mode, *(f"{key.replace('_', '-')}={value}" for key, value in settings)))
+        candidates[name] = Arm(name, mode, settings=settings)
+    candidates.pop(lead, None)
+    if not candidates:
+        raise UsageError(
+            f"{lead} alone has nothing to be compared with. Give --dtypes another one, or --sweep a setting, like "
+            "--sweep optimizer-states=fp32,bf16."
+        )
+    arms = (
+        Arm(lead, lead, ArmRole.REFERENCE), Arm(f"{lead} again", lead, ArmRole.REPEAT),
+        Arm(f"{lead} other seed", lead, ArmRole.OTHER_SEED), *candidates.values(),
+    )  # fmt: skip
+    if len(arms) > MOST_ARMS:
+        raise UsageError(f"{len(arms)} arms are more than the {MOST_ARMS} that one training takes. Sweep less.")
+    return arms
+
+
+def _precisions(request: TrainingRequest) -> tuple[str, list[str]]:
+    """The mode of the reference, and of what is held against it: itself, where settings are swept and nothing else."""
+    modes = list(dict.fromkeys(map(precisions.canonical, request.dtypes)))
+    lead = min(modes, key=lambda mode: precisions.get(mode).rank)
+    if request.reference is not None:
+        lead = precisions.canonical(request.reference)
+    return lead, [mode for mode in modes if mode != lead] or [lead]
+
+
+@dataclass(frozen=True)
+class _Swept:
+    """A setting with its values, or an option of precisions, which are parsed with the precision."""
+
+    name: str
+    values: tuple[Scalar, ...]
+    is_setting: bool
+
+
+def _swept(request: TrainingRequest, modes: Sequence[str]) -> Iterator[tuple[str, Params]]:
+    """Every precision with every combination of what is swept of it."""
+    axes = [_axis(name, values, modes) for name, values in request.sweep]
+    for mode in modes:
+        own = [one for one in axes if one.is_setting or _has_option(mode, one.name)]
+        for combination in itertools.product(*(one.values for one in own)):
+            chosen = list(zip(own, combination, strict=True))
+            word = ":".join((mode, *(f"{one.name}={value}" for one, value in chosen if not one.is_setting)))
+            base = request.settings
+            settings = ((one.name, value) for one, value in chosen if one.is_setting)
+            changed = tuple((key, value) for key, value in settings if value != getattr(base, key))
+            yield precisions.canonical(word), (*changed, *_batch_beside(dict(changed), base))
+
+
+def _batch_beside(changed: Mapping[str, Scalar], base: TrainerSettings) -> Iterator[tuple[str, Scalar]]:
+    """The batch of an arm with other micro-batches than the reference: a step of either reads the same sequences."""
+    if "micro_batches" not in changed:
+        return
+    count, sequences = int(changed["micro_batches"]), config_of(base, 1).batch * base.micro_batches
+    if sequences % count:
+        raise UsageError(
+            f"--sweep micro-batches: {count} micro-batches do not divide the {sequences} sequences of a step, which "
+            f"all arms share. Give a --batch that is a multiple of {count}, or other micro-batches."
+        )
+    yield "batch", sequences // count
+
+
+def _axis(name: str, values: Sequence[str], modes: Sequence[str]) -> _Swept:
+    setting = name.replace("-", "_")
+    if setting in _SWEPT:
+        return _Swept(setting, tuple(_value(setting, value) for value in values), True)
+    if not any(_has_option(mode, name) for mode in modes):
+        options = {option.name for mode in modes for option in precisions.get(mode).options}
+        raise UnknownName("setting or option to sweep", name, {*options, *(key.replace("_", "-") for key in _SWEPT)})
+    return _Swept(name, tuple(values), False)
+
+
+def _value(setting: str, text: str) -> Scalar:
+    """What was typed as the setting has it; its own rule says whether it may be."""
+    try:
+        value = _SWEPT[setting](text)
+        Arm("", "", settings=((setting, value),)).taken(TrainerSettings())
+    except (ValueError, UsageError) as error:
+        why = str(error) if isinstance(error, UsageError) else f"{text!r:.80} is no number."
+        raise UsageError(f"--sweep {setting.replace('_', '-')}: {why}") from None
+    return value
+
+
+def _has_option(mode: str, name: str) -> bool:
+    return any(name in (one.name, *one.aliases) for one in precisions.get(mode).options)
+
+
+def supported(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
+    """The arm with what the device makes of it: as native as the least native precision of its layers."""
+    settings = arm.taken(request.settings)
+    config = config_of(settings, 1)
+    words = (arm.precision, *(word for _, word in settings.precision_map))
+    found = [support(settings, config, precisions.get(word), facts) for word in words]
+    refused = next((one.reason for one in found if one.level is Level.REFUSED), "")
+    return replace(arm, native=all(one.level is Level.NATIVE for one in found), skip=facts.unusable or refused)
+
+

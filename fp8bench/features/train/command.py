@@ -1,0 +1,191 @@
+"""`fp8bench train`: a model trained in several precisions side by side, or a training that is gone on with."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from fp8bench.cli import option_types as types
+from fp8bench.cli.options import asked_in, check_alone, shared
+from fp8bench.cli.outputs import check_outputs, in_store, show_view, tell, wanted_of
+from fp8bench.cli.streams import complain
+from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName
+from fp8bench.features.train.arms import check_training
+from fp8bench.features.train.kept import training_named
+from fp8bench.features.train.kind import TrainingKind
+from fp8bench.features.train.observer import TrainingObserver
+from fp8bench.features.train.progress import on_terminal
+from fp8bench.features.train.request import (
+    LEARNING,
+    LENGTH,
+    QUICK_STEPS,
+    TRAINING_RULES,
+    WHAT,
+    TrainerSettings,
+    TrainingRequest,
+    asked,
+)
+from fp8bench.features.train.values import KeptTraining, TrainingEvent
+from fp8bench.measure.environment import command_line
+from fp8bench.measure.interrupts import only_once
+from fp8bench.model.request import PERCENT
+
+_BESIDE_RESUME = {"--resume", "--store", "--json", "--csv", "--explain", "--tensorboard", "--wandb", "--fail-on"}
+_REQUEST = TrainingRequest()
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.description = (
+        "Trains the same model on the same batches in several precisions, beside each other, and says of each whether "
+        "it still learns as the reference does: a gap of the loss, paired over seeds, with its interval."
+    )
+    parser.epilog = (
+        "Exit codes: 0 fine, 1 what --fail-on names, 2 wrong usage, 3 an arm could not be trained to its end, 130 "
+        "interrupted. Without --fail-on a verdict is no exit code."
+    )
+    group = parser.add_argument_group(WHAT)
+    shared(group, "--dtypes", help=f"precisions; default {','.join(_REQUEST.dtypes)}")
+    length, learning = parser.add_argument_group(LENGTH), parser.add_argument_group(LEARNING)
+    _add_length(length)
+    for one in (group, length, learning):
+        asked_in(one, TrainerSettings)
+        asked_in(one, TrainingRequest)
+    length.add_argument("--dry-run", action="store_true", help="print the arms and what they come to, train nothing")
+    _add_where(parser.add_argument_group("where"))
+
+
+def _add_length(group: argparse._ArgumentGroup) -> None:
+    """What --quick has other defaults for, and the margin, which people say in percent."""
+    for name, words in (
+        ("steps", f"optimizer steps of every arm; default {_REQUEST.steps}"),
+        ("seeds", f"how often all of it is done, with other weights and batches; default {_REQUEST.seeds}"),
+    ):
+        group.add_argument(f"--{name}", type=types.whole(TRAINING_RULES[name]), metavar="N", help=words)
+    words = "the loss gap, as a share of the reference's loss, that does not matter; default 1"
+    margin = types.number(PERCENT)
+    group.add_argument("--margin", type=margin, default=100 * _REQUEST.margin, metavar="PERCENT", help=words)
+    shared(group, "--quick", help=f"one seed of {QUICK_STEPS} steps, to see that it runs: too little for a verdict")
+
+
+def _add_where(group: argparse._ArgumentGroup) -> None:
+    shared(group, "--store", help="where trainings are kept, below trainings/; default .fp8bench")
+    words = "go on with a training that was cut off: an id, its folder, or last"
+    group.add_argument("--resume", metavar="TRAINING", help=words)
+    words = "end with 1 where an arm is so: worse, diverged, did-not-learn, inconclusive, or has an alarm"
+    group.add_argument("--fail-on", type=types.words, default=(), metavar="WHAT,...", help=words)
+    shared(group, "--explain")
+    shared(group, "--json", help="print the training as JSON, every line of it and the verdicts, instead of the table")
+    shared(group, "--csv", help="also write its lines there, one figure a row; '-' prints them instead of the table")
+    shared(group, "--tensorboard", help="also write its curves there as TensorBoard's scalars, by step, arm and seed")
+    shared(group, "--wandb", help="also send its curves to Weights & Biases, a run an arm and seed; as in suite")
+
+
+def request_from(arguments: argparse.Namespace) -> TrainingRequest:
+    """What the arguments ask for."""
+    given = vars(arguments)
+    settings = {one.name: given[one.name] for one in fields(TrainerSettings) if one.name in given}
+    own = {one.name: given[one.name] for one in fields(TrainingRequest) if one.name in given}
+    sweep: dict[str, tuple[str, ...]] = {}
+    for name, values in arguments.sweep:
+        sweep[name] = (*sweep.get(name, ()), *values)
+    return asked(arguments.quick, **{
+        **own,
+        "settings": TrainerSettings(**settings),
+        "margin": arguments.margin / 100,
+        "sweep": tuple(sweep.items()),
+        "imports": tuple(arguments.imports),
+    })  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, or go on with a training; tell. An interrupt ends it early: what was kept is told all the same."""
+    from fp8bench.features.train.run import planned, resume, train
+
+    check_outputs(arguments)
+    _check_reasons(arguments.fail_on)
+    if arguments.resume is not None:
+        check_alone(arguments.words, _BESIDE_RESUME)
+        path = training_named(arguments.resume, arguments.store)
+        with _training(arguments) as observer:
+            resumed, kept = resume(path, arguments.store, observer)
+        if not resumed:
+            complain(f"training {kept.training.id} is finished; nothing was missing")
+        return _ended(kept, arguments)
+    request = request_from(arguments)
+    check_training(request)
+    if arguments.dry_run:
+        from fp8bench.features.train.view import expected_time, plan_page
+
+        found = planned(request, arguments.store)
+        time = expected_time(found.seconds, found.unknown)
+        tell(arguments, partial(plan_page, request, found.arms, found.device, found.reference, time))
+        return EXIT_OK
+    with _training(arguments) as observer:
+        kept = train(request, arguments.store, observer, command_line())
+    return _ended(kept, arguments)
+
+
+@contextmanager
+def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
+    """Told on the terminal. Where the store takes no more, what it has is shown, and how to go on."""
+    try:
+        with only_once(), on_terminal() as observer:
+            yield observer
+    except NotKept as error:
+        kept = cast(KeptTraining, error.run)
+        show_view(TrainingKind().view(kept), arguments)
+        _tell_how_to_go_on(kept, arguments)
+        raise
+
+
+def _ended(kept: KeptTraining, arguments: argparse.Namespace) -> int:
+    from fp8bench.jobs.after_run import kept_exported
+
+    if not kept.finished:
+        _tell_how_to_go_on(kept, arguments)
+    show_view(TrainingKind().view(kept), arguments)
+    if not kept.finished:
+        return EXIT_INTERRUPTED
+    path, wanted = Path(kept.path), wanted_of(arguments)
+    if not kept_exported(TrainingKind(), kept, path, arguments.store, wanted, complain):
+        return EXIT_INTERRUPTED
+    if any(event.kind == "out" for event in kept.of(TrainingEvent)):
+        return EXIT_FAILED
+    return _judged(kept, arguments.fail_on)
+
+
+def _check_reasons(wanted: Sequence[str]) -> None:
+    from fp8bench.features.train.words import FAILURES
+
+    for name in wanted:
+        if name not in FAILURES:
+            raise UnknownName("reason to fail", name, FAILURES)
+
+
+def _judged(kept: KeptTraining, wanted: Sequence[str]) -> int:
+    """What --fail-on makes of a training, with a sentence for each reason. Of an arm that was not trained it knows
+    nothing, and that is no pass."""
+    from fp8bench.features.train.verdicts.verdicts import verdicts_of
+    from fp8bench.features.train.words import failures
+
+    if not wanted:
+        return EXIT_OK
+    for arm in (missing := [one for one in kept.training.arms if one.skip]):
+        complain(f"--fail-on: {arm.name} was not trained: {arm.skip}")
+    reasons = list(failures(kept, verdicts_of(kept.training, kept.lines), wanted))
+    for reason in reasons:
+        complain(f"--fail-on: {reason}")
+    if missing:
+        return EXIT_FAILED
+    return EXIT_REGRESSION if reasons else EXIT_OK
+
+
+def _tell_how_to_go_on(kept: KeptTraining, arguments: argparse.Namespace) -> None:
+    command = f"fp8bench train --resume {kept.training.id}{in_store(arguments.store)}"
+    complain(f"cut off; what was trained is kept in {kept.path}.\n  To go on: {command}")

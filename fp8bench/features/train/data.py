@@ -1,0 +1,224 @@
+"""A training for programs: all of it as JSON, its figures as CSV, and what every arm came to.
+
+A training on boards: curves over its steps, one of each arm in each seed, and what every arm came to.
+
+TensorBoard gets `<training>/<arm>/seed-<number>` and, for what is said of all seeds, `<training>/<arm>`. Weights &
+Biases gets a run for each arm and seed and one for the training, all of one group. Readings of single tensors are left
+out: there are millions. The training's report has maps of them, and its CSV every one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fp8bench.analysis.energy import energy_samples
+from fp8bench.analysis.metric import why_no_larger
+from fp8bench.features.train.values import (
+    WATCHED_SECONDS,
+    Arm,
+    ArmCost,
+    KeptTraining,
+    LayerReading,
+    Line,
+    StepFigure,
+    StepRow,
+    TrainingEvent,
+    Validation,
+)
+from fp8bench.features.train.verdicts.curves import Key
+from fp8bench.features.train.verdicts.summary import ArmSummary, figures_of, summaries_of
+from fp8bench.features.train.verdicts.verdicts import Verdicts
+from fp8bench.features.train.view import bands_of, notes_of
+from fp8bench.features.train.words import of_arm, verdict
+from fp8bench.files import safe
+from fp8bench.model.codec import SCHEMA, encode
+from fp8bench.report.data.boards import attach, begun_at, sending, told_of, write_scalars
+from fp8bench.report.data.plain import cell, csv_text, json_line, more_csv
+
+COLUMNS = ("arm", "precision", "role", "seed", "step", "line", "of", "layer", "tensor", "figure", "value")
+# What says which line it is, and is no figure of it.
+_PLACES = ("arm", "seed", "step", "layer", "role", "of", "name")
+_NAMES: Mapping[type, tuple[str, ...]] = {
+    kind: tuple(field.name for field in fields(kind) if field.name not in _PLACES)
+    for kind in (StepRow, LayerReading, StepFigure, Validation)
+}
+
+
+def as_json(kept: KeptTraining, found: Verdicts) -> str:
+    """The document on one line: the training, every line, and what is said of each arm."""
+    said = {one.arm.name: {**encode(one), "words": verdict(one, found)} for one in found.arms if not one.arm.skip}
+    bands = {name: encode(getattr(found, name)) for name in ("seed_band", "repeat_band")}
+    arms = {one.arm.name: encode(row_of(one, found)) for one in summaries_of(kept, found)}
+    document = {
+        "schema": SCHEMA, "training": encode(kept.training), "finished": kept.finished, "arms": arms,
+        "verdicts": said, **bands, "bands": list(bands_of(found)), "notes": list(notes_of(kept, found)),
+        "lines": [{"line": type(line).__name__, **encode(line)} for line in kept.lines],
+        "troubles": list(kept.troubles),
+    }  # fmt: skip
+    return json_line(document)
+
+
+def row_of(summary: ArmSummary, found: Verdicts) -> dict[str, Any]:
+    """What an arm came to, as the table says it, by names; None for what is not known."""
+    said = summary.said
+    verdict = said.judged.learned.value if said and not summary.arm.skip else None
+    return {**figures_of(summary, found), "verdict": verdict, "words": of_arm(summary, found)}
+
+
+def as_csv(kept: KeptTraining, found: Verdicts) -> str:
+    """What every arm came to, a row a figure, and then a row a figure of every line; numbers with all their digits."""
+    return csv_text(COLUMNS, _summaries(kept, found)) + more_csv(_rows(kept))
+
+
+def _summaries(kept: KeptTraining, found: Verdicts) -> Iterator[dict[str, Any]]:
+    for summary in summaries_of(kept, found):
+        for figure, value in row_of(summary, found).items():
+            if value is not None:
+                yield {**_arm(summary.arm), "line": "Summary", "figure": figure, "value": value}
+    for kind, sentences in (("band", bands_of(found)), ("note", notes_of(kept, found))):
+        yield from ({"line": "Summary", "figure": kind, "value": sentence} for sentence in sentences)
+
+
+def _rows(kept: KeptTraining) -> Iterator[tuple[Any, ...]]:
+    """A row a figure of every line, in the order of the columns."""
+    arms = {arm.name: tuple(map(cell, _arm(arm).values())) for arm in kept.training.arms}
+    for line in kept.lines:
+        where = (getattr(line, "of", ""), getattr(line, "layer", ""), _tensor(line))
+        place = (
+            *arms.get(line.arm, (cell(line.arm), "", "")), line.seed, line.step, type(line).__name__,
+            *map(cell, where),
+        )  # fmt: skip
+        for figure, value in _figures(line):
+            yield (*place, figure, value)
+
+
+def _arm(arm: Arm) -> dict[str, Any]:
+    return {"arm": arm.name, "precision": arm.precision, "role": arm.role.value}
+
+
+def _tensor(line: Line) -> str:
+    return str(getattr(line, "role", "") or getattr(line, "tensor", ""))
+
+
+def _figures(line: Line) -> Iterator[tuple[str, Any]]:
+    if isinstance(line, TrainingEvent):
+        yield line.kind, cell(line.words)
+        return
+    if isinstance(line, ArmCost):
+        yield from costs_of(line)
+        return
+    named = cell(getattr(line, "name", ""))
+    for name in _NAMES[type(line)]:
+        value = getattr(line, name)
+        if value is not None:
+            yield named or name, value
+
+
+def costs_of(cost: ArmCost) -> Iterator[tuple[str, Any]]:
+    """Bytes, by what they are for; what is not there has its reason."""
+    for name, size in cost.kept:
+        yield f"kept {name}", size
+    if cost.memory is not None:
+        yield "peak_memory", cost.memory.peak
+        for name, size in cost.memory.roles:
+            yield f"peak_memory {name}", size
+    if cost.energy is not None:
+        yield from (("joules_per_step", joules) for joules in energy_samples(cost.energy))
+        yield "energy_source", cost.energy.source
+        if cost.energy.why:
+            yield "energy why", cost.energy.why
+    if cost.capacity is not None:
+        yield "largest_batch", "" if cost.capacity.batch is None else cost.capacity.batch
+        yield "largest_batch why_no_larger", why_no_larger(cost.capacity)
+    if cost.why:
+        yield "why", cell(cost.why)
+
+
+# What says which row it is; times of steps are a speed, which is shown as one.
+_NO_FIGURES = ("arm", "seed", "step", "tokens", "seconds")
+# Values by tag, at each step.
+Curve = dict[int, dict[str, float]]
+
+
+def series_of(kept: KeptTraining) -> dict[Key, Curve]:
+    """Every arm in every seed, in the order of steps. What is not finite is left out: a board has no place for it."""
+    native = {arm.name for arm in kept.training.arms if arm.native}
+    found: dict[Key, Curve] = defaultdict(lambda: defaultdict(dict))
+    for line in kept.lines:
+        if line.arm:  # else it happened to no arm
+            own = found[line.arm, line.seed]
+            for tag, value in _scalars(line, line.arm in native):
+                before = own[line.step].get(tag, 0.0) if isinstance(line, TrainingEvent) else 0.0
+                if math.isfinite(value):
+                    own[line.step][tag] = before + value
+    return {
+        key: {step: own[step] for step in sorted(own) if own[step]} for key, own in found.items() if any(own.values())
+    }
+
+
+def _scalars(line: Line, native: bool) -> Iterator[tuple[str, float]]:
+    match line:
+        case StepRow():
+            for field in fields(line):
+                if field.name not in _NO_FIGURES:
+                    yield f"training/{field.name}", float(getattr(line, field.name))
+            if native and line.seconds > 0:
+                yield "training/tokens_per_second", line.tokens / line.seconds
+        case Validation():
+            yield f"validation/{line.of}", line.loss
+        case StepFigure():
+            if native or line.name != WATCHED_SECONDS:
+                yield f"{line.name}/{line.layer}" if line.layer else f"training/{line.name}", line.value
+        case TrainingEvent():
+            yield f"events/{line.kind}", 1.0
+
+
+def summed_up(kept: KeptTraining, found: Verdicts) -> dict[str, dict[str, float]]:
+    """What every arm came to: gaps as shares with their intervals, losses, speed."""
+    return {
+        one.arm.name: {
+            name: value for name, value in figures_of(one, found).items() if value is not None and math.isfinite(value)
+        }
+        for one in summaries_of(kept, found)
+    }
+
+
+def write_training(kept: KeptTraining, found: Verdicts, folder: Path) -> tuple[Path, ...]:
+    """TensorBoard's files. Raises StoreError with a sentence where one cannot be written."""
+    training = kept.training
+    at, own = begun_at(training.started), folder / safe(training.id)
+    files = [
+        write_scalars(own / safe(arm) / f"seed-{seed}", training.id, at, curve.items())
+        for (arm, seed), curve in series_of(kept).items()
+    ]
+    for arm, figures in summed_up(kept, found).items():
+        if figures:
+            values = {f"summary/{name}": value for name, value in figures.items()}
+            files.append(write_scalars(own / safe(arm), training.id, at, [(training.request.steps, values)]))
+    return tuple(files)
+
+
+def send_training(kept: KeptTraining, found: Verdicts, project: str, files: Iterable[Path]) -> None:
+    """Runs of wandb in one group. It may raise anything: it is another program's network."""
+    training = kept.training
+    arms = {arm.name: arm for arm in training.arms}
+    shared: dict[str, Any] = {"project": project, "group": f"fp8bench {training.id}"}
+    about = {**told_of(training.environment), "command": training.command, "training": training.id}
+    about |= {"device": f"{training.device.key}: {training.device.name}", "text": training.text.identity}
+    asked = {"request": encode(training.request), "parameters": training.parameters}
+    for (name, seed), curve in series_of(kept).items():
+        config = {**about, **asked, "arm": encode(arms[name]), "seed": seed}
+        with sending(**shared, name=f"{name} seed {seed}", job_type="arm", config=config) as sent:
+            for step, values in curve.items():
+                sent.log(values, step=step)
+    words = {one.arm.name: of_arm(one, found) for one in summaries_of(kept, found)}
+    config = {**about, **asked, "verdicts": words}
+    with sending(**shared, name=f"training {training.id}", job_type="verdict", config=config) as sent:
+        figures = summed_up(kept, found)
+        sent.log({f"{arm}/{name}": value for arm, own in figures.items() for name, value in own.items()})
+        attach(sent, training.id, "fp8bench-training", files)

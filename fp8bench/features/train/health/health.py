@@ -1,0 +1,224 @@
+"""All rules over all arms of a training: lines in, alarms out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fp8bench.features.train.health.rule import Alarm, Remedy, Rule, WatchedArm, helped
+from fp8bench.features.train.health.steps import GradientSpike, LossGap, NotFinite, Plateau, UpdateBurst
+from fp8bench.features.train.health.tensors import (
+    AttentionOverflow,
+    BatchNormDrift,
+    EmbeddingCollapse,
+    Lag,
+    LayerStill,
+    NotFiniteTensor,
+    OverflowBurst,
+    ScaleAtEdge,
+    ScaleFall,
+    ScaleRise,
+    ScaleUnsettled,
+    UnderflowCreep,
+    WeightsBehind,
+)
+from fp8bench.features.train.request import TrainerSettings
+from fp8bench.features.train.values import Arm, ArmRole, Line, StepRow, TrainingEvent
+
+RULES: tuple[type[Rule[Any]], ...] = (
+    GradientSpike, Plateau, UpdateBurst, NotFinite, LossGap,
+    ScaleFall, ScaleRise, ScaleUnsettled, ScaleAtEdge, Lag, OverflowBurst, UnderflowCreep, WeightsBehind,
+    NotFiniteTensor, EmbeddingCollapse, AttentionOverflow, BatchNormDrift, LayerStill,
+)  # fmt: skip
+# An episode ends, and another alarm may be raised, when a rule has found nothing for so many steps.
+REST = 50
+
+
+@dataclass(frozen=True)
+class _Key:
+    seed: int
+    arm: str
+    rule: str
+    layer: str
+    tensor: str
+
+
+class Health:
+    """Reads the stream of a training and raises alarms: one for an episode, however long it lasts.
+
+    After a resume it is given the stored lines again, and what it says to those is let go.
+    """
+
+    def __init__(self, arms: Sequence[Arm], settings: TrainerSettings | None = None) -> None:
+        self._arms = {arm.name: arm for arm in arms}
+        self._settings = settings or TrainerSettings()
+        self._rules: dict[tuple[int, str], list[Rule[Any]]] = {}
+        self._seeds: set[int] = set()
+        self._last: dict[_Key, int] = {}
+
+    def see(self, lines: Iterable[Line]) -> tuple[TrainingEvent, ...]:
+        """The alarms of the next lines. Those of one rule in one step are one, about the tensor it saw first."""
+        found: dict[tuple[str, int, int, str], tuple[TrainingEvent, int]] = {}
+        for line in lines:
+            if isinstance(line, TrainingEvent):
+                continue
+            for rule in self._rules_of(line.seed, line.arm):
+                alarm = rule.see(line) if isinstance(line, rule.reads) else None
+                if alarm is None or not self._is_new(rule, alarm, line.seed, line.step):
+                    continue
+                key = (rule.arm.name, line.seed, line.step, rule.name)
+                event, more = found.get(key, (self._event(rule, alarm, line.seed, line.step), -1))
+                found[key] = event, more + 1
+        return tuple(_with(event, more) for event, more in found.values())
+
+    def _rules_of(self, seed: int, arm: str) -> list[Rule[Any]]:
+        """The rules that read the lines of an arm: its own, and those that compare others with it."""
+        if seed not in self._seeds:
+            self._seeds.add(seed)
+            for watched in map(self._watched, self._arms.values()):
+                for kind in RULES:
+                    rule = kind(watched)
+                    names = {watched.name, *((watched.reference, watched.other_seed) if kind.compares else ())}
+                    for name in names - {""}:
+                        self._rules.setdefault((seed, name), []).append(rule)
+        return self._rules.get((seed, arm), [])
+
+    def _watched(self, arm: Arm) -> WatchedArm:
+        named = {one.role: one.name for one in self._arms.values()}
+        slowest = min((factor for _, factor in self._settings.rates), default=1.0)
+        if arm.role not in (ArmRole.CANDIDATE, ArmRole.REPEAT):
+            return WatchedArm(arm.name, slowest=slowest)
+        return WatchedArm(arm.name, named.get(ArmRole.REFERENCE, ""), named.get(ArmRole.OTHER_SEED, ""), slowest)
+
+    def _is_new(self, rule: Rule[Any], alarm: Alarm, seed: int, step: int) -> bool:
+        key = _Key(seed, rule.arm.name, rule.name, alarm.layer, alarm.tensor)
+        before = self._last.get(key)
+        self._last[key] = step
+        return before is None or step - before > REST
+
+    def _event(self, rule: Rule[Any], alarm: Alarm, seed: int, step: int) -> TrainingEvent:
+        arm = self._arms[rule.arm.name]
+        remedies = [one for one in rule.remedies if _can(one, arm, self._settings, alarm.layer)]
+        return TrainingEvent(
+            arm.name, seed, step, "alarm", alarm.words, alarm.layer, alarm.tensor,
+            (("rule", rule.name), *alarm.figures), "; ".join(one.value for one in remedies),
+        )  # fmt: skip
+
+
+def _can(remedy: Remedy, arm: Arm, settings: TrainerSettings, layer: str) -> bool:
+    """Whether a remedy would change the arm, or is for people."""
+    people = remedy in (Remedy.LOOK_AT_DATA, Remedy.LOOK_AT_LAYER)
+    now = (arm.precision, arm.taken(settings))
+    return people or helped(*now, remedy, layer) != now
+
+
+def _with(event: TrainingEvent, more: int) -> TrainingEvent:
+    """The event with how many tensors more it is about."""
+    others = f", and {more} tensor{'s' if more > 1 else ''} more" if more else ""
+    return replace(event, words=event.words + others)
+
+
+# Steps behind the alarm that are trained once more; losses are the means of the last of them.
+AFTER, LAST = 50, 20
+# A loss that is lower by less is chance.
+_BETTER = 0.01
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The arm with a remedy, or as it was: a name of its own, its precision, and all of its settings."""
+
+    remedy: str
+    arm: Arm
+    settings: TrainerSettings
+
+
+def trials_of(alarm: TrainingEvent, arm: Arm, settings: TrainerSettings) -> tuple[Trial, ...]:
+    """The arm as it was, and with every remedy that changes it; one that changes what states are kept in cannot be
+    tried in the middle of a training."""
+    rule = next(one for one in RULES if one.name == rule_of(alarm))
+    own = arm.taken(settings)
+    found = [Trial("", _called(arm, "as it was", arm.precision), own)]
+    for remedy in rule.remedies:
+        precision, changed = helped(arm.precision, own, remedy, alarm.layer)
+        kept = ("master", "gradients", "optimizer_states")
+        if (precision, changed) != (arm.precision, own) and all(getattr(changed, a) == getattr(own, a) for a in kept):
+            found.append(Trial(remedy.value, _called(arm, remedy.value, precision), changed))
+    return tuple(found)
+
+
+def _called(arm: Arm, words: str, precision: str) -> Arm:
+    return Arm(f"{arm.name}: {words}", precision, native=arm.native)
+
+
+def rule_of(alarm: TrainingEvent) -> str:
+    """The rule that raised an alarm."""
+    return str(dict(alarm.values)["rule"])
+
+
+def outcome(
+    alarm: TrainingEvent, step: int, before: Iterable[Line], trials: Mapping[Trial, Sequence[Line]]
+) -> TrainingEvent:
+    """Which remedies helped, by how much: the alarm stays away, or the loss is lower than that of the arm as it was.
+
+    `before` are the lines of the ill arm up to `step`, from which the trials began.
+    """
+    known = [line for line in before if line.arm == alarm.arm and line.seed == alarm.seed and line.step < step]
+    (as_it_was, *_), losses = trials, {trial: _loss(lines) for trial, lines in trials.items()}
+    again = {trial: _alarmed(alarm, trial, known, lines) for trial, lines in trials.items()}
+    gains = {trial: _gain(losses[trial], losses[as_it_was]) for trial in trials}
+
+    def helps(trial: Trial) -> bool:
+        cured = again[as_it_was] and not again[trial] and gains[trial] > -_BETTER
+        return cured or (gains[trial] > _BETTER and again[trial] <= again[as_it_was])
+
+    tried = [trial for trial in trials if trial is not as_it_was]
+    good = sorted(filter(helps, tried), key=lambda trial: (again[trial], -gains[trial]))
+    said = [f"{one.remedy}: {_words(again[one], gains[one])}" for one in (*good, *(t for t in tried if t not in good))]
+    said.append(f"as it was: {'the alarm again' if again[as_it_was] else 'no alarm'}")
+    head = f"{good[0].remedy} helped most" if good else "nothing that was tried helped"
+    figures = [(one.remedy, _plain(gains[one])) for one in tried]
+    return TrainingEvent(
+        alarm.arm, alarm.seed, alarm.step, "tried-fix", f"{head}, from step {step} on: {'; '.join(said)}", alarm.layer,
+        alarm.tensor, (("rule", rule_of(alarm)), *figures), good[0].remedy if good else "",
+    )  # fmt: skip
+
+
+def _alarmed(alarm: TrainingEvent, trial: Trial, known: Sequence[Line], lines: Sequence[Line]) -> bool:
+    """Whether the rule alarms in a trial, too, about the same layer."""
+    health = Health((trial.arm,), trial.settings)
+    health.see(_as_of(trial.arm, known))
+    return any((rule_of(one), one.layer) == (rule_of(alarm), alarm.layer) for one in health.see(lines))
+
+
+def _as_of(arm: Arm, lines: Iterable[Line]) -> Iterable[Line]:
+    for line in lines:
+        changed: Any = replace(line, arm=arm.name)
+        yield changed
+
+
+def _loss(lines: Sequence[Line]) -> float:
+    """The mean of the last steps; infinite where one of them is not finite, or there are none."""
+    losses = [line.loss for line in lines if isinstance(line, StepRow)][-LAST:]
+    mean = math.fsum(losses) / len(losses) if losses else math.inf
+    return mean if math.isfinite(mean) else math.inf
+
+
+def _gain(loss: float, base: float) -> float:
+    """The share by which a loss is lower than another."""
+    if math.isinf(base) or math.isinf(loss):
+        return 0.0 if math.isinf(base) and math.isinf(loss) else math.copysign(math.inf, base - loss)
+    return 1 - loss / base
+
+
+def _words(again: bool, gain: float) -> str:
+    alarm = "the alarm again" if again else "no alarm"
+    if math.isinf(gain):
+        return f"{alarm}, a loss that is {'' if gain > 0 else 'not '}finite"
+    return f"{alarm}, a loss {abs(gain):.1%} {'lower' if gain >= 0 else 'higher'}"
+
+
+def _plain(gain: float) -> float | str:
+    return gain if math.isfinite(gain) else str(gain)

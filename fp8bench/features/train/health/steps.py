@@ -1,0 +1,239 @@
+"""Rules over what every step says: losses, norms, updates."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+
+from fp8bench.features.train.health.rule import Alarm, Remedy, Rule, WatchedArm, middle
+from fp8bench.features.train.values import StepRow
+
+
+class GradientSpike(Rule[StepRow]):
+    """The norm of all gradients is suddenly many times what it was, and further from that than noise has been."""
+
+    name = "gradient-norm-spike"
+    reads = StepRow
+    keep = 50
+    longer = 500
+    fewest = 20
+    times = 16.0
+    times_with_loss = 8.0
+    far = 2.5
+    window = f"the last {keep} steps, from the {fewest}th on; of multiples of their median the last {longer}"
+    threshold = (
+        f"{times:g} times their median, and the square of the largest multiple; or {times_with_loss:g} times it and a "
+        f"loss {far:g} times as far above its median as any of theirs"
+    )
+    reason = (
+        "batches of few tokens move a norm by a factor of 5 (256 tokens) to 15 (64), and it has done so before; text "
+        "that is merely rare moves the norm and not the loss"
+    )
+    remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._norms: deque[float] = deque(maxlen=self.keep)
+        self._losses: deque[float] = deque(maxlen=self.keep)
+        self._multiples: deque[float] = deque(maxlen=self.longer)
+
+    def see(self, line: StepRow) -> Alarm | None:
+        norm, loss, norms, losses = line.gradient_norm, line.loss, self._norms, self._losses
+        if not math.isfinite(norm + loss):
+            return None
+        found = self._judged(norm, loss) if len(norms) >= self.fewest else None
+        norms.append(norm)
+        losses.append(loss)
+        return found
+
+    def _judged(self, norm: float, loss: float) -> Alarm | None:
+        usual = middle(self._norms)
+        multiple = norm / max(usual, 1e-300)
+        if multiple > self.times_with_loss:
+            most = max(max(self._norms) / max(usual, 1e-300), *self._multiples, math.sqrt(self.times))
+            if math.sqrt(multiple) > most or self._is_far(loss):
+                words = (
+                    f"the gradient norm is {norm:.3g}, {multiple:.1f} times its median of {usual:.3g}, at a loss "
+                    f"of {loss:.4g}"
+                )
+                return Alarm(words, figures=(("norm", norm), ("median", usual), ("loss", loss)))
+        self._multiples.append(multiple)
+        return None
+
+    def _is_far(self, loss: float) -> bool:
+        usual = middle(self._losses)
+        return loss - usual > self.far * (max(self._losses) - usual)
+
+
+class UpdateBurst(Rule[StepRow]):
+    """Updates become large beside the weights: a loss that jumps comes after that, not before."""
+
+    name = "update-norm-burst"
+    reads = StepRow
+    keep = 20
+    fewest = 10
+    times = 4.0
+    window = f"the last {keep} steps, from the {fewest}th on"
+    threshold = f"{times:g} times their median"
+    reason = "a rate that warms up in a line is at most twice its median ahead, and Adam bounds what a batch can do"
+    remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._ratios: deque[float] = deque(maxlen=self.keep)
+
+    def see(self, line: StepRow) -> Alarm | None:
+        ratio, before = line.update_ratio, self._ratios
+        if line.skipped or not math.isfinite(ratio):
+            return None
+        usual = middle(before) if len(before) >= self.fewest else math.inf
+        before.append(ratio)
+        if ratio <= self.times * usual:
+            return None
+        words = f"the update is {ratio:.3g} of the weights, their median is {usual:.3g}: the loss may jump next"
+        return Alarm(words, figures=(("ratio", ratio), ("median", usual)))
+
+
+class Plateau(Rule[StepRow]):
+    """The loss stands still although gradients are as large as they were and the rate is high: nothing is learned.
+
+    Where losses are so noisy that their means can lie near each other by chance, nothing is said.
+    """
+
+    name = "plateau"
+    reads = StepRow
+    least = 100
+    often = 10
+    parts = 4
+    flat = 0.01
+    noise = 0.0075
+    gradients = 0.9
+    window = f"the last half of all steps, {least} at least, in {parts} parts; looked at every {often} steps"
+    threshold = (
+        f"their mean losses lie within {flat:.1%} of each other and are known to {noise:.2%} each, the median gradient "
+        f"norm is at least {gradients:g} of that in the half before, and the rate at least half of its peak"
+    )
+    reason = "losses fall by equal parts in equal multiples of time: the last half of a training is never flat"
+    remedies = (Remedy.HIGHER_MASTER, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOOK_AT_LAYER)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._losses: list[float] = []
+        self._norms: list[float] = []
+        self._rates: list[float] = []
+
+    def see(self, line: StepRow) -> Alarm | None:
+        if not (math.isfinite(line.loss) and math.isfinite(line.gradient_norm)):
+            return None
+        self._losses.append(line.loss)
+        self._norms.append(line.gradient_norm)
+        self._rates.append(line.rate)
+        length = len(self._losses) // 2 // self.parts * self.parts
+        if length < self.least or len(self._losses) % self.often:
+            return None
+        if min(self._rates[-length], line.rate) < max(self._rates) / 2:
+            return None
+        part = length // self.parts
+        losses = self._losses[-length:]
+        means = [_mean(losses[start : start + part]) for start in range(0, length, part)]
+        size = abs(_mean(means) or 1.0)
+        spread, error = (max(means) - min(means)) / size, _noise(losses) / math.sqrt(part) / size
+        norm, before = middle(self._norms[-length:]), middle(self._norms[-2 * length : -length])
+        if spread > self.flat or error > self.noise or norm < self.gradients * before:
+            return None
+        words = (
+            f"the loss has stood at {_mean(means):.4g} for {length} steps (within {spread:.2%}), and the gradient norm "
+            f"at {norm:.3g}, which was {before:.3g} before"
+        )
+        return Alarm(words, figures=(("spread", spread), ("norm", norm), ("norm_before", before)))
+
+
+class NotFinite(Rule[StepRow]):
+    """A loss or a norm is infinite or no number."""
+
+    name = "not-finite"
+    reads = StepRow
+    allowed = 20
+    window = "every step"
+    threshold = (
+        "the first loss or weight that is not finite, or gradient norm of a step that was not skipped; of skipped "
+        f"ones {allowed} in a row"
+    )
+    reason = "a dynamic loss scale comes down from 2^32 to what fits by skipping steps, and tries a larger one at times"
+    remedies = (Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._skipped = 0
+
+    def see(self, line: StepRow) -> Alarm | None:
+        self._skipped = self._skipped + 1 if line.skipped else 0
+        figures = {name: getattr(line, name) for name in ("loss", "gradient_norm", "parameter_norm")}
+        wrong = [name for name, value in figures.items() if not math.isfinite(value)]
+        scaled = line.skipped and line.loss_scale > 1 and wrong == ["gradient_norm"]
+        if not wrong or (scaled and self._skipped < self.allowed):
+            return None
+        first = wrong[0]
+        words = f"the {first.replace('_', ' ')} is {figures[first]}"
+        if scaled:
+            words += f" in {self._skipped} steps in a row, at a loss scale of {line.loss_scale:g}"
+        return Alarm(words, figures=((first, str(figures[first])), ("loss_scale", line.loss_scale)))
+
+
+class LossGap(Rule[StepRow]):
+    """The arm's loss stays behind the reference's by more than another seed would."""
+
+    name = "loss-gap"
+    reads = StepRow
+    compares = True
+    keep = 50
+    margin = 0.02
+    window = f"the means of {keep} steps, of which all three arms are known"
+    threshold = (
+        f"{margin:.0%} behind the reference, and further than the reference under another seed has ever been from it"
+    )
+    reason = "batches and dropout are the same in both arms: what is left is the arithmetic, and what little chaos does"
+    remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._losses: dict[int, dict[str, float]] = {}
+        self._gaps: deque[float] = deque(maxlen=self.keep)
+        self._seeds: deque[float] = deque(maxlen=self.keep)
+        self._band = 0.0
+
+    def see(self, line: StepRow) -> Alarm | None:
+        own, reference, other = self.arm.name, self.arm.reference, self.arm.other_seed
+        if not reference:
+            return None
+        at = self._losses.setdefault(line.step, {})
+        at[line.arm] = line.loss
+        if len(at) < len({own, reference, other} - {""}):
+            return None
+        del self._losses[line.step]
+        base = at[reference]
+        if not (base and all(map(math.isfinite, at.values()))):
+            return None
+        self._gaps.append((at[own] - base) / abs(base))
+        self._seeds.append((at.get(other, base) - base) / abs(base))
+        if len(self._gaps) < self.keep:
+            return None
+        gap, self._band = _mean(self._gaps), max(self._band, abs(_mean(self._seeds)))
+        if gap <= max(self.margin, self._band):
+            return None
+        words = (
+            f"the loss is {gap:.1%} behind that of {reference} over {self.keep} steps; another seed has been at most "
+            f"{self._band:.1%} away"
+        )
+        return Alarm(words, figures=(("gap", gap), ("band", self._band)))
+
+
+def _mean(values: Sequence[float] | deque[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _noise(values: Sequence[float]) -> float:
+    """The standard deviation of values around whatever course they take, by their neighbours' differences."""
+    return 1.4826 * middle(abs(after - before) for before, after in pairwise(values)) / math.sqrt(2)

@@ -1,0 +1,352 @@
+"""Rules over the tensors of layers: their scales, and what of them gets lost."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from fp8bench.features.train.health.rule import Alarm, Remedy, Rule, TensorRule, WatchedArm, middle, octaves
+from fp8bench.features.train.values import LayerReading, StepFigure
+from fp8bench.model import Params
+from fp8bench.protocols import Role
+
+Found = tuple[str, Params] | None
+Before = deque[LayerReading]
+
+# What E8M0 scales of blocks can be: 2^-127 to 2^127.
+_LEAST_SCALE, _LARGEST_SCALE = 2.0**-127, 2.0**127
+
+
+class _Jump(TensorRule):
+    """A scale that leaves the median of those before it; `sign` says which way."""
+
+    keep = 6
+    fewest = 4
+    far = 4.0
+    gradients = 8.0
+    sign: int
+    window = f"the last {keep} readings of the tensor, from the {fewest}th on"
+    threshold = f"{far:g} octaves from their median, of gradients {gradients:g}, and 2 beyond all of them"
+
+    def judge(self, reading: LayerReading, before: Before) -> Found:
+        now = octaves(reading.scale)
+        known = [one for one in (octaves(old.scale) for old in before) if one is not None]
+        if now is None or len(known) < self.fewest:
+            return None
+        moved = self.sign * (now - middle(known))
+        far = self.gradients if reading.role == Role.GRADIENT else self.far
+        if moved < far or min(self.sign * (now - old) for old in known) < 2:
+            return None
+        way = "rose" if self.sign > 0 else "fell"
+        words = f"the scale of {_of(reading)} {way} by {moved:.1f} octaves to {reading.scale:.3g}"
+        return words, (("octaves", moved), ("scale", reading.scale))
+
+
+class ScaleFall(_Jump):
+    """A scale falls suddenly: the tensor has grown outliers."""
+
+    name = "scale-falls"
+    sign = -1
+    reason = (
+        "the largest magnitude of a tensor moves by an octave or two between readings; that of a gradient by six where "
+        "a batch has few tokens and rare ones among them"
+    )
+    remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
+
+
+class ScaleRise(_Jump):
+    """A scale rises suddenly: hardly anything is left of the tensor."""
+
+    name = "scale-rises"
+    sign = 1
+    reason = "as for a scale that falls: a tensor that became sixteen times as small has lost its input or its gradient"
+    remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
+
+
+class ScaleUnsettled(TensorRule):
+    """A scale keeps swinging up and down."""
+
+    name = "scale-never-settles"
+    keep = 9
+    swing = 2.0
+    turns = 6
+    window = f"{keep + 1} readings of the tensor"
+    threshold = f"{turns} turns of at least {swing:g} octaves each way"
+    reason = "a scale may follow its tensor up or down; one that swings as far as it goes is wrong in half of the steps"
+    remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.LAYER_IN_BF16)
+
+    def judge(self, reading: LayerReading, before: Before) -> Found:
+        scales = [octaves(one.scale) for one in (*before, reading)]
+        known = [one for one in scales if one is not None]
+        if len(known) <= self.keep:
+            return None
+        moves = [after - old for old, after in pairwise(known)]
+        turns = sum(old * move < 0 and min(abs(old), abs(move)) >= self.swing for old, move in pairwise(moves))
+        if turns < self.turns:
+            return None
+        far = middle(abs(one) for one in moves)
+        words = (
+            f"the scale of {_of(reading)} turned {turns} times in {len(known)} readings, by {far:.1f} octaves a time"
+        )
+        return words, (("turns", turns), ("octaves", far))
+
+
+class ScaleAtEdge(TensorRule):
+    """A scale is infinite, no number, zero, or as far as scales of blocks go."""
+
+    name = "scale-at-edge"
+    keep = 1
+    window = "every reading"
+    threshold = "0, infinite, no number, or 2^-127 or 2^127, where the exponents of E8M0 end"
+    reason = "nothing comes back through such a scale; a tensor of zeros has a scale of 1"
+    remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE)
+
+    def judge(self, reading: LayerReading, before: Before) -> Found:
+        for value in (reading.scale, reading.least_scale, reading.largest_scale):
+            if not _LEAST_SCALE < value < _LARGEST_SCALE:
+                return f"a scale of {_of(reading)} is {value:.3g}", (("scale", str(value)), ("amax", str(reading.amax)))
+        return None
+
+
+class Lag(TensorRule):
+    """The scale lags behind its tensor: the largest magnitudes are cut off."""
+
+    name = "lag"
+    keep = 2
+    far = 0.75
+    window = f"{keep + 1} readings of the tensor"
+    threshold = f"above {far:g} octaves in all of them"
+    reason = (
+        "delayed scales are a few hundredths of an octave late wherever a tensor grows, and late once after a jump; "
+        "the least scales of NVFP4 are rounded by up to 0.58"
+    )
+    remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN)
+
+    def judge(self, reading: LayerReading, before: Before) -> Found:
+        lags = [one.lag for one in (*before, reading) if one.lag is not None]
+        if len(lags) <= self.keep or min(lags) <= self.far:
+            return None
+        words = f"{_of(reading)} is {lags[-1]:.1f} octaves beyond its format, {len(lags)} readings in a row"
+        return words, (("lag", lags[-1]), ("amax", reading.amax), ("scale", reading.scale))
+
+
+class OverflowBurst(TensorRule):
+    """Many elements of a tensor lie beyond its format at once."""
+
+    name = "overflow-burst"
+    keep = 6
+    share = 0.05
+    times = 5.0
+    window = f"a reading, and the {keep} before it"
+    threshold = f"{share:.0%} of all elements, and {times:g} times their median"
+    reason = (
+        "scales of blocks that are rounded down cut off 0.6% of normal values, and those of NVFP4, rounded to nearest, "
+        "3.5%, always; current scales cut off none"
+    )
+    remedies = (Remedy.RAISE_MARGIN, Remedy.SHORTER_HISTORY, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
+
+    def judge(self, reading: LayerReading, before: Before) -> Found:
+        usual = middle(one.saturated for one in before) if before else 0.0
+        if reading.saturated < self.share or reading.saturated < self.times * usual:
+            return None
+        words = f"{reading.saturated:.1%} of {_of(reading)} is beyond its format; {usual:.2%} was usual"
+        return words, (("saturated", reading.saturated), ("median", usual))
+
+
+class UnderflowCreep(TensorRule):
+    """More and more of a tensor is rounded to zero."""
+
+    name = "underflow-creep"
+    keep = 8
+    rise = 0.25
+    window = f"the first {keep} readings of the tensor, and the last 3"
+    threshold = f"the last 3 all at least {rise:.0%} of all elements above the median of the first"
+    reason = "how much of a tensor underflows is a matter of its format, and the same within a few percent all along"
+    remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.SHORTER_HISTORY, Remedy.LAYER_IN_BF16)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._first: dict[tuple[str, str], list[float]] = {}
+
+    def judge(self, reading: LayerReading, before: Before) -> Found:
+        first = self._first.setdefault((reading.layer, reading.role), [])
+        if len(first) < self.keep:
+            first.append(reading.underflow)
+            return None
+        usual = middle(first)
+        last = [one.underflow for one in (*list(before)[-2:], reading)]
+        if min(last) < usual + self.rise:
+            return None
+        words = f"{reading.underflow:.0%} of {_of(reading)} is rounded to zero; at first it was {usual:.0%}"
+        return words, (("underflow", reading.underflow), ("first", usual))
+
+
+class WeightsBehind(TensorRule):
+    """What is multiplied is less and less the weight: its casts are of steps before, or go wrong."""
+
+    name = "weights-behind"
+    keep = 20
+    far = 2.0
+    wanted = 3
+    window = f"the last {keep + 1} readings of a weight's signal to noise"
+    threshold = f"the last {wanted} all {far:g} dB below the best"
+    reason = "how well a format rounds weights is a matter of the format: within 0.4 dB all along, in any precision"
+    remedies = (Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
+
+    def judge(self, reading: LayerReading, before: Before) -> Found:
+        if reading.role != Role.WEIGHT:
+            return None
+        known = [one.signal_to_noise for one in (*before, reading)]
+        noise = [one for one in known if one is not None]
+        if len(noise) <= self.wanted or max(noise[-self.wanted :]) > max(noise) - self.far:
+            return None
+        words = f"{_of(reading)} is multiplied at {noise[-1]:.1f} dB of itself, once {max(noise):.1f} dB"
+        return words, (("signal_to_noise", noise[-1]), ("best", max(noise)))
+
+
+class NotFiniteTensor(TensorRule):
+    """A tensor of a layer holds infinities or NaN."""
+
+    name = "tensor-not-finite"
+    keep = 1
+    window = "every reading"
+    threshold = "a single element"
+    reason = "they spread to every element of every tensor behind; the first layer that has some is where to look"
+    remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE, Remedy.DYNAMIC_LOSS_SCALE)
+
+    def judge(self, reading: LayerReading, before: Before) -> Found:
+        if not reading.not_finite and math.isfinite(reading.amax):
+            return None
+        words = f"{reading.not_finite:.2%} of {_of(reading)} is infinite or no number"
+        return words, (("not_finite", reading.not_finite), ("amax", str(reading.amax)))
+
+
+def _of(reading: LayerReading) -> str:
+    return f"{reading.layer}'s {reading.role}"
+
+
+class FigureRule(Rule[StepFigure]):
+    """A rule over one figure, of every layer by itself; `keep` of them are kept."""
+
+    reads = StepFigure
+    figure: ClassVar[str]
+    keep: ClassVar[int] = 1
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._last: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=self.keep))
+
+    def see(self, line: StepFigure) -> Alarm | None:
+        if line.name != self.figure:
+            return None
+        last = self._last[line.layer]
+        last.append(line.value)
+        words = self.judge(line, last)
+        return Alarm(words, line.layer, figures=((self.figure, line.value),)) if words else None
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        """The sentence if this is not well; `last` ends with it."""
+        raise NotImplementedError
+
+
+class EmbeddingCollapse(FigureRule):
+    """The rows of the embedding become alike: tokens cannot be told from each other."""
+
+    name = "embedding-collapse"
+    figure = "embedding_spread"
+    keep = 20
+    share = 0.75
+    window = f"the last {keep} readings"
+    threshold = f"below {share:g} of the largest spread among them"
+    reason = "an embedding spreads as it learns; weight decay takes 2% in 200 steps of one that stands still"
+    remedies = (Remedy.LOWER_RATE, Remedy.HIGHER_MASTER, Remedy.LOOK_AT_LAYER)
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        largest = max(last)
+        if not line.value < self.share * largest:
+            return ""
+        return f"the rows of {line.layer or 'the embedding'} spread {line.value:.3g}, once {largest:.3g}: they collapse"
+
+
+class LayerStill(Rule[Any]):
+    """The weights of one layer hardly change while those of the others do: no gradient reaches them.
+
+    Embeddings are left out: of a large vocabulary few rows are in a batch.
+    """
+
+    name = "layer-stands-still"
+    reads = LayerReading | StepFigure
+    share = 0.1
+    keep = 3
+    window = f"{keep} readings of a matrix's update, relative to itself, embeddings left out"
+    threshold = f"all of them below {share:g} of the median of all matrices, times the least factor of --rates"
+    reason = "matrices learn at rates within a factor of four of their median; weight decay alone moves one by 1 to 6%"
+    remedies = (Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._moved: dict[str, float] = {}
+        self._embeddings: set[str] = set()
+        self._low: dict[str, int] = defaultdict(int)
+
+    def see(self, line: LayerReading | StepFigure) -> Alarm | None:
+        if isinstance(line, LayerReading):
+            if line.role == Role.WEIGHT:
+                self._moved.setdefault(line.layer, math.nan)
+            return None
+        if line.name == "embedding_spread":
+            self._embeddings.add(line.layer)
+        matrix = line.layer in self._moved and line.layer not in self._embeddings
+        if line.name != "update_ratio" or not matrix or not math.isfinite(line.value):
+            return None
+        self._moved[line.layer] = line.value
+        usual = middle(one for one in self._moved.values() if math.isfinite(one))
+        low = line.value < self.share * min(1.0, self.arm.slowest) * usual
+        self._low[line.layer] = self._low[line.layer] + 1 if low else 0
+        if self._low[line.layer] < self.keep:
+            return None
+        words = f"a step changes {line.layer} by {line.value:.2g} of itself, and the other layers by {usual:.2g}"
+        return Alarm(words, line.layer, figures=(("update_ratio", line.value), ("median", usual)))
+
+
+class AttentionOverflow(FigureRule):
+    """Attention scores so large that softmax picks one key and lets no gradient through."""
+
+    name = "attention-score-overflow"
+    figure = "attention_score"
+    largest = 88.0
+    window = "every reading"
+    threshold = f"a score of {largest:g}"
+    reason = "e^-88 is the least that fp32 holds as a normal number: beside such a score every other key counts nothing"
+    remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        if not line.value >= self.largest:  # NaN is for the rule of tensors that are not finite
+            return ""
+        return f"attention scores of {line.layer or 'a layer'} reach {line.value:.4g}"
+
+
+class BatchNormDrift(FigureRule):
+    """Running statistics of a batch norm are far from those of its batches: it will not validate as it trains."""
+
+    name = "batch-norm-drift"
+    figure = "batch_norm_drift"
+    keep = 3
+    far = 1.0
+    window = f"{keep} readings, from the 6th on: running statistics begin anywhere"
+    threshold = f"all of them above {far:g} standard deviations of the batch"
+    reason = "a momentum of 0.1 forgets half of what was in 7 steps; between batches means differ by hundredths"
+    remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._seen: dict[str, int] = defaultdict(int)
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        self._seen[line.layer] += 1
+        if self._seen[line.layer] <= 5 or len(last) < self.keep or not all(abs(one) > self.far for one in last):
+            return ""
+        far = "infinitely" if math.isinf(line.value) else f"{line.value:.2g} deviations"
+        return f"running statistics of {line.layer} are {far} from those of its batches, {len(last)} readings in a row"

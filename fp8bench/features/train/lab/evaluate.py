@@ -1,0 +1,174 @@
+"""Windows of a text: those to train on as a pure function of seed and step, those to validate on in their order.
+
+Nothing of a position in the text has to be kept: after a resume the same step reads the same windows, and so do all
+arms of a seed. However a step is cut into micro-batches, its windows are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fp8bench.features.train.values import TokenSpan, TrainingText, Validation
+from fp8bench.model import DeviceFacts
+from fp8bench.nn.gpt import LanguageModel
+from fp8bench.nn.linear import multiplied_by
+from fp8bench.nn.sizes import GPTConfig
+from fp8bench.plan.bpe import token_bytes
+from fp8bench.protocols import Arithmetic, Layer, SilentPhases
+from fp8bench.registry import precisions
+
+Batch = tuple[Tensor, Tensor]
+# Digests are below this.
+DIGESTS = 1 << 63
+# Of the counter's 256 bits those that count a step's draws, and how many words it has for each count.
+_DRAWS_BITS, _WORDS = 192, 4
+
+
+class Windows:
+    """Windows of so many tokens of a text, each with the tokens that follow, on a device."""
+
+    def __init__(self, text: TokenSpan, length: int, device: str, vocabulary: int) -> None:
+        self._tokens = np.memmap(text.path, dtype=np.uint16, mode="r")[text.start : text.stop]
+        self._places = len(self._tokens) - length
+        self._length, self._device, self._vocabulary = length, device, vocabulary
+        if self._places < 1:
+            raise ValueError(f"{text.path} has {len(self._tokens)} tokens here; a window of {length} needs one more")
+
+    def drawn(self, seed: int, step: int, micro_batch: int, batch: int) -> Batch:
+        """The windows of a micro-batch: rows `micro_batch` x `batch` and on of the step's."""
+        return self._batch(self._ids(self._starts(seed, step, micro_batch, batch)))
+
+    def digest(self, seed: int, step: int, micro_batch: int, batch: int) -> int:
+        """A number of what `drawn` reads; those of parts of a step add up to that of the step, modulo 2^63."""
+        ids = self._ids(self._starts(seed, step, micro_batch, batch)).astype(np.uint64)
+        rows = (ids * np.arange(1, ids.shape[1] + 1, dtype=np.uint64)).sum(1, dtype=np.uint64)
+        places = np.arange(micro_batch * batch + 1, (micro_batch + 1) * batch + 1, dtype=np.uint64)
+        return int((rows * places).sum(dtype=np.uint64)) % DIGESTS
+
+    def _starts(self, seed: int, step: int, micro_batch: int, batch: int) -> NDArray[np.uint64]:
+        """Drawn by a counter: numpy promises the words that Philox makes for a key, whatever its version."""
+        blocks, rest = divmod(micro_batch * batch, _WORDS)
+        generator = np.random.Philox(key=seed, counter=(step << _DRAWS_BITS) + blocks)
+        words = generator.random_raw(rest + batch)[rest:]
+        return words % np.uint64(self._places)
+
+    def in_order(self, batch: int, most: int) -> list[Batch]:
+        """At most so many windows that do not overlap, from all parts of the text alike, as batches."""
+        every = (self._places - 1) // self._length + 1
+        count = min(most, every)
+        starts = np.arange(count, dtype=np.uint64) * np.uint64(every) // np.uint64(count) * np.uint64(self._length)
+        return [self._batch(self._ids(starts[first : first + batch])) for first in range(0, count, batch)]
+
+    def _ids(self, starts: NDArray[np.uint64]) -> NDArray[np.uint16]:
+        return np.stack([self._tokens[start : start + self._length + 1] for start in starts.tolist()])
+
+    def _batch(self, tokens: NDArray[np.uint16]) -> Batch:
+        ids = tokens.astype(np.int64)
+        if int(ids.max()) >= self._vocabulary:
+            raise ValueError(f"the text has token {int(ids.max())}; the model knows those below {self._vocabulary}")
+        host = torch.from_numpy(ids)
+        if self._device != "cpu":
+            host = host.pin_memory().to(self._device, non_blocking=True)
+        return host[:, :-1].contiguous(), host[:, 1:].contiguous()
+
+
+# What a trained model is quantised to, each layer anew from its weights: nothing of the training's scales is used.
+QUANTISED = ("fp8", "nvfp4")
+# A look reads about so many tokens, in so many windows at least, and so many of them at a time.
+_TOKENS = 4096
+_LEAST_WINDOWS = 16
+_TOKENS_A_PASS = 1024
+# Positions are told in so many parts of a window.
+_PARTS = 8
+_SILENT = SilentPhases()
+Scaled = Callable[[str, Arithmetic], Arithmetic]
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Over all windows of a look, by position: losses, and bytes if they are known."""
+
+    losses: list[float]
+    bytes: list[int] | None
+    windows: int
+
+    def told(self, arm: str, seed: int, step: int, of: str, part: slice = slice(None)) -> Validation:
+        losses = self.losses[part]
+        tokens = len(losses) * self.windows
+        stood_for = None if self.bytes is None else sum(self.bytes[part])
+        return Validation(arm, seed, step, of, sum(losses) / tokens, tokens, stood_for)
+
+
+class Evaluation:
+    """The windows to look at, always the same ones, and the losses of a model on them.
+
+    `layers` are those that take a precision, by their path in the model; `scaled` gives an arithmetic of one of them
+    the scales that ranks share.
+    """
+
+    def __init__(
+        self, text: TrainingText, config: GPTConfig, layers: Sequence[Layer], facts: DeviceFacts, scaled: Scaled
+    ) -> None:
+        self._scaled = scaled
+        self._config, self._layers, self._facts = config, layers, facts
+        lengths = [] if text.tokens == "given" else [len(one) for one in token_bytes(text.merges)]
+        self._lengths = torch.tensor(lengths, device=facts.key) if lengths else None
+        self._held_out = self._windows(text.held_out)
+        self._other = None if text.other is None else self._windows(text.other)
+
+    def _windows(self, span: TokenSpan) -> list[Batch]:
+        length = self._config.sequence
+        batch = max(self._config.batch, _TOKENS_A_PASS // length)
+        windows = Windows(span, length, self._facts.key, self._config.vocabulary)
+        return windows.in_order(batch, max(_LEAST_WINDOWS, _TOKENS // length))
+
+    def look(self, model: LanguageModel, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
+        """What a model's losses are, for an arm in a seed after so many steps: the `last` look says more."""
+        held_out = self._sums(model, self._held_out)
+        yield held_out.told(*who, "held-out")
+        if not last:
+            return
+        length = self._config.sequence
+        part = -(-length // _PARTS)
+        for first in range(0, length, part):
+            end = min(first + part, length)
+            yield held_out.told(*who, f"position:{first}-{end - 1}", slice(first, end))
+        if self._other is not None:
+            yield self._sums(model, self._other).told(*who, "other-text")
+        for mode in QUANTISED:
+            arithmetic = precisions.get(mode).arithmetic(self._facts)
+            names = [one.name for one in self._layers if not one.high]
+            with multiplied_by(model, {one: self._scaled(one, arithmetic.layer(one)) for one in names}):
+                yield self._sums(model, self._held_out).told(*who, f"quantised:{mode}")
+
+    def _sums(self, model: LanguageModel, batches: Sequence[Batch]) -> _Sums:
+        """Summed on the device, in float64, and read once."""
+        losses = torch.zeros(self._config.sequence, dtype=torch.float64, device=self._facts.key)
+        lengths = torch.zeros(self._config.sequence, dtype=torch.int64, device=self._facts.key)
+        for tokens, targets in batches:
+            losses += model(tokens, targets, _SILENT, "none").view(targets.shape).sum(0, dtype=torch.float64)
+            if self._lengths is not None:
+                lengths += self._lengths[targets].sum(0)
+        stood_for = None if self._lengths is None else lengths.tolist()
+        return _Sums(losses.tolist(), stood_for, sum(len(tokens) for tokens, _ in batches))
+
+
+@contextmanager
+def undisturbed(model: LanguageModel, arithmetics: Iterable[Arithmetic]) -> Iterator[None]:
+    """In eval mode, without gradients; what casts remember is put back at the end: looking changes no step to come."""
+    before = [(one, {name: kept.clone() for name, kept in one.memory().items()}) for one in arithmetics]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+        for one, memory in before:
+            one.recall(memory)

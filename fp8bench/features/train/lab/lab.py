@@ -1,0 +1,192 @@
+"""The worker's side of a training: all arms of one seed, which live beside each other.
+
+It answers all that a bench does, and is asked in this order: `begin`; `restore`, if the seed was begun before; then
+`advance`, `validate` and `save` as the parent likes, until the next `begin`.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fp8bench.features.train.request import TrainerSettings
+from fp8bench.features.train.values import Arm, ArmCost, ArmState, Line, SeedTask, Validation
+from fp8bench.model.raw import StateCheck
+from fp8bench.protocols import Device, Precision, SilentPhases
+from fp8bench.registry import precisions
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.faults import Fault, described
+from fp8bench.worker.memory_pass import memory_of_step, try_batch
+from fp8bench.worker.step_guards import aside
+from fp8bench.worker.switches import unchanged, under
+
+if TYPE_CHECKING:
+    from fp8bench.features.train.lab.trainer import Trainer
+
+# What a ProcessWorker runs to have one.
+MODULE = "fp8bench.features.train.lab.main"
+
+
+class NotBuilt(RuntimeError):
+    """An arm whose model or optimizer could not be made."""
+
+
+class Lab(Bench):
+    """The trainers of a seed by the names of their arms."""
+
+    _task: SeedTask | None = None
+    _rank = 0
+
+    def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
+        """Forget the seed before, and build every arm of this one. Why one cannot be is said when it is asked for."""
+        from fp8bench.features.train.lab.trainer import Trainer
+
+        self._forget(task)
+        for arm in task.arms:
+            try:
+                with self._running():
+                    self._trainers[arm.name] = Trainer(task, arm)
+            except Exception as error:  # noqa: BLE001 - the others have room, or a sound plan
+                self._unbuilt[arm.name] = described(error)
+        return tuple(one.state() for one in self._trainers.values())
+
+    def _forget(self, task: SeedTask) -> Device:
+        """All of the seed before; what comes is of that task."""
+        self._trainers: dict[str, Trainer] = {}
+        self._unbuilt: dict[str, Fault] = {}
+        gc.collect()
+        self._task = task
+        device = self._selected(task.facts)
+        device.empty_cache()
+        return device
+
+    def alone(self, task: SeedTask) -> ArmCost:
+        """The memory of a task's one arm with nothing beside it. The seed before is forgotten."""
+        from fp8bench.features.train.lab.alone import made_alone
+
+        (arm,), device = task.arms, self._forget(task)
+        with self._running(precisions.get(arm.precision)):
+            use, trainer = memory_of_step(made_alone(task, arm), device, task.facts.index, leaks=False)
+        if isinstance(use, str):
+            return ArmCost(arm.name, task.seed, why=f"nobody counts its memory: {use}")
+        count, sizes = trainer.state().parameters, trainer.state().bytes_per_parameter
+        kept = tuple((name, round(size * count)) for name, size in sizes)
+        return ArmCost(arm.name, task.seed, kept=kept, memory=use)
+
+    def try_alone(self, task: SeedTask, memory_limit: int | None) -> int | None:
+        """Whether a task's one arm fits into so much memory with its batch; bytes at the highest point of two steps."""
+        from fp8bench.features.train.lab.alone import made_alone
+
+        (arm,), device = task.arms, self._forget(task)
+        with self._running(precisions.get(arm.precision)):
+            return try_batch(made_alone(task, arm), device, task.facts.index, memory_limit)
+
+    def advance(self, arm: str, steps: int) -> tuple[Line, ...]:
+        """Go on by so many steps: what they say. An arm that has stopped, or is done, says nothing."""
+        trainer = self._trainer(arm)
+        with self._running(trainer.precision):
+            return tuple(line for _ in range(steps) for line in trainer.advance(self._unmarked()))
+
+    def loop(self, key: str, steps: int) -> float:
+        """So many further steps of an arm as its last ones, back to back; the seconds of all. Nothing of them is kept,
+        and the arm is not what it was."""
+        from fp8bench.features.train.lab.alone import another_step
+
+        assert self._task is not None
+        trainer, facts, silent = self._trainer(key), self._task.facts, SilentPhases()
+        device = self._selected(facts)
+        with self._running(trainer.precision):
+            start = time.perf_counter()
+            for _ in range(steps):
+                another_step(trainer, silent)
+            device.synchronise(facts.index)
+            return time.perf_counter() - start
+
+    def check(self, key: str) -> StateCheck:
+        """Whether an arm still goes on."""
+        stopped = self._trainer(key).stopped
+        return StateCheck("it has stopped: its numbers are not finite" if stopped else "")
+
+    def validate(self, arm: str) -> tuple[Validation, ...]:
+        """The losses on text that is never trained on."""
+        trainer = self._trainer(arm)
+        with self._running(trainer.precision):
+            return trainer.validate()
+
+    def branch(self, folder: str, arm: str, trial: Arm, settings: TrainerSettings) -> int:
+        """Another arm, which goes on from what a folder keeps of one that is there, with a precision and settings of
+        its own; from the first step where `folder` is ''. Returns the step that comes next."""
+        from fp8bench.features.train.lab.checkpoint import memory_of
+        from fp8bench.features.train.lab.trainer import Trainer
+
+        assert self._task is not None
+        memory = memory_of(folder, self._task, arm, self._rank) if folder else None
+        with self._running():
+            trainer = Trainer(replace(self._task, settings=settings), trial)
+        if memory is not None:
+            with self._running(trainer.precision):
+                trainer.take_over(self._trainers[arm], memory)
+        self._trainers[trial.name] = trainer
+        return trainer.step
+
+    def drop(self, arm: str) -> None:
+        """Forget an arm."""
+        self._trainers.pop(arm, None)
+        gc.collect()
+
+    def save(self, folder: str) -> tuple[str, ...]:
+        """Keep every arm's state in a new folder, whole or not at all. Names the arms that are not finite: nothing is
+        kept of them."""
+        from fp8bench.features.train.lab.checkpoint import write
+
+        assert self._task is not None
+        lost = self._lost()
+        kept = {name: one for name, one in self._trainers.items() if name not in lost}
+        write(folder, self._task, kept, self._rank)
+        return lost
+
+    def _lost(self) -> tuple[str, ...]:
+        """The arms whose state is not finite."""
+        from fp8bench.features.train.lab.checkpoint import not_finite
+
+        return not_finite(self._trainers)
+
+    def restore(self, folder: str) -> tuple[tuple[str, int], ...]:
+        """Go on from what a folder keeps: the step that each arm comes to next. An arm it does not keep has stopped."""
+        from fp8bench.features.train.lab.checkpoint import give_back
+
+        give_back(self._read(folder), self._trainers)
+        return tuple((name, one.step) for name, one in self._trainers.items())
+
+    def _read(self, folder: str) -> dict[str, dict[str, Any]]:
+        from fp8bench.features.train.lab.checkpoint import read
+
+        assert self._task is not None
+        return read(folder, self._task, self._rank)
+
+    def close(self) -> None:
+        self._trainers = {}
+        super().close()
+
+    def _trainer(self, arm: str) -> Trainer:
+        if arm in self._unbuilt:
+            fault = self._unbuilt[arm]
+            raise NotBuilt(f"{fault.kind}: {fault.text}")
+        return self._trainers[arm]
+
+    @contextmanager
+    def _running(self, precision: Precision | None = None) -> Iterator[None]:
+        """Under a precision, with the process's switches and random state as they were afterwards."""
+        import torch
+
+        assert self._task is not None
+        facts = self._task.facts
+        self._selected(facts)
+        gpus = [facts.index] if facts.accelerated else []
+        scope = under(precision) if precision is not None else nullcontext()
+        with torch.random.fork_rng(gpus, device_type=facts.kind), unchanged(), aside(), scope:
+            yield

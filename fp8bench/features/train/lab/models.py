@@ -1,0 +1,231 @@
+"""The models that are trained, by their architecture and size: their layers, what can be, and how they are made.
+
+Imports no torch: the parent asks it what a training would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fp8bench.errors import UnknownName, UsageError
+from fp8bench.features.train.request import TrainerSettings
+from fp8bench.formats.grids import E4M3
+from fp8bench.formats.hardware import emulated, refused
+from fp8bench.formats.recipes import Recipe
+from fp8bench.model import DeviceFacts, Level, Support
+from fp8bench.nn.parallel.cuts import uncuttable
+from fp8bench.nn.sizes import LINE, SIZES, GPTConfig
+from fp8bench.nn.support import uncompilable
+from fp8bench.protocols import Layer, Precision
+
+if TYPE_CHECKING:
+    import torch
+
+    from fp8bench.nn.gpt import LanguageModel
+    from fp8bench.nn.linear import Choose
+
+# The layers of each block, in the order in which they are made, and their kinds.
+_BLOCKS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "gpt": (("attn.qkv", "attn"), ("attn.out", "attn"), ("mlp.up", "mlp"), ("mlp.down", "mlp")),
+    "mlp": (("up", "mlp"), ("down", "mlp")),
+    "cnn": (("first", "conv"), ("second", "conv")),
+    "moe": (("attn.qkv", "attn"), ("attn.out", "attn")),
+}
+EXPERTS = 8
+# A product's sides are multiples of this on every device that has a low precision.
+_ROUND = 128
+
+
+def config_of(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
+    """A model's widths, for a text of so many tokens, with batch and sequence as settings have them.
+
+    A mixture's experts are half as wide as the block whose place they take: two of them are as much work for a token.
+    """
+    if settings.model not in SIZES:
+        raise UnknownName("model", settings.model, SIZES)
+    size = SIZES[settings.model]
+    own = -(-vocabulary // _ROUND) * _ROUND
+    return replace(
+        size,
+        vocabulary=max(own, size.vocabulary) if size.vocabulary > 256 else own,
+        batch=settings.batch or size.batch,
+        sequence=settings.sequence or size.sequence,
+        experts=EXPERTS if settings.arch == "moe" else 0,
+        hidden=size.hidden // 2 if settings.arch == "moe" else size.hidden,
+    )
+
+
+def layers_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
+    """The layers whose products take a precision, in the order in which they are made; the head stays high."""
+    blocks = _BLOCKS[arch]
+    if arch == "moe":
+        experts = (
+            (f"mlp.experts.{number}.{part}", "mlp") for number in range(config.experts) for part in ("up", "down")
+        )
+        blocks = (*blocks, *experts)
+    first = (Layer("window", "mlp"),) if arch == "mlp" else ()
+    own = (Layer(f"blocks.{block}.{name}", kind) for block in range(config.layers) for name, kind in blocks)
+    return (*first, *own, Layer("head", "head", high=True))
+
+
+def check(settings: TrainerSettings) -> None:
+    """Raise UsageError for what cannot be trained."""
+    config = config_of(settings, 1)
+    if settings.arch == "cnn" and config.sequence % LINE:
+        raise UsageError(
+            f"--arch cnn reads a text in lines of {LINE} tokens, and a sequence of {config.sequence} does not divide "
+            f"into them. Give a --sequence that is a multiple of {LINE}."
+        )
+    if settings.nudge == "order" and (config.batch == 1 or settings.dropout):
+        raise UsageError(
+            "nudge order reverses the sequences of a batch, which changes the order of sums and nothing else: give a "
+            "--batch of at least 2, and no --dropout."
+        )
+    if settings.attention != "auto" and (settings.arch in ("mlp", "cnn") or settings.compile == "yes"):
+        raise UsageError(
+            f"--attention {settings.attention} is for --arch gpt and moe, and cannot be compiled: choose these, or "
+            "--attention auto."
+        )
+    if settings.compile == "yes" and settings.arch == "moe":
+        raise UsageError(
+            "--compile yes cannot be had of --arch moe: how many tokens an expert has is known in the step alone. "
+            "Choose --compile no."
+        )
+    if settings.checkpointing != "no" and settings.arch in ("mlp", "cnn"):
+        raise UsageError(
+            f"--checkpointing {settings.checkpointing} is for --arch gpt and moe: "
+            + (
+                "batch norm would count a block twice"
+                if settings.arch == "cnn"
+                else "an mlp keeps little to begin with"
+            )
+            + ". Choose --checkpointing no."
+        )
+
+
+def check_ranks(settings: TrainerSettings, ranks: int) -> None:
+    """Raise UsageError for what so many ranks cannot train together."""
+    if settings.parallel == "tp":
+        _check_cut(settings, ranks)
+        return
+    batch = config_of(settings, 1).batch
+    if batch % ranks:
+        raise UsageError(
+            f"{ranks} ranks cannot share a micro-batch of {batch} equally. Give a --batch that is a multiple of "
+            f"{ranks}."
+        )
+    if settings.arch == "cnn":
+        raise _not_with_ranks("--arch cnn", "its batch norm would know a rank's own part of a batch alone")
+    if settings.gradients != "fp32":
+        raise _not_with_ranks(f"--gradients {settings.gradients}", "what ranks average are float32 gradients")
+    if settings.compile == "yes" and settings.parallel == "fsdp":
+        why = "a compiled graph has weights that are taken away between two steps"
+        raise _not_with_ranks("--compile yes", why, "--parallel fsdp")
+    if settings.amax_group != "own":
+        advice = "add --amax-group own, or leave it out"
+        if settings.arch == "moe":
+            why = f"experts cast on some ranks and not on others, so that no largest magnitude is that of all: {advice}"
+            raise _not_with_ranks("--arch moe", why)
+        if settings.compile == "yes":
+            why = f"the largest magnitudes of all ranks are sent between casts: {advice}"
+            raise _not_with_ranks("--compile yes", why)
+
+
+def _check_cut(settings: TrainerSettings, ranks: int) -> None:
+    """The same of ranks that share each block."""
+    for option, usual, why in (
+        ("arch", "gpt", "heads and hidden features of gpt's blocks are what is cut"),
+        ("gradients", "fp32", "of a gradient that is cut a rank would have a scale of its own"),
+        ("compile", "no", "sums are sent between the parts of a block"),
+    ):
+        if (given := getattr(settings, option)) != usual:
+            raise _not_with_ranks(f"--{option} {given}", f"{why}. Choose --{option} {usual}", "--parallel tp")
+    if why := uncuttable(config_of(settings, 1), ranks):
+        raise UsageError(f"--parallel tp cannot cut {settings.model} for --ranks {ranks}: {why}, or fewer ranks.")
+
+
+def _not_with_ranks(option: str, why: str, way: str = "--ranks") -> UsageError:
+    return UsageError(f"{option} does not go with {way}: {why}.")
+
+
+def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
+    """How a device trains such a model in a precision."""
+    found = precision.support(facts)
+    if precision.whole_layers and precision.remembers and found.level is not Level.REFUSED:
+        return refused(
+            f"layers of {precision.mode} keep scales that no checkpoint can hold: choose backend=torch or emulated"
+        )
+    if facts.ranks > 1 and settings.amax_group == "parallel" and _scales_are_own(precision):
+        return refused(
+            f"the scale that {precision.mode} has of a whole tensor is always a rank's own: choose --amax-group own"
+        )
+    cut = settings.parallel == "tp" and facts.ranks > 1
+    if cut and precision.whole_layers:
+        return refused(f"layers of {precision.mode} are a library's own, and --parallel tp cannot cut them")
+    if settings.compile == "yes" and precision.remembers and found.level is not Level.REFUSED:
+        return refused(
+            f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: choose "
+            "--compile no"
+        )
+    if found.level is not Level.NATIVE:
+        return found
+    rounded = bool(precision.carried_by) and precision.float32_products == "highest"
+    if cut and (misfit := _misfit(config, facts.ranks, precision)):
+        return refused(misfit)
+    readers = 1 if cut else facts.ranks
+    rows, along = config.batch // readers * config.sequence, precision.multiples[0]
+    if settings.compile == "yes" and (why := uncompilable(precision, config, rows)):
+        return refused(why)
+    if settings.arch == "cnn" and rounded:
+        recipe = getattr(precision, "recipe", None)
+        if not (isinstance(recipe, Recipe) and recipe.hadamard):
+            return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
+    counted = f"batch x sequence is {rows}" + " of each rank" * (readers > 1)
+    if settings.arch == "cnn":  # a line and a place more than the text has
+        rows = config.batch * (config.sequence // LINE + 1) * (LINE + 1)
+        counted = f"with a line and a column of zeros an image has them, and the batch has {rows}"
+    if rows % along:
+        return refused(
+            f"native {precision.name} contracts weight gradients over the tokens, in multiples of {along}; {counted}: "
+            "choose another --batch or --sequence"
+        )
+    return found
+
+
+def _misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
+    """Why a rank's share of a block's features is none that native products take; '' where it is."""
+    most = max(precision.multiples)
+    features = config.width, config.key_heads * config.head_width, config.hidden
+    wrong = sorted({one // ranks for one in features if one // ranks % most})
+    if not wrong:
+        return ""
+    sides = " and ".join(map(str, wrong))
+    return f"native {precision.name} takes sides in multiples of {most}, and a rank has {sides} features of a block"
+
+
+def _scales_are_own(precision: Precision) -> bool:
+    """Whether nobody can hand in a tensor's largest magnitude: a library finds it, or the scale above blocks has it."""
+    recipe = getattr(precision, "recipe", None)
+    treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
+    return precision.whole_layers or any(one.scaling is not None and one.scaling.scale is E4M3 for one in treatments)
+
+
+def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier: torch.dtype) -> LanguageModel:
+    """The model, its weights drawn by torch's generator, on torch's device, in float32 whatever the precision."""
+    from fp8bench.features.train.lab.experts import MixtureGPT
+    from fp8bench.features.train.lab.text_models import TextCNN, WindowMLP
+    from fp8bench.nn.gpt import GPT
+    from fp8bench.nn.whole_layers import surrounded
+
+    if settings.arch in ("mlp", "cnn"):
+        model: LanguageModel = (WindowMLP if settings.arch == "mlp" else TextCNN)(
+            config, choose, carrier, settings.dropout
+        )
+    else:
+        model = (MixtureGPT if settings.arch == "moe" else GPT)(
+            config, choose, carrier, checkpointing=settings.checkpointing == "blocks", dropout=settings.dropout
+        )
+    surrounded(model)
+    return model

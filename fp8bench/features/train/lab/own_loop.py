@@ -1,0 +1,187 @@
+"""A training loop of somebody's own, watched by hooks: of the module, and of the optimizer, whose step ends a step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from fp8bench.errors import UsageError
+from fp8bench.features.train.lab.readings import read
+from fp8bench.features.train.lab.watched_step import Watch, WatchedStep
+from fp8bench.features.train.values import Line, StepRow
+
+# Micro-batches are counted as they come: there may be several.
+_SEVERAL = 2
+
+
+class _Row(NamedTuple):
+    """A step whose numbers nobody has waited for."""
+
+    step: int
+    loss: Tensor
+    gradient_norm: Tensor
+    parameter_norm: Tensor | float
+    update_ratio: Tensor | float
+    rate: float
+    seconds: float
+
+
+class OwnLoop:
+    """Every step gives a row, and every `stride`-th is watched; `told` gets their lines as watched steps end.
+
+    A step is what happens until the optimizer has made one, whatever micro-batches there are. Where a GradScaler skips
+    one, it goes on. Norms are those that the optimizer meets: after any clipping; that of the parameters is of the last
+    watched step. A step whose loss nobody knows has no row.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        told: Callable[[Sequence[Line]], None],
+        name: str = "own",
+        stride: int = 10,
+        tokens: int = 0,
+        scaler: Any = None,
+    ) -> None:
+        """`tokens` are those of a step, `scaler` a GradScaler if there is one, whose scale is told."""
+        if stride < 1:
+            raise UsageError(f"every so many steps one is watched: stride is a whole number from 1 on, not {stride!r}.")
+        if not any(one.requires_grad for one in module.parameters()):
+            raise UsageError("the module has no parameter that is trained: there is nothing to watch.")
+        self._module, self._optimizer, self._told = module, optimizer, told
+        self._name, self._stride, self._tokens, self._scaler = name, stride, tokens, scaler
+        self._watch = Watch(module, name)
+        self._step, self._began = 0, 0.0
+        self._losses: list[Tensor] = []
+        self._rows: list[_Row] = []
+        self._norm: Tensor | None = None
+        self._size: Tensor | float = math.nan
+        self._before: list[Tensor] = []
+        self._seen: WatchedStep | None = None
+        self._hooks, self._attached = ExitStack(), ExitStack()
+
+    def __enter__(self) -> Self:
+        handles = (
+            self._module.register_forward_hook(self._passed),
+            self._optimizer.register_step_pre_hook(self._before_update),
+            self._optimizer.register_step_post_hook(self._after_update),
+        )
+        for handle in handles:
+            self._hooks.callback(handle.remove)
+        self._begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leaves nothing attached, and tells the rows that are left, whatever has ended the loop."""
+        self._hooks.close()
+        self._attached.close()
+        self._tell(())
+
+    def loss(self, value: Tensor | float) -> None:
+        """Say the loss of a micro-batch: for a module that gives back something else."""
+        self._losses.append(
+            torch.as_tensor(value, device=next(iter(self._watch.parameters.values())).device).detach().reshape(())
+        )
+
+    def _begin(self) -> None:
+        if self._step % self._stride == 0:
+            self._seen = self._attached.enter_context(self._watch.step(_SEVERAL))
+        self._began = time.perf_counter()
+
+    def _passed(self, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        loss = loss_of(output)
+        if loss is not None and module.training and torch.is_grad_enabled():
+            self.loss(loss)
+
+    def _before_update(
+        self, optimizer: torch.optim.Optimizer, given: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Gradients are there; or an optimizer is given what makes them, and they are there after that."""
+        closure = named.get("closure", given[1] if len(given) > 1 else None)
+        if closure is None:
+            self._gradients_are_there()
+            return None
+
+        def made() -> Any:
+            loss = closure()
+            self._gradients_are_there()
+            return loss
+
+        return given[:1], {**named, "closure": made}
+
+    @torch.no_grad()
+    def _gradients_are_there(self) -> None:
+        trained = [one for group in self._optimizer.param_groups for one in group["params"]]
+        gradients = [_values(one.grad) for one in trained if one.grad is not None]
+        if not gradients:
+            self._norm = None
+            return
+        scale = getattr(self._optimizer, "grad_scale", None)  # a fused one takes gradients as a GradScaler left them
+        norm = _joint(gradients)
+        self._norm = norm if scale is None else norm / scale
+        if self._seen is not None:
+            self._size = _joint(trained)
+            self._before = [one.detach().clone() for one in self._watch.parameters.values()]
+
+    @torch.no_grad()
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        seconds = time.perf_counter() - self._began
+        ratio: Tensor | float = math.nan
+        if self._seen is not None and self._before:
+            names, now = zip(*self._watch.parameters.items(), strict=True)
+            moved = torch._foreach_norm(torch._foreach_sub(list(now), self._before))
+            sizes = torch._foreach_norm(self._before)
+            self._seen.updated(dict(zip(names, moved, strict=True)), dict(zip(names, sizes, strict=True)))
+            ratio = _joint(moved) / _joint(sizes)
+        if self._norm is not None and self._losses:
+            loss, rate = torch.stack(self._losses).mean(), float(optimizer.param_groups[0]["lr"])
+            watched = self._seen is not None
+            took = 0.0 if watched else seconds
+            self._rows.append(_Row(self._step, loss, self._norm, self._size, ratio, rate, took))
+        self._attached.close()
+        if self._seen is not None:
+            self._tell(tuple(self._watch.lines(self._step, self._seen)))
+        self._seen, self._before, self._norm, self._losses = None, [], None, []
+        self._step += 1
+        self._begin()
+
+    def _tell(self, lines: Sequence[Line]) -> None:
+        """The rows since the last time, and lines of the step that is watched."""
+        scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+        numbers = read([{str(place): one for place, one in enumerate(row[1:5])} for row in self._rows])
+        rows = [
+            StepRow(
+                self._name, 0, row.step, found["0"], row.rate, found["1"], 0.0, found["2"], found["3"], scale,
+                self._tokens, row.seconds,
+            )
+            for row, found in zip(self._rows, numbers, strict=True)
+        ]  # fmt: skip
+        self._rows = []
+        if rows or lines:
+            self._told((*rows, *lines))
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The loss in what a module gives back: a number, what is called loss, or the first of several."""
+    if isinstance(output, tuple) and output:
+        output = output[0]
+    elif isinstance(output, dict):
+        output = output.get("loss")
+    found = getattr(output, "loss", output)
+    return found if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point() else None
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _joint(tensors: Sequence[Tensor]) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))
+    return norm

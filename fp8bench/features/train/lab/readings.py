@@ -1,0 +1,351 @@
+"""What one tensor says of itself and of its rounding: figures found on its device, read by the host once a step.
+
+Values that are not finite are counted, and stand in no other figure. docs/watching.md has the definitions.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8bench.features.train.values import LayerReading
+from fp8bench.formats.blocks import float_factor
+from fp8bench.formats.grids import BF16, FORMATS, FP16, Format
+from fp8bench.formats.scaled import blocks_of, largest_magnitude
+from fp8bench.formats.scalings import ScaleRounding, Scaling
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.numerics.norms import as_rows
+from fp8bench.numerics.tensor_error import decibels
+from fp8bench.protocols import Arithmetic, Operand, Role
+from fp8bench.units import EXACT_DB
+
+# Figures by name: numbers of the host, or tensors without dimensions on the device.
+Number = float | Tensor
+Figures = dict[str, Number]
+
+_INFINITY, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF
+# A magnitude is beyond the largest when it is by more than a float32 scale and its inverse can be wrong.
+_SLACK = 1 + 2.0**-21
+_LARGEST = {fmt.largest: fmt for fmt in FORMATS.values()}
+# Squares of magnitudes between these are float32 numbers, and so are the sums of as many as a row has.
+_PLAIN = (2.0**-45, 2.0**45)
+# Values that are looked at together on a GPU: 256 MiB of float32.
+_PIECE = 1 << 26
+_CARRIERS = {torch.bfloat16: BF16, torch.float16: FP16}
+
+
+@dataclass(frozen=True)
+class Cast:
+    """What became of a tensor: its elements' format and what scales them, as far as they are known.
+
+    `scale` multiplied it where that does not come from the tensor alone. `left` are the values that a product takes;
+    None where nothing was rounded.
+    """
+
+    fmt: Format | None = None
+    scaling: Scaling | None = None
+    scale: Tensor | None = None
+    left: Tensor | None = None
+
+
+def waits_for(x: Tensor) -> bool:
+    """Whether a look at a number is as good as free: on a processor it is there as soon as it was asked for."""
+    return x.device.type == "cpu"
+
+
+def cast_of(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role) -> Cast:
+    """The cast that an arithmetic has just done."""
+    if operand.data.dtype == source.dtype and operand.data.data_ptr() == source.data_ptr():
+        return Cast(_CARRIERS.get(source.dtype))
+    left = arithmetic.restore(operand, torch.float32)
+    if isinstance(arithmetic, RecipeArithmetic):
+        treatment = arithmetic.treatments[role]
+        return Cast(treatment.fmt, treatment.scaling, arithmetic.last_scale(role), left)
+    return Cast(_CARRIERS.get(operand.data.dtype), left=left)
+
+
+def figures_of(x: Tensor, cast: Cast | None = None) -> Figures:
+    """All figures of a tensor, and of its cast if there was one. On a GPU nothing waits for it."""
+    if not x.numel():
+        return {}
+    rows, cast = as_rows(x), cast or Cast()
+    quick = _quick(rows, cast) if waits_for(x) else None
+    return _counted(rows, cast) if quick is None else quick
+
+
+def _quick(x: Tensor, cast: Cast) -> Figures | None:
+    """Those of healthy values, where a look at the least and the largest spares most of the work; else None.
+
+    Magnitudes are looked at as the integers that order them: of bfloat16 those have half as many bits. Nothing is
+    compared with a number: on a processor that takes ten times as long.
+    """
+    values, count = x.to(torch.float32), x.numel()
+    shift = 16 if x.dtype == torch.bfloat16 else 0
+    magnitude = _MAGNITUDE >> shift
+    bits = (x.view(torch.int16) if shift else values.view(torch.int32)).bitwise_and(magnitude)
+    low, high = map(int, bits.aminmax())
+    amax = _number(min(high, _INFINITY >> shift), shift)
+    if amax and not _PLAIN[0] < amax < _PLAIN[1]:
+        return None
+    nonzero = count if low else int(_ones(bits).sum(dtype=torch.int32))
+    if nonzero and not low:
+        low = int(bits.sub(1).bitwise_and_(magnitude).amin()) + 1  # of zero the largest number of all
+    norm, mean = float(_norm(values)), float(values.sum()) / count
+    variance = norm**2 / count - mean**2
+    if variance < mean**2:  # a difference of nearly the same numbers
+        return None
+    found: Figures = {
+        "count": count, "finite": count, "nonzero": nonzero, "amax": amax, "smallest": _number(low, shift),
+        "mean": mean, "variance": variance, "kept": count,
+    }  # fmt: skip
+    if cast.left is not None:
+        left = as_rows(cast.left)
+        left_bits = left.abs().view(torch.int32)
+        low, high = map(int, left_bits.aminmax())
+        if high >= _INFINITY:
+            return None
+        # Never what is zero in both: a difference of two counts can be negative.
+        gone = 0 if low else int((_ones(bits) - _ones(left_bits)).clamp_(min=0).sum(dtype=torch.int32))
+        found |= {"signal": norm, "noise": _norm(left - values), "vanished": gone}
+    return found | _range(values, amax, cast)
+
+
+def _counted(x: Tensor, cast: Cast) -> Figures:
+    """Those of any values, in few kernels, without a look at any of them; of a large tensor piece by piece."""
+    left = None if cast.left is None else as_rows(cast.left)
+    rows = max(1, _PIECE // x.shape[1])
+    places = [slice(top, top + rows) for top in range(0, len(x), rows)]
+    parts = [_piece(x[place], None if left is None else left[place]) for place in places]
+    return (parts[0] if len(parts) == 1 else _merged(parts)) | _range(x, None, cast)
+
+
+def _piece(x: Tensor, left: Tensor | None) -> Figures:
+    values = x.to(torch.float64 if waits_for(x) else torch.float32)
+    finite = values - values == 0
+    values = torch.where(finite, values, 0.0)
+    magnitudes = values.abs()
+    nonzero, kept = magnitudes > 0, finite
+    variance, mean = torch.var_mean(values, correction=0)
+    found: Figures = {
+        "count": x.numel(), "finite": finite.sum(), "nonzero": nonzero.sum(), "amax": magnitudes.amax(),
+        "smallest": torch.where(nonzero, magnitudes, math.inf).amin(), "mean": mean, "variance": variance,
+    }  # fmt: skip
+    if left is not None:
+        left = left.to(values.dtype)
+        kept = finite & (left - left == 0)
+        found |= {
+            "signal": torch.linalg.vector_norm(torch.where(kept, values, 0.0)),
+            "noise": torch.linalg.vector_norm(torch.where(kept, left - values, 0.0)),
+            "vanished": (nonzero & (left == 0)).sum(),
+        }
+    return found | {"kept": kept.sum()}
+
+
+def _merged(parts: Sequence[Figures]) -> Figures:
+    """The figures of all pieces together."""
+    every = {name: torch.stack([torch.as_tensor(one[name]) for one in parts]) for name in parts[0] if name != "count"}
+    counts = [float(one["count"]) for one in parts]
+    shares = torch.tensor(counts, dtype=torch.float64, device=every["mean"].device) / sum(counts)
+    mean = (shares * every["mean"]).sum()
+    merged: Figures = {"count": sum(counts), "mean": mean}
+    merged["variance"] = (shares * (every["variance"] + (every["mean"] - mean).square())).sum()
+    ways = {"amax": torch.amax, "smallest": torch.amin, "signal": torch.linalg.vector_norm,
+            "noise": torch.linalg.vector_norm}  # fmt: skip
+    return {name: ways.get(name, torch.sum)(value) for name, value in every.items()} | merged
+
+
+def _range(x: Tensor, amax: float | None, cast: Cast) -> Figures:
+    """How much of a format's range the values take up, and what they are multiplied by for it.
+
+    `amax` is their largest magnitude, if it is known and all of them are finite.
+    """
+    if cast.fmt is None:
+        return {}
+    found: Figures = {"largest": cast.fmt.largest}
+    if cast.scaling is not None and cast.scaling.rows:
+        return found | _blocks(x, cast.fmt, cast.scaling, amax is not None)
+    limit: Number = cast.fmt.largest * _SLACK
+    if cast.scale is not None:
+        limit = limit / (cast.scale if amax is None else float(cast.scale))
+        found["scale"] = cast.scale
+    elif cast.scaling is not None:  # that of the tensor itself: 1 where it is not finite, or nothing is beyond
+        found["own_scale"] = float(cast.scaling.rounding is ScaleRounding.POWER_OF_TWO)
+        limit = limit if amax is None else math.inf
+    return found | {"saturated": 0 if amax is not None and amax <= limit else _beyond(x.abs(), limit)}
+
+
+def _blocks(x: Tensor, fmt: Format, scaling: Scaling, waits: bool) -> Figures:
+    """The same of many scales; those of zeros are left out, and those that leave nothing."""
+    blocks = blocks_of(x.to(torch.float32).abs(), fmt, scaling)
+    steps = blocks.steps.to(torch.float64)
+    sound = (steps > 0) & (steps < math.inf)
+    used = sound & (blocks.peaks > 0)
+    fullest = torch.where(sound & (blocks.peaks < math.inf), blocks.peaks / steps, 0.0).amax() / fmt.largest
+    saturated: Number = 0
+    if not waits or float(fullest) > _SLACK:
+        saturated = _beyond(blocks.magnitudes, torch.where(sound, steps * (fmt.largest * _SLACK), math.inf))
+    return {
+        "fullest": fullest, "saturated": saturated,
+        "octaves": torch.where(used, -steps.log2(), 0.0).sum() / used.sum(),  # in the middle
+        "largest_step": torch.where(used, steps, 0.0).amax(),
+        "least_step": torch.where(used, steps, math.inf).amin(),
+    }  # fmt: skip
+
+
+def _beyond(magnitudes: Tensor, limits: Number) -> Tensor:
+    """How many finite ones are above their limit."""
+    return ((magnitudes > limits) & (magnitudes < math.inf)).sum()
+
+
+def _ones(bits: Tensor) -> Tensor:
+    """1 where a magnitude is not 0."""
+    return bits.to(torch.int32).clamp(max=1)
+
+
+def _norm(rows: Tensor) -> Tensor:
+    """Of a row in float32, of all rows in float64."""
+    norm: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=-1).to(torch.float64))
+    return norm
+
+
+def _number(bits: int, shift: int) -> float:
+    """The float32 number with such bits."""
+    found: float = struct.unpack("=f", struct.pack("=i", bits << shift))[0]
+    return found
+
+
+def read(figures: Sequence[Figures]) -> list[dict[str, float]]:
+    """Figures as numbers: the one time that a device is waited for."""
+    waiting = [value for one in figures for value in one.values() if isinstance(value, Tensor)]
+    if waiting and waiting[0].device.type == "cpu":
+        numbers: Iterable[float] = [value.item() for value in waiting]
+    else:
+        numbers = torch.stack([value.to(torch.float64) for value in waiting]).tolist() if waiting else []
+    known = iter(numbers)
+    return [
+        {name: next(known) if isinstance(value, Tensor) else value for name, value in one.items()} for one in figures
+    ]
+
+
+def reading_of(
+    arm: str, seed: int, step: int, layer: str, role: str, found: Mapping[str, float], before: float | None
+) -> LayerReading:
+    """A line of the stream from figures that were read; `before` is the tensor's scale in the reading before it."""
+    count = found.get("count", 0)
+    if not count:
+        return LayerReading(arm, seed, step, layer, role, 0.0, 0.0, 0.0, 0.0, 0.0)
+    amax, finite = found["amax"], found["finite"]
+    mean, deviation = _moments(found)
+    scale = _scale(found)
+    in_blocks = bool(found.get("largest_step"))
+    own = "own_scale" in found and finite == count  # under which nothing is beyond the largest
+    return LayerReading(
+        arm, seed, step, layer, role, amax, found["smallest"] if found["nonzero"] else 0.0, mean, deviation,
+        (finite - found["nonzero"]) / count, scale,
+        1 / found["largest_step"] if in_blocks else scale, 1 / found["least_step"] if in_blocks else scale,
+        _lag(found.get("fullest", amax * scale / found.get("largest", math.inf))),
+        None if before is None else _octaves_between(scale, before), found.get("vanished", 0) / count,
+        0.0 if own else found.get("saturated", 0) / count, _signal_to_noise(found), (count - found["kept"]) / count,
+    )  # fmt: skip
+
+
+def _moments(found: Mapping[str, float]) -> tuple[float, float]:
+    """Mean and standard deviation of the finite values, from those of all of which the others are 0; NaN of none."""
+    count, finite = found["count"], found["finite"]
+    if not finite or found["variance"] == math.inf:  # the squares are beyond float32
+        return math.nan, math.nan
+    mean = found["mean"] * count / finite
+    if finite == count:
+        return mean, math.sqrt(found["variance"])
+    return mean, math.sqrt(max(0.0, (found["variance"] + found["mean"] ** 2) * count / finite - mean**2))
+
+
+def _scale(found: Mapping[str, float]) -> float:
+    """What values were multiplied by; of many scales the one in the middle, and 1 without any."""
+    if "own_scale" in found and found["finite"] == found["count"]:
+        rounding = ScaleRounding.POWER_OF_TWO if found["own_scale"] else ScaleRounding.EXACT
+        return float(float_factor(torch.tensor(found["amax"]), _LARGEST[found["largest"]], rounding))
+    octaves = found.get("octaves", math.nan)
+    return found.get("scale", 2.0**octaves if math.isfinite(octaves) else 1.0)
+
+
+def _lag(fullest: float) -> float | None:
+    if not 0 < fullest < math.inf:
+        return None
+    return 0.0 if 1 < fullest <= _SLACK else math.log2(fullest)
+
+
+def _octaves_between(scale: float, before: float) -> float | None:
+    ratio = scale / before if before else math.inf
+    return abs(math.log2(ratio)) if 0 < ratio < math.inf else None
+
+
+def _signal_to_noise(found: Mapping[str, float]) -> float | None:
+    if not 0 < found.get("signal", 0.0) < math.inf:
+        return None
+    return min(2 * decibels(found["signal"], found["noise"]), EXACT_DB)  # of norms, not of their squares
+
+
+# Queries whose scores are made at a time: all of a long context would not fit.
+_QUERIES = 256
+_KIB = 1024
+
+
+def attention_score(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """The largest magnitude of q k / sqrt(head width) that softmax gets, of the first sequence, all of its heads.
+
+    Queries are (batch, heads, tokens, width), keys the same of as many heads or fewer, which neighbours share.
+    """
+    queries, keys = (one[0].detach().to(torch.float32) for one in (q, k))
+    if len(keys) != len(queries):
+        keys = keys.repeat_interleave(len(queries) // len(keys), 0)
+    largest = torch.zeros((), device=q.device)
+    for start in range(0, q.shape[2], _QUERIES):
+        scores = queries[:, start : start + _QUERIES] @ keys.transpose(-1, -2)
+        # What is masked becomes 0, and so no largest magnitude.
+        largest = torch.maximum(largest, largest_magnitude(scores.tril_(start) if causal else scores))
+    return largest / math.sqrt(q.shape[-1])
+
+
+def embedding_spread(weight: Tensor) -> Tensor:
+    """How far rows lie from their mean, as the root of the mean square: 0 where all tokens are alike."""
+    rows = weight.detach().to(torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(rows - rows.mean(0))
+    return norm / math.sqrt(max(len(rows), 1))
+
+
+def batch_norm_drift(x: Tensor, mean: Tensor, channels_last: bool) -> Tensor:
+    """How many standard deviations of the batch a running mean is off, as the root of the mean square over channels.
+
+    Channels are the last dimension, or, as torch's own layers have them, the second.
+    """
+    channels = x.detach().to(torch.float32).transpose(0, -1 if channels_last else 1).flatten(1)
+    deviation, batch = torch.std_mean(channels, 1, correction=0)
+    return ((mean - batch) / deviation).square().mean().sqrt()
+
+
+def running_mean(module: nn.Module) -> Tensor | None:
+    """The one that a batch norm keeps, while it trains."""
+    found: Any = getattr(module, "running_mean", None)
+    return found if isinstance(found, Tensor) and module.training else None
+
+
+def begin_peak(device: torch.device) -> None:
+    """From now on a GPU counts the most that was in use at a time."""
+    if device.type != "cpu":
+        torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
+def bytes_in_use(device: torch.device) -> int:
+    """The most that tensors on a GPU have taken since `begin_peak`; on a processor the most that the process has
+    ever taken."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB

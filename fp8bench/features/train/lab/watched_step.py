@@ -1,0 +1,330 @@
+"""Watches a training: the lines of a step from what is seen of its model, in watched steps alone.
+
+What is seen of a model in one step: attached to its layers for as long as that takes.
+
+It changes no number: what is looked at are tensors that the step makes anyway, and nothing is drawn at random. A tensor
+is read where it is first met: in the first micro-batch, and not again where a block is computed once more. Inside a
+compiled module nothing is looked at but its weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8bench.features.train.lab import gradients as gradient_noise
+from fp8bench.features.train.lab.gradients import GradientNoise
+from fp8bench.features.train.lab.readings import (
+    Cast,
+    Figures,
+    Number,
+    attention_score,
+    batch_norm_drift,
+    begin_peak,
+    bytes_in_use,
+    cast_of,
+    embedding_spread,
+    figures_of,
+    read,
+    reading_of,
+    running_mean,
+)
+from fp8bench.features.train.values import LayerReading, Line, StepFigure
+from fp8bench.formats.scaled import largest_magnitude
+from fp8bench.model import Params
+from fp8bench.nn.attention import Core, SelfAttention
+from fp8bench.nn.convolution import BatchNorm
+from fp8bench.nn.whole_layers import WholeLayers
+from fp8bench.protocols import Arithmetic, Operand, Role, WatchedArithmetic
+
+
+class Watch:
+    """Of one model in one arm and seed. All that it keeps from a watched step to the next are scales."""
+
+    def __init__(self, model: nn.Module, arm: str = "", seed: int = 0, examples: int = 1, inside: bool = True) -> None:
+        """`examples` are those of a micro-batch: in them the noise scale is told. Not `inside`: weights alone."""
+        self._arm, self._seed, self._examples = arm, seed, examples
+        self._parts = Parts(model, inside)
+        self._scales: dict[str, float] = {}
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Those that are trained, by name."""
+        return self._parts.parameters
+
+    @contextmanager
+    def step(self, micro_batches: int = 1) -> Iterator[WatchedStep]:
+        """Watch for the body, and leave nothing attached."""
+        with ExitStack() as stack:
+            yield WatchedStep(self._parts, stack, micro_batches)
+
+    def lines(self, step: int, found: WatchedStep) -> Iterator[Line]:
+        """What was seen in a step. Waits for the device, once."""
+        noise = found.noise.figures()
+        numbers = iter(read([*found.tensors.values(), *noise.values(), *({"": one} for one in found.named.values())]))
+        for layer, role in found.tensors:
+            yield self._reading(step, layer, role, next(numbers))
+        told = [*gradient_noise.told({name: next(numbers) for name in noise}, self._examples)]
+        told += [(*key, next(numbers)[""]) for key in found.named]
+        for name, layer, value in told:
+            yield StepFigure(self._arm, self._seed, step, name, value, layer)
+
+    def memory(self) -> dict[str, float]:
+        """What has to be kept for the lines of later steps to be the same."""
+        return dict(self._scales)
+
+    def recall(self, memory: Mapping[str, float]) -> None:
+        """Go on from that."""
+        self._scales = dict(memory)
+
+    def _reading(self, step: int, layer: str, role: str, numbers: Mapping[str, float]) -> LayerReading:
+        key = f"{layer} {role}"
+        found = reading_of(self._arm, self._seed, step, layer, role, numbers, self._scales.get(key))
+        if "scale" in numbers or "octaves" in numbers:
+            self._scales[key] = found.scale
+        return found
+
+
+# What a tensor was multiplied by, found where it is wanted.
+Scale = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The first tensor that was not finite: a parameter's or a layer's by its path in the model.
+
+    `amax` is the largest of its finite magnitudes, `share` how many of its elements are not finite. `scale` is what it
+    had been multiplied by before it was rounded, None where nothing of the kind was.
+    """
+
+    layer: str
+    tensor: str
+    backward: bool
+    amax: float
+    share: float
+    scale: float | None
+
+    @property
+    def words(self) -> str:
+        scaled = "" if self.scale is None else f", scaled by {self.scale:g}"
+        direction = "backward" if self.backward else "forward"
+        return (
+            f"the {self.tensor} of {self.layer}, in {direction}: {self.share:.3%} of it is not finite, the rest is up "
+            f"to {self.amax:g}{scaled}"
+        )
+
+    @property
+    def values(self) -> Params:
+        direction = "backward" if self.backward else "forward"
+        scale = () if self.scale is None else (("scale", self.scale),)
+        return ("direction", direction), ("amax", self.amax), ("share", self.share), *scale
+
+
+class Finder:
+    """Looks at tensors until one is not finite. It waits for each of them."""
+
+    def __init__(self) -> None:
+        self.place: Place | None = None
+
+    def see(self, layer: str, tensor: str, x: Tensor, backward: bool = False, scale: Scale | None = None) -> None:
+        if self.place is not None or not x.is_floating_point():
+            return
+        values = x.detach().to(torch.float32)
+        finite = values.isfinite()
+        if bool(finite.all()):
+            return
+        amax = float(values[finite].abs().max()) if bool(finite.any()) else 0.0
+        self.place = Place(layer, tensor, backward, amax, 1 - float(finite.double().mean()), scale and scale())
+
+    @contextmanager
+    def attached(self, model: nn.Module) -> Iterator[None]:
+        """Look at whatever a model does in the body, in its order."""
+        with ExitStack() as stack:
+            for name, parameter in model.named_parameters():
+                self.see(name, "parameter", parameter)
+                hook = partial(self._gradient, name, "gradient")
+                stack.callback(parameter.register_hook(hook).remove)  # type: ignore[no-untyped-call]
+            for name, module in model.named_modules():
+                if name:
+                    stack.callback(module.register_forward_hook(partial(self._output, name)).remove)
+                if isinstance(arithmetic := getattr(module, "arithmetic", None), Arithmetic):
+                    watched = WatchedArithmetic(arithmetic, partial(self._cast, name, arithmetic), turned=False)
+                    module.arithmetic = watched
+                    stack.callback(setattr, module, "arithmetic", arithmetic)
+            yield
+
+    def _output(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            self.see(name, "output", output)
+            if output.requires_grad:
+                hook = partial(self._gradient, name, "gradient of the output")
+                output.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _gradient(self, name: str, tensor: str, gradient: Tensor) -> None:
+        self.see(name, tensor, gradient, backward=True)
+
+    def _cast(
+        self, name: str, arithmetic: Arithmetic, operand: Operand, source: Tensor | None, role: Role, _: Operand | None
+    ) -> None:
+        assert source is not None
+        backward = role is Role.GRADIENT
+
+        def scale() -> float:
+            (figures,) = read([figures_of(source, cast_of(arithmetic, operand, source, role))])
+            return reading_of("", 0, 0, name, role, figures, None).scale
+
+        wanted = None if arithmetic.plain else scale
+        self.see(name, role.value, source, backward, wanted)
+        if self.place is None:
+            rounded = arithmetic.restore(operand, torch.float32)
+            self.see(name, f"{role.value} as it was rounded", rounded, backward, wanted)
+
+
+def whole_words(place: Place | None, loss: float, norm: float) -> str:
+    """What was not finite, and where."""
+    if math.isfinite(loss + norm):
+        what = "the weights are not after an update"
+    else:
+        what = f"the loss is {loss:g}" if not math.isfinite(loss) else f"the norm of the gradients is {norm:g}"
+    if place is None:
+        return f"{what}; the same step once more was finite: it is not deterministic, or only the sum was too large"
+    return f"{what}; first was {place.words}"
+
+
+_MATRIX = 2
+
+
+class Parts:
+    """What of a model is watched: found once, for all steps."""
+
+    def __init__(self, model: nn.Module, inside: bool = True) -> None:
+        """Not `inside`: its weights alone."""
+        found = {one: path for path, one in reversed([*_uncompiled(model, "")])} if inside else {}
+        self.modules = [(path, one) for one, path in found.items() if _is_watched(one)]
+        self.inside = bool(found)
+        self.parameters = {
+            path.removeprefix("_orig_mod."): one for path, one in model.named_parameters() if one.requires_grad
+        }
+        self.weights = {
+            path.removesuffix(".weight"): one for path, one in self.parameters.items() if one.ndim >= _MATRIX
+        }
+        tables = {path for path, one in model.named_modules() if isinstance(one, nn.Embedding)}
+        self.embeddings = {path for path in self.weights if path in tables or path.split(".")[-1] == "embedding"}
+        self.device = next(iter(self.parameters.values())).device
+
+
+class WatchedStep:
+    """Figures of tensors by layer and role, and others by name and layer, as far as the step has come."""
+
+    def __init__(self, parts: Parts, stack: ExitStack, micro_batches: int) -> None:
+        """Attached until the stack is unwound."""
+        self.tensors: dict[tuple[str, str], Figures] = {}
+        self.named: dict[tuple[str, str], Number] = {}
+        self.noise = GradientNoise(parts.parameters)
+        self._parts = parts
+        if micro_batches > 1 and parts.inside:
+            self.noise.attach(stack)
+        begin_peak(parts.device)
+        for path, module in parts.modules:
+            self._attach(path, module, stack)
+
+    @torch.no_grad()
+    def updated(self, moved: Mapping[str, Tensor], sizes: Mapping[str, Tensor]) -> None:
+        """The weights were changed: norms of the changes and of the weights, by parameter."""
+        self.named["memory", ""] = bytes_in_use(self._parts.device)
+        for layer, weight in self._parts.weights.items():
+            self._see(layer, Role.WEIGHT, weight)
+        for layer in self._parts.embeddings:
+            self.named["embedding_spread", layer] = embedding_spread(self._parts.weights[layer])
+        for path, norm in moved.items():
+            self.named["update_ratio", path.removesuffix(".weight")] = norm / sizes[path]
+
+    def _attach(self, path: str, module: nn.Module, stack: ExitStack) -> None:
+        arithmetic: object = getattr(module, "arithmetic", None)
+        casts = isinstance(arithmetic, Arithmetic) and not isinstance(arithmetic, WholeLayers)
+        if isinstance(arithmetic, Arithmetic) and casts:
+            stack.callback(setattr, module, "arithmetic", arithmetic)
+            setattr(module, "arithmetic", self._watched(path, arithmetic))  # noqa: B010 - a module declares no such thing
+        if casts or _has_weights(module):
+            stack.callback(module.register_forward_hook(self._passed(path, not casts)).remove)
+        if isinstance(module, SelfAttention):
+            stack.callback(setattr, module, "core", module.core)
+            module.core = self._scored(path, module.core)
+        if running_mean(module) is not None:
+            stack.callback(module.register_forward_pre_hook(self._normed(path)).remove)
+
+    def _watched(self, path: str, inner: Arithmetic) -> WatchedArithmetic:
+        def told(operand: Operand, source: Tensor | None, role: Role, before: Operand | None) -> None:
+            assert source is not None
+            self._see(path, role, source, lambda x: cast_of(inner, operand, x, role))
+
+        return WatchedArithmetic(inner, told, turned=False)
+
+    def _passed(self, path: str, all_of_it: bool) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        """Sees a layer's output; `all_of_it`, its input and the gradient of its output, too."""
+
+        def passed(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+            if not torch.is_grad_enabled() or not isinstance(output, Tensor):
+                return
+            if ("output_amax", path) not in self.named and output.is_floating_point():
+                self.named["output_amax", path] = largest_magnitude(output)
+            if all_of_it and given and isinstance(given[0], Tensor):
+                self._see(path, Role.INPUT, given[0])
+            if all_of_it and output.requires_grad and output.numel() > 1:
+                seen = functools.partial(self._see, path, Role.GRADIENT)
+                output.register_hook(seen)  # type: ignore[no-untyped-call]
+
+        return passed
+
+    def _scored(self, path: str, core: Core) -> Core:
+        def scored(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if ("attention_score", path) not in self.named:
+                with torch.no_grad():
+                    self.named["attention_score", path] = attention_score(q, k, getattr(core, "causal", True))
+            return core(q, k, v)
+
+        return scored
+
+    def _normed(self, path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def normed(module: nn.Module, given: tuple[Any, ...]) -> None:
+            mean, own = running_mean(module), isinstance(module, BatchNorm)
+            if mean is not None and ("batch_norm_drift", path) not in self.named:
+                with torch.no_grad():
+                    self.named["batch_norm_drift", path] = batch_norm_drift(given[0], mean, channels_last=own)
+
+        return normed
+
+    def _see(self, layer: str, role: str, x: Tensor, cast: Callable[[Tensor], Cast] | None = None) -> None:
+        if (layer, role) not in self.tensors and x.is_floating_point() and x.numel() > 1:
+            with torch.no_grad():
+                self.tensors[layer, str(role)] = figures_of(x, cast and cast(x))
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(one.ndim >= _MATRIX for one in module.parameters(recurse=False))
+
+
+def _is_watched(module: nn.Module) -> bool:
+    return (
+        _has_weights(module)
+        or isinstance(getattr(module, "arithmetic", None), Arithmetic)
+        or isinstance(module, SelfAttention)
+        or hasattr(module, "running_mean")
+    )
+
+
+def _uncompiled(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """A module and those in it that run as they are written; into a compiled graph nobody looks."""
+    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+        return
+    yield path, module
+    for name, child in module.named_children():
+        yield from _uncompiled(child, f"{path}.{name}".lstrip("."))

@@ -1,0 +1,168 @@
+"""What several ranks say of a training as one: what must be alike is compared, what is of parts is put together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import TypeVar
+
+from fp8bench.errors import RanksDisagree
+from fp8bench.features.train.values import (
+    ArmCost,
+    LayerReading,
+    Line,
+    RankLines,
+    StepFigure,
+    StepRow,
+    TrainingEvent,
+    Validation,
+)
+from fp8bench.measure.ranks.merge import Merges
+from fp8bench.model.ranks import RankMemory
+from fp8bench.units import EXACT_DB
+
+T = TypeVar("T")
+# Digests are below this.
+_DIGESTS = 1 << 63
+# Figures of a rank's own tensors whose largest is that of all ranks; of the others it is the mean.
+_LARGEST = ("output_amax", "attention_score", "batch_norm_drift", "memory", "watched_seconds")
+
+
+def steps(answers: Sequence[RankLines]) -> tuple[Line, ...]:
+    """The lines of some steps. Raises RanksDisagree where ranks no longer train the same model on parts of one text."""
+    _check_batches(answers)
+    _check_same(answers)
+    return tuple(_merged_lines([one.lines for one in answers]))
+
+
+def looks(answers: Sequence[tuple[Validation, ...]]) -> tuple[Validation, ...]:
+    """Every rank has looked at the whole text, with the same weights and, where scales are its own, its own scales."""
+    return tuple(replace(some[0], loss=_mean([one.loss for one in some])) for some in _beside(answers))
+
+
+def most(answers: Sequence[ArmCost]) -> ArmCost:
+    """That of the rank that takes most, with that of each; of one that could not say the reason."""
+    told = [one.memory for one in answers if one.memory is not None]
+    if len(told) < len(answers):
+        return next(one for one in answers if one.memory is None)
+    each = tuple(RankMemory(rank, one.peak, one.roles) for rank, one in enumerate(told))
+    most, memory = max(zip(answers, told, strict=True), key=lambda one: one[1].peak)
+    return replace(most, memory=replace(memory, ranks=each))
+
+
+def _check_same(answers: Sequence[RankLines]) -> None:
+    for rank, other in enumerate(answers):
+        if other.faults:
+            raise RanksDisagree(f"in a slice rank {rank} {other.faults[0]}")
+        for (name, first), (_, own) in zip(answers[0].same, other.same, strict=True):
+            if own != first:
+                raise RanksDisagree(f"after a slice {name} of rank {rank} are not those of rank 0")
+
+
+def _check_batches(answers: Sequence[RankLines]) -> None:
+    """All ranks mean the same batch, and their parts come to that batch: as often as they are fewer than the ranks."""
+    for looked_at in _beside([one.batches for one in answers]):
+        step, _, whole = looked_at[0]
+        for rank, (_, _, other) in enumerate(looked_at):
+            if other != whole:
+                raise RanksDisagree(f"in step {step} rank {rank} reads another text, or of another seed, than rank 0")
+        copies = len(answers) // answers[0].shares
+        if (sum(own for _, own, _ in looked_at) - copies * whole) % _DIGESTS:
+            raise RanksDisagree(f"in step {step} what the ranks have read is not the batch, each sequence once")
+
+
+def _merged_lines(answers: Sequence[tuple[Line, ...]]) -> Iterator[Line]:
+    for rank, lines in enumerate(answers):
+        if [type(one) for one in lines] != [type(one) for one in answers[0]]:
+            raise RanksDisagree(f"rank 0 and rank {rank} do not say the same kinds of things")
+    for some in _beside(answers):
+        yield _MERGED[type(some[0])](some)
+
+
+def _beside(answers: Sequence[Sequence[T]]) -> Iterator[tuple[T, ...]]:
+    if len({len(one) for one in answers}) > 1:
+        raise RanksDisagree("they do not say equally many things")
+    yield from zip(*answers, strict=True)
+
+
+def _row(rows: Sequence[StepRow]) -> StepRow:
+    """A step takes as long as its slowest rank; all else is the same everywhere, bit by bit."""
+    first = rows[0]
+    for rank, row in enumerate(rows):
+        for one in fields(row):
+            before, own = getattr(first, one.name), getattr(row, one.name)
+            if one.name != "seconds" and repr(own) != repr(before):
+                raise RanksDisagree(
+                    f"in step {first.step} of {first.arm} {one.name} is {before!r} on rank 0 and {own!r} on rank {rank}"
+                )
+    return replace(first, seconds=max(row.seconds for row in rows))
+
+
+def _reading(parts: Sequence[LayerReading]) -> LayerReading:
+    """A tensor whose parts, of equally many values, lie on the ranks; one that all of them have is as it is."""
+    first = parts[0]
+    if all(one == first for one in parts):
+        return first
+    mean = _mean([one.mean for one in parts])
+    squares = _mean([one.deviation**2 + one.mean**2 for one in parts])
+    scales = [one.scale for one in parts]
+    return replace(
+        first,
+        amax=max(one.amax for one in parts),
+        smallest=min((one.smallest for one in parts if one.smallest), default=0.0),
+        mean=mean,
+        deviation=math.sqrt(max(0.0, squares - mean**2)),
+        zeros=_mean([one.zeros for one in parts]),
+        scale=scales[0] if len(set(scales)) == 1 else 2.0 ** _mean([math.log2(one) for one in scales]),
+        least_scale=min(one.least_scale for one in parts),
+        largest_scale=max(one.largest_scale for one in parts),
+        lag=_largest([one.lag for one in parts]),
+        drift=_largest([one.drift for one in parts]),
+        underflow=_mean([one.underflow for one in parts]),
+        saturated=_mean([one.saturated for one in parts]),
+        signal_to_noise=_signal_to_noise(parts),
+        not_finite=_mean([one.not_finite for one in parts]),
+    )
+
+
+def _signal_to_noise(parts: Sequence[LayerReading]) -> float | None:
+    """Of the powers of all parts together."""
+    signal = noise = 0.0
+    for one in parts:
+        if one.signal_to_noise is None:
+            return None
+        power = one.mean**2 + one.deviation**2
+        signal += power
+        noise += 0.0 if one.signal_to_noise >= EXACT_DB else power / 10 ** (one.signal_to_noise / 10)
+    return EXACT_DB if not noise else 10 * math.log10(signal / noise)
+
+
+def _figure(parts: Sequence[StepFigure]) -> StepFigure:
+    together = max if parts[0].name in _LARGEST else _mean
+    return replace(parts[0], value=together([one.value for one in parts]))
+
+
+def _event(parts: Sequence[TrainingEvent]) -> TrainingEvent:
+    """One that all ranks say is theirs; else that of the first rank which knows where it was."""
+    if all(one == parts[0] for one in parts):
+        return parts[0]
+    rank, told = next(((rank, one) for rank, one in enumerate(parts) if one.layer), (0, parts[0]))
+    return replace(told, words=f"on rank {rank} of {len(parts)}: {told.words}")
+
+
+def _mean(values: Sequence[float]) -> float:
+    """What is the same everywhere stays as it is."""
+    return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
+
+
+def _largest(values: Sequence[float | None]) -> float | None:
+    return max((one for one in values if one is not None), default=None)
+
+
+_MERGED: dict[type, Callable[..., Line]] = {
+    StepRow: _row, LayerReading: _reading, StepFigure: _figure, TrainingEvent: _event,
+}  # fmt: skip
+
+
+MERGES: Merges = {"advance": steps, "validate": looks, "alone": most}

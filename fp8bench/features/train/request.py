@@ -1,0 +1,294 @@
+"""What is asked of a training, field by field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fp8bench.errors import UsageError
+from fp8bench.model.request import REQUEST_RULES, Request, Rule, check_fields, number, option, options_of, whole_number
+from fp8bench.nn.sizes import SIZES
+
+ARCHITECTURES = ("gpt", "mlp", "cnn", "moe")
+# Of parameters: those that learn at rates of their own.
+PARAMETER_KINDS = ("embedding", "norm", "layer", "head")
+LOSS_SCALES = ("auto", "dynamic")
+LARGEST_LOSS_SCALE = float(1 << 32)
+MOST_STEPS = 10_000_000
+# How several ranks train together.
+PARALLEL = ("ddp", "fsdp", "tp")
+USUAL_MERGES = 1024
+# With the bytes themselves they are all that 16 bits can tell apart.
+MOST_MERGES = (1 << 16) - 256
+
+
+def merges_of(tokens: str) -> int | None:
+    """How many merges 'bytes', 'bpe' or 'bpe:512' ask for; None where it is none of these."""
+    word, _, number = tokens.partition(":")
+    if tokens in ("bytes", "bpe"):
+        return 0 if tokens == "bytes" else USUAL_MERGES
+    right = word == "bpe" and number.isascii() and number.isdigit() and 1 <= int(number) <= MOST_MERGES
+    return int(number) if right else None
+
+
+def _one_of(names: tuple[str, ...]) -> Rule:
+    return Rule(f"one of {', '.join(filter(None, names))}", lambda value: value in names)
+
+
+def _above_nothing(what: str, most: float = math.inf) -> Rule:
+    return number(what, lambda value: 0 < value <= most and math.isfinite(value))
+
+
+def _is_loss_scale(value: object) -> bool:
+    if value in LOSS_SCALES:
+        return True
+    try:
+        return isinstance(value, str) and 1.0 <= float(value) <= LARGEST_LOSS_SCALE
+    except ValueError:
+        return False
+
+
+def _are_rates(value: object) -> bool:
+    return isinstance(value, tuple) and all(
+        kind in PARAMETER_KINDS and isinstance(factor, int | float) and 0 <= factor < math.inf for kind, factor in value
+    )
+
+
+_SHARE = number("a share from 0 to 1", lambda value: 0 <= value <= 1)
+WHAT, LENGTH, LEARNING = "what to train", "how long, and how sure", "how it learns"
+_OF_A_RUN = options_of(Request)
+
+
+def _choice(default: str, names: tuple[str, ...], words: str = "", group: str = LEARNING) -> Any:
+    rule = Rule(f"one of {', '.join(filter(None, names))}", lambda value: value in names)
+    return option(default, rule, words, group=group, choices=names)
+
+
+def _as_in_a_run(default: Any, name: str, words: str = "", metavar: str = "", group: str = LENGTH) -> Any:
+    """A field that a run has, too, and what this one says of it."""
+    its = _OF_A_RUN[name]
+    words, metavar = words or its.help, metavar or its.metavar
+    return option(default, its.rule, words, metavar, group, called=its.called, parse=its.parse)
+
+
+def refuse_ranks(request: Any) -> None:
+    """Raise UsageError where a request of a training asks for several ranks and one, or for neither."""
+    ranks, settings = request.ranks, request.settings
+    if ranks is not None and not settings.parallel:
+        raise UsageError(
+            f"--ranks {ranks} does not say how they train together. Add --parallel {' or '.join(PARALLEL)}."
+        )
+    swept = {f"--{name.replace('_', '-')}" for name, _ in request.sweep}
+    for word, given in ("--parallel", settings.parallel), ("--amax-group", settings.amax_group):
+        if ranks is None and (given or word in swept):
+            raise UsageError(f"{word} is about several ranks, and there is one. Add --ranks N.")
+    for word, given in ("--no-isolation", not request.isolation), ("--max-batch", request.max_batch):
+        if ranks is not None and given:
+            raise UsageError(f"{word} is of one process, and --ranks asks for several. Leave one of them out.")
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """How a model is trained. An arm may have some of these otherwise (`Arm.settings`), by the same names.
+
+    `batch` and `sequence` of 0 are the model's own. The rate rises over the share `warmup` of all steps and then falls
+    along a cosine to the share `floor` of itself; `rates` multiplies it by kinds of parameters ('embedding', 'norm',
+    'head'; 'layer' are the other matrices). `attention` is 'auto' (torch's own, in the dtype that values travel in),
+    'rounded' (both of its products, and the scores, in the arm's precision) or 'prescaled' (the same of queries that
+    are divided by the root of the head width before, so that fewer scores are beyond the format). `loss_scale` is
+    'auto' (the precision's own), 'dynamic' (halved when gradients overflow, doubled after `scale_growth` steps in which
+    none did), or a number. `gradients`, `master` and `optimizer_states` are what these are kept in. `on_nan` is what is
+    done about a step that is not finite. `nudge` disturbs an arm as rounding does, so that a study can be held against
+    itself: 'ulp' moves the initial weights by one unit in the last place, 'order' sums in another order. `handicap`
+    multiplies the rate, to plant a loss. `parallel` is how ranks train together, `amax_group` whose amax gives scales.
+    """
+
+    model: str = option(
+        "nano", Rule("a model's name", lambda value: isinstance(value, str) and bool(value)),
+        f"its size: {', '.join(SIZES)}; default {{default}}", "NAME", WHAT,
+    )
+    arch: str = _choice("gpt", ARCHITECTURES, "the model's architecture; default {default}", WHAT)
+    batch: int = option(
+        0, whole_number(0, 4096, "a whole number from 1 to 4096, or 0 for the model's own"),
+        "sequences in a micro-batch; default the model's own", "N", WHAT,
+    )
+    sequence: int = option(
+        0, whole_number(0, 1 << 16, "a whole number from 1 to 65536, or 0 for the model's own"),
+        "tokens in a sequence; default the model's own", "N", WHAT,
+    )
+    micro_batches: int = option(
+        1, whole_number(1, 1024), "micro-batches that a step accumulates; default {default}", "N", WHAT
+    )
+    rate: float = option(
+        1e-3, _above_nothing("a number above 0 and up to 10", 10.0), "the largest learning rate; default {default}",
+        "NUMBER", LEARNING,
+    )
+    rates: tuple[tuple[str, float], ...] = option(
+        (),
+        Rule(f"kinds of parameters ({', '.join(PARAMETER_KINDS)}) and factors, like embedding=0.5,head=2", _are_rates),
+        "factors of the rate by kind of parameters", "KIND=FACTOR,...", LEARNING, parse="factors",
+    )
+    warmup: float = option(
+        0.1, _SHARE, "share of the steps in which the rate rises; default {default}", "SHARE", LEARNING
+    )
+    floor: float = option(
+        0.1, _SHARE, "share of the rate that is left at the end of the cosine; default {default}", "SHARE", LEARNING
+    )
+    weight_decay: float = option(
+        0.1, number("a number from 0 to 10", lambda value: 0 <= value <= 10),
+        "of matrices; default {default}", "NUMBER", LEARNING,
+    )
+    clip: float = option(
+        1.0, number("a number above 0, or 0 for none", lambda value: 0 <= value < math.inf),
+        "norm of all gradients above which they are clipped; 0: never; default {default}", "NUMBER", LEARNING,
+    )
+    dropout: float = option(
+        0.0, number("a share from 0 to below 1", lambda value: 0 <= value < 1),
+        "share of values that are dropped, the same in all arms", "SHARE", WHAT,
+    )
+    loss_scale: str = option(
+        "auto", Rule("auto, dynamic, or a number from 1 to 2^32", _is_loss_scale),
+        "auto (the precision's own), dynamic, or a number from 1 to 2^32; default {default}", "SCALE", LEARNING,
+    )
+    scale_growth: int = option(
+        200, whole_number(1, MOST_STEPS),
+        "steps without an overflow after which a dynamic loss scale doubles; default {default}", "N", LEARNING,
+    )
+    optimizer_states: str = _choice(
+        "fp32", ("fp32", "bf16", "fp8lm"), "what AdamW's moments are kept in; default {default}"
+    )
+    master: str = _choice("fp32", ("fp32", "fp16-scaled"), "what the weights are kept in; default {default}")
+    gradients: str = _choice("fp32", ("fp32", "bf16", "fp8"), "what gradients are kept in; default {default}")
+    checkpointing: str = _choice(
+        "no", ("no", "blocks"),
+        "blocks: keep each block's input only, compute it again in backward; default {default}", WHAT,
+    )
+    compile: str = _choice(
+        "no", ("no", "yes"), "yes: torch.compile, forward and backward as one graph each; default {default}", WHAT
+    )
+    attention: str = _choice(
+        "auto", ("auto", "rounded", "prescaled"),
+        "rounded: its scores in the arm's precision, too; prescaled: queries are scaled ahead of them; default "
+        "{default}",
+        WHAT,
+    )
+    on_nan: str = _choice(
+        "stop", ("stop", "skip", "lower-rate"), "what is done about a step that is not finite; default {default}"
+    )
+    nudge: str = _choice("", ("", "ulp", "order"), group="")
+    handicap: float = option(1.0, _above_nothing("a number above 0 and up to 1000", 1000.0), group="")
+    precision_map: tuple[tuple[str, str], ...] = _as_in_a_run(
+        (), "precision_map", "layers that take another precision, as in suite; the reference stays pure", group=WHAT
+    )
+    parallel: str = _choice(
+        "", ("", *PARALLEL),
+        "how: ddp (parts of a batch), fsdp (these, and rows of all weights), tp (parts of each block)", LENGTH,
+    )
+    amax_group: str = _choice(
+        "", ("", "own", "parallel"),
+        "whose largest magnitude a tensor's scale is from: each rank's own, or all ranks' (usual)", LENGTH,
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, whoever asks."""
+        check_fields(self, SETTINGS_RULES)
+
+
+SETTINGS_RULES: Mapping[str, Rule] = {name: one.rule for name, one in options_of(TrainerSettings).items()}
+
+
+@dataclass(frozen=True)
+class TrainingRequest:
+    """What a person asks of `fp8bench train`, as given. `margin` is a share; `sweep` maps settings, or options of a
+    precision, to values. `data` and `other_data` are texts; `tokens` is 'bytes', or 'bpe:1024' by so many merges.
+
+    `stride` is how many steps lie between two that are watched, `evaluate` between two looks at the held-out text,
+    `keep` between two checkpoints. `try_fix`: an arm's first alarm has its remedies tried. `max_batch` asks for the
+    largest batch of each arm; `memory_limit` are the bytes that it has to fit into, and all arms of a seed, which else
+    are trained in pairs. `energy`: where a device can tell it. So many `ranks` train every arm together.
+    """
+
+    dtypes: tuple[str, ...] = _as_in_a_run(("bf16", "fp8"), "dtypes", group="")
+    reference: str | None = _as_in_a_run(None, "reference", group=WHAT)
+    settings: TrainerSettings = TrainerSettings()
+    steps: int = option(300, whole_number(1, MOST_STEPS), group="")
+    seeds: int = option(5, whole_number(1, 10_000), group="")
+    seed: int = _as_in_a_run(0, "seed", "the first seed; default 0")
+    margin: float = option(0.01, number("a share above 0 and below 1", lambda value: 0 < value < 1), group="")
+    sweep: tuple[tuple[str, tuple[str, ...]], ...] = option(
+        (),
+        Rule(
+            "settings or options of a dtype with at least one value each, like {'history': ('1', '16')}",
+            REQUEST_RULES["axes"].holds,
+        ),
+        "arms for each value of a setting, or of an option of the dtypes: history=1,16,1024; several multiply",
+        "NAME=A,B", WHAT, parse="axis",
+    )
+    device: str | None = option(
+        None, Rule("a device's name", lambda value: isinstance(value, str) and bool(value)),
+        "cpu, cuda, cuda:1; default the first GPU, else cpu", "NAME", LENGTH,
+    )
+    threads: int = _as_in_a_run(1, "threads")
+    data: str | None = _as_in_a_run(
+        None, "data", "a text, a token file (.bin) or a saved dataset; default Python's own sources", group=WHAT
+    )
+    other_data: str | None = _as_in_a_run(None, "data", "text of another kind to validate on, too", group=WHAT)
+    tokens: str = option(
+        "bytes",
+        Rule(
+            f"bytes, bpe, or bpe:N with 1 to {MOST_MERGES} merges",
+            lambda value: isinstance(value, str) and merges_of(value) is not None,
+        ),
+        "bytes, bpe, or bpe:N by N merges that are learnt from the text; default {default}", "KIND", WHAT,
+    )
+    stride: int = option(
+        10, whole_number(1, MOST_STEPS), "every so many steps are watched closely; default {default}", "N", LENGTH
+    )
+    evaluate: int = option(
+        50, whole_number(1, MOST_STEPS), "steps between two looks at the held-out text; default {default}", "N", LENGTH
+    )
+    keep: int = option(50, whole_number(1, MOST_STEPS), "steps between two checkpoints; default {default}", "N", LENGTH)
+    try_fix: bool = _as_in_a_run(
+        False, "quick",
+        "at an arm's first alarm, try what may help from the checkpoint before it, side by side, and say what did",
+    )
+    max_batch: bool = _as_in_a_run(
+        False, "max_batch",
+        "after the last step, also look for the largest batch of each arm, by running it and the next one",
+    )
+    memory_limit: int | None = _as_in_a_run(
+        None, "memory_limit",
+        "what all arms have to fit into, like 2GiB, else they are trained in pairs with the reference, and each with "
+        "--max-batch; default the device's own",
+    )
+    energy: bool = _as_in_a_run(
+        True, "energy",
+        "measure no energy; else it is where a device can tell it, in windows of steps after the last one",
+    )
+    imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
+    isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")
+    ranks: int | None = _as_in_a_run(
+        None, "ranks", "train every arm in so many processes together, each on a device of its own if there are GPUs"
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, whoever asks: the command line, or a stored training."""
+        check_fields(self, TRAINING_RULES)
+        if not self.dtypes:
+            raise UsageError("no dtype was named. Give --dtypes two or more, like bf16,fp8.")
+        refuse_ranks(self)
+
+
+TRAINING_RULES: Mapping[str, Rule] = {name: one.rule for name, one in options_of(TrainingRequest).items()}
+# A quick training is one seed of so many steps: enough to see that it runs.
+QUICK_STEPS = 60
+
+
+def asked(quick: bool, steps: int | None, seeds: int | None, dtypes: tuple[str, ...], **more: Any) -> TrainingRequest:
+    """A request of what was said, with the usual values for what was not."""
+    usual = TrainingRequest()
+    steps = (QUICK_STEPS if quick else usual.steps) if steps is None else steps
+    seeds = (1 if quick else usual.seeds) if seeds is None else seeds
+    return TrainingRequest(**{**more, "dtypes": dtypes or usual.dtypes, "steps": steps, "seeds": seeds})

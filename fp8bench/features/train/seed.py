@@ -1,0 +1,330 @@
+"""One seed of a training: all its arms go on beside each other, in slices of a few steps, until the last step.
+
+Every slice is kept before the next one starts. What a worker that was lost had not kept in a checkpoint is trained
+again, by a fresh one; an arm in whose slice that happens twice is out, and the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from fp8bench.errors import StoreError, WorkerError, WorkerFault
+from fp8bench.features.train.arms import arms_of_seed
+from fp8bench.features.train.health.health import AFTER, Health, Trial, outcome, trials_of
+from fp8bench.features.train.kept import (
+    Place,
+    TrainingWriter,
+    load_training,
+)
+from fp8bench.features.train.lab.lab import Lab
+from fp8bench.features.train.observer import TrainingObserver
+from fp8bench.features.train.turns import Turn
+from fp8bench.features.train.values import (
+    BYTES_PER_PARAMETER,
+    REFERENCE_SECONDS,
+    UNPAIRED,
+    Arm,
+    ArmRole,
+    ArmState,
+    Line,
+    SeedTask,
+    StepFigure,
+    StepRow,
+    Training,
+    TrainingEvent,
+)
+from fp8bench.measure.handle import START_SECONDS, Worker
+from fp8bench.measure.interrupts import held_back
+from fp8bench.measure.limits import HANG_SECONDS, HANG_STEPS
+
+# So many steps of an arm, then of another: a machine that is slowed for a while slows all of them.
+SLICE = 5
+# A slice of steps nobody has timed may take so long, compiling included.
+FIRST_SECONDS = 1800.0
+_FAILURES = 2
+
+
+@dataclass
+class Pace:
+    """The most seconds that a step has taken so far: what says when a worker hangs."""
+
+    slowest: float = 0.0
+
+    def limit(self, steps: int) -> float:
+        """How long so many steps may take."""
+        return max(HANG_SECONDS, HANG_STEPS * self.slowest * steps) if self.slowest else FIRST_SECONDS
+
+    def took(self, seconds: float, steps: int) -> None:
+        self.slowest = max(self.slowest, seconds / steps)
+
+
+def lab_of(worker: Worker, seconds: float) -> Lab:
+    """The lab that a worker is, each of whose answers is waited for so long."""
+    return cast(Lab, worker.within(seconds))
+
+
+class _Lost(Exception):
+    """A request that the worker did not survive: of an arm, or None where it was of all of them."""
+
+    def __init__(self, arm: Arm | None, error: WorkerError) -> None:
+        super().__init__(str(error))
+        self.arm, self.error = arm, error
+
+
+@dataclass
+class SeedRun:
+    """The arms of one turn, all of a seed's where they fit into memory; `place` counts turns from 0.
+
+    `out` are the arms that are no longer trained, and why.
+    """
+
+    training: Training
+    place: int
+    turn: Turn
+    worker: Worker
+    writer: TrainingWriter
+    observer: TrainingObserver
+    pace: Pace
+    out: dict[str, str]
+    _failures: dict[str, int] = field(default_factory=dict)
+    _health: Health = field(init=False)
+    _tried: set[str] = field(default_factory=set)
+
+    def run(self, fresh: bool) -> None:
+        """To the last step: from the first one, or from the newest place that the seed may go on from."""
+        self._health = Health(self.training.arms, self.training.request.settings)
+        if fresh:
+            self.writer.keep(self.place, 0, None, tuple(self.out.items()))
+        while True:
+            try:
+                self._rounds(self._begin())
+                return
+            except _Lost as lost:
+                self._go_back(lost)
+
+    @property
+    def number(self) -> int:
+        """That of the seed."""
+        return self.turn.number
+
+    @property
+    def seed(self) -> int:
+        return self.training.request.seed + self.number
+
+    @property
+    def _again(self) -> str:
+        """The reference, where it has been trained in this seed before: of its steps the time alone is new."""
+        lead = self.turn.arms[0]
+        return lead.name if lead.role is ArmRole.REFERENCE and not self.turn.first else ""
+
+    @property
+    def task(self) -> SeedTask:
+        """The arms that were there when the seed began, also those that went out since: checkpoints are of them all."""
+        training, request = self.training, self.training.request
+        gone = dict(self.writer.places[0].out)
+        arms = tuple(arm for arm in self.turn.arms if arm.name not in gone)
+        return SeedTask(
+            self.seed, arms, request.settings, request.steps, request.stride, training.text, training.device
+        )  # fmt: skip
+
+    @property
+    def _alive(self) -> list[Arm]:
+        return [arm for arm in self.task.arms if arm.name not in self.out]
+
+    def _begin(self) -> int:
+        """Build the arms and restore the newest checkpoint that is sound; returns the step that comes next."""
+        lab = lab_of(self.worker, START_SECONDS)
+        with _of_all_arms():
+            states = lab.begin(self.task)
+        place = self._restored(lab)
+        self.writer.go_back(place)
+        self._health = Health(arms_of_seed(self.training.arms, self.number), self.training.request.settings)
+        if place.step or not self.turn.first:
+            lines = [line for line in load_training(self.writer.path).lines if line.seed == self.seed]
+            self._health.see(lines)
+            self._tried |= {one.arm for one in lines if isinstance(one, TrainingEvent) and one.kind == "tried-fix"}
+        if not place.step:
+            self._keep_lines(tuple(self._first_lines(states)), 0)
+        for arm in self.task.arms:
+            if arm.name in self.out:
+                lab.drop(arm.name)
+        return place.step
+
+    def _restored(self, lab: Lab) -> Place:
+        first, *checkpoints = self.writer.places
+        for place in reversed(checkpoints):
+            try:
+                with _of_all_arms():
+                    lab.restore(str(self.writer.folder_of(place)))
+                return place
+            except StoreError as error:
+                self.observer.note(f"{error} What was kept before it is taken.")
+        return first
+
+    def _rounds(self, step: int) -> None:
+        """Every arm a slice, in an order drawn from the seed, until the last step."""
+        request = self.training.request
+        if step == 0:
+            self._validate(step)
+        while step < request.steps:
+            until = min(
+                step + SLICE, request.steps, *(_next(step, every) for every in (request.evaluate, request.keep))
+            )
+            for arm in self._in_turn(step):
+                self._keep_lines(self._asked(arm, until - step, "advance", arm.name, until - step), until)
+            step = until
+            if step == request.steps or step % request.evaluate == 0:
+                self._validate(step)
+            if step < request.steps and step % request.keep == 0:
+                self._checkpoint(step)
+
+    def _in_turn(self, step: int) -> list[Arm]:
+        """The same order whether or not the training was gone on with."""
+        arms = self._alive
+        random.Random(f"{self.seed}/{step}").shuffle(arms)
+        return arms
+
+    def _validate(self, step: int) -> None:
+        for arm in self._alive:
+            if arm.name != self._again:
+                self._keep_lines(self._asked(arm, 0, "validate", arm.name), step)
+
+    def _first_lines(self, states: Sequence[ArmState]) -> Iterator[Line]:
+        """What each arm keeps between two steps, by what it is for, and whether no reference is beside it."""
+        yield from _sizes(states, self.seed)
+        if self.turn.arms[0].role is not ArmRole.REFERENCE:
+            words = "it does not fit into memory beside the reference, so that their times do not compare"
+            yield TrainingEvent(self.turn.arms[0].name, self.seed, 0, UNPAIRED, words)
+
+    def _new(self, lines: Sequence[Line]) -> Iterator[Line]:
+        """The lines; of the reference, where it is trained once more, the times for the arm beside it."""
+        for line in lines:
+            if line.arm != self._again or not self._again:
+                yield line
+            elif isinstance(line, StepRow) and line.seconds > 0:
+                yield StepFigure(self.turn.arms[-1].name, line.seed, line.step, REFERENCE_SECONDS, line.seconds)
+
+    def _asked(self, arm: Arm, steps: int, name: str, *arguments: Any) -> Any:
+        began = time.monotonic()
+        try:
+            answer = getattr(lab_of(self.worker, self.pace.limit(max(steps, SLICE))), name)(*arguments)
+        except WorkerError as error:
+            raise _Lost(arm, error) from None
+        if steps:
+            self.pace.took(time.monotonic() - began, steps)
+        return answer
+
+    def _keep_lines(self, lines: Sequence[Line], step: int) -> None:
+        lines = tuple(self._new(lines))
+        alarms = self._health.see(lines)
+        lines = (*lines, *alarms)
+        with held_back():
+            self.writer.append(lines)
+        self.observer.trained(self.number, step, lines)
+        if self.training.request.try_fix:
+            for alarm in alarms:
+                self._try_fix(alarm, step)
+
+    def _try_fix(self, alarm: TrainingEvent, step: int) -> None:
+        """Once an arm; a repeat or another seed of the reference would say the same."""
+        arm = next(one for one in self.task.arms if one.name == alarm.arm)
+        if arm.name in self._tried or arm.role in (ArmRole.REPEAT, ArmRole.OTHER_SEED):
+            return
+        self._tried.add(arm.name)
+
+        def ask(steps: int, name: str, *arguments: Any) -> Any:
+            try:
+                return self._asked(arm, steps, name, *arguments)
+            except _Lost as lost:
+                if isinstance(lost.error, WorkerFault) and lost.error.kind == StoreError.__name__:
+                    raise StoreError(str(lost.error)) from None
+                raise
+
+        kept = [place for place in reversed(self.writer.places[1:]) if place.step <= alarm.step]
+        lines = load_training(self.writer.path).lines
+        folders = [str(self.writer.folder_of(one)) for one in kept]
+        self._keep_lines((try_fix(ask, self.task, alarm, arm, folders, lines),), step)
+
+    def _checkpoint(self, step: int) -> None:
+        folder = self.writer.checkpoint(self.place, step)
+        with _of_all_arms():
+            lab_of(self.worker, START_SECONDS).save(str(folder))
+        with held_back():
+            self.writer.keep(self.place, step, folder, tuple(self.out.items()))
+
+    def _go_back(self, lost: _Lost) -> None:
+        """A fresh worker, and an arm less if it was the same one again. The reference cannot be done without."""
+        name = lost.arm.name if lost.arm is not None else ""
+        self._failures[name] = self._failures.get(name, 0) + 1
+        self.worker.restart()
+        kind, words = "restarted", f"{lost.error}; a fresh worker goes on from what was kept"
+        if self._failures[name] == _FAILURES:
+            if lost.arm is None or lost.arm.role is ArmRole.REFERENCE:
+                raise lost.error
+            self.out[name] = str(lost.error)
+            kind, words = "out", f"{lost.error}; it is trained no further"
+        place = self.writer.places[-1]
+        self.writer.go_back(place)
+        self._keep_lines((TrainingEvent(name, self.seed, place.step, kind, words),), place.step)
+
+
+def _sizes(states: Sequence[ArmState], seed: int) -> Iterator[StepFigure]:
+    """What each arm keeps between two steps, by what it is for."""
+    for state in states:
+        for role, size in state.bytes_per_parameter:
+            yield StepFigure(state.arm, seed, 0, BYTES_PER_PARAMETER, size, role)
+
+
+def _next(step: int, every: int) -> int:
+    """The next multiple."""
+    return (step // every + 1) * every
+
+
+@contextlib.contextmanager
+def _of_all_arms() -> Iterator[None]:
+    """What the worker says of a checkpoint is said by the parent's own error; another one is no single arm's."""
+    try:
+        yield
+    except WorkerError as error:
+        if isinstance(error, WorkerFault) and error.kind == StoreError.__name__:
+            raise StoreError(str(error).removeprefix(f"{error.kind}: ")) from None
+        raise _Lost(None, error) from None
+
+
+# Asks the lab for so many steps' worth of time: steps, a method's name, and its arguments.
+Ask = Callable[..., Any]
+_SLICE = 5
+
+
+def try_fix(
+    ask: Ask, task: SeedTask, alarm: TrainingEvent, arm: Arm, folders: Iterable[str], before: Iterable[Line]
+) -> TrainingEvent:
+    """What came of it. `folders` are the checkpoints before the alarm, the newest first; without one that is sound
+    trials begin at the first step. `before` are the lines of the seed."""
+    trials = trials_of(alarm, arm, task.settings)
+    step = _begun(ask, arm, trials, [*folders, ""])
+    until = min(task.steps, alarm.step + AFTER)
+    lines: dict[Trial, list[Line]] = {trial: [] for trial in trials}
+    for start in range(step, until, _SLICE):
+        count = min(_SLICE, until - start)
+        for trial in trials:
+            lines[trial] += ask(count, "advance", trial.arm.name, count)
+    for trial in trials:
+        ask(0, "drop", trial.arm.name)
+    return outcome(alarm, step, before, lines)
+
+
+def _begun(ask: Ask, arm: Arm, trials: Iterable[Trial], folders: Iterable[str]) -> int:
+    """Build the trials from the first of the folders that keeps the arm; the step that they come to next."""
+    for folder in folders:
+        try:
+            steps = [ask(0, "branch", folder, arm.name, one.arm, one.settings) for one in trials]
+        except StoreError:
+            continue
+        return int(steps[0])
+    raise AssertionError("the first step needs no checkpoint")

@@ -1,0 +1,314 @@
+"""A training in several precisions: what is asked, its arms, and what was seen of them step by step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from fp8bench.features.train.request import (
+    TrainerSettings,
+    TrainingRequest,
+)
+from fp8bench.model.consumed import Capacity, EnergyUse, MemoryUse
+from fp8bench.model.planned import DeviceFacts, Params
+from fp8bench.model.run import Environment
+
+
+@dataclass(frozen=True)
+class TokenSpan:
+    """A stretch of a file of 16-bit tokens, mapped into memory where it lies: from token `start` to before `stop`."""
+
+    path: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """Tokens to train on, to validate on (held out), and of another kind if there are any; made ahead of a training.
+
+    `tokens` is 'bytes' (a token a byte), 'bpe' (those from 256 on are `merges` of two tokens each), or 'given' (a token
+    file: nobody knows how many bytes its tokens stand for). `identity` says which text, by its digest.
+    """
+
+    train: TokenSpan
+    held_out: TokenSpan
+    other: TokenSpan | None
+    vocabulary: int
+    tokens: str
+    identity: str
+    merges: tuple[tuple[int, int], ...] = ()
+
+
+class ArmRole(StrEnum):
+    """What an arm is there for.
+
+    A `repeat` is the reference once more under the same seed: what differs is not deterministic. An `other-seed` is the
+    reference with other initial weights and batches: what differs is what seeds do.
+    """
+
+    REFERENCE = "reference"
+    CANDIDATE = "candidate"
+    REPEAT = "repeat"
+    OTHER_SEED = "other-seed"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train the model: a precision, and settings that differ from the training's own.
+
+    `name` is unique in a training. `native` says that the device multiplies in it; where it does not, its speed means
+    nothing. `skip` says why it is not trained.
+    """
+
+    name: str
+    precision: str
+    role: ArmRole = ArmRole.CANDIDATE
+    settings: Params = ()
+    native: bool = True
+    skip: str = ""
+
+    def taken(self, settings: TrainerSettings) -> TrainerSettings:
+        """All settings of the arm: those of its training but for its own. Only candidates take the precision map."""
+        own: dict[str, Any] = dict(self.settings)
+        mapped = settings.precision_map if self.role is ArmRole.CANDIDATE else ()
+        return replace(settings, **{"precision_map": mapped, **own})
+
+
+@dataclass(frozen=True)
+class SeedTask:
+    """What a worker needs to train all arms of one seed beside each other."""
+
+    seed: int
+    arms: tuple[Arm, ...]
+    settings: TrainerSettings
+    steps: int
+    stride: int
+    text: TrainingText
+    facts: DeviceFacts
+
+
+@dataclass(frozen=True)
+class ArmState:
+    """An arm as it stands before its first step.
+
+    `tokens` are those of one of its steps. `bytes_per_parameter` are kept between two steps, by what they are for, as
+    counted from the tensors that exist.
+    """
+
+    arm: str
+    parameters: int
+    tokens: int
+    bytes_per_parameter: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training before its first step: the head of what is kept of it. Seeds are `seed`, `seed` + 1 and so on."""
+
+    id: str
+    started: str
+    command: str
+    request: TrainingRequest
+    arms: tuple[Arm, ...]
+    device: DeviceFacts
+    environment: Environment
+    text: TrainingText
+    parameters: int
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """What every step says. Norms are of all parameters together.
+
+    `gradient_norm` is before clipping, `clipped` the share of it that clipping took away. `update_ratio` is the norm of
+    the update over that of the weights. `seconds` is the step's own time, 0 in a step that was watched, whose time is
+    not the step's alone. `skipped` says that the weights stayed as they were, because something was not finite.
+    """
+
+    arm: str
+    seed: int
+    step: int
+    loss: float
+    rate: float
+    gradient_norm: float
+    clipped: float
+    parameter_norm: float
+    update_ratio: float
+    loss_scale: float
+    tokens: int
+    seconds: float
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class LayerReading:
+    """What a watched step says of one tensor of one layer: shares are of all its elements.
+
+    `role` is one of Role: input, weight, gradient (of the output). `scale` multiplies values before they are rounded,
+    the least and the largest of its blocks in `least_scale` and `largest_scale`, in the middle of their octaves in
+    `scale`; of a tensor without one they are 1. `lag` is log2 of the share of the format's range that the largest
+    magnitude of the fullest block takes up (above 0: it was clipped), `drift` how many octaves the scale moved since
+    the reading before. `signal_to_noise` is in decibels, against the same tensor unrounded, None where nothing was
+    rounded. Values that are not finite, before or after, are counted in `not_finite`, and stand in no other figure.
+    """
+
+    arm: str
+    seed: int
+    step: int
+    layer: str
+    role: str
+    amax: float
+    smallest: float
+    mean: float
+    deviation: float
+    zeros: float
+    scale: float = 1.0
+    least_scale: float = 1.0
+    largest_scale: float = 1.0
+    lag: float | None = None
+    drift: float | None = None
+    underflow: float = 0.0
+    saturated: float = 0.0
+    signal_to_noise: float | None = None
+    not_finite: float = 0.0
+
+
+# The figure of what an arm keeps between two steps; its layer is what that is for ('weights').
+BYTES_PER_PARAMETER = "bytes_per_parameter"
+# That of how long a watched step took, watching included.
+WATCHED_SECONDS = "watched_seconds"
+# That of how long the same step of the reference took beside an arm, where not all arms fit into memory together.
+REFERENCE_SECONDS = "reference_seconds"
+# The event of an arm that was trained without the reference beside it.
+UNPAIRED = "unpaired"
+
+
+@dataclass(frozen=True)
+class StepFigure:
+    """A further figure of a watched step by its name, of a layer or, without one, of all.
+
+    'update_ratio' and 'gradient_snr' of a weight, 'noise_scale' (in tokens), 'output_amax', 'attention_score',
+    'embedding_spread', 'batch_norm_drift', 'memory' (bytes, of all arms together), WATCHED_SECONDS.
+    """
+
+    arm: str
+    seed: int
+    step: int
+    name: str
+    value: float
+    layer: str = ""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The loss on text that was never trained on, per token; `of` says which text and how it was read.
+
+    'held-out', 'other-text', 'position:0-127', 'quantised:fp8'. `bytes` is what the tokens stand for, if that is known.
+    """
+
+    arm: str
+    seed: int
+    step: int
+    of: str
+    loss: float
+    tokens: int
+    bytes: int | None
+
+    @property
+    def perplexity(self) -> float:
+        """Of a token."""
+        return _exponential(self.loss)
+
+    @property
+    def perplexity_by_byte(self) -> float | None:
+        """Of a byte, which compares texts whose tokens differ; None where nobody knows the bytes."""
+        return None if not self.bytes else _exponential(self.loss * self.tokens / self.bytes)
+
+
+# The kind of event that an arm's products are in another precision than its own.
+FALLBACK = "fallback"
+
+
+@dataclass(frozen=True)
+class TrainingEvent:
+    """Something that happened in a step: 'not-finite', 'alarm', 'tried-fix', 'scale-halved', 'rate-lowered', 'stopped',
+    'resumed', 'pairs' (not all arms fit into memory), UNPAIRED, FALLBACK.
+
+    `layer` and `tensor` say where, `values` what was seen there, `remedy` what may help.
+    """
+
+    arm: str
+    seed: int
+    step: int
+    kind: str
+    words: str
+    layer: str = ""
+    tensor: str = ""
+    values: Params = ()
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class ArmCost:
+    """What one arm takes, found in a pass of its own; a pass is a line.
+
+    `kept` are the bytes that lie in memory between two steps by what they are for, as counted; `memory` is that of a
+    step at its highest point, with no other arm in memory; `capacity` is its largest batch, `energy` that of steps
+    like the last ones. `why` says why there is nothing of what was looked for.
+    """
+
+    arm: str
+    seed: int
+    step: int = 0
+    kept: tuple[tuple[str, int], ...] = ()
+    memory: MemoryUse | None = None
+    capacity: Capacity | None = None
+    energy: EnergyUse | None = None
+    why: str = ""
+
+
+def _exponential(value: float) -> float:
+    """exp, infinite where it is beyond all numbers."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
+
+
+# A line of the stream of a training, whatever it says.
+Line = StepRow | LayerReading | StepFigure | Validation | TrainingEvent | ArmCost
+L = TypeVar("L", StepRow, LayerReading, StepFigure, Validation, TrainingEvent, ArmCost)
+
+
+@dataclass(frozen=True)
+class KeptTraining:
+    """A training as it was read from a store: its lines as far as they go. `troubles` name what could not be read."""
+
+    training: Training
+    lines: tuple[Line, ...]
+    finished: bool
+    path: str
+    troubles: tuple[str, ...] = ()
+
+    def of(self, kind: type[L]) -> tuple[L, ...]:
+        """The lines of one kind, in their order."""
+        return tuple(line for line in self.lines if isinstance(line, kind))
+
+
+@dataclass(frozen=True)
+class RankLines:
+    """The lines of some steps, and what shows whether the ranks still train the same model.
+
+    `same` are digests of what all ranks must have alike. `batches` are two digests for each step that was looked at: of
+    the sequences that this rank has read, and of all that the step has, of which the ranks read `shares` parts.
+    `faults` are what this rank has found wrong itself.
+    """
+
+    lines: tuple[Line, ...]
+    same: tuple[tuple[str, int], ...] = ()
+    batches: tuple[tuple[int, int, int], ...] = ()
+    shares: int = 1
+    faults: tuple[str, ...] = ()

@@ -1,0 +1,186 @@
+"""Delayed scaling without training: recorded amaxes, replayed through every history, margin, interval and algorithm.
+
+The scales are those that a training would have had on the same tensors, bit by bit: float32 throughout, as in
+nn/tensor_scales.py, which a test holds this against. What other scales would have changed in the tensors themselves is
+not in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8bench.errors import UnknownName, UsageError
+from fp8bench.features.train.values import Arm, LayerReading, Line, Training
+from fp8bench.formats.recipes import FORMATS_BY_ROLE, Amax, Delayed
+from fp8bench.protocols import Role
+from fp8bench.registry import precisions
+
+Floats = NDArray[np.float32]
+
+HISTORIES = (1, 4, 16, 64, 256, 1024)
+MARGINS = (0, 1, 2)
+INTERVALS = (1, 4, 16)
+_ROLES = (Role.INPUT, Role.WEIGHT, Role.GRADIENT)
+_LARGEST_FACTOR = np.float32(2.0**126)
+# What a scaled amax may lie above the largest value because quotient and product were rounded: it loses nothing.
+_ROUNDED = 1 + 2.0**-22
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The largest magnitudes of one tensor, cast by cast, and its smallest ones above 0 where they were recorded."""
+
+    layer: str
+    role: Role
+    amax: tuple[float, ...]
+    smallest: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What one way of scaling would have done to all tensors of one role, shares of their casts.
+
+    `overflow` is of casts whose largest value would have been cut off, by `worst` octaves at most; `underflow` of those
+    whose smallest would have become 0, None where nobody recorded it. `idle` is how many octaves of the format's range
+    the others left unused, the mean.
+    """
+
+    delayed: Delayed
+    role: Role
+    casts: int
+    overflow: float
+    worst: float
+    underflow: float | None
+    idle: float
+
+
+def traces_of(training: Training, lines: Iterable[Line], arm: Arm) -> tuple[Trace, ...]:
+    """What a training kept of all tensors that an arm casts, in all seeds. Refused unless every cast was recorded."""
+    batches = arm.taken(training.request.settings).micro_batches
+    if batches > 1:
+        raise UsageError(
+            f"{arm.name} casts each tensor {batches} times a step, and the first amax of a step is kept. Train with "
+            "--micro-batches 1 to replay histories."
+        )
+    found: dict[tuple[str, Role, int], dict[int, LayerReading]] = {}
+    for line in lines:
+        if isinstance(line, LayerReading) and line.arm == arm.name and line.role in _ROLES:
+            found.setdefault((line.layer, Role(line.role), line.seed), {})[line.step] = line
+    if not found:
+        raise UsageError(f"nothing was watched of {arm.name}, so that there are no amaxes. Train with --stride 1.")
+    for (layer, role, _), readings in found.items():
+        if max(readings) + 1 != len(readings):
+            raise UsageError(
+                f"of {layer} {role} in {arm.name} there are {len(readings)} amaxes in {max(readings) + 1} steps, and "
+                "delayed scaling sees every one. Train with --stride 1."
+            )
+    cast = _layers_cast(line for readings in found.values() for line in readings.values())
+    return tuple(_trace(layer, role, readings) for (layer, role, _), readings in found.items() if layer in cast)
+
+
+def _layers_cast(readings: Iterable[LayerReading]) -> set[str]:
+    """Layers with a product; of an arm that scales some of them, these alone: the others stay in high precision."""
+    roles: dict[str, set[str]] = {}
+    scaled = set()
+    for one in readings:
+        roles.setdefault(one.layer, set()).add(one.role)
+        if one.scale != 1:
+            scaled.add(one.layer)
+    products = {layer for layer, found in roles.items() if len(found) == len(_ROLES)}
+    return products & scaled or products
+
+
+def _trace(layer: str, role: Role, readings: Mapping[int, LayerReading]) -> Trace:
+    """In the order of steps. A reading leaves out what is not finite; a cast of such a tensor enters nothing."""
+    ordered = [reading for _, reading in sorted(readings.items())]
+    amax = tuple(math.inf if one.not_finite else one.amax for one in ordered)
+    return Trace(layer, role, amax, tuple(one.smallest for one in ordered))
+
+
+def ways(
+    histories: Sequence[int] = HISTORIES, margins: Sequence[int] = MARGINS, intervals: Sequence[int] = INTERVALS
+) -> Iterator[Delayed]:
+    """Every way of scaling. The most recent amax is a history of one, whatever the history."""
+    for history, margin, interval in product(histories, margins, intervals):
+        yield Delayed(history, Amax.MOST_RECENT if history == 1 else Amax.MAX, margin, interval)
+
+
+def best_of(found: Sequence[Replayed]) -> Delayed:
+    """The way that cuts off in the smallest share of casts, and of such ways leaves the least idle."""
+
+    def cost(way: Delayed) -> tuple[float, float]:
+        own = [one for one in found if one.delayed == way]
+        casts = sum(one.casts for one in own)
+        return sum(one.overflow * one.casts for one in own) / casts, sum(one.idle for one in own)
+
+    return min(dict.fromkeys(one.delayed for one in found), key=cost)
+
+
+def histories_of(training: Training, lines: Iterable[Line], name: str) -> tuple[Replayed, ...]:
+    """Every way on the amaxes of the arm with that name, by way and role, in its own formats if it has a choice."""
+    arms = {arm.name: arm for arm in training.arms}
+    if name not in arms:
+        raise UnknownName("arm", name, arms)
+    traces = traces_of(training, lines, arms[name])
+    word = str(precisions.get(arms[name].precision).chosen.get("formats", ""))
+    formats = word if word in FORMATS_BY_ROLE else "hybrid"
+    return tuple(found for way in ways() for found in replayed(traces, way, formats))
+
+
+def replayed(traces: Sequence[Trace], delayed: Delayed, formats: str = "hybrid") -> Iterator[Replayed]:
+    """One way of scaling on all traces, by role."""
+    for role, fmt in zip(_ROLES, FORMATS_BY_ROLE[formats], strict=True):
+        own = [trace for trace in traces if trace.role is role]
+        if not own:
+            continue
+        scales = [scales_of(trace.amax, delayed, fmt.largest) for trace in own]
+        amaxes = [np.array(trace.amax, dtype=np.float32) for trace in own]
+        scaled = np.concatenate([scale * amax for scale, amax in zip(scales, amaxes, strict=True)])
+        used = scaled[np.isfinite(scaled) & (scaled > 0)]
+        octaves = np.log2(used.astype(np.float64) / fmt.largest)
+        over = used > fmt.largest * _ROUNDED
+        underflow = None
+        if all(trace.smallest for trace in own):
+            least = [np.array(trace.smallest, dtype=np.float32) for trace in own]
+            # Halfway to the smallest value, nearest even is 0.
+            low = np.concatenate(
+                [scale * one <= fmt.smallest_subnormal / 2 for scale, one in zip(scales, least, strict=True)]
+            )
+            underflow = float((low & (np.concatenate(least) > 0)).mean())
+        yield Replayed(
+            delayed, role, len(scaled), float(over.sum() / len(scaled)), float(octaves[over].max(initial=0.0)),
+            underflow, float(-octaves[~over].mean()) if not over.all() else 0.0,
+        )  # fmt: skip
+
+
+def scales_of(amaxes: Sequence[float], delayed: Delayed, largest: float) -> Floats:
+    """The scale that each cast is multiplied by: the one that stood before it, 1 to begin with."""
+    amax = np.array(amaxes, dtype=np.float32)
+    finite = np.isfinite(amax)
+    entries = np.where(finite, amax, np.float32(0))
+    found = entries if delayed.algorithm is Amax.MOST_RECENT else _trailing_max(entries, delayed.history)
+    with np.errstate(divide="ignore", over="ignore"):
+        wanted = np.minimum(np.float32(largest) / found, _LARGEST_FACTOR) / np.float32(2.0**delayed.margin)
+    casts = np.arange(1, len(amax) + 1)
+    renewed = finite & (found > 0) & (casts % delayed.interval == 0)
+    # A cast takes what the last renewal before it has left.
+    last = np.maximum.accumulate(np.where(renewed, casts, 0))
+    standing = np.concatenate([[np.float32(1)], wanted.astype(np.float32)])
+    before = np.concatenate([[0], last[:-1]]).astype(np.int64)
+    return standing[before]
+
+
+def _trailing_max(values: Floats, history: int) -> Floats:
+    """The largest of each value and those before it, so many of them: by doubling, whatever the history."""
+    found, length = values.copy(), 1
+    while length < min(history, len(values)):
+        step = min(length, history - length)
+        found[step:] = np.maximum(found[step:], found[:-step])
+        length += step
+    return found

@@ -1,0 +1,328 @@
+"""A training as text: what each arm came to beside the reference, the bands, and what happened; or what would be."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from fp8bench import units
+from fp8bench.analysis.metric import why_no_larger
+from fp8bench.features.train import words
+from fp8bench.features.train.request import TrainingRequest
+from fp8bench.features.train.values import (
+    WATCHED_SECONDS,
+    Arm,
+    ArmCost,
+    ArmRole,
+    ArmState,
+    KeptTraining,
+    StepFigure,
+    StepRow,
+    Training,
+    TrainingEvent,
+    Validation,
+)
+from fp8bench.features.train.verdicts.energy import TrainedEnergy, energies_of
+from fp8bench.features.train.verdicts.histories import Replayed, best_of
+from fp8bench.features.train.verdicts.judging import Learned
+from fp8bench.features.train.verdicts.summary import ArmSummary, summaries_of
+from fp8bench.features.train.verdicts.verdicts import Verdicts
+from fp8bench.model import Capacity, DeviceFacts, Level
+from fp8bench.protocols import Role
+from fp8bench.report.capacities import show_batch, title
+from fp8bench.report.elements import Column, Field, Page, Part, Table, Text, Tone
+from fp8bench.report.terminal.layout import list_of
+from fp8bench.report.words.naming import listed
+from fp8bench.report.words.run_facts import many
+
+_TONES = {
+    Learned.DIVERGED: Tone.BAD, Learned.WORSE: Tone.BAD, Learned.BETTER: Tone.GOOD, Learned.WITHIN_NOISE: Tone.GOOD,
+}  # fmt: skip
+_COLUMNS = (
+    Column("arm"), Column("how"), Column("loss", number=True), Column("held-out", number=True), Column("gap"),
+    Column("tokens/s", number=True), Column("B/param", number=True), Column("memory", number=True),
+    Column("events", number=True), Column("verdict", below=True),
+)  # fmt: skip
+_LEGEND = (
+    "loss: of training, in nats a token: the mean over seeds and the last tenth of the steps",
+    "held-out: the loss on text that was never trained on, after the last step",
+    "gap: of the loss, relative to the reference's of the same seed, which has the same weights, batches and dropout",
+    "quantised:fp8: the held-out text again, all layers but the head quantised for inference, however trained",
+    "in brackets: the 95% interval over seeds; the verdict is by the 99% interval",
+    "tokens/s: by the median step; of emulated arms it would say nothing",
+    "B/param: bytes that are kept between two steps, as counted, for each parameter",
+    "memory: tensors of the arm at the highest point of a step, measured with no other arm in memory",
+    "a verdict is of this model and text: it does not transfer to a model of another size",
+)
+_SHOWN_EVENTS = 12
+POSITION = "position:"
+_LOOKS = "after the last step, on text that was never trained on: loss (perplexity of a token)"
+# A count of steps is kept for each tensor: nothing for a parameter.
+_LEAST_BYTES = 0.001
+
+
+def page_of(kept: KeptTraining, found: Verdicts) -> Page:
+    """One row an arm, the bands, notes, and the first things that happened."""
+    training = kept.training
+    rows = tuple(tuple(row_of(one, found)) for one in summaries_of(kept, found))
+    parts = [Part("arms", "", (Table("arms", "", _COLUMNS, rows, main=True),))]
+    parts += list(looks_of(kept))
+    parts += [Part("bands", "", tuple(map(Text, bands_of(found))))]
+    parts += list_of("notes", "notes", notes_of(kept, found))
+    parts += list_of("events", "events", _events(kept))
+    parts += [Part("ending", "", tuple(map(Text, _ending(kept))))]
+    return Page(title_of(training), "", tuple(parts), _LEGEND, tuple(facts_of(training)))
+
+
+def expected_time(seconds: float, unknown: Sequence[str]) -> str:
+    """How long all steps would take, as far as steps of the same model are known."""
+    if not seconds:
+        return "time: not known before such a model was trained here; --quick tells"
+    more = f", and what {', '.join(unknown)} takes, which was not trained here before" if unknown else ""
+    return f"time: about {units.clock(seconds)} for the steps, by those of kept trainings{more}"
+
+
+def plan_page(
+    request: TrainingRequest, arms: Sequence[Arm], device: DeviceFacts, reference: ArmState, time: str
+) -> Page:
+    """The arms that would be trained, and what they come to."""
+    columns = (Column("arm"), Column("role"), Column("how"), Column("why not", below=True))
+    rows = tuple(tuple(map(Field, (arm.name, arm.role.value, _how(arm), arm.skip))) for arm in arms)
+    running = [arm for arm in arms if not arm.skip]
+    repeats = sum(arm.role is ArmRole.REPEAT for arm in running)
+    steps = request.steps * ((len(running) - repeats) * request.seeds + repeats)
+    ending = (
+        f"parameters: {units.whole(reference.parameters)} ({request.settings.model}, {request.settings.arch})",
+        f"steps: {units.whole(steps)} in all, {many(request.steps, 'step')} of {many(len(running), 'arm')} in "
+        + many(request.seeds, "seed"),
+        *([f"ranks: {request.ranks} by {request.settings.parallel}; {_scales_of(request)}"] if request.ranks else []),
+        f"tokens: {units.whole(reference.tokens)} a step, {units.whole(steps * reference.tokens)} in all",
+        f"kept between two steps of the reference: {_bytes(dict(reference.bytes_per_parameter))}",
+        time,
+    )
+    table = Table("arms", "", columns, rows)
+    return Page(
+        f"training of {request.settings.model} on {device.key}, which is {device.name}", "",
+        (Part("arms", "", (table,)), Part("ending", "", tuple(map(Text, ending)))),
+    )  # fmt: skip
+
+
+def _bytes(parts: dict[str, float]) -> str:
+    """'16 bytes a parameter (weights 4, gradients 4, ...)'."""
+    named = ", ".join(f"{name} {size:.3g}" for name, size in parts.items() if size >= _LEAST_BYTES)
+    return f"{sum(parts.values()):.3g} bytes a parameter ({named})"
+
+
+def title_of(training: Training) -> str:
+    settings = training.request.settings
+    return f"training of {settings.model} ({settings.arch}, {units.count(training.parameters)} parameters)"
+
+
+def facts_of(training: Training) -> Iterator[tuple[str, str]]:
+    request = training.request
+    yield "id", training.id
+    yield "device", f"{training.device.key} ({training.device.name})"
+    yield "steps", f"{units.whole(request.steps)} in {many(request.seeds, 'seed')}"
+    if request.ranks is not None:
+        yield "ranks", f"{request.ranks} by {request.settings.parallel}; {_scales_of(request)}"
+    yield "text", training.text.identity
+    yield "margin", units.percent(request.margin)
+
+
+def _scales_of(request: TrainingRequest) -> str:
+    whose = "its own rank" if request.settings.amax_group == "own" else "all ranks"
+    return f"a tensor's scale is by the largest magnitude of {whose}"
+
+
+def _how(arm: Arm) -> str:
+    return "skipped" if arm.skip else (Level.NATIVE if arm.native else Level.EMULATED).value
+
+
+def row_of(summary: ArmSummary, found: Verdicts) -> Iterator[Field]:
+    """Arm, how, loss, held-out, gap, tokens/s, bytes a parameter, memory, events, verdict."""
+    arm, said = summary.arm, summary.said
+    yield Field(arm.name)
+    yield Field(_how(arm), tone=Tone.DOUBT if arm.skip or not arm.native else Tone.PLAIN)
+    yield _number(summary.loss, lambda loss: f"{loss:.4f}")
+    yield _number(summary.held_out, lambda loss: f"{loss:.4f}")
+    yield Field(words.gap(said.judged.gap) if said else units.NONE)
+    yield _number(summary.tokens_per_second, units.count)
+    yield Field(units.NONE if summary.bytes_per_parameter is None else f"{summary.bytes_per_parameter:.3g}")
+    yield _number(summary.peak_memory, units.size)
+    yield Field(units.NONE if summary.events is None else str(summary.events))
+    tone = _TONES.get(said.judged.learned, Tone.DOUBT) if said and not arm.skip else Tone.PLAIN
+    yield Field(words.of_arm(summary, found), tone=tone)
+
+
+def _number(value: float | None, shown: Callable[[float], str]) -> Field:
+    return Field(units.NONE) if value is None else Field(shown(value), value)
+
+
+def _of_emulation(kept: KeptTraining) -> Iterator[str]:
+    """What bytes and joules of emulated arms are, where some were measured."""
+    measured = {cost.arm for cost in kept.of(ArmCost)}
+    names = [arm.name for arm in kept.training.arms if not arm.native and arm.name in measured]
+    if names:
+        yield (
+            f"memory and energy of {listed(names)} are those of emulation, which keeps values of a small format in "
+            "wider ones: they say nothing of a device that has the format"
+        )
+
+
+def _energies(found: Mapping[str, TrainedEnergy]) -> Iterator[str]:
+    """A sentence an arm; one where none has any for the same reason."""
+    whys = {one.why for one in found.values()}
+    if len(found) > 1 and len(whys) == 1 and all(one.joules is None for one in found.values()):
+        yield f"no energy: {whys.pop()}"
+        return
+    yield from (f"{arm}: {words.energy(one)}" for arm, one in found.items())
+
+
+def _largest(found: Capacity) -> str:
+    """'largest batch that fits into 2.00 GiB: 812 (52.0 k tokens); not 813: tensors need 1.20 MiB more'."""
+    tokens = f" ({units.whole(found.tokens)} tokens)" if found.batch else ""
+    return f"{title(found)}: {show_batch(found)}{tokens}; not {why_no_larger(found)}"
+
+
+def looks_of(kept: KeptTraining) -> Iterator[Part]:
+    """What was seen of each arm after its last step on text that was never trained on: losses and perplexities."""
+    steps = kept.training.request.steps
+    last = [one for one in kept.of(Validation) if one.step == steps and math.isfinite(one.loss)]
+    shown = list(dict.fromkeys(one.of for one in last if not one.of.startswith(POSITION)))
+    places = list(dict.fromkeys(one.of for one in last if one.of.startswith(POSITION)))
+    shown += [places[0], places[-1]] if len(places) > 1 else []
+    columns = (Column("arm"), *(Column(of, number=True) for of in shown))
+    arms = [arm.name for arm in kept.training.arms if arm.role is not ArmRole.REPEAT]
+    rows = tuple(
+        (Field(arm), *(_look([one for one in last if (one.arm, one.of) == (arm, of)]) for of in shown))
+        for arm in arms if any(one.arm == arm for one in last)
+    )  # fmt: skip
+    if rows:
+        yield Part("looks", _LOOKS, (Table("looks", "", columns, rows),))
+
+
+def _look(seen: Sequence[Validation]) -> Field:
+    """'2.513 (12.3)': a loss and its perplexity, by byte too where a token is more than one."""
+    if not seen:
+        return Field(units.NONE)
+    loss = math.fsum(one.loss for one in seen) / len(seen)
+    mean = replace(seen[0], loss=loss, tokens=sum(one.tokens for one in seen), bytes=_sum(one.bytes for one in seen))
+    by_byte = mean.perplexity_by_byte if mean.bytes != mean.tokens else None
+    more = f"; {by_byte:.3g} a byte" if by_byte is not None else ""
+    return Field(f"{loss:.3f} ({mean.perplexity:.3g}{more})", loss)
+
+
+def _sum(sizes: Iterable[int | None]) -> int | None:
+    known = list(sizes)
+    return None if None in known else sum(one or 0 for one in known)
+
+
+def bands_of(found: Verdicts) -> Iterator[str]:
+    if found.seed_band is not None:
+        yield words.seed_band(found.seed_band)
+    if found.repeat_band is not None:
+        yield words.repeat_band(found.repeat_band)
+    if all_of := words.chance_of_all(found):
+        yield all_of
+
+
+def notes_of(kept: KeptTraining, found: Verdicts) -> Iterator[str]:
+    for said in found.arms:
+        if not said.arm.skip:
+            yield from (f"{said.arm.name}: {note}" for note in words.notes(said))
+            if said.speed is not None:
+                yield f"{said.arm.name}: {words.speed(said.speed, said.arm.native)}"
+    yield from (f"{one.arm}: {one.why}" for one in kept.of(ArmCost) if one.why)
+    yield from _of_emulation(kept)
+    if kept.training.request.ranks is not None and not kept.training.device.accelerated:
+        yield "ranks on a CPU share its cores: tokens/s are a functional test"
+    yield from _energies(energies_of(kept, found))
+    yield from (f"{one.arm}: {_largest(one.capacity)}" for one in kept.of(ArmCost) if one.capacity)
+    yield from kept.troubles
+
+
+def _events(kept: KeptTraining) -> Iterator[str]:
+    events = kept.of(TrainingEvent)
+    for event in events[:_SHOWN_EVENTS]:
+        where = f"{event.layer} {event.tensor}".strip()
+        who = f"{event.arm}, seed {event.seed}, step {event.step}" if event.arm else f"seed {event.seed}"
+        yield f"{who}: {event.words}{f' ({where})' if where else ''}{f'. {event.remedy}' if event.remedy else ''}"
+    if len(events) > _SHOWN_EVENTS:
+        counts = Counter(event.kind for event in events[_SHOWN_EVENTS:])
+        yield f"and {', '.join(f'{count} more of {kind}' for kind, count in counts.items())}"
+
+
+def _ending(kept: KeptTraining) -> Iterator[str]:
+    if not kept.finished:
+        seed, step = max(((row.seed, row.step) for row in kept.of(StepRow)), default=(kept.training.request.seed, -1))
+        yield f"cut off in seed {seed} after {many(step + 1, 'step')}: what is said is of what was kept"
+    if costs := dict(_watching(kept)):
+        most = max(costs, key=costs.__getitem__)
+        every = many(kept.training.request.stride, "step")
+        yield f"watched: every {every}, which took {units.percent(costs[most])} of a step's time at most ({most})"
+    store = shlex.quote(str(Path(kept.path).parent.parent.parent))
+    yield f"stored in {kept.path}"
+    yield f"curves, tensors by layer and events: fp8bench report {kept.training.id} --store {store}"
+
+
+def _watching(kept: KeptTraining) -> Iterator[tuple[str, float]]:
+    """What watching added to the time of a step, on average over all of them, by arm."""
+    for arm in kept.training.arms:
+        plain = [row.seconds for row in kept.of(StepRow) if row.arm == arm.name and row.seconds > 0]
+        lines = [one for one in kept.of(StepFigure) if one.arm == arm.name and one.name == WATCHED_SECONDS]
+        if plain and lines:
+            usual = median(plain)
+            yield arm.name, (median(one.value for one in lines) / usual - 1) / kept.training.request.stride
+
+
+_ROLES = (Role.INPUT, Role.WEIGHT, Role.GRADIENT)
+_HISTORY_COLUMNS = (
+    Column("history", number=True), Column("margin", number=True), Column("interval", number=True),
+    *(Column(f"over {role[0]}", number=True) for role in _ROLES), Column("worst", number=True),
+    *(Column(f"under {role[0]}", number=True) for role in _ROLES), Column("idle", number=True),
+)  # fmt: skip
+_HISTORY_LEGEND = (
+    "over: casts of inputs (i), weights (w) and gradients (g) whose largest value would have been cut off",
+    "worst: by how many octaves at most",
+    "under: casts whose smallest value above 0 would have become 0",
+    "idle: octaves of the format's range that the other casts left unused, the mean over roles",
+    "a history of 1 is the most recent amax; a tensor that other scales would have changed is replayed as it was",
+)
+
+
+def histories_page(training: Training, arm: str, found: Sequence[Replayed]) -> Page:
+    """A row for each way, in their order."""
+    ways = dict.fromkeys(one.delayed for one in found)
+    rows = tuple(tuple(_row([one for one in found if one.delayed == way])) for way in ways)
+    casts = sum(one.casts for one in found if one.delayed == found[0].delayed)
+    table = Table("histories", "", _HISTORY_COLUMNS, rows, main=True)
+    title = f"delayed scaling of {arm} in {training.id}, replayed over {units.whole(casts)} casts"
+    best = best_of(found)
+    advice = f"least is cut off, and of such ways least left idle, by history {best.history}, margin {best.margin}, "
+    text = Text(f"{advice}interval {best.interval}")
+    return Page(title, "", (Part("histories", "", (table, text)),), _HISTORY_LEGEND)
+
+
+def _row(found: Sequence[Replayed]) -> Iterator[Field]:
+    delayed, by_role = found[0].delayed, {one.role: one for one in found}
+    for number in (delayed.history, delayed.margin, delayed.interval):
+        yield Field(str(number), number)
+    for role in _ROLES:
+        yield _share(by_role[role].overflow if role in by_role else None)
+    worst = max(one.worst for one in found)
+    yield Field(f"{worst:.1f}" if worst else units.NONE, worst)
+    for role in _ROLES:
+        yield _share(by_role[role].underflow if role in by_role else None)
+    idle = sum(one.idle for one in found) / len(found)
+    yield Field(f"{idle:.1f}", idle)
+
+
+def _share(value: float | None) -> Field:
+    if value is None:
+        return Field("?")
+    return Field(units.share(value), value, Tone.BAD if value else Tone.PLAIN)

@@ -1,0 +1,180 @@
+"""How an arm of a training learned, in words: verdicts, bands and speeds, the same wherever they are shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+
+from fp8bench import units
+from fp8bench.features.train.values import ArmRole, KeptTraining, TrainingEvent
+from fp8bench.features.train.verdicts.energy import TrainedEnergy
+from fp8bench.features.train.verdicts.judging import LEAST_PAIRS, Gap, Judged, Learned, Why
+from fp8bench.features.train.verdicts.speed import AdjustedSpeed
+from fp8bench.features.train.verdicts.summary import ArmSummary
+from fp8bench.features.train.verdicts.verdicts import ArmVerdict, RepeatBand, SeedBand, Verdicts
+from fp8bench.model import Interval
+from fp8bench.report.words.naming import listed
+from fp8bench.report.words.run_facts import many
+
+_ROLES = {
+    ArmRole.REFERENCE: "the reference",
+    ArmRole.REPEAT: "the reference once more, in the first seed alone",
+    ArmRole.OTHER_SEED: "the reference with other weights and batches",
+}
+
+
+def of_arm(summary: ArmSummary, among: Verdicts) -> str:
+    """Its verdict; why there is none, or what else the arm is there for."""
+    arm = summary.arm
+    return arm.skip or (verdict(summary.said, among) if summary.said is not None else _ROLES[arm.role])
+
+
+def verdict(found: ArmVerdict, among: Verdicts) -> str:
+    """'worse by +2.3% [+1.1%, +3.5%] (99%), all of it above the margin of 1.0%'."""
+    judged, seeds = found.judged, len(among.seeds)
+    if judged.learned is Learned.DIVERGED:
+        return f"diverged in {len(found.diverged_in)} of {many(seeds, 'seed')} ({_seeds(found.diverged_in)})"
+    if judged.learned is Learned.DID_NOT_LEARN:
+        return f"no verdict: the reference did not learn ({did_not_learn(among)})"
+    if judged.learned is Learned.INCONCLUSIVE:
+        return f"inconclusive: {inconclusive(judged)}"
+    assert judged.gap is not None and judged.gap.decides is not None
+    interval, margin = judged.gap.decides, units.percent(among.margin)
+    if judged.learned is Learned.WITHIN_NOISE:
+        if found.same_bits:
+            return "within noise: every loss is the reference's, bit for bit; does this arm take effect?"
+        return f"within noise: {_span(interval)}, inside +-{margin}"
+    beyond = interval.low > among.margin or interval.high < -among.margin
+    return f"{judged.learned} by {_span(interval)}" + (f", all of it beyond the margin of {margin}" if beyond else "")
+
+
+# Verdicts, and alarms, as who wants a command to fail on them names them.
+ALARM = "alarm"
+FAILURES = (*(one.replace(" ", "-") for one in Learned if one not in (Learned.BETTER, Learned.WITHIN_NOISE)), ALARM)
+
+
+def failures(kept: KeptTraining, found: Verdicts, wanted: Collection[str]) -> Iterator[str]:
+    """A sentence for each arm with a verdict that is wanted, and for each alarm if these are."""
+    for one in found.arms:
+        if one.judged.learned.replace(" ", "-") in wanted:
+            yield f"{one.arm.name}: {verdict(one, found)}"
+    if ALARM in wanted:
+        for event in kept.of(TrainingEvent):
+            if event.kind == ALARM:
+                yield f"{event.arm}, seed {event.seed}, step {event.step}: {event.words}"
+
+
+def inconclusive(judged: Judged) -> str:
+    """Why, and how many more seeds would do."""
+    more = f"{judged.more_seeds} more would do" if judged.more_seeds else "no number of seeds that is known would do"
+    if judged.why in (Why.SAME_BITS, Why.FALLBACK):
+        return str(judged.why)
+    if judged.why is Why.FEW_PAIRS:
+        pairs = judged.gap.pairs if judged.gap else 0
+        return f"{many(pairs, 'seed')} {'counts' if pairs == 1 else 'count'}, fewer than {LEAST_PAIRS}; {more}"
+    if judged.why is Why.TOO_WIDE:
+        assert judged.gap is not None and judged.gap.decides is not None
+        return f"{_span(judged.gap.decides)} is too wide; {more} in four of five cases"
+    if judged.why is Why.NO_HELD_OUT:
+        return "too few seeds have a finite loss on held-out text"
+    assert judged.gap is not None and judged.held_out is not None
+    training, held_out = (units.change(1 + one.point) for one in (judged.gap, judged.held_out))
+    return f"{training} on training text, but {held_out} on held-out text"
+
+
+def did_not_learn(among: Verdicts) -> str:
+    """By how much the reference's loss fell in its worst seed."""
+    least, worst = (
+        units.percent(among.least_fall),
+        min(among.falls.values(), key=lambda fall: (not math.isnan(fall), fall)),
+    )
+    fell = "its loss was no number in the end" if math.isnan(worst) else f"its loss fell by {units.percent(worst)}"
+    return f"in one seed {fell}; at least {least} is asked of every seed"
+
+
+def notes(found: ArmVerdict) -> Iterator[str]:
+    """What else is to be known of a verdict: seeds that do not count, one that stands out."""
+    reasons: dict[str, list[int]] = {}
+    for seed, why in found.voids:
+        if seed not in found.diverged_in:
+            reasons.setdefault(why.value, []).append(seed)
+    for reason, seeds in reasons.items():
+        yield f"{_seeds(seeds)} {'does' if len(seeds) == 1 else 'do'} not count: {reason}"
+    if found.outlier is not None:
+        gap = next(pair.gap for pair in found.pairs if pair.seed == found.outlier)
+        yield f"seed {found.outlier} stands alone at {units.change(1 + gap)}: look at its curve before you add seeds"
+
+
+def gap(found: Gap | None) -> str:
+    """'+2.3% [+1.4%, +3.2%]' with the interval of 95%; '-' without pairs."""
+    if found is None:
+        return units.NONE
+    return units.change(1 + found.point) if found.shown is None else _span(found.shown, level=False)
+
+
+def chance_of_all(among: Verdicts) -> str:
+    """What 99% means for several arms; '' for one."""
+    count = len(among.arms)
+    if count < 2:
+        return ""
+    return (
+        f"each verdict is by a 99% interval of its own: of {count} arms that differ by nothing, one or more would be "
+        f"called worse or better in at most {count} of 100 trainings"
+    )
+
+
+def seed_band(band: SeedBand) -> str:
+    """'other seeds move the reference by 1.2% (root mean square of 5), at most 2.0%'."""
+    deviation, largest = (units.percent(one, 2) for one in (band.deviation, band.largest))
+    return f"other seeds move the reference by {deviation} (root mean square of {len(band.gaps)}), at most {largest}"
+
+
+def repeat_band(band: RepeatBand) -> str:
+    """Whether the reference, repeated, gives the same losses."""
+    if band.first is None:
+        return (
+            f"nondeterminism is zero: the repeat has the same loss in each of {many(band.steps, 'step')}, bit for bit"
+        )
+    return f"the repeat differs from step {band.first} on, by at most {units.percent(band.largest, 3)} of a step's loss"
+
+
+def speed(found: AdjustedSpeed | None, native: bool) -> str:
+    """'1.42x [1.35x, 1.49x] to the same loss (1.50x by steps)'."""
+    if not native:
+        return "emulated: numerics and no speed"
+    if found is None:
+        return units.NONE
+    raw = f"({units.ratio(found.raw.point)} by steps)"
+    if found.adjusted is None:
+        return f"not known to the same loss, which does not surely fall any more {raw}"
+    if found.bounded:
+        return f"at most {units.ratio(found.adjusted.point)} to the same loss {raw}"
+    low, high = units.ratio(found.adjusted.low), units.ratio(found.adjusted.high)
+    return f"{units.ratio(found.adjusted.point)} [{low}, {high}] to the same loss {raw}"
+
+
+def energy(found: TrainedEnergy) -> str:
+    """'1.90 J a step [1.88 J, 1.91 J]; 0.83x [0.80x, 0.87x] of the reference's energy to the same loss'."""
+    if found.joules is None:
+        return f"no energy: {found.why}"
+    middle, low, high = (units.joules(one) for one in (found.joules.middle, found.joules.low, found.joules.high))
+    parts = [f"{middle} a step [{low}, {high}]"]
+    if found.to_loss is not None:
+        span = energy_to_loss(found.to_loss, found.at_least)
+        parts.append(f"{span} of the reference's energy to the same loss")
+    return "; ".join([*parts, *filter(None, [found.why])])
+
+
+def energy_to_loss(found: Interval, at_least: bool) -> str:
+    """'0.83x [0.80x, 0.87x]'."""
+    point, low, high = (units.ratio(one) for one in (found.point, found.low, found.high))
+    return f"at least {point}" if at_least else f"{point} [{low}, {high}]"
+
+
+def _span(found: Interval, level: bool = True) -> str:
+    point, low, high = (units.change(1 + one) for one in (found.point, found.low, found.high))
+    return f"{point} [{low}, {high}]" + (f" ({units.percent(found.level, 0)})" if level else "")
+
+
+def _seeds(seeds: tuple[int, ...] | list[int]) -> str:
+    return f"seed{'s' * (len(seeds) != 1)} {listed([str(one) for one in seeds], len(seeds))}"

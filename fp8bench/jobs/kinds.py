@@ -1,0 +1,105 @@
+"""What a store keeps beside runs, and tables of what is kept: each feature's module `kind` says what it adds.
+
+`show`, `report`, `history list --runs` and the exporters walk what is found here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from fp8bench.feature_list import feature_parts
+from fp8bench.report.elements import Page
+
+K = TypeVar("K")
+# What tables are of that are of no other kind.
+RUN = "run"
+
+
+@dataclass(frozen=True)
+class View:
+    """What is shown of something: a page, and what programs get of it."""
+
+    page: Callable[[], Page]
+    as_json: Callable[[], str] = str
+    as_csv: Callable[[], str] = str
+
+
+@dataclass(frozen=True)
+class KeptTable:
+    """A table of a run, or of a kind by its name: `show` has an option for it.
+
+    The option has a value where `metavar` names one. A table without `rows` is no CSV.
+    """
+
+    name: str
+    help: str
+    view: Callable[[Any, str, Path], View]
+    of: str = RUN
+    metavar: str = ""
+    rows: bool = True
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report's page and its table."""
+
+    page: Page
+    rows: str
+
+
+@dataclass(frozen=True)
+class Exports:
+    """What writes something for TensorBoard into a folder, and what sends it, with files, to a project of wandb."""
+
+    write: Callable[[Path], Sequence[Path]]
+    send: Callable[[str, Sequence[Path]], None]
+
+
+class Kind(ABC, Generic[K]):
+    """A kind of thing that is kept. `refused` are the options of `show` that do not go with it."""
+
+    name: ClassVar[str]
+    holds: ClassVar[type]
+    refused: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def find(self, word: str, store: Path) -> Path | None:
+        """What a word means: a path, an id or the beginning of one."""
+
+    @abstractmethod
+    def names(self, path: Path) -> tuple[str, ...]:
+        """The names of what lies there: its id, and that of its file."""
+
+    @abstractmethod
+    def load(self, path: Path) -> K:
+        """Read it. Raises StoreError where it is none."""
+
+    @abstractmethod
+    def view(self, kept: K) -> View:
+        """What `show` prints."""
+
+    def lines(self, store: Path) -> Iterator[Callable[[], str]]:
+        """What makes its line in the list of what is kept, newest first; raises StoreError for what is damaged."""
+        yield from ()
+
+    def report(self, kept: K) -> Report | None:
+        """Its report, where it has one."""
+        return None
+
+    def exports(self, kept: K) -> Exports | None:
+        """What other programs get of it, where they get any."""
+        return None
+
+
+def kinds() -> list[Kind[Any]]:
+    """Those of all features."""
+    return [kind for module in feature_parts("kind") for kind in getattr(module, "KINDS", ())]
+
+
+def feature_tables() -> list[KeptTable]:
+    """The tables that features add."""
+    return [table for module in feature_parts("kind") for table in getattr(module, "TABLES", ())]

@@ -1,0 +1,75 @@
+"""What a callable of the user's own promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class AuditKind(StrEnum):
+    """What a callable is.
+
+    A PRODUCT takes matrices a (M, K) and b (N, K) and gives a times b transposed; a CAST takes a matrix and gives its
+    values in low precision, or codes and scales; a LINEAR takes inputs (M, K) and a weight (N, K), and has gradients;
+    an ATTENTION takes queries, keys and values (batch, N heads, M places, K); an OPTIMIZER is made of a list of
+    parameters, as torch's are, and has `step()` and `param_groups`; a MODEL is what a function without arguments makes,
+    with a batch or without.
+    """
+
+    PRODUCT = "product"
+    CAST = "cast"
+    LINEAR = "linear"
+    ATTENTION = "attention"
+    OPTIMIZER = "optimizer"
+    MODEL = "model"
+
+
+class Takes(StrEnum):
+    """What a product is given: tensors to be cast by it, or codes with the scales that decode them."""
+
+    VALUES = "values"
+    CODES = "codes"
+
+
+class UpdateRule(StrEnum):
+    """What an optimizer does with a gradient: decay is decoupled in ADAMW, and added to the gradient in the others."""
+
+    ADAMW = "adamw"
+    ADAM = "adam"
+    SGD = "sgd"
+
+
+class KeptWeights(StrEnum):
+    """What is left of the weights from one step to the next.
+
+    STOCHASTIC ones are bfloat16, rounded at random; a MASTER is a float32 copy that the optimizer keeps of bfloat16
+    parameters; SCALED ones are float16 under one scale a tensor, in parameters that are float32.
+    """
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    STOCHASTIC = "bf16-stochastic"
+    MASTER = "bf16-master"
+    SCALED = "fp16-scaled"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a callable promises: its kind, and the precision whose casts it has, options included.
+
+    `second` is how a product's second operand lies: 'nk' is (N, K), 'kn' is (K, N). Sizes that are no multiples of
+    `multiple` it may refuse. In `causal` attention no place sees a later one. An optimizer's precision is that of its
+    first moment (or FlatMoments), and '' its `second_moment` is what goes with that. `baseline` names the callable
+    whose time it is compared with.
+    """
+
+    kind: AuditKind
+    precision: str
+    takes: Takes = Takes.VALUES
+    second: str = "nk"
+    multiple: int = 1
+    causal: bool = False
+    rule: UpdateRule = UpdateRule.ADAMW
+    second_moment: str = ""
+    weights: KeptWeights = KeptWeights.FP32
+    baseline: str = ""

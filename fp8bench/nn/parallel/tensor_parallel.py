@@ -1,0 +1,111 @@
+"""Tensor parallelism: attention by heads and feed-forward parts by hidden features, exchanges explicit.
+
+With sequence parallelism a rank has its tokens of the stream only, of which norms, residuals, head and loss are
+computed. All tokens are gathered for what is cut, and of its sums each rank gets those of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor, nn
+
+from fp8bench.nn.attention import SelfAttention
+from fp8bench.nn.gpt import GPT, Block, loss_of
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.parallel.amax_groups import cut_roles, scaled_together
+from fp8bench.nn.parallel.cuts import OF_GROUP, OWN, cut_of, cuts
+from fp8bench.nn.parallel.exchanges import Group, added, copied, gathered, scattered
+from fp8bench.nn.parallel.fp8_wire import FP8Group
+from fp8bench.nn.parallel.model import ParallelModel
+from fp8bench.nn.parallel.way import Job
+from fp8bench.nn.sizes import GPTConfig
+from fp8bench.protocols import Phases, Role
+
+Exchange = Callable[[Tensor, Group], Tensor]
+
+
+def share_blocks(
+    model: GPT, config: GPTConfig, group: Group, enter: Exchange = copied, leave: Exchange = added, amax: str = OWN
+) -> None:
+    """Leave this rank its share of every block, with scales of its own shares or of whole tensors; and have what a
+    part of a block is given, and what comes of it, exchanged. Its layers keep their paths in the model."""
+    for block in model.blocks:
+        assert isinstance(block, Block) and isinstance(block.attn, SelfAttention)
+        for path, cut in cuts(config).items():
+            layer = block.get_submodule(path)
+            assert isinstance(layer, Linear)
+            layer.weight = nn.Parameter(cut.share(layer.weight.detach(), group.rank, group.size).contiguous())
+            if amax == OF_GROUP:
+                layer.arithmetic = scaled_together(layer.arithmetic, cut_roles(cut), group.largest)
+        queries, keys, values = (size // group.size for size in block.attn.sizes)
+        block.attn.sizes = (queries, keys, values)
+        for part in (block.attn, block.mlp):
+            part.register_forward_pre_hook(lambda _, given: (enter(given[0], group), *given[1:]))
+            part.register_forward_hook(lambda _, given, y: leave(y, group))
+
+
+class TensorCut(ParallelModel):
+    """A rank's share of a model, whose batch all ranks see whole."""
+
+    enter: Exchange = staticmethod(copied)
+    leave: Exchange = staticmethod(added)
+    module: GPT
+
+    def __init__(self, job: Job) -> None:
+        self._shared, self._config, self._amax = self._group(job), job.config, job.options["amax"]
+        self.module = job.make()
+        share_blocks(self.module, job.config, self._shared, self.enter, self.leave, self._amax)
+        named = dict(self.module.named_parameters())
+        self._cuts = [cut_of(name, job.config) for name in named]
+        super().__init__(named, job.loss_scale)
+        self.group = job.group
+
+    def _group(self, job: Job) -> Group:
+        """What exchanges with the others."""
+        return Group(job.group)
+
+    def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+        self._shared.phase = phase
+        return super().loss(tokens, targets, phase)
+
+    def shared_roles(self, layer: str) -> Collection[Role]:
+        cut = cut_of(f"{layer}.weight", self._config)
+        return cut_roles(cut) if cut is not None and self._amax == OF_GROUP else ()
+
+    def full_weights(self) -> dict[str, Tensor]:
+        parts = zip(self.names, self._own(), self._cuts, strict=True)
+        return {name: own if cut is None else cut.joined(self._shared.everybodys(own)) for name, own, cut in parts}
+
+    def _own(self) -> list[Tensor]:
+        """What the ranks that share tensors join: this rank's shares, and what all of them have."""
+        return self.weights
+
+
+class SequenceCut(TensorCut):
+    """The same, and of the stream a rank's tokens only. What all ranks have whole got gradients of those: a sum."""
+
+    enter = staticmethod(gathered)
+    leave = staticmethod(scattered)
+
+    def _group(self, job: Job) -> Group:
+        if job.options["wire"] != "fp8":
+            return Group(job.group)
+        group = FP8Group(job.group)
+        self.fp8_wire = group.wire
+        return group
+
+    def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+        """Gradients of what all ranks have are added up in one message."""
+        group = self._shared
+        group.phase = phase
+        with phase.elementwise:
+            stream = self.module.through(group.own(self.module.embedded(tokens)), phase, tokens.shape[1])
+            loss = loss_of(self.module.read(stream, phase), group.own(targets))
+            (loss * (self.loss_scale / group.size)).backward()  # type: ignore[no-untyped-call]
+            common = [one.grad for one, cut in zip(self.parameters, self._cuts, strict=True) if cut is None]
+            own = [one.view(-1) for one in common if one is not None]
+            whole = group.added(torch.cat(own))
+            torch._foreach_copy_(own, list(torch.split(whole, [one.numel() for one in own])))
+        return loss.detach()

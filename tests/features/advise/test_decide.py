@@ -1,0 +1,186 @@
+"""From answers to advice: planted truths, and what no advice may ever do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8bench.features.advise.advise import advised
+from fp8bench.features.advise.decide import predicted
+from fp8bench.features.advise.speed_rules import bound_of
+from fp8bench.features.advise.values import AdviceKind
+from fp8bench.model import Interval, Label, Level, Phase, Verdict
+from fp8bench.model.coverage import Coverage
+from tests.advised import BF16, FP8, NANO, basis, group, only, record, said
+from tests.features.advise.test_rules import holder, model, squares, study
+
+ADOPT, ROUTE, SCHEDULE, NOTHING = AdviceKind
+
+
+def test_a_step_that_gains_is_adopted() -> None:
+    """7.6 ms instead of 10: it predicts what was measured, with its rows, and says what it does not know."""
+    one = only(said(group(fp8=FP8)), ADOPT)
+    assert one.gain is not None and one.gain.point == pytest.approx(10 / 7.6, rel=1e-3)
+    assert one.gain.low < one.gain.point < one.gain.high and one.recipe == "--dtypes bf16,fp8"
+    assert one.sentence.startswith("adopt fp8: the step is 1.32x as fast as in bf16")
+    assert "whether it still learns is not measured here: fp8bench train --dtypes bf16,fp8" in one.sentence
+    assert {ground.row for ground in one.grounds} == {f"{one.settings[0]}/bf16", one.case}
+
+
+def test_what_all_calls_say_is_within_what_is_predicted() -> None:
+    """A step whose fastest calls are 1.32x as fast, and all calls 1.1x to 1.2x: either may be seen once more.
+
+    Where they contradict each other beyond the noise, all calls count.
+    """
+    made = basis(group(fp8=FP8))
+    (case,) = (key for key in made.findings if key.endswith("/fp8"))
+    uneven = replace(made.findings[case], typical=Interval(1 / 1.15, 1 / 1.2, 1 / 1.1, 0.99))
+    (one,) = replace(made, findings={**made.findings, case: uneven}).besides
+    labelled = replace(uneven, labels=(Label.UNEVEN,))
+    (other,) = replace(made, findings={**made.findings, case: labelled}).besides
+    assert other.speed is not None and other.speed.point == pytest.approx(1.15)
+    gain = predicted(one)
+    assert gain is not None and gain.low < 1.1 < gain.point < gain.high
+    assert gain.point == pytest.approx(1.316, rel=0.01)
+
+
+def test_products_that_are_a_tenth_of_the_step_are_left() -> None:
+    small = {"gemm": 1000, "optimizer_step": 5000, "elementwise": 4000}
+    one = only(said(group(bf16=small, fp8={**small, "cast": 50, "gemm": 500})), NOTHING)
+    assert one.rule == "amdahl" and one.gain is not None and 1.04 < one.gain.point < 1.05
+    assert "is not surely the 10% that are worth it; do its products take enough of the step: no, 10%" in one.sentence
+
+
+def test_casts_that_eat_the_gain_are_named() -> None:
+    one = only(said(group(fp8={**FP8, "cast": 4000})), NOTHING)
+    assert one.rule == "casts" and "1.1x" not in one.sentence and "slower; do casts leave what" in one.sentence
+
+
+def test_what_is_worth_it_is_a_persons_own_choice() -> None:
+    """A gain of 32%."""
+    only(said(group(fp8=FP8), least=0.3), ADOPT)
+    only(said(group(fp8=FP8), least=0.4), NOTHING)
+
+
+def test_an_emulated_precision_has_no_advice_on_speed() -> None:
+    """However fast it seems, in several settings once."""
+    quick = {**BF16, "gemm": 1}
+    groups = [group({**NANO, "batch": batch}, level=Level.EMULATED, fp8=quick) for batch in (1, 2)]
+    found = said(*groups)
+    (one,) = found.advice
+    assert (one.kind, one.rule, one.gain, one.recipe, one.case) == (NOTHING, "native", None, "", "")
+    assert len(one.settings) == 2
+    assert one.sentence.startswith("do nothing about the speed of fp8, because it is emulated")
+
+
+def test_a_label_casts_doubt_and_a_hard_one_forbids() -> None:
+    """What is not judged is not known."""
+    made = basis(group(fp8=FP8))
+    (case,) = (key for key in made.findings if key.endswith("/fp8"))
+    unsure = replace(made.findings[case], verdict=Verdict.UNSURE, ratio=None, why="it was throttled")
+    one = only(advised(replace(made, findings={**made.findings, case: unsure})), NOTHING)
+    assert one.gain is None and "its speed is not known here" in one.sentence
+
+
+def test_faster_than_its_parts_allow_is_not_believed() -> None:
+    """The optimizer, which no product is, took three quarters of the time less: by the tape it is not fp8's doing."""
+    one = only(said(group(fp8={**FP8, "optimizer_step": 100, "elementwise": 100, "gemm": 2000, "cast": 1})), NOTHING)
+    assert one.rule == "amdahl" and "something else is not alike" in one.sentence and one.gain is None
+
+
+def test_layers_that_a_study_found_stay_high() -> None:
+    """With the map that kept the loss; between nothing and what it gains with all layers."""
+    found = said(group(fp8=FP8), studies=(study(0.1, 0.005),))
+    one = only(found, ROUTE)
+    assert one.precision_map == (("head", "bf16"),) and "--precision-map head=bf16" in one.recipe
+    assert "leave head in bf16 with fp8; the loss is then +0.5% instead of +10.0%" in one.sentence
+    assert one.gain is not None and one.gain.low == 1 and one.gain.high > 1.3
+    assert not [each for each in said(group(fp8=FP8), studies=(study(0.001),)).advice if each.kind is ROUTE]
+
+
+def test_layers_below_break_even_stay_high() -> None:
+    coverage = Coverage((holder("big", "linear", 90), holder("small", "linear", 10, side=600)), flops=100)
+    records = [record("bf16", BF16, reference=True), record("nvfp4", FP8, coverage=coverage)]
+    one = only(said(records, *squares(0.5, 0.8, 1.4, 1.9, 2.0)), ROUTE, "nvfp4")
+    assert one.precision_map == (("small", "bf16"),) and one.rule == "shapes" and "10% of product FLOPs" in one.sentence
+
+
+def test_a_stage_that_gains_nothing_stays_high() -> None:
+    training, forward = (group({"pass": word}, fp8=phases)
+                         for word, phases in (("training", FP8), ("forward", {**FP8, "cast": 4000})))  # fmt: skip
+    one = only(said(training, forward), SCHEDULE)
+    assert one.rule == "stages" and one.sentence.startswith("schedule: take fp8 for training (1.32x), and bf16 for")
+
+
+def test_a_step_that_was_not_timed_is_projected_from_its_products() -> None:
+    """60% of it are products of 2048, 1.4 times as fast in nvfp4: 1.21x, which the step itself would have to show."""
+    products = squares(0.5, 0.8, 1.4, 1.9)
+    lead, case = model(2048)  # type: ignore[misc]
+    step = [lead, replace(case, case=replace(case.case, precision="mxfp8"))]  # type: ignore[attr-defined]
+    (one,) = (each for each in said(step, *products).advice if each.rule == "projection")  # type: ignore[arg-type]
+    assert one.kind is ADOPT and one.gain is not None and one.gain.point == pytest.approx(1.207, rel=0.01)
+    assert one.gain.low < one.gain.point < one.gain.high and "--check does" in one.sentence
+    assert one.case == f"{one.settings[0]}/nvfp4"
+    assert {ground.row.partition("[")[0] for ground in one.grounds} == {"transformer", "gemm"}
+    least = said(step, *products, least=0.3)  # type: ignore[arg-type]
+    assert [each.kind for each in least.advice if each.rule == "projection"] == [NOTHING]
+
+
+def test_a_projection_wants_all_three_products_of_a_layer() -> None:
+    """Forward alone would say 1.4; of 1.4, 2.8 and 2.8 the mean of times counts. A forward pass has but the first."""
+    kinds = {"forward": 1.4, "input-gradient": 2.8, "weight-gradient": 2.8}
+    products = [
+        group({"m": side, "n": side, "k": side, "product": kind}, workload="gemm", bf16={"gemm": 8000},
+              nvfp4={"gemm": round(8000 / speed)})
+        for kind, speed in kinds.items() for side in (1024, 2048, 4096)
+    ]  # fmt: skip
+    lead, case = model(2048)  # type: ignore[misc]
+    step = [lead, replace(case, case=replace(case.case, precision="mxfp8"))]  # type: ignore[attr-defined]
+    (one,) = (each for each in said(step, *products).advice if each.rule == "projection")  # type: ignore[arg-type]
+    ratio = (1 / 1.4 + 2 / 2.8) / 3
+    assert one.gain is not None and one.gain.point == pytest.approx(1 / (0.4 + 0.6 * ratio), rel=0.01)
+    found = said(step, *products[:6])  # type: ignore[arg-type]
+    assert not [each for each in found.advice if each.rule == "projection"]
+
+
+@pytest.mark.parametrize("side", [256, 16384])
+def test_nothing_is_projected_beyond_what_was_timed(side: int) -> None:
+    """Nor of a mode that the step was timed in, nor from products of which too few sizes are known."""
+    lead, case = model(side)  # type: ignore[misc]
+    step = [lead, replace(case, case=replace(case.case, precision="mxfp8"))]  # type: ignore[attr-defined]
+    for products in (squares(0.5, 0.8, 1.4, 1.9), squares(1.5, 1.6)):
+        found = said(step, *products)  # type: ignore[arg-type]
+        assert not [one for one in found.advice if one.rule == "projection"]
+    found = said(model(2048), *squares(0.5, 0.8, 1.4, 1.9))  # type: ignore[arg-type]
+    assert not [one for one in found.advice if one.rule == "projection"]
+
+
+times = st.integers(500, 50_000)
+steps = st.fixed_dictionaries({"gemm": times, "optimizer_step": times, "elementwise": times})
+
+
+@settings(max_examples=30, deadline=None)
+@given(bf16=steps, fp8=steps, cast=times, emulated=st.booleans(), least=st.floats(0, 0.9))
+def test_no_advice_is_above_amdahls_bound(
+    bf16: dict[str, int], fp8: dict[str, int], cast: int, emulated: bool, least: float
+) -> None:
+    """Nor is there any on the speed of an emulation; every adoption names rows and a recipe."""
+    level = Level.EMULATED if emulated else Level.NATIVE
+    made = basis(group(bf16=bf16, level=level, fp8={**fp8, "cast": cast}), least=least)
+    found = advised(made)
+    (one,) = made.besides
+    bound, gain = bound_of(one), predicted(one)
+    whole = sum(bf16.values())
+    assert bound is not None and bound.point == pytest.approx(whole / (whole - bf16["gemm"]), rel=0.01)
+    assert found.advice and all(each.kind in (ADOPT, NOTHING) for each in found.advice)
+    for each in found.advice:
+        if each.gain is not None:
+            assert not emulated and each.gain.low <= each.gain.point <= each.gain.high <= bound.high
+        if each.kind is ADOPT:
+            assert not emulated and each.grounds and each.recipe and each.gain is not None
+            assert one.speed is not None and one.speed.low >= 1 + least
+    assert (gain is None) == emulated
+    assert {Phase.GEMM} < one.touched

@@ -1,0 +1,88 @@
+"""What a check measures, and what is kept of it, on runs made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8bench.errors import UsageError
+from fp8bench.features.advise import job as advise
+from fp8bench.features.advise.advise import advised
+from fp8bench.features.advise.job import checkable, checked
+from fp8bench.features.advise.kept import load_checks
+from fp8bench.features.advise.values import AdviceKind
+from fp8bench.model import Level, Request, Run
+from fp8bench.protocols import SilentObserver
+from tests.advised import FP8, NANO, basis, group, run
+from tests.features.advise.test_rules import study
+
+
+def again(records: list[Any], **changes: object) -> Run:
+    return replace(run(records), id="again", **changes)  # type: ignore[arg-type]
+
+
+def test_the_same_group_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hit where the second run says the same; none where it says something else; no figure where it has none."""
+    asked: list[Collection[str]] = []
+    answers = iter([group(fp8=FP8), group(fp8={**FP8, "cast": 2000}), group(fp8=FP8, level=Level.EMULATED)])
+
+    def measured(run: Run, cases: Collection[str], *more: object) -> Run:
+        asked.append(cases)
+        return again(next(answers))
+
+    monkeypatch.setattr(advise, "measure_again", measured)
+    known = basis(group(fp8=FP8))
+    found = advised(known)
+    for _ in range(3):
+        checked(known, found, 3, tmp_path, SilentObserver())
+    assert asked == [{found.advice[0].case}] * 3
+    kept, troubles = load_checks(tmp_path)
+    assert not troubles and [one.hit for one in kept] == [True, False, None]
+    assert kept[0].run == "again" and kept[0].advised == known.run.id and kept[2].why
+
+
+def test_a_route_is_measured_with_its_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a run of its own: the suite, modes and device of the case, and its values where the request had several."""
+    asked: list[Request] = []
+    lead, case = group(fp8=FP8)
+    mapped = replace(case, case=replace(case.case, precision_map=(("head", "bf16"),)))
+
+    def executed(request: Request, *more: object, **others: object) -> Run:
+        asked.append(request)
+        return again([lead, mapped])
+
+    monkeypatch.setattr(advise, "execute", executed)
+    known = basis([lead, case], studies=(study(0.1, 0.005),))
+    axes = (("batch", ("1", "8")), ("attention", ("auto",)))
+    request = Request("gemm,transformer", ("fp32", "bf16", "fp8"), axes=axes)
+    known = replace(known, run=replace(known.run, request=request))
+    found = advised(known)
+    found = replace(found, advice=tuple(one for one in found.advice if one.kind is AdviceKind.ROUTE))
+    (one,) = checked(known, found, 3, tmp_path, SilentObserver())
+    (request,) = asked
+    assert (request.suite, request.dtypes, request.devices) == ("transformer", ("bf16", "fp8"), ("cuda:0",))
+    assert request.axes == (("batch", ("8",)), ("attention", ("auto",)))
+    assert request.precision_map == (("head", "bf16"),) and one.measured is not None and one.hit
+
+
+def test_an_interrupted_check_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advise, "measure_again", lambda *_: again(group(fp8=FP8), finished=False))
+    known = basis(group({**NANO, "batch": 1}, fp8=FP8), group(fp8=FP8))
+    with pytest.raises(KeyboardInterrupt):
+        checked(known, advised(known), 3, tmp_path, SilentObserver())
+    assert len(load_checks(tmp_path)[0]) == 1
+
+
+def test_emulations_and_schedules_are_not_checked(tmp_path: Path) -> None:
+    known = basis(group(fp8=FP8, level=Level.EMULATED))
+    found = advised(known)
+    assert checkable(found.advice) == []
+    with pytest.raises(UsageError, match="nothing to check"):
+        checked(known, found, 3, tmp_path, SilentObserver())
+    adopted = advised(basis(group(fp8=FP8))).advice
+    assert len(checkable(adopted)) == 1
+    assert not checkable([replace(one, kind=AdviceKind.SCHEDULE) for one in adopted])

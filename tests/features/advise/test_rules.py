@@ -1,0 +1,231 @@
+"""The checklist's rules on runs made by hand, whose answers are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.analysis.findings import findings
+from fp8bench.features.advise.advise import RULES
+from fp8bench.features.advise.decide import predicted
+from fp8bench.features.advise.shape_rules import pays_from
+from fp8bench.features.advise.values import Met
+from fp8bench.features.sensitivity.study import By, Study, Trial
+from fp8bench.model import Level, MemoryUse, OperatorCount, PhaseCount, Share, ShareKind, Shares, Tape
+from fp8bench.model.coverage import Coverage, HeldProduct, Holder
+from tests.advised import BF16, FP8, NANO, answer, basis, group, record, run, said
+
+
+def met(rule: str, *groups: object, mode: str = "fp8", **more: object) -> Met:
+    return answer(said(*groups, **more), rule, mode).met  # type: ignore[arg-type]
+
+
+def test_every_rule_has_a_question_a_command_and_a_reason() -> None:
+    """And names of their own."""
+    assert len({rule.name for rule in RULES}) == len(RULES) == len({rule.question for rule in RULES})
+    assert all(rule.question.endswith("?") and rule.why for rule in RULES)
+    assert all(rule.measure.startswith(("fp8bench ", "{again}", "{study}")) for rule in RULES)
+
+
+def test_a_share_of_ten_percent_is_not_worth_it() -> None:
+    """Products twice as fast give 5% there, and 43% where they are 60% of the step."""
+    small = {"gemm": 1000, "optimizer_step": 5000, "elementwise": 4000}
+    found = answer(said(group(bf16=small, fp8={**small, "cast": 50, "gemm": 500})), "amdahl")
+    assert found.met is Met.NO and found.figure == "10% of the step: 1.05x with products 2.00x as fast, as here"
+    assert met("amdahl", group(fp8=FP8)) is Met.YES
+
+
+def test_however_fast_products_are_a_share_bounds_the_step() -> None:
+    """Of an emulation nobody knows how fast they are, and 5% of a step are too few in any case."""
+    tiny = {"gemm": 500, "optimizer_step": 9500}
+    assert met("amdahl", group(bf16=tiny, level=Level.EMULATED, fp8=tiny)) is Met.NO
+    found = answer(said(group(level=Level.EMULATED, fp8=FP8)), "amdahl")
+    assert found.met is Met.UNKNOWN and "60% of the step" in found.figure and not found.measure
+
+
+@pytest.mark.parametrize(
+    ("gemm", "cast", "wanted"), [(3000, 600, Met.YES), (3000, 4000, Met.NO), (6000, 600, Met.NO), (6500, 1, Met.NO)]
+)
+def test_casts_eat_what_products_gain(gemm: int, cast: int, wanted: Met) -> None:
+    found = answer(said(group(fp8={**BF16, "gemm": gemm, "cast": cast})), "casts")
+    assert found.met is wanted and ("not faster without casts" in found.figure) == (gemm >= 6000)
+
+
+def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
+    """Products are 60% of 10 ms there, and 40% of 7.5 ms with casts of 10%: an estimate, which bounds nothing."""
+    looked = [Shares(tuple(Share(kind, "", False, seconds, 1) for kind, seconds in parts), 1.0) for parts in (
+        ((ShareKind.GEMM, 0.6),), ((ShareKind.GEMM, 0.4), (ShareKind.CAST, 0.1)))]  # fmt: skip
+    lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": 7500})
+    records = [replace(lead, shares=looked[0]), replace(case, shares=looked[1])]
+    found = said(records)
+    amdahl, casts = answer(found, "amdahl"), answer(found, "casts")
+    assert (amdahl.met, amdahl.figure) == (
+        Met.YES, "60% of the step: 1.43x with products 2.00x as fast, as here, estimated from shares of the step"
+    )  # fmt: skip
+    assert casts.met is Met.YES and casts.figure.startswith("products 2.00x, with casts 1.60x, estimated")
+    unlooked = said([lead, case])
+    assert "--shares tells them" in answer(unlooked, "amdahl").figure and answer(unlooked, "casts").met is Met.UNKNOWN
+    (one,) = basis(records).besides
+    assert predicted(one) == predicted(basis([lead, case]).besides[0])
+
+
+def test_casts_without_a_phase_are_not_measured() -> None:
+    """A compiled step has none."""
+    whole = {"unattributed": 8000}
+    assert met("casts", group(bf16=whole, fp8=whole)) is Met.UNKNOWN
+    assert met("amdahl", group(bf16=whole, fp8=whole)) is Met.UNKNOWN
+
+
+def test_the_cheapest_scaling_of_its_width() -> None:
+    """By what was timed beside it; one of four bits is no rival of one of eight."""
+    found = said(group(fp8=FP8, fp8_rowwise={**FP8, "cast": 1500}, nvfp4={**FP8, "gemm": 2000}))
+    assert answer(found, "granularity").met is Met.YES
+    slower = answer(found, "granularity", "fp8-rowwise")
+    assert slower.met is Met.NO and "of fp8's speed" in slower.figure
+    assert answer(found, "granularity", "nvfp4").met is Met.UNKNOWN
+
+
+def test_compiling_is_looked_at_where_it_is_an_axis() -> None:
+    eager, compiled = ({**NANO, "compile": word} for word in ("no", "yes"))
+    slow = group(eager, fp8={**FP8, "cast": 5000})
+    fast = group(compiled, bf16={"unattributed": 9000}, fp8={"unattributed": 7000})
+    found = answer(said(slow, fast), "compile")
+    assert found.met is Met.YES and found.figure.startswith("compiled 1.29x") and "without 0.83" in found.figure
+    assert met("compile", slow) is Met.UNKNOWN
+    assert not [one for one in said(group(fp8=FP8)).answers if one.rule == "compile"]
+
+
+def test_a_larger_batch_may_gain_more() -> None:
+    one, other = group({**NANO, "batch": 1}, fp8={**FP8, "cast": 2500}), group({**NANO, "batch": 8}, fp8=FP8)
+    found = said(one, other)
+    assert [each.met for each in found.answers if each.rule == "batch"] == [Met.NO, Met.YES]
+    assert met("batch", one) is Met.UNKNOWN
+
+
+def test_stages_gain_or_not() -> None:
+    training, forward = (group({"pass": word}, fp8=phases)
+                         for word, phases in (("training", FP8), ("forward", {**FP8, "cast": 4000})))  # fmt: skip
+    found = answer(said(training, forward), "stages")
+    assert found.met is Met.NO and "training 1.3" in found.figure and "forward 0.9" in found.figure
+
+
+def squares(*speeds: float, mode: str = "nvfp4") -> list[list[object]]:
+    """Products of 512, 1024, 2048, ..., so many times as fast as in bf16."""
+    return [
+        group({"m": 512 << n, "n": 512 << n, "k": 512 << n}, workload="gemm", bf16={"gemm": 8000},
+              **{mode: {"gemm": round(8000 / speed)}})
+        for n, speed in enumerate(speeds)
+    ]  # type: ignore[misc]  # fmt: skip
+
+
+def test_break_even_is_that_of_this_run() -> None:
+    """nvfp4 pays from between 1024 and 2048 on; where it pays nowhere that is said."""
+    begins, largest, grounds = pays_from("nvfp4", "cuda:0", basis(*squares(0.5, 0.8, 1.4, 1.9)))  # type: ignore[misc,arg-type]
+    assert 1024 < begins < 2048 and largest == 4096 and len(grounds) == 5
+    assert pays_from("nvfp4", "cuda:0", basis(*squares(0.5, 0.8, 0.9)))[0] == float("inf")  # type: ignore[arg-type]
+    assert pays_from("nvfp4", "cuda:0", basis(*squares(0.5, 0.8))) == (  # type: ignore[arg-type]
+        "2 sizes of products were timed in it here, and 3 are needed"
+    )
+
+
+def model(side: int) -> list[object]:
+    """A step in bf16 and nvfp4 whose tape has products of that size."""
+    flops = 2 * side**3
+    outputs = (f"bf16[{side},{side}]",)
+    tape = Tape((OperatorCount("gemm", "mm", outputs=outputs, calls=3, flops=flops, path="bf16"),),
+                (PhaseCount("gemm", 3 * flops, 1, 3, by_path=(("bf16", 3 * flops),)),))  # fmt: skip
+    lead, case = group(nvfp4=FP8)
+    return [replace(lead, tape=tape), replace(case, tape=replace(tape, phases=(PhaseCount("gemm", 3 * flops, 2, 3),)))]
+
+
+@pytest.mark.parametrize(("side", "wanted"), [(512, Met.NO), (2048, Met.YES), (16384, Met.UNKNOWN)])
+def test_products_of_a_step_against_break_even(side: int, wanted: Met) -> None:
+    """Too small, large enough, and beyond what was timed."""
+    assert met("shapes", model(side), *squares(0.5, 0.8, 1.4, 1.9), mode="nvfp4") is wanted
+
+
+def test_another_run_may_lend_its_products() -> None:
+    """Break-even is then that of the lent run; the advice is on the first one alone."""
+    lent = run(*squares(0.5, 0.8, 1.4, 1.9))  # type: ignore[arg-type]
+    alone = answer(said(model(2048)), "shapes", "nvfp4")  # type: ignore[arg-type]
+    assert alone.met is Met.UNKNOWN
+    assert alone.measure == "fp8bench suite gemm --dtypes bf16,nvfp4, then fp8bench advise RUN --beside last"
+    found = said(model(2048), lent=((lent, findings(lent)),))  # type: ignore[arg-type]
+    assert answer(found, "shapes", "nvfp4").met is Met.YES and {one.setting for one in found.answers} == {
+        model(1)[0].case.setting  # type: ignore[attr-defined]
+    }
+
+
+def test_what_would_measure_a_profile_is_a_profile() -> None:
+    """Forward and training have other optimizers, and are the same model all the same."""
+    make = {"make": "my_pkg:make", "pass": "training", "optimizer": "adamw", "compile": "no"}
+    forward = {**make, "pass": "forward", "optimizer": "none"}
+    found = said(group(make, workload="model", fp8=FP8))
+    assert answer(found, "compile").measure == "fp8bench profile my_pkg:make --dtypes fp8 --compile"
+    assert answer(found, "layers").measure == "fp8bench sensitivity my_pkg:make --dtype fp8"
+    assert answer(found, "learns").measure == "fp8bench train --dtypes bf16,fp8 --seeds 5"
+    assert answer(found, "stages").met is Met.UNKNOWN
+    other = run(group(forward, workload="model", fp8={**FP8, "cast": 4000}))
+    both = said(group(make, workload="model", fp8=FP8), lent=((other, findings(other)),))
+    assert answer(both, "stages").met is Met.NO
+    alone = answer(said(group(forward, workload="model", fp8=FP8)), "compile").measure
+    assert alone == "fp8bench profile my_pkg:make --forward --dtypes fp8 --compile"
+
+
+def holder(name: str, kind: str, flops: int, converted: bool = True, side: int = 4096) -> Holder:
+    products = (HeldProduct(side, side, side),)
+    return Holder(name, kind, (8, 8), products, flops, 1, converted, "" if converted else "no product of ours for it")
+
+
+def test_coverage_and_experts() -> None:
+    """Of a mixture of experts of which linear layers alone are converted."""
+    coverage = Coverage((holder("attn", "linear", 18), holder("mlp", "experts", 73, False), holder("head", "head", 9)),
+                        flops=100)  # fmt: skip
+    records = [record("bf16", BF16, reference=True), record("fp8", FP8, coverage=coverage)]
+    found = said(records)
+    assert answer(found, "coverage").met is Met.NO and "mlp is not: no product" in answer(found, "coverage").figure
+    assert (answer(found, "experts").met, answer(found, "experts").figure) == (
+        Met.NO, "experts are 73% of product FLOPs, 0% of them converted",
+    )  # fmt: skip
+    assert not [one for one in said(group(fp8=FP8)).answers if one.rule in ("coverage", "experts")]
+
+
+def test_training_in_fp8_saves_no_memory_and_the_copies_are_named() -> None:
+    before = MemoryUse(1000 << 20, (("weights", 400 << 20), ("optimizer", 600 << 20)))
+    after = MemoryUse(1010 << 20, (*before.roles, ("low_precision_weights", 10 << 20)))
+    records = [record("bf16", BF16, reference=True, memory=before), record("fp8", FP8, memory=after)]
+    found = answer(said(records), "memory")
+    assert found.met is Met.NO and found.figure == (
+        "1.010x of bf16's peak; what stays: weights (400 MiB), optimizer state (600 MiB); what comes on top: "
+        "low-precision copies of weights (10.0 MiB)"
+    )
+    assert met("memory", [records[0], replace(records[1], memory=MemoryUse(500 << 20))]) is Met.YES
+    emulated = [records[0], record("fp8", FP8, memory=after, level=Level.EMULATED)]
+    assert met("memory", emulated) is Met.UNKNOWN is met("memory", group(fp8=FP8))
+
+
+def study(*gaps: float) -> Study:
+    """Losses of candidates, so much above the reference's of 2.0: all layers low, then with the head left high."""
+    maps = ((), (("head", "bf16"),), (("head", "bf16"), ("blocks.0", "bf16")))
+    low = (("blocks.0.mlp", "head"), ("blocks.0.mlp",), ())
+    made = [Trial(f"c{n}", "", "fp8", maps[n], low[n], losses=(2 * (1 + gap),)) for n, gap in enumerate(gaps)]
+    probes = (Trial("head", "head", "bf16", low=("head",), losses=(2.2,)),
+              Trial("blocks.0.mlp", "mlp", "bf16", low=("blocks.0.mlp",), losses=(2.0,)))  # fmt: skip
+    return Study(
+        "transformer", (("size", "gpt2-124m"),), "cuda:0", "fp8", "bf16", "native", By.LAYER, 50, 0.01, 0,
+        Trial("reference", "", "bf16", losses=(2.0,)), (Trial("draw 1", "", "bf16", draw=1, losses=(2.004,)),),
+        probes, tuple(made), started="2026-01-05", path="study.json",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("gaps", "wanted"), [((0.005,), Met.YES), ((0.1, 0.005), Met.NO), ((), Met.UNKNOWN)])
+def test_layers_by_a_study(gaps: tuple[float, ...], wanted: Met) -> None:
+    assert met("layers", group(fp8=FP8), studies=(study(*gaps),)) is wanted
+    if len(gaps) > 1:  # with the map that the study found, the case bears it
+        mapped = group(fp8=FP8)
+        mapped[1] = replace(mapped[1], case=replace(mapped[1].case, precision_map=(("head", "bf16"),)))
+        bears = next(one for one in said(mapped, studies=(study(*gaps),)).answers if one.rule == "layers")
+        assert bears.met is Met.YES and bears.figure.startswith("layers low: 1, loss +0.5%")
+    other = replace(study(*gaps), params=(("size", "nano"),))
+    assert met("layers", group(fp8=FP8), studies=(other,)) is Met.UNKNOWN

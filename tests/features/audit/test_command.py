@@ -1,0 +1,148 @@
+"""audit from words to tables, files and exit codes."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from fp8bench.errors import UsageError
+from fp8bench.features.audit.job import sound
+from fp8bench.model.signature import AuditKind, Signature, Takes
+from fp8bench.user_code.named import audited, declared_of, signed
+from tests.commands import Say
+from tests.facts import CPU
+
+KERNELS = """\
+import os
+
+import torch
+
+import fp8bench
+
+
+@fp8bench.audited("product", "bf16")
+def wide(a, b):
+    print("printed by a kernel")
+    return a @ b.t()
+
+
+@fp8bench.audited("product", "fp8")
+def fallback(a, b):
+    return a @ b.t()
+
+
+def crash(a, b):
+    os._exit(3)
+
+
+def refuses(a, b):
+    raise RuntimeError("no kernel image")
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def kernels(tmp_path: Path) -> str:
+    path = tmp_path / "kernels.py"
+    path.write_text(KERNELS)
+    return str(path)
+
+
+def test_one_that_keeps_its_promise(kernels: str, fp8bench: Say) -> None:
+    code, out, _ = fp8bench("audit", f"{kernels}:wide")
+    assert code == 0 and "PASS: " in out and "printed by a kernel" not in out
+
+
+def test_one_that_does_not(kernels: str, tmp_path: Path, fp8bench: Say) -> None:
+    """Its code, the smallest input, both errors; JUnit with a failure; JSON with everything."""
+    junit = tmp_path / "audit.xml"
+    code, out, _ = fp8bench("audit", f"{kernels}:fallback", "--json", "--junit", str(junit))
+    told = json.loads(out)
+    first = told["findings"][0]
+    assert code == 1 and told["outcome"] == "FAIL"
+    assert (first["check"], first["code"], first["input"]) == ("numbers", "not-cast", "M=1 N=1 K=16, normal")
+    assert first["error"] < 0.1 * first["expected"]
+    root = ET.parse(junit).getroot()
+    assert int(root.attrib["failures"]) >= 1 and root.find(".//failure[@type='not-cast']") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "word"), [("crash", "crashes"), ("refuses", "raises")])
+def test_one_that_gives_nothing(kernels: str, name: str, word: str, fp8bench: Say) -> None:
+    code, out, _ = fp8bench("audit", f"{kernels}:{name}", "--kind", "product", "--precision", "fp8")
+    assert code == 4 and word in out and "CANNOT TELL" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["{}:nothing"], "has no 'nothing'. Callables in it: wide, fallback, crash, refuses."),
+        (["{}:number"], "is int, and cannot be called"),
+        (["{}:crash"], "says nowhere what it promises"),
+        (["nowhere.py:f"], "no such file"),
+        (["plain"], "names no callable"),
+        (["{}:crash", "--kind", "product", "--precision", "fp9"], "unknown dtype 'fp9'"),
+        (["{}:crash", "--kind", "product", "--precision", "fp8-delayed"], "audit it as fp8"),
+        (["{}:crash", "--kind", "cast", "--precision", "fp32"], "nothing is cast in fp32"),
+        (["{}:wide", "--kind", "product", "--precision", "bf16", "--baseline", "{}:nothing"], "has no 'nothing'"),
+        (["{}:wide", "--kind", "optimizer", "--precision", "e4m3-8000"], "has blocks of 8000"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_audited_is_a_sentence(kernels: str, words: list[str], sentence: str, fp8bench: Say) -> None:
+    code, _, err = fp8bench("audit", *(word.format(kernels) for word in words))
+    assert code == 2 and sentence in " ".join(err.split())
+
+
+def test_options_that_a_declared_kernel_would_not_hear_are_refused(kernels: str, fp8bench: Say) -> None:
+    for words in (["--second", "kn"], ["--causal"], ["--multiple", "16"], ["--takes", "codes"]):
+        code, _, err = fp8bench("audit", f"{kernels}:wide", *words)
+        assert code == 2 and "go with --kind and --precision" in " ".join(err.split())
+
+
+def test_codes_that_torch_has_no_dtype_for() -> None:
+    with pytest.raises(UsageError, match="torch has no dtype for mxfp6's codes"):
+        sound(signed("product", "mxfp6", "codes"), CPU)
+
+
+def test_one_half_of_a_signature_is_none(kernels: str, fp8bench: Say) -> None:
+    code, _, err = fp8bench("audit", f"{kernels}:wide", "--kind", "product")
+    assert code == 2 and "--kind was given without --precision" in err
+
+
+def test_the_decorator_leaves_the_function_alone() -> None:
+    @audited("product", "mxfp8", takes="codes", second="kn", multiple=32)
+    def kernel(a: int) -> int:
+        return a + 1
+
+    assert kernel(1) == 2
+    assert declared_of(kernel) == Signature(AuditKind.PRODUCT, "mxfp8", Takes.CODES, "kn", 32)
+    assert declared_of(len) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (("gemm", "fp8"), "kind is .gemm.. Give one of product, cast, linear, attention, optimizer, model"),
+        (("product", "fp8", "bytes"), "takes is 'bytes'"),
+        (("product", "fp8", "values", "mn"), "second is 'mn'"),
+        (("product", "fp8", "values", "nk", 0), "multiple is 0"),
+        (("cast", "fp8", "codes"), "only a product can be given codes"),
+        (("linear", "fp8", "values", "kn"), "a linear has no second operand that could lie otherwise"),
+        (("product", "fp8", "values", "nk", 1, True), "a product cannot be causal"),
+        (("product", "fp8", "values", "nk", 1, False, "sgd"), "a product has no rule, second moment or weights"),
+        (("optimizer", "fp8", "values", "nk", 16), "an optimizer takes tensors of all sizes"),
+        (("optimizer", "fp8", "values", "nk", 1, False, "sgd", "same"), "sgd has no second moment"),
+        (("optimizer", "fp8", "values", "nk", 1, False, "lamb"), "rule is 'lamb'. Give one of adamw, adam, sgd"),
+        (("optimizer", "fp8", "values", "nk", 1, False, "adam", "", "int8"), "weights is 'int8'"),
+        (("model", "", "values", "nk", 1, False, "adamw", "", "fp32", "own.py:f"), "a model is not timed"),
+    ],
+)  # fmt: skip
+def test_a_signature_that_cannot_be(given: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        signed(*given)

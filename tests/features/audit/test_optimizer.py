@@ -1,0 +1,134 @@
+"""Optimizers under audit: a mistake has its name, and steps that keep their promise pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8bench.features.audit.checks.memory import ManySteps
+from fp8bench.features.audit.kept_moments import dynamic_map, kept
+from fp8bench.features.audit.optimizer import Optimizer
+from fp8bench.features.audit.promises import Judged
+from fp8bench.features.audit.subjects import Shape
+from fp8bench.features.audit.values import FlatMoments
+from fp8bench.user_code.named import signed
+from suites.audit import codes_of, result_of
+from suites.audit_kernels import Kernel
+from suites.audit_optimizers import HONEST, LIES
+from tests.facts import CPU
+
+# What shows in a few steps, by name; the data on which it shows, where that is no matter "normal".
+CODES = {
+    "no bias is corrected": "bias-correction",
+    "epsilon before the bias is corrected": "epsilon",
+    "epsilon under the root": "epsilon",
+    "decay by the gradient in AdamW": "decay",
+    "decay by itself in Adam": "decay",
+    "moments that are never kept": "state-lost",
+    "float32 moments for fp8": "not-cast",
+    "float32 moments for 8 bits": "not-cast",
+    "a float32 second moment": "not-cast",
+    "moments under scales rounded up": "scale-rounding",
+    "a second moment flushed to zero": "flushed",
+    "linear codes for dynamic ones": "other-precision",
+    "rounding at random that leans": "biased",
+    "cut and not rounded at random": "biased",
+    "updates lost for want of a master": "update-lost",
+}
+_ROWS = "rows of different sizes"
+DATA = {"epsilon before the bias is corrected": _ROWS, "a float32 second moment": _ROWS}
+# These need hundreds of steps, or torchao, and are slow tests.
+LATE, SHORT = "a count of steps in bf16", Shape(16, 6, 256)
+_BY_NAME = {one.name: one for one in (*LIES, *HONEST)}
+
+
+def subject(kernel: Kernel) -> Optimizer:
+    return Optimizer(kernel.made(), kernel.signature, CPU)
+
+
+def judged(kernel: Kernel, data: str = "normal", shape: Shape = SHORT) -> Judged:
+    audited = subject(kernel)
+    matrices = audited.drawn(data, shape, 0)
+    return audited.promises(matrices)["update"].judge(audited.results(audited.arguments(matrices))["update"])
+
+
+@pytest.mark.parametrize(("name", "code"), CODES.items())
+def test_a_mistake_has_its_name(name: str, code: str) -> None:
+    found = judged(_BY_NAME[name], DATA.get(name, "normal"))
+    assert (found.code, found.failed) == (code, True)
+
+
+def test_a_mistake_that_nobody_knows_has_the_wrong_error() -> None:
+    class Uneven(torch.optim.AdamW):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            super().step()
+            for one in self.param_groups[0]["params"]:
+                one.data[:, ::3] *= 1.001
+
+    assert judged(Kernel("", signed("optimizer", "fp32"), lambda: Uneven)).code == "too-bad"
+
+
+@pytest.mark.parametrize("kernel", [one for one in HONEST if "torchao" not in one.name], ids=lambda one: one.name)
+@pytest.mark.parametrize("data", ["normal", "many octaves"])
+def test_steps_that_keep_their_promise(kernel: Kernel, data: str) -> None:
+    assert judged(kernel, data).code == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [one for one in HONEST if "torchao" in one.name], ids=lambda one: one.name)
+def test_torchaos_do_so_too(kernel: Kernel) -> None:
+    for data in Optimizer.data:
+        assert judged(kernel, data).code == ""
+
+
+@pytest.mark.slow
+def test_a_count_that_stands_still_shows_in_a_thousand_steps() -> None:
+    found = result_of(_BY_NAME[LATE], "cpu", [ManySteps])
+    assert codes_of(found) == "step-count" and "256" in found.findings[0].why
+
+
+def test_every_lie_is_tested() -> None:
+    assert {one.name for one in LIES} == {*CODES, LATE}
+
+
+def test_state_that_is_wider_than_its_values() -> None:
+    """Values on the grid, in a memory of float32: nothing is saved, which is said."""
+    audited = subject(_BY_NAME["torch's AdamW"])
+    state = audited.state_bytes(audited.drawn("normal", Shape(64, 1, 64), 0))
+    assert state is not None and state[0] == pytest.approx(8, abs=0.01) and state[1] == 8
+
+
+def test_the_dynamic_map_is_dettmerss() -> None:
+    for both in (True, False):
+        values = dynamic_map(8, both)
+        assert len(values) == 256 and values[-1] == 1 and bool(values[0] < 0) is both
+    assert len(dynamic_map(4, True)) == 16 and dynamic_map(4, False)[0] == 1 / 16
+
+
+@pytest.mark.parametrize(("word", "bytes_"), [("dynamic8-256", 1 + 4 / 256), ("e4m3-128", 1 + 4 / 128), ("fp8", 1.0)])
+def test_what_is_left_of_moments(word: str, bytes_: float) -> None:
+    """Nearest on their grid: twice is once, zero is zero, and half a step of the largest is the most that is lost."""
+    x = torch.randn(7, 100, generator=torch.Generator().manual_seed(0))
+    cast, taken = kept(word, CPU)
+    assert taken == bytes_ and torch.equal(cast(torch.zeros(4, 4)), torch.zeros(4, 4, dtype=torch.float64))
+    assert float((cast(x) - x).abs().max()) < float(x.abs().max()) / 16
+    assert torch.allclose(cast(cast(x)), cast(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"lr": 0.0}, "its learning rate is 0"),
+        ({"amsgrad": True}, "amsgrad is not audited"),
+    ],
+)
+def test_what_no_promise_covers(options: dict[str, object], sentence: str) -> None:
+    made = Kernel("", signed("optimizer", "fp32"), lambda: lambda one: torch.optim.AdamW(one, **options))
+    with pytest.raises(ValueError, match=sentence):
+        judged(made)
+    with pytest.raises(TypeError, match=r"it made list, and step\(\) and param_groups were expected"):
+        judged(Kernel("", signed("optimizer", "fp32"), lambda: list))
+
+
+def test_flat_moments_by_their_word() -> None:
+    assert FlatMoments.of("dynamic8-256") == ("dynamic8", 256) and FlatMoments.of("fp8") is None

@@ -1,0 +1,135 @@
+"""Which results keep a promise, and what the others are called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.features.audit.auditor import SUBJECTS
+from fp8bench.features.audit.data import DATA, rounded, spread
+from fp8bench.features.audit.promises import Judged
+from fp8bench.features.audit.subjects import Shape, Subject
+from fp8bench.formats.operators import values
+from fp8bench.formats.recipes import Treatment
+from fp8bench.model.signature import AuditKind
+from fp8bench.registry import precisions
+from fp8bench.user_code.named import signed
+from suites.audit_lies import HONEST, LIES, MXFP8, product
+from tests.facts import CPU
+
+RECIPES = ("fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "fp8-e5m2")
+SHAPE = Shape(32, 48, 256)
+_BY_NAME = {one.name: one for one in (*LIES, *HONEST)}
+
+
+def subject(function: object, kind: str, precision: str) -> Subject:
+    return SUBJECTS[AuditKind(kind)](function, signed(kind, precision), CPU)  # type: ignore[arg-type]
+
+
+def judged(audited: Subject, data: str = "normal", shape: Shape = SHAPE) -> Judged:
+    matrices = audited.drawn(data, shape, 0)
+    (name,) = audited.promises(matrices)
+    return audited.promises(matrices)[name].judge(audited.results(audited.arguments(matrices))[name])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("shape", [(8, 256), (130, 96), (33, 300)])
+def test_a_matrix_that_is_taken_apart_is_what_its_recipe_leaves(name: str, shape: tuple[int, int]) -> None:
+    """Elements times scales, bit for bit, at ends that fill no block, too."""
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    for treatment in precisions.get(name).recipe.treatments[:2]:  # type: ignore[attr-defined]
+        assert torch.equal(rounded(x, treatment).values, values(x, treatment.fmt, treatment.scaling))
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_the_emulation_keeps_its_promise_on_all_data(data: str) -> None:
+    assert judged(subject(lambda a, b: product(a, b, MXFP8), "product", "mxfp8"), data).code == ""
+
+
+@pytest.mark.parametrize(
+    ("lie", "code"),
+    [
+        ("bf16 under the name of fp8", "not-cast"),
+        ("scales rounded up", "scale-rounding"),
+        ("blocks along the wrong dimension", "blocks-turned"),
+        ("cast to another format", "other-precision"),
+        ("codes read as another format's", "fnuz"),
+        ("the codes of a byte exchanged", "layout"),
+        ("the tensor's scale left out", "factor"),
+        ("sums kept in bf16", "too-bad"),
+        ("subnormal numbers are zero", "wrong-values"),
+    ],
+)
+def test_a_mistake_has_its_name(lie: str, code: str) -> None:
+    kernel = _BY_NAME[lie]
+    audited = SUBJECTS[kernel.signature.kind](kernel.made(), kernel.signature, CPU)
+    data = {"wrong-values": "many octaves", "blocks-turned": "rows of different sizes"}.get(code, "normal")
+    assert judged(audited, data).code == code
+
+
+def test_an_error_that_is_too_small_is_a_wider_precision() -> None:
+    """Of a cast that nobody knows, and that loses half of what the format loses."""
+
+    treatment = precisions.get("fp8").recipe.input  # type: ignore[attr-defined]
+
+    def better(x: Tensor) -> Tensor:
+        return (values(x, treatment.fmt, treatment.scaling) + x.float()) / 2
+
+    found = judged(subject(better, "cast", "fp8"))
+    assert found.code == "too-good"
+    assert found.error is not None and found.expected is not None and found.error < 0.6 * found.expected
+
+
+def test_sums_too_large_for_their_dtype_are_nobodys_mistake() -> None:
+    assert judged(subject(lambda a, b: a @ b.t(), "product", "fp16"), "outliers along the contraction").code == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "code"),
+    [
+        (lambda a, b: a, "shape"),
+        (lambda a, b: (a @ b.t()).to(torch.int32), "dtype"),
+        (lambda a, b: (a @ b.t()) / 0, "not-finite"),
+    ],
+)
+def test_what_is_no_result(found: object, code: str) -> None:
+    assert judged(subject(found, "product", "fp8")).code == code
+
+
+def test_scales_that_cover_no_matrix_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 x 1 scales do not cover 8 x 4"):
+        spread(torch.ones(3, 1), torch.ones(8, 4))
+
+
+def test_a_cast_may_give_codes_and_scales() -> None:
+    treatment = Treatment(precisions.get("mxfp8").recipe.input.fmt, MXFP8.scaling)  # type: ignore[attr-defined]
+
+    def cast(x: Tensor) -> tuple[Tensor, Tensor]:
+        found = rounded(x, treatment)
+        return found.codes, found.scales.to(torch.float8_e8m0fnu)
+
+    assert judged(subject(cast, "cast", "mxfp8")).code == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("torch's attention", ""),
+        ("torch's causal attention", ""),
+        ("attention that is not fused", ""),
+        ("attention in mxfp8", ""),
+        ("attention in bf16 for mxfp8", "not-cast"),
+        ("scores that are not scaled", "scale"),
+        ("scores scaled by the size", "scale"),
+        ("a softmax over queries", "softmax"),
+        ("no causal mask", "mask"),
+        ("a causal mask that is one off", "mask"),
+        ("values of another head", "heads"),
+    ],
+)
+def test_attention_and_its_mistakes(name: str, code: str) -> None:
+    kernel = _BY_NAME[name]
+    audited = SUBJECTS[kernel.signature.kind](kernel.made(), kernel.signature, CPU)
+    for shape in (Shape(64, 4, 64), Shape(33, 3, 128)):
+        assert judged(audited, "normal", shape).code == code

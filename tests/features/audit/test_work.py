@@ -1,0 +1,128 @@
+"""What calls do besides their products, how fast nothing can be, and streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.features.audit import subjects as timing
+from fp8bench.features.audit.checks import memory
+from fp8bench.features.audit.checks.memory import Memory
+from fp8bench.features.audit.checks.speed import Work
+from fp8bench.features.audit.subjects import Shape, work_of
+from fp8bench.features.audit.values import Audit, AuditOutcome, CallWork
+from fp8bench.model import Ceilings, Limit, Rate
+from fp8bench.user_code.named import signed
+from suites.audit import HONEST, LIES, codes_of, result_of
+from suites.audit_kernels import Kernel
+from suites.audit_lies import product
+
+_BY_NAME = {one.name: one for one in (*LIES, *HONEST)}
+_FP8 = signed("product", "fp8")
+
+
+def test_what_torch_sees_of_a_call() -> None:
+    a, b = torch.randn(8, 16), torch.randn(4, 16)
+    assert work_of(partial(torch.mm, a, b.t())) == CallWork(1, 8 * 4 * 4, 0, 0, 1)
+    found = work_of(lambda: (a.to(torch.bfloat16).float() @ b.t().contiguous()).add_(1))
+    assert (found.casts, found.copies, found.products, found.allocations) == (2, 1, 1, 4)
+
+
+def test_what_is_compiled_is_seen_as_what_it_was_made_of() -> None:
+    """Called before or not; and it is compiled afterwards as if nobody had looked."""
+    frames: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, example: object) -> Any:
+        frames.append(example)
+        return graph
+
+    kernel = torch.compile(lambda a, b: a.to(torch.bfloat16) @ b.to(torch.bfloat16), backend=backend, fullgraph=True)
+    a, b = torch.randn(8, 16), torch.randn(16, 4)
+    for _ in range(2):
+        found = work_of(partial(kernel, a, b))
+        assert (found.casts, found.products) == (2, 1) and len(frames) <= 1
+        kernel(a, b)
+    assert len(frames) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("casts outside of what is timed", "remembered-work"),
+        ("results by address", "remembered-work"),
+        ("a baseline that does more", "unfair-baseline"),
+        ("emulated fp8 beside bf16", "-"),
+        ("FP8-LM's moments", "-"),
+        ("a linear layer", "-"),
+    ],
+)
+def test_work_that_is_not_done_or_not_needed(name: str, code: str) -> None:
+    assert codes_of(result_of(_BY_NAME[name], "cpu", [Work])) == code
+
+
+def test_a_baseline_beside_a_kernel_of_codes() -> None:
+    kernel = _BY_NAME["torch's scaled product"]
+    beside = Kernel("", kernel.signature, kernel.made, baseline=lambda a, b: a @ b)
+    found = result_of(beside, "cpu", [Work])
+    assert [one.code for one in found.findings] == ["casts-outside"]
+    assert [(side, work.products) for side, work, _ in found.work] == [("kernel", 1), ("baseline", 1)]
+    assert all(seconds is not None and seconds > 0 for _, _, seconds in found.work)
+
+
+def test_nothing_is_above_the_best_product_of_its_own_or_a_wider_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = (("fp32", 1.0), ("bf16", 4.0), ("fp8", 8.0))
+    runs = {name: (rate * 1e12,) for name, rate in rates}
+    known = Ceilings(tuple(Rate(Limit.PRODUCT, name, shape=(1,), runs=one) for name, one in runs.items()))
+    monkeypatch.setattr(timing, "_product", lambda *_: 0.5e12)
+    shape = Shape(16, 16, 16)
+    assert timing.flops_bound(known, "fp8", shape, "cpu").rate == 2.5 * 8e12
+    assert timing.flops_bound(known, "bf16", shape, "cpu").rate == 2.5 * 4e12
+    assert "8 times what torch's own product does here" in timing.flops_bound(None, "bf16", shape, "cpu").words
+    assert timing.flops_bound(None, "bf16", shape, "cpu").rate == 8 * 0.5e12
+    monkeypatch.setattr(timing, "_product", lambda *_: 9e12)
+    assert timing.flops_bound(known, "fp8", shape, "cpu").rate == 2.5 * 9e12, "what was done here can be done"
+    whole = Ceilings((Rate(Limit.CACHED, shape=(1,), runs=(1e15, 1e15)),))
+    assert timing.bytes_bound(whole, 64, "cpu").rate == 2.5 * 1e15
+
+
+def test_a_kernel_that_does_not_wait_for_its_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in: what lies in the inputs when the stream is taken is all that another stream would see."""
+    there = {"early": False}
+
+    @contextmanager
+    def beside(_: str) -> Iterator[bool]:
+        there["early"] = True
+        yield True
+        there["early"] = False
+
+    def made(waits: bool) -> Any:
+        old: dict[torch.Size, tuple[Tensor, Tensor]] = {}
+
+        def kernel(a: Tensor, b: Tensor) -> Tensor:
+            if there["early"] and not waits:
+                return product(*old[a.shape])
+            old[a.shape] = a.clone(), b.clone()
+            return product(a, b)
+
+        return lambda: kernel
+
+    monkeypatch.setattr(memory, "beside", beside)
+    assert codes_of(result_of(Kernel("", _FP8, made(waits=False)), "cpu", [Memory])) == "stream"
+    assert result_of(Kernel("", _FP8, made(waits=True)), "cpu", [Memory]).outcome is AuditOutcome.PASS
+
+
+def test_how_far_times_are_apart() -> None:
+    audit = Audit("", _FP8, (), times=(("zeros", 1.0), ("normal", 3.0), ("normal, again", 4.5)))
+    assert audit.spread == 2.0 and audit.noise == 0.5
+    assert Audit("", _FP8, ()).spread is None
+
+
+def test_a_processor_has_no_other_stream() -> None:
+    with timing.beside("cpu") as there:
+        assert there is False

@@ -1,0 +1,158 @@
+"""conform from words to tables and exit codes, through a real worker; lies come as a file of precisions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8bench.features.conform.view import page_of
+from fp8bench.model import DeviceFacts, Level, Support
+from fp8bench.model.conformity import Conformity, Difference, FirstElement, ModeConformity
+from fp8bench.report.terminal.layout import render
+from tests.commands import Say
+from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
+from tests.own_suites import forgotten
+
+# Each gives wrong what its name says; 'honest' is what they are made of.
+LIARS = """\
+from dataclasses import replace
+
+import torch
+
+from fp8bench.formats.codes import torch_codes
+from fp8bench.formats.grids import E5M2
+from fp8bench.formats.recipes import Accumulator
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
+from fp8bench.numerics.products import in_dtype
+from fp8bench.numerics.short_sums import short_product
+from fp8bench.registry import precisions
+
+Rows, Tensor = type(precisions.get("fp8-rowwise")), type(precisions.get("fp8-e4m3"))
+
+
+def lie(name, base, **methods):
+    arithmetic = type("Lying", (ScaledArithmetic,), methods)
+    body = {"name": name, "summary": name, "aliases": (), "native": lambda self, facts: arithmetic(self.recipe)}
+    precisions.register(name)(type("Liar", (base,), body))
+
+
+def honest(self, a, b, dtype):
+    return ScaledArithmetic.product(self, a, b, dtype)
+
+
+def rows(self, a, b, dtype):
+    return honest(self, a, b, dtype).flip(0)
+
+
+def scales(self, a, b, dtype):
+    return honest(self, replace(a, scale=a.scale.flatten().flip(0).view(-1, 1)), b, dtype)
+
+
+def short(self, a, b, dtype):
+    values = (self.restore(one, torch.float32) for one in (a, b))
+    return in_dtype(short_product(*values, Accumulator.SHORT), dtype)
+
+
+def cut(self, a, b, dtype):
+    exact = honest(self, a, b, torch.float32)
+    return (exact.view(torch.int32) & -(1 << 16)).view(torch.float32).to(dtype)
+
+
+def other_format(self, tensor, role, again):
+    operand = ScaledArithmetic.operand(self, tensor, role, again)
+    return replace(operand, data=operand.data.to(torch.float8_e5m2))
+
+
+def truncated(self, tensor, role, again):
+    operand = ScaledArithmetic.operand(self, tensor, role, again)
+    beyond = self.restore(operand, torch.float32).abs() > tensor.float().abs()
+    codes = operand.data.view(torch.uint8)
+    return replace(operand, data=(codes - (beyond & (codes & 127 > 0)).to(torch.uint8)).view(operand.data.dtype))
+
+
+def unclamped(self, tensor, role):
+    beyond = torch.where(tensor.abs() > 448, torch.nan, tensor)
+    return replace(ScaledArithmetic.unscaled(self, tensor, role), data=beyond.to(torch.float8_e4m3fn))
+
+
+lie("honest", Tensor)
+lie("lying-rows", Tensor, product=rows)
+lie("lying-scales", Rows, product=scales)
+lie("lying-sums", Tensor, product=short)
+lie("lying-results", Tensor, product=cut)
+lie("lying-format", Tensor, operand=other_format)
+lie("lying-casts", Tensor, operand=truncated)
+lie("lying-overflow", Tensor, unscaled=unclamped)
+"""
+# What is found of each: in casts, and in products that give bfloat16, the order of whose sums is the processor's.
+FOUND = {
+    "honest": ({"none"}, {"none"}),
+    "lying-rows": ({"none"}, {"layout"}),
+    "lying-scales": ({"none"}, {"scale"}),
+    "lying-sums": ({"none"}, {"accumulation"}),
+    "lying-results": ({"none"}, {"rounding"}),
+    "lying-format": ({"none", "unexplained"}, None),
+    "lying-casts": ({"none", "rounding"}, {"none"}),
+    "lying-overflow": ({"none", "overflow"}, {"none"}),
+}
+
+
+def by_part(mode: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """The differences of casts, and of products with a result in bfloat16 but for the order of their sums."""
+    casts = {one["difference"] for one in mode["found"] if one["what"].startswith("cast")}
+    products = {one["difference"] for one in mode["found"] if one["what"].endswith("bfloat16 out")}
+    return casts, {"none" if one == "order" else one for one in products}
+
+
+@NEEDS_PRODUCTS
+@pytest.mark.parametrize(
+    "names", [("honest", "lying-scales", "lying-casts"), pytest.param(tuple(FOUND), marks=pytest.mark.slow)]
+)
+def test_every_lie_is_found_and_named(fp8bench: Say, store: Path, names: tuple[str, ...]) -> None:
+    """And what is honest conforms, on a processor up to the order of sums: some add up as the emulation does."""
+    Path("liars.py").write_text(LIARS)
+    words = ("conform", "--import", "./liars.py", "--device", "cpu", "--dtypes")
+    with forgotten(Path.cwd()):
+        code, out, _ = fp8bench(*words, ",".join(names), "--json")
+    document = json.loads(out)
+    assert code == 1 and not document["conforms"]
+    found = {mode["mode"]: by_part(mode) for mode in document["modes"]}
+    for name in names:
+        casts, products = FOUND[name]
+        assert found[name][0] == casts, name
+        assert products is None or found[name][1] == products, name
+    assert {mode["mode"] for mode in document["modes"] if mode["conforms"]} == {"honest"}
+
+
+@pytest.mark.slow
+def test_on_a_processor_all_conforms(fp8bench: Say, store: Path) -> None:
+    """torch's kernels for bf16 and fp8 there, and what has none says so; a mode that nothing does is no success."""
+    code, out, _ = fp8bench("conform", "--device", "cpu", "--dtypes", "bf16,fp8,fp8-rowwise,fp8-e5m2")
+    assert code == 0
+    assert "native against emulated on cpu" in out and "up to the order of sums" in " ".join(out.split())
+    assert "fp8-e5m2, forward product" in out and "no product of two E5M2" in out
+    code, out, _ = fp8bench("conform", "--device", "cpu", "--dtypes", "tf32")
+    assert code == 3 and "nothing could be compared" in out and "not native here" in out
+
+
+def test_an_unknown_precision_is_refused_before_anything_starts(fp8bench: Say, store: Path) -> None:
+    code, _, error = fp8bench("conform", "--dtypes", "fp9")
+    assert code == 2 and "fp9" in error
+
+
+def test_the_page_names_the_first_element() -> None:
+    """With both values, how many there are and how far apart."""
+    first = FirstElement((3, 17), 1.5, 1.25)
+    wrong = Conformity(
+        "fp8", "forward product", "128x128x128", Difference.SCALE, "rows scaled by 2", 9, 16384, 3.0, first
+    )  # fmt: skip
+    same = Conformity("fp8", "cast of input", "128x2048", Difference.NONE, total=262144)
+    facts = DeviceFacts("cuda", 0, "NVIDIA H200", 1 << 37, "2.13.0")
+    mode = ModeConformity("fp8", Support(Level.NATIVE, ""), (same, wrong))
+    text = " ".join(render(page_of(facts, [mode]), width=120).split())
+    assert "fp8 native 2 1 - 1 -" in text
+    assert "scale 9 of 16.4 k 3.00 [3,17] 1.5, emulated 1.25 rows scaled by 2" in text
+    assert "fp8 does not give what the emulation gives" in text and not mode.conforms

@@ -1,0 +1,130 @@
+"""A duel's file: what is written is read again, and damage costs the lines that it struck."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fp8bench.errors import StoreError
+from fp8bench.features.duel.kept import find_duel, load_duel, start_duel
+from fp8bench.model import Status
+from tests.duels import SESSION, header, result
+from tests.fakes import CPU
+from tests.older import as_older
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A whole duel: two sessions of one case, of another one that failed after its first, and a note."""
+    writer = start_duel(header(), tmp_path)
+    writer.note("both sides are the same")
+    writer.result(result("fp32", SESSION))
+    writer.result(result("bf16", SESSION))
+    writer.session(header().cases[0], SESSION)
+    writer.result(result("bf16", SESSION, status=Status.FAILED))
+    writer.finish("finished")
+    writer.close()
+    return writer.path
+
+
+def test_what_was_written_is_read(path: Path) -> None:
+    """Sessions follow their case, and what a case came to last counts. Which torch each side had is in its devices."""
+    found = load_duel(path)
+    wanted = header(
+        results=(result("fp32", SESSION, SESSION), result("bf16", SESSION, status=Status.FAILED)),
+        notes=("both sides are the same",), finished=True, path=str(path),
+    )  # fmt: skip
+    assert found == wanted and found.after.devices == (CPU,)
+    assert path.name == "20260102T030405.678Z-0a1b2c3d.jsonl" and path.parent.name == "duels"
+    assert not found.ok and [one.measured for one in found.results] == [True, False]
+
+
+def test_it_is_found_by_its_names(path: Path) -> None:
+    """Id, stem, path, the beginning of an id; a run's word means no duel."""
+    store = path.parent.parent
+    for word in ("0a1b2c3d", "0a1b", path.stem, str(path)):
+        assert find_duel(word, store) == path
+    for word in ("last", "", "ffff", "20260102", "\0", str(store)):
+        assert find_duel(word, store) is None
+    assert find_duel("0a1b", store / "elsewhere") is None
+
+
+def test_a_duel_in_older_words_is_read(path: Path) -> None:
+    """Files of before say `bout`, `sitting` and `sittings`."""
+    whole = load_duel(path)
+    text = as_older(path).read_text()
+    for new, old in (("result", "bout"), ("session", "sitting"), ("sessions", "sittings")):
+        text = text.replace(f'"{new}":', f'"{old}":')
+    assert '"result":' not in text and '"sittings":' in text and text.count('"sitting":') == 1
+    path.write_text(text)
+    assert load_duel(path) == whole
+
+
+@pytest.mark.parametrize("cut", range(2, 2000, 97))
+def test_a_torn_file_loses_its_end_alone(path: Path, cut: int) -> None:
+    """A kill at any moment: what stands before is read, and it is not finished."""
+    raw = path.read_bytes()
+    first = raw.index(b"\n") + 1
+    path.write_bytes(raw[: max(first, len(raw) - 1 - cut)])
+    found = load_duel(path)
+    assert not found.finished and len(found.troubles) <= 1
+    assert all(one.sessions for one in found.results)
+
+
+@pytest.mark.parametrize(
+    ("line", "trouble"),
+    [
+        ("{", "is broken"),
+        ("[]", "is broken"),
+        ("3", "is broken"),
+        ('{"greeting": 1}', "of a kind that this version does not know"),
+        ('{"case": "nowhere", "session": {}}', "is broken"),
+        ('{"result": {"before": 3}}', "is broken"),
+        ('{"note": 3}', "is broken"),
+    ],
+)
+def test_a_broken_line_is_left_out_and_named(path: Path, line: str, trouble: str) -> None:
+    """The others count."""
+    lines = as_older(path).read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], line, *lines[2:]]) + "\n")
+    found = load_duel(path)
+    assert found.finished and len(found.results) == 2
+    assert len(found.troubles) == 1 and found.troubles[0].startswith("line 3") and trouble in found.troubles[0]
+
+
+def test_samples_that_no_clock_gave_are_left_out(path: Path) -> None:
+    """So are results whose sides are of different cases."""
+    lines = as_older(path).read_text().splitlines()
+    negative = json.loads(lines[4])
+    negative["session"]["after"][0]["slots"][0]["calls_ns"] = [[-1]]
+    mixed = json.loads(lines[2])
+    mixed["result"]["after"]["case"]["precision"] = "fp16"
+    path.write_text("\n".join([*lines, json.dumps(negative), json.dumps(mixed)]) + "\n")
+    found = load_duel(path)
+    assert [one[:6] for one in found.troubles] == ["line 8", "line 9"]
+    assert len(found.results) == 2 and len(found.results[0].sessions) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", '{"schema": 1}\n', "[]\n", '{"schema": 1, "duel": {"id": 3}}\n', "\0\n"])
+def test_what_is_no_duel_is_refused(text: str, tmp_path: Path) -> None:
+    """With the file's name."""
+    path = tmp_path / "file.jsonl"
+    path.write_text(text)
+    with pytest.raises(StoreError, match=r"file.jsonl is no duel"):
+        load_duel(path)
+
+
+def test_a_newer_schema_is_refused(path: Path) -> None:
+    """An old reader would read a new one wrong."""
+    path.write_text(path.read_text().replace('{"schema":1', '{"schema":2', 1))
+    with pytest.raises(StoreError, match=r"newer fp8bench \(schema 2"):
+        load_duel(path)
+
+
+def test_a_store_that_takes_nothing(tmp_path: Path) -> None:
+    """It says so before anything is measured."""
+    (tmp_path / "duels").write_text("a file")
+    with pytest.raises(StoreError, match=r"cannot be made .*Choose another --store DIR"):
+        start_duel(header(), tmp_path)

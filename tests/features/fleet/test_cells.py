@@ -1,0 +1,165 @@
+"""Cells measured in this process: once each, resumed where they were cut off, never by two at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fp8bench import pipeline
+from fp8bench.errors import UsageError
+from fp8bench.features.fleet.work import work
+from fp8bench.files import locked
+from fp8bench.jobs.cells import cut, measured
+from fp8bench.model import Request, Run
+from fp8bench.model.fleet import Attempt, CellStatus, FleetPlan
+from fp8bench.protocols import SilentObserver
+from fp8bench.store.fleet_plans import OUTPUT, folder_of, note, read_plan, states_of, write_plan
+from fp8bench.store.runs.read import load_run
+from tests.older import changed_document, without_sums
+
+QUIET = SilentObserver()
+
+
+@pytest.fixture(scope="module")
+def plan() -> FleetPlan:
+    """Two cells that take no time."""
+    request = Request(
+        "gemm", ("fp32",), quick=True, rounds=2, energy=False, isolation=False, axes=(("shape", ("16", "32")),)
+    )
+    return cut(request, *pipeline.plan_only(request, Path()), "")
+
+
+def of(plan: FleetPlan, store: Path) -> list[str]:
+    return [state.status.value for state in states_of(plan, store)]
+
+
+def test_a_cell_is_measured_once(plan: FleetPlan, tmp_path: Path) -> None:
+    """Its run holds that group alone, and says which cell it is; the other cell is not touched."""
+    now, run = measured(plan, 1, tmp_path, QUIET, "")
+    assert now and run.finished and run.cell == f"{plan.id}/1" and run.origin == "fleet" and run.bits
+    assert run.clock_ahead is not None and abs(run.clock_ahead) < 1.0
+    assert {record.case.setting for record in run.records} == {plan.cells[1].setting}
+    before = Path(run.path).read_bytes()
+    now, again = measured(plan, 1, tmp_path, QUIET, "")
+    assert not now and again.id == run.id and Path(run.path).read_bytes() == before
+    assert of(plan, tmp_path) == ["waiting", "done"]
+    assert states_of(plan, tmp_path)[1].run == run.id
+    assert [one.number for one in states_of(plan, tmp_path, but={1})] == [0]
+
+
+def test_a_worker_reads_a_run_that_is_whole_once(
+    plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each cell would take longer than the one before it."""
+    _, run = measured(plan, 1, tmp_path, QUIET, "")
+    read: list[Path] = []
+
+    def reads(path: Path) -> Run:
+        read.append(path)
+        return load_run(path)
+
+    def fails(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
+        note(plan, number, store, Attempt("host", 1, "2026-01-05T12:00:00+00:00", 3.0, 2))
+        return 2
+
+    monkeypatch.setattr("fp8bench.store.fleet_plans.load_run", reads)
+    monkeypatch.setattr("fp8bench.features.fleet.work._measure", fails)
+    assert work(plan, tmp_path / "p.json", tmp_path, False, lambda state: None) == ({0: 2}, {})
+    assert read == [Path(run.path)]
+
+
+def test_a_device_whose_bits_fail_is_measured_all_the_same(
+    plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise ValueError("no bits")
+
+    monkeypatch.setattr("fp8bench.worker.bench.bits_of", fails)
+    _, run = measured(plan, 1, tmp_path, QUIET, "")
+    assert run.finished and run.bits == ()
+
+
+def test_one_that_was_cut_off_is_resumed(plan: FleetPlan, tmp_path: Path) -> None:
+    """And is the same run then; where machine or software differ a new one is begun beside it."""
+    _, run = measured(plan, 0, tmp_path, QUIET, "")
+    path = Path(run.path)
+    head = path.read_bytes().splitlines(keepends=True)[0]
+    path.write_bytes(head)
+    assert of(plan, tmp_path)[0] == "begun"
+    now, resumed = measured(plan, 0, tmp_path, QUIET, "")
+    assert now and resumed.id == run.id and resumed.finished and len(resumed.resumptions) == 1
+    other = json.loads(without_sums(head))
+    other["header"]["environment"]["facts"]["machine"] = "elsewhere"
+    path.write_text(json.dumps(other) + "\n")
+    now, anew = measured(plan, 0, tmp_path, QUIET, "")
+    assert now and anew.id != run.id and anew.finished and not load_run(path).finished
+    assert of(plan, tmp_path)[0] == "done"
+
+
+def test_two_do_not_measure_a_cell_at_a_time(plan: FleetPlan, tmp_path: Path) -> None:
+    with locked(folder_of(plan, 0, tmp_path), 0):
+        assert of(plan, tmp_path) == ["running", "waiting"]
+        with pytest.raises(UsageError, match=f"another process is measuring cell {plan.id}/0"):
+            measured(plan, 0, tmp_path, QUIET, "")
+    assert of(plan, tmp_path) == ["waiting", "waiting"]
+    with pytest.raises(UsageError, match="cell 2 is not one of 0 to 1"):
+        measured(plan, 2, tmp_path, QUIET, "")
+
+
+def test_what_failed_says_why_and_waits_for_retry(
+    plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is tried once by a worker; what another one has claimed is left to it."""
+    begun: list[int] = []
+    codes = {0: 2, 1: 0}
+
+    def ends(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
+        code = codes[number]
+        (folder_of(plan, number, store) / OUTPUT).write_text("\nfp8bench: no such device.\n" if code else "")
+        note(plan, number, store, Attempt("host", 1, "2026-01-05T12:00:00+00:00", 3.0, code))
+        return code
+
+    monkeypatch.setattr("fp8bench.features.fleet.work._measure", ends)
+    told = lambda state: begun.append(state.number)  # noqa: E731
+    assert work(plan, tmp_path / "p.json", tmp_path, False, told) == ({0: 2, 1: 0}, {}) and begun == [0, 1]
+    failed, waiting = states_of(plan, tmp_path)
+    assert failed.status is CellStatus.FAILED and failed.why == "no such device." and len(failed.attempts) == 1
+    assert waiting.status is CellStatus.WAITING  # it ended well, and left no run
+    assert work(plan, tmp_path / "p.json", tmp_path, True, told)[0][0] == 2 and len(begun) == 4
+    with locked(folder_of(plan, 0, tmp_path) / "claim", 0), locked(folder_of(plan, 1, tmp_path) / "claim", 0):
+        done, left = work(plan, tmp_path / "p.json", tmp_path, True, told)
+        assert not done and set(left) == {0, 1} and "another process is measuring" in left[0]
+    with (folder_of(plan, 0, tmp_path) / "attempts.jsonl").open("a") as file:
+        file.write('{"host": "cut o')
+    assert len(states_of(plan, tmp_path)[0].attempts) == 2
+
+
+def test_a_plan_is_read_back_and_nonsense_is_none(plan: FleetPlan, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    write_plan(plan, file)
+    assert read_plan(file) == plan
+    whole = json.dumps(changed_document(file), indent=1) + "\n"
+    for text, words in (
+        (file.read_text().replace('"rounds": 2', '"rounds": 3'), "its checksum is not that of what it says"),
+        ("", "is no plan of a fleet"),
+        ("[1]", "is no plan of a fleet"),
+        ("[" * 50_000, "is no plan of a fleet"),
+        (whole.replace('"schema": 1', '"schema": 9'), "schema 9; this fp8bench reads 1"),
+        (whole.replace('"rounds": 2', '"rounds": -2'), "rounds must be a whole number"),
+        (whole[: len(whole) // 2], "is no plan of a fleet"),
+        (whole.replace(plan.id, "../../outside"), "not of letters and digits"),
+        (whole.replace(plan.created, "yesterday"), "no moment with a time zone"),
+        (whole.replace(plan.created, plan.created[:19]), "no moment with a time zone"),
+        (json.dumps({"schema": 1, "fleet": {**json.loads(whole)["fleet"], "cells": []}}), "it has no cells"),
+        (whole.replace('"gpus": 0', '"gpus": -4'), "a cell needs -4 GPUs, expected 0 or more"),
+        (whole.replace('"rounds": 2', '"rounds": "many"'), "expected int or null, found 'many'"),
+        (whole.replace('"request": {', '"asked": {'), "FleetPlan: the field 'request' is missing"),
+        (whole.replace('"fleet": {', '"plan": {'), "it has no fields 'schema' and 'fleet'"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=words):
+            read_plan(file)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_plan(tmp_path / "nowhere")

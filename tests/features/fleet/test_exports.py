@@ -1,0 +1,124 @@
+"""Text for schedulers, read back: by a shell, by the models of Kubernetes' own package."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import yaml
+
+from fp8bench.errors import UsageError
+from fp8bench.features.fleet.export import Tasks, Volume, forms
+from fp8bench.model import Request
+from fp8bench.model.fleet import Cell, FleetPlan
+
+_HOSTILE = """it's "a" $(touch x) `touch y` $HOME ${HOME} $$ \\ ; | & #\n- a: [b] %s"""
+_GPU = Cell("gemm[m=16]@cuda:0*4", kind="h200", gpus=4)
+_PLAN = FleetPlan("1a2b3c4d", "", "", Request("gemm"), (Cell("gemm[m=16]@cpu", kind="cpu"), _GPU), "")
+_TASKS = Tasks(
+    _PLAN,
+    "/data/plan.json",
+    "/data/store",
+    "python3",
+    90,
+    2,
+    "here/fp8bench:1",
+    Volume("claim", PurePosixPath("/data")),
+)
+_BARE = replace(_TASKS, image="", volume=None)
+
+
+def shell_of(name: str, text: str) -> str:
+    """What a node is told: as its scheduler hands it to a shell."""
+    if name == "sbatch":
+        return text
+    content = yaml.safe_load(text)
+    (container,) = content["spec"]["template"]["spec"]["containers"]
+    shell, option, words = container["command"]
+    assert (shell, option) == ("sh", "-c") and not re.search(r"(?<!\$)(\$\$)*\$(?!\$)", words)
+    return str(words).replace("$$", "$")
+
+
+@pytest.mark.parametrize(("name", "workers"), [("sbatch", None), ("sbatch", 3), ("k8s", None)])
+def test_the_command_arrives_whole(name: str, workers: int | None, tmp_path: Path) -> None:
+    """Whatever paths are called, and however a shell would read them."""
+    folder = tmp_path / _HOSTILE.replace("/", "")
+    folder.mkdir()
+    program = folder / "python"
+    program.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    program.chmod(0o755)
+    mount = Volume("claim", PurePosixPath("/data"))
+    tasks = replace(_BARE, python=str(program), workers=workers, file=f"/data/{_HOSTILE}", store=f"/data/{_HOSTILE}/s")
+    text = forms.get(name).text(tasks if name == "sbatch" else replace(tasks, image="i", volume=mount))
+    script = tmp_path / "script"
+    script.write_text(shell_of(name, text))
+    indices = {"SLURM_ARRAY_TASK_ID": "1", "JOB_COMPLETION_INDEX": "1"}
+    ran = subprocess.run(
+        ["bash", str(script)], env={**os.environ, **indices}, capture_output=True, cwd=tmp_path, check=False
+    )
+    words = ["-m", "fp8bench", "fleet", "work", f"/data/{_HOSTILE}", "--store", f"/data/{_HOSTILE}/s"]
+    assert ran.stdout.decode().split("\0")[:-1] == [*words, *(() if workers else ("--cell", "1"))], ran.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["script", folder.name])
+
+
+def test_a_task_for_each_cell_or_so_many_workers() -> None:
+    each = forms.get("sbatch").text(replace(_BARE, workers=None, options={"partition": "a b"}))
+    assert "#SBATCH --array=0-1\n" in each and "#SBATCH --gpus-per-node=4\n" in each
+    assert "#SBATCH --exclusive\n#SBATCH --no-requeue\n" in each and '#SBATCH --partition="a b"\n' in each
+    job = yaml.safe_load(forms.get("k8s").text(replace(_TASKS, workers=None, options={"a/b": "no"})))["spec"]
+    pod = job["template"]["spec"]
+    assert (job["completions"], job["backoffLimitPerIndex"], pod["restartPolicy"]) == (2, 0, "Never")
+    assert pod["nodeSelector"] == {"a/b": "no"} and pod["activeDeadlineSeconds"] == 5400
+    assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": "4"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "tasks", "words"),
+    [
+        ("sbatch", _TASKS, "--image and --volume are not for --to sbatch"),
+        ("sbatch", replace(_BARE, store="/data/\udcff"), "is not UTF-8"),
+        ("sbatch", replace(_BARE, options={"comment": "a\n#SBATCH --x"}), "no line of sbatch can hold"),
+        ("k8s", replace(_TASKS, image=""), "give --image"),
+        ("k8s", replace(_TASKS, volume=None), "give --volume"),
+        ("k8s", replace(_TASKS, store="store"), "--store 'store' is not on the volume"),
+        ("k8s", replace(_TASKS, file="/data/../p"), "--plan-path '/data/../p' is not on the volume"),
+        ("k8s", replace(_TASKS, plan=replace(_PLAN, cells=(replace(_GPU, setting="a@xpu:0"),))), "Intel's GPUs"),
+        ("k8s", replace(_TASKS, plan=replace(_PLAN, cells=(_GPU, replace(_GPU, kind="b200")))), "b200 and h200"),
+    ],
+)
+def test_what_is_lacking_is_said(name: str, tasks: Tasks, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        forms.get(name).text(tasks)
+
+
+def strict(models: Any, kind: str, value: object, where: str) -> None:
+    """Every field is one that the model has, of its type; its package would pass over those that it does not know."""
+    if inner := re.fullmatch(r"([Ll]ist|[Dd]ict)\[(?:str, ?)?(.+)\]", kind):
+        assert isinstance(value, list | dict), where
+        for one in value.values() if isinstance(value, dict) else value:
+            strict(models, inner[2], one, where)
+    elif kind in ("str", "int", "bool"):
+        assert type(value).__name__ == kind, (where, value)
+    elif kind != "object":
+        model = getattr(models, kind)
+        names = {model.attribute_map[name]: types for name, types in model.openapi_types.items()}
+        assert isinstance(value, dict) and value.keys() <= names.keys(), (where, value)
+        for name, one in value.items():
+            strict(models, names[name], one, f"{where}.{name}")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_kubernetes_knows_every_field() -> None:
+    models = pytest.importorskip("kubernetes.client.models")
+    for tasks in (_TASKS, replace(_TASKS, workers=None, options={"disk": "ssd"})):
+        job = yaml.safe_load(forms.get("k8s").text(tasks))
+        strict(models, "V1Job", job, "Job")
+        job["spec"]["template"]["spec"]["restartpolicy"] = "Never"
+        with pytest.raises(AssertionError):
+            strict(models, "V1Job", job, "Job")

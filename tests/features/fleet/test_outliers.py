@@ -1,0 +1,67 @@
+"""Odd machines: named as often as is said where none is, whatever the spread, and found where one is."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from fp8bench.features.fleet.odd import FALSE_ALARMS, LEAST_CHANGE, critical, deviations, seen_from
+
+
+def fleet(
+    random: np.random.Generator, machines: int, cases: int, spread: float, **odd: float
+) -> dict[str, dict[str, float]]:
+    """Times of honest machines: each is a little slow or fast in all it does, and in each case; `odd` are factors."""
+    own = random.normal(0, spread, machines)
+    times = {}
+    for case in range(cases):
+        logs = own + random.normal(0, spread, machines)
+        times[f"case {case}"] = {
+            f"m{number}": math.exp(log) * (1 + case) * odd.get(f"m{number}", 1.0) for number, log in enumerate(logs)
+        }
+    return times
+
+
+@pytest.mark.parametrize(
+    ("machines", "reports"), [(5, 100), *(pytest.param(n, 1000, marks=pytest.mark.slow) for n in (4, 5, 8))]
+)
+def test_honest_fleets_are_left_alone_as_often_as_is_said(machines: int, reports: int) -> None:
+    """With 6 cases each; the bound is what 1% gives by chance in one of a thousand tests."""
+    random = np.random.default_rng(machines)
+    alarms = sum(any(one.odd for one in deviations(fleet(random, machines, 6, 0.1))) for _ in range(reports))
+    assert alarms <= reports * FALSE_ALARMS + 3.1 * math.sqrt(reports * FALSE_ALARMS)
+
+
+@pytest.mark.parametrize(("machines", "slow"), [(4, ("m1",)), (8, ("m1",)), (8, ("m1", "m5", "m7")), (16, ("m3",))])
+def test_what_is_slow_is_named_and_nobody_else(machines: int, slow: tuple[str, ...]) -> None:
+    """Three of eight do not hide each other."""
+    times = fleet(np.random.default_rng(1), machines, 5, 0.01, **dict.fromkeys(slow, 2.0))
+    found = deviations(times)
+    assert {one.machine for one in found if one.odd and not one.case} == set(slow)
+    assert seen_from(times) is not None
+
+
+def test_a_machine_that_is_odd_in_one_case_alone() -> None:
+    times = fleet(np.random.default_rng(2), 12, 5, 0.01)
+    times["case 3"]["m4"] *= 3
+    odd = [one for one in deviations(times) if one.odd]
+    assert [(one.machine, one.case) for one in odd] == [("m4", "case 3")] and odd[0].change == pytest.approx(2, abs=0.2)
+
+
+def test_too_few_and_too_alike() -> None:
+    """Three say nothing; among equal ones a small change is nobody's concern, and a large one is."""
+    assert deviations(fleet(np.random.default_rng(3), 3, 4, 0.01, m0=9.0)) == ()
+    equal = {"a": dict.fromkeys("wxyz", 1.0)}
+    assert not any(one.odd for one in deviations(equal)) and seen_from(equal) == LEAST_CHANGE
+    assert not any(one.odd for one in deviations({"a": {**equal["a"], "z": 1 + LEAST_CHANGE / 2}}))
+    assert {one.machine for one in deviations({"a": {**equal["a"], "z": 2.0}}) if one.odd} == {"z"}
+
+
+def test_rarer_is_farther() -> None:
+    """Past what was simulated too; and a machine among many stands out sooner than among few."""
+    for machines in (4, 9, 30):
+        limits = [critical(machines, rate) for rate in (0.1, 0.01, 0.001, 1e-4, 1e-6)]
+        assert limits == sorted(limits) and limits[0] < limits[-1]
+    assert critical(30, 0.005) < critical(8, 0.005) < critical(4, 0.005)

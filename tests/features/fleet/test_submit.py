@@ -1,0 +1,223 @@
+"""Workers handed out for real: to submitit's local executor, and to a Slurm of one node that the test starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fp8bench.errors import UsageError
+from fp8bench.features.fleet.command import option
+from fp8bench.features.fleet.engine import Order, engines
+from fp8bench.store.fleet_plans import read_plan, states_of
+from tests.commands import ROOT, Say
+
+_GEMM = "gemm --quick --no-energy --rounds 2 --dtypes fp32 --no-isolation --set shape=16,32"
+# Whoever started pytest in the background has made its processes ignore SIGINT.
+_MAIN = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from fp8bench.__main__ import run; sys.exit(run())"
+)
+_DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue")
+_CONFIGURATION = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={folder}/controller
+SlurmdSpoolDir={folder}/node
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@pytest.fixture
+def plan(store: Path, fp8bench: Say, tmp_path: Path) -> Path:
+    """Two cells that take no time."""
+    code, _, err = fp8bench("suite", *_GEMM.split(), "--dry-run", "--write-plan", str(tmp_path / "plan.json"))
+    assert code == 0, err
+    return tmp_path / "plan.json"
+
+
+def done(plan: Path, store: Path) -> list[str]:
+    return [state.status.value for state in states_of(read_plan(plan), store)]
+
+
+@pytest.mark.slow
+def test_by_submitit_on_this_machine(plan: Path, fp8bench: Say, store: Path) -> None:
+    code, out, err = fp8bench("fleet", "submit", str(plan), "--on", "local", "--workers", "2", "--wait")
+    assert code == 0 and "2 done." in out and " on local" in err
+    assert done(plan, store) == ["done", "done"]
+    for path in (store / "runs").rglob("*.jsonl"):  # submitit would hide the GPUs of this machine
+        facts = json.loads(path.read_text().splitlines()[0])["header"]["environment"]["facts"]
+        assert facts.get("env_CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_workers_without_a_traceback(plan: Path, store: Path, sent: int) -> None:
+    """And what they leave is measured by the next ones."""
+    words = [sys.executable, "-c", _MAIN, "fleet", "submit", str(plan), "--store", str(store), "--on", "local"]
+    with subprocess.Popen(
+        [*words, "--wait"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as process:  # fmt: skip
+        until(lambda: "running" in done(plan, store))
+        process.send_signal(sent)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err and "interrupted" in err, err
+    until(lambda: "running" not in done(plan, store), 20)
+    assert done(plan, store) != ["done", "done"]
+    assert subprocess.run([*words, "--wait"], capture_output=True, check=False).returncode == 0
+    assert done(plan, store) == ["done", "done"]
+
+
+def until(true: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slurm")
+def test_by_slurm(plan: Path, fp8bench: Say, store: Path) -> None:
+    """Each worker a job; sbatch's own words where it takes none."""
+    options = ("--option", "exclusive=no", "--option", "comment=cells")
+    code, out, err = fp8bench("fleet", "submit", str(plan), "--on", "slurm", "--workers", "2", "--wait", *options)
+    assert code == 0 and "2 done." in out, (out, err)
+    assert done(plan, store) == ["done", "done"]
+    script = next((store / "cells" / "logs").glob("*_submission.sh")).read_text()
+    assert "#SBATCH --no-requeue" in script and "#SBATCH --comment=cells" in script and "--exclusive" not in script
+    code, _, err = fp8bench("fleet", "submit", str(plan), "--on", "slurm", "--option", "partition=nowhere")
+    assert code == 2 and "slurm took no job" in err and "partition" in err
+    exported(plan, fp8bench, store.with_name("exported store"))
+
+
+def exported(plan: Path, fp8bench: Say, store: Path) -> None:
+    """The script of `fleet export` is taken by sbatch, and does what it says; a hostile word comes through it whole."""
+    words, script = """it's "$(x)" \\ #1""", plan.with_name("cells.sh")
+    given = ("--option", f"comment={words}", "--option", "exclusive=no", "--minutes", "7", "-o", str(script))
+    assert fp8bench("fleet", "export", str(plan), "--to", "sbatch", "--store", str(store), *given)[0] == 0
+    for options in (("--test-only",), ("--hold", "--parsable"), ("--wait",)):
+        command = ["sbatch", *options, str(script)]
+        sent = subprocess.run(command, cwd=plan.parent, capture_output=True, text=True, check=False)
+        assert sent.returncode == 0, sent.stderr
+        if "--hold" in options:
+            asked = ["squeue", "--noheader", "--format=%k|%l", "--jobs", sent.stdout.strip()]
+            held = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+            subprocess.run(["scancel", sent.stdout.strip()], check=True)
+            assert held == f"{words}|7:00"
+    assert done(plan, store) == ["done", "done"]
+    assert [len(state.attempts) for state in states_of(read_plan(plan), store)] == [1, 1]
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cluster of this machine alone, on loopback and free ports."""
+    missing = [name for name in _DAEMONS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)} (Debian: slurmctld slurmd slurm-client munge)")
+    folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="slurm-"))  # the name of a socket may have 107 letters
+    for one in (folder / "controller", folder / "node"):
+        one.mkdir(mode=0o755)
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
+    (folder / "slurm.conf").write_text(
+        _CONFIGURATION.format(folder=folder, host=_host(), user=user, ports=ports(2), cpus=os.cpu_count())
+    )
+    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin")
+    parts = {"socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "munge.seed"}
+    munge = [
+        "munged",
+        "--foreground",
+        "--force",
+        f"--key-file={key}",
+        *(f"--{a}={folder}/{b}" for a, b in parts.items()),
+    ]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for words in (munge, ["slurmctld", "-D"], ["slurmd", "-D"]):
+            log = (folder / f"{words[0]}.out").open("wb")
+            started.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL))
+            log.close()
+        waited_for(folder)
+        yield
+    finally:
+        for process in reversed(started):
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _host() -> str:
+    """As Slurm calls this machine: without a domain."""
+    return socket.gethostname().partition(".")[0]
+
+
+def waited_for(folder: Path) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        state = subprocess.run(["sinfo", "-h", "-o", "%t"], capture_output=True, text=True, check=False).stdout.strip()
+        if state == "idle":
+            return
+        time.sleep(0.5)
+    pytest.fail("\n".join(path.read_text()[-1000:] for path in folder.glob("*.out")))
+
+
+def ports(count: int) -> list[int]:
+    """Free ones."""
+    held = [socket.socket() for _ in range(count)]
+    for one in held:
+        one.bind(("127.0.0.1", 0))
+    found = [one.getsockname()[1] for one in held]
+    for one in held:
+        one.close()
+    return found
+
+
+def test_without_slurm_a_sentence(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And sbatch's options are for sbatch."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    order = Order(read_plan(plan), plan, tmp_path)
+    with pytest.raises(UsageError, match="there is no Slurm here"):
+        engines.get("slurm").start(order)
+    with pytest.raises(UsageError, match="--option is not for --on local, which knows none"):
+        engines.get("local").start(replace(order, options={"partition": "gpu"}))
+
+
+def test_options_are_names_and_values() -> None:
+    assert option("partition=gpu") == ("partition", "gpu") and option("--exclusive") == ("exclusive", "")
+    for text in ("", "=3", "a b=c", "$(x)=1"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected NAME=VALUE"):
+            option(text)

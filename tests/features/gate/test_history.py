@@ -1,0 +1,212 @@
+"""`fp8bench gate --history`: steps that are open fail, what is known does not, and nothing is green for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from junitparser import JUnitXml
+
+from fp8bench.cli.progress import TERMINAL
+from fp8bench.features.gate import history as source
+from fp8bench.features.gate.judging import Outcome, SecondLook, first_look, key_of, second_look
+from fp8bench.model import Comparison, Direction, Evidence, Interval, Record, Run, Status
+from tests.commands import Say, git
+from tests.histories import history, keep, records, run_at
+
+FLAT = [1.0, 1.003, 0.998, 1.001, 0.997, 1.002, 1.0, 0.999, 1.004, 0.998, 1.001, 1.0, 0.999, 1.002]
+STEPPED = [*FLAT[:7], *(1.5 * one for one in FLAT[7:])]
+
+
+def bf16_at(milliseconds: float) -> tuple[Record, ...]:
+    """A bf16 of so many milliseconds beside an fp32 that stays as it was."""
+    usual, own = records(), records(milliseconds)
+    return tuple(one if one.is_reference else slow for one, slow in zip(usual, own, strict=True))
+
+
+def bf16_history(store: Path, *milliseconds: float) -> None:
+    for number, time in enumerate(milliseconds):
+        keep(store, run_at(number, records=bf16_at(time)))
+
+
+def test_a_flat_history(store: Path, fp8bench: Say) -> None:
+    """Code 0."""
+    history(store, *FLAT)
+    code, out, _ = fp8bench("gate", "--history", "--junit", "out.xml")
+    assert code == 0 and "no regression" in out
+
+
+def test_a_step_fails_until_it_is_acknowledged(store: Path, fp8bench: Say) -> None:
+    """By the time over the reference's, once for a series, with the commits it lies between."""
+    bf16_history(store, *STEPPED)
+    code, out, _ = fp8bench("gate", "--history", "--no-rerun", "--junit", "out.xml", "--md", "out.md")
+    assert code == 1 and "bf16 relative_time" in out and "bf16 time " not in out
+    xml = JUnitXml.fromfile("out.xml")
+    failure = next(iter(next(case for suite in xml for case in suite if case.result).result))
+    assert "between 000000" in failure.text and xml.failures == 1
+    assert fp8bench("history", "ack", "*", "--because", "known")[0] == 0
+    code, out, _ = fp8bench("gate", "--history", "--no-rerun")
+    assert code == 0 and "acknowledged" in out
+
+
+def test_a_slower_reference_is_a_regression_of_its_own(store: Path, fp8bench: Say) -> None:
+    """What is held against it is as it was."""
+    history(store, *STEPPED)
+    code, out, _ = fp8bench("gate", "--history", "--no-rerun")
+    assert code == 1 and "fp32 time " in out and "bf16" not in out and "seconds_per" not in out
+
+
+def test_a_step_that_cannot_be_measured_again_here(store: Path, fp8bench: Say) -> None:
+    """Of 50%: it fails, and says why nobody confirmed it."""
+    history(store, *STEPPED)
+    code, out, err = fp8bench("gate", "--history")
+    assert code == 1 and "not measured again" in out and "suspected" in err
+
+
+@pytest.mark.parametrize(("times", "outcome"), [(1.45, Outcome.REGRESSION), (1.02, Outcome.CLEARED)])
+def test_a_second_look_must_lie_near_the_new_level(
+    store: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: Outcome
+) -> None:
+    """Whoever measures it: here a run by hand."""
+    bf16_history(store, *STEPPED)
+    again = run_at(99, records=bf16_at(times))
+    asked: list[set[str]] = []
+
+    def measured(run: Run, cases: set[str], _: Path, __: object) -> tuple[Run, str]:
+        asked.append(cases)
+        return again, ""
+
+    monkeypatch.setattr(source, "measured_again", measured)
+    found = source.of_history(store, TERMINAL)
+    judged = first_look(found.comparisons)
+    suspects = [one.comparison for one in judged if one.outcome is Outcome.TO_CONFIRM]
+    assert suspects and found.confirm is not None
+    settled = second_look(judged, found.confirm(suspects))
+    assert {one.outcome for one in settled if one.comparison in suspects} == {outcome}
+    assert len(asked) == 1 and all(case.startswith("gemm[") and case.endswith("/bf16") for case in asked[0])
+
+
+@pytest.mark.parametrize(("times", "outcome"), [(1.4, Outcome.REGRESSION), (1.0, Outcome.CLEARED)])
+def test_a_duel_with_the_commit_before_the_step(
+    store: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: Outcome
+) -> None:
+    """Its case is the run's, and its time settles the time over the reference's."""
+    bf16_history(store, *STEPPED)
+    asked: list[tuple[str, list[str]]] = []
+
+    def duel_with(commit: str, _: object, __: Path, suspects: Sequence[Comparison], ___: object) -> SecondLook:
+        asked.append((commit, [one.case for one in suspects]))
+        where = Direction.WORSE if times > 1 else Direction.SAME
+        found = {
+            key_of(one): Comparison(
+                one.case, one.suite, "time", "s", where, Evidence.PAIRED, 1e-3, 1e-3 * times,
+                Interval(times, times * 0.99, times * 1.01, 0.99), 1e-6,
+            )
+            for one in suspects
+        }  # fmt: skip
+        return SecondLook(found, "in duel abc")
+
+    monkeypatch.setattr(source, "duel_with", duel_with)
+    found = source.of_history(store, TERMINAL)
+    judged = first_look(found.comparisons)
+    suspects = [one.comparison for one in judged if one.outcome is Outcome.TO_CONFIRM]
+    assert found.confirm is not None
+    settled = second_look(judged, found.confirm(suspects))
+    one = next(one for one in settled if one.comparison.metric == "relative_time")
+    assert one.outcome is outcome and "in duel abc" in one.why
+    assert {commit for commit, _ in asked} == {one.since for one in suspects}
+    assert all("@cpu/bf16" in case for _, cases in asked for case in cases)
+
+
+NOISY = [1.0, 1.12, 0.9, 1.08, 0.93, 1.1, 0.95, 1.06, 0.89, 1.07, 1.0, 0.92, 1.11, 0.97, 1.05, 0.9]
+REQUIRED = ("gate", "--history", "--require-power", "80%")
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "code", "words"),
+    [
+        (FLAT, 0, ""),
+        (NOISY, 4, "cannot see its threshold of +5.0%"),
+        (NOISY[:12], 0, "will not, and fail from 14 nights on"),
+        (FLAT[:5], 0, "6 more nights at this noise would do"),
+        (STEPPED, 1, ""),
+    ],
+    ids=["sees", "blind", "noisy and young", "young", "worse"],
+)
+def test_a_history_that_must_see_its_thresholds(
+    store: Path, fp8bench: Say, milliseconds: Sequence[float], code: int, words: str
+) -> None:
+    """Blind is 4 after 14 nights, young passes with a warning; without the option all of them do, as they did."""
+    bf16_history(store, *milliseconds)
+    ended, out, _ = fp8bench(*REQUIRED, "--no-rerun", "--junit", "out.xml", "--md", "out.md")
+    said = " ".join(out.split())
+    assert ended == code and words in said, out
+    assert ("history too young" in Path("out.md").read_text()) == (code == 0 and bool(words))
+    xml = JUnitXml.fromfile("out.xml")
+    assert bool(xml.failures or xml.errors) == (code != 0)
+    if milliseconds is not FLAT[:5]:
+        assert "could have seen: " in said
+    without = fp8bench("gate", "--history", "--no-rerun")[0]
+    assert without == {4: 0, 1: 1}.get(code, 4 if len(milliseconds) < 11 else 0)
+
+
+def test_a_night_that_is_in_no_history_does_not_hide_a_blind_one(store: Path, fp8bench: Say) -> None:
+    """Its tree was changed; and a series that nobody goes on with fails no night."""
+    bf16_history(store, *NOISY)
+    keep(store, run_at(len(NOISY), facts={"dirty": True}))
+    assert fp8bench(*REQUIRED, "--no-rerun")[0] == 4
+    for number, time in enumerate(FLAT, len(NOISY) + 1):
+        keep(store, run_at(number, records=[one for one in bf16_at(time) if one.is_reference]))
+    code, out, _ = fp8bench(*REQUIRED, "--no-rerun")
+    assert code == 0 and "could have seen: +" in out and "/fp32" in out and "bf16" not in out
+
+
+def failing(number: int) -> Run:
+    return run_at(number, records=tuple(records(status=Status.FAILED)))
+
+
+def test_a_case_that_fails_now(store: Path, fp8bench: Say) -> None:
+    """Code 3, the first time."""
+    history(store, *FLAT)
+    keep(store, failing(len(FLAT)))
+    assert fp8bench("gate", "--history")[0] == 3
+    keep(store, failing(len(FLAT) + 1))
+    assert fp8bench("gate", "--history")[0] == 0
+
+
+def test_a_night_that_was_cut_off(store: Path, fp8bench: Say) -> None:
+    """Half a run is not green."""
+    history(store, *FLAT)
+    cut = run_at(len(FLAT), finished=False)
+    keep(store, replace(cut, records=cut.records[:1]))
+    code, out, _ = fp8bench("gate", "--history")
+    assert code == 3 and "was interrupted" in out
+
+
+def test_never_green_for_nothing(store: Path, fp8bench: Say) -> None:
+    """No store, no runs, no case measured, too few commits: each says so."""
+    code, _, err = fp8bench("gate", "--history")
+    assert code == 2 and "is not there" in err
+    (store / "runs").mkdir(parents=True)
+    assert fp8bench("gate", "--history")[0] == 3
+    history(store, 1.0, 1.0)
+    code, out, _ = fp8bench("gate", "--history", "--junit", "out.xml")
+    assert code == 4 and "nothing to compare" in out and "too few" in out
+    assert JUnitXml.fromfile("out.xml").errors == 1
+    keep(store, replace(run_at(3), records=()))
+    code, out, _ = fp8bench("gate", "--history")
+    assert code == 3 and "came to a number" in out
+
+
+def test_a_night_that_measured_nothing_of_this_commit(store: Path, fp8bench: Say) -> None:
+    """The newest run is of the commit before: code 3, though all that is there is fine."""
+    git(Path(), "init", "-q")
+    git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
+    history(store, *FLAT[:-1])
+    keep(store, run_at(len(FLAT), facts={"commit": git(Path(), "rev-parse", "HEAD")}))
+    assert fp8bench("gate", "--history")[0] == 0
+    git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
+    code, out, _ = fp8bench("gate", "--history")
+    assert code == 3 and "nothing was measured of" in out

@@ -1,0 +1,175 @@
+"""What is suspected, what a second look makes of it, and what fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy.stats import false_discovery_control
+
+from fp8bench.features.gate.chance import discoveries
+from fp8bench.features.gate.judging import Judged, Outcome, SecondLook, Verdict, first_look, key_of, second_look
+from fp8bench.features.gate.thresholds import Rule
+from fp8bench.model import Comparison, Direction, Evidence, Interval
+
+
+def figure(times: float, **changes: object) -> Comparison:
+    """A time of 1 ms that became so many times as long, sure to 1%, by a duel unless changed."""
+    where = Direction.WORSE if times > 1.01 else Direction.BETTER if times < 0.99 else Direction.SAME
+    one = Comparison(
+        "gemm[m=64]@cpu/bf16", "gemm", "time", "s", where, Evidence.PAIRED, 1e-3, 1e-3 * times,
+        Interval(times, times * 0.99, times * 1.01, 0.99), 1e-9 if where is not Direction.SAME else 0.8,
+    )  # fmt: skip
+    return replace(one, **changes)  # type: ignore[arg-type]
+
+
+def stored(times: float, **changes: object) -> Comparison:
+    """One stored run against another: what `compare` makes of it."""
+    where = Direction.WORSE if times > 1.1 else Direction.UNSURE
+    given = {"evidence": Evidence.CROSS_RUN, "p_value": None, "direction": where, "labels": ("cross-run",)}
+    return figure(times, **{**given, **changes})
+
+
+def exact(times: float, **changes: object) -> Comparison:
+    """Memory: the same whenever the same code runs."""
+    given = {
+        "metric": "peak_memory", "unit": "B", "before": 1e8, "after": 1e8 * times, "p_value": None,
+        "ratio": Interval(times, times, times, 1.0), "evidence": Evidence.CROSS_RUN,
+    }  # fmt: skip
+    return figure(times, **{**given, **changes})
+
+
+def settle(first: Comparison, again: Comparison | None, rules: tuple[Rule, ...] = ()) -> Judged:
+    """Both looks at one figure."""
+    judged = first_look([first], rules)
+    assert judged[0].outcome is Outcome.TO_CONFIRM
+    found = {key_of(first): again} if again is not None else {}
+    return second_look(judged, SecondLook(found, "again", "" if again else "no device"), rules)[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "outcome"),
+    [
+        (figure(1.0), Outcome.FINE),
+        (figure(0.9), Outcome.BETTER),
+        (figure(1.04), Outcome.FINE),
+        (figure(1.06), Outcome.TO_CONFIRM),
+        (figure(1.06, direction=Direction.UNSURE), Outcome.UNSURE),
+        (figure(2.0, before=1e-6, after=2e-6), Outcome.FINE),
+        (figure(1.06, p_value=0.03), Outcome.UNSURE),
+        (stored(1.04), Outcome.UNSURE),
+        (stored(1.06), Outcome.TO_CONFIRM),
+        (stored(1.2), Outcome.TO_CONFIRM),
+        (stored(1.06, ratio=Interval(1.06, 0.95, 1.2, 0.99)), Outcome.UNSURE),
+        (exact(1.01), Outcome.FINE),
+        (exact(1.03), Outcome.TO_CONFIRM),
+        (figure(1.0, direction=Direction.NONE, before=None), Outcome.NONE),
+        (figure(1.0, direction=Direction.NONE, failed=True), Outcome.FAILED),
+        (figure(2.0, metric="x_error", before=0.0, after=0.1, ratio=None), Outcome.TO_CONFIRM),
+    ],
+)  # fmt: skip
+def test_a_first_look(one: Comparison, outcome: Outcome) -> None:
+    """Beyond both thresholds, sure to be worse, and no chance."""
+    assert first_look([one])[0].outcome is outcome
+
+
+def test_chance_among_many() -> None:
+    """One p-value of 1% is news alone, and none among a hundred."""
+    suspect = figure(1.06, p_value=0.01)
+    others = [figure(1.0, case=f"gemm[m={n}]@cpu/bf16") for n in range(99)]
+    assert first_look([suspect])[0].outcome is Outcome.TO_CONFIRM
+    judged = first_look([suspect, *others])[0]
+    assert judged.outcome is Outcome.UNSURE and "among 100 figures" in judged.why
+
+
+def test_the_rule_of_benjamini_and_hochberg() -> None:
+    """As scipy has it."""
+    generator = np.random.default_rng(3)
+    for _ in range(200):
+        p_values = generator.uniform(size=generator.integers(1, 60)) ** generator.integers(1, 6)
+        expected = false_discovery_control(p_values) <= 0.05
+        assert discoveries(list(p_values), 0.05) == list(expected)
+    assert discoveries([], 0.05) == []
+
+
+FAILED = figure(1.0, failed=True, direction=Direction.NONE)
+KNOWN = figure(1.08, evidence=Evidence.CROSS_RUN, p_value=1e-4)
+STEP = figure(1.08, evidence=Evidence.HISTORY, p_value=1e-4)
+RELATIVE = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "outcome"),
+    [
+        # It confirms, clears, or finds that it fails.
+        (figure(1.06), figure(1.07), Outcome.REGRESSION),
+        (figure(1.06), figure(1.02), Outcome.CLEARED),
+        (figure(1.06), figure(1.06, direction=Direction.UNSURE), Outcome.CLEARED),
+        (figure(1.06), FAILED, Outcome.FAILED),
+        (exact(1.05), exact(1.05), Outcome.REGRESSION),
+        (exact(1.05), exact(1.0), Outcome.CLEARED),
+        # Stored numbers never fail below 10%, not when repeated either: a duel may, and a spread that is known.
+        (stored(1.08), stored(1.08), Outcome.TO_CONFIRM),
+        (stored(1.08), stored(1.3), Outcome.REGRESSION),
+        (stored(1.3), stored(1.08), Outcome.TO_CONFIRM),
+        (stored(1.2), stored(1.2), Outcome.REGRESSION),
+        (stored(1.08), figure(1.08), Outcome.REGRESSION),
+        (KNOWN, KNOWN, Outcome.REGRESSION),
+        (STEP, STEP, Outcome.REGRESSION),
+        # A relative time is settled by a duel of times, whose difference is in seconds and not in shares.
+        (RELATIVE, figure(1.2), Outcome.REGRESSION),
+        (RELATIVE, figure(1.0), Outcome.CLEARED),
+        # Without it what may fail fails.
+        (stored(1.2), None, Outcome.REGRESSION),
+    ],
+)
+def test_what_a_second_look_does(first: Comparison, again: Comparison | None, outcome: Outcome) -> None:
+    assert settle(first, again).outcome is outcome
+
+
+def test_without_a_second_look() -> None:
+    """What may fail fails and says that nobody confirmed it; the rest stays a suspect."""
+    for one, outcome in (
+        (stored(1.2), Outcome.REGRESSION), (stored(1.08), Outcome.TO_CONFIRM), (figure(1.06), Outcome.REGRESSION),
+        (exact(1.05), Outcome.REGRESSION),
+    ):  # fmt: skip
+        (judged,) = second_look(first_look([one]), SecondLook({}, refused="--no-rerun"))
+        assert judged.outcome is outcome and "not measured again: --no-rerun" in judged.why
+
+
+def test_a_time_is_judged_over_the_reference_where_it_can_be() -> None:
+    """Unless a rule speaks of the time itself; in a duel there is no such figure."""
+    both = [stored(1.5), stored(1.0, metric="relative_time", unit="x", before=0.5, after=0.5)]
+    assert [one.outcome for one in first_look(both)] == [Outcome.IGNORED, Outcome.UNSURE]
+    assert first_look(both, (Rule("gemm", "time", 0.1),))[0].outcome is Outcome.TO_CONFIRM
+    assert first_look([figure(1.5)])[0].outcome is Outcome.TO_CONFIRM
+
+
+def test_what_is_ignored_fails_all_the_same_where_the_case_fails() -> None:
+    """A rule is about numbers."""
+    rules = (Rule("*", "*", ignored=True),)
+    assert first_look([figure(3.0)], rules)[0].outcome is Outcome.IGNORED
+    assert first_look([figure(1.0, failed=True)], rules)[0].outcome is Outcome.FAILED
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code", "headline"),
+    [
+        ((), 0, "no regression"),
+        ((Outcome.FINE, Outcome.TO_CONFIRM, Outcome.CLEARED, Outcome.UNSURE, Outcome.BETTER), 0, "no regression"),
+        ((Outcome.REGRESSION, Outcome.REGRESSION), 1, "2 regressions"),
+        ((Outcome.REGRESSION, Outcome.FAILED), 3, "1 failed and 1 regression"),
+    ],
+)
+def test_exit_codes(outcomes: tuple[Outcome, ...], code: int, headline: str) -> None:
+    """The first that fits."""
+    judged = tuple(replace(first_look([figure(1.0)])[0], outcome=one) for one in outcomes)
+    verdict = Verdict("b against a", judged)
+    assert (verdict.exit_code, verdict.headline) == (code, headline)
+
+
+def test_a_problem_is_never_green() -> None:
+    """Nothing measured, or no baseline."""
+    assert Verdict("", problem="no case", code=3).exit_code == 3
+    assert Verdict("", problem="no baseline", code=4).headline == "no baseline to judge by"

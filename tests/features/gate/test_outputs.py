@@ -1,0 +1,102 @@
+"""What a gate writes: JUnit read by another parser, Markdown, trends, text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from junitparser import Error, Failure, JUnitXml, Skipped
+from markdown_it import MarkdownIt
+
+from fp8bench.features.gate.judging import Judged, Outcome, Verdict, first_look
+from fp8bench.features.gate.view import MOST_ROWS, as_junit, as_trend, page_of
+from fp8bench.model import Comparison, Direction, Evidence, Interval
+from fp8bench.report.page import markdown
+from fp8bench.report.terminal.layout import render
+
+
+def judged(outcome: Outcome, case: str = "gemm[m=64]@cpu/bf16", why: str = "", **changes: object) -> Judged:
+    one = Comparison(
+        case, case.partition("[")[0], "time", "s", Direction.WORSE, Evidence.PAIRED, 1e-3, 1.2e-3,
+        Interval(1.2, 1.18, 1.22, 0.99), 1e-8, ("noisy",),
+    )  # fmt: skip
+    found = first_look([replace(one, **changes)])[0]  # type: ignore[arg-type]
+    return replace(found, outcome=outcome, why=why)
+
+
+ALL = Verdict(
+    "HEAD against HEAD~1",
+    tuple(judged(outcome, f"{suite}[m=64]@cpu/bf16", f"because {outcome}")
+          for suite in ("gemm", "mlp") for outcome in Outcome),
+    ("torch was 2.12 and is 2.13",),
+)  # fmt: skip
+
+
+def parsed(verdict: Verdict, tmp_path_factory: pytest.TempPathFactory) -> JUnitXml:
+    file = tmp_path_factory.mktemp("junit") / "out.xml"
+    file.write_text(as_junit(verdict), encoding="utf-8", errors="backslashreplace")
+    return JUnitXml.fromfile(str(file))
+
+
+def test_junit(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A test a figure; regressions fail, what failed is in error, what has no number is skipped."""
+    xml = parsed(ALL, tmp_path_factory)
+    count = len(Outcome)
+    assert (xml.tests, xml.failures, xml.errors, xml.skipped) == (2 * count, 2, 2, 4)
+    assert [suite.name for suite in xml] == ["gemm", "mlp"]
+    for suite in xml:
+        assert suite.tests == count and suite.failures == 1 and suite.errors == 1 and suite.skipped == 2
+        kinds = {case.result[0].__class__ for case in suite if case.result}
+        assert kinds == {Failure, Error, Skipped}
+        failure = next(one for case in suite for one in case.result if isinstance(one, Failure))
+        assert "+20.0% [+18.0%, +22.0%]" in failure.message and "p = 1e-08" in failure.text
+
+
+def test_junit_of_a_problem(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Never empty, never green."""
+    xml = parsed(Verdict("", problem="no run", code=4), tmp_path_factory)
+    assert (xml.tests, xml.errors) == (1, 1)
+    assert next(iter(next(iter(xml)))).result[0].text == "no run"
+
+
+@given(st.text(max_size=40), st.text(max_size=40))
+def test_junit_of_any_words(tmp_path_factory: pytest.TempPathFactory, case: str, why: str) -> None:
+    """What XML cannot hold is replaced."""
+    verdict = Verdict("", (judged(Outcome.REGRESSION, f"gemm[{case}]@cpu/bf16", why),), problem=why)
+    assert parsed(verdict, tmp_path_factory).failures == 1
+    markdown.render(page_of(verdict)).encode()
+    render(page_of(verdict))
+
+
+def test_markdown() -> None:
+    """A table for what matters, and no more of it than GitHub shows."""
+    page = MarkdownIt("commonmark").enable("table").render(markdown.render(page_of(ALL)))
+    for title in ("2 failed and 2 regressions", "Regressions", "To confirm", "Cleared", "Better", "Unsure, because"):
+        assert title in page
+    assert "HEAD against HEAD~1" in page and "torch was 2.12" in page
+    many = Verdict("", tuple(judged(Outcome.REGRESSION, f"gemm[m={n}]@cpu/{'x' * 300}") for n in range(5000)))
+    text = markdown.render(page_of(many))
+    assert len(text.encode()) < 1 << 20 and f"and {5000 - MOST_ROWS} more" in text
+
+
+def test_text() -> None:
+    """Narrow, and says all that failed and why."""
+    text = render(page_of(ALL))
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert "because regression" in text and "because to confirm" in text and "because unsure (2)" in text
+    assert "because fine" not in text and "noisy:" in text
+    assert "no baseline to judge by" in render(page_of(Verdict("", problem="no run", code=4)))
+
+
+def test_trend() -> None:
+    """github-action-benchmark's own form: name, unit and value of each, and a range where there is an interval."""
+    verdict = Verdict("", (*ALL.judged[:2], judged(Outcome.NONE, after=None), judged(Outcome.FINE, after=float("inf"))))
+    rows = json.loads(as_trend(verdict.judged))
+    assert len(rows) == 2
+    assert rows[0]["name"] == "gemm[m=64]@cpu/bf16 time" and rows[0]["unit"] == "s" and rows[0]["value"] == 1.2e-3
+    assert rows[0]["range"] == "±1.7%" and isinstance(rows[0]["extra"], str)
+    assert all(set(row) <= {"name", "unit", "value", "range", "extra"} for row in rows)
+    assert json.loads(as_trend(())) == []

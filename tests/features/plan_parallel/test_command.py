@@ -1,0 +1,119 @@
+"""plan-parallel from words to text, rows and exit codes; its file, and nonsense in it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from fp8bench.errors import UsageError
+from fp8bench.features.plan_parallel.command import read_topology
+from fp8bench.features.plan_parallel.values import Topology
+from tests.commands import Say, unfolding
+
+LINES = {"node": "8", "memory": "80 GiB", "inside": "450", "between": "50", "bf16": "660", "fp8": "980"}
+
+
+@pytest.fixture
+def say(store: Path, fp8bench: Say) -> Say:
+    return unfolding(fp8bench, "plan-parallel")
+
+
+@pytest.fixture
+def topology(tmp_path: Path) -> Path:
+    return written(tmp_path, LINES)
+
+
+def written(folder: Path, lines: dict[str, str]) -> Path:
+    file = folder / "h100.yaml"
+    file.write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
+    return file
+
+
+def test_a_file_is_read(topology: Path) -> None:
+    assert read_topology(topology) == Topology(8, 80 * 2**30, 450e9, 50e9, 660e12, 980e12)
+
+
+@pytest.mark.parametrize(
+    ("line", "value", "words"),
+    [
+        ("node", "8.5", ":1: node: expected a whole number of GPUs from 1 on, got '8.5'"),
+        ("node", "0", ":1: node: expected a whole number"),
+        ("memory", "80", ":2: memory: expected a size like 80 GiB, 1 GiB or more, got '80'"),
+        ("memory", "lots", ":2: memory: expected a size like 80 GiB, 1 GiB or more, got 'lots'"),
+        ("inside", "-3", ":3: inside: expected a number above 0, got '-3'"),
+        ("between", "nan", ":4: between: expected a number above 0"),
+        ("bf16", "[1, 2]", ":5: bf16: expected a number above 0, got a list"),
+        ("fp4", "3", ":7: unknown key 'fp4'. Known: node, memory, inside, between, bf16, fp8."),
+    ],
+)
+def test_nonsense_is_refused_with_its_line(tmp_path: Path, line: str, value: str, words: str) -> None:
+    with pytest.raises(UsageError) as error:
+        read_topology(written(tmp_path, {**LINES, line: value}))
+    assert words in str(error.value)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="bf16, fp8 are missing"):
+        read_topology(written(tmp_path, {name: LINES[name] for name in ("node", "memory", "inside", "between")}))
+
+
+def test_a_ranking(say: Say, topology: Path) -> None:
+    given = ("--model", "llama3-8b", "--gpus", "8", "--topology", str(topology), "--dtype", "fp8")
+    code, out, _ = say(*given, "--top", "2")
+    assert code == 0
+    assert "llama3-8b (8.03 G weights) on 8 GPUs of 80.0 GiB: 64 sequences of 8192 tokens a step, fp8" in out
+    assert [line.split("  ")[1] for line in out.splitlines() if "±" in line] == ["FSDP 8", "FSDP 4, CP 2"]
+    _, out, _ = say(*given, "--json")
+    ways = json.loads(out)["ways"]
+    _, out, _ = say(*given, "--csv", "-")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert len(ways) == len(rows) > 20
+    assert {(float(row["memory_band"]), float(row["pace_band"])) for row in rows} >= {(0.05, 0.15), (0.15, 0.3)}
+    assert [float(row["memory_bytes"]) for row in rows] == [one["memory_bytes"] for one in ways]
+    parts = ("states", "gathered", "kept", "block", "logits")
+    assert all(one["memory_bytes"] == pytest.approx(sum(one[f"{part}_bytes"] for part in parts)) for one in ways)
+
+
+def test_what_fits_nowhere_ends_with_3(say: Say, topology: Path) -> None:
+    code, out, _ = say("--model", "llama3-405b", "--gpus", "8", "--topology", str(topology))
+    assert code == 3 and "No way fits: more GPUs, a smaller batch, shorter sequences.\n" in out
+
+
+def test_short_steps_are_said_to_mean_nothing(say: Say, topology: Path) -> None:
+    _, out, _ = say("--model", "nano", "--gpus", "2", "--topology", str(topology))
+    assert "the paces here mean nothing" in out and "on 2 GPUs" in out
+    said = " ".join(out.split())
+    assert "No published training is like this: 2 GPUs (published: 8 to" in said and "Bands are a guess here." in said
+    code, out, _ = say("--model", "llama3-8b", "--gpus", "1", "--topology", str(topology), "--json")
+    assert code == 3 and json.loads(out)["outside"] == ["1 GPUs (published: 8 to 1024)"]
+
+
+def test_how_to_read_it(say: Say, topology: Path) -> None:
+    """The page names an option that is there."""
+    _, out, _ = say("--model", "llama3-8b", "--gpus", "8", "--topology", str(topology), "--explain")
+    assert "how to read this" in out and "tight: it fits unless" in out and "No published" not in out
+
+
+def test_errors_stand_with_every_answer(say: Say, topology: Path) -> None:
+    _, out, _ = say("--model", "llama3-8b", "--gpus", "8", "--topology", str(topology))
+    assert "off by at most: memory by 12.1%, pace by 37.5%, flops by 0.1%" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "--model is missing: a plan needs --model, --gpus and --topology."),
+        (("--model", "llama3-8", "--gpus", "8"), "--topology is missing"),
+        (("--model", "llama3-8", "--gpus", "8", "--topology", "FILE"), "llama3-8b"),
+        (("--model", "nano", "--gpus", "3", "--batch", "5", "--topology", "FILE"), "cannot be dealt out evenly"),
+        (("--model", "nano", "--gpus", "0"), "--gpus"),
+        (("--model", "nano", "--gpus", "2", "--topology", "nowhere.yaml"), "nowhere.yaml cannot be read"),
+    ],
+)  # fmt: skip
+def test_nonsense(say: Say, topology: Path, words: tuple[str, ...], said: str) -> None:
+    code, _, err = say(*(str(topology) if word == "FILE" else word for word in words))
+    assert code == 2 and said in err

@@ -1,0 +1,135 @@
+"""Memory and pace of a training on many GPUs: by hand, by what must not change, and against what is published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from fp8bench import units
+from fp8bench.features.plan_parallel import formulas as memory_module
+from fp8bench.features.plan_parallel.formulas import STATES, memory_of, pace_of, tokens_a_second
+from fp8bench.features.plan_parallel.published import held, models, outside, published
+from fp8bench.features.plan_parallel.values import Checkpointing, Layout, Load, Topology, Transformer
+from fp8bench.nn.sizes import SIZES
+
+# Each product reads a byte or two as another number: by hand these stay apart.
+SMALL = Transformer("small", vocabulary=1000, width=64, layers=4, heads=8, key_heads=2, hidden=192)
+LINKS = Topology(node=4, memory=1e9, inside=1e6, between=1e5, bf16=1e9, fp8=2e9)
+LOAD = Load(sequence=32, local=8)
+
+
+@pytest.mark.parametrize(
+    ("model", "weights"), [("llama3-8b", 8030261248), ("llama3-70b", 70553706496), ("llama3-405b", 405853388800)]
+)
+def test_weights_are_those_that_are_published(model: str, weights: int) -> None:
+    """To the last one."""
+    assert models()[model].weights == weights
+
+
+@pytest.mark.parametrize("name", ["nano", "gpt-350m", "llama-1b"])
+def test_flops_are_those_that_suites_count(name: str) -> None:
+    """But for norms, which are no products."""
+    size = SIZES[name]
+    model = Transformer(
+        name, size.vocabulary, size.width, size.layers, size.heads, size.key_heads, size.hidden, size.modern
+    )
+    norms = 6.0 * model.width * (2 * model.layers + 1)
+    assert model.token_flops(size.sequence) - norms == pytest.approx(
+        size.step_flops(1, size.sequence) / size.sequence, rel=1e-12
+    )
+
+
+def test_every_published_figure_is_within_its_band() -> None:
+    """FLOPs within 0.2%, memory of FSDP alone within 5%."""
+    rows = list(held(published()))
+    assert all(one.inside for one in rows), [one for one in rows if not one.inside]
+    assert {one.figure for one in rows} == {"memory", "pace", "flops"} and len(rows) > 50
+    for one in rows:
+        assert one.band is not None or one.figure == "pace"
+        if one.figure == "flops":
+            assert one.band == 0.002
+        plain = one.row.layout.tensor == one.row.layout.pipeline == one.row.layout.context == 1
+        if one.figure == "memory" and plain:
+            assert one.band == 0.05
+
+
+def test_a_compiled_loss_is_what_tells_releases_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the rows of 2025 are off by a third."""
+    monkeypatch.setattr(memory_module, "_FUSED_LOGIT", 12)
+    assert {one.row.name for one in held(published()) if not one.inside} == {
+        "8B, FSDP 32, FP8, H200", "8B, FSDP 64, FP8, H200",
+    }  # fmt: skip
+
+
+def test_what_no_published_training_is_like_is_named() -> None:
+    """Both ends are still like one."""
+    model = models()["llama3-8b"]
+    assert outside(model, 8, 8192) == outside(models()["llama3-405b"], 1024, 262144) == ()
+    assert outside(model, 1 << 20, 8192) == ("1048576 GPUs (published: 8 to 1024)",)
+    assert [one.split(" (")[0] for one in outside(SMALL, 4, 128)] == [
+        "4 GPUs",
+        f"{units.count(SMALL.weights)} weights",
+        "128 tokens a sequence",
+    ]
+
+
+def test_a_wrong_formula_leaves_a_band(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of 12 bytes a weight, as if gradients took none."""
+    monkeypatch.setattr(memory_module, "STATES", 12)
+    assert {one.row.name for one in held(published()) if not one.inside} >= {"8B, 32k, FP8", "8B, 256k, FP8"}
+
+
+def test_memory_by_hand() -> None:
+    """One GPU, and a pipeline of two with two micro-batches."""
+    block = 64 * 64 * 2 + 2 * 64 * 16 + 3 * 64 * 192 + 2 * 64
+    assert SMALL.block == block and SMALL.weights == 4 * block + 2 * 64000 + 64
+    alone, tokens = memory_of(SMALL, Layout(), LOAD), 256
+    assert alone.states == 16 * (4 * block + 2 * 64000) and alone.gathered == 2 * (4 * block + 2 * 64000)
+    assert alone.kept == 4 * tokens * 2 * (8 * 64 + 2 * 16 + 4 * 192) and alone.logits == 12 * tokens * 1000
+    piped = memory_of(SMALL, Layout(pipeline=2), replace(LOAD, micro_batches=2, checkpointing=Checkpointing.FULL))
+    assert piped.states == 16 * (2 * block + 64000) and piped.gathered == 6 * (2 * block + 64000)
+    assert piped.kept == 2 * 2 * (tokens / 2) * 2 * 64
+
+
+def test_pace_by_hand() -> None:
+    """What TP, FSDP and copies send, counted send by send."""
+    layout = Layout(copies=2, shards=2, tensor=2)
+    found = pace_of(SMALL, layout, LOAD, LINKS)
+    tokens, stage = 256, (4 * SMALL.block + 2 * 64000) / 2
+    gathers_and_sums = sum(tokens * 64 * 2 / 2 for _ in range(4) for _ in ("attn", "mlp") for _ in range(4))
+    assert found.tensor == pytest.approx(gathers_and_sums / 1e6)  # half of each is another GPU's
+    assert found.shards == pytest.approx((2 + 2 + 4) * stage / 2 / 1e6)  # within a node of four
+    assert found.copies == pytest.approx(2 * 4 * (stage / 2) / 2 / 1e5)  # beyond it
+    assert found.bubble == 0 and found.context == 0
+    assert found.step == found.work + found.exposed and found.exposed > 0
+    assert tokens_a_second(layout, LOAD, found) == tokens / found.step / 2
+
+
+def test_a_pipeline_idles_less_in_more_pieces() -> None:
+    paces = [
+        pace_of(SMALL, Layout(pipeline=4, virtual=virtual), replace(LOAD, micro_batches=count), LINKS).bubble
+        for virtual, count in ((1, 1), (1, 8), (2, 8))
+    ]
+    assert paces == [3.0, 0.375, 0.1875]
+
+
+@given(
+    shards=some.sampled_from([1, 2, 4, 8]), tensor=some.sampled_from([1, 2]), pipeline=some.sampled_from([1, 2, 4]),
+    level=some.sampled_from(list(Checkpointing)), count=some.sampled_from([1, 2, 4, 8]),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_what_must_hold(shards: int, tensor: int, pipeline: int, level: Checkpointing, count: int) -> None:
+    """All states lie somewhere once; computing again takes time and gives memory; FP8 takes no more time."""
+    layout, load = Layout(shards=shards, tensor=tensor, pipeline=pipeline), replace(LOAD, micro_batches=count)
+    found = memory_of(SMALL, layout, replace(load, checkpointing=level))
+    assert found.states * shards * tensor * pipeline >= STATES * (SMALL.weights - SMALL.ends - 64) * 0.99
+    more = memory_of(SMALL, replace(layout, shards=2 * shards), load)
+    assert more.states == found.states / 2 and more.kept == memory_of(SMALL, layout, load).kept
+    paces = [pace_of(SMALL, layout, replace(load, checkpointing=one), LINKS).products for one in Checkpointing]
+    kept = [memory_of(SMALL, layout, replace(load, checkpointing=one)).kept for one in Checkpointing]
+    assert paces == sorted(paces) and kept == sorted(kept, reverse=True)
+    narrow = pace_of(SMALL, layout, replace(load, precision="fp8"), LINKS)
+    assert narrow.step <= pace_of(SMALL, layout, load, LINKS).step * (1 + 1e-9)

@@ -1,0 +1,74 @@
+"""The ways to cut a training: all of them, in the right order, and what is said to each kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from fp8bench.features.plan_parallel.formulas import USABLE, Asked, Say, checkpointed, layouts, ranking, rulings
+from fp8bench.features.plan_parallel.published import models
+from fp8bench.features.plan_parallel.values import Checkpointing, Load, Topology
+
+H100 = Topology(8, 80 * 2**30, 450e9, 50e9, 660e12, 980e12)
+
+
+def asked(model: str = "llama3-8b", gpus: int = 8, batch: int = 64, sequence: int = 8192) -> Asked:
+    return Asked(models()[model], gpus, batch, Load(sequence, 1), H100)
+
+
+@pytest.mark.parametrize(("gpus", "batch"), [(1, 1), (8, 64), (12, 24), (32, 8), (64, 256)])
+def test_every_way_is_there_once(gpus: int, batch: int) -> None:
+    """Against all numbers that multiply to so many GPUs."""
+    question = asked(gpus=gpus, batch=batch)
+    found = list(layouts(question))
+    assert len(found) == len(set(found)) and all(one.gpus == gpus for one in found)
+    cut = {(one.tensor, one.pipeline, one.context) for one in found}
+    wanted = {
+        (tensor, pipeline, context)
+        for tensor, pipeline, context in product(range(1, 9), range(1, 33), range(1, 3))
+        if 8 % tensor == 0 and gpus % (tensor * pipeline * context) == 0
+        and batch % (gpus // (tensor * pipeline * context)) == 0
+    }  # fmt: skip
+    assert cut == wanted
+
+
+def test_the_first_is_the_fastest_that_fits() -> None:
+    plans = ranking(asked())
+    assert plans[0].fits and not plans[-1].fits
+    fitting = [one for one in plans if one.fits]
+    assert plans[: len(fitting)] == tuple(fitting)
+    assert all(one.tokens <= 1.03 * plans[0].tokens for one in fitting)
+    assert all(one.memory.total <= USABLE * H100.memory for one in fitting)
+    assert all(one.load.local * 8 // one.layout.inner == 64 for one in plans)
+
+
+def test_more_is_computed_again_only_where_nothing_fits_otherwise() -> None:
+    """8B fits on eight GPUs as it is; 70B needs them all, and more; 405B fits in no way."""
+    levels = {}
+    for model, gpus in (("llama3-8b", 8), ("llama3-70b", 24), ("llama3-405b", 8)):
+        question, plans = checkpointed(asked(model, gpus))
+        levels[model] = question.load.checkpointing, plans[0].fits if plans else None
+    assert levels["llama3-8b"] == (Checkpointing.NONE, True)
+    assert levels["llama3-70b"][0] is not Checkpointing.NONE and levels["llama3-70b"][1] is True
+    assert levels["llama3-405b"] == (Checkpointing.FULL, False)
+
+
+def test_the_matrix() -> None:
+    """Small: DDP. 8B on a node: FSDP. 405B on many: TP and PP. Long sequences: CP. Never experts that are not there."""
+
+    def yes(question: Asked) -> set[str]:
+        return {one.kind for one in rulings(question) if one.say is Say.YES}
+
+    small = replace(asked(), model=replace(models()["llama3-8b"], layers=2, vocabulary=8192))
+    assert yes(small) == {"DDP", "FSDP"}
+    assert yes(asked()) == {"FSDP"}
+    assert yes(asked("llama3-405b", 512, 512)) == {"TP", "PP"}
+    assert "CP" in yes(asked(gpus=64, sequence=131072))
+    # Sequences that cannot be dealt out: of too few for any GPU to have one, TP and PP, which no ranking contradicts.
+    assert yes(asked(batch=7)) == {"TP"} and yes(asked(gpus=64, batch=8)) == {"TP", "PP"}
+    assert yes(asked(batch=12)) == set() and yes(asked(gpus=1, batch=1)) == set()
+    assert {one.why.split("; but ")[-1] for one in rulings(asked(batch=12))[:2]} == {
+        "12 sequences cannot be dealt out evenly to 8 GPUs"
+    }

@@ -1,0 +1,185 @@
+"""A study run by run: which cases are trained, what a fault costs, and when it has found its map."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8bench.cli.option_types import precision_map
+from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerHung, WorkerLost
+from fp8bench.features.sensitivity.job import DRAWS, Question, groups_of, opened, run, write_map
+from fp8bench.features.sensitivity.study import By, Study
+from fp8bench.measure.handle import Worker
+from fp8bench.model import Case, DeviceFacts
+from fp8bench.protocols import Layer, key_of
+from fp8bench.registry import workloads
+from tests.facts import CPU
+
+Told = list[tuple[int, int, str, str]]
+LAYERS = workloads.get("transformer").layers({"size": "nano"})
+LOST = WorkerLost("the worker crashed during 'losses'")
+
+
+@dataclass
+class Trainer(Worker):
+    """Gives the loss that a function has for the layers that are low, in every step; an exception is raised."""
+
+    loss: Callable[[frozenset[str]], float | WorkerError]
+    draws: tuple[float, ...] = (1.0, 1.01, 1.0)
+    log: list[tuple[str, str, tuple[tuple[str, str], ...], int]] = field(default_factory=list)
+    limits: set[float] = field(default_factory=set)
+    restarts: int = 0
+
+    def ask(self, limit: float, name: str, *arguments: Any) -> Any:
+        self.limits.add(limit)
+        return getattr(self, f"_{name}")(*arguments)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def restart(self) -> None:
+        self.restarts += 1
+
+    def _gradient_error(self, case: Case, reference: Case, facts: DeviceFacts) -> float:
+        assert (reference.precision, reference.precision_map) == ("bf16", ())
+        return len(low_of(case)) / 100
+
+    def _losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int) -> tuple[float, ...]:
+        self.log.append((case.mode, case.precision, case.precision_map, draw))
+        if draw:
+            return (self.draws[draw],) * steps
+        found = self.loss(low_of(case))
+        if isinstance(found, WorkerError):
+            raise found
+        return (found,) * (steps if math.isfinite(found) else 2)
+
+
+def low_of(case: Case) -> frozenset[str]:
+    """The layers of a case that are in fp8."""
+    keys = dict(case.precision_map)
+
+    def mode(layer: Layer) -> str:
+        key = key_of(layer, keys)
+        return keys[key] if key is not None else "bf16" if layer.high else case.precision
+
+    return frozenset(layer.name for layer in LAYERS if mode(layer) == "fp8")
+
+
+def studied(trainer: Trainer, by: By = By.LAYER, tolerance: float = 0.05) -> tuple[Study, Told]:
+    """The study at its end, and what was told."""
+    told: Told = []
+    study, bed = opened(Question("fp8", "bf16", by, "nano", 5, tolerance), (CPU,), None, trainer)
+    for further in run(study, bed, trainer, lambda *words: told.append(words)):
+        study = further
+    return study, told
+
+
+def costs(*bad: str) -> Callable[[frozenset[str]], float]:
+    """Each of these layers costs 10% where it is low."""
+    return lambda low: 1.0 + 0.1 * len(low & set(bad))
+
+
+def test_a_study_trains_the_reference_its_draws_every_layer_and_all_of_them() -> None:
+    """One layer is low in the reference; all layers are the low precision with a map for the head."""
+    trainer = Trainer(costs())
+    study, told = studied(trainer)
+    assert [mode for mode, *_ in trainer.log] == [
+        "bf16", *["bf16"] * DRAWS, *(f"bf16{{{layer.name}=fp8}}" for layer in LAYERS), "fp8{head=fp8}",
+    ]  # fmt: skip
+    assert [draw for *_, draw in trainer.log] == [0, 1, 2, *[0] * 10]
+    assert [one.low for one in study.probes] == [(layer.name,) for layer in LAYERS]
+    assert [one.gradient_error for one in study.probes] == [0.01] * 9
+    assert study.noise == pytest.approx(0.01) and study.suggested is None
+    assert study.candidates[0].gradient_error == 0.09 and trainer.restarts == 0
+    assert told[0] == (0, 13, "trainings", "training with the reference")
+    assert told[-1] == (12, 13, "trainings", "training with all layers")
+
+
+def test_by_kind_whole_kinds_are_low() -> None:
+    """Three runs instead of nine."""
+    trainer = Trainer(costs())
+    study, _ = studied(trainer, By.KIND)
+    assert [one.precision_map for one in study.probes] == [((kind, "fp8"),) for kind in ("attn", "mlp", "head")]
+    assert [len(one.low) for one in study.probes] == [4, 4, 1]
+    assert len(groups_of(LAYERS, By.KIND)) == 3
+
+
+def test_the_worst_are_taken_out_until_a_map_keeps_the_loss() -> None:
+    """Each map is trained; it is what a suite takes."""
+    bad = ("blocks.1.mlp.down", "head", "blocks.0.attn.out")
+    trainer = Trainer(costs(*bad))
+    study, told = studied(trainer)
+    gaps = [study.gap(one) for one in study.candidates]
+    assert gaps == [pytest.approx(gap, abs=1e-9) for gap in (0.3, 0.2, 0.1, 0.0)]
+    assert study.suggested is study.candidates[-1]
+    assert set(study.suggested.low) == {layer.name for layer in LAYERS} - set(bad)
+    assert set(study.suggested.precision_map) == {("blocks.1.mlp.down", "bf16"), ("blocks.0.attn.out", "bf16")}
+    assert {frozenset(dict(one.precision_map)) for one in study.candidates} == {
+        frozenset(dict(precision_map)) for mode, precision, precision_map, _ in trainer.log if precision == "fp8"
+    }
+    assert told[-1][:2] == (15, 16)
+
+
+def test_the_suggested_map_as_a_file_is_what_an_option_takes(tmp_path: Path) -> None:
+    study, _ = studied(Trainer(costs("blocks.1.mlp.down", "head")))
+    assert study.suggested is not None
+    write_map(study, tmp_path / "map.txt")
+    assert precision_map(str(tmp_path / "map.txt")) == study.suggested.precision_map
+    with pytest.raises(UsageError, match="no map is suggested"):
+        write_map(replace(study, candidates=()), tmp_path / "none.txt")
+
+
+def test_a_tolerance_that_no_map_keeps_ends_with_the_last_layer() -> None:
+    """Nothing is left to take out."""
+    study, _ = studied(Trainer(lambda low: 1.0 + 0.1 * bool(low)))
+    assert study.suggested is None and [len(one.low) for one in study.candidates] == list(range(9, 0, -1))
+
+
+@pytest.mark.parametrize(
+    ("fault", "why", "restarts"),
+    [
+        (math.nan, "the loss is nan in step 1", 0),
+        (math.inf, "the loss is inf in step 1", 0),
+        (LOST, "the worker crashed", 1),
+        (WorkerHung("no answer to 'losses' within 60 s"), "no answer", 1),
+        (WorkerFault("ValueError", "no such thing"), "ValueError: no such thing", 1),
+        (WorkerFault("OutOfMemoryError", "no memory left", out_of_memory=True), "OutOfMemoryError: no memory left", 0),
+    ],
+    ids=str,
+)
+def test_a_run_that_fails_is_a_row_and_its_layer_the_first_to_go(
+    fault: float | WorkerError, why: str, restarts: int
+) -> None:
+    """Alone, and in every map that has it."""
+    trainer = Trainer(lambda low: fault if "blocks.1.attn.qkv" in low else 1.0)
+    study, _ = studied(trainer)
+    assert study.ranking[0].name == "blocks.1.attn.qkv" and study.ranking[0].failure.startswith(why)
+    assert [bool(one.failure) for one in study.candidates] == [True, False]
+    assert study.suggested is not None and len(study.suggested.low) == 8
+    assert trainer.restarts == 2 * restarts
+
+
+def test_without_a_reference_nothing_can_be_told() -> None:
+    """It ends there."""
+    trainer = Trainer(lambda low: LOST if not low else 1.0)
+    study, _ = studied(trainer)
+    assert study.baseline.failure and not study.draws and not study.probes and len(trainer.log) == 1
+
+
+def test_a_draw_that_fails_leaves_the_others() -> None:
+    """The noise comes from what there is."""
+    study, _ = studied(Trainer(costs(), draws=(1.0, math.nan, 1.03)))
+    assert study.draws[0].failure == "the loss is nan in step 1" and study.noise == pytest.approx(0.03)
+
+
+def test_a_training_may_take_the_time_of_its_steps() -> None:
+    """On the slowest device that will finish."""
+    trainer = Trainer(costs())
+    studied(trainer)
+    (limit,) = trainer.limits
+    assert limit > 5 * 60

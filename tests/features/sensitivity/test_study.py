@@ -1,0 +1,157 @@
+"""What losses say: gaps, noise, the order of layers, the map that is suggested."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8bench.features.sensitivity.study import By, Study, Suffers, Trial, as_words, last_of, map_of, shortened
+from fp8bench.protocols import Layer, key_of
+from fp8bench.registry import workloads
+
+BASE = Trial("reference", "", "bf16", losses=(9.0, 5.0, 4.0, 3.0, 2.0))
+STUDY = Study(
+    "transformer", (("size", "nano"),), "cpu", "fp8", "bf16", "emulated", By.LAYER, 5, 0.01, 0, BASE,
+    (replace(BASE, draw=1, losses=(2.1,)), replace(BASE, draw=2, losses=(1.94,))),
+)  # fmt: skip
+
+
+def probe(name: str, loss: float | None, error: float | None = 0.1, kind: str = "mlp") -> Trial:
+    """A layer low: the loss of its only step, or a failure."""
+    failure = "" if loss is not None else "crash"
+    return Trial(name, kind, "bf16", ((name, "fp8"),), (name,), 0, () if loss is None else (loss,), error, failure)
+
+
+@pytest.mark.parametrize(("steps", "last"), [(1, 1), (4, 1), (5, 1), (9, 1), (10, 2), (50, 10)])
+def test_a_loss_is_the_mean_of_the_last_fifth(steps: int, last: int) -> None:
+    """Of one step at least."""
+    assert last_of(steps) == last
+    assert Trial("", "", "bf16", losses=(100.0,) * (steps - last) + (2.0,) * last).loss == 2.0
+
+
+def test_gaps_are_relative_to_the_reference() -> None:
+    """What failed has none."""
+    assert STUDY.gap(probe("a", 2.5)) == pytest.approx(0.25)
+    assert STUDY.gap(probe("a", 1.5)) == pytest.approx(-0.25)
+    assert STUDY.gap(probe("a", None)) is None
+    assert Trial("a", "mlp", "bf16").loss is None
+    assert replace(probe("a", 2.5), failure="the loss is nan in step 3").loss is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "gap"),
+    [(0.0, 0.0, 0.0), (0.0, 0.5, math.inf), (0.0, -0.5, -math.inf), (-2.0, -1.0, 0.5), (-2.0, -3.0, -0.5)],
+)
+def test_a_loss_may_be_zero_or_below(wanted: float, found: float, gap: float) -> None:
+    """A larger one is worse all the same."""
+    study = replace(STUDY, baseline=replace(BASE, losses=(wanted,)), draws=())
+    trial = probe("a", found)
+    assert study.gap(trial) == gap
+    expected = Suffers.WORSE if gap > 0 else Suffers.BETTER if gap < 0 else Suffers.NOISE
+    assert study.suffers(trial) is expected
+
+
+def test_the_noise_is_the_largest_gap_of_another_draw() -> None:
+    """Either way; there is none where no draw has a loss."""
+    assert STUDY.noise == pytest.approx(0.05)
+    assert replace(STUDY, draws=STUDY.draws[1:]).noise == pytest.approx(0.03)
+    assert replace(STUDY, draws=()).noise is None
+    assert replace(STUDY, draws=(probe("x", None),)).noise is None
+
+
+def test_what_a_gap_says_beside_the_noise() -> None:
+    """Both ways; without noise every gap says something."""
+    said = {loss: STUDY.suffers(probe("a", loss)) for loss in (2.0, 2.09, 1.91, 2.11, 1.89)}
+    assert list(said.values()) == [Suffers.NOISE] * 3 + [Suffers.WORSE, Suffers.BETTER]
+    assert STUDY.suffers(probe("a", None)) is Suffers.FAILED
+    assert replace(STUDY, draws=()).suffers(probe("a", 2.01)) is Suffers.WORSE
+
+
+def test_the_worst_come_first() -> None:
+    """Failed runs, then gaps beyond the noise by size, then the rest by the errors of their gradients, known or not."""
+    probes = (
+        probe("small", 2.0, 0.1), probe("better", 1.5, 0.2), probe("worse", 2.2, 0.01), probe("worst", 2.4, 0.001),
+        probe("lost", None), probe("large", 2.05, 0.3), probe("strange", 2.0, math.nan), probe("unknown", 2.0, None),
+    )  # fmt: skip
+    ranking = [one.name for one in replace(STUDY, probes=probes).ranking]
+    assert ranking == ["lost", "worst", "worse", "strange", "unknown", "large", "better", "small"]
+
+
+def test_the_first_candidate_that_keeps_the_loss_is_suggested() -> None:
+    """It has the most layers low; a better loss is kept, too."""
+    candidates = (probe("all", 2.5), probe("fewer", None), probe("fewest", 2.01), probe("none", 2.0))
+    found = replace(STUDY, candidates=candidates)
+    assert [found.keeps(one) for one in candidates] == [False, False, True, True]
+    assert found.suggested is candidates[2]
+    assert replace(found, candidates=candidates[:2]).suggested is None
+    assert found.keeps(probe("better", 0.1)) and replace(found, tolerance=0.0).keeps(probe("same", 2.0))
+
+
+def test_errors_of_layers_are_put_together() -> None:
+    """As the root of the sum of squares; a group whose errors are not known is left out."""
+    study = replace(STUDY, probes=(probe("a", 2.0, 0.3), probe("b", 2.0, 0.4), probe("c", None, None)))
+    found = study.together({"both": ("a", "b"), "one": ("a", "c"), "none": ("c", "d")})
+    assert found == {"both": pytest.approx(0.5), "one": pytest.approx(0.3)}
+
+
+LAYERS = workloads.get("transformer").layers({"size": "nano"})
+NAMES = [layer.name for layer in LAYERS]
+MODES = "fp8", "bf16"
+
+
+def but(*gone: str) -> str:
+    """The map of all layers but those, as words."""
+    left = [name for name in NAMES if not any(name == one or name.startswith(f"{one}.") for one in gone)]
+    return as_words(map_of(LAYERS, left, MODES, "bf16"))
+
+
+def test_maps_are_as_short_as_one_would_write_them() -> None:
+    """The head stays high unless it is said to be low; whole kinds and whole blocks have one word."""
+    assert but() == "head=fp8"
+    assert but("head") == ""
+    assert but("blocks.0.mlp.up") == "head=fp8,blocks.0.mlp.up=bf16"
+    assert but("blocks.0.mlp", "blocks.1.mlp", "head") == "mlp=bf16"
+    assert but("blocks.1", "head") == "blocks.1=bf16"
+    assert but("blocks.1.attn", "head") == "blocks.1.attn=bf16"
+    assert but(*NAMES) == "attn=bf16,mlp=bf16"
+
+
+def test_another_reference_is_named_for_the_head_too() -> None:
+    """What stays high without a map has fp8's carrier, and not the reference."""
+    assert as_words(map_of(LAYERS, NAMES[:-1], ("fp8", "fp32"), "bf16")) == "head=fp32"
+    assert as_words(map_of(LAYERS, NAMES, ("fp8", "fp32"), "bf16")) == "head=fp8"
+
+
+def said(layer: Layer, keys: dict[str, str], usual: dict[str, str]) -> str:
+    key = key_of(layer, keys)
+    return usual[layer.name] if key is None else keys[key]
+
+
+@given(st.lists(st.booleans(), min_size=len(NAMES), max_size=len(NAMES)), st.sampled_from(["bf16", "fp32"]))
+def test_a_short_map_says_what_every_name_would(choice: list[bool], reference: str) -> None:
+    """For every set of layers of the model."""
+    low = {name for name, chosen in zip(NAMES, choice, strict=True) if chosen}
+    usual = {layer.name: "bf16" if layer.high else "fp8" for layer in LAYERS}
+    keys = dict(map_of(LAYERS, low, ("fp8", reference), "bf16"))
+    assert {layer.name: said(layer, keys, usual) for layer in LAYERS} == {
+        name: "fp8" if name in low else reference for name in NAMES
+    }
+
+
+PARTS = st.lists(st.sampled_from(["a", "b", "ab", "0", "1"]), min_size=1, max_size=3).map(".".join)
+WILD = st.lists(st.tuples(PARTS, st.sampled_from(["a", "k", "0"]), st.booleans()), min_size=1, max_size=8).map(
+    lambda found: [Layer(*one) for one in {one[0]: one for one in found}.values()]
+)
+
+
+@given(WILD, st.data())
+def test_wild_names_and_kinds_are_no_trouble(layers: list[Layer], data: st.DataObject) -> None:
+    """Kinds called like names, layers inside of layers, three precisions."""
+    modes = st.sampled_from(["x", "y", "z"])
+    wanted, usual = ({layer.name: data.draw(modes) for layer in layers} for _ in range(2))
+    keys = dict(shortened(layers, wanted, usual))
+    assert {layer.name: said(layer, keys, usual) for layer in layers} == wanted

@@ -1,0 +1,62 @@
+"""Illnesses planted in real trainings, as `python -m suites.health` does it, and how its figures are found."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import pytest
+
+from fp8bench.features.train.health.health import RULES
+from fp8bench.features.train.values import StepRow
+from suites.health import PARTS, judge_ill, judge_well, page, together, upper_bound
+from suites.health_streams import keep
+from suites.illnesses import ILLNESSES
+
+
+def test_every_rule_has_one() -> None:
+    assert {one.rule for one in ILLNESSES} == {rule.name for rule in RULES}
+
+
+def test_bounds_of_rates() -> None:
+    """Of Clopper and Pearson, one-sided: 0 in n is 1 - 0.05^(1/n); others from tables."""
+    assert upper_bound(0, 50_000) == pytest.approx(1 - 0.05 ** (1 / 50_000), rel=1e-6)
+    assert upper_bound(1, 10) == pytest.approx(0.394163, abs=1e-6)
+    assert upper_bound(5, 100) == pytest.approx(0.102253, abs=1e-6)
+
+
+def test_nothing_is_made_of_what_is_not_there(tmp_path: Path) -> None:
+    """No training, no row: neither an illness that was found nor steps without alarms."""
+    assert judge_well("well", tmp_path) is None and judge_ill(tmp_path) == []
+    assert "of 2" not in page([], [])
+
+
+def test_a_training_that_was_cut_off_counts_as_far_as_it_came(tmp_path: Path) -> None:
+    """Of a well one every step is a well step; of an ill one nobody knows what its rule would have found."""
+    rows = [
+        StepRow("bf16", 0, step, 3 - step / 1000, 1e-3, 1.0, 0.0, 50.0, 1e-3, 1.0, 256, 0.01) for step in range(600)
+    ]
+    for study in (PARTS["well"][0], PARTS["ill"][0]):
+        whole = gzip.compress(b"".join(json.dumps([0, *astuple(row)]).encode() + b"\n" for row in rows))
+        (tmp_path / f"{study.name}.jsonl.77").write_bytes(whole[:-20])
+    found = judge_well("well", tmp_path)
+    assert found is not None and (found.trainings, found.whole, found.alarms) == (1, 0, {})
+    assert 500 < found.steps < 600
+    both = together((found, replace(found, alarms={"lag": 2})))
+    assert (both.trainings, both.steps, both.alarms) == (2, 2 * found.steps, {"lag": 2})
+    assert both.at_most == pytest.approx(1e4 * upper_bound(2, both.steps)) and math.isnan(together(()).at_most)
+    assert judge_ill(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["gradient-norm-spike", "lag", "batch-norm-drift"])
+def test_a_planted_illness_is_found(rule: str, tmp_path: Path) -> None:
+    """Through the trainer and what watches it; before it no rule says a word."""
+    study = next(one for one in PARTS["ill"] if one.illness is not None and one.illness.rule == rule)
+    keep(study, tmp_path)
+    (row,) = judge_ill(tmp_path)
+    assert (row.rule, row.found, row.seeds, row.early) == (rule, 1, 1, 0)
+    assert row.delays[0] <= 60

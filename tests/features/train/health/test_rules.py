@@ -1,0 +1,231 @@
+"""Every rule on lines made by hand: what it has to find, and what is near and well."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.features.train.health.health import REST, RULES, Health
+from fp8bench.features.train.request import TrainerSettings
+from fp8bench.features.train.values import Arm, ArmRole, LayerReading, Line, StepFigure, StepRow
+
+ARM = Arm("bf16", "bf16", ArmRole.REFERENCE)
+FP8 = Arm("fp8", "fp8-delayed")
+OTHER = Arm("bf16, other seed", "bf16", ArmRole.OTHER_SEED)
+ROW = StepRow("bf16", 0, 0, 3.0, 1e-3, 1.0, 0.0, 50.0, 1e-3, 1.0, 1024, 0.01)
+READING = LayerReading("bf16", 0, 0, "blocks.0.mlp.up", "gradient", 1.0, 1e-6, 0.0, 0.1, 0.0, 256.0)
+
+
+def rows(steps: int, arm: str = "bf16", **changes: Callable[[int], float | bool]) -> Iterator[StepRow]:
+    """Rows of a training that learns, noise on all of it; `changes` are by step."""
+    noise = random.Random(1)
+    for step in range(steps):
+        row = replace(
+            ROW, arm=arm, step=step, loss=2 + 3 * (step + 5) ** -0.4 + noise.gauss(0, 0.02),
+            gradient_norm=math.exp(noise.gauss(0, 0.2)), update_ratio=1e-3 * math.exp(noise.gauss(0, 0.1)),
+            rate=1e-3 * min(1.0, (step + 1) / 20),
+        )  # fmt: skip
+        yield replace(row, **{name: of(step) for name, of in changes.items()})
+
+
+def readings(count: int, role: str = "gradient", **changes: Callable[[int], float]) -> Iterator[LayerReading]:
+    """Readings of one tensor, ten steps apart; `changes` are by number."""
+    noise = random.Random(1)
+    for number in range(count):
+        scale, lag = 256 * 2 ** noise.gauss(0, 0.5), noise.gauss(-0.2, 0.1)
+        reading = replace(READING, step=10 * number, role=role, scale=scale, lag=lag)
+        yield replace(reading, **{name: of(number) for name, of in changes.items()})
+
+
+def figures(name: str, values: Iterable[float]) -> Iterator[StepFigure]:
+    """One figure of a layer, ten steps apart."""
+    for number, value in enumerate(values):
+        yield StepFigure("bf16", 0, 10 * number, name, value, "blocks.0")
+
+
+def updates(share: Callable[[int], float]) -> Iterator[Line]:
+    """What updates are of three matrices, the first of them times `share`; a norm and an embedding do as they like."""
+    for number in range(12):
+        for layer, times in (("blocks.0", share(number)), ("blocks.1", 1.0), ("head", 0.5)):
+            yield replace(READING, step=10 * number, layer=layer, role="weight")
+            yield StepFigure("bf16", 0, 10 * number, "update_ratio", 5e-3 * times, layer)
+        yield replace(READING, step=10 * number, layer="embedding", role="weight")
+        yield StepFigure("bf16", 0, 10 * number, "embedding_spread", 1.0, "embedding")
+        for layer in ("norm", "embedding"):
+            yield StepFigure("bf16", 0, 10 * number, "update_ratio", 1e-6, layer)
+
+
+def alarms(lines: Iterable[Line], *arms: Arm) -> list[tuple[str, int]]:
+    """Rules and steps of the alarms, each a whole sentence."""
+    found = Health(arms or (ARM,)).see(lines)
+    assert all(one.kind == "alarm" and one.words and one.words[-1] != "." for one in found)
+    return [(str(dict(one.values)["rule"]), one.step) for one in found]
+
+
+def gap(share: float, other: float = 0.01) -> Iterator[Line]:
+    """Three arms, slice by slice: a candidate behind the reference, and another seed."""
+    arms = {"bf16": 0.0, "fp8": share, "bf16, other seed": other}
+    noise = random.Random(2)
+    for start in range(0, 100, 10):
+        for arm, behind in arms.items():
+            for step in range(start, start + 10):
+                yield replace(ROW, arm=arm, step=step, loss=3 * (1 + behind) + noise.gauss(0, 0.005))
+
+
+def falls_until(step: int) -> float:
+    """A loss that comes down for 150 steps, and then no further."""
+    return max(3.0, 6 - step / 50) + step % 7 / 1000
+
+
+# What is ill from a step on: the alarm, and the step it is raised in.
+ILL: dict[str, tuple[Callable[[], Iterable[Line]], int]] = {
+    "gradient-norm-spike": (lambda: rows(80, gradient_norm=lambda step: 18.0 if step == 60 else 1.0), 60),
+    "update-norm-burst": (lambda: rows(60, update_ratio=lambda step: 5e-3 if step >= 40 else 1e-3), 40),
+    "plateau": (lambda: rows(400, loss=falls_until), 289),
+    "not-finite": (lambda: rows(30, loss=lambda step: math.nan if step >= 17 else 3.0), 17),
+    "scale-falls": (lambda: readings(12, "input", scale=lambda number: 8.0 if number >= 8 else 256.0), 80),
+    "scale-rises": (lambda: readings(12, scale=lambda number: 2.0**17 if number >= 8 else 256.0), 80),
+    "scale-never-settles": (lambda: readings(20, scale=lambda number: 256.0 * 8 ** (number % 2)), 90),
+    "scale-at-edge": (lambda: readings(5, least_scale=lambda number: 0.0 if number == 3 else 1.0), 30),
+    "lag": (lambda: readings(9, lag=lambda number: 0.3 * number), 50),
+    "overflow-burst": (lambda: readings(9, saturated=lambda number: 0.1 if number == 6 else 0.006), 60),
+    "underflow-creep": (lambda: readings(30, underflow=lambda number: 0.1 + 0.02 * number), 180),
+    "tensor-not-finite": (lambda: readings(5, not_finite=lambda number: 1e-6 if number == 4 else 0.0), 40),
+    "embedding-collapse": (lambda: figures("embedding_spread", (1.0, 1.5, 1.2, 1.1, 1.0)), 30),
+    "attention-score-overflow": (lambda: figures("attention_score", (3.0, 20.0, 90.0)), 20),
+    "batch-norm-drift": (lambda: figures("batch_norm_drift", (3, 3, 2, 1, 0.1, 0.1, 2, 3, 4, 5)), 80),
+    "loss-gap": (lambda: gap(0.04), 49),
+    "weights-behind": (lambda: readings(15, "weight", signal_to_noise=lambda number: 32 - max(0, number - 5)), 90),
+    "layer-stands-still": (lambda: updates(lambda number: 0.02 if number >= 4 else 1.0), 60),
+}
+
+WELL: dict[str, Callable[[], Iterable[Line]]] = {
+    "a training that learns": lambda: rows(2000),
+    "a batch that is ten times as steep": lambda: rows(80, gradient_norm=lambda step: 10.0 if step == 60 else 1.0),
+    "a batch of rare text among few tokens": lambda: rows(
+        400, gradient_norm=lambda step: {90: 6.0, 300: 20.0}.get(step, 1.0)
+    ),
+    "noisy losses that seem to stand still": lambda: rows(500, loss=lambda step: 3.0 + 0.4 * (step % 2)),
+    "a rate that warms up": lambda: rows(60, update_ratio=lambda step: 1e-4 * (step + 1)),
+    "a plateau at a low rate": lambda: rows(600, loss=falls_until, rate=lambda step: 1.0 / (step + 1)),
+    "a plateau whose gradients fall": lambda: rows(600, loss=falls_until, gradient_norm=lambda step: 9.0 / (step + 9)),
+    "a loss scale that tries": lambda: rows(
+        90,
+        gradient_norm=lambda step: math.inf if step % 9 == 0 else 1.0,
+        skipped=lambda step: step % 9 == 0,
+        loss_scale=lambda step: 1024.0,
+    ),
+    "scales of a tensor that grows": lambda: readings(40, scale=lambda number: 256.0 * 2 ** (-number / 2)),
+    "a scale that is 1 before its first amax": lambda: readings(40, scale=lambda number: 1e6 if number else 1.0),
+    "a delayed scale that is a little late": lambda: readings(40, lag=lambda number: 0.1),
+    "the least scales of NVFP4, rounded": lambda: readings(40, lag=lambda number: 0.58),
+    "a gradient of rare text": lambda: readings(40, scale=lambda number: 2.0**2.2 if number == 20 else 256.0),
+    "weights that are rounded as ever": lambda: readings(
+        40, "weight", signal_to_noise=lambda number: 31.6 - 0.4 * (number % 3)
+    ),
+    "a layer that is slow and not still": lambda: updates(lambda number: 0.3),
+    "a layer that stood still for a reading": lambda: updates(lambda number: number % 3 / 3),
+    "scales rounded down": lambda: readings(40, saturated=lambda number: 0.0064),
+    "scales of NVFP4 from the first step on": lambda: readings(40, saturated=lambda number: 0.036),
+    "underflow as usual": lambda: readings(40, underflow=lambda number: 0.8 + 0.1 * (number % 2)),
+    "an embedding that spreads": lambda: figures("embedding_spread", (0.02 + number / 100 for number in range(30))),
+    "batch norms that begin anywhere": lambda: figures("batch_norm_drift", (9, 5, 3, 2, 1.5, 0.4, 2, 0.2, 0.1)),
+}
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_what_is_ill_is_found(name: str) -> None:
+    """By its rule, once, in the step that shows it."""
+    lines, step = ILL[name]
+    assert alarms(lines(), *((ARM, FP8, OTHER) if name == "loss-gap" else ())) == [(name, step)]
+
+
+@pytest.mark.parametrize("name", WELL)
+def test_what_is_well_is_left_alone(name: str) -> None:
+    assert alarms(WELL[name]()) == []
+
+
+def test_every_rule_has_an_illness() -> None:
+    assert {rule.name for rule in RULES} == set(ILL)
+    assert len({rule.name for rule in RULES}) == len(RULES) >= 14
+
+
+@pytest.mark.parametrize(("share", "other"), [(0.015, 0.01), (-0.05, 0.01), (0.04, 0.05), (0.04, -0.05)])
+def test_a_gap_within_the_margin_or_the_band_is_none(share: float, other: float) -> None:
+    """Nor is one to the better."""
+    assert alarms(gap(share, other), ARM, FP8, OTHER) == []
+
+
+@pytest.mark.parametrize(("loss", "times", "found"), [(6.0, 9.0, True), (3.2, 9.0, False), (6.0, 7.0, False)])
+def test_a_steep_batch_with_a_loss_of_its_own_is_found_sooner(loss: float, times: float, found: bool) -> None:
+    """Where norms are noisy, too: what has been 15 times its median before."""
+    noisy = rows(
+        90,
+        gradient_norm=lambda step: {40: 15.0, 70: times}.get(step, 1.0),
+        loss=lambda step: loss if step == 70 else 3.0 + step % 7 / 50,
+    )
+    assert alarms(noisy) == ([("gradient-norm-spike", 70)] if found else [])
+
+
+def test_a_layer_that_is_held_back_on_purpose_is_no_illness() -> None:
+    """Its rate is a share of the others', or nothing."""
+    lines = list(updates(lambda number: 0.02))
+    assert alarms(lines) == [("layer-stands-still", 30)]
+    for factor in (0.02, 0.0):
+        slow = TrainerSettings(rates=(("layer", factor),))
+        assert not Health((ARM,), slow).see(updates(lambda number, factor=factor: factor))
+
+
+def test_a_gap_needs_no_other_seed() -> None:
+    """A training of one seed may have none: the margin decides alone."""
+    lines = [line for line in gap(0.04) if line.arm != OTHER.name]
+    assert alarms(lines, ARM, FP8) == [("loss-gap", 49)]
+
+
+def test_an_episode_is_one_alarm() -> None:
+    """However long it lasts; after a rest the next one is told."""
+    long = rows(100, loss=lambda step: math.nan if 10 <= step < 90 else 3.0)
+    assert alarms(long) == [("not-finite", 10)]
+    twice = rows(200, loss=lambda step: math.inf if step in (10, 11 + REST, 13 + 2 * REST) else 3.0)
+    assert [step for _, step in alarms(twice)] == [10, 11 + REST, 13 + 2 * REST]
+
+
+def test_tensors_of_one_step_share_an_alarm() -> None:
+    """The first is named, the others are counted."""
+    lines = [replace(READING, layer=f"blocks.{layer}", not_finite=1.0) for layer in range(3)]
+    (event,) = Health((ARM,)).see(lines)
+    assert (event.layer, event.tensor) == ("blocks.0", "gradient")
+    assert event.words == "100.00% of blocks.0's gradient is infinite or no number, and 2 tensors more"
+
+
+def test_arms_and_seeds_are_apart() -> None:
+    """What is usual in one arm or seed is not in the other."""
+    quiet = list(rows(40, "bf16", gradient_norm=lambda step: 1.0))
+    loud = list(rows(40, "fp8", gradient_norm=lambda step: 9.0))
+    mixed: list[Line] = [line for pair in zip(quiet, loud, strict=True) for line in pair]
+    again = [replace(row, seed=1, gradient_norm=100.0) for row in quiet]
+    assert alarms([*mixed, *again], ARM, FP8) == []
+
+
+def test_events_say_nothing_about_health() -> None:
+    """Stored lines, alarms among them, are given again after a resume."""
+    health = Health((ARM,))
+    lines = list(rows(80, gradient_norm=lambda step: 18.0 if step == 60 else 1.0))
+    first = health.see(lines[:70])
+    assert Health((ARM,)).see([*lines[:70], *first]) == first
+    assert not health.see([*first, *lines[70:]])
+
+
+def test_a_remedy_is_one_that_changes_something() -> None:
+    """A current scale has no margin; a delayed one has."""
+
+    def remedy(arm: Arm) -> str:
+        (event,) = Health((arm,)).see(replace(line, arm=arm.name) for line in readings(9, lag=lambda at: 0.3 * at))
+        return event.remedy
+
+    assert "margin" in remedy(FP8)
+    assert "margin" not in remedy(replace(FP8, precision="fp8"))

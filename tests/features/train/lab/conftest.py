@@ -1,0 +1,17 @@
+"""A model of a few thousand weights, for labs in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fp8bench.nn.sizes import SIZES, GPTConfig
+from tests.features.train.lab.labs import TINY
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tiny() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SIZES, TINY, GPTConfig(256, 32, 1, 2, 2, 64, batch=2, sequence=16))
+        yield

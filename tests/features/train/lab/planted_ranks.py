@@ -1,0 +1,153 @@
+"""Imported by ranks: makes rank 1 train something else than rank 0, or die, where the seed says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8bench.features.train.lab.fully_sharded import FullySharded
+from fp8bench.features.train.lab.tensor_parallel import TensorParallel
+from fp8bench.features.train.lab.together import DataParallel
+from fp8bench.features.train.lab.trainer import Trainer
+from fp8bench.features.train.values import Arm, Line, SeedTask
+from fp8bench.nn.sizes import SIZES
+from fp8bench.nn.tensor_scales import backward_is_running
+from tests.features.train.lab.labs import TINY
+from tests.features.train.lab.plants import (
+    AVERAGE,
+    CUT,
+    FOUR_HEADS,
+    KILLED,
+    KILLED_AT,
+    KILLED_TWICE,
+    SCALES,
+    SEED,
+    SHARE,
+    SIZE,
+    SIZE_OF_FOUR,
+    SWAP,
+    TEXT,
+    WEIGHTS,
+)
+
+_RANK = int(os.environ.get("RANK", "0"))
+_begin, _advance, _take, _own = Trainer.__init__, Trainer.advance, TensorParallel.take, FullySharded.own
+
+
+def _begun(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
+    planted = task.seed if _RANK == 1 and arm.role == "candidate" else 0
+    if planted == SEED:
+        task = replace(task, seed=1)
+    if planted == SCALES:
+        _double(DataParallel)
+        _double(TensorParallel)
+    if planted == CUT:
+        TensorParallel.take = _misplaced  # type: ignore[method-assign]
+    if planted == TEXT:
+        task = replace(task, text=replace(task.text, train=replace(task.text.train, start=1)))
+    FullySharded.own = _swapped if task.seed == SWAP else _own  # type: ignore[method-assign]
+    _begin(self, task, arm, *more)
+    if planted == SHARE:
+        self.together.share = 0
+    if planted == WEIGHTS:
+        _spoil_weights(self)
+    if planted == AVERAGE:
+        _spoil_average(self)
+
+
+def _double(kind: type[DataParallel] | type[TensorParallel]) -> None:
+    """Every largest magnitude that this rank has got."""
+    largest: Any = kind._over_ranks
+    kind._over_ranks = lambda self, amax: 2 * largest(self, amax)  # type: ignore[method-assign]
+
+
+def _swapped(self: FullySharded, parameters: Any) -> Any:
+    """Both ranks keep each other's rows."""
+    place, self.share = self.share, 1 - self.share
+    kept = _own(self, parameters)
+    self.share = place
+    return kept
+
+
+def _misplaced(self: TensorParallel, model: Any) -> None:
+    """It takes the share of rank 0."""
+    self._group.rank = 0
+    _take(self, model)
+
+
+def _spoil_weights(self: Trainer) -> None:
+    """What it keeps of them, or what it gets of the others'."""
+    if not isinstance(self.together, FullySharded):
+        _move(self)
+        return
+    gathered = self.together.updated
+
+    def misheard(phase: Any) -> None:
+        gathered(phase)
+        _move(self)
+
+    self.together.updated = misheard  # type: ignore[method-assign]
+
+
+def _spoil_average(self: Trainer) -> None:
+    """In one step it takes its own gradients for those of all."""
+    together = self.together
+    if isinstance(together, TensorParallel):
+        added = together._group.added
+
+        def own(x: torch.Tensor) -> torch.Tensor:
+            whole = added(x)
+            return x if self.step == KILLED_AT and backward_is_running() else whole
+
+        together._group.added = own  # type: ignore[method-assign]
+        return
+    assert isinstance(together, DataParallel)
+    if isinstance(together, FullySharded):
+        scattered = together._group.own_part
+
+        def kept(every: torch.Tensor) -> torch.Tensor:
+            whole = scattered(every)
+            return every[together.share] * together.shares if self.step == KILLED_AT else whole
+
+        together._group.own_part = kept  # type: ignore[method-assign]
+        return
+    average = together.average
+
+    def forgotten(gradients: Any, phase: Any) -> None:
+        own = [one.clone() for one in gradients.filled()]
+        average(gradients, phase)
+        if self.step == KILLED_AT:
+            torch._foreach_copy_(gradients.filled(), own)
+
+    together.average = forgotten  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def _move(trainer: Trainer) -> None:
+    """One weight, by a bit."""
+    weight = next(iter(trainer._parameters.values())).view(-1)
+    weight[5] = torch.nextafter(weight[5], torch.tensor(9.0))
+
+
+def _advanced(self: Trainer, *arguments: Any, **named: Any) -> Iterator[Line]:
+    planted = self._task.seed if _RANK == 1 and self.arm.role == "candidate" else 0
+    # One that is to die once leaves a word that it has.
+    died = Path(os.environ.get("PLANTED_RANKS", "")) / f"died-{planted}"
+    if self.step == KILLED_AT and (planted == KILLED_TWICE or (planted == KILLED and not died.exists())):
+        if "PLANTED_RANKS" in os.environ:
+            died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    yield from _advance(self, *arguments, **named)
+
+
+SIZES.setdefault(TINY, SIZE)
+SIZES.setdefault(FOUR_HEADS, SIZE_OF_FOUR)
+if "RANK" in os.environ:
+    Trainer.__init__ = _begun  # type: ignore[method-assign]
+    Trainer.advance = _advanced  # type: ignore[method-assign]

@@ -1,0 +1,222 @@
+"""A training by real ranks: what it gives beside one rank's, and that ranks which do not train the same are found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8bench.errors import StoreError, WorkerError, WorkerFault, WorkerLost
+from fp8bench.features.train.lab.rank_lab import MODULE
+from fp8bench.features.train.request import PARALLEL
+from fp8bench.features.train.seed import lab_of as asked
+from fp8bench.features.train.values import Arm, LayerReading, Line, SeedTask, StepFigure, StepRow, TrainingEvent
+from fp8bench.measure.ranks.worker import RanksWorker
+from fp8bench.model.raw import Settings
+from fp8bench.nn.sizes import SIZES
+from fp8bench.plan.corpus import Corpus
+from tests.facts import CPU
+from tests.features.train.lab import plants as planted
+from tests.features.train.lab.labs import lab_of, rows, task_of
+
+pytestmark = pytest.mark.slow
+RANKS = replace(CPU, ranks=2)
+OWN = (("amax_group", "own"),)
+ARMS = (
+    "fp32", "fp8", "fp8-delayed:history=3", Arm("own", "fp8", settings=OWN),
+    Arm("own delayed", "fp8-delayed:history=3", settings=OWN), "nvfp4",
+    Arm("low", "bf16", settings=(("optimizer_states", "fp8lm"), ("master", "fp16-scaled"), ("micro_batches", 2))),
+    Arm("again", "fp8-delayed", settings=(("checkpointing", "blocks"), ("dropout", 0.1), ("attention", "rounded"))),
+)  # fmt: skip
+STEPS = 12
+
+
+def of_ranks(corpus: Corpus, *arms: Arm | str, seed: int = 0, parallel: str = "ddp", **settings: Any) -> SeedTask:
+    task = task_of(corpus, *arms, seed=seed, steps=STEPS, batch=4, parallel=parallel, **settings)
+    return replace(task, facts=RANKS)
+
+
+@pytest.fixture
+def ranks() -> Iterator[RanksWorker]:
+    with RanksWorker(Settings(imports=(planted.FILE,)), 2, 20.0, MODULE) as worker:
+        yield worker
+
+
+def losses(lines: tuple[Line, ...]) -> list[float]:
+    return [row.loss for row in rows(lines)]
+
+
+def numbers(lines: tuple[Line, ...]) -> list[float]:
+    """Of each step its loss and its norms, which count every parameter once."""
+    return [one for row in rows(lines) for one in (row.loss, row.gradient_norm, row.parameter_norm, row.update_ratio)]
+
+
+def readings(lines: tuple[Line, ...], step: int) -> dict[tuple[str, str], LayerReading]:
+    return {(one.layer, one.role): one for one in lines if isinstance(one, LayerReading) and one.step == step}
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_ranks_train_as_one_does_and_go_on_to_the_same_bits(
+    corpus: Corpus, ranks: RanksWorker, tmp_path: Path, parallel: str
+) -> None:
+    """Up to the order of additions in fp32, and in FP8 where scales are those of all ranks: of the tensors of all."""
+    task = of_ranks(corpus, *ARMS, parallel=parallel)
+    names = [arm.name for arm in task.arms]
+    one = lab_of(replace(task, facts=CPU, settings=replace(task.settings, parallel="")))
+    several = asked(ranks, 60)
+    several.begin(task)
+    first = {name: several.advance(name, 5) for name in names}
+    several.save(str(tmp_path / "kept"))
+    rest = {name: several.advance(name, STEPS) for name in names}
+    looks = {name: several.validate(name) for name in names}
+    alone = {name: one.advance(name, STEPS) for name in ("fp32", "fp8", "own")}
+
+    whole = {name: first[name] + rest[name] for name in names}
+    assert all(len(losses(lines)) == STEPS for lines in whole.values())
+    assert numbers(whole["fp32"]) == pytest.approx(numbers(alone["fp32"]), rel=2e-6)
+    assert losses(whole["fp32"]) != losses(alone["fp32"])  # or nothing was shared
+    # The scales of all ranks are those of one rank's whole batch; a rank's own are not.
+    mine, theirs = readings(whole["fp8"], 0), readings(alone["fp8"], 0)
+    near = 0.03 if parallel == "tp" else 0.0  # where products of bfloat16 are rounded once more before they are added
+    for key, seen in mine.items():
+        if key[1] != "gradient":
+            whole_batch = theirs[key].amax, theirs[key].scale
+            assert (seen.amax, seen.scale) == pytest.approx(whole_batch, rel=near, abs=0), key
+    own = readings(whole["own"], 0)
+    assert any(one.least_scale == one.largest_scale and own[key].amax == mine[key].amax for key, one in mine.items())
+    assert losses(whole["own"]) != losses(whole["fp8"])
+    for look, wanted in zip(looks["fp32"], one.validate("fp32"), strict=True):
+        quantised = parallel == "tp" and look.of.startswith("quantised")  # a share of NVFP4 has its own scale, too
+        assert look.loss == pytest.approx(wanted.loss, rel=5e-3 if quantised else 1e-5), look.of
+    # Cut off, and gone on with by fresh ranks.
+    ranks.restart()
+    several.begin(task)
+    assert dict(several.restore(str(tmp_path / "kept"))) == dict.fromkeys(names, 5)
+    for name in names:
+        again = several.advance(name, STEPS)
+        assert _timeless(again) == _timeless(rest[name]), name
+        assert several.validate(name) == looks[name]
+    # Rows of one rank are of the same shape as another's.
+    rank_of = {name: tmp_path / "kept" / f"rank-{name}" for name in ("0", "1", "aside")}
+    swaps = ("0", "aside"), ("1", "0"), ("aside", "1")
+    for before, after in swaps:
+        rank_of[before].rename(rank_of[after])
+    with pytest.raises(WorkerFault, match=r"rank 0: the checkpoint .*rank-0 is of rank 1, not of rank 0\. Put it back"):
+        several.restore(str(tmp_path / "kept"))
+    for before, after in swaps:
+        rank_of[before].rename(rank_of[after])
+    # A state that one rank cannot read is none for the others, who do not wait for it.
+    damaged = next((tmp_path / "kept" / "rank-1").glob("*.pt"))
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    with pytest.raises(WorkerFault, match=r"rank 1: the checkpoint's file .* is damaged") as fault:
+        several.restore(str(tmp_path / "kept"))
+    assert fault.value.kind == StoreError.__name__
+    assert several.advance("fp32", 1) == ()
+
+
+def test_rows_of_a_rank_are_updated_as_those_of_the_whole_model(corpus: Corpus, ranks: RanksWorker) -> None:
+    """Bit by bit: without clipping nothing that all ranks add up enters a weight, and a mean of two is of any order."""
+    several, found = asked(ranks, 60), []
+    arms = "fp32", "fp8", Arm("own delayed", "fp8-delayed", settings=OWN)
+    for parallel in ("ddp", "fsdp"):
+        several.begin(of_ranks(corpus, *arms, parallel=parallel, clip=0.0, micro_batches=2))
+        lines = [line for name in ("fp32", "fp8", "own delayed") for line in several.advance(name, 5)]
+        found.append([_without_norms(one) for one in _timeless(tuple(lines))])
+    assert found[0] == found[1] and len(found[0]) > 100
+
+
+def _without_norms(line: Line) -> Line:
+    """They are sums in another order."""
+    if isinstance(line, StepRow):
+        return replace(line, gradient_norm=0.0, parameter_norm=0.0, update_ratio=0.0)
+    return replace(line, value=0.0) if isinstance(line, StepFigure) and line.name == "update_ratio" else line
+
+
+def _timeless(lines: tuple[Line, ...]) -> list[Line]:
+    """Without times and the process's memory."""
+    timed = ("memory", "watched_seconds")
+    kept = (one for one in lines if getattr(one, "name", "") not in timed)
+    return [replace(one, seconds=0.0) if isinstance(one, StepRow) else one for one in kept]
+
+
+def test_four_ranks_have_the_same_losses(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit on all of them, which is looked at in every step, and those of one rank but for rounding: where sums
+    of bfloat16 are added, that is more than this."""
+    monkeypatch.setitem(SIZES, planted.FOUR_HEADS, planted.SIZE_OF_FOUR)
+    task = replace(of_ranks(corpus, "fp32", "fp8", model=planted.FOUR_HEADS), facts=replace(CPU, ranks=4))
+    one = lab_of(replace(task, facts=CPU, settings=replace(task.settings, parallel="")))
+    alone = {name: losses(one.advance(name, 6)) for name in ("fp32", "fp8")}
+    with RanksWorker(Settings(imports=(planted.FILE,)), 4, 60.0, MODULE) as worker:
+        several = asked(worker, 60)
+        for parallel in PARALLEL:
+            several.begin(replace(task, settings=replace(task.settings, parallel=parallel)))
+            assert losses(several.advance("fp32", 6)) == pytest.approx(alone["fp32"], rel=4e-6), parallel
+            if parallel != "tp":
+                assert losses(several.advance("fp8", 6)) == pytest.approx(alone["fp8"], rel=2e-3), parallel
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: RanksWorker, parallel: str) -> None:
+    """Another seed, another text, the same part twice, one bit of a weight, a step whose gradients are not averaged."""
+    reasons = {
+        planted.SEED: "in step 0 rank 1 reads another text, or of another seed, than rank 0",
+        planted.TEXT: "in step 0 rank 1 reads another text, or of another seed, than rank 0",
+        planted.SHARE: "in step 0 what the ranks have read is not the batch, each sequence once",
+        planted.WEIGHTS: "after a slice the weights of rank 1 are not those of rank 0",
+        planted.AVERAGE: "after a slice the weights of rank 1 are not those of rank 0",
+    }
+    if parallel == "tp":
+        del reasons[planted.SHARE]
+        reasons[planted.CUT] = "in a slice rank 0 has a share of the model that does not make it whole with the others'"
+    if parallel == "fsdp":
+        reasons[planted.SWAP] = "in a slice rank 0 finds those of rank 1 in place of the rows of rank 0 in the weights"
+        reasons[planted.AVERAGE] = "in a slice rank 1 was given gradients for its rows that are not the mean of what"
+    several = asked(ranks, 60)
+    several.begin(of_ranks(corpus, "fp8-delayed", seed=planted.SCALES, parallel=parallel))
+    with pytest.raises(WorkerError, match="the ranks disagree: after a slice the scales of rank 1 are not those"):
+        several.advance("fp8-delayed", 5)
+    for seed, reason in reasons.items():
+        several.begin(of_ranks(corpus, "fp32", seed=seed, parallel=parallel))
+        if seed == planted.AVERAGE:
+            assert len(losses(several.advance("fp32", 5))) == 5
+        with pytest.raises(WorkerError, match=f"the ranks disagree: {reason}"):
+            several.advance("fp32", 5)
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_overflows_and_branches_are_those_of_all_ranks(
+    corpus: Corpus, ranks: RanksWorker, tmp_path: Path, parallel: str
+) -> None:
+    """A step that is not finite is none on any rank; an arm that branches off a checkpoint goes on as it would have."""
+    over = ("loss_scale", str(2.0**32))
+    arms = (
+        "fp32",
+        Arm("slower", "fp16", settings=(over, ("on_nan", "lower-rate"))),
+        Arm("stops", "fp16", settings=(over,)),
+    )
+    several, task = asked(ranks, 60), of_ranks(corpus, *arms, parallel=parallel)
+    several.begin(task)
+    lines = {arm.name: several.advance(arm.name, 3) for arm in task.arms}
+    kinds = {name: [one.kind for one in some if isinstance(one, TrainingEvent)] for name, some in lines.items()}
+    assert kinds == {"fp32": [], "slower": ["not-finite", "rate-lowered"] * 3, "stops": ["not-finite", "stopped"]}
+    assert all("first was the gradient of the output of head" in one.words for one in lines["slower"]
+               if isinstance(one, TrainingEvent) and one.kind == "not-finite")  # fmt: skip
+    assert several.save(str(tmp_path / "kept")) == ()
+    assert several.branch(str(tmp_path / "kept"), "fp32", Arm("trial", "fp32"), task.settings) == 3
+    assert several.branch(str(tmp_path / "kept"), "fp32", Arm("other", "fp8-delayed"), task.settings) == 3
+    assert several.branch("", "fp32", Arm("anew", "fp32"), task.settings) == 0
+    assert losses(several.advance("anew", 3)) == losses(lines["fp32"])
+    assert losses(several.advance("trial", 2)) == losses(several.advance("fp32", 2))
+    assert losses(several.advance("other", 2)) == pytest.approx(losses(several.advance("anew", 2)), rel=0.01)
+
+
+def test_a_rank_that_dies_is_named(corpus: Corpus, ranks: RanksWorker) -> None:
+    several = asked(ranks, 60)
+    several.begin(of_ranks(corpus, "fp32", seed=planted.KILLED_TWICE))
+    with pytest.raises(
+        WorkerLost, match=r"crashed during 'advance': rank 1 of 2, in .*'advance', was ended by SIGKILL"
+    ):
+        several.advance("fp32", STEPS)

@@ -1,0 +1,198 @@
+"""A training's folder: what is written comes back, whatever a kill or a disk does to it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.features.train.kept import (
+    Place,
+    TrainingWriter,
+    find_training,
+    load_training,
+    reopen_training,
+    start_training,
+    training_files,
+    training_named,
+)
+from fp8bench.features.train.values import (
+    ArmCost,
+    LayerReading,
+    Line,
+    StepFigure,
+    TrainingEvent,
+    Validation,
+)
+from fp8bench.model import MemoryUse
+from fp8bench.model.codec import encode
+from tests.commands import environment
+from tests.older import as_older
+from tests.trainings import row_of, training
+
+LINES: tuple[Line, ...] = (
+    row_of("fp8", 0, 3),
+    replace(row_of("fp8", 0, 4), loss=float("nan"), gradient_norm=float("inf"), skipped=True),
+    LayerReading("fp8", 0, 4, "blocks.0.mlp.up", "input", 3.5, 1e-9, 0.1, 0.7, 0.25, lag=None, signal_to_noise=31.5),
+    StepFigure("fp8", 0, 4, "noise_scale", 812.0),
+    Validation("fp8", 0, 5, "held-out", 3.25, 4096, None),
+    TrainingEvent("fp8", 0, 5, "not-finite", "the loss is nan", "head", "output", (("amax", 1e38),), "lower the rate"),
+    ArmCost("fp8", 0, kept=(("weights", 4000),), memory=MemoryUse(9000, (("weights", 4000), ("other", 5000)))),
+)
+FULL = """
+import resource, sys
+from pathlib import Path
+from fp8bench.errors import StoreError
+from fp8bench.features.train.kept import reopen_training
+from tests.trainings import row_of
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+writer = reopen_training(Path(sys.argv[1]))
+try:
+    for step in range(1000):
+        writer.append([row_of("fp8", 0, step)])
+except StoreError as error:
+    print(step, error)
+"""
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[TrainingWriter]:
+    """A training that has begun."""
+    found = start_training(training(), tmp_path / "store")
+    found.keep(0, 0, None, ())
+    yield found
+    found.close()
+
+
+def test_every_kind_of_line_comes_back(writer: TrainingWriter) -> None:
+    """With numbers that JSON has no word for, and the training itself."""
+    assert {type(line) for line in LINES} == set(get_args(Line))
+    writer.append(LINES)
+    unfinished = load_training(writer.path)
+    writer.finish("finished")
+    kept = load_training(writer.path)
+    assert repr(kept.lines) == repr(LINES) and kept.training == training() and not kept.troubles
+    assert kept.finished and not unfinished.finished and kept.of(Validation) == (LINES[4],)
+
+
+def test_broken_lines_are_left_out_and_named(writer: TrainingWriter) -> None:
+    """The last one cut short by a kill, and whatever else was done to the file."""
+    writer.append(LINES)
+    writer.close()
+    with as_older(writer.path).open("ab") as file:
+        file.write(b'{"step": 3}\n[]\n{"later": {}}\n\xff\xfe\n{"event": {"arm": "fp8"}}\n{"step": {"arm": "fp')
+    kept = load_training(writer.path)
+    assert repr(kept.lines) == repr(LINES) and len(kept.troubles) == 6
+    assert f"line {len(LINES) + 4} is of a kind that this version does not know" in kept.troubles[2]
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 1500))
+def test_any_beginning_of_a_stream_can_be_read(length: int) -> None:
+    """Lines that are whole are there, at most one is named as broken, and without a whole head it is no training."""
+    head = json.dumps({"schema": 1, "training": encode(training())})
+    text = "\n".join([head, *(json.dumps({"step": encode(row_of("fp8", 0, step))}) for step in range(4)), ""])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "steps.jsonl"
+        path.write_text(text[: len(head) + length])
+        kept = load_training(path)
+        assert list(kept.lines) == [row_of("fp8", 0, step) for step in range(len(kept.lines))]
+        assert len(kept.troubles) <= 1
+        path.write_text(text[: min(length, len(head) - 1)])
+        with pytest.raises(StoreError, match="is no training"):
+            load_training(path)
+
+
+def test_a_newer_version_is_refused(writer: TrainingWriter) -> None:
+    text = writer.path.read_text()
+    writer.path.write_text(text.replace('{"schema":1', '{"schema":999', 1))
+    with pytest.raises(StoreError, match="written by a newer fp8bench"):
+        load_training(writer.path)
+
+
+def test_going_back_cuts_the_stream_and_keeps_what_happened(writer: TrainingWriter) -> None:
+    """Events of the training itself stay: no step makes them again."""
+    writer.append(LINES[:2])
+    folder = writer.checkpoint(0, 6)
+    folder.mkdir()
+    writer.keep(0, 6, folder, (("mxfp8", "it crashed"),))
+    resumed = TrainingEvent("", 0, 6, "resumed", "gone on with from step 6")
+    writer.append((*LINES[2:], resumed))
+    writer.close()
+    again = reopen_training(writer.path)
+    assert again.places == writer.places and again.places[-1].out == (("mxfp8", "it crashed"),)
+    again.go_back(again.places[-1])
+    again.append(LINES[3:4])
+    assert repr(load_training(writer.path).lines) == repr((*LINES[:2], resumed, LINES[3]))
+    again.go_back(again.places[0])
+    assert load_training(writer.path).lines == (resumed,) and again.places == writer.places[:1]
+    again.close()
+    third = reopen_training(writer.path)
+    assert third.places == again.places and not list(folder.parent.iterdir()), "a place that was passed over is gone"
+    third.close()
+
+
+def test_a_checkpoint_that_no_place_names_is_removed(writer: TrainingWriter) -> None:
+    """A kill between it and its place leaves one, half or whole."""
+    folder = writer.checkpoint(0, 6)
+    folder.mkdir()
+    writer.keep(0, 6, folder, ())
+    for name in ("0-12", ".0-12.0a1b.partial"):
+        (folder.parent / name).mkdir()
+    writer.close()
+    reopen_training(writer.path).close()
+    assert [path.name for path in folder.parent.iterdir()] == ["0-6"]
+
+
+def test_places_that_cannot_be_read_are_not_guessed(writer: TrainingWriter) -> None:
+    """Without the file, nothing was kept yet; a broken one was damaged by others."""
+    kept = writer.path.with_name("places.json")
+    writer.append(LINES[:1])
+    writer.close()
+    kept.write_text("[{")
+    with pytest.raises(StoreError, match=r"places\.json is broken .* nobody knows where to go on"):
+        reopen_training(writer.path)
+    kept.unlink()
+    again = reopen_training(writer.path)
+    assert again.places == (Place(0, 0, len(writer.path.read_bytes().splitlines(keepends=True)[0])),)
+    again.close()
+
+
+def test_a_full_disk_in_the_middle(writer: TrainingWriter) -> None:
+    """A real limit, met in a line: a sentence, and every line before it is there."""
+    writer.close()
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(writer.path)], capture_output=True, text=True, check=True, env=environment()
+    )
+    step, _, error = done.stdout.partition(" ")
+    assert "cannot be written (File too large). What was finished before is in it; make room" in error
+    kept = load_training(writer.path)
+    assert kept.lines == tuple(row_of("fp8", 0, number) for number in range(int(step))) and len(kept.lines) > 20
+
+
+def test_trainings_are_found_by_what_they_are_called(tmp_path: Path) -> None:
+    """The folder, the id or its beginning, a path; 'last' is the newest."""
+    store = tmp_path / "store"
+    for number in (1, 2, 0x10):
+        start_training(training(number), store).close()
+    newest, _, oldest = files = training_files(store)
+    assert newest.parent.name == "20260105T120016.000Z-ffffffff-00000010"
+    assert training_named("last", store) == newest and find_training("00000001", store) == oldest
+    assert {find_training(word, store) for word in (oldest.parent.name, str(oldest), str(oldest.parent))} == {oldest}
+    assert find_training("0000001", store) == newest and find_training("000000", store) is None
+    for word in ("000000", "ffff", "", "last", "x\0y"):
+        assert find_training(word, store) is None
+    with pytest.raises(RunNotFound, match=f"no training 'ffff' in .* The newest is {files[0].parent.name}"):
+        training_named("ffff", store)
+    with pytest.raises(RunNotFound, match="The store has no trainings yet"):
+        training_named("last", tmp_path / "nowhere")

@@ -1,0 +1,177 @@
+"""The report of a training: what stands on its page, of trainings made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.features.train.page import page_of
+from fp8bench.features.train.page_curves import ends_of
+from fp8bench.features.train.values import ArmCost, KeptTraining, LayerReading, Line, TrainingEvent, Validation
+from fp8bench.features.train.verdicts.curves import curves_of
+from fp8bench.features.train.verdicts.verdicts import verdicts_of
+from fp8bench.model import Capacity, MemoryUse
+from fp8bench.report.elements import Chart, Heat, Lines, Page, Scatter, Table
+from fp8bench.report.page import html, markdown
+from tests.learning_curves import CANDIDATE, lines, training
+
+GAPS = {"fp8": [0.02, 0.03, 0.025, 0.02, 0.03], "bf16 other seed": [0.01, -0.02, 0.03, 0.0, 0.01]}
+
+
+def page(*more: Line, steps: int = 100, seeds: int = 5, finished: bool = True, said: tuple[Line, ...] = ()) -> Page:
+    held = said or lines(GAPS, steps)
+    kept = KeptTraining(training(steps=steps, seeds=seeds), (*held, *more), finished, "x/steps.jsonl")
+    return page_of(kept, verdicts_of(kept.training, kept.lines))
+
+
+def element(made: Page, name: str) -> object:
+    return next(one for part in made.parts for one in part.elements if getattr(one, "name", "") == name)
+
+
+def reading(step: int, amax: float, layer: str = "head", **more: float) -> LayerReading:
+    return LayerReading("fp8", 0, step, layer, "input", amax, 0.0, 0.0, 1.0, 0.0, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9, 60, 300, 1000, 12345])
+def test_windows_end_at_the_endpoint(steps: int) -> None:
+    """The last one is that of all steps; none begins before the first step; there are few enough to draw."""
+    ends = ends_of(steps)
+    assert ends[-1] == steps and ends == tuple(sorted(set(ends))) and ends[0] >= max(1, steps // 10) and len(ends) <= 61
+
+
+def test_the_last_gap_drawn_is_the_verdict() -> None:
+    """Point and 95% interval of the chart's end are those of the endpoint, which decides."""
+    found = verdicts_of(training(), lines(GAPS)).of("fp8")
+    assert found is not None and found.judged.gap is not None and found.judged.gap.shown is not None
+    chart = element(page(), "gap")
+    assert isinstance(chart, Lines)
+    last = dict(chart.series)["fp8"][-1]
+    assert last is not None and last.low is not None and last.high is not None
+    shown = found.judged.gap.shown
+    assert [last.value, last.low, last.high] == pytest.approx([100 * shown.point, 100 * shown.low, 100 * shown.high])
+
+
+def test_the_band_is_the_reference_under_all_its_seeds() -> None:
+    """From the least to the largest, its own seeds and the others."""
+    chart = element(page(), "loss")
+    assert isinstance(chart, Lines)
+    own = curves_of(lines(GAPS), 100)
+    ends = [curve.endpoint for (arm, _), curve in own.items() if arm.startswith("bf16")]
+    last = dict(chart.series)["bf16"][-1]
+    assert last is not None and (last.low, last.high) == pytest.approx((min(ends), max(ends)))
+    assert dict(chart.series).keys() == {"bf16", "fp8"}
+
+
+def test_what_is_not_finite_is_not_drawn() -> None:
+    """A window with a loss that is no number has no mark, and those before it stay."""
+    said = tuple(
+        replace(one, loss=float("nan")) if getattr(one, "step", 0) == 70 and one.arm == "fp8" and hasattr(one, "loss")
+        else one for one in lines(GAPS)
+    )  # fmt: skip
+    chart = element(page(said=said), "loss")
+    assert isinstance(chart, Lines)
+    marks = dict(zip(chart.places, dict(chart.series)["fp8"], strict=True))
+    assert marks["10"] is not None and marks["100"] is not None
+    assert any(mark is None for mark in marks.values())
+
+
+def test_the_first_table_has_the_verdict_of_every_arm() -> None:
+    """Arms and reference, not its bands; the words of the terminal."""
+    table = element(page(), "arms")
+    assert isinstance(table, Table)
+    said = {row[0].text: row[5].text for row in table.rows}
+    assert said.keys() == {"bf16", "fp8"} and said["bf16"] == "the reference"
+    assert said["fp8"].startswith("worse by +2.5% [")
+
+
+def test_memory_is_told_by_arm_and_by_what_it_is_for() -> None:
+    """Each alone; an arm that nobody could measure has none, with the reason below."""
+    use = MemoryUse(3 << 20, (("weights", 1 << 20), ("activations", 2 << 20)))
+    made = page(ArmCost("bf16", 0, memory=use), ArmCost("fp8", 0, why="its memory could not be measured: lost"))
+    arms, roles = element(made, "arms"), element(made, "memory")
+    assert isinstance(arms, Table) and isinstance(roles, Table)
+    assert [(row[0].text, row[12].text) for row in arms.rows] == [("bf16", "3.00 MiB"), ("fp8", "-")]
+    assert [[field.text for field in row] for row in roles.rows] == [["bf16", "1.00 MiB", "2.00 MiB"]]
+    assert "fp8: its memory could not be measured: lost" in markdown.render(made)
+    assert "Memory by what" not in markdown.render(page())
+
+
+def test_largest_batches_stand_in_the_table_or_how_to_have_them() -> None:
+    """A search that came to nothing has its reason."""
+    said = "No largest batch was looked for: "
+    assert said in markdown.render(page())
+    known = Capacity("batch", 1 << 30, 812, tokens=51968, beyond=813, why="tensors need 2 B more")
+    costs = ArmCost("bf16", 0, capacity=known), ArmCost("fp8", 0, capacity=Capacity("batch", 9, why="lost"))
+    held = replace(training(), request=replace(training().request, max_batch=True, memory_limit=1 << 30))
+    kept = KeptTraining(held, (*lines(GAPS), *costs), True, "x/steps.jsonl")
+    made = page_of(kept, verdicts_of(kept.training, kept.lines))
+    arms, text = element(made, "arms"), markdown.render(made)
+    assert isinstance(arms, Table) and [row[11].text for row in arms.rows] == ["812", "-"] and said not in text
+    assert "bf16: largest batch that fits into 1.00 GiB: 812 (52.0 k tokens); not 813: tensors need 2 B more" in text
+
+
+def test_events_are_told_in_their_order_and_drawn() -> None:
+    """Each with its place, its words and what may help."""
+    events = [TrainingEvent("fp8", seed, 20 + seed, "alarm", "scales fall", "head", "input", (), "raise margin")
+              for seed in range(3)]  # fmt: skip
+    made = page(*events)
+    table, chart = element(made, "events"), element(made, "timeline")
+    assert isinstance(table, Table) and isinstance(chart, Scatter)
+    assert [row[2].text for row in table.rows] == ["20", "21", "22"] and table.rows[0][6].text == "raise margin"
+    assert [(point.x, point.y) for point in chart.points] == [(20, 0), (21, 1), (22, 2)]
+    assert "Nothing: no alarm" in html.render(page()) and "cut off" in html.render(page(finished=False))
+
+
+def test_maps_show_tensors_beside_their_own_middle() -> None:
+    """A layer whose scale never moves has no row of scales; a reading that is no number leaves its place empty."""
+    told = [reading(step, amax, scale=2.0) for step, amax in ((0, 1.0), (10, 2.0), (20, 8.0))]
+    other = [
+        reading(0, 4.0, "first", scale=1.0),
+        reading(20, 1.0, "first", scale=4.0),
+        reading(10, float("nan"), "first"),
+    ]
+    made = page(*told, *other)
+    amaxes, scales = element(made, "amax-1-input"), element(made, "scale-1-input")
+    assert isinstance(amaxes, Heat) and isinstance(scales, Heat)
+    assert amaxes.rows == ("head (2.00)", "first (2.50)") and amaxes.columns == ("0", "10", "20")
+    assert amaxes.values == ((0.5, 1.0, 4.0), (1.6, None, 0.4))
+    assert scales.rows == ("first (1.00)",)
+
+
+def test_the_worst_reading_names_layer_and_step() -> None:
+    """The least signal to noise, the most of the others; nothing is pointed at where nothing was clipped."""
+    table = element(
+        page(reading(0, 1.0, signal_to_noise=30.0, underflow=0.01), reading(10, 1.0, "mlp", signal_to_noise=12.0)),
+        "worst",
+    )
+    assert isinstance(table, Table)
+    (row,) = table.rows
+    assert [field.text for field in row] == [
+        "fp8", "input", "12.0 dB", "mlp, step 10", "1.0%", "head, step 0", "0.0%", "", "-", "",
+    ]  # fmt: skip
+
+
+def test_looks_and_places_in_the_context() -> None:
+    """Kinds of text in a table, positions over the context."""
+    seen = {"other-text": 3.0, "position:0-7": 2.5, "position:8-15": 2.0, "position:16-23": 1.9}
+    told = [Validation(arm, 0, 100, of, loss, 10, 10) for arm in ("bf16", "fp8") for of, loss in seen.items()]
+    chart = element(page(*told), "places")
+    assert isinstance(chart, Lines) and chart.places == ("0-7", "8-15", "16-23")
+    assert "other-text" in html.render(page(*told))
+
+
+@pytest.mark.parametrize("seeds", [1, 5])
+def test_the_same_training_gives_the_same_bytes(seeds: int) -> None:
+    """Both renderers; of one seed no interval is drawn."""
+    first, again = page(seeds=seeds), page(seeds=seeds)
+    assert html.render(first) == html.render(again) and markdown.render(first) == markdown.render(again)
+    assert markdown.render(first).startswith("# training of nano")
+
+
+def test_a_training_without_steps_has_a_page() -> None:
+    """Nothing to draw, and nothing raised."""
+    kept = KeptTraining(training(CANDIDATE), (), False, "x/steps.jsonl")
+    made = page_of(kept, verdicts_of(kept.training, ()))
+    assert not [one for part in made.parts for one in part.elements if isinstance(one, Chart)]
+    assert "cut off" in html.render(made)

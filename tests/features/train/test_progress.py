@@ -1,0 +1,140 @@
+"""What is seen of a training while it goes on: lines in a log, a board on a terminal that leaves nothing behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from fp8bench.cli import live
+from fp8bench.features.train.progress import TrainingBoard, TrainingLines
+from fp8bench.features.train.values import Line, TrainingEvent, Validation
+from tests.cli.test_progress import Clock, Screen
+from tests.trainings import row_of, training
+
+SHOWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+LOOK = Validation("bf16", 0, 10, "held-out", 3.25, 64, 64)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def rows(seed: int, first: int, last: int, arms: Sequence[str] = ("bf16", "fp8")) -> list[Line]:
+    return [row_of(arm, seed, step) for arm in arms for step in range(first, last)]
+
+
+def last_board(screen: Screen) -> str:
+    """What was drawn last, without what moves and colours."""
+    return re.split(r"(?=seed \d+/\d+)", SHOWN.sub("", screen.getvalue()))[-1]
+
+
+def test_a_log_has_a_line_a_look(clock: Clock) -> None:
+    """Of all arms that have a loss in this seed, once a place; what happens is said."""
+    said: list[str] = []
+    lines = TrainingLines(said.append, clock)
+    lines.begun(training())
+    lines.trained(0, 0, [Validation("bf16", 0, 0, "held-out", 5.5, 64, 64)])
+    lines.trained(0, 5, rows(0, 0, 5))
+    assert not said
+    clock.now += 30
+    lines.trained(0, 10, rows(0, 5, 10))
+    for _ in range(2):
+        lines.trained(0, 10, [LOOK])
+    (told,) = said
+    assert re.fullmatch(r"seed 1/2, step 10/20, about 1 min 30 s left: bf16 \d\.\d{3}, fp8 \d\.\d{3}", told)
+    lines.trained(0, 15, [TrainingEvent("fp8", 0, 12, "alarm", "the gradient norm is 14.4")])
+    assert said[-1] == "seed 0, step 12, fp8: the gradient norm is 14.4"
+    lines.trained(1, 20, [*rows(1, 0, 20, ["fp8"]), Validation("fp8", 1, 20, "held-out", 3.0, 64, 64)])
+    assert said[-1].startswith("seed 2/2, step 20/20: fp8 ") and "bf16" not in said[-1]
+
+
+def test_a_board_says_where_every_arm_is(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes on below what is said; losses are of this seed, alarms of all; in the end it is gone."""
+    said: list[str] = []
+    screen = Screen()
+    monkeypatch.setattr(live, "_size", lambda stream: (120, 30))
+    board = TrainingBoard(screen, {}, said.append, clock)
+    board.begun(training())
+    board.trained(0, 0, [Validation("bf16", 0, 0, "held-out", 5.5, 64, 64)])
+    assert not screen.getvalue(), "there is nothing to be seen before a step"
+    board.trained(0, 10, rows(0, 0, 10))
+    clock.now += 30
+    board.trained(0, 10, [LOOK])
+    shown = last_board(screen)
+    assert "seed 1/2, step 10/20, about 1 min 30 s left" in shown and "no alarm" in shown
+    assert re.search(r"bf16 +1\.\d{4} +3\.2500 +64\.0 +no alarm +[▁▂▃▄▅▆▇█]{10}\n", shown)
+    board.trained(0, 15, [TrainingEvent("fp8", 0, 12, "alarm", "a norm")])
+    assert said == ["seed 0, step 12, fp8: a norm"] and "1 alarm, last in seed 0, step 12" in last_board(screen)
+    clock.now += 1
+    board.trained(1, 5, rows(1, 0, 5, ["fp8"]))
+    shown = last_board(screen)
+    assert "seed 2/2, step 5/20" in shown and "bf16" not in shown and "1 alarm" in shown
+    board.trained(1, 6, [TrainingEvent("fp8", 1, 5, "stopped", "not finite")])
+    assert "stopped in step 5" in last_board(screen)
+    board.close()
+    board.close()
+    written = screen.getvalue()
+    assert written.count("\x1b[?25h") >= written.count("\x1b[?25l") and written.endswith("\x1b[2K"), (
+        "erased, cursor seen"
+    )
+
+
+def test_a_board_is_drawn_at_most_five_times_a_second(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(live, "_size", lambda stream: (100, 30))
+    board = TrainingBoard(screen, {}, str, clock)
+    board.begun(training())
+    for step in range(20):
+        clock.now += 0.02
+        board.trained(0, step + 1, rows(0, step, step + 1))
+    assert screen.getvalue().count("seed 1/2") <= 3
+    board.close()
+
+
+@pytest.mark.parametrize("size", [(20, 5), (41, 8), (80, 24), (150, 40)])
+def test_a_board_is_never_wider_nor_higher_than_the_terminal(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    """Where its size has changed all of the screen is cleared: nobody knows how what is drawn was folded."""
+    screen, now = Screen(), [(150, 40)]
+    monkeypatch.setattr(live, "_size", lambda stream: now[0])
+    board = TrainingBoard(screen, {"NO_COLOR": "1"}, str, clock)
+    board.begun(training())
+    board.trained(0, 5, rows(0, 0, 5))
+    before, now[0] = len(screen.getvalue()), size
+    clock.now += 1
+    board.trained(0, 10, rows(0, 5, 10))
+    drawn = screen.getvalue()[before:]
+    lines = SHOWN.sub("", drawn).replace("\r", "").split("\n")
+    assert max(map(len, lines)) <= size[0] and len(lines) <= size[1]
+    assert ("\x1b[2J" in drawn) == (size != (150, 40)) and not re.search(r"\x1b\[\d*m", drawn.replace("\x1b[0m", ""))
+    board.close()
+
+
+def test_a_terminal_that_has_gone_away_ends_no_training(clock: Clock) -> None:
+    screen = Screen()
+    board = TrainingBoard(screen, {}, str, clock)
+    board.begun(training())
+    board.trained(0, 5, rows(0, 0, 5))
+    screen.close()
+    for step in (10, 15):
+        clock.now += 1
+        board.trained(0, step, rows(0, step - 5, step))
+    board.close()
+    assert screen.closed
+
+
+def test_bars_are_left_out_where_the_terminal_has_no_letters_for_them(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Old(Screen):
+        encoding = "latin-1"  # type: ignore[assignment]
+
+    screen = Old()
+    board = TrainingBoard(screen, {}, str, clock)
+    board.begun(training())
+    board.trained(0, 5, rows(0, 0, 5))
+    assert "fp8" in screen.getvalue() and screen.getvalue().isascii()

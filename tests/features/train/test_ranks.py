@@ -1,0 +1,128 @@
+"""Trainings by real ranks, from the request to the stream: a rank is killed, the parent is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fp8bench.features.train.kept import load_training, training_files
+from fp8bench.features.train.request import PARALLEL, TrainerSettings
+from fp8bench.features.train.run import resume, train
+from fp8bench.features.train.values import ArmCost, KeptTraining, LayerReading, StepRow, TrainingEvent, Validation
+from fp8bench.features.train.view import facts_of
+from fp8bench.nn.sizes import SIZES
+from tests.features.train.lab import plants as planted
+from tests.features.train.lab.labs import TINY
+from tests.measure.ranks.test_worker import gone
+from tests.own_suites import forgotten
+from tests.trainings import NotedTraining, small
+
+pytestmark = pytest.mark.slow
+SETTINGS = TrainerSettings(model=TINY, parallel="ddp")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> KeptTraining:
+    """A training in which nothing happened."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        _prepared(folder, patch)
+        Path(f"died-{planted.KILLED}").touch()
+        return trained(folder / "store", planted.KILLED)
+
+
+@pytest.fixture(autouse=True)
+def _text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _prepared(tmp_path, monkeypatch)
+
+
+def _prepared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PLANTED_RANKS", str(folder))
+    monkeypatch.setitem(SIZES, TINY, planted.SIZE)
+    Path("text.txt").write_text("every token is a byte of this text. " * 4000)
+
+
+def trained(store: Path, seed: int, parallel: str = "ddp") -> KeptTraining:
+    request = small(
+        dtypes=("fp32", "fp8-delayed"), settings=replace(SETTINGS, parallel=parallel), ranks=2, seeds=1, seed=seed,
+        steps=12, keep=5, imports=(planted.FILE,), energy=True, sweep=(("amax-group", ("own", "parallel")),),
+    )  # fmt: skip
+    with forgotten(Path(planted.FILE).parent):
+        return train(request, store, NotedTraining(), "fp8bench train")
+
+
+def told(kept: KeptTraining) -> list[object]:
+    """What was learnt, without times."""
+    lines = kept.of(StepRow) + kept.of(LayerReading) + kept.of(Validation)
+    return sorted(repr(replace(one, seconds=0.0) if isinstance(one, StepRow) else one) for one in lines)
+
+
+def test_a_rank_that_is_killed_costs_no_bit_and_once_more_its_arm(whole: KeptTraining, tmp_path: Path) -> None:
+    """The first time fresh ranks go on from the checkpoint, to the same losses; then the arm is out."""
+    assert whole.finished and not whole.of(TrainingEvent) and whole.training.device.ranks == 2
+    assert {cost.energy.why for cost in whole.of(ArmCost) if cost.energy} == {
+        "several ranks train together, and energy is measured of one process"
+    }
+    assert dict(facts_of(whole.training))["ranks"].startswith("2 by ddp; ")
+    killed = trained(tmp_path / "killed", planted.KILLED)
+    (event,) = killed.of(TrainingEvent)
+    assert event.kind == "restarted" and "rank 1 of 2, in " in event.words and "was ended by SIGKILL" in event.words
+    assert killed.finished and told(killed) == told(whole)
+
+    out = trained(tmp_path / "out", planted.KILLED_TWICE)
+    assert out.finished and [one.kind for one in out.of(TrainingEvent)] == ["restarted", "out"] * 2
+    steps = {
+        arm: {row.step for row in out.of(StepRow) if row.arm == arm} for arm in ("fp32", "fp8-delayed amax-group=own")
+    }
+    assert steps["fp32"] == set(range(12)) and 11 not in steps["fp8-delayed amax-group=own"]
+    assert gone()
+
+
+@pytest.mark.parametrize("parallel", [one for one in PARALLEL if one != "ddp"])
+def test_a_rank_that_keeps_its_own_part_goes_on_to_the_same_bits(parallel: str, tmp_path: Path) -> None:
+    killed = trained(tmp_path / "killed", planted.KILLED, parallel)  # which leaves a word that it died
+    whole = trained(tmp_path / "whole", planted.KILLED, parallel)
+    assert [one.kind for one in killed.of(TrainingEvent)] == ["restarted"] and not whole.of(TrainingEvent)
+    assert killed.finished and whole.finished and told(killed) == told(whole)
+    assert dict(facts_of(whole.training))["ranks"].startswith(f"2 by {parallel}; ")
+    (cost,) = [one for one in whole.of(ArmCost) if one.arm == "fp32" and one.memory]
+    assert cost.memory is not None and len(cost.memory.ranks) == 2
+    kept, weights = dict(cost.kept)["weights"], dict(cost.memory.roles)["weights"]
+    if parallel == "fsdp":  # whole weights are there at the highest point, beside a rank's own
+        assert (kept, weights) == (2 * whole.training.parameters, 6 * whole.training.parameters)
+    else:
+        assert kept == weights < 4 * whole.training.parameters
+
+
+def test_what_is_killed_with_its_parent_goes_on_to_the_same_bits(whole: KeptTraining) -> None:
+    Path(f"died-{planted.KILLED}").touch()
+    words = [
+        sys.executable, "-m", "fp8bench", "train", "--dtypes", "fp32,fp8-delayed", "--model", TINY, "--ranks", "2",
+        "--parallel", "ddp", "--seeds", "1", "--seed", str(planted.KILLED), "--steps", "12", "--keep", "5",
+        "--evaluate", "10", "--data", "text.txt", "--import", planted.FILE, "--sweep", "amax-group=own,parallel",
+        "--store", "killed",
+    ]  # fmt: skip
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 600
+    while not list(Path("killed").glob("trainings/*/checkpoints/0-5/rank-1/checkpoint.json")):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert process.stderr is not None
+    process.stderr.close()
+    assert gone()
+    (path,) = training_files(Path("killed"))
+    assert not load_training(path).finished
+    with forgotten(Path(planted.FILE).parent):
+        _, kept = resume(path, Path("killed"), NotedTraining())
+    assert kept.finished and told(kept) == told(whole)

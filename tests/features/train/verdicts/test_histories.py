@@ -1,0 +1,147 @@
+"""Replayed amaxes: the scales are those of a training, bit by bit; overflow and underflow are counted by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fp8bench.errors import UsageError
+from fp8bench.features.train.values import Arm, LayerReading
+from fp8bench.features.train.verdicts.histories import Trace, best_of, replayed, scales_of, traces_of, ways
+from fp8bench.formats.grids import E4M3, E5M2, Format
+from fp8bench.formats.recipes import Amax, Delayed
+from fp8bench.nn.tensor_scales import DelayedScale
+from fp8bench.plan.corpus import Corpus
+from fp8bench.protocols import Role
+from tests.features.train.lab.labs import lab_of, task_of
+from tests.learning_curves import training
+
+DELAYED = Arm("fp8-delayed", "fp8-delayed", native=False)
+
+
+def reading(
+    step: int, arm: str = "fp8-delayed", seed: int = 0, role: str = "input", not_finite: float = 0.0
+) -> LayerReading:
+    """With an amax that tells its step."""
+    return LayerReading(arm, seed, step, "head", role, 1.0 + step, 0.5, 0.0, 1.0, 0.0, not_finite=not_finite)
+
+
+def trace_of(draw: random.Random, length: int) -> list[float]:
+    """Amaxes over the whole of float32's range, among them zeros, infinities, NaN and subnormal numbers."""
+    odd = (0.0, math.inf, math.nan, 1e-45, 1e-40, 3e38, 1.0)
+    return [draw.choice(odd) if draw.random() < 0.15 else 2.0 ** draw.uniform(-30, 30) for _ in range(length)]
+
+
+def trained(amaxes: list[float], delayed: Delayed, fmt: Format) -> list[float]:
+    """The scales that casts in a training take."""
+    memory, x = DelayedScale(delayed, fmt), torch.zeros(1)
+    return [float(memory.next(x, amax=torch.tensor(amax, dtype=torch.float32)).scale) for amax in amaxes]
+
+
+WAYS = [
+    *(Delayed(history, algorithm, margin, interval)
+      for history in (1, 3, 16, 100) for algorithm in Amax for margin in (0, 2) for interval in (1, 3)),
+    Delayed(1024, Amax.MAX, 32, 7),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_scales_are_those_of_a_training(fmt: Format) -> None:
+    """Bit by bit, whatever the amaxes."""
+    draw = random.Random(fmt.name)
+    for delayed in WAYS:
+        amaxes = trace_of(draw, 40)
+        assert scales_of(amaxes, delayed, fmt.largest).tolist() == trained(amaxes, delayed, fmt), delayed
+
+
+def test_the_most_recent_is_a_history_of_one() -> None:
+    """So that it is replayed once."""
+    amaxes = trace_of(random.Random(1), 50)
+    one = scales_of(amaxes, Delayed(1, Amax.MAX), 448.0)
+    assert one.tolist() == scales_of(amaxes, Delayed(64, Amax.MOST_RECENT), 448.0).tolist()
+    assert sum(way.algorithm is Amax.MOST_RECENT for way in ways((1, 16), (0,), (1,))) == 1
+    assert len(set(ways())) == len(list(ways())) == 6 * 3 * 3
+
+
+def test_overflow_and_underflow_by_hand() -> None:
+    """E4M3: the first cast is not scaled; then amaxes double, and each cast is an octave beyond the one before."""
+    growing = Trace("a", Role.INPUT, (448.0, 448.0, 896.0, 1792.0, 1792.0), (1.0, 1e-3, 2e-3, 1.0, 1e-3))
+    (found,) = replayed([growing], Delayed(1, Amax.MOST_RECENT))
+    # Scales: 1, 1, 1, 1/2, 1/4. Up to 2^-10 becomes 0: of these the last alone.
+    assert (found.casts, found.overflow, found.worst) == (5, 2 / 5, 1.0)
+    assert found.underflow == 1 / 5
+    (spared,) = replayed([growing], Delayed(1, Amax.MOST_RECENT, margin=1))
+    assert (spared.overflow, spared.worst) == (0.0, 0.0)
+    assert spared.idle == pytest.approx((0 + 1 + 0 + 0 + 1) / 5)
+
+
+def test_longer_histories_overflow_less_and_leave_more_idle() -> None:
+    """What a history is for."""
+    draw = random.Random(0)
+    noisy = [Trace("a", Role.GRADIENT, tuple(2.0 ** draw.gauss(0, 1) for _ in range(400)))]
+    found = [next(iter(replayed(noisy, Delayed(history)))) for history in (1, 4, 16, 64)]
+    assert [one.overflow for one in found] == sorted((one.overflow for one in found), reverse=True)
+    assert [one.idle for one in found] == sorted(one.idle for one in found)
+    assert found[0].underflow is None
+
+
+def test_an_amax_that_stays_overflows_nowhere() -> None:
+    """Though quotient and product are rounded, and the product may lie one unit above the largest value."""
+    for amax in (0.1, 0.3, 1 / 3, 7e-4, 1234.567):
+        (found,) = replayed([Trace("a", Role.WEIGHT, (amax,) * 20)], Delayed(4))
+        assert found.overflow == (1 / 20 if amax > 448 else 0)
+
+
+def test_amaxes_come_from_the_lines_of_a_training() -> None:
+    """In the order of steps, a trace for each tensor and seed; a step that is not finite enters no amax."""
+    lines = [reading(1), reading(0), reading(2, not_finite=0.5), reading(0, arm="fp8"), reading(0, role="output")]
+    others = [reading(0, role=role) for role in ("weight", "gradient")]
+    trace, *_ = traces_of(training(DELAYED), [*lines, *others], DELAYED)
+    assert trace == Trace("head", Role.INPUT, (1.0, 2.0, math.inf), (0.5, 0.5, 0.5))
+    assert len(traces_of(training(DELAYED), [*lines, *others, reading(0, seed=1)], DELAYED)) == 4
+
+
+def test_layers_that_are_not_cast_are_left_out() -> None:
+    """What has no product, and in an arm that scales anything what it does not scale."""
+    roles = ("input", "weight", "gradient")
+    every = [replace(reading(0, role=role), layer=layer) for layer in ("head", "mlp") for role in roles]
+    embedding = replace(reading(0, role="weight"), layer="embedding")
+    assert {one.layer for one in traces_of(training(DELAYED), [*every, embedding], DELAYED)} == {"head", "mlp"}
+    scaled = [replace(one, scale=2.0) if (one.layer, one.role) == ("mlp", "weight") else one for one in every]
+    assert {one.layer for one in traces_of(training(DELAYED), scaled, DELAYED)} == {"mlp"}
+
+
+def test_the_scales_are_those_of_a_real_training(corpus: Corpus) -> None:
+    """Of all layers but the head, which stays in bf16; replayed from what was watched at every step."""
+    task = replace(task_of(corpus, DELAYED, steps=4, model="nano"), stride=1)
+    lines = lab_of(task).advance(DELAYED.name, 4)
+    readings = [line for line in lines if isinstance(line, LayerReading)]
+    traces = traces_of(training(DELAYED), lines, DELAYED)
+    assert len(traces) == 8 * 3 and "head" not in {trace.layer for trace in traces}
+    for trace in traces:
+        largest = (E5M2 if trace.role is Role.GRADIENT else E4M3).largest
+        known = [one.scale for one in readings if (one.layer, one.role) == (trace.layer, trace.role)]
+        assert scales_of(trace.amax, Delayed(), largest).tolist() == known and known[-1] != 1
+
+
+def test_the_best_way_cuts_off_least_and_then_leaves_least_idle() -> None:
+    """Amaxes that grow by an octave now and then want a margin of one, not two, and a history that remembers."""
+    amaxes = tuple(2.0 if step % 7 == 3 else 1.0 for step in range(200))
+    found = [one for way in ways() for one in replayed([Trace("a", Role.GRADIENT, amaxes)], way)]
+    best = best_of(found)
+    assert (best.margin, best.interval) == (1, 1) and best.history in (1, 4)
+
+
+def test_amaxes_that_are_not_of_every_cast_are_refused() -> None:
+    """With what to do."""
+    with pytest.raises(UsageError, match="of head input in fp8-delayed there are 2 amaxes in 11 steps"):
+        traces_of(training(DELAYED), [reading(0), reading(10)], DELAYED)
+    with pytest.raises(UsageError, match="nothing was watched of fp8-delayed"):
+        traces_of(training(DELAYED), [], DELAYED)
+    twice = replace(DELAYED, settings=(("micro_batches", 2),))
+    with pytest.raises(UsageError, match="casts each tensor 2 times a step"):
+        traces_of(training(twice), [reading(0)], twice)

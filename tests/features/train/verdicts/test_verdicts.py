@@ -1,0 +1,236 @@
+"""Verdicts on whole trainings, from their lines: what diverges, what does not learn, what does not count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.features.train import words
+from fp8bench.features.train.values import FALLBACK, Arm, KeptTraining, Line, StepRow, TrainingEvent, Validation
+from fp8bench.features.train.verdicts.curves import Void, curves_of, last_of
+from fp8bench.features.train.verdicts.judging import Learned, Why
+from fp8bench.features.train.verdicts.verdicts import ArmVerdict, Verdicts, least_fall, verdicts_of
+from tests.learning_curves import CANDIDATE, OTHER_SEED, REFERENCE, REPEAT, curve, held_out, lines, rows, training
+
+WORSE = {"fp8": [0.030, 0.031, 0.029, 0.032, 0.030]}
+SAME = {"fp8": [0.001, -0.001, 0.002, -0.002, 0.0]}
+
+
+def judged(found: tuple[Line, ...]) -> tuple[ArmVerdict, Verdicts]:
+    """The verdict on the only candidate."""
+    among = verdicts_of(training(), found)
+    return among.arms[0], among
+
+
+def changed(found: tuple[Line, ...], change: Callable[[StepRow], StepRow | None], arm: str = "fp8") -> tuple[Line, ...]:
+    """The rows of one arm changed, or left out."""
+    told = (change(line) if isinstance(line, StepRow) and line.arm == arm else line for line in found)
+    return tuple(line for line in told if line is not None)
+
+
+def stopped(arm: str, seed: int) -> tuple[TrainingEvent, ...]:
+    return tuple(TrainingEvent(arm, seed, 40, kind, "") for kind in ("not-finite", "stopped"))
+
+
+def test_the_endpoint_is_the_mean_of_the_last_tenth() -> None:
+    """Nothing before it counts; of one step at least; a step told twice counts once, as it was told last."""
+    assert [last_of(steps) for steps in (1, 9, 10, 19, 20, 300)] == [1, 1, 1, 1, 2, 30]
+    losses = [9.0] * 18 + [2.0, 4.0]
+    told = [*rows("a", 0, losses), *rows("a", 0, [8.0])]
+    found = curves_of(told, 20)["a", 0]
+    assert (found.endpoint, found.rows[0].loss, found.whole) == (3.0, 8.0, True)
+    assert math.isnan(curves_of(told[:19], 20)["a", 0].endpoint)
+
+
+def test_worse_within_noise_and_better() -> None:
+    """Paired over seeds: the reference's own differences from seed to seed are larger than all of these."""
+    assert judged(lines(WORSE))[0].judged.learned is Learned.WORSE
+    assert judged(lines(SAME))[0].judged.learned is Learned.WITHIN_NOISE
+    better = {"fp8": [-one for one in WORSE["fp8"]]}
+    assert judged(lines(better))[0].judged.learned is Learned.BETTER
+
+
+def test_the_sentences() -> None:
+    """Whether all of it lies beyond the margin is said; the interval is the one that decides."""
+    said = words.verdict(*judged(lines(WORSE)))
+    assert said.startswith("worse by +3.0% [+2.8%, +3.3%] (99%), all of it beyond the margin of 1.0%")
+    assert "all of it" not in words.verdict(*judged(lines({"fp8": [0.001, 0.02, 0.014, 0.014, 0.02]})))
+    assert words.verdict(*judged(lines(SAME))).endswith("inside +-1.0%")
+    few = words.verdict(*judged(lines({"fp8": [0.001] * 2})))
+    assert few == "inconclusive: 2 seeds count, fewer than 5; 3 more would do"
+    wide = words.verdict(*judged(lines({"fp8": [0.0, 0.03, -0.03, 0.02, 0.0]})))
+    assert wide.endswith("is too wide; 140 more would do in four of five cases")
+    apart = words.verdict(*judged(lines(WORSE, held={"fp8": [-0.01] * 5})))
+    assert apart == "inconclusive: +3.0% on training text, but -1.0% on held-out text"
+
+
+def test_what_a_command_may_fail_on() -> None:
+    """A verdict with its arm, an alarm with its place; what was not asked for fails nothing. All bad ends can be."""
+    alarm = TrainingEvent("fp8", 2, 40, "alarm", "the gradient's norm is 9.1 times its median")
+    told = (*lines(WORSE), alarm, TrainingEvent("fp8", 2, 41, "tried-fix", ""))
+    kept, among = KeptTraining(training(), told, True, ""), judged(told)[1]
+    (worse,) = words.failures(kept, among, ("worse", "diverged"))
+    assert worse == f"fp8: {words.verdict(among.arms[0], among)}"
+    assert list(words.failures(kept, among, ("alarm",))) == [f"fp8, seed 2, step 40: {alarm.words}"]
+    assert not list(words.failures(kept, among, ("diverged", "inconclusive", "did-not-learn")))
+    assert words.FAILURES == ("diverged", "did-not-learn", "worse", "inconclusive", "alarm")
+
+
+def test_several_arms_say_what_their_level_means() -> None:
+    """99% is each arm's own."""
+    other = replace(CANDIDATE, name="mxfp8")
+    among = verdicts_of(training(CANDIDATE, other), lines({**WORSE, "mxfp8": SAME["fp8"]}))
+    assert [one.judged.learned for one in among.arms] == [Learned.WORSE, Learned.WITHIN_NOISE]
+    assert "of 2 arms that differ by nothing" in words.chance_of_all(among)
+    assert words.chance_of_all(judged(lines(WORSE))[1]) == ""
+    skipped = verdicts_of(training(CANDIDATE, replace(other, skip="no hardware")), lines(WORSE))
+    assert [one.arm.name for one in skipped.arms] == ["fp8"]
+
+
+def test_an_arm_that_is_stopped_has_diverged() -> None:
+    """In one of five seeds is enough, and one seed is enough to say it."""
+    told = changed(lines(SAME), lambda row: row if (row.seed, row.step < 40) != (3, False) else None)
+    assert judged(told)[0].judged.why is Why.FEW_PAIRS  # cut off, nobody knows why
+    found, among = judged((*told, *stopped("fp8", 3)))
+    assert (found.judged.learned, found.diverged_in) == (Learned.DIVERGED, (3,))
+    assert words.verdict(found, among) == "diverged in 1 of 5 seeds (seed 3)"
+    assert not list(words.notes(found))
+    lost = (*told, replace(stopped("fp8", 3)[1], words="its worker was lost"))
+    assert judged(lost)[0].voids == ((3, Void.NOT_FINISHED),)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 5.6])
+def test_an_arm_that_ends_where_it_began_has_diverged(loss: float) -> None:
+    """Or with no number at all; that some steps before were not finite is another matter."""
+    told = changed(lines(SAME), lambda row: replace(row, loss=loss) if row.seed == 1 and row.step >= 50 else row)
+    assert judged(told)[0].diverged_in == (1,)
+
+
+def test_a_step_that_is_not_finite_voids_its_seed_alone() -> None:
+    """In the last tenth; an arm that recovered from one before is judged."""
+    late = changed(lines(SAME), lambda row: replace(row, loss=math.nan) if (row.seed, row.step) == (1, 95) else row)
+    found, _ = judged(late)
+    assert (found.judged.why, found.voids) == (Why.FEW_PAIRS, ((1, Void.NOT_FINITE),))
+    assert list(words.notes(found)) == ["seed 1 does not count: not finite"]
+    early = changed(lines(SAME), lambda row: replace(row, loss=math.nan) if (row.seed, row.step) == (1, 50) else row)
+    assert judged(early)[0].judged.learned is Learned.WITHIN_NOISE
+
+
+def test_a_reference_that_did_not_learn_takes_every_verdict_away() -> None:
+    """In any seed; an arm that diverged beside a reference that learned is told first."""
+    flat = changed(lines(WORSE), lambda row: replace(row, loss=5.2) if row.seed == 2 else row, REFERENCE.name)
+    found, among = judged(flat)
+    assert (found.judged.learned, found.speed) == (Learned.DID_NOT_LEARN, None)
+    assert words.verdict(found, among) == (
+        "no verdict: the reference did not learn (in one seed its loss fell by 0.0%; at least 10.0% is asked of every "
+        "seed)"
+    )  # fmt: skip
+    both = changed(flat, lambda row: replace(row, loss=math.nan) if row.seed == 0 else row)
+    assert judged(both)[0].judged.learned is Learned.DIVERGED
+    alike = changed(flat, lambda row: replace(row, loss=5.2) if row.seed == 2 else row)
+    assert judged(alike)[0].judged.learned is Learned.DID_NOT_LEARN
+    gone = changed(lines(WORSE), lambda row: replace(row, loss=math.nan) if row.seed == 2 else row, REFERENCE.name)
+    assert judged(gone)[0].judged.learned is Learned.DID_NOT_LEARN
+    assert "its loss was no number" in words.verdict(*judged(gone))
+
+
+def test_how_far_a_reference_has_to_fall() -> None:
+    """So far that losing a tenth of it lies beyond the margin: 5.5 to 4.95, and back by 0.055, is 1.1%."""
+    assert least_fall(0.01) == 0.1
+    wide = least_fall(0.05)
+    assert (0.1 * wide) / (1 - wide) == pytest.approx(0.05)
+
+
+def test_seeds_that_were_not_finished_do_not_count() -> None:
+    """Neither an arm's nor the reference's; seeds that never began either."""
+    for arm in ("fp8", REFERENCE.name):
+        told = changed(lines(SAME), lambda row: None if row.seed == 4 and row.step > 97 else row, arm)
+        assert judged(told)[0].voids == ((4, Void.NOT_FINISHED),)
+    assert len(judged(())[0].voids) == 5
+    assert words.verdict(*judged(())) == "inconclusive: 0 seeds count, fewer than 5; 5 more would do"
+
+
+def test_copies_of_a_seed_are_one_seed() -> None:
+    """Five pairs from the same weights and batches are one pair, five times."""
+    alike = tuple(line for seed in range(5) for line in (replace(one, seed=seed) for one in lines({"fp8": [0.03]})))
+    found, _ = judged(alike)
+    assert (found.judged.why, len(found.pairs)) == (Why.FEW_PAIRS, 1)
+    assert {why for _, why in found.voids} == {Void.COPY}
+
+
+def test_losses_near_zero_and_other_numbers_of_tokens_do_not_compare() -> None:
+    """A share of next to nothing says nothing, nor does an arm that saw more text."""
+    learned_by_heart = [*curve(90, 0.001), *[0.001] * 10]
+    told: list[Line] = []
+    for seed in range(5):
+        told += [*rows("bf16", seed, learned_by_heart), *rows("fp8", seed, [2 * one for one in learned_by_heart])]
+    assert judged(tuple(told))[0].voids[0] == (0, Void.NEARLY_ZERO)
+    more = changed(lines(SAME), lambda row: replace(row, tokens=2 * row.tokens))
+    assert judged(more)[0].voids[0] == (0, Void.OTHER_TOKENS)
+
+
+def test_held_out_losses_are_compared_at_the_same_step() -> None:
+    """The last that both have; other texts do not count, nor what is not finite, nor what was seen long before."""
+    told = [line for line in lines(SAME) if not isinstance(line, Validation)]
+    for seed in range(5):
+        told += [held_out("bf16", seed, 90, 3.0), held_out("fp8", seed, 90, 3.3), held_out("bf16", seed, 99, 2.0)]
+        told.append(replace(held_out("fp8", seed, 99, 9.0), of="other-text"))
+    assert [pair.held_out for pair in judged(tuple(told))[0].pairs] == [pytest.approx(0.1)] * 5
+    broken = [replace(line, loss=math.nan) if isinstance(line, Validation) else line for line in told]
+    early = [replace(line, step=89) if isinstance(line, Validation) and line.step == 90 else line for line in told]
+    for other in (broken, early):
+        assert judged(tuple(other))[0].judged.why is Why.NO_HELD_OUT
+
+
+def test_the_band_of_seeds() -> None:
+    """How far other seeds move the reference."""
+    _, among = judged(lines({OTHER_SEED.name: [0.03, -0.04]}))
+    assert among.seed_band is not None
+    assert (among.seed_band.largest, among.seed_band.deviation) == (
+        pytest.approx(0.04),
+        pytest.approx(0.035355, rel=1e-4),
+    )
+    assert words.seed_band(among.seed_band).endswith("by 3.54% (root mean square of 2), at most 4.00%")
+
+
+def test_the_band_of_a_repeat() -> None:
+    """Zero is said; else from which step on, as far as both came."""
+    same = judged(lines({REPEAT.name: [0.0]}))[1].repeat_band
+    assert same is not None and (same.steps, same.first, same.largest) == (100, None, 0.0)
+    assert words.repeat_band(same).startswith("nondeterminism is zero: the repeat has the same loss in each of 100")
+    told = changed(
+        lines({REPEAT.name: [0.0]}),
+        lambda row: None if row.step >= 60 else replace(row, loss=row.loss * (1 + 0.001 * (row.step >= 20))),
+        REPEAT.name,
+    )
+    other = judged(told)[1].repeat_band
+    assert other is not None and (other.steps, other.first) == (60, 20)
+    assert words.repeat_band(other) == "the repeat differs from step 20 on, by at most 0.100% of a step's loss"
+
+
+def test_speed_to_the_same_loss() -> None:
+    """A native arm that is twice as fast, and learns as the reference does, is twice as fast; emulated ones say so."""
+    native = replace(CANDIDATE, native=True)
+    found = verdicts_of(training(native), lines({"fp8": [1e-9] * 5}, seconds={"fp8": 0.005})).arms[0].speed
+    assert found is not None and found.adjusted is not None
+    assert (found.raw.point, found.adjusted.point) == (pytest.approx(2), pytest.approx(2))
+    assert words.speed(found, True) == "2.000x [2.000x, 2.000x] to the same loss (2.000x by steps)"
+    assert judged(lines(SAME))[0].speed is None
+    assert words.speed(None, False) == "emulated: numerics and no speed"
+
+
+def test_an_arm_that_is_not_in_its_precision_has_no_verdict() -> None:
+    """Its losses are the reference's bit for bit, in one seed or in five; or a product was of another precision."""
+    for seeds in (1, 5):
+        found, among = judged(lines({"fp8": [0.0] * seeds}))
+        assert (found.judged.learned, found.judged.why) == (Learned.INCONCLUSIVE, Why.SAME_BITS)
+        assert words.verdict(found, among) == f"inconclusive: {Why.SAME_BITS}"
+    told = TrainingEvent("fp8", 0, 0, FALLBACK, "the numbers of a product are those of bfloat16, not of fp8")
+    found, _ = judged((*lines(SAME), told))
+    assert (found.judged.learned, found.judged.why, found.speed) == (Learned.INCONCLUSIVE, Why.FALLBACK, None)
+    other = training(Arm("bf16 clip=2.0", "bf16", settings=(("clip", 2.0),)))
+    same = verdicts_of(other, lines({"bf16 clip=2.0": [0.0] * 5}))
+    assert "does this arm take effect?" in words.verdict(same.arms[0], same)

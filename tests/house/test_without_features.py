@@ -1,0 +1,73 @@
+"""The core stands without features: its tests pass in a copy from which their folder is missing."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.house.sources import ROOT
+
+# Names of the package that are a feature's.
+_PUBLIC = {
+    "audit_model", "hugging_face_callback", "lightning_callback", "load_fleet", "load_training", "resume_training",
+    "train", "watch",
+}  # fmt: skip
+# Tests of the core that start commands of features by their words, or read what features are part of.
+_BY_WORDS = (
+    "tests/faults/test_bad_recipes.py::test_modes_on_the_command_line",  # train and sensitivity refuse, too
+    "tests/jobs/test_changed_operators.py",  # gate reads what was found
+    "tests/store/runs/test_listing.py::test_a_gate_of_a_commit_with_a_forged_run_has_no_baseline",
+    "tests/store/runs/test_listing.py::test_a_copy_with_a_later_name_is_not_the_last_run",
+    "tests/test_asv.py",  # asv imports all of suites/, whose benchmarks are of features, too
+    "tests/test_sample_report.py",  # advice is a section of it
+    "tests/test_workflows.py",
+)
+
+
+@cache
+def _needs_features(path: Path) -> bool:
+    """Whether a module of the tests imports a feature, itself or by other modules of the tests, or speaks of all."""
+    parts = path.relative_to(ROOT / "tests").parts
+    if parts[0] in ("features", "golden", "house", "browser", "gpu"):
+        return True
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{one.name}" for one in node.names]
+        elif isinstance(node, ast.Import):
+            names = [one.name for one in node.names]
+        else:
+            continue
+        for name in names:
+            if name.startswith("fp8bench.features") or name.removeprefix("fp8bench.") in _PUBLIC:
+                return True
+            files = [ROOT.joinpath(*part.split(".")).with_suffix(".py") for part in (name, name.rpartition(".")[0])]
+            helpers = [file for file in files if file != path and ROOT / "tests" in file.parents and file.is_file()]
+            if any(map(_needs_features, helpers)):
+                return True
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_core_passes_its_tests_without_features(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("__pycache__", "build", ".fp8bench", ".*_cache"))
+    shutil.rmtree(copy / "fp8bench" / "features")
+    tests = [path for path in (ROOT / "tests").rglob("test_*.py") if not _needs_features(path)]
+    assert len(tests) > 200
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-q", *(f"--deselect={name}" for name in _BY_WORDS),
+            *(str(path.relative_to(ROOT)) for path in sorted(tests)),
+        ],
+        cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True,
+        stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]

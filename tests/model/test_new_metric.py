@@ -1,0 +1,97 @@
+"""A new figure is one spec and where it is measured: nothing else is touched, and every reader has it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.analysis import metrics
+from fp8bench.analysis.compare.matched_figures import counted
+from fp8bench.analysis.compare.sides import Sighting
+from fp8bench.analysis.findings import findings
+from fp8bench.analysis.metric import Metric, Told
+from fp8bench.features.gate.thresholds import Threshold, threshold_of
+from fp8bench.model import Comparison, Direction, Evidence, Run, specs
+from fp8bench.model.codec import decode, encode
+from fp8bench.model.specs import METRICS, MetricSpec, Rank, taken
+from fp8bench.report.data.boards import figures
+from fp8bench.report.data.frames import RunFrames
+from fp8bench.report.data.run import as_csv, as_json
+from fp8bench.report.elements import Table
+from fp8bench.report.page.sections.results import Results
+from fp8bench.report.terminal.run import render
+from fp8bench.store import points
+from fp8bench.store.points import followed
+from tests.materials import material
+from tests.model.test_metric_docs import of_gate, of_history, of_outputs
+from tests.store.test_points import BF16, FP32, run, samples
+
+RESERVE = MetricSpec(
+    "reserve", "B", "half of what tensors hold", rank=Rank.MAIN, heading="half", table="cases",
+    history="half of the memory of a step", threshold=(0.5, 1024.0), page="method.md",
+)  # fmt: skip
+
+
+def reserve(told: Told) -> Iterator[Metric]:
+    """Half of the peak."""
+    peak = told.record.measurement(specs.PEAK_MEMORY)
+    if peak is not None:
+        half = peak.samples[0] / 2
+        yield Metric(RESERVE, half, samples=lambda: (half,))
+
+
+@pytest.fixture(params=["cases", "spare"])
+def spec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricSpec]:
+    """In a table that there is, or in one of its own."""
+    made = replace(RESERVE, table=request.param)
+    monkeypatch.setitem(METRICS, made.name, made)
+    monkeypatch.setattr(metrics, "MEASURES", [*metrics.MEASURES, reserve])
+    caches = points._metrics, points._series, points._check
+    for one in caches:
+        one.cache_clear()
+    yield made
+    for one in caches:
+        one.cache_clear()
+
+
+def test_tables_and_rows_have_it(spec: MetricSpec) -> None:
+    """In the terminal, on the page, in CSV, JSON, frames and on boards."""
+    kept = decode(Run, encode(run()))
+    said = findings(kept)
+    text = render(kept, said, 200)
+    (heads,) = [line for line in text.splitlines() if " half" in line]
+    assert ("verdict" in heads) is (spec.table == "cases") and "1.00 KiB" in text and "2.00 KiB" in text
+    tables = [one for one in Results().elements(material((kept, said))) if isinstance(one, Table)]
+    (shown,) = [one for one in tables if "half" in [column.title for column in one.columns]]
+    assert "1.00 KiB" in [field.text for row in shown.rows for field in row]
+    rows = [row for row in csv.DictReader(io.StringIO(as_csv(kept, said))) if row["metric"] == spec]
+    assert [(row["unit"], row["median_in_unit"]) for row in rows] == [("B", "2048.0"), ("B", "1024.0")]
+    assert "reserve_B" in as_csv(kept, said, wide=True).splitlines()[0].split(",")
+    assert json.loads(as_json(kept, said))["records"][1]["metrics"][spec] == 1024.0
+    frame = RunFrames(kept).results
+    assert list(frame[frame.metric == spec].median_in_unit) == [2048.0, 1024.0]
+    assert [one.value for one in figures(kept, said) if "/reserve_bytes " in one.tag] == [2048.0, 1024.0]
+
+
+def test_the_history_comparisons_and_the_gate_have_it(spec: MetricSpec) -> None:
+    """A series in asv's unit, an exact comparison, and the threshold of the spec."""
+    assert "gemm.Gemm.track_reserve" in [one.name for one in followed(run()).series]
+    assert [samples(run(), precision)[spec] for precision in ("fp32", "bf16")] == [(2048.0,), (1024.0,)]
+    sides = [[Sighting(run(), record, None)] for record in (FP32, BF16)]
+    assert (2048.0, 1024.0) in [(old[0], new[0]) for metric, old, new in counted(*sides) if metric.name == spec]
+    one = Comparison("gemm", "gemm", spec, spec.unit, Direction.WORSE, Evidence.CROSS_RUN)
+    assert threshold_of(one) == Threshold(0.5, 1024.0)
+
+
+def test_the_docs_have_a_line_of_it(spec: MetricSpec) -> None:
+    """In the reference of outputs, of the history and of the gate; and no suite may call a number so."""
+    more = "([method.md](method.md))"
+    assert ("`reserve`", "B", f"half of what tensors hold {more}") in of_outputs()
+    assert ("`track_reserve`", "bytes", f"half of the memory of a step {more}") in of_history()
+    assert ("`reserve`", "50%", "1.00 KiB") in of_gate()
+    assert taken(spec)

@@ -1,0 +1,158 @@
+"""Tensor and sequence parallelism against one rank alone; mistakes that are planted have to be seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.gpt import GPT
+from fp8bench.nn.parallel import amax_groups, exchanges, tensor_parallel
+from fp8bench.nn.parallel.cuts import INPUTS, cut_of, cuts
+from fp8bench.nn.parallel.way import Job
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.sizes import GPTConfig
+from fp8bench.protocols import Arithmetic, SilentPhases
+from fp8bench.registry import precisions
+from tests.facts import CPU
+from tests.nn.parallel.ranks import Place, ThreadedGroup, on_ranks
+
+BATCH, TOKENS, STEPS, RATE = 2, 8, 2, 0.05
+GPT2 = GPTConfig(64, 32, 1, 4, 4, 64, BATCH, TOKENS)
+LLAMA = replace(GPT2, key_heads=2, modern=True)
+Updates = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def threads_as_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_parallel, "Group", ThreadedGroup)
+
+
+def arithmetic(mode: str) -> Arithmetic:
+    """Carried in fp32, so that what is left between ranks and one rank is the order of sums alone."""
+    found = precisions.get(mode).arithmetic(CPU)
+    return RecipeArithmetic(found.recipe, torch.float32) if isinstance(found, RecipeArithmetic) else found
+
+
+def made(config: GPTConfig, mode: str) -> GPT:
+    own, high = arithmetic(mode), PlainArithmetic(torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return GPT(config, lambda name: high if name == "head" else own.layer(name), torch.float32)
+
+
+def batches(config: GPTConfig) -> list[tuple[Tensor, Tensor]]:
+    drawn = torch.randint(config.vocabulary, (STEPS, BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(2))
+    return [(one[:, :-1], one[:, 1:]) for one in drawn]
+
+
+def trained_alone(config: GPTConfig, mode: str) -> tuple[list[float], Updates]:
+    model = made(config, mode)
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    losses = []
+    for tokens, targets in batches(config):
+        loss = model(tokens, targets, SilentPhases())
+        loss.backward()
+        losses.append(float(loss.detach()))
+        for one in model.parameters():
+            assert one.grad is not None
+            one.data.sub_(one.grad, alpha=RATE)
+            one.grad = None
+    return losses, {name: one.detach() - before[name] for name, one in model.named_parameters()}
+
+
+def job_of(place: Place, models: list[GPT], config: GPTConfig, mode: str, amax: str) -> Job:
+    """Models have been made one after the other: the random state of a process is everybody's."""
+    handle: Any = place
+    return Job(lambda: models[place.number], config, BATCH, CPU, True, 1.0, {"amax": amax, "wire": "stream"}, handle)
+
+
+def trained_by(
+    kind: type[tensor_parallel.TensorCut], config: GPTConfig, mode: str, ranks: int, amax: str = "own"
+) -> list[tuple[list[float], Updates]]:
+    models = [made(config, mode) for _ in range(ranks)]
+    before = {name: one.detach().clone() for name, one in models[0].named_parameters()}
+
+    def run(place: Place) -> tuple[list[float], Updates]:
+        model = kind(job_of(place, models, config, mode, amax))
+        losses = []
+        for tokens, targets in batches(config):
+            loss = model.loss(tokens, targets, SilentPhases())
+            losses.append(float(torch.stack(model._shared.everybodys(loss)).mean()))
+            torch._foreach_sub_(model.weights, model.gradients(), alpha=RATE)
+            model.forget()
+        return losses, {name: one - before[name] for name, one in model.full_weights().items()}
+
+    return on_ranks(ranks, run)
+
+
+def apart(found: Updates, wanted: Updates) -> float:
+    """The relative distance of what steps have changed."""
+    noise = sum(float((found[name] - wanted[name]).double().square().sum()) for name in wanted)
+    return (noise / sum(float(one.double().square().sum()) for one in wanted.values())) ** 0.5
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("kind", [tensor_parallel.TensorCut, tensor_parallel.SequenceCut])
+def test_two_ranks_train_as_one(kind: type[tensor_parallel.TensorCut], config: GPTConfig) -> None:
+    losses, wanted = trained_alone(config, "fp32")
+    found = trained_by(kind, config, "fp32", 2)
+    assert found[0][0] == found[1][0] == pytest.approx(losses, abs=2e-6)
+    for _, updates in found:
+        assert list(updates) == list(wanted) and apart(updates, wanted) < 1e-5
+
+
+def test_four_ranks_have_a_head_each() -> None:
+    _, wanted = trained_alone(GPT2, "fp32")
+    assert max(apart(updates, wanted) for _, updates in trained_by(tensor_parallel.SequenceCut, GPT2, "fp32", 4)) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["fp8", "fp8-delayed:history=2"])
+def test_scales_of_the_group_are_those_of_one_rank(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a rank's own share are others. A rank that gets another scale than its neighbours is seen."""
+    _, wanted = trained_alone(GPT2, mode)
+
+    def found(amax: str) -> float:
+        return apart(trained_by(tensor_parallel.TensorCut, GPT2, mode, 2, amax)[0][1], wanted)
+
+    assert found("group") < 1e-5 and (own := found("own")) > 0.01
+    asked = ThreadedGroup.largest
+    monkeypatch.setattr(ThreadedGroup, "largest", lambda self, x: asked(self, x) / (16 if self.rank else 1))
+    assert found("group") > 3 * own
+
+
+def test_a_sum_that_is_forgotten_in_backward_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, wanted = trained_alone(GPT2, "fp32")
+    monkeypatch.setattr(exchanges._Copied, "backward", staticmethod(lambda ctx, *gradients: (gradients[0], None)))
+    assert min(apart(updates, wanted) for _, updates in trained_by(tensor_parallel.TensorCut, GPT2, "fp32", 2)) > 0.05
+
+
+def test_a_block_sends_two_sums_forward_and_two_backward() -> None:
+    """Of (batch, tokens, width) each; with sequence parallel as much in halves, and the gradients of what all have."""
+    stream = 4 * BATCH * TOKENS * GPT2.width
+    models = [made(GPT2, "fp32") for _ in range(4)]
+
+    def sent(place: Place, kind: type[tensor_parallel.TensorCut]) -> dict[str, int]:
+        own = models[::2] if kind is tensor_parallel.TensorCut else models[1::2]
+        model = kind(job_of(place, own, GPT2, "fp32", "own"))
+        model.loss(*batches(GPT2)[0], SilentPhases())
+        return place.sent
+
+    by_hand, by_sequence = (
+        on_ranks(2, lambda place, kind=kind: sent(place, kind))[0]  # type: ignore[misc]
+        for kind in (tensor_parallel.TensorCut, tensor_parallel.SequenceCut)
+    )
+    common = sum(one.numel() for name, one in made(GPT2, "fp32").named_parameters() if cut_of(name, GPT2) is None)
+    assert by_hand == {"added": 4 * stream}
+    # A rank brings half of the tokens to a gathering.
+    assert by_sequence == {"gathered": 4 * stream // 2, "scattered": 4 * stream, "added": 4 * common}
+
+
+def test_operands_of_a_cut_layer_that_are_cut() -> None:
+    found = {path: [str(role) for role in amax_groups.cut_roles(cut)] for path, cut in cuts(GPT2).items()}
+    assert found["attn.qkv"] == found["mlp.up"] == ["weight", "gradient"]
+    assert found["attn.out"] == found["mlp.down"] == ["weight", "input"] and cuts(GPT2)["mlp.down"].dim == INPUTS
