@@ -11,6 +11,7 @@ import pytest
 
 from fp8bench.errors import StoreError, WorkerError, WorkerFault, WorkerLost
 from fp8bench.features.train.lab.rank_lab import MODULE
+from fp8bench.features.train.ranks_merge import MERGES
 from fp8bench.features.train.request import PARALLEL
 from fp8bench.features.train.seed import lab_of as asked
 from fp8bench.features.train.values import Arm, LayerReading, Line, SeedTask, StepFigure, StepRow, TrainingEvent
@@ -41,7 +42,7 @@ def of_ranks(corpus: Corpus, *arms: Arm | str, seed: int = 0, parallel: str = "d
 
 @pytest.fixture
 def ranks() -> Iterator[RanksWorker]:
-    with RanksWorker(Settings(imports=(planted.FILE,)), 2, 20.0, MODULE) as worker:
+    with RanksWorker(Settings(imports=(planted.FILE,)), 2, 20.0, MODULE, MERGES) as worker:
         yield worker
 
 
@@ -149,7 +150,7 @@ def test_four_ranks_have_the_same_losses(corpus: Corpus, monkeypatch: pytest.Mon
     task = replace(of_ranks(corpus, "fp32", "fp8", model=planted.FOUR_HEADS), facts=replace(CPU, ranks=4))
     one = lab_of(replace(task, facts=CPU, settings=replace(task.settings, parallel="")))
     alone = {name: losses(one.advance(name, 6)) for name in ("fp32", "fp8")}
-    with RanksWorker(Settings(imports=(planted.FILE,)), 4, 60.0, MODULE) as worker:
+    with RanksWorker(Settings(imports=(planted.FILE,)), 4, 60.0, MODULE, MERGES) as worker:
         several = asked(worker, 60)
         for parallel in PARALLEL:
             several.begin(replace(task, settings=replace(task.settings, parallel=parallel)))
