@@ -30,12 +30,14 @@ _BY_WORDS = (
     "tests/test_workflows.py",
 )
 
+_OUTSIDE = {ROOT / "tests", ROOT / "suites"}
+
 
 @cache
 def _needs_features(path: Path) -> bool:
-    """Whether a module of the tests imports a feature, itself or by other modules of the tests, or speaks of all."""
-    parts = path.relative_to(ROOT / "tests").parts
-    if parts[0] in ("features", "golden", "house", "browser", "gpu"):
+    """Whether a module of the tests imports a feature, itself or by others of tests/ and suites/, or speaks of all."""
+    parts = path.relative_to(ROOT).parts
+    if parts[1] in ("features", "golden", "house", "browser", "gpu"):
         return True
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -48,7 +50,7 @@ def _needs_features(path: Path) -> bool:
             if name.startswith("fp8bench.features") or name.removeprefix("fp8bench.") in _PUBLIC:
                 return True
             files = [ROOT.joinpath(*part.split(".")).with_suffix(".py") for part in (name, name.rpartition(".")[0])]
-            helpers = [file for file in files if file != path and ROOT / "tests" in file.parents and file.is_file()]
+            helpers = [file for file in files if file != path and _OUTSIDE & {*file.parents} and file.is_file()]
             if any(map(_needs_features, helpers)):
                 return True
     return False

@@ -13,6 +13,7 @@ from fp8bench.features.fleet.machines import Alarm, Figure, FleetReport, Kind, M
 from fp8bench.features.fleet.odd import FALSE_ALARMS, LEAST_MACHINES
 from fp8bench.model.codec import encode
 from fp8bench.model.fleet import CellState, CellStatus, FleetPlan
+from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import csv_text, json_line
 from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Page, Part, Table, Text, Tone
 
@@ -42,21 +43,18 @@ def named(report: FleetReport) -> Table | Text:
 
 def machines(report: FleetReport) -> Table:
     """A row a machine."""
-    columns = (
-        Column("machine"), Column("kind"), Column("runs", number=True), Column("whole cells", number=True),
-        Column("failed cases", number=True), Column("time", number=True, hint="median case beside its kind's"),
-        Column("problem"),
-    )  # fmt: skip
-    rows = []
-    for one in report.machines:
-        why = ", ".join(dict.fromkeys(alarm.what.value for alarm in report.alarms if alarm.machine == one.name))
-        change = units.change(1 + one.change) if one.change is not None else units.NONE
-        rows.append((
-            Field(one.name), Field(", ".join(one.kinds)), Field(str(one.runs)),
-            Field(f"{one.whole} of {report.settings}", one.whole), Field(str(one.failed)), Field(change, one.change),
-            Field(why or units.NONE, tone=Tone.BAD if why else Tone.PLAIN),
-        ))  # fmt: skip
-    return Table("machines", "", columns, tuple(rows))
+    named = named_for(report)
+    cols: list[Col[Machine]] = [
+        Col("machine", lambda one: one.name),
+        Col("kind", lambda one: ", ".join(one.kinds)),
+        Col("runs", lambda one: str(one.runs), number=True),
+        Col("whole cells", lambda one: Field(f"{one.whole} of {report.settings}", one.whole), number=True),
+        Col("failed cases", lambda one: str(one.failed), number=True),
+        Col("time", lambda one: one.change, number=True, show=lambda change: units.change(1 + change),
+            hint="median case beside its kind's"),
+        Col("problem", lambda one: named.get(one.name), tone=lambda one: Tone.BAD if one.name in named else Tone.PLAIN),
+    ]  # fmt: skip
+    return table("machines", "", cols, report.machines)
 
 
 def charts(report: FleetReport) -> Iterator[Bars]:
