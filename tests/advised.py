@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fp8bench.analysis.findings import findings
-from fp8bench.features.advise.advise import advised
 from fp8bench.features.advise.basis import Basis
+from fp8bench.features.advise.decide import advised
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Answer
 from fp8bench.model import Case, Level, MemoryUse, Record, Run, Scalar, Status, Support, Work
 from fp8bench.model.coverage import Coverage

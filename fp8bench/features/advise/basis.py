@@ -1,15 +1,22 @@
 """What advice rests on: the cases of a run beside their references, and the studies and trainings that were found.
 
 Shares of a step and ratios of its parts have the interval of the rounds that they come from, as verdicts have.
+
+A rule of the checklist is a question about a mode in a setting, and how what was measured here answers it. A `yes`
+always speaks for the lower precision. No rule has a figure of another machine in it: what was not measured here is said
+to be so, with the command that would measure it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from fp8bench import units
 from fp8bench.analysis import stats, verdicts
+from fp8bench.features.advise.values import Answer, Ground, Met
 from fp8bench.features.sensitivity.study import Study
 from fp8bench.features.train.values import KeptTraining
 from fp8bench.features.train.verdicts.verdicts import Verdicts
@@ -229,3 +236,93 @@ def _of_group(records: list[Record], findings: Mapping[str, Finding]) -> Iterato
     known = tuple((one, findings.get(one.case.id)) for one in records)
     lead, lead_finding = next((pair for pair in known if pair[0].is_reference), (None, None))
     yield from (Beside(one, finding, lead, lead_finding, known) for one, finding in known if not one.is_reference)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What was found out: whether the question is met, the figure that decides it, and what it rests on."""
+
+    met: Met
+    figure: str
+    grounds: tuple[Ground, ...] = ()
+
+
+# What a rule finds out: what it is Told, or why that was not measured here; None where the question makes no sense.
+Asked = Callable[[Beside, Basis], Told | str | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the checklist.
+
+    `measure` is the command that would answer it where nothing does ({again} is what measured the case): where
+    a precision is emulated none does, of a question that is `of_speed` or what a step takes. `why` says what it is for.
+    """
+
+    name: str
+    question: str
+    ask: Asked
+    measure: str
+    why: str
+    of_speed: bool = True
+
+    def answer(self, one: Beside, basis: Basis) -> Answer | None:
+        told = self.ask(one, basis)
+        case = one.record.case
+        if told is None:
+            return None
+        if isinstance(told, Told):
+            return Answer(self.name, self.question, case.setting, case.mode, told.met, told.figure, told.grounds)
+        how = self.measure.format(**_words(one))
+        how = "" if self.of_speed and one.emulated else how
+        return Answer(self.name, self.question, case.setting, case.mode, Met.UNKNOWN, told, measure=how)
+
+
+# What low precision is held against, and what that itself is.
+_WIDE = frozenset({"bf16", "fp16", "tf32"})
+
+
+def _words(one: Beside) -> dict[str, str]:
+    """What measured a case, and how more is asked for. A profile has options where a suite has axes."""
+    case = one.record.case
+    params = dict(case.params)
+    reference = one.lead.case.mode if one.lead is not None else "bf16"
+    words = {"mode": case.mode, "make": "MODULE:make", "high": reference}
+    if "make" not in params:
+        again = f"fp8bench suite {case.workload} --dtypes {reference},{case.mode}"
+        return {**words, "again": again, "compiled": "--set compile=no,yes", "larger": "--set batch=1,4,16",
+                "study": f"fp8bench sensitivity --dtype {case.mode} --reference {reference}"}  # fmt: skip
+    forward = " --forward" if params.get("pass") == "forward" else ""
+    again = f"fp8bench profile {params['make']}{forward} --dtypes {case.mode}"
+    words |= {"make": str(params["make"]), "high": "fp32" if case.precision in _WIDE else "bf16"}
+    return {**words, "again": again, "compiled": "--compile", "larger": "with a function that gives a larger batch",
+            "study": f"fp8bench sensitivity {params['make']} --dtype {case.mode}"}  # fmt: skip
+
+
+def met_above(gain: Interval, least: float) -> Met:
+    """Whether all of an interval lies at or above a bound, below it, or on both sides."""
+    return Met.YES if gain.low >= least else Met.NO if gain.high < least else Met.UNCLEAR
+
+
+def amdahl(share: float, ratio: float) -> float:
+    """Amdahl's law: the step's speed-up where a share of it takes `ratio` of its time."""
+    left = 1 - share + share * ratio
+    return 1 / left if left > 0 else math.inf
+
+
+def mapped(one: Interval, by: Callable[[float], float]) -> Interval:
+    """What an interval becomes by a function that only rises."""
+    return Interval(by(one.point), by(one.low), by(one.high), one.level)
+
+
+def times(gain: Interval) -> str:
+    """'1.62x [1.60, 1.64]'; one number where that is all there is."""
+    low, high = units.significant(gain.low), units.significant(gain.high)
+    return units.speed_up(gain.point) + (f" [{low}, {high}]" if low != high else "")
+
+
+def part(share: Interval) -> str:
+    """'54% [52%, 55%]'."""
+    low, high = units.percent(share.low, 0), units.percent(share.high, 0)
+    middle = units.percent(share.point, 0)
+    return middle if low == high else f"{middle} [{low}, {high}]"

@@ -10,9 +10,8 @@ from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_files, check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
-from fp8bench.features.advise.kept import load_checks
 from fp8bench.features.advise.values import Checked
-from fp8bench.features.advise.view import Asked, as_json, page_of, score_as_json, score_page
+from fp8bench.features.advise.view import as_json, page_of, score_as_json, score_page
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import PERCENT, whole_number
 
@@ -20,7 +19,6 @@ _CHECKED = 3
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.description = (
         "Says what to do about each precision of a stored run: adopt it, leave layers high, leave steps high, or do "
         "nothing, because. Every piece of advice names the figures it rests on, all of them measured on this machine; "
@@ -51,10 +49,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Advise, check where that was asked for, tell."""
-    from fp8bench.features.advise.advise import advised
-    from fp8bench.features.advise.decision import costs_of
-    from fp8bench.features.advise.job import basis_of, checked, write_map
+    from fp8bench.features.advise.cost_rules import costs_of
+    from fp8bench.features.advise.decide import advised
+    from fp8bench.features.advise.job import basis_of, checked, load_checks, write_map
 
     check_outputs(arguments)
     check_files({"--write-map": arguments.write_map})
@@ -77,6 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
         with only_once(), TERMINAL.measuring() as observer:
             done = checked(basis, found, arguments.check, arguments.store, observer)
     costs = costs_of(basis) if arguments.training is not None or arguments.price is not None else ()
-    more = Asked(done, costs, arguments.price, notes)
-    tell(arguments, partial(page_of, found, more), partial(as_json, found, done, costs, arguments.price))
+    page = partial(page_of, found, done, costs, arguments.price, notes)
+    tell(arguments, page, partial(as_json, found, done, costs, arguments.price))
     return EXIT_FAILED if any(one.measured is None for one in done) else EXIT_OK

@@ -1,16 +1,35 @@
-"""Rules about what a precision costs beside time: memory, energy, and whether the model still learns."""
+"""What a precision costs: rules about memory, energy and whether the model still learns, and the cost of a decision.
+
+That is time, energy and money to the same loss, of each precision of a model beside its reference. A step's time and
+joules come from a run, the steps that a loss takes from a training. Both are drawn again together: rounds of the run,
+its energy windows, and seeds of the training. Five seeds drawn again vary too little; what they vary by is widened to
+what Student's t gives for so many.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
 from fp8bench import units
-from fp8bench.analysis.energy import Demand, energy_ratio, why_no_energy
-from fp8bench.features.advise.basis import Basis, Beside
-from fp8bench.features.advise.rule import Rule, Told
-from fp8bench.features.advise.values import Ground, Met
+from fp8bench.analysis import stats, verdicts
+from fp8bench.analysis.compare.interval import quantile
+from fp8bench.analysis.energy import LEAST_WINDOWS, Demand, energy_ratio, energy_samples, why_no_energy
+from fp8bench.analysis.stats import Floats
+from fp8bench.features.advise.basis import Basis, Beside, Rule, Told, Trained
+from fp8bench.features.advise.values import Cost, Ground, Met
 from fp8bench.features.sensitivity.study import Study, Trial
-from fp8bench.features.train.verdicts.judging import Learned
+from fp8bench.features.train.verdicts.curves import curves_of
+from fp8bench.features.train.verdicts.judging import LEAST_PAIRS, SHOWN, Learned
+from fp8bench.features.train.verdicts.speed import log_steps
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict
-from fp8bench.model import MemoryRole, Status
+from fp8bench.model import EnergyUse, Interval, Label, MemoryRole, Status
+from fp8bench.model.stopping import LEAST_ROUNDS
 
 # A saving of less is called none.
 _LEAST_SAVING = 0.01
@@ -160,3 +179,143 @@ RULES = (
         of_speed=False,
     ),
 )  # fmt: skip
+
+
+_NORMAL = statistics.NormalDist().inv_cdf((1 + SHOWN) / 2)
+_NO_LOSS = (Learned.DIVERGED, Learned.DID_NOT_LEARN)
+
+
+def costs_of(basis: Basis) -> tuple[Cost, ...]:
+    """Of every case whose step trains a model, beside its reference."""
+    return tuple(_cost(one, basis) for one in basis.besides if one.trains)
+
+
+def _cost(one: Beside, basis: Basis) -> Cost:
+    case, arm = one.record.case, arm_of(one, basis)
+    reference = one.lead.case.mode if one.lead is not None else ""
+    times, joules = _log_times(one), _log_joules(one)
+    steps, why = _log_steps(basis.training, arm)
+    whys = [why, "" if times is not None else _why_no_time(one)]
+    judged = arm.judged if arm is not None else None
+    request = basis.training.kept.training.request if basis.training is not None else None
+    hours = used = None
+    if request is not None and one.lead_finding is not None and one.lead_finding.median_seconds and not one.emulated:
+        hours = request.steps * one.lead_finding.median_seconds / 3600
+        windows = energy_samples(one.lead.energy) if one.lead is not None else ()
+        used = request.steps * statistics.median(windows) if windows else None
+    return Cost(
+        case.setting, case.mode, reference,
+        speed=_interval(times, -1.0), gap=judged.gap.shown if judged is not None and judged.gap else None,
+        learned=str(judged.learned) if judged is not None else "", joules=_interval(joules),
+        time=_interval(_sum(times, steps)), energy=_interval(_sum(joules, steps)), hours=hours, energy_used=used,
+        steps=request.steps if request is not None else 0,
+        model=request.settings.model if request is not None else "", why="; ".join(filter(None, whys)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The logarithm of a ratio, and what it came to in each of BOOTSTRAPS draws."""
+
+    point: float
+    drawn: Floats
+
+
+def _sum(one: _Drawn | None, other: _Drawn | None) -> _Drawn | None:
+    return _Drawn(one.point + other.point, one.drawn + other.drawn) if one is not None and other is not None else None
+
+
+def _interval(one: _Drawn | None, sign: float = 1.0) -> Interval | None:
+    if one is None:
+        return None
+    tail = (1 - SHOWN) / 2
+    low, high = np.quantile(sign * one.drawn, [tail, 1 - tail])
+    point = sign * one.point
+    return Interval(math.exp(point), math.exp(min(low, point)), math.exp(max(high, point)), SHOWN)
+
+
+def _why_no_time(one: Beside) -> str:
+    return "emulated: its time is no speed" if one.emulated else "its step has no speed in this run"
+
+
+def _log_times(one: Beside) -> _Drawn | None:
+    """The step's time over the reference's, by the rounds that both were in."""
+    if one.speed is None or one.record.timing is None or one.lead is None:
+        return None
+    own, base = one.record.timing, one.record.paired_with or one.lead.timing
+    control = one.record.control if one.record.paired_with is not None else one.lead.control
+    if base is None:
+        return None
+    timings = [own, base, *([control] if control is not None and control.slots else [])]
+    rounds = verdicts.common_rounds(timings)
+    if len(rounds) < LEAST_ROUNDS:
+        return None
+    calls = min(len(slot.calls_ns) for timing in timings for slot in timing.slots)
+    uneven = one.finding is not None and Label.UNEVEN in one.finding.labels
+    first, *others = (
+        stats.mean_case(verdicts.means(timing, rounds)) if uneven
+        else stats.best_case(verdicts.cells(timing, calls, rounds))
+        for timing in timings
+    )  # fmt: skip
+    point = first.point - statistics.fmean(each.point for each in others)
+    return _Drawn(point, first.resampled - np.mean([each.resampled for each in others], axis=0))
+
+
+def _log_joules(one: Beside) -> _Drawn | None:
+    """Joules of a step over the reference's, by windows of both."""
+    lead = one.lead
+    if one.emulated or lead is None or one.record.energy is None or lead.energy is None:
+        return None
+    if one.record.energy.source != lead.energy.source:
+        return None
+    drawn = [_drawn_joules(use, seed) for seed, use in enumerate((one.record.energy, lead.energy))]
+    own, theirs = drawn
+    return None if own is None or theirs is None else _Drawn(own.point - theirs.point, own.drawn - theirs.drawn)
+
+
+def _drawn_joules(use: EnergyUse, seed: int) -> _Drawn | None:
+    """Any of its windows, off by as much as any can be; None of too few, or where nobody knows that."""
+    samples = np.log(energy_samples(use))
+    known = [window.uncertainty for window in use.windows if window.uncertainty is not None]
+    if len(samples) < LEAST_WINDOWS or len(known) < len(use.windows):
+        return None
+    random = np.random.default_rng(seed)
+    drawn = random.choice(samples, stats.BOOTSTRAPS) + max(known) * random.uniform(-1, 1, stats.BOOTSTRAPS)
+    return _Drawn(float(np.median(samples)), drawn)
+
+
+def _log_steps(trained: Trained | None, arm: ArmVerdict | None) -> tuple[_Drawn | None, str]:
+    """How many times as many steps the arm takes to the same loss, by seeds drawn again; or why nobody knows."""
+    if trained is None or arm is None:
+        return None, "no training had an arm in it" if trained is not None else "no training was named (--training)"
+    if arm.judged.learned in _NO_LOSS:
+        return None, f"it never comes to that loss: {arm.judged.learned}"
+    if len(arm.pairs) < LEAST_PAIRS:
+        return None, f"{LEAST_PAIRS} seeds are needed, and there are {len(arm.pairs)}"
+    curves = curves_of(trained.kept.lines, trained.kept.training.request.steps)
+    pairs = [(curves[trained.found.reference, one.seed], curves[arm.arm.name, one.seed]) for one in arm.pairs]
+
+    @cache
+    def of(chosen: tuple[int, ...]) -> float | None:
+        return log_steps([pairs[place] for place in chosen])
+
+    found = _drawn_seeds(of, len(pairs))
+    return (
+        found,
+        "" if found is not None else "it is not known how many steps its loss takes: too far from its reference's",
+    )
+
+
+def _drawn_seeds(of: Callable[[tuple[int, ...]], float | None], count: int) -> _Drawn | None:
+    """A figure of seeds, and of seeds drawn again, widened to what so few of them say; None if it is ever unknown.
+
+    Above 0 is fewer steps: what is returned are more.
+    """
+    point = of(tuple(range(count)))
+    draws = np.sort(np.random.default_rng(2).integers(0, count, (stats.BOOTSTRAPS, count)), axis=1)
+    values = [of(tuple(row)) for row in draws.tolist()]
+    known = np.array([value for value in values if value is not None and math.isfinite(value)])
+    if point is None or not math.isfinite(point) or len(known) < len(values):
+        return None
+    wider = quantile(SHOWN, count - 1) / _NORMAL * math.sqrt(count / (count - 1))
+    return _Drawn(-point, -point - wider * (known - point))

@@ -7,18 +7,21 @@ leaves. Of an emulated case nothing is predicted at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.verdicts import BAND
-from fp8bench.features.advise.basis import Basis, Beside
+from fp8bench.features.advise import cost_rules, shape_rules, speed_rules
+from fp8bench.features.advise.basis import Basis, Beside, Trained, mapped, met_above, times
 from fp8bench.features.advise.cost_rules import arm_of, study_of, tried_as
-from fp8bench.features.advise.rule import harm_of, mapped, met_above, times
-from fp8bench.features.advise.shape_rules import pays_from
+from fp8bench.features.advise.shape_rules import pays_from, projections
 from fp8bench.features.advise.speed_rules import bound_of, stage_of
-from fp8bench.features.advise.values import Advice, AdviceKind, Answer, Ground, Met
+from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Answer, Ground, Met
 from fp8bench.features.sensitivity.study import as_words
+from fp8bench.features.train.verdicts.curves import Curve, Key, curves_of
+from fp8bench.features.train.verdicts.judging import Gap, gap_of
 from fp8bench.model import Interval, Level, Status, Verdict
 
 Answers = Mapping[str, Answer]
@@ -30,24 +33,14 @@ _BEYOND = 1.02
 
 
 def advice_of(basis: Basis, answers: Sequence[Answer]) -> tuple[Advice, ...]:
-    """What to do about every mode of a run."""
     by_case: dict[tuple[str, str], dict[str, Answer]] = {}
     for answer in answers:
         by_case.setdefault((answer.setting, answer.mode), {})[answer.rule] = answer
     found: list[Advice] = []
     for one in basis.besides:
-        case = one.record.case
-        found += _of_case(one, basis, by_case.get((case.setting, case.mode), {}))
+        here = by_case.get((one.record.case.setting, one.mode), {})
+        found += [_of_speed(one, basis, here), *_routed(one, basis, here), *_scheduled(one, basis, here)]
     return tuple(_merged(found))
-
-
-def ordered(advice: Iterable[Advice]) -> tuple[Advice, ...]:
-    """By kind, and what gives most first."""
-    return tuple(sorted(advice, key=lambda each: (_ORDER.index(each.kind), -_point(each))))
-
-
-def _point(advice: Advice) -> float:
-    return advice.gain.point if advice.gain is not None else -math.inf
 
 
 def _merged(found: Sequence[Advice]) -> list[Advice]:
@@ -58,12 +51,6 @@ def _merged(found: Sequence[Advice]) -> list[Advice]:
         before = merged.get(key, one)
         merged[key] = replace(before, settings=tuple(dict.fromkeys((*before.settings, *one.settings))))
     return list(merged.values())
-
-
-def _of_case(one: Beside, basis: Basis, answers: Answers) -> Iterator[Advice]:
-    yield _of_speed(one, basis, answers)
-    yield from _routed(one, basis, answers)
-    yield from _scheduled(one, basis, answers)
 
 
 def _advice(
@@ -120,7 +107,8 @@ def _of_speed(one: Beside, basis: Basis, answers: Answers) -> Advice:
     learns = answers.get("learns")
     spoiled = learns is not None and learns.met is Met.NO
     if faster and worth is Met.YES and not spoiled:
-        return _advice(one, "step", AdviceKind.ADOPT, _adopted(one, answers), [step, *_supporting(answers)], gain)
+        supporting = [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
+        return _advice(one, "step", AdviceKind.ADOPT, _adopted(one, answers), [step, *supporting], gain)
     reasons = [f"{one.question[0].lower()}{one.question[1:-1]}: no, {one.figure}" for one in against]
     if faster and not spoiled:
         said = f"{times(one.speed)} is not surely the {units.percent(basis.least, 0)} that are worth it"
@@ -148,10 +136,6 @@ def _adopted(one: Beside, answers: Answers) -> str:
     elif learns is not None:
         words += f"; whether it still learns is {learns.met}" + (f": {learns.measure}" if learns.measure else "")
     return words
-
-
-def _supporting(answers: Answers) -> list[Answer]:
-    return [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
 
 
 def _routed(one: Beside, basis: Basis, answers: Answers) -> Iterator[Advice]:
@@ -243,9 +227,68 @@ def _scheduled(one: Beside, basis: Basis, answers: Answers) -> Iterator[Advice]:
         f"{reference}'s, at the end it is ({units.change(1 + harm.gap.point)}); that it then recovers was not tried"
     )
     speed = predicted(one) if one.record.status is Status.OK else None
-    yield _advice(one, "learns", AdviceKind.SCHEDULE, words, [learns], _partly(speed, harm.begins))
+    # A step's mean speed-up where so many of them have it.
+    gain = speed and mapped(speed, lambda value: 1 / (harm.begins / value + 1 - harm.begins))
+    yield _advice(one, "learns", AdviceKind.SCHEDULE, words, [learns], gain)
 
 
-def _partly(speed: Interval | None, share: float) -> Interval | None:
-    """A step's mean speed-up where so many of them have it."""
-    return None if speed is None else mapped(speed, lambda value: 1 / (share / value + 1 - share))
+# A training is looked at in so many parts, each long enough to have a mean loss.
+PARTS = 10
+_LEAST_STEPS = 5 * PARTS
+
+
+class Harm(NamedTuple):
+    """An arm's loss lies surely above its reference's from this share of the steps on; the gap of the last part."""
+
+    begins: float
+    gap: Gap
+    steps: int
+
+
+def harm_of(trained: Trained, arm: str) -> Harm | None:
+    """None where it does not, or no part before it is without: then no other time to begin is known."""
+    training = trained.kept.training
+    steps = training.request.steps
+    if steps < _LEAST_STEPS:
+        return None
+    curves = curves_of(trained.kept.lines, steps)
+    gaps = [gap_of(found) for part in range(PARTS) if (found := _gaps(curves, trained.found.reference, arm, part))]
+    sure = [gap is not None and gap.decides is not None and gap.decides.low > 0 for gap in gaps]
+    if len(gaps) < PARTS or not sure[-1]:
+        return None
+    first = PARTS - 1
+    while first and sure[first - 1]:
+        first -= 1
+    last = gaps[-1]
+    return Harm(first / PARTS, last, steps) if first and last is not None else None
+
+
+def _gaps(curves: Mapping[Key, Curve], reference: str, arm: str, part: int) -> list[float]:
+    """Of each seed that has both, the mean loss of one part of the steps over the reference's."""
+    pairs = [
+        (_mean(own, part), _mean(curves[arm, seed], part))
+        for (name, seed), own in curves.items() if name == reference and (arm, seed) in curves
+    ]  # fmt: skip
+    return [after / before - 1 for before, after in pairs if math.isfinite(after) and before > 0]
+
+
+def _mean(curve: Curve, part: int) -> float:
+    losses: Sequence[float] = curve.losses[curve.steps * part // PARTS : curve.steps * (part + 1) // PARTS]
+    return math.fsum(losses) / len(losses) if losses and curve.whole else math.nan
+
+
+# In the order of the checklist.
+RULES = (*speed_rules.RULES, *shape_rules.RULES, *cost_rules.RULES)
+
+
+def advised(basis: Basis) -> Advised:
+    """Every rule asked of every case that is no reference."""
+    asked = (rule.answer(one, basis) for one in basis.besides for rule in RULES)
+    answers = tuple(answer for answer in asked if answer is not None)
+    advice = sorted((*advice_of(basis, answers), *projections(basis)), key=_rank)
+    return Advised(basis.run.id, tuple(advice), answers, basis.least)
+
+
+def _rank(advice: Advice) -> tuple[int, float]:
+    """By kind, and what gives most first."""
+    return _ORDER.index(advice.kind), -advice.gain.point if advice.gain is not None else math.inf

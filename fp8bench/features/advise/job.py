@@ -1,4 +1,8 @@
-"""Advice on a stored run, and measuring what it predicts."""
+"""Advice on a stored run, and measuring what it predicts.
+
+What was measured is kept in `<store>/advice.jsonl`, a line each, append-only, in any order: {"version": 1, "checked":
+{...}}.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,17 @@ from pathlib import Path
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.advise.basis import Basis, Trained, speed_of
-from fp8bench.features.advise.kept import keep_checks
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Checked
 from fp8bench.features.sensitivity.kept import studies_of
 from fp8bench.features.sensitivity.study import as_words
 from fp8bench.features.train.kept import load_training, training_named
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
-from fp8bench.files import write_whole
+from fp8bench.files import append_lines, sealed_line, write_whole
 from fp8bench.model import Interval, Run
+from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.pipeline import execute, measure_again, now
 from fp8bench.protocols import Observer
+from fp8bench.store.kept_lines import Content, UnknownKind, sheet_of, take_lines
 from fp8bench.store.runs.listing import load_named, store_of
 
 # Facts of the environment that stand beside a check.
@@ -57,7 +62,7 @@ def _refuse_foreign(run: Run, other: Run) -> None:
             )
 
 
-def map_text(found: Advised, run: Run) -> str:
+def write_map(found: Advised, run: Run, path: Path) -> None:
     """The map of the first piece of advice that leaves layers high, as a file for --precision-map."""
     routes = [one for one in found.advice if one.kind is AdviceKind.ROUTE and one.precision_map]
     if not routes:
@@ -67,12 +72,7 @@ def map_text(found: Advised, run: Run) -> str:
         )
     first = routes[0]
     lines = [f"{layer}={mode}" for layer, mode in first.precision_map]
-    return "\n".join([f"# {first.mode} on run {run.id}: {first.sentence}", *lines, ""])
-
-
-def write_map(found: Advised, run: Run, path: Path) -> None:
-    """Write it there, in one step."""
-    text = map_text(found, run)
+    text = "\n".join([f"# {first.mode} on run {run.id}: {first.sentence}", *lines, ""])
     try:
         write_whole(path, text)
     except OSError as error:
@@ -137,3 +137,38 @@ def _speed(advice: Advice, again: Run) -> tuple[Interval | None, str]:
     if finding.hard:
         return None, finding.why
     return speed_of(finding), ""
+
+
+_VERSION = 1
+
+
+def checks_of(store: Path) -> Path:
+    return store / "advice.jsonl"
+
+
+def load_checks(store: Path) -> tuple[tuple[Checked, ...], list[str]]:
+    """Oldest first, each once, and what is wrong with lines that were left out: none without the file."""
+    path = checks_of(store)
+    found: dict[Checked, None] = {}
+
+    def take(content: Content) -> None:
+        if content.get("version") != _VERSION:
+            raise UnknownKind
+        if "checked" not in content:
+            raise Malformed("it has no check")
+        found[decode(Checked, content["checked"])] = None
+
+    try:
+        sheet = sheet_of(path.read_bytes() if path.exists() else b"")
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error.strerror}).") from None
+    troubles = take_lines(sheet, take)
+    return tuple(sorted(found, key=lambda one: one.when)), troubles
+
+
+def keep_checks(store: Path, checked: Sequence[Checked]) -> None:
+    path = checks_of(store)
+    try:
+        append_lines(path, [sealed_line({"version": _VERSION, "checked": encode(one)}) for one in checked])
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written ({error.strerror}). Choose another --store.") from None

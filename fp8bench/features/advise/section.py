@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fp8bench.features.advise.advise import advised
 from fp8bench.features.advise.basis import Basis
+from fp8bench.features.advise.decide import advised
 from fp8bench.features.advise.view import advice_elements, checklist
 from fp8bench.report.elements import Element, Text, Tone
 from fp8bench.report.material import Material

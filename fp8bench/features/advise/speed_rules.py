@@ -6,8 +6,7 @@ from fp8bench import units
 from fp8bench.analysis.roofline import gain_of
 from fp8bench.analysis.verdicts import BAND
 from fp8bench.errors import UsageError
-from fp8bench.features.advise.basis import Basis, Beside
-from fp8bench.features.advise.rule import Rule, Told, amdahl, mapped, met_above, part, times
+from fp8bench.features.advise.basis import Basis, Beside, Rule, Told, amdahl, mapped, met_above, part, times
 from fp8bench.features.advise.values import Ground, Met
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Interval, Label, Level, Phase, Status, Verdict

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fp8bench import units
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Answer, Checked, Cost, Met
 from fp8bench.model import Interval, Level
 from fp8bench.model.codec import SCHEMA, encode
+from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.run_facts import many
+from fp8bench.report.words.naming import many
 
 _TONES = {Met.YES: Tone.GOOD, Met.NO: Tone.BAD, Met.UNCLEAR: Tone.DOUBT, Met.UNKNOWN: Tone.DOUBT}
 _KINDS = {AdviceKind.ADOPT: Tone.GOOD, AdviceKind.NOTHING: Tone.PLAIN}
@@ -34,23 +34,19 @@ def advice_elements(advised: Advised) -> Iterator[Element]:
     """The sentences, then what is predicted and by which rows."""
     named = short_names(advised)
     shown = advised.advice[:_MOST]
-    yield Items(tuple(Text(_sentence(one, named), _tone(one)) for one in shown))
+    tones = (Tone.DOUBT if one.doubtful else _KINDS.get(one.kind, Tone.STRONG) for one in shown)
+    yield Items(tuple(Text(_sentence(one, named), tone) for one, tone in zip(shown, tones, strict=True)))
     if len(advised.advice) > len(shown):
         yield Text(f"{len(advised.advice) - len(shown)} more pieces of advice are in the JSON.")
     gains = [one for one in advised.advice if one.gain is not None][:_MOST]
     if gains:
-        columns = (
-            Column("advice"), Column("predicted", number=True, unit="x"), Column("rule"),
-            Column("of", hint="the case that it predicts, where its evidence is"),
-        )  # fmt: skip
-        rows = tuple(
-            (Field(f"{one.kind} {one.mode}"), speed(one.gain), Field(one.rule), Field(named(one.case))) for one in gains
-        )
-        yield Table("predicted", "what is predicted", columns, rows)
-
-
-def _tone(one: Advice) -> Tone:
-    return Tone.DOUBT if one.doubtful else _KINDS.get(one.kind, Tone.STRONG)
+        cols: list[Col[Advice]] = [
+            Col("advice", lambda one: f"{one.kind} {one.mode}"),
+            Col("predicted", lambda one: speed(one.gain), number=True, unit="x"),
+            Col("rule", lambda one: one.rule),
+            Col("of", lambda one: named(one.case), hint="the case that it predicts, where its evidence is"),
+        ]
+        yield table("predicted", "what is predicted", cols, gains)
 
 
 def short_names(advised: Advised) -> Callable[[str], str]:
@@ -78,27 +74,33 @@ def _sentence(one: Advice, named: Callable[[str], str]) -> str:
     return f"{one.sentence} ({where})."
 
 
-def speed(found: Interval | None) -> Field:
+def speed(found: Interval | None, show: Callable[[float], str] = units.speed_up) -> Field:
     """'1.62x [1.60, 1.64]'."""
     if found is None:
         return Field(units.NONE)
     ends = f"[{units.significant(found.low)}, {units.significant(found.high)}]"
-    return Field(f"{units.speed_up(found.point)} {ends}", found.point)
+    return Field(f"{show(found.point)} {ends}", found.point)
 
 
 def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) -> Iterator[Element]:
     """A table a model: what each precision takes beside its reference, a step and to the same loss."""
     named = short_names(advised)
     by_setting = together((one.setting, one) for one in costs)
+    cols: list[Col[Cost]] = [
+        Col("precision", lambda one: one.mode),
+        Col("speed-up", lambda one: speed(one.speed), number=True, unit="x"),
+        Col("loss", _gap, number=True),
+        Col("joules a step", lambda one: speed(one.joules, units.ratio), number=True, unit="x"),
+        Col("time", lambda one: speed(one.time, units.ratio), number=True, unit="x"),
+        Col("energy", lambda one: speed(one.energy, units.ratio), number=True, unit="x"),
+        Col(
+            "money", lambda one: speed(one.money(price) if price is not None else None, units.significant), number=True
+        ),
+        Col("why", lambda one: one.why, below=True),
+    ]
     for number, (setting, found) in enumerate(by_setting.items(), 1):
         first = found[0]
-        columns = (
-            Column("precision"), Column("speed-up", number=True, unit="x"), Column("loss", number=True),
-            Column("joules a step", number=True, unit="x"), Column("time", number=True, unit="x"),
-            Column("energy", number=True, unit="x"), Column("money", number=True), Column("why", below=True),
-        )  # fmt: skip
-        rows = tuple(_cost(one, price) for one in found)
-        yield Table(f"cost-{number}", f"{named(setting)}, over {first.reference}", columns, rows)
+        yield table(f"cost-{number}", f"{named(setting)}, over {first.reference}", cols, found)
         if first.hours is not None:
             used = f", {units.joules(first.energy_used)}" if first.energy_used is not None else ""
             money = f", {units.significant(first.hours * price)} at {price:g} an hour" if price is not None else ""
@@ -109,18 +111,6 @@ def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) ->
         yield Text(f"Losses are those of {models}: what another model loses is not known.", Tone.DOUBT)
 
 
-def _cost(one: Cost, price: float | None) -> tuple[Field, ...]:
-    money = one.money(price) if price is not None else None
-    return (
-        Field(one.mode), speed(one.speed), Field(_gap(one)), *map(_ratio, (one.joules, one.time, one.energy)),
-        Field(units.NONE) if money is None else Field(
-            f"{units.significant(money.point)} [{units.significant(money.low)}, {units.significant(money.high)}]",
-            money.point,
-        ),
-        Field(one.why),
-    )  # fmt: skip
-
-
 def _gap(one: Cost) -> str:
     """'+0.8% [+0.2%, +1.4%] worse'."""
     if one.gap is None:
@@ -129,20 +119,16 @@ def _gap(one: Cost) -> str:
     return f"{point} [{low}, {high}] {one.learned}"
 
 
-def _ratio(found: Interval | None) -> Field:
-    if found is None:
-        return Field(units.NONE)
-    ends = f"[{units.significant(found.low)}, {units.significant(found.high)}]"
-    return Field(f"{units.ratio(found.point)} {ends}", found.point)
-
-
 def checklist(advised: Advised, shared: bool) -> Iterator[Table]:
     """For each suite and device a table: a row a precision and question. Of several settings those that most agree.
 
     What an emulation leaves open is one row.
     """
     named = short_names(advised)
-    by_place = together((_place(one.setting), one) for one in advised.answers)
+    # 'gemm on cpu' of 'gemm[m=64]@cpu'.
+    by_place = together(
+        (f"{one.setting.partition('[')[0]} on {one.setting.rpartition('@')[2]}", one) for one in advised.answers
+    )
     for number, (place, answers) in enumerate(by_place.items(), 1):
         columns = (
             Column("precision", shared=shared), Column("question"), Column("here"),
@@ -155,11 +141,6 @@ def checklist(advised: Advised, shared: bool) -> Iterator[Table]:
 
 def _open(one: Answer) -> bool:
     return one.met is Met.UNKNOWN and one.figure.startswith(Level.EMULATED)
-
-
-def _place(setting: str) -> str:
-    """'gemm on cpu' of 'gemm[m=64]@cpu'."""
-    return f"{setting.partition('[')[0]} on {setting.rpartition('@')[2]}"
 
 
 def _row(answers: Sequence[Answer], named: Callable[[str], str]) -> tuple[Field, ...]:
@@ -178,56 +159,36 @@ def _row(answers: Sequence[Answer], named: Callable[[str], str]) -> tuple[Field,
 
 
 _NOTHING = "There is nothing to advise on: the run has no case beside a reference."
-
-
 _COST = "the cost of a decision: each precision over its reference; time, energy and money are those to the same loss"
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is told beside the advice: what was checked, what decisions cost (by the `price` of an hour), and notes."""
-
-    checked: Sequence[Checked] = ()
-    costs: Sequence[Cost] = ()
-    price: float | None = None
-    notes: Sequence[str] = ()
-
-
-def page_of(advised: Advised, more: Asked) -> Page:
-    """Of one run."""
+def page_of(
+    advised: Advised, checked: Sequence[Checked], costs: Sequence[Cost], price: float | None, notes: Sequence[str]
+) -> Page:
+    """Of one run, with what was checked, and what decisions cost by the `price` of an hour."""
     told: tuple[Element, ...] = tuple(advice_elements(advised)) if advised.advice else (Text(_NOTHING),)
     parts = [Part("advice", "", told)]
-    parts += (
-        [Part("checks", "predicted and measured", (checks(more.checked, short_names(advised)),))]
-        if more.checked
-        else []
-    )
-    parts += [Part("cost", _COST, tuple(cost_tables(advised, more.costs, more.price)))] if more.costs else []
+    if checked:
+        parts.append(Part("checks", "predicted and measured", (checks(checked, short_names(advised)),)))
+    parts += [Part("cost", _COST, tuple(cost_tables(advised, costs, price)))] if costs else []
     parts += [Part("checklist", "the checklist", tuple(checklist(advised, shared=True)))] if advised.answers else []
-    parts += list_of("notes", "notes", more.notes)
+    parts += list_of("notes", "notes", notes)
     return Page(f"advice on run {advised.run}", "", tuple(parts), LEGEND)
 
 
 def checks(checked: Sequence[Checked], named: Callable[[str], str] = str) -> Table:
     """What was predicted beside what was measured."""
-    columns = (
-        Column("advice"), Column("predicted", number=True, unit="x"), Column("measured", number=True, unit="x"),
-        Column("hit"), Column("of"), Column("by run"), Column("why", below=True),
-    )  # fmt: skip
-    rows = tuple(
-        (
-            Field(f"{one.advice.kind} {one.advice.mode}"), speed(one.advice.gain), speed(one.measured),
-            _hit(one), Field(named(one.advice.case or one.advice.settings[0])), Field(one.run or units.NONE),
-            Field(one.why),
-        )
-        for one in checked
-    )  # fmt: skip
-    return Table("checks", "", columns, rows)
-
-
-def _hit(one: Checked) -> Field:
-    tones = {True: Tone.GOOD, False: Tone.BAD, None: Tone.DOUBT}
-    return Field({True: "yes", False: "no", None: "-"}[one.hit], tone=tones[one.hit])
+    hits = {True: Field("yes", tone=Tone.GOOD), False: Field("no", tone=Tone.BAD), None: Field("-", tone=Tone.DOUBT)}
+    cols: list[Col[Checked]] = [
+        Col("advice", lambda one: f"{one.advice.kind} {one.advice.mode}"),
+        Col("predicted", lambda one: speed(one.advice.gain), number=True, unit="x"),
+        Col("measured", lambda one: speed(one.measured), number=True, unit="x"),
+        Col("hit", lambda one: hits[one.hit]),
+        Col("of", lambda one: named(one.advice.case or one.advice.settings[0])),
+        Col("by run", lambda one: one.run or None),
+        Col("why", lambda one: one.why, below=True),
+    ]
+    return table("checks", "", cols, checked)
 
 
 def score_page(checked: Sequence[Checked], troubles: Sequence[str] = ()) -> Page:
@@ -251,15 +212,15 @@ def score_page(checked: Sequence[Checked], troubles: Sequence[str] = ()) -> Page
 def as_json(advised: Advised, checked: Sequence[Checked], costs: Sequence[Cost], price: float | None) -> str:
     """All advice with its evidence, all answers, what was checked, and what decisions cost."""
     told = [{**encode(one), "money": encode(one.money(price)) if price is not None else None} for one in costs]
-    return json_line({"schema": SCHEMA, **encode(advised), "checked": _plain(checked), "costs": told})
+    return json_line({"schema": SCHEMA, **encode(advised), "checked": _hits(checked), "costs": told})
 
 
 def score_as_json(checked: Sequence[Checked]) -> str:
     """Every check that was kept, with hits and counts."""
     told = [one for one in checked if one.hit is not None]
     hits = sum(one.hit is True for one in told)
-    return json_line({"schema": SCHEMA, "hits": hits, "checks": len(told), "checked": _plain(checked)})
+    return json_line({"schema": SCHEMA, "hits": hits, "checks": len(told), "checked": _hits(checked)})
 
 
-def _plain(checked: Sequence[Checked]) -> list[dict[str, Any]]:
+def _hits(checked: Sequence[Checked]) -> list[dict[str, Any]]:
     return [{**encode(one), "hit": one.hit} for one in checked]

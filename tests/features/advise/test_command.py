@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.cli.option_types import precision_map
-from fp8bench.features.advise.kept import load_checks
+from fp8bench.features.advise.job import load_checks
 from fp8bench.features.sensitivity.job import kept
 from fp8bench.model import Environment, Level
 from tests.advised import BF16, FP8, group, run

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.analysis.findings import findings
-from fp8bench.features.advise.advise import RULES
-from fp8bench.features.advise.decide import predicted
+from fp8bench.features.advise.decide import RULES, predicted
 from fp8bench.features.advise.shape_rules import pays_from
 from fp8bench.features.advise.values import Met
 from fp8bench.features.sensitivity.study import By, Study, Trial
