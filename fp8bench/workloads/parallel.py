@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
-from fp8bench.nn.parallel.rounding import most_apart
-from fp8bench.nn.parallel.way import OPTIONS, Asked, Job, Way
+from fp8bench.nn.parallel.ways import OPTIONS, WAYS, Asked, Job
 from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_layers
 from fp8bench.protocols import Layer, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
 from fp8bench.protocols.workload import StepParts
 from fp8bench.registry import precisions, workloads
-from fp8bench.ways import ways
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,7 +53,7 @@ class Parallel(Workload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         size = "gpt2-124m" if facts.accelerated else "nano"
-        known = ways.names()
+        known = "; ".join(f"{way.name} ({way.summary})" for way in WAYS.values())
         options = (
             Axis(
                 name,
@@ -66,8 +65,7 @@ class Parallel(Workload):
             for name, text in OPTIONS.items()
         )
         return (
-            Axis("way", "how ranks train together: " + "; ".join(f"{one} ({ways.get(one).summary})" for one in known),
-                 tuple(known), one_of(*known)),
+            Axis("way", f"how ranks train together: {known}", tuple(WAYS), one_of(*WAYS)),
             Axis("size", f"the model: {', '.join(SIZES)}", (size,), one_of(*SIZES)),
             Axis("batch", "sequences of all ranks together", ("auto",), auto_or(whole_number(high=1 << 16)),
                  quick=("4",)),
@@ -78,7 +76,7 @@ class Parallel(Workload):
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         """A case of each value of a way's own options; what a way does not have is no parameter of its cases."""
-        config, way = SIZES[str(params["size"])], ways.get(str(params["way"]))
+        config, way = SIZES[str(params["size"])], WAYS[str(params["way"])]
         own: dict[str, Scalar] = {"batch": config.batch * _BATCHES, "sequence": config.sequence}
         usual = {name: own.get(name, value) if value == "auto" else value for name, value in params.items()}
         plain = {name: value for name, value in usual.items() if name not in OPTIONS or not _is_word(value)}
@@ -95,7 +93,7 @@ class Parallel(Workload):
         return gpt_layers(SIZES[str(params["size"])].layers)
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
-        way = ways.get(str(params["way"]))
+        way = WAYS[str(params["way"])]
         if facts.ranks < way.least_ranks:
             there = "there is 1" if facts.ranks == 1 else f"there are {facts.ranks}"
             return refused(f"{way.name} takes {way.least_ranks} ranks, and {there}: add --ranks {way.least_ranks}")
@@ -120,13 +118,13 @@ class Parallel(Workload):
         return self._state(setup, dist.group.WORLD)
 
     def step(self, state: ParallelState, phase: Phases) -> None:
-        state.step(phase)
+        state.trained(phase)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Distances from one rank alone, after a few steps of plain gradient descent."""
         import torch.distributed as dist
 
-        from fp8bench.nn.parallel.step import NotTheSame, agreement
+        from fp8bench.nn.parallel.step import NotTheSame, agreement, most_apart
 
         state = self._state(setup, dist.group.WORLD, plain=True)
         apart = agreement(state, self._alone(setup, plain=True), _AGREEING_STEPS)
@@ -140,14 +138,16 @@ class Parallel(Workload):
         import torch.distributed as dist
 
         from fp8bench.nn.parallel.model import silent_group
-        from fp8bench.nn.parallel.step import stepping
         from fp8bench.nn.parallel.wire import Wire
+
+        def stepping(state: ParallelState) -> Callable[[], object]:
+            return partial(state.trained, SilentPhases())
 
         together, size = self.prepare(setup), dist.get_world_size()
         for _ in range(_STEPS_BEFORE):
-            together.step(SilentPhases())
+            together.trained(SilentPhases())
         with Wire() as wire:
-            together.step(SilentPhases())
+            together.trained(SilentPhases())
         return StepParts(
             wire.sent(dist.get_rank()), stepping(together), stepping(self._state(setup, silent_group())),
             wire.send_again, stepping(self._alone(setup)), stepping(self._alone(setup, parts=size)),
@@ -157,12 +157,12 @@ class Parallel(Workload):
         from fp8bench.nn.parallel.step import begun
 
         assert group is not None
-        model = _way(setup).model(self._job(setup, group))
+        model = WAYS[str(setup.case.param("way"))].model(self._job(setup, group))
         return begun(model, _loader(setup), setup.facts, plain)
 
     def _alone(self, setup: Setup, plain: bool = False, parts: int = 1) -> ParallelState:
         """One rank's, of the whole batch or of so small a part of it."""
-        from fp8bench.nn.parallel.alone import AloneModel
+        from fp8bench.nn.parallel.model import AloneModel
         from fp8bench.nn.parallel.step import begun
 
         model = AloneModel(self._made(setup), setup.loss_scale)
@@ -207,12 +207,8 @@ def _meant(values: tuple[str, ...], word: str) -> tuple[str, ...]:
 
 def _parse(option: str) -> Callable[[str], Scalar]:
     """A parser of what any way has of an option: words, or any number where they have numbers."""
-    values = {value: None for name in ways.names() for value in ways.get(name).options.get(option, ())}
+    values = {value: None for way in WAYS.values() for value in way.options.get(option, ())}
     return whole_number() if all(value.isdecimal() for value in values) else one_of(*values)
-
-
-def _way(setup: Setup) -> Way:
-    return ways.get(str(setup.case.param("way")))
 
 
 def _config(params: Mapping[str, Scalar]) -> GPTConfig:

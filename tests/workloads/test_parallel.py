@@ -13,12 +13,12 @@ from fp8bench.analysis.metrics import metrics_of
 from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model import Case, Level, Request, Status
 from fp8bench.model.raw import Settings
-from fp8bench.nn.parallel.zero import owners
+from fp8bench.nn.parallel.data_parallel import owners
+from fp8bench.nn.parallel.ways import WAYS
 from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import workloads
-from fp8bench.ways import ways
 from tests.facts import CPU
 
 TEXT = "the text that ranks train on, of which every one reads all. " * 1200
@@ -70,7 +70,7 @@ def test_layers_of_a_backend_are_not_divided() -> None:
     facts = replace(CPU, ranks=2, packages=("torchao",))
     refused = [one for group in make_plan(request, (facts,)) for one in group.cases if one.case.precision != "fp32"]
     assert refused and all(one.support.level is Level.REFUSED for one in refused)
-    assert all(way.summary and way.least_ranks >= 2 for way in map(ways.get, ways.names()))
+    assert all(way.summary and way.least_ranks >= 2 for way in WAYS.values())
 
 
 def test_unequal_rows_are_refused() -> None:

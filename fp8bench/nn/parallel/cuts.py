@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fp8bench.nn.parallel.way import Asked
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.protocols import TensorScale
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,16 +69,3 @@ def uncuttable(config: GPTConfig, ranks: int) -> str:
         if number % ranks:
             return f"{number} {what} have no equal share for each of {ranks} ranks: choose another size"
     return "experts are not cut here: choose a size without them" if config.experts else ""
-
-
-def uncut(asked: Asked, ranks: int) -> str:
-    """The same of a case, and of a scale that no tensor of it has."""
-    if asked.options["amax"] == OF_GROUP and asked.precision.tensor_scale is TensorScale.NONE:
-        return f"{asked.precision.name} has no scale of a tensor that ranks could share: choose amax=own"
-    return uncuttable(asked.config, ranks)
-
-
-def uncut_tokens(asked: Asked) -> str:
-    """Why ranks cannot have a share of the tokens each."""
-    tokens = asked.config.sequence
-    return f"{tokens} tokens have no equal share for each of {asked.ranks} ranks" if tokens % asked.ranks else ""

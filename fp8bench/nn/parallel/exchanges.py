@@ -1,4 +1,5 @@
-"""What the ranks of a group exchange inside a model, forward and backward, each under the phase communication.
+"""What the ranks of a group exchange inside a model, forward and backward, each under the phase communication; in FP8,
+too: as codes, which are added up in float32.
 
 Each exchange is the other way round in backward: where a tensor is copied to all ranks their gradients are added up,
 and where tensors are added up the gradient is everybody's. The same for tokens that are gathered or scattered.
@@ -6,6 +7,8 @@ and where tensors are added up the gradient is everybody's. The same for tokens 
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8bench.numerics.collectives import newest
+from fp8bench.numerics.fp8_reduce import POST, TWOSHOT, AutoScale, mean_in_fp8, transported
+from fp8bench.numerics.rank_programs import Program, on_this_rank, simulated
 from fp8bench.protocols import Phases, SilentPhases
 
 _TOKENS = 1
+Exchange = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -77,68 +83,150 @@ class Group:
         return x.chunk(self.size, _TOKENS)[self.rank]
 
 
-class _Copied(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.added(gradients[0]), None
-
-
-class _Added(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return group.added(x)
+    def forward(ctx: Any, x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0], None
+        return ctx.back(gradients[0]), None, None
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return group.gathered(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.scattered(gradients[0]), None
-
-
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return group.scattered(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.gathered(gradients[0]), None
+def _exchanged(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+    y: Tensor = _Exchanged.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return y
 
 
 def copied(x: Tensor, group: Group) -> Tensor:
     """To all ranks, which have it already; their gradients are added up."""
-    y: Tensor = _Copied.apply(x, group)  # type: ignore[no-untyped-call]
-    return y
+    return _exchanged(x, lambda whole: whole.view_as(whole), group.added)
 
 
 def added(x: Tensor, group: Group) -> Tensor:
     """Of all ranks; the gradient is everybody's."""
-    y: Tensor = _Added.apply(x, group)  # type: ignore[no-untyped-call]
-    return y
+    return _exchanged(x, group.added, lambda gradient: gradient)
 
 
 def gathered(x: Tensor, group: Group) -> Tensor:
     """The tokens of all ranks; of the gradients' sum each gets its own."""
-    y: Tensor = _Gathered.apply(x, group)  # type: ignore[no-untyped-call]
-    return y
+    return _exchanged(x, group.gathered, group.scattered)
 
 
 def scattered(x: Tensor, group: Group) -> Tensor:
     """Of the sum of all ranks this one's tokens; gradients are gathered."""
-    y: Tensor = _Scattered.apply(x, group)  # type: ignore[no-untyped-call]
-    return y
+    return _exchanged(x, group.scattered, group.gathered)
+
+
+def said_by_all(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank of a group says, in the order of ranks: as JSON, because torch unpickles what it is sent of
+    anything else. Tuples come as lists."""
+    text = json.dumps(own).encode()
+    size = dist.get_world_size(group)
+    lengths = list(torch.zeros(size, 1, dtype=torch.int64))
+    dist.all_gather(lengths, torch.tensor([len(text)]), group)
+    longest = max(map(int, lengths))
+    texts = list(torch.zeros(size, longest, dtype=torch.uint8))
+    dist.all_gather(texts, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8), group)
+    return [json.loads(bytes(one.tolist())) for one in texts]
+
+
+def first_of_all(mistake: str, group: dist.ProcessGroup) -> str:
+    """Of what each rank says, that of the first that says anything, with its number."""
+    everybody = enumerate(said_by_all(mistake, group))
+    return next((f"rank {rank} {said}" for rank, said in everybody if said), "")
+
+
+# What a rank does with its values, by its number.
+OfRank = Callable[[Tensor, int], Program[Tensor]]
+
+
+class FP8Wire:
+    """Exchanges of float32 vectors by programs of numerics/fp8_reduce.py, over a group."""
+
+    def __init__(self, group: dist.ProcessGroup, way: str = TWOSHOT) -> None:
+        self.group, self.way = group, way
+        self._rank, self._size = group.rank(), group.size()
+        self._witness: WireWitness | None = None
+
+    def mean(self, values: Tensor, phase: Phases) -> Tensor:
+        """Of everybody's."""
+        return self._sent(self.mean_of, values, phase)
+
+    def part_of_mean(self, values: Tensor, phase: Phases) -> Tensor:
+        """This rank's part of it, of as many as there are ranks."""
+        return self._sent(self._part_of, values, phase)
+
+    def joined(self, part: Tensor, phase: Phases) -> Tensor:
+        """Everybody's parts, by rank, with a scale each."""
+        return self._sent(self._joined_of, part, phase)
+
+    def watched(self) -> WireWitness:
+        """What looks from now on at all that this rank gets."""
+        self._witness = WireWitness(self.group)
+        return self._witness
+
+    def mean_of(self, values: Tensor, rank: int) -> Program[Tensor]:
+        padded = torch.nn.functional.pad(values, (0, -values.numel() % self._size))
+        found = yield from mean_in_fp8(self.way, padded, POST, rank, self._size, AutoScale())
+        return found.values[: values.numel()]
+
+    def _part_of(self, values: Tensor, rank: int) -> Program[Tensor]:
+        found = yield from mean_in_fp8(TWOSHOT, values, POST, rank, self._size, AutoScale(), whole=False)
+        return found.values
+
+    def _joined_of(self, part: Tensor, rank: int) -> Program[Tensor]:
+        found = yield from transported(part)
+        return found.values
+
+    def _sent(self, program: OfRank, own: Tensor, phase: Phases) -> Tensor:
+        with phase.cast:
+            got = self._result(program(own, self._rank), phase)
+        if self._witness is not None:
+            self._witness.look(own, got, program)
+        return got
+
+    def _result(self, program: Program[Tensor], phase: Phases) -> Tensor:
+        return on_this_rank(program, None, phase.communication, self.group)
+
+
+class FP8Group(Group):
+    """A group that adds up, gathers and scatters in FP8, and hands back what it was given in."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.wire = FP8Wire(self.handle)
+
+    def added(self, x: Tensor) -> Tensor:
+        return (self.wire.mean(_flat(x), self.phase) * self.size).view(x.shape).to(x.dtype)
+
+    def all_parts(self, x: Tensor) -> Tensor:
+        return self.wire.joined(_flat(x), self.phase).view(self.size, *x.shape).to(x.dtype)
+
+    def own_part(self, parts: Tensor) -> Tensor:
+        return (self.wire.part_of_mean(_flat(parts), self.phase) * self.size).view(parts.shape[1:]).to(parts.dtype)
+
+
+class WireWitness:
+    """Holds what a rank got against what one process comes to of all ranks' values, by the same program, bit for
+    bit."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._wrong = group, ""
+
+    def look(self, own: Tensor, got: Tensor, program: OfRank) -> None:
+        """All ranks look at every exchange: they ask each other."""
+        everybody = [torch.empty_like(own) for _ in range(self._group.size())]
+        dist.all_gather(everybody, own, group=self._group)
+        wanted = simulated([program(one, rank) for rank, one in enumerate(everybody)])[self._group.rank()]
+        wrong = int((got != wanted).sum())
+        if wrong and not self._wrong:
+            self._wrong = f"has got {wrong:,} of {got.numel():,} numbers in FP8 that are not those of all ranks' values"
+
+    def mistake(self) -> str:
+        return first_of_all(self._wrong, self._group)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.to(torch.float32).flatten()

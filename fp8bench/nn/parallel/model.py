@@ -11,8 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fp8bench.model import MemoryRole
+from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parallel.fp8_wire import FP8Wire
+from fp8bench.nn.parallel.exchanges import FP8Wire
 from fp8bench.nn.parallel.witness import ScaleWitness, Witness
 from fp8bench.protocols import Phases, Role
 
@@ -110,3 +111,17 @@ def silent_group() -> ProcessGroup:
 
     group: ProcessGroup = dist.new_group(list(range(dist.get_world_size())), backend="fake")
     return group
+
+
+class AloneModel(ParallelModel):
+    """One rank that trains the whole model by itself: what ways are held against."""
+
+    def __init__(self, model: GPT, loss_scale: float) -> None:
+        self.module = model
+        super().__init__(dict(model.named_parameters()), loss_scale)
+
+    def whole_loss(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def witnesses(self) -> list[Witness]:
+        return []

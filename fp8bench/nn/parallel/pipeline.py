@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from fp8bench.nn.gpt import GPT, loss_of
+from fp8bench.nn.parallel.exchanges import said_by_all
 from fp8bench.nn.parallel.model import ParallelModel, is_silent
-from fp8bench.nn.parallel.said import said_by_all
-from fp8bench.nn.parallel.way import Job
+from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases, SilentPhases
-
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 class Stage(nn.Module):
@@ -84,12 +83,13 @@ class MarkedStage(PipelineStage):
         return super()._warmup_backward_result(received_result)
 
 
-class Pipeline(ParallelModel):
+class GPipe(ParallelModel):
     """One stage of a pipeline. Of the loss the last rank knows."""
 
     module: Stage
+    schedule: ClassVar[type[PipelineScheduleSingle]] = ScheduleGPipe
 
-    def __init__(self, job: Job, schedule: str) -> None:
+    def __init__(self, job: Job) -> None:
         model = job.make()
         self._shapes = {name: one.shape for name, one in model.named_parameters()}
         rank, ranks = job.group.rank(), job.group.size()
@@ -100,7 +100,7 @@ class Pipeline(ParallelModel):
         device = torch.device(job.facts.key)
         comes, goes = self._ends(job, device)
         marked = MarkedStage(self.module, rank, ranks, device, comes, goes, group=job.group)
-        self._schedule = SCHEDULES[schedule](marked, self._parts, self._lost)
+        self._schedule = self.schedule(marked, self._parts, self._lost)
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self.module.phase = phase
@@ -143,3 +143,9 @@ class Pipeline(ParallelModel):
             return (tokens if self.module.first else stream), stream
         logits = torch.empty(*sides, job.config.vocabulary, dtype=model.head.arithmetic.carrier, device="meta")
         return (tokens if self.module.first else stream), logits.requires_grad_()
+
+
+class OneForwardOneBackward(GPipe):
+    """The same, by another schedule."""
+
+    schedule = Schedule1F1B

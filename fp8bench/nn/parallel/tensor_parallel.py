@@ -2,26 +2,85 @@
 
 With sequence parallelism a rank has its tokens of the stream only, of which norms, residuals, head and loss are
 computed. All tokens are gathered for what is cut, and of its sums each rank gets those of its own.
+
+A tensor that is cut has no largest magnitude that one rank knows. `own` scales each share by its own, `group` asks all
+ranks for the largest of all shares before every cast, so that codes are those of one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor, nn
 
+from fp8bench.formats.native_codes import current_scale
+from fp8bench.formats.recipes import Delayed, Treatment
+from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.attention import SelfAttention
 from fp8bench.nn.gpt import GPT, Block, loss_of
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parallel.amax_groups import cut_roles, scaled_together
-from fp8bench.nn.parallel.cuts import OF_GROUP, OWN, cut_of, cuts
-from fp8bench.nn.parallel.exchanges import Group, added, copied, gathered, scattered
-from fp8bench.nn.parallel.fp8_wire import FP8Group
+from fp8bench.nn.parallel.cuts import OF_GROUP, OUTPUTS, OWN, Cut, cut_of, cuts
+from fp8bench.nn.parallel.exchanges import FP8Group, Group, added, copied, gathered, scattered
 from fp8bench.nn.parallel.model import ParallelModel
-from fp8bench.nn.parallel.way import Job
+from fp8bench.nn.parallel.ways import Job
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.protocols import Phases, Role
+from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
+from fp8bench.protocols import Arithmetic, Phases, Role
+
+# A largest magnitude, float32 without dimensions, to that of all ranks.
+Largest = Callable[[Tensor], Tensor]
+
+
+class CurrentOfGroup:
+    """The scale of a tensor's largest magnitude over all ranks."""
+
+    def __init__(self, largest: Largest, treatment: Treatment) -> None:
+        self._largest, self._treatment = largest, treatment
+        self.last: ScalePair | None = None
+
+    def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
+        """A block that is computed again is cast by the scale that it had."""
+        if again and self.last is not None:
+            return self.last
+        scaling = self._treatment.scaling
+        assert scaling is not None
+        amax = self._largest(largest_magnitude(x) if amax is None else amax)
+        self.last = ScalePair(*current_scale(amax, self._treatment.fmt, scaling.rounding))
+        return self.last
+
+
+class DelayedOfGroup(DelayedScale):
+    """A delayed scale whose history is that of the whole tensor."""
+
+    def __init__(self, largest: Largest, delayed: Delayed, treatment: Treatment) -> None:
+        super().__init__(delayed, treatment.fmt)
+        self._largest = largest
+
+    def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
+        if again and self.last is not None:
+            return self.last
+        return super().next(x, again, self._largest(largest_magnitude(x) if amax is None else amax))
+
+
+def cut_roles(cut: Cut) -> tuple[Role, ...]:
+    """What each rank has a share of. The rest of a product's operands is the same on all of them."""
+    return (Role.WEIGHT, Role.GRADIENT if cut.dim == OUTPUTS else Role.INPUT)
+
+
+def scaled_together(arithmetic: Arithmetic, roles: Iterable[Role], largest: Largest) -> Arithmetic:
+    """The same for a layer, with scales by the largest magnitudes of all ranks for these roles; itself where no tensor
+    has one scale. Ranks have to cast alike, and at the same time."""
+    if not (isinstance(arithmetic, RecipeArithmetic) and arithmetic.recipe.per_tensor):
+        return arithmetic
+    delayed = arithmetic.recipe.delayed
+    scales: dict[Role, NextScale] = dict(arithmetic.scales)
+    for role in roles:
+        treatment = arithmetic.treatments[role]
+        scales[role] = DelayedOfGroup(largest, delayed, treatment) if delayed else CurrentOfGroup(largest, treatment)
+    return type(arithmetic)(arithmetic.recipe, arithmetic.carrier, arithmetic.name, scales)
+
 
 Exchange = Callable[[Tensor, Group], Tensor]
 

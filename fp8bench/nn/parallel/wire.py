@@ -16,50 +16,37 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp8bench.model.ranks import Sent
 
-# The operation, where among its arguments lies what this rank brings, and the bytes of it that a ring's rank sends to
-# others: of n ranks that factor.
-_Factor = Callable[[int], float]
-
-
-def _twice(n: int) -> float:
-    return 2 * (n - 1) / n
-
-
-def _once(n: int) -> float:
-    return (n - 1) / n
-
-
-def _to_all(n: int) -> float:
-    return float(n - 1)
-
-
-def _whole(n: int) -> float:
-    return 1.0
-
-
-_OPERATIONS: dict[str, tuple[str, int, _Factor]] = {
-    "c10d::allreduce_": ("all_reduce", 0, _twice),
-    "c10d::allreduce_coalesced_": ("all_reduce", 0, _twice),
-    "c10d::allgather_": ("all_gather", 1, _to_all),
-    "c10d::_allgather_base_": ("all_gather", 1, _to_all),
-    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 1, _to_all),
-    "c10d::reduce_scatter_": ("reduce_scatter", 1, _once),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, _once),
-    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, _once),
-    "c10d::alltoall_": ("all_to_all", 1, _once),
-    "c10d::alltoall_base_": ("all_to_all", 1, _once),
-    "c10d::broadcast_": ("broadcast", 0, _once),
-    "c10d::reduce_": ("reduce", 0, _once),
-    "c10d::send": ("send", 0, _whole),
-    "_c10d_functional::all_reduce": ("all_reduce", 0, _twice),
-    "_c10d_functional::all_reduce_": ("all_reduce", 0, _twice),
-    "_c10d_functional::all_reduce_coalesced": ("all_reduce", 0, _twice),
-    "_c10d_functional::all_gather_into_tensor": ("all_gather", 0, _to_all),
-    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", 0, _to_all),
-    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0, _once),
-    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0, _once),
-    "_c10d_functional::all_to_all_single": ("all_to_all", 0, _once),
-    "_c10d_functional::broadcast": ("broadcast", 0, _once),
+# Of the bytes that it brings to an operation a ring's rank sends that many times to others, of n ranks.
+_FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: float(n - 1),
+    "send": lambda n: 1.0,
+    **dict.fromkeys(("reduce_scatter", "all_to_all", "broadcast", "reduce"), lambda n: (n - 1) / n),
+}
+# The operation, and where among its arguments lies what this rank brings.
+_OPERATIONS = {
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::allreduce_coalesced_": ("all_reduce", 0),
+    "c10d::allgather_": ("all_gather", 1),
+    "c10d::_allgather_base_": ("all_gather", 1),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 1),
+    "c10d::reduce_scatter_": ("reduce_scatter", 1),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "c10d::alltoall_": ("all_to_all", 1),
+    "c10d::alltoall_base_": ("all_to_all", 1),
+    "c10d::broadcast_": ("broadcast", 0),
+    "c10d::reduce_": ("reduce", 0),
+    "c10d::send": ("send", 0),
+    "_c10d_functional::all_reduce": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", 0),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", 0),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 0),
+    "_c10d_functional::broadcast": ("broadcast", 0),
 }
 _RECEIVES = "c10d::recv_"
 _FROM_TO = {"c10d::send", _RECEIVES}
@@ -85,7 +72,7 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._again: list[tuple[Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(one, DTensor) for one in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return (
                 NotImplemented  # what it asks of other ranks is within, and would be done with this mode switched off
             )
@@ -120,8 +107,8 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if name not in _OPERATIONS:
             raise NotCounted(f"the bytes of {name} are not counted: give it a line in nn/parallel/wire.py")
-        operation, place, factor = _OPERATIONS[name]
-        share = factor(_size(args))
+        operation, place = _OPERATIONS[name]
+        share = _FACTORS[operation](_size(args))
         for tensor in tree_leaves(args[place]):
             key = operation, str(tensor.dtype).removeprefix("torch.")
             self._calls[key] += 1

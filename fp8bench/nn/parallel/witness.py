@@ -2,7 +2,7 @@
 
 A share's scale that is twice too large changes less than honest rounding does, and one that is half of it next to
 nothing. So scales are held against the magnitudes that they come from, bit for bit; so is what is sent in FP8 against
-the same program in one process (nn/parallel/fp8_wire.py).
+the same program in one process (`WireWitness` of nn/parallel/exchanges.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8bench.formats.native_codes import current_scale
 from fp8bench.formats.recipes import Delayed, Treatment
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parallel.said import said_by_all
+from fp8bench.nn.parallel.exchanges import first_of_all, said_by_all
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
 from fp8bench.protocols import Role
@@ -119,9 +119,3 @@ class ScaleWitness:
                         f"largest magnitudes of {whose} ask for {float(scale):g}"
                     )
         return ""
-
-
-def first_of_all(mistake: str, group: dist.ProcessGroup) -> str:
-    """Of what each rank says, that of the first that says anything, with its number."""
-    everybody = enumerate(said_by_all(mistake, group))
-    return next((f"rank {rank} {one}" for rank, one in everybody if one), "")

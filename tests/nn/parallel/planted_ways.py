@@ -2,147 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from fp8bench.nn.parallel.cuts import AMAX_GROUPS
-from fp8bench.nn.parallel.way import Job, Way
+from fp8bench.nn.parallel.ways import WAYS, Job, Way
 from fp8bench.numerics import fp8_reduce
-from fp8bench.ways import ways
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fp8bench.nn.parallel.ddp import DDPModel
+    from fp8bench.nn.parallel.data_parallel import DDPModel
     from fp8bench.nn.parallel.model import ParallelModel
 
-WIRES = ("fp32", "bf16", "fp8_gather", "fp8_twoshot")
+WIRES, AMAX = {"wire": ("fp32", "bf16", "fp8_gather", "fp8_twoshot")}, {"amax": AMAX_GROUPS}
 
 
-@ways.register("ddp_forgets")
-class Forgets(Way):
+def plant(name: str, model: Callable[[Job], ParallelModel], options: Mapping[str, tuple[str, ...]]) -> None:
+    WAYS[name] = Way(name, "a way with a mistake", lambda asked: "", model, options)
+
+
+def ddp(name: str, body: Callable[[type[DDPModel]], type[DDPModel]]) -> None:
+    """A way that is DDP's but for what `body` makes of its model."""
+
+    def model(job: Job) -> ParallelModel:
+        from fp8bench.nn.parallel.data_parallel import DDPModel
+
+        return body(DDPModel)(job)
+
+    plant(name, model, WIRES)
+
+
+def forgets(kind: type[DDPModel]) -> type[DDPModel]:
     """Gradients are sent to nobody."""
+    from fp8bench.nn.parallel.data_parallel import _unsent
 
-    name = "ddp_forgets"
-    summary = "nothing is added up"
-    options: ClassVar = {"wire": WIRES}
+    class Model(kind):  # type: ignore[misc, valid-type]
+        def _hook(self, wire: str) -> Any:
+            return _unsent
 
-    def model(self, job: Job) -> ParallelModel:
-        from fp8bench.nn.parallel.ddp import DDPModel, _unsent
+    return Model
 
-        class Model(DDPModel):
+
+def heavier(times: float) -> Callable[[type[DDPModel]], type[DDPModel]]:
+    """What rank 1 sends is so many times as large as it is."""
+
+    def body(kind: type[DDPModel]) -> type[DDPModel]:
+        class Model(kind):  # type: ignore[misc, valid-type]
             def _hook(self, wire: str) -> Any:
-                return _unsent
-
-        return Model(job)
-
-
-class Heavier(Way):
-    """What rank 1 sends is `times` as large as it is."""
-
-    summary = "a scale is wrong"
-    options: ClassVar = {"wire": WIRES}
-    times: ClassVar[float]
-
-    def model(self, job: Job) -> ParallelModel:
-        from fp8bench.nn.parallel.ddp import DDPModel
-
-        times = self.times if job.group.rank() == 1 else 1.0
-
-        class Model(DDPModel):
-            def _hook(self, wire: str) -> Any:
-                sent = super()._hook(wire)
+                sent, own = super()._hook(wire), times if self.group.rank() == 1 else 1.0
 
                 def hook(bucket: Any) -> Any:
-                    bucket.buffer().mul_(times)
+                    bucket.buffer().mul_(own)
                     assert sent is not None
                     return sent(bucket)
 
                 return hook
 
-        return Model(job)
+        return Model
+
+    return body
 
 
-for number in (1.06, 1.2, 1.4, 1.6, 2.0):
-    word = f"ddp_{number:g}"
-    ways.register(word)(type(f"Heavier_{word}", (Heavier,), {"name": word, "times": number}))
-
-
-class OtherScale(Way):
+def other_scale(times: float) -> Callable[[Job], ParallelModel]:
     """Of tensors that are cut rank 1 takes so many `times` the largest magnitude of all ranks, and casts by that; of
     four ranks each second one, in its pair."""
 
-    summary = "a shard's scale is wrong"
-    options: ClassVar = {"amax": AMAX_GROUPS}
-    times: ClassVar[float]
-
-    def model(self, job: Job) -> ParallelModel:
+    def model(job: Job) -> ParallelModel:
         from fp8bench.nn.parallel import tensor_parallel
         from fp8bench.nn.parallel.exchanges import Group
-        from fp8bench.nn.parallel.tensor_fsdp import TensorFSDP
-
-        times, kind = self.times, TensorFSDP if job.group.size() == 4 else tensor_parallel.TensorCut
+        from fp8bench.nn.parallel.fsdp import TensorFSDP
 
         class Wrong(Group):
             def largest(self, x: Tensor) -> Tensor:
                 return super().largest(x) * (times if self.rank else 1)
 
-        class Model(kind):  # type: ignore[misc, valid-type]
-            def __init__(self, job: Job) -> None:
-                tensor_parallel.Group, kept = Wrong, tensor_parallel.Group  # type: ignore[misc]
-                try:
-                    super().__init__(job)
-                finally:
-                    tensor_parallel.Group = kept  # type: ignore[misc]
+        tensor_parallel.Group, kept = Wrong, tensor_parallel.Group  # type: ignore[misc]
+        try:
+            return (TensorFSDP if job.group.size() == 4 else tensor_parallel.TensorCut)(job)
+        finally:
+            tensor_parallel.Group = kept  # type: ignore[misc]
 
-        return Model(job)
+    return model
 
 
-for word, number in {"tp_twice": 0.5, "tp_half": 2.0, "tp_quarter": 0.25}.items():
-    ways.register(word)(type(f"OtherScale_{word}", (OtherScale,), {"name": word, "times": number}))
-
-
-@ways.register("tp_alone")
-class NobodyAsked(OtherScale):
+def nobody_asked(job: Job) -> ParallelModel:
     """Scales of shares are each rank's own where they should be those of whole tensors."""
+    from fp8bench.nn.parallel.tensor_parallel import TensorCut
 
-    name = "tp_alone"
-
-    def model(self, job: Job) -> ParallelModel:
-        from fp8bench.nn.parallel.tensor_parallel import TensorCut
-
-        model = TensorCut(job)
-        for layer in model.module.modules():
-            scales = getattr(getattr(layer, "arithmetic", None), "scales", {})
-            for one in scales.values():
-                one._largest = lambda x: x
-        return model
+    model = TensorCut(job)
+    for layer in model.module.modules():
+        scales = getattr(getattr(layer, "arithmetic", None), "scales", {})
+        for one in scales.values():
+            one._largest = lambda x: x
+    return model
 
 
-@ways.register("tp_forgets")
-class OneSumForgotten(Way):
+def one_sum_forgotten(job: Job) -> ParallelModel:
     """Of one part of a block gradients are not added up."""
+    from fp8bench.nn.parallel.tensor_parallel import TensorCut
 
-    name = "tp_forgets"
-    summary = "one all-reduce is missing"
-    options: ClassVar = {"amax": AMAX_GROUPS}
-
-    def model(self, job: Job) -> ParallelModel:
-        from fp8bench.nn.parallel.tensor_parallel import TensorCut
-
-        model = TensorCut(job)
-        model.module.blocks[-1].mlp._forward_pre_hooks.clear()
-        return model
+    model = TensorCut(job)
+    model.module.blocks[-1].mlp._forward_pre_hooks.clear()
+    return model
 
 
-class OtherWireScale(Way):
+def other_wire_scale(way: Way) -> Callable[[Job], ParallelModel]:
     """What rank 1 sends in FP8 is by twice the scale that its values ask for."""
 
-    summary = "a scale on the wire is wrong"
-
-    def model(self, job: Job) -> ParallelModel:
-        model: Any = ways.get(self.name.removesuffix("_wire")).model(job)
-        wire = model.fp8_wire
+    def model(job: Job) -> ParallelModel:
+        made: Any = way.model(job)
+        wire = made.fp8_wire
         own, result = fp8_reduce.largest_scale, wire._result
 
         def wrong(*given: Any) -> Any:
@@ -154,25 +124,10 @@ class OtherWireScale(Way):
 
         if job.group.rank() == 1:
             wire._result = wrong
-        found: ParallelModel = model
+        found: ParallelModel = made
         return found
 
-
-for word in ("sp", "zero"):
-    members = {"name": f"{word}_wire", "options": ways.get(word).options}
-    ways.register(f"{word}_wire")(type(f"OtherWireScale_{word}", (OtherWireScale,), members))
-
-
-def ddp(name: str, body: Callable[[type[DDPModel]], type[DDPModel]]) -> None:
-    """A way that is DDP's but for what `body` makes of its model."""
-
-    def model(self: Way, job: Job) -> ParallelModel:
-        from fp8bench.nn.parallel.ddp import DDPModel
-
-        return body(DDPModel)(job)
-
-    members = {"name": name, "summary": "DDP with a mistake", "options": {"wire": WIRES}, "model": model}
-    ways.register(name)(type(f"Way_{name}", (Way,), members))
+    return model
 
 
 def seen_twice(kind: type[DDPModel]) -> type[DDPModel]:
@@ -243,6 +198,14 @@ def forgets_layer(kind: type[DDPModel]) -> type[DDPModel]:
 
 
 for word, body in {
-    "ddp_seen_twice": seen_twice, "ddp_undivided": undivided, "ddp_stale": stale, "ddp_forgets_layer": forgets_layer,
+    "ddp_forgets": forgets, "ddp_seen_twice": seen_twice, "ddp_undivided": undivided, "ddp_stale": stale,
+    "ddp_forgets_layer": forgets_layer, **{f"ddp_{times:g}": heavier(times) for times in (1.06, 1.2, 1.4, 1.6, 2.0)},
 }.items():  # fmt: skip
     ddp(word, body)
+for word, made in {
+    "tp_twice": other_scale(0.5), "tp_half": other_scale(2.0), "tp_quarter": other_scale(0.25),
+    "tp_alone": nobody_asked, "tp_forgets": one_sum_forgotten,
+}.items():  # fmt: skip
+    plant(word, made, AMAX)
+for word in ("sp", "zero"):
+    plant(f"{word}_wire", other_wire_scale(WAYS[word]), WAYS[word].options)

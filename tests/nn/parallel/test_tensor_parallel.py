@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel import amax_groups, exchanges, tensor_parallel
+from fp8bench.nn.parallel import tensor_parallel
 from fp8bench.nn.parallel.cuts import INPUTS, cut_of, cuts
-from fp8bench.nn.parallel.way import Job
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.parallel.ways import Job
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
+from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.protocols import Arithmetic, SilentPhases
+from fp8bench.protocols import Arithmetic, Role, SilentPhases
 from fp8bench.registry import precisions
 from tests.facts import CPU
 from tests.nn.parallel.ranks import Place, ThreadedGroup, on_ranks
@@ -127,7 +129,7 @@ def test_scales_of_the_group_are_those_of_one_rank(mode: str, monkeypatch: pytes
 
 def test_a_sum_that_is_forgotten_in_backward_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     _, wanted = trained_alone(GPT2, "fp32")
-    monkeypatch.setattr(exchanges._Copied, "backward", staticmethod(lambda ctx, *gradients: (gradients[0], None)))
+    monkeypatch.setattr(tensor_parallel.TensorCut, "enter", staticmethod(lambda x, group: x))
     assert min(apart(updates, wanted) for _, updates in trained_by(tensor_parallel.TensorCut, GPT2, "fp32", 2)) > 0.05
 
 
@@ -153,6 +155,61 @@ def test_a_block_sends_two_sums_forward_and_two_backward() -> None:
 
 
 def test_operands_of_a_cut_layer_that_are_cut() -> None:
-    found = {path: [str(role) for role in amax_groups.cut_roles(cut)] for path, cut in cuts(GPT2).items()}
+    found = {path: [str(role) for role in tensor_parallel.cut_roles(cut)] for path, cut in cuts(GPT2).items()}
     assert found["attn.qkv"] == found["mlp.up"] == ["weight", "gradient"]
     assert found["attn.out"] == found["mlp.down"] == ["weight", "input"] and cuts(GPT2)["mlp.down"].dim == INPUTS
+
+
+@pytest.mark.parametrize("kind", [RecipeArithmetic, ScaledArithmetic])
+@pytest.mark.parametrize("mode", ["fp8", "fp8:scale=pow2", "fp8-delayed:history=2"])
+def test_parts_are_cast_as_the_whole_tensor_is(kind: type[RecipeArithmetic], mode: str) -> None:
+    """Bit by bit, cast after cast, by a magnitude that each rank is told; by its own they are not."""
+    precision = precisions.get(mode)
+    assert isinstance(precision, RecipePrecision)
+    torch.manual_seed(0)
+    steps = [torch.cat([torch.randn(8, 32), 7 * torch.randn(8, 32)]) for _ in range(3)]
+    amax = iter(())
+
+    def largest(own: Tensor) -> Tensor:
+        assert own.dim() == 0 and own.dtype == torch.float32
+        return next(amax)
+
+    for role in Role:
+        whole, own = (kind(precision.recipe).layer("a") for _ in range(2))
+        ranks = [tensor_parallel.scaled_together(kind(precision.recipe).layer("a"), Role, largest) for _ in range(2)]
+        alike = []
+        for step in steps:
+            straight, turned = whole.cast_both(step, role)
+            for place, (rank, part) in enumerate(zip(ranks, step.chunk(2), strict=True)):
+                amax = iter([largest_magnitude(step)])
+                found, other = rank.cast_both(part, role)
+                rows = slice(8 * place, 8 * place + 8)
+                assert torch.equal(found.data.float(), straight.data[rows].float())
+                assert turned is not None and other is not None
+                assert torch.equal(other.data.float(), turned.data[:, rows].float())
+            alike.append(torch.equal(own.cast(step[:8], role).data.float(), straight.data[:8].float()))
+        assert not all(alike) or "pow2" in mode  # by powers of two values are rounded alike
+
+
+def test_a_cast_that_is_done_again_asks_nobody() -> None:
+    """A block that is computed once more in backward is cast with the scale that it had."""
+    precision = precisions.get("fp8")
+    assert isinstance(precision, RecipePrecision)
+    asked = []
+    arithmetic = tensor_parallel.scaled_together(
+        RecipeArithmetic(precision.recipe).layer("a"), Role, lambda amax: asked.append(amax) or amax * 2
+    )
+    assert isinstance(arithmetic, RecipeArithmetic)
+    x = torch.randn(4, 16)
+    first, again = (arithmetic.operand(x, Role.INPUT, again=again) for again in (False, True))
+    assert len(asked) == 1 and torch.equal(first.data, again.data)
+    scale = arithmetic.last_scale(Role.INPUT)
+    assert scale is not None and float(scale) == pytest.approx(448 / (2 * float(x.abs().max())))
+
+
+def test_scales_of_rows_and_blocks_are_of_one_ranks_values() -> None:
+    for mode in ("fp8-rowwise", "mxfp8", "nvfp4"):
+        precision = precisions.get(mode)
+        assert isinstance(precision, RecipePrecision)
+        arithmetic = RecipeArithmetic(precision.recipe)
+        assert tensor_parallel.scaled_together(arithmetic, Role, lambda amax: amax) is arithmetic

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 def _said_by_all(own: Any) -> list[Any]:
     """Imported where torch is known to be."""
-    from fp8bench.nn.parallel.said import said_by_all
+    from fp8bench.nn.parallel.exchanges import said_by_all
 
     return said_by_all(own)
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from fp8bench.features.train.lab.together import Together
 from fp8bench.nn.gpt import GPT, LanguageModel
-from fp8bench.nn.parallel.amax_groups import cut_roles, scaled_together
 from fp8bench.nn.parallel.cuts import cut_of
 from fp8bench.nn.parallel.exchanges import Group
-from fp8bench.nn.parallel.tensor_parallel import share_blocks
+from fp8bench.nn.parallel.tensor_parallel import cut_roles, scaled_together, share_blocks
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Phases, Role, SilentPhases
 

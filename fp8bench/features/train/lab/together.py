@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from fp8bench.features.train.lab.gradients import Gradients
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.moments import bucketed
-from fp8bench.nn.parallel.amax_groups import scaled_together
 from fp8bench.nn.parallel.exchanges import Group
+from fp8bench.nn.parallel.tensor_parallel import scaled_together
 from fp8bench.protocols import Arithmetic, Phases, Role
 
 # So many gradients travel together.

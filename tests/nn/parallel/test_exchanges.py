@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8bench.nn.parallel.fp8_wire import FP8Wire, OfRank
+from fp8bench.nn.parallel.exchanges import FP8Wire, OfRank
 from fp8bench.numerics.rank_programs import simulated
 from tests.nn.parallel.ranks import Board, Place
 

@@ -1,16 +1,22 @@
-"""Every rank has equal rows of each weight; whole ones are gathered for as long as a block needs them."""
+"""Every rank, or pair of them, has equal rows of each weight; whole ones are gathered while a block needs them."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel.model import ParallelModel
-from fp8bench.nn.parallel.way import Job
+from fp8bench.nn.parallel.tensor_parallel import TensorCut
+from fp8bench.nn.parallel.ways import Job
+from fp8bench.nn.parallel.witness import ScaleWitness, Witness
 from fp8bench.protocols import Phases
 
 _TORCHAO = "torchao_"
@@ -66,3 +72,36 @@ def shard(model: GPT, mesh: DeviceMesh, wire: str) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+class TensorFSDP(TensorCut):
+    """Tensor parallelism over pairs of ranks, and FSDP2 over the pairs, which divide the batch: of a pair's share of a
+    model this rank keeps the shards of its place among the pairs."""
+
+    def __init__(self, job: Job) -> None:
+        mesh = _pairs(job.group, job.facts.kind)
+        self._pair, self.sharers = mesh.get_group("tensor"), mesh.get_group("data")
+        super().__init__(replace(job, group=self._pair))
+        shard(self.module, mesh["data"], "fp32")
+        ParallelModel.__init__(self, dict(self.module.named_parameters()), job.loss_scale)
+        self.group = job.group
+
+    def witnesses(self) -> list[Witness]:
+        pair = dist.get_process_group_ranks(self._pair)
+        return [ScaleWitness(self.layers(), self.shared_roles, self.group, pair)]
+
+    def _own(self) -> list[Tensor]:
+        wholes = [one.detach() for one in self.parameters]
+        return [one.full_tensor() if isinstance(one, DTensor) else one for one in wholes]
+
+
+@cache
+def _pairs(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
+    """(data, tensor): neighbouring ranks share tensors. Groups of the kind of the whole one, which may send nothing."""
+    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, 2)
+    backend, here = dist.get_backend(group), group.rank()
+    groups = {}
+    for name, sets in (("data", ranks.t().tolist()), ("tensor", ranks.tolist())):
+        made = {tuple(one): dist.new_group(one, backend=backend) for one in sets}
+        groups[name] = next(group for members, group in made.items() if ranks.view(-1)[here] in members)
+    return DeviceMesh.from_group(list(groups.values()), kind, mesh=ranks, mesh_dim_names=tuple(groups))

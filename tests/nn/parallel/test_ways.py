@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from fp8bench.nn.parallel.cuts import cut_of, cuts
-from fp8bench.nn.parallel.way import Asked
+from fp8bench.nn.parallel.ways import WAYS, Asked
 from fp8bench.nn.sizes import SIZES, GPTConfig, of_config
 from fp8bench.registry import precisions
-from fp8bench.ways import ways
 from tests.facts import CPU
 
 NANO = SIZES["nano"]
@@ -52,7 +51,7 @@ def refusal(
     batch: int = 8,
     **options: str,
 ) -> str:
-    return ways.get(way).refused(Asked(config, batch, ranks, precisions.get(mode), options, CPU))
+    return WAYS[way].refused(Asked(config, batch, ranks, precisions.get(mode), options, CPU))
 
 
 def test_what_cannot_be_cut_is_refused_with_the_number() -> None:

@@ -1,0 +1,185 @@
+"""The ways of training one model by several ranks: what each can do, and what it makes on a rank.
+
+No torch here: plans read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+from fp8bench.model import DeviceFacts
+from fp8bench.nn.parallel.cuts import AMAX_GROUPS, OF_GROUP, uncuttable
+from fp8bench.nn.sizes import GPTConfig
+from fp8bench.protocols import Precision, TensorScale
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from fp8bench.nn.gpt import GPT
+    from fp8bench.nn.parallel.model import ParallelModel
+
+# What is a choice of some ways only: an axis of the workload, with what it says.
+OPTIONS = {
+    "wire": "what gradients, weights or tokens are while they are sent; stream: as a model computes them",
+    "microbatches": "parts of a batch that follow each other through a pipeline",
+    "amax": "whose largest magnitude scales a part of a tensor: own (the rank's), or group (of all that have parts)",
+}
+_AMAX = {"amax": AMAX_GROUPS}
+_MICROBATCHES = {"microbatches": ("2", "4")}
+# Layers of torchao's, whose weights travel as float32 or as the codes that they multiply by.
+_TORCHAO = ("torchao_fp32", "torchao_fp8")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One case as a rule sees it; `batch` is in sequences of all ranks together."""
+
+    config: GPTConfig
+    batch: int
+    ranks: int
+    precision: Precision
+    options: Mapping[str, str]
+    facts: DeviceFacts
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank makes its part of a model from.
+
+    `make` gives the whole model, with the same weights on every rank. All that is sent goes through `group`, which may
+    be one that sends nothing. `emulated` says that the device has no kernels for the precision.
+    """
+
+    make: Callable[[], GPT]
+    config: GPTConfig
+    batch: int
+    facts: DeviceFacts
+    emulated: bool
+    loss_scale: float
+    options: Mapping[str, str]
+    group: ProcessGroup
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of training one model by several ranks.
+
+    `refused` says why a case cannot be, '' where it can. `model` makes this rank's part, and is called on all ranks at
+    once. `options` are its own axes, of OPTIONS, each with all values that it takes.
+    """
+
+    name: str
+    summary: str
+    refused: Callable[[Asked], str]
+    model: Callable[[Job], ParallelModel]
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    least_ranks: int = 2
+
+
+def _made_by(kind: str) -> Callable[[Job], ParallelModel]:
+    """By a class of a module beside this one, which is imported when it is needed: it brings torch along."""
+
+    def model(job: Job) -> ParallelModel:
+        made: ParallelModel = resolve_name(f"{__package__}.{kind}")(job)
+        return made
+
+    return model
+
+
+def _unshared(asked: Asked) -> str:
+    """Why ranks that divide a batch cannot; '' where they can."""
+    if asked.batch % asked.ranks:
+        return (
+            f"{asked.batch} sequences are no equal share for each of {asked.ranks} ranks: choose a multiple of "
+            f"{asked.ranks}"
+        )
+    return ""
+
+
+def _unequal_rows(asked: Asked) -> str:
+    config, ranks, wire = asked.config, asked.ranks, asked.options["wire"]
+    rows = {"the vocabulary": config.vocabulary, "the width": config.width, "the hidden width": config.hidden}
+    if not config.modern:
+        rows["the sequence"] = config.sequence
+    uneven = next((name for name, count in rows.items() if count % ranks), None)
+    if uneven is not None:
+        return (
+            f"{uneven} ({rows[uneven]}) has no equal part for each of {ranks} ranks, and parts of unequal size are "
+            "padded, or fail with float8: choose another number of ranks"
+        )
+    if wire in _TORCHAO and asked.precision.mode != "fp8":
+        return f"wire={wire} has torchao's layers, which multiply in fp8: choose dtype fp8, or wire=fp32"
+    if wire in _TORCHAO and asked.facts.version_of("torchao") is None:
+        return f"wire={wire} needs the package torchao: pip install torchao"
+    return _unshared(asked)
+
+
+def _unowned(asked: Asked) -> str:
+    tensors = 6 * asked.config.layers
+    if asked.ranks > tensors:
+        return f"{asked.ranks} ranks have no weight each: the blocks of this model have {tensors}"
+    return _unshared(asked)
+
+
+def _unstaged(asked: Asked, fewest: int = 1) -> str:
+    """Why blocks or a batch cannot be cut so; '' where they can."""
+    parts = int(asked.options["microbatches"])
+    if asked.config.layers % asked.ranks:
+        return f"{asked.config.layers} layers have no equal share for each of {asked.ranks} ranks: choose another size"
+    if asked.batch % parts:
+        return f"{asked.batch} sequences cannot be cut into {parts} equal microbatches: choose another batch"
+    if parts < fewest:
+        return f"{parts} microbatches do not fill {fewest} stages by this schedule: choose {fewest} or more"
+    return ""
+
+
+def _uncut(asked: Asked, ranks: int) -> str:
+    """Why so many ranks cannot share blocks, or a scale of their tensors."""
+    if asked.options["amax"] == OF_GROUP and asked.precision.tensor_scale is TensorScale.NONE:
+        return f"{asked.precision.name} has no scale of a tensor that ranks could share: choose amax=own"
+    return uncuttable(asked.config, ranks)
+
+
+def _uncut_tokens(asked: Asked) -> str:
+    tokens = asked.config.sequence
+    if tokens % asked.ranks:
+        return f"{tokens} tokens have no equal share for each of {asked.ranks} ranks"
+    return _uncut(asked, asked.ranks)
+
+
+def _unpaired(asked: Asked) -> str:
+    pairs, left = divmod(asked.ranks, 2)
+    if left or asked.batch % pairs:
+        return f"{asked.batch} sequences have no equal share for each pair of {asked.ranks} ranks"
+    return _uncut(asked, 2)
+
+
+WAYS = {
+    way.name: way
+    for way in (
+        Way("ddp", "the whole model on every rank, torch's DistributedDataParallel; the mean of gradients is sent",
+            _unshared, _made_by("data_parallel:DDPModel"), {"wire": ("fp32", "bf16", "fp8_gather", "fp8_twoshot")}),
+        Way("fsdp2", "weights, gradients and moments cut into equal rows, torch's fully_shard",
+            _unequal_rows, _made_by("fsdp:FSDPModel"), {"wire": ("fp32", "bf16", *_TORCHAO)}),
+        # The same losses and the same wait, with the activations of at most as many microbatches as stages.
+        Way("pp_1f1b", "blocks cut into stages; each microbatch goes backward as soon as it can",
+            lambda asked: _unstaged(asked, asked.ranks), _made_by("pipeline:OneForwardOneBackward"), _MICROBATCHES),
+        # As long as it waits it keeps the activations of all microbatches.
+        Way("pp_gpipe", "blocks cut into stages; all microbatches go forward, then all backward",
+            _unstaged, _made_by("pipeline:GPipe"), _MICROBATCHES),
+        # As many bytes as tp, and less memory: what lies between the parts of a block is divided, too.
+        Way("sp", "tp, and of what lies between a block's parts a rank has its tokens only: gathered before, scattered "
+            "after", _uncut_tokens, _made_by("tensor_parallel:SequenceCut"), {"wire": ("stream", "fp8"), **_AMAX}),
+        # Megatron-LM's exchanges: a sum behind attention and feed-forward part each, one before them in backward.
+        Way("tp", "heads and hidden features cut; what blocks make is added up, amax groups are a choice",
+            lambda asked: _uncut(asked, asked.ranks), _made_by("tensor_parallel:TensorCut"), _AMAX),
+        # What large trainings do: tensors within a machine, FSDP between machines.
+        Way("tp_fsdp", "pairs of ranks share tensors as tp does, and FSDP2 shards what a pair has over all pairs",
+            _unpaired, _made_by("fsdp:TensorFSDP"), _AMAX, least_ranks=4),
+        Way("zero", "ZeRO-1: each weight has one owner, which gets its gradient, updates it and sends it to all",
+            _unowned, _made_by("data_parallel:ZeroModel"), {"wire": ("fp32", "fp8")}),
+    )
+}  # fmt: skip
