@@ -14,11 +14,11 @@ from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.advise.basis import Basis, Trained, speed_of
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Checked
-from fp8bench.features.sensitivity.kept import studies_of
+from fp8bench.features.sensitivity.job import studies_of, write_map_file
 from fp8bench.features.sensitivity.study import as_words
 from fp8bench.features.train.kept import load_training, training_named
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
-from fp8bench.files import append_lines, sealed_line, write_whole
+from fp8bench.files import append_lines, sealed_line
 from fp8bench.model import Interval, Run
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.pipeline import execute, measure_again, now
@@ -71,12 +71,7 @@ def write_map(found: Advised, run: Run, path: Path) -> None:
             "`fp8bench sensitivity` finds out which layers suffer."
         )
     first = routes[0]
-    lines = [f"{layer}={mode}" for layer, mode in first.precision_map]
-    text = "\n".join([f"# {first.mode} on run {run.id}: {first.sentence}", *lines, ""])
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise StoreError(f"--write-map {path} cannot be written ({error.strerror}). Give another file.") from None
+    write_map_file(path, f"{first.mode} on run {run.id}: {first.sentence}", first.precision_map)
 
 
 def checkable(advice: Sequence[Advice]) -> list[Advice]:

@@ -13,12 +13,13 @@ from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from fp8bench.features.sensitivity.study import By
 from fp8bench.features.sensitivity.view import as_csv, as_json, page_of
 from fp8bench.measure.interrupts import only_once
+from fp8bench.model import Request
 from fp8bench.model.request import PERCENT, whole_number
 from fp8bench.model.words import UNTOUCHED
+from fp8bench.workloads.model import Model
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.description = (
         "Trains the transformer, or a model of your own, with one layer at a time in low precision and the rest in the "
         "reference, then looks for a precision map that keeps the loss, and runs every map that it tries."
@@ -63,12 +64,17 @@ def run(arguments: argparse.Namespace) -> int:
     for option in ("size", "data") if target else ():
         if getattr(arguments, option) is not None:
             raise UsageError(f"--{option} is of the transformer, and {target} is a model of your own. Leave one out.")
-    question = Question(
-        arguments.dtype, arguments.reference or (UNTOUCHED if target else "bf16"), By(arguments.by),
-        arguments.size or "nano", arguments.steps, arguments.tolerance / 100, arguments.seed, arguments.threads,
-        arguments.device, arguments.data, tuple(arguments.imports), arguments.isolation, arguments.case_timeout, target,
-        None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100,
+    suite, axis = (
+        (Model.name, ("make", (target,))) if target else ("transformer", ("size", (arguments.size or "nano",)))
+    )
+    request = Request(
+        Model.name if target else "transformer", (arguments.dtype,), (arguments.device,) if arguments.device else (),
+        arguments.reference or (UNTOUCHED if target else "bf16"), (axis,), data=arguments.data, seed=arguments.seed,
+        threads=arguments.threads, imports=tuple(arguments.imports), isolation=arguments.isolation,
+        case_timeout=arguments.case_timeout,
     )  # fmt: skip
+    gradients = None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100
+    question = Question(request, By(arguments.by), arguments.steps, arguments.tolerance / 100, gradients)
     with only_once():
         study = studied(question, arguments.store, TERMINAL)
         try:

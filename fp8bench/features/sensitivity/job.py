@@ -13,12 +13,13 @@ from fp8bench import __version__
 from fp8bench.errors import StoreError, UsageError, WorkerError, WorkerFault
 from fp8bench.features.sensitivity.study import By, PrecisionMap, Study, Trial, map_of
 from fp8bench.features.sensitivity.view import as_json
-from fp8bench.files import compact, sealed, stamp, write_whole
+from fp8bench.files import compact, sealed, stamp, unsealed, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import AskedBench, Worker, claimed
 from fp8bench.measure.limits import Limits
 from fp8bench.model import Case, DeviceFacts, PlannedCase, Request, Work
+from fp8bench.model.codec import Malformed, decode
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.pipeline import examine, now, worker_for
 from fp8bench.plan.asked_suites import reads_corpus
@@ -27,51 +28,28 @@ from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import check_names, make_plan
 from fp8bench.protocols import Layer
 from fp8bench.registry import precisions, workloads
-from fp8bench.workloads.model import MADE, Model
-
-SUITE = "transformer"
+from fp8bench.workloads.model import MADE
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a person asks, as given. `tolerance` is a share; `target` is a model of one's own instead of the suite's, as
-    `fp8bench profile` takes it."""
+    """What a person asks: `request` is the run of the two cases, low and reference; `tolerance` is a share."""
 
-    dtype: str
-    reference: str
+    request: Request
     by: By
-    size: str
     steps: int
     tolerance: float
-    seed: int = 0
-    threads: int = 1
-    device: str | None = None
-    data: str | None = None
-    imports: tuple[str, ...] = ()
-    isolation: bool = True
-    case_timeout: float | None = None
-    target: str = ""
     gradient_tolerance: float | None = None
-
-    @property
-    def request(self) -> Request:
-        """The suite's run that has its two cases."""
-        suite, axis = (Model.name, ("make", (self.target,))) if self.target else (SUITE, ("size", (self.size,)))
-        return Request(
-            suite, (self.dtype,), (self.device,) if self.device else (), self.reference, (axis,),
-            data=self.data, seed=self.seed, threads=self.threads, imports=self.imports, isolation=self.isolation,
-            case_timeout=self.case_timeout,
-        )  # fmt: skip
 
 
 def studied(question: Question, store: Path, observer: JobObserver) -> Study:
     """Train all that a study needs. An interrupt ends it early: the study comes as far as it was."""
-    check(question)
-    reads = reads_corpus(question.request)
-    corpus = prepare_corpus(question.data, store / "data", write=True) if reads else None
-    with claimed(question.isolation), worker_for(question.request, corpus) as worker:
+    request = question.request
+    check(request)
+    corpus = prepare_corpus(request.data, store / "data", write=True) if reads_corpus(request) else None
+    with claimed(request.isolation), worker_for(request, corpus) as worker:
         study, bed = opened(question, worker.probe(), corpus.identity if corpus is not None else None, worker)
-        environment = gather(worker.software(), __version__, question.threads, question.imports)
+        environment = gather(worker.software(), __version__, request.threads, request.imports)
         study = replace(study, started=now(), environment=environment)
         try:
             with observer.counting() as tell:
@@ -86,7 +64,6 @@ def studied(question: Question, store: Path, observer: JobObserver) -> Study:
 
 
 def kept(study: Study, store: Path) -> Study:
-    """Write the study into the store."""
     path = store / "sensitivity" / f"{stamp(study.started)}-{secrets.token_hex(4)}.json"
     try:
         write_whole(path, compact(sealed(json.loads(as_json(study)))) + "\n")
@@ -97,23 +74,38 @@ def kept(study: Study, store: Path) -> Study:
     return replace(study, path=str(path))
 
 
+def studies_of(store: Path) -> tuple[tuple[Study, ...], list[str]]:
+    """What a store has in `sensitivity/*.json`: what can be read, oldest first, and a sentence on each other file."""
+    found, troubles = [], []
+    for path in sorted((store / "sensitivity").glob("*.json")):
+        try:
+            found.append(decode(Study, {**unsealed(json.loads(path.read_bytes())), "path": str(path)}))
+        except (OSError, ValueError, TypeError, RecursionError, Malformed) as error:
+            troubles.append(f"{path} is no study and was left out ({str(error)[:120]})")
+    return tuple(found), troubles
+
+
 def write_map(study: Study, path: Path) -> None:
     """Write the suggested map there, as a file for --precision-map. Raises UsageError where none is suggested."""
     found = study.suggested
     if found is None:
         raise UsageError(f"no map is suggested, so that {path} was not written. The tables above say why.")
-    head = f"# {study.low} in {found.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
-    text = "\n".join([head, *(f"{key}={mode}" for key, mode in found.precision_map), ""])
+    head = f"{study.low} in {found.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
+    write_map_file(path, head, found.precision_map)
+
+
+def write_map_file(path: Path, head: str, precision_map: PrecisionMap) -> None:
+    """A map as --precision-map takes it, with a remark at its head."""
     try:
-        write_whole(path, text)
+        write_whole(path, "\n".join([f"# {head}", *(f"{key}={mode}" for key, mode in precision_map), ""]))
     except OSError as error:
         raise StoreError(f"--write-map {path} cannot be written ({error.strerror}). Give another file.") from None
 
 
-def check(question: Question) -> None:
+def check(request: Request) -> None:
     """Raise for what cannot be meant, before anything is started."""
-    check_names(question.request)
-    low, reference = (precisions.get(word) for word in (question.dtype, question.reference))
+    check_names(request)
+    low, reference = map(precisions.get, (*request.dtypes, request.reference or ""))
     if low.mode == reference.mode:
         raise UsageError(
             f"--dtype and --reference are both {low.mode}, so that no layer would differ. Give --reference a higher "
@@ -133,22 +125,23 @@ def check(question: Question) -> None:
 
 def opened(question: Question, facts: Sequence[DeviceFacts], corpus: str | None, worker: Worker) -> tuple[Study, Bed]:
     """The study before its first run, and what all its runs share. Raises for a precision that the device refuses."""
-    plan = make_plan(question.request, facts, corpus)
+    request, limits = question.request, Limits(question.request.case_timeout)
+    plan = make_plan(request, facts, corpus)
     (group,) = plan.groups
-    examine(plan, facts, worker, Limits(question.case_timeout))
+    examine(plan, facts, worker, limits)
     by_mode = {planned.case.precision: planned for planned in group.cases}
-    low, reference = (by_mode[precisions.canonical(word)] for word in (question.dtype, question.reference))
+    low, reference = (by_mode[precisions.canonical(word)] for word in (*request.dtypes, request.reference or ""))
     for planned in (low, reference):
         if planned.skip:
             raise UsageError(f"{planned.case.precision} cannot be run on {planned.case.device}: {planned.skip}.")
-    precision, limits = precisions.get(low.case.precision), Limits(question.case_timeout)
+    precision = precisions.get(low.case.precision)
     device = next(one for one in facts if one.key == low.case.device)
     layers = _layers_of(low, device, worker.within(limits.numbers(low.work)))
     high = precision.carried_by or precision.mode
     bed = Bed(low.case, reference.case, layers, high, device, low.work, question.steps, limits)
     study = Study(
         low.case.workload, low.case.params, device.key, low.case.precision, reference.case.precision,
-        low.support.level.value, question.by, question.steps, question.tolerance, question.seed,
+        low.support.level.value, question.by, question.steps, question.tolerance, request.seed,
         Trial("reference", "", reference.case.precision), gradient_tolerance=question.gradient_tolerance,
     )  # fmt: skip
     return study, bed

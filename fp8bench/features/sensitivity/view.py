@@ -9,8 +9,9 @@ from typing import Any
 from fp8bench import units
 from fp8bench.features.sensitivity.study import By, Study, Suffers, Trial, as_words, last_of
 from fp8bench.model.codec import SCHEMA, encode
+from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import csv_text, json_line
-from fp8bench.report.elements import Code, Column, Element, Field, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Code, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import show_params, together
 
 _LEGEND = (
@@ -52,17 +53,15 @@ def _reference(study: Study) -> str:
 
 def _probes(study: Study) -> Table:
     by_kind = study.by is By.KIND  # then it has no column of its own
-    columns = (
-        Column("low" if by_kind else "low layer"), *([] if by_kind else [Column("kind")]),
-        Column("loss gap", number=True), Column("gradient error", number=True), Column("verdict"),
-        Column("why", below=True),
-    )  # fmt: skip
-    rows = tuple(
-        (Field(one.name), *([] if by_kind else [Field(one.kind)]), Field(_gap(study, one)),
-         Field(units.percent(one.gradient_error)), Field(suffers.value, tone=_TONES[suffers]), Field(one.failure))
-        for one in study.ranking for suffers in [study.suffers(one)]
-    )  # fmt: skip
-    return Table("probes", "", columns, rows)
+    cols: list[Col[Trial]] = [
+        Col("low" if by_kind else "low layer", lambda one: one.name),
+        Col("kind", lambda one: one.kind, when=not by_kind),
+        Col("loss gap", lambda one: _gap(study, one), number=True),
+        Col("gradient error", lambda one: units.percent(one.gradient_error), number=True),
+        Col("verdict", lambda one: study.suffers(one).value, tone=lambda one: _TONES[study.suffers(one)]),
+        Col("why", lambda one: one.failure, below=True),
+    ]
+    return table("probes", "", cols, study.ranking)
 
 
 def _groups(study: Study) -> Iterator[str]:
@@ -80,23 +79,22 @@ def _groups(study: Study) -> Iterator[str]:
 
 
 def _candidates(study: Study) -> Table:
-    by_gradients = study.gradient_tolerance is not None
-    columns = (
-        Column("candidate"), Column("layers low", number=True), Column("loss gap", number=True),
-        *([Column("gradient error", number=True)] if by_gradients else []), Column("verdict"),
-        Column("why", below=True),
-    )  # fmt: skip
-    rows = []
-    for one in study.candidates:
-        gap = study.gap(one)
-        lost = "loses too much" if gap is not None and gap > study.tolerance else "its gradients are too far off"
-        words = "keeps the loss" if study.keeps(one) else "failed" if one.failure else lost
-        verdict = Field(words, tone=Tone.GOOD if study.keeps(one) else Tone.BAD)
-        error = [Field(units.percent(one.gradient_error))] if by_gradients else []
-        rows.append(
-            (Field(one.name), Field(str(len(one.low))), Field(_gap(study, one)), *error, verdict, Field(one.failure))
-        )
-    return Table("candidates", "", columns, tuple(rows))
+    def verdict(one: Trial) -> Field:
+        if study.keeps(one):
+            return Field("keeps the loss", tone=Tone.GOOD)
+        lost = "loses too much" if (study.gap(one) or 0) > study.tolerance else "its gradients are too far off"
+        return Field("failed" if one.failure else lost, tone=Tone.BAD)
+
+    cols: list[Col[Trial]] = [
+        Col("candidate", lambda one: one.name),
+        Col("layers low", lambda one: str(len(one.low)), number=True),
+        Col("loss gap", lambda one: _gap(study, one), number=True),
+        Col("gradient error", lambda one: units.percent(one.gradient_error), number=True,
+            when=study.gradient_tolerance is not None),
+        Col("verdict", verdict),
+        Col("why", lambda one: one.failure, below=True),
+    ]  # fmt: skip
+    return table("candidates", "", cols, study.candidates)
 
 
 def _suggestion(study: Study) -> Iterator[Element]:
@@ -153,12 +151,6 @@ def _noise(study: Study) -> str:
     return units.percent(study.noise, 2)
 
 
-COLUMNS = (
-    "part", "name", "kind", "precision", "precision_map", "layers_low", "draw", "loss", "loss_gap", "noise",
-    "gradient_error", "says", "keeps_loss", "failure",
-)  # fmt: skip
-
-
 def as_json(study: Study) -> str:
     """The document on one line: every loss, and beside each run what it says."""
     document = {"schema": SCHEMA, **encode(study), "noise": encode(study.noise)}
@@ -178,7 +170,8 @@ def _told(study: Study, one: Trial) -> dict[str, Any]:
 
 def as_csv(study: Study) -> str:
     """A row a run; numbers with all their digits, nothing for what is not known."""
-    return csv_text(COLUMNS, _rows(study))
+    rows = list(_rows(study))
+    return csv_text(tuple(rows[0]), rows)
 
 
 def _rows(study: Study) -> Iterator[dict[str, Any]]:

@@ -15,13 +15,14 @@ from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerHung, Wo
 from fp8bench.features.sensitivity.job import DRAWS, Question, groups_of, opened, run, write_map
 from fp8bench.features.sensitivity.study import By, Study
 from fp8bench.measure.handle import Worker
-from fp8bench.model import Case, DeviceFacts
+from fp8bench.model import Case, DeviceFacts, Request
 from fp8bench.protocols import Layer, key_of
 from fp8bench.registry import workloads
 from tests.facts import CPU
 
 Told = list[tuple[int, int, str, str]]
 LAYERS = workloads.get("transformer").layers({"size": "nano"})
+ASKED = Request("transformer", ("fp8",), (), "bf16", (("size", ("nano",)),))
 LOST = WorkerLost("the worker crashed during 'losses'")
 
 
@@ -73,7 +74,7 @@ def low_of(case: Case) -> frozenset[str]:
 def studied(trainer: Trainer, by: By = By.LAYER, tolerance: float = 0.05) -> tuple[Study, Told]:
     """The study at its end, and what was told."""
     told: Told = []
-    study, bed = opened(Question("fp8", "bf16", by, "nano", 5, tolerance), (CPU,), None, trainer)
+    study, bed = opened(Question(ASKED, by, 5, tolerance), (CPU,), None, trainer)
     for further in run(study, bed, trainer, lambda *words: told.append(words)):
         study = further
     return study, told
