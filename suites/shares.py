@@ -44,10 +44,9 @@ def _step(kind: str) -> tuple[object, Callable[[], None]]:
 def compared(kind: str) -> tuple[float, dict[str, tuple[float, float]], int]:
     """Seconds that looking adds to an operator, shares by kind here and by torch's profiler, and how many operators."""
     from fp8bench.model.shares import ShareKind
-    from fp8bench.profiler.events import recorded
+    from fp8bench.profiler import recorded
     from fp8bench.tape.profiled import profiled
-    from fp8bench.tape.shares import shares_of
-    from fp8bench.tape.timed_calls import OperatorTimes
+    from fp8bench.tape.timed_calls import OperatorTimes, shares_of
 
     model, step = _step(kind)
     mode = OperatorTimes([model], time.thread_time_ns)  # type: ignore[list-item]

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from fp8bench.model import DeviceFacts
-from fp8bench.profiler.gpu_events import EventStamper
-from fp8bench.profiler.gpu_memory import AllocatorMeter, fraction_limited
+from fp8bench.profiler.gpu import AllocatorMeter, EventStamper, fraction_limited
 from fp8bench.protocols import CannotCapture, CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
 

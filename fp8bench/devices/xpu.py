@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from fp8bench.model import DeviceFacts
-from fp8bench.profiler.gpu_events import EventStamper
-from fp8bench.profiler.gpu_memory import AllocatorMeter, fraction_limited
+from fp8bench.profiler.gpu import AllocatorMeter, EventStamper, fraction_limited
 from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
 

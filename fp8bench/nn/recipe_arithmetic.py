@@ -18,8 +18,7 @@ from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.rotations import rotated
 from fp8bench.nn.tensor_scales import DelayedScale, NextScale, backward_is_running, kept_scales
-from fp8bench.numerics.products import in_dtype, values_product
-from fp8bench.numerics.short_sums import short_product
+from fp8bench.numerics.products import in_dtype, short_product, values_product
 from fp8bench.protocols import Arithmetic, Operand, Role, ScaleBook
 
 

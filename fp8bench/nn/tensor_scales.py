@@ -19,8 +19,7 @@ from fp8bench.formats.native_codes import current_scale, delayed_scale
 from fp8bench.formats.recipes import Delayed, Recipe, Treatment
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.formats.scalings import ScaleRounding
-from fp8bench.numerics.factors import Factors, factors_of
-from fp8bench.numerics.figures import ScaleCourse, scale_course
+from fp8bench.numerics.tensor_error import Factors, ScaleCourse, factors_of, scale_course
 from fp8bench.protocols import Precision, Role, ScaleBook
 from fp8bench.protocols.arithmetic import ScaleState
 

@@ -4,12 +4,17 @@ The oracle is the float64 product of the operands' values. A sum of K products i
 p bits, lies within K * 2^-p of the sum of their magnitudes; an explanation has to hold for every element. Being within
 that bound is not enough for a sum: rounded steps prefer no side, and their mean square grows with K alone, so that
 sums that are kept in fewer bits are told apart long before they leave the bound.
+
+A fingerprint says in which precision a product was really computed, told by its numbers alone: a product in low
+precision is nearest to the exact product of its operands as that precision rounds them, for what sums and the result's
+rounding add is far less than what another rounding of the operands does. So of several guesses the one is taken whose
+exact product lies nearest, and how far the others are says how sure that is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -20,7 +25,7 @@ from torch import Tensor
 from fp8bench.formats.grids import Format
 from fp8bench.formats.recipes import HOPPER_BITS, Accumulator
 from fp8bench.model.conformity import Difference
-from fp8bench.numerics.short_sums import INSTRUCTION, short_product
+from fp8bench.numerics.products import INSTRUCTION, short_product
 
 FLOAT32_BITS = 24
 # Roundings of a float32 sum beside its additions: of both operands' values, of their scales, of the result.
@@ -329,3 +334,61 @@ def most_steps(values: Tensor, fmt: Format, top: float) -> Tensor:
     `top` is what the format's largest stands for where that is most.
     """
     return (values.abs() * 2.0**-fmt.mantissa_bits).clamp(min=fmt.smallest_subnormal * top / fmt.largest)
+
+
+# The values of both operands, by what they would be called if the product were computed of them.
+Guesses = Mapping[str, tuple[Tensor, Tensor]]
+# A mean square that is so many times smaller is another precision's. Sums in few bits and a library's own way to round
+# make no such difference; a bfloat16 result of bfloat16 copies of FP8 values has three times the error of its rounding.
+_NEARER = 2.0
+# What is left of a float32 by results of so many significant bits.
+_SIGNIFICANT = ((8, 16), (11, 13))
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The guess that is nearest, how many bits its sums seem to be kept in, and the significant bits of the results.
+
+    `errors` are mean squares, of the sum of the products' magnitudes, by guess.
+    """
+
+    operands: str
+    errors: Mapping[str, float]
+    sum_bits: int
+    result_bits: int
+
+
+def fingerprint(product: Tensor, guesses: Guesses) -> Fingerprint:
+    """Of a product (M, N) of operands (M, K) and (N, K), and at least one guess of what they were."""
+    sums = _sums_of(product, guesses)
+    errors = _errors(product, sums)
+    nearest = min(errors, key=lambda name: errors[name])
+    found = product.detach().to(torch.float64)
+    bits = FLOAT32_BITS if sums[nearest].is_unbiased(found) else kept_bits(found, sums[nearest])
+    return Fingerprint(nearest, errors, bits, _result_bits(product))
+
+
+def looks_like(product: Tensor, promised: str, guesses: Guesses) -> str:
+    """The guess that a product looks like, clearly more than what was promised; '' where it kept the promise."""
+    if not bool(product.isfinite().all()):
+        return ""
+    errors = _errors(product, _sums_of(product, guesses))
+    nearest = min(errors, key=lambda name: errors[name])
+    return nearest if errors[nearest] * _NEARER < errors[promised] else ""
+
+
+def _sums_of(product: Tensor, guesses: Guesses) -> dict[str, Sums]:
+    return {
+        name: Sums(a.detach().to(torch.float64), b.detach().to(torch.float64), product.dtype)
+        for name, (a, b) in guesses.items()
+    }
+
+
+def _errors(product: Tensor, sums: Mapping[str, Sums]) -> dict[str, float]:
+    found = product.detach().to(torch.float64)
+    return {name: one.spread(found) for name, one in sums.items()}
+
+
+def _result_bits(product: Tensor) -> int:
+    bits = product.detach().to(torch.float32).contiguous().view(torch.int32)
+    return next((kept for kept, zeros in _SIGNIFICANT if not bool((bits & ((1 << zeros) - 1)).any())), 24)

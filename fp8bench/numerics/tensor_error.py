@@ -1,20 +1,82 @@
 """What rounding a tensor has cost: all figures of one tensor and its rounded self, from one pass over both.
 
 x is the tensor, y what is left of it, e = y - x; sums are in fp64. Values of x that are not finite, and those that y
-has lost (finite in x and not in y), are counted apart and stand in no other figure.
+has lost (finite in x and not in y), are counted apart and stand in no other figure. `factors_of` are what a scaling
+multiplies elements by, block by block; `figures` are given by names that say their unit, all of them finite. A scale
+that comes from earlier steps has figures of its own: how it follows the tensor's largest magnitude.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fp8bench.formats.grids import Format
-from fp8bench.numerics.factors import Factors, Place, in_blocks
+from fp8bench.formats.scaled import blocks_of, matrix_of
+from fp8bench.formats.scalings import Scaling
 from fp8bench.numerics.norms import as_rows, tiles
+from fp8bench.units import EXACT_DB
+
+Place = tuple[slice, slice]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A value is its element times the factor of its block.
+
+    `steps` has one number for each block, (blocks down, blocks across), on the tensor's device; a block is `rows` x
+    `columns` elements, 0 standing for all there are. A factor that is 0, infinite or NaN left nothing of its block.
+    """
+
+    steps: Tensor
+    rows: int = 0
+    columns: int = 0
+
+    def over(self, place: Place) -> Tensor:
+        """The factor of every element of a piece, in fp64, in a shape that broadcasts over it."""
+        down, across = (self._blocks(one, size) for one, size in zip(place, (self.rows, self.columns), strict=True))
+        return self.steps.index_select(0, down).index_select(1, across).to(torch.float64)
+
+    def none(self) -> Tensor:
+        """A zero for every block."""
+        return torch.zeros(self.steps.shape, dtype=torch.float64, device=self.steps.device)
+
+    def raise_to_peaks(self, peaks: Tensor, magnitudes: Tensor, place: Place) -> None:
+        """Take the largest of a piece's magnitudes into the `peaks` of their blocks."""
+        highest = in_blocks(magnitudes, self.columns).amax(-1)
+        rows = self._blocks(place[0], self.rows).unsqueeze(1).expand(highest.shape)
+        left = place[1].start // self.columns if self.columns else 0
+        peaks[:, left : left + highest.shape[1]].scatter_reduce_(0, rows, highest, "amax")
+
+    def _blocks(self, place: slice, size: int) -> Tensor:
+        """The block of each row (or column) of a piece; one for all where there is but one."""
+        if not size:
+            return torch.zeros(1, dtype=torch.int64, device=self.steps.device)
+        return torch.arange(place.start, place.stop, device=self.steps.device).div_(size, rounding_mode="floor")
+
+
+def factors_of(x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tensor | None = None) -> Factors:
+    """Those that a tensor gets by itself, or with a `scale` of earlier steps; 1 without a scaling."""
+    if scaling is None:
+        return Factors(torch.ones(1, 1, device=x.device))
+    steps = blocks_of(x.detach().to(torch.float32).abs(), fmt, scaling, scale).steps
+    down = -(-matrix_of(x.shape)[0] // scaling.rows) if scaling.rows else 1
+    return Factors(steps.reshape(down, -1), scaling.rows, scaling.columns)
+
+
+def in_blocks(x: Tensor, columns: int) -> Tensor:
+    """(rows, blocks, columns), the last block filled with zeros; 0 columns are all there are."""
+    size = columns or x.shape[1]
+    missing = -x.shape[1] % size
+    filled = pad(x, (0, missing)) if missing else x
+    return filled.reshape(x.shape[0], filled.shape[1] // size, size)
+
 
 # The same for all scalings, so that they compare: an MX block.
 BLOCK = 32
@@ -234,3 +296,71 @@ def _spread(signal: Tensor, noise: Tensor) -> Spread | None:
         return None
     last = ratios.numel() - 1
     return Spread(float(ratios[last // 2]), float(ratios[last // 100]))
+
+
+@dataclass(frozen=True)
+class ScaleCourse:
+    """Octaves, step by step. A drift or lag that no number can give (a scale or an amax of 0) is left out.
+
+    drift_t = |log2(s_t / s_(t-1))|: how far the scale moved. lag_t = log2(amax_t s_t / largest): above 0 the step's
+    largest values saturate, below 0 that much of the format's range lies idle.
+    """
+
+    drift: tuple[float, ...]
+    lag: tuple[float, ...]
+
+
+def scale_course(scales: Sequence[float], amaxes: Sequence[float], fmt: Format) -> ScaleCourse:
+    """The course of the scales s_t (an element is s_t times its value) and of the amaxes of the same steps."""
+    if len(scales) != len(amaxes):
+        raise ValueError(f"{len(scales)} scales cannot be those of {len(amaxes)} steps")
+    drift = [_octaves(now, before) for before, now in itertools.pairwise(scales)]
+    lag = [_octaves(amax * scale, fmt.largest) for scale, amax in zip(scales, amaxes, strict=True)]
+    return ScaleCourse(
+        tuple(abs(one) for one in drift if one is not None), tuple(one for one in lag if one is not None)
+    )
+
+
+def _octaves(above: float, below: float) -> float | None:
+    ratio = above / below if below else math.inf
+    return math.log2(ratio) if 0 < ratio < math.inf else None
+
+
+def figures(found: TensorError, course: ScaleCourse | None = None) -> dict[str, float]:
+    """By name; docs/numerics.md has the definitions. What a tensor does not have is left out.
+
+    An SQNR is told as EXACT_DB at most: that is what one without any error is shown as. `course` is that of the scale,
+    where it comes from earlier steps.
+    """
+    return {name: value for name, value in _figures(found, course) if value is not None}
+
+
+def _figures(found: TensorError, course: ScaleCourse | None) -> Iterator[tuple[str, float | None]]:
+    yield "sqnr_db", _capped(found.sqnr_db)
+    yield from _parts_of("row", found.rows)
+    yield from _parts_of("block", found.blocks)
+    yield "relative_error", found.relative
+    yield "max_ulp", found.max_ulp
+    # A cosine next to 1 would lose its digits where it is shown; rounding may put it above.
+    yield "cosine_loss", None if found.cosine is None else max(0.0, 1 - found.cosine)
+    yield "slope", found.slope
+    yield "underflow_percent", found.underflow_percent
+    yield "underflow_nonzero_percent", found.underflow_nonzero_percent
+    yield "saturation_percent", found.saturation_percent
+    yield "subnormal_percent", found.subnormal_percent
+    yield "not_finite_percent", found.not_finite_percent
+    yield "utilisation_percent", None if found.utilisation is None else 100 * found.utilisation
+    yield "dynamic_range_octaves", found.dynamic_range_octaves
+    if course is not None:
+        yield "scale_drift_octaves", max(course.drift, default=0.0)
+        # That of the step that came nearest to overflow, or overflowed most.
+        yield "scale_lag_octaves", max(course.lag, default=0.0)
+
+
+def _parts_of(part: str, found: Spread | None) -> Iterator[tuple[str, float | None]]:
+    yield f"sqnr_{part}_median_db", _capped(found.median_db) if found else None
+    yield f"sqnr_{part}_p1_db", _capped(found.p1_db) if found else None
+
+
+def _capped(decibels: float | None) -> float | None:
+    return None if decibels is None else min(decibels, EXACT_DB)

@@ -1,10 +1,14 @@
-"""torch's profiler without a word on stderr."""
+"""torch's profiler without a word on stderr: events of some work, as in a trace, and whether torch is called at all."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 _LEVEL = "KINETO_LOG_LEVEL"
 
@@ -19,3 +23,49 @@ def quiet() -> Iterator[None]:
     finally:
         if before is None:
             del os.environ[_LEVEL]
+
+
+def recorded(work: Callable[[], None], kind: str) -> list[dict[str, Any]]:
+    """The events of some work on a device of that kind, of which torch has a profiler, or else of the host."""
+    from torch.profiler import profile
+
+    with quiet(), profile(activities=activities_of(kind), acc_events=True) as one:
+        work()
+    return list(exported(one)["traceEvents"])
+
+
+def activities_of(kind: str) -> list[Any]:
+    """What is recorded for a device of that kind; one that torch's profiler does not know is seen from the host."""
+    from torch.profiler import ProfilerActivity
+
+    known = ProfilerActivity.__members__
+    return [known[name] for name in dict.fromkeys(("CPU", kind.upper())) if name in known]
+
+
+def exported(profile: Any) -> dict[str, Any]:
+    """The trace that a profiler has recorded, read back."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        # Names of operators are foreign text: a letter that is none shall not cost the trace.
+        read = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
+    if not isinstance(read, dict) or not isinstance(read.get("traceEvents"), list):
+        raise RuntimeError("torch's profiler wrote something that is no trace")
+    return read
+
+
+def calls_operators(work: Callable[[], None]) -> bool | None:
+    """Whether some work calls operators of torch, as its profiler hears; None if that hears nothing.
+
+    It listens on the host: nothing is attached to a GPU.
+    """
+    from torch.autograd.profiler import profile
+
+    one = profile(use_kineto=True)
+    with quiet():
+        one.__enter__()  # type: ignore[no-untyped-call]
+    try:
+        work()
+    finally:
+        one.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    return None if one.kineto_results is None else bool(one.kineto_results.experimental_event_tree())

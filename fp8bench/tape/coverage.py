@@ -2,13 +2,15 @@
 
 Nothing of the model is touched: hooks of the whole process say which module runs, and an operator of backward belongs
 to the module that its node of the graph was made in (nodes are numbered as they are made, one thread after another).
+The sides of products come from the same arguments that FLOPs are counted from.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,8 +24,67 @@ from fp8bench.model.coverage import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.nn.conversion.holders import CONV2D, EXPERTS, Held
 from fp8bench.nn.conversion.stacked import Stacked
 from fp8bench.tape.formulas import flops_of
-from fp8bench.tape.product_shapes import SHAPES, products_of
-from fp8bench.tape.recorder import Call, OperatorTape, name_of, tensors_in
+from fp8bench.tape.recorder import Call, OperatorTape, arguments_of, name_of, tensors_in
+
+Named = Mapping[str, Any]
+# M, N, K and how many of them, of (..., M, K) times (..., K, N).
+Product = tuple[int, int, int, int]
+
+
+def _matrices(left: str, right: str) -> Callable[[Named], list[Product]]:
+    def product(named: Named) -> list[Product]:
+        *times, m, k = named[left].shape
+        return [(m, named[right].shape[-1], k, math.prod(times))]
+
+    return product
+
+
+def _grouped(named: Named) -> list[Product]:
+    """All groups as one: rows, columns or contractions of the groups beside each other."""
+    left, right = named["self"], named["mat2"]
+    return [(left.shape[-2], right.shape[-1], left.shape[-1], 1)]
+
+
+def _convolved(named: Named) -> list[Product]:
+    outputs, window, places, groups = _sides(named, named[""])
+    return [(places, outputs, window, groups)]
+
+
+def _convolved_back(named: Named) -> list[Product]:
+    outputs, window, places, groups = _sides(named, named["grad_output"])
+    for_input, for_weight = named["output_mask"][:2]
+    products = [((places, window, outputs, groups), for_input), ((outputs, window, places, groups), for_weight)]
+    return [product for product, wanted in products if wanted]
+
+
+def _sides(named: Named, out: Any) -> tuple[int, int, int, int]:
+    """Of each group: outputs, the numbers of a window, places; and how many groups there are."""
+    weight, x = named["weight"], named.get("input", named.get("self"))
+    places, groups = (x if named.get("transposed") else out), int(named.get("groups", 1))
+    return (
+        weight.shape[0] // groups, math.prod(weight.shape[1:]), places.shape[0] * math.prod(places.shape[2:]), groups
+    )  # fmt: skip
+
+
+# Of each operator that multiplies matrices, by name.
+SHAPES: dict[str, Callable[[Named], list[Product]]] = {
+    **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), _matrices("self", "mat2")),
+    **dict.fromkeys(("addmm", "_addmm_activation"), _matrices("mat1", "mat2")),
+    **dict.fromkeys(("baddbmm",), _matrices("batch1", "batch2")),
+    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped),
+    **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"), _convolved),
+    "convolution_backward": _convolved_back,
+}  # fmt: skip
+
+
+def products_of(call: Call) -> list[HeldProduct]:
+    """None for operators that make no products of matrices, or do so within something larger (attention, an LSTM)."""
+    shapes = SHAPES.get(name_of(call))
+    if shapes is None:
+        return []
+    named = {**arguments_of(call), "": next(tensors_in(call.result), None)}
+    return [HeldProduct(m, n, k, times, call.backward) for m, n, k, times in shapes(named)]
+
 
 _number = torch._C._autograd._get_sequence_nr
 _node = torch._C._current_autograd_node

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp8bench.numerics.operands import OperatorWatch
-from fp8bench.tape.replay import Call, CannotReplay, Check, Register, Replay, Rewritten, bits_of, tensors_in
+from fp8bench.numerics.operands import OperatorWatch, tensors_within
+from fp8bench.tape.replay import Call, CannotReplay, Check, Register, Replay, Rewritten, bits_of
 
 # These give a tensor other memory.
 _MOVING = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
@@ -101,7 +101,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
             return NotImplemented  # its own operators, on the tensors inside, come here next
         if self._why:
             return func(*args, **named)
-        given = tensors_in((args, named))
+        given = tensors_within((args, named))
         if self._stack[-1] != self._phase:
             for tensor in _written(func, args, named):
                 self._write_outside(tensor)
@@ -123,7 +123,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         states = tuple((one, one.get_state()) for one in drawing) if self._check else ()
         result = func(*args, **kwargs)
         check = Check(bits_of(func, result, written), states) if self._check else None
-        places = tuple(self._made(tensors_in(result)))
+        places = tuple(self._made(tensors_within(result)))
         self._calls.append(
             Call(func, tuple(noted[0]), noted[1], False, tuple(map(self._noted, written)), places, (), check)
         )
@@ -140,7 +140,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
     def _noted(self, part: Any) -> Any:
         if isinstance(part, Tensor):
             return self._tensor(part)
-        if isinstance(part, list | tuple) and tensors_in(part):
+        if isinstance(part, list | tuple) and tensors_within(part):
             return [self._noted(one) for one in part]
         return part
 
@@ -227,7 +227,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     for place, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[place] if place < len(args) else kwargs.get(argument.name))
-    return tensors_in(found)
+    return tensors_within(found)
 
 
 def _spec_of(tensor: Tensor) -> _Spec:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from fp8bench.numerics.operands import tensors_within
 
 # What these give is whatever lay there.
 _UNWRITTEN = ("empty", "new_empty")
@@ -60,7 +61,7 @@ class Call:
         else:
             result = self.operator(*self.args, **self.kwargs)
         if self.results:
-            made = (result,) if isinstance(result, Tensor) else tensors_in(result)
+            made = (result,) if isinstance(result, Tensor) else tensors_within(result)
             for place, register in self.results:
                 registers[register] = made[place]
         return result
@@ -142,16 +143,11 @@ class Replay:
                 generator.set_state(state)
 
 
-def tensors_in(parts: object) -> list[Tensor]:
-    """Those of arguments or results, in order."""
-    return [one for one in tree_leaves(parts) if isinstance(one, Tensor)]
-
-
 def bits_of(operator: Any, result: object, written: Sequence[object]) -> tuple[int, ...]:
     """A number for the bits of each tensor that a call has made or written; views of others are neither."""
     schema = operator._schema
     made = not any(one.alias_info for one in schema.returns) and not schema.name.split("::")[1].startswith(_UNWRITTEN)
-    return tuple(_bits(one) for one in (*(tensors_in(result) if made else ()), *tensors_in(list(written))))
+    return tuple(_bits(one) for one in (*(tensors_within(result) if made else ()), *tensors_within(list(written))))
 
 
 def _bits(tensor: Tensor) -> int:

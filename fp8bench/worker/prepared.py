@@ -105,7 +105,7 @@ class Prepared:
 
     def capture(self) -> str:
         """Why a step cannot be done again in one launch; '' where `replay` does."""
-        from fp8bench.numerics.host_parts import needs_host
+        from fp8bench.numerics.operands import needs_host
 
         again = partial(step, self.workload, self.state, self.scales, SilentPhases())
         with under(self.precision), unchanged(), silent_step():

@@ -99,7 +99,7 @@ def product_like(precision: Precision, facts: DeviceFacts) -> str:
     import torch
 
     from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
-    from fp8bench.numerics.fingerprint import looks_like
+    from fp8bench.numerics.conformity import looks_like
 
     recipe = getattr(precision, "recipe", None)
     if not isinstance(recipe, Recipe):

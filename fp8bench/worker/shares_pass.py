@@ -18,7 +18,7 @@ from typing import Any
 
 from fp8bench.model import DeviceFacts
 from fp8bench.model.shares import Shares, SharesFrom
-from fp8bench.profiler.events import recorded
+from fp8bench.profiler import recorded
 from fp8bench.protocols import Device, Phases, Setup, SilentPhases, Workload
 from fp8bench.worker.state_tensors import modules_of
 from fp8bench.worker.static_scales import step
@@ -75,8 +75,7 @@ def shares_of_step(workload: Workload, setup: Setup, device: Device) -> Shares:
 
 
 def _of_operators(steps: _Steps, state: Any) -> Shares:
-    from fp8bench.tape.shares import shares_of
-    from fp8bench.tape.timed_calls import OperatorTimes
+    from fp8bench.tape.timed_calls import OperatorTimes, shares_of
 
     mode = OperatorTimes(modules_of(state), steps.clock)
     looked, plain = [], []
@@ -90,8 +89,7 @@ def _of_operators(steps: _Steps, state: Any) -> Shares:
 
 def _of_kernels(steps: _Steps, state: Any) -> Shares:
     from fp8bench.tape.profiled import seconds_by_operator
-    from fp8bench.tape.shares import shares_of_kernels
-    from fp8bench.tape.timed_calls import OperatorTimes
+    from fp8bench.tape.timed_calls import OperatorTimes, shares_of_kernels
 
     mode = OperatorTimes(modules_of(state), ranged=True)
     plain = [steps.plain() for _ in _few()]

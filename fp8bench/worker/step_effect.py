@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fp8bench.model import Phase, StepEffect
-from fp8bench.profiler.operators import calls_operators
+from fp8bench.profiler import calls_operators
 from fp8bench.protocols import Device, Markers, Setup, Workload
 from fp8bench.worker.state_bits import digest, other_numbers
 from fp8bench.worker.state_tensors import address_of, is_foreign, reads_elsewhere, tensors_of, version_of

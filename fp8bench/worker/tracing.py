@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.files import write_whole
-from fp8bench.profiler import quiet
-from fp8bench.profiler.events import activities_of, exported
+from fp8bench.profiler import activities_of, exported, quiet
 from fp8bench.protocols import Markers, Phases
 from fp8bench.worker.trace_operators import RANGE, STEP, mended
 

@@ -118,8 +118,7 @@ class Numerics(Workload):
         import torch
 
         from fp8bench.nn.tensor_scales import view_of
-        from fp8bench.numerics.figures import figures
-        from fp8bench.numerics.tensor_error import tensor_error
+        from fp8bench.numerics.tensor_error import figures, tensor_error
 
         role, arithmetic = _role(setup), setup.arithmetic.layer("tensor")
         source, *before = _course(setup) if arithmetic.settles else (next(_course(setup)),)

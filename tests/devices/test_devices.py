@@ -19,8 +19,7 @@ from fp8bench.devices.cpu import Cpu, HostStamper, ProfilerMeter, last_cache, pr
 from fp8bench.devices.cuda import Cuda, pci_address, why_no_kernels
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryRole
 from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Sized
-from fp8bench.profiler.gpu_events import EventStamper
-from fp8bench.profiler.gpu_memory import AllocatorMeter, Backward
+from fp8bench.profiler.gpu import AllocatorMeter, Backward, EventStamper
 from fp8bench.protocols import CannotCapture, CannotLimit, Device, MemoryMeter
 from fp8bench.registry import devices
 from fp8bench.worker.clock import PhaseClock

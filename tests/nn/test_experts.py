@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from fp8bench.features.train.lab.experts import BALANCE, ROWS, Experts, MixtureGPT
+from fp8bench.nn.experts import BALANCE, ROWS, Experts, MixtureGPT
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.cached_weights import CachedWeights
 from fp8bench.nn.gpt import FeedForward, gelu

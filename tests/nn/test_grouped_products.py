@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8bench.features.train.lab.experts import Experts
+from fp8bench.nn.experts import Experts
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.cached_weights import CachedWeights
 from fp8bench.nn.gpt import FeedForward

@@ -18,7 +18,7 @@ from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.nn.rotations import rotated
 from fp8bench.nn.tensor_scales import ScalePair
 from fp8bench.numerics.norms import relative_frobenius
-from fp8bench.numerics.short_sums import short_product
+from fp8bench.numerics.products import short_product
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
 from tests.facts import B200, CPU, H200

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.text_models import TextCNN, WindowMLP
+from fp8bench.nn.text_models import TextCNN, WindowMLP
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.gpt import LanguageModel

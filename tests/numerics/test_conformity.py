@@ -14,7 +14,7 @@ from fp8bench.formats.scaled import values
 from fp8bench.formats.scalings import Scaling
 from fp8bench.model.conformity import Difference
 from fp8bench.numerics.conformity import Sums, explain_cast, explain_product, kept_bits, steps_between
-from fp8bench.numerics.short_sums import short_product
+from fp8bench.numerics.products import short_product
 
 SIZE, LONG = 64, 512
 Made = Callable[[Tensor, Tensor], Tensor]

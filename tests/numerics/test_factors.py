@@ -20,8 +20,7 @@ from fp8bench.formats.scalings import (
     ScaleRounding,
     Scaling,
 )
-from fp8bench.numerics.factors import Factors, factors_of, in_blocks
-from fp8bench.numerics.tensor_error import tensor_error
+from fp8bench.numerics.tensor_error import Factors, factors_of, in_blocks, tensor_error
 from tests.formats.scaling_definitions import gaussian
 
 FLOOR = Scaling(1, 32, E8M0, ScaleRounding.FLOOR)

@@ -13,8 +13,7 @@ import torch
 from fp8bench.formats.grids import BF16, E4M3
 from fp8bench.formats.quantise import round_to
 from fp8bench.model.specs import spec_of
-from fp8bench.numerics.figures import figures, scale_course
-from fp8bench.numerics.tensor_error import tensor_error
+from fp8bench.numerics.tensor_error import figures, scale_course, tensor_error
 from fp8bench.units import EXACT_DB
 
 X = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))

@@ -12,8 +12,8 @@ from fp8bench.formats.recipes import Accumulator
 from fp8bench.formats.scaled import values
 from fp8bench.formats.scalings import Scaling
 from fp8bench.model import Level
-from fp8bench.numerics.fingerprint import fingerprint, looks_like
-from fp8bench.numerics.short_sums import short_product
+from fp8bench.numerics.conformity import fingerprint, looks_like
+from fp8bench.numerics.products import short_product
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 from tests.facts import CPU

@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.quantise import round_to
 from fp8bench.formats.recipes import HOPPER_BITS, Accumulator
-from fp8bench.numerics.short_sums import INSTRUCTION, PROMOTION, short_product
+from fp8bench.numerics.products import INSTRUCTION, PROMOTION, short_product
 
 
 def cut(value: Fraction, bits: int) -> Fraction:

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, FP16, TF32, Format
 from fp8bench.formats.quantise import round_to
 from fp8bench.numerics import norms
-from fp8bench.numerics.factors import Factors
-from fp8bench.numerics.tensor_error import BLOCK, Spread, TensorError, tensor_error
+from fp8bench.numerics.tensor_error import BLOCK, Factors, Spread, TensorError, tensor_error
 from tests.formats.scaling_definitions import gaussian
 
 GRIDS = (E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E3M2, E2M3, E2M1, FP16, BF16, TF32)

@@ -14,7 +14,7 @@ from fp8bench.formats.recipes import Recipe
 from fp8bench.formats.scaled_products import Product
 from fp8bench.model import Case, DeviceFacts, Level, PlannedCase, Request
 from fp8bench.nn import sizes
-from fp8bench.numerics.host_parts import needs_host
+from fp8bench.numerics.operands import needs_host
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Role, SilentPhases

@@ -18,7 +18,7 @@ from fp8bench.nn import rotations
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.numerics.short_sums import _summed
+from fp8bench.numerics.products import _summed
 from fp8bench.protocols import SilentPhases
 from fp8bench.tape.formulas import flops_of
 from fp8bench.tape.recorder import Call, TensorSeen

@@ -17,8 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fp8bench.model.shares import ShareKind
-from fp8bench.tape.shares import shares_of
-from fp8bench.tape.timed_calls import OperatorTimes, TimedCall
+from fp8bench.tape.timed_calls import OperatorTimes, TimedCall, shares_of
 from tests.pretended_device import run_pretended
 
 

@@ -15,7 +15,7 @@ from fp8bench.analysis.labels import hard_labels
 from fp8bench.devices.cpu import Cpu, HostStamper
 from fp8bench.model import Case, DeviceFacts, Label, Rotation, Scalar, Segments, SlotSample, Timing, Work
 from fp8bench.model.raw import Filling, RawSlot, Settings
-from fp8bench.numerics.host_parts import moved
+from fp8bench.numerics.operands import moved
 from fp8bench.protocols import Device, Phases, Setup, Stamper, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import devices, workloads

@@ -16,7 +16,7 @@ import torch
 
 from fp8bench import files
 from fp8bench.model import PHASES, Case
-from fp8bench.profiler.events import exported
+from fp8bench.profiler import exported
 from fp8bench.protocols import Phases, Setup
 from fp8bench.worker import tracing
 from fp8bench.worker.bench import Bench

@@ -27,7 +27,7 @@ from fp8bench.formats.grids import E5M2
 from fp8bench.formats.recipes import Accumulator
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
 from fp8bench.numerics.products import in_dtype
-from fp8bench.numerics.short_sums import short_product
+from fp8bench.numerics.products import short_product
 from fp8bench.registry import precisions
 
 Rows, Tensor = type(precisions.get("fp8-rowwise")), type(precisions.get("fp8-e4m3"))

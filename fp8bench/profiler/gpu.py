@@ -1,4 +1,4 @@
-"""Memory of a GPU, as torch's allocator for it counts."""
+"""Clock and memory of a GPU: events that it records between the work it is given, and what torch's allocator counts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,51 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import MemoryCourse, MemoryRole, PhaseMemory
 from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Said, Sized, course
-from fp8bench.protocols import MemoryMeter
+from fp8bench.protocols import MemoryMeter, Stamper
 
 if TYPE_CHECKING:
     import torch
+
+
+class EventStamper(Stamper):
+    """Stamps are events of `backend` (torch.cuda, torch.xpu) from a pool: making one costs more than recording it.
+
+    Every event is recorded on the stream that was current when `source` was called, from autograd's threads too. To ask
+    for the current stream at each stamp costs more than all the rest of it.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._free: list[Any] = []
+        self._used: list[Any] = []
+
+    def source(self) -> Callable[[], Any]:
+        event_type, free, keep = self._backend.Event, self._free, self._used.append
+        stream = self._backend.current_stream()
+
+        def stamp() -> Any:
+            event = free.pop() if free else event_type(enable_timing=True)
+            event.record(stream)
+            keep(event)
+            return event
+
+        return stamp
+
+    def intervals_ns(self, stamps: Sequence[Any]) -> list[int]:
+        if stamps:
+            stamps[-1].synchronize()
+        # Neighbours, not differences from the first: elapsed_time is a float32 of milliseconds.
+        return [round(earlier.elapsed_time(later) * 1e6) for earlier, later in pairwise(stamps)]
+
+    def recycle(self) -> None:
+        self._free.extend(self._used)
+        self._used.clear()
+
 
 _END = Begun("the end")
 _UNHEARD = "torch's profiler told of no single allocation"

@@ -1,0 +1,118 @@
+"""A feed-forward block of many experts, of which each token goes through two, and the GPT that has such blocks.
+
+The router is computed in fp32: which experts it chooses must not depend on how products are rounded. Its two choices
+are weighed by their softmax, as Mixtral does. Tokens are sorted by their expert, none is ever dropped, and each
+expert's products run in its own arithmetic; where all have one in common that can, they are one product. The loss that
+has all experts used alike is Switch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8bench.nn.gpt import GPT, FeedForward
+from fp8bench.nn.grouped_products import grouped_linear
+from fp8bench.nn.linear import Choose, Linear, within
+from fp8bench.nn.sizes import CHOSEN, GPTConfig
+from fp8bench.protocols import Phases
+
+# As much of the balancing loss as Switch and Mixtral take.
+BALANCE = 0.01
+# An expert's tokens are filled up to a multiple with zeros: native products contract over them in such blocks.
+ROWS = 32
+
+
+class Experts(nn.Module):
+    """`balance` is the balancing loss of the last pass: 1 where all experts are chosen alike, more where not."""
+
+    experts: Sequence[FeedForward]
+
+    def __init__(self, width: int, count: int, expert: Callable[[Choose], FeedForward], choose: Choose) -> None:
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(count, width) * 0.02)
+        made = [expert(within(choose, f"experts.{number}")) for number in range(count)]
+        self.experts = nn.ModuleList(made)  # type: ignore[assignment]
+        self.balance: Tensor | None = None
+
+    def forward(self, x: Tensor, phase: Phases) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        scores = F.linear(flat.to(self.router.dtype), self.router)
+        best, chosen = scores.topk(CHOSEN)
+        every = torch.arange(len(self.experts), device=x.device)
+        counts = (chosen.view(-1, 1) == every).sum(0)  # bincount would have the host wait for the device
+        shares = counts.to(scores.dtype) / chosen.numel()
+        self.balance = len(self.experts) * (shares * scores.softmax(-1).mean(0)).sum()
+        order = chosen.flatten().argsort(stable=True)
+        rows = flat[:, None].expand(-1, CHOSEN, -1).reshape(-1, flat.shape[-1])[order]
+        parts = torch.split_with_sizes(rows, self._waited_for(counts))
+        found = torch.cat(self._each(parts, counts, phase))[order.argsort()].view(len(flat), CHOSEN, -1)
+        weights = best.softmax(-1)[..., None]
+        return (found.to(weights.dtype) * weights).sum(1).to(x.dtype).view(x.shape)
+
+    @staticmethod
+    def _waited_for(counts: Tensor) -> list[int]:
+        """How many tokens each expert has: the one thing that the host waits for."""
+        found: list[int] = counts.tolist()
+        return found
+
+    def _each(self, parts: Sequence[Tensor], counts: Tensor, phase: Phases) -> list[Tensor]:
+        """Every expert on its tokens; on zeros where it has none, so that its weights have gradients, zero ones."""
+        grouped = self._may_be_grouped()
+        rows = self.experts[0].up.arithmetic.part_rows if grouped else ROWS
+        sizes = [max(rows, -(-len(part) // rows) * rows) for part in parts]
+        filled = [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, sizes, strict=True)]
+        if grouped:
+            ends = ((counts.clamp(min=1) + rows - 1) // rows * rows).cumsum(0).to(torch.int32)
+            found = torch.split_with_sizes(self._grouped(torch.cat(filled), sizes, ends, phase), sizes)
+        else:
+            found = tuple(expert(part, phase) for expert, part in zip(self.experts, filled, strict=True))
+        return [y[: len(part)] for y, part in zip(found, parts, strict=True)]
+
+    def _may_be_grouped(self) -> bool:
+        """Whether all experts have one arithmetic in common, which has one product for all of them."""
+        layers = [layer for expert in self.experts for layer in (expert.up, expert.down)]
+        common = layers[0].arithmetic
+        sides = (side for layer in layers[:2] for side in layer.weight.shape)
+        alike = all(one.arithmetic is common for one in layers)
+        return common.groups > 0 and alike and not any(side % common.groups for side in sides)
+
+    def _grouped(self, x: Tensor, sizes: list[int], ends: Tensor, phase: Phases) -> Tensor:
+        """Two products for all experts, instead of two for each."""
+        arithmetic = self.experts[0].up.arithmetic
+
+        def through(x: Tensor, layers: list[Linear]) -> Tensor:
+            weights, given = [one.weight for one in layers], [one.operands for one in layers]
+            return grouped_linear(x, weights, sizes, ends, arithmetic, phase, given)
+
+        hidden = self.experts[0].between(through(x, [one.up for one in self.experts]))
+        return through(hidden, [one.down for one in self.experts])
+
+
+class MixtureGPT(GPT):
+    """A GPT whose feed-forward blocks are experts. Its loss is the text's; the balancing loss is in gradients alone."""
+
+    def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, **options: Any) -> None:
+        super().__init__(config, choose, carrier, feed_forward=_experts, **options)
+
+    def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
+        loss = super().forward(tokens, targets, phase, reduction)
+        parts = [one.balance for one in self.modules() if isinstance(one, Experts) and one.balance is not None]
+        for one in self.modules():
+            if isinstance(one, Experts):
+                one.balance = None
+        if reduction != "mean" or not self.training:
+            return loss
+        balance = BALANCE * torch.stack(parts).sum()
+        return loss + (balance - balance.detach())
+
+
+def _experts(config: GPTConfig, gain: float, choose: Choose) -> nn.Module:
+    def expert(own: Choose) -> FeedForward:
+        return FeedForward(config.width, config.hidden, config.modern, gain, own)
+
+    return Experts(config.width, config.experts, expert, choose)

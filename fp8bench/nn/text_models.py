@@ -1,0 +1,96 @@
+"""Models of text beside the transformer: an MLP on windows of tokens, and causal convolutions with batch norm.
+
+As a GPT they take tokens and targets and give the mean loss, and get the arithmetic of each layer by its name. Their
+widths and depths are a GPT's.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8bench.nn.convolution import BatchNorm, Convolution
+from fp8bench.nn.gpt import FeedForward, LanguageModel, Norm, dropped
+from fp8bench.nn.linear import Choose, Linear, within
+from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
+from fp8bench.protocols import Phases
+
+# The deviation of embeddings at the start, as a GPT's.
+_EMBEDDING = 0.02
+
+
+class WindowMLP(LanguageModel):
+    """The last CONTEXT tokens beside each other, one product of them, then feed-forward blocks with residuals."""
+
+    def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.carrier, self.dropout = carrier, dropout
+        self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * _EMBEDDING)
+        self.window = Linear(CONTEXT * config.width, config.width, choose("window"))
+        gain = config.layers**-0.5
+        parts = [within(choose, f"blocks.{number}") for number in range(config.layers)]
+        self.norms = nn.ModuleList(Norm(config.width, config.modern) for _ in parts)
+        self.blocks = nn.ModuleList(FeedForward(config.width, config.hidden, config.modern, gain, one) for one in parts)
+        self.norm = Norm(config.width, config.modern)
+        self.head = Linear(config.width, config.vocabulary, choose("head"))
+
+    def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
+        share = self.dropout if self.training else 0.0
+        x = F.embedding(tokens, self.embedding).to(self.carrier)
+        # Ahead of the first token there are zeros.
+        before = F.pad(x, (0, 0, CONTEXT - 1, 0)).unfold(1, CONTEXT, 1).transpose(2, 3).flatten(2)
+        x = dropped(self.window(before, phase).to(self.carrier), share)
+        for norm, block in zip(self.norms, self.blocks, strict=True):
+            x = x + dropped(block(norm(x), phase), share).to(x.dtype)
+        y: Tensor = self.head(self.norm(x), phase)
+        return y
+
+
+class CausalBlock(nn.Module):
+    """Two convolutions, each with batch norm, ReLU between them, added to what came in.
+
+    An image is a text in lines. Moved down and right by one, each place of it sees, in its 3x3 window, itself and
+    places to the left of it, in its own line and in the two above: nothing that comes later.
+    """
+
+    def __init__(self, channels: int, choose: Choose) -> None:
+        super().__init__()
+        self.first, self.second = (Convolution(channels, channels, choose(name)) for name in ("first", "second"))
+        self.norm_first, self.norm_second = (BatchNorm(channels, running=True) for _ in range(2))
+        # At first a block adds as much as there is: what it adds at full size would drown the tokens for long.
+        nn.init.constant_(self.norm_second.weight, _EMBEDDING)
+
+    def forward(self, x: Tensor, phase: Phases) -> Tensor:
+        hidden = F.relu(self.norm_first(causal(self.first, x, phase)))
+        # A layer of another precision hands back its own carrier; the block gives what it was given.
+        y: Tensor = x + self.norm_second(causal(self.second, hidden, phase)).to(x.dtype)
+        return y
+
+
+def causal(convolution: Convolution, x: Tensor, phase: Phases) -> Tensor:
+    """A 3x3 convolution of (batch, lines, places, channels) that sees what came before alone."""
+    moved = F.pad(x, (0, 0, 1, 0, 1, 0)).contiguous()
+    y: Tensor = convolution(moved, phase)[:, :-1, :-1]
+    return y
+
+
+class TextCNN(LanguageModel):
+    """Convolutions over a text in lines of LINE tokens; in eval mode batch norm takes the statistics that it kept."""
+
+    def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.carrier, self.dropout = carrier, dropout
+        self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * _EMBEDDING)
+        parts = [within(choose, f"blocks.{number}") for number in range(config.layers)]
+        self.blocks = nn.ModuleList(CausalBlock(config.width, one) for one in parts)
+        self.norm = Norm(config.width, config.modern)
+        self.head = Linear(config.width, config.vocabulary, choose("head"))
+
+    def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
+        share = self.dropout if self.training else 0.0
+        x = F.embedding(tokens.reshape(len(tokens), -1, LINE), self.embedding).to(self.carrier)
+        for block in self.blocks:
+            x = dropped(block(x, phase), share)
+        y: Tensor = self.head(self.norm(x).flatten(1, 2), phase)
+        return y
