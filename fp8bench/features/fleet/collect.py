@@ -17,8 +17,8 @@ from fp8bench.model import Run
 from fp8bench.model.fleet import FleetPlan
 from fp8bench.store.fleet_plans import keep_plan, number_of
 from fp8bench.store.merge_stores import Came, find_store, take
-from fp8bench.store.runs.listing import collected_folder, folder_name, id_of, listing
-from fp8bench.store.runs.read import load_run, missing_groups
+from fp8bench.store.runs.listing import collected_folder, id_of, listing
+from fp8bench.store.runs.run_file import folder_name, load_run, missing_groups
 
 _RUNNING = "still being measured: collect again when they have ended"
 _OTHERS = "of no cell of the plan"

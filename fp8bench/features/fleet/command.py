@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.grammar import DEFAULT_STORE
@@ -15,8 +15,8 @@ from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, tell, write_outputs
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
-from fp8bench.features.fleet.engine import Order, crew, engines
-from fp8bench.features.fleet.export import Tasks, Volume, forms
+from fp8bench.features.fleet.engines import ENGINES, Order, crew, start
+from fp8bench.features.fleet.exports import FORMS, Tasks, Volume, text_for
 from fp8bench.model.fleet import CellState, CellStatus, FleetPlan
 from fp8bench.model.request import whole_number
 from fp8bench.store.fleet_plans import check_cell, read_plan, states_of
@@ -49,17 +49,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     shared(work, "--explain")
     given = codes.replace("0 every", "0 handed over, or with --wait every")
     handed = command("submit", "start workers on this machine, in Slurm or in a Ray cluster", given)
-    words = "; ".join(f"{name}: {engines.get(name).summary}" for name in engines.names())
-    handed.add_argument("--on", choices=engines.names(), required=True, help=f"who starts them. {words}")
+    words = "; ".join(f"{name}: {engine.summary}" for name, engine in ENGINES.items())
+    handed.add_argument("--on", choices=[*ENGINES], required=True, help=f"who starts them. {words}")
     words = "how many workers, which share the cells; default 1, on ray one for each device"
     handed.add_argument("--workers", type=types.whole(whole_number(1, 4096)), metavar="N", help=words)
     handed.add_argument("--retry", action="store_true", help="also measure cells whose last attempt failed")
-    words = "; ".join(f"{name}: {engines.get(name).takes}" for name in engines.names() if engines.get(name).takes)
+    words = "; ".join(f"{name}: {engine.takes}" for name, engine in ENGINES.items() if engine.takes)
     handed.add_argument("--option", action="append", default=[], type=option, metavar="NAME=VALUE", help=words)
     handed.add_argument("--wait", action="store_true", help="return when all workers have ended; Ctrl-C then ends them")
     shared(handed, "--explain")
     written = "Exit codes: 0 written, 2 wrong usage, 130 interrupted."
-    add_export(command("export", "write a script or manifest for Slurm or Kubernetes", written))
+    _add_export(command("export", "write a script or manifest for Slurm or Kubernetes", written))
     status = command("status", "which cells are done, running, failed (and why) or waiting")
     shared(status, "--explain")
     shared(status, "--json", help="print the states as JSON instead")
@@ -72,6 +72,25 @@ def add(parser: argparse.ArgumentParser) -> None:
         "folders", nargs="+", type=types.path, metavar="DIR", help="a store, or a folder with .fp8bench in it"
     )
     shared(taken, "--store", help=f"where the copies go; what is there already stays; default {DEFAULT_STORE}")
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    words = "; ".join(f"{name}: {form.summary}" for name, form in FORMS.items())
+    parser.add_argument("--to", choices=[*FORMS], required=True, help=f"what for. {words}")
+    words = "how many tasks, which share the cells; default a task for each cell"
+    parser.add_argument("--workers", type=types.whole(whole_number(1, 4096)), metavar="N", help=words)
+    words = "where PLAN lies on the machines that measure; default as here"
+    parser.add_argument("--plan-path", type=types.path, metavar="PATH", help=words)
+    words = "the Python there that has fp8bench; default python3 in an image, else the one that runs this"
+    parser.add_argument("--python", metavar="PATH", help=words)
+    words = "minutes after which a task is ended; default 1440 (24 hours)"
+    parser.add_argument("--minutes", type=types.whole(whole_number(1, 10**6)), default=1440, metavar="N", help=words)
+    parser.add_argument("--image", default="", metavar="NAME", help="k8s: the image, which has fp8bench in it")
+    words = "k8s: the claim that holds plan and store, and where it is mounted"
+    parser.add_argument("--volume", type=_volume, metavar="NAME:/MOUNT", help=words)
+    words = "; ".join(f"{name}: {form.takes}" for name, form in FORMS.items())
+    parser.add_argument("--option", action="append", default=[], type=option, metavar="NAME=VALUE", help=words)
+    parser.add_argument("-o", "--output", type=types.path, metavar="FILE", help="the file to write; default stdout")
 
 
 def _add_report(bare: Callable[..., argparse.ArgumentParser]) -> None:
@@ -90,25 +109,36 @@ def _add_report(bare: Callable[..., argparse.ArgumentParser]) -> None:
     shared(report, "--md")
 
 
+def option(text: str) -> tuple[str, str]:
+    """'partition=gpu', or a name alone."""
+    name, _, value = text.partition("=")
+    name = name.removeprefix("--")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", name):
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r:.80}")
+    return name, value
+
+
+def _volume(text: str) -> Volume:
+    name, colon, mount = text.partition(":")
+    if not name or not colon or not re.fullmatch("/[^:]+", mount) or ".." in mount.split("/"):
+        raise argparse.ArgumentTypeError(f"expected NAME:/MOUNT, got {text!r:.80}")
+    return Volume(name, PurePosixPath(mount))
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Do what one of the commands asks for; returns the exit code."""
-    from fp8bench.features.fleet import view  # heavy
-
     check_outputs(arguments)
-    if arguments.subcommand == "collect":
-        return _collect(arguments)
-    if arguments.subcommand == "report":
-        return _report(arguments)
-    plan = read_plan(arguments.plan)
-    if arguments.subcommand == "work":
-        return _work(plan, arguments)
-    if arguments.subcommand == "submit":
-        return _submit(plan, arguments)
-    if arguments.subcommand == "export":
-        export(plan, arguments)
-        return EXIT_OK
+    if arguments.subcommand in ("collect", "report"):
+        return _collect(arguments) if arguments.subcommand == "collect" else _report(arguments)
+    of_plan = {"work": _work, "submit": _submit, "export": _export, "status": _status}
+    return of_plan[arguments.subcommand](read_plan(arguments.plan), arguments)
+
+
+def _status(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     if arguments.store.exists() and not arguments.store.is_dir():
         raise UsageError(f"the store {arguments.store} is a file, expected a folder. Give another --store DIR.")
+    from fp8bench.features.fleet import view  # heavy
+
     states = states_of(plan, arguments.store)
     rows = partial(view.status_csv, plan, states)
     tell(arguments, partial(view.status_page, plan, states), partial(view.status_json, plan, states), rows)
@@ -119,51 +149,70 @@ def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     from fp8bench.features.fleet import view  # heavy
     from fp8bench.features.fleet.work import work
 
-    file, store = arguments.plan.resolve(), Path(arguments.store)
+    file, store, only = arguments.plan.resolve(), arguments.store, arguments.cell
     if arguments.workers > 1:
-        if arguments.cell is not None:
+        if only is not None:
             raise UsageError("--cell is for one worker. Leave --workers out.")
         crew(Order(plan, file, store, arguments.workers, arguments.retry))
-        states = states_of(plan, store)
-        tell(arguments, partial(view.status_page, plan, states))
-        return _code(states)
-    if arguments.cell is not None:
-        check_cell(plan, arguments.cell)
-    done, left = work(plan, file, store, arguments.retry, partial(_begins, plan), arguments.cell)
+        return _status(plan, arguments)
+    if only is not None:
+        check_cell(plan, only)
+
+    def begins(state: CellState) -> None:
+        complain(f"cell {plan.name_of(state.number)} begins: {state.cell.setting}")
+
+    done, left = work(plan, file, store, arguments.retry, begins, only)
     states = states_of(plan, store)
-    for one in states:
-        if one.number in done and one.why:
-            complain(f"cell {one.number} {one.status}: {one.why}")
-        if one.number in left and one.status in (CellStatus.WAITING, CellStatus.BEGUN):
-            complain(left[one.number])
+    for state in states:
+        if state.number in done and state.why:
+            complain(f"cell {state.number} {state.status}: {state.why}")
+        if state.number in left and state.status in (CellStatus.WAITING, CellStatus.BEGUN):
+            complain(left[state.number])
     complain(f"plan {plan.id}: {len(done)} of {len(states)} cells measured here; {view.counts_of(states)}")
-    return _code(states if arguments.cell is None else states[arguments.cell : arguments.cell + 1])
+    return _code(states if only is None else states[only : only + 1])
 
 
 def _submit(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     """Hand out; with --wait as `work` of several, else what to ask later."""
-    from fp8bench.features.fleet import view  # heavy
-
-    store = Path(arguments.store)
-    order = Order(
-        plan, arguments.plan, store, arguments.workers, arguments.retry, arguments.wait, dict(arguments.option)
-    )
-    workers = engines.get(arguments.on).start(order)
+    options, store = dict(arguments.option), arguments.store
+    order = Order(plan, arguments.plan, store, arguments.workers, arguments.retry, arguments.wait, options)
+    workers = start(arguments.on, order)
     complain(f"jobs {', '.join(workers.names)} on {arguments.on}; what they print is in {order.logs}\n  "
              f"Where they stand: fp8bench fleet status {arguments.plan} --store {store}")  # fmt: skip
     if not arguments.wait:
         return EXIT_OK
     for trouble in workers.wait():
         complain(trouble)
-    states = states_of(plan, store)
-    tell(arguments, partial(view.status_page, plan, states))
-    return _code(states)
+    return _status(plan, arguments)
+
+
+def _code(states: tuple[CellState, ...]) -> int:
+    return EXIT_OK if all(one.status is CellStatus.DONE and not one.why for one in states) else EXIT_FAILED
+
+
+def _export(plan: FleetPlan, arguments: argparse.Namespace) -> int:
+    form = FORMS[arguments.to]
+    file, store = arguments.plan_path or arguments.plan, arguments.store
+    if not form.contained:  # those machines see what this one sees
+        file, store = file.resolve(), store.resolve()
+    python = arguments.python or ("python3" if form.contained else sys.executable)
+    text = text_for(arguments.to, Tasks(
+        plan, str(file), str(store), python, arguments.minutes, arguments.workers, arguments.image, arguments.volume,
+        dict(arguments.option),
+    ))  # fmt: skip
+    if arguments.output is None:
+        say(text)
+        return EXIT_OK
+    with write_outputs({"--output": (arguments.output, text)}):
+        pass  # it raises at its end
+    complain(f"{form.summary} for {len(plan.cells)} cells in {arguments.output}")
+    return EXIT_OK
 
 
 def _collect(arguments: argparse.Namespace) -> int:
     from fp8bench.features.fleet.collect import collect
 
-    out = Path(arguments.store)
+    out = arguments.store
     made = collect(read_plan(arguments.plan) if arguments.plan is not None else None, arguments.folders, out)
     for sentence in (*made.failed, *made.doubts):
         complain(sentence)
@@ -181,78 +230,14 @@ def _report(arguments: argparse.Namespace) -> int:
     from fp8bench.features.fleet import view
     from fp8bench.features.fleet.report import fleet_report
 
-    found = fleet_report(arguments.source, Path(arguments.store), arguments.machines)
-    page, html = partial(view.report_page, found, str(arguments.source)), ""
+    report = fleet_report(arguments.source, arguments.store, arguments.machines)
+    page, html = partial(view.report_page, report, str(arguments.source)), ""
     if arguments.html is not None:
         from fp8bench.report.page.html import render
 
         html = render(page(drawn=True))
     with write_outputs({"--html": (arguments.html, html)}):
-        tell(arguments, page, partial(view.report_json, found), partial(view.report_csv, found))
+        tell(arguments, page, partial(view.report_json, report), partial(view.report_csv, report))
     if arguments.html is not None:
         complain(f"the page is {arguments.html}")
-    return EXIT_FAILED if found.alarms else EXIT_OK
-
-
-def _begins(plan: FleetPlan, state: CellState) -> None:
-    complain(f"cell {plan.name_of(state.number)} begins: {state.cell.setting}")
-
-
-def _code(states: tuple[CellState, ...]) -> int:
-    return EXIT_OK if all(one.status is CellStatus.DONE and not one.why for one in states) else EXIT_FAILED
-
-
-def add_export(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
-    names = forms.names()
-    words = "; ".join(f"{name}: {forms.get(name).summary}" for name in names)
-    parser.add_argument("--to", choices=names, required=True, help=f"what for. {words}")
-    words = "how many tasks, which share the cells; default a task for each cell"
-    parser.add_argument("--workers", type=types.whole(whole_number(1, 4096)), metavar="N", help=words)
-    words = "where PLAN lies on the machines that measure; default as here"
-    parser.add_argument("--plan-path", type=types.path, metavar="PATH", help=words)
-    words = "the Python there that has fp8bench; default python3 in an image, else the one that runs this"
-    parser.add_argument("--python", metavar="PATH", help=words)
-    words = "minutes after which a task is ended; default 1440 (24 hours)"
-    parser.add_argument("--minutes", type=types.whole(whole_number(1, 10**6)), default=1440, metavar="N", help=words)
-    parser.add_argument("--image", default="", metavar="NAME", help="k8s: the image, which has fp8bench in it")
-    words = "k8s: the claim that holds plan and store, and where it is mounted"
-    parser.add_argument("--volume", type=_volume, metavar="NAME:/MOUNT", help=words)
-    words = "; ".join(f"{name}: {forms.get(name).takes}" for name in names)
-    parser.add_argument("--option", action="append", default=[], type=option, metavar="NAME=VALUE", help=words)
-    parser.add_argument("-o", "--output", type=types.path, metavar="FILE", help="the file to write; default stdout")
-
-
-def option(text: str) -> tuple[str, str]:
-    """'partition=gpu', or a name alone."""
-    name, _, value = text.partition("=")
-    name = name.removeprefix("--")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", name):
-        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r:.80}")
-    return name, value
-
-
-def _volume(text: str) -> Volume:
-    name, colon, mount = text.partition(":")
-    if not name or not colon or not re.fullmatch("/[^:]+", mount) or ".." in mount.split("/"):
-        raise argparse.ArgumentTypeError(f"expected NAME:/MOUNT, got {text!r:.80}")
-    return Volume(name, PurePosixPath(mount))
-
-
-def export(plan: FleetPlan, arguments: argparse.Namespace) -> None:
-    """Print or write it."""
-    form = forms.get(arguments.to)
-    file, store = arguments.plan_path or arguments.plan, Path(arguments.store)
-    if not form.contained:  # those machines see what this one sees
-        file, store = file.resolve(), store.resolve()
-    python = arguments.python or ("python3" if form.contained else sys.executable)
-    text = form.text(Tasks(
-        plan, str(file), str(store), python, arguments.minutes, arguments.workers, arguments.image, arguments.volume,
-        dict(arguments.option),
-    ))  # fmt: skip
-    if arguments.output is None:
-        say(text)
-    else:
-        with write_outputs({"--output": (arguments.output, text)}):
-            pass  # it raises at its end
-        complain(f"{form.summary} for {len(plan.cells)} cells in {arguments.output}")
+    return EXIT_FAILED if report.alarms else EXIT_OK

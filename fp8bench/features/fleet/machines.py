@@ -106,13 +106,12 @@ class FleetReport:
     why_not: Mapping[str, str]
 
 
-def differences(one: tuple[Fields, Fields], other: tuple[Fields, Fields]) -> Iterator[str]:
+def differences(own: Fields, theirs: Fields) -> Iterator[str]:
     """'torch 2.12.0, not 2.13.0'."""
-    for own, theirs in zip(one, other, strict=True):
-        mine, yours = dict(own), dict(theirs)
-        for name in dict.fromkeys((*mine, *yours)):
-            if mine.get(name) != yours.get(name):
-                yield f"{name} {mine.get(name, 'none'):.60}, not {yours.get(name, 'none'):.60}"
+    mine, yours = dict(own), dict(theirs)
+    for name in dict.fromkeys((*mine, *yours)):
+        if mine.get(name) != yours.get(name):
+            yield f"{name} {mine.get(name, 'none'):.60}, not {yours.get(name, 'none'):.60}"
 
 
 # Of the machine; beside them name, memory and cache of its devices.
@@ -142,7 +141,6 @@ class Seen:
     clock_ahead: float | None
     hardware: Fields
     software: Fields
-    finished: bool
     whole: tuple[str, ...]
     cut: tuple[str, ...]
     times: Mapping[str, float]
@@ -154,29 +152,21 @@ class Seen:
 def seen_of(run: Run, file_time: float) -> Seen:
     """A run whose file was written at that moment."""
     known = {record.case.id for record in run.records}
-    lacking = [one.setting for one in run.plan if not all(planned.case.id in known for planned in one.cases)]
+    lacking = [group.setting for group in run.plan if not all(planned.case.id in known for planned in group.cases)]
     moments = [_moment(text) for text in (run.started, *(one.started for one in run.resumptions))]
-    started = tuple(one for one in moments if one is not None)
+    started = tuple(moment for moment in moments if moment is not None)
+    good = [record for record in run.records if record.status is Status.OK]
     return Seen(
-        run.id,
-        str(run.environment.get("machine") or "unknown"),
-        run.cell,
-        started,
-        started[-1].timestamp() - file_time if started else 0.0,
-        run.clock_ahead,
-        tuple(_hardware(run)),
-        tuple(_software(run)),
-        run.finished,
-        tuple(one.setting for one in run.plan if one.setting not in lacking),
-        tuple(lacking),
-        {_name(one): seconds_of(one.timing) for one in run.records if one.status is Status.OK and one.timing},
-        {name: value for one in run.records if one.status is Status.OK for name, value in _errors(one)},
-        {_name(one): one.reason for one in run.records if one.status is Status.FAILED},
-        run.bits,
-    )
+        run.id, str(run.environment.get("machine") or "unknown"), run.cell, started,
+        started[-1].timestamp() - file_time if started else 0.0, run.clock_ahead, tuple(_hardware(run)),
+        tuple(_software(run)), tuple(group.setting for group in run.plan if group.setting not in lacking),
+        tuple(lacking), {_name(record): _seconds_of(record.timing) for record in good if record.timing},
+        {name: value for record in good for name, value in _errors(record)},
+        {_name(record): record.reason for record in run.records if record.status is Status.FAILED}, run.bits,
+    )  # fmt: skip
 
 
-def seconds_of(timing: Timing) -> float:
+def _seconds_of(timing: Timing) -> float:
     """The middle call: one that was disturbed says nothing, and more calls make it no shorter."""
     return float(np.median([sum(call) for slot in timing.slots for call in slot.calls_ns])) / 1e9
 

@@ -1,14 +1,14 @@
-"""Machines whose clocks are provably wrong: by times that cannot be true, and by a shared file system's clock.
+"""Machines that stand out from others: by clocks that are provably wrong, by other bits, or by their times.
 
-A time is held against a counterpart: the clock of whoever made the plan, wrote the file, or keeps the store. Where most
-machines differ from one counterpart, that one is wrong, and no machine is named for it.
+A clock is wrong by times that cannot be true, and by a shared file system's clock: each is held against whoever made
+the plan, wrote the file, or keeps the store. Where most machines differ from one of these, that one is wrong, and no
+machine is named for it.
 
-Machines that are slower or faster than others of their kind, by the same cases on all of them.
-
-A machine's distance is from the median of all, in units of their median absolute deviation, so that a few odd machines
-do not hide themselves. How far is too far for so many machines is found by simulating machines of which none is odd: a
-report names an honest machine in at most `FALSE_ALARMS` of all reports, where the machines' times scatter normally (in
-their logarithms). Half of that belongs to the machines' middle over all cases, half to the single cases together.
+Slower or faster than others of its kind is a machine by the same cases on all of them. Its distance is from the median
+of all, in units of their median absolute deviation, so that a few odd machines do not hide themselves. How far is too
+far for so many machines is found by simulating machines of which none is odd: a report names an honest machine in at
+most `FALSE_ALARMS` of all reports, where the machines' times scatter normally (in their logarithms). Half of that
+belongs to the machines' middle over all cases, half to the single cases together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from itertools import pairwise
@@ -32,15 +31,8 @@ from fp8bench.model.fleet import FleetPlan
 CLOCK_SECONDS = 60.0
 # Of fewer nobody can say that they are most.
 _LEAST_MACHINES = 3
-
-
-@dataclass(frozen=True)
-class _Hit:
-    """That a run of a machine is off by that much, in words."""
-
-    machine: str
-    seconds: float
-    words: str
+# By how many seconds a run of a machine is off, and what it would be named for.
+_Hit = tuple[float, Alarm]
 
 
 def of_clocks(seen: Sequence[Seen], plans: Sequence[FleetPlan]) -> tuple[tuple[Alarm, ...], tuple[str, ...]]:
@@ -48,20 +40,20 @@ def of_clocks(seen: Sequence[Seen], plans: Sequence[FleetPlan]) -> tuple[tuple[A
     machines = {one.machine for one in seen}
     against = {
         "that of whoever made the plan": list(_before_plan(seen, plans)),
-        "that of whoever wrote the files": list(_after_file(seen)),
+        "that of whoever wrote the files": [_began(one, one.ahead, "after its file was written") for one in seen],
     }
     doubts = [f"most machines' clocks differ from {who}: that one may be wrong"
               for who, hits in against.items() if _are_most(hits, machines)]  # fmt: skip
-    hits = [one for found in against.values() if not _are_most(found, machines) for one in found]
+    hits = [hit for found in against.values() if not _are_most(found, machines) for hit in found]
     hits += _set_back(seen)
     common, of_stores = _against_stores(seen)
     if abs(common) > CLOCK_SECONDS:
         doubts.append(f"the clock of the stores' file system is {_long(common)} {_side(-common)} that of most machines")
-    worst: dict[str, _Hit] = {}
-    for one in (*hits, *of_stores):
-        if one.seconds > CLOCK_SECONDS and one.seconds > getattr(worst.get(one.machine), "seconds", 0.0):
-            worst[one.machine] = one
-    return tuple(Alarm(one.machine, Oddity.CLOCK, one.words) for one in worst.values()), tuple(doubts)
+    worst: dict[str, Alarm] = {}
+    for seconds, alarm in sorted((*hits, *of_stores), key=lambda hit: -hit[0]):
+        if seconds > CLOCK_SECONDS:
+            worst.setdefault(alarm.machine, alarm)
+    return tuple(worst.values()), tuple(doubts)
 
 
 def _before_plan(seen: Sequence[Seen], plans: Sequence[FleetPlan]) -> Iterator[_Hit]:
@@ -69,17 +61,12 @@ def _before_plan(seen: Sequence[Seen], plans: Sequence[FleetPlan]) -> Iterator[_
     for one in seen:
         begun = made.get(one.cell.rpartition("/")[0])
         early = (begun - one.started[0]).total_seconds() if begun is not None and one.started else 0.0
-        yield _wrong_clock(one, early, "before its plan was made")
+        yield _began(one, early, "before its plan was made")
 
 
-def _after_file(seen: Sequence[Seen]) -> Iterator[_Hit]:
-    for one in seen:
-        yield _wrong_clock(one, one.ahead, "after its file was written")
-
-
-def _wrong_clock(one: Seen, seconds: float, words: str) -> _Hit:
-    words = f"run {one.run} says that it began {_long(seconds)} {words}: its clock is wrong, or that of the other"
-    return _Hit(one.machine, seconds, words)
+def _began(one: Seen, off: float, words: str) -> _Hit:
+    words = f"run {one.run} says that it began {_long(off)} {words}: its clock is wrong, or that of the other"
+    return off, Alarm(one.machine, Oddity.CLOCK, words)
 
 
 def _set_back(seen: Sequence[Seen]) -> Iterator[_Hit]:
@@ -88,7 +75,7 @@ def _set_back(seen: Sequence[Seen]) -> Iterator[_Hit]:
         for before, after in pairwise(one.started):
             back = (before - after).total_seconds()
             words = f"run {one.run} says that it was gone on with {_long(back)} before it began: its clock was set"
-            yield _Hit(one.machine, back, words)
+            yield back, Alarm(one.machine, Oddity.CLOCK, words)
 
 
 def _against_stores(seen: Sequence[Seen]) -> tuple[float, list[_Hit]]:
@@ -101,12 +88,12 @@ def _against_stores(seen: Sequence[Seen]) -> tuple[float, list[_Hit]]:
     for one, ahead in known:
         own.setdefault(one.machine, []).append(ahead)
     common = _common(own)
+    alike = abs(common) > CLOCK_SECONDS
     hits = []
     for one, ahead in known:
-        off = ahead - common
-        where = "that most other machines have" if abs(common) > CLOCK_SECONDS else "of its store's file system"
+        off, where = ahead - common, "that most other machines have" if alike else "of its store's file system"
         words = f"its clock was {_long(off)} {_side(off)} that {where} when run {one.run} began"
-        hits.append(_Hit(one.machine, abs(off), words if abs(common) > CLOCK_SECONDS else f"{words}: one is wrong"))
+        hits.append((abs(off), Alarm(one.machine, Oddity.CLOCK, words if alike else f"{words}: one is wrong")))
     return common, hits
 
 
@@ -118,7 +105,7 @@ def _common(own: Mapping[str, Sequence[float]]) -> float:
 
 
 def _are_most(hits: Sequence[_Hit], machines: Collection[str]) -> bool:
-    named = {one.machine for one in hits if one.seconds > CLOCK_SECONDS}
+    named = {alarm.machine for seconds, alarm in hits if seconds > CLOCK_SECONDS}
     return len(machines) >= _LEAST_MACHINES and 2 * len(named) > len(machines)
 
 
@@ -137,58 +124,44 @@ def _long(seconds: float) -> str:
 _MOST = 4
 
 
-@dataclass(frozen=True)
-class Dissent:
-    """What a machine gives other bits for: operations, or errors of cases. `unstable`: they differ from its own;
-    `others`: from those of most machines of its kind; `torn`: from some, and nobody has most on their side."""
+# What a machine is named for whose bits differ: from its own, from those of most machines of its kind, or from some
+# where nobody has most on their side.
+_DISSENTS = {
+    "own": (Oddity.UNSTABLE, "does not repeat its own bits for the same numbers"),
+    "most": (Oddity.BITS, "gives other bits than most of its kind for the same numbers"),
+    "some": (
+        Oddity.BITS,
+        "its bits and those of others of its kind differ, none with most on its side, so that either may be wrong",
+    ),
+}
 
-    machine: str
-    unstable: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    torn: tuple[str, ...] = ()
 
-
-def dissents(kind: Sequence[Seen]) -> tuple[Dissent, ...]:
-    """Of the machines of one kind, by all of their runs."""
-    found: dict[str, dict[str, list[str]]] = {}
-
-    def note(machine: str, which: str, what: str) -> None:
-        found.setdefault(machine, {}).setdefault(which, []).append(what)
-
+def of_bits(kind: Sequence[Seen]) -> Iterator[Alarm]:
+    """Of the machines of one kind, by all of their runs: operations, and errors of cases."""
+    differing: dict[tuple[str, str], list[str]] = {}
     for what, told in sorted(_answers(kind).items()):
         steady = {machine: next(iter(values)) for machine, values in told.items() if len(values) == 1}
-        for machine in sorted(told.keys() - steady.keys()):
-            note(machine, "unstable", what)
+        for machine in told.keys() - steady.keys():
+            differing.setdefault((machine, "own"), []).append(what)
         votes = Counter(steady.values())
-        if len(votes) < 2:
-            continue
-        most, count = votes.most_common(1)[0]
+        most, count = votes.most_common(1)[0] if votes else ("", 0)
         for machine, value in steady.items():
-            if 2 * count <= len(steady):
-                note(machine, "torn", what)
-            elif value != most:
-                note(machine, "others", what)
-    return tuple(
-        Dissent(machine, **{which: tuple(names) for which, names in by.items()})
-        for machine, by in sorted(found.items())
-    )
+            if len(votes) > 1 and (2 * count <= len(steady) or value != most):
+                differing.setdefault((machine, "some" if 2 * count <= len(steady) else "most"), []).append(what)
+    for machine in sorted({machine for machine, _ in differing}):
+        for which, (oddity, words) in _DISSENTS.items():
+            if whats := differing.get((machine, which)):
+                yield Alarm(machine, oddity, f"{words}: {shortened(whats)}")
 
 
 def _answers(kind: Sequence[Seen]) -> dict[str, dict[str, set[str]]]:
     """What was told of each operation and error: all that a machine ever gave, by machine."""
     told: dict[str, dict[str, set[str]]] = {}
     for one in kind:
-        for what, values in _said(one):
-            if values:
-                told.setdefault(what, {}).setdefault(one.machine, set()).update(values)
+        said = [(f"{bits.dtype} {bits.operation} on {bits.device}", bits.digests) for bits in one.bits if bits.digests]
+        for what, values in (*said, *((name, (value,)) for name, value in one.errors.items())):
+            told.setdefault(what, {}).setdefault(one.machine, set()).update(values)
     return told
-
-
-def _said(one: Seen) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for bits in one.bits:
-        yield f"{bits.dtype} {bits.operation} on {bits.device}", bits.digests
-    for name, value in one.errors.items():
-        yield name, (value,)
 
 
 def shortened(names: Sequence[str]) -> str:
@@ -209,16 +182,15 @@ _DRAWS = 100_000
 _SEEN = (1e-2, 1e-3)
 
 
-def deviations(times: Mapping[str, Mapping[str, float]]) -> tuple[Deviation, ...]:
-    """Of every machine, over all cases and in each; `times` are seconds by case and machine, of one kind.
+def deviations(times: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Deviation]]:
+    """By case and machine, and over all cases as the case ''; `times` are seconds likewise, of one kind.
 
     Cases and middles that fewer than LEAST_MACHINES have are left out.
     """
     logs = _logs(times)
-    found = [one for case, seen in logs.items() for one in _in_case(case, seen, FALSE_ALARMS / 2 / len(logs))]
+    found = {case: _in_case(case, seen, FALSE_ALARMS / 2 / len(logs)) for case, seen in logs.items()}
     middles = _middles(logs)
-    overall = _in_case("", middles, FALSE_ALARMS / 2) if middles else []
-    return (*overall, *found)
+    return found | ({"": _in_case("", middles, FALSE_ALARMS / 2)} if middles else {})
 
 
 def seen_from(times: Mapping[str, Mapping[str, float]]) -> float | None:
@@ -253,15 +225,15 @@ def _middles(logs: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return found if len(found) >= LEAST_MACHINES else {}
 
 
-def _in_case(case: str, logs: Mapping[str, float], rate: float) -> list[Deviation]:
+def _in_case(case: str, logs: Mapping[str, float], rate: float) -> dict[str, Deviation]:
     values = np.array(list(logs.values()))
     distances, spread = _distances(values[None, :])
     limit = critical(len(logs), rate)
-    found = []
+    found = {}
     for machine, distance in zip(logs, distances[0], strict=True):
         score = float(distance / spread[0]) if spread[0] > 0 else (math.inf if distance else 0.0)
         odd = abs(score) > limit and abs(math.expm1(float(distance))) > LEAST_CHANGE
-        found.append(Deviation(machine, case, math.expm1(float(distance)), score, odd))
+        found[machine] = Deviation(machine, case, math.expm1(float(distance)), score, odd)
     return found
 
 

@@ -1,22 +1,35 @@
-"""What a store has of a fleet, read for a report."""
+"""What a store has of a fleet, read for a report: who is named in it, for what, and in which words."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
-from fp8bench.features.fleet.alarms import report_of
-from fp8bench.features.fleet.machines import FleetReport, Seen, seen_of
+from fp8bench.features.fleet.machines import (
+    Alarm,
+    Fields,
+    Figure,
+    FleetReport,
+    Kind,
+    Machine,
+    Oddity,
+    Seen,
+    differences,
+    seen_of,
+)
+from fp8bench.features.fleet.odd import deviations, of_bits, of_clocks, seen_from, shortened
 from fp8bench.files import is_locked
 from fp8bench.model import Run
 from fp8bench.model.fleet import CellStatus, FleetPlan
 from fp8bench.store.fleet_plans import number_of, plans_of, read_plan, states_of
 from fp8bench.store.runs.listing import REFUSED, REMEDY, listing
-from fp8bench.store.runs.read import load_head, load_run
-from fp8bench.store.verify_machines import samples_of
+from fp8bench.store.runs.run_file import load_head, load_run
+from fp8bench.store.verify import samples_of
+from fp8bench.units import change
 
 _OTHERS = "are of no cell of the plan"
 _RUNNING = "are still being measured"
@@ -28,7 +41,7 @@ def fleet_report(source: Path, store: Path, expected: Collection[str] = ()) -> F
         store, plans = source, plans_of(source)
     else:
         plans = (read_plan(source),)
-    seen, left, doubts = _read(store, partial(_is_of_one, plans) if plans else lambda _: True)
+    seen, left, doubts = _read(store, lambda run: not plans or any(number_of(plan, run) is not None for plan in plans))
     if not seen and not expected:
         what = f"run of the plan {plans[0].id}" if plans else "run"
         why = "; ".join(_counts(left) or doubts[:1])
@@ -55,10 +68,6 @@ def fleet_of(runs: Sequence[Run], store: Path) -> FleetReport | None:
 def _counts(left: Counter[str]) -> list[str]:
     """Of runs that are left out how many, and why."""
     return [f"{count} run{'s' * (count != 1)}: {why}" for why, count in (+left).items()]
-
-
-def _is_of_one(plans: Sequence[FleetPlan], run: Run) -> bool:
-    return any(number_of(plan, run) is not None for plan in plans)
 
 
 def _read(store: Path, wanted: Callable[[Run], bool]) -> tuple[list[Seen], Counter[str], list[str]]:
@@ -117,3 +126,140 @@ def _failed_cells(store: Path, plans: tuple[FleetPlan, ...]) -> list[str]:
         for plan in plans for state in states_of(plan, store) if state.status is CellStatus.FAILED
         for where in [f" on {state.attempts[-1].host}" if state.attempts else ""]
     ]  # fmt: skip
+
+
+def report_of(
+    seen: Sequence[Seen], plans: Sequence[FleetPlan] = (), expected: Collection[str] = (), excluded: Sequence[str] = ()
+) -> FleetReport:
+    """What some runs come to. `expected` are machines of which something should have come."""
+    members = _kinds(seen)
+    figures: list[Figure] = []
+    kinds: list[Kind] = []
+    for name, ((hardware, software), runs) in zip(_names(), members.items(), strict=False):
+        times = _times(runs)
+        odd = deviations(times)
+        figures += [Figure("", name, {}, odd[""])] if "" in odd else []
+        figures += [Figure(case, name, seconds, odd.get(case, {})) for case, seconds in times.items()]
+        first = kinds[0] if kinds else Kind(name, (), hardware, software)
+        differs = *differences(hardware, first.hardware), *differences(software, first.software)
+        machines = tuple(sorted({run.machine for run in runs}))
+        kinds.append(Kind(name, machines, hardware, software, differs, seen_from(times)))
+    settings = dict.fromkeys(cell.setting for plan in plans for cell in plan.cells)
+    settings |= dict.fromkeys(setting for run in seen for setting in (*run.whole, *run.cut))
+    done = {setting for run in seen for setting in run.whole}
+    wrong, doubts = of_clocks(seen, plans)
+    alarms = (
+        *_of_software(kinds), *_of_times(figures), *(alarm for runs in members.values() for alarm in of_bits(runs)),
+        *of_coverage(seen, expected), *_of_failures(seen), *wrong,
+    )  # fmt: skip
+    bare = Counter(run.machine for run in seen if run.cell and not run.bits)
+    without = (
+        f"of {name} {count} runs have no bits: its devices could not compute them" for name, count in bare.items()
+    )
+    return FleetReport(
+        tuple(_machines(seen, kinds, figures)), tuple(kinds), tuple(figures),
+        tuple(sorted(alarms, key=lambda alarm: (alarm.machine, list(Oddity).index(alarm.what)))),
+        len(settings), tuple(setting for setting in settings if setting not in done),
+        (*excluded, *without, *doubts),
+        {kind.name: why for kind in kinds[1:] if (why := "; ".join(differences(kind.software, kinds[0].software)))},
+    )  # fmt: skip
+
+
+def _names() -> Iterator[str]:
+    """A, B, ..., Z, A1, ..."""
+    number = 0
+    while True:
+        yield from (chr(ord("A") + letter) + (str(number) if number else "") for letter in range(26))
+        number += 1
+
+
+def _kinds(seen: Sequence[Seen]) -> dict[tuple[Fields, Fields], list[Seen]]:
+    """Runs by what they were made under, those of most machines first."""
+    found: dict[tuple[Fields, Fields], list[Seen]] = {}
+    for run in seen:
+        found.setdefault((run.hardware, run.software), []).append(run)
+    return dict(sorted(found.items(), key=lambda pair: (-len({run.machine for run in pair[1]}), pair[0])))
+
+
+def _times(runs: Sequence[Seen]) -> dict[str, dict[str, float]]:
+    """Seconds by case and machine: the middle of a machine's runs."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for run in runs:
+        for case, seconds in run.times.items():
+            found.setdefault(case, {}).setdefault(run.machine, []).append(seconds)
+    return {case: {name: median(values) for name, values in by.items()} for case, by in found.items()}
+
+
+def _machines(seen: Sequence[Seen], kinds: Sequence[Kind], figures: Sequence[Figure]) -> Iterator[Machine]:
+    overall = {name: odd.change for figure in figures if not figure.case for name, odd in figure.deviations.items()}
+    for name, runs in sorted(_by_machine(seen).items()):
+        yield Machine(
+            name, tuple(kind.name for kind in kinds if name in kind.machines), len(runs),
+            len({setting for run in runs for setting in run.whole}),
+            len({case for run in runs for case in run.failed}), overall.get(name),
+        )  # fmt: skip
+
+
+def _by_machine(seen: Sequence[Seen]) -> dict[str, list[Seen]]:
+    found: dict[str, list[Seen]] = {}
+    for run in seen:
+        found.setdefault(run.machine, []).append(run)
+    return found
+
+
+def _of_software(kinds: Sequence[Kind]) -> Iterator[Alarm]:
+    """Of machines that have other software or settings than more machines of the same hardware."""
+    for place, kind in enumerate(kinds):
+        larger = next((other for other in kinds[:place] if other.hardware == kind.hardware), None)
+        if larger is not None and len(larger.machines) > len(kind.machines):
+            why = "; ".join(differences(kind.software, larger.software))
+            words = f"{why}, as {len(larger.machines)} others of its hardware have it: not compared"
+            yield from (Alarm(machine, Oddity.SOFTWARE, words) for machine in kind.machines)
+
+
+def _of_times(figures: Sequence[Figure]) -> Iterator[Alarm]:
+    """Of machines that are odd over all cases, and else of each case in which one is."""
+    overall = {(figure.kind, name) for figure in figures if not figure.case
+               for name, own in figure.deviations.items() if own.odd}  # fmt: skip
+    for figure in figures:
+        for machine, own in figure.deviations.items():
+            if not own.odd or (figure.case and (figure.kind, machine) in overall):
+                continue
+            what = Oddity.SLOW if own.change > 0 else Oddity.FAST
+            far = f"{abs(own.score):.0f} spreads" if math.isfinite(own.score) else "while all others are alike"
+            where = f"in {figure.case}" if figure.case else "in its median case"
+            beside = f"beside {len(figure.deviations) - 1} others of its kind"
+            yield Alarm(machine, what, f"{change(1 + own.change)} time {where}, {beside} ({far})")
+
+
+def of_coverage(seen: Sequence[Seen], expected: Collection[str]) -> Iterator[Alarm]:
+    """Of machines whose runs were cut off, or that have not what at least half of the others have."""
+    own = _by_machine(seen)
+    # Mappings, not sets: the same runs give the same words.
+    whole = {machine: dict.fromkeys(setting for run in runs for setting in run.whole) for machine, runs in own.items()}
+    for machine, runs in own.items():
+        cut = {setting: run.run for run in runs for setting in run.cut if setting not in whole[machine]}
+        if cut:
+            which = shortened([f"{setting} (run {run})" for setting, run in cut.items()])
+            yield Alarm(machine, Oddity.CUT_OFF, f"{len(cut)} of its cells were cut off and not resumed: {which}")
+        others = [have for name, have in whole.items() if name != machine]
+        common = Counter(setting for have in others for setting in have)
+        wanted = [setting for setting, count in common.items() if count > 1 and 2 * count >= len(others)]
+        lacking = [setting for setting in wanted if setting not in whole[machine] and setting not in cut]
+        if lacking:
+            count = f"{len(lacking)} of {len(wanted)} cells"
+            words = f"{count} that other machines measured are missing: {shortened(lacking)}"
+            yield Alarm(machine, Oddity.MISSING, words)
+    for machine in sorted(set(expected) - own.keys()):
+        yield Alarm(machine, Oddity.MISSING, "nothing came of it")
+
+
+def _of_failures(seen: Sequence[Seen]) -> Iterator[Alarm]:
+    """Of cases that failed on a machine and came to numbers on others."""
+    good = {case for run in seen for case in run.times}
+    for machine, runs in _by_machine(seen).items():
+        failed = {case: why for run in runs for case, why in run.failed.items() if case in good}
+        if failed:
+            case, why = next(iter(failed.items()))
+            words = f"{len(failed)} of the cases that others measured failed: {case} ({why})"
+            yield Alarm(machine, Oddity.FAILED, words)

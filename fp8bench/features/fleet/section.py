@@ -13,7 +13,7 @@ from fp8bench.model import Run
 from fp8bench.report.elements import Element, Text
 from fp8bench.report.material import Material
 from fp8bench.report.page.section import Section, sections
-from fp8bench.report.words.run_facts import fact
+from fp8bench.report.words.naming import fact
 
 
 @sections.register("fleet")

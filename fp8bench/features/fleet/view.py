@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from fp8bench.model.codec import encode
 from fp8bench.model.fleet import CellState, CellStatus, FleetPlan
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import csv_text, json_line
-from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Axis, Bars, Element, Field, Items, Mark, Page, Part, Table, Text, Tone
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,9 +36,12 @@ def named(report: FleetReport) -> Table | Text:
     """Machines that stand out, and by what."""
     if not report.alarms:
         return Text("No machine stands out.", Tone.GOOD)
-    columns = Column("machine"), Column("problem"), Column("why", below=True)
-    rows = tuple((Field(one.machine), Field(one.what, tone=Tone.BAD), Field(one.words)) for one in report.alarms)
-    return Table("named", "", columns, rows)
+    cols: list[Col[Alarm]] = [
+        Col("machine", lambda alarm: alarm.machine),
+        Col("problem", lambda alarm: alarm.what, tone=lambda alarm: Tone.BAD),
+        Col("why", lambda alarm: alarm.words, below=True),
+    ]
+    return table("named", "", cols, report.alarms)
 
 
 def machines(report: FleetReport) -> Table:
@@ -59,38 +62,31 @@ def machines(report: FleetReport) -> Table:
 
 def charts(report: FleetReport) -> Iterator[Bars]:
     """How far each machine is from its kind, where enough are of one."""
-    groups = []
-    for figure in report.figures:
-        marks = tuple(
-            Mark(name, 1 + one.change, tone=Tone.BAD if one.odd else Tone.PLAIN)
-            for name, one in sorted(figure.deviations.items())
-        ) if not figure.case else ()  # fmt: skip
-        if marks:
-            groups.append((f"kind {figure.kind}", marks))
+    groups = tuple(
+        (f"kind {figure.kind}", tuple(
+            Mark(name, 1 + own.change, tone=Tone.BAD if own.odd else Tone.PLAIN)
+            for name, own in sorted(figure.deviations.items())
+        ))
+        for figure in report.figures if not figure.case and figure.deviations
+    )  # fmt: skip
     if groups:
         words = "Each machine's time in its median case over the median of its kind, which is 1. Red: an outlier."
-        yield Bars(
-            "deviations", "Time over that of the kind's median", words, Axis("time ratio", "x"), tuple(groups), 1.0
-        )
+        yield Bars("deviations", "Time over that of the kind's median", words, Axis("time ratio", "x"), groups, 1.0)
 
 
 def kinds(report: FleetReport) -> Table:
     """A row a kind, and in what it differs from the first."""
-    columns = (
-        Column("kind"), Column("machines", number=True), Column("hardware"), Column("torch"),
-        Column("slow from", number=True, hint=f"would be listed from there on; needs {LEAST_MACHINES} machines"),
-        Column("differs from A in", below=True),
-    )  # fmt: skip
-    rows = tuple(
-        (
-            Field(one.name), Field(str(len(one.machines))), Field(_hardware_of(one)),
-            Field(dict(one.software).get("torch", units.NONE)),
-            Field(units.change(1 + one.seen_from) if one.seen_from is not None else f"needs {LEAST_MACHINES} machines"),
-            Field("; ".join(one.differs)),
-        )
-        for one in report.kinds
-    )  # fmt: skip
-    return Table("kinds", "", columns, rows)
+    few = f"needs {LEAST_MACHINES} machines"
+    cols: list[Col[Kind]] = [
+        Col("kind", lambda kind: kind.name),
+        Col("machines", lambda kind: str(len(kind.machines)), number=True),
+        Col("hardware", _hardware_of),
+        Col("torch", lambda kind: dict(kind.software).get("torch")),
+        Col("slow from", lambda kind: few if kind.seen_from is None else units.change(1 + kind.seen_from), number=True,
+            hint=f"would be listed from there on; {few}"),
+        Col("differs from A in", lambda kind: "; ".join(kind.differs), below=True),
+    ]  # fmt: skip
+    return table("kinds", "", cols, report.kinds)
 
 
 def _hardware_of(kind: Kind) -> str:
@@ -101,26 +97,24 @@ def _hardware_of(kind: Kind) -> str:
 
 def cases(report: FleetReport) -> Table:
     """A row a case on a kind."""
-    columns = (
-        Column("case"), Column("kind"), Column("machines", number=True), Column("time", number=True, unit="s"),
-        Column("fastest", number=True, unit="s"), Column("slowest", number=True, unit="s"),
-        Column("to A", number=True, unit="x"), Column("not compared for", below=True),
-    )  # fmt: skip
-    first = {one.case: one for one in report.figures if one.case and one.kind == report.kinds[0].name}
-    figures = sorted((one for one in report.figures if one.case), key=lambda one: one.case)
-    return Table("cases", "", columns, tuple(_case(one, first, report.why_not) for one in figures), main=True)
+    figures = sorted((figure for figure in report.figures if figure.case), key=lambda figure: figure.case)
+    first = {figure.case: figure for figure in figures if figure.kind == report.kinds[0].name}
 
+    def to_first(figure: Figure) -> float | None:
+        lead = first.get(figure.case, figure)
+        return None if lead is figure or report.why_not.get(figure.kind) else figure.middle / lead.middle
 
-def _case(figure: Figure, first: Mapping[str, Figure], why_not: Mapping[str, str]) -> tuple[Field, ...]:
-    own, lead = figure.seconds.values(), first.get(figure.case)
-    why = why_not.get(figure.kind, "")
-    ratio = figure.middle / lead.middle if lead is not None and lead is not figure and not why else None
-    middle, low, high = figure.middle, min(own), max(own)
-    return (
-        Field(figure.case), Field(figure.kind), Field(str(len(own))), Field(units.seconds(middle), middle),
-        Field(units.seconds(low), low), Field(units.seconds(high), high),
-        Field(units.ratio(ratio) if ratio is not None else units.NONE, ratio), Field(why),
-    )  # fmt: skip
+    cols: list[Col[Figure]] = [
+        Col("case", lambda figure: figure.case),
+        Col("kind", lambda figure: figure.kind),
+        Col("machines", lambda figure: str(len(figure.seconds)), number=True),
+        Col("time", lambda figure: figure.middle, number=True, unit="s"),
+        Col("fastest", lambda figure: min(figure.seconds.values()), number=True, unit="s"),
+        Col("slowest", lambda figure: max(figure.seconds.values()), number=True, unit="s"),
+        Col("to A", to_first, number=True, show=units.ratio, unit="x"),
+        Col("not compared for", lambda figure: report.why_not.get(figure.kind, ""), below=True),
+    ]
+    return table("cases", "", cols, figures, main=True)
 
 
 def coverage(report: FleetReport) -> Iterator[Element]:
@@ -154,12 +148,12 @@ class FleetFrames:
         import pandas as pd
 
         names, named = [field.name for field in fields(Machine)], named_for(self.report)
-        rows = [{name: getattr(one, name) for name in names} for one in self.report.machines]
-        frame = pd.DataFrame(rows, columns=names)
-        return frame.assign(
-            kinds=[", ".join(one.kinds) for one in self.report.machines],
-            named_for=[named.get(one.name, "") for one in self.report.machines],
-        )
+        rows = [
+            {**{name: getattr(machine, name) for name in names}, "kinds": ", ".join(machine.kinds),
+             "named_for": named.get(machine.name, "")}
+            for machine in self.report.machines
+        ]  # fmt: skip
+        return pd.DataFrame(rows, columns=[*names, "named_for"])
 
     @cached_property
     def kinds(self) -> pd.DataFrame:
@@ -198,40 +192,33 @@ def counts_of(states: Sequence[CellState]) -> str:
 
 def status_page(plan: FleetPlan, states: Sequence[CellState]) -> Page:
     """A row a cell, and the counts."""
-    columns = (
-        Column("cell", number=True), Column("setting"), Column("status"), Column("run"), Column("machine"),
-        Column("attempts", number=True), Column("took", number=True), Column("why", below=True),
-    )  # fmt: skip
-    rows = tuple(
-        (
-            Field(str(one.number)), Field(one.cell.setting), Field(one.status, tone=_TONES.get(one.status, Tone.PLAIN)),
-            Field(one.run or units.NONE), Field(one.machine or units.NONE), Field(str(len(one.attempts))),
-            Field(units.seconds(one.attempts[-1].seconds) if one.attempts else units.NONE), Field(one.why),
-        )
-        for one in states
-    )  # fmt: skip
+    cols: list[Col[CellState]] = [
+        Col("cell", lambda state: str(state.number), number=True),
+        Col("setting", lambda state: state.cell.setting),
+        Col("status", lambda state: state.status, tone=lambda state: _TONES.get(state.status, Tone.PLAIN)),
+        Col("run", lambda state: state.run or None),
+        Col("machine", lambda state: state.machine or None),
+        Col("attempts", lambda state: str(len(state.attempts)), number=True),
+        Col("took", lambda state: units.seconds(state.attempts[-1].seconds) if state.attempts else None, number=True),
+        Col("why", lambda state: state.why, below=True),
+    ]
     cases: Counter[str] = Counter()
-    for one in states:
-        cases.update(dict(one.cases))
-    machines = sorted({one.machine for one in states if one.machine})
+    for state in states:
+        cases.update(dict(state.cases))
+    machines = sorted({state.machine for state in states if state.machine})
     planned = sum(len(cell.cases) for cell in plan.cells)
-    covered = f"Of {planned} cases {cases.get('ok', 0)} were measured" + "".join(
+    covered = f"Of {planned} cases {cases['ok']} were measured" + "".join(
         f", {cases[status]} {status}" for status in ("skipped", "failed") if cases[status]
     ) + (f", on {', '.join(machines)}" if machines else "")  # fmt: skip
+    elements = table("cells", "", cols, states), Text(f"{counts_of(states)}."), Text(f"{covered}.")
     title = f"plan {plan.id}: {plan.request.suite} in {len(plan.cells)} cells"
-    return Page(
-        title,
-        "",
-        (Part("cells", "", (Table("cells", "", columns, rows), Text(f"{counts_of(states)}."), Text(f"{covered}."))),),
-        _LEGEND,
-    )
+    return Page(title, "", (Part("cells", "", elements),), _LEGEND)
 
 
 CASE_COLUMNS = ("kind", "machine", "case", "seconds", "change", "score", "odd", "named_for")
 
 
 def report_json(report: FleetReport) -> str:
-    """Everything."""
     return json_line(encode(report))
 
 
@@ -253,33 +240,29 @@ def case_rows(report: FleetReport) -> Iterator[dict[str, object]]:
     named = named_for(report)
     for figure in report.figures:
         for machine in sorted({*figure.seconds, *figure.deviations}):
-            one = figure.deviations.get(machine)
-            yield {
-                "kind": figure.kind, "machine": machine, "case": figure.case, "seconds": figure.seconds.get(machine),
-                "change": one.change if one else None, "score": one.score if one else None,
-                "odd": one.odd if one else None, "named_for": named.get(machine, ""),
-            }  # fmt: skip
-
-
-_COLUMNS = ("plan", "cell", "setting", "status", "run", "machine", "attempts", "seconds", "why")
+            own = figure.deviations.get(machine)
+            yield dict(zip(CASE_COLUMNS, (
+                figure.kind, machine, figure.case, figure.seconds.get(machine),
+                *((own.change, own.score, own.odd) if own else (None, None, None)), named.get(machine, ""),
+            ), strict=True))  # fmt: skip
 
 
 def status_json(plan: FleetPlan, states: Sequence[CellState]) -> str:
     """The plan, and every cell with its attempts."""
-    return json_line({"plan": encode(plan), "cells": [encode(one) for one in states]})
+    return json_line({"plan": encode(plan), "cells": [encode(state) for state in states]})
 
 
 def status_csv(plan: FleetPlan, states: Sequence[CellState]) -> str:
     """A row a cell; `seconds` are those of its last attempt."""
-    rows = [
-        {
-            "plan": plan.id, "cell": one.number, "setting": one.cell.setting, "status": one.status.value,
-            "run": one.run, "machine": one.machine, "attempts": len(one.attempts),
-            "seconds": one.attempts[-1].seconds if one.attempts else None, "why": one.why,
-        }
-        for one in states
-    ]  # fmt: skip
-    return csv_text(_COLUMNS, rows)
+    of: dict[str, Callable[[CellState], object]] = {
+        "plan": lambda state: plan.id, "cell": lambda state: state.number,
+        "setting": lambda state: state.cell.setting, "status": lambda state: state.status.value,
+        "run": lambda state: state.run, "machine": lambda state: state.machine,
+        "attempts": lambda state: len(state.attempts),
+        "seconds": lambda state: state.attempts[-1].seconds if state.attempts else None,
+        "why": lambda state: state.why,
+    }  # fmt: skip
+    return csv_text([*of], [{name: value(state) for name, value in of.items()} for state in states])
 
 
 def report_page(report: FleetReport, name: str, drawn: bool = False) -> Page:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from fp8bench.errors import UsageError
-from fp8bench.features.fleet.tied import ended, tied
+from fp8bench.features.fleet.engines import ended, tied
 from fp8bench.jobs.cells import alone
 from fp8bench.model.fleet import Attempt, CellState, CellStatus, FleetPlan
 from fp8bench.pipeline import now
 from fp8bench.store.fleet_plans import OUTPUT, folder_of, note, states_of, wanted
-from fp8bench.store.runs.write import check_store
+from fp8bench.store.runs.run_file import check_store
 
 # A claim is a lock beside the one that the process of a cell takes.
 _CLAIM = "claim"
@@ -61,8 +60,7 @@ def _next(
 def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
     """Its exit code. An interrupt of this worker is one of the cell, which keeps what it has."""
     folder, started = folder_of(plan, number, store), now()
-    words = [sys.executable, "-m", "fp8bench", "suite", "--plan", str(file), "--cell", str(number)]
-    words += ["--store", str(store), "--no-report"]
+    words = ["suite", "--plan", str(file), "--cell", str(number), "--store", str(store), "--no-report"]
     begin = time.monotonic()
     # Sentences of a terminal's width would be cut where they are quoted.
     unfolded = {name: value for name, value in os.environ.items() if name != "COLUMNS"}

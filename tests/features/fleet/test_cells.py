@@ -16,7 +16,7 @@ from fp8bench.model import Request, Run
 from fp8bench.model.fleet import Attempt, CellStatus, FleetPlan
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.fleet_plans import OUTPUT, folder_of, note, read_plan, states_of, write_plan
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 from tests.older import changed_document, without_sums
 
 QUIET = SilentObserver()

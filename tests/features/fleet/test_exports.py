@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from fp8bench.errors import UsageError
-from fp8bench.features.fleet.export import Tasks, Volume, forms
+from fp8bench.features.fleet.exports import Tasks, Volume, text_for
 from fp8bench.model import Request
 from fp8bench.model.fleet import Cell, FleetPlan
 
@@ -54,7 +54,7 @@ def test_the_command_arrives_whole(name: str, workers: int | None, tmp_path: Pat
     program.chmod(0o755)
     mount = Volume("claim", PurePosixPath("/data"))
     tasks = replace(_BARE, python=str(program), workers=workers, file=f"/data/{_HOSTILE}", store=f"/data/{_HOSTILE}/s")
-    text = forms.get(name).text(tasks if name == "sbatch" else replace(tasks, image="i", volume=mount))
+    text = text_for(name, tasks if name == "sbatch" else replace(tasks, image="i", volume=mount))
     script = tmp_path / "script"
     script.write_text(shell_of(name, text))
     indices = {"SLURM_ARRAY_TASK_ID": "1", "JOB_COMPLETION_INDEX": "1"}
@@ -67,10 +67,10 @@ def test_the_command_arrives_whole(name: str, workers: int | None, tmp_path: Pat
 
 
 def test_a_task_for_each_cell_or_so_many_workers() -> None:
-    each = forms.get("sbatch").text(replace(_BARE, workers=None, options={"partition": "a b"}))
+    each = text_for("sbatch", replace(_BARE, workers=None, options={"partition": "a b"}))
     assert "#SBATCH --array=0-1\n" in each and "#SBATCH --gpus-per-node=4\n" in each
     assert "#SBATCH --exclusive\n#SBATCH --no-requeue\n" in each and '#SBATCH --partition="a b"\n' in each
-    job = yaml.safe_load(forms.get("k8s").text(replace(_TASKS, workers=None, options={"a/b": "no"})))["spec"]
+    job = yaml.safe_load(text_for("k8s", replace(_TASKS, workers=None, options={"a/b": "no"})))["spec"]
     pod = job["template"]["spec"]
     assert (job["completions"], job["backoffLimitPerIndex"], pod["restartPolicy"]) == (2, 0, "Never")
     assert pod["nodeSelector"] == {"a/b": "no"} and pod["activeDeadlineSeconds"] == 5400
@@ -93,7 +93,7 @@ def test_a_task_for_each_cell_or_so_many_workers() -> None:
 )
 def test_what_is_lacking_is_said(name: str, tasks: Tasks, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        forms.get(name).text(tasks)
+        text_for(name, tasks)
 
 
 def strict(models: Any, kind: str, value: object, where: str) -> None:
@@ -117,7 +117,7 @@ def strict(models: Any, kind: str, value: object, where: str) -> None:
 def test_kubernetes_knows_every_field() -> None:
     models = pytest.importorskip("kubernetes.client.models")
     for tasks in (_TASKS, replace(_TASKS, workers=None, options={"disk": "ssd"})):
-        job = yaml.safe_load(forms.get("k8s").text(tasks))
+        job = yaml.safe_load(text_for("k8s", tasks))
         strict(models, "V1Job", job, "Job")
         job["spec"]["template"]["spec"]["restartpolicy"] = "Never"
         with pytest.raises(AssertionError):

@@ -15,7 +15,7 @@ import pytest
 
 from fp8bench.store.fleet_plans import is_whole
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 from tests.commands import Say
 
 _CELLS = "gemm --quick --no-energy --rounds 2 --dtypes fp32 --no-isolation --set shape=16,32,48"

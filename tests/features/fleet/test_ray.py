@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import UsageError
-from fp8bench.features.fleet.engine import Order, engines
-from fp8bench.features.fleet.engines.ray import check_answers
+from fp8bench.features.fleet.engines import Order, check_answers, start
 from fp8bench.model import Request
 from fp8bench.model.fleet import Cell, FleetPlan
 from fp8bench.store.fleet_plans import read_plan, states_of, write_plan
@@ -125,7 +124,7 @@ def test_what_ray_cannot_do_is_said_before_it_is_asked(tmp_path: Path) -> None:
         (replace(order, stays=True), "does not say what devices it is for"),
     ):
         with pytest.raises(UsageError, match=words):
-            engines.get("ray").start(given)
+            start("ray", given)
 
 
 def test_an_address_where_nobody_listens_is_refused_at_once() -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from fp8bench.errors import UsageError
 from fp8bench.features.fleet.command import option
-from fp8bench.features.fleet.engine import Order, engines
+from fp8bench.features.fleet.engines import Order, start
 from fp8bench.store.fleet_plans import read_plan, states_of
 from tests.commands import ROOT, Say
 
@@ -211,9 +211,9 @@ def test_without_slurm_a_sentence(plan: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PATH", str(tmp_path))
     order = Order(read_plan(plan), plan, tmp_path)
     with pytest.raises(UsageError, match="there is no Slurm here"):
-        engines.get("slurm").start(order)
+        start("slurm", order)
     with pytest.raises(UsageError, match="--option is not for --on local, which knows none"):
-        engines.get("local").start(replace(order, options={"partition": "gpu"}))
+        start("local", replace(order, options={"partition": "gpu"}))
 
 
 def test_options_are_names_and_values() -> None:

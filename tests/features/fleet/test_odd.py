@@ -1,4 +1,7 @@
-"""Odd machines: named as often as is said where none is, whatever the spread, and found where one is."""
+"""Odd machines: named as often as is said where none is, whatever the spread, and found where one is.
+
+What machines are named for is in the same words for the same runs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import math
 import numpy as np
 import pytest
 
+from fp8bench.features.fleet.machines import Deviation, Seen
 from fp8bench.features.fleet.odd import FALSE_ALARMS, LEAST_CHANGE, critical, deviations, seen_from
+from fp8bench.features.fleet.report import of_coverage
 
 
 def fleet(
@@ -24,13 +29,17 @@ def fleet(
     return times
 
 
+def odd(times: dict[str, dict[str, float]]) -> list[Deviation]:
+    return [one for by_machine in deviations(times).values() for one in by_machine.values() if one.odd]
+
+
 @pytest.mark.parametrize(
     ("machines", "reports"), [(5, 100), *(pytest.param(n, 1000, marks=pytest.mark.slow) for n in (4, 5, 8))]
 )
 def test_honest_fleets_are_left_alone_as_often_as_is_said(machines: int, reports: int) -> None:
     """With 6 cases each; the bound is what 1% gives by chance in one of a thousand tests."""
     random = np.random.default_rng(machines)
-    alarms = sum(any(one.odd for one in deviations(fleet(random, machines, 6, 0.1))) for _ in range(reports))
+    alarms = sum(bool(odd(fleet(random, machines, 6, 0.1))) for _ in range(reports))
     assert alarms <= reports * FALSE_ALARMS + 3.1 * math.sqrt(reports * FALSE_ALARMS)
 
 
@@ -38,25 +47,24 @@ def test_honest_fleets_are_left_alone_as_often_as_is_said(machines: int, reports
 def test_what_is_slow_is_named_and_nobody_else(machines: int, slow: tuple[str, ...]) -> None:
     """Three of eight do not hide each other."""
     times = fleet(np.random.default_rng(1), machines, 5, 0.01, **dict.fromkeys(slow, 2.0))
-    found = deviations(times)
-    assert {one.machine for one in found if one.odd and not one.case} == set(slow)
+    assert {one.machine for one in odd(times) if not one.case} == set(slow)
     assert seen_from(times) is not None
 
 
 def test_a_machine_that_is_odd_in_one_case_alone() -> None:
     times = fleet(np.random.default_rng(2), 12, 5, 0.01)
     times["case 3"]["m4"] *= 3
-    odd = [one for one in deviations(times) if one.odd]
-    assert [(one.machine, one.case) for one in odd] == [("m4", "case 3")] and odd[0].change == pytest.approx(2, abs=0.2)
+    (only,) = odd(times)
+    assert (only.machine, only.case) == ("m4", "case 3") and only.change == pytest.approx(2, abs=0.2)
 
 
 def test_too_few_and_too_alike() -> None:
     """Three say nothing; among equal ones a small change is nobody's concern, and a large one is."""
-    assert deviations(fleet(np.random.default_rng(3), 3, 4, 0.01, m0=9.0)) == ()
+    assert deviations(fleet(np.random.default_rng(3), 3, 4, 0.01, m0=9.0)) == {}
     equal = {"a": dict.fromkeys("wxyz", 1.0)}
-    assert not any(one.odd for one in deviations(equal)) and seen_from(equal) == LEAST_CHANGE
-    assert not any(one.odd for one in deviations({"a": {**equal["a"], "z": 1 + LEAST_CHANGE / 2}}))
-    assert {one.machine for one in deviations({"a": {**equal["a"], "z": 2.0}}) if one.odd} == {"z"}
+    assert not odd(equal) and seen_from(equal) == LEAST_CHANGE
+    assert not odd({"a": {**equal["a"], "z": 1 + LEAST_CHANGE / 2}})
+    assert {one.machine for one in odd({"a": {**equal["a"], "z": 2.0}})} == {"z"}
 
 
 def test_rarer_is_farther() -> None:
@@ -65,3 +73,17 @@ def test_rarer_is_farther() -> None:
         limits = [critical(machines, rate) for rate in (0.1, 0.01, 0.001, 1e-4, 1e-6)]
         assert limits == sorted(limits) and limits[0] < limits[-1]
     assert critical(30, 0.005) < critical(8, 0.005) < critical(4, 0.005)
+
+
+def seen(machine: str, *whole: str) -> Seen:
+    """A run that says nothing but which settings it has."""
+    return Seen(machine, machine, "", (), 0.0, None, (), (), whole, (), {}, {}, {}, ())
+
+
+def test_cells_that_are_missing_are_named_in_the_order_of_the_runs() -> None:
+    """Not in that of a set, which is another in every process."""
+    settings = [f"setting {number}" for number in range(12)]
+    runs = [seen("one", *settings), seen("two", *settings), seen("three", settings[0])]
+    (alarm,) = of_coverage(runs, ())
+    assert alarm.machine == "three"
+    assert alarm.words.endswith(f"are missing: {', '.join(settings[1:5])} and 7 more")

@@ -1,1 +1,0 @@
-"""Engines that start workers: one decorated class a file."""
