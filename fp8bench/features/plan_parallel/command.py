@@ -25,9 +25,8 @@ from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.yaml_file import Kind, items, place, read_mapping, scalar, shown
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UnknownName, UsageError
-from fp8bench.features.plan_parallel.formulas import Asked, checkpointed, ranking, rulings
-from fp8bench.features.plan_parallel.published import models
-from fp8bench.features.plan_parallel.values import Checkpointing, Load, Topology, Transformer
+from fp8bench.features.plan_parallel.formulas import Checkpointing, Load, Topology, Transformer
+from fp8bench.features.plan_parallel.ranking import Asked, checkpointed, models, ranking, rulings
 from fp8bench.features.plan_parallel.view import as_csv, as_json, page_of
 from fp8bench.model.request import whole_number
 from fp8bench.nn.sizes import SIZES
@@ -37,15 +36,12 @@ _SEQUENCE = 8192
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.description = (
         "Every way to divide a training among N GPUs (DDP, FSDP, TP with sequence parallelism, PP, CP): memory and "
         "tokens a second of each GPU by formulas, each with the band in which they describe published trainings. "
         "Measures nothing."
     )
-    parser.epilog = (
-        "Exit codes: 0 fine; 2 wrong usage; 3 no way fits."
-    )
+    parser.epilog = "Exit codes: 0 fine; 2 wrong usage; 3 no way fits."
     add = parser.add_argument
     add("--model", metavar="NAME", help=f"one of {', '.join((*models(), *SIZES))}")
     add("--gpus", type=types.whole(whole_number(1, 1 << 20)), metavar="N", help="how many GPUs")
@@ -65,7 +61,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Rank; ends with 3 where nothing fits."""
     check_outputs(arguments)
     asked = _asked(arguments)
     if arguments.checkpointing == _AUTO:

@@ -1,22 +1,139 @@
-"""Bytes that a GPU holds at the highest point of a training step, by what they are for.
+"""A training on many GPUs before it runs: the model, how it is cut, what joins the GPUs; what it takes, by formulas.
 
 Weights, gradients and two moments in fp32 are 16 bytes a weight, sharded by FSDP; products read bf16 copies. FP8 saves
 none of it: its codes last as long as a product. Activations are bf16, cut by TP along the sequence between products.
-
-Every way to cut a training for so many GPUs, those that fit the fastest first, and what speaks for each kind.
-
-A figure has the band within which formulas described published trainings of its kind (published.toml).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
-from fp8bench import units
-from fp8bench.features.plan_parallel.values import Checkpointing, Layout, Load, Topology, Transformer
+
+class Checkpointing(StrEnum):
+    """What backward computes again: nothing, every other product of a block, or all of it."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A dense decoder in Llama's manner (three products a feed-forward block) or, not `gated`, in GPT's (two)."""
+
+    name: str
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    key_heads: int
+    hidden: int
+    gated: bool = True
+
+    @property
+    def key_width(self) -> int:
+        """Features of all keys, or of all values."""
+        return self.width * self.key_heads // self.heads
+
+    @property
+    def block_products(self) -> int:
+        """Weights of the linear layers of a block."""
+        return self.width * (2 * self.width + 2 * self.key_width + (3 if self.gated else 2) * self.hidden)
+
+    @property
+    def block(self) -> int:
+        """Those, and its norms'."""
+        return self.block_products + 2 * self.width
+
+    @property
+    def ends(self) -> int:
+        """Weights of the embedding, and as many of the head."""
+        return self.vocabulary * self.width
+
+    @property
+    def weights(self) -> int:
+        return self.layers * self.block + 2 * self.ends + self.width
+
+    def token_flops(self, sequence: int) -> float:
+        """Forward and backward: 6 a weight, the embedding left out, and the half of attention that is not masked."""
+        return 6.0 * (self.weights - self.ends) + self.attention_flops(sequence)
+
+    def attention_flops(self, sequence: int) -> float:
+        """Of a token's scores and their product with the values, in all layers."""
+        return 6.0 * self.layers * self.width * sequence
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ways a training is cut: whole copies, copies whose states are sharded, and within a copy.
+
+    `copies` have all states each (DDP), `shards` share them (FSDP, ZeRO-3). `tensor` cuts every layer, and activations
+    between products along the sequence; `pipeline` cuts the layers, into `virtual` stages a GPU; `context` cuts the
+    sequence.
+    """
+
+    copies: int = 1
+    shards: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    virtual: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.copies * self.shards * self.inner
+
+    @property
+    def inner(self) -> int:
+        """GPUs that work on the same sequences."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def words(self) -> str:
+        """'FSDP 8, TP 4'; 'one GPU'."""
+        parts = (("DDP", self.copies), ("FSDP", self.shards), ("TP", self.tensor), ("PP", self.pipeline),
+                 ("CP", self.context), ("VP", self.virtual))  # fmt: skip
+        return ", ".join(f"{name} {count}" for name, count in parts if count > 1) or "one GPU"
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step of it is: `local` sequences for the GPUs that work on the same ones, in `micro_batches`.
+
+    `narrow_gather`: FSDP gathers weights in FP8. `hidden_tensor`: half of what TP sends hides behind its products
+    (async TP). `fused_loss`: the loss is compiled, so that nothing of it is written in fp32.
+    """
+
+    sequence: int
+    local: int
+    micro_batches: int = 1
+    checkpointing: Checkpointing = Checkpointing.NONE
+    precision: str = "bf16"
+    compiled: bool = True
+    narrow_gather: bool = False
+    hidden_tensor: bool = False
+    fused_loss: bool = False
+
+
+@dataclass(frozen=True)
+class Topology:
+    """GPUs and what joins them: bytes a second that each sends within a node and beyond it, bytes of memory.
+
+    `bf16` and `fp8` are FLOPs a second that products reach, not those of a datasheet.
+    """
+
+    node: int
+    memory: float
+    inside: float
+    between: float
+    bf16: float
+    fp8: float
+
+    def link(self, gpus: int) -> float:
+        """What joins so many neighbours."""
+        return self.inside if gpus <= self.node else self.between
+
 
 STATES = 16
 _BF16, _FP8, _FP32 = 2, 1, 4
@@ -119,6 +236,16 @@ class Pace:
     def step(self) -> float:
         return self.work + self.exposed
 
+    @property
+    def waits(self) -> float:
+        """The share of a step in which products wait for what is sent."""
+        return ((self.tensor + self.context) * (1 + self.bubble) + self.exposed) / self.step
+
+    @property
+    def idle(self) -> float:
+        """The share of a step in which a pipeline is idle at its ends."""
+        return (self.work - self.work / (1 + self.bubble)) / self.step
+
 
 def pace_of(model: Transformer, layout: Layout, load: Load, topology: Topology) -> Pace:
     tokens = load.local * load.sequence / layout.context
@@ -183,185 +310,3 @@ def _copies(layout: Layout, topology: Topology, stage: float) -> float:
     """Gradients of every copy, summed by a ring."""
     own = stage / (layout.shards * layout.context)
     return 2 * _FP32 * own * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)
-
-
-# So much of a GPU's memory a plan may take: the rest is the driver's and the libraries'.
-USABLE = 0.97
-# In shorter pieces of a sequence attention's kernels are less busy than formulas say.
-_SHORTEST = 4096
-# From here on a sequence is long enough to be cut.
-_LONG = 32768
-# Paces within so much of each other are one: the simpler layout comes first.
-_ALIKE = 1.02
-# Narrower products than these keep a GPU less busy than its rates say.
-_NARROW = 1024
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A training: `batch` sequences a step in all. `load` says how a step is done; its sizes are each layout's."""
-
-    model: Transformer
-    gpus: int
-    batch: int
-    load: Load
-    topology: Topology
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One way, with what it takes; `tokens` are those a second and GPU. A `tight` one fits unless its memory is at the
-    upper end of its band."""
-
-    layout: Layout
-    load: Load
-    memory: Memory
-    pace: Pace
-    tokens: float
-    fits: bool
-    tight: bool
-
-    @property
-    def kinds(self) -> int:
-        """Ways that it is cut, whatever their number."""
-        one = self.layout
-        return sum(count > 1 for count in (one.copies, one.shards, one.tensor, one.pipeline, one.context))
-
-
-def memory_band(layout: Layout) -> float:
-    """How far the formulas were from published trainings of that kind, as a share."""
-    return 0.05 if layout.tensor == layout.pipeline == 1 else 0.15
-
-
-def pace_band(model: Transformer, layout: Layout) -> float:
-    """The same of their pace."""
-    if layout.tensor > 1 and model.width / layout.tensor < _NARROW:
-        return 0.4
-    return 0.3 if layout.context > 1 else 0.15
-
-
-def ranking(asked: Asked) -> tuple[Planned, ...]:
-    """All ways that divide evenly: those that fit first, the fastest of them first; others by what they lack."""
-    found = [best for layout in layouts(asked) if (best := _best(asked, layout)) is not None]
-
-    def place(one: Planned) -> tuple[float, ...]:
-        if not one.fits:
-            return 1, one.memory.total
-        return 0, -round(math.log(one.tokens, _ALIKE)), one.kinds, one.memory.total
-
-    return tuple(sorted(found, key=place))
-
-
-def layouts(asked: Asked) -> Iterator[Layout]:
-    """TP up to a node, as many as heads allow; PP by whole layers; CP by whole sequences; the rest are copies, or
-    shards, or shards within a node that are copied."""
-    model, gpus = asked.model, asked.gpus
-    for tensor in _divisors(min(asked.topology.node, gpus)):
-        if gpus % tensor or model.key_heads % tensor:
-            continue
-        for pipeline in _divisors(gpus // tensor):
-            if pipeline > model.layers:
-                continue
-            for context in _divisors(gpus // tensor // pipeline):
-                ranks = gpus // tensor // pipeline // context
-                piece = asked.load.sequence / context
-                if piece % tensor or asked.batch % ranks or (context > 1 and piece < _SHORTEST):
-                    continue
-                inner = Layout(tensor=tensor, pipeline=pipeline, context=context)
-                for shards in sorted({1, ranks, _within_a_node(asked.topology, inner, ranks)}):
-                    for virtual in (1, 2) if 1 < pipeline <= model.layers // 2 else (1,):
-                        yield replace(inner, shards=shards, copies=ranks // shards, virtual=virtual)
-
-
-def _within_a_node(topology: Topology, inner: Layout, ranks: int) -> int:
-    """Shards that stay within a node: a whole number of them, or all."""
-    room = topology.node // (inner.tensor * inner.context)
-    return room if room > 1 and ranks % room == 0 else ranks
-
-
-def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
-
-
-def _best(asked: Asked, layout: Layout) -> Planned | None:
-    """With the micro-batches that are fastest among those that fit; with the most where none does."""
-    local = asked.batch * layout.inner // asked.gpus
-    options = [_planned(asked, layout, local, count) for count in _divisors(local)]
-    fitting = [one for one in options if one.fits]
-    return max(fitting, key=lambda one: one.tokens) if fitting else options[-1]
-
-
-def _planned(asked: Asked, layout: Layout, local: int, count: int) -> Planned:
-    load = replace(asked.load, local=local, micro_batches=count)
-    memory = memory_of(asked.model, layout, load)
-    pace = pace_of(asked.model, layout, load, asked.topology)
-    usable = USABLE * asked.topology.memory
-    fits, tight = memory.total <= usable, memory.total * (1 + memory_band(layout)) > usable
-    return Planned(layout, load, memory, pace, tokens_a_second(layout, load, pace), fits, fits and tight)
-
-
-class Say(StrEnum):
-    """What the model and the GPUs say to a way of cutting."""
-
-    YES = "yes"
-    NO = "no"
-
-
-@dataclass(frozen=True)
-class Ruling:
-    """One row of the matrix that guides to parallelism have, with the figures of this training."""
-
-    kind: str
-    say: Say
-    why: str
-
-
-def rulings(asked: Asked) -> tuple[Ruling, ...]:
-    """When each kind is worth it: rules of thumb, of which the ranking knows the figures."""
-    model, topology, load = asked.model, asked.topology, asked.load
-    usable, gpus = USABLE * topology.memory, asked.gpus
-    alone = memory_of(model, Layout(copies=gpus), replace(load, local=1, micro_batches=1)).total
-    sharded = memory_of(model, Layout(shards=gpus), replace(load, local=1, micro_batches=1)).total
-    tokens = asked.batch * load.sequence / gpus
-    dealt = asked.batch % gpus == 0
-    undealt = "" if dealt else f"; but {asked.batch} sequences cannot be dealt out evenly to {gpus} GPUs"
-    hidden = _tokens_that_hide(asked)
-    room = units.size(usable)
-    why = {
-        "DDP": f"all {STATES} bytes a weight and one sequence take {units.size(alone)} of {room} that a plan may "
-        f"use{undealt}",
-        "FSDP": f"shared by {gpus} GPUs it takes {units.size(sharded)} of {room}; {units.count(tokens)} tokens a "
-        f"GPU and step, and computing takes as long as what it sends from {units.count(hidden)} on{undealt}",
-        "TP": "worth it where FSDP does not fit, or there are fewer sequences than GPUs; within the "
-        f"{topology.node} GPUs of a node alone, because products wait for what it sends",
-        "PP": "worth it between nodes where a GPU has too few tokens for FSDP, or there are fewer sequences than GPUs; "
-        "with 4 micro-batches a stage or more, because stages are idle at both ends of a step",
-        "CP": f"worth it for sequences from {_LONG} tokens on; these have {load.sequence}",
-        "EP": "worth it for experts; this model has none",
-    }
-    yes = {
-        "DDP": alone <= usable and dealt,
-        "FSDP": gpus > 1 and sharded <= usable and tokens >= hidden and dealt,
-        "TP": gpus > 1 and (sharded > usable or asked.batch < gpus),
-        "PP": gpus > topology.node and (tokens < hidden or asked.batch < gpus),
-        "CP": load.sequence >= _LONG,
-        "EP": False,
-    }
-    return tuple(Ruling(kind, Say.YES if yes[kind] else Say.NO, words) for kind, words in why.items())
-
-
-def _tokens_that_hide(asked: Asked) -> float:
-    """Tokens of a GPU's step from which on products take as long as what FSDP sends."""
-    sent = (2 * (1 if asked.load.narrow_gather else 2) + 4) * (asked.gpus - 1) / asked.gpus
-    rate = asked.topology.fp8 if asked.load.precision == "fp8" else asked.topology.bf16
-    return sent * rate / (6 * asked.topology.link(asked.gpus))
-
-
-def checkpointed(asked: Asked) -> tuple[Asked, tuple[Planned, ...]]:
-    """With the least that is computed again with which something fits; with all of it where nothing does."""
-    for level in Checkpointing:
-        other = replace(asked, load=replace(asked.load, checkpointing=level))
-        plans = ranking(other)
-        if plans and plans[0].fits:
-            break
-    return other, plans

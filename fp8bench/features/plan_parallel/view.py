@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fp8bench import units
-from fp8bench.features.plan_parallel.formulas import Asked, Planned, Ruling, Say, memory_band, pace_band
-from fp8bench.features.plan_parallel.published import held, outside, published, worst_errors
-from fp8bench.features.plan_parallel.values import Checkpointing
+from fp8bench.features.plan_parallel.formulas import Checkpointing
+from fp8bench.features.plan_parallel.ranking import (
+    Asked,
+    Planned,
+    Ruling,
+    Say,
+    held,
+    memory_band,
+    outside,
+    pace_band,
+    published,
+    worst_errors,
+)
 from fp8bench.model.codec import encode
+from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import csv_text, json_line
-from fp8bench.report.elements import Column, Field, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Field, Page, Part, Table, Text, Tone
 
 _LEGEND = (
     "memory and tokens/s: of a GPU, by formulas, with the band in which they describe published trainings",
@@ -59,42 +70,36 @@ def _remarks(asked: Asked, plans: Sequence[Planned]) -> Iterator[str]:
 
 
 def _ranking(asked: Asked, plans: Sequence[Planned]) -> Table:
-    columns = (
-        Column("layout"), Column("micro-batches", number=True), Column("memory", number=True),
-        Column("band", number=True), Column("fits"), Column("tokens/s", number=True), Column("band", number=True),
-        Column("waits", number=True), Column("idle", number=True),
-    )  # fmt: skip
-    rows = []
-    for one in plans:
-        work = one.pace.work + one.pace.exposed
-        waits = ((one.pace.tensor + one.pace.context) * (1 + one.pace.bubble) + one.pace.exposed) / work
-        idle = (one.pace.work - one.pace.work / (1 + one.pace.bubble)) / work
+    def fits(one: Planned) -> Field:
         word = ("tight", Tone.DOUBT) if one.tight else ("yes", Tone.GOOD) if one.fits else ("no", Tone.BAD)
-        rows.append((
-            Field(one.layout.words), Field(str(one.load.micro_batches)), Field(units.size(one.memory.total)),
-            Field(f"±{units.percent(memory_band(one.layout), 0)}"), Field(word[0], tone=word[1]),
-            Field(units.count(one.tokens)), Field(f"±{units.percent(pace_band(asked.model, one.layout), 0)}"),
-            Field(units.percent(waits, 0)), Field(units.percent(idle, 0)),
-        ))  # fmt: skip
-    return Table("ranking", "", columns, tuple(rows))
+        return Field(word[0], tone=word[1])
+
+    cols: list[Col[Planned]] = [
+        Col("layout", lambda one: one.layout.words),
+        Col("micro-batches", lambda one: str(one.load.micro_batches), number=True),
+        Col("memory", lambda one: units.size(one.memory.total), number=True),
+        Col("band", lambda one: f"±{units.percent(memory_band(one.layout), 0)}", number=True),
+        Col("fits", fits),
+        Col("tokens/s", lambda one: units.count(one.tokens), number=True),
+        Col("band", lambda one: f"±{units.percent(pace_band(asked.model, one.layout), 0)}", number=True),
+        Col("waits", lambda one: units.percent(one.pace.waits, 0), number=True),
+        Col("idle", lambda one: units.percent(one.pace.idle, 0), number=True),
+    ]
+    return table("ranking", "", cols, plans)
 
 
 def _matrix(rulings: Sequence[Ruling]) -> Table:
-    rows = tuple(
-        (Field(one.kind), Field(one.say, tone=Tone.GOOD if one.say is Say.YES else Tone.PLAIN), Field(one.why))
-        for one in rulings
-    )
-    return Table("matrix", "", (Column("kind"), Column("worth it"), Column("why", below=True)), rows)
+    cols: list[Col[Ruling]] = [
+        Col("kind", lambda one: one.kind),
+        Col("worth it", lambda one: one.say, tone=lambda one: Tone.GOOD if one.say is Say.YES else Tone.PLAIN),
+        Col("why", lambda one: one.why, below=True),
+    ]
+    return table("matrix", "", cols, rulings)
 
 
 _LAYOUT = ("copies", "shards", "tensor", "pipeline", "context", "virtual")
 _MEMORY = ("states", "gathered", "kept", "block", "logits")
 _PACE = ("products", "tensor", "context", "shards", "copies")
-_COLUMNS = (
-    *_LAYOUT, "micro_batches", "fits", "tight", "memory_bytes", *(f"{name}_bytes" for name in _MEMORY),
-    "tokens_per_second", "step_seconds", "bubble", *(f"{name}_seconds" for name in _PACE),
-    "memory_band", "pace_band",
-)  # fmt: skip
 
 
 def as_json(asked: Asked, plans: Sequence[Planned], rulings: Sequence[Ruling]) -> str:
@@ -107,7 +112,8 @@ def as_json(asked: Asked, plans: Sequence[Planned], rulings: Sequence[Ruling]) -
 
 def as_csv(asked: Asked, plans: Sequence[Planned]) -> str:
     """A row a way."""
-    return csv_text(_COLUMNS, [_row(asked, one) for one in plans])
+    rows = [_row(asked, one) for one in plans]
+    return csv_text(tuple(rows[0]), rows)
 
 
 def _row(asked: Asked, one: Planned) -> dict[str, object]:

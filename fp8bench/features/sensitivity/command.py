@@ -64,9 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     for option in ("size", "data") if target else ():
         if getattr(arguments, option) is not None:
             raise UsageError(f"--{option} is of the transformer, and {target} is a model of your own. Leave one out.")
-    suite, axis = (
-        (Model.name, ("make", (target,))) if target else ("transformer", ("size", (arguments.size or "nano",)))
-    )
+    axis = ("make", (target,)) if target else ("size", (arguments.size or "nano",))
     request = Request(
         Model.name if target else "transformer", (arguments.dtype,), (arguments.device,) if arguments.device else (),
         arguments.reference or (UNTOUCHED if target else "bf16"), (axis,), data=arguments.data, seed=arguments.seed,

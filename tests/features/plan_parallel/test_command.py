@@ -11,7 +11,7 @@ import pytest
 
 from fp8bench.errors import UsageError
 from fp8bench.features.plan_parallel.command import read_topology
-from fp8bench.features.plan_parallel.values import Topology
+from fp8bench.features.plan_parallel.formulas import Topology
 from tests.commands import Say, unfolding
 
 LINES = {"node": "8", "memory": "80 GiB", "inside": "450", "between": "50", "bf16": "660", "fp8": "980"}

@@ -10,9 +10,18 @@ from hypothesis import strategies as some
 
 from fp8bench import units
 from fp8bench.features.plan_parallel import formulas as memory_module
-from fp8bench.features.plan_parallel.formulas import STATES, memory_of, pace_of, tokens_a_second
-from fp8bench.features.plan_parallel.published import held, models, outside, published
-from fp8bench.features.plan_parallel.values import Checkpointing, Layout, Load, Topology, Transformer
+from fp8bench.features.plan_parallel.formulas import (
+    STATES,
+    Checkpointing,
+    Layout,
+    Load,
+    Topology,
+    Transformer,
+    memory_of,
+    pace_of,
+    tokens_a_second,
+)
+from fp8bench.features.plan_parallel.ranking import held, models, outside, published
 from fp8bench.nn.sizes import SIZES
 
 # Each product reads a byte or two as another number: by hand these stay apart.

@@ -7,9 +7,8 @@ from itertools import product
 
 import pytest
 
-from fp8bench.features.plan_parallel.formulas import USABLE, Asked, Say, checkpointed, layouts, ranking, rulings
-from fp8bench.features.plan_parallel.published import models
-from fp8bench.features.plan_parallel.values import Checkpointing, Load, Topology
+from fp8bench.features.plan_parallel.formulas import Checkpointing, Load, Topology
+from fp8bench.features.plan_parallel.ranking import USABLE, Asked, Say, checkpointed, layouts, models, ranking, rulings
 
 H100 = Topology(8, 80 * 2**30, 450e9, 50e9, 660e12, 980e12)
 
