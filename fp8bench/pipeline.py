@@ -38,8 +38,8 @@ from fp8bench.measure.settle import warm_up_limit
 from fp8bench.measure.tapes import records_tapes
 from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import Ceilings, DeviceFacts, Group, Plan, Record, Request, Resumption, Run
-from fp8bench.model.fleet import Cell, OperationBits
 from fp8bench.model.raw import Settings
+from fp8bench.model.run import Cell, OperationBits
 from fp8bench.model.stopping import rule_for
 from fp8bench.plan.asked_suites import reads_corpus
 from fp8bench.plan.cells import cell_of, of_cell

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fp8bench.model.signature import Signature
+from fp8bench.model.promises import Signature
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from fp8bench.formats.scalings import (
     ScaleRounding,
     Scaling,
 )
-from fp8bench.model.signature import Signature
+from fp8bench.model.promises import Signature
 from fp8bench.user_code.named import signed
 from suites.audit_kernels import Kernel
 

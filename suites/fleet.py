@@ -25,7 +25,7 @@ from statistics import median
 
 from fp8bench import __version__
 from fp8bench.errors import EXIT_FAILED, EXIT_OK
-from fp8bench.model.fleet import CellStatus
+from fp8bench.model.run import CellStatus
 from fp8bench.store.fleet_plans import read_plan, runs_of, states_of
 from suites.kill import ROOT, commit
 

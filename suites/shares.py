@@ -43,7 +43,7 @@ def _step(kind: str) -> tuple[object, Callable[[], None]]:
 
 def compared(kind: str) -> tuple[float, dict[str, tuple[float, float]], int]:
     """Seconds that looking adds to an operator, shares by kind here and by torch's profiler, and how many operators."""
-    from fp8bench.model.shares import ShareKind
+    from fp8bench.model.step import ShareKind
     from fp8bench.profiler import recorded
     from fp8bench.tape.profiled import profiled
     from fp8bench.tape.timed_calls import OperatorTimes, shares_of

@@ -10,7 +10,7 @@ from fp8bench.features.advise.basis import Basis
 from fp8bench.features.advise.decide import advised
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Answer
 from fp8bench.model import Case, Level, MemoryUse, Record, Run, Scalar, Status, Support, Work
-from fp8bench.model.coverage import Coverage
+from fp8bench.model.step import Coverage
 from tests.facts import H200
 from tests.runs import run_of, samples
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.model import Ceiling, Limit, Rate, Verdict
-from fp8bench.model.tape import PhaseCount, Tape
+from fp8bench.model.step import PhaseCount, Tape
 from tests.materials import Made
 from tests.runs import NATIVE, phases, transformer
 

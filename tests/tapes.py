@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fp8bench.model.tape import OperatorCount, Tape
+from fp8bench.model.step import OperatorCount, Tape
 from fp8bench.protocols import Phases
 from fp8bench.tape.counting import counted
 from fp8bench.tape.recorder import OperatorTape

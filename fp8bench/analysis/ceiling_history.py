@@ -9,7 +9,7 @@ from enum import StrEnum
 from itertools import takewhile
 
 from fp8bench.model import Ceilings, Rate
-from fp8bench.model.claims import WIDEST_SPREAD
+from fp8bench.model.measured import WIDEST_SPREAD
 
 
 class Pace(StrEnum):

@@ -12,7 +12,7 @@ from fp8bench.analysis.compare.interval import quantile
 from fp8bench.analysis.labels import Labelled
 from fp8bench.analysis.verdicts import FINAL_LEVEL
 from fp8bench.model import DeviceWatch, Interval, Label, Timing
-from fp8bench.model.settling import slopes
+from fp8bench.model.stopping import slopes
 
 # A pair whose clocks are so far apart is void, if they surely differ by half of that: drivers tell clocks in steps of
 # 15 MHz, which are 0.8% of a fast one.

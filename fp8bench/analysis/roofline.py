@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from fp8bench.analysis.datasheet import datasheet_of, kind_of_path
 from fp8bench.model import Ceiling, Finding, Level, Limit, Phase, Record
-from fp8bench.model.tape import PhaseCount
+from fp8bench.model.step import PhaseCount
 
 # A phase that has less of a step's FLOPs is none of its products.
 _LEAST_OF_PRODUCTS = 0.05

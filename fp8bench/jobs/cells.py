@@ -11,7 +11,7 @@ from fp8bench import __version__
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import locked
 from fp8bench.model import DeviceFacts, Plan, Request, Run
-from fp8bench.model.fleet import FleetPlan
+from fp8bench.model.run import FleetPlan
 from fp8bench.pipeline import execute, now, resume
 from fp8bench.plan.cells import cells_of
 from fp8bench.protocols import Observer

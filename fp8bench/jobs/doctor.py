@@ -22,7 +22,7 @@ from fp8bench.measure.sensors.device_state import device_lines, driver_state
 from fp8bench.measure.sensors.meter import meter_for
 from fp8bench.model import DeviceFacts, Level, Request, Scalar
 from fp8bench.model.raw import Settings
-from fp8bench.model.variables import SWITCHES_SET
+from fp8bench.model.run import SWITCHES_SET
 from fp8bench.plan.asked_suites import suites_of
 from fp8bench.plan.checked_workload import sound_axes
 from fp8bench.plan.corpus import prepare_corpus

@@ -10,7 +10,7 @@ from fp8bench.errors import WorkerError
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import COMPILE_SECONDS
 from fp8bench.model import Ceiling, Ceilings, DeviceFacts, Level, Limit, PlannedCase, Rate
-from fp8bench.model.variables import is_on
+from fp8bench.model.run import is_on
 from fp8bench.registry import precisions
 
 VARIABLE = "FP8BENCH_CEILINGS"

@@ -16,7 +16,7 @@ from fp8bench.measure.sensors.energy import SUMMARIES
 from fp8bench.measure.sensors.looks import Looks
 from fp8bench.model import DeviceWatch
 from fp8bench.model.readings import Reading, Readings, grown, reasons_of
-from fp8bench.model.settling import Settling
+from fp8bench.model.stopping import Settling
 
 # A look takes the driver up to milliseconds, in which the device idles: of the time, looks take so much at most.
 _SHARE = 0.05

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fp8bench.model import Environment, Scalar
 from fp8bench.model.raw import QUANTISERS_VARIABLE
-from fp8bench.model.variables import READ_BY_TORCH
+from fp8bench.model.run import READ_BY_TORCH
 from fp8bench.store.asv.identity import as_facts, identify
 from fp8bench.user_code import digest_of
 

@@ -30,8 +30,7 @@ from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.settle import Settler
 from fp8bench.measure.windows import WindowPass, WindowRule
 from fp8bench.model import Ceilings, DeviceFacts, Fresh, Group, Level, Record
-from fp8bench.model.settling import Settling
-from fp8bench.model.stopping import StoppingRule
+from fp8bench.model.stopping import Settling, StoppingRule
 from fp8bench.protocols import Observer
 from fp8bench.registry import precisions
 

@@ -22,7 +22,7 @@ from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import Unreadable, WorkerProcess
 from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.raw import Settings
-from fp8bench.model.variables import LOWERING
+from fp8bench.model.run import LOWERING
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.faults import described
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
-from fp8bench.model.plain import PlainUnpickler
+from fp8bench.model.codec import PlainUnpickler
 
 # A worker that is gone is noticed by its status if a process that it left behind still holds its end of the socket.
 _GLANCE_SECONDS = 0.5

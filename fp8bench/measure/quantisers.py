@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fp8bench.model.raw import QUANTISERS_VARIABLE
-from fp8bench.model.variables import is_on
+from fp8bench.model.run import is_on
 
 _EAGER = "eager"
 

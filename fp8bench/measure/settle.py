@@ -14,8 +14,8 @@ from fp8bench.measure.handle import Worker
 from fp8bench.measure.sensors.host import CLOCK
 from fp8bench.measure.sensors.looks import Looks
 from fp8bench.model.readings import Reading
-from fp8bench.model.settling import ClockLook, Settling, slopes
-from fp8bench.model.variables import is_on
+from fp8bench.model.run import is_on
+from fp8bench.model.stopping import ClockLook, Settling, slopes
 
 # Between two looks. A look takes the driver up to milliseconds, in which the device idles.
 _CHUNK_SECONDS = 0.15

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fp8bench.model import Request
-from fp8bench.model.variables import is_on
+from fp8bench.model.run import is_on
 
 VARIABLE = "FP8BENCH_TAPE"
 

@@ -24,7 +24,7 @@ from fp8bench.measure.settle import Settler
 from fp8bench.model import PHASES, EnergyUse, EnergyWindow, Group, Level, Request, SustainedTurn
 from fp8bench.model.readings import Reading, Unavailable
 from fp8bench.model.request import PHASE_ENERGY
-from fp8bench.model.settling import STRETCH, Settling
+from fp8bench.model.stopping import STRETCH, Settling
 from fp8bench.protocols.axes import CACHE, COLD
 from fp8bench.registry import workloads
 

@@ -4,7 +4,6 @@ Units inside: seconds, bytes, joules; integer nanoseconds in raw clock samples, 
 Nothing here knows torch, files or text.
 """
 
-from fp8bench.model.claims import Ceiling, Ceilings, Limit, Products, Rate
 from fp8bench.model.consumed import (
     Capacity,
     DeviceWatch,
@@ -17,12 +16,16 @@ from fp8bench.model.consumed import (
     PhaseMemory,
     SustainedTurn,
 )
-from fp8bench.model.found import Finding, Interval
 from fp8bench.model.measured import (
+    Ceiling,
+    Ceilings,
     Fresh,
     LayerScale,
+    Limit,
     Measurement,
     OperatorTime,
+    Products,
+    Rate,
     Record,
     Replays,
     Rotation,
@@ -44,7 +47,7 @@ from fp8bench.model.planned import (
     Work,
 )
 from fp8bench.model.request import Request, StaticScales
-from fp8bench.model.run import Environment, Overheads, Resumption, Run
+from fp8bench.model.run import Environment, Finding, Interval, Overheads, Resumption, Run
 from fp8bench.model.series import (
     ENERGY_SOURCE,
     Ack,
@@ -62,8 +65,7 @@ from fp8bench.model.series import (
     Trend,
     trend_name,
 )
-from fp8bench.model.shares import Share, ShareKind, Shares, SharesFrom
-from fp8bench.model.tape import OperatorCount, PhaseCount, Tape
+from fp8bench.model.step import OperatorCount, PhaseCount, Share, ShareKind, Shares, SharesFrom, Tape
 from fp8bench.model.words import (
     CELL_PHASES,
     PHASES,

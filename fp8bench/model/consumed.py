@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fp8bench.model.ranks import RankMemory
-from fp8bench.model.settling import Settling
+from fp8bench.model.stopping import Settling
 from fp8bench.model.words import MemoryRole
 
 

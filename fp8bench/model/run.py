@@ -1,15 +1,17 @@
-"""A run, and what it was made under."""
+"""A run, what it was made under, and what its samples say; and a plan that is cut into cells, each of them a run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
-from fp8bench.model.fleet import OperationBits
+from fp8bench.errors import UsageError
 from fp8bench.model.measured import Record
-from fp8bench.model.planned import DeviceFacts, Plan, Scalar
+from fp8bench.model.planned import Case, DeviceFacts, Plan, Scalar
 from fp8bench.model.request import Request
-from fp8bench.model.words import Status
+from fp8bench.model.words import Label, Status, Verdict
 
 # The door of runs of a model of one's own.
 PROFILE = "profile"
@@ -93,3 +95,197 @@ class Run:
         """Whether something was measured and nothing failed."""
         statuses = {record.status for record in self.records}
         return Status.OK in statuses and Status.FAILED not in statuses
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A ratio with its interval: time of the case over time of the reference (below 1 is faster)."""
+
+    point: float
+    low: float
+    high: float
+    level: float
+
+    @property
+    def half_width(self) -> float:
+        """Half the interval's width in log units, about the relative half-width."""
+        if self.low <= 0 or not math.isfinite(self.high):
+            return math.inf
+        return 0.5 * math.log(self.high / self.low)
+
+    @property
+    def reach(self) -> float:
+        """How far the interval reaches from 1, as a share."""
+        return max(abs(self.low - 1), abs(self.high - 1))
+
+    @property
+    def clearance(self) -> float:
+        """How far the interval stays away from 1, as a share; 0 if 1 lies inside."""
+        return max(0.0, self.low - 1, 1 - self.high)
+
+    @property
+    def inverse(self) -> Interval:
+        """The same the other way round: a speed-up, above 1 is faster."""
+        return Interval(1 / self.point, _inverse(self.high), _inverse(self.low), self.level)
+
+
+def _inverse(bound: float) -> float:
+    if math.isnan(bound):
+        return bound
+    return 1 / bound if bound > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the samples of one case say. Derived from the record at any time, never stored as the only truth.
+
+    `phases` are best-case seconds that sum to `best_seconds`; those in `below_floor` are too short to be told from
+    the cost of their own markers. `ratio` is that of best cases, `typical` that of the means over all calls; of slower
+    calls, one in `rarest` would have been seen. `floor` is how far the A/A interval reaches from 1. `why` says why it
+    has no verdict, or what a reader may hold against the one it has. `label_reasons` is what there is to say of some
+    labels beyond their meaning; `hard` are those, its own or its reference's, that leave it no verdict.
+    """
+
+    case: Case
+    verdict: Verdict
+    best_seconds: float | None = None
+    median_seconds: float | None = None
+    spread: float | None = None
+    ratio: Interval | None = None
+    median_ratio: float | None = None
+    floor: float | None = None
+    phases: tuple[tuple[str, float], ...] = ()
+    below_floor: tuple[str, ...] = ()
+    labels: tuple[Label, ...] = ()
+    why: str = ""
+    label_reasons: tuple[tuple[Label, str], ...] = ()
+    hard: tuple[Label, ...] = ()
+    typical: Interval | None = None
+    rarest: int | None = None
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether a label forbids showing the verdict as a plain fact."""
+        return any(label.casts_doubt for label in self.labels)
+
+    @property
+    def judged(self) -> bool:
+        """Whether it has a verdict on speed."""
+        return self.verdict in (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)
+
+    @property
+    def verdict_words(self) -> str:
+        """The verdict as everyone is told it: 'faster', 'perhaps faster' where a label casts doubt on it."""
+        return f"perhaps {self.verdict}" if self.judged and self.doubtful else self.verdict.value
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One group of the plan, by its setting: its cases are measured together, by one process. `cases` names them.
+
+    `kind` is what it was planned for, 'cpu' or 'h200', '' where that is not known; a machine that measures it needs so
+    many `gpus` for its device to be among them.
+    """
+
+    setting: str
+    cases: tuple[str, ...] = ()
+    kind: str = ""
+    gpus: int = 0
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """A request, and the cells that it was cut into where it was planned, by that version of fp8bench."""
+
+    id: str
+    created: str
+    command: str
+    request: Request
+    cells: tuple[Cell, ...]
+    fp8bench: str
+
+    def name_of(self, number: int) -> str:
+        """What a run of that cell says it is."""
+        return f"{self.id}/{number}"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """That a worker had a cell measured: where, when, and how the process ended; None while it has not."""
+
+    host: str
+    process: int
+    started: str
+    seconds: float = 0.0
+    code: int | None = None
+
+
+@dataclass(frozen=True)
+class OperationBits:
+    """What an operation on a device gave for fixed numbers: a digest of its bits, several where they were not the same
+    every time."""
+
+    device: str
+    dtype: str
+    operation: str
+    digests: tuple[str, ...]
+
+
+class CellStatus(StrEnum):
+    """DONE has a whole run; BEGUN was cut off; FAILED ended without one."""
+
+    DONE = "done"
+    RUNNING = "running"
+    BEGUN = "begun"
+    FAILED = "failed"
+    WAITING = "waiting"
+
+
+@dataclass(frozen=True)
+class CellState:
+    """Where a cell stands. `run` is that of its newest run, `machine` where that was measured; `why` it failed, or
+    which cases of a run that is done did. `cases` counts what became of that run's, by their status."""
+
+    number: int
+    cell: Cell
+    status: CellStatus
+    run: str = ""
+    machine: str = ""
+    why: str = ""
+    attempts: tuple[Attempt, ...] = ()
+    cases: tuple[tuple[str, int], ...] = ()
+
+
+# What torch and the libraries below it read while they run. Others are written by themselves: inductor names its cache
+# there, CUDA how it loads.
+READ_BY_TORCH = (
+    "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_DYNAMIC", "OMP_SCHEDULE",
+    "GOMP_CPU_AFFINITY", "GOMP_SPINCOUNT", "KMP_AFFINITY", "KMP_BLOCKTIME", "MKL_NUM_THREADS", "MKL_DYNAMIC",
+    "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_VERBOSE",
+    "ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_CUDNN_SDPA_DEPRIORITIZED",
+    "TORCH_LINALG_PREFER_CUSOLVER", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING", "PYTORCH_TUNABLEOP_ENABLED",
+    "PYTORCH_TUNABLEOP_TUNING", "PYTORCH_TUNABLEOP_FILENAME", "PYTORCH_TUNABLEOP_NUMERICAL_CHECK",
+    "PYTORCH_TUNABLEOP_MAX_TUNING_DURATION_MS", "PYTORCH_TUNABLEOP_MAX_TUNING_ITERATIONS",
+    "PYTORCH_TUNABLEOP_MAX_WARMUP_DURATION_MS", "PYTORCH_TUNABLEOP_MAX_WARMUP_ITERATIONS",
+    "PYTORCH_TUNABLEOP_ICACHE_FLUSH_ENABLED", "PYTORCH_TUNABLEOP_ROTATING_BUFFER_SIZE",
+    "PYTORCH_TUNABLEOP_HIPBLASLT_ENABLED", "PYTORCH_TUNABLEOP_ROCBLAS_ENABLED", "MALLOC_ARENA_MAX", "MALLOC_CONF",
+    "LD_PRELOAD",
+)  # fmt: skip
+# Of these, what lowers the precision of products behind a precision's name.
+LOWERING = ("NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
+# What a switch's fact in a run's environment begins with; the fact of those that are not as in a fresh process.
+SWITCH = "switch "
+SWITCHES_SET = "switches_set"
+
+
+def is_on(variable: str, environment: Mapping[str, str], on: str, off: str, purpose: str) -> bool:
+    """Whether a variable of fp8bench's own says `on`, or nothing; `purpose` is what `off` is for ('to do without')."""
+    asked = environment.get(variable, "") or on
+    if asked not in (on, off):
+        raise UsageError(
+            f"{variable} is {asked!r:.80}. Set it to {off} {purpose}, or to {on}, which is what is done without it."
+        )
+    return asked == on

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fp8bench.formats.grids import Format
 from fp8bench.formats.recipes import HOPPER_BITS, Accumulator
-from fp8bench.model.conformity import Difference
+from fp8bench.model.promises import Difference
 from fp8bench.numerics.products import INSTRUCTION, short_product
 
 FLOAT32_BITS = 24

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Group, Plan
-from fp8bench.model.fleet import Cell
+from fp8bench.model.run import Cell
 
 _MAKERS = frozenset({"nvidia", "amd", "intel", "r", "instinct", "radeon", "graphics"})
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Environment, Plan, Run, Scalar
-from fp8bench.model.variables import SWITCHES_SET
+from fp8bench.model.run import SWITCHES_SET
 
 # Facts of the environment, and how a sentence calls them where it is not by that name.
 _SAME = (

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from fp8bench import units
-from fp8bench.model.coverage import Coverage
+from fp8bench.model.step import Coverage
 from fp8bench.report.elements import Column, Element, Field, Items, Table, Text, Tone
 from fp8bench.report.panels import Panel, together
 from fp8bench.report.words.naming import listed

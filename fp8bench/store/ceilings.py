@@ -16,7 +16,7 @@ from pathlib import Path
 from fp8bench.files import append, end_line, locked, safe, sealed_line, unsealed_line, write_whole
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Scalar
 from fp8bench.model.codec import Malformed, decode, encode
-from fp8bench.model.variables import SWITCHES_SET
+from fp8bench.model.run import SWITCHES_SET
 
 # Raised when something else is measured under the same names.
 _VERSION = 2

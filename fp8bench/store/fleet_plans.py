@@ -15,7 +15,7 @@ from fp8bench.files import LOCK as LOCK_FILE
 from fp8bench.files import Damaged, append_lines, is_locked, sealed, sealed_line, unsealed, unsealed_line, write_whole
 from fp8bench.model import Run, Status
 from fp8bench.model.codec import Malformed, decode, encode
-from fp8bench.model.fleet import Attempt, CellState, CellStatus, FleetPlan
+from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.read import load_head, load_run, missing_groups
 

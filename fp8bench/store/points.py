@@ -23,9 +23,9 @@ from fp8bench.model import (
     Status,
 )
 from fp8bench.model.raw import QUANTISERS_VARIABLE
+from fp8bench.model.run import SWITCHES_SET
 from fp8bench.model.specs import COUNTS, ENERGY, STEP, TIME, MetricSpec, time_of_phase
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
-from fp8bench.model.variables import SWITCHES_SET
 from fp8bench.protocols import Grid, Workload
 from fp8bench.registry import workloads
 from fp8bench.store.series import (

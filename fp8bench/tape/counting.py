@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fp8bench.model import CELL_PHASES
-from fp8bench.model.tape import OperatorCount, PhaseCount, Tape
+from fp8bench.model.step import OperatorCount, PhaseCount, Tape
 from fp8bench.tape.formulas import flops_of
 from fp8bench.tape.recorder import Call, TensorSeen, arguments_of, name_of, tensors_in
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fp8bench.errors import UsageError
-from fp8bench.model.coverage import Coverage, HeldProduct, Holder, OtherProduct
+from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.nn.conversion.holders import CONV2D, EXPERTS, Held
 from fp8bench.nn.conversion.stacked import Stacked
 from fp8bench.tape.formulas import flops_of

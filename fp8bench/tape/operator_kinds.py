@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fp8bench.model import UNATTRIBUTED, Phase
-from fp8bench.model.shares import ShareKind
+from fp8bench.model.step import ShareKind
 from fp8bench.tape.formulas import FORMULAS, multiplies
 from fp8bench.tape.recorder import operator_name
 

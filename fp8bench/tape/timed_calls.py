@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from fp8bench.model import UNATTRIBUTED
-from fp8bench.model.shares import Share, ShareKind, Shares, SharesFrom
+from fp8bench.model.step import Share, ShareKind, Shares, SharesFrom
 from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Markers, TellingMarker
 from fp8bench.tape.module_paths import ModulePaths

@@ -9,7 +9,7 @@ from functools import reduce
 from typing import Any, TypeVar
 
 from fp8bench.errors import ImportFailed, UsageError
-from fp8bench.model.signature import AuditKind, KeptWeights, Signature, Takes, UpdateRule
+from fp8bench.model.promises import AuditKind, KeptWeights, Signature, Takes, UpdateRule
 from fp8bench.user_code import import_user_modules, user_module
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -21,7 +21,7 @@ from functools import cache, partial
 from typing import Any
 
 from fp8bench.model import Scalar
-from fp8bench.model.variables import LOWERING, READ_BY_TORCH
+from fp8bench.model.run import LOWERING, READ_BY_TORCH
 
 
 class Unset:

@@ -22,9 +22,9 @@ from fp8bench.model import (
     Rotation,
     Scalar,
 )  # fmt: skip
-from fp8bench.model.conformity import Conformity
-from fp8bench.model.fleet import OperationBits
+from fp8bench.model.promises import Conformity
 from fp8bench.model.raw import Filling, RawReplay, RawSlot, Settings, StateCheck
+from fp8bench.model.run import OperationBits
 from fp8bench.protocols import Phases, SilentPhases, Stamper, Workload
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import devices, precisions, workloads

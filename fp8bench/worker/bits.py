@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from fp8bench.model import DeviceFacts
-from fp8bench.model.fleet import OperationBits
+from fp8bench.model.run import OperationBits
 from fp8bench.protocols import Device
 from fp8bench.worker.state_bits import digest
 

@@ -11,7 +11,7 @@ from fp8bench.formats.grids import E2M1, FORMATS, Format, Overflow
 from fp8bench.formats.recipe_support import on_device
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.model import DeviceFacts, Level
-from fp8bench.model.conformity import Conformity, Difference, FirstElement
+from fp8bench.model.promises import Conformity, Difference, FirstElement
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS, TURNED
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role

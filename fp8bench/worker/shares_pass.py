@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from fp8bench.model import DeviceFacts
-from fp8bench.model.shares import Shares, SharesFrom
+from fp8bench.model.step import Shares, SharesFrom
 from fp8bench.profiler import recorded
 from fp8bench.protocols import Device, Phases, Setup, SilentPhases, Workload
 from fp8bench.worker.state_tensors import modules_of

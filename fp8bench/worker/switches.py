@@ -15,7 +15,7 @@ from typing import Any
 
 from fp8bench.errors import UsageError
 from fp8bench.model import Scalar
-from fp8bench.model.variables import SWITCH, SWITCHES_SET
+from fp8bench.model.run import SWITCH, SWITCHES_SET
 from fp8bench.protocols import Precision, float32_products
 from fp8bench.user_code.switches import Switch, Unset, now, of_the_process, plain, put_back
 from fp8bench.worker.torch_switches import of_torch

@@ -21,8 +21,8 @@ from fp8bench.model import (
     Tape,
     TensorStatistics,
 )
-from fp8bench.model.coverage import Coverage
 from fp8bench.model.raw import Settings
+from fp8bench.model.step import Coverage
 from fp8bench.protocols import Device, Setup, Workload
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.worker import shares_pass, tape_pass

@@ -10,7 +10,7 @@ from fp8bench.analysis.claims import COUNTED_MARGIN, MARGIN, claims_of
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.roofline import Bound, gain_of, phase_roofs, roofs_of
 from fp8bench.model import Ceiling, Finding, Label, Limit, Record
-from fp8bench.model.tape import OperatorCount, PhaseCount, Tape
+from fp8bench.model.step import OperatorCount, PhaseCount, Tape
 from tests.fakes import MS, record, steady
 from tests.rooflines import CEILING, GB, made
 

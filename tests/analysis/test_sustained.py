@@ -14,7 +14,7 @@ from fp8bench.analysis.findings import find
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.sustained import sustained_figures, sustained_ratio, sustained_samples
 from fp8bench.model import Level, Provenance, Record, SustainedTurn
-from fp8bench.model.settling import ClockLook, Settling
+from fp8bench.model.stopping import ClockLook, Settling
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal.run import render
 from tests.fakes import MS, record, steady

@@ -36,7 +36,7 @@ from fp8bench.features.sensitivity.study import Study
 from fp8bench.jobs.tape import tapes_of
 from fp8bench.model import Ceilings, DeviceFacts
 from fp8bench.model.codec import decode
-from fp8bench.model.conformity import ModeConformity
+from fp8bench.model.promises import ModeConformity
 from fp8bench.store.runs.read import load_run
 from tests.facts import CPU, H200
 from tests.golden.normal_forms import normal, of_files, of_frame

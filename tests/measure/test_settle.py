@@ -18,8 +18,7 @@ from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.measure.settle import Settler, warm_up_limit
 from fp8bench.model import DeviceFacts, Label, Level, Record
 from fp8bench.model.readings import Reading, Readings, Unavailable
-from fp8bench.model.settling import Settling
-from fp8bench.model.stopping import StoppingRule
+from fp8bench.model.stopping import Settling, StoppingRule
 from tests.fakes import MS, FakeWorker, Fault, Listener, Script, arm, by_mode, gemm_steps, group, planned
 
 GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")

@@ -12,7 +12,7 @@ from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.recipes import Accumulator
 from fp8bench.formats.scaled import values
 from fp8bench.formats.scalings import Scaling
-from fp8bench.model.conformity import Difference
+from fp8bench.model.promises import Difference
 from fp8bench.numerics.conformity import Sums, explain_cast, explain_product, kept_bits, steps_between
 from fp8bench.numerics.products import short_product
 

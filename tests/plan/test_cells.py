@@ -8,7 +8,7 @@ import pytest
 
 from fp8bench.errors import UsageError
 from fp8bench.model import Plan, Request
-from fp8bench.model.fleet import Cell
+from fp8bench.model.run import Cell
 from fp8bench.plan.cells import cell_of, cells_of, kind_of, of_cell
 from fp8bench.plan.make import make_plan
 from tests.facts import CPU, H200

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.model import Run
-from fp8bench.model.coverage import Coverage, HeldProduct, Holder, OtherProduct
+from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.report.elements import Items, Table, Text
 from fp8bench.report.page.section import sections
 from fp8bench.report.terminal.run import render

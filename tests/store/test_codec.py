@@ -76,12 +76,22 @@ from fp8bench.model import (
 )
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.consumed import PhaseEnergy
-from fp8bench.model.coverage import Coverage, HeldProduct, Holder, OtherProduct
-from fp8bench.model.fleet import OperationBits
 from fp8bench.model.ranks import FailedRank, Overlap, RankMemory, Scaling, Sent, Transfer
-from fp8bench.model.settling import ClockLook, Settling
-from fp8bench.model.shares import Share, ShareKind, Shares, SharesFrom
-from fp8bench.model.tape import OperatorCount, PhaseCount, Tape
+from fp8bench.model.run import OperationBits
+from fp8bench.model.step import (
+    Coverage,
+    HeldProduct,
+    Holder,
+    OperatorCount,
+    OtherProduct,
+    PhaseCount,
+    Share,
+    ShareKind,
+    Shares,
+    SharesFrom,
+    Tape,
+)
+from fp8bench.model.stopping import ClockLook, Settling
 
 CASE = Case(
     "gemm", (("m", 64), ("ratio", 0.5), ("product", "forward"), ("flag", True)), "fp8", "cuda:0", (("mlp", "bf16"),),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8bench.errors import UsageError
-from fp8bench.model.coverage import Coverage, HeldProduct, Holder
+from fp8bench.model.step import Coverage, HeldProduct, Holder
 from fp8bench.nn.conversion.holders import held_in
 from fp8bench.tape.coverage import coverage_of, products_of
 from fp8bench.tape.formulas import flops_of

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
-from fp8bench.model.shares import ShareKind
+from fp8bench.model.step import ShareKind
 from fp8bench.tape.timed_calls import OperatorTimes, TimedCall, shares_of
 from tests.pretended_device import run_pretended
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.model import Phase
-from fp8bench.model.shares import ShareKind
+from fp8bench.model.step import ShareKind
 from fp8bench.tape.operator_kinds import Where, kind_of
 from fp8bench.tape.timed_calls import OperatorTimes
 

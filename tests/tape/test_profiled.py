@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fp8bench.model.shares import ShareKind
+from fp8bench.model.step import ShareKind
 from fp8bench.tape.profiled import profiled, seconds_by_operator
 from fp8bench.tape.timed_calls import RANGE
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from fp8bench.model import Request
-from fp8bench.model.shares import ShareKind, Shares, SharesFrom
+from fp8bench.model.step import ShareKind, Shares, SharesFrom
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.registry import workloads

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fp8bench.model import Case, Request
 from fp8bench.model.raw import Settings
-from fp8bench.model.variables import SWITCH, SWITCHES_SET
+from fp8bench.model.run import SWITCH, SWITCHES_SET
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases
 from fp8bench.registry import precisions

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fp8bench.model import Case, Finding, Record, Run, Scalar, Status
-from fp8bench.model.variables import SWITCH, SWITCHES_SET
+from fp8bench.model.run import SWITCH, SWITCHES_SET
 
 # What changes from minute to minute, is what is being compared, or is said by another fact (asv_python).
 _PASSING = frozenset({"load_1min", "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET})

@@ -24,8 +24,7 @@ from fp8bench.measure.settle import warm_up_limit
 from fp8bench.measure.windows import WindowRule, phases_at_most, window_rule_for, windows_of
 from fp8bench.model import Case, DeviceFacts, Group, Plan, Record, Request, Run
 from fp8bench.model.request import HOW, PHASE_ENERGY, WHAT, whole_number
-from fp8bench.model.settling import STRETCH
-from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS
+from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS, STRETCH
 from fp8bench.plan.make import check_names
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads

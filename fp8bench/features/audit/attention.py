@@ -17,7 +17,7 @@ from fp8bench.features.audit.data import drawn, rounded
 from fp8bench.features.audit.promises import Judged, Promise, in_band, not_finite, unusable
 from fp8bench.features.audit.subjects import Shape, Subject
 from fp8bench.formats.recipes import Treatment
-from fp8bench.model.signature import AuditKind
+from fp8bench.model.promises import AuditKind
 from fp8bench.numerics.norms import relative_frobenius
 
 _BATCH = 2

@@ -11,7 +11,7 @@ from fp8bench.features.audit.auditor import SUBJECTS, Auditor, Check
 from fp8bench.features.audit.checks import CHECKS
 from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome
 from fp8bench.model import Ceilings, DeviceFacts
-from fp8bench.model.signature import Signature, Takes
+from fp8bench.model.promises import Signature, Takes
 
 
 def audited(

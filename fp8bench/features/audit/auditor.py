@@ -17,7 +17,7 @@ from fp8bench.features.audit.promises import Judged
 from fp8bench.features.audit.subjects import Cast, Linear, Product, Shape, Subject
 from fp8bench.features.audit.values import AuditFinding, AuditOutcome, CallWork
 from fp8bench.model import Ceilings
-from fp8bench.model.signature import AuditKind
+from fp8bench.model.promises import AuditKind
 from fp8bench.user_code import own_words
 
 SUBJECTS: dict[AuditKind, type[Subject]] = {one.kind: one for one in (Product, Cast, Linear, Attention, Optimizer)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8bench.features.audit.values import Audit
 from fp8bench.model import Ceilings, DeviceFacts
-from fp8bench.model.signature import AuditKind, Signature
+from fp8bench.model.promises import AuditKind, Signature
 from fp8bench.user_code.named import declared_of, named
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.step_guards import aside

@@ -13,8 +13,8 @@ from fp8bench.errors import EXIT_BASELINE, EXIT_OK, EXIT_REGRESSION, UsageError
 from fp8bench.features.audit.job import audit
 from fp8bench.features.audit.values import AuditOutcome
 from fp8bench.features.audit.view import as_json, as_junit, page_of
+from fp8bench.model.promises import AuditKind, KeptWeights, Signature, UpdateRule
 from fp8bench.model.raw import Settings
-from fp8bench.model.signature import AuditKind, KeptWeights, Signature, UpdateRule
 from fp8bench.user_code.named import signed
 
 _EXITS = {

@@ -17,8 +17,8 @@ from fp8bench.measure.ceilings import SECONDS, measures_ceilings
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.model import Ceilings, DeviceFacts, Level
+from fp8bench.model.promises import AuditKind, Signature
 from fp8bench.model.raw import Settings
-from fp8bench.model.signature import AuditKind, Signature
 from fp8bench.plan.make import device_named
 from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions

@@ -17,7 +17,7 @@ from fp8bench.features.audit.data import rounded
 from fp8bench.features.audit.subjects import promised_by
 from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, AuditOutcome
 from fp8bench.model import DeviceFacts
-from fp8bench.model.signature import Signature
+from fp8bench.model.promises import Signature
 from fp8bench.nn.conversion.holders import held_in
 from fp8bench.nn.model_calls import call_of
 from fp8bench.numerics.norms import relative_frobenius

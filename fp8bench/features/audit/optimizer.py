@@ -23,7 +23,7 @@ from fp8bench.features.audit.values import FlatMoments
 from fp8bench.features.audit.ways import Hyper, Mistaken, Steps, Unfused, Way, late_mistakes, mistakes, stochastic
 from fp8bench.formats.scalings import ScaleRounding
 from fp8bench.model import DeviceFacts
-from fp8bench.model.signature import AuditKind, KeptWeights, Signature, UpdateRule
+from fp8bench.model.promises import AuditKind, KeptWeights, Signature, UpdateRule
 from fp8bench.numerics.norms import relative_frobenius
 
 # Mean squares of differences: a mistake is told where it lies so many times nearer than what was promised.

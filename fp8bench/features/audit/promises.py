@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.audit.mistakes import Source, mistakes
-from fp8bench.model.conformity import Difference
+from fp8bench.model.promises import Difference
 from fp8bench.numerics.conformity import Sums, explain_cast, explain_product
 from fp8bench.numerics.norms import relative_frobenius
 

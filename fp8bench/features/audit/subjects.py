@@ -23,7 +23,7 @@ from fp8bench.formats.grids import FORMATS
 from fp8bench.formats.recipe_support import on_device
 from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.model import Ceilings, DeviceFacts, Limit
-from fp8bench.model.signature import AuditKind, Signature, Takes
+from fp8bench.model.promises import AuditKind, Signature, Takes
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from fp8bench.model.signature import Signature
+from fp8bench.model.promises import Signature
 
 
 class FlatMoments(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.audit.kept_moments import Cast, as_dtype, same
-from fp8bench.model.signature import UpdateRule
+from fp8bench.model.promises import UpdateRule
 
 State = tuple[Tensor, Tensor, Tensor]
 

@@ -9,7 +9,7 @@ from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.measure.limits import COMPILE_SECONDS
 from fp8bench.model import DeviceFacts, Level
-from fp8bench.model.conformity import Conformity, ModeConformity
+from fp8bench.model.promises import Conformity, ModeConformity
 from fp8bench.model.raw import Settings
 from fp8bench.plan.make import device_named
 from fp8bench.registry import precisions

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from fp8bench import units
 from fp8bench.model import DeviceFacts
 from fp8bench.model.codec import encode
-from fp8bench.model.conformity import Conformity, Difference, ModeConformity
+from fp8bench.model.promises import Conformity, Difference, ModeConformity
 from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import Column, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together

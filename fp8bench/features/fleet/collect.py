@@ -14,7 +14,7 @@ from pathlib import Path
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.files import PARTIAL, is_locked, locked, make_store
 from fp8bench.model import Run
-from fp8bench.model.fleet import FleetPlan
+from fp8bench.model.run import FleetPlan
 from fp8bench.store.fleet_plans import keep_plan, number_of
 from fp8bench.store.merge_stores import Came, find_store, take
 from fp8bench.store.runs.listing import collected_folder, id_of, listing

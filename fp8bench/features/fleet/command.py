@@ -17,8 +17,8 @@ from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
 from fp8bench.features.fleet.engines import ENGINES, Order, crew, start
 from fp8bench.features.fleet.exports import FORMS, Tasks, Volume, text_for
-from fp8bench.model.fleet import CellState, CellStatus, FleetPlan
 from fp8bench.model.request import whole_number
+from fp8bench.model.run import CellState, CellStatus, FleetPlan
 from fp8bench.store.fleet_plans import check_cell, read_plan, states_of
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8bench.errors import UsageError
-from fp8bench.model.fleet import FleetPlan
+from fp8bench.model.run import FleetPlan
 from fp8bench.store.fleet_plans import states_of, wanted
 from fp8bench.store.runs.run_file import check_store
 

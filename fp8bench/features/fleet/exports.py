@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 from fp8bench.errors import UsageError
 from fp8bench.features.fleet.engines import sbatch_options
-from fp8bench.model.fleet import FleetPlan
+from fp8bench.model.run import FleetPlan
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from fp8bench.model import DeviceFacts, Record, Run, Status, Timing, specs
-from fp8bench.model.fleet import OperationBits
+from fp8bench.model.run import OperationBits
 
 # Names with values: what two machines have to have in common.
 Fields = tuple[tuple[str, str], ...]

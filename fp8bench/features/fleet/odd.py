@@ -25,7 +25,7 @@ import numpy as np
 
 from fp8bench.analysis.stats import Floats
 from fp8bench.features.fleet.machines import Alarm, Deviation, Oddity, Seen
-from fp8bench.model.fleet import FleetPlan
+from fp8bench.model.run import FleetPlan
 
 # Clocks of machines that are set by a time server differ by less.
 CLOCK_SECONDS = 60.0

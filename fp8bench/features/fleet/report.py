@@ -24,7 +24,7 @@ from fp8bench.features.fleet.machines import (
 from fp8bench.features.fleet.odd import deviations, of_bits, of_clocks, seen_from, shortened
 from fp8bench.files import is_locked
 from fp8bench.model import Run
-from fp8bench.model.fleet import CellStatus, FleetPlan
+from fp8bench.model.run import CellStatus, FleetPlan
 from fp8bench.store.fleet_plans import number_of, plans_of, read_plan, states_of
 from fp8bench.store.runs.listing import REFUSED, REMEDY, listing
 from fp8bench.store.runs.run_file import load_head, load_run

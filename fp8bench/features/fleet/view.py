@@ -12,7 +12,7 @@ from fp8bench import units
 from fp8bench.features.fleet.machines import Alarm, Figure, FleetReport, Kind, Machine
 from fp8bench.features.fleet.odd import FALSE_ALARMS, LEAST_MACHINES
 from fp8bench.model.codec import encode
-from fp8bench.model.fleet import CellState, CellStatus, FleetPlan
+from fp8bench.model.run import CellState, CellStatus, FleetPlan
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import csv_text, json_line
 from fp8bench.report.elements import Axis, Bars, Element, Field, Items, Mark, Page, Part, Table, Text, Tone

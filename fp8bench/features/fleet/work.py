@@ -11,7 +11,7 @@ from pathlib import Path
 from fp8bench.errors import UsageError
 from fp8bench.features.fleet.engines import ended, tied
 from fp8bench.jobs.cells import alone
-from fp8bench.model.fleet import Attempt, CellState, CellStatus, FleetPlan
+from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
 from fp8bench.pipeline import now
 from fp8bench.store.fleet_plans import OUTPUT, folder_of, note, states_of, wanted
 from fp8bench.store.runs.run_file import check_store

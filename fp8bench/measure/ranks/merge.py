@@ -10,9 +10,9 @@ from typing import Any
 
 from fp8bench.errors import RanksDisagree
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase, Scalar
-from fp8bench.model.fleet import OperationBits
 from fp8bench.model.ranks import Overlap, RankCalls, RankMemory, Scaling, Sent
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
+from fp8bench.model.run import OperationBits
 
 # What makes a build of torch.
 _BUILD = ("torch", "torch_git", "cudnn", "cublaslt")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8bench.model import Case, DeviceFacts, Scalar, StepEffect
-from fp8bench.model.fleet import OperationBits
-from fp8bench.model.plain import PlainUnpickler
+from fp8bench.model.codec import PlainUnpickler
 from fp8bench.model.ranks import MEETING, Sent, Transfer
 from fp8bench.model.raw import Settings
+from fp8bench.model.run import OperationBits
 from fp8bench.protocols import Device
 from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench

@@ -18,7 +18,7 @@ from fp8bench.features.advise.values import AdviceKind, Cost, Met
 from fp8bench.features.train.values import KeptTraining, Line
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.model import Interval, Label, Level, Phase, Verdict
-from fp8bench.model.coverage import Coverage
+from fp8bench.model.step import Coverage
 from tests.advised import BF16, FP8, NANO, answer, basis, group, only, record, said
 from tests.energies import use
 from tests.features.advise.test_rules import holder, model, squares, study

@@ -12,7 +12,7 @@ from fp8bench.features.advise.shape_rules import pays_from
 from fp8bench.features.advise.values import Met
 from fp8bench.features.sensitivity.study import By, Study, Trial
 from fp8bench.model import Level, MemoryUse, OperatorCount, PhaseCount, Share, ShareKind, Shares, Tape
-from fp8bench.model.coverage import Coverage, HeldProduct, Holder
+from fp8bench.model.step import Coverage, HeldProduct, Holder
 from tests.advised import BF16, FP8, NANO, answer, basis, group, record, run, said
 
 

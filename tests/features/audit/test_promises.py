@@ -12,7 +12,7 @@ from fp8bench.features.audit.promises import Judged
 from fp8bench.features.audit.subjects import Shape, Subject
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import Treatment
-from fp8bench.model.signature import AuditKind
+from fp8bench.model.promises import AuditKind
 from fp8bench.registry import precisions
 from fp8bench.user_code.named import signed
 from suites.audit_lies import HONEST, LIES, MXFP8, product

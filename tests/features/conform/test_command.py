@@ -10,7 +10,7 @@ import pytest
 
 from fp8bench.features.conform.view import page_of
 from fp8bench.model import DeviceFacts, Level, Support
-from fp8bench.model.conformity import Conformity, Difference, FirstElement, ModeConformity
+from fp8bench.model.promises import Conformity, Difference, FirstElement, ModeConformity
 from fp8bench.report.terminal.layout import render
 from tests.commands import Say
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS

@@ -13,7 +13,7 @@ from fp8bench.features.fleet.work import work
 from fp8bench.files import locked
 from fp8bench.jobs.cells import cut, measured
 from fp8bench.model import Request, Run
-from fp8bench.model.fleet import Attempt, CellStatus, FleetPlan
+from fp8bench.model.run import Attempt, CellStatus, FleetPlan
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.fleet_plans import OUTPUT, folder_of, note, read_plan, states_of, write_plan
 from fp8bench.store.runs.run_file import load_run

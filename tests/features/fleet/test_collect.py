@@ -13,7 +13,7 @@ import pytest
 from fp8bench.errors import StoreError
 from fp8bench.features.fleet.collect import Collected, collect
 from fp8bench.model import Request
-from fp8bench.model.fleet import Cell, FleetPlan
+from fp8bench.model.run import Cell, FleetPlan
 from fp8bench.store.fleet_plans import plans_of, states_of, write_plan
 from fp8bench.store.runs.listing import all_files, find_run, listing, store_of
 from fp8bench.store.verify import verify

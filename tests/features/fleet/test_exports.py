@@ -15,7 +15,7 @@ import yaml
 from fp8bench.errors import UsageError
 from fp8bench.features.fleet.exports import Tasks, Volume, text_for
 from fp8bench.model import Request
-from fp8bench.model.fleet import Cell, FleetPlan
+from fp8bench.model.run import Cell, FleetPlan
 
 _HOSTILE = """it's "a" $(touch x) `touch y` $HOME ${HOME} $$ \\ ; | & #\n- a: [b] %s"""
 _GPU = Cell("gemm[m=16]@cuda:0*4", kind="h200", gpus=4)

@@ -20,7 +20,7 @@ import pytest
 from fp8bench.errors import UsageError
 from fp8bench.features.fleet.engines import Order, check_answers, start
 from fp8bench.model import Request
-from fp8bench.model.fleet import Cell, FleetPlan
+from fp8bench.model.run import Cell, FleetPlan
 from fp8bench.store.fleet_plans import read_plan, states_of, write_plan
 from tests.commands import ROOT, Say
 

@@ -8,9 +8,9 @@ import pytest
 
 from fp8bench.measure.ranks.merge import RanksDisagree, merged
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse
-from fp8bench.model.fleet import OperationBits
 from fp8bench.model.ranks import RankCalls, RankMemory
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
+from fp8bench.model.run import OperationBits
 
 GEMM, COMM, REST = (CELL_PHASES.index(name) for name in ("gemm", "communication", "unattributed"))
 

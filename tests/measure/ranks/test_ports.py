@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from fp8bench.model import Case
-from fp8bench.model.plain import PlainUnpickler
+from fp8bench.model.codec import PlainUnpickler
 from tests.measure.ranks.test_worker import SUITE, gone, left_behind
 
 _LISTENING = "0A"

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8bench.model.coverage import Coverage
-from fp8bench.model.shares import ShareKind
+from fp8bench.model.step import Coverage, ShareKind
 from fp8bench.nn.conversion.holders import held_in
 from fp8bench.nn.model_calls import call_of, loss_of, tensors_in
 from fp8bench.numerics.norms import relative_frobenius

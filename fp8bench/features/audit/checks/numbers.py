@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8bench.features.audit.auditor import Auditor, Check, Given
 from fp8bench.features.audit.values import AuditFinding
-from fp8bench.model.signature import AuditKind, Signature
+from fp8bench.model.promises import AuditKind, Signature
 from fp8bench.user_code import own_words
 
 

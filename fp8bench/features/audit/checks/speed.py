@@ -13,7 +13,7 @@ from fp8bench.features.audit.auditor import Auditor, Check, Given
 from fp8bench.features.audit.data import TIMED
 from fp8bench.features.audit.subjects import Bound, Shape, bytes_bound, fastest, flops_bound, work_of
 from fp8bench.features.audit.values import CONTROL, AuditFinding, CallWork, noise_of, spread_of
-from fp8bench.model.signature import AuditKind, Takes
+from fp8bench.model.promises import AuditKind, Takes
 
 # Calls that take this long are timed by themselves; the largest side that is tried for that.
 _LONG_ENOUGH, _LARGEST = 2e-3, 1024

@@ -10,7 +10,7 @@ from fp8bench import units
 from fp8bench.analysis.energy import NO_SOURCE
 from fp8bench.model import DeviceFacts, Label, Record, Run, Status, Timing
 from fp8bench.model.codec import SCHEMA
-from fp8bench.model.variables import SWITCHES_SET
+from fp8bench.model.run import SWITCHES_SET
 from fp8bench.report.case_status import Standing, standing
 from fp8bench.report.elements import Code, Column, Element, Facts, Field, Items, Table, Text, Tone
 from fp8bench.report.material import Entry, Material

@@ -1,12 +1,68 @@
-"""Values, and reasons in their place."""
+"""What values say of themselves: coverage by kind, reasons of a throttled clock, what a sampler reads or why not."""
 
 from __future__ import annotations
 
 import math
 
+import pynvml
 import pytest
 
+from fp8bench.model.consumed import BITS, reasons_in
 from fp8bench.model.readings import NoReading, Reading, Unavailable, attempt, first_of, grown, positive
+from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
+
+FOUND = Coverage(
+    (
+        Holder("a", "linear", (8, 4), flops=60, converted=True),
+        Holder("b", "linear", (8, 4), flops=20, reason="skipped by b", rule="skipped"),
+        Holder("c", "conv2d", (8, 4, 3, 3), flops=100, converted=True),
+    ),
+    (OtherProduct("bmm", "attn", 20), OtherProduct("own::op", "attn", None, 3)),
+    200,
+)
+
+
+def test_shares() -> None:
+    assert FOUND.converted_flops == 160
+    assert FOUND.share == 0.8
+    assert FOUND.unknown == 3
+    assert Coverage().share == 0.0
+
+
+def test_kinds_begin_with_the_most() -> None:
+    assert list(FOUND.by_kind().items()) == [("conv2d", (100, 100)), ("linear", (80, 60))]
+
+
+def test_a_product_counts_its_sums_too() -> None:
+    assert HeldProduct(2, 3, 4, times=5).flops == 240
+
+
+def test_every_bit_that_pynvml_knows_has_a_name() -> None:
+    """Under both names that NVML has had for them."""
+    prefixes = ("nvmlClocksEventReason", "nvmlClocksThrottleReason")
+    values = {
+        value
+        for name, value in vars(pynvml).items()
+        if name.startswith(prefixes) and not name.endswith(("All", "None"))
+    }
+    assert values == set(BITS)
+
+
+@pytest.mark.parametrize(
+    ("mask", "names"),
+    [
+        (0, ()),
+        (0x1, ()),
+        (0x4, ("power-cap",)),
+        (0x24, ("power-cap", "sw-thermal")),
+        (0x48, ("hw-slowdown", "hw-thermal")),
+        (0x81, ("hw-power-brake",)),
+        (0x802, ("application-clocks", "bit 0x800")),
+    ],
+)
+def test_masks(mask: int, names: tuple[str, ...]) -> None:
+    """Idling holds nothing back; a bit without a name yet is shown as it is."""
+    assert reasons_in(mask) == names
 
 
 def failing(reason: str) -> Reading:

@@ -1,0 +1,267 @@
+"""What one untimed step was made of: its operators, what takes how much of it, which products can be converted.
+
+Nothing here is declared by a workload. Shares are never times, as looking makes a step slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+
+@dataclass(frozen=True)
+class OperatorCount:
+    """An operator that a step called so often with tensors of the same shapes, in one phase, forward or backward.
+
+    `inputs` and `outputs` are its tensors in words, 'bf16[128,256]' each. `flops`, `bytes` and `launches` are those of
+    one call: `flops` is None where nobody has a formula for it, 0 where it multiplies nothing; `bytes` are those read
+    and written, each tensor once; `launches` are the kernels that it starts at least. `path` is the dtype in which a
+    product multiplies, '' for what is no product. Views move nothing, and are not here.
+    """
+
+    phase: str
+    operator: str
+    backward: bool = False
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    calls: int = 1
+    flops: int | None = 0
+    bytes: int = 0
+    path: str = ""
+    launches: int = 1
+
+
+@dataclass(frozen=True)
+class PhaseCount:
+    """The sums of a phase, forward and backward. `by_path` are its FLOPs by the dtype that they multiply in, `by_dtype`
+    its bytes by that of the tensors; `unknown` is how many calls have no formula, and are in no sum of FLOPs."""
+
+    phase: str
+    flops: int = 0
+    bytes: int = 0
+    launches: int = 0
+    unknown: int = 0
+    by_path: tuple[tuple[str, int], ...] = ()
+    by_dtype: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Tape:
+    """The operators of one step, and their sums by phase.
+
+    `unwritten` counts memory that was made in the step and read, or left behind, though no operator wrote to it: code
+    that is no operator of torch's (a kernel of one's own) must have. `fused` says that a compiled function ran, whose
+    operators are here as they are without a compiler; '' if none did.
+    """
+
+    operators: tuple[OperatorCount, ...] = ()
+    phases: tuple[PhaseCount, ...] = ()
+    unwritten: int = 0
+    fused: str = ""
+
+    @property
+    def flops(self) -> int:
+        return sum(phase.flops for phase in self.phases)
+
+    @property
+    def bytes(self) -> int:
+        return sum(phase.bytes for phase in self.phases)
+
+    @property
+    def launches(self) -> int:
+        return sum(phase.launches for phase in self.phases)
+
+    @property
+    def unknown(self) -> int:
+        return sum(phase.unknown for phase in self.phases)
+
+    @property
+    def by_path(self) -> dict[str, int]:
+        """FLOPs of the step by the dtype that they multiply in."""
+        found: dict[str, int] = {}
+        for phase in self.phases:
+            for path, flops in phase.by_path:
+                found[path] = found.get(path, 0) + flops
+        return found
+
+    def of(self, phase: str) -> PhaseCount | None:
+        """The sums of that phase, if anything ran in it."""
+        return next((one for one in self.phases if one.phase == phase), None)
+
+
+Key = TypeVar("Key")
+
+
+class ShareKind(StrEnum):
+    """What an operator, or a kernel, is for. UNKNOWN is what no rule knows: it is told by its name."""
+
+    GEMM = "gemm"
+    ATTENTION = "attention"
+    CAST = "cast"
+    ACCUMULATE = "accumulate"
+    OPTIMIZER = "optimizer"
+    ELEMENTWISE = "elementwise"
+    COPY = "copy"
+    GATHER = "gather"
+    VIEW = "view"
+    UNKNOWN = "unknown"
+
+
+class SharesFrom(StrEnum):
+    """What was timed: operators on a processor, kernels of a device by the operator that launched them, or the kernels
+    of a compiled step, of which nobody knows the module."""
+
+    OPERATORS = "operators"
+    KERNELS = "kernels"
+    COMPILED = "compiled kernels"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Work of one kind in one module, forward or backward, in the pass that looked.
+
+    `module` is its path in the model, the model's class for what it does between its modules, '' outside of any.
+    `what` says more of the kind: 'conv' of a product, the name of what is unknown, what else is fused into a kernel.
+    """
+
+    kind: ShareKind
+    module: str
+    backward: bool
+    seconds: float
+    calls: int
+    what: str = ""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The parts of a step. `step` are its seconds without anybody looking, in the same pass.
+
+    What the parts leave of it is the host's, between operators: 'unattributed'. Where they come to more than the step,
+    for want of a steadier clock, they are shares of their sum. `fused` is how many kernels hold casts among other work.
+    """
+
+    parts: tuple[Share, ...] = ()
+    step: float = 0.0
+    of: SharesFrom = SharesFrom.OPERATORS
+    fused: int = 0
+
+    @property
+    def whole(self) -> float:
+        """The seconds that all shares are of."""
+        return max(self.step, sum(part.seconds for part in self.parts))
+
+    @property
+    def unattributed(self) -> float:
+        """The share that no part has."""
+        return max(0.0, 1.0 - sum(self.by_kind.values())) if self.whole else 0.0
+
+    @property
+    def by_kind(self) -> dict[ShareKind, float]:
+        """Shares of the step in the order of kinds; only those that there are."""
+        found = self.summed(lambda part: part.kind)
+        return {kind: found[kind] for kind in ShareKind if kind in found}
+
+    @property
+    def by_module(self) -> dict[str, float]:
+        """Shares of the step by module, the largest first."""
+        found = self.summed(lambda part: part.module)
+        return dict(sorted(found.items(), key=lambda one: (-one[1], one[0])))
+
+    def summed(self, key: Callable[[Share], Key]) -> dict[Key, float]:
+        """Shares of the step, put together by what parts have in common."""
+        found: dict[Key, float] = {}
+        whole = self.whole
+        for part in self.parts:
+            found[key(part)] = found.get(key(part), 0.0) + part.seconds / whole
+        return found
+
+
+@dataclass(frozen=True)
+class HeldProduct:
+    """A product of a layer in a step: (m, k) times (k, n), so many times; `backward` says for a gradient."""
+
+    m: int
+    n: int
+    k: int
+    times: int = 1
+    backward: bool = False
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k * self.times
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A weight that products are made with: a module of its own, or one parameter of a module that has several.
+
+    `name` is its path in the model, `also` the other paths of the same module; `kind` is 'linear', 'conv1d' (GPT-2's),
+    'conv2d', 'experts' (a matrix for each expert) or 'head' where it can be converted, else the name of its class.
+    `weight` is the weight's shape, `flops` those of all its products in a step, forward and backward. What is not
+    converted has a `reason`, a sentence, and a `rule`, a word for it ('skipped', 'kept', 'class', 'forward',
+    'shape', 'not-called'). `native` says what native products of a device want of its shapes and do not have; it is a
+    fact of shapes, and there on every device.
+    """
+
+    name: str
+    kind: str
+    weight: tuple[int, ...]
+    products: tuple[HeldProduct, ...] = ()
+    flops: int = 0
+    calls: int = 0
+    converted: bool = False
+    reason: str = ""
+    rule: str = ""
+    native: str = ""
+    also: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class OtherProduct:
+    """Products outside of all holders: `operator` is torch's name for it, `module` the path of the module that runs
+    it, '' for none. `weight` is the parameter that it multiplies by, '' where it is none, or nobody can tell. `flops`
+    is None where nobody has a formula for the operator."""
+
+    operator: str
+    module: str = ""
+    flops: int | None = 0
+    calls: int = 1
+    reason: str = ""
+    weight: str = ""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The products of one step: those in holders, and all others. `flops` are those of the whole step.
+
+    `loss` says in a sentence what backward began from.
+    """
+
+    holders: tuple[Holder, ...] = ()
+    others: tuple[OtherProduct, ...] = ()
+    flops: int = 0
+    loss: str = ""
+
+    @property
+    def converted_flops(self) -> int:
+        return sum(holder.flops for holder in self.holders if holder.converted)
+
+    @property
+    def share(self) -> float:
+        """Converted FLOPs of all of the step; 0 for a step without products."""
+        return self.converted_flops / self.flops if self.flops else 0.0
+
+    @property
+    def unknown(self) -> int:
+        """Calls of operators that nobody has a formula for: no sum has them."""
+        return sum(other.calls for other in self.others if other.flops is None)
+
+    def by_kind(self) -> dict[str, tuple[int, int]]:
+        """FLOPs of each kind of holder, the most first: all, and the converted ones."""
+        found: dict[str, tuple[int, int]] = {}
+        for holder in self.holders:
+            every, converted = found.get(holder.kind, (0, 0))
+            found[holder.kind] = every + holder.flops, converted + holder.flops * holder.converted
+        return dict(sorted(found.items(), key=lambda item: -item[1][0]))
