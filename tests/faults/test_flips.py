@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from fp8bench.errors import Fp8benchError
-from fp8bench.features.duel.kept import load_duel, start_duel
+from fp8bench.features.duel.kind import load_duel, start_duel
 from fp8bench.features.train.kept import load_training, reopen_training, start_training
 from fp8bench.model.codec import encode
 from fp8bench.store.acks import acks_of, append_acks, load_acks
-from fp8bench.store.index.found_steps import Memory
-from fp8bench.store.runs.read import load_run
-from fp8bench.store.runs.write import start_run
+from fp8bench.store.index.figure_files import Memory
+from fp8bench.store.runs.run_file import load_run, start_run
 from tests.counts import counts
 from tests.duels import SESSION, header, result
 from tests.older import as_older

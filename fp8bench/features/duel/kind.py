@@ -1,13 +1,109 @@
-"""A duel among what a store keeps: how it is found and shown."""
+"""A duel among what a store keeps: its file, and how it is found and shown.
+
+The file is `<store>/duels/<utc>-<id>.jsonl`, JSON lines, every session through to the disk before the next.
+
+It lies beside the runs and not among them: what it holds was measured with another interpreter or of another commit
+than the history's runs, two processes at a time, and belongs to no series.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from fp8bench.features.duel.kept import find_duel, load_duel
-from fp8bench.features.duel.values import Duel
+from fp8bench.features.duel.values import CaseResult, Duel, Session
+from fp8bench.files import LineWriter, stamp
 from fp8bench.jobs.kinds import Kind, View
+from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
+from fp8bench.store.kept_lines import Content, UnknownKind, fitting, headed, lines_of, take_lines
+from fp8bench.store.runs.run_file import unsound
+
+# Words of older files.
+_OLD_WORDS = {"bout": "result", "sitting": "session", "sittings": "sessions"}
+_NOT_IN_HEADER = {"results", "path", "finished", "troubles", "notes"}
+
+
+@dataclass
+class DuelWriter(LineWriter):
+    """An open file of a duel."""
+
+    called: str = "the duel's file"
+
+    def result(self, result: CaseResult) -> None:
+        """A case with all there is of it."""
+        self._lines([{"result": encode(result)}])
+
+    def session(self, case: str, session: Session) -> None:
+        self._lines([{"case": case, "session": encode(session)}])
+
+
+def start_duel(duel: Duel, store: Path) -> DuelWriter:
+    path = store / "duels" / f"{stamp(duel.started)}-{duel.id}.jsonl"
+    header = {one.name: encode(getattr(duel, one.name)) for one in fields(duel) if one.name not in _NOT_IN_HEADER}
+    return DuelWriter.started(path, {"schema": SCHEMA, "duel": header})
+
+
+def find_duel(word: str, store: Path) -> Path | None:
+    """The duel that a word means: a path, a file's stem, an id, or the beginning of one; None if it means none."""
+    with contextlib.suppress(OSError, ValueError):
+        path = Path(word)
+        if path.is_file() and path.resolve().parent.name == "duels":
+            return path
+    files = sorted((store / "duels").glob("*.jsonl"))
+    exact = [path for path in files if word == path.stem]
+    found = exact or fitting(word, {path: (path.stem.rpartition("-")[2],) for path in files})
+    return found[0] if len(found) == 1 else None
+
+
+def load_duel(path: Path) -> Duel:
+    """Read a duel. Broken lines are left out and named in `troubles`; raises StoreError where it is none."""
+    sheet = lines_of(path, "the duel's file")
+    duel: Duel = headed(sheet, path, "duel", lambda plain: decode(Duel, _renamed(plain)))
+    results: dict[str, CaseResult] = {}
+    notes, ends = [], []
+
+    def take(content: Content) -> None:
+        content = _renamed(content)
+        if "result" in content:
+            result = _sound(decode(CaseResult, _renamed(content["result"])))
+            results[result.after.case.id] = result
+        elif "session" in content:
+            result = results[content["case"]]
+            more = (*result.sessions, decode(Session, content["session"]))
+            results[content["case"]] = _sound(replace(result, sessions=more))
+        elif "note" in content:
+            notes.append(decode(str, content["note"]))
+        elif "end" in content:
+            ends.append(content["end"])
+        else:
+            raise UnknownKind
+
+    troubles = take_lines(sheet, take, but=1)
+    return replace(
+        duel, results=tuple(results.values()), notes=tuple(notes), troubles=tuple(troubles),
+        finished=ends[-1:] == ["finished"], path=str(path),
+    )  # fmt: skip
+
+
+def _renamed(plain: Any) -> Any:
+    """An object of an older file in the words of today."""
+    return {_OLD_WORDS.get(key, key): value for key, value in plain.items()} if isinstance(plain, dict) else plain
+
+
+def _sound(result: CaseResult) -> CaseResult:
+    """The result, if its samples make sense."""
+    same = result.before.case.id == result.after.case.id
+    whys = ["" if same else "its sides are of different cases", unsound(result.before), unsound(result.after)]
+    for session in result.sessions:
+        for record, timings in ((result.before, session.before), (result.after, session.after)):
+            whys += [] if timings else ["a session has no times of a side"]
+            whys += [unsound(replace(record, timing=timing)) for timing in timings]
+    for why in filter(None, whys):
+        raise Malformed(why)
+    return result
 
 
 class DuelKind(Kind[Duel]):

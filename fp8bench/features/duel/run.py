@@ -9,16 +9,24 @@ import random
 import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fp8bench.errors import Fp8benchError, StoreError, UsageError
-from fp8bench.features.duel.kept import DuelWriter, load_duel, start_duel
-from fp8bench.features.duel.observer import DuelJobObserver, DuelObserver
-from fp8bench.features.duel.sides import SAME, Question, Ready, Sides, opened
+from fp8bench.features.duel.kind import DuelWriter, load_duel, start_duel
+from fp8bench.features.duel.sides import SAME, Question, opened
 from fp8bench.features.duel.turns import PROCESSES, Entry, SideWorkers, Turns, refresh, side_workers
-from fp8bench.features.duel.values import AFTER, BEFORE, CaseResult, Duel, Session, Side
+from fp8bench.features.duel.values import (
+    AFTER,
+    BEFORE,
+    CaseResult,
+    Duel,
+    DuelJobObserver,
+    DuelObserver,
+    Session,
+    Side,
+)
 from fp8bench.features.duel.verdicts import LEAST_ROUNDS
 from fp8bench.measure.arm import Arm, ArmFailed, CompilingFailed
 from fp8bench.measure.environment import command_line, gather
@@ -31,11 +39,11 @@ from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import CEILING_SECONDS, QUICK_ROUNDS, StoppingRule
 from fp8bench.pipeline import now, share_of
 from fp8bench.plan.asked_suites import reads_corpus, suites_of
-from fp8bench.plan.corpus import Corpus, prepare_corpus
+from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import check_names
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
-from fp8bench.store.runs.write import check_store
+from fp8bench.store.runs.run_file import check_store
 from fp8bench.user_code import user_module
 
 _SESSIONS, _QUICK_SESSIONS = 4, 1
@@ -43,14 +51,7 @@ _SESSION_SECONDS = 2.5
 _LEAST_ROUNDS = 10
 
 
-@dataclass(frozen=True)
-class StartedSides:
-    """Both sides with their workers started."""
-
-    sides: Sides
-    pair: tuple[SideWorkers, SideWorkers]
-    cases: tuple[str, ...]
-    sessions: int
+Pair = tuple[SideWorkers, SideWorkers]
 
 
 def run_duel(
@@ -65,39 +66,32 @@ def run_duel(
     corpus = prepare_corpus(request.data, store / "data") if reads_corpus(request) else None
     start = time.monotonic()
     sessions = question.sessions or (_QUICK_SESSIONS if request.quick else _SESSIONS)
-    with observer.duelling() as progress:
+    with observer.duelling() as progress, ExitStack() as stack:
         progress.starts()
-        with (
-            opened(question, request.imports) as sides,
-            _start(sides, request, corpus, why_eager, sessions) as started,
-        ):
-            kept = tuple(name for name in started.cases if not only or name in only)
-            if not kept:
-                raise UsageError(f"the sides would not measure {next(iter(only))}, which was asked for.")
-            return _measured(replace(started, cases=kept), request, store, observer, progress, start)
-
-
-@contextmanager
-def _start(
-    sides: Sides, request: Request, corpus: Corpus | None, why_eager: str, sessions: int
-) -> Iterator[StartedSides]:
-    """All workers started, both sides planned, and what they have in common."""
-    with ExitStack() as stack:
-        pair = []
-        for ready in (sides.before, sides.after):
+        *starts, notes = stack.enter_context(opened(question, request.imports))
+        sides = []
+        for ready in starts:
             settings = Settings(request.threads, request.seed, ready.imports, corpus.path if corpus else None)
-            pair.append(stack.enter_context(side_workers(ready.start, settings, why_eager)))
+            sides.append(stack.enter_context(side_workers(ready, settings, why_eager)))
         identity, names = corpus.identity if corpus else None, suites_of(request)
-        for one in pair:
-            one.meet(request, names, identity)
-        cases = tuple(name for name in pair[0].cases if name in pair[1].cases)
+        for side in sides:
+            side.meet(request, names, identity)
+        before, after = sides
+        cases = tuple(name for name in before.cases if name in after.cases)
         if not cases:
             raise UsageError(
-                f"the sides have no case in common: A would measure {next(iter(pair[0].cases))}, and B "
-                f"{next(iter(pair[1].cases))}. Name --devices that both have."
+                f"the sides have no case in common: A would measure {next(iter(before.cases))}, and B "
+                f"{next(iter(after.cases))}. Name --devices that both have."
             )
-        notes = (*sides.notes, *_alone(pair[0], pair[1]), *_alone(pair[1], pair[0]))
-        yield StartedSides(replace(sides, notes=notes), (pair[0], pair[1]), cases, sessions)
+        wanted = tuple(name for name in cases if not only or name in only)
+        if not wanted:
+            raise UsageError(f"the sides would not measure {next(iter(only))}, which was asked for.")
+        begun = Duel(
+            secrets.token_hex(4), now(), command_line(), request, _side(before, request), _side(after, request),
+            wanted, sessions,
+        )  # fmt: skip
+        said = (*notes, *_alone(before, after), *_alone(after, before))
+        return _measured((before, after), begun, said, store, observer, progress, start)
 
 
 def _alone(own: SideWorkers, other: SideWorkers) -> Iterator[str]:
@@ -109,28 +103,23 @@ def _alone(own: SideWorkers, other: SideWorkers) -> Iterator[str]:
 
 
 def _measured(
-    started: StartedSides,
-    request: Request,
-    store: Path,
-    observer: DuelJobObserver,
-    progress: DuelObserver,
+    pair: Pair, begun: Duel, notes: Sequence[str], store: Path, observer: DuelJobObserver, progress: DuelObserver,
     start: float,
-) -> Duel:
+) -> Duel:  # fmt: skip
     """The duel as far as it came, each session of a case kept as soon as it is over."""
-    begun = _begun(started, request)
     writer = start_duel(begun, store)
     begun = replace(begun, path=str(writer.path))
-    cases = [begin_case(case, started.pair) for case in started.cases]
+    cases = [begin_case(case, pair) for case in begun.cases]
     try:
-        _check_origins(started)
-        if started.sides.after.commit:  # that a revision cannot make a difference, as far as that is known by now
-            for note in (*(one for one in started.sides.notes if one == SAME), *_idle(started)):
+        _check_origins(pair)
+        if pair[1].start.commit:  # that a revision cannot make a difference, as far as that is known by now
+            for note in (*(note for note in notes if note == SAME), *_idle(pair)):
                 progress.close()
                 observer.note(f"{note}. Ctrl-C ends the duel")
-        for note in started.sides.notes:
+        for note in notes:
             writer.note(note)
-        _sessions(started, request, cases, writer, progress, start)
-        for note in _idle(started):
+        _sessions(pair, begun, cases, writer, progress, start)
+        for note in _idle(pair):
             writer.note(note)
         writer.finish("finished")
     except KeyboardInterrupt:
@@ -141,7 +130,7 @@ def _measured(
             observer.note(f"interrupted; what was finished is kept in {writer.path}")
     except Fp8benchError as error:
         progress.close()
-        results = tuple(one.result for one in cases if one.sessions)
+        results = tuple(case.result for case in cases if case.sessions)
         if results:  # what the store did not take, or what was measured before a side was lost for good
             observer.cut_off(replace(begun, results=results, troubles=(str(error),)))
         else:
@@ -154,30 +143,30 @@ def _measured(
 
 
 def _sessions(
-    started: StartedSides, request: Request, cases: Sequence[CaseProgress], writer: DuelWriter, progress: DuelObserver,
-    start: float,
-) -> None:  # fmt: skip
+    pair: Pair, duel: Duel, cases: Sequence[CaseProgress], writer: DuelWriter, progress: DuelObserver, start: float
+) -> None:
     """Every case once in each session; errors and memory in the first."""
-    runner = CaseRunner(started.pair, request.seed, progress, Limits(request.case_timeout))
-    for number in range(started.sessions):
+    request, sessions = duel.request, duel.sessions
+    runner = CaseRunner(pair, request.seed, progress, Limits(request.case_timeout))
+    for number in range(sessions):
         progress.starts()
         began = time.monotonic()
-        refresh(started.pair, request.seed, number)
+        refresh(pair, request.seed, number)
         # Half of the first session's workers were there. Those to come take their time out of the budget too.
-        starting = (time.monotonic() - began) * (1 if number else 2) * (started.sessions - 1 - number)
-        for place, one in enumerate(cases):
-            progress.in_session(number, started.sessions, place, len(cases))
-            alive, left = one.alive, (started.sessions - number) * len(cases) - place
+        starting = (time.monotonic() - began) * (1 if number else 2) * (sessions - 1 - number)
+        for place, case in enumerate(cases):
+            progress.in_session(number, sessions, place, len(cases))
+            alive, left = case.alive, (sessions - number) * len(cases) - place
             if alive:
-                runner.measure(one, number, _rule(request, share_of(request.budget, start - starting, left)))
-            if one.alive and number == 0:
-                _check_origins(started)  # more of the user's code may have been imported by now
-                runner.check_values(one)
+                runner.measure(case, number, _rule(request, share_of(request.budget, start - starting, left)))
+            if case.alive and number == 0:
+                _check_origins(pair)  # more of the user's code may have been imported by now
+                runner.check_values(case)
             with held_back():  # what is kept is the case with all there is of it, or one more session
-                if number == 0 or (alive and not one.alive):
-                    writer.result(one.result)
+                if number == 0 or (alive and not case.alive):
+                    writer.result(case.result)
                 elif alive:
-                    writer.session(one.result.after.case.id, one.sessions[-1])
+                    writer.session(case.result.after.case.id, case.sessions[-1])
 
 
 def _rule(request: Request, share: float | None) -> StoppingRule:
@@ -192,30 +181,22 @@ def _rule(request: Request, share: float | None) -> StoppingRule:
     return StoppingRule(least=_LEAST_ROUNDS, budget=_SESSION_SECONDS, ceiling=CEILING_SECONDS)
 
 
-def _begun(started: StartedSides, request: Request) -> Duel:
-    before, after = (
-        _side(ready, one, request)
-        for ready, one in zip((started.sides.before, started.sides.after), started.pair, strict=True)
-    )
-    return Duel(secrets.token_hex(4), now(), command_line(), request, before, after, started.cases, started.sessions)
-
-
-def _side(ready: Ready, one: SideWorkers, request: Request) -> Side:
+def _side(side: SideWorkers, request: Request) -> Side:
     """A side with what was found out about it. What the worker says of itself wins over what holds here."""
-    worker = one.workers[0]
+    worker, start = side.workers[0], side.start
     # Their digest is that of the files this process has imported, which are this tree's.
-    imports = request.imports if ready.imports == request.imports else ()
-    here = gather(worker.software(), str(worker.handshake["fp8bench"]), request.threads, imports, folder=ready.tree)
+    imports = request.imports if start.imports == request.imports else ()
+    here = gather(worker.software(), str(worker.handshake["fp8bench"]), request.threads, imports, folder=start.tree)
     environment = Environment({**here.facts, **worker.handshake})
-    return Side(ready.start.name, ready.title, ready.start.python, ready.commit, environment, one.devices)
+    return Side(start.name, start.title, start.python, start.commit, environment, side.devices)
 
 
-def _check_origins(started: StartedSides) -> None:
+def _check_origins(pair: Pair) -> None:
     """Raise UsageError where side A has loaded code of this tree: then it is no duel with the revision."""
-    before, after = started.sides.before, started.sides.after
+    before, after = (side.start for side in pair)
     if before.tree is None or after.tree is None:
         return
-    first = started.pair[0].workers[0]
+    first = pair[0].workers[0]
     alien = set(first.modules_under(after.tree)) - set(first.modules_under(before.tree)) - _shared(before.imports)
     if alien:
         raise UsageError(
@@ -224,13 +205,12 @@ def _check_origins(started: StartedSides) -> None:
         )
 
 
-def _idle(started: StartedSides) -> Iterator[str]:
+def _idle(pair: Pair) -> Iterator[str]:
     """A note where nothing of the repository was loaded, so that the sides cannot have differed."""
-    after = started.sides.after
+    before, after = (side.start for side in pair)
     if after.tree is None:
         return
-    loaded = set(started.pair[1].workers[0].modules_under(after.tree)) - _shared(started.sides.before.imports)
-    if not loaded:
+    if not set(pair[1].workers[0].modules_under(after.tree)) - _shared(before.imports):
         yield (
             "neither side has loaded any code of this repository, so that they differ by nothing but noise: "
             "--import MODULE names what uses it"
@@ -267,7 +247,7 @@ class CaseProgress:
         return CaseResult(before, after, tuple(self.sessions))
 
 
-def begin_case(case: str, pair: tuple[SideWorkers, SideWorkers]) -> CaseProgress:
+def begin_case(case: str, pair: Pair) -> CaseProgress:
     """A case that is about to be measured, or the reason why it is not."""
     before, after = (CaseOutcome(side.cases[case]) for side in pair)
     left_out = _unfit(pair, (before.planned, after.planned))
@@ -276,7 +256,7 @@ def begin_case(case: str, pair: tuple[SideWorkers, SideWorkers]) -> CaseProgress
     return CaseProgress(before, after, left_out)
 
 
-def _unfit(pair: tuple[SideWorkers, SideWorkers], planned: tuple[PlannedCase, PlannedCase]) -> str:
+def _unfit(pair: Pair, planned: tuple[PlannedCase, PlannedCase]) -> str:
     """Why a case is not measured on both sides; '' if it is."""
     refused = [f"side {side.name}: {one.skip}" for side, one in zip(pair, planned, strict=True) if one.skip]
     if refused:
@@ -298,7 +278,7 @@ def _unfit(pair: tuple[SideWorkers, SideWorkers], planned: tuple[PlannedCase, Pl
 class CaseRunner:
     """Measures cases, and looks at their values."""
 
-    pair: tuple[SideWorkers, SideWorkers]
+    pair: Pair
     seed: int
     observer: Observer
     limits: Limits

@@ -1,4 +1,7 @@
-"""A working tree of another revision, in a temporary folder that goes when its duel ends, and or at the next duel."""
+"""What makes the sides of a duel differ: an interpreter, or a working tree of another revision.
+
+The tree lies in a temporary folder that goes when its duel ends, or else at the next duel.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from fp8bench.features.duel.turns import Start
 from fp8bench.features.duel.values import AFTER, BEFORE
 from fp8bench.files import is_locked, lock
 from fp8bench.measure.interrupts import ignored
-from fp8bench.store.find_runs import commit_named
+from fp8bench.store.commit_runs import commit_named
 
 PREFIX = "fp8bench-duel-"
 _LOCK = "owner.lock"
@@ -220,35 +223,13 @@ class Question:
     against_self: str | None = None
     sessions: int | None = None
 
-    @property
-    def nothing(self) -> bool:
-        """Whether the sides are the same, so that a duel measures nothing but noise."""
-        return not any((self.python_a, self.python_b, self.against, self.against_self))
 
-
-@dataclass(frozen=True)
-class Ready:
-    """One side, ready to be started. `tree` is the working tree that its code must come from, if it matters."""
-
-    start: Start
-    title: str
-    imports: tuple[str, ...]
-    commit: str = ""
-    tree: Path | None = None
-
-
-@dataclass(frozen=True)
-class Sides:
-    """Both sides, and what there is to know about them."""
-
-    before: Ready
-    after: Ready
-    notes: tuple[str, ...] = ()
+Opened = tuple[Start, Start, tuple[str, ...]]
 
 
 @contextmanager
-def opened(question: Question, imports: tuple[str, ...]) -> Iterator[Sides]:
-    """Both sides, for as long as the body runs. Raises UsageError for what cannot be."""
+def opened(question: Question, imports: tuple[str, ...]) -> Iterator[Opened]:
+    """Both sides with notes on them, for as long as the body runs. Raises UsageError for what cannot be."""
     if question.against is not None and question.against_self is not None:
         raise UsageError(
             "--against and --against-self would change two things at once, and nobody could say which one did it. "
@@ -264,18 +245,15 @@ def opened(question: Question, imports: tuple[str, ...]) -> Iterator[Sides]:
                 yield sides
         else:
             paths = (str(package_beside(folder / "package", PACKAGE)), *_own_paths(imports))
-            notes = (SAME,) if question.nothing else ()
             before, after = (
-                Ready(
-                    Start(name, python, paths), "this Python" if python == sys.executable else "another Python", imports
-                )
+                Start(name, python, paths, "this Python" if python == sys.executable else "another Python", imports)
                 for name, python in zip((BEFORE, AFTER), pythons, strict=True)
             )
-            yield Sides(before, after, notes)
+            yield before, after, () if any((question.python_a, question.python_b)) else (SAME,)
 
 
 @contextmanager
-def _against(question: Question, pythons: Sequence[str], imports: tuple[str, ...], folder: Path) -> Iterator[Sides]:
+def _against(question: Question, pythons: Sequence[str], imports: tuple[str, ...], folder: Path) -> Iterator[Opened]:
     """A revision against this tree: of the user's repository, or of fp8bench's own, whose workers then differ."""
     own = question.against is None
     option, word = ("--against-self", question.against_self) if own else ("--against", question.against)
@@ -301,9 +279,9 @@ def _against(question: Question, pythons: Sequence[str], imports: tuple[str, ...
             paths = [*_paths_in(repository), *paths]
             there = [_moved(path, repository, tree) for path in paths]
             moved, moving = _moved_imports(imports, repository, tree, word)
-            yield Sides(
-                Ready(_start(BEFORE, pythons[0], package, there), title, moved, commit, tree),
-                Ready(_start(AFTER, pythons[1], package, paths), here, imports, checked_out, repository),
+            yield (
+                Start(BEFORE, pythons[0], _once(package, there), title, moved, commit, tree),
+                Start(AFTER, pythons[1], _once(package, paths), here, imports, checked_out, repository),
                 (*moving, *notes),
             )
             return
@@ -311,17 +289,17 @@ def _against(question: Question, pythons: Sequence[str], imports: tuple[str, ...
             raise UsageError(
                 f"{option} {word!r:.200} ({commit[:8]}) has no package {PACKAGE.name}. Choose a newer one."
             )
-        before = _start(BEFORE, pythons[0], str(package_beside(folder / "before", tree / PACKAGE.name)), paths)
-        after = _start(AFTER, pythons[1], str(package_beside(folder / "after", PACKAGE)), paths)
-        yield Sides(
-            Ready(before, f"{OWN}{title}", imports, commit),
-            Ready(after, f"fp8bench: {here}", imports, checked_out),
+        old = _once(str(package_beside(folder / "before", tree / PACKAGE.name)), paths)
+        new = _once(str(package_beside(folder / "after", PACKAGE)), paths)
+        yield (
+            Start(BEFORE, pythons[0], old, f"{OWN}{title}", imports, commit),
+            Start(AFTER, pythons[1], new, f"fp8bench: {here}", imports, checked_out),
             notes,
         )
 
 
-def _start(name: str, python: str, package: str, paths: Sequence[str]) -> Start:
-    return Start(name, python, tuple(dict.fromkeys((package, *paths))))
+def _once(package: str, paths: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((package, *paths)))
 
 
 def _own_paths(imports: tuple[str, ...]) -> list[str]:

@@ -1,9 +1,7 @@
-"""A side while it is measured: its workers, what it planned, and what it does about quantisers.
+"""Sides while they are measured: workers in interpreters that are not this one, or with code that is not this one's.
 
-A worker in an interpreter that is not this one, or with code that is not this one's.
-
-It is handed this fp8bench (or another one) and the user's code by name. Nothing else of this interpreter's path goes
-along: its packages would shadow those of the other.
+A worker is handed this fp8bench (or another one) and the user's code by name. Nothing else of this interpreter's path
+goes along: its packages would shadow those of the other.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerLost
@@ -101,10 +100,6 @@ class Entry:
     quantisers: Quantisers
 
 
-# Told what is being done.
-Tell = Callable[[str], None]
-
-
 @dataclass
 class Turns:
     """The entries of both sides, as many of each. Their order is drawn from the seed, so that no side is the first."""
@@ -117,8 +112,8 @@ class Turns:
     def entries(self) -> list[Entry]:
         return [*self.before, *self.after]
 
-    def measure(self, rule: StoppingRule, tell: Tell) -> Session:
-        """Prepare all, run rounds, check what the steps have left; what was measured."""
+    def measure(self, rule: StoppingRule, tell: Callable[[str], None]) -> Session:
+        """Prepare all, run rounds, check what the steps have left; `tell` is told what is being done."""
         order, begun = random.Random(self.seed), time.monotonic()
         self._prepare(order, tell)
         tell("measuring")
@@ -144,7 +139,7 @@ class Turns:
             culprit = culprit or failed
         return culprit
 
-    def _prepare(self, order: random.Random, tell: Tell) -> None:
+    def _prepare(self, order: random.Random, tell: Callable[[str], None]) -> None:
         """Prepare all arms, then have them agree on what must be the same for a fair comparison."""
         turn = self.entries
         order.shuffle(turn)
@@ -187,11 +182,19 @@ _CALM = {
 
 @dataclass(frozen=True)
 class Start:
-    """How a partner is started: its interpreter, and the folders that come before its own packages."""
+    """How a side is started: its interpreter, and the folders that come before its own packages.
+
+    `title` is what a person calls it, `imports` is the user's code. `tree` is the working tree that its code must come
+    from, if it matters.
+    """
 
     name: str
     python: str
     paths: tuple[str, ...]
+    title: str = ""
+    imports: tuple[str, ...] = ()
+    commit: str = ""
+    tree: Path | None = None
 
     @property
     def side(self) -> str:

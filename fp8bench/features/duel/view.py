@@ -12,12 +12,12 @@ from fp8bench.features.duel.verdicts import comparisons as comparisons_of
 from fp8bench.model import Comparison, Direction, Level, Status
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.specs import TIME
+from fp8bench.report.comparisons import TONES, counted, direction, label_legend, signed, value
 from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import Column, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import show_params, together
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.comparisons import TONES, counted, direction, label_legend, signed, value
-from fp8bench.report.words.run_facts import many
+from fp8bench.report.words.naming import many
 
 _TIMES = (
     Column("setting", shared=True), Column("case"), Column("A", number=True), Column("B", number=True),

@@ -17,7 +17,7 @@ from fp8bench.analysis.metric import unit_of_series
 from fp8bench.analysis.steps.change_points import newest_levels
 from fp8bench.analysis.steps.changes import Change, Found, State, case_of
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
-from fp8bench.features.duel.observer import DuelJobObserver
+from fp8bench.features.duel.values import DuelJobObserver
 from fp8bench.features.gate.judging import Key, SecondLook, key_of
 from fp8bench.features.gate.power import Newest
 from fp8bench.features.gate.remeasure import duel_with, measured_again
@@ -27,12 +27,12 @@ from fp8bench.model import Comparison, Direction, Evidence, Interval, Run, Statu
 from fp8bench.model.specs import COUNTS, PER, RATIOS, RELATIVE
 from fp8bench.pipeline import AGAIN
 from fp8bench.store.asv.identity import from_facts
-from fp8bench.store.find_runs import commit_named
+from fp8bench.store.commit_runs import commit_named
 from fp8bench.store.index.history import History
-from fp8bench.store.index.lines import Line
+from fp8bench.store.index.tables import Line
 from fp8bench.store.points import cell_of, followed
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 
 # So many run files are looked through for the newest commit's and the one before it.
 _MOST_LOOKED_AT = 200

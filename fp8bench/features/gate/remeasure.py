@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.errors import Fp8benchError
-from fp8bench.features.duel.observer import DuelJobObserver
 from fp8bench.features.duel.run import run_duel
 from fp8bench.features.duel.sides import PACKAGE, Question
+from fp8bench.features.duel.values import DuelJobObserver
 from fp8bench.features.duel.verdicts import comparisons, of_means
 from fp8bench.features.gate.judging import SecondLook, key_of
 from fp8bench.jobs.after_run import into_history
@@ -18,7 +18,7 @@ from fp8bench.model import Comparison, Request, Run
 from fp8bench.model.specs import MEAN, RELATIVE, RELATIVE_MEAN, TIME
 from fp8bench.pipeline import measure_again
 from fp8bench.plan.resumable import refuse_code_of_others
-from fp8bench.store.find_runs import commit_named
+from fp8bench.store.commit_runs import commit_named
 from fp8bench.store.runs.listing import store_of
 from fp8bench.user_code import import_user_modules
 

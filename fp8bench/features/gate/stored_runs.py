@@ -18,10 +18,9 @@ from fp8bench.analysis.compare.compare import Compared, compare
 from fp8bench.analysis.compare.sides import side_of
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, RunNotFound, StoreError
-from fp8bench.features.duel.kept import find_duel, load_duel
-from fp8bench.features.duel.observer import DuelJobObserver
+from fp8bench.features.duel.kind import find_duel, load_duel
 from fp8bench.features.duel.sides import OWN, PACKAGE, Question
-from fp8bench.features.duel.values import Duel
+from fp8bench.features.duel.values import Duel, DuelJobObserver
 from fp8bench.features.duel.verdicts import comparisons
 from fp8bench.features.gate.judging import Judged, Outcome, SecondLook, Verdict, first_look, key_of, second_look
 from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
@@ -31,8 +30,8 @@ from fp8bench.features.gate.thresholds import Rule
 from fp8bench.jobs.compare import compared_of, read_runs
 from fp8bench.model import Comparison, Direction, Evidence, Run
 from fp8bench.model.specs import TIME
-from fp8bench.report.terminal.comparison import side_words
-from fp8bench.store.find_runs import commit_named, runs_meant
+from fp8bench.report.comparisons import side_words
+from fp8bench.store.commit_runs import commit_named, runs_meant
 
 Confirm = Callable[[Sequence[Comparison]], SecondLook]
 

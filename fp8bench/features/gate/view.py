@@ -14,10 +14,10 @@ from fp8bench.errors import EXIT_OK
 from fp8bench.features.gate.judging import Judged, Key, Outcome, Verdict
 from fp8bench.features.gate.sight import NIGHTS, NO_SIGHTS, Sight, Sights
 from fp8bench.model import Comparison
+from fp8bench.report.comparisons import label_legend, setting_of, signed, value
 from fp8bench.report.elements import Column, Element, Field, Page, Part, Table, Text, Tone, printable
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.comparisons import label_legend, setting_of, signed, value
 
 # What becomes of a test; of others there may be more to say.
 _TAGS = {

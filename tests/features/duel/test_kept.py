@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import StoreError
-from fp8bench.features.duel.kept import find_duel, load_duel, start_duel
+from fp8bench.features.duel.kind import find_duel, load_duel, start_duel
 from fp8bench.model import Status
 from tests.duels import SESSION, header, result
 from tests.fakes import CPU

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import pytest
 
 from fp8bench.cli.outputs import show_view
 from fp8bench.errors import StoreError, UsageError, WorkerLost
 from fp8bench.features.duel import run as duel_commands
-from fp8bench.features.duel.command import exit_code
-from fp8bench.features.duel.kept import DuelWriter, load_duel
-from fp8bench.features.duel.kind import DuelKind
-from fp8bench.features.duel.progress import TERMINAL, DuelProgress
-from fp8bench.features.duel.sides import Question, Ready, Sides
+from fp8bench.features.duel.command import TERMINAL, DuelProgress, exit_code
+from fp8bench.features.duel.kind import DuelKind, DuelWriter, load_duel
+from fp8bench.features.duel.sides import Question
 from fp8bench.features.duel.turns import PartnerWorker, SideWorkers, Start
 from fp8bench.features.duel.values import Duel
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.model import PlannedCase, Request
 from tests.duels import header
 from tests.fakes import CPU, MS, FakeWorker, Fault, Script, gemm_steps, planned
-
-REQUEST = Request("gemm", rounds=6)
 
 
 class Startable(FakeWorker):
@@ -46,29 +42,33 @@ class Startable(FakeWorker):
         return self.modules.get(folder, ())
 
 
-def started(scripts: dict[str, Script], sessions: int = 3) -> duel_commands.StartedSides:
+def started(scripts: dict[str, Script]) -> duel_commands.Pair:
     """Two sides with a case for each script; B takes a fifth longer."""
 
     def side(name: str, step_ns: int) -> SideWorkers:
         own = {mode: Script(gemm_steps(step_ns), faults=script.faults) for mode, script in scripts.items()}
         workers = cast("Sequence[PartnerWorker]", [Startable(own), Startable(own)])
         cases: dict[str, PlannedCase] = {one.case.id: one for one in map(planned, scripts)}
-        return SideWorkers(Start(name, "python", ()), workers, Quantisers(), (CPU,), cases, {"gemm": "1"})
+        start = Start(name, "python", (), f"side {name}")
+        return SideWorkers(start, workers, Quantisers(), (CPU,), cases, {"gemm": "1"})
 
-    ready = [Ready(Start(name, "python", ()), f"side {name}", ()) for name in ("A", "B")]
-    pair = (side("A", 10 * MS), side("B", 12 * MS))
-    return duel_commands.StartedSides(Sides(ready[0], ready[1], ("a note",)), pair, tuple(pair[0].cases), sessions)
+    return side("A", 10 * MS), side("B", 12 * MS)
+
+
+class RunDuel(Protocol):
+    """Fights a duel in the test's own store."""
+
+    def __call__(self, pair: duel_commands.Pair, sessions: int = 3) -> Duel: ...
 
 
 @pytest.fixture
-def run_duel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[duel_commands.StartedSides], Duel]:
-    """What fights a duel in the test's own store."""
+def run_duel(tmp_path: Path) -> RunDuel:
+    def run(pair: duel_commands.Pair, sessions: int = 3) -> Duel:
+        begun = header(request=Request("gemm", rounds=6), cases=tuple(pair[0].cases), sessions=sessions)
+        progress = DuelProgress(None, {})
+        return duel_commands._measured(pair, begun, ("a note",), tmp_path, TERMINAL, progress, 0.0)
 
-    def begun(started: duel_commands.StartedSides, request: Request) -> Duel:
-        return header(request=request, cases=started.cases, sessions=started.sessions)
-
-    monkeypatch.setattr(duel_commands, "_begun", begun)
-    return lambda one: duel_commands._measured(one, REQUEST, tmp_path, TERMINAL, DuelProgress(None, {}), 0.0)
+    return run
 
 
 def test_several_ranks_are_no_side(tmp_path: Path) -> None:
@@ -76,12 +76,9 @@ def test_several_ranks_are_no_side(tmp_path: Path) -> None:
         duel_commands.run_duel(Question(), Request("collective", ranks=2), tmp_path, TERMINAL)
 
 
-RunDuel = Callable[[duel_commands.StartedSides], Duel]
-
-
-def workers_of(one: duel_commands.StartedSides) -> list[Startable]:
+def workers_of(pair: duel_commands.Pair) -> list[Startable]:
     """Those of A first."""
-    return [cast(Startable, worker) for side in one.pair for worker in side.workers]
+    return [cast(Startable, worker) for side in pair for worker in side.workers]
 
 
 def test_every_session_has_fresh_processes(run_duel: RunDuel) -> None:
@@ -117,7 +114,7 @@ def test_a_store_that_fails_costs_nobody_the_table(
 
     monkeypatch.setattr(DuelWriter, "_lines", full)
     with pytest.raises(StoreError, match="the disk is full"):
-        run_duel(started({"fp32": Script(), "bf16": Script()}, 2))
+        run_duel(started({"fp32": Script(), "bf16": Script()}), 2)
     out = capsys.readouterr().out
     files = list((tmp_path / "duels").iterdir())
     if line == 2:  # the note, before anything was measured
@@ -152,16 +149,14 @@ def test_an_interrupt_keeps_what_was_finished(run_duel: RunDuel, capsys: pytest.
     assert "2 of 2 cases have fewer sessions than were planned" in capsys.readouterr().out
 
 
-def of_two_trees(
-    before: Mapping[str, tuple[str, ...]], after: Mapping[str, tuple[str, ...]]
-) -> duel_commands.StartedSides:
+def of_two_trees(before: Mapping[str, tuple[str, ...]], after: Mapping[str, tuple[str, ...]]) -> duel_commands.Pair:
     """Sides of two working trees, '/old' and '/new', with what each side has loaded from below which."""
-    one = started({"fp32": Script()}, 1)
-    for place, worker in enumerate(workers_of(one)):
+    pair = started({"fp32": Script()})
+    for place, worker in enumerate(workers_of(pair)):
         worker.modules = before if place < 2 else after
-    before_ = replace(one.sides.before, tree=Path("/old"))
-    after_ = replace(one.sides.after, tree=Path("/new"), commit="abc")
-    return replace(one, sides=Sides(before_, after_))
+    pair[0].start = replace(pair[0].start, tree=Path("/old"))
+    pair[1].start = replace(pair[1].start, tree=Path("/new"), commit="abc")
+    return pair
 
 
 def test_a_side_with_code_of_the_other_tree_ends_it(run_duel: RunDuel, tmp_path: Path) -> None:
@@ -173,8 +168,8 @@ def test_a_side_with_code_of_the_other_tree_ends_it(run_duel: RunDuel, tmp_path:
 
 def test_code_of_its_own_tree_is_fine_even_if_that_lies_in_the_other(run_duel: RunDuel) -> None:
     """Where everything temporary is below the repository, say."""
-    found = run_duel(of_two_trees({"/old": ("mylib",), "/new": ("mylib",)}, {"/new": ("mylib",)}))
-    assert found.finished and found.notes == ()
+    found = run_duel(of_two_trees({"/old": ("mylib",), "/new": ("mylib",)}, {"/new": ("mylib",)}), 1)
+    assert found.finished and found.notes == ("a note",)
 
 
 def test_sides_that_have_loaded_nothing_of_the_repository_are_told(
@@ -184,7 +179,7 @@ def test_sides_that_have_loaded_nothing_of_the_repository_are_told(
     words = "neither side has loaded any code of this repository"
     said: list[int] = []
     monkeypatch.setattr(duel_commands, "refresh", lambda *_: said.append(capsys.readouterr().err.count(words)))
-    assert words in run_duel(of_two_trees({}, {})).notes[0] and said == [1]
+    assert words in run_duel(of_two_trees({}, {}), 1).notes[1] and said == [1]
 
 
 def test_markdown_for_a_pull_request(run_duel: RunDuel, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

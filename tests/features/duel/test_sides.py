@@ -47,44 +47,44 @@ def test_the_same_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/mine", "", str(installed)]))
     for imports, here in (((), []), (("module",), [str(tmp_path)])):
-        with opened(Question(), imports) as sides:
-            package, *others = sides.before.start.paths
-            assert others == [*here, "/mine"] and sides.after.start.paths == sides.before.start.paths
+        with opened(Question(), imports) as (before, after, notes):
+            package, *others = before.paths
+            assert others == [*here, "/mine"] and after.paths == before.paths
             assert [path.resolve() for path in Path(package).iterdir()] == [PACKAGE]
-            assert sides.before.start.python == sides.after.start.python == sys.executable
-            assert sides.notes == ("both sides are the same: what they differ by is noise",)
+            assert before.python == after.python == sys.executable
+            assert notes == ("both sides are the same: what they differ by is noise",)
 
 
 def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> None:
     """Those of the repository, wherever they stand on the path; a virtual environment in there is none of them."""
     (project / "src" / "mylib.py").write_text("changed")
-    with opened(Question(against="HEAD"), ("suite.py", "some.module")) as sides:
-        tree = sides.before.tree
-        assert tree is not None and sides.after.tree == project
-        assert sides.after.start.paths[1:] == (str(project), str(project / "src"))
-        assert sides.before.start.paths[1:] == (str(tree), str(tree / "src"))
-        assert sides.before.imports == (str(tree / "suite.py"), "some.module")
-        assert sides.after.imports == ("suite.py", "some.module")
-        assert (tree / "src" / "mylib.py").read_text() == "" and sides.notes == ()
-        assert sides.before.title == f"HEAD ({sides.before.commit[:8]})"
-        assert sides.after.title == f"this tree ({sides.after.commit[:8]} with uncommitted changes)"
+    with opened(Question(against="HEAD"), ("suite.py", "some.module")) as (before, after, notes):
+        tree = before.tree
+        assert tree is not None and after.tree == project
+        assert after.paths[1:] == (str(project), str(project / "src"))
+        assert before.paths[1:] == (str(tree), str(tree / "src"))
+        assert before.imports == (str(tree / "suite.py"), "some.module")
+        assert after.imports == ("suite.py", "some.module")
+        assert (tree / "src" / "mylib.py").read_text() == "" and notes == ()
+        assert before.title == f"HEAD ({before.commit[:8]})"
+        assert after.title == f"this tree ({after.commit[:8]} with uncommitted changes)"
     assert not tree.exists()
 
 
 def test_a_file_that_a_revision_has_not(project: Path) -> None:
     """Both sides run this tree's, and a note says so. Nothing else has changed, which is said too."""
     (project / "new.py").write_text("")
-    with opened(Question(against="main"), ("new.py", "/elsewhere/other.py")) as sides:
-        assert sides.before.imports == ("new.py", "/elsewhere/other.py")
-        assert [note.partition(":")[0] for note in sides.notes] == ["new.py is not in main", "both sides are the same"]
+    with opened(Question(against="main"), ("new.py", "/elsewhere/other.py")) as (before, _, notes):
+        assert before.imports == ("new.py", "/elsewhere/other.py")
+        assert [note.partition(":")[0] for note in notes] == ["new.py is not in main", "both sides are the same"]
 
 
 def test_two_changes_at_once_are_refused(project: Path) -> None:
     """Two interpreters and a revision are none: each side says what it is."""
     with pytest.raises(UsageError, match="would change two things at once"):
         opened(Question(against="HEAD", against_self="HEAD"), ()).__enter__()
-    with opened(Question(sys.executable, sys.executable, "HEAD"), ()) as sides:
-        assert sides.before.start.python == sys.executable
+    with opened(Question(sys.executable, sys.executable, "HEAD"), ()) as (before, _, _):
+        assert before.python == sys.executable
 
 
 def test_fp8bench_out_of_a_package_folder_has_no_revisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

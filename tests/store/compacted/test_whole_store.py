@@ -15,7 +15,7 @@ import pytest
 
 from fp8bench import pipeline
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.features.duel.kept import start_duel
+from fp8bench.features.duel.kind import start_duel
 from fp8bench.features.train.kept import start_training
 from fp8bench.features.train.values import Training
 from fp8bench.files import write_whole
@@ -24,14 +24,13 @@ from fp8bench.jobs.cells import measured as measure
 from fp8bench.model import Ceilings, Environment, Request
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.ceilings import new_ceilings
+from fp8bench.store.commit_runs import runs_meant
 from fp8bench.store.compacted import manifest as manifests
-from fp8bench.store.compacted.archive import contents, stated, write_archive
+from fp8bench.store.compacted.archive import Restored, contents, restore, stated, write_archive
 from fp8bench.store.compacted.manifest import archive_of, load_manifest, points_of, save_manifest
-from fp8bench.store.compacted.restore import Restored, restore
-from fp8bench.store.compacted.verify import check_compacted
-from fp8bench.store.find_runs import runs_meant
 from fp8bench.store.fleet_plans import keep_plan, write_plan
 from fp8bench.store.runs.listing import find_run
+from fp8bench.store.verify_files import check_compacted
 from tests.commands import Say, unfolded
 from tests.duels import SESSION, header, result
 from tests.facts import CPU
@@ -298,7 +297,7 @@ def test_restoring_that_was_cut_off(store: Path, ends_at: int, monkeypatch: pyte
         write_whole(*arguments, **options)
 
     with monkeypatch.context() as patches:
-        patches.setattr("fp8bench.store.compacted.restore.write_whole", cut_off)
+        patches.setattr("fp8bench.store.compacted.archive.write_whole", cut_off)
         with pytest.raises(StoreError, match="No space left on device"):
             restore(store)
     lacking = 3 - sum(name.startswith("runs/") for name in names_of(store))
