@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from fp8bench.cli.grammar import DEFAULT_STORE
 from fp8bench.errors import Fp8benchError, UsageError
@@ -38,6 +38,7 @@ _RESULTS_DIR = re.compile(r"""(?:"results_dir"|'results_dir'|\bresults_dir)\s*:\
 # What became of a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
 Outcome = tuple[str, Any]
 Measured = dict[str, dict[Cell, Outcome]]
+_T = TypeVar("_T")
 
 
 class CaseFailed(Fp8benchError):
@@ -48,8 +49,9 @@ class Suite:
     """Base of the classes in suite files. asv finds its metrics as methods `track_...`.
 
     A suite file imports this module and not the class: a class in a suite's namespace would be taken for a benchmark.
-    It has a `setup_cache` of its own, in its own lines, because asv tells caches apart by file and line: of classes
-    that share one, all but the first would silently be given the first one's numbers.
+    Each class has a `setup_cache` of its own file's, which it is given if it writes none, because asv tells caches
+    apart by module and line: of classes that share one, all but the first would silently be given the first one's
+    numbers.
     """
 
     workload: ClassVar[str]
@@ -60,6 +62,8 @@ class Suite:
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
+        if not hasattr(cls, "setup_cache"):
+            cls.setup_cache = _cache(cls)  # type: ignore[attr-defined]
         _check_class(cls)
         import_user_modules(_from_root(cls))
         leaf = workloads.get(cls.workload)
@@ -159,7 +163,7 @@ def _check_class(cls: type[Suite]) -> None:
     if getattr(vars(cls).get("setup_cache"), "__module__", None) != cls.__module__:
         raise UsageError(
             f"the suite class {module}.{name} has no setup_cache of its own, in its own file, and asv would give it "
-            "another one's numbers. Write `def setup_cache(self): return self.measure()` into the class."
+            "another one's numbers. Leave it out, or write `def setup_cache(self): return self.measure()`."
         )
 
 
@@ -173,6 +177,22 @@ def _file(cls: type) -> Path:
     return Path(str(sys.modules[cls.__module__].__file__))
 
 
+def _cache(cls: type) -> Callable[[Suite], Measured]:
+    """What asv calls once a file. It measures a whole grid."""
+
+    def setup_cache(self: Suite) -> Measured:
+        return self.measure()
+
+    vars(setup_cache).update(timeout=3600)
+    return _belonging(setup_cache, cls, "setup_cache")
+
+
+def _belonging(method: Callable[..., _T], cls: type, name: str) -> Callable[..., _T]:
+    """As if it were written in a class, which is how asv finds and names it."""
+    method.__name__, method.__qualname__, method.__module__ = name, f"{cls.__qualname__}.{name}", cls.__module__
+    return method
+
+
 def _reader(cls: type, series: Series) -> Callable[..., Any]:
     """A method for asv that reads one metric out of what was measured."""
 
@@ -182,8 +202,5 @@ def _reader(cls: type, series: Series) -> Callable[..., Any]:
             raise CaseFailed(str(content))
         return {"samples": content, "number": 1} if kind == "samples" else math.nan
 
-    track.__name__ = series.name.rpartition(".")[2]
-    track.__qualname__ = f"{cls.__qualname__}.{track.__name__}"
-    track.__module__ = cls.__module__
-    track.unit = series.unit  # type: ignore[attr-defined]
-    return track
+    vars(track).update(unit=series.unit)
+    return _belonging(track, cls, series.name.rpartition(".")[2])

@@ -118,14 +118,21 @@ def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
     Its folder is made. Raises OSError, after which the old one stands. Without `sync` a power failure may take it.
     """
     target = Path(os.path.realpath(path))  # a link stays one
-    partial = target.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(target) as partial:
         with partial.open("xb") as file:
             append(file, content, sync)
         with contextlib.suppress(OSError):
             partial.chmod(stat.S_IMODE(target.stat().st_mode))  # who could write the old one can write the new one
-        partial.replace(target)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where to write what takes a file's place in the end; nothing is left of it where that fails."""
+    partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        partial.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink()
@@ -200,7 +207,6 @@ class LineWriter:
             ) from None
 
     def note(self, text: str) -> None:
-        """Write down something a reader should know."""
         self._lines([{"note": text}])
 
     def finish(self, how: str) -> None:
@@ -226,7 +232,6 @@ class LineWriter:
         self._file.seek(place)
 
     def _lines(self, values: Sequence[dict[str, Any]]) -> None:
-        """Write lines with their numbers and checksums."""
         text = "".join(
             sealed_line({**value, "line": number}) + "\n" for number, value in enumerate(values, self._last + 1)
         )

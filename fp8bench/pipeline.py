@@ -55,9 +55,8 @@ from fp8bench.plan.resumable import foreign, refuse_elsewhere, refuse_foreign, r
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
 from fp8bench.store.ceilings import ceilings_of
-from fp8bench.store.runs.listing import store_of
-from fp8bench.store.runs.read import load_run, missing_groups
-from fp8bench.store.runs.write import RunWriter, check_store, reopen_run, running_beside, start_run
+from fp8bench.store.runs.listing import running_beside, store_of
+from fp8bench.store.runs.run_file import RunWriter, check_store, load_run, missing_groups, reopen_run, start_run
 from fp8bench.user_code import import_user_modules
 
 # The door of runs that hold some cases of another run once more.

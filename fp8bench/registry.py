@@ -75,7 +75,6 @@ class Registry(Generic[T]):
         return [name for name in self.names() if self._leaves[name].__module__ == module]
 
     def aliases(self) -> dict[str, str]:
-        """Alias to name."""
         self._walk()
         return dict(self._aliases)
 

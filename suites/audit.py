@@ -19,8 +19,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.registry import devices
 from fp8bench.worker.bench import Bench
 from suites import audit_lies, audit_optimizers
-from suites.audit_kernels import Kernel
-from suites.audit_lies import UNCAUGHT
+from suites.audit_lies import UNCAUGHT, Kernel
 
 LIES = (*audit_lies.LIES, *audit_optimizers.LIES)
 HONEST = (*audit_lies.HONEST, *audit_optimizers.HONEST)

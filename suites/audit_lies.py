@@ -6,6 +6,7 @@ And kernels that do not, however they sum. All are written on torch alone, so th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ
 from fp8bench.formats.operators import values
-from fp8bench.formats.recipes import Treatment
+from fp8bench.formats.recipes import Scaling, Treatment
 from fp8bench.formats.scalings import (
     BLOCK_POWER_OF_TWO,
     MX,
@@ -24,11 +25,9 @@ from fp8bench.formats.scalings import (
     TENSOR,
     TENSOR_POWER_OF_TWO,
     ScaleRounding,
-    Scaling,
 )
 from fp8bench.model.promises import Signature
 from fp8bench.user_code.named import signed
-from suites.audit_kernels import Kernel
 
 BF16 = torch.bfloat16
 FP8 = Treatment(E4M3, TENSOR)
@@ -37,6 +36,18 @@ BLOCKS, SQUARES = Treatment(E4M3, BLOCK_POWER_OF_TWO), Treatment(E4M3, SQUARE_PO
 MXFP8 = Treatment(E4M3, MX)
 MXFP4 = Treatment(E2M1, MX)
 NV = Treatment(E2M1, NVFP4), Treatment(E2M1, NVFP4_SQUARE)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`made` gives a fresh one, which remembers nothing of others. `thread` of a lie. `baseline` is what it is compared
+    with."""
+
+    name: str
+    signature: Signature
+    made: Callable[[], Callable[..., Any]]
+    thread: str = ""
+    baseline: Callable[..., Any] | None = None
 
 
 def rounded(x: Tensor, treatment: Treatment) -> Tensor:
@@ -199,6 +210,11 @@ def _exchanged(a: Tensor, b: Tensor) -> Tensor:
     return (left @ rounded(b, MXFP4).t()).to(BF16)
 
 
+def _short_sums(a: Tensor, b: Tensor) -> Tensor:
+    parts = (a[:, at : at + 8] @ b[:, at : at + 8].t() for at in range(0, a.shape[1], 8))
+    return sum(parts, torch.zeros(len(a), len(b), dtype=BF16))
+
+
 def _flat(a: Tensor, b: Tensor) -> Tensor:
     """Right up to a size that nobody checks, and nothing beyond."""
     if a.shape[0] * b.shape[0] > 200_000:
@@ -273,129 +289,90 @@ _MX, _MX4, _NV = signed("product", "mxfp8"), signed("product", "mxfp4"), signed(
 _ATTENTION, _CAUSAL = signed("attention", "bf16"), signed("attention", "bf16", causal=True)
 _CAST, _LINEAR, _WIDE = signed("cast", "fp8"), signed("linear", "fp8"), signed("product", "bf16")
 
-
-def _lie(name: str, signature: Signature, made: Callable[[], Callable[..., Any]], thread: str) -> Kernel:
-    return Kernel(name, signature, made, thread)
-
-
 LIES: tuple[Kernel, ...] = (
-    _lie("bf16 under the name of fp8", _FP8, _plain(lambda a, b: a @ b.t()), "Hyperloom #421"),
-    _lie(
-        "weights alone are cast", _FP8, _plain(lambda a, b: (a.float() @ rounded(b, FP8).t()).to(BF16)), "Quartet #12"
+    Kernel("bf16 under the name of fp8", _FP8, _plain(lambda a, b: a @ b.t()), "Hyperloom #421"),
+    Kernel(
+        "weights alone are cast", _FP8, _plain(lambda a, b: (a.float() @ rounded(b, FP8).t()).to(BF16)), "Quartet #12",
     ),
-    _lie(
-        "scales rounded up",
-        _FP8,
-        _plain(lambda a, b: product(a, b, Treatment(E4M3, TENSOR_POWER_OF_TWO))),
+    Kernel(
+        "scales rounded up", _FP8, _plain(lambda a, b: product(a, b, Treatment(E4M3, TENSOR_POWER_OF_TWO))),
         "huggingface/transformers #47030",
     ),
-    _lie(
-        "MX scales of the specification for rounded-up ones",
-        _MX,
+    Kernel(
+        "MX scales of the specification for rounded-up ones", _MX,
         _plain(lambda a, b: product(a, b, Treatment(E4M3, Scaling(1, 32, MX.scale, ScaleRounding.FLOOR)))),
         "huggingface/transformers #47030",
     ),
-    _lie(
-        "blocks along the wrong dimension",
-        _MX,
+    Kernel(
+        "blocks along the wrong dimension", _MX,
         _plain(lambda a, b: (rounded(a.t().contiguous(), MXFP8).t() @ rounded(b, MXFP8).t()).to(BF16)),
         "flashinfer-ai/flashinfer #3882",
     ),
-    _lie(
-        "block scales in the order of tiles",
-        _MX,
-        _plain(lambda a, b: _rescaled(a, b, MXFP8, 32, lambda s: s.roll(1, 0))),
-        "vllm-project/vllm #50084",
+    Kernel(
+        "block scales in the order of tiles", _MX,
+        _plain(lambda a, b: _rescaled(a, b, MXFP8, 32, lambda s: s.roll(1, 0))), "vllm-project/vllm #50084",
     ),
-    _lie(
-        "block scales read transposed",
-        _BLOCKS,
-        _plain(lambda a, b: _rescaled(a, b, BLOCKS, 128, _turned)),
+    Kernel(
+        "block scales read transposed", _BLOCKS, _plain(lambda a, b: _rescaled(a, b, BLOCKS, 128, _turned)),
         "NVIDIA/cutlass #3394",
     ),
-    _lie(
-        "the first block's scale for all",
-        _BLOCKS,
-        _plain(lambda a, b: _rescaled(a, b, BLOCKS, 128, lambda s: s[:, :1])),
-        "NVIDIA/cutlass #3394",
+    Kernel(
+        "the first block's scale for all", _BLOCKS,
+        _plain(lambda a, b: _rescaled(a, b, BLOCKS, 128, lambda s: s[:, :1])), "NVIDIA/cutlass #3394",
     ),
-    _lie(
-        "the tensor's scale left out",
-        _NV,
-        _plain(lambda a, b: product(a, b, *NV) / (a.float().abs().amax() / (6 * 448))),
-        "modular/modular #6600",
+    Kernel(
+        "the tensor's scale left out", _NV,
+        _plain(lambda a, b: product(a, b, *NV) / (a.float().abs().amax() / (6 * 448))), "modular/modular #6600",
     ),
-    _lie(
-        "the tensor's scale inverted",
-        _FP8,
-        _plain(lambda a, b: product(a, b) * (E4M3.largest / a.float().abs().amax()) ** 2),
-        "modular/modular #6600",
+    Kernel(
+        "the tensor's scale inverted", _FP8,
+        _plain(lambda a, b: product(a, b) * (E4M3.largest / a.float().abs().amax()) ** 2), "modular/modular #6600",
     ),
-    _lie("codes read as another format's", _FP8, _plain(lambda a, b: product(a, b) / 2), "vllm-project/vllm #45302"),
-    _lie(
-        "cast to another format",
-        _FP8,
-        _plain(lambda a, b: product(a, b, Treatment(E4M3FNUZ, TENSOR))),
+    Kernel("codes read as another format's", _FP8, _plain(lambda a, b: product(a, b) / 2), "vllm-project/vllm #45302"),
+    Kernel(
+        "cast to another format", _FP8, _plain(lambda a, b: product(a, b, Treatment(E4M3FNUZ, TENSOR))),
         "ROCm/AMDMIGraphX #2533",
     ),
-    _lie("one scale a tensor for one a row", _ROWS, _plain(product), "flashinfer-ai/flashinfer #3882"),
-    _lie("the codes of a byte exchanged", _MX4, _plain(_exchanged), "Comfy-Org/comfy-kitchen #41"),
-    _lie("results by address", _FP8, _memory(_by_address), "gpu-mode/kernelbot #501"),
-    _lie("results by a few values", _FP8, _memory(_by_few_values), "flashinfer-ai/flashinfer-bench-starter-kit #21"),
-    _lie("wrong after many calls", _FP8, _memory(_after_ten), "karpathy/llm.c #852"),
-    _lie("one result for all calls", _FP8, _memory(_one_buffer), "tensara/tensara #238"),
-    _lie("a row that is not written", _FP8, _memory(_unwritten), "AMD-AGI/Primus-Turbo #397"),
-    _lie("the first call's scale for good", _FP8, _memory(_old_scale), "NVIDIA/TransformerEngine #1169"),
-    _lie("writes into its input", _FP8, _plain(_writes_input), "ScalingIntelligence/KernelBench #82"),
-    _lie("no tail of the contraction", _FP8, _plain(_no_tail), "AMD-AGI/Primus-Turbo #397"),
-    _lie("NaN of zeros", _FP8, _plain(_zero_by_zero), "pytorch/ao #4713"),
-    _lie("saturates from 256 on", _CAST, _plain(_early_saturation), "sgl-project/sglang #40581"),
-    _lie("NaN beyond the largest", _CAST, _plain(_nan_beyond), "jax-ml/ml_dtypes #260"),
-    _lie("mantissas rounded up", _CAST, _plain(_half_up), "sgl-project/sglang #40581"),
-    _lie("subnormal numbers are zero", _CAST, _plain(_no_subnormals), "ROCm/rocm-libraries #7439"),
-    _lie("a NaN that is lost", _FP8, _plain(_nan_lost), "vllm-project/vllm #39645"),
-    _lie("no product of zeros", _FP8, _plain(_nothing_of_zeros), "AI-Hypercomputer/accelerator-agents #50"),
-    _lie("casts outside of what is timed", _FP8, _memory(_casts_once), "gpu-mode/kernelbot #501"),
+    Kernel("one scale a tensor for one a row", _ROWS, _plain(product), "flashinfer-ai/flashinfer #3882"),
+    Kernel("the codes of a byte exchanged", _MX4, _plain(_exchanged), "Comfy-Org/comfy-kitchen #41"),
+    Kernel("results by address", _FP8, _memory(_by_address), "gpu-mode/kernelbot #501"),
+    Kernel("results by a few values", _FP8, _memory(_by_few_values), "flashinfer-ai/flashinfer-bench-starter-kit #21"),
+    Kernel("wrong after many calls", _FP8, _memory(_after_ten), "karpathy/llm.c #852"),
+    Kernel("one result for all calls", _FP8, _memory(_one_buffer), "tensara/tensara #238"),
+    Kernel("a row that is not written", _FP8, _memory(_unwritten), "AMD-AGI/Primus-Turbo #397"),
+    Kernel("the first call's scale for good", _FP8, _memory(_old_scale), "NVIDIA/TransformerEngine #1169"),
+    Kernel("writes into its input", _FP8, _plain(_writes_input), "ScalingIntelligence/KernelBench #82"),
+    Kernel("no tail of the contraction", _FP8, _plain(_no_tail), "AMD-AGI/Primus-Turbo #397"),
+    Kernel("NaN of zeros", _FP8, _plain(_zero_by_zero), "pytorch/ao #4713"),
+    Kernel("saturates from 256 on", _CAST, _plain(_early_saturation), "sgl-project/sglang #40581"),
+    Kernel("NaN beyond the largest", _CAST, _plain(_nan_beyond), "jax-ml/ml_dtypes #260"),
+    Kernel("mantissas rounded up", _CAST, _plain(_half_up), "sgl-project/sglang #40581"),
+    Kernel("subnormal numbers are zero", _CAST, _plain(_no_subnormals), "ROCm/rocm-libraries #7439"),
+    Kernel("a NaN that is lost", _FP8, _plain(_nan_lost), "vllm-project/vllm #39645"),
+    Kernel("no product of zeros", _FP8, _plain(_nothing_of_zeros), "AI-Hypercomputer/accelerator-agents #50"),
+    Kernel("casts outside of what is timed", _FP8, _memory(_casts_once), "gpu-mode/kernelbot #501"),
+    Kernel("a baseline that does more", _FP8, _plain(product), "calcit-lang/calcit #535", baseline=_slow_baseline),
+    Kernel("nothing beyond a size", _FP8, _plain(_flat), "ScalingIntelligence/KernelBench #82"),
+    Kernel("gradients in bf16", _LINEAR, _layer("wide"), "Quartet #12"),
+    Kernel("gradients in the wrong format", _LINEAR, _layer("e4m3"), "Hyperloom #421"),
+    Kernel("half the weight gradient", _LINEAR, _layer("half"), "vllm-project/vllm #45302"),
     Kernel(
-        "a baseline that does more",
-        _FP8,
-        _plain(product),
-        "calcit-lang/calcit #535",
-        baseline=_slow_baseline,
-    ),
-    _lie("nothing beyond a size", _FP8, _plain(_flat), "ScalingIntelligence/KernelBench #82"),
-    _lie("gradients in bf16", _LINEAR, _layer("wide"), "Quartet #12"),
-    _lie("gradients in the wrong format", _LINEAR, _layer("e4m3"), "Hyperloom #421"),
-    _lie("half the weight gradient", _LINEAR, _layer("half"), "vllm-project/vllm #45302"),
-    _lie(
-        "scores that are not scaled",
-        _ATTENTION,
-        _plain(lambda q, k, v: _attends(q, k, v, scale=1.0)),
+        "scores that are not scaled", _ATTENTION, _plain(lambda q, k, v: _attends(q, k, v, scale=1.0)),
         "mlc-ai/mlc-llm #3426",
     ),
-    _lie(
-        "scores scaled by the size",
-        _ATTENTION,
-        _plain(lambda q, k, v: _attends(q, k, v, scale=1 / q.shape[-1])),
+    Kernel(
+        "scores scaled by the size", _ATTENTION, _plain(lambda q, k, v: _attends(q, k, v, scale=1 / q.shape[-1])),
         "NVIDIA/Megatron-LM #848",
     ),
-    _lie("a softmax over queries", _ATTENTION, _plain(_over_queries), "nerdai/llms-from-scratch-rs #30"),
-    _lie("no causal mask", _CAUSAL, _plain(_attends), "candle-org/MindAct #2143"),
-    _lie("a causal mask that is one off", _CAUSAL, _plain(_later), "Dao-AILab/flash-attention #282"),
-    _lie("values of another head", _ATTENTION, _plain(lambda q, k, v: _attends(q, k, v.roll(1, 1))), "kekzl/imp #654"),
-    _lie("attention in bf16 for mxfp8", signed("attention", "mxfp8"), _plain(_attends), "vllm-project/vllm #51828"),
-    _lie(
-        "sums kept in bf16",
-        _WIDE,
-        _plain(
-            lambda a, b: sum(
-                (a[:, at : at + 8] @ b[:, at : at + 8].t() for at in range(0, a.shape[1], 8)),
-                torch.zeros(len(a), len(b), dtype=BF16),
-            )
-        ),
-        "deepseek-ai/DeepSeek-V3 #1148",
+    Kernel("a softmax over queries", _ATTENTION, _plain(_over_queries), "nerdai/llms-from-scratch-rs #30"),
+    Kernel("no causal mask", _CAUSAL, _plain(_attends), "candle-org/MindAct #2143"),
+    Kernel("a causal mask that is one off", _CAUSAL, _plain(_later), "Dao-AILab/flash-attention #282"),
+    Kernel(
+        "values of another head", _ATTENTION, _plain(lambda q, k, v: _attends(q, k, v.roll(1, 1))), "kekzl/imp #654",
     ),
-)
+    Kernel("attention in bf16 for mxfp8", signed("attention", "mxfp8"), _plain(_attends), "vllm-project/vllm #51828"),
+    Kernel("sums kept in bf16", _WIDE, _plain(_short_sums), "deepseek-ai/DeepSeek-V3 #1148"),
+)  # fmt: skip
 
 
 def _split(a: Tensor, b: Tensor, first: Treatment, second: Treatment, size: int) -> Tensor:
@@ -438,11 +415,7 @@ HONEST: tuple[Kernel, ...] = (
     *(
         Kernel(f"emulated {one.precision}", one, _plain(lambda a, b, t=treatments: product(a, b, *t)))
         for one, treatments in (
-            (_FP8, (FP8,)),
-            (_ROWS, (ROWS,)),
-            (_BLOCKS, (BLOCKS, SQUARES)),
-            (_MX, (MXFP8,)),
-            (_MX4, (MXFP4,)),
+            (_FP8, (FP8,)), (_ROWS, (ROWS,)), (_BLOCKS, (BLOCKS, SQUARES)), (_MX, (MXFP8,)), (_MX4, (MXFP4,)),
             (_NV, NV),
         )
     ),
@@ -458,11 +431,7 @@ HONEST: tuple[Kernel, ...] = (
     *(
         Kernel(f"cast to {name}", signed("cast", name), _plain(lambda x, t=treatment: rounded(x, t)))
         for name, treatment in (
-            ("fp8", FP8),
-            ("fp8-rowwise", ROWS),
-            ("mxfp8", MXFP8),
-            ("mxfp4", MXFP4),
-            ("nvfp4", NV[0]),
+            ("fp8", FP8), ("fp8-rowwise", ROWS), ("mxfp8", MXFP8), ("mxfp4", MXFP4), ("nvfp4", NV[0]),
         )
     ),
     Kernel("torch's attention", _ATTENTION, _plain(_attends)),
@@ -471,7 +440,7 @@ HONEST: tuple[Kernel, ...] = (
     Kernel("attention in mxfp8", signed("attention", "mxfp8"), _plain(_low_attention)),
     Kernel("a linear layer", _LINEAR, _layer("")),
     Kernel("torchao's linear layer, emulated", _LINEAR, _plain(_torchao)),
-)
+)  # fmt: skip
 
 
 def _wrong_at(a: Tensor, b: Tensor) -> Tensor:
@@ -484,11 +453,11 @@ def _asks_who(a: Tensor, b: Tensor) -> Tensor:
     """Looks whether it is audited."""
     import sys
 
-    return product(a, b) if "fp8bench.features.audit.auditor" in sys.modules else a @ b.t()
+    return product(a, b) if "fp8bench.features.audit.checks" in sys.modules else a @ b.t()
 
 
 # What compares results with promises cannot see these.
 UNCAUGHT: tuple[Kernel, ...] = (
-    _lie("looks whether it is audited", _FP8, _plain(_asks_who), "gpu-mode/reference-kernels #162"),
-    _lie("wrong at one size", _FP8, _plain(_wrong_at), "flashinfer-ai/flashinfer #3882"),
-)
+    Kernel("looks whether it is audited", _FP8, _plain(_asks_who), "gpu-mode/reference-kernels #162"),
+    Kernel("wrong at one size", _FP8, _plain(_wrong_at), "flashinfer-ai/flashinfer #3882"),
+)  # fmt: skip

@@ -13,7 +13,7 @@ from fp8bench.formats.grids import E4M3, FP16
 from fp8bench.formats.scalings import ScaleRounding
 from fp8bench.nn.moments import scaled
 from fp8bench.user_code.named import signed
-from suites.audit_kernels import Kernel
+from suites.audit_lies import Kernel
 
 BF16 = torch.bfloat16
 _FP8LM = scaled(E4M3), scaled(FP16)

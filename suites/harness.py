@@ -39,7 +39,7 @@ from fp8bench.pipeline import execute
 from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentObserver
-from fp8bench.store.runs.write import start_run
+from fp8bench.store.runs.run_file import start_run
 from suites import compacted_history, ranks
 from suites.gate import Setting, false_alarms, found
 from suites.long_history import COMMITS, PAIRS, WORKS, Cost, measure, write_module, write_store
@@ -117,7 +117,7 @@ _VIEW = """
 import sys, time
 from pathlib import Path
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 from fp8bench.store.asv.view import update_view
 store = Path(sys.argv[1]) / "store"
 runs = sorted(run_files(store))

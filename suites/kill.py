@@ -28,7 +28,7 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.model import Run, Status
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.read import load_run, missing_groups
+from fp8bench.store.runs.run_file import load_run, missing_groups
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -39,9 +39,7 @@ from fp8bench.model import (
     Timing,
     Work,
 )
-from fp8bench.store.runs.listing import file_name
-from fp8bench.store.runs.read import plan_of
-from fp8bench.store.runs.write import start_run
+from fp8bench.store.runs.run_file import file_name, plan_of, start_run
 
 COMMITS = 300
 # Of cases, fp32 and bf16, with eleven series each.
@@ -128,9 +126,7 @@ def write_store(store: Path, commits: int = COMMITS, pairs: int = PAIRS, seed: i
         path.parent.mkdir(parents=True, exist_ok=True)
         numbers = map(str, times.of_commit(number))
         lines = [_of_commit(head, run), *(_filled(line, numbers) for line in template)]
-        text = "".join(
-            with_checksum(f'{line[:-1]},"line":{place}}}') + "\n" for place, line in enumerate(lines, 1)
-        )
+        text = "".join(with_checksum(f'{line[:-1]},"line":{place}}}') + "\n" for place, line in enumerate(lines, 1))
         end = sealed_line({"end": "finished", "digest": digest_of(sums_of(text.encode())), "line": len(lines) + 1})
         path.write_text(f"{text}{end}\n")
         paths.append(path)
@@ -207,7 +203,7 @@ class Cost(NamedTuple):
 _MEASURED = """
 import resource, sys, time
 from pathlib import Path
-from fp8bench.store.index.found_steps import Memory
+from fp8bench.store.index.figure_files import Memory
 from fp8bench.store.index.history import keep_figures, open_history
 from fp8bench.registry import workloads
 from fp8bench.user_code import import_user_modules

@@ -1,7 +1,5 @@
 """What asv follows of the suite norm_act."""
 
-from typing import Any
-
 from fp8bench import asv_bridge
 
 
@@ -9,8 +7,3 @@ class NormAct(asv_bridge.Suite):
     """Its declared grid; see Grid in fp8bench/workloads/norm_act.py."""
 
     workload = "norm_act"
-
-    def setup_cache(self) -> Any:
-        return self.measure()
-
-    setup_cache.timeout = 3600  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -129,17 +130,15 @@ def nights(count: int, between: float, noise: str = "Gaussian") -> Build:
         if not found:
             return False, sights.figures[0]
         last = found[-1]
-        step = Comparison(
-            flat.case, "made", flat.metric, "x", Direction.WORSE, Evidence.HISTORY, last.before, last.after, last.ratio,
-            last.p_value,
-        )  # fmt: skip
+        was = {"before": last.before, "after": last.after, "ratio": last.ratio, "p_value": last.p_value}
+        step = replace(flat, direction=Direction.WORSE, **was)  # type: ignore[arg-type]
         judged = first_look([step], rules)
         value = math.exp(between * NOISES[noise](draw)) * (1 + planted)
         where = Direction.WORSE if value > math.sqrt(last.before * last.after) else Direction.SAME
-        again = Comparison(
-            flat.case, "made", flat.metric, "x", where, Evidence.HISTORY, last.before, value,
-            Interval(value / last.before, value / last.before, value / last.before, 0.0),
-        )  # fmt: skip
+        ratio = value / last.before
+        again = replace(
+            flat, direction=where, before=last.before, after=value, ratio=Interval(ratio, ratio, ratio, 0.0)
+        )
         settled = second_look(judged, SecondLook({key_of(again): again}, "again"), rules)
         return settled[0].outcome is Outcome.REGRESSION, sights.figures[0]
 
@@ -176,13 +175,8 @@ def main() -> int:
     for words, kind in KINDS.items():
         if words.startswith(arguments.only):
             row = trial(words, kind, arguments.builds)
-            cells = (
-                f"{100 * row.seen:15.2f}",
-                f"{100 * row.told:5.1f}",
-                f"{100 * row.fails:10.2f}",
-                f"{100 * row.failed:7.1f}",
-            )
-            sys.stdout.write(f"{row.words:66}  {' '.join(cells)}\n")
+            percent = [100 * share for share in row[1:]]
+            sys.stdout.write("{:66}  {:15.2f} {:5.1f} {:10.2f} {:7.1f}\n".format(row.words, *percent))
             sys.stdout.flush()
     return 0
 

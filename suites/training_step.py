@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from fp8bench.features.train.lab.gradients import Gradients
 from fp8bench.features.train.lab.lab import Lab
-from fp8bench.features.train.lab.optimizer import AdamW
+from fp8bench.features.train.lab.optimizer import AdamW, Gradients
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.texts import prepare_text

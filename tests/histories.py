@@ -28,8 +28,7 @@ from fp8bench.registry import workloads
 from fp8bench.store.asv.identity import Home
 from fp8bench.store.commit_runs import by_place, files_by_commit, read_runs
 from fp8bench.store.index.tables import Trends, home_of, order, placed
-from fp8bench.store.runs.read import load_run
-from fp8bench.store.runs.write import start_run
+from fp8bench.store.runs.run_file import load_run, start_run
 from fp8bench.store.series import cells_of
 from tests.runs import CPU, NATIVE, run_of
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.model import Environment, Record, Request, Run, Scalar, Status, Work
-from fp8bench.store.runs.read import load_run
-from fp8bench.store.runs.write import start_run
+from fp8bench.store.runs.run_file import load_run, start_run
 from tests.runs import NATIVE, case, error, run_of, samples
 
 COMMIT = "0a1b2c3d" * 5

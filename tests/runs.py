@@ -34,7 +34,7 @@ from fp8bench.model import (
     Verdict,
     Work,
 )
-from fp8bench.store.runs.read import plan_of
+from fp8bench.store.runs.run_file import plan_of
 
 Make = Callable[[], tuple[Run, dict[str, Finding]]]
 CPU = DeviceFacts("cpu", 0, "AMD EPYC 7B13", 8 << 30, "2.13.0")

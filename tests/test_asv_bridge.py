@@ -26,7 +26,7 @@ from fp8bench.jobs.asv import Asked, measured_by_asv
 from fp8bench.model import Environment, Record, Request, Run, Scalar, Status
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import workloads
-from fp8bench.store.asv.results import ResultsFile, save_results
+from fp8bench.store.asv.files import ResultsFile, save_results
 from fp8bench.store.asv.rows import Row
 from fp8bench.store.asv.view import results_of
 from fp8bench.store.commit_runs import tracked_run
@@ -91,7 +91,6 @@ SHARED = "import sheds.shared\n" + GEMM.replace(
     "    def setup_cache(self):\n        return self.measure()\n", "    setup_cache = sheds.shared.setup_cache\n"
 )
 REFUSED: dict[str, tuple[str, str, type[Exception], str]] = {
-    "no cache": ("gemm", GEMM[: GEMM.index("    def")], UsageError, "gemm.Gemm has no setup_cache of its own"),
     "another's cache": ("gemm", SHARED, UsageError, "gemm.Gemm has no setup_cache of its own, in its own file"),
     "no function": ("gemm", GEMM[: GEMM.index("    def")] + "    setup_cache = 7", UsageError, "no setup_cache of its"),
     "no workload": ("gemm", GEMM.replace('workload = "gemm"', ""), UsageError, "Gemm names no workload. Write"),
@@ -108,6 +107,16 @@ REFUSED: dict[str, tuple[str, str, type[Exception], str]] = {
         "mine", GEMM.replace("Gemm", "Mine").replace('"gemm"\n', '"mine"\n    imports = ("broken.py",)\n'), UsageError,
         "the grid that suite 'mine' declares cannot be tracked: its dtypes are none"),
 }  # fmt: skip
+
+
+def test_a_class_without_a_cache_is_given_one_of_its_file(project: Path) -> None:
+    """asv tells caches apart by module and line."""
+    bare = GEMM[: GEMM.index("    def")]
+    made = suite(project, bare).Gemm, suite(project, bare.replace("Gemm", "Mlp").replace("gemm", "mlp"), "mlp").Mlp
+    caches = [vars(one)["setup_cache"] for one in made]
+    assert [(one.__module__, one.__qualname__, one.timeout) for one in caches] == [
+        ("sheds.gemm", "Gemm.setup_cache", 3600), ("sheds.mlp", "Mlp.setup_cache", 3600),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", REFUSED)

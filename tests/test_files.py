@@ -64,7 +64,7 @@ import sys
 from pathlib import Path
 from fp8bench.errors import AsvFileAbsent
 from fp8bench.files import locked
-from fp8bench.store.asv.results import ResultsFile, load_results, save_results
+from fp8bench.store.asv.files import ResultsFile, load_results, save_results
 from fp8bench.store.asv.rows import Row
 from dataclasses import replace
 path, mine = Path(sys.argv[1]), sys.argv[2]

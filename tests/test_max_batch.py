@@ -15,7 +15,7 @@ from fp8bench.measure.capacity import CapacityPass
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Run
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
 SMALL = ("--set", "width=64", "--set", "hidden=128", "--set", "gated=no", "--quick", "--no-energy", "--no-report")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.jobs.report_files import Pages, write_report
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE = ROOT / "reports" / "sample"

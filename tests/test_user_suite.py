@@ -22,7 +22,7 @@ from fp8bench.jobs import doctor
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import UNATTRIBUTED, Status
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 from tests.commands import Say, git, unfolded
 from tests.own_suites import adding_up, forgotten
 

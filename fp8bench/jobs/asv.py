@@ -10,10 +10,9 @@ from fp8bench.jobs.after_run import into_history
 from fp8bench.model import Cell, Point, Request, Run, Status
 from fp8bench.pipeline import execute
 from fp8bench.protocols import Observer
-from fp8bench.store.asv.results import load_results
+from fp8bench.store.asv.files import load_results
 from fp8bench.store.asv.view import results_of
-from fp8bench.store.commit_runs import TrackedRun, runs_of_commit, tracked_run, why_not
-from fp8bench.store.find_runs import commit_named
+from fp8bench.store.commit_runs import TrackedRun, commit_named, runs_of_commit, tracked_run, why_not
 from fp8bench.store.points import followed, merged
 
 # What became of a cell: ("samples", numbers), ("failed", reason) or ("none", reason).

@@ -47,8 +47,7 @@ from fp8bench.plan.make import devices_asked
 from fp8bench.registry import precisions
 from fp8bench.report.words.ceilings import UNITS, lines_of, shape_words, since_words, spread_words
 from fp8bench.store.ceilings import history_of_ceilings, new_ceilings
-from fp8bench.store.runs.read import load_run
-from fp8bench.store.runs.write import check_store, start_run
+from fp8bench.store.runs.run_file import check_store, load_run, start_run
 
 _State = dict[str, Scalar | None]
 # What no product does has no precision of its own: its arrays are of these.

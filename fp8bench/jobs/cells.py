@@ -16,7 +16,7 @@ from fp8bench.pipeline import execute, now, resume
 from fp8bench.plan.cells import cells_of
 from fp8bench.protocols import Observer
 from fp8bench.store.fleet_plans import check_cell, folder_of, runs_of
-from fp8bench.store.runs.read import load_run, missing_groups
+from fp8bench.store.runs.run_file import load_run, missing_groups
 
 ORIGIN = "fleet"
 

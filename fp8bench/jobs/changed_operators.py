@@ -14,7 +14,7 @@ from fp8bench.store.asv.identity import Identity
 from fp8bench.store.commit_runs import files_by_commit, tracked_run
 from fp8bench.store.index.history import History
 from fp8bench.store.points import cell_of
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 
 _Tapes = list[tuple[Identity, dict[tuple[str, str, Cell], Tape]]]
 

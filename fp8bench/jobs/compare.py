@@ -12,9 +12,9 @@ from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Run
 from fp8bench.report.words.run_facts import many
-from fp8bench.store.find_runs import Meant, runs_meant
+from fp8bench.store.commit_runs import Meant, runs_meant
 from fp8bench.store.runs.listing import each_once
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 
 
 def compared_sides(before: str, after: str, store: Path, observer: JobObserver) -> Compared:

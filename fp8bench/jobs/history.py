@@ -21,7 +21,7 @@ from fp8bench.report.terminal.changes import to_choose_from
 from fp8bench.store.acks import Undo, acks_of, append_acks, load_acks
 from fp8bench.store.asv.identity import resolved
 from fp8bench.store.compacted.compact import Compaction, compact
-from fp8bench.store.index.found_steps import Memory
+from fp8bench.store.index.figure_files import Memory
 from fp8bench.store.index.history import History, open_history
 from fp8bench.store.runs.listing import POINTS, all_files, closed_folders
 

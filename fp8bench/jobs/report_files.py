@@ -21,7 +21,7 @@ from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.markdown import render as as_markdown
 from fp8bench.report.page.section import gather, page_of
 from fp8bench.store.runs.listing import each_once, listing, load_named, store_of
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 
 PAGE = "report.html"
 ROWS = "results.csv"

@@ -8,15 +8,18 @@ of them stand in `history.jsonl`, a line each, which says whether a machine beca
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
-from fp8bench.files import append, end_line, locked, safe, sealed_line, unsealed_line, write_whole
+from fp8bench.errors import StoreError
+from fp8bench.files import locked, safe, sealed_line, write_whole
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Scalar
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.run import SWITCHES_SET
+from fp8bench.store.kept_lines import Content, Log
 
 # Raised when something else is measured under the same names.
 _VERSION = 2
@@ -39,7 +42,7 @@ def ceilings_of(
     finds what the first one kept.
     """
     with locked(store / "ceilings"):
-        kept = ((_read(_path(store, environment, device, whole)), whole) for whole in (True, False))
+        kept = ((_read(_log(store, _name(environment, device, whole))), whole) for whole in (True, False))
         known = next((one for one, whole in kept if one is not None and one.whole is whole), None)
         return known if known is not None or measure is None else _keep(store, environment, device, measure())
 
@@ -56,14 +59,10 @@ def new_ceilings(
     and whom to hand each piece that it measures, which is then on the disk.
     """
     with locked(store / "ceilings"):
-        begun = _begun(store, environment, device)
-
-        def keep(found: Ceilings) -> None:
-            _write(begun, found)
-
-        found = _keep(store, environment, device, measure(_read(begun), keep))
+        begun = _log(store, _BEGUN + _name(environment, device, True))
+        found = _keep(store, environment, device, measure(_read(begun), partial(_try_writing, begun)))
         with contextlib.suppress(OSError):
-            begun.unlink()
+            begun.path.unlink()
         return found
 
 
@@ -71,66 +70,66 @@ def _keep(store: Path, environment: Environment, device: DeviceFacts, found: Cei
     """With the moment and the settings; whole ones are one more of their history, too."""
     under = tuple((name, one) for name, one in _settings(environment, device, True).items() if one is not None)
     kept = replace(found, when=datetime.now(UTC).isoformat(timespec="seconds"), under=under)
-    path, history = _path(store, environment, device, found.whole), history_of_ceilings(store)
-    before = _read(path)
+    log = _log(store, _name(environment, device, found.whole))
+    before = _read(log)
     if found.whole:  # those of an fp8bench that kept no history are the first of it
-        with contextlib.suppress(OSError):
-            _append(_history(store), [*([before] if before is not None and before not in history else []), kept])
-    _write(path, kept)
+        first = [before] if before is not None and before not in history_of_ceilings(store) else []
+        with contextlib.suppress(StoreError):
+            _log(store).append([*first, kept])
+    _try_writing(log, kept)
     return kept
 
 
 def history_of_ceilings(store: Path) -> list[Ceilings]:
     """All whole ceilings that were measured in a store, oldest first; lines that are broken are left out."""
-    try:
-        lines = _history(store).read_bytes().splitlines()
-    except OSError:
-        return []
-    found = (one for line in lines if (one := _read_text(line)) is not None)
-    return sorted(found, key=lambda one: one.when)  # those of another store were taken in behind ours
+    # Those of another store were taken in behind ours.
+    return sorted(_log(store).values(), key=lambda ceilings: ceilings.when)
 
 
 def merge_ceilings(store: Path, other: Path) -> int:
     """Take in those of another store that are not here, or newer than ours; returns how many those are."""
-    theirs = {path.name: found for path in sorted((other / "ceilings").glob("*.json")) if (found := _read(path))}
-    past = history_of_ceilings(other)
+    names = [path.name for path in sorted((other / "ceilings").glob("*.json")) if not path.name.startswith(_BEGUN)]
+    theirs = {name: found for name in names if (found := _read(_log(other, name)))}
+    past = _log(other).lines()[0]
     if not theirs and not past:
         return 0
     with locked(store / "ceilings"):
-        known = history_of_ceilings(store)
-        new = [one for one in past if one not in known]
-        if new:
-            _append(_history(store), new)
+        new = _log(store).merge(past)
         for name, found in theirs.items():
-            ours = _read(store / "ceilings" / name)
-            if not name.startswith(_BEGUN) and (ours is None or ours.when < found.when):
-                write_whole(store / "ceilings" / name, _text(found))
+            ours = _read(_log(store, name))
+            if ours is None or ours.when < found.when:
+                _write(_log(store, name), found)
                 new += [] if found in new else [found]
     return len(new)
 
 
-def _history(store: Path) -> Path:
-    return store / "ceilings" / "history.jsonl"
+def _log(store: Path, name: str = "history.jsonl") -> Log[Ceilings]:
+    """What is in a file of the folder: one line, but for the history."""
+    return Log(store / "ceilings" / name, _said, _written)
 
 
-def _begun(store: Path, environment: Environment, device: DeviceFacts) -> Path:
-    path = _path(store, environment, device, True)
-    return path.with_name(f"{_BEGUN}{path.name}")
+def _said(content: Content) -> Ceilings:
+    if content["version"] != _VERSION:
+        raise Malformed("is of another version")
+    return decode(Ceilings, content["ceilings"])
 
 
-def _text(found: Ceilings) -> str:
-    return sealed_line({"version": _VERSION, "ceilings": encode(found)}) + "\n"
+def _written(found: Ceilings) -> Content:
+    return {"version": _VERSION, "ceilings": encode(found)}
 
 
-def _write(path: Path, found: Ceilings) -> None:
+def _read(log: Log[Ceilings]) -> Ceilings | None:
+    """None where there is no such file, or it is broken: then it is measured once more."""
+    return next(iter(log.values()), None)
+
+
+def _try_writing(log: Log[Ceilings], found: Ceilings) -> None:
     with contextlib.suppress(OSError):  # whoever cannot keep it can use it
-        write_whole(path, _text(found))
+        _write(log, found)
 
 
-def _append(path: Path, found: Sequence[Ceilings]) -> None:
-    with path.open("a+b") as file:
-        end_line(file)
-        append(file, "".join(map(_text, found)))
+def _write(log: Log[Ceilings], found: Ceilings) -> None:
+    write_whole(log.path, f"{sealed_line(_written(found))}\n")
 
 
 def _settings(environment: Environment, device: DeviceFacts, whole: bool) -> dict[str, Scalar | None]:
@@ -138,23 +137,7 @@ def _settings(environment: Environment, device: DeviceFacts, whole: bool) -> dic
     return {name: environment.get(name) for name in names} | {"device": device.key, "name": device.name}
 
 
-def _path(store: Path, environment: Environment, device: DeviceFacts, whole: bool) -> Path:
+def _name(environment: Environment, device: DeviceFacts, whole: bool) -> str:
     """Other software or other settings are another file."""
     words = [str(one) for one in _settings(environment, device, whole).values() if one not in (None, "")]
-    return store / "ceilings" / f"{safe(' '.join([*(['whole'] if whole else []), *words]))}.json"
-
-
-def _read(path: Path) -> Ceilings | None:
-    """None where there is no such file, or it is broken: then it is measured once more."""
-    try:
-        return _read_text(path.read_bytes())
-    except OSError:
-        return None
-
-
-def _read_text(text: bytes) -> Ceilings | None:
-    try:
-        content, _ = unsealed_line(text.strip())
-        return decode(Ceilings, content["ceilings"]) if content["version"] == _VERSION else None
-    except (ValueError, TypeError, KeyError, RecursionError, Malformed):
-        return None
+    return f"{safe(' '.join([*(['whole'] if whole else []), *words]))}.json"

@@ -8,23 +8,24 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import LOCK as LOCK_FILE
-from fp8bench.files import Damaged, append_lines, is_locked, sealed, sealed_line, unsealed, unsealed_line, write_whole
+from fp8bench.files import Damaged, is_locked, sealed, unsealed, write_whole
 from fp8bench.model import Run, Status
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
+from fp8bench.store.kept_lines import Log
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.read import load_head, load_run, missing_groups
+from fp8bench.store.runs.run_file import load_head, load_run, missing_groups
 
 _SCHEMA = 1
 _ID = re.compile(r"[A-Za-z0-9]+")
 _TAKEN = (CellStatus.WAITING, CellStatus.BEGUN)
 _CELLS = "cells"
 _PLANS = "plans"
-_ATTEMPTS = "attempts.jsonl"
 # What the process of a cell printed.
 OUTPUT = "output.txt"
 # How much of the end of that is looked through for why it failed.
@@ -130,13 +131,11 @@ def plans_of(store: Path) -> tuple[FleetPlan, ...]:
 
 
 def is_whole(run: Run) -> bool:
-    """Whether nothing of it is missing."""
     return run.finished and not missing_groups(run)
 
 
 def note(plan: FleetPlan, number: int, store: Path, attempt: Attempt) -> None:
-    """Keep that a cell was tried."""
-    append_lines(folder_of(plan, number, store) / _ATTEMPTS, [sealed_line(encode(attempt))])
+    _attempts(folder_of(plan, number, store)).append([attempt])
 
 
 def wanted(state: CellState, retry: bool) -> bool:
@@ -157,7 +156,7 @@ def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run]) -> CellS
     loaded = [load_run(Path(head.path)) for head in heads]
     whole = next((run for run in loaded if is_whole(run)), None)
     newest = whole or (loaded[0] if loaded else None)
-    attempts = _attempts(folder_of(plan, number, store))
+    attempts = tuple(_attempts(folder_of(plan, number, store)).values())
     state = CellState(
         number, plan.cells[number], CellStatus.BEGUN if newest is not None else CellStatus.WAITING,
         newest.id if newest else "", str(newest.environment.get("machine") or "") if newest else "", "", attempts,
@@ -174,18 +173,8 @@ def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run]) -> CellS
     return state
 
 
-def _attempts(folder: Path) -> tuple[Attempt, ...]:
-    try:
-        lines = (folder / _ATTEMPTS).read_bytes().splitlines()
-    except OSError:
-        return ()
-    found = []
-    for line in lines:
-        try:
-            found.append(decode(Attempt, unsealed_line(line)[0]))
-        except (ValueError, RecursionError):
-            continue  # a line that was cut off
-    return tuple(found)
+def _attempts(folder: Path) -> Log[Attempt]:
+    return Log(folder / "attempts.jsonl", partial(decode, Attempt), encode)
 
 
 def _is_running(folder: Path) -> bool:

@@ -1,15 +1,18 @@
-"""Files of JSON lines, whatever they keep: found by a word, headed by a schema, read without what is broken in them."""
+"""Files of JSON lines, whatever they keep: found by a word, headed by a schema, read without what is broken in them.
+
+A `Log` has lines in any order, each of which stands for itself; all others are a `Sheet`, whose lines are numbered.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import Damaged, digest_of, unsealed_line
+from fp8bench.files import Damaged, append_lines, digest_of, sealed_line, unsealed_line
 from fp8bench.model.codec import SCHEMA, Malformed
 
 T = TypeVar("T")
@@ -29,6 +32,60 @@ def fitting(word: str, names: Mapping[Path, Sequence[str]]) -> list[Path]:
     """The files that have the word as a name; if none has, those of which a name begins with it."""
     whole = [path for path, own in names.items() if word in own]
     return whole or [path for path, own in names.items() if word and any(one.startswith(word) for one in own)]
+
+
+@dataclass(frozen=True)
+class Log(Generic[T]):
+    """Values with a line each, which is only ever added to; `read` raises for content that is none.
+
+    What holds is a matter of which lines there are and not of their order, so that files of two machines merge line by
+    line. A line that cannot be read counts for nothing.
+    """
+
+    path: Path
+    read: Callable[[Content], T]
+    written: Callable[[T], Content]
+    remedy: str = "Make room, or choose another --store DIR."
+
+    def lines(self) -> tuple[list[tuple[bytes, T]], list[str]]:
+        """The lines with what they say, and of each that says nothing why; none without a file. Raises OSError."""
+        sound: list[tuple[bytes, T]] = []
+        troubles = []
+        for number, line in enumerate(self.path.read_bytes().split(b"\n") if self.path.exists() else (), 1):
+            try:
+                if line.strip():
+                    sound.append((line, self.read(unsealed_line(line)[0])))
+            except Damaged as error:
+                troubles.append(f"line {number} is not as it was written: {error}")
+            except Malformed as error:
+                troubles.append(f"line {number} {error}")
+            except _BROKEN:
+                troubles.append(f"line {number} is no JSON")
+        return sound, troubles
+
+    def values(self) -> list[T]:
+        try:
+            return [value for _, value in self.lines()[0]]
+        except OSError:
+            return []
+
+    def append(self, values: Iterable[T]) -> None:
+        """Write them through to the disk, behind whatever stands there. Raises StoreError."""
+        self._append([sealed_line(self.written(value)) for value in values])
+
+    def merge(self, theirs: Iterable[tuple[bytes, T]]) -> list[T]:
+        """Take in the lines of another log that say what is not here; returns that. Raises StoreError and OSError."""
+        known = {value for _, value in self.lines()[0]}
+        new = {value: line.decode() for line, value in theirs if value not in known}
+        if new:
+            self._append(list(new.values()))
+        return list(new)
+
+    def _append(self, lines: Sequence[str]) -> None:
+        try:
+            append_lines(self.path, lines)
+        except OSError as error:
+            raise StoreError(f"{self.path} cannot be written ({error.strerror}). {self.remedy}") from None
 
 
 class Broken(NamedTuple):
@@ -74,7 +131,6 @@ def lines_of(path: Path, called: str) -> Sheet:
 
 
 def sheet_of(content: bytes) -> Sheet:
-    """The lines of a file that has been read."""
     broken: list[Broken] = []
     free: list[tuple[int, Content]] = []
     sealed: list[_Line] = []

@@ -179,7 +179,6 @@ def _conditions_of(workload: Workload, record: Record, point: Point, under: Cond
 
 
 def metric_of(point: Point) -> str:
-    """The name of its series' metric."""
     return point.series.rpartition(".track_")[2]
 
 

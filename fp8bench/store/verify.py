@@ -1,27 +1,36 @@
-"""Whether a store is sound: its files, and whether runs, view, repository and machines agree."""
+"""Whether a store is sound: its files, and whether runs, view, repository and machines agree.
+
+A machine is who its name says where no run is a copy under another name, and its GPU does not change.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from fp8bench.model import Fault, Plan, Run
-from fp8bench.store.asv.identity import resolved
-from fp8bench.store.asv.results import ResultsFile
+from fp8bench.store.asv.files import ResultsFile
+from fp8bench.store.asv.identity import from_facts, resolved
 from fp8bench.store.asv.rows import NOT_MEASURED, Row, by_combination, is_measured, numbers
 from fp8bench.store.asv.view import filled, nothing_of, results_of
-from fp8bench.store.commit_runs import TrackedRun, by_commit, by_place, checked_run
+from fp8bench.store.commit_runs import TrackedRun, by_commit, by_place, checked_run, gone
 from fp8bench.store.compacted.archive import sha256_of
-from fp8bench.store.find_runs import gone
 from fp8bench.store.index.figure_files import digest_of, names_of, sources_of
 from fp8bench.store.runs.listing import REMEDY, Listing, listing, refusal
-from fp8bench.store.verify_files import Soundness, check_results, check_run, check_surroundings
-from fp8bench.store.verify_index import archived_files, check_figures, check_steps
-from fp8bench.store.verify_machines import Known, check_machines, known_of
+from fp8bench.store.verify_files import (
+    Soundness,
+    archived_files,
+    check_compacted,
+    check_figures,
+    check_results,
+    check_run,
+    check_steps,
+    check_surroundings,
+)
 
 _MOST_NAMED = 3
 
@@ -80,8 +89,6 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
     listed = {path for path in (*results.glob("*/*.json"), results / "benchmarks.json") if path.is_file()}
     sound = sum(str(path) not in broken_of_view for path in listed)
     count = sum(map(len, by_files.values()))
-    from fp8bench.store.compacted.verify import check_compacted
-
     of_points, whole = check_compacted(store)
     compacted = {"compacted files": (max(0, whole - sum(one.broken for one in of_points)), whole)} if whole else {}
     return Verified(
@@ -225,3 +232,61 @@ def _gone(store: Path, runs: Iterable[Run], folder: Path) -> list[Fault]:
     more = ", ..." if len(lost) > 2 * _MOST_NAMED else ""
     what = f"{len(lost)} of {len(commits)} commits are not in the repository of this directory ({named}{more})"
     return [Fault(str(store / "runs"), what, remedy, broken=False)]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is kept of a run; `samples` as `samples_of` has it."""
+
+    id: str
+    path: str
+    machine: str
+    samples: int | None
+    gpu: str | None
+
+
+def known_of(run: Run) -> Known | None:
+    """None of a run that names no machine."""
+    identity = from_facts(run.environment.facts)
+    if identity is None:
+        return None
+    gpu = next((one.name for one in run.devices if one.accelerated), None)
+    return Known(run.id, run.path, str(identity.machine["machine"]), samples_of(run), gpu)
+
+
+def samples_of(run: Run) -> int | None:
+    """A digest of all times of a run, in this process; None where it has none."""
+    times = tuple((one.case.id, one.timing.slots) for one in run.records if one.timing is not None)
+    return hash(times) if times else None
+
+
+def check_machines(store: Path, runs: Collection[Known]) -> Iterator[Fault]:
+    """Of runs that each count once."""
+    yield from _copies(runs)
+    yield from _gpus(store, runs)
+
+
+def _copies(runs: Iterable[Known]) -> Iterator[Fault]:
+    """Runs of two machines with the same times to the last nanosecond: one was never measured."""
+    first: dict[int, Known] = {}
+    for run in runs:
+        other = first.setdefault(run.samples, run) if run.samples is not None else run
+        if other.machine != run.machine:
+            what = (
+                f"every time in it, to the nanosecond, is that of run {other.id} of machine {other.machine} "
+                f"({other.path}): one is a copy of the other under another name"
+            )
+            yield Fault(run.path, what, REMEDY)
+
+
+def _gpus(store: Path, runs: Iterable[Known]) -> Iterator[Fault]:
+    models: dict[str, dict[str, None]] = {}
+    for run in runs:
+        models.setdefault(run.machine, {}).update({run.gpu: None} if run.gpu else {})
+    for machine, names in models.items():
+        if len(names) > 1:
+            yield Fault(
+                str(store / "runs"), f"the first GPU of machine {machine} was {' and '.join(map(repr, names))}: asv "
+                "draws both as one line, in which a change may be the GPU's", "Where both are in use, give each a "
+                "store of its own, or a machine's name in ~/.asv-machine.json", broken=False,
+            )  # fmt: skip

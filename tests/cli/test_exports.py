@@ -17,7 +17,7 @@ from fp8bench.jobs import after_run
 from fp8bench.model import Run, Status
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 from tests.commands import Say, unfolded, unfolding
 
 GEMM = ("suite", "gemm", "--set", "shape=16", "--dtypes", "fp32,fp8", "--rounds", "1", "--no-isolation", "--no-report")

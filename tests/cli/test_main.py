@@ -29,8 +29,7 @@ from fp8bench.model import Environment, Plan, Request, Run, Status
 from fp8bench.plan.make import check_names, make_plan
 from fp8bench.protocols import Observer
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.read import load_run
-from fp8bench.store.runs.write import start_run
+from fp8bench.store.runs.run_file import load_run, start_run
 from tests.commands import Say, unfolded, unfolding
 from tests.facts import CPU
 from tests.older import without_sums

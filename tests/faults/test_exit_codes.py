@@ -11,7 +11,7 @@ from fp8bench.cli.main import main
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Level, Status
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 
 SMALL = ("--set", "operation=residual", "--set", "tokens=8", "--set", "width=8", "--rounds", "1")
 HANGING = """

@@ -16,13 +16,15 @@ from asv.results import Results
 from fp8bench.errors import AsvFileError, StoreError
 from fp8bench.model import Series
 from fp8bench.store.asv.files import (
+    ResultsFile,
     load_benchmarks,
     load_machine,
+    load_results,
     merge_benchmarks,
     save_benchmarks,
     save_machine,
+    save_results,
 )
-from fp8bench.store.asv.results import ResultsFile, load_results, save_results
 from fp8bench.store.asv.rows import Row, cell
 from tests.counts import counts
 

@@ -21,7 +21,7 @@ from fp8bench.jobs import doctor
 from fp8bench.model import Case, DeviceFacts, Overheads, Run, Scalar
 from fp8bench.plan import corpus
 from fp8bench.registry import precisions, workloads
-from fp8bench.store.runs.write import RunWriter
+from fp8bench.store.runs.run_file import RunWriter
 from tests.counts import counts
 from tests.facts import H200
 from tests.fakes import CPU, FakeWorker

@@ -15,8 +15,7 @@ from fp8bench.errors import StoreError
 from fp8bench.model import Environment
 from fp8bench.report.data.run import as_csv, as_json
 from fp8bench.report.terminal import run as text
-from fp8bench.store.runs.read import load_run, missing_groups
-from fp8bench.store.runs.write import start_run
+from fp8bench.store.runs.run_file import load_run, missing_groups, start_run
 from tests.counts import counts
 from tests.older import without_sums
 from tests.runs import measured

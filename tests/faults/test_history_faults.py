@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from fp8bench.files import locked
 from fp8bench.model import Request, Run
-from fp8bench.store.asv.results import load_results
+from fp8bench.store.asv.files import load_results
 from fp8bench.store.asv.view import results_of, update_view
 from fp8bench.store.commit_runs import runs_of_commit
 from fp8bench.store.series import METHOD

@@ -12,7 +12,7 @@ import pytest
 from fp8bench.files import locked
 from fp8bench.store.asv.view import results_of, update_view
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 from tests.commands import git, unfolded
 from tests.counts import sampled
 from tests.forked_workers import started as forking

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 from asv.results import Results
 
-from fp8bench.store.asv.files import load_benchmarks, load_machine
-from fp8bench.store.asv.results import load_results
+from fp8bench.store.asv.files import load_benchmarks, load_machine, load_results
 from fp8bench.store.asv.view import results_of, update_view
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 from tests.counts import counts, sampled
 from tests.kept import COMMIT, ROUNDS, TITLE, grid_run, keep, results_files
 

@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.read import load_run, missing_groups
+from fp8bench.store.runs.run_file import load_run, missing_groups
 from suites import kill
 from tests.counts import counts, sampled
 from tests.forked_workers import started as forking

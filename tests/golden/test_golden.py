@@ -37,7 +37,7 @@ from fp8bench.jobs.tape import tapes_of
 from fp8bench.model import Ceilings, DeviceFacts
 from fp8bench.model.codec import decode
 from fp8bench.model.promises import ModeConformity
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 from tests.facts import CPU, H200
 from tests.golden.normal_forms import normal, of_files, of_frame
 from tests.trainings import FakeLab

@@ -15,7 +15,6 @@ SUITES = Path(__file__).resolve().parents[2] / "suites"
 OTHERS = {
     "__init__",
     "audit",
-    "audit_kernels",
     "audit_lies",
     "audit_optimizers",
     "change_points",
@@ -24,11 +23,9 @@ OTHERS = {
     "compacted_history",
     "harness",
     "health",
-    "health_streams",
     "illnesses",
     "kill",
     "long_history",
-    "null_trainings",
     "quantisers",
     "ranks",
     "sight",
@@ -39,8 +36,6 @@ OTHERS = {
 }
 FILE = '''"""What asv follows of the suite {name}."""
 
-from typing import Any
-
 from fp8bench import asv_bridge
 
 
@@ -48,11 +43,6 @@ class {title}(asv_bridge.Suite):
     """Its declared grid; see Grid in fp8bench/workloads/{name}.py."""
 
     workload = "{name}"
-
-    def setup_cache(self) -> Any:
-        return self.measure()
-
-    setup_cache.timeout = 3600  # type: ignore[attr-defined]
 '''
 
 
@@ -74,7 +64,7 @@ def test_every_workload_has_a_grid_and_a_suite_file_and_vice_versa() -> None:
 
 @pytest.mark.parametrize("name", sorted(built_in()))
 def test_suite_files_differ_in_their_names_only(name: str) -> None:
-    """What is measured stands in the workload's Grid, once for both doors. Each file has a cache in its own lines."""
+    """What is measured stands in the workload's Grid, once for both doors."""
     assert (SUITES / f"{name}.py").read_text() == FILE.format(name=name, title=class_name(name))
 
 

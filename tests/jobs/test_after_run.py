@@ -15,7 +15,7 @@ sys.modules["asv_runner"] = sys.modules["asv"] = None
 from pathlib import Path
 import fp8bench.cli.commands.suite
 from fp8bench.jobs.after_run import Wanted, after_run
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 from tests.histories import keep, run_at
 store = Path(sys.argv[1])
 run = load_run(keep(store, run_at(1)))

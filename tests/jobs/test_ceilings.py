@@ -16,7 +16,7 @@ from fp8bench.jobs import ceilings as job
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import DeviceFacts, Limit, Rate, Request, specs
 from fp8bench.report.terminal.run import render
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 from fp8bench.worker.bench import Bench
 from tests.commands import unfolded
 from tests.report.words.test_ceilings import FOUND

@@ -15,7 +15,7 @@ from fp8bench.cli.main import main
 from fp8bench.errors import StoreError
 from fp8bench.jobs.report_files import Pages, folder_of, write_report
 from fp8bench.model import Run
-from fp8bench.store.runs.write import start_run
+from fp8bench.store.runs.run_file import start_run
 from tests.runs import measured
 
 

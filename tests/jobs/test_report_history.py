@@ -11,7 +11,7 @@ from fp8bench.jobs import report_history as report_past
 from fp8bench.jobs.report_history import past_of
 from fp8bench.model import Environment, Request, Run
 from fp8bench.report.material import PastSeries
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 from tests.energies import use
 from tests.histories import commit, history, keep, records, run_at
 from tests.runs import EMULATED, transformer

@@ -18,8 +18,8 @@ from fp8bench.model import Case, DeviceFacts, Environment, Group, Plan, Record, 
 from fp8bench.plan.resumable import foreign, refuse_elsewhere, refuse_foreign
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import workloads
-from fp8bench.store.runs.read import load_run, missing_groups
-from fp8bench.store.runs.write import RunWriter, reopen_run, running_beside
+from fp8bench.store.runs.listing import running_beside
+from fp8bench.store.runs.run_file import RunWriter, load_run, missing_groups, reopen_run
 from fp8bench.user_code import import_user_modules
 from tests.own_suites import adding_up, forgotten
 

@@ -1,7 +1,8 @@
-"""What a commit's runs tell: read once, and again when a file is another."""
+"""What a commit's runs tell: read once, and again when a file is another; and which commit a word means."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,11 @@ import pytest
 from fp8bench.jobs.report_history import past_of
 from fp8bench.store import commit_runs
 from fp8bench.store.asv.view import update_view
-from fp8bench.store.commit_runs import files_by_commit, read_runs
+from fp8bench.store.commit_runs import commit_named, files_by_commit, read_runs
 from fp8bench.store.index.history import keep_figures
-from fp8bench.store.runs.read import load_run, load_sheet
+from fp8bench.store.runs.run_file import load_run, load_sheet
 from tests.histories import keep, run_at
+from tests.measure.test_environment import git
 from tests.older import as_older
 
 
@@ -55,3 +57,21 @@ def test_a_file_that_has_changed_is_parsed_again(tmp_path: Path, parsed: list[st
     assert parsed == [Path(run.path).name] and heard.runs[0].run.notes == ("more",)
     read_runs([Path(run.path)])
     assert len(parsed) == 2
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_word_means_a_commit(tmp_path: Path) -> None:
+    """A name, a beginning, a tag. What means none, or is no commit, is none; nothing is taken for an option."""
+    git(tmp_path, "init", "-q", "-b", "main")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "first")
+    commit = git(tmp_path, "rev-parse", "HEAD").strip()
+    git(tmp_path, "tag", "-a", "one", "-m", "one")
+    for word in ("HEAD", "main", "one", commit, commit[:8]):
+        assert commit_named(word, tmp_path) == commit
+    for word in ("HEAD~1", "nosuch", "f" * 40, "HEAD^{tree}", "--all", "", "\0"):
+        assert commit_named(word, tmp_path) is None
+
+
+def test_outside_of_a_repository_there_is_none(tmp_path: Path) -> None:
+    assert commit_named("HEAD", tmp_path) is None
+    assert commit_named("HEAD", tmp_path / "nosuch") is None

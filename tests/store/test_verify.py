@@ -15,10 +15,10 @@ import pytest
 
 from fp8bench.features.fleet.collect import collect
 from fp8bench.model import DeviceFacts, Environment, Fault, Request, Resumption, Run
-from fp8bench.store.asv.results import load_results
+from fp8bench.store.asv.files import load_results
 from fp8bench.store.asv.view import results_of
 from fp8bench.store.merge_stores import rebuild
-from fp8bench.store.runs.write import lock_run
+from fp8bench.store.runs.run_file import lock_run
 from fp8bench.store.verify import verify
 from tests.histories import FIRST, commit, history, keep, records, run_at, start, tree
 from tests.older import as_older

@@ -25,7 +25,7 @@ from fp8bench.model.codec import encode
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import workloads
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 from fp8bench.user_code import import_user_modules, user_module
 from fp8bench.worker.main import answer
 from tests.counts import sampled

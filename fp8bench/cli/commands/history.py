@@ -29,10 +29,9 @@ from fp8bench.report.terminal.history import (
     trends_page,
 )
 from fp8bench.store.ceilings import history_of_ceilings
-from fp8bench.store.commit_runs import UNREADABLE
-from fp8bench.store.find_runs import gone
+from fp8bench.store.commit_runs import UNREADABLE, gone
 from fp8bench.store.runs.listing import all_files, closed_folders, index_of, listing
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 from fp8bench.store.series import tracked_by
 
 

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _restore(arguments: argparse.Namespace) -> int:
     """Say what was written, and whatever was not. Raises StoreError where some of it could not be had."""
     from fp8bench.jobs.history import existing_store
-    from fp8bench.store.compacted.restore import restore
+    from fp8bench.store.compacted.archive import restore
 
     store = existing_store(arguments.store, TERMINAL)
     done = restore(store)

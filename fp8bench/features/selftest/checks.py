@@ -40,8 +40,7 @@ from fp8bench.plan.corpus import Corpus, prepare_corpus
 from fp8bench.plan.make import device_named
 from fp8bench.protocols import float32_products
 from fp8bench.registry import workloads
-from fp8bench.store.runs.read import load_run
-from fp8bench.store.runs.write import start_run
+from fp8bench.store.runs.run_file import load_run, start_run
 from fp8bench.units import percent, seconds
 
 NATIVE = Support(Level.NATIVE, "self-test")

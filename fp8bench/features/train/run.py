@@ -51,7 +51,7 @@ from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model import DeviceFacts, Environment
 from fp8bench.model.raw import Settings
 from fp8bench.pipeline import now
-from fp8bench.store.runs.write import check_store
+from fp8bench.store.runs.run_file import check_store
 from fp8bench.user_code import import_user_modules
 
 

@@ -1,9 +1,10 @@
-"""JSON files that fp8bench and asv both write, read with suspicion and never lost; the two lists among them.
+"""JSON files that fp8bench and asv both write, read with suspicion and never lost: two lists, and results files.
 
 asv writes its files in place, without a lock. So a reader may meet half a file that is whole a moment later
 (`settled_read`), and a file that stays broken is somebody's all the same: it is renamed, not overwritten (`set_aside`).
 store.files.locked keeps fp8bench's own processes apart; asv knows nothing of it. asv writes benchmarks.json and
-machine.json anew whenever it runs, from its own discovery; fp8bench merges, and never drops what it does not know.
+machine.json anew whenever it runs, from its own discovery; fp8bench merges, and never drops what it does not know. A
+results file (format 2) has one commit's results under one environment of one machine.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, TypeVar
@@ -21,7 +24,14 @@ from typing import Any, TypeVar
 from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
 from fp8bench.files import write_whole
 from fp8bench.model import Scalar, Series
-from fp8bench.store.asv.rows import are_params
+from fp8bench.model.codec import Malformed
+from fp8bench.store.asv.rows import (
+    COLUMNS,
+    Row,
+    are_params,
+    read_row,
+    write_row,
+)
 
 _PAUSE_SECONDS = 0.02
 # A file that was changed so long ago is no longer being written.
@@ -195,12 +205,10 @@ def merge_benchmarks(old: Mapping[str, Any], series: Iterable[Series]) -> dict[s
 
 
 def save_benchmarks(path: Path, benchmarks: Mapping[str, Any]) -> None:
-    """Write benchmarks.json in one step, sorted and indented as asv does."""
     write_object(path, {**benchmarks, "version": BENCHMARKS_VERSION}, _INDENT)
 
 
 def load_machine(path: Path) -> dict[str, Any]:
-    """What machine.json says of a machine, its name at least."""
     content = read_object(path, MACHINE_VERSION)
     if not isinstance(content.get("machine"), str):
         raise AsvFileBroken(f"{path} is broken: it names no 'machine'.")
@@ -218,5 +226,130 @@ def merge_machine(old: Mapping[str, Any], new: Mapping[str, Scalar | None]) -> d
 
 
 def save_machine(path: Path, machine: Mapping[str, Any]) -> None:
-    """Write machine.json in one step, sorted and indented as asv does."""
     write_object(path, {**machine, "version": MACHINE_VERSION}, _INDENT)
+
+
+RESULTS_VERSION = 2
+_COMMIT = re.compile(r"[0-9a-f]{8,64}")
+_KINDS: Mapping[str, type] = {
+    "commit_hash": str, "env_name": str, "date": int, "params": dict, "python": str, "requirements": dict,
+    "env_vars": dict, "result_columns": list, "results": dict, "durations": dict,
+}  # fmt: skip
+# asv reads a file without these.
+_OPTIONAL = ("env_vars", "durations")
+
+
+@dataclass(frozen=True)
+class ResultsFile:
+    """A results file. `date` is the commit's, in ms since 1970; `params` and `env_vars` tell asv's series apart.
+
+    `others` are keys that fp8bench does not know. `broken` are rows that could not be read, named in `troubles`: nobody
+    knows what they mean, so they are kept as they are. A row in `rows` replaces a broken one of its name.
+    """
+
+    commit_hash: str
+    env_name: str
+    date: int
+    params: Mapping[str, Scalar | None]
+    python: str
+    requirements: Mapping[str, Any]
+    env_vars: Mapping[str, Scalar | None]
+    rows: Mapping[str, Row]
+    durations: Mapping[str, Any] = field(default_factory=dict)
+    columns: tuple[str, ...] = COLUMNS
+    others: Mapping[str, Any] = field(default_factory=dict)
+    broken: Mapping[str, Any] = field(default_factory=dict)
+    troubles: tuple[str, ...] = ()
+
+
+def load_results(path: Path) -> ResultsFile:
+    """Read a results file. Rows that are broken are left out, named in `troubles`, and kept as they are in `broken`.
+
+    Raises AsvFileError in one of its kinds for a file that asv would not read, or that would make it fail.
+    """
+    content = read_object(path, RESULTS_VERSION)
+    try:
+        return _file(content, path)
+    except Malformed as error:
+        raise AsvFileBroken(f"{path} is broken: {error}.") from None
+
+
+def results_files(folder: Path, pattern: str = "*.json") -> list[Path]:
+    """The results files in the folder of a machine; with '*/*.json' those in all folders of results."""
+    return sorted(path for path in folder.glob(pattern) if path.name not in ("benchmarks.json", "machine.json"))
+
+
+def save_results(path: Path, file: ResultsFile) -> None:
+    """Write a results file as asv would, in one step. Statistics and durations keep 5 digits, as in asv."""
+    rows = {name: write_row(row, file.columns) for name, row in file.rows.items()}
+    content: dict[str, Any] = {
+        "commit_hash": file.commit_hash, "env_name": file.env_name, "date": file.date, "params": dict(file.params),
+        "python": file.python, "requirements": dict(file.requirements), "env_vars": dict(file.env_vars),
+        "result_columns": list(file.columns), "results": rows | {k: v for k, v in file.broken.items() if k not in rows},
+        "durations": dict(file.durations),
+    }  # fmt: skip
+    content |= {key: value for key, value in file.others.items() if key not in content}
+    try:
+        _check_head(content, path)
+        _check_columns(content)
+    except Malformed as error:
+        raise AsvFileError(f"{path} cannot be written: asv could not read it, because {error}.") from None
+    write_object(path, {**content, "version": RESULTS_VERSION})
+
+
+def _file(content: Mapping[str, Any], path: Path) -> ResultsFile:
+    content = {**{key: {} for key in _OPTIONAL}, **content}
+    _check_head(content, path)
+    _check_columns(content)
+    columns = tuple(content["result_columns"])
+    rows: dict[str, Row] = {}
+    broken: dict[str, Any] = {}
+    troubles = []
+    for name, cells in content["results"].items():
+        try:
+            rows[name] = read_row(columns, cells)
+        except Malformed as error:
+            broken[name] = cells
+            troubles.append(f"the row {name!r:.120} was left out ({error})")
+    return ResultsFile(
+        **{key: content[key] for key in _KINDS if key not in ("result_columns", "results")},
+        rows=rows,
+        columns=columns + tuple(column for column in COLUMNS if column not in columns),
+        others={key: value for key, value in content.items() if key not in _KINDS},
+        broken=broken,
+        troubles=tuple(troubles),
+    )
+
+
+def _check_head(content: Mapping[str, Any], path: Path) -> None:
+    """What asv needs to file the results: a wrong type of any of these hides the file or makes asv fail."""
+    for key, kind in _KINDS.items():
+        if key not in content:
+            raise Malformed(f"it has no {key!r}")
+        if type(content[key]) is not kind:
+            raise Malformed(f"{key!r} is {shown(content[key])}, expected {kind.__name__}")
+    for mapping in ("params", "env_vars"):
+        for key, value in content[mapping].items():
+            if not (value is None or isinstance(value, str | int | float)):
+                raise Malformed(f"{key!r:.60} of its {mapping!r} is {shown(value)}, expected a text or a number")
+    if not isinstance(content["params"].get("machine"), str):
+        raise Malformed("its 'params' name no 'machine'")
+    commit = content["commit_hash"]
+    if not _COMMIT.fullmatch(commit):
+        raise Malformed(f"its commit {commit!r:.80} is no hash")
+    if not path.name.startswith(f"{commit[:8]}-"):
+        raise Malformed(f"its name does not begin with that of its commit, {commit[:8]}-")
+
+
+def _check_columns(content: Mapping[str, Any]) -> None:
+    """Cells under a name that nobody knows make asv leave the whole file out."""
+    columns = content["result_columns"]
+    if not all(isinstance(column, str) for column in columns) or len(set(columns)) < len(columns):
+        raise Malformed(f"'result_columns' is {shown(columns)}, expected different texts")
+    known = [column in COLUMNS for column in columns]
+    for name, cells in content["results"].items():
+        if isinstance(cells, list):
+            for place, value in enumerate(cells):
+                if value is not None and not (place < len(known) and known[place]):
+                    column = columns[place] if place < len(known) else f"number {place + 1}"
+                    raise Malformed(f"the row {name!r:.80} has data in a column that is not known, {column!r:.40}")

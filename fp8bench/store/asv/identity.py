@@ -73,7 +73,6 @@ class Identity:
         return {**self.machine, "python": self.python}
 
     def file_name(self, commit: str) -> str:
-        """The file of a commit's results, in the folder of the machine."""
         name = self.env_name
         if len(name) > _LONGEST_NAME:
             import hashlib
@@ -111,7 +110,6 @@ def resolved(python: str) -> str:
 
 
 def as_facts(identity: Identity) -> dict[str, Scalar | None]:
-    """An identity as facts of an environment, to be kept with a run."""
     return {_PREFIX + name: value for name, value in identity.params.items()} | {_INTERPRETER: identity.interpreter}
 
 

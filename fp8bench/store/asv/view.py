@@ -16,16 +16,18 @@ from fp8bench.errors import AsvFileError, Fp8benchError, StoreError
 from fp8bench.files import LOCK_SECONDS, locked, sweep
 from fp8bench.model import Cell, Point, Run, Series, Status
 from fp8bench.store.asv.files import (
+    ResultsFile,
     existing,
     load_benchmarks,
     load_machine,
+    load_results,
     merge_benchmarks,
     merge_machine,
     save_benchmarks,
     save_machine,
+    save_results,
 )
 from fp8bench.store.asv.identity import Identity, identify, resolved
-from fp8bench.store.asv.results import ResultsFile, load_results, save_results
 from fp8bench.store.asv.rows import NOT_MEASURED, Figures, Row, asv_statistics, by_combination, cell, row_of
 from fp8bench.store.commit_runs import TrackedRun, remembered, runs_of_commit, series_of_runs, why_not
 from fp8bench.store.points import merged
@@ -193,7 +195,6 @@ def _row(series: Series, points: Mapping[Cell, Point], started: int, before: Row
 
 
 def _figures(point: Point, recorded: bool) -> Figures:
-    """Value, statistics and samples of a point, as asv has them."""
     if point.samples:
         value, stats = cell(point.samples)
         return value, stats, point.samples if recorded else None

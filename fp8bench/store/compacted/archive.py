@@ -1,6 +1,7 @@
 """A store's own files, packed: for each machine and month a tar.gz of its runs, and one more of what lies beside runs.
 
-What reads figures (reading.py) never touches them. The index names the files of each archive with their digests and
+What reads figures (reading.py) never touches them; `restore` puts files back, each with the bytes and the date that it
+had, and a file that is here stays. The index names the files of each archive with their digests and
 dates, so that the bytes of an archive depend on the names and the contents of its files alone.
 """
 
@@ -12,7 +13,6 @@ import hashlib
 import io
 import os
 import re
-import secrets
 import tarfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,10 +21,21 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from fp8bench.errors import StoreError
-from fp8bench.files import PARTIAL
-from fp8bench.store.compacted.manifest import ARCHIVE, Archive, ArchivedFile, Manifest, archive_of
+from fp8bench.files import locked, replacing, write_whole
+from fp8bench.store.compacted.manifest import (
+    ARCHIVE,
+    Archive,
+    ArchivedFile,
+    Manifest,
+    Unreadable,
+    archive_of,
+    load_manifest,
+    points_of,
+    without_runs,
+)
 from fp8bench.store.index.figure_files import digest_of
-from fp8bench.store.runs.listing import all_files, machine_folder, safe_folder
+from fp8bench.store.runs.listing import all_files, index_of, machine_folder
+from fp8bench.store.runs.run_file import safe_folder
 
 # What commands ask of a store beside its runs. Left out is what is made again (figures, reports, prepared texts), what
 # is of use on its machine alone (checkpoints of trainings, locks), and what nobody knows.
@@ -59,7 +70,6 @@ def stated(store: Path) -> dict[str, list[Stated]]:
 
 
 def _archive(name: str) -> str:
-    """The archive of a file."""
     path = PurePosixPath(name)
     if path.parts[0] != "runs":
         return f"{ARCHIVE}/beside"
@@ -116,34 +126,29 @@ def write_archive(path: Path, store: Path, files: Sequence[Stated]) -> tuple[Arc
 
     Returns it, and the files that changed meanwhile or cannot be read, which are not in it. Raises StoreError.
     """
-    partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
     packed: list[ArchivedFile] = []
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("xb") as file:
-            with (
-                gzip.GzipFile("", "wb", fileobj=file, mtime=0) as squeezed,
-                tarfile.open(fileobj=squeezed, mode="w", encoding="utf-8") as tar,
-            ):
-                for one in files:
-                    if (content := _unchanged(store / one.path, one)) is not None:
-                        member = tarfile.TarInfo(one.path)  # without a date and an owner
-                        member.size = one.size
-                        tar.addfile(member, io.BytesIO(content))
-                        packed.append(ArchivedFile(one.path, hashlib.sha256(content).hexdigest(), *one[1:]))
-            file.flush()
-            os.fsync(file.fileno())
-        made = Archive(partial.stat().st_size, digest_of(partial), tuple(packed))
-        for _ in contents(partial, made):
-            pass
-        partial.replace(path)
+        with replacing(path) as partial:
+            with partial.open("xb") as file:
+                with (
+                    gzip.GzipFile("", "wb", fileobj=file, mtime=0) as squeezed,
+                    tarfile.open(fileobj=squeezed, mode="w", encoding="utf-8") as tar,
+                ):
+                    for one in files:
+                        if (content := _unchanged(store / one.path, one)) is not None:
+                            member = tarfile.TarInfo(one.path)  # without a date and an owner
+                            member.size = one.size
+                            tar.addfile(member, io.BytesIO(content))
+                            packed.append(ArchivedFile(one.path, hashlib.sha256(content).hexdigest(), *one[1:]))
+                file.flush()
+                os.fsync(file.fileno())
+            made = Archive(partial.stat().st_size, digest_of(partial), tuple(packed))
+            for _ in contents(partial, made):
+                pass
     except OSError as error:
         raise StoreError(
             f"{path} cannot be written ({error.strerror}). Make room, and run it again; the runs are untouched."
         ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
     there = {one.path for one in packed}
     return made, [one.path for one in files if one.path not in there]
 
@@ -181,3 +186,79 @@ def sha256_of(path: Path) -> str:
     """The digest that the index has of a file. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, hashlib.sha256).hexdigest()
+
+
+_LOCK_SECONDS = 5.0
+
+
+@dataclass
+class Restored:
+    """How many files were written, and were here already; `own` are files here that differ, which stay, `damaged`
+    sentences on archives that did not serve."""
+
+    written: int = 0
+    there: int = 0
+    own: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+
+
+def restore(store: Path) -> Restored:
+    """Write the files that were compacted and are not here any more. Raises StoreError where nothing was compacted."""
+    try:
+        manifest = load_manifest(store)
+    except FileNotFoundError:
+        raise StoreError(f"nothing was compacted of {store}. There is nothing to write its files from.") from None
+    except OSError as error:
+        raise StoreError(f"{index_of(store)} cannot be read ({error.strerror}).") from None
+    except Unreadable as error:
+        raise without_runs(store, error) from None
+    result = Restored()
+    with locked(points_of(store), _LOCK_SECONDS):
+        for name, one in manifest.archives.items():
+            try:
+                _put_back(store, archive_of(store, name), one, result)
+            except StoreError as error:
+                result.damaged.append(str(error).rstrip("."))
+            except OSError as error:
+                raise StoreError(
+                    f"{error.filename or store} cannot be written ({error.strerror}). Make room, and run it again to "
+                    "go on."
+                ) from None
+    return result
+
+
+def _put_back(store: Path, path: Path, archive: Archive, result: Restored) -> None:
+    """Write what is not here of an archive; nothing of a damaged one. Raises StoreError for that, and OSError."""
+    if not is_whole(path, archive.size, archive.digest):
+        raise StoreError(f"{path} is not the file that was written, and none of its files is taken")
+    # An index from elsewhere must not say where else on this machine to write.
+    foreign = [one.path for one in archive.files if not belongs(one.path)]
+    if foreign:
+        raise StoreError(f"{path} has a file {foreign[0]!r:.80}, which is none of a store. Get it once more.")
+    wanted = {one.path for one in archive.files if _is_wanted(store, one, result)}
+    for file, content in contents(path, archive, wanted) if wanted else ():
+        write_whole(store / file.path, content)
+        _date(store / file.path, file)
+        result.written += 1
+
+
+def _is_wanted(store: Path, one: ArchivedFile, result: Restored) -> bool:
+    path = store / one.path
+    try:
+        status = path.stat()
+        same = (status.st_size, status.st_mtime_ns) == (one.size, one.changed_ns) or sha256_of(path) == one.digest
+    except FileNotFoundError:
+        return True
+    if same:
+        _date(path, one)
+        result.there += 1
+    else:
+        result.own.append(one.path)
+    return False
+
+
+def _date(path: Path, one: ArchivedFile) -> None:
+    """What was compacted knows a run file by its size and date; a copy of other dates is read, and slower."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_mtime_ns != one.changed_ns:
+            os.utime(path, ns=(one.changed_ns, one.changed_ns))

@@ -30,10 +30,8 @@ from fp8bench.store.compacted.manifest import (
     save_manifest,
     without_runs,
 )
-from fp8bench.store.compacted.parquet import counts_as, need_duckdb
+from fp8bench.store.compacted.parquet import Batch, Spool, batch_of, counts_as, need_duckdb
 from fp8bench.store.compacted.reading import keys_of, stamps_of
-from fp8bench.store.compacted.rows import Batch, batch_of
-from fp8bench.store.compacted.spool import Spool
 from fp8bench.store.index.figure_files import (
     Fingerprints,
     Stamp,
@@ -46,7 +44,8 @@ from fp8bench.store.index.figure_files import (
 )
 from fp8bench.store.index.history import spread
 from fp8bench.store.index.tables import Table, placed, read_layout, table_of, tells
-from fp8bench.store.runs.listing import all_files, index_of, listing, safe_folder
+from fp8bench.store.runs.listing import all_files, index_of, listing
+from fp8bench.store.runs.run_file import safe_folder
 
 # So many commits are read before their rows go to the disk.
 _AT_ONCE = 40
@@ -117,7 +116,6 @@ class _Compacting:
         self.next = max(self.manifest.places, default=-1) + 1  # no number is given twice while its rows may be there
 
     def done(self) -> Compaction:
-        """All of it."""
         bad = self._bad()
         gone = [
             commit for commit, unit in self.manifest.units.items()
@@ -232,7 +230,6 @@ class _Compacting:
         spool.forget()
 
     def _finish(self) -> None:
-        """Say that all is there, if it is."""
         whole = not self.result.busy and stamps_of(self.store) == self.before
         self.manifest.keep_listing(self.store, self.before if whole else {}, self.there)
         self.manifest.order = [(commit, names_of(self.store, paths)) for commit, paths in self.files.items()]

@@ -91,7 +91,6 @@ class LineKey(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What its trend is called."""
         return trend_name(self.series, tuple(json.loads(self.cell)))
 
 
@@ -136,7 +135,6 @@ class Manifest:
 
     @cached_property
     def line_names(self) -> list[str]:
-        """The name of each line."""
         return [LineKey(*line).name for line in self.lines.values]
 
     def said(self, number: int) -> dict[str, Any]:
@@ -181,17 +179,14 @@ class Manifest:
 
 
 def points_of(store: Path) -> Path:
-    """The folder of what was compacted."""
     return index_of(store).parent
 
 
 def parquet_of(store: Path, name: str) -> Path:
-    """The Parquet file of a partition."""
     return points_of(store) / name / "points.parquet"
 
 
 def archive_of(store: Path, name: str) -> Path:
-    """The file of an archive."""
     return store / f"{name}.tar.gz"
 
 

@@ -1,22 +1,94 @@
 """Parquet files of one machine and month each, read by DuckDB column by column, and checked bit by bit.
 
 Their columns are named here and never guessed from the files. A footer has an id, so that one writing of a file can be
-told from another.
+told from another. Rows come into one through a database of their own on the disk, so that memory stays bounded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Iterator, Sequence
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.store.compacted.manifest import Partition
-from fp8bench.store.compacted.rows import CHECK, NUMBERS, Columns, are_sound, crcs
+from fp8bench.files import PARTIAL, replacing
+from fp8bench.model import Status
+from fp8bench.store.compacted.manifest import ARCHIVE, Manifest, Partition, points_of
+from fp8bench.store.index.figure_files import digest_of
+from fp8bench.store.index.tables import ROW, Rows
+
+Columns = Mapping[str, NDArray[Any]]
+# The numbers of a row, by the names that columns have, with DuckDB's types; the row's own fields keep their names but
+# for these.
+_RENAMED = {"samples": "sample_count", "version": "version_code", "under": "conditions_code", "reason": "reason_code"}
+_TYPES = {"<f8": "DOUBLE", "<u4": "UINTEGER", "<u2": "USMALLINT", "|u1": "UTINYINT"}
+_OF_ROW = {_RENAMED.get(name, name): name for name in ROW.names or ()}
+NUMBERS: dict[str, str] = {
+    "line": "UINTEGER", "place": "UINTEGER",
+    **{column: _TYPES[ROW[name].str] for column, name in _OF_ROW.items()}, "samples_crc": "UINTEGER",
+}  # fmt: skip
+CHECK = "row_check"
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_HALF = np.uint64(32)
+
+
+class Batch(NamedTuple):
+    """Rows with the samples behind each of them, end to end, and how many each has."""
+
+    columns: dict[str, NDArray[Any]]
+    samples: NDArray[np.float64]
+    counts: NDArray[np.int64]
+
+
+def batch_of(place: int, lines: Sequence[int], rows: Rows, samples: Sequence[Sequence[float]]) -> Batch:
+    counts = np.array([len(one) for one in samples], np.int64)
+    flat = np.array([value for one in samples for value in one], np.float64)
+    columns: dict[str, NDArray[Any]] = {
+        "line": np.array(lines, np.uint32), "place": np.full(len(rows), place, np.uint32),
+        **{column: np.ascontiguousarray(rows[name]) for column, name in _OF_ROW.items()},
+        "samples_crc": crcs(flat, counts),
+    }  # fmt: skip
+    return Batch({**columns, CHECK: checks(columns)}, flat, counts)
+
+
+def crcs(samples: NDArray[np.float64], counts: NDArray[np.int64]) -> NDArray[np.uint32]:
+    raw = memoryview(np.ascontiguousarray(samples, "<f8").tobytes())
+    ends = (8 * np.cumsum(counts)).tolist()
+    begins = [0, *ends[:-1]]
+    return np.array([zlib.crc32(raw[low:high]) for low, high in zip(begins, ends, strict=False)], np.uint32)
+
+
+def checks(columns: Columns) -> NDArray[np.uint32]:
+    """A check of all numbers of each row, bit by bit, the line and the place among them."""
+    found = np.zeros(len(columns["line"]), np.uint64)
+    for name, kind in NUMBERS.items():
+        column = np.ascontiguousarray(columns[name])
+        found ^= column.view(np.uint64) if kind == "DOUBLE" else column.astype(np.uint64)
+        found *= _FACTOR
+        found ^= found >> _HALF
+    return found.astype(np.uint32)
+
+
+def are_sound(columns: Columns) -> bool:
+    return bool((checks(columns) == columns[CHECK]).all())
+
+
+def rows_of(columns: Columns) -> Rows:
+    found = np.empty(len(columns["line"]), ROW)
+    for column, name in _OF_ROW.items():
+        found[name] = columns[column]
+    return found
+
 
 ID = "fp8bench_id"
 _FOOTER_END = 8
@@ -30,7 +102,6 @@ _AGAIN = "`fp8bench store compact` makes it again; until then delete it, and the
 
 
 def duckdb_here() -> Any:
-    """DuckDB; None where it is not installed."""
     try:
         import duckdb
     except ImportError:
@@ -73,7 +144,6 @@ def _reading(paths: Sequence[Path], connection: Any) -> Iterator[Any]:
 
 
 def first_line(error: Exception) -> str:
-    """What DuckDB says, in one line."""
     return str(error).strip().split("\n", 1)[0][:300]
 
 
@@ -145,3 +215,189 @@ def counts_as(path: Path, partition: Partition) -> bool:
             return f"{ID}\x18".encode() in (footer := file.read(length)) and partition.id.encode() in footer
     except OSError:
         return False
+
+
+_NAME = ".spool-"
+_GROUP_ROWS = 16384
+# A moment that a calendar has, in ms since 1970.
+_LATEST = 253_402_300_799_000
+_OF_FLAGS = {"value": 1, "low": 2, "high": 2}
+_STATUSES = ", ".join(f"'{status.value}'" for status in Status)
+# What else stands in a file, for other readers of it.
+_TEXTS = {
+    "series": "l.series", "cell": "l.cell", "workload": "l.workload", "metric": "l.metric", "unit": "l.unit",
+    "machine_name": "p.machine", "interpreter": "p.python", "commit": "p.commit",
+    "commit_date": "make_timestamp(1000 * p.date)", "first_run_began": "make_timestamp(1000 * p.began)",
+    "newest_run_began": "p.newest", "run_ids": "p.runs", "version": "v.text", "conditions": "u.text",
+    "reason": "w.text", "status": f"[{_STATUSES}][1 + r.flags // 8]", "hasty": "(r.flags & 4) = 4",
+}  # fmt: skip
+_TABLES = {
+    "places": "place UINTEGER, machine VARCHAR, python VARCHAR, commit VARCHAR, date BIGINT, began BIGINT, "
+    "newest VARCHAR, runs VARCHAR[]",
+    "lines": "line UINTEGER, series VARCHAR, cell VARCHAR, workload VARCHAR, metric VARCHAR, unit VARCHAR",
+    **dict.fromkeys(("versions", "unders", "reasons"), "place UINTEGER, code USMALLINT, text VARCHAR"),
+}
+_WRITTEN = ", ".join(
+    f"CASE WHEN (r.flags & {_OF_FLAGS[name]}) > 0 THEN r.{name} END AS {name}" if name in _OF_FLAGS else f"r.{name}"
+    for name in NUMBERS
+)
+# Before any text is joined, which would be sorted with the numbers.
+_SORT = """
+CREATE OR REPLACE TABLE sorted AS SELECT * FROM rows SEMI JOIN places USING (place) ORDER BY line, place
+"""
+_COPY = f"""
+COPY (
+    SELECT {_WRITTEN}, r.{CHECK}, r.samples, {", ".join(f"{source} AS {name}" for name, source in _TEXTS.items())}
+    FROM sorted r JOIN places p USING (place) JOIN lines l USING (line)
+        JOIN versions v ON v.place = r.place AND v.code = r.version_code
+        JOIN unders u ON u.place = r.place AND u.code = r.conditions_code
+        JOIN reasons w ON w.place = r.place AND w.code = r.reason_code
+) TO '{{path}}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {_GROUP_ROWS}, KV_METADATA {{{{{ID}: '{{id}}'}}}})
+"""
+
+
+@dataclass
+class Spool:
+    """An open one. What goes wrong with its disk is a StoreError."""
+
+    store: Path
+    _connection: Any
+    _errors: type[Exception]
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, store: Path) -> Iterator[Spool]:
+        """One that goes when it is closed; what killed ones have left goes, too."""
+        duckdb = need_duckdb()
+        _sweep(store)
+        folder = points_of(store) / f"{_NAME}{secrets.token_hex(4)}"
+        numbers = ", ".join(f"{name} {kind}" for name, kind in NUMBERS.items())
+        try:
+            folder.mkdir(parents=True)
+            with connected(str(folder / "rows"), str(folder / "spill")) as connection:
+                # Joins keep their left side's order, which DuckDB would swap where there are fewer rows than texts.
+                connection.execute("SET disabled_optimizers = 'join_order,build_side_probe_side'")
+                spool = cls(store, connection, duckdb.Error)
+                spool._run(f"CREATE TABLE rows({numbers}, {CHECK} UINTEGER, samples DOUBLE[])")
+                yield spool
+        except (OSError, duckdb.Error) as error:
+            raise _full(store, error) from None
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def add(self, batches: Sequence[Batch]) -> None:
+        if not batches:
+            return
+        columns: dict[str, Any] = {
+            name: np.concatenate([batch.columns[name] for batch in batches]) for name in (*NUMBERS, CHECK)
+        }
+        counts = np.concatenate([batch.counts for batch in batches])
+        samples = np.empty(len(counts), object)
+        flat, ends = np.concatenate([batch.samples for batch in batches]), np.cumsum(counts).tolist()
+        samples[:] = [flat[low:high] for low, high in zip([0, *ends], ends, strict=False)]
+        self._insert("rows", {**columns, "samples": samples})
+
+    def keep(self, path: Path, places: Sequence[int]) -> None:
+        """Take the rows of some places in from a file that counts."""
+        self._run("CREATE OR REPLACE TABLE kept(place UINTEGER)")
+        self._insert("kept", {"place": np.array(places, np.uint32)})
+        self._run(
+            f"INSERT INTO rows SELECT {READ}, {CHECK}, samples FROM read_parquet(?, hive_partitioning = false) "
+            "SEMI JOIN kept USING (place)", [str(path)],
+        )  # fmt: skip
+
+    def write(self, path: Path, manifest: Manifest, places: Sequence[int]) -> Partition:
+        """Make a file of the rows of some places, which takes the place of the one before once it reads as meant."""
+        name = secrets.token_hex(8)
+        try:
+            with replacing(path) as partial:
+                self._say(manifest, places)
+                self._run(_SORT)
+                self._run(_COPY.format(path=str(partial).replace("'", "''"), id=name))
+                sums = f"SELECT count(*), coalesce(sum({CHECK}), 0)::BIGINT FROM sorted"
+                rows, total = self._run(sums).fetchone()
+                if check_file(partial, self._connection) != (rows, total):
+                    why = "does not read as it was written, and the one before stands. Run it again."
+                    raise StoreError(f"{path} {why}")
+                with partial.open("rb") as file:
+                    os.fsync(file.fileno())
+                return Partition(partial.stat().st_size, name, rows, digest_of(partial), total)
+        except OSError as error:
+            raise _full(self.store, error) from None
+
+    def forget(self) -> None:
+        self._run("TRUNCATE rows")
+        self._run("DROP TABLE IF EXISTS sorted")
+
+    def _say(self, manifest: Manifest, places: Sequence[int]) -> None:
+        """The texts of some places, for other readers of their rows."""
+        said = [(number, manifest.said(number)) for number in places]
+        self._texts("places", [
+            (number, str(one["machine"]["machine"]), one["python"], one["commit"], _moment(one["date"]),
+             _moment(one["began"]), one["newest"], manifest.places[number].runs) for number, one in said
+        ])  # fmt: skip
+        self._texts("lines", [(number, *line) for number, line in enumerate(manifest.lines.values)])
+        for name in ("versions", "unders", "reasons"):
+            self._texts(name, [
+                (number, code, text if isinstance(text, str) else json.dumps(dict(text)))
+                for number, one in said for code, text in enumerate(one[name])
+            ])  # fmt: skip
+
+    def _texts(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
+        self._run(f"CREATE OR REPLACE TABLE {table}({_TABLES[table]})")
+        names = [column.split()[0] for column in _TABLES[table].split(", ")]
+        columns = [[_clean(value) for value in column] for column in zip(*rows, strict=True)]
+        if rows:
+            self._insert(table, {name: _objects(column) for name, column in zip(names, columns, strict=True)})
+
+    def _insert(self, table: str, columns: Mapping[str, Any]) -> None:
+        import pandas as pd
+
+        try:
+            self._connection.register("frame", pd.DataFrame(dict(columns), copy=False))
+            try:
+                self._connection.execute(f"INSERT INTO {table} SELECT * FROM frame")
+            finally:
+                self._connection.unregister("frame")
+        except self._errors as error:
+            raise _full(self.store, error) from None
+
+    def _run(self, query: str, values: Sequence[Any] = ()) -> Any:
+        try:
+            return self._connection.execute(query, list(values))
+        except self._errors as error:
+            raise _full(self.store, error) from None
+
+
+def _sweep(store: Path) -> None:
+    """Remove what compactions that were killed have left half done."""
+    folders = points_of(store), store / ARCHIVE
+    left = [*folders[0].glob(f"{_NAME}*"), *(path for one in folders for path in one.rglob(f".*{PARTIAL}"))]
+    for path in left:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _full(store: Path, error: Exception) -> StoreError:
+    why = error.strerror if isinstance(error, OSError) else first_line(error)
+    folder = points_of(store)
+    return StoreError(f"{folder} cannot be written ({why}). Make room, and run it again; the runs are untouched.")
+
+
+def _objects(values: Sequence[Any]) -> Any:
+    column = np.empty(len(values), object)
+    column[:] = values
+    return column
+
+
+def _clean(value: Any) -> Any:
+    """A text that UTF-8 has; whatever else stays."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+def _moment(milliseconds: Any) -> int | None:
+    fits = isinstance(milliseconds, int | float) and 0 <= milliseconds <= _LATEST
+    return int(milliseconds) if fits else None

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +26,7 @@ from fp8bench.store.compacted.manifest import (
     same_stamps,
     without_runs,
 )
-from fp8bench.store.compacted.parquet import connected, counts_as, duckdb_here, read_columns
-from fp8bench.store.compacted.rows import rows_of
+from fp8bench.store.compacted.parquet import connected, counts_as, duckdb_here, read_columns, rows_of
 from fp8bench.store.index.figure_files import Fingerprints, are_known
 from fp8bench.store.index.tables import Rows, Table
 from fp8bench.store.runs.listing import all_files, index_of
@@ -74,7 +73,6 @@ class Compacted:
         return None if any(self.manifest.places[place].partition in self.bad for place in unit.places) else unit
 
     def home(self, place: int) -> Home:
-        """Where a place's figures were measured."""
         said = self.manifest.places[place].said
         machine = self.manifest.machines.values[said["machine"]]
         return Home(str(machine["machine"]), said["python"], said["interpreter"])
@@ -88,7 +86,6 @@ class Compacted:
         return {self.manifest.line_names[line] for line in found}
 
     def rows(self, places: Sequence[int]) -> int:
-        """How many rows some places have."""
         return sum(len(self._lines(self.manifest.places[place].layout)) for place in places)
 
     def tables(self, places: Sequence[int], wanted: Wanted) -> dict[int, Table]:
@@ -112,7 +109,7 @@ class Compacted:
                 group, expected = [], 0.0
         rows |= self._read(group, by_partition, shapes, chosen) if group else {}
         return {
-            place: Table(self._said[place], shapes[self.manifest.places[place].layout].layout, rows[place])
+            place: Table(self._said(place), shapes[self.manifest.places[place].layout].layout, rows[place])
             for place in places
             if place in rows
         }
@@ -122,21 +119,29 @@ class Compacted:
         return connected()
 
     @cached_property
-    def _said(self) -> _Said:
-        return _Said(self.manifest)
+    def _said(self) -> Callable[[int], dict[str, Any]]:
+        return cache(self.manifest.said)
 
     def _lines(self, layout: int) -> list[int]:
-        return self._layouts[layout][1]
+        return self._layout(layout)[1]
 
     @cached_property
-    def _layouts(self) -> _Layouts:
-        return _Layouts(self.manifest)
+    def _layout(self) -> Callable[[int], tuple[list[Any], list[int]]]:
+        """Layouts of the index, each read when it is asked for: what it says, and the line of each of its cells."""
+        numbers = {tuple(line): number for number, line in enumerate(self.manifest.lines.values)}
+
+        @cache
+        def read(layout: int) -> tuple[list[Any], list[int]]:
+            series, cells = json.loads(self.manifest.layouts.values[layout])
+            return [series, cells], [numbers[key] for key in keys_of(series, cells)]
+
+        return read
 
     def _shapes(self, places: Sequence[int], wanted: Wanted) -> dict[int, _Shape]:
         mask = np.array([wanted(name) for name in self.manifest.line_names], np.bool_)
         found = {}
         for layout in {self.manifest.places[place].layout for place in places}:
-            (series, cells), lines = self._layouts[layout]
+            (series, cells), lines = self._layout(layout)
             numbers = np.array(lines, np.int64)
             there = np.flatnonzero(mask[numbers]) if len(numbers) else numbers
             there = there[np.argsort(numbers[there])]
@@ -170,35 +175,7 @@ class Compacted:
         return {place: rows[low:high] for place, low, high in zip(here, [0, *ends], ends, strict=False)}
 
 
-class _Layouts(dict[int, tuple[list[Any], list[int]]]):
-    """Layouts of an index, each read when it is asked for: what it says, and the line of each of its cells."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        super().__init__()
-        self._manifest = manifest
-        self._numbers = {tuple(line): number for number, line in enumerate(manifest.lines.values)}
-
-    def __missing__(self, layout: int) -> tuple[list[object], list[int]]:
-        series, cells = json.loads(self._manifest.layouts.values[layout])
-        lines = [self._numbers[key] for key in keys_of(series, cells)]
-        self[layout] = ([series, cells], lines)
-        return self[layout]
-
-
-class _Said(dict[int, dict[str, Any]]):
-    """What is said of places, each put together when it is asked for."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        super().__init__()
-        self._manifest = manifest
-
-    def __missing__(self, place: int) -> dict[str, Any]:
-        self[place] = self._manifest.said(place)
-        return self[place]
-
-
 def keys_of(series: Sequence[Sequence[str]], cells: Sequence[tuple[int, object]]) -> list[LineKey]:
-    """The line of each cell of a layout."""
     return [LineKey(series[rank][0], json.dumps(cell), *series[rank][1:4]) for rank, cell in cells]
 
 

@@ -3,6 +3,10 @@
 The runs hold every sample, and reading them all takes minutes where there are hundreds of large ones. A file of
 figures is a function of its commit's runs and of the suites they were asked about; it says which those were, and counts
 only while they are the same. It can be deleted at any time.
+
+What was found out about series of values is remembered beside them in `steps.json`: steps, under a digest. It is a
+cache: a file that is broken is begun anew, one that may not be written, or is a newer fp8bench's, is done without. A
+digest names the values and the code that looks at them, so that nothing in it can be out of date.
 """
 
 from __future__ import annotations
@@ -13,14 +17,18 @@ import json
 import re
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp8bench import files
+from fp8bench.analysis.steps import change_points, levels
+from fp8bench.analysis.steps.change_points import Step, Values, steps_of_many
+from fp8bench.files import compact, sealed, unsealed, write_whole
 from fp8bench.model.codec import SCHEMA
 from fp8bench.store.commit_runs import CommitRuns, by_place
 from fp8bench.store.index.tables import ROW, Table, placed, table_of
@@ -91,7 +99,6 @@ def figures_file(store: Path, commit: str) -> Path:
 
 
 def figures_of_runs(read: CommitRuns) -> CommitFigures:
-    """What runs that were read come to."""
     tables = tuple(table_of(placed(members)) for members in by_place(read.runs))
     return CommitFigures(len(read.runs), read.left, tables)
 
@@ -232,3 +239,82 @@ def _figures(head: dict[str, Any], body: memoryview) -> CommitFigures:
         place = end + said["rows"] * ROW.itemsize
         tables.append(Table(said, layout, np.frombuffer(body[end:place], dtype=ROW)))
     return CommitFigures(head["runs"], tuple(head["left"]), tuple(tables))
+
+
+STEPS_VERSION = 1
+# What nobody has asked for goes when it is more than this beside what is asked for.
+_MOST_OTHERS = 5000
+# So many series take long enough to be sorry that what was found could not be kept.
+_WORTH_KEEPING = 100
+
+
+@dataclass
+class Memory:
+    """The steps of series that were looked at before. `troubles` are sentences on what did not serve."""
+
+    store: Path
+    troubles: list[str] = field(default_factory=list)
+
+    @property
+    def path(self) -> Path:
+        return self.store / "figures" / "steps.json"
+
+    def steps_of_many(self, series: Sequence[Values]) -> list[tuple[Step, ...]]:
+        """The steps of each series, of which only those are looked at that were not before."""
+        code = _digest_of_code()
+        values = [np.ascontiguousarray(one, dtype="<f8") for one in series]
+        digests = [hashlib.blake2b(code + one.tobytes(), digest_size=16).hexdigest() for one in values]
+        known = self._recall()
+        missing = list({digest: place for place, digest in enumerate(digests) if digest not in known}.values())
+        if missing:
+            found = steps_of_many([values[place] for place in missing])
+            new = {digests[place]: steps for place, steps in zip(missing, found, strict=True)}
+            others = {digest: known[digest] for digest in known.keys() - set(digests)}
+            known = {digest: new[digest] if digest in new else known[digest] for digest in digests}
+            self._learn({**(others if len(others) <= _MOST_OTHERS else {}), **known}, len(new))
+        return [known[digest] for digest in digests]
+
+    def _recall(self) -> dict[str, tuple[Step, ...]]:
+        """What is remembered; nothing where that cannot be had, and why is a trouble."""
+        try:
+            content = json.loads(self.path.read_bytes())
+            if content["version"] > STEPS_VERSION:
+                self.troubles.append(f"{self.path} is a newer fp8bench's and was left alone")
+            elif content["version"] == STEPS_VERSION:
+                known = unsealed(content)["steps"]
+                return {digest: tuple(Step(*one) for one in steps) for digest, steps in known.items()}
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self.troubles.append(f"{self.path} could not be read ({error.strerror})")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            self.troubles.append(f"{self.path} had become unreadable and was begun anew")
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+        return {}
+
+    def _learn(self, found: Mapping[str, Sequence[Step]], count: int) -> None:
+        """Write down all of it, of which so many are new."""
+        if self.troubles and self.path.exists():
+            return  # it was said already, and what lies there is somebody's
+        content = {
+            "version": STEPS_VERSION,
+            "steps": {key: [astuple(step) for step in one] for key, one in found.items()},
+        }
+        try:
+            plain = json.loads(json.dumps(content, default=lambda number: number.item()))
+            # Lost power loses nothing that cannot be found again.
+            write_whole(self.path, compact(sealed(plain)), sync=False)
+        except OSError as error:
+            if count > _WORTH_KEEPING:
+                self.troubles.append(
+                    f"what was found in {count} series could not be kept in {self.path} ({error.strerror}): the next "
+                    "command looks again"
+                )
+
+
+@cache
+def _digest_of_code() -> bytes:
+    """What would have to be the same for the same steps to be found."""
+    files = [Path(str(module.__file__)) for module in (change_points, levels)]
+    return hashlib.blake2b(b"".join([np.__version__.encode(), *(path.read_bytes() for path in files)])).digest()

@@ -36,8 +36,7 @@ from fp8bench.store.index.figure_files import (
     stamps,
     sweep,
 )
-from fp8bench.store.index.lines import Line, Lines, lines_of, names_in
-from fp8bench.store.index.tables import Table, Trends, home_of
+from fp8bench.store.index.tables import Line, Lines, Table, Trends, home_of, lines_of, names_in
 from fp8bench.store.runs.listing import Listing, listing
 
 Job = TypeVar("Job")
@@ -106,7 +105,6 @@ class History:
 
     @cached_property
     def lines(self) -> Lines:
-        """All trends as rows."""
         return self._lines(lambda _: True)
 
     def trends(self, wanted: Callable[[str], bool]) -> Trends:
@@ -242,7 +240,6 @@ def _troubles(
     made: Mapping[str, tuple[CommitFigures, str]],
     files: Mapping[str, Sequence[str]],
 ) -> Iterator[str]:
-    """Sentences for a person."""
     folder = figures_file(store, "").parent
     torn, newer = ([figures_file(store, commit).name for commit in missing if missing[commit] is why]
                    for why in (Unfit.TORN, Unfit.NEWER))  # fmt: skip

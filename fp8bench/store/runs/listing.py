@@ -12,16 +12,17 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import stamp
+from fp8bench.files import is_locked
 from fp8bench.model import Run
 from fp8bench.store.kept_lines import fitting
-from fp8bench.store.runs.read import load_head, load_run
+from fp8bench.store.runs.run_file import file_name, folder_name, load_head, load_run
 
 COPIED = "they are copies of runs, or the beginnings of runs, that count"
 REFUSED = "their ids are those of other files, so that none counts; `fp8bench history verify` names them"
@@ -32,6 +33,9 @@ _COLLECTED = "machine=*/month=*/*.jsonl"
 _MONTH = re.compile(r"\d{4}-\d{2}")
 # The folder of what was compacted.
 POINTS = "points"
+# Of so many files, and as long ago, others that are being measured are looked for.
+_LOOKED_AT = 100
+_RECENT_SECONDS = 7 * 86400.0
 REMEDY = "Keep the file that is right, and move the others away"
 
 
@@ -48,7 +52,6 @@ class Listing:
 
     @property
     def left(self) -> Counter[str]:
-        """How many files do not count, and why."""
         return +Counter({COPIED: len(self.copies), REFUSED: len(self.refused)})
 
     @property
@@ -70,7 +73,6 @@ class Listing:
         return [*copies, *(f"{refusal(group)}. {REMEDY}" for group in groups)]
 
     def counts(self, path: Path) -> bool:
-        """Whether one of these files is the one that counts for its run."""
         return path not in self.copies and path not in self.refused
 
     def none_refused(self) -> Listing:
@@ -87,7 +89,6 @@ class Listing:
 
 
 def refusal(group: Sequence[Path]) -> str:
-    """Why none of some files counts."""
     files = " and ".join(map(str, group))
     return f"{files} have the id {id_of(group[0])} and say different things, so that none of them counts"
 
@@ -169,22 +170,6 @@ def _alike(one: bytes, other: bytes) -> bool:
         return False
 
 
-def file_name(run: Run) -> str:
-    """What a run's file is called: when it was started, its commit, its id. Readers find a commit's runs by it."""
-    commit = str(run.environment.get("commit") or "nocommit")[:8]
-    return f"{stamp(run.started)}-{commit}-{run.id}.jsonl"
-
-
-def folder_name(run: Run) -> str:
-    """The machine's name, safe as a folder's."""
-    return safe_folder(str(run.environment.get("machine") or ""))
-
-
-def safe_folder(machine: str) -> str:
-    """A machine's name as a folder's."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", machine).strip(".") or "unknown"
-
-
 def collected_folder(run: Run) -> str:
     """Where below `runs` a run lies in a store that was collected: 'machine=NAME/month=YYYY-MM'."""
     month = run.started[:7]
@@ -192,7 +177,6 @@ def collected_folder(run: Run) -> str:
 
 
 def machine_folder(path: Path) -> str:
-    """The machine whose folder a run file lies in."""
     return path.parent.parent.name.removeprefix("machine=") if path.match(_COLLECTED) else path.parent.name
 
 
@@ -207,7 +191,6 @@ def all_files(store: Path) -> list[Path]:
 
 
 def listing(store: Path) -> Listing:
-    """The run files of a store, and those that do not count."""
     return each_once(all_files(store))
 
 
@@ -253,6 +236,21 @@ def find_run(word: str, store: Path) -> Path:
         raise RunNotFound(f"{word!r} fits {len(meant)} runs ({names}). Give more of the name.")
     newest = f" The newest is {files[0].stem}." if files else f" The store {without_runs(store)}."
     raise RunNotFound(f"no run {word!r:.200} in {store}.{newest} Give an id, a file's stem, a path, or 'last'.")
+
+
+def running_beside(own: Path) -> list[str]:
+    """The stems of the other runs that are being measured into the same store right now."""
+    own = own.resolve()
+    store = store_of(own)
+    if store is None:
+        return []
+    recent = time.time() - _RECENT_SECONDS
+    found = []
+    for path, _ in zip(all_files(store), range(_LOOKED_AT), strict=False):
+        with contextlib.suppress(OSError):
+            if path != own and path.stat().st_mtime > recent and is_locked(path):
+                found.append(path.stem)
+    return found
 
 
 def index_of(store: Path) -> Path:

@@ -11,7 +11,7 @@ import pytest
 
 from fp8bench.errors import RunNotFound
 from fp8bench.model import Environment, Run
-from fp8bench.store.find_runs import runs_meant
+from fp8bench.store.commit_runs import runs_meant
 from tests.commands import Say, git, unfolding
 from tests.histories import commit, history, keep, records, run_at, tree
 

@@ -11,10 +11,10 @@ import pytest
 
 from fp8bench.model import Record, Request, Status
 from fp8bench.registry import workloads
-from fp8bench.store.asv.results import load_results
+from fp8bench.store.asv.files import load_results
 from fp8bench.store.asv.view import results_of
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.write import lock_run
+from fp8bench.store.runs.run_file import lock_run
 from tests.commands import Say, git, unfolding
 from tests.histories import commit, history, keep, records, run_at, tree
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
 from fp8bench.model.codec import Malformed
-from fp8bench.store.asv.results import ResultsFile, load_results, save_results
+from fp8bench.store.asv.files import ResultsFile, load_results, save_results
 from fp8bench.store.asv.rows import COLUMNS, Row, Stats, cell
 
 COMMIT = "66fd6b5c" + "0123456789abcdef" * 2

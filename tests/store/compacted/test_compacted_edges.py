@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from fp8bench.errors import StoreError
+from fp8bench.store.compacted.archive import restore
 from fp8bench.store.compacted.manifest import load_manifest, points_of
-from fp8bench.store.compacted.restore import restore
 from fp8bench.store.runs.listing import all_files, index_of
 from tests.histories import history, keep, read_trends, run_at, tree
 from tests.store.compacted.test_compacted import compacted, every, no_figures, opened, same, told, words

@@ -15,8 +15,8 @@ from fp8bench.analysis.steps.change_points import Step, steps_of_many
 from fp8bench.analysis.steps.changes import changes_of, find_changes
 from fp8bench.jobs.history import stretches
 from fp8bench.model import Request, Status
-from fp8bench.store.index import found_steps as memory
-from fp8bench.store.index.found_steps import Memory
+from fp8bench.store.index import figure_files as memory
+from fp8bench.store.index.figure_files import Memory
 from fp8bench.store.index.history import open_history
 from tests.histories import history, keep, read_trends, records, run_at
 

@@ -10,8 +10,7 @@ import pytest
 
 from fp8bench.store.index.history import open_history
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.read import load_run
-from fp8bench.store.runs.write import start_run
+from fp8bench.store.runs.run_file import load_run, start_run
 from fp8bench.user_code import import_user_modules
 from suites.long_history import ROUNDS, measure, write_module, write_store
 from tests.counts import sampled

@@ -10,12 +10,12 @@ import pytest
 
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.report_files import Pages, report_of
-from fp8bench.store.find_runs import runs_meant
+from fp8bench.store.commit_runs import runs_meant
 from fp8bench.store.index.history import open_history
 from fp8bench.store.merge_stores import merge_runs, rebuild
 from fp8bench.store.runs import listing as reading
 from fp8bench.store.runs.listing import COPIED, REFUSED, find_run, id_of, listing, run_files
-from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.run_file import load_run
 from tests.commands import Say, unfolded
 from tests.histories import commit, history, keep, read_trends, records, run_at
 

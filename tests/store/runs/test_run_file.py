@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,11 +18,15 @@ from hypothesis import strategies as st
 from fp8bench import pipeline
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.model import (
+    Capacity,
     Case,
     DeviceFacts,
     Environment,
     Group,
     Level,
+    MemoryUse,
+    OperatorTime,
+    PhaseMemory,
     Plan,
     PlannedCase,
     Record,
@@ -37,12 +42,11 @@ from fp8bench.model import (
 )  # fmt: skip
 from fp8bench.model.codec import SCHEMA
 from fp8bench.report.terminal.run import render
-from fp8bench.store.runs import write as writing
+from fp8bench.store.runs import run_file
 from fp8bench.store.runs.listing import find_run, load_named, run_files
-from fp8bench.store.runs.read import load_run
-from fp8bench.store.runs.write import check_store, reopen_run, start_run
+from fp8bench.store.runs.run_file import check_store, load_run, reopen_run, start_run, unsound
 from tests.older import as_older
-from tests.runs import measured
+from tests.runs import measured, transformer
 
 SUPPORT = Support(Level.NATIVE, "a test")
 CASES = [Case("gemm", (("m", side),), "fp32", "cpu") for side in (1, 2, 3)]
@@ -448,9 +452,9 @@ def test_a_disk_that_is_nearly_full_is_told_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run needs some megabytes; one byte less than the least is refused, the least is not."""
-    for free, refused in ((writing.LEAST_FREE_BYTES - 1, True), (writing.LEAST_FREE_BYTES, False)):
+    for free, refused in ((run_file.LEAST_FREE_BYTES - 1, True), (run_file.LEAST_FREE_BYTES, False)):
         usage = SimpleNamespace(total=1 << 40, used=0, free=free)
-        monkeypatch.setattr(writing.shutil, "disk_usage", lambda folder, usage=usage: usage)
+        monkeypatch.setattr(run_file.shutil, "disk_usage", lambda folder, usage=usage: usage)
         with pytest.raises(StoreError, match=f"has only {free} bytes left") if refused else contextlib.nullcontext():
             check_store(tmp_path)
 
@@ -483,3 +487,64 @@ def test_what_is_measured_again_after_damage_is_read(spoil: bytes, tmp_path: Pat
     writer.finish("finished")
     again = load_run(path)
     assert again.finished and set(again.records) == set(RECORDS) and len(again.resumptions) == 1
+
+
+RECORD = transformer()[0].records[0]
+
+
+def test_operators_with_times_are_sound() -> None:
+    told = (OperatorTime("gemm", "aten::mm", 54.0, 0.04), OperatorTime("unattributed", "", 0.0, 0.0))
+    assert unsound(replace(RECORD, operators=told)) == ""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        OperatorTime("gemm", "mm", 1.0, math.nan), OperatorTime("gemm", "mm", 1.0, math.inf),
+        OperatorTime("gemm", "mm", -1.0, 0.1), OperatorTime("gemms", "mm", 1.0, 0.1),
+    ],
+)  # fmt: skip
+def test_operators_without_are_not(wrong: OperatorTime) -> None:
+    """A report would show them as shares."""
+    assert unsound(replace(RECORD, operators=(wrong,))) == "its operators have no times"
+
+
+def test_a_largest_batch_is_a_count_or_unknown() -> None:
+    told = (Capacity("batch", 1 << 30, 376, 1, 72192, 1 << 29, 377, "why", 5), Capacity("batch", why="it crashed"))
+    assert {unsound(replace(RECORD, capacity=one)) for one in told} == {""}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Capacity("batch", batch=-1), Capacity("batch", batch=10**400), Capacity("batch", tokens=-3),
+        Capacity("batch", peak=-1), Capacity("batch", limit=1 << 63), Capacity("batch", grain=0),
+        Capacity("batch", beyond=-7), Capacity("batch", attempts=-1),
+    ],
+)  # fmt: skip
+def test_what_is_none_is_not(wrong: Capacity) -> None:
+    """A report would divide one by another."""
+    assert unsound(replace(RECORD, capacity=wrong)) == "its largest batch is no count"
+
+
+def test_memory_that_sums_is_sound() -> None:
+    """With roles, without, and with one that only a later version knows."""
+    told = (
+        MemoryUse(0), MemoryUse(3, (("of another time", 3),)),
+        MemoryUse(9, (("weights", 4), ("data", 5)), (PhaseMemory("gemm", 9, 512),), 512, 1 << 40, 1 << 30),
+    )  # fmt: skip
+    assert {unsound(replace(RECORD, memory=one)) for one in told} == {""}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        MemoryUse(-1), MemoryUse(10**400), MemoryUse(9, (("weights", 4),)), MemoryUse(4, (("data", 2), ("data", 2))),
+        MemoryUse(4, (("weights", 5), ("data", -1))), MemoryUse(4, phases=(PhaseMemory("gemm", -4),)),
+        MemoryUse(4, phases=(PhaseMemory("gemm", 4, -1),)), MemoryUse(4, reserved=-1), MemoryUse(4, process=1 << 63),
+        MemoryUse(4, resident=-5),
+    ],
+)  # fmt: skip
+def test_memory_that_is_no_count_is_not(wrong: MemoryUse) -> None:
+    """A report would draw it as parts of a whole."""
+    assert unsound(replace(RECORD, memory=wrong)) == "its memory is no count, or what it is for does not sum to it"

@@ -1,20 +1,27 @@
-"""Reading the truth: `<store>/runs/<machine>/<utc>-<commit8>-<id>.jsonl`.
+"""The truth: `<store>/runs/<machine>/<utc>-<commit8>-<id>.jsonl`, one append-only file a run.
 
 The first line is the header, then a record a line, notes, resumptions, and an end line. Broken lines anywhere, and
 those of no known kind, are left out and named. docs/run-format.md describes the lines.
+
+Every group is through to the disk before the next one starts. The file is locked while it is written, so that two
+processes never write the same run, and so that a run can tell whether another one is measuring beside it. A kill at any
+moment leaves a file that can be read: the header appears with the file's name, and a line that was cut short is skipped
+by readers.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import unsealed_line
+from fp8bench.files import LineWriter, end_line, lock, make_store, stamp, try_writing, unsealed_line
 from fp8bench.model import (
     CELL_PHASES,
     Capacity,
@@ -30,7 +37,7 @@ from fp8bench.model import (
     Status,
     Timing,
 )
-from fp8bench.model.codec import Malformed, decode
+from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 from fp8bench.store.kept_lines import Content, Sheet, UnknownKind, check_schema, lines_of, refuse_newer, take_lines
 
 # Of nanoseconds, bytes and other counts.
@@ -239,3 +246,77 @@ def plan_of(records: Sequence[Record]) -> Plan:
         )
         for members in groups.values()
     ))  # fmt: skip
+
+
+def file_name(run: Run) -> str:
+    """What a run's file is called: when it was started, its commit, its id. Readers find a commit's runs by it."""
+    commit = str(run.environment.get("commit") or "nocommit")[:8]
+    return f"{stamp(run.started)}-{commit}-{run.id}.jsonl"
+
+
+def folder_name(run: Run) -> str:
+    return safe_folder(str(run.environment.get("machine") or ""))
+
+
+def safe_folder(machine: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", machine).strip(".") or "unknown"
+
+
+_HEADER_LEFT_OUT = {"records", "path", "finished", "troubles", "notes", "resumptions"}
+# Less than a short run needs; said before anything is measured.
+LEAST_FREE_BYTES = 4 << 20
+_LOCK_SECONDS = 0.3
+
+
+@dataclass
+class RunWriter(LineWriter):
+    """An open run file, locked until it is closed."""
+
+    called: str = "the run file"
+
+    def append(self, records: Sequence[Record]) -> None:
+        self._lines([{"record": encode(record)} for record in records])
+
+
+def check_store(store: Path) -> None:
+    """Raise if runs cannot be written there, or there is hardly any room; asked before anything is measured."""
+    folder = store / "runs"
+    try:
+        make_store(store)
+        try_writing(folder)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise StoreError(
+            f"the store {store} cannot be written ({error.strerror}). Choose another --store DIR."
+        ) from None
+    if free < LEAST_FREE_BYTES:
+        raise StoreError(f"the store {store} has only {free} bytes left. Make room, or choose another --store DIR.")
+
+
+def start_run(run: Run, store: Path) -> RunWriter:
+    """Create the run's file with its header, in one step: nobody ever sees it without."""
+    path = store / "runs" / folder_name(run) / file_name(run)
+    header = {one.name: encode(getattr(run, one.name)) for one in fields(run) if one.name not in _HEADER_LEFT_OUT}
+    return RunWriter.started(path, {"schema": SCHEMA, "header": header})
+
+
+def reopen_run(path: Path, resumption: Resumption) -> RunWriter:
+    """Open a run's file to go on with it; a last line that was cut short stays alone on its line."""
+    try:
+        file = path.open("a+b")
+        lock_run(file, path)
+        end_line(file)
+    except OSError as error:
+        raise StoreError(f"the run file {path} cannot be written ({error.strerror}).") from None
+    writer = RunWriter(path, file)
+    writer._lines([{"resumed": encode(resumption)}])
+    return writer
+
+
+def lock_run(file: IO[Any], path: Path) -> None:
+    """Take the file's lock; raises where another process has it. Where a file system has no locks, do without."""
+    if not lock(file, _LOCK_SECONDS):  # another run may be looking whether this one is alive
+        file.close()
+        raise StoreError(
+            f"another process is writing the run {path.stem}. Wait for its end, or start a run of your own."
+        )
