@@ -8,8 +8,7 @@ from fp8bench.features.audit.checks import CHECKS
 from fp8bench.features.audit.values import AuditOutcome
 from suites import audit
 from suites.audit import codes_of, result_of
-from suites.audit_kernels import Kernel
-from suites.audit_lies import HONEST, LIES, UNCAUGHT
+from suites.audit_lies import HONEST, LIES, UNCAUGHT, Kernel
 
 # What looks at time takes seconds, and two lies and one honest kernel are enough for it.
 UNTIMED, TIMED = CHECKS[:-1], ("nothing beyond a size", "no product of zeros")

@@ -13,7 +13,7 @@ from fp8bench.features.audit.subjects import Shape
 from fp8bench.features.audit.values import FlatMoments
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of, result_of
-from suites.audit_kernels import Kernel
+from suites.audit_lies import Kernel
 from suites.audit_optimizers import HONEST, LIES
 from tests.facts import CPU
 

@@ -20,8 +20,7 @@ from fp8bench.features.audit.values import Audit, AuditOutcome, CallWork
 from fp8bench.model import Ceilings, Limit, Rate
 from fp8bench.user_code.named import signed
 from suites.audit import HONEST, LIES, codes_of, result_of
-from suites.audit_kernels import Kernel
-from suites.audit_lies import product
+from suites.audit_lies import Kernel, product
 
 _BY_NAME = {one.name: one for one in (*LIES, *HONEST)}
 _FP8 = signed("product", "fp8")

@@ -12,8 +12,7 @@ import pytest
 
 from fp8bench.features.train.health.health import RULES
 from fp8bench.features.train.values import StepRow
-from suites.health import PARTS, judge_ill, judge_well, page, together, upper_bound
-from suites.health_streams import keep
+from suites.health import PARTS, judge_ill, judge_well, keep, page, together, upper_bound
 from suites.illnesses import ILLNESSES
 
 
