@@ -22,9 +22,17 @@ from fp8bench.analysis.steps.change_points import LEAST_VALUES, newest_levels, s
 from fp8bench.analysis.steps.levels import LEAST
 from fp8bench.features.duel.values import CaseResult, Session
 from fp8bench.features.duel.verdicts import compared
-from fp8bench.features.gate.judging import Judged, Outcome, SecondLook, first_look, key_of, second_look
+from fp8bench.features.gate.judging import (
+    USUAL_POWER,
+    Judged,
+    Outcome,
+    SecondLook,
+    Sight,
+    first_look,
+    key_of,
+    second_look,
+)
 from fp8bench.features.gate.power import Newest, Second, chance_among, sight_of, sights_of_history
-from fp8bench.features.gate.sight import USUAL_POWER, Sight
 from fp8bench.features.gate.thresholds import Rule
 from fp8bench.model import (
     Case,

@@ -30,6 +30,7 @@ from fp8bench.errors import UsageError
 from fp8bench.features.duel.command import TERMINAL
 from fp8bench.features.gate.thresholds import Rule, check_rules
 from fp8bench.measure.interrupts import only_once
+from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render
 
 if TYPE_CHECKING:
@@ -75,7 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Judge, look again at what is suspected, tell everybody who asked; returns the exit code."""
     from fp8bench.features.gate.stored_runs import judged
     from fp8bench.features.gate.view import as_junit, as_trend, page_of
-    from fp8bench.report.page import markdown
 
     _check(arguments)
     rules = read_rules(arguments.thresholds) if arguments.thresholds is not None else ()

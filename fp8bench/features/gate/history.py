@@ -20,8 +20,7 @@ from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
 from fp8bench.features.duel.values import DuelJobObserver
 from fp8bench.features.gate.judging import Key, SecondLook, key_of
 from fp8bench.features.gate.power import Newest
-from fp8bench.features.gate.remeasure import duel_with, measured_again
-from fp8bench.features.gate.stored_runs import Source, failed, unmeasured
+from fp8bench.features.gate.stored_runs import Source, duel_with, failed, measured_again, unmeasured
 from fp8bench.jobs.history import all_changes, existing_store, opened
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Run, Status, Trend
 from fp8bench.model.specs import COUNTS, PER, RATIOS, RELATIVE

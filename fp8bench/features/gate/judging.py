@@ -3,26 +3,78 @@
 A figure is suspected when it is worse by more than its threshold, in ratio and in difference, and is no chance among so
 many. It fails only when measured again, in a fresh process, it is so again. What rests on times measured at different
 times does not fail below 10% even then, unless the spread between runs is known: clocks, neighbours and drivers change
-in between.
+in between. Of one run against another nobody knows what is noise; but most cases did not change, and how far these
+moved says how far any may move.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fp8bench.analysis.compare.interval import ALONE
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
-from fp8bench.features.gate.chance import Spread, discoveries, spread_of
-from fp8bench.features.gate.sight import NO_SIGHTS, Sights
 from fp8bench.features.gate.thresholds import Rule, Threshold, ruled_by, threshold_of
 from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.model.specs import COUNTS, RELATIVE, TIME
 
 # Of what is suspected, so large a share may be chance; the second look takes nearly all of that away.
 CHANCE = 0.02
+# Fewer cases do not say how far one of them may move.
+LEAST_CASES = 12
+# Deviations that a second look must be off, too: it shares its baseline, and so that one's noise, with the first.
+AGAIN = 3.0
+_QUARTILE = statistics.NormalDist().inv_cdf(0.75)
+# By how much the nearer of two quartiles of n values lies too near, times the root of n.
+_NEARER = 0.888
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Logarithms: by how much all cases moved together, and the deviation of one of them beside that."""
+
+    shift: float
+    deviation: float
+
+    def chance(self, log: float) -> float:
+        """Of a logarithm at least as far off, on either side."""
+        beside = abs(log - self.shift)
+        if not self.deviation:
+            return 0.0 if beside else 1.0
+        return math.erfc(beside / self.deviation / math.sqrt(2))
+
+    def beyond(self, ratio: float) -> bool:
+        """Whether another look is far enough off."""
+        return math.log(ratio) > AGAIN * self.deviation
+
+
+def spread_of(logs: Sequence[float]) -> Spread | None:
+    """The spread of unchanged cases among all; None for a few.
+
+    The deviation is told by the quartile that lies nearer, so that neither what became worse nor what became better
+    counts as noise, though half of the cases did. What all have in common is none of a case's own; from 10% on it is no
+    machine's mood any more, and counts.
+    """
+    if len(logs) < LEAST_CASES:
+        return None
+    low, middle, high = statistics.quantiles(logs, n=4)
+    shift = middle if abs(middle) < math.log1p(ALONE) else 0.0
+    nearer = min(max(shift - low, 0.0), max(high - shift, 0.0))
+    return Spread(shift, nearer / (_QUARTILE - _NEARER / math.sqrt(len(logs))))
+
+
+def discoveries(p_values: Sequence[float], share: float) -> list[bool]:
+    """Benjamini and Hochberg's rule: of those it picks, no more than `share` are expected to be chance.
+
+    Where all are chance, it picks any at all with a probability of `share`.
+    """
+    ranked = sorted(range(len(p_values)), key=lambda place: p_values[place])
+    passing = [rank for rank, place in enumerate(ranked, 1) if p_values[place] <= share * rank / len(p_values)]
+    chosen = set(ranked[: max(passing, default=0)])
+    return [place in chosen for place in range(len(p_values))]
 
 
 class Outcome(StrEnum):
@@ -190,6 +242,71 @@ def _settled(one: Judged, look: SecondLook, rules: tuple[Rule, ...]) -> Judged:
         return replace(one, outcome=Outcome.REGRESSION, why=f"{look.how}, it was so again", again=again)
     why = f"{look.how}, it was so again; against a single stored run nothing fails below 10%: a duel decides"
     return replace(one, why=why, again=again)
+
+
+# Of builds with such a slow-down, in so large a share it is found, where nobody asks for another one.
+USUAL_POWER = 0.8
+# A history of so many nights that cannot see its threshold is not young any more.
+NIGHTS = 14
+
+
+@dataclass(frozen=True)
+class Sight:
+    """How small a slow-down of one figure would have been seen, as a share: 0.05 is 5% slower.
+
+    `seen` would have been told from chance in both looks, whatever its threshold, and `fails` would have failed by its
+    threshold, too: in as many builds as `Sights.power` says; math.inf where none would. `threshold` is the least that
+    may fail. `unknown` says why nobody knows the noise: then both are at least so large. Of a history there
+    are `nights` so far, and with `missing` more of them its threshold would be seen; None if with no number of them.
+    """
+
+    case: str
+    metric: str
+    threshold: float
+    seen: float
+    fails: float
+    unknown: str = ""
+    nights: int | None = None
+    missing: int | None = None
+
+    @property
+    def enough(self) -> bool:
+        """Whether a slow-down as large as its threshold would be seen."""
+        return self.seen <= self.threshold and not self.unknown
+
+    @property
+    def is_young(self) -> bool:
+        """Whether there is hope for a history: it is short, or a few more nights would do."""
+        return self.nights is not None and not self.enough and (self.nights < NIGHTS or self.missing is not None)
+
+
+@dataclass(frozen=True)
+class Sights:
+    """Those of all figures that vary, the most blind first. `required`: where one is blind, the gate ends with 4."""
+
+    figures: tuple[Sight, ...] = ()
+    power: float = USUAL_POWER
+    required: bool = False
+
+    @property
+    def blind(self) -> tuple[Sight, ...]:
+        """Figures whose threshold could not have been seen, and will not be with a few more nights."""
+        return tuple(one for one in self.figures if not one.enough and not one.is_young)
+
+    @property
+    def young(self) -> tuple[Sight, ...]:
+        return tuple(one for one in self.figures if one.is_young)
+
+    @property
+    def fails(self) -> bool:
+        return self.required and bool(self.blind)
+
+    @property
+    def median(self) -> float:
+        return statistics.median_low([one.seen for one in self.figures]) if self.figures else math.nan
+
+
+NO_SIGHTS = Sights()
 
 
 @dataclass(frozen=True)

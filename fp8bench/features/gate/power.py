@@ -1,9 +1,4 @@
-"""What chance does among many figures: which p-values are news, and how far two runs lie apart where nothing changed.
-
-Of one run against another nobody knows what is noise. But most cases did not change, and how far these moved says how
-far any may move.
-
-How small a slow-down the gate could have seen, by the rules that it judges by and the noise of the very comparison.
+"""How small a slow-down the gate could have seen, by the rules that it judges by and the noise of the very comparison.
 
 A slow-down is found if it passes both looks. Each look asks for some logarithm at least, for its interval, for its
 p-value among so many and for what stored times may say. What it finds is the true one and noise, of which looks share
@@ -25,9 +20,18 @@ import numpy as np
 from fp8bench.analysis import verdicts
 from fp8bench.analysis.compare.interval import ALONE, quantile
 from fp8bench.analysis.steps.change_points import LEAST_VALUES, Level, least_step
-from fp8bench.features.gate.chance import AGAIN, discoveries
-from fp8bench.features.gate.judging import CHANCE, NOT_TESTED, Judged, chance_of, is_alone, is_exact
-from fp8bench.features.gate.sight import Sight, Sights
+from fp8bench.features.gate.judging import (
+    AGAIN,
+    CHANCE,
+    NOT_TESTED,
+    Judged,
+    Sight,
+    Sights,
+    chance_of,
+    discoveries,
+    is_alone,
+    is_exact,
+)
 from fp8bench.features.gate.thresholds import Rule, Threshold, threshold_of
 from fp8bench.model import Comparison, Evidence, Noise
 from fp8bench.model.specs import BAND, spec_of

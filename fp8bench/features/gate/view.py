@@ -11,8 +11,7 @@ from typing import Any
 
 from fp8bench import units
 from fp8bench.errors import EXIT_OK
-from fp8bench.features.gate.judging import Judged, Key, Outcome, Verdict
-from fp8bench.features.gate.sight import NIGHTS, NO_SIGHTS, Sight, Sights
+from fp8bench.features.gate.judging import NIGHTS, NO_SIGHTS, Judged, Key, Outcome, Sight, Sights, Verdict
 from fp8bench.model import Comparison
 from fp8bench.report.comparisons import label_legend, setting_of, signed, value
 from fp8bench.report.elements import Column, Element, Field, Page, Part, Table, Text, Tone, printable

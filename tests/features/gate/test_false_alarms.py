@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8bench.features.gate.chance import LEAST_CASES, spread_of
+from fp8bench.features.gate.judging import LEAST_CASES, spread_of
 from suites.gate import Setting, false_alarms, found
 from tests.counts import sampled
 

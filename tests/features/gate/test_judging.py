@@ -8,8 +8,16 @@ import numpy as np
 import pytest
 from scipy.stats import false_discovery_control
 
-from fp8bench.features.gate.chance import discoveries
-from fp8bench.features.gate.judging import Judged, Outcome, SecondLook, Verdict, first_look, key_of, second_look
+from fp8bench.features.gate.judging import (
+    Judged,
+    Outcome,
+    SecondLook,
+    Verdict,
+    discoveries,
+    first_look,
+    key_of,
+    second_look,
+)
 from fp8bench.features.gate.thresholds import Rule
 from fp8bench.model import Comparison, Direction, Evidence, Interval
 

@@ -11,9 +11,8 @@ from fp8bench.analysis.steps.change_points import Level, least_step
 from fp8bench.analysis.steps.levels import LEAST_SPREAD
 from fp8bench.features.duel.values import Session
 from fp8bench.features.duel.verdicts import compared
-from fp8bench.features.gate.judging import Outcome, Verdict, first_look
+from fp8bench.features.gate.judging import NIGHTS, Outcome, Sight, Sights, Verdict, first_look
 from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
-from fp8bench.features.gate.sight import NIGHTS, Sight, Sights
 from fp8bench.features.gate.thresholds import Rule
 from fp8bench.features.gate.view import page_of, seen, sentence, summary, warnings
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Noise
