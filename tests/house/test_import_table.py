@@ -138,7 +138,7 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.nn.", frozenset({"numpy", "torch"})),
     *(
         (f"fp8bench.features.train.lab.{light}", frozenset[str]())
-        for light in ("lab", "rank_lab", "main", "schedule")
+        for light in ("lab", "rank_lab")
     ),
     ("fp8bench.features.train.lab.", frozenset({"numpy", "torch"})),
     ("fp8bench.tape.", frozenset({"torch"})),

@@ -11,7 +11,7 @@ import torch
 
 from fp8bench.features.train.lab import models
 from fp8bench.features.train.lab.evaluate import Windows
-from fp8bench.features.train.lab.experts import CHOSEN, Experts
+from fp8bench.nn.experts import CHOSEN, Experts
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import TokenSpan
 from fp8bench.formats.recipes import Recipe

@@ -14,7 +14,7 @@ from statistics import fmean, median
 from fp8bench import units
 from fp8bench.features.train.values import ArmRole, KeptTraining, StepRow, Validation
 from fp8bench.features.train.verdicts.curves import HELD_OUT, Curve, Key, last_of
-from fp8bench.features.train.verdicts.judging import gap_of
+from fp8bench.features.train.verdicts.curves import gap_of
 from fp8bench.features.train.view import POSITION
 from fp8bench.report.elements import Axis, Element, Lines, Mark, Point, Scatter
 from fp8bench.report.words.run_facts import many

@@ -27,9 +27,9 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.energy import TrainedEnergy, energies_of
+from fp8bench.features.train.verdicts.summary import TrainedEnergy, energies_of
 from fp8bench.features.train.verdicts.histories import Replayed, best_of
-from fp8bench.features.train.verdicts.judging import Learned
+from fp8bench.features.train.verdicts.curves import Learned
 from fp8bench.features.train.verdicts.summary import ArmSummary, summaries_of
 from fp8bench.features.train.verdicts.verdicts import Verdicts
 from fp8bench.model import Capacity, DeviceFacts, Level

@@ -1,4 +1,4 @@
-"""All rules over all arms of a training: lines in, alarms out."""
+"""All rules over all arms of a training: lines in, alarms out; and which remedies of an alarm help."""
 
 from __future__ import annotations
 
@@ -7,42 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp8bench.features.train.health.rule import Alarm, Remedy, Rule, WatchedArm, helped
-from fp8bench.features.train.health.steps import GradientSpike, LossGap, NotFinite, Plateau, UpdateBurst
-from fp8bench.features.train.health.tensors import (
-    AttentionOverflow,
-    BatchNormDrift,
-    EmbeddingCollapse,
-    Lag,
-    LayerStill,
-    NotFiniteTensor,
-    OverflowBurst,
-    ScaleAtEdge,
-    ScaleFall,
-    ScaleRise,
-    ScaleUnsettled,
-    UnderflowCreep,
-    WeightsBehind,
-)
+from fp8bench.features.train.health import steps, tensors
+from fp8bench.features.train.health.steps import Alarm, Remedy, Rule, WatchedArm
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import Arm, ArmRole, Line, StepRow, TrainingEvent
+from fp8bench.model import Scalar
+from fp8bench.registry import precisions
 
-RULES: tuple[type[Rule[Any]], ...] = (
-    GradientSpike, Plateau, UpdateBurst, NotFinite, LossGap,
-    ScaleFall, ScaleRise, ScaleUnsettled, ScaleAtEdge, Lag, OverflowBurst, UnderflowCreep, WeightsBehind,
-    NotFiniteTensor, EmbeddingCollapse, AttentionOverflow, BatchNormDrift, LayerStill,
-)  # fmt: skip
+RULES: tuple[type[Rule[Any]], ...] = (*steps.RULES, *tensors.RULES)
 # An episode ends, and another alarm may be raised, when a rule has found nothing for so many steps.
 REST = 50
-
-
-@dataclass(frozen=True)
-class _Key:
-    seed: int
-    arm: str
-    rule: str
-    layer: str
-    tensor: str
 
 
 class Health:
@@ -56,7 +30,7 @@ class Health:
         self._settings = settings or TrainerSettings()
         self._rules: dict[tuple[int, str], list[Rule[Any]]] = {}
         self._seeds: set[int] = set()
-        self._last: dict[_Key, int] = {}
+        self._last: dict[tuple[int, str, str, str, str], int] = {}
 
     def see(self, lines: Iterable[Line]) -> tuple[TrainingEvent, ...]:
         """The alarms of the next lines. Those of one rule in one step are one, about the tensor it saw first."""
@@ -93,7 +67,7 @@ class Health:
         return WatchedArm(arm.name, named.get(ArmRole.REFERENCE, ""), named.get(ArmRole.OTHER_SEED, ""), slowest)
 
     def _is_new(self, rule: Rule[Any], alarm: Alarm, seed: int, step: int) -> bool:
-        key = _Key(seed, rule.arm.name, rule.name, alarm.layer, alarm.tensor)
+        key = seed, rule.arm.name, rule.name, alarm.layer, alarm.tensor
         before = self._last.get(key)
         self._last[key] = step
         return before is None or step - before > REST
@@ -118,6 +92,49 @@ def _with(event: TrainingEvent, more: int) -> TrainingEvent:
     """The event with how many tensors more it is about."""
     others = f", and {more} tensor{'s' if more > 1 else ''} more" if more else ""
     return replace(event, words=event.words + others)
+
+
+_CLIP_SHARE = 0.25
+_RATE_SHARE = 0.5
+_HISTORY_SHARE = 16
+_HIGH = ("fp32", "bf16", "tf32")
+
+
+def helped(precision: str, settings: TrainerSettings, remedy: Remedy, layer: str = "") -> tuple[str, TrainerSettings]:
+    """Precision and settings of an arm with a remedy; as they were where it changes nothing, or people have to look."""
+    change: dict[str, Any] = {}
+    match remedy:
+        case Remedy.LAYER_IN_BF16 if layer and precision.partition(":")[0] not in _HIGH:
+            change["precision_map"] = (*settings.precision_map, (layer, "bf16"))
+        case Remedy.DYNAMIC_LOSS_SCALE:
+            change["loss_scale"] = "dynamic"
+        case Remedy.CLIP_HARDER:
+            change["clip"] = settings.clip * _CLIP_SHARE or 1.0
+        case Remedy.LOWER_RATE:
+            change["rate"] = settings.rate * _RATE_SHARE
+        case Remedy.HIGHER_MASTER:
+            change.update(master="fp32", optimizer_states="fp32", gradients="fp32")
+        case _:
+            pass
+    return _helped_precision(precision, remedy), replace(settings, **change)
+
+
+def _helped_precision(mode: str, remedy: Remedy) -> str:
+    """The word for the precision with other options; itself where it has none that help."""
+    chosen: Mapping[str, Scalar] = precisions.get(mode).chosen
+    name = mode.partition(":")[0]
+    change: dict[str, Scalar] = {}
+    if remedy is Remedy.RAISE_MARGIN and "margin" in chosen:
+        change["margin"] = int(chosen["margin"]) + 1
+    if remedy is Remedy.SHORTER_HISTORY and "history" in chosen:
+        change.update(history=max(1, int(chosen["history"]) // _HISTORY_SHARE), interval=1)
+    if remedy is Remedy.E5M2_GRADIENTS and chosen.get("formats") == "e4m3":
+        change["formats"] = "hybrid"
+    if remedy is Remedy.E5M2_GRADIENTS and name == "fp8-e4m3":
+        return "fp8"
+    if not change:
+        return mode
+    return precisions.canonical(":".join([name, *(f"{key}={value}" for key, value in {**chosen, **change}.items())]))
 
 
 # Steps behind the alarm that are trained once more; losses are the means of the last of them.
@@ -189,14 +206,8 @@ def outcome(
 def _alarmed(alarm: TrainingEvent, trial: Trial, known: Sequence[Line], lines: Sequence[Line]) -> bool:
     """Whether the rule alarms in a trial, too, about the same layer."""
     health = Health((trial.arm,), trial.settings)
-    health.see(_as_of(trial.arm, known))
+    health.see(replace(line, arm=trial.arm.name) for line in known)
     return any((rule_of(one), one.layer) == (rule_of(alarm), alarm.layer) for one in health.see(lines))
-
-
-def _as_of(arm: Arm, lines: Iterable[Line]) -> Iterable[Line]:
-    for line in lines:
-        changed: Any = replace(line, arm=arm.name)
-        yield changed
 
 
 def _loss(lines: Sequence[Line]) -> float:

@@ -1,14 +1,92 @@
-"""Rules over what every step says: losses, norms, updates."""
+"""What a health rule is, and the rules over what every step says: losses, norms, updates.
+
+A rule reads the lines of one arm of one seed in their order, and raises an alarm.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
+from types import UnionType
+from typing import ClassVar, Generic, TypeVar
 
-from fp8bench.features.train.health.rule import Alarm, Remedy, Rule, WatchedArm, middle
-from fp8bench.features.train.values import StepRow
+from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
+from fp8bench.model import Params
+
+L = TypeVar("L", StepRow, LayerReading, StepFigure)
+
+
+@dataclass(frozen=True)
+class WatchedArm:
+    """The arm that a rule watches, and of which arms the rows are beside its own: the reference, and other seeds.
+
+    `slowest` is the least factor that some of its parameters have on their rate.
+    """
+
+    name: str
+    reference: str = ""
+    other_seed: str = ""
+    slowest: float = 1.0
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """What a rule saw: a sentence, and the layer and tensor if it was one's. `figures` are what decided."""
+
+    words: str
+    layer: str = ""
+    tensor: str = ""
+    figures: Params = ()
+
+
+class Rule(ABC, Generic[L]):
+    """One way for a training not to be well.
+
+    `window` says how far back it looks, `threshold` from which figure on it alarms, and `reason` why from that one. It
+    keeps of earlier lines what it needs. `compares`: it reads the rows of the arms beside its own, too.
+    """
+
+    name: ClassVar[str]
+    reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType]
+    window: ClassVar[str]
+    threshold: ClassVar[str]
+    reason: ClassVar[str]
+    remedies: ClassVar[tuple[Remedy, ...]]
+    compares: ClassVar[bool] = False
+
+    def __init__(self, arm: WatchedArm) -> None:
+        self.arm = arm
+
+    @abstractmethod
+    def see(self, line: L) -> Alarm | None:
+        """The next line of its kind; an alarm as long as it is not well."""
+
+
+class Remedy(StrEnum):
+    """A change of one thing, in the words in which it is told."""
+
+    RAISE_MARGIN = "raise the margin of delayed scales by an octave"
+    SHORTER_HISTORY = "shorter history or interval of delayed scales"
+    E5M2_GRADIENTS = "E5M2 for gradients"
+    LAYER_IN_BF16 = "this layer in bf16"
+    DYNAMIC_LOSS_SCALE = "a dynamic loss scale"
+    CLIP_HARDER = "clip gradients harder"
+    LOWER_RATE = "a lower learning rate"
+    HIGHER_MASTER = "master weights, gradients and optimizer states in fp32"
+    LOOK_AT_DATA = "look at the batches of these steps"
+    LOOK_AT_LAYER = "look at how this layer is made: its gain, its momentum, whether anything reaches it"
+
+
+def middle(values: Iterable[float]) -> float:
+    """The median."""
+    ranked = sorted(values)
+    half = len(ranked) // 2
+    return ranked[half] if len(ranked) % 2 else (ranked[half - 1] + ranked[half]) / 2
 
 
 class GradientSpike(Rule[StepRow]):
@@ -237,3 +315,6 @@ def _mean(values: Sequence[float] | deque[float]) -> float:
 def _noise(values: Sequence[float]) -> float:
     """The standard deviation of values around whatever course they take, by their neighbours' differences."""
     return 1.4826 * middle(abs(after - before) for before, after in pairwise(values)) / math.sqrt(2)
+
+
+RULES = (GradientSpike, Plateau, UpdateBurst, NotFinite, LossGap)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections import defaultdict, deque
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from fp8bench.features.train.health.rule import Alarm, Remedy, Rule, TensorRule, WatchedArm, middle, octaves
+from fp8bench.features.train.health.steps import Alarm, Remedy, Rule, WatchedArm, middle
 from fp8bench.features.train.values import LayerReading, StepFigure
 from fp8bench.model import Params
 from fp8bench.protocols import Role
@@ -17,6 +18,32 @@ Before = deque[LayerReading]
 
 # What E8M0 scales of blocks can be: 2^-127 to 2^127.
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-127, 2.0**127
+
+
+class TensorRule(Rule[LayerReading]):
+    """A rule over the readings of every tensor by itself: `judge` gets one, and the `keep` before it of that tensor."""
+
+    reads = LayerReading
+    keep: ClassVar[int]
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._before: dict[tuple[str, str], deque[LayerReading]] = defaultdict(lambda: deque(maxlen=self.keep))
+
+    def see(self, line: LayerReading) -> Alarm | None:
+        before = self._before[line.layer, line.role]
+        found = self.judge(line, before)
+        before.append(line)
+        return None if found is None else Alarm(found[0], line.layer, line.role, found[1])
+
+    @abstractmethod
+    def judge(self, reading: LayerReading, before: deque[LayerReading]) -> tuple[str, Params] | None:
+        """The sentence and the figures if this is not well."""
+
+
+def octaves(scale: float) -> float | None:
+    """log2 of a scale; None of one that has none."""
+    return math.log2(scale) if 0 < scale < math.inf else None
 
 
 class _Jump(TensorRule):
@@ -350,3 +377,9 @@ class BatchNormDrift(FigureRule):
             return ""
         far = "infinitely" if math.isinf(line.value) else f"{line.value:.2g} deviations"
         return f"running statistics of {line.layer} are {far} from those of its batches, {len(last)} readings in a row"
+
+
+RULES: tuple[type[Rule[Any]], ...] = (
+    ScaleFall, ScaleRise, ScaleUnsettled, ScaleAtEdge, Lag, OverflowBurst, UnderflowCreep, WeightsBehind,
+    NotFiniteTensor, EmbeddingCollapse, AttentionOverflow, BatchNormDrift, LayerStill,
+)  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import Arm, ArmCost, ArmState, Line, SeedTask, Validation
 from fp8bench.model.raw import StateCheck
-from fp8bench.protocols import Device, Precision, SilentPhases
+from fp8bench.protocols import Device, Phases, Precision, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.faults import Fault, described
-from fp8bench.worker.memory_pass import memory_of_step, try_batch
+from fp8bench.worker.main import main
+from fp8bench.worker.memory_pass import Make, Prepared, Told, memory_of_step, try_batch, watch_of
 from fp8bench.worker.step_guards import aside
 from fp8bench.worker.switches import unchanged, under
 
@@ -28,7 +29,13 @@ if TYPE_CHECKING:
     from fp8bench.features.train.lab.trainer import Trainer
 
 # What a ProcessWorker runs to have one.
-MODULE = "fp8bench.features.train.lab.main"
+MODULE = "fp8bench.features.train.lab.lab"
+# So many steps before the last one are gone over again: other batches each time, at the rate that a training ends with.
+_LAST = 50
+
+
+class NotFinite(RuntimeError):
+    """An arm that has stopped, whose steps are none any more."""
 
 
 class NotBuilt(RuntimeError):
@@ -66,8 +73,6 @@ class Lab(Bench):
 
     def alone(self, task: SeedTask) -> ArmCost:
         """The memory of a task's one arm with nothing beside it. The seed before is forgotten."""
-        from fp8bench.features.train.lab.alone import made_alone
-
         (arm,), device = task.arms, self._forget(task)
         with self._running(precisions.get(arm.precision)):
             use, trainer = memory_of_step(made_alone(task, arm), device, task.facts.index, leaks=False)
@@ -79,8 +84,6 @@ class Lab(Bench):
 
     def try_alone(self, task: SeedTask, memory_limit: int | None) -> int | None:
         """Whether a task's one arm fits into so much memory with its batch; bytes at the highest point of two steps."""
-        from fp8bench.features.train.lab.alone import made_alone
-
         (arm,), device = task.arms, self._forget(task)
         with self._running(precisions.get(arm.precision)):
             return try_batch(made_alone(task, arm), device, task.facts.index, memory_limit)
@@ -94,8 +97,6 @@ class Lab(Bench):
     def loop(self, key: str, steps: int) -> float:
         """So many further steps of an arm as its last ones, back to back; the seconds of all. Nothing of them is kept,
         and the arm is not what it was."""
-        from fp8bench.features.train.lab.alone import another_step
-
         assert self._task is not None
         trainer, facts, silent = self._trainer(key), self._task.facts, SilentPhases()
         device = self._selected(facts)
@@ -190,3 +191,30 @@ class Lab(Bench):
         scope = under(precision) if precision is not None else nullcontext()
         with torch.random.fork_rng(gpus, device_type=facts.kind), unchanged(), aside(), scope:
             yield
+
+
+def another_step(trainer: Trainer, phase: Phases) -> None:
+    """A step as any other, however many there were; of an arm that is done, one of its last once more."""
+    trainer.repeat(_LAST)
+    for _ in trainer.advance(phase, watched=False):
+        pass
+    if trainer.stopped:
+        raise NotFinite(f"its steps were not finite after {trainer.step}, and it stopped")
+
+
+def made_alone(task: SeedTask, arm: Arm) -> Make:
+    """How an arm is made that nobody watches: readings of tensors take memory, too, every so many steps."""
+    from fp8bench.features.train.lab.trainer import Trainer
+
+    def make(told: Told | None) -> Callable[[], Prepared]:
+        def prepare() -> Prepared:
+            trainer = Trainer(task, arm, None if told is None else watch_of(told))
+            return Prepared(trainer, lambda phase: another_step(trainer, phase))
+
+        return prepare
+
+    return make
+
+
+if __name__ == "__main__":
+    main(Lab)

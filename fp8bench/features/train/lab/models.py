@@ -16,8 +16,8 @@ from fp8bench.formats.hardware import emulated, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.nn.parallel.cuts import uncuttable
-from fp8bench.nn.sizes import LINE, SIZES, GPTConfig
 from fp8bench.nn.support import uncompilable
+from fp8bench.nn.sizes import LINE, SIZES, GPTConfig
 from fp8bench.protocols import Layer, Precision
 
 if TYPE_CHECKING:
@@ -214,9 +214,9 @@ def _scales_are_own(precision: Precision) -> bool:
 
 def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier: torch.dtype) -> LanguageModel:
     """The model, its weights drawn by torch's generator, on torch's device, in float32 whatever the precision."""
-    from fp8bench.features.train.lab.experts import MixtureGPT
-    from fp8bench.features.train.lab.text_models import TextCNN, WindowMLP
+    from fp8bench.nn.experts import MixtureGPT
     from fp8bench.nn.gpt import GPT
+    from fp8bench.nn.text_models import TextCNN, WindowMLP
     from fp8bench.nn.whole_layers import surrounded
 
     if settings.arch in ("mlp", "cnn"):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
+from fp8bench.features.train.lab.optimizer import joint
 from fp8bench.features.train.lab.readings import read
 from fp8bench.features.train.lab.watched_step import Watch, WatchedStep
 from fp8bench.features.train.values import Line, StepRow
@@ -124,10 +125,10 @@ class OwnLoop:
             self._norm = None
             return
         scale = getattr(self._optimizer, "grad_scale", None)  # a fused one takes gradients as a GradScaler left them
-        norm = _joint(gradients)
+        norm = joint(torch._foreach_norm(gradients))
         self._norm = norm if scale is None else norm / scale
         if self._seen is not None:
-            self._size = _joint(trained)
+            self._size = joint(torch._foreach_norm(trained))
             self._before = [one.detach().clone() for one in self._watch.parameters.values()]
 
     @torch.no_grad()
@@ -139,7 +140,7 @@ class OwnLoop:
             moved = torch._foreach_norm(torch._foreach_sub(list(now), self._before))
             sizes = torch._foreach_norm(self._before)
             self._seen.updated(dict(zip(names, moved, strict=True)), dict(zip(names, sizes, strict=True)))
-            ratio = _joint(moved) / _joint(sizes)
+            ratio = joint(moved) / joint(sizes)
         if self._norm is not None and self._losses:
             loss, rate = torch.stack(self._losses).mean(), float(optimizer.param_groups[0]["lr"])
             watched = self._seen is not None
@@ -180,8 +181,3 @@ def loss_of(output: Any) -> Tensor | None:
 
 def _values(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _joint(tensors: Sequence[Tensor]) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))
-    return norm

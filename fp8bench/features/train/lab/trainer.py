@@ -13,11 +13,8 @@ from torch import Tensor, nn
 
 from fp8bench.features.train.lab import models
 from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, Windows, undisturbed
-from fp8bench.features.train.lab.gradients import joint
-from fp8bench.features.train.lab.optimizer import AdamW
-from fp8bench.features.train.lab.parallel import together_of
-from fp8bench.features.train.lab.schedule import loss_scale_of, own_seed, seed_of, share_of_rate
-from fp8bench.features.train.lab.together import digest_of
+from fp8bench.features.train.lab.optimizer import AdamW, joint, loss_scale_of, own_seed, seed_of, share_of_rate
+from fp8bench.features.train.lab.together import digest_of, together_of
 from fp8bench.features.train.lab.watched_step import Finder, Place, Watch, WatchedStep, whole_words
 from fp8bench.features.train.values import (
     FALLBACK,
@@ -33,8 +30,8 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
-from fp8bench.nn.cached_weights import CachedWeights
 from fp8bench.nn.gpt import Forward, LanguageModel, compiled
+from fp8bench.nn.cached_weights import CachedWeights
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role, SilentPhases, WatchedArithmetic, key_of
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions

@@ -2,17 +2,25 @@
 
 The endpoint is declared in advance: the mean training loss over the last tenth of the steps. The second measure is the
 last loss on the held-out text. A point with any value that is not finite is void.
+
+What gaps paired over seeds say is a verdict by Student's t, and how many more seeds one would take. The interval of 99%
+decides, that of 95% is shown. It is each arm's own: of a hundred arms that differ from their reference by nothing, one
+at most is called worse or better.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from fp8bench.analysis.compare.interval import quantile
 from fp8bench.features.train.values import REFERENCE_SECONDS, Line, StepFigure, StepRow, TrainingEvent, Validation
+from fp8bench.model import Interval
 
 HELD_OUT = "held-out"
 _TENTHS = 10
@@ -143,3 +151,133 @@ def _held_out_gap(reference: Curve, arm: Curve) -> float | None:
         return None
     old, new = (curve.held_out[max(both)] for curve in (reference, arm))
     return new / old - 1 if math.isfinite(new) and 0 < old < math.inf else None
+
+
+LEAST_PAIRS = 5
+DECIDING, SHOWN = 0.99, 0.95
+# More seeds than this nobody trains.
+MOST_SEEDS = 1000
+# So many more seeds are asked for that they decide with a probability of 80% or more, if gap and spread are what they
+# seem: chance moves the mean no further either way in 80 of 100 cases.
+_POWER = statistics.NormalDist().inv_cdf(0.9)
+_ODD = 0.999
+
+
+class Learned(StrEnum):
+    """What is said of an arm, in the order in which it is asked."""
+
+    DIVERGED = "diverged"
+    DID_NOT_LEARN = "did not learn"
+    WORSE = "worse"
+    WITHIN_NOISE = "within noise"
+    BETTER = "better"
+    INCONCLUSIVE = "inconclusive"
+
+
+class Why(StrEnum):
+    """Why a comparison is inconclusive."""
+
+    SAME_BITS = "in another precision every loss is the reference's, bit for bit"
+    FALLBACK = "its products are in another precision than its own"
+    FEW_PAIRS = "too few pairs of seeds"
+    NO_HELD_OUT = "too few pairs of seeds have a loss on held-out text"
+    DISAGREE = "the losses on training and on held-out text disagree"
+    TOO_WIDE = "the interval is too wide"
+
+
+@dataclass(frozen=True)
+class Gap:
+    """By what share an arm's loss lies above its reference's: the mean over pairs, with intervals if there are two."""
+
+    point: float
+    pairs: int
+    deviation: float
+    decides: Interval | None
+    shown: Interval | None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the pairs of one arm say. `more_seeds` would do; None where no number of them is known to."""
+
+    learned: Learned
+    gap: Gap | None = None
+    held_out: Gap | None = None
+    why: Why | None = None
+    more_seeds: int | None = None
+
+
+def gap_of(gaps: Sequence[float]) -> Gap | None:
+    """None of none."""
+    if not gaps:
+        return None
+    point, count = statistics.fmean(gaps), len(gaps)
+    if count == 1:
+        return Gap(point, 1, math.nan, None, None)
+    # As statistics.stdev has it, which takes fractions of whole numbers: eighty times as long.
+    deviation = math.sqrt(math.fsum((gap - point) ** 2 for gap in gaps) / (count - 1))
+    decides, shown = (_interval(point, deviation, count, level) for level in (DECIDING, SHOWN))
+    return Gap(point, count, deviation, decides, shown)
+
+
+def judge(pairs: Sequence[Pair], margin: float) -> Judged:
+    """The verdict on pairs, none of which diverged."""
+    gap = gap_of([pair.gap for pair in pairs])
+    held_out = gap_of([pair.held_out for pair in pairs if pair.held_out is not None])
+    found = Judged(Learned.INCONCLUSIVE, gap, held_out)
+    if gap is None or gap.decides is None or gap.pairs < LEAST_PAIRS:
+        return replace(found, why=Why.FEW_PAIRS, more_seeds=LEAST_PAIRS - len(pairs))
+    if held_out is None or held_out.decides is None or held_out.pairs < LEAST_PAIRS:
+        return replace(found, why=Why.NO_HELD_OUT)
+    learned = rule(gap.decides, margin)
+    if learned is Learned.INCONCLUSIVE:
+        return replace(found, why=Why.TOO_WIDE, more_seeds=_more_seeds(gap, margin))
+    if not _agrees(learned, held_out.decides, margin):
+        return replace(found, why=Why.DISAGREE)
+    return replace(found, learned=learned)
+
+
+def rule(interval: Interval, margin: float) -> Learned:
+    """Worse lies above 0 and reaches beyond the margin, better is its mirror image; what is within lies so wholly."""
+    if interval.low > 0 and interval.high > margin:
+        return Learned.WORSE
+    if interval.high < 0 and interval.low < -margin:
+        return Learned.BETTER
+    within = -margin <= interval.low and interval.high <= margin
+    return Learned.WITHIN_NOISE if within else Learned.INCONCLUSIVE
+
+
+def _agrees(learned: Learned, held_out: Interval, margin: float) -> bool:
+    """Whether held-out text says the same: by its sign, and where nothing was found not surely something."""
+    if learned is Learned.WITHIN_NOISE:
+        return held_out.low <= margin and held_out.high >= -margin
+    return held_out.point > 0 if learned is Learned.WORSE else held_out.point < 0
+
+
+def _interval(point: float, deviation: float, count: int, level: float) -> Interval:
+    reach = quantile(level, count - 1) * deviation / math.sqrt(count)
+    return Interval(point, point - reach, point + reach, level)
+
+
+def _more_seeds(gap: Gap, margin: float) -> int | None:
+    """The least number that decides, wherever chance may move the mean of so many; None if too many are needed."""
+
+    def decides(count: int) -> bool:
+        reach, moved = (one * gap.deviation / math.sqrt(count) for one in (quantile(DECIDING, count - 1), _POWER))
+        nearest, furthest = max(0.0, abs(gap.point) - moved), abs(gap.point) + moved
+        return nearest > reach or furthest <= margin - reach or 2 * reach <= margin
+
+    counts = range(gap.pairs + 1, MOST_SEEDS + 1)
+    place = bisect_left(counts, True, key=decides)
+    return counts[place] - gap.pairs if place < len(counts) else None
+
+
+def outlier_of(pairs: Sequence[Pair]) -> int | None:
+    """The seed whose gap lies so far from those of all others as one in a thousand would, were it one of them."""
+    if len(pairs) < LEAST_PAIRS:
+        return None
+    middle = statistics.median(pair.gap for pair in pairs)
+    furthest = max(pairs, key=lambda pair: abs(pair.gap - middle))
+    others = [pair.gap for pair in pairs if pair is not furthest]
+    limit = quantile(_ODD, len(others) - 1) * statistics.stdev(others) * math.sqrt(1 + 1 / len(others))
+    return furthest.seed if abs(furthest.gap - statistics.fmean(others)) > limit else None

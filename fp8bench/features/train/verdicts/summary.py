@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
+from fp8bench.analysis.energy import LEAST_WINDOWS, Range, energy_samples
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
     Arm,
@@ -18,11 +19,9 @@ from fp8bench.features.train.values import (
     StepRow,
     TrainingEvent,
 )
-from fp8bench.features.train.verdicts.curves import Curve, Key, curves_of
-from fp8bench.features.train.verdicts.energy import TrainedEnergy, energies_of
-from fp8bench.features.train.verdicts.judging import Gap
+from fp8bench.features.train.verdicts.curves import Curve, Gap, Key, curves_of
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict, Verdicts
-from fp8bench.model import Capacity, Interval
+from fp8bench.model import Capacity, EnergyUse, Interval
 
 
 @dataclass(frozen=True)
@@ -65,41 +64,24 @@ def summaries_of(
             events[line.arm] += 1
         elif isinstance(line, StepFigure) and line.name == BYTES_PER_PARAMETER:
             sizes[line.arm][line.seed] = sizes[line.arm].get(line.seed, 0.0) + line.value
-    alike = {arm.name: arm.name if arm.role is ArmRole.CANDIDATE else lead for arm in kept.training.arms}
-    return tuple(
-        _summary(
+    summaries = []
+    for arm in kept.training.arms:
+        own = [curve for (name, _), curve in curves.items() if name == arm.name]
+        summary = ArmSummary(
             arm,
-            curves,
-            found,
-            paces[arm.name],
-            sizes[arm.name],
-            peaks.get(alike[arm.name]),
-            capacities.get(arm.name),
-            energies.get(arm.name),
-            events[arm.name],
+            steps=sum(len(curve.rows) for curve in own),
+            loss=_mean([curve.endpoint for curve in own if curve.whole]),
+            held_out=_mean([curve.held_out[curve.steps] for curve in own if curve.steps in curve.held_out]),
+            tokens_per_second=1 / statistics.median(paces[arm.name]) if arm.native and paces[arm.name] else None,
+            bytes_per_parameter=next(iter(sizes[arm.name].values()), None),
+            peak_memory=peaks.get(arm.name if arm.role is ArmRole.CANDIDATE else lead),
+            capacity=capacities.get(arm.name),
+            energy=energies.get(arm.name),
+            events=events[arm.name] if own else None,
+            said=found.of(arm.name),
         )
-        for arm in kept.training.arms
-    )
-
-
-def _summary(
-    arm: Arm, curves: Mapping[Key, Curve], found: Verdicts, paces: Sequence[float], sizes: Mapping[int, float],
-    peak: int | None, capacity: Capacity | None, energy: TrainedEnergy | None, events: int,
-) -> ArmSummary:  # fmt: skip
-    own = [curve for (name, _), curve in curves.items() if name == arm.name]
-    return ArmSummary(
-        arm,
-        sum(len(curve.rows) for curve in own),
-        _mean([curve.endpoint for curve in own if curve.whole]),
-        _mean([curve.held_out[curve.steps] for curve in own if curve.steps in curve.held_out]),
-        1 / median(paces) if arm.native and paces else None,
-        next(iter(sizes.values()), None),
-        peak,
-        capacity,
-        energy,
-        events if own else None,
-        found.of(arm.name),
-    )
+        summaries.append(summary)
+    return tuple(summaries)
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -144,3 +126,70 @@ def _band(arm: Arm, found: Verdicts) -> dict[str, float | None]:
     if arm.role is ArmRole.REPEAT and found.repeat_band is not None:
         return {"first_difference": found.repeat_band.first, "largest_difference": found.repeat_band.largest}
     return {}
+
+
+@dataclass(frozen=True)
+class TrainedEnergy:
+    """`joules` are those of a step, by its windows. `to_loss` is the ratio to the reference's to the same loss, below 1
+    is less; with `at_least` it is so much or more. `why` says why one of them is not known, '' where that needs no
+    reason.
+
+    To a loss it is the ratio of joules of a step over the ratio of steps. The ends of the first are those of any pair
+    of windows, with the uncertainty of both, and of the second the interval over seeds: no confidence is claimed for
+    both.
+    """
+
+    joules: Range | None
+    to_loss: Interval | None = None
+    at_least: bool = False
+    why: str = ""
+
+
+def energies_of(kept: KeptTraining, found: Verdicts) -> dict[str, TrainedEnergy]:
+    """Of the arms that were asked."""
+    uses = {cost.arm: cost.energy for cost in kept.of(ArmCost) if cost.energy is not None}
+    return {arm: _energy(arm, uses, found) for arm in uses}
+
+
+def _energy(arm: str, uses: Mapping[str, EnergyUse], found: Verdicts) -> TrainedEnergy:
+    own, reference, said = uses[arm], uses.get(found.reference), found.of(arm)
+    samples = energy_samples(own)
+    if not samples:
+        return TrainedEnergy(None, why=own.why or "no window was measured, and nothing says why")
+    joules = Range(statistics.median(samples), min(samples), max(samples))
+    if said is None or reference is None:
+        return TrainedEnergy(joules, why=own.why)
+    why = _why_not_to_loss(said, own, reference)
+    if why or said.speed is None or said.speed.fewer_steps is None:
+        return TrainedEnergy(joules, why="; ".join(filter(None, (own.why, why))))
+    step, fewer = _ratio(own, reference), said.speed.fewer_steps
+    low, high = step.low / fewer.high, (step.high / fewer.low if fewer.low > 0 else math.inf)
+    point = Interval(step.point / fewer.point, low, high, fewer.level)
+    return TrainedEnergy(joules, point, said.speed.bounded, own.why)
+
+
+def _why_not_to_loss(said: ArmVerdict, own: EnergyUse, reference: EnergyUse) -> str:
+    """Why nothing can be said of the energy to a loss, '' where it can, or where the speed says why not."""
+    if not said.arm.native:
+        return "emulated: joules of its steps are the cost of emulation"
+    if own.source != reference.source:
+        return f"its windows are by {own.source}, the reference's by {reference.source}"
+    fewest = min(len(energy_samples(one)) for one in (own, reference))
+    if fewest < LEAST_WINDOWS:
+        return f"{LEAST_WINDOWS} windows are needed to compare, and there are {fewest}"
+    if _uncertainty(own) is None or _uncertainty(reference) is None:
+        return "it is unknown how far its power sensor can be off"
+    return "" if said.speed is not None else "fewer than 5 pairs of seeds, or no verdict, say how many steps it takes"
+
+
+def _uncertainty(use: EnergyUse) -> float | None:
+    known = [one.uncertainty for one in use.windows if one.uncertainty is not None]
+    return max(known) if known and len(known) == len(use.windows) else None
+
+
+def _ratio(own: EnergyUse, reference: EnergyUse) -> Interval:
+    """Joules of a step over the reference's, with what any pair of windows gives."""
+    first, second = energy_samples(own), energy_samples(reference)
+    wide = (1 + (_uncertainty(own) or 0.0)) * (1 + (_uncertainty(reference) or 0.0))
+    point = statistics.median(first) / statistics.median(second)
+    return Interval(point, min(first) / max(second) / wide, max(first) / min(second) * wide, 1.0)

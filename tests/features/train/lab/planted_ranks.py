@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from fp8bench.features.train.lab.fully_sharded import FullySharded
-from fp8bench.features.train.lab.tensor_parallel import TensorParallel
-from fp8bench.features.train.lab.together import DataParallel
+from fp8bench.features.train.lab.together import DataParallel, FullySharded, TensorParallel
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import Arm, Line, SeedTask
 from fp8bench.nn.sizes import SIZES

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8bench.features.train.lab.alone import NotFinite
-from fp8bench.features.train.lab.lab import Lab
+from fp8bench.features.train.lab.lab import Lab, NotFinite
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import Arm, ArmCost
 from fp8bench.model import MemoryRole

@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab import fully_sharded
-from fp8bench.features.train.lab.fully_sharded import FullySharded
-from fp8bench.features.train.lab.gradients import joint
-from fp8bench.features.train.lab.optimizer import AdamW
-from fp8bench.features.train.lab.together import digest_of
+from fp8bench.features.train.lab import together as ranks_together
+from fp8bench.features.train.lab.optimizer import AdamW, joint
+from fp8bench.features.train.lab.together import FullySharded, digest_of
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.protocols import SilentPhases
 from tests.nn.parallel.ranks import Place, ThreadedGroup, on_ranks
@@ -88,7 +86,7 @@ def test_rows_are_updated_as_the_whole_is(settings: dict[str, Any], monkeypatch:
     """However few of them travel together; norms are those of all ranks, each row counted once."""
     norms, weights = alone(3, **settings)
     for most in (1 << 22, 100):
-        monkeypatch.setattr(fully_sharded, "_MOST_ELEMENTS", most)
+        monkeypatch.setattr(ranks_together, "_MOST_SHARDED", most)
         found = sharded(3, **settings)
         for own, one, faults in found:
             assert not faults and own == found[0][0] == pytest.approx(norms, rel=1e-6)

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.gradients import AutomaticScale, joint
-from fp8bench.features.train.lab.optimizer import AdamW
-from fp8bench.features.train.lab.schedule import share_of_rate
+from fp8bench.features.train.lab.optimizer import AdamW, AutomaticScale, joint, share_of_rate
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scaled import values

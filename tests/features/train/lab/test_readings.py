@@ -16,8 +16,8 @@ from fp8bench.features.train.lab.readings import cast_of, figures_of, read, read
 from fp8bench.features.train.values import LayerReading
 from fp8bench.formats.codes import decode
 from fp8bench.formats.grids import FORMATS, Format
+from fp8bench.formats.recipes import Scaling
 from fp8bench.formats.scaled import quantise
-from fp8bench.formats.scalings import Scaling
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Arithmetic, Role

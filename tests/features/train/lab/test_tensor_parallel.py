@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.features.train.lab.tensor_parallel import TensorParallel
+from fp8bench.features.train.lab.together import TensorParallel
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.sizes import GPTConfig

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from fp8bench.features.train.lab.gradients import Noise, noise_of
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.lab.readings import attention_score, batch_norm_drift, embedding_spread
-from fp8bench.features.train.lab.watched_step import Parts, Watch, WatchedStep
+from fp8bench.features.train.lab.watched_step import Noise, Parts, Watch, WatchedStep, noise_of
 from fp8bench.features.train.values import Arm, LayerReading, Line, StepFigure, StepRow
 from fp8bench.features.train.verdicts.histories import scales_of
 from fp8bench.formats.grids import E4M3, E5M2

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from fp8bench.features.train.verdicts.judging import SHOWN
+from fp8bench.features.train.verdicts.curves import SHOWN
 from suites.verdicts import TRAINED, after_advice, coverage, false_alarms, found, noises, seeds_for, speeds
 
 FEW, MANY = 200, 10_000

@@ -8,9 +8,8 @@ import pytest
 
 from fp8bench.features.train import words
 from fp8bench.features.train.values import ArmCost, KeptTraining
-from fp8bench.features.train.verdicts.energy import TrainedEnergy, energies_of
-from fp8bench.features.train.verdicts.speed import AdjustedSpeed
-from fp8bench.features.train.verdicts.verdicts import verdicts_of
+from fp8bench.features.train.verdicts.summary import TrainedEnergy, energies_of
+from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, verdicts_of
 from fp8bench.model import EnergyUse, Interval
 from tests.energies import TOO_FEW, use
 from tests.learning_curves import lines, training

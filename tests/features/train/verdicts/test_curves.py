@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as witness
 
-from fp8bench.features.train.verdicts.curves import Pair
-from fp8bench.features.train.verdicts.judging import Learned, Why, gap_of, judge, outlier_of, rule
+from fp8bench.features.train.verdicts.curves import Learned, Pair, Why, gap_of, judge, outlier_of, rule
 from fp8bench.model import Interval
 
 SPREAD = (-0.002, -0.001, 0.0, 0.001, 0.002)
