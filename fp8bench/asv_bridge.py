@@ -77,7 +77,7 @@ class Suite:
     def measure(self) -> Measured:
         """Measure the grid, keep the run, and give what this commit has come to, this run included."""
         # pandas, numpy and all that measures: not for the many processes that only read.
-        from fp8bench.jobs.asv import Asked, measured_by_asv
+        from fp8bench.jobs.asv import measured_by_asv
 
         root, words = root_of(_file(type(self))), words_of_asv()
         quick, appending, commit = options_of(words)
@@ -85,8 +85,7 @@ class Suite:
         ranks = min(grid.ranks, default=1) if grid is not None else 1
         imports = _from_root(type(self))
         request = Request(self.workload, quick=quick, imports=imports, grid=True, ranks=ranks if ranks > 1 else None)
-        asked = Asked(appending, commit)
-        return measured_by_asv(request, store_of_project(root), root, SilentObserver(), asked)
+        return measured_by_asv(request, store_of_project(root), root, SilentObserver(), appending, commit)
 
 
 def root_of(file: Path) -> Path:

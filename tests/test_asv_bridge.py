@@ -22,7 +22,7 @@ from fp8bench import asv_bridge
 from fp8bench.asv_bridge import CaseFailed, options_of, root_of, store_of_project
 from fp8bench.errors import Fp8benchError, ImportFailed, NotKept, UnknownName, UsageError
 from fp8bench.jobs import asv as asv_measuring
-from fp8bench.jobs.asv import Asked, measured_by_asv
+from fp8bench.jobs.asv import measured_by_asv
 from fp8bench.model import Environment, Record, Request, Run, Scalar, Status
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import workloads
@@ -193,9 +193,9 @@ def test_each_class_reads_and_measures_its_own(project: Path, monkeypatch: pytes
     for one in (*made, suite(project, ranks, "collective").Collective()):
         assert one.setup_cache() == {}
     sizes = {"gemm": None, "mlp": None, "collective": 2}
-    for (request, store, root, _, told), (name, size) in zip(asked, sizes.items(), strict=True):
+    for (request, store, root, _, *told), (name, size) in zip(asked, sizes.items(), strict=True):
         assert request == Request(name, quick=True, grid=True, ranks=size)
-        assert (store, root, told) == (project / "kept", project, Asked(commit="HEAD"))
+        assert (store, root, told) == (project / "kept", project, [False, "HEAD"])
 
 
 def test_the_project_is_where_the_configuration_lies(project: Path, tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
             return keep(own, store)
 
         monkeypatch.setattr(asv_measuring, "execute", execute)
-        found = measured_by_asv(Request("gemm"), tmp_path, ROOT, SilentObserver(), Asked(**told))
+        found = measured_by_asv(Request("gemm"), tmp_path, ROOT, SilentObserver(), **told)
         return found[series].get(CELL)
 
     return ask
@@ -432,11 +432,11 @@ def test_where_asv_appends_it_is_not_given_what_it_has(
 def test_changed_files_are_not_saved_under_a_commit(asked: Callable[..., Any]) -> None:
     """asv keeps what the commit has come to; where that is nothing, the sentence says why. The run is kept."""
     dirty = a_run("run2", record(3), dirty=True)
-    kind, why = asked(dirty, commit=COMMIT)
+    kind, why = asked(dirty, saved_as=COMMIT)
     assert (kind, why) == ("failed", "the files differ from commit 01234567, so that these are not its numbers")
     clean = a_run("run1", record(2))
-    assert asked(replace(dirty, id="run3"), clean, commit=COMMIT) == ("samples", [0.002])
-    relative = asked(replace(dirty, id="run4"), commit=COMMIT, series="gemm.Gemm.track_relative_time")
+    assert asked(replace(dirty, id="run3"), clean, saved_as=COMMIT) == ("samples", [0.002])
+    relative = asked(replace(dirty, id="run4"), saved_as=COMMIT, series="gemm.Gemm.track_relative_time")
     assert relative == ("none", "")
 
 
@@ -447,12 +447,12 @@ def test_what_is_checked_out_is_not_saved_under_another_commit(
     other = "f" * 40
     known = {"HEAD": COMMIT, "HEAD~1": other}
     monkeypatch.setattr(asv_measuring, "commit_named", lambda word, folder: known.get(word))
-    kind, why = asked(a_run("run2", record(3)), commit="HEAD~1")
+    kind, why = asked(a_run("run2", record(3)), saved_as="HEAD~1")
     assert kind == "failed" and why.startswith("asv saves it as commit ffffffff, and commit 01234567 is checked out")
     before = a_run("run1", record(2), commit=other)
-    assert asked(a_run("run3", record(4)), before, commit="HEAD~1") == ("samples", [0.002])
-    assert asked(a_run("run4", record(4)), commit="HEAD") == ("samples", [0.003, 0.004, 0.004])
-    assert asked(a_run("run5", record(5)), commit="lost") == ("samples", [0.003, 0.004, 0.004, 0.005])
+    assert asked(a_run("run3", record(4)), before, saved_as="HEAD~1") == ("samples", [0.002])
+    assert asked(a_run("run4", record(4)), saved_as="HEAD") == ("samples", [0.003, 0.004, 0.004])
+    assert asked(a_run("run5", record(5)), saved_as="lost") == ("samples", [0.003, 0.004, 0.004, 0.005])
 
 
 def test_what_has_no_number_says_why(asked: Callable[..., Any]) -> None:

@@ -25,7 +25,7 @@ from fp8bench.jobs.report_files import (
 )
 from fp8bench.model import Run
 from fp8bench.report.data.boards import send_to_wandb, write_tensorboard
-from fp8bench.report.words.run_facts import many
+from fp8bench.report.words.naming import many
 from fp8bench.store.asv.view import update_view
 from fp8bench.store.index.history import keep_figures
 from fp8bench.store.runs.listing import store_of
@@ -93,9 +93,7 @@ def exported(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None])
     return _sent(kept, wanted, note)
 
 
-def kept_exported(
-    kind: Kind[K], kept: K, path: Path, store: Path, wanted: Wanted, note: Callable[[str], None]
-) -> bool:
+def kept_exported(kind: Kind[K], kept: K, path: Path, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
     """The same of another kind of thing that is kept."""
     if wanted.tensorboard is None and wanted.wandb is None:
         return True

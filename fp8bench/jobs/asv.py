@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 from fp8bench.errors import AsvFileError, Fp8benchError, NotKept
 from fp8bench.jobs.after_run import into_history
@@ -19,21 +19,15 @@ from fp8bench.store.points import followed, merged
 Outcome = tuple[str, object]
 
 
-class Asked(NamedTuple):
-    """What asv was told: to append samples to those it has; the commit to save results under, '' for not at all."""
-
-    appending: bool = False
-    commit: str = ""
-
-
 def measured_by_asv(
-    request: Request, store: Path, root: Path, observer: Observer, asked: Asked
+    request: Request, store: Path, root: Path, observer: Observer, appending: bool = False, saved_as: str = ""
 ) -> dict[str, dict[Cell, Outcome]]:
     """Measure a workload's grid for asv, keep the run, and say what its commit has come to, by series and cell.
 
-    A case that fails now is failed, whatever was measured before. Samples that asv appends to it is not given again.
-    What is no number of the commit that asv saves it under is not given: in its place comes what that commit has come
-    to, else the reason, as of a failure.
+    asv may be `appending` samples to those it has; results are `saved_as` a commit's, '' for not at all. A case that
+    fails now is failed, whatever was measured before. Samples that asv appends to it is not given again. What is no
+    number of the commit that asv saves it under is not given: in its place comes what that commit has come to, else the
+    reason, as of a failure.
     """
     try:
         run = execute(request, store, observer, "asv run", origin="asv", folder=root)
@@ -46,10 +40,10 @@ def measured_by_asv(
     if not own.points:
         why = own.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
         raise Fp8benchError(f"asv gets no figures of the suite {request.suite}: {why}.")
-    named = commit_named(asked.commit, root) if asked.commit else None
+    named = commit_named(saved_as, root) if saved_as else None
     commit = named or str(run.environment.get("commit"))
-    why = _not_of(commit, run) if asked.commit else ""
-    others = _others(run, store, commit, asked.appending) if why or not why_not(run) else []
+    why = _not_of(commit, run) if saved_as else ""
+    others = _others(run, store, commit, appending) if why or not why_not(run) else []
     outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in own.series}
     for (name, cell), point in merged(others if why else [*others, *own.points], own.series).items():
         outcomes.setdefault(name, {})[cell] = _outcome(point)

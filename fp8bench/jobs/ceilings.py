@@ -27,7 +27,6 @@ from fp8bench.model import (
     DeviceFacts,
     Group,
     Level,
-    Limit,
     Measurement,
     Plan,
     PlannedCase,
@@ -45,11 +44,10 @@ from fp8bench.model.raw import Settings
 from fp8bench.pipeline import now
 from fp8bench.plan.make import devices_asked
 from fp8bench.registry import precisions
-from fp8bench.report.words.ceilings import UNITS, lines_of, shape_words, since_words, spread_words
+from fp8bench.report.ceilings import UNITS, lines_of, shape_words, since_words, spread_words
 from fp8bench.store.ceilings import history_of_ceilings, new_ceilings
 from fp8bench.store.runs.run_file import check_store, load_run, start_run
 
-_State = dict[str, Scalar | None]
 # What no product does has no precision of its own: its arrays are of these.
 _ARRAYS = "fp32"
 
@@ -90,7 +88,7 @@ def ceilings_run(request: Request, store: Path, observer: JobObserver, command: 
             earlier = alike(found, history_of_ceilings(store))
             groups += [
                 tuple(_record(one, device, since(one, earlier)) for one in some)
-                for _, some in groupby(found.rates, _limit_of)
+                for _, some in groupby(found.rates, lambda rate: rate.limit)
             ]
     planned = (tuple(PlannedCase(one.case, one.support, one.work) for one in group) for group in groups)
     plan = Plan(tuple(Group(cases, 0) for cases in planned))
@@ -126,10 +124,6 @@ def _measured(
     except KeyboardInterrupt:
         observer.note(f"ceilings of {device.key}: what was measured is kept, and the same command goes on with it")
         raise
-
-
-def _limit_of(rate: Rate) -> Limit:
-    return rate.limit
 
 
 def _record(rate: Rate, device: DeviceFacts, before: Since | None) -> Record:

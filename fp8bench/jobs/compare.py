@@ -11,7 +11,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Run
-from fp8bench.report.words.run_facts import many
+from fp8bench.report.words.naming import many
 from fp8bench.store.commit_runs import Meant, runs_meant
 from fp8bench.store.runs.listing import each_once
 from fp8bench.store.runs.run_file import load_run

@@ -30,7 +30,7 @@ from fp8bench.plan.make import make_plan
 from fp8bench.plan.precision_map import layers_of
 from fp8bench.protocols import Precision
 from fp8bench.registry import AUTO, backends, devices, precisions, workloads
-from fp8bench.report.words.run_facts import shortened
+from fp8bench.report.words.naming import shortened
 from fp8bench.units import percent, seconds, size
 
 _LOOP_STEPS = 4

@@ -7,12 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import pytest
+
 from fp8bench.analysis.steps.acknowledged import ack_of
 from fp8bench.analysis.steps.changes import Found, find_changes
 from fp8bench.jobs.history import kept_acks
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.store.acks import append_acks
+from fp8bench.model import OperatorCount, PhaseCount, Record, Tape
+from fp8bench.store.acks import acks_of, append_acks
 from tests.analysis.steps.test_changes import levels
+from tests.commands import Say, git
+from tests.histories import history, keep, records, run_at
+from tests.own_suites import forgotten
 
 NOBODY = cast("JobObserver", None)
 
@@ -29,3 +35,127 @@ def test_one_interpreter_by_two_names(tmp_path: Path) -> None:
     for change, name in zip(changes, ("python3", "python", "python3"), strict=True):
         (kept,) = kept_acks(tmp_path, Found((change,), 1, Counter()), NOBODY)
         assert kept.python == str(tmp_path / name)
+
+
+WHOLE = OperatorCount("cast", "fp8bench::tensor", calls=2, bytes=400)
+PRODUCT = OperatorCount("gemm", "aten::mm", calls=3, flops=2000, bytes=300, path="bf16")
+# What a compiler had fused, as what it was made of: more launches, and more bytes.
+PARTS = tuple(replace(WHOLE, operator=name) for name in ("aten::abs", "aten::amax", "aten::div"))
+
+
+def tape_of(*operators: OperatorCount) -> Tape:
+    """With its sums."""
+    phases = []
+    for phase in ("cast", "gemm"):
+        found = [one for one in operators if one.phase == phase]
+        flops, size = (sum(one.calls * (getattr(one, name) or 0) for one in found) for name in ("flops", "bytes"))
+        phases.append(PhaseCount(phase, flops, size, sum(one.calls * one.launches for one in found)))
+    return Tape(operators, tuple(phases))
+
+
+FUSED, APART = tape_of(WHOLE, PRODUCT), tape_of(*PARTS, PRODUCT)
+
+
+def taped(tape: Tape) -> tuple[Record, ...]:
+    """What a run comes to whose bf16 has that tape."""
+    return tuple(one if one.is_reference else replace(one, tape=tape) for one in records())
+
+
+def counted(store: Path, *tapes: Tape) -> None:
+    """A commit for each."""
+    for number, tape in enumerate(tapes):
+        keep(store, run_at(number, records=taped(tape)))
+
+
+def test_a_fused_kernel_that_fell_apart(store: Path, fp8bench: Say) -> None:
+    """By its launches, between two commits and at once, with what it has become; until it is acknowledged."""
+    counted(store, FUSED, FUSED, APART)
+    code, out, _ = fp8bench("history", "regressions", "--explain")
+    said = " ".join(out.split())
+    assert code == 1 and "2 regressions" in said and "after 00000001 and up to 00000002" in said
+    assert "gemm.Gemm.track_launches(bf16, 512) 5 9 +80.0%" in said and "track_moved_bytes" in said
+    assert "track_flops" not in said and "fewer than 11 commits" in said
+    assert "fp8bench::tensor in cast: 2 calls, then 0; aten::abs in cast: 0 calls, then 2" in said
+    assert "fp8bench gate 00000001 00000002 --no-rerun" in said and "any change alarms" in said
+    code, out, _ = fp8bench("history", "regressions", "--json")
+    assert code == 1 and "aten::amax in cast: 0 calls, then 2" in out
+    assert fp8bench("history", "ack", "gemm.Gemm.track_*", "--because", "known")[0] == 0
+    assert acks_of(store).exists() and fp8bench("history", "regressions")[0] == 0
+
+
+def test_a_history_too_young_for_times_fails_by_its_counts(store: Path, fp8bench: Say) -> None:
+    """The gate asks for no second look: it would count the same. With counts alone that are alike there is still
+    nothing to judge times by."""
+    counted(store, FUSED, FUSED)
+    assert fp8bench("gate", "--history")[0] == 4
+    keep(store, run_at(2, records=taped(APART)))
+    code, out, err = fp8bench("gate", "--history")
+    assert code == 1 and "bf16 launches" in out and "aten::abs in cast: 0 calls, then 2" in " ".join(out.split())
+    assert "measured again" not in err
+
+
+def test_fewer_fail_no_gate(store: Path, fp8bench: Say) -> None:
+    """They alarm in the history, where somebody says that the work is still the same."""
+    history(store, *[1.0, 1.003, 0.998, 1.001, 0.997, 1.002, 1.0, 0.999, 1.004, 0.998, 1.001, 1.0])
+    for number, tape in ((12, APART), (13, FUSED)):
+        keep(store, run_at(number, records=taped(tape)))
+    assert fp8bench("gate", "--history")[0] == 0
+    code, out, _ = fp8bench("history", "regressions")
+    assert code == 1 and "2 counts that went down" in out and "0 regressions" in out
+
+
+_SUITE = """
+import torch
+from fp8bench.suites import Axis, Grid, Work, Workload, whole_number, workloads
+
+FUSED = {fused}
+
+@torch.library.custom_op("planted::halved_{fused}", mutates_args=())
+def halved(a: torch.Tensor) -> torch.Tensor:
+    return a / 2 + 1
+
+@workloads.register("planted")
+class Planted(Workload):
+    name = "planted"
+    summary = "a product of what one kernel makes, or three"
+    history = Grid({{"n": ("64",)}}, {{"n": ("128",)}}, ("fp32", "bf16"), phases=("gemm",))
+
+    def axes(self, facts):
+        return (Axis("n", "size", ("128",) if facts.accelerated else ("64",), whole_number(low=1)),)
+
+    def work(self, params):
+        return Work(2.0 * dict(params)["n"] ** 3)
+
+    def prepare(self, setup):
+        n = setup.case.param("n")
+        dtype = torch.bfloat16 if setup.case.precision == "bf16" else torch.float32
+        return torch.ones(n, n, dtype=dtype)
+
+    def step(self, state, phase):
+        with phase.gemm:
+            made = halved(state) if FUSED else torch.add(torch.div(state, 2), 1)
+            return made @ state
+"""
+
+
+@pytest.mark.slow
+def test_a_fused_operator_that_falls_apart_between_two_commits(store: Path, fp8bench: Say) -> None:
+    """Planted in a suite of one's own, measured in a real worker at each commit: same FLOPs, one launch more."""
+    folder = Path.cwd()
+    git(folder, "init", "-q")
+    commits = []
+    for fused in (True, False):
+        Path("planted.py").write_text(_SUITE.format(fused=fused))
+        git(folder, "add", "planted.py")
+        git(folder, "commit", "-qm", "a commit")
+        commits.append(git(folder, "rev-parse", "HEAD")[:8])
+        with forgotten(folder):
+            words = ("--grid", "--quick", "--tape", "--no-energy", "--no-report")
+            code, _, err = fp8bench("suite", "./planted.py", *words)
+            assert code == 0 and "in asv's view" in err
+            code, out, _ = fp8bench("history", "regressions", "--import", "./planted.py", "--explain")
+        said = " ".join(out.split())
+        assert code == int(not fused)
+    assert f"after {commits[0]} and up to {commits[1]}" in said and "4 regressions" in said
+    assert "planted.Planted.track_launches(bf16, 64) 2 3 +50.0%" in said and "track_flops" not in said
+    assert "planted::halved_True in gemm: 1 call, then 0; div in gemm: 0 calls, then 1" in said

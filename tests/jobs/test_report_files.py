@@ -13,10 +13,14 @@ import pytest
 
 from fp8bench.cli.main import main
 from fp8bench.errors import StoreError
-from fp8bench.jobs.report_files import Pages, folder_of, write_report
-from fp8bench.model import Run
-from fp8bench.store.runs.run_file import start_run
-from tests.runs import measured
+from fp8bench.jobs import report_files
+from fp8bench.jobs.report_files import Pages, folder_of, past_of, write_report
+from fp8bench.model import Environment, Request, Run
+from fp8bench.report.material import PastSeries
+from fp8bench.store.runs.run_file import load_run, start_run
+from tests.energies import use
+from tests.histories import commit, history, keep, records, run_at
+from tests.runs import EMULATED, measured, transformer
 
 
 @pytest.fixture
@@ -142,3 +146,105 @@ def test_a_suite_ends_with_its_report(store: Path, capsys: pytest.CaptureFixture
     (store / "reports").write_text("in the way")
     assert main(words) == 0
     assert "The run is kept; `fp8bench report" in capsys.readouterr().err
+
+
+def series(runs: list[Run], store: Path, metric: str = "time", precision: str = "bf16") -> PastSeries:
+    (found,) = [one for one in past_of(runs, store) if (one.metric, one.precision) == (metric, precision)]
+    return found
+
+
+def test_the_series_of_the_cases_at_hand(tmp_path: Path) -> None:
+    """Oldest first, with their commits, dates and intervals, and the words that a report needs."""
+    last = load_run(history(tmp_path, 2.0, 1.0)[-1])
+    found = series([last], tmp_path)
+    assert (found.suite, found.precision, found.place, found.machine) == ("gemm", "bf16", "shape=512", "box")
+    assert found.unit == "s" and not found.emulated and found.incomparable == 0
+    assert [one.commit for one in found.figures] == [commit(0), commit(1)]
+    assert [one.when for one in found.figures] == ["2026-01-05 12:00", "2026-01-05 13:00"]
+    # A round takes an eighth more for its cast, 100 ns besides, and 2 us in the middle.
+    assert [one.value for one in found.figures] == pytest.approx([2.2521e-3, 1.1271e-3], rel=1e-9)
+    assert all(one.low is not None and one.low <= one.value <= (one.high or 0) for one in found.figures)
+    assert [one.samples for one in found.figures] == [24, 24]
+
+
+def test_units_are_those_of_an_axis(tmp_path: Path) -> None:
+    last = load_run(history(tmp_path, 1.0)[-1])
+    units = {one.metric: one.unit for one in past_of([last], tmp_path)}
+    assert units["time"] == "s" and units["relative_time"] == "x"
+
+
+def test_other_machines_interpreters_and_cases_are_left_out(tmp_path: Path) -> None:
+    history(tmp_path, 1.0)
+    elsewhere = {"machine": "far", "asv_machine": "far"}
+    keep(tmp_path, run_at(1, records=tuple(records(9.0)), facts=elsewhere))
+    other = {"asv_python": "/other/bin/python"}
+    keep(tmp_path, run_at(2, records=tuple(records(9.0)), facts=other))
+    last = load_run(keep(tmp_path, run_at(3, records=tuple(records(1.0))[:1])))
+    found = past_of([last], tmp_path)
+    assert {one.precision for one in found} == {"fp32"}
+    assert [figure.commit for figure in series([last], tmp_path, precision="fp32").figures] == [commit(0), commit(3)]
+
+
+def test_a_run_with_changes_stands_at_the_end_of_its_series(tmp_path: Path) -> None:
+    """Though its numbers are no commit's, what it came to is what one wants to know."""
+    history(tmp_path, 1.0)
+    dirty = load_run(keep(tmp_path, run_at(0, hours=5, records=tuple(records(3.0)), facts={"dirty": True})))
+    found = series([dirty], tmp_path)
+    assert [(one.commit, one.unkept) for one in found.figures] == [(commit(0), False), (commit(0), True)]
+    assert found.figures[1].value == pytest.approx(3.3771e-3, rel=1e-9)
+    assert found.figures[1].when == "2026-01-05 17:00, with uncommitted changes"
+    assert found.figures[0].order < found.figures[1].order
+
+
+def test_a_quick_run_is_hasty(tmp_path: Path) -> None:
+    (path,) = history(tmp_path, 1.0, request=Request("gemm", quick=True))
+    assert [one.hasty for one in series([load_run(path)], tmp_path).figures] == [True]
+
+
+def test_emulations_are_named(tmp_path: Path) -> None:
+    """The points do not say so; the run at hand does."""
+    made = [replace(one, support=EMULATED) if not one.is_reference else one for one in records(1.0)]
+    last = load_run(keep(tmp_path, run_at(0, records=tuple(made))))
+    assert series([last], tmp_path).emulated and not series([last], tmp_path, precision="fp32").emulated
+
+
+def test_older_versions_are_counted(tmp_path: Path) -> None:
+    history(tmp_path, 1.0)
+    newer = tuple(replace(one, case=replace(one.case, version="99")) for one in records(1.0))
+    last = load_run(keep(tmp_path, run_at(1, records=newer)))
+    found = past_of([last], tmp_path)
+    assert {(len(one.figures), one.incomparable) for one in found} == {(1, 1)}
+
+
+def test_joules_of_another_source_are_left_out_and_counted(tmp_path: Path) -> None:
+    """Those of the newest count, of a run with uncommitted changes too; times do not care."""
+    for number, source in enumerate(("counter", "instant", "instant")):
+        made = tuple(replace(one, energy=use((1.0 + number,) * 3, source=source)) for one in records(1.0))
+        last = load_run(keep(tmp_path, run_at(number, records=made)))
+    found = series([last], tmp_path, metric="energy")
+    assert found.unit == "J" and ([one.value for one in found.figures], found.incomparable) == ([2.0, 3.0], 1)
+    assert len(series([last], tmp_path).figures) == 3
+    for source, count in (("counter", 2), ("instant", 3)):
+        made = tuple(replace(one, energy=use((9.0,) * 3, source=source)) for one in records(1.0))
+        dirty = run_at(2, hours=5, records=made, facts={"dirty": True})
+        assert len(series([dirty], tmp_path, metric="energy").figures) == count
+
+
+def test_runs_that_tell_nothing_have_no_past(tmp_path: Path) -> None:
+    """Of no machine, of cases outside of every grid, or of nothing at all."""
+    history(tmp_path, 1.0)
+    foreign, _ = transformer()
+    nameless = replace(run_at(1), environment=Environment({}))
+    assert past_of([], tmp_path) == past_of([foreign, nameless], tmp_path) == ()
+
+
+def test_a_store_that_is_not_there_knows_nothing(tmp_path: Path) -> None:
+    assert past_of([run_at(0)], tmp_path / "none") == ()
+
+
+def test_a_series_has_its_newest_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a chart has room for."""
+    monkeypatch.setattr(report_files, "MOST_COMMITS", 2)
+    paths = history(tmp_path, 1.0, 2.0, 3.0)
+    series = next(one for one in past_of([load_run(paths[-1])], tmp_path) if one.unit == "s")
+    assert [figure.commit for figure in series.figures] == [commit(1), commit(2)]

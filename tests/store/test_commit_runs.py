@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.jobs.report_history import past_of
+from fp8bench.jobs.report_files import past_of
 from fp8bench.store import commit_runs
 from fp8bench.store.asv.view import update_view
 from fp8bench.store.commit_runs import commit_named, files_by_commit, read_runs
