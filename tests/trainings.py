@@ -24,6 +24,7 @@ from fp8bench.features.train.values import (
     TokenSpan,
     Training,
     TrainingEvent,
+    TrainingObserver,
     TrainingText,
     Validation,
 )
@@ -147,15 +148,12 @@ def strikes(
 
 
 @dataclass
-class NotedTraining:
+class NotedTraining(TrainingObserver):
     """An observer of a training that keeps what it is told."""
 
     notes: list[str] = field(default_factory=list)
     doings: list[str] = field(default_factory=list)
     places: list[tuple[int, int]] = field(default_factory=list)
-
-    def begun(self, training: Training) -> None:
-        """Nothing to say."""
 
     def working(self, arm: str, doing: str) -> None:
         self.doings.append(f"{doing} of {arm}")

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+import importlib
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from fp8bench.cli.given import folder, in_bytes, names, pairs, plain, texts
+from fp8bench.cli.given import asked as fields_given
+from fp8bench.cli.given import asks, folder, keywords_of, names, pairs
 from fp8bench.cli.grammar import DEFAULT_STORE
-from fp8bench.errors import UnknownName
-from fp8bench.features.train.callbacks import Told, for_hugging_face, for_lightning, watched
-from fp8bench.features.train.data import write_training
-from fp8bench.features.train.frames import TrainingFrames
+from fp8bench.errors import StoreError, UnknownName, UsageError
+from fp8bench.features.train.data import TrainingFrames, write_training
+from fp8bench.features.train.health.health import Health
 from fp8bench.features.train.kept import load_training as read_training
-from fp8bench.features.train.kept import training_named
-from fp8bench.features.train.observer import SilentTraining, TrainingObserver
-from fp8bench.features.train.request import TrainerSettings, asked
+from fp8bench.features.train.kept import plain, training_named
+from fp8bench.features.train.request import TrainerSettings, TrainingRequest, asked
 from fp8bench.features.train.run import resume as go_on_training
 from fp8bench.features.train.run import train as train_all
-from fp8bench.features.train.values import KeptTraining
+from fp8bench.features.train.values import Arm, ArmRole, KeptTraining, Line, TrainingObserver
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
+from fp8bench.files import append
 from fp8bench.measure.environment import command_line
+from fp8bench.registry import precisions
 from fp8bench.report.data.boards import check_tensorboard
 
 if TYPE_CHECKING:
@@ -31,59 +35,42 @@ if TYPE_CHECKING:
     from fp8bench.features.train.lab.own_loop import OwnLoop
 
 
+@asks(TrainingRequest, "settings")
 def train(
     *,
     dtypes: Iterable[str] = (),
-    reference: str | None = None,
     steps: int | None = None,
     seeds: int | None = None,
     quick: bool = False,
     margin: float = 1.0,
-    seed: int = 0,
     precision_map: Mapping[str, str] | None = None,
     rates: Mapping[str, float] | None = None,
-    sweep: Mapping[str, object] | None = None,
-    data: str | Path | None = None,
-    other_data: str | Path | None = None,
-    tokens: str = "bytes",
-    stride: int = 10,
-    evaluate: int = 50,
-    keep: int = 50,
-    try_fix: bool = False,
-    max_batch: bool = False,
-    memory_limit: int | str | None = None,
-    energy: bool = True,
-    device: str | None = None,
-    threads: int = 1,
-    imports: Iterable[str] = (),
-    isolation: bool = True,
-    ranks: int | None = None,
     tensorboard: str | Path | None = None,
     store: str | Path = DEFAULT_STORE,
     observer: TrainingObserver | None = None,
-    **settings: Any,
+    **options: Any,
 ) -> KeptTraining:
     """Train the same model in several precisions beside each other; returns what was kept of it.
 
-    Arguments are the command line's options; `settings` are those of the model and of how it learns (`model`, `rate`,
-    `loss_scale`). `sweep` maps a setting, or an option of the dtypes, to values. `margin` is in percent. Raises
-    Fp8benchError with a sentence for what cannot be done; what happens in a step is an event.
+    Arguments are the command line's options (`help(fp8bench.train)` names them), and the settings of the model and of
+    how it learns (`model`, `rate`, `loss_scale`). `sweep` maps a setting, or an option of the dtypes, to values.
+    `margin` is in percent. Raises Fp8benchError with a sentence for what cannot be done; what happens in a step is an
+    event.
     """
+    own = {name: value for name, value in options.items() if name in keywords_of(TrainingRequest)}
+    settings = {name: value for name, value in options.items() if name not in own}
     known = [field.name for field in fields(TrainerSettings)]
     for name in settings:
         if name not in known:
             raise UnknownName("setting", name, known)
     request = asked(
-        quick, steps, seeds, names(dtypes), reference=reference, margin=margin / 100, seed=seed,
+        quick, steps, seeds, names(dtypes), margin=margin / 100, **fields_given(TrainingRequest, own, "train"),
         settings=TrainerSettings(**settings, precision_map=pairs(precision_map), rates=pairs(rates)),
-        sweep=pairs(sweep, texts), data=plain(data), other_data=plain(other_data), tokens=tokens, stride=stride,
-        evaluate=evaluate, keep=keep, try_fix=try_fix, device=device, threads=threads, imports=names(imports),
-        isolation=isolation, max_batch=max_batch, memory_limit=in_bytes(memory_limit), energy=energy, ranks=ranks,
     )  # fmt: skip
     board = None if tensorboard is None else folder("tensorboard", tensorboard)
     if board is not None:
         check_tensorboard(board)
-    done = train_all(request, folder("store", store), observer or SilentTraining(), command_line())
+    done = train_all(request, folder("store", store), observer or TrainingObserver(), command_line())
     if board is not None:
         write_training(done, verdicts_of(done.training, done.lines), board)
     return done
@@ -95,7 +82,7 @@ def resume_training(
     """Go on with a training that was cut off, from its newest checkpoint; one that is finished is returned."""
     kept = folder("store", store)
     path = training_named(training.path if isinstance(training, KeptTraining) else str(training), kept)
-    return go_on_training(path, kept, observer or SilentTraining())[1]
+    return go_on_training(path, kept, observer or TrainingObserver())[1]
 
 
 def load_training(training: str | Path | KeptTraining, store: str | Path = DEFAULT_STORE) -> TrainingFrames:
@@ -109,19 +96,20 @@ def load_training(training: str | Path | KeptTraining, store: str | Path = DEFAU
     return TrainingFrames(training)
 
 
+@contextmanager
 def watch(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     path: str | Path | None = None,
     *,
-    told: Told | None = None,
+    told: Callable[[Sequence[Line]], None] | None = None,
     name: str = "own",
     stride: int = 10,
     tokens: int = 0,
     scaler: Any = None,
     precision: str = "fp32",
     health: bool = True,
-) -> AbstractContextManager[OwnLoop]:
+) -> Iterator[OwnLoop]:
     """Watch a training loop of one's own in a `with` block: a row a step, all of the module every `stride` steps.
 
     Lines go to a new file at `path` and to `told`; alarms of the health rules are among them. A step ends when the
@@ -129,15 +117,107 @@ def watch(
     `loss(value)` of what the block is given. `tokens` are those of a step. `scaler` is a GradScaler. By the word
     `precision` for what the module is trained in, remedies are chosen.
     """
-    options = {"name": name, "stride": stride, "tokens": tokens, "scaler": scaler}
-    return watched(module, optimizer, None if path is None else Path(path), told, precision, health, **options)
+    from fp8bench.features.train.lab.own_loop import OwnLoop
+
+    rules = Health((Arm(name, precisions.canonical(precision), ArmRole.REFERENCE),)) if health else None
+    with ExitStack() as stack:
+        keep = _Kept(Path(path), stack) if path is not None else None
+
+        def tell(lines: Sequence[Line]) -> None:
+            every = (*lines, *rules.see(lines)) if rules is not None else lines
+            if keep is not None:
+                keep(every)
+            if told is not None:
+                told(every)
+
+        yield stack.enter_context(OwnLoop(module, optimizer, tell, name, stride, tokens, scaler))
+
+
+class _Kept:
+    """A file of lines. A disk that is full ends the file with a warning, and not somebody's training."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        try:
+            self._file: IO[bytes] | None = stack.enter_context(path.open("xb"))
+        except OSError as error:
+            raise StoreError(f"{path} cannot be made ({error.strerror}). Give another file.") from None
+
+    def __call__(self, lines: Sequence[Line]) -> None:
+        if self._file is None:
+            return
+        text = "".join(json.dumps(plain(line), separators=(",", ":"), allow_nan=False) + "\n" for line in lines)
+        try:
+            append(self._file, text, sync=False)  # what is written survives the process, and nobody waits for the disk
+        except OSError as error:
+            warnings.warn(f"{self._file.name} ends here ({error.strerror}); the training goes on.", stacklevel=2)
+            self._file = None
 
 
 def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any:
-    """A callback for transformers' Trainer that watches what it trains; options are those of `watch`."""
-    return for_hugging_face(lambda module, optimizer: watch(module, optimizer, path, **options))
+    """A callback for transformers' Trainer that watches what it trains; options are those of `watch`.
+
+    Where a training raises, the next one, or `on_train_end`, takes its hooks away.
+    """
+    base: Any = _package("transformers").TrainerCallback
+
+    class WatchCallback(base):  # type: ignore[misc]
+        """Watches from the first step to the last."""
+
+        def __init__(self) -> None:
+            self._stack = ExitStack()
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            self._stack.close()
+            optimizer = known["optimizer"]
+            own = getattr(optimizer, "optimizer", optimizer)
+            self._stack.enter_context(watch(known["model"], own, path, **options))
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            self._stack.close()
+
+    return WatchCallback()
 
 
 def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
-    """A callback for Lightning's Trainer that watches what it trains; options are those of `watch`."""
-    return for_lightning(lambda module, optimizer: watch(module, optimizer, path, **options))
+    """A callback for Lightning's Trainer that watches what it trains; options are those of `watch`.
+
+    The loss is the one that backward begins with.
+    """
+    base: Any = _package("lightning.pytorch", "pytorch_lightning").Callback
+
+    class WatchCallback(base):  # type: ignore[misc]
+        """Watches from the first step to the last, or to an exception."""
+
+        def __init__(self) -> None:
+            self._stack = ExitStack()
+            self._loop: OwnLoop | None = None
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            if len(trainer.optimizers) != 1:
+                raise UsageError(
+                    f"a training with {len(trainer.optimizers)} optimizers has no step of its own. Use fp8bench.watch "
+                    "with a part of the module and its optimizer."
+                )
+            self._loop = self._stack.enter_context(watch(pl_module, trainer.optimizers[0], path, **options))
+
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+            if self._loop is not None:  # Lightning has divided it by the number of micro-batches
+                self._loop.loss(loss * trainer.accumulate_grad_batches)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self._stack.close()
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            self._stack.close()
+
+    return WatchCallback()
+
+
+def _package(*names: str) -> Any:
+    """The first of these that is installed."""
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise UsageError(f"{names[0]} cannot be imported here: pip install {names[0].partition('.')[0]}")

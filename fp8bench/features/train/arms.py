@@ -1,19 +1,23 @@
-"""A request of a training and a device's facts in, its arms out: a pure function, tested for any device."""
+"""The arms of a training, from its request and a device's facts; and which of them lie in memory together.
+
+All arms of a seed do, or each beside the reference, where all do not fit. Pure functions, tested for any device.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train.lab.models import check, check_ranks, config_of, layers_of, support
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.values import Arm, ArmRole
+from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
 from fp8bench.plan.make import check_limit, device_named
 from fp8bench.plan.precision_map import check_keys, check_mixed
 from fp8bench.registry import precisions
+from fp8bench.units import size
 
 MOST_ARMS = 64
 # What must be the same in all arms: weights and batches are shared. The map is a table of its own.
@@ -43,7 +47,7 @@ def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
 
 def arms_of_seed(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
     """Those that are trained in the seed of that number: the repeat shows in the first one all that it can show."""
-    return tuple(one for one in arms if not one.skip and (number == 0 or one.role is not ArmRole.REPEAT))
+    return tuple(arm for arm in arms if not arm.skip and (number == 0 or arm.role is not ArmRole.REPEAT))
 
 
 def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceFacts:
@@ -68,7 +72,12 @@ def check_training(request: TrainingRequest) -> None:
 
 def _named(request: TrainingRequest) -> tuple[Arm, ...]:
     """All arms, whatever a device makes of them."""
-    lead, others = _precisions(request)
+    modes = list(dict.fromkeys(map(precisions.canonical, request.dtypes)))
+    lead = min(modes, key=lambda mode: precisions.get(mode).rank)
+    if request.reference is not None:
+        lead = precisions.canonical(request.reference)
+    # Held against itself, where settings are swept and nothing else.
+    others = [mode for mode in modes if mode != lead] or [lead]
     candidates = {}
     for mode, settings in _swept(request, others):
         name = " ".join((mode, *(f"{key.replace('_', '-')}={value}" for key, value in settings)))
@@ -88,15 +97,6 @@ def _named(request: TrainingRequest) -> tuple[Arm, ...]:
     return arms
 
 
-def _precisions(request: TrainingRequest) -> tuple[str, list[str]]:
-    """The mode of the reference, and of what is held against it: itself, where settings are swept and nothing else."""
-    modes = list(dict.fromkeys(map(precisions.canonical, request.dtypes)))
-    lead = min(modes, key=lambda mode: precisions.get(mode).rank)
-    if request.reference is not None:
-        lead = precisions.canonical(request.reference)
-    return lead, [mode for mode in modes if mode != lead] or [lead]
-
-
 @dataclass(frozen=True)
 class _Swept:
     """A setting with its values, or an option of precisions, which are parsed with the precision."""
@@ -110,12 +110,12 @@ def _swept(request: TrainingRequest, modes: Sequence[str]) -> Iterator[tuple[str
     """Every precision with every combination of what is swept of it."""
     axes = [_axis(name, values, modes) for name, values in request.sweep]
     for mode in modes:
-        own = [one for one in axes if one.is_setting or _has_option(mode, one.name)]
-        for combination in itertools.product(*(one.values for one in own)):
+        own = [axis for axis in axes if axis.is_setting or _has_option(mode, axis.name)]
+        for combination in itertools.product(*(axis.values for axis in own)):
             chosen = list(zip(own, combination, strict=True))
-            word = ":".join((mode, *(f"{one.name}={value}" for one, value in chosen if not one.is_setting)))
+            word = ":".join((mode, *(f"{axis.name}={value}" for axis, value in chosen if not axis.is_setting)))
             base = request.settings
-            settings = ((one.name, value) for one, value in chosen if one.is_setting)
+            settings = ((axis.name, value) for axis, value in chosen if axis.is_setting)
             changed = tuple((key, value) for key, value in settings if value != getattr(base, key))
             yield precisions.canonical(word), (*changed, *_batch_beside(dict(changed), base))
 
@@ -168,3 +168,65 @@ def supported(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
     return replace(arm, native=all(one.level is Level.NATIVE for one in found), skip=facts.unusable or refused)
 
 
+# Of a device's memory: its own context, what allocators round up, and readings of watched steps need the rest.
+_USABLE = 0.9
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Arms of a seed, counted from 0, that are trained beside each other; `first` of those of their seed."""
+
+    number: int
+    arms: tuple[Arm, ...]
+    first: bool = True
+
+
+@dataclass(frozen=True)
+class Turns:
+    """All turns of a training in their order, the arms that fit into no memory, and why arms are not all together."""
+
+    turns: tuple[Turn, ...]
+    out: Mapping[str, str]
+    cut: str = ""
+
+
+def turns_of(training: Training, costs: Iterable[ArmCost]) -> Turns:
+    """By what each arm needs alone: all together, else in pairs with the reference, else alone.
+
+    Ranks on a processor share its memory. Nothing is known of an arm that could not be measured; then all are tried
+    together. Raises UsageError where the reference needs more than there is.
+    """
+    request, facts = training.request, training.device
+    room = (request.memory_limit or int(_USABLE * facts.memory_bytes)) // (1 if facts.accelerated else facts.ranks)
+    seeds = [arms_of_seed(training.arms, number) for number in range(request.seeds)]
+    lead, *others = seeds[0]
+    peaks = {one.arm: (sum(part for _, part in one.kept), one.memory.peak) for one in costs if one.memory is not None}
+
+    def needs(*arms: Arm) -> int:
+        """What all of them keep between their steps, and the most that a step of one needs beside that."""
+        own = [peaks[lead.name if arm.is_band else arm.name] for arm in arms]
+        return sum(kept for kept, _ in own) + max(0, *(peak - kept for kept, peak in own))
+
+    known = all(arm.is_band or arm.name in peaks for arm in seeds[0])
+    if not room or not known or needs(*seeds[0]) <= room:
+        return Turns(tuple(Turn(number, arms) for number, arms in enumerate(seeds)), {})
+    if needs(lead) > room:
+        raise UsageError(
+            f"the reference {lead.name} needs {size(needs(lead))} at the highest point of a step, and there are "
+            f"{size(room)}. Choose a smaller --model, --batch or --sequence."
+        )
+    out = {
+        arm.name: f"it needs {size(needs(arm))} alone, and there are {size(room)}"
+        for arm in others if needs(arm) > room
+    }  # fmt: skip
+    words = (
+        f"all arms need {size(needs(*seeds[0]))} together, and there are {size(room)}: each is trained beside the "
+        "reference alone, which takes its steps once more beside every one of them"
+    )
+    turns = []
+    for number, arms in enumerate(seeds):
+        fitting = [arm for arm in arms[1:] if arm.name not in out]
+        beside: list[tuple[Arm, ...]] = [(lead, arm) for arm in fitting if needs(lead, arm) <= room]
+        parts = [*(beside or [(lead,)]), *((arm,) for arm in fitting if needs(lead, arm) > room)]
+        turns += [Turn(number, part, place == 0) for place, part in enumerate(parts)]
+    return Turns(tuple(turns), out, words)

@@ -18,7 +18,6 @@ from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESS
 from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.kept import training_named
 from fp8bench.features.train.kind import TrainingKind
-from fp8bench.features.train.observer import TrainingObserver
 from fp8bench.features.train.progress import on_terminal
 from fp8bench.features.train.request import (
     LEARNING,
@@ -30,7 +29,7 @@ from fp8bench.features.train.request import (
     TrainingRequest,
     asked,
 )
-from fp8bench.features.train.values import KeptTraining, TrainingEvent
+from fp8bench.features.train.values import KeptTraining, TrainingEvent, TrainingObserver
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import PERCENT
@@ -120,11 +119,9 @@ def run(arguments: argparse.Namespace) -> int:
     request = request_from(arguments)
     check_training(request)
     if arguments.dry_run:
-        from fp8bench.features.train.view import expected_time, plan_page
+        from fp8bench.features.train.view import plan_page
 
-        found = planned(request, arguments.store)
-        time = expected_time(found.seconds, found.unknown)
-        tell(arguments, partial(plan_page, request, found.arms, found.device, found.reference, time))
+        tell(arguments, partial(plan_page, *planned(request, arguments.store)))
         return EXIT_OK
     with _training(arguments) as observer:
         kept = train(request, arguments.store, observer, command_line())

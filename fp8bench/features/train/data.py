@@ -1,6 +1,4 @@
-"""A training for programs: all of it as JSON, its figures as CSV, and what every arm came to.
-
-A training on boards: curves over its steps, one of each arm in each seed, and what every arm came to.
+"""A training for programs: as JSON, as CSV, on boards as curves over its steps, and as pandas frames.
 
 TensorBoard gets `<training>/<arm>/seed-<number>` and, for what is said of all seeds, `<training>/<arm>`. Weights &
 Biases gets a run for each arm and seed and one for the training, all of one group. Readings of single tensors are left
@@ -12,9 +10,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8bench.analysis.energy import energy_samples
 from fp8bench.analysis.metric import why_no_larger
@@ -23,6 +22,7 @@ from fp8bench.features.train.values import (
     Arm,
     ArmCost,
     KeptTraining,
+    L,
     LayerReading,
     Line,
     StepFigure,
@@ -32,13 +32,16 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.features.train.verdicts.curves import Key
 from fp8bench.features.train.verdicts.summary import ArmSummary, figures_of, summaries_of
-from fp8bench.features.train.verdicts.verdicts import Verdicts
+from fp8bench.features.train.verdicts.verdicts import Verdicts, verdicts_of
 from fp8bench.features.train.view import bands_of, notes_of
 from fp8bench.features.train.words import of_arm, verdict
 from fp8bench.files import safe
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.data.boards import attach, begun_at, sending, told_of, write_scalars
 from fp8bench.report.data.plain import cell, csv_text, json_line, more_csv
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 COLUMNS = ("arm", "precision", "role", "seed", "step", "line", "of", "layer", "tensor", "figure", "value")
 # What says which line it is, and is no figure of it.
@@ -222,3 +225,78 @@ def send_training(kept: KeptTraining, found: Verdicts, project: str, files: Iter
         figures = summed_up(kept, found)
         sent.log({f"{arm}/{name}": value for arm, own in figures.items() for name, value in own.items()})
         attach(sent, training.id, "fp8bench-training", files)
+
+
+# Words that stand in every row: categories take a byte or two a row, and text fifty.
+_REPEATED = ("arm", "layer", "role", "of", "name", "kind", "tensor")
+
+
+@dataclass(frozen=True)
+class TrainingFrames:
+    """A training and its lines, a frame for each kind of them, made when it is first asked for; docs/outputs.md says
+    what their columns hold."""
+
+    training: KeptTraining
+
+    @cached_property
+    def arms(self) -> pd.DataFrame:
+        """What every arm came to: a row an arm."""
+        import pandas as pd
+
+        kept, request = self.training, self.training.training.request
+        found = verdicts_of(kept.training, kept.lines)
+        return pd.DataFrame(
+            {
+                "arm": one.arm.name,
+                "precision": one.arm.precision,
+                "role": one.arm.role.value,
+                "ranks": request.ranks or 1,
+                "parallel": request.settings.parallel,
+                "amax_group": one.arm.taken(request.settings).amax_group,
+                **row_of(one, found),
+            }
+            for one in summaries_of(kept, found)
+        )
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        """A row a step of an arm in a seed."""
+        return _lines(self.training, StepRow)
+
+    @cached_property
+    def readings(self) -> pd.DataFrame:
+        """A row a tensor of a layer in a watched step."""
+        return _lines(self.training, LayerReading)
+
+    @cached_property
+    def figures(self) -> pd.DataFrame:
+        """A row a further figure of a watched step."""
+        return _lines(self.training, StepFigure)
+
+    @cached_property
+    def validations(self) -> pd.DataFrame:
+        """A row a look at text that was never trained on, perplexities included."""
+        seen = self.training.of(Validation)
+        more = {name: [getattr(one, name) for one in seen] for name in ("perplexity", "perplexity_by_byte")}
+        return _lines(self.training, Validation).assign(**more)
+
+    @cached_property
+    def costs(self) -> pd.DataFrame:
+        """What each arm takes alone: a row a figure: bytes, joules of a step, batches and reasons."""
+        import pandas as pd
+
+        found = [(one.arm, *figure) for one in self.training.of(ArmCost) for figure in costs_of(one)]
+        return pd.DataFrame(found, columns=["arm", "figure", "value"])
+
+    @cached_property
+    def events(self) -> pd.DataFrame:
+        """A row for whatever happened."""
+        return _lines(self.training, TrainingEvent)
+
+
+def _lines(kept: KeptTraining, kind: type[L]) -> pd.DataFrame:
+    import pandas as pd
+
+    found = kept.of(kind)
+    columns = {field.name: [getattr(line, field.name) for line in found] for field in fields(kind)}
+    return pd.DataFrame(columns).astype({name: "category" for name in _REPEATED if name in columns})

@@ -14,8 +14,15 @@ from typing import TextIO
 from fp8bench import units
 from fp8bench.cli.live import REDRAW_SECONDS, LiveBlock, is_watched, time_left
 from fp8bench.cli.streams import complain
-from fp8bench.features.train.observer import TrainingObserver
-from fp8bench.features.train.values import Arm, Line, StepRow, Training, TrainingEvent, Validation
+from fp8bench.features.train.values import (
+    Arm,
+    Line,
+    StepRow,
+    Training,
+    TrainingEvent,
+    TrainingObserver,
+    Validation,
+)
 from fp8bench.report.elements import Column, Field, Page, Part, Table, Tone
 from fp8bench.report.terminal.layout import render
 from fp8bench.report.words.run_facts import many
@@ -23,7 +30,7 @@ from fp8bench.report.words.run_facts import many
 _OUT, _STOPPED = "out", "stopped"
 
 
-class _Watching:
+class _Watching(TrainingObserver):
     """Where a training is, and what its arms have come to in this seed."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float]) -> None:
@@ -37,9 +44,6 @@ class _Watching:
     def begun(self, training: Training) -> None:
         self._training, self._begun = training, self._clock()
         self._arms = {arm.name: ArmNow(arm) for arm in training.arms if not arm.skip}
-
-    def working(self, arm: str, doing: str) -> None:
-        """A log has no line for it: the result has."""
 
     def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
         if number != self._number:

@@ -1,20 +1,24 @@
-"""A training: planned, begun, and gone on with where it was cut off. Its stream is the result."""
+"""A training: planned, begun, and gone on with where it was cut off. Its stream is the result.
+
+What each arm takes by itself is measured in passes of their own before and after its steps.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from fp8bench import __version__
-from fp8bench.errors import NotKept, StoreError, WorkerError
-from fp8bench.features.train.arms import arms_of_seed, check_training, device_of, make_arms
-from fp8bench.features.train.costs import largest_batches, measure_energy, measure_memory
+from fp8bench.errors import NotKept, StoreError, WorkerError, WorkerFault
+from fp8bench.features.train.arms import Turns, arms_of_seed, check_training, device_of, make_arms, supported, turns_of
 from fp8bench.features.train.kept import (
+    Place,
     TrainingWriter,
     load_head,
     load_training,
@@ -25,48 +29,37 @@ from fp8bench.features.train.kept import (
 from fp8bench.features.train.lab.lab import MODULE, Lab
 from fp8bench.features.train.lab.models import config_of
 from fp8bench.features.train.lab.rank_lab import MODULE as RANK_MODULE
-from fp8bench.features.train.observer import TrainingObserver
 from fp8bench.features.train.ranks_merge import MERGES
-from fp8bench.features.train.request import TrainingRequest
-from fp8bench.features.train.resumable import refuse_other_training, refuse_training_elsewhere
-from fp8bench.features.train.seed import Pace, SeedRun, lab_of
+from fp8bench.features.train.request import SETTINGS_RULES, TrainingRequest
+from fp8bench.features.train.seed import FIRST_SECONDS, Pace, SeedRun, lab_of
 from fp8bench.features.train.texts import prepare_text
-from fp8bench.features.train.turns import Turns, turns_of
 from fp8bench.features.train.values import (
     Arm,
     ArmCost,
     ArmRole,
     ArmState,
     KeptTraining,
-    SeedTask,
     StepRow,
     Training,
     TrainingEvent,
+    TrainingObserver,
     TrainingText,
 )
+from fp8bench.measure import arm as measured
+from fp8bench.measure.capacity import Batches, BatchSearch
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker, claimed
-from fp8bench.measure.interrupts import ignored
+from fp8bench.measure.interrupts import held_back, ignored
 from fp8bench.measure.ranks.worker import RanksWorker
-from fp8bench.model import DeviceFacts, Environment
+from fp8bench.measure.sensors.meter import Meter, Meters
+from fp8bench.measure.sensors.sampler_thread import SourceKind
+from fp8bench.measure.windows import WindowPass, WindowRule
+from fp8bench.model import Case, EnergyUse, Level, PlannedCase, Support, Work
 from fp8bench.model.raw import Settings
 from fp8bench.pipeline import now
+from fp8bench.plan.resumable import cannot_resume, refuse_files_elsewhere, surroundings_differ
 from fp8bench.store.runs.run_file import check_store
 from fp8bench.user_code import import_user_modules
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A training as it would be: its arms on their device, and the reference's model as it was built.
-
-    `seconds` are those of all steps of arms whose precision was trained here before; `unknown` are the other arms.
-    """
-
-    arms: tuple[Arm, ...]
-    device: DeviceFacts
-    reference: ArmState
-    seconds: float
-    unknown: list[str]
 
 
 def train(request: TrainingRequest, store: Path, observer: TrainingObserver, command: str) -> KeptTraining:
@@ -76,40 +69,57 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
     training as far as it was kept, where the store fails, and WorkerError where the reference cannot go on.
     """
     with _ready(request, store) as (worker, text):
-        device, arms, environment = _asked(request, worker)
-        parameters = _reference(request, worker, arms, device, text).parameters
-        training = Training(
-            secrets.token_hex(4), now(), command, request, arms, device, environment, text, parameters
-        )  # fmt: skip
+        training = _of_today(request, worker, text, command)
+        training = replace(training, parameters=_reference(training, worker).parameters)
         return _trained(training, start_training(training, store), worker, observer)
 
 
 def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, KeptTraining]:
-    """Go on with a training from the last place that was kept; one that is finished is returned, with False."""
+    """Go on with a training from the last place that was kept; one that is finished is returned, with False.
+
+    Raises UsageError where a file that it names by a path of its own folder is not to be found from here, or where
+    machine, software, commit, text or plan are not what it began with: its checkpoints would not go on to the same
+    losses.
+    """
     kept = load_training(path)
     if kept.finished:
         return False, kept
-    training = kept.training
-    refuse_training_elsewhere(training)
-    with _ready(training.request, store) as (worker, text):
-        device, arms, environment = _asked(training.request, worker)
-        refuse_other_training(training, arms, device, environment, text.identity)
+    training, request = kept.training, kept.training.request
+    called = f"the training {training.id}"
+    refuse_files_elsewhere(called, request.imports, request.data, request.other_data)
+    with _ready(request, store) as (worker, text):
+        for why in _differences(training, _of_today(request, worker, text)):
+            raise cannot_resume(called, why, "Its halves would not be one training; start a new one.")
         writer = reopen_training(path)
         place = writer.places[-1]
         writer.go_back(place)
         words = f"gone on with from step {place.step}"
         number = turns_of(training, kept.of(ArmCost)).turns[place.number].number
-        event = TrainingEvent("", training.request.seed + number, place.step, "resumed", words)
-        writer.append((event,))
+        writer.append((TrainingEvent("", request.seed + number, place.step, "resumed", words),))
         return True, _trained(replace(training, text=text), writer, worker, observer, resumed=True)
 
 
-def planned(request: TrainingRequest, store: Path) -> Planned:
-    """What a training would do; nothing is trained."""
+def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState, float, list[str]]:
+    """A training as it would be, its reference's model as it was built, and what is expected of its time.
+
+    Nothing is trained. Seconds are those of all steps of arms whose precision was trained here before; then come the
+    names of the other arms.
+    """
     with _ready(request, store) as (worker, text):
-        device, arms, _ = _asked(request, worker)
-        reference = _reference(request, worker, arms, device, text)
-        return Planned(arms, device, reference, *expected_seconds(request, arms, device, store))
+        training = _of_today(request, worker, text)
+        return training, _reference(training, worker), *_expected_seconds(training, store)
+
+
+def _differences(training: Training, today: Training) -> Iterator[str]:
+    yield from surroundings_differ(training.environment, today.environment)
+    if training.device.name != today.device.name:
+        yield f"{today.device.key} was {training.device.name} and is {today.device.name}"
+    if training.text.identity != today.text.identity:
+        yield f"its text was {training.text.identity} and is {today.text.identity}"
+    for arm, own in itertools.zip_longest(training.arms, today.arms):
+        if arm != own:
+            names = [one.name if one is not None else "nothing" for one in (arm, own)]
+            yield f"an arm would be another today ({names[0]} was, {names[1]} is)"
 
 
 @contextmanager
@@ -129,11 +139,12 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
                 worker.close()
 
 
-def _asked(request: TrainingRequest, worker: Worker) -> tuple[DeviceFacts, tuple[Arm, ...], Environment]:
-    """What the worker says of where it is, and the plan that follows from it."""
+def _of_today(request: TrainingRequest, worker: Worker, text: TrainingText, command: str = "") -> Training:
+    """What the worker says of where it is, and the plan that follows from it; nobody has counted parameters yet."""
     device = device_of(request, worker.probe())
     environment = gather(worker.software(), __version__, request.threads, request.imports)
-    return device, make_arms(request, device), environment
+    arms = make_arms(request, device)
+    return Training(secrets.token_hex(4), now(), command, request, arms, device, environment, text, 0)
 
 
 def _worker(request: TrainingRequest, settings: Settings) -> Worker:
@@ -142,13 +153,10 @@ def _worker(request: TrainingRequest, settings: Settings) -> Worker:
     return ProcessWorker(settings, module=MODULE) if request.isolation else LocalWorker(settings, Lab)
 
 
-def _reference(
-    request: TrainingRequest, worker: Worker, arms: Sequence[Arm], device: DeviceFacts, text: TrainingText
-) -> ArmState:
+def _reference(training: Training, worker: Worker) -> ArmState:
     """The reference's model, built and counted."""
-    lead = tuple(arm for arm in arms if arm.role is ArmRole.REFERENCE)
-    task = SeedTask(request.seed, lead, request.settings, request.steps, request.stride, text, device)
-    (state,) = lab_of(worker, START_SECONDS).begin(task)
+    lead = tuple(arm for arm in training.arms if arm.role is ArmRole.REFERENCE)
+    (state,) = lab_of(worker, START_SECONDS).begin(training.task(lead))
     return state
 
 
@@ -168,21 +176,21 @@ def _trained(
     training: Training, writer: TrainingWriter, worker: Worker, observer: TrainingObserver, resumed: bool = False
 ) -> KeptTraining:
     """The seeds one after the other, from the last place that was kept."""
-    first, step = (writer.places[-1].number, writer.places[-1].step) if writer.places else (0, 0)
-    out = dict(writer.places[-1].out if writer.places else ())
-    pace, fresh = Pace(), not resumed or first == step == 0
+    place = writer.places[-1] if writer.places else Place(0, 0, 0)
+    first, at_begin = place.number, place.number == place.step == 0
+    out, pace, fresh = dict(place.out), Pace(), not resumed or at_begin
     observer.begun(training)
     try:
-        measure_memory(training, worker, writer, observer)
+        _measure_memory(training, worker, writer, observer)
         turns = turns_of(training, load_training(writer.path).of(ArmCost))
-        if (first, step) == (0, 0):
+        if at_begin:
             out |= turns.out
             _tell(training, turns, writer, observer)
-        for place, turn in enumerate(turns.turns[first:], first):
-            SeedRun(training, place, turn, worker, writer, observer, pace, out).run(fresh)
+        for number, turn in enumerate(turns.turns[first:], first):
+            SeedRun(training, number, turn, worker, writer, observer, pace, out).run(fresh)
             fresh = True
-        measure_energy(training, worker, writer, observer, apart=bool(turns.cut))
-        largest_batches(training, worker, writer, observer)
+        _measure_energy(training, worker, writer, observer, apart=bool(turns.cut))
+        _largest_batches(training, worker, writer, observer)
         writer.finish("finished")
     except KeyboardInterrupt:
         with ignored(), contextlib.suppress(StoreError):  # without an end line it is unfinished, too
@@ -200,19 +208,139 @@ def _trained(
         return load_training(writer.path)
 
 
+APART = "its arms do not fit into memory together, and windows of one beside the other are what compares"
+SEVERAL = "several ranks train together, and energy is measured of one process"
+# Steps that say how long one takes.
+_FEW_STEPS = 3
+
+
+def _measure_memory(training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver) -> None:
+    """The memory of every arm alone, ahead of all steps; a training that is gone on with has it already."""
+    missing = _without(training, writer, lambda cost: not (cost.capacity or cost.energy))
+    for arm in missing:
+        observer.working(arm.name, "measuring the memory")
+        try:
+            cost = lab_of(worker, FIRST_SECONDS).alone(training.task((arm,)))
+        except WorkerError as error:
+            if not isinstance(error, WorkerFault):
+                worker.restart()
+            cost = ArmCost(arm.name, training.request.seed, why=f"its memory could not be measured: {error}")
+        with held_back():
+            writer.append((cost,))
+    if missing and training.device.accelerated:
+        worker.restart()  # no GPU is timed in a process that has listened to its memory
+
+
+def _measure_energy(
+    training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver, apart: bool
+) -> None:
+    """Of every arm in windows of its own, by further steps of what the last seed has left in memory."""
+    request, facts = training.request, training.device
+    missing = _without(training, writer, lambda cost: cost.energy is not None) if request.energy else []
+    if not missing:
+        return
+    if request.ranks is not None:
+        found = {arm.name: EnergyUse(SourceKind.NONE, why=SEVERAL) for arm in missing}
+    else:
+        with Meters() as meters:
+            meter = meters.of(facts)
+            if meter.kind is SourceKind.NONE:
+                found = {arm.name: EnergyUse(SourceKind.NONE, why=meter.why) for arm in missing}
+            elif apart:
+                found = {arm.name: EnergyUse(meter.kind.value, why=APART) for arm in missing}
+            else:
+                found = _in_windows(training, missing, worker, meter, observer)
+    with held_back():
+        writer.append([ArmCost(name, request.seed, request.steps, energy=use) for name, use in found.items()])
+
+
+def _in_windows(
+    training: Training, arms: Sequence[Arm], worker: Worker, meter: Meter, observer: TrainingObserver
+) -> dict[str, EnergyUse]:
+    """What the meter says of each arm, or why it says nothing."""
+    found: dict[str, EnergyUse] = {}
+    running, facts = [], training.device
+    for arm in arms:
+        try:
+            why = worker.within(FIRST_SECONDS).check(arm.name).wrong
+            seconds = 0.0 if why else worker.within(FIRST_SECONDS).loop(arm.name, _FEW_STEPS) / _FEW_STEPS
+        except WorkerError as error:
+            why = str(error)
+        if why:
+            found[arm.name] = EnergyUse(meter.kind.value, why=why)
+            continue
+        support = Support(Level.NATIVE if arm.native else Level.EMULATED, "")
+        planned = PlannedCase(Case("train", (), arm.precision, facts.key), support, Work())
+        running.append(measured.Arm(arm.name, planned, facts, step_seconds=max(seconds, 1e-7)))
+    rule = WindowRule(windows=1, idle_seconds=1.5) if training.request.seeds == 1 else WindowRule()
+    windows = WindowPass(
+        meter, rule, training.request.seed, lambda arm, share: observer.working(arm.key, "measuring the energy")
+    )
+    return found | {name: taken.use for name, taken in windows.measure(running, worker).items()}
+
+
+def _largest_batches(training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver) -> None:
+    """Of every arm that was trained, after all steps: what runs out of memory may take the worker with it."""
+    request, facts = training.request, training.device
+    missing = _without(training, writer, lambda cost: cost.capacity is not None) if request.max_batch else []
+    for arm in missing:
+        batches, room = _OfArm(training, arm, worker, observer), request.memory_limit or facts.memory_bytes
+        found = BatchSearch(batches, request.memory_limit, room, worker.restart).found()
+        with held_back():
+            writer.append((ArmCost(arm.name, request.seed, request.steps, capacity=found),))
+
+
+@dataclass(frozen=True)
+class _OfArm(Batches):
+    """The batches of an arm: sequences in a micro-batch."""
+
+    _training: Training
+    _arm: Arm
+    _worker: Worker
+    _observer: TrainingObserver
+
+    @property
+    def axis(self) -> str:
+        return "batch"
+
+    @property
+    def start(self) -> int:
+        return config_of(self._training.request.settings, 1).batch
+
+    def level(self, batch: int) -> Level | None:
+        if not SETTINGS_RULES["batch"].holds(batch):
+            return None
+        request = self._training.request
+        settings = replace(request.settings, batch=batch)
+        found = supported(self._arm, replace(request, settings=settings), self._training.device)
+        return Level.REFUSED if found.skip else Level.NATIVE if found.native else Level.EMULATED
+
+    def tokens(self, batch: int) -> int:
+        settings = self._training.request.settings
+        return batch * config_of(settings, 1).sequence * self._arm.taken(settings).micro_batches
+
+    def run(self, batch: int) -> int | None:
+        self._observer.working(self._arm.name, f"trying a batch of {batch}")
+        task = self._training.task((self._arm,))
+        task = replace(task, settings=replace(task.settings, batch=batch))
+        return lab_of(self._worker, FIRST_SECONDS).try_alone(task, self._training.request.memory_limit)
+
+
+def _without(training: Training, writer: TrainingWriter, has: Callable[[ArmCost], bool]) -> list[Arm]:
+    """The arms that have no such line yet. Repeats and other seeds of the reference take what it takes."""
+    known = {cost.arm for cost in load_training(writer.path).of(ArmCost) if has(cost)}
+    return [arm for arm in training.arms if not arm.skip and not arm.is_band and arm.name not in known]
+
+
 _LOOKED_AT = 20
-# What makes a step as long as it is, beside the precision.
 _SAME = ("model", "arch", "batch", "sequence", "micro_batches", "checkpointing", "compile", "parallel")
 
 
-def expected_seconds(
-    request: TrainingRequest, arms: Sequence[Arm], device: DeviceFacts, store: Path
-) -> tuple[float, list[str]]:
-    """The seconds of all steps of arms whose precision was trained here before, and the names of the others."""
-    known = _known(request, device, store)
+def _expected_seconds(training: Training, store: Path) -> tuple[float, list[str]]:
+    request, known = training.request, _known(training, store)
     seconds, unknown = 0.0, []
     for number in range(request.seeds):
-        for arm in arms_of_seed(arms, number):
+        for arm in arms_of_seed(training.arms, number):
             if arm.precision in known:
                 seconds += request.steps * known[arm.precision]
             elif arm.name not in unknown:
@@ -220,16 +348,13 @@ def expected_seconds(
     return seconds, unknown
 
 
-def _known(request: TrainingRequest, device: DeviceFacts, store: Path) -> dict[str, float]:
+def _known(training: Training, store: Path) -> dict[str, float]:
     """The median step by precision, of the newest trainings of this model on this device that have it."""
     known: dict[str, float] = {}
     for path in training_files(store)[:_LOOKED_AT]:
         with contextlib.suppress(StoreError):
             head = load_head(path)
-            asked = request.threads, request.ranks
-            if (head.device.name, head.request.threads, head.request.ranks) != (device.name, *asked) or any(
-                getattr(head.request.settings, name) != getattr(request.settings, name) for name in _SAME
-            ):
+            if _conditions(head) != _conditions(training):
                 continue
             modes = {arm.name: arm.precision for arm in head.arms}
             seconds: dict[str, list[float]] = {}
@@ -240,3 +365,7 @@ def _known(request: TrainingRequest, device: DeviceFacts, store: Path) -> dict[s
     return known
 
 
+def _conditions(training: Training) -> tuple[object, ...]:
+    """What makes a step as long as it is, beside the precision."""
+    settings = (getattr(training.request.settings, name) for name in _SAME)
+    return training.device.name, training.request.threads, training.request.ranks, *settings

@@ -9,21 +9,15 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from fp8bench.errors import StoreError, WorkerError, WorkerFault
-from fp8bench.features.train.arms import arms_of_seed
+from fp8bench.features.train.arms import Turn, arms_of_seed
 from fp8bench.features.train.health.health import AFTER, Health, Trial, outcome, trials_of
-from fp8bench.features.train.kept import (
-    Place,
-    TrainingWriter,
-    load_training,
-)
+from fp8bench.features.train.kept import Place, TrainingWriter, load_training
 from fp8bench.features.train.lab.lab import Lab
-from fp8bench.features.train.observer import TrainingObserver
-from fp8bench.features.train.turns import Turn
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
     REFERENCE_SECONDS,
@@ -37,6 +31,7 @@ from fp8bench.features.train.values import (
     StepRow,
     Training,
     TrainingEvent,
+    TrainingObserver,
 )
 from fp8bench.measure.handle import START_SECONDS, Worker
 from fp8bench.measure.interrupts import held_back
@@ -125,12 +120,8 @@ class SeedRun:
     @property
     def task(self) -> SeedTask:
         """The arms that were there when the seed began, also those that went out since: checkpoints are of them all."""
-        training, request = self.training, self.training.request
         gone = dict(self.writer.places[0].out)
-        arms = tuple(arm for arm in self.turn.arms if arm.name not in gone)
-        return SeedTask(
-            self.seed, arms, request.settings, request.steps, request.stride, training.text, training.device
-        )  # fmt: skip
+        return self.training.task(tuple(arm for arm in self.turn.arms if arm.name not in gone), self.number)
 
     @property
     def _alive(self) -> list[Arm]:
@@ -139,7 +130,7 @@ class SeedRun:
     def _begin(self) -> int:
         """Build the arms and restore the newest checkpoint that is sound; returns the step that comes next."""
         lab = lab_of(self.worker, START_SECONDS)
-        with _of_all_arms():
+        with _faults():
             states = lab.begin(self.task)
         place = self._restored(lab)
         self.writer.go_back(place)
@@ -147,7 +138,7 @@ class SeedRun:
         if place.step or not self.turn.first:
             lines = [line for line in load_training(self.writer.path).lines if line.seed == self.seed]
             self._health.see(lines)
-            self._tried |= {one.arm for one in lines if isinstance(one, TrainingEvent) and one.kind == "tried-fix"}
+            self._tried |= {line.arm for line in lines if isinstance(line, TrainingEvent) and line.kind == "tried-fix"}
         if not place.step:
             self._keep_lines(tuple(self._first_lines(states)), 0)
         for arm in self.task.arms:
@@ -159,7 +150,7 @@ class SeedRun:
         first, *checkpoints = self.writer.places
         for place in reversed(checkpoints):
             try:
-                with _of_all_arms():
+                with _faults():
                     lab.restore(str(self.writer.folder_of(place)))
                 return place
             except StoreError as error:
@@ -175,19 +166,16 @@ class SeedRun:
             until = min(
                 step + SLICE, request.steps, *(_next(step, every) for every in (request.evaluate, request.keep))
             )
-            for arm in self._in_turn(step):
+            arms = self._alive
+            # The same order whether or not the training was gone on with.
+            random.Random(f"{self.seed}/{step}").shuffle(arms)
+            for arm in arms:
                 self._keep_lines(self._asked(arm, until - step, "advance", arm.name, until - step), until)
             step = until
             if step == request.steps or step % request.evaluate == 0:
                 self._validate(step)
             if step < request.steps and step % request.keep == 0:
                 self._checkpoint(step)
-
-    def _in_turn(self, step: int) -> list[Arm]:
-        """The same order whether or not the training was gone on with."""
-        arms = self._alive
-        random.Random(f"{self.seed}/{step}").shuffle(arms)
-        return arms
 
     def _validate(self, step: int) -> None:
         for arm in self._alive:
@@ -196,7 +184,9 @@ class SeedRun:
 
     def _first_lines(self, states: Sequence[ArmState]) -> Iterator[Line]:
         """What each arm keeps between two steps, by what it is for, and whether no reference is beside it."""
-        yield from _sizes(states, self.seed)
+        for state in states:
+            for role, size in state.bytes_per_parameter:
+                yield StepFigure(state.arm, self.seed, 0, BYTES_PER_PARAMETER, size, role)
         if self.turn.arms[0].role is not ArmRole.REFERENCE:
             words = "it does not fit into memory beside the reference, so that their times do not compare"
             yield TrainingEvent(self.turn.arms[0].name, self.seed, 0, UNPAIRED, words)
@@ -210,11 +200,10 @@ class SeedRun:
                 yield StepFigure(self.turn.arms[-1].name, line.seed, line.step, REFERENCE_SECONDS, line.seconds)
 
     def _asked(self, arm: Arm, steps: int, name: str, *arguments: Any) -> Any:
+        """`steps` are those that the request takes."""
         began = time.monotonic()
-        try:
+        with _faults(arm):
             answer = getattr(lab_of(self.worker, self.pace.limit(max(steps, SLICE))), name)(*arguments)
-        except WorkerError as error:
-            raise _Lost(arm, error) from None
         if steps:
             self.pace.took(time.monotonic() - began, steps)
         return answer
@@ -231,28 +220,38 @@ class SeedRun:
                 self._try_fix(alarm, step)
 
     def _try_fix(self, alarm: TrainingEvent, step: int) -> None:
-        """Once an arm; a repeat or another seed of the reference would say the same."""
-        arm = next(one for one in self.task.arms if one.name == alarm.arm)
-        if arm.name in self._tried or arm.role in (ArmRole.REPEAT, ArmRole.OTHER_SEED):
+        """Once an arm, and what came of it is kept; a repeat or another seed of the reference would say the same."""
+        task = self.task
+        arm = next(arm for arm in task.arms if arm.name == alarm.arm)
+        if arm.name in self._tried or arm.is_band:
             return
         self._tried.add(arm.name)
+        trials = trials_of(alarm, arm, task.settings)
+        begun = self._branched(arm, trials, alarm.step)
+        until = min(task.steps, alarm.step + AFTER)
+        lines: dict[Trial, list[Line]] = {trial: [] for trial in trials}
+        for start in range(begun, until, SLICE):
+            count = min(SLICE, until - start)
+            for trial in trials:
+                lines[trial] += self._asked(arm, count, "advance", trial.arm.name, count)
+        for trial in trials:
+            self._asked(arm, 0, "drop", trial.arm.name)
+        before = load_training(self.writer.path).lines
+        self._keep_lines((outcome(alarm, begun, before, lines),), step)
 
-        def ask(steps: int, name: str, *arguments: Any) -> Any:
-            try:
-                return self._asked(arm, steps, name, *arguments)
-            except _Lost as lost:
-                if isinstance(lost.error, WorkerFault) and lost.error.kind == StoreError.__name__:
-                    raise StoreError(str(lost.error)) from None
-                raise
-
-        kept = [place for place in reversed(self.writer.places[1:]) if place.step <= alarm.step]
-        lines = load_training(self.writer.path).lines
-        folders = [str(self.writer.folder_of(one)) for one in kept]
-        self._keep_lines((try_fix(ask, self.task, alarm, arm, folders, lines),), step)
+    def _branched(self, arm: Arm, trials: Sequence[Trial], until: int) -> int:
+        """Build the trials from the newest checkpoint until that step that is sound and has the arm, else from the
+        first step; the step that they come to next."""
+        kept = [self.writer.folder_of(place) for place in reversed(self.writer.places[1:]) if place.step <= until]
+        for folder in (*map(str, kept), ""):
+            with contextlib.suppress(StoreError):
+                steps = [self._asked(arm, 0, "branch", folder, arm.name, one.arm, one.settings) for one in trials]
+                return int(steps[0])
+        raise AssertionError("the first step needs no checkpoint")
 
     def _checkpoint(self, step: int) -> None:
         folder = self.writer.checkpoint(self.place, step)
-        with _of_all_arms():
+        with _faults():
             lab_of(self.worker, START_SECONDS).save(str(folder))
         with held_back():
             self.writer.keep(self.place, step, folder, tuple(self.out.items()))
@@ -273,58 +272,17 @@ class SeedRun:
         self._keep_lines((TrainingEvent(name, self.seed, place.step, kind, words),), place.step)
 
 
-def _sizes(states: Sequence[ArmState], seed: int) -> Iterator[StepFigure]:
-    """What each arm keeps between two steps, by what it is for."""
-    for state in states:
-        for role, size in state.bytes_per_parameter:
-            yield StepFigure(state.arm, seed, 0, BYTES_PER_PARAMETER, size, role)
-
-
 def _next(step: int, every: int) -> int:
     """The next multiple."""
     return (step // every + 1) * every
 
 
 @contextlib.contextmanager
-def _of_all_arms() -> Iterator[None]:
-    """What the worker says of a checkpoint is said by the parent's own error; another one is no single arm's."""
+def _faults(arm: Arm | None = None) -> Iterator[None]:
+    """What the worker says of a checkpoint is said by the parent's own error; another one is the arm's, or of all."""
     try:
         yield
     except WorkerError as error:
         if isinstance(error, WorkerFault) and error.kind == StoreError.__name__:
             raise StoreError(str(error).removeprefix(f"{error.kind}: ")) from None
-        raise _Lost(None, error) from None
-
-
-# Asks the lab for so many steps' worth of time: steps, a method's name, and its arguments.
-Ask = Callable[..., Any]
-_SLICE = 5
-
-
-def try_fix(
-    ask: Ask, task: SeedTask, alarm: TrainingEvent, arm: Arm, folders: Iterable[str], before: Iterable[Line]
-) -> TrainingEvent:
-    """What came of it. `folders` are the checkpoints before the alarm, the newest first; without one that is sound
-    trials begin at the first step. `before` are the lines of the seed."""
-    trials = trials_of(alarm, arm, task.settings)
-    step = _begun(ask, arm, trials, [*folders, ""])
-    until = min(task.steps, alarm.step + AFTER)
-    lines: dict[Trial, list[Line]] = {trial: [] for trial in trials}
-    for start in range(step, until, _SLICE):
-        count = min(_SLICE, until - start)
-        for trial in trials:
-            lines[trial] += ask(count, "advance", trial.arm.name, count)
-    for trial in trials:
-        ask(0, "drop", trial.arm.name)
-    return outcome(alarm, step, before, lines)
-
-
-def _begun(ask: Ask, arm: Arm, trials: Iterable[Trial], folders: Iterable[str]) -> int:
-    """Build the trials from the first of the folders that keeps the arm; the step that they come to next."""
-    for folder in folders:
-        try:
-            steps = [ask(0, "branch", folder, arm.name, one.arm, one.settings) for one in trials]
-        except StoreError:
-            continue
-        return int(steps[0])
-    raise AssertionError("the first step needs no checkpoint")
+        raise _Lost(arm, error) from None

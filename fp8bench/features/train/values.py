@@ -1,16 +1,14 @@
-"""A training in several precisions: what is asked, its arms, and what was seen of them step by step."""
+"""A training in several precisions: its arms, what was seen of them step by step, and who is told of it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from fp8bench.features.train.request import (
-    TrainerSettings,
-    TrainingRequest,
-)
+from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.model.consumed import Capacity, EnergyUse, MemoryUse
 from fp8bench.model.planned import DeviceFacts, Params
 from fp8bench.model.run import Environment
@@ -70,6 +68,11 @@ class Arm:
     native: bool = True
     skip: str = ""
 
+    @property
+    def is_band(self) -> bool:
+        """Whether it is there for what chance and other seeds do to the reference."""
+        return self.role in (ArmRole.REPEAT, ArmRole.OTHER_SEED)
+
     def taken(self, settings: TrainerSettings) -> TrainerSettings:
         """All settings of the arm: those of its training but for its own. Only candidates take the precision map."""
         own: dict[str, Any] = dict(self.settings)
@@ -117,6 +120,13 @@ class Training:
     environment: Environment
     text: TrainingText
     parameters: int
+
+    def task(self, arms: tuple[Arm, ...], number: int = 0) -> SeedTask:
+        """To train these in the seed of that number."""
+        asked = self.request
+        return SeedTask(
+            asked.seed + number, arms, asked.settings, asked.steps, asked.stride, self.text, self.device
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -294,7 +304,6 @@ class KeptTraining:
     troubles: tuple[str, ...] = ()
 
     def of(self, kind: type[L]) -> tuple[L, ...]:
-        """The lines of one kind, in their order."""
         return tuple(line for line in self.lines if isinstance(line, kind))
 
 
@@ -312,3 +321,19 @@ class RankLines:
     batches: tuple[tuple[int, int, int], ...] = ()
     shares: int = 1
     faults: tuple[str, ...] = ()
+
+
+class TrainingObserver:
+    """Told of every slice of a training. This one ignores everything."""
+
+    def begun(self, training: Training) -> None:
+        """It starts, or goes on."""
+
+    def working(self, arm: str, doing: str) -> None:
+        """Something is done with an arm that is no step of it."""
+
+    def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
+        """Lines of one arm were kept; so far is it in its seed, which are counted from 0."""
+
+    def note(self, sentence: str) -> None:
+        """Something happened that no line says."""

@@ -32,7 +32,7 @@ from fp8bench.features.train.verdicts.histories import Replayed, best_of
 from fp8bench.features.train.verdicts.curves import Learned
 from fp8bench.features.train.verdicts.summary import ArmSummary, summaries_of
 from fp8bench.features.train.verdicts.verdicts import Verdicts
-from fp8bench.model import Capacity, DeviceFacts, Level
+from fp8bench.model import Capacity, Level
 from fp8bench.protocols import Role
 from fp8bench.report.capacities import show_batch, title
 from fp8bench.report.elements import Column, Field, Page, Part, Table, Text, Tone
@@ -79,21 +79,12 @@ def page_of(kept: KeptTraining, found: Verdicts) -> Page:
     return Page(title_of(training), "", tuple(parts), _LEGEND, tuple(facts_of(training)))
 
 
-def expected_time(seconds: float, unknown: Sequence[str]) -> str:
-    """How long all steps would take, as far as steps of the same model are known."""
-    if not seconds:
-        return "time: not known before such a model was trained here; --quick tells"
-    more = f", and what {', '.join(unknown)} takes, which was not trained here before" if unknown else ""
-    return f"time: about {units.clock(seconds)} for the steps, by those of kept trainings{more}"
-
-
-def plan_page(
-    request: TrainingRequest, arms: Sequence[Arm], device: DeviceFacts, reference: ArmState, time: str
-) -> Page:
+def plan_page(training: Training, reference: ArmState, seconds: float, unknown: Sequence[str]) -> Page:
     """The arms that would be trained, and what they come to."""
+    request = training.request
     columns = (Column("arm"), Column("role"), Column("how"), Column("why not", below=True))
-    rows = tuple(tuple(map(Field, (arm.name, arm.role.value, _how(arm), arm.skip))) for arm in arms)
-    running = [arm for arm in arms if not arm.skip]
+    rows = tuple(tuple(map(Field, (arm.name, arm.role.value, _how(arm), arm.skip))) for arm in training.arms)
+    running = [arm for arm in training.arms if not arm.skip]
     repeats = sum(arm.role is ArmRole.REPEAT for arm in running)
     steps = request.steps * ((len(running) - repeats) * request.seeds + repeats)
     ending = (
@@ -103,13 +94,21 @@ def plan_page(
         *([f"ranks: {request.ranks} by {request.settings.parallel}; {_scales_of(request)}"] if request.ranks else []),
         f"tokens: {units.whole(reference.tokens)} a step, {units.whole(steps * reference.tokens)} in all",
         f"kept between two steps of the reference: {_bytes(dict(reference.bytes_per_parameter))}",
-        time,
+        _expected_time(seconds, unknown),
     )
     table = Table("arms", "", columns, rows)
     return Page(
-        f"training of {request.settings.model} on {device.key}, which is {device.name}", "",
+        f"training of {request.settings.model} on {training.device.key}, which is {training.device.name}", "",
         (Part("arms", "", (table,)), Part("ending", "", tuple(map(Text, ending)))),
     )  # fmt: skip
+
+
+def _expected_time(seconds: float, unknown: Sequence[str]) -> str:
+    """How long all steps would take, as far as steps of the same model are known."""
+    if not seconds:
+        return "time: not known before such a model was trained here; --quick tells"
+    more = f", and what {', '.join(unknown)} takes, which was not trained here before" if unknown else ""
+    return f"time: about {units.clock(seconds)} for the steps, by those of kept trainings{more}"
 
 
 def _bytes(parts: dict[str, float]) -> str:

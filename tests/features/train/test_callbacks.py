@@ -11,7 +11,6 @@ from torch import nn
 
 import fp8bench
 from fp8bench.errors import UsageError
-from fp8bench.features.train import callbacks
 from fp8bench.features.train.values import LayerReading, Line, StepRow
 from tests.features.train.lab.labs import hooks_of
 
@@ -96,6 +95,6 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     """With what to do."""
     for name in ("transformers", "lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
-    for make, word in ((callbacks.for_hugging_face, "transformers"), (callbacks.for_lightning, "lightning")):
+    for make, word in ((fp8bench.hugging_face_callback, "transformers"), (fp8bench.lightning_callback, "lightning")):
         with pytest.raises(UsageError, match=f"pip install {word}"):
-            make(lambda module, optimizer: pytest.fail("nothing to watch"))
+            make()

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from fp8bench.features.train import words
-from fp8bench.features.train.data import as_csv, as_json, send_training, series_of, write_training
-from fp8bench.features.train.frames import TrainingFrames
+from fp8bench.features.train.data import TrainingFrames, as_csv, as_json, send_training, series_of, write_training
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
     WATCHED_SECONDS,

@@ -12,7 +12,6 @@ import pytest
 
 from fp8bench import files
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerFault, WorkerLost
-from fp8bench.features.train import costs
 from fp8bench.features.train import run as job
 from fp8bench.features.train.kept import Place, TrainingWriter, load_training, reopen_training, training_files
 from fp8bench.features.train.request import TrainingRequest
@@ -191,7 +190,7 @@ def powered(monkeypatch: pytest.MonkeyPatch) -> PoweredLab:
         def of(self, facts: DeviceFacts) -> Meter:
             return lab.power.meter()
 
-    monkeypatch.setattr(costs, "Meters", OneMeter)
+    monkeypatch.setattr(job, "Meters", OneMeter)
     return lab
 
 
@@ -217,7 +216,7 @@ def test_without_a_counter_the_reason_is_kept_and_no_step_more_is_run(trained: T
     assert not [one for one in trained(PoweredLab(), small())[0].of(ArmCost) if one.energy]
     powered.power.broken = ""
     apart = trained(powered, small(energy=True, memory_limit=33_000))[0].of(ArmCost)
-    assert {one.energy.why for one in apart if one.energy} == {costs.APART}
+    assert {one.energy.why for one in apart if one.energy} == {job.APART}
 
 
 # FakeLab's arms keep 12,000 bytes each, and need 8,000 more in a step: two fit.

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.arms import make_arms
-from fp8bench.features.train.turns import Turns, turns_of
+from fp8bench.features.train.arms import Turns, make_arms, turns_of
 from fp8bench.features.train.values import ArmCost
 from fp8bench.model import MemoryUse
 from tests.facts import CPU
