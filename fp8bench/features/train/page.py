@@ -1,24 +1,36 @@
-"""A training as a page: the table that people ask for, curves, tensors by layer, and what happened."""
+"""A training as a page: the table that people ask for, curves, tensors by layer, and what happened.
+
+A value of a curve at a step is the mean over the window that ends there. A window is as long as the endpoint's, so that
+the last one is the endpoint.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from itertools import accumulate
+from statistics import fmean, median
+from typing import Any, TypeVar
 
 from fp8bench import units
-from fp8bench.features.train import page_curves as drawn
-from fp8bench.features.train import words
-from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, LayerReading, TrainingEvent
-from fp8bench.features.train.verdicts.curves import curves_of
-from fp8bench.features.train.verdicts.summary import ArmSummary, summaries_of
+from fp8bench.features.train.values import (
+    ArmCost,
+    ArmRole,
+    KeptTraining,
+    LayerReading,
+    StepRow,
+    TrainingEvent,
+    Validation,
+)
+from fp8bench.features.train.verdicts.curves import HELD_OUT, Curve, Key, curves_of, gap_of, last_of
+from fp8bench.features.train.verdicts.summary import summaries_of
 from fp8bench.features.train.verdicts.verdicts import Verdicts
-from fp8bench.features.train.view import bands_of, facts_of, looks_of, notes_of, row_of, title_of
+from fp8bench.features.train.view import POSITION, arm_cols, bands_of, facts_of, looks_of, notes_of, title_of
 from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
 from fp8bench.protocols import Role
-from fp8bench.report.capacities import show_batch
+from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import (
     Axis,
     Chart,
@@ -27,6 +39,7 @@ from fp8bench.report.elements import (
     Field,
     Heat,
     Lines,
+    Mark,
     Page,
     Part,
     Point,
@@ -40,20 +53,15 @@ from fp8bench.report.words.legend import MEMORY_WORDS
 from fp8bench.report.words.naming import listed
 from fp8bench.report.words.run_facts import many
 
+P = TypeVar("P", int, str)
+Curves = Mapping[Key, Curve]
+# Means of each curve before each end; marks of an arm.
+Windows = dict[Key, list[float]]
+Series = tuple[str, tuple[Mark | None, ...]]
 _MOST_EVENTS = 300
 _ARMS = (
-    Column("arm"), Column("how", hint="native: the device multiplies in it"),
-    Column("loss", number=True, hint="of training, the mean over seeds and the last tenth of the steps"),
-    Column("held-out", number=True, hint="the loss on text that was never trained on"),
-    Column("loss gap", hint="to the reference of the same seed, with the 95% interval over seeds"),
-    Column("verdict", hint="by the 99% interval"),
-    Column("tokens/s", number=True, hint="by the median step; of native arms"),
-    Column("to the same loss", hint="speed times steps: how much sooner the arm is as good; of native arms"),
-    Column("J/step", number=True, hint="by windows of steps of the arm alone"),
-    Column("energy to the same loss", hint="times the reference's: joules of a step times steps; of native arms"),
-    Column("B/param", number=True, hint="bytes kept between two steps for each parameter, as counted"),
-    Column("largest batch", number=True, hint="sequences that fit, by runs of them; --max-batch looks for it"),
-    Column("memory", number=True, hint="tensors at the highest point of a step, with no other arm in memory"),
+    "arm", "how", "loss", "held-out", "loss gap", "verdict", "tokens/s", "to the same loss", "J/step",
+    "energy to the same loss", "B/param", "largest batch", "memory",
 )  # fmt: skip
 
 
@@ -64,21 +72,19 @@ def page_of(kept: KeptTraining, found: Verdicts) -> Page:
     parts = (
         Part("verdict", "Does it still learn?", tuple(_verdicts(kept, found, curves)), _LEAD),
         Part("curves", "Losses", (
-            *drawn.gap_curves(kept, curves), *drawn.loss_curves(kept, curves), *drawn.held_out_curves(kept),
-            *drawn.loss_by_time(kept, curves),
+            *gap_curves(kept, curves), *loss_curves(kept, curves), *held_out_curves(kept),
+            *loss_by_time(kept, curves),
         )),
         Part("memory", "Memory by what it is for", tuple(_memory(kept))),
         Part("texts", "Other looks at the trained model", tuple(_looks(kept))),
         Part("health", "What happened", tuple(_events(kept))),
         Part("tensors", "Tensors by layer", (*worst_readings(kept), *maps(kept))),
-        Part("figures", "Gradients, updates and rates", tuple(drawn.figure_curves(kept, curves))),
+        Part("figures", "Gradients, updates and rates", tuple(figure_curves(kept, curves))),
     )  # fmt: skip
-    settled = (Part(one.name, one.title, tuple(_drawable(one.elements)), one.lead) for one in parts)
+    settled = (replace(part, elements=tuple(filter(_worth_showing, part.elements))) for part in parts)
+    shown = tuple(part for part in settled if part.elements)
     footer = (f"Training {training.id}, {training.started[:16]}, `{training.command}`, schema {SCHEMA}.",)
-    return Page(
-        title_of(training), f"on {training.device.name}", tuple(one for one in settled if one.elements), footer,
-        tuple(facts_of(training)),
-    )  # fmt: skip
+    return Page(title_of(training), f"on {training.device.name}", shown, footer, tuple(facts_of(training)))
 
 
 _LEAD = (
@@ -87,38 +93,18 @@ _LEAD = (
 )
 
 
-def _drawable(elements: Sequence[Element]) -> Iterator[Element]:
+def _worth_showing(element: Element) -> bool:
     """Charts of next to nothing are left out: their numbers stand in the first table."""
-    for one in elements:
-        if not isinstance(one, Chart) or (worth_drawing(one) and not (isinstance(one, Lines) and not one.series)):
-            yield one
+    empty = isinstance(element, Lines) and not element.series
+    return not isinstance(element, Chart) or (worth_drawing(element) and not empty)
 
 
-def _verdicts(kept: KeptTraining, found: Verdicts, curves: drawn.Curves) -> Iterator[Element]:
-    rows = []
-    for summary in summaries_of(kept, found, curves):
-        arm, said = summary.arm, summary.said
-        if arm.role not in (ArmRole.REFERENCE, ArmRole.CANDIDATE):
-            continue
-        name, how, loss, held_out, gap, speed, size, memory, _, verdict = row_of(summary, found)
-        sooner = words.speed(said.speed, arm.native) if said is not None and said.speed is not None else units.NONE
-        largest = Field(show_batch(summary.capacity) if summary.capacity else units.NONE)
-        rows.append(
-            (name, how, loss, held_out, gap, verdict, speed, Field(sooner), *_energy(summary), size, largest, memory)
-        )
-    yield Table("arms", "Arms", _ARMS, tuple(rows), main=True)
+def _verdicts(kept: KeptTraining, found: Verdicts, curves: Curves) -> Iterator[Element]:
+    shown = [one for one in summaries_of(kept, found, curves) if not one.arm.is_band]
+    yield table("arms", "Arms", arm_cols(found, _ARMS), shown, main=True)
     yield from (Text(one) for one in (*bands_of(found), *notes_of(kept, found)))
     if not kept.training.request.max_batch:
         yield Text("No largest batch was looked for: `fp8bench train --max-batch` does, within --memory-limit SIZE.")
-
-
-def _energy(summary: ArmSummary) -> tuple[Field, Field]:
-    energy = summary.energy
-    joules = energy.joules.middle if energy and energy.joules else None
-    step = Field(units.NONE) if joules is None else Field(units.joules(joules), joules)
-    if energy is None or energy.to_loss is None:
-        return step, Field(units.NONE)
-    return step, Field(words.energy_to_loss(energy.to_loss, energy.at_least), energy.to_loss.point)
 
 
 def _memory(kept: KeptTraining) -> Iterator[Element]:
@@ -140,7 +126,7 @@ def _looks(kept: KeptTraining) -> Iterator[Element]:
     """What was seen after the last step, and the loss by place in the context."""
     for part in looks_of(kept):
         yield from (replace(one, caption=part.title) if isinstance(one, Table) else one for one in part.elements)
-    yield from drawn.loss_by_place(kept)
+    yield from loss_by_place(kept)
 
 
 def _events(kept: KeptTraining) -> Iterator[Element]:
@@ -159,34 +145,31 @@ def _events(kept: KeptTraining) -> Iterator[Element]:
         "timeline", "Events over steps", "Each is a step of an arm in a seed.", Axis("step"), Axis("seed"),
         points,
     )  # fmt: skip
-    columns = (
-        Column("arm"), Column("seed", number=True), Column("step", number=True), Column("what"), Column("where"),
-        Column("words"), Column("remedy"),
-    )  # fmt: skip
-    rows = tuple(
-        (Field(one.arm), Field(str(one.seed), one.seed), Field(str(one.step), one.step), Field(one.kind),
-         Field(f"{one.layer} {one.tensor}".strip()), Field(one.words), Field(one.remedy))
-        for one in events[:_MOST_EVENTS]
-    )  # fmt: skip
-    yield Table("events", "Events", columns, rows, main=True)
+    cols: list[Col[TrainingEvent]] = [
+        Col("arm", lambda one: one.arm), Col("seed", lambda one: one.seed, number=True, show=str),
+        Col("step", lambda one: one.step, number=True, show=str), Col("what", lambda one: one.kind),
+        Col("where", lambda one: f"{one.layer} {one.tensor}".strip()), Col("words", lambda one: one.words),
+        Col("remedy", lambda one: one.remedy),
+    ]  # fmt: skip
+    yield table("events", "Events", cols, events[:_MOST_EVENTS], main=True)
     if len(events) > _MOST_EVENTS:
         yield Text(f"{many(len(events) - _MOST_EVENTS, 'more event')} are in the training's CSV.")
 
 
 # Steps of a map, and arms that have maps.
-_PLACES, _MOST_ARMS = 20, 3
-_Told = tuple[tuple[str, float, str], ...]
+_MAPPED, _MOST_ARMS = 20, 3
 _MAPS: tuple[tuple[str, str, Callable[[LayerReading], float]], ...] = (
     ("amax", "largest magnitudes", lambda one: one.amax),
     ("scale", "scales", lambda one: one.scale),
 )
-_COLUMNS = (
-    Column("arm"), Column("tensors"),
-    Column("least SNR", number=True, hint="of what was rounded, against the same unrounded", unit="dB"),
-    Column("where"),
-    Column("most underflow", number=True, hint="values that became zero", unit="%"), Column("where"),
-    Column("most saturated", number=True, hint="values that were clipped", unit="%"), Column("where"),
-    Column("largest lag", number=True, hint="octaves above (+) or below the format's largest value"), Column("where"),
+# Which figure is the worst, and what it is called, is, counts in and shows.
+_WORST: tuple[tuple[Any, str, str, str, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
+    (min, "least SNR", "of what was rounded, against the same unrounded", "dB",
+     lambda one: one.signal_to_noise, units.decibels),
+    (max, "most underflow", "values that became zero", "%", lambda one: one.underflow, units.percent),
+    (max, "most saturated", "values that were clipped", "%", lambda one: one.saturated, units.percent),
+    (max, "largest lag", "octaves above (+) or below the format's largest value", "",
+     lambda one: one.lag, lambda value: f"{value:+.2f}"),
 )  # fmt: skip
 
 
@@ -194,34 +177,29 @@ def worst_readings(kept: KeptTraining) -> Iterator[Element]:
     """For each arm and role the layer and step with the worst figure, over all seeds."""
     rows = []
     for arm in kept.training.arms:
-        if arm.role is not ArmRole.CANDIDATE:
-            continue
-        for role in Role:
+        for role in Role if arm.role is ArmRole.CANDIDATE else ():
             own = [one for one in kept.of(LayerReading) if one.arm == arm.name and one.role == role]
-            figures = (
-                _worst(own, lambda one: one.signal_to_noise, units.decibels, least=True),
-                _worst(own, lambda one: one.underflow, units.percent),
-                _worst(own, lambda one: one.saturated, units.percent),
-                _worst(own, lambda one: one.lag, lambda value: f"{value:+.2f}"),
-            )
+            figures = [_worst(own, pick, value, show) for pick, _, _, _, value, show in _WORST]
             if any(figures):
                 fields = [field for figure in figures for field in figure or (Field(units.NONE), Field(""))]
                 rows.append((Field(arm.name), Field(role.value), *fields))
     if rows:
-        yield Table("worst", "Where each arm's format does worst", _COLUMNS, tuple(rows))
+        columns = [Column("arm"), Column("tensors")]
+        for _, name, hint, unit, _, _ in _WORST:
+            columns += [Column(name, number=True, hint=hint, unit=unit), Column("where")]
+        yield Table("worst", "Where each arm's format does worst", tuple(columns), tuple(rows))
 
 
 def _worst(
-    readings: Sequence[LayerReading], value: Callable[[LayerReading], float | None], show: Callable[[float], str],
-    least: bool = False,
+    readings: Sequence[LayerReading], pick: Any, value: Callable[[LayerReading], float | None],
+    show: Callable[[float], str],
 ) -> tuple[Field, Field] | None:  # fmt: skip
     known = [(found, one) for one in readings if (found := value(one)) is not None and math.isfinite(found)]
     if not known:
         return None
-    found, one = min(known, key=lambda pair: pair[0] if least else -pair[0])
-    if not least and found == 0:
-        return Field(show(found), found), Field("")
-    return Field(show(found), found), Field(f"{one.layer}, step {one.step}")
+    found, one = pick(known, key=lambda pair: pair[0])
+    where = "" if pick is max and found == 0 else f"{one.layer}, step {one.step}"
+    return Field(show(found), found), Field(where)
 
 
 def maps(kept: KeptTraining) -> Iterator[Element]:
@@ -246,9 +224,8 @@ def _map(
     name: str, title: str, readings: Sequence[LayerReading], value: Callable[[LayerReading], float]
 ) -> Iterator[Element]:
     steps = sorted({one.step for one in readings})
-    steps = (
-        sorted({steps[round(place * (len(steps) - 1) / (_PLACES - 1))] for place in range(_PLACES)}) if steps else []
-    )
+    if steps:
+        steps = sorted({steps[round(place * (len(steps) - 1) / (_MAPPED - 1))] for place in range(_MAPPED)})
     known = {(one.layer, one.step): value(one) for one in readings}
     rows, values, hints = [], [], []
     for layer in dict.fromkeys(one.layer for one in readings):
@@ -266,3 +243,180 @@ def _map(
             tuple(rows), tuple(map(units.whole, steps)), tuple(values), Axis("times the middle, by step", "x"),
             tuple(hints), folded=True,
         )  # fmt: skip
+
+
+# So many places of a curve are drawn; every number is in the training's CSV.
+_PLACES = 60
+_FIGURES: tuple[tuple[str, str, Callable[[StepRow], float]], ...] = (
+    ("gradient-norm", "norm of the gradients, before clipping", lambda row: row.gradient_norm),
+    ("clipped", "share of the gradients' norm that clipping took", lambda row: row.clipped),
+    ("update-ratio", "norm of the update over that of the weights", lambda row: row.update_ratio),
+    ("loss-scale", "loss scale", lambda row: row.loss_scale),
+    ("rate", "learning rate", lambda row: row.rate),
+)
+
+
+def ends_of(steps: int) -> tuple[int, ...]:
+    """How many steps are done where windows end: at most so many as are drawn, all steps the last of them."""
+    window = last_of(steps)
+    count = min(_PLACES, steps - window + 1)
+    return tuple(sorted({window + round(one * (steps - window) / max(1, count - 1)) for one in range(count)} | {steps}))
+
+
+def loss_curves(kept: KeptTraining, curves: Curves) -> Iterator[Element]:
+    """The mean over seeds of each arm, and between which values the reference lies under all seeds it was given."""
+    steps, arms = kept.training.request.steps, kept.training.arms
+    ends = ends_of(steps)
+    band = _windows(curves, [arm.name for arm in arms if arm.role in (ArmRole.REFERENCE, ArmRole.OTHER_SEED)], ends)
+    series = []
+    for arm in arms:
+        if not arm.is_band:
+            own = _windows(curves, [arm.name], ends)
+            beside = band if arm.role is ArmRole.REFERENCE else {}
+            series.append((arm.name, tuple(_loss(own, beside, place) for place in range(len(ends)))))
+    words = (
+        f"Means over seeds, each of the {many(last_of(steps), 'step')} before its place. The band is from the least to "
+        "the largest of the reference under all its seeds: its own and the other ones."
+    )
+    yield Lines(
+        "loss", "Training loss over steps", words, _places(ends), Axis("loss in nats a token, by steps done"),
+        _told(series),
+    )  # fmt: skip
+
+
+def gap_curves(kept: KeptTraining, curves: Curves) -> Iterator[Element]:
+    """By what share each arm's loss lies above the reference's in the same seed, with the interval over seeds."""
+    steps, arms = kept.training.request.steps, kept.training.arms
+    ends = ends_of(steps)
+    reference = next(arm.name for arm in arms if arm.role is ArmRole.REFERENCE)
+    base = _windows(curves, [reference], ends)
+    series = []
+    for arm in arms:
+        if arm.role is ArmRole.CANDIDATE:
+            own = _windows(curves, [arm.name], ends)
+            both = [(own[arm.name, seed], base[reference, seed]) for _, seed in own if (reference, seed) in base]
+            series.append((arm.name, tuple(_gap(both, place) for place in range(len(ends)))))
+    margin = units.percent(kept.training.request.margin)
+    words = (
+        f"Relative to {reference} in the same seed, of the {many(last_of(steps), 'step')} before each place: the last "
+        f"one is the endpoint. The band is the 95% interval over seeds; the margin is {margin}."
+    )
+    yield Lines(
+        "gap", "Gap to the reference over steps", words, _places(ends), Axis("gap of the loss, by steps done", "%"),
+        _told(series),
+    )  # fmt: skip
+
+
+def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
+    """The loss on held-out text at each look."""
+    seen = [(one.arm, one.step, one.loss) for one in kept.of(Validation) if one.of == HELD_OUT]
+    arms = [arm.name for arm in kept.training.arms if arm.role is not ArmRole.REPEAT]
+    steps = sorted({step for _, step, loss in seen if math.isfinite(loss)})
+    yield Lines(
+        "held-out", "Loss on held-out text", "Means over seeds, of text that was never trained on.", _places(steps),
+        Axis("loss in nats a token, by steps done"), _told(_means(arms, seen, steps)),
+    )  # fmt: skip
+
+
+def loss_by_place(kept: KeptTraining) -> Iterator[Element]:
+    """The loss of held-out text after the last step, by where in the context a token stands."""
+    last = [one for one in kept.of(Validation) if one.step == kept.training.request.steps]
+    seen = [(one.arm, one.of.removeprefix(POSITION), one.loss) for one in last if one.of.startswith(POSITION)]
+    arms = [arm.name for arm in kept.training.arms if not arm.is_band]
+    places = list(dict.fromkeys(place for _, place, loss in seen if math.isfinite(loss)))
+    yield Lines(
+        "places", "Loss by place in the context", "Means over seeds, of held-out text after the last step.",
+        tuple(places), Axis("loss in nats a token, by tokens from the beginning"), _told(_means(arms, seen, places)),
+    )  # fmt: skip
+
+
+def _means(arms: Iterable[str], seen: Iterable[tuple[str, P, float]], places: Sequence[P]) -> Iterator[Series]:
+    """Over seeds, of the losses that arms have at places."""
+    known: dict[tuple[str, P], list[float]] = {}
+    for arm, place, loss in seen:
+        if math.isfinite(loss):
+            known.setdefault((arm, place), []).append(loss)
+    for arm in arms:
+        yield arm, tuple(Mark("", fmean(own)) if (own := known.get((arm, place))) else None for place in places)
+
+
+def loss_by_time(kept: KeptTraining, curves: Curves) -> Iterator[Element]:
+    """Native arms alone: the time of an emulation means nothing. Watched steps count as the median one."""
+    steps = kept.training.request.steps
+    ends = ends_of(steps)
+    points, joined = [], []
+    for arm in kept.training.arms:
+        curve = curves.get((arm.name, kept.training.request.seed))
+        timed = [row.seconds for row in curve.rows if row.seconds > 0] if curve is not None else []
+        if curve is None or not timed or not arm.native or arm.is_band:
+            continue
+        usual = median(timed)
+        elapsed = list(accumulate(row.seconds or usual for row in curve.rows))
+        means = _windows(curves, [arm.name], ends)[arm.name, kept.training.request.seed]
+        for end, loss in zip(ends, means, strict=True):
+            if math.isfinite(loss):
+                points.append(Point(arm.name, many(end, "step"), elapsed[end - 1], loss))
+        joined.append(arm.name)
+    if len(joined) > 1:
+        yield Scatter(
+            "loss-by-time", "Training loss over time", "Native arms of the first seed, by the time of their steps.",
+            Axis("time of the steps", "s"), Axis("loss in nats a token"), tuple(points), joined=tuple(joined),
+        )  # fmt: skip
+
+
+def figure_curves(kept: KeptTraining, curves: Curves) -> Iterator[Element]:
+    """What else every step says, of the first seed, one chart a figure; a figure that never changes has none."""
+    seed, steps = kept.training.request.seed, kept.training.request.steps
+    ends = ends_of(steps)
+    for name, title, value in _FIGURES:
+        series = []
+        for arm in kept.training.arms:
+            curve = curves.get((arm.name, seed))
+            if curve is not None and not arm.is_band:
+                own = {end: value(curve.rows[end - 1]) for end in ends if end <= len(curve.rows)}
+                marks = (Mark("", own[end]) if math.isfinite(own.get(end, math.nan)) else None for end in ends)
+                series.append((arm.name, tuple(marks)))
+        if len({mark.value for _, marks in series for mark in marks if mark}) > 1:
+            yield Lines(
+                name, title.capitalize(), "Of the first seed, at each place the last step's.", _places(ends),
+                Axis(f"{title}, by steps done"), _told(series), folded=True,
+            )  # fmt: skip
+
+
+def _windows(curves: Curves, arms: Iterable[str], ends: Sequence[int]) -> Windows:
+    """Of each curve of these arms the mean before each end; NaN where it has not come so far, or is not finite."""
+    wanted, found = set(arms), {}
+    for key, curve in curves.items():
+        if key[0] in wanted:
+            window, values = last_of(curve.steps), curve.losses
+            found[key] = [_mean(values[max(0, end - window) : end]) if end <= len(values) else math.nan for end in ends]
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def _loss(own: Windows, band: Windows, place: int) -> Mark | None:
+    found, around = ([one[place] for one in each.values() if math.isfinite(one[place])] for each in (own, band))
+    if not found:
+        return None
+    return Mark("", fmean(found), *((min(around), max(around)) if len(around) > 1 else ()))
+
+
+def _gap(both: Sequence[tuple[Sequence[float], Sequence[float]]], place: int) -> Mark | None:
+    """In percent; without an interval of one seed."""
+    pairs = ((new[place], old[place]) for new, old in both)
+    found = gap_of([100 * (new / old - 1) for new, old in pairs if math.isfinite(new) and 0 < old < math.inf])
+    if found is None:
+        return None
+    low, high = (found.shown.low, found.shown.high) if found.shown is not None else (None, None)
+    return Mark("", found.point, low, high, hint=f"of {many(found.pairs, 'seed')}")
+
+
+def _places(steps: Iterable[int]) -> tuple[str, ...]:
+    return tuple(map(units.whole, steps))
+
+
+def _told(series: Iterable[Series]) -> tuple[Series, ...]:
+    return tuple((name, marks) for name, marks in series if any(marks))

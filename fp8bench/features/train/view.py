@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -27,14 +28,14 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.summary import TrainedEnergy, energies_of
-from fp8bench.features.train.verdicts.histories import Replayed, best_of
 from fp8bench.features.train.verdicts.curves import Learned
-from fp8bench.features.train.verdicts.summary import ArmSummary, summaries_of
+from fp8bench.features.train.verdicts.histories import Replayed, best_of
+from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy, energies_of, summaries_of
 from fp8bench.features.train.verdicts.verdicts import Verdicts
 from fp8bench.model import Capacity, Level
 from fp8bench.protocols import Role
 from fp8bench.report.capacities import show_batch, title
+from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Column, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.naming import listed
@@ -43,11 +44,7 @@ from fp8bench.report.words.run_facts import many
 _TONES = {
     Learned.DIVERGED: Tone.BAD, Learned.WORSE: Tone.BAD, Learned.BETTER: Tone.GOOD, Learned.WITHIN_NOISE: Tone.GOOD,
 }  # fmt: skip
-_COLUMNS = (
-    Column("arm"), Column("how"), Column("loss", number=True), Column("held-out", number=True), Column("gap"),
-    Column("tokens/s", number=True), Column("B/param", number=True), Column("memory", number=True),
-    Column("events", number=True), Column("verdict", below=True),
-)  # fmt: skip
+_SHOWN = ("arm", "how", "loss", "held-out", "gap", "tokens/s", "B/param", "memory", "events", "verdict")
 _LEGEND = (
     "loss: of training, in nats a token: the mean over seeds and the last tenth of the steps",
     "held-out: the loss on text that was never trained on, after the last step",
@@ -69,8 +66,8 @@ _LEAST_BYTES = 0.001
 def page_of(kept: KeptTraining, found: Verdicts) -> Page:
     """One row an arm, the bands, notes, and the first things that happened."""
     training = kept.training
-    rows = tuple(tuple(row_of(one, found)) for one in summaries_of(kept, found))
-    parts = [Part("arms", "", (Table("arms", "", _COLUMNS, rows, main=True),))]
+    arms = table("arms", "", arm_cols(found), summaries_of(kept, found), main=True)
+    parts = [Part("arms", "", (arms,))]
     parts += list(looks_of(kept))
     parts += [Part("bands", "", tuple(map(Text, bands_of(found))))]
     parts += list_of("notes", "notes", notes_of(kept, found))
@@ -82,8 +79,10 @@ def page_of(kept: KeptTraining, found: Verdicts) -> Page:
 def plan_page(training: Training, reference: ArmState, seconds: float, unknown: Sequence[str]) -> Page:
     """The arms that would be trained, and what they come to."""
     request = training.request
-    columns = (Column("arm"), Column("role"), Column("how"), Column("why not", below=True))
-    rows = tuple(tuple(map(Field, (arm.name, arm.role.value, _how(arm), arm.skip))) for arm in training.arms)
+    cols: list[Col[Arm]] = [
+        Col("arm", lambda arm: arm.name), Col("role", lambda arm: arm.role.value), Col("how", _how),
+        Col("why not", lambda arm: arm.skip, below=True),
+    ]  # fmt: skip
     running = [arm for arm in training.arms if not arm.skip]
     repeats = sum(arm.role is ArmRole.REPEAT for arm in running)
     steps = request.steps * ((len(running) - repeats) * request.seeds + repeats)
@@ -96,11 +95,9 @@ def plan_page(training: Training, reference: ArmState, seconds: float, unknown: 
         f"kept between two steps of the reference: {_bytes(dict(reference.bytes_per_parameter))}",
         _expected_time(seconds, unknown),
     )
-    table = Table("arms", "", columns, rows)
-    return Page(
-        f"training of {request.settings.model} on {training.device.key}, which is {training.device.name}", "",
-        (Part("arms", "", (table,)), Part("ending", "", tuple(map(Text, ending)))),
-    )  # fmt: skip
+    title = f"training of {request.settings.model} on {training.device.key}, which is {training.device.name}"
+    arms = table("arms", "", cols, training.arms)
+    return Page(title, "", (Part("arms", "", (arms,)), Part("ending", "", tuple(map(Text, ending)))))
 
 
 def _expected_time(seconds: float, unknown: Sequence[str]) -> str:
@@ -142,24 +139,62 @@ def _how(arm: Arm) -> str:
     return "skipped" if arm.skip else (Level.NATIVE if arm.native else Level.EMULATED).value
 
 
-def row_of(summary: ArmSummary, found: Verdicts) -> Iterator[Field]:
-    """Arm, how, loss, held-out, gap, tokens/s, bytes a parameter, memory, events, verdict."""
-    arm, said = summary.arm, summary.said
-    yield Field(arm.name)
-    yield Field(_how(arm), tone=Tone.DOUBT if arm.skip or not arm.native else Tone.PLAIN)
-    yield _number(summary.loss, lambda loss: f"{loss:.4f}")
-    yield _number(summary.held_out, lambda loss: f"{loss:.4f}")
-    yield Field(words.gap(said.judged.gap) if said else units.NONE)
-    yield _number(summary.tokens_per_second, units.count)
-    yield Field(units.NONE if summary.bytes_per_parameter is None else f"{summary.bytes_per_parameter:.3g}")
-    yield _number(summary.peak_memory, units.size)
-    yield Field(units.NONE if summary.events is None else str(summary.events))
-    tone = _TONES.get(said.judged.learned, Tone.DOUBT) if said and not arm.skip else Tone.PLAIN
-    yield Field(words.of_arm(summary, found), tone=tone)
+def arm_cols(found: Verdicts, shown: Sequence[str] = _SHOWN) -> list[Col[ArmSummary]]:
+    """The columns of an arm that are wanted, in their order; their hints are the page's."""
+
+    def verdict(summary: ArmSummary) -> Field:
+        arm, said = summary.arm, summary.said
+        tone = _TONES.get(said.judged.learned, Tone.DOUBT) if said and not arm.skip else Tone.PLAIN
+        return Field(words.of_arm(summary, found), tone=tone)
+
+    cols: tuple[Col[ArmSummary], ...] = (
+        Col("arm", lambda one: one.arm.name),
+        Col("how", lambda one: _how(one.arm), hint="native: the device multiplies in it",
+            tone=lambda one: Tone.DOUBT if one.arm.skip or not one.arm.native else Tone.PLAIN),
+        Col("loss", lambda one: one.loss, number=True, show=_four_digits,
+            hint="of training, the mean over seeds and the last tenth of the steps"),
+        Col("held-out", lambda one: one.held_out, number=True, show=_four_digits,
+            hint="the loss on text that was never trained on"),
+        Col("gap", _gap),
+        Col("loss gap", _gap, hint="to the reference of the same seed, with the 95% interval over seeds"),
+        Col("tokens/s", lambda one: one.tokens_per_second, number=True, show=units.count,
+            hint="by the median step; of native arms"),
+        Col("to the same loss", _speed, hint="speed times steps: how much sooner the arm is as good; of native arms"),
+        Col("J/step", lambda one: one.energy.joules.middle if one.energy and one.energy.joules else None, number=True,
+            show=units.joules, hint="by windows of steps of the arm alone"),
+        Col("energy to the same loss", _energy_to_loss,
+            hint="times the reference's: joules of a step times steps; of native arms"),
+        Col("B/param", lambda one: None if one.bytes_per_parameter is None else f"{one.bytes_per_parameter:.3g}",
+            number=True, hint="bytes kept between two steps for each parameter, as counted"),
+        Col("largest batch", lambda one: show_batch(one.capacity) if one.capacity else None, number=True,
+            hint="sequences that fit, by runs of them; --max-batch looks for it"),
+        Col("memory", lambda one: one.peak_memory, number=True, show=units.size,
+            hint="tensors at the highest point of a step, with no other arm in memory"),
+        Col("events", lambda one: None if one.events is None else str(one.events), number=True),
+        Col("verdict", verdict, hint="by the 99% interval", below=True),
+    )  # fmt: skip
+    known = {col.heading: col for col in cols}
+    return [known[heading] for heading in shown]
 
 
-def _number(value: float | None, shown: Callable[[float], str]) -> Field:
-    return Field(units.NONE) if value is None else Field(shown(value), value)
+def _gap(summary: ArmSummary) -> str | None:
+    return words.gap(summary.said.judged.gap) if summary.said else None
+
+
+def _speed(summary: ArmSummary) -> str | None:
+    said = summary.said
+    return words.speed(said.speed, summary.arm.native) if said is not None and said.speed is not None else None
+
+
+def _energy_to_loss(summary: ArmSummary) -> Field | None:
+    energy = summary.energy
+    if energy is None or energy.to_loss is None:
+        return None
+    return Field(words.energy_to_loss(energy.to_loss, energy.at_least), energy.to_loss.point)
+
+
+def _four_digits(loss: float) -> str:
+    return f"{loss:.4f}"
 
 
 def _of_emulation(kept: KeptTraining) -> Iterator[str]:
@@ -210,15 +245,12 @@ def _look(seen: Sequence[Validation]) -> Field:
     if not seen:
         return Field(units.NONE)
     loss = math.fsum(one.loss for one in seen) / len(seen)
-    mean = replace(seen[0], loss=loss, tokens=sum(one.tokens for one in seen), bytes=_sum(one.bytes for one in seen))
+    sizes = [one.bytes for one in seen]
+    whole = None if None in sizes else sum(filter(None, sizes))
+    mean = replace(seen[0], loss=loss, tokens=sum(one.tokens for one in seen), bytes=whole)
     by_byte = mean.perplexity_by_byte if mean.bytes != mean.tokens else None
     more = f"; {by_byte:.3g} a byte" if by_byte is not None else ""
     return Field(f"{loss:.3f} ({mean.perplexity:.3g}{more})", loss)
-
-
-def _sum(sizes: Iterable[int | None]) -> int | None:
-    known = list(sizes)
-    return None if None in known else sum(one or 0 for one in known)
 
 
 def bands_of(found: Verdicts) -> Iterator[str]:
@@ -279,12 +311,6 @@ def _watching(kept: KeptTraining) -> Iterator[tuple[str, float]]:
             yield arm.name, (median(one.value for one in lines) / usual - 1) / kept.training.request.stride
 
 
-_ROLES = (Role.INPUT, Role.WEIGHT, Role.GRADIENT)
-_HISTORY_COLUMNS = (
-    Column("history", number=True), Column("margin", number=True), Column("interval", number=True),
-    *(Column(f"over {role[0]}", number=True) for role in _ROLES), Column("worst", number=True),
-    *(Column(f"under {role[0]}", number=True) for role in _ROLES), Column("idle", number=True),
-)  # fmt: skip
 _HISTORY_LEGEND = (
     "over: casts of inputs (i), weights (w) and gradients (g) whose largest value would have been cut off",
     "worst: by how many octaves at most",
@@ -297,31 +323,35 @@ _HISTORY_LEGEND = (
 def histories_page(training: Training, arm: str, found: Sequence[Replayed]) -> Page:
     """A row for each way, in their order."""
     ways = dict.fromkeys(one.delayed for one in found)
-    rows = tuple(tuple(_row([one for one in found if one.delayed == way])) for way in ways)
-    casts = sum(one.casts for one in found if one.delayed == found[0].delayed)
-    table = Table("histories", "", _HISTORY_COLUMNS, rows, main=True)
+    rows = [[one for one in found if one.delayed == way] for way in ways]
+    cols: list[Col[list[Replayed]]] = [
+        Col("history", lambda way: way[0].delayed.history, number=True, show=str),
+        Col("margin", lambda way: way[0].delayed.margin, number=True, show=str),
+        Col("interval", lambda way: way[0].delayed.interval, number=True, show=str),
+        *_shares("over", lambda one: one.overflow),
+        Col("worst", lambda way: max(one.worst for one in way), number=True,
+            show=lambda worst: f"{worst:.1f}" if worst else units.NONE),
+        *_shares("under", lambda one: one.underflow),
+        Col("idle", lambda way: sum(one.idle for one in way) / len(way), number=True, show=lambda idle: f"{idle:.1f}"),
+    ]  # fmt: skip
+    casts, best = sum(one.casts for one in rows[0]), best_of(found)
     title = f"delayed scaling of {arm} in {training.id}, replayed over {units.whole(casts)} casts"
-    best = best_of(found)
-    advice = f"least is cut off, and of such ways least left idle, by history {best.history}, margin {best.margin}, "
-    text = Text(f"{advice}interval {best.interval}")
-    return Page(title, "", (Part("histories", "", (table, text)),), _HISTORY_LEGEND)
+    text = (
+        f"least is cut off, and of such ways least left idle, by history {best.history}, margin {best.margin}, "
+        f"interval {best.interval}"
+    )
+    elements = table("histories", "", cols, rows, main=True), Text(text)
+    return Page(title, "", (Part("histories", "", elements),), _HISTORY_LEGEND)
 
 
-def _row(found: Sequence[Replayed]) -> Iterator[Field]:
-    delayed, by_role = found[0].delayed, {one.role: one for one in found}
-    for number in (delayed.history, delayed.margin, delayed.interval):
-        yield Field(str(number), number)
-    for role in _ROLES:
-        yield _share(by_role[role].overflow if role in by_role else None)
-    worst = max(one.worst for one in found)
-    yield Field(f"{worst:.1f}" if worst else units.NONE, worst)
-    for role in _ROLES:
-        yield _share(by_role[role].underflow if role in by_role else None)
-    idle = sum(one.idle for one in found) / len(found)
-    yield Field(f"{idle:.1f}", idle)
+def _shares(word: str, share: Callable[[Replayed], float | None]) -> Iterator[Col[list[Replayed]]]:
+    """A column for each role."""
+    for role in (Role.INPUT, Role.WEIGHT, Role.GRADIENT):
+        yield Col(f"{word} {role[0]}", partial(_share, role, share), number=True)
 
 
-def _share(value: float | None) -> Field:
+def _share(role: Role, share: Callable[[Replayed], float | None], way: Sequence[Replayed]) -> Field:
+    value = next((share(one) for one in way if one.role == role), None)
     if value is None:
         return Field("?")
     return Field(units.share(value), value, Tone.BAD if value else Tone.PLAIN)

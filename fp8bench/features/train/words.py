@@ -7,11 +7,9 @@ from collections.abc import Collection, Iterator
 
 from fp8bench import units
 from fp8bench.features.train.values import ArmRole, KeptTraining, TrainingEvent
-from fp8bench.features.train.verdicts.summary import TrainedEnergy
 from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, Judged, Learned, Why
-from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed
-from fp8bench.features.train.verdicts.summary import ArmSummary
-from fp8bench.features.train.verdicts.verdicts import ArmVerdict, RepeatBand, SeedBand, Verdicts
+from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy
+from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, SeedBand, Verdicts
 from fp8bench.model import Interval
 from fp8bench.report.words.naming import listed
 from fp8bench.report.words.run_facts import many

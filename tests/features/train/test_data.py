@@ -31,7 +31,7 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.features.train.verdicts.summary import figures_of, summaries_of
 from fp8bench.features.train.verdicts.verdicts import Verdicts, verdicts_of
-from fp8bench.features.train.view import page_of, row_of
+from fp8bench.features.train.view import arm_cols, page_of
 from fp8bench.model import MemoryUse
 from tests.learning_curves import OTHER_SEED, REPEAT, lines, training
 
@@ -83,7 +83,7 @@ def test_rows_say_what_the_table_says(kept: KeptTraining, found: Verdicts) -> No
     rows = list(csv.DictReader(io.StringIO(as_csv(kept, found))))
     summary = {(row["arm"], row["figure"]): row["value"] for row in rows if row["line"] == "Summary"}
     for one in summaries_of(kept, found):
-        cells = [field.text for field in row_of(one, found)]
+        cells = [col.field(one).text for col in arm_cols(found)]
         assert cells[-1] == summary[one.arm.name, "words"]
         if (one.arm.name, "loss") in summary:
             assert f"{float(summary[one.arm.name, 'loss']):.4f}" == cells[2]

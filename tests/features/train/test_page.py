@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.features.train.page import page_of
-from fp8bench.features.train.page_curves import ends_of
+from fp8bench.features.train.page import ends_of, page_of
 from fp8bench.features.train.values import ArmCost, KeptTraining, LayerReading, Line, TrainingEvent, Validation
 from fp8bench.features.train.verdicts.curves import curves_of
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
