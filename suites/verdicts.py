@@ -34,8 +34,7 @@ from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.texts import prepare_text
 from fp8bench.features.train.values import Arm, ArmRole, Line, SeedTask, StepRow, Training, TrainingText
-from fp8bench.features.train.verdicts.curves import Curve, Pair
-from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Judged, Learned, Why, judge
+from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Curve, Judged, Learned, Pair, Why, judge
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict, adjusted_speed, verdicts_of
 from fp8bench.model import DeviceFacts, Environment
 from fp8bench.model.raw import Settings

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import locked, safe, sealed_line, write_whole
+from fp8bench.files import locked, safe, sealed_line, unsealed_line, write_whole
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Scalar
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.run import SWITCHES_SET
@@ -104,7 +104,7 @@ def merge_ceilings(store: Path, other: Path) -> int:
 
 
 def _log(store: Path, name: str = "history.jsonl") -> Log[Ceilings]:
-    """What is in a file of the folder: one line, but for the history."""
+    """What is in a file of the folder: one value, but for the history."""
     return Log(store / "ceilings" / name, _said, _written)
 
 
@@ -120,7 +120,11 @@ def _written(found: Ceilings) -> Content:
 
 def _read(log: Log[Ceilings]) -> Ceilings | None:
     """None where there is no such file, or it is broken: then it is measured once more."""
-    return next(iter(log.values()), None)
+    try:
+        content, _ = unsealed_line(log.path.read_bytes().strip())  # of several lines, where an older version wrote it
+        return log.read(content)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _try_writing(log: Log[Ceilings], found: Ceilings) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -84,7 +84,7 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
         faults += check_figures(store, commit, paths, list(kept.values()))
     known = [one for one in machines.values() if one is not None]
     across = [*_untold(store, unknown, old, len(there.everything)), *check_steps(store)]
-    across += [*_gone(store, runs.values(), folder), *check_machines(store, known)]
+    across += [*_gone(store, runs.values(), folder), *_copies(known), *_gpus(store, known)]
     broken_of_view = {fault.path for fault in of_view if fault.broken}
     listed = {path for path in (*results.glob("*/*.json"), results / "benchmarks.json") if path.is_file()}
     sound = sum(str(path) not in broken_of_view for path in listed)
@@ -260,14 +260,8 @@ def samples_of(run: Run) -> int | None:
     return hash(times) if times else None
 
 
-def check_machines(store: Path, runs: Collection[Known]) -> Iterator[Fault]:
-    """Of runs that each count once."""
-    yield from _copies(runs)
-    yield from _gpus(store, runs)
-
-
 def _copies(runs: Iterable[Known]) -> Iterator[Fault]:
-    """Runs of two machines with the same times to the last nanosecond: one was never measured."""
+    """Runs of two machines with the same times to the last nanosecond: one was never measured. Each counts once."""
     first: dict[int, Known] = {}
     for run in runs:
         other = first.setdefault(run.samples, run) if run.samples is not None else run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Limit, Rate
 from fp8bench.store.ceilings import ceilings_of, history_of_ceilings, merge_ceilings, new_ceilings
 from tests.facts import CPU, H200
-from tests.older import as_older
+from tests.older import as_older, changed_document
 
 FACTS = {"machine": "box", "torch": "2.13.0", "threads": 2}
 FOUND = Ceilings((Rate(Limit.PRODUCT, "fp32", (1e11,), 6, (256, 256, 256)), Rate(Limit.CACHED, runs=(1.75e11,))))
@@ -71,6 +72,15 @@ def test_a_broken_file_is_measured_again(content: str, tmp_path: Path) -> None:
     assert kept(tmp_path, environment) is None
     assert kept(tmp_path, environment, measure) == FOUND and measure.times == 2
     assert kept(tmp_path, environment) == FOUND
+
+
+def test_a_file_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """It has several lines, and no checksum."""
+    measure, environment = Measuring(), Environment(FACTS)
+    ceilings_of(tmp_path, environment, CPU, measure)
+    (path,) = (tmp_path / "ceilings").glob("*.json")
+    path.write_text(json.dumps(changed_document(path), indent=1) + "\n")
+    assert kept(tmp_path, environment, measure) == FOUND and measure.times == 1
 
 
 def test_whole_ceilings_come_first_while_settings_are_the_same(tmp_path: Path) -> None:
