@@ -24,8 +24,7 @@ from fp8bench.pipeline import resume as go_on
 from fp8bench.plan.asked_suites import files_of
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.data.boards import check_tensorboard, write_tensorboard
-from fp8bench.report.data.frames import RunFrames
-from fp8bench.report.notebook import Findings, as_html, speed_chart
+from fp8bench.report.notebook import Findings, RunFrames, as_html, speed_chart
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.run import render
 from fp8bench.store.runs.listing import find_run, load_named, store_of
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from fp8bench.features.train.values import KeptTraining
-
 
 
 class Run(model.Run):

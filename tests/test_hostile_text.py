@@ -15,7 +15,7 @@ from fp8bench.features.gate.judging import Verdict as GateVerdict
 from fp8bench.features.gate.judging import first_look
 from fp8bench.features.gate.view import as_junit
 from fp8bench.model import Comparison, Direction, Evidence
-from fp8bench.report.data.comparison import as_csv
+from fp8bench.report.comparisons import as_csv
 from fp8bench.report.elements import Code, Column, Facts, Field, Items, Page, Part, Table, Text
 from fp8bench.report.page import html, markdown
 from fp8bench.report.terminal.layout import render

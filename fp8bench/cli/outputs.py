@@ -19,6 +19,7 @@ from fp8bench.errors import NotPrinted, UsageError
 from fp8bench.model import Run
 from fp8bench.report.data.boards import check_tensorboard, check_wandb
 from fp8bench.report.elements import Page
+from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render, wrap
 from fp8bench.store.runs.listing import store_of
 
@@ -113,8 +114,6 @@ def tell(
     given = vars(arguments)
     rows, text = as_csv() if given.get("csv") is not None else "", ""
     if given.get("md") is not None:
-        from fp8bench.report.page import markdown  # heavy
-
         text = markdown.render((whole or page)())
     with write_outputs({"--csv": (given.get("csv"), rows), "--md": (given.get("md"), text)}, again):
         if given.get("csv") == "-":

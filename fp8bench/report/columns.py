@@ -1,17 +1,25 @@
-"""A table is a list of columns over items: what a column is called, and what of an item stands in it."""
+"""A table is a list of columns over items: what a column is called, and what of an item stands in it.
+
+Figures have columns in tables of cases because their specs say so, and tables of nothing else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from fp8bench import units
+from fp8bench.model.specs import METRICS, MetricSpec
 from fp8bench.report.elements import Column, Field, Table, Tone
+from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, together
 
 T = TypeVar("T")
 # A number is shown by the column's unit or its own `show`, and sorts as what it is; None is a dash.
 Content = Field | str | float | None
+Member = tuple[ResultGroup, Result]
+# Those that have other columns, too.
+TABLES = ("cases", "sustained", "energy", "capacity")
 
 
 @dataclass(frozen=True)
@@ -52,3 +60,33 @@ def table(
     shown = [col for col in cols if col.when]
     rows = tuple(tuple(col.field(item) for col in shown) for item in items)
     return Table(name, caption, tuple(col.column for col in shown), rows, main, folded)
+
+
+def with_figures(table: Table, members: Iterable[Member]) -> Table:
+    """The table of some cases, a row each, and in it the figures whose specs name it, as far as any case has them."""
+    wanted = in_table(table.name)
+    figures = [Figures(*one) for one in members] if wanted else []
+    known = [spec for spec in wanted if any(one[spec].value is not None for one in figures)]
+    rows = (
+        (*row, *(Field(one[spec].shown, one[spec].value) for spec in known))
+        for row, one in zip(table.rows, figures, strict=True)
+    )
+    return replace(table, columns=(*table.columns, *map(column_of, known)), rows=tuple(rows)) if known else table
+
+
+def in_table(name: str) -> list[MetricSpec]:
+    return [spec for spec in METRICS.values() if spec.table == name]
+
+
+def column_of(spec: MetricSpec) -> Column:
+    return Column(spec.heading or spec.name, number=True, unit=spec.unit, hint=spec.description)
+
+
+def other_tables(panel: Panel) -> Iterator[Table]:
+    """Tables of figures alone, where any case has one."""
+    columns = (Column("group", shared=True), Column("case"))
+    for name in together((spec.table, spec) for spec in METRICS.values() if spec.table not in ("", *TABLES)):
+        rows = tuple((Field(panel.place(group)), Field(one.mode)) for group, one in panel.members)
+        table = with_figures(Table(name, name, columns, rows), panel.members)
+        if len(table.columns) > len(columns):
+            yield table

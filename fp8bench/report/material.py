@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +11,10 @@ from types import MappingProxyType
 
 from fp8bench.model import Finding, Run
 from fp8bench.report.panels import Panel, panels_of
-from fp8bench.report.words.run_facts import COMMIT_LETTERS, devices_of, fact, many, shortened, suites_of
+from fp8bench.report.words.naming import COMMIT_LETTERS, devices_of, fact, many, shortened, suites_of
+
+LONGEST_LABEL = 40
+_MOST_SUITES = 3
 
 
 @dataclass(frozen=True)
@@ -87,10 +91,6 @@ class Material:
         return ((entry, panel) for entry in self.entries for panel in entry.panels)
 
 
-LONGEST_LABEL = 40
-_MOST_SUITES = 3
-
-
 def material_of(
     runs: Sequence[Run],
     findings: Sequence[Mapping[str, Finding]],
@@ -139,3 +139,20 @@ def _numbered(words: Sequence[str]) -> tuple[str, ...]:
     """Those that occur several times with a number."""
     numbers = (words[: place + 1].count(word) for place, word in enumerate(words))
     return tuple(f"{word} ({n})" if words.count(word) > 1 else word for word, n in zip(words, numbers, strict=True))
+
+
+def titled_panels(material: Material) -> Iterator[tuple[str, Panel]]:
+    """Every panel under a short title: the suite, and device, run and reference where those tell it from others."""
+    panels = list(material.panels())
+    suites = [_title(material, entry, panel) for entry, panel in panels]
+    counts = Counter(suites)
+    for (_, panel), title in zip(panels, suites, strict=True):
+        against = f" against {panel.reference}" if counts[title] > 1 and panel.reference else ""
+        yield title + against, panel
+
+
+def _title(material: Material, entry: Entry, panel: Panel) -> str:
+    words = panel.case.workload
+    if len({one.case.device for one in entry.panels}) > 1:
+        words += f" on {panel.case.device}"
+    return words if material.alone or not entry.label else f"{words}, {entry.label}"

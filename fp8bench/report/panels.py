@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import TypeVar
 
+from fp8bench import units
 from fp8bench.analysis.metric import Metric, Reference
-from fp8bench.model import Case, DeviceFacts, Finding, Label, Params, Record, Run
+from fp8bench.model import (
+    UNATTRIBUTED,
+    Case,
+    DeviceFacts,
+    Finding,
+    Label,
+    Measurement,
+    Params,
+    Record,
+    Run,
+)
 from fp8bench.model.specs import ENERGY, STEP, Better, spec_of
 from fp8bench.protocols.axes import QUIET
 
 # Of a note: who wants to know more places has the rows of the table.
 _MOST_PLACES = 3
-
 K = TypeVar("K")
 V = TypeVar("V")
+# The error a reader sees first, where a workload offers more than one: the most telling.
+_MAIN_ERRORS = ("gradient_error", "product_error", "update_error", "output_error")
+_ERROR_SUFFIX = "_error"
 
 
 def together(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
@@ -199,3 +213,36 @@ def _where(places: Sequence[str], num_places: int) -> str:
     if len(places) == num_places:
         return f" in all {num_places} groups"
     return f" at {'; '.join(places)}" if len(places) <= _MOST_PLACES else f" in {len(places)} of {num_places} groups"
+
+
+def main_error(panel: Panel) -> str:
+    """The metric of the error column; '' if nothing in the panel has an error."""
+    errors = [metric for metric in panel.metrics if metric.endswith(_ERROR_SUFFIX)]
+    return next((metric for metric in (*_MAIN_ERRORS, *errors) if metric in errors), "")
+
+
+def value_of(measurement: Measurement | None) -> float | None:
+    """What one reads of a measurement's samples: the middle one."""
+    return statistics.median(measurement.samples) if measurement and measurement.samples else None
+
+
+def show_value(measurement: Measurement) -> str:
+    """A measurement as text, by its unit."""
+    return spec_of(measurement.metric).shown(value_of(measurement), measurement.unit)
+
+
+def floor_of(results: Iterable[Result]) -> str:
+    """The A/A floor of some cases, from the lowest to the highest; '' where none was measured."""
+    floors = (one.finding.floor for one in results if one.finding and one.finding.floor is not None)
+    return units.span(floors, lambda floor: f"+-{units.percent(floor)}")
+
+
+def phases_of(result: Result) -> tuple[tuple[str, float], ...]:
+    """Best-case seconds by phase; what is unattributed is worked out where it is not given."""
+    finding = result.finding
+    if finding is None or finding.best_seconds is None:
+        return ()
+    if any(name == UNATTRIBUTED for name, _ in finding.phases):
+        return finding.phases
+    rest = finding.best_seconds - sum(seconds for _, seconds in finding.phases)
+    return (*finding.phases, (UNATTRIBUTED, max(0.0, rest)))

@@ -19,7 +19,7 @@ from fp8bench.report.terminal.run import render
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.worker.bench import Bench
 from tests.commands import unfolded
-from tests.report.words.test_ceilings import FOUND
+from tests.report.test_ceilings import FOUND
 
 
 @pytest.fixture(autouse=True)

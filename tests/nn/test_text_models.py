@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from fp8bench.nn.text_models import TextCNN, WindowMLP
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
+from fp8bench.nn.text_models import TextCNN, WindowMLP
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
 from tests.facts import CPU

@@ -11,8 +11,7 @@ from fp8bench.model import Finding, Label, Run, Verdict
 from fp8bench.model.specs import STEP
 from fp8bench.model.words import REMARKS
 from fp8bench.report.case_status import doubts, named_labels
-from fp8bench.report.data.run import as_csv, as_json
-from fp8bench.report.data.tidy import columns_of, rows, widened
+from fp8bench.report.data.run import as_csv, as_json, columns_of, rows, widened
 from fp8bench.report.elements import Items, Table, Text, Tone
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal.run import render

@@ -30,8 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read both sides, hold them against each other, tell. What it finds is no failure: `gate` judges."""
     from fp8bench.jobs.compare import compared_sides
-    from fp8bench.report.data.comparison import as_csv, as_json
-    from fp8bench.report.terminal.comparison import page_of
+    from fp8bench.report.comparisons import as_csv, as_json, page_of
 
     check_outputs(arguments)
     compared = compared_sides(arguments.before, arguments.after, arguments.store, TERMINAL)

@@ -18,7 +18,7 @@ from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, StoreError, U
 from fp8bench.files import is_locked
 from fp8bench.jobs.kinds import kinds
 from fp8bench.registry import workloads
-from fp8bench.report.terminal import ceilings
+from fp8bench.report import ceilings
 from fp8bench.report.terminal.history import (
     faults_page,
     joined_page,

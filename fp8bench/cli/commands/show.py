@@ -16,9 +16,6 @@ from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
 from fp8bench.jobs.kinds import RUN, KeptTable, Kind, View, feature_tables, kinds
 from fp8bench.model import Run
-from fp8bench.report.data import shares as shares_data
-from fp8bench.report.data import tape as tape_data
-from fp8bench.report.terminal import shares, tape
 from fp8bench.store.runs.listing import find_run, load_named
 
 
@@ -96,19 +93,21 @@ def _check_meant(word: str, meant: Sequence[tuple[Kind[Any], Path]], store: Path
 
 def _tape(run: Run, value: str, store: Path) -> View:
     from fp8bench.jobs.tape import tapes_of
+    from fp8bench.report.topics import tape
 
     found = tapes_of(run)
     page = partial(tape.page_of, f"the operators of a step of run {run.id}", found)
-    return View(page, partial(tape_data.as_json, found), partial(tape_data.as_csv, found))
+    return View(page, partial(tape.as_json, found), partial(tape.as_csv, found))
 
 
 def _shares(run: Run, value: str, store: Path) -> View:
     from fp8bench.analysis.findings import findings
+    from fp8bench.report.topics import shares
 
     refuse_none(run)
     found = parts_of(run, findings(run))
-    rows = partial(shares_data.as_csv, found)
-    return View(partial(shares.page_of, run, found), partial(shares_data.as_json, found), rows)
+    rows = partial(shares.as_csv, found)
+    return View(partial(shares.page_of, run, found), partial(shares.as_json, found), rows)
 
 
 _OF_RUNS = (

@@ -10,8 +10,6 @@ from fp8bench.cli.options import request_of, shared
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK
-from fp8bench.report.data.tape import as_csv, as_json
-from fp8bench.report.terminal.tape import page_against, page_of
 from fp8bench.store.runs.listing import load_named
 
 
@@ -38,6 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Record, tell, and end with 3 where there is nothing to tell."""
     from fp8bench.jobs.tape import beside, tapes_now, tapes_of
+    from fp8bench.report.topics.tape import as_csv, as_json, page_against, page_of
 
     check_outputs(arguments)
     against = arguments.against

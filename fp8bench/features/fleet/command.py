@@ -19,6 +19,7 @@ from fp8bench.features.fleet.engines import ENGINES, Order, crew, start
 from fp8bench.features.fleet.exports import FORMS, Tasks, Volume, text_for
 from fp8bench.model.request import whole_number
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
+from fp8bench.report.page.html import render
 from fp8bench.store.fleet_plans import check_cell, read_plan, states_of
 
 
@@ -233,8 +234,6 @@ def _report(arguments: argparse.Namespace) -> int:
     report = fleet_report(arguments.source, arguments.store, arguments.machines)
     page, html = partial(view.report_page, report, str(arguments.source)), ""
     if arguments.html is not None:
-        from fp8bench.report.page.html import render
-
         html = render(page(drawn=True))
     with write_outputs({"--html": (arguments.html, html)}):
         tell(arguments, page, partial(view.report_json, report), partial(view.report_csv, report))

@@ -50,8 +50,7 @@ from fp8bench.report.elements import (
 )
 from fp8bench.report.page.charts import worth_drawing
 from fp8bench.report.words.legend import MEMORY_WORDS
-from fp8bench.report.words.naming import listed
-from fp8bench.report.words.run_facts import many
+from fp8bench.report.words.naming import listed, many
 
 P = TypeVar("P", int, str)
 Curves = Mapping[Key, Curve]

@@ -25,7 +25,7 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.report.elements import Column, Field, Page, Part, Table, Tone
 from fp8bench.report.terminal.layout import render
-from fp8bench.report.words.run_facts import many
+from fp8bench.report.words.naming import many
 
 _OUT, _STOPPED = "out", "stopped"
 

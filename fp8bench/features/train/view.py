@@ -34,12 +34,11 @@ from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy, 
 from fp8bench.features.train.verdicts.verdicts import Verdicts
 from fp8bench.model import Capacity, Level
 from fp8bench.protocols import Role
-from fp8bench.report.capacities import show_batch, title
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Column, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.naming import listed
-from fp8bench.report.words.run_facts import many
+from fp8bench.report.topics.memory import batch_title, show_batch
+from fp8bench.report.words.naming import listed, many
 
 _TONES = {
     Learned.DIVERGED: Tone.BAD, Learned.WORSE: Tone.BAD, Learned.BETTER: Tone.GOOD, Learned.WITHIN_NOISE: Tone.GOOD,
@@ -220,7 +219,7 @@ def _energies(found: Mapping[str, TrainedEnergy]) -> Iterator[str]:
 def _largest(found: Capacity) -> str:
     """'largest batch that fits into 2.00 GiB: 812 (52.0 k tokens); not 813: tensors need 1.20 MiB more'."""
     tokens = f" ({units.whole(found.tokens)} tokens)" if found.batch else ""
-    return f"{title(found)}: {show_batch(found)}{tokens}; not {why_no_larger(found)}"
+    return f"{batch_title(found)}: {show_batch(found)}{tokens}; not {why_no_larger(found)}"
 
 
 def looks_of(kept: KeptTraining) -> Iterator[Part]:

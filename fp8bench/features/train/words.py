@@ -11,8 +11,7 @@ from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, Judged, Le
 from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, SeedBand, Verdicts
 from fp8bench.model import Interval
-from fp8bench.report.words.naming import listed
-from fp8bench.report.words.run_facts import many
+from fp8bench.report.words.naming import listed, many
 
 _ROLES = {
     ArmRole.REFERENCE: "the reference",

@@ -1,17 +1,197 @@
-"""A run for other programs: tidy or wide rows as CSV, or all of it as one JSON document."""
+"""A run for other programs: tidy or wide rows as CSV, or all of it as one JSON document.
+
+Tidy rows are one for each case, phase and metric, and one for each size where a precision begins to pay; wide ones
+one a case. docs/outputs.md says what the columns hold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from fp8bench.model import Finding, Record, Run
+from fp8bench.analysis.metric import Metric
+from fp8bench.model import Finding, Provenance, Record, Run, Scalar, specs
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.report.data.break_even import break_even_rows
+from fp8bench.model.specs import ENERGY, STEP, TIME, Rank, spec_of
+from fp8bench.report.case_status import emulated
 from fp8bench.report.data.plain import csv_text, json_line
-from fp8bench.report.data.tidy import columns_of, rows, widened
-from fp8bench.report.panels import Figures, panels_of
+from fp8bench.report.elements import printable
+from fp8bench.report.panels import Figures, Result, ResultGroup, metrics_within, panels_of, show_params
+from fp8bench.report.topics.break_even import BreakEvenRow, break_even_rows
+from fp8bench.units import RATIO
+
+Cell = Scalar | None
+# A cell for each column, by name.
+TidyRow = dict[str, Cell]
+# What every row has: first what it is about, ...
+_CASE_COLUMNS = (
+    "run", "started_utc", "case", "suite", "suite_version", "device", "device_name", "precision", "mode",
+    "reference_mode", "level", "status", "reason", "params",
+)  # fmt: skip
+# ... then one column a parameter, then what it says. A new column goes to the end, so that those before it stay.
+_FIGURE_COLUMNS = (
+    "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "spread", "ratio_to_reference",
+    "ratio_low", "ratio_high", "ratio_confidence", "ratio_of_medians", "noise_floor", "n_rounds", "n_samples",
+    "provenance", "verdict", "labels", "why", "energy_source", "label_reasons", "speedup",
+    "speedup_low", "speedup_high", "speedup_mean", "speedup_mean_low", "speedup_mean_high", "would_see_one_in",
+    "axis", "size_low", "size_high", "energy_validity", "power_limit_W", "rank", "failed_rank", "failed_phase",
+    "low_in_unit", "high_in_unit",
+)  # fmt: skip
+# Of the row of the step's time, which says what became of a case; of other rows the figures alone.
+_OF_A_FIGURE = (
+    "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "n_rounds", "n_samples", "provenance",
+    "labels", "energy_source", "axis", "size_low", "size_high", "energy_validity", "power_limit_W", "rank",
+    "low_in_unit", "high_in_unit",
+)  # fmt: skip
+
+
+def columns_of(run: Run) -> tuple[str, ...]:
+    """The columns of a run's rows, in order: those of every run, and one for each parameter of its cases."""
+    names = dict.fromkeys(name for record in run.records for name, _ in record.case.params)
+    return (*_CASE_COLUMNS, *(f"param_{name}" for name in names), *_FIGURE_COLUMNS)
+
+
+def rows(run: Run, findings: Mapping[str, Finding]) -> list[TidyRow]:
+    """All rows, in the order of the plan; each has every column, None where it has nothing to say there."""
+    empty: TidyRow = dict.fromkeys(columns_of(run))
+    names = {facts.key: facts.name for facts in run.devices}
+    heads: TidyRow = {"run": Path(run.path).stem or run.id, "started_utc": run.started}
+    found = []
+    for panel in panels_of(run, findings):
+        for group, result in panel.members:
+            named = {"device_name": names.get(result.record.case.device)}
+            about = empty | heads | _about(result.record, panel.reference) | named
+            found += [about | figures for figures in _figures(group, result)]
+    for row in break_even_rows(run, findings):
+        found.append(empty | heads | {"device_name": names.get(row.device)} | _crossing(row))
+    # One line a text, and nothing for an empty one, so that a reader of the CSV finds the same.
+    return [
+        {name: _line(cell) or None if isinstance(cell, str) else cell for name, cell in row.items()} for row in found
+    ]
+
+
+def _crossing(row: BreakEvenRow) -> TidyRow:
+    """Of no case: a size between those that were measured."""
+    return {
+        "suite": row.suite, "device": row.device, "mode": row.mode, "reference_mode": row.against,
+        "params": show_params(row.held), **{f"param_{name}": value for name, value in row.held},
+        "metric": specs.BREAK_EVEN.name, "unit": "count", "median_in_unit": row.size, "axis": row.axis,
+        "size_low": row.low, "size_high": row.high, "ratio_confidence": row.confidence,
+        "provenance": Provenance.DERIVED.value, "verdict": row.pays, "why": row.remarks,
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=4096)  # most texts stand in every row of their case
+def _line(text: str) -> str:
+    return printable(text).strip()
+
+
+def _about(record: Record, reference: str) -> TidyRow:
+    case = record.case
+    about: TidyRow = {
+        "case": case.id,
+        "suite": case.workload,
+        "suite_version": case.version,
+        "device": case.device,
+        "precision": case.precision,
+        "mode": case.mode,
+        "reference_mode": reference,
+        "level": record.support.level.value,
+        "status": record.status.value,
+        "reason": record.reason,
+        "params": show_params(case.params),
+    }
+    if (failed := record.failed_rank) is not None:
+        about |= {"failed_rank": failed.rank, "failed_phase": failed.phase or failed.request}
+    return about | {f"param_{name}": value for name, value in case.params}
+
+
+def _figures(group: ResultGroup, result: Result) -> Iterator[TidyRow]:
+    """A row a figure. What became of the case stands in that of the step's time, which comes first."""
+    told = (one for one in metrics_within(group, result) if one.rank is not Rank.RESTATED)
+    yield _row(next(told)) | _of_the_case(result)
+    yield from map(_row, told)
+
+
+def _row(metric: Metric) -> TidyRow:
+    kind, role = metric.about or (None, None)
+    row: TidyRow = {
+        "phase": metric.phase, "kind": kind, "role": role, "metric": metric.name, "unit": metric.unit,
+        "median_in_unit": metric.value, "best_in_unit": metric.best, "n_rounds": metric.rounds,
+        "n_samples": metric.count, "provenance": metric.provenance and metric.provenance.value,
+        "verdict": metric.verdict, "labels": " ".join(metric.labels), "why": metric.why,
+        "energy_source": metric.source, "rank": metric.of_rank,
+    }  # fmt: skip
+    if metric.bounds is not None:
+        row["low_in_unit"], row["high_in_unit"] = metric.bounds
+    if metric.energy is not None:
+        row["energy_validity"] = metric.energy.validity
+        row["power_limit_W"] = " ".join(f"{watts:g}" for watts in metric.energy.power_limits)
+    ratio = metric.interval
+    if ratio is None:
+        return row
+    row["ratio_to_reference"] = ratio.point
+    if ratio.level < 1:  # an exact one has no ends
+        row |= {"ratio_low": ratio.low, "ratio_high": ratio.high, "ratio_confidence": ratio.level or None}
+    if metric.name == TIME and 0 < ratio.point < math.inf:
+        speed = ratio.inverse
+        row |= {"speedup": speed.point, "speedup_low": speed.low, "speedup_high": speed.high}
+    return row
+
+
+def _of_the_case(result: Result) -> TidyRow:
+    finding = result.finding
+    if finding is None or finding.best_seconds is None:
+        return {}
+    mean: TidyRow = {}
+    if finding.typical is not None and not emulated(result):
+        speed = finding.typical.inverse
+        mean = {"speedup_mean": speed.point, "speedup_mean_low": speed.low, "speedup_mean_high": speed.high}
+        mean["would_see_one_in"] = finding.rarest
+    return mean | {
+        "spread": finding.spread, "noise_floor": finding.floor,
+        "ratio_of_medians": None if emulated(result) or finding.ratio is None else finding.median_ratio,
+        "label_reasons": "; ".join(f"{label}: {reason}" for label, reason in finding.label_reasons),
+    }  # fmt: skip
+
+
+def widened(tidy: Iterable[Mapping[str, Cell]]) -> tuple[tuple[str, ...], list[TidyRow]]:
+    """Columns and rows. A figure of a phase is called '<phase>_<metric>', its columns end in its unit."""
+    cases: dict[tuple[Cell, Cell], TidyRow] = {}
+    for row in tidy:
+        if row["metric"] == specs.BREAK_EVEN:  # of no case
+            continue
+        wide = cases.setdefault((row["run"], row["case"]), {})
+        if row["metric"] == TIME and row["phase"] == STEP:
+            figures = {name: cell for name, cell in row.items() if name not in _OF_A_FIGURE or name == "labels"}
+            wide.update({name: cell for name, cell in figures.items() if name not in wide})
+        wide.update(_columns_of_figure(row))
+        if row["metric"] == ENERGY and row["phase"] == STEP:
+            wide.update({"energy_source": row["energy_source"], "energy_why": row["why"]})
+            wide.update({name: row[name] for name in ("energy_validity", "power_limit_W")})
+    # Those that say which case it is first, figures in the order in which cases bring them.
+    columns = tuple(dict.fromkeys(name for wide in cases.values() for name in wide))
+    return columns, [{name: wide.get(name) for name in columns} for wide in cases.values()]
+
+
+def _columns_of_figure(row: Mapping[str, Cell]) -> TidyRow:
+    """The best and the median of one figure, where it has them, and what it may be, where that is known."""
+    parts = [row["kind"], row["role"]] if row["phase"] is None else [None if row["phase"] == STEP else row["phase"]]
+    of_rank = None if row["rank"] is None else str(row["rank"])
+    name = "_".join(str(part) for part in (*parts, row["metric"], of_rank) if part)
+    spec = spec_of(str(row["metric"]))
+    named = row["unit"] in (None, "count", RATIO) or (spec.of_workload and row["unit"] == spec.unit)  # by its name
+    unit = "" if named else "_" + str(row["unit"]).replace("/", "_per_")
+    if row["low_in_unit"] is not None:
+        ends = {f"{name}_{end}{unit}": row[f"{end}_in_unit"] for end in ("low", "high")}
+        return {f"{name}{unit}": row["median_in_unit"], **ends}
+    if row["best_in_unit"] is None:
+        return {f"{name}{unit}": row["median_in_unit"]}
+    return {f"{name}_best{unit}": row["best_in_unit"], f"{name}_median{unit}": row["median_in_unit"]}
 
 
 def as_csv(run: Run, findings: Mapping[str, Finding], wide: bool = False) -> str:
@@ -36,9 +216,7 @@ def as_json(run: Run, findings: Mapping[str, Finding]) -> str:
         for panel in panels_of(run, findings)
         for group, result in panel.members
     }
-    records = [
-        _record(one, findings.get(one.case.id)) | {"metrics": metrics[one.case.id]} for one in run.records
-    ]
+    records = [_record(one, findings.get(one.case.id)) | {"metrics": metrics[one.case.id]} for one in run.records]
     sweeps = [{**row._asdict(), "held": dict(row.held)} for row in break_even_rows(run, findings)]
     return json_line({"schema": SCHEMA, **header, "records": records, "break_even": sweeps})
 

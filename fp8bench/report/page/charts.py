@@ -28,8 +28,7 @@ from fp8bench.report.elements import (
     Table,
     Waterfall,
 )
-from fp8bench.report.panels import Result, together
-from fp8bench.report.terminal.tables import phases_of
+from fp8bench.report.panels import Result, phases_of, together
 from fp8bench.report.words.naming import phase_order, phase_words
 
 _SUMMARY = ("lowest", "lower quartile", "median", "upper quartile", "highest")

@@ -1,7 +1,7 @@
 """The interface of a report's sections, their registry, and the page that they make.
 
-A section turns material into elements, and knows no output format. It is one decorated class in one file of
-fp8bench/report/page/sections, or the module `section` of a feature.
+A section turns material into elements, and knows no output format. It is a decorated class in the module of its topic
+(fp8bench/report/topics), or the module `section` of a feature.
 """
 
 from __future__ import annotations
@@ -22,8 +22,18 @@ from fp8bench.report.elements import Chart, Column, Element, Field, Page, Part, 
 from fp8bench.report.material import Material
 from fp8bench.report.page.charts import numbers_table, worth_drawing
 from fp8bench.report.panels import Result
-from fp8bench.report.words.naming import NamedCase, listed
-from fp8bench.report.words.run_facts import commit_of, counts, devices_of, fact, many, shortened, suites_of, when
+from fp8bench.report.words.naming import (
+    NamedCase,
+    commit_of,
+    counts,
+    devices_of,
+    fact,
+    listed,
+    many,
+    shortened,
+    suites_of,
+    when,
+)
 
 Row = tuple[Field, ...]
 T = TypeVar("T")
@@ -67,7 +77,7 @@ class Section(ABC):
 
 
 sections: Registry[Section] = Registry(
-    "section", "fp8bench.report.page.sections", Section, ("name", "title", "rank"), part="section"
+    "section", "fp8bench.report.topics", Section, ("name", "title", "rank"), part="section"
 )
 
 

@@ -11,12 +11,12 @@ from fp8bench.analysis.steps.change_points import BY_CHANCE
 from fp8bench.analysis.steps.changes import Change, Found, State
 from fp8bench.model import Label
 from fp8bench.model.codec import SCHEMA, encode
+from fp8bench.report.comparisons import signed
 from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import Code, Column, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.history import count_of, value, where
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.comparisons import signed
 from fp8bench.report.words.naming import listed
 
 _COLUMNS = (

@@ -1,15 +1,126 @@
-"""What a report calls its suites and cases, so that every section calls them the same."""
+"""What a report calls its runs, suites and cases, so that every section calls them the same."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case
+from fp8bench import units
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Record, Run, Status
+from fp8bench.protocols.axes import CACHE, CACHE_TIMES, COLD, HOT
 from fp8bench.report.elements import Tone
-from fp8bench.report.material import Entry, Material
 from fp8bench.report.panels import Panel, Result, ResultGroup, show_params
+
+COMMIT_LETTERS = 8
+
+
+def suites_of(run: Run) -> tuple[str, ...]:
+    """The suites it has cases of, in order."""
+    return tuple(dict.fromkeys(case.workload for case in _cases(run)))
+
+
+def devices_of(run: Run) -> tuple[str, ...]:
+    """What its devices are called: 'AMD EPYC'; the key of one whose facts are lost."""
+    names = {facts.key: facts.name for facts in run.devices}
+    return tuple(dict.fromkeys(names.get(case.device, case.device) for case in _cases(run)))
+
+
+def _cases(run: Run) -> list[Case]:
+    """What was measured or planned."""
+    return [*(record.case for record in run.records), *(one.case for group in run.plan for one in group.cases)]
+
+
+def fact(run: Run, name: str) -> str:
+    """One fact of its environment as text, '' where it is not known."""
+    value = run.environment.get(name)
+    return "" if value is None else str(value)
+
+
+def commit_of(run: Run) -> str:
+    """'0a1b2c3d', and whether the files differed from it; '' outside a repository."""
+    commit = fact(run, "commit")[:COMMIT_LETTERS]
+    return f"{commit} with uncommitted changes" if commit and run.environment.get("dirty") else commit
+
+
+def attention_of(record: Record) -> str:
+    """'flash': which of torch's kernels computed attention; '' where nobody looked, or there is none."""
+    return " and ".join(record.products.attention) if record.products is not None else ""
+
+
+def cache_of(record: Record, devices: Sequence[DeviceFacts]) -> str:
+    """What was done for the last cache to be what the case says; '' where nothing was: it is hot."""
+    cache = CACHE.of(dict(record.case.params))
+    facts = next((one for one in devices if one.key == record.case.device), None)
+    if cache == HOT or facts is None:
+        return ""
+    shared = f", shared by {facts.cache_shared} processors" if facts.cache_shared > 1 else ""
+    size = f"the last cache ({units.size(facts.cache_bytes)}{shared})"
+    if cache == COLD:
+        return f"before every call {units.size(CACHE_TIMES * facts.cache_bytes)} were written over, twice {size}"
+    if record.rotation is None:
+        return ""
+    states, each = record.rotation.states, record.rotation.state_bytes
+    if states == 1:
+        return "memory held one state only, so that nothing rotated: its cache is hot"
+    together = states * each
+    enough = together >= CACHE_TIMES * facts.cache_bytes
+    of = "at least twice" if enough else f"{units.percent(together / facts.cache_bytes, 0)} of"
+    return f"{states} states of {units.size(each)} took turns, {of} {size}"
+
+
+def replays_of(record: Record) -> str:
+    """Why its steps were not replayed, or what replays leave out; '' where there is nothing to say."""
+    replays = record.replays
+    if replays is None:
+        return ""
+    if replays.why:
+        return f"not replayed: {replays.why}"
+    return replays.loaded and f"replayed without loading {replays.loaded}, which lie on the device when a replay begins"
+
+
+def when(run: Run) -> str:
+    """'2026-01-05 12:00 UTC'; what stands there where it is no date."""
+    try:
+        started = datetime.fromisoformat(run.started)
+    except ValueError:
+        return run.started
+    return f"{(started if started.tzinfo is None else started.astimezone(UTC)):%Y-%m-%d %H:%M} UTC"
+
+
+def counts(run: Run) -> str:
+    """'10 measured, 1 skipped, 1 failed'."""
+    number = Counter(record.status for record in run.records)
+    words = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
+    return ", ".join(f"{number[status]} {word}" for status, word in words.items() if number[status]) or "none"
+
+
+def many(number: int, noun: str) -> str:
+    """'1 case', '12 cases'."""
+    return f"{units.whole(number)} {noun}{'' if number == 1 else 's'}"
+
+
+def shortened(text: str, most: int) -> str:
+    """One line of so many letters at most."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def notes_of(run: Run) -> list[str]:
+    """What was noted when it was planned, gone on with, and measured."""
+    return [*run.plan.notes, *(f"it was resumed at {one.started}" for one in run.resumptions), *run.notes]
+
+
+def missing_of(run: Run) -> str:
+    """How much of the plan has no record, why, and what to do about it; '' if nothing is missing."""
+    planned = {planned.case.id for group in run.plan for planned in group.cases}
+    missing = len(planned - {record.case.id for record in run.records})
+    if not missing:
+        return ""
+    none = f"{missing} of {len(planned)} cases have no record"
+    words = f"{none}: lines are broken or gone" if run.finished else f"stopped early: {none}"
+    return f"{words}; --resume {run.id} measures them"
 
 
 @dataclass(frozen=True)
@@ -20,23 +131,6 @@ class NamedCase:
     place: str
     group: ResultGroup
     result: Result
-
-
-def titled_panels(material: Material) -> Iterator[tuple[str, Panel]]:
-    """Every panel under a short title: the suite, and device, run and reference where those tell it from others."""
-    panels = list(material.panels())
-    suites = [_title(material, entry, panel) for entry, panel in panels]
-    counts = Counter(suites)
-    for (_, panel), title in zip(panels, suites, strict=True):
-        against = f" against {panel.reference}" if counts[title] > 1 and panel.reference else ""
-        yield title + against, panel
-
-
-def _title(material: Material, entry: Entry, panel: Panel) -> str:
-    words = panel.case.workload
-    if len({one.case.device for one in entry.panels}) > 1:
-        words += f" on {panel.case.device}"
-    return words if material.alone or not entry.label else f"{words}, {entry.label}"
 
 
 def named_cases(panel: Panel) -> Iterator[NamedCase]:

@@ -38,9 +38,8 @@ from fp8bench.model import (
     Timing,
 )
 from fp8bench.model.codec import decode
-from fp8bench.report.data.comparison import as_csv, as_json
+from fp8bench.report.comparisons import as_csv, as_json, page_of
 from fp8bench.report.page import markdown
-from fp8bench.report.terminal.comparison import page_of
 from fp8bench.report.terminal.layout import render
 from tests.runs import CPU, NATIVE, case, run_of
 

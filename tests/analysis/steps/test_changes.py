@@ -22,9 +22,9 @@ from fp8bench.features.gate.command import read_rules
 from fp8bench.features.gate.judging import exceeds
 from fp8bench.features.gate.thresholds import threshold_of
 from fp8bench.model import Conditions, Direction, Evidence, Figure, Label, Series, Status, Trend
+from fp8bench.report.comparisons import value
 from fp8bench.report.terminal.changes import page_of
 from fp8bench.report.terminal.layout import render
-from fp8bench.report.words.comparisons import value
 from tests.histories import commit
 
 SERIES = Series("gemm.Gemm.track_time", "gemm", "time", "seconds", ("dtype", "shape"), (("bf16",), ("512",)), "1.1")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.api import load
-from fp8bench.report.data.frames import RunFrames
+from fp8bench.report.notebook import RunFrames
 from tests.commands import Say, unfolded
 
 RUN = ("suite", "mlp", "--no-isolation", "--no-report", "--no-energy", "--quick", "--rounds", "2", "--dtypes",

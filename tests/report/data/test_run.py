@@ -5,17 +5,21 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+import statistics
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
-from fp8bench.model import Finding, Measurement, Run
+from fp8bench.model import Finding, Interval, Level, Measurement, Run, Verdict
 from fp8bench.model.codec import SCHEMA, decode, encode
-from fp8bench.report.data.run import all_as_csv, as_csv, as_json
-from fp8bench.report.data.tidy import columns_of, rows, widened
+from fp8bench.model.specs import STEP
+from fp8bench.report.data.run import TidyRow, all_as_csv, as_csv, as_json, columns_of, rows, widened
 from tests.runs import gemm, measured, transformer, wild_runs
+
+NATIVE_CASE = "m=64,operands=cast]@cpu/bf16{head=fp32}"
 
 
 def test_it_is_the_tidy_rows_under_their_columns() -> None:
@@ -137,3 +141,211 @@ def test_what_json_has_no_word_for_is_text() -> None:
 def test_any_run_is_strict_json(wild: tuple[Run, dict[str, Finding]]) -> None:
     run, findings = wild
     assert len(strict(as_json(run, findings))["records"]) == len(run.records)
+
+
+@pytest.fixture(scope="module")
+def run_and_findings() -> tuple[Run, dict[str, Finding]]:
+    return measured()
+
+
+@pytest.fixture(scope="module")
+def table(run_and_findings: tuple[Run, dict[str, Finding]]) -> list[TidyRow]:
+    return rows(*run_and_findings)
+
+
+def chosen(table: list[TidyRow], case: str = "", **wanted: object) -> list[TidyRow]:
+    """The rows whose case ends so and that have these values."""
+    return [
+        row
+        for row in table
+        if str(row["case"]).endswith(case) and all(row[name] == value for name, value in wanted.items())
+    ]
+
+
+def only(table: list[TidyRow], case: str, **wanted: object) -> TidyRow:
+    (row,) = chosen(table, case, **wanted)
+    return row
+
+
+def test_every_row_has_every_column(run_and_findings: tuple[Run, dict[str, Finding]], table: list[TidyRow]) -> None:
+    """In one order; a case has an empty cell for a parameter that only others have."""
+    columns = columns_of(run_and_findings[0])
+    assert all(tuple(row) == columns for row in table)
+    assert [name for name in columns if name.startswith("param_")] == ["param_m", "param_operands", "param_padded"]
+    assert {(row["param_m"], row["param_operands"], row["param_padded"]) for row in table} == {
+        (64, "cast", None), (128, None, True),
+    }  # fmt: skip
+
+
+def test_every_row_says_what_it_is_about(table: list[TidyRow]) -> None:
+    row = only(table, NATIVE_CASE, phase=STEP, metric="time")
+    about = {
+        "run": "20260105T120000Z-0a1b2c3d-12345678", "started_utc": "2026-01-05T12:00:00Z", "suite": "gemm",
+        "suite_version": "1", "device": "cpu", "device_name": "AMD EPYC 7B13", "precision": "bf16",
+        "mode": "bf16{head=fp32}", "reference_mode": "fp32", "level": "native", "status": "ok", "reason": None,
+        "params": "m=64 operands=cast",
+    }  # fmt: skip
+    assert {name: row[name] for name in about} == about
+
+
+def test_a_run_that_was_not_stored_goes_by_its_id(run_and_findings: tuple[Run, dict[str, Finding]]) -> None:
+    run, findings = run_and_findings
+    assert {row["run"] for row in rows(replace(run, path=""), findings)} == {run.id}
+
+
+def test_the_step_s_time_has_the_verdict(
+    run_and_findings: tuple[Run, dict[str, Finding]], table: list[TidyRow]
+) -> None:
+    """All that the finding says, and how much it rests on."""
+    _, findings = run_and_findings
+    row = only(table, NATIVE_CASE, phase=STEP, metric="time")
+    found = findings[str(row["case"])]
+    assert found.ratio is not None and found.verdict is Verdict.FASTER
+    assert (row["unit"], row["median_in_unit"], row["best_in_unit"]) == ("s", found.median_seconds, found.best_seconds)
+    speed = (row["speedup"], row["speedup_low"], row["speedup_high"])
+    assert speed == (1 / found.ratio.point, 1 / found.ratio.high, 1 / found.ratio.low) and speed[0] > 1
+    interval = (row["ratio_to_reference"], row["ratio_low"], row["ratio_high"], row["ratio_confidence"])
+    assert interval == (found.ratio.point, found.ratio.low, found.ratio.high, None)
+    assert (row["ratio_of_medians"], row["noise_floor"], row["spread"]) == (
+        found.median_ratio, found.floor, found.spread,
+    )  # fmt: skip
+    assert (row["n_rounds"], row["n_samples"], row["provenance"]) == (12, 24, "measured")
+    assert (row["verdict"], row["labels"], row["why"]) == ("perhaps faster", "few-samples", None)
+
+
+def test_only_the_step_s_time_has_a_verdict(table: list[TidyRow]) -> None:
+    """A phase may be slower in a step that is faster."""
+    said = ("verdict", "why", "ratio_to_reference", "ratio_low", "ratio_of_medians", "noise_floor")
+    assert all(row[name] is None for row in table for name in said if (row["phase"], row["metric"]) != (STEP, "time"))
+
+
+def test_phases_sum_to_the_step_in_the_best_case(table: list[TidyRow]) -> None:
+    """In seconds, and in shares to 1; phases that a step does not have are not there."""
+    for step in chosen(table, phase=STEP, metric="time"):
+        times, shares = (
+            [row for row in chosen(table, str(step["case"]), metric=metric) if row["phase"] != STEP]
+            for metric in ("time", "share_of_step")
+        )
+        if step["best_in_unit"] is None:
+            assert not times and not shares
+            continue
+        assert math.isclose(sum(float(row["best_in_unit"] or 0) for row in times), float(step["best_in_unit"]))
+        assert math.isclose(sum(float(row["best_in_unit"] or 0) for row in shares), 1)
+        assert all(row["best_in_unit"] for row in times)
+
+
+def test_a_phase_s_medians_are_those_of_its_calls(
+    run_and_findings: tuple[Run, dict[str, Finding]], table: list[TidyRow]
+) -> None:
+    """The cells of a phase are added up in each call before the median is taken."""
+    timing = run_and_findings[0].records[1].timing
+    assert timing is not None and timing.segments.phases == ("cast", "gemm", "cast", "unattributed")
+    calls = [call for slot in timing.slots for call in slot.calls_ns]
+    seconds = statistics.median(call[0] + call[2] for call in calls) * 1e-9
+    shares = statistics.median((call[0] + call[2]) / sum(call) for call in calls)
+    assert only(table, NATIVE_CASE, phase="cast", metric="time")["median_in_unit"] == pytest.approx(seconds, rel=1e-12)
+    share = only(table, NATIVE_CASE, phase="cast", metric="share_of_step")
+    assert share["median_in_unit"] == pytest.approx(shares, rel=1e-12)
+    assert (share["unit"], share["provenance"]) == ("ratio", "derived")
+
+
+def test_a_phase_too_short_to_tell_is_labelled(table: list[TidyRow]) -> None:
+    """The phase, not the case."""
+    labels = {row["phase"]: row["labels"] for row in chosen(table, NATIVE_CASE, metric="time")}
+    assert labels["unattributed"] == "below-floor few-samples"
+    assert labels["gemm"] == labels[STEP] == "few-samples"
+
+
+def test_throughput_by_every_count_of_work(table: list[TidyRow]) -> None:
+    """At the best, and at the median."""
+    time = only(table, NATIVE_CASE, phase=STEP, metric="time")
+    for name, amount, unit in (("tokens", 32, "tok/s"), ("flops", 4e6, "FLOP/s"), ("bytes", 1e5, "B/s")):
+        row = only(table, NATIVE_CASE, metric=f"{name}_per_second")
+        assert row["best_in_unit"] == pytest.approx(amount / float(time["best_in_unit"] or 0))
+        assert row["median_in_unit"] == pytest.approx(amount / float(time["median_in_unit"] or 0))
+        assert (row["unit"], row["phase"], row["provenance"]) == (unit, STEP, "derived")
+    assert not [row for row in chosen(table, "padded=True]@cpu/bf16") if "per_second" in str(row["metric"])]
+
+
+def test_an_emulated_case_has_no_speed(run_and_findings: tuple[Run, dict[str, Finding]]) -> None:
+    """Not even where a finding carries a ratio and a verdict."""
+    run, findings = run_and_findings
+    (emulated,) = [one for one in run.records if one.support.level is Level.EMULATED]
+    found = replace(
+        findings[emulated.case.id], ratio=Interval(0.3, 0.2, 0.4, 0.99), median_ratio=0.3, verdict=Verdict.FASTER
+    )
+    table = rows(run, {**findings, emulated.case.id: found})
+    step = only(table, "cpu/fp8", phase=STEP, metric="time")
+    assert (step["verdict"], step["level"]) == ("emulated", "emulated") and step["best_in_unit"]
+    assert step["ratio_to_reference"] is None and step["ratio_of_medians"] is None
+    assert not [row for row in chosen(table, "cpu/fp8") if "per_second" in str(row["metric"])]
+
+
+@pytest.mark.parametrize(
+    ("case", "status", "reason"),
+    [
+        ("cpu/nvfp4", "skipped", 'no hardware, and no "kernel"'),
+        ("padded=True]@cpu/fp32", "failed", "out of memory, even alone"),
+    ],
+)
+def test_a_case_without_times_has_a_row_with_its_reason(
+    case: str, status: str, reason: str, table: list[TidyRow]
+) -> None:
+    """On one line, and without a number."""
+    row = only(table, case)
+    assert (row["phase"], row["metric"], row["status"], row["reason"]) == (STEP, "time", status, reason)
+    assert row["best_in_unit"] is None and row["median_in_unit"] is None and row["n_samples"] is None
+
+
+def test_every_case_has_one_row_for_the_step_s_time() -> None:
+    """Whatever is known of it."""
+    for make in (measured, gemm, transformer):
+        run, findings = make()
+        for given_findings in (findings, {}):
+            steps = [
+                row["case"] for row in rows(run, given_findings) if (row["phase"], row["metric"]) == (STEP, "time")
+            ]
+            assert steps == [record.case.id for record in run.records]
+
+
+def test_numerical_errors_are_rows(table: list[TidyRow]) -> None:
+    row = only(table, NATIVE_CASE, metric="product_error")
+    assert (row["phase"], row["median_in_unit"], row["best_in_unit"], row["n_samples"]) == (STEP, 2.4e-3, None, 1)
+
+
+def test_what_the_data_are_made_of_stands_with_the_reference(table: list[TidyRow]) -> None:
+    """By kind and role; of no phase."""
+    data = [row for row in table if row["kind"] is not None]
+    assert {row["case"] for row in data} == {"gemm[m=64,operands=cast]@cpu/fp32"}
+    figures = {(row["kind"], row["role"], row["metric"]): row["median_in_unit"] for row in data}
+    assert figures == {
+        ("linear", "input", "values"): 4096, ("linear", "input", "amax"): 4.5,
+        ("linear", "input", "share_above_fp16"): 0, ("linear", "input", "share_vanishing_fp16"): 0,
+        ("linear", "input", "share_above_e4m3"): 0, ("linear", "input", "share_vanishing_e4m3"): 0.0008,
+        ("linear", "input", "share_above_e2m1"): 0, ("linear", "input", "share_vanishing_e2m1"): 0.2,
+        ("batch", None, "values"): 64, ("batch", None, "amax"): 255,
+    }  # fmt: skip
+    assert all(row["phase"] is None for row in data)
+
+
+@settings(max_examples=40)
+@given(wild_runs())
+def test_any_run_has_rows(wild: tuple[Run, dict[str, Finding]]) -> None:
+    """One line a text, and never an empty one, which a reader of the CSV could not tell from a missing one."""
+    run, findings = wild
+    found = rows(run, findings)
+    texts = [cell for row in found for cell in row.values() if isinstance(cell, str)]
+    assert all(text and text.isprintable() for text in texts)
+    assert {row["case"] for row in found} == {record.case.id for record in run.records}
+
+
+def test_memory_is_a_row_of_the_step_in_bytes() -> None:
+    """Of every case that has it; an emulation is told by its level."""
+    peaks = chosen(rows(*transformer()), metric="peak_memory")
+    assert [(row["mode"], row["level"]) for row in peaks] == [
+        ("bf16", "native"), ("fp16", "native"), ("fp8", "emulated"),
+    ]  # fmt: skip
+    assert [row["median_in_unit"] for row in peaks] == [300 << 20, 200 << 20, 345 << 20]
+    assert {(row["phase"], row["unit"], row["n_samples"], row["provenance"]) for row in peaks} == {
+        (STEP, "B", 1, "measured")
+    }

@@ -33,9 +33,10 @@ from fp8bench.model.words import REMARKS
 from fp8bench.report import panels
 from fp8bench.report.elements import Table
 from fp8bench.report.panels import panels_of
-from fp8bench.report.terminal import layout, tables
+from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.plan import page_of as plan_page
 from fp8bench.report.terminal.run import render
+from fp8bench.report.topics.results import main_table
 from fp8bench.report.words.legend import LABELS
 from tests.materials import of_kind, part, recased
 from tests.runs import NATIVE, Make, error, gemm, transformer, wild_runs
@@ -370,7 +371,7 @@ def test_every_figure_of_a_case_is_of_the_one_enumeration(monkeypatch: pytest.Mo
     (panel, *_) = panels_of(*transformer())
 
     def told() -> dict[str, set[str]]:
-        table = tables.main_table(panel)
+        table = main_table(panel)
         return {column.title: {row[n].text for row in table.rows} for n, column in enumerate(table.columns)}
 
     assert {"error", "throughput"} < set(told()) and "-" not in told()["best"] | told()["median"]

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.model import Finding, Interval, Label, Run, Verdict
+from fp8bench.model import Finding, Interval, Label, Run, Scalar, Verdict
 from fp8bench.model.words import REMARKS
 from fp8bench.report.elements import Text, Tone
 from fp8bench.report.panels import panels_of
-from fp8bench.report.words.speed import comparisons, doubt_of_all, said_once, span
+from fp8bench.report.terminal.run import render
+from fp8bench.report.words.speed import comparisons, doubt_of_all, over_values, said_once, span
+from tests.materials import shapes
 from tests.runs import gemm, judged, phases, transformer
 
 FASTER, SLOWER, SAME, UNSURE, NONE = (
@@ -22,6 +24,7 @@ NOISY, FEW, CAPPED = Label.NOISY, Label.FEW_SAMPLES, Label.POWER_CAPPED
 ON, UNCLEAR = "on gemm m=64 k=64", "it is not clear whether bf16 is faster than fp32"
 WIDE, PACE = "the interval is too wide to tell", "it ran at the clocks that the device's power cap allows"
 VARIED, RESTS = "the times varied a lot (noisy)", "it rests on few rounds (few-samples)"
+SIDES: dict[str, Scalar] = {"m": 256, "n": 64, "k": 64}
 
 
 def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
@@ -193,3 +196,29 @@ def test_no_label_that_casts_doubt_goes_unsaid(verdict: tuple[Verdict, float], l
 def test_a_span_is_one_number_where_all_look_alike() -> None:
     assert span([2.0, 2.001]) == "2.00x"
     assert span([1.0, 3.0, 2.0]) == "1.00x to 3.00x (median 2.00x)"
+
+
+def told(*wanted: dict[str, Scalar]) -> list[str]:
+    run, findings = shapes(*wanted)
+    (panel,) = panels_of(run, findings)
+    return list(over_values(panel))
+
+
+def test_the_range_over_values_is_told() -> None:
+    """Of native cases; the default is no parameter and has its name all the same."""
+    run, findings = shapes(SIDES, {**SIDES, "values": "zeros"})
+    expected = [
+        "fp32 by values (normal, zeros): best 1.00 ms, 1.000x apart",
+        "bf16 by values (normal, zeros): best 333 us to 500 us, 1.500x apart; speed-up 2.00x to 3.00x",
+    ]
+    (panel,) = panels_of(run, findings)
+    assert list(over_values(panel)) == expected
+    assert all(one in " ".join(render(run, findings, 200).split()) for one in expected)
+
+
+def test_only_cases_that_differ_in_nothing_else_are_held_together() -> None:
+    """Each with what tells it from the others."""
+    assert told(SIDES, {**SIDES, "m": 512}) == []
+    assert told(SIDES) == []
+    both = told(SIDES, {**SIDES, "values": "ones"}, {**SIDES, "m": 512}, {**SIDES, "m": 512, "values": "ones"})
+    assert [one.partition(" by")[0] for one in both] == ["fp32 m=256", "bf16 m=256", "fp32 m=512", "bf16 m=512"]

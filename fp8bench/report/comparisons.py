@@ -1,0 +1,200 @@
+"""A comparison of two sides: its words, as a page, as one JSON document, and as CSV with a row a figure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from fp8bench import units
+from fp8bench.analysis.compare.compare import Compared
+from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM
+from fp8bench.analysis.compare.sides import Side
+from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
+from fp8bench.model import Comparison, Direction, Evidence, Interval, Label
+from fp8bench.model.codec import encode
+from fp8bench.model.specs import BAND, COUNTS, spec_of
+from fp8bench.report.data.plain import csv_text, json_line
+from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.terminal.layout import list_of
+from fp8bench.report.words.legend import LABELS
+from fp8bench.report.words.naming import many
+
+TONES = {Direction.BETTER: Tone.GOOD, Direction.WORSE: Tone.BAD, Direction.UNSURE: Tone.DOUBT}
+TIMES = frozenset({"time", "relative_time"})
+_MOST_CASES = 20
+# Of these the operators are named.
+_HOW_CHANGE = (
+    "change: from A to B, of the figure itself; less is better everywhere; [low, high]: "
+    f"{units.percent(FINAL_LEVEL, 0)} interval, with the spread between runs in it"
+)
+_HOW_TIME = (
+    "time: the best case of a step, by as many rounds on both sides; relative_time: over the reference's time in the "
+    "same rounds, so that it does not tell how fast the machine was"
+)
+_HOW_VERDICT = (
+    f"verdict: better or worse if the interval excludes 0 and the change is beyond {units.percent(BAND, 0)} "
+    f"({units.percent(ALONE, 0)} where there are fewer than {LEAST_FREEDOM + 2} runs in all), same if it lies within "
+    f"+-{units.percent(SAME, 0)}, else unsure"
+)
+COLUMNS = (
+    "case", "suite", "metric", "unit", "direction", "evidence", "before", "after", "ratio", "low", "high", "level",
+    "p_value", "labels", "why", "since", "until", "failed",
+)  # fmt: skip
+
+
+def value(one: Comparison, number: float | None) -> str:
+    """A figure of one side, by what it is."""
+    return spec_of(one.metric).shown(number, one.unit)
+
+
+def signed(interval: Interval | None) -> str:
+    """'+4.3% [+2.1%, +6.6%]', of the figure itself; without the interval where it is a point."""
+    if interval is None:
+        return units.NONE
+    if interval.low == interval.high:
+        return units.change(interval.point)
+    if math.isinf(interval.high):
+        return f"{units.change(interval.point)} [no interval]"
+    return f"{units.change(interval.point)} [{units.change(interval.low)}, {units.change(interval.high)}]"
+
+
+def direction(one: Comparison) -> str:
+    """'worse', 'failed', '-'."""
+    if one.failed:
+        return "FAILED"
+    return units.NONE if one.direction is Direction.NONE else one.direction.value
+
+
+def setting_of(case: str) -> tuple[str, str]:
+    """What a case shares with its neighbours, and its own part: 'gemm[m=512]@cpu' and 'bf16'."""
+    setting, _, mode = case.rpartition("/")
+    return setting, mode
+
+
+def counted(comparisons: Iterable[Comparison]) -> str:
+    """'12 figures: 1 worse, 2 better, 9 same'."""
+    counts = Counter(direction(one) for one in comparisons)
+    words = {"FAILED": "failed", units.NONE: "without a ratio"}
+    order = ["FAILED", *(one.value for one in Direction if one is not Direction.NONE), units.NONE]
+    parts = [f"{counts[name]} {words.get(name, name)}" for name in order if counts[name]]
+    total = sum(counts.values())
+    return f"{total} figure{'s' * (total != 1)}: {', '.join(parts)}" if total else "no figures"
+
+
+def reasons(comparisons: Iterable[Comparison]) -> dict[str, int]:
+    """Why figures are in doubt, and how many are for each reason."""
+    return dict(Counter(one.why for one in comparisons if one.direction is Direction.UNSURE and one.why))
+
+
+def label_legend(comparisons: Iterable[Comparison]) -> list[str]:
+    """A sentence for every label that occurs."""
+    used = {label for one in comparisons for label in one.labels}
+    return [f"{label.value}: {LABELS[label]}" for label in Label if label.value in used]
+
+
+def page_of(compared: Compared, everything: bool = False) -> Page:
+    """The sides, what else differs between them, every figure worth a line (or `everything`), and what is in doubt."""
+    found = compared.comparisons
+    shown = [one for one in found if everything or one.metric in TIMES or one.direction is not Direction.SAME]
+    hidden = len(found) - len(shown)
+    counts = counted(found)
+    counts += (
+        f"; {hidden} of them, memory, errors and counts that are the same on both sides, are not listed"
+        if hidden
+        else ""
+    )
+    cases: list[Element] = [Text(counts, Tone.STRONG), *(_table(shown) if shown else ())]
+    whys = tuple(f"{why} ({count})" for why, count in reasons(found).items())
+    parts = [Part("sides", *_sides(compared)), Part("comparison", "", tuple(cases))]
+    lists = {"unsure, because": whys, "only in A": compared.only_before, "only in B": compared.only_after}
+    for title, words in lists.items():
+        more = [f"and {len(words) - _MOST_CASES} more"] if len(words) > _MOST_CASES else []
+        parts += list_of(title.replace(" ", "-"), title, [*words[:_MOST_CASES], *more])
+    timed = any(one.ratio is not None and one.evidence is Evidence.CROSS_RUN for one in found)
+    legend = [*((_HOW_CHANGE, _HOW_TIME, _HOW_VERDICT) if timed else ()), *label_legend(found)]
+    facts = (("A", side_words(compared.before)), ("B", side_words(compared.after)))
+    return Page("B against A", "", tuple(parts), legend, facts)
+
+
+def side_words(side: Side) -> str:
+    """'HEAD: commit 0a1b2c3d, 3 runs (5f6a7b8c, ...)'."""
+    commits = dict.fromkeys(_commit(run.environment.get("commit"), run.environment.get("dirty")) for run in side.runs)
+    ids = [run.id for run in side.runs]
+    shown = ", ".join(ids[:4]) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")
+    unfinished = sum(not run.finished for run in side.runs)
+    cut = f"; {unfinished} of them unfinished" if unfinished else ""
+    return f"{side.name}: {' and '.join(commits)}, {many(len(ids), 'run')} ({shown}){cut}"
+
+
+def _commit(commit: object, dirty: object) -> str:
+    if not isinstance(commit, str):
+        return "of no commit"
+    return f"commit {commit[:8]}" + ("" if dirty is False else " with other changes")
+
+
+def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
+    """A title, and what differs beside the commit."""
+    if not compared.differing:
+        return "", (Text("measured on the same machine, with the same software and settings"),)
+    lines = (
+        Text(f"{one.name}: {one.before:.60} -> {one.after:.60}{' (times do not compare for it)' * one.hardware}")
+        for one in compared.differing
+    )
+    return "what differs between the sides, beside the commit", (Items(tuple(lines)),)
+
+
+def _table(shown: Sequence[Comparison]) -> Iterator[Element]:
+    """A row a figure; the labels that all times have are said once, and what has no numbers says why below."""
+    labels = [one.labels for one in shown if one.metric in TIMES and one.ratio is not None]
+    shared = tuple(label for label in (labels[0] if labels else ()) if all(label in one for one in labels))
+    if shared:
+        yield Text(f"all times: {', '.join(shared)}")
+    columns = (
+        Column("setting", shared=True), Column("figure"), Column("A", number=True), Column("B", number=True),
+        Column("change"), Column("verdict"), Column("why", below=True), Column("labels"),
+    )  # fmt: skip
+    last = None if any(set(one.labels) - set(shared) for one in shown) else -1
+    yield Table("comparisons", "", columns[:last], tuple(_fields(one, shared)[:last] for one in shown))
+
+
+def _fields(one: Comparison, shared: Iterable[str]) -> tuple[Field, ...]:
+    setting, mode = setting_of(one.case)
+    tone = Tone.BAD if one.failed else TONES.get(one.direction, Tone.PLAIN)
+    own = ", ".join(label for label in one.labels if label not in shared)
+    return (
+        Field(setting), Field(f"{mode} {one.metric}"), Field(value(one, one.before)), Field(value(one, one.after)),
+        Field(signed(one.ratio)), Field(direction(one), tone=tone),
+        Field(one.why if one.direction is Direction.NONE or one.metric in COUNTS else ""), Field(own or units.NONE),
+    )  # fmt: skip
+
+
+def as_json(compared: Compared) -> str:
+    """The document on one line."""
+    document = {
+        "a": _side(compared.before),
+        "b": _side(compared.after),
+        "differing": encode(compared.differing),
+        "comparisons": encode(compared.comparisons),
+        "only_a": list(compared.only_before),
+        "only_b": list(compared.only_after),
+    }
+    return json_line(document)
+
+
+def _side(side: Side) -> dict[str, Any]:
+    runs = [{"id": run.id, "started": run.started, "commit": run.environment.get("commit")} for run in side.runs]
+    return {"name": side.name, "runs": runs}
+
+
+def as_csv(comparisons: Iterable[Comparison]) -> str:
+    """The rows under their column names; nothing stands for what is not known."""
+    return csv_text(COLUMNS, (_row(one) for one in comparisons))
+
+
+def _row(one: Comparison) -> dict[str, Any]:
+    plain = encode(one)
+    interval, _ = plain.pop("ratio") or {}, plain.pop("noise")
+    ends = {"ratio": interval.get("point"), **{name: interval.get(name) for name in ("low", "high", "level")}}
+    return {**plain, **ends, "labels": " ".join(one.labels), "failed": "yes" if one.failed else "no"}

@@ -1,0 +1,323 @@
+"""What a step of each case takes in joules, and what a lower precision saves of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from fp8bench import units
+from fp8bench.analysis.energy import EnergyFigures
+from fp8bench.analysis.phase_energy import PhaseEnergies, PhaseJoules, per_work
+from fp8bench.model import UNATTRIBUTED, EnergyUse, EnergyWindow, specs
+from fp8bench.model.specs import (
+    ENERGY,
+    ENERGY_PER,
+)
+from fp8bench.report.case_status import emulated, speed_up
+from fp8bench.report.columns import with_figures
+from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Stacks, Table, Text, Tone
+from fp8bench.report.energies import (
+    DEMANDS,
+    absences,
+    energy_sentences,
+    figures_of,
+    missing_within,
+    named_source,
+    phases_of,
+    power_limits_of,
+    ratio_against,
+    show_ratio,
+    sources_of,
+    validity_of,
+)
+from fp8bench.report.material import Material
+from fp8bench.report.page.charts import grouped, phase_parts, stacked
+from fp8bench.report.page.section import MOST_ROWS, PRECISION, Columns, Section, case_field, number, sections, table_of
+from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, merge_notes
+from fp8bench.report.topics.tensors import timed_panels
+from fp8bench.report.words.legend import PHASE_TITLES
+from fp8bench.report.words.naming import NamedCase, listed, named_cases
+
+# A step of one phase and little else has no parts worth a chart.
+_LEAST_PHASES = 2
+_NET, _IDLE, _WHOLE = "beyond idling", "idling", "not split"
+_ESTIMATE = (
+    "An estimate: the joules of a step, parted by the time of its phases as if all took the same power. Phases are too "
+    "short for any counter."
+)
+_BY_ITSELF = (
+    "Each phase was done over and over by itself while the counter was read. What the step takes beyond its phases is "
+    "unattributed; phases that could not be done by themselves are estimated by their time."
+)
+_Measured = tuple[NamedCase, EnergyFigures]
+_watts = partial(units.count, unit="W")
+_PHASE: Columns[_Phase] = (
+    (PRECISION, lambda row: case_field(row.case)),
+    (Column("phase"), lambda row: Field(row.found.phase)),
+    (Column("per step", number=True, unit="J"), lambda row: number(row.found.joules, units.joules)),
+    (Column("from", number=True, unit="J", hint="the lowest of its windows, less its uncertainty"),
+     lambda row: number(row.found.low, partial(units.joules, digits=4))),
+    (Column("to", number=True, unit="J", hint="the highest of its windows, and its uncertainty"),
+     lambda row: number(row.found.high, partial(units.joules, digits=4))),
+    (Column("per token", number=True, unit="J"), lambda row: number(row.per("tokens"), units.joules)),
+    (Column("per TFLOP", number=True, unit="J", hint="of its own, as the tape has counted them"),
+     lambda row: number(row.per("flops"), units.joules)),
+    (Column("time", number=True, unit="s", hint="by itself"), lambda row: number(row.found.seconds, units.seconds)),
+    (Column("power", number=True, unit="W"),
+     lambda row: number(row.found.joules / row.found.seconds if row.found.seconds else None, _watts)),
+    (Column("provenance"), lambda row: Field(row.found.provenance.value, hint=row.found.why)),
+    (Column("valid"), lambda row: Field(validity_of(row.case.result))),
+    (Column("power limit"), lambda row: Field(power_limits_of(row.case.result) or units.NONE)),
+)  # fmt: skip
+_WINDOW: Columns[_Window] = (
+    (PRECISION, lambda row: case_field(row.case)),
+    (Column("source", hint="figures of different ones do not compare"),
+     lambda row: Field(row.use.source, hint=named_source(row.use.source))),
+    (Column("steps", number=True), lambda row: number(row.window.steps, units.whole)),
+    (Column("length", number=True, unit="s"), lambda row: number(row.window.seconds, units.seconds)),
+    (Column("energy", number=True, unit="J", hint="of the whole window, idling included"),
+     lambda row: number(row.window.joules, units.joules)),
+    (Column("per step", number=True, unit="J"),
+     lambda row: number(row.window.joules / row.window.steps, partial(units.joules, digits=4))),
+    (Column("power", number=True, unit="W"), lambda row: number(row.window.joules / row.window.seconds, _watts)),
+    (Column("idle before", number=True, unit="W"), lambda row: number(row.use.idle_before, _watts)),
+    (Column("idle after", number=True, unit="W"), lambda row: number(row.use.idle_after, _watts)),
+    (Column("intervals", number=True, hint="how often the source changed, or was read, in it"),
+     lambda row: number(row.window.intervals, units.whole)),
+    (Column("uncertainty", number=True, hint="by how much its energy can be off; -: unknown"),
+     lambda row: number(row.window.uncertainty, lambda share: f"+-{units.percent(share, 2)}")),
+    (Column("SM clock", number=True, unit="Hz", hint="the median one"),
+     lambda row: number(row.window.sm_clock, partial(units.count, unit="Hz"))),
+    (Column("temperature", number=True, hint="the highest, in degrees Celsius"),
+     lambda row: number(row.window.temperature, "{:.0f}".format)),
+    (Column("valid"), lambda row: Field(validity_of(row.case.result))),
+    (Column("power limit"), lambda row: Field(power_limits_of(row.case.result) or units.NONE)),
+)  # fmt: skip
+
+
+def energy(panel: Panel) -> Iterator[Element]:
+    """What a step of each case takes in joules, and its device in watts; nothing where there are no windows."""
+    sources = sources_of(panel.results)
+    if not sources:
+        return
+    caption = f"energy of a step, by {named_source(sources[0])}"
+    if len(sources) > 1:
+        caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
+    known = [(group, one, found) for group, one in panel.members if (found := figures_of(one))]
+    first = {name for _, _, found in known for name, _ in found.per[:1]}
+    counts = [spec for spec, _ in ENERGY_PER.values() if spec in first]
+    columns = (
+        Column("group", shared=True), Column("case"), Column("per step", number=True),
+        Column(f"vs {panel.reference or 'reference'}"), Column(""), Column("net/step", number=True),
+        *(Column(spec.heading, number=True) for spec in counts), Column("power", number=True),
+        Column("idle", number=True), Column("windows"), Column("clock", number=True),
+        *([Column("source")] if len(sources) > 1 else []),
+    )  # fmt: skip
+    rows = tuple(
+        (Field(panel.place(group)), *_energy_row(group, one, found, counts), Field(found.source))[: len(columns)]
+        for group, one, found in known
+    )
+    yield with_figures(Table("energy", caption, columns, rows), ((group, one) for group, one, _ in known))
+
+
+def _energy_row(group: ResultGroup, result: Result, found: EnergyFigures, counts: Sequence[str]) -> Iterator[Field]:
+    figures, ratio = Figures(group, result), ratio_against(result, group.lead)
+    word = "reference" if result.record.is_reference else "emulated" if emulated(result) else units.NONE
+    tone = DEMANDS[ratio.demand] if ratio else Tone.PLAIN
+    yield Field(result.mode)
+    yield Field(figures.shown(ENERGY))
+    yield Field(ratio.demand.value if ratio else word, tone=tone)
+    yield Field(show_ratio(ratio) if ratio else "", tone=tone)
+    limits = power_limits_of(result)
+    yield from (Field(figures.shown(name)) for name in (specs.ENERGY_NET, *counts))
+    yield Field(figures.shown(specs.POWER) + (f" of {limits}" if limits else ""))
+    yield Field(figures.shown(specs.IDLE_POWER))
+    unsure = f" (+-{units.percent(found.uncertainty)})" if found.uncertainty is not None else ""
+    yield Field(f"{len(found.windows)}{unsure}")
+    yield Field(units.count(found.sm_clock, "Hz"))
+
+
+def energy_of_phases(panel: Panel) -> Iterator[Element]:
+    """What each phase takes of a step in joules, estimates in brackets; nothing where nobody asked for phases."""
+    known = [
+        (group, one, {phase.phase: phase for phase in found.phases})
+        for group, one in panel.members
+        if one.record.energy is not None and one.record.energy.phases and (found := phases_of(one)) is not None
+    ]
+    names = [name for name in PHASE_TITLES if any(name in phases for _, _, phases in known)]
+    if not names:
+        return
+    columns = (
+        Column("group", shared=True), Column("case"), *(Column(PHASE_TITLES[name], number=True) for name in names)
+    )  # fmt: skip
+    rows = tuple(
+        (Field(panel.place(group)), Field(one.mode), *(_phase_field(phases.get(name)) for name in names))
+        for group, one, phases in known
+    )
+    yield Table("phase-energy", "joules per step of each phase by itself; (estimated) by share of time", columns, rows)
+
+
+def _phase_field(found: PhaseJoules | None) -> Field:
+    if found is None:
+        return Field(units.NONE)
+    if found.found is None:
+        return Field(f"({units.joules(found.joules)})", tone=Tone.DOUBT)
+    return Field(f"{units.joules(found.joules)} +-{units.percent(found.found.width / 2 / found.joules)}")
+
+
+class _Window(NamedTuple):
+    case: NamedCase
+    use: EnergyUse
+    window: EnergyWindow
+
+
+class _Phase(NamedTuple):
+    case: NamedCase
+    found: PhaseJoules
+
+    def per(self, count: str) -> float | None:
+        return dict(per_work(self.case.result.record, self.found)).get(ENERGY_PER[count][0])
+
+
+@sections.register("energy")
+class Energy(Section):
+    """Joules of a step, over the reference's, by phase, and the windows they rest on; or why nobody knows."""
+
+    name = "energy"
+    title = "Energy"
+    lead = (
+        "What the device took while steps ran in windows of their own, after the timing; idling is what it takes with "
+        "the same states in memory and nothing to do. Ranges are those of windows, and no confidence intervals."
+    )
+    rank = 97
+
+    def elements(self, material: Material) -> Iterator[Element]:
+        panels = list(timed_panels(material))
+        parts = phase_parts(one for _, panel in panels for one in panel.results)
+        for title, panel in panels:
+            yield from _panel(title, panel, parts)
+        for text in dict.fromkeys(text for entry in material.entries for text in absences(entry.run)):
+            yield Text(f"{text.replace('energy: n', 'N', 1)}.", Tone.DOUBT)
+
+    def lead_of(self, material: Material) -> str:
+        """With the sources, whose figures do not compare."""
+        sources = sources_of(one for _, panel in timed_panels(material) for one in panel.results)
+        differ = ", whose figures do not compare" if len(sources) > 1 else ""
+        return f"{self.lead} Read from {listed([*map(named_source, sources)])}{differ}." if sources else ""
+
+
+def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Element]:
+    found = [(case, figures) for case in named_cases(panel) if (figures := figures_of(case.result)) is not None]
+    if found:
+        yield Items(tuple(Text(f"{one.text}.", one.tone) for one in energy_sentences(panel)))
+    for kind, cost, words in (("energy", False, "energy of a step"), ("energy-cost", True, "what emulating costs")):
+        members = [one for one in found if emulated(one[0].result) is cost]
+        if members:
+            yield _joules(kind, f"{title}: {words}", members)
+    yield from _ratios(title, panel, found)
+    yield from _phases(title, [one for one in found if not emulated(one[0].result)], parts)
+    notes = ((modes, doubt, panel.place(group)) for group in panel.groups for modes, doubt in missing_within(group))
+    doubts = merge_notes(notes, len(panel.groups))
+    if doubts:
+        yield Items(tuple(Text(f"{one.removeprefix('- ')}.", Tone.DOUBT) for one in doubts))
+    if found:
+        yield _windows(title, found)
+
+
+def _joules(kind: str, title: str, found: Sequence[_Measured]) -> Stacks:
+    """A bar for each case, parted into idling and what comes on top."""
+    rows = []
+    for case, figures in found:
+        gross, net = figures.gross.middle, figures.net.middle if figures.net else None
+        rows.append((case.name, gross, {_WHOLE: gross} if net is None else {_NET: net, _IDLE: gross - net}))
+    name, axis = f"{kind}-{found[0][0].result.record.case.workload}", Axis("energy of a step", "J")
+    parts, folded = {part: part for part in (_NET, _IDLE, _WHOLE)}, emulated(found[0][0].result)
+    return stacked(name, title, _described(found), axis, "share of the energy", parts, rows, folded)
+
+
+def _described(found: Sequence[_Measured]) -> str:
+    """The least and the most, how much of it is idling, and the power it took."""
+    least, most = (choose(found, key=lambda one: one[1].gross.middle) for choose in (min, max))
+    words = f"{_named(*least)} a step" if len(found) == 1 else f"From {_named(*least)} to {_named(*most)} a step"
+    shares = [1 - one.net.middle / one.gross.middle for _, one in found if one.net is not None]
+    idling = f"; idling is {units.span(shares, partial(units.percent, decimals=0))} of it" if shares else ""
+    return f"{words}, at {units.span((one.watts for _, one in found), _watts)}{idling}."
+
+
+def _named(case: NamedCase, figures: EnergyFigures) -> str:
+    return f"{units.joules(figures.gross.middle)} ({case.name})"
+
+
+def _ratios(title: str, panel: Panel, found: Sequence[_Measured]) -> Iterator[Bars]:
+    """Bars from 1x: to the left of it a case takes less than the reference."""
+    marks = [(case, mark) for case, _ in found if (mark := _mark(case)) is not None]
+    if not marks:
+        return
+    words = (
+        "Below 1x is less. Whiskers are the ends of all pairs of windows, with the uncertainty of both; grey ones "
+        "lie too close to the reference's, or are in doubt."
+    )
+    name = f"energy-ratio-{panel.case.workload}"
+    heading = f"{title}: energy over that of {panel.reference}"
+    groups = grouped((case.place, mark) for case, mark in marks)
+    if len({case.result.mode for case, _ in marks}) == 1 < len(groups):  # a heading for all, as each has one bar
+        bars = tuple(replace(mark, label=case.place) for case, mark in marks)
+        groups = ((f"{marks[0][1].label} over {panel.reference}", bars),)
+    yield Bars(name, heading, words, Axis("energy vs reference", "x"), groups, 1.0)
+
+
+def _mark(case: NamedCase) -> Mark | None:
+    ratio = ratio_against(case.result, case.group.lead)
+    if ratio is None:
+        return None
+    speed = speed_up(case.result)
+    of_time = f", {units.ratio(1 / speed.point)} of its time" if speed else ""
+    why = f"; not clear: {ratio.why}" if ratio.why else ""
+    hint = f"{case.result.mode} {show_ratio(ratio)} of {case.group.reference}'s energy{of_time}{why}"
+    return Mark(case.result.mode, ratio.point, ratio.low, ratio.high, DEMANDS[ratio.demand], hint)
+
+
+def _phases(title: str, found: Sequence[_Measured], parts: Mapping[str, str]) -> Iterator[Element]:
+    """What each phase takes of a step's joules, by windows of its own; by its share of the time where it has none."""
+    known = [(case, figures, told) for case, figures in found if (told := phases_of(case.result)) is not None]
+    kinds = {one.phase for _, _, told in known for one in told.phases} - {UNATTRIBUTED}
+    if len(kinds) < _LEAST_PHASES:
+        return
+    estimated = all(one.found is None for _, _, told in known for one in told.phases)
+    rows = [(case.name, figures.gross.middle, _parts(told)) for case, figures, told in known]
+    workload = found[0][0].result.record.case.workload
+    axis = Axis("energy of a step by phase", "J")
+    heading = f"{title}: energy by phase ({'estimated' if estimated else 'each measured by itself'})"
+    words = _ESTIMATE if estimated else _BY_ITSELF
+    yield stacked(f"energy-phases-{workload}", heading, words, axis, "share of the energy", parts, rows)
+    phases = [_Phase(case, one) for case, _, told in known for one in told.phases if _asked(case)]
+    if phases:
+        name, caption = f"energy-of-phases-{workload}", f"{title}: joules of phases"
+        yield table_of(name, caption, _PHASE, phases[:MOST_ROWS], folded=True)
+
+
+def _asked(case: NamedCase) -> bool:
+    use = case.result.record.energy
+    return use is not None and bool(use.phases)
+
+
+def _parts(told: PhaseEnergies) -> dict[str, float]:
+    """Joules by phase; what no phase takes is unattributed, unless that was measured too."""
+    found = {one.phase: one.joules for one in told.phases}
+    measured = sum(one.joules for one in told.phases if one.found is not None)
+    if told.residual is not None and measured:
+        known = sum(joules for phase, joules in found.items() if phase != UNATTRIBUTED)
+        whole = told.residual.middle + measured
+        found[UNATTRIBUTED] = max(0.0, whole - known)
+    return found
+
+
+def _windows(title: str, found: Sequence[_Measured]) -> Table:
+    """A row for each window, the first 300."""
+    uses = ((case, case.result.record.energy, figures) for case, figures in found)
+    windows = [_Window(case, use, window) for case, use, figures in uses if use for window in figures.windows]
+    more = f" (the first {MOST_ROWS} of {len(windows)}; the run has all)" if len(windows) > MOST_ROWS else ""
+    name, caption = f"energy-windows-{found[0][0].result.record.case.workload}", f"{title}: the windows{more}"
+    return table_of(name, caption, _WINDOW, windows[:MOST_ROWS], folded=True)

@@ -1,0 +1,229 @@
+"""What a run was made under, what of it one has to know, and how to measure and to render the same again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from fp8bench import units
+from fp8bench.analysis.energy import NO_SOURCE
+from fp8bench.model import DeviceFacts, Label, Record, Run, Status, Timing
+from fp8bench.model.codec import SCHEMA
+from fp8bench.model.run import SWITCHES_SET
+from fp8bench.report.case_status import Standing, standing
+from fp8bench.report.elements import Code, Column, Element, Facts, Field, Items, Table, Text, Tone
+from fp8bench.report.material import Entry, Material
+from fp8bench.report.page.section import Section, sections
+from fp8bench.report.panels import Result, floor_of, together
+from fp8bench.report.words import legend
+from fp8bench.report.words.naming import commit_of, counts, fact, listed, many, missing_of, notes_of, when
+
+_MOST = 20
+_VARIABLE = "env_"
+_DEFAULT_STORE = ".fp8bench"
+_DIRTY = " with uncommitted changes"
+_MOST_REASONS = 4
+_OF_GPUS = (("cuDNN", "cudnn"), ("cuBLASLt", "cublaslt"))
+_LOST = "the header of its file is lost: what was asked, planned and run on is not known"
+
+
+@sections.register("environment")
+class EnvironmentSection(Section):
+    """Machine, software and noise; then what was emulated, refused or labelled, and what was noted meanwhile."""
+
+    name = "environment"
+    title = "Environment, and how to reproduce"
+    rank = 900
+
+    def elements(self, material: Material) -> Iterator[Element]:
+        if not material.entries:
+            return
+        yield Facts(tuple(_facts(material.entries[0]))) if material.alone else _side_by_side(material.entries)
+        for entry in material.entries:
+            yield from _remarks(entry)
+        yield Text("How to measure it again", Tone.STRONG)
+        for entry in material.entries:
+            yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
+            yield _command(entry.run)
+        kept = [entry.run for entry in material.entries if entry.run.path]
+        if kept:
+            yield Text("This page again, from the samples:")
+            yield Code(_again(kept))
+
+
+def _side_by_side(entries: Sequence[Entry]) -> Table:
+    """A column a run; a fact that a run does not know is '-'."""
+    found = [dict(_facts(entry)) for entry in entries]
+    names = dict.fromkeys(name for facts in found for name in facts)
+    columns = (Column("fact"), *(Column(entry.label) for entry in entries))
+    rows = tuple((Field(name), *(Field(facts.get(name, units.NONE)) for facts in found)) for name in names)
+    return Table("machines", "What each run was made under", columns, rows)
+
+
+def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
+    """Names and what they are; what is not known has no line."""
+    run = entry.run
+    # Told as 'gemm +-0.4%; mlp +-1.1% to +-1.7%'.
+    floors = together((panel.case.workload, floor) for panel in entry.panels if (floor := floor_of(panel.results)))
+    pairs = [pair for facts in _used(run) for pair in _device_facts(run, facts)]
+    pairs += [
+        ("torch", _with(fact(run, "torch"), "git ", fact(run, "torch_git")[:8])),
+        ("CUDA", listed(list(dict.fromkeys(facts.cuda for facts in _used(run) if facts.cuda)))),
+        *((name, fact(run, key)) for name, key in _OF_GPUS),
+        ("ROCm", listed(list(dict.fromkeys(facts.hip for facts in _used(run) if facts.hip)))),
+        ("Python", _with(fact(run, "python"), "", fact(run, "python_implementation"))),
+        ("machine", fact(run, "machine")),
+        ("system", fact(run, "system")),
+        ("processors", _processors(run)),
+        ("compiled quantisers", _vectors(run.records)),
+        ("threads", fact(run, "threads") or (str(run.request.threads) if run.started else "")),
+        ("switches", fact(run, SWITCHES_SET)),
+        ("load at start", _with(fact(run, "load_1min"), "mean of ", "1 minute" if fact(run, "load_1min") else "")),
+        ("commit", fact(run, "commit") + (_DIRTY if commit_of(run).endswith(_DIRTY) else "")),
+        ("started", when(run)),
+        ("timed", f"{units.clock(seconds)} inside timed slots" if (seconds := _timed(run.records)) else ""),
+        ("cases", counts(run)),
+        ("noise floor (A/A)", "; ".join(f"{name} {', '.join(dict.fromkeys(seen))}" for name, seen in floors.items())),
+        ("fp8bench", fact(run, "fp8bench")),
+        ("numpy", fact(run, "numpy")),
+        ("seed", str(run.request.seed) if run.started else ""),  # a header that is lost took the request with it
+        ("code of --import", f"sha256 {imports}" if (imports := fact(run, "imports_sha256")) else ""),
+        *((name.removeprefix(_VARIABLE), str(value)) for name, value in sorted(run.environment.facts.items())
+          if name.startswith(_VARIABLE)),
+        ("samples", run.path or "this run was not stored"),
+        ("format of the file", f"schema {SCHEMA}"),
+    ]  # fmt: skip
+    return ((name, text) for name, text in pairs if text)
+
+
+def _used(run: Run) -> list[DeviceFacts]:
+    """Facts of the devices it has cases on."""
+    keys = {record.case.device for record in run.records}
+    return [facts for facts in run.devices if facts.key in keys]
+
+
+def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
+    """What the device is, and what its driver said that it was set to."""
+    key = facts.key
+
+    def told(name: str) -> str:
+        return fact(run, f"{key} {name}")
+
+    capability = f", compute capability {facts.capability[0]}.{facts.capability[1]}" if facts.capability else ""
+    cache = f", last cache {units.size(facts.cache_bytes)}" if facts.cache_bytes else ""
+    yield f"device {key}", f"{facts.name}, {units.size(facts.memory_bytes)}{capability}{cache}"
+    driver, newest = told("driver"), told("cuda_driver")
+    yield f"driver {key}", f"{driver}, CUDA up to {newest}" if driver and newest else driver
+    cap, default, period = (
+        run.environment.get(f"{key} {name}") for name in ("power_cap", "power_cap_default", "energy_period")
+    )
+    if isinstance(cap, float | int):
+        of = f" of {default:g} W" if isinstance(default, float | int) and default != cap else ""
+        yield f"power cap {key}", f"{cap:g} W{of}"
+    modes = (("ECC", "ecc"), ("MIG", "mig"), ("persistence mode", "persistence"))
+    yield f"modes {key}", ", ".join(f"{word} {mode}" for word, name in modes if (mode := told(name)))
+    if (source := told("energy_source")) not in ("", NO_SOURCE):  # that there is none the energies themselves tell
+        often = f", changes every {units.seconds(period)}" if isinstance(period, float) else ""
+        yield f"energy {key}", f"{source}{often}"
+
+
+def _with(text: str, word: str, more: str) -> str:
+    """'2.13.0 (git 1a2b3c4d)', as far as it is known."""
+    return f"{text} ({word}{more})" if text and more else text
+
+
+def _processors(run: Run) -> str:
+    """'2 of 64, governor performance'."""
+    total, own, governor = (fact(run, name) for name in ("cpu_count", "cpu_affinity", "cpu_governor"))
+    number = f"{own} of {total}" if own and total and own != total else total
+    return ", ".join(part for part in (number, f"governor {governor}" if governor else "") if part)
+
+
+def _timed(records: Iterable[Record]) -> float:
+    """Seconds inside slots, those of the reference's second entry too."""
+    return sum(slot.wall_seconds for timing in _timings(records) for slot in timing.slots)
+
+
+def _vectors(records: Iterable[Record]) -> str:
+    """'vectors of 256, 512 bits': how wide those of compiled quantisers were, where they could be chosen."""
+    bits = sorted({one for timing in _timings(records) for one in timing.vector_bits})
+    return f"vectors of {', '.join(map(str, bits))} bits" if bits else ""
+
+
+def _timings(records: Iterable[Record]) -> Iterator[Timing]:
+    for record in records:
+        yield from (one for one in (record.timing, record.control, record.paired_with) if one is not None)
+
+
+def _remarks(entry: Entry) -> Iterator[Element]:
+    """What to know of one run, under its label where there are several."""
+    run = entry.run
+    lost = [] if run.started or run.devices else [_LOST]
+    unfinished = (Text(words, Tone.BAD) for words in (missing_of(run), *lost) if words)
+    found = (*unfinished, *_levels(entry), *_labels(entry), *_notes(run))
+    if found:
+        yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
+        yield Items(found)
+
+
+def _levels(entry: Entry) -> Iterator[Text]:
+    """What was emulated, skipped and failed; a line for each reason, for emulations one that says what they are."""
+    results = [result for panel in entry.panels for result in panel.results]
+    found = [result for result in results if standing(result) is Standing.EMULATED]
+    if found:
+        reasons = list(dict.fromkeys(result.record.support.reason for result in found))
+        meaning = legend.EMULATED.removeprefix("emulated: ")
+        yield Text("; ".join([_kept(Standing.EMULATED, found, meaning), *reasons[: len(reasons) == 1]]), Tone.DOUBT)
+    for kept, tone in ((Standing.SKIPPED, Tone.DOUBT), (Standing.FAILED, Tone.BAD)):
+        by_reason = together((" ".join(one.record.reason.split()), one) for one in results if standing(one) is kept)
+        yield from (Text(_kept(kept, alike, reason), tone) for reason, alike in list(by_reason.items())[:_MOST])
+        if len(by_reason) > _MOST:
+            yield Text(f"{kept} for {many(len(by_reason) - _MOST, 'more reason')}: the table has each case", tone)
+
+
+def _kept(kept: Standing, found: Sequence[Result], words: str) -> str:
+    """'skipped: nvfp4 (3 cases): no hardware for FP4'."""
+    modes = listed(list(dict.fromkeys(result.mode for result in found)))
+    return f"{kept}: {modes} ({many(len(found), 'case')}): {words or 'no reason was given'}"
+
+
+def _labels(entry: Entry) -> Iterator[Text]:
+    """Each label that occurs, in how many cases, and what it means."""
+    measured = [result for panel in entry.panels for result in panel.results if result.record.status is Status.OK]
+    for label in Label:
+        number = sum(label in result.labels for result in measured)
+        if number:
+            words = f"{label} ({number} of {many(len(measured), 'case')}): {legend.LABELS[label]}"
+            yield Text(f"{words}{_reasons(label, measured)}", Tone.DOUBT if label.casts_doubt else Tone.PLAIN)
+
+
+def _reasons(label: Label, measured: Sequence[Result]) -> str:
+    """' (--quick compiles nothing)'; a few reasons at most."""
+    reasons = list(dict.fromkeys(reason for result in measured if (reason := result.reason(label))))
+    more = [f"{len(reasons) - _MOST_REASONS} more reasons"] if len(reasons) > _MOST_REASONS + 1 else []
+    shown = reasons[:_MOST_REASONS] if more else reasons
+    return f" ({'; '.join([*shown, *more])})" if reasons else ""
+
+
+def _notes(run: Run) -> Iterator[Text]:
+    yield from (Text(f"note: {note}") for note in notes_of(run)[:_MOST])
+    yield from (Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles[:_MOST])
+    more = max(0, len(notes_of(run)) - _MOST) + max(0, len(run.troubles) - _MOST)
+    if more:
+        yield Text(f"and {many(more, 'more note')} and troubles in the run's file")
+
+
+def _again(runs: Sequence[Run]) -> str:
+    """The command that renders the page from the store, with its folder where it is not the one that is looked in."""
+    words = ["fp8bench", "report", *(run.id for run in runs)]
+    folders = (folder for run in runs for folder in Path(run.path).parents[1:3])  # below machine=, and month=, too
+    stores = {folder.parent for folder in folders if folder.name == "runs"}
+    if len(stores) == 1 and stores != {Path(_DEFAULT_STORE)}:
+        words += ["--store", str(stores.pop())]
+    return shlex.join(words)
+
+
+def _command(run: Run) -> Element:
+    known = [command for command in (run.command, *(one.command for one in run.resumptions)) if command]
+    return Code("\n".join(known)) if known else Text("The command is lost with the header of the file.", Tone.DOUBT)

@@ -1,0 +1,427 @@
+"""What each case takes of the device's memory, what that is for, and the largest batches that fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from fp8bench import units
+from fp8bench.analysis.metric import capacity_ratio, why_no_larger
+from fp8bench.model import (
+    PHASES,
+    UNATTRIBUTED,
+    Capacity,
+    MemoryRole,
+    MemoryUse,
+    Phase,
+    Record,
+    Status,
+)
+from fp8bench.model.specs import (
+    MAX_BATCH,
+    MAX_BATCH_MEMORY,
+    MAX_BATCH_TOKENS,
+    MEMORY_COUNTERS,
+    MetricSpec,
+    memory_of_role,
+)
+from fp8bench.report.case_status import emulated
+from fp8bench.report.columns import column_of, with_figures
+from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Stacks, Table, Text, Tone
+from fp8bench.report.material import Material, titled_panels
+from fp8bench.report.page.charts import grouped, stacked
+from fp8bench.report.page.section import PRECISION, Section, case_field, number, sections, told
+from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, show_params, together, value_of
+from fp8bench.report.topics.tensors import timed_panels
+from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS, PHASE_TITLES, PHASE_WORDS
+from fp8bench.report.words.naming import NamedCase, listed, named_cases, phase_order, phase_words
+
+PEAK = "peak_memory"
+# A saving of less is called none.
+_LEAST_SAVING = 0.01
+# A change counts that is so large a part of all changes, and so large a part of the reference's memory.
+_LEAST_OF_CHANGES = 0.1
+_LEAST_OF_PEAK = 0.01
+_MOST_CHANGES = 4
+# What stays is named if it is such a part of the memory.
+_LEAST_STAYING = 0.1
+_MOST_EQUAL = 0.005
+# Beside what it becomes, or was: a ratio would say little.
+_NEXT_TO_NOTHING = 0.05
+# Where the highest point lies in several phases that lie in each other, these are the outer ones.
+_OUTER = (UNATTRIBUTED, Phase.ELEMENTWISE)
+EMULATED = "emulated"
+_NOTHING_BESIDE = "There is nothing beside it to compare with."
+# A longer table is for who asks.
+_MOST_OPEN = 12
+
+
+def use_of(record: Record) -> MemoryUse | None:
+    """What a case's memory is made of; None where nobody looked, or could."""
+    return record.memory if record.status is Status.OK else None
+
+
+def peak_of(result: Result) -> float | None:
+    """Bytes at the highest point of a step, however old the run."""
+    return value_of(result.record.measurement(PEAK))
+
+
+def roles_of(result: Result) -> dict[MemoryRole, int]:
+    """Bytes by what they are for, in the order of the roles; {} where nobody knows."""
+    use = use_of(result.record)
+    known = dict(use.roles) if use else {}
+    return {role: known[role] for role in MemoryRole if role in known}
+
+
+def highest_in(use: MemoryUse) -> list[str]:
+    """The phases whose highest point is the step's, inner ones first."""
+    most = max((one.allocated for one in use.phases), default=0)
+    found = [one.phase for one in use.phases if one.allocated == most]
+    return sorted(found, key=lambda phase: (phase in _OUTER, PHASES.index(phase) if phase in PHASES else 0))
+
+
+def share_of(group: ResultGroup, result: Result) -> float | None:
+    """A peak over that of the group's reference; None for the reference, and where either is no number."""
+    base, peak = _base(group), peak_of(result)
+    if result.record.is_reference or peak is None or not (0 < base < math.inf and 0 <= peak < math.inf):
+        return None
+    return peak / base
+
+
+def _base(group: ResultGroup) -> float:
+    return (peak_of(group.lead) if group.lead else None) or 0.0
+
+
+def sentences(panel: Panel, cases: Iterable[NamedCase]) -> Iterator[str]:
+    """What each precision takes against the reference, and what that comes from as far as it is known."""
+    shares = ((case, share_of(case.group, case.result)) for case in cases)
+    by_mode = together((case.result.mode, (case, share)) for case, share in shares if share is not None)
+    for mode, found in by_mode.items():
+        none = [(case, share) for case, share in found if share > 1 - _LEAST_SAVING]
+        words = f"{mode} takes {units.span((share for _, share in found), units.ratio)} of {panel.reference}'s memory"
+        if none:
+            where = "" if len(none) == len(found) else f" in {len(none)} of {len(found)} groups"
+            words += f": nothing is saved{where}"
+        largest, share = max(none or found, key=lambda pair: _base(pair[0].group))
+        yield f"{words}{_why(largest, share, len(found) > 1)}."
+
+
+def _why(case: NamedCase, share: float, several: bool) -> str:
+    """That it is emulated, where it is and saves nothing; then what stays and what differs, as far as it is known."""
+    told = _told(case)
+    place = f"at {case.place} " if several and case.place else ""
+    text = f"{place}{told}" if told else ""
+    if share <= 1 - _LEAST_SAVING:
+        return f": {text}" if text else ""
+    reason = case.result.record.support.reason
+    if emulated(case.result) and reason:
+        because = f", because it is emulated ({reason}): its peak is the cost of emulation"
+        return f"{because}; {text}" if text else because
+    return f"; {text}" if text else ""
+
+
+def _told(case: NamedCase) -> str:
+    """'weights and optimizer state stay (11.5 MiB), low-precision copies of weights are 2.000x (3.38 MiB)'."""
+    before, after = (roles_of(one) if one else {} for one in (case.group.lead, case.result))
+    if not before or not after:
+        return ""
+    return ", ".join(filter(None, (_staying(before, after), *_changes(before, after), _elsewhere(case))))
+
+
+def _staying(before: Mapping[MemoryRole, int], after: Mapping[MemoryRole, int]) -> str:
+    """What lower precision leaves as it is, where that is much."""
+    total = sum(after.values())
+    same = {
+        role: size
+        for role, size in after.items()
+        if size >= _LEAST_STAYING * total and abs(size - before.get(role, 0)) <= _MOST_EQUAL * size
+    }
+    if not same:
+        return ""
+    word = "stays" if len(same) == 1 and not _plural(*same) else "stay"
+    return f"{listed([MEMORY_WORDS[role] for role in same])} {word} ({units.size(sum(same.values()))})"
+
+
+def _changes(before: Mapping[MemoryRole, int], after: Mapping[MemoryRole, int]) -> Iterator[str]:
+    """The largest differences, the largest first."""
+    changes = {role: after.get(role, 0) - before.get(role, 0) for role in MemoryRole}
+    moved, total = sum(map(abs, changes.values())), sum(before.values())
+    least = max(_LEAST_OF_CHANGES * moved, _LEAST_OF_PEAK * total, 1)
+    for role in sorted(changes, key=lambda role: -abs(changes[role]))[:_MOST_CHANGES]:
+        if abs(changes[role]) >= least:
+            yield _change(role, before.get(role, 0), after.get(role, 0))
+
+
+def _change(role: MemoryRole, before: int, after: int) -> str:
+    words, ending = MEMORY_WORDS[role], "" if _plural(role) else "s"
+    if before <= _NEXT_TO_NOTHING * after:
+        return f"{words} add{ending} {units.size(after - before)}"
+    if after <= _NEXT_TO_NOTHING * before:
+        return f"{words} {'go' if _plural(role) else 'goes'} ({units.size(before)})"
+    return f"{words} {'are' if _plural(role) else 'is'} {units.ratio(after / before)} ({units.size(after)})"
+
+
+def _plural(role: MemoryRole) -> bool:
+    return role not in (MemoryRole.OPTIMIZER, MemoryRole.DATA, MemoryRole.WORKSPACE, MemoryRole.OTHER)
+
+
+def _elsewhere(case: NamedCase) -> str:
+    """Where the highest point lies, if that is in another phase than the reference's."""
+    there, here = (use_of(one.record) if one else None for one in (case.group.lead, case.result))
+    if there is None or here is None or not there.phases or set(highest_in(there)) & set(highest_in(here)):
+        return ""
+    phase = highest_in(here)[0]
+    return f"and its highest point is in {PHASE_WORDS.get(phase, (phase, False))[0]}"
+
+
+def searched(panel: Panel) -> Iterator[tuple[ResultGroup, Result, Capacity]]:
+    """The cases whose largest batch was looked for, one group of those that differ in batch alone."""
+    for group, result in panel.members:
+        if result.record.capacity is not None:
+            yield group, result, result.record.capacity
+
+
+def batch_title(found: Capacity) -> str:
+    """'largest batch that fits into 2.00 GiB'; the axis where it is called otherwise."""
+    axis = "" if found.axis == "batch" else f" ({found.axis})"
+    return f"largest batch{axis} that fits into {room(found)}"
+
+
+def room(found: Capacity) -> str:
+    return "the device's memory" if found.limit is None else units.size(found.limit)
+
+
+def place_of(panel: Panel, group: ResultGroup, found: Capacity) -> str:
+    """What tells a group from the others, its own batch aside."""
+    return show_params(pair for pair in group.case.params if pair not in panel.shared and pair[0] != found.axis)
+
+
+def show_batch(found: Capacity) -> str:
+    """'376', 'none' where not even the smallest fits, '-' where the search came to no answer."""
+    if found.batch is None:
+        return units.NONE
+    return str(found.batch) if found.batch else "none"
+
+
+def share_within(group: ResultGroup, result: Result) -> float | None:
+    """How many times the reference's batch a case fits; None where that says nothing."""
+    return capacity_ratio(result.record, group.lead.record if group.lead is not None else None)
+
+
+def batch_sentences(panel: Panel) -> Iterator[str]:
+    """'bf16 fits 1.61x of fp32's batch into 1.00 GiB.'; and of emulated cases why they say nothing."""
+    several = len({group.case.setting for group, _, _ in searched(panel)}) > 1
+    for group, result, found in searched(panel):
+        share = share_within(group, result)
+        if share is not None:
+            place = place_of(panel, group, found) if several else ""
+            where = f" at {place}" if place else ""
+            word = "batch" if found.axis == "batch" else found.axis
+            yield f"{result.mode} fits {units.speed_up(share)} of {group.reference}'s {word} into {room(found)}{where}."
+    wide = dict.fromkeys(result.mode for _, result, _ in searched(panel) if emulated(result))
+    if wide:
+        verb = "is" if len(wide) == 1 else "are"
+        yield (
+            f"{listed(list(wide))} {verb} emulated, with values of a small format kept in wider ones: what fits here "
+            "says nothing about a device that has the format."
+        )
+
+
+def tells_memory(panel: Panel) -> bool:
+    """Whether memory is for more than one thing in any case of a panel."""
+    return any(len(roles_of(one)) > 1 for one in panel.results)
+
+
+def counted(panel: Panel) -> list[MetricSpec]:
+    """What others count of memory, as far as they know of any case."""
+    known = [Figures(group, one) for group, one in panel.members if use_of(one.record) is not None]
+    return [spec for spec in MEMORY_COUNTERS if any(one[spec].value is not None for one in known)]
+
+
+def memory(panel: Panel) -> Iterator[Element]:
+    """What a step's memory is for at its highest point, and a sentence for each precision; nothing without roles."""
+    if not tells_memory(panel):
+        return
+    present, others = {role for one in panel.results for role in roles_of(one)}, counted(panel)
+    roles = [role for role in MemoryRole if role in present]
+    known = [(group, one, use) for group, one in panel.members if (use := use_of(one.record))]
+    scale, unit = units.binary_unit(max(use.peak for _, _, use in known))
+
+    def shown(size: float | None) -> str:
+        if not size:
+            return units.NONE
+        return units.significant(size / scale) if size / scale >= 0.01 else "<0.01"
+
+    columns = (
+        Column("group", shared=True), Column("case"), Column("peak", number=True),
+        Column(f"vs {panel.reference or 'reference'}", number=True),
+        *(Column(MEMORY_TITLES[role], number=True) for role in roles), Column("in"),
+        *(Column(spec.heading, number=True) for spec in others),
+    )  # fmt: skip
+    rows = []
+    for group, one, use in known:
+        figures, phase = Figures(group, one), next(iter(highest_in(use)), units.NONE)
+        words = (panel.place(group), one.mode, shown(use.peak), units.ratio(share_of(group, one)),
+                 *(shown(figures[memory_of_role(role)].value) for role in roles), PHASE_TITLES.get(phase, phase),
+                 *(shown(figures[spec].value) for spec in others))  # fmt: skip
+        rows.append(tuple(map(Field, words)))
+    yield Table("memory", f"memory at the highest point of a step, in {unit}", columns, tuple(rows))
+    yield from map(Text, sentences(panel, named_cases(panel)))
+
+
+def capacity(panel: Panel) -> Iterator[Element]:
+    """The largest batches that fit, and what it comes to; nothing where nobody asked."""
+    found = list(searched(panel))
+    if not found:
+        return
+    columns = (
+        Column("group", shared=True), Column("case"), Column("largest", number=True),
+        Column(f"vs {panel.reference or 'reference'}"), Column(MAX_BATCH_TOKENS.heading, number=True),
+        Column(MAX_BATCH_MEMORY.heading, number=True), Column("does not fit"),
+    )  # fmt: skip
+    rows = []
+    for group, result, one in found:
+        figures = Figures(group, result)
+        share = figures[MAX_BATCH].interval
+        word = "reference" if result.record.is_reference else units.NONE
+        versus = units.speed_up(share.point) if share else EMULATED if emulated(result) else word
+        words = (place_of(panel, group, one), result.mode, show_batch(one), versus,
+                 figures.shown(MAX_BATCH_TOKENS), figures.shown(MAX_BATCH_MEMORY), figures[MAX_BATCH].why)  # fmt: skip
+        rows.append(tuple(map(Field, words)))
+    table = Table("capacity", batch_title(found[0][2]), columns, tuple(rows))
+    yield with_figures(table, ((group, one) for group, one, _ in found))
+    yield from map(Text, batch_sentences(panel))
+
+
+@sections.register("memory")
+class Memory(Section):
+    """Bars of peak memory, cut into what it is for where that is known; a sentence for every precision."""
+
+    name = "memory"
+    title = "Memory"
+    rank = 90
+
+    def elements(self, material: Material) -> Iterator[Element]:
+        panels = [
+            (title, panel, [case for case in named_cases(panel) if peak_of(case.result) is not None])
+            for title, panel in timed_panels(material)
+        ]
+        known = {role for _, _, cases in panels if _known(cases) for case in cases for role in _parts(case)}
+        # The same parts everywhere, so that a role has one colour on the whole page; in short, for the key.
+        parts = {role.value: MEMORY_WORDS[role].replace(" copies of", "") for role in MemoryRole if role in known}
+        for title, panel, cases in panels:
+            yield from _panel(title, panel, cases, parts) if cases else ()
+        for place, (title, panel) in enumerate(titled_panels(material)):
+            yield from _largest(title, panel, place)
+
+    def lead_of(self, material: Material) -> str:
+        """With the words of the device's own count."""
+        results = (result for _, panel in timed_panels(material) for result in panel.results)
+        measured = (result.record.measurement(PEAK) for result in results)
+        described = next((one.description for one in measured if one and one.description), "")
+        words = described or "memory at the highest point of a step"
+        return f"{words[:1].upper()}{words[1:]}; from a pass of its own, which is not timed."
+
+
+def _panel(title: str, panel: Panel, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Iterator[Element]:
+    said = list(sentences(panel, cases))
+    known = _known(cases)
+    text = "What each case takes, by what it is for." if known and said else " ".join(said) or _NOTHING_BESIDE
+    yield _chart(title, cases, parts, text)
+    if known and said:
+        yield Items(tuple(Text(one) for one in said))
+    if any(use_of(case.result.record) for case in cases):
+        yield _table(title, cases)
+
+
+def _known(cases: Sequence[NamedCase]) -> bool:
+    """Whether of any case it is known what its memory is for."""
+    return any(roles_of(case.result) for case in cases)
+
+
+def _parts(case: NamedCase) -> dict[str, float]:
+    """Bytes by what they are for; all of them are the rest where that is not known."""
+    known = {role.value: float(size) for role, size in roles_of(case.result).items()}
+    return known or {MemoryRole.OTHER.value: peak_of(case.result) or 0.0}
+
+
+def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], description: str) -> Stacks | Bars:
+    """By what the memory is for, where that is known of any case."""
+    name = f"memory-{cases[0].result.record.case.workload}"
+    if not _known(cases):
+        groups = grouped((case.place, _mark(case)) for case in cases)
+        return Bars(name, f"{title}: peak memory", description, Axis("peak memory", "B"), groups)
+    rows = [(told(case.result, case.name)[0], peak_of(case.result) or 0.0, _parts(case)) for case in cases]
+    axis = Axis("memory at the highest point of a step", "B")
+    return stacked(name, f"{title}: peak memory by what it is for", description, axis, "share of the peak", parts, rows)
+
+
+def _mark(case: NamedCase) -> Mark:
+    """Its hint: '1.63 MiB, 0.542x of fp32's'."""
+    label, tone = told(case.result, case.result.mode)
+    peak, share = peak_of(case.result), share_of(case.group, case.result)
+    beside = "" if share is None else f", {units.ratio(share)} of {case.group.reference}'s"
+    return Mark(label, peak or 0.0, tone=tone, hint=f"{units.size(peak)}{beside}")
+
+
+def _table(title: str, cases: Sequence[NamedCase]) -> Table:
+    """The highest points of phases, and what others count."""
+    uses = [(case, use) for case in cases if (use := use_of(case.result.record)) is not None]
+    phases = sorted({one.phase for _, use in uses for one in use.phases}, key=phase_order)
+    figures = [Figures(case.group, case.result) for case, _ in uses]
+    counted = [spec for spec in MEMORY_COUNTERS if any(one[spec].value is not None for one in figures)]
+    columns = [
+        PRECISION, Column("peak", number=True, unit="B"),
+        Column("of the reference's", number=True, unit="x"),
+        Column("highest in", hint="the phase of the highest point"),
+        *(Column(phase_words(phase), number=True, unit="B", hint="the most that was held at once in this phase")
+          for phase in phases),
+        *map(column_of, counted),
+    ]  # fmt: skip
+    rows = [
+        (
+            case_field(case),
+            _size(use.peak),
+            number(share_of(case.group, case.result), units.ratio),
+            Field(phase_words(next(iter(highest_in(use)), units.NONE))),
+            *(_size({one.phase: one.allocated for one in use.phases}.get(phase)) for phase in phases),
+            *(
+                number(own[spec].value, spec.shown) if own[spec].value is not None else Field(units.NONE, hint=use.why)
+                for spec in counted
+            ),
+        )
+        for (case, use), own in zip(uses, figures, strict=True)
+    ]
+    name = f"memory-phases-{cases[0].result.record.case.workload}"
+    caption = f"{title}: the most that was held in each phase"
+    return Table(name, caption, tuple(columns), tuple(rows), folded=len(rows) > _MOST_OPEN)
+
+
+def _size(value: int | None) -> Field:
+    return Field(units.size(value), None if value is None else float(value))
+
+
+def _largest(name: str, panel: Panel, place: int) -> Iterator[Element]:
+    found = list(searched(panel))
+    if not found:
+        return
+    columns = (
+        PRECISION, Column("largest", number=True), Column(f"vs {panel.reference}", number=True, unit="x"),
+        Column("tokens a step", number=True), Column("peak memory", number=True, unit="B"),
+        Column("does not fit"),
+    )  # fmt: skip
+    rows = []
+    for group, result, capacity in found:
+        share = share_within(group, result)
+        versus = EMULATED if emulated(result) else units.speed_up(share)
+        tone = Tone.DOUBT if emulated(result) else Tone.PLAIN
+        rows.append((
+            Field(", ".join(filter(None, (result.mode, place_of(panel, group, capacity)))), tone=tone),
+            Field(show_batch(capacity), capacity.batch, tone),
+            Field(versus, share, tone),
+            Field(units.whole(capacity.tokens) if capacity.tokens else units.NONE, capacity.tokens or None, tone),
+            Field(units.size(capacity.peak), capacity.peak, tone),
+            Field(why_no_larger(capacity)),
+        ))  # fmt: skip
+    yield Table(f"capacity-{panel.case.workload}-{place}", f"{name}: {batch_title(found[0][2])}", columns, tuple(rows))
+    yield from (Text(text) for text in batch_sentences(panel))

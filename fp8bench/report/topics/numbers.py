@@ -1,0 +1,262 @@
+"""What a lower precision costs in numbers, what the numbers are made of, and the scales that came from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fp8bench import units
+from fp8bench.errors import UsageError
+from fp8bench.model import LayerScale, Measurement, TensorStatistics
+from fp8bench.registry import precisions
+from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Mark, Table, Text, Tone
+from fp8bench.report.material import Material, titled_panels
+from fp8bench.report.page.charts import grouped
+from fp8bench.report.page.section import PRECISION, Row, Section, case_field, number, sections, table_of_cases
+from fp8bench.report.panels import Panel, Result, main_error, show_value, together, value_of
+from fp8bench.report.topics.tensors import timed_panels
+from fp8bench.report.words import legend
+from fp8bench.report.words.naming import NamedCase, listed, named_cases
+
+# Measurements in these units are no errors: memory and times have sections of their own.
+_OTHER_UNITS = ("B", "s")
+_COLUMNS = (
+    PRECISION,
+    Column("layer"),
+    Column("role"),
+    Column("amax", number=True, hint="the largest magnitude that the scale comes from"),
+    Column("scale", number=True, hint="what values are multiplied by"),
+    Column("renewed", number=True, hint="times, by age or by saturation, since it was found"),
+)
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """One statistic for each kind and role over all groups of a panel, under a title that says so.
+
+    `crossed` are the formats whose range some value lies outside of.
+    """
+
+    title: str
+    worst: tuple[TensorStatistics, ...]
+    crossed: tuple[str, ...]
+
+
+def summary(panel: Panel) -> DataSummary | None:
+    """What the data of a panel are made of; None where nobody looked at them."""
+    looked_at = [one.record.statistics for one in panel.results if one.record.statistics]
+    by_name = together(((one.kind, one.role), one) for group in looked_at for one in group)
+    worst = tuple(map(_largest, by_name.values()))
+    if not worst:
+        return None
+    names = dict.fromkeys(name for one in worst for name, _, _ in one.outside)
+    crossed = tuple(name for name in names if any(any(shares_of(one, name)) for one in worst))
+    contained = ", ".join(name for name in names if name not in crossed)
+    title = "data, before any scaling"
+    title += f"; each figure is the largest of {len(looked_at)} groups" if len(looked_at) > 1 else ""
+    title += f"; all within the range of {contained}" if contained else ""
+    return DataSummary(title, worst, crossed)
+
+
+def data(panel: Panel) -> Iterator[Element]:
+    """A row for each kind and role, over all groups; a format has a column only if some value is outside its range."""
+    found = summary(panel)
+    if found is None:
+        return
+    columns = (Column("data"), *(Column(title, number=True) for title in ("values", "amax", *found.crossed)))
+    rows = tuple(
+        tuple(map(Field, (name_of(one), units.whole(one.count), units.significant(one.amax),
+                          *(show_shares(one, name) for name in found.crossed))))
+        for one in found.worst
+    )  # fmt: skip
+    yield Table("data", found.title, columns, rows)
+
+
+def _largest(members: Sequence[TensorStatistics]) -> TensorStatistics:
+    """The largest count, magnitude and shares of any."""
+    shares = together((name, pair) for one in members for name, *pair in one.outside)
+    outside = tuple((name, *map(max, zip(*pairs, strict=True))) for name, pairs in shares.items())
+    count, amax = max(one.count for one in members), max(one.amax for one in members)
+    return TensorStatistics(members[0].kind, members[0].role, count, amax, outside)
+
+
+def name_of(one: TensorStatistics) -> str:
+    """'mlp gradient'; once where kind and role are the same word."""
+    return one.kind if one.role in ("", one.kind) else f"{one.kind} {one.role}"
+
+
+def shares_of(one: TensorStatistics, name: str) -> tuple[float, float]:
+    """The shares above a format's range and vanishing in it; none where the format was not asked about."""
+    return next(((above, vanishing) for known, above, vanishing in one.outside if known == name), (0.0, 0.0))
+
+
+def show_shares(one: TensorStatistics, name: str) -> str:
+    """'0.02% / 1.3%', '-' where nothing lies outside."""
+    pair = shares_of(one, name)
+    return " / ".join(units.share(share) for share in pair) if any(pair) else units.NONE
+
+
+@sections.register("numbers")
+class Numbers(Section):
+    """Errors by metric and precision; values by layer kind and role, and the formats they do not fit."""
+
+    name = "numbers"
+    title = "What it costs in numbers"
+    lead = (
+        "Errors against the reference that each suite names, relative: 0 is exact. An emulated precision is right "
+        "here: its values are rounded as hardware would round them."
+    )
+    rank = 100
+
+    def elements(self, material: Material) -> Iterator[Element]:
+        for title, panel in timed_panels(material):
+            yield from _errors(title, panel)
+        data = [element for title, panel in titled_panels(material) for element in _data(title, panel)]
+        if data:
+            yield Text("What the data are made of", Tone.STRONG)
+            yield Text(f"{legend.DATA[:1].upper()}{legend.DATA[1:]}.")
+        yield from data
+
+
+def _errors(title: str, panel: Panel) -> Iterator[Element]:
+    """The main error as bars, every error as a table."""
+    by_mode = _by_mode(panel)
+    if not by_mode:
+        return
+    shown = main_error(panel)
+    found = ((case, case.result.record.measurement(shown)) for case in named_cases(panel))
+    marks = [(case, one, value) for case, one in found if one and (value := value_of(one)) is not None]
+    if sum(0 < value < math.inf for *_, value in marks) > 1:
+        yield _bars(title, panel, shown, marks)
+    yield _table(title, panel, by_mode)
+    strange = [f"{case.name} ({value})" for case, _, value in marks if not math.isfinite(value)]
+    if strange:
+        yield Text(f"{title}: {shown} is no finite number in {listed(strange)}.", Tone.BAD)
+
+
+def _by_mode(panel: Panel) -> dict[str, dict[str, list[Measurement]]]:
+    """Measurements by precision and metric, one for each group that has it."""
+    found = together(
+        (result.mode, (f"{one.metric} ({one.phase})" if one.phase else one.metric, one))
+        for result in panel.results
+        for one in result.record.measurements
+        if one.unit not in _OTHER_UNITS and value_of(one) is not None
+    )
+    return {mode: together(members) for mode, members in found.items()}
+
+
+def _bars(title: str, panel: Panel, metric: str, found: Sequence[tuple[NamedCase, Measurement, float]]) -> Bars:
+    groups = grouped(
+        (
+            case.place,
+            Mark(case.result.mode, value, hint=f"{case.name}: {show_value(one)}, {case.result.record.support.level}"),
+        )
+        for case, one, value in found
+    )
+    finite = {case.result.mode: value for case, _, value in found if 0 < value < math.inf}
+    ends = [choose(finite, key=lambda mode: finite[mode]) for choose in (min, max)]
+    best, worst = (f"{mode} ({units.relative_error(finite[mode])})" for mode in ends)
+    description = f"Smallest in {best}, largest in {worst}."
+    exact = sum(value == 0 for *_, value in found)
+    if exact:
+        description += f" {exact} {'is' if exact == 1 else 'are'} exactly 0, which has no place on a logarithmic axis."
+    axis = Axis(metric, log=True)
+    return Bars(f"errors-{panel.case.workload}", f"{title}: {metric}", description, axis, groups)
+
+
+def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measurement]]]) -> Table:
+    levels = {one.mode: one for one in panel.results}
+    by_metric = together((metric, one) for found in by_mode.values() for metric, many in found.items() for one in many)
+    columns = (
+        Column("precision"),
+        Column("how", hint="native, or emulated in software"),
+        *(
+            Column(metric, number=True, hint=next((one.description for one in members if one.description), ""))
+            for metric, members in by_metric.items()
+        ),
+    )
+    rows = tuple(
+        (
+            Field(mode, hint=_summary(levels[mode])),
+            Field(levels[mode].record.support.level.value, hint=levels[mode].record.support.reason),
+            *(_field(found.get(metric, ())) for metric in by_metric),
+        )
+        for mode, found in by_mode.items()
+    )
+    caption = f"{title}: errors by precision"
+    if len(panel.groups) > 1:
+        caption += f", the smallest and the largest of {len(panel.groups)} groups"
+    return Table(f"errors-of-{panel.case.workload}", caption, columns, rows)
+
+
+def _summary(result: Result) -> str:
+    """A precision's formats in its own words, and the options it was given; '' for one that is not known here."""
+    mode = result.record.case.precision
+    try:
+        summary = precisions.get(mode).summary
+    except UsageError:
+        return ""
+    _, *options = mode.split(":")
+    return f"{summary} Here with {', '.join(options)}." if options else summary
+
+
+def _field(members: Sequence[Measurement]) -> Field:
+    """'2.9e-03', or '2.8e-03 to 3.0e-03'; a value that is no number counts as the largest."""
+    if not members:
+        return Field(units.NONE)
+    values = [(value, one) for one in members if (value := value_of(one)) is not None]
+    ordered = sorted(values, key=lambda pair: (math.isnan(pair[0]), pair[0]))
+    text = " to ".join(dict.fromkeys(show_value(one) for _, one in (ordered[0], ordered[-1])))
+    worst = ordered[-1][0]
+    return Field(text, worst, Tone.PLAIN if math.isfinite(worst) else Tone.BAD)
+
+
+def _data(title: str, panel: Panel) -> Iterator[Element]:
+    """Magnitudes by layer kind and role, and what lies outside of each format."""
+    found = summary(panel)
+    if found is None:
+        return
+    columns = (
+        Column("data", hint="layer kind and role"),
+        Column("values", number=True),
+        Column("amax", number=True, hint="the largest magnitude"),
+        *(
+            Column(name, number=True, hint="share above its largest / share that would become zero")
+            for name in found.crossed
+        ),
+    )
+    rows = tuple(
+        (
+            Field(name_of(one)),
+            number(one.count, units.whole),
+            number(one.amax),
+            *(Field(show_shares(one, name), sum(shares_of(one, name))) for name in found.crossed),
+        )
+        for one in found.worst
+    )
+    yield Table(f"data-{panel.case.workload}", f"{title}: {found.title}", columns, rows)
+
+
+@sections.register("scales")
+class Scales(Section):
+    """A table for each panel: what every layer's tensors were multiplied by, and how often that was renewed."""
+
+    name = "scales"
+    title = "Scales from data"
+    lead = (
+        "Found in untimed steps on a state of its own, and as they were after the last timed step. A scale is the "
+        "largest value of its format over amax: what exceeds amax later saturates."
+    )
+    rank = 105
+
+    def elements(self, material: Material) -> Iterator[Element]:
+        for title, panel in titled_panels(material):
+            cases = ((case.name, [_row(case, one) for one in case.result.record.scales]) for case in named_cases(panel))
+            name, words = f"scales-{panel.case.workload}", "scales by layer and role"
+            yield from table_of_cases(name, title, words, _COLUMNS, cases, "The run's file has them.")
+
+
+def _row(case: NamedCase, one: LayerScale) -> Row:
+    figures = (number(one.amax), number(one.scale), number(one.renewals, units.whole))
+    return (case_field(case), Field(one.layer), Field(one.role), *figures)

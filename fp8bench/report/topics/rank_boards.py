@@ -1,0 +1,224 @@
+"""Several ranks at a glance: a short table for each collective, or of all ways of training together."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fp8bench import units
+from fp8bench.analysis.middles import Untold
+from fp8bench.analysis.ranks import frontier
+from fp8bench.analysis.scaling import efficiency, sent_by_rank
+from fp8bench.model import specs
+from fp8bench.report.case_status import emulated, status_words, tone_of
+from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
+from fp8bench.report.material import Material, titled_panels
+from fp8bench.report.page.section import Section, sections
+from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, show_params, together
+from fp8bench.report.topics.ranks import FUNCTIONAL, cheapest, reasons
+from fp8bench.report.words.naming import common_tone
+
+Member = tuple[ResultGroup, Result]
+_COLLECTIVE, _WAY = "collective", "way"
+_SQNR = "sqnr_db"
+# What tells of FP8 alone how it is composed.
+_COMPOSED = ("fp8", "scaling")
+# Fewer values than a hundredth of a percent are lost in any format.
+_LOST_PERCENT = 0.01
+UNBEATEN = "* nothing else sends as little with as small an error"
+POOLED = "What is measured beside every way of FP8 stands once, by the median of its groups."
+EMULATED_RATES = "Rates of emulated cases are what emulating their casts costs here, and no speed."
+LEGEND = (
+    "algbw is the vector's bytes in the dtype that is sent over the median step of the slowest rank, busbw that times "
+    "nccl-tests' factor; wire: what a rank sends, of FP8 counted; SQNR against float64. strong: one rank's step over "
+    "ranks times that of all, between what rounds leave; gap: how far steps are from one rank alone, relatively"
+)
+
+
+def boards(panel: Panel) -> Iterator[Table]:
+    """None of cases that one process ran, or that are neither."""
+    params = dict(panel.case.params)
+    if panel.case.ranks < 2:
+        return
+    if _COLLECTIVE in params:
+        found = together((str(dict(one[0].case.params)[_COLLECTIVE]), one) for one in panel.members)
+        for collective, members in found.items():
+            yield _of_collective(collective, members, panel)
+    elif _WAY in params:
+        yield _of_ways(panel)
+
+
+def remarks(panel: Panel) -> Iterator[str]:
+    """What signs and words in its boards mean, and what is not to be read from them."""
+    if any(cheapest(panel)):
+        yield UNBEATEN
+    if any(_COMPOSED[0] in dict(group.case.params) for group in panel.groups) and len(panel.groups) > 1:
+        yield POOLED
+    if _COLLECTIVE in dict(panel.case.params) and any(emulated(one) for _, one in panel.members):
+        yield EMULATED_RATES
+    told = ((one.mode, found.strong) for _, one in panel.members if (found := efficiency(one.record)) is not None)
+    yield from reasons("efficiency", told)
+    if panel.case.device == "cpu":
+        yield FUNCTIONAL
+
+
+def _of_collective(collective: str, members: Sequence[Member], panel: Panel) -> Table:
+    columns = (
+        Column("", shared=True), Column("case"),
+        Column("", hint=UNBEATEN),
+        Column("busbw", number=True, unit="B/s", hint="algbw times nccl-tests' factor"),
+        Column("algbw", number=True, unit="B/s", hint="the vector's bytes as they are sent, over the median step"),
+        Column("wire", number=True, unit="B", hint="what a rank sends to others in a step"),
+        Column("SQNR", number=True, unit="dB", hint="against float64"), Column("verdict"), Column("lost", below=True),
+    )  # fmt: skip
+    composed = {one.mode for _, one in members if one.record.transfer is not None and one.record.transfer.counted}
+    named = (((_swept(panel, one[0]), _words(*one, one[1].mode in composed)), one) for one in members)
+    lines = [_Line(*names, own) for names, own in together(named).items()]
+    sizes = dict.fromkeys(one.record.transfer.logical for _, one in members if one.record.transfer is not None)
+    size = f" of {' or '.join(map(units.size, sizes))}" if sizes else ""
+    caption = f"{collective}{size}, {panel.case.ranks} ranks"
+    rows = tuple(one.fields(_unbeaten(lines, one)) for one in lines)
+    told = [place for place in range(len(columns)) if any(row[place].text for row in rows)]
+    shown = tuple(tuple(row[place] for place in told) for row in rows)
+    return Table(f"board-{collective}", caption, tuple(columns[place] for place in told), shown)
+
+
+def _unbeaten(lines: Sequence[_Line], line: _Line) -> bool:
+    """Whether no other of the same sweep sends as little with as small an error."""
+    alike = [(one, one.cost) for one in lines if one.swept == line.swept]
+    known = [(one, cost) for one, cost in alike if cost is not None]
+    best = [known[place][0] for place in frontier([cost for _, cost in known])]
+    return line in best and len(best) < len(known)
+
+
+def _swept(panel: Panel, group: ResultGroup) -> str:
+    """What tells a group from others but the collective and how FP8 is composed: 'elements=65536'."""
+    told = {_COLLECTIVE, *_COMPOSED}
+    return show_params(pair for pair in group.case.params if pair not in panel.shared and pair[0] not in told)
+
+
+def _words(group: ResultGroup, result: Result, composed: bool) -> str:
+    """'bf16', 'fp8_twoshot ms_amp'."""
+    params = dict(group.case.params)
+    ways = [str(params[name]) for name in _COMPOSED if composed and name in params]
+    own = [] if ways and result.mode == "fp8" else [result.mode]
+    return " ".join([*own, *ways])
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One case of a collective, or the same beside several ways of FP8; `swept` is what tells it from its likes."""
+
+    swept: str
+    words: str
+    members: Sequence[Member]
+
+    @property
+    def results(self) -> list[Result]:
+        return [one for _, one in self.members]
+
+    @cached_property
+    def figures(self) -> list[Figures]:
+        return [Figures(*one) for one in self.members]
+
+    @property
+    def cost(self) -> tuple[float, float] | None:
+        """Bytes on the wire and decibels."""
+        wire, sqnr = (self.middle(name).value for name in (specs.WIRE_BYTES, _SQNR))
+        return None if wire is None or sqnr is None else (wire, sqnr)
+
+    def middle(self, name: str, tone: Tone = Tone.PLAIN) -> Field:
+        told = [one[name] for one in self.figures if one[name].value is not None]
+        if not told:
+            return Field(units.NONE)
+        value = statistics.median(one.value for one in told if one.value is not None)
+        return Field(told[0].spec.shown(value), value, tone)
+
+    def fields(self, unbeaten: bool) -> tuple[Field, ...]:
+        tone = Tone.DOUBT if any(map(emulated, self.results)) else Tone.PLAIN
+        rates = [self.middle(name, tone) for name in (specs.BUSBW, specs.ALGBW)]
+        others = [self.middle(name) for name in (specs.WIRE_BYTES, _SQNR)]
+        names = Field(self.swept), Field(self.words), Field("*" if unbeaten else "")
+        return *names, *rates, *others, _verdict(self.results), Field(_lost(self.figures))
+
+
+def _verdict(results: Sequence[Result]) -> Field:
+    """'unsure'; the words with how many of the groups they are of, the gravest first."""
+    counts = together((status_words(one), one) for one in results)
+    ordered = sorted(counts.items(), key=lambda one: (one[0] != "FAILED", -len(one[1])))
+    said = [words if len(counts) == 1 else f"{words} {len(some)}/{len(results)}" for words, some in ordered]
+    return Field(", ".join(said), tone=common_tone(map(tone_of, results)))
+
+
+def _lost(figures: Sequence[Figures]) -> str:
+    shares = {
+        "saturated": max((one["saturated_ppm"].value or 0.0 for one in figures), default=0.0),
+        "flushed": max((one["flushed_percent"].value or 0.0 for one in figures), default=0.0),
+    }
+    told = [f"saturated {units.shown(shares['saturated'], 'ppm')}"] if shares["saturated"] else []
+    told += [f"flushed {units.percentage(shares['flushed'])}"] if shares["flushed"] >= _LOST_PERCENT else []
+    return ", ".join(told)
+
+
+def _of_ways(panel: Panel) -> Table:
+    columns = (
+        Column("", shared=True), Column("case"), Column("verdict"),
+        Column("pace", number=True, unit="tok/s", hint="of all ranks together; none where it is the cost of emulation"),
+        Column("strong", hint="one rank over ranks times together, within what rounds leave"),
+        Column("sent", number=True, unit="B", hint="by the rank that sends most"),
+        Column("memory", number=True, unit="B", hint="of the rank that takes most"),
+        Column("gap", number=True, hint="relative distance of three updates from one rank's"),
+    )  # fmt: skip
+    rows = tuple((Field(_place(panel, group)), *_way_row(group, one)) for group, one in panel.members)
+    return Table("board-ways", f"steps that {panel.case.ranks} ranks take together", columns, rows)
+
+
+def _place(panel: Panel, group: ResultGroup) -> str:
+    """'ddp wire=fp32'."""
+    others = [pair for pair in group.case.params if pair not in panel.shared and pair[0] != _WAY]
+    return f"{dict(group.case.params)[_WAY]} {show_params(others)}".strip()
+
+
+def _way_row(group: ResultGroup, result: Result) -> Iterator[Field]:
+    figures, record = Figures(group, result), result.record
+    tone = Tone.DOUBT if emulated(result) else Tone.PLAIN
+    sent, use = sent_by_rank(record), record.memory
+    most = max((one.peak for one in use.ranks), default=use.peak) if use is not None else None
+    yield Field(result.mode)
+    yield Field(status_words(result), tone=tone_of(result))
+    yield Field(figures.shown(figures.rate), figures[figures.rate].value)
+    yield _strong(result, tone)
+    yield Field(units.size(max(sent)) if sent else units.NONE, max(sent, default=None))
+    yield Field(units.size(most) if most else units.NONE, most)
+    yield Field(units.relative_error(figures["update_error"].value), figures["update_error"].value)
+
+
+def _strong(result: Result, tone: Tone) -> Field:
+    """'71% to 100%': of a handful of rounds no middle is told without it."""
+    found = efficiency(result.record)
+    if found is None:
+        return Field(units.NONE)
+    if isinstance(found.strong, Untold):
+        return Field(found.strong.word, None, Tone.DOUBT, found.strong.why)
+    _, low, high = found.strong
+    return Field(units.span((low, high), lambda one: units.percent(one, 0)), found.strong.value, tone)
+
+
+@sections.register("rank-boards")
+class RankBoards(Section):
+    """Nothing of cases that one process ran."""
+
+    name = "rank-boards"
+    title = "At a glance"
+    lead = "The section Ranks has skew, waiting, overlap and efficiency."
+    rank = 12
+
+    def elements(self, material: Material) -> Iterator[Element]:
+        panels = [one for one in titled_panels(material) if any(boards(one[1]))]
+        for number, (title, panel) in enumerate(panels, 1):
+            for table in boards(panel):
+                caption = table.caption if len(panels) == 1 else f"{title}: {table.caption}"
+                yield replace(table, name=f"{table.name}-{number}", caption=caption)
+            yield from map(Text, remarks(panel))

@@ -1,0 +1,241 @@
+"""How many times as fast as the reference each case is, with its interval, and what it costs in numbers; and what it
+sustains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from fp8bench import units
+from fp8bench.analysis.sustained import sustained_figures, sustained_ratio
+from fp8bench.model import Interval
+from fp8bench.model.stopping import LEAST_ROUNDS
+from fp8bench.report.case_status import Standing, doubts, inverse, show_speed, speed_up, standing, tone_of
+from fp8bench.report.columns import with_figures
+from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Mark, Point, Scatter, Table, Tone
+from fp8bench.report.material import Material, titled_panels
+from fp8bench.report.page.drawing.limits import BARS
+from fp8bench.report.page.section import Section, sections
+from fp8bench.report.panels import Panel, Result, main_error, together, value_of
+from fp8bench.report.topics.tensors import about_tensors, timed_panels
+from fp8bench.report.words.naming import listed, many
+
+_AGAINST = (
+    " Against error, further down is more exact: a case is outdone where another of its group is more exact and surely "
+    "faster too."
+)
+_REFERENCE = Interval(1.0, 1.0, 1.0, 1.0)
+
+
+def sustained(panel: Panel) -> Iterator[Element]:
+    """What each case sustains, beside its time in slots; nothing where nobody asked."""
+    known = [
+        (group, one, found)
+        for group, one in panel.members
+        if (found := sustained_figures(one.record, one.finding)) is not None
+    ]
+    if not known:
+        return
+    columns = (
+        Column("group", shared=True), Column("case"), Column("sustained", number=True), Column("speed-up"),
+        Column("vs slots", number=True), Column("clock", number=True), Column("power", number=True), Column("turns"),
+    )  # fmt: skip
+    rows = []
+    for group, one, found in known:
+        ratio = sustained_ratio(one.record, group.lead.record if group.lead else None)
+        word = "reference" if one.record.is_reference else units.NONE
+        settled = "cannot be told" if found.settled is None else f"{found.settled} settled"
+        words = (panel.place(group), one.mode, units.seconds(found.seconds),
+                 show_speed(inverse(ratio)) or word, units.change(found.change), units.count(found.clock, "Hz"),
+                 units.count(found.watts, "W"), f"{found.turns}, {settled}")  # fmt: skip
+        rows.append(tuple(map(Field, words)))
+    caption = "sustained: a step in turns of seconds, back to back; settled: clock and temperature stood still before"
+    yield with_figures(Table("sustained", caption, columns, tuple(rows)), ((group, one) for group, one, _ in known))
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A case: of which run, under which title and setting, against what; without an error that is no number."""
+
+    run: str
+    title: str
+    reference: str
+    setting: str
+    result: Result
+    metric: str
+    error: float
+
+    @property
+    def speed(self) -> Interval | None:
+        return _REFERENCE if standing(self.result) is Standing.REFERENCE else speed_up(self.result)
+
+    @property
+    def name(self) -> str:
+        return " ".join(part for part in (self.title, self.setting, self.result.mode) if part)
+
+
+@sections.register("speedup")
+class SpeedUp(Section):
+    """Bars from 1x, then speed against error; a chart never holds speeds over two references."""
+
+    name = "speedup"
+    title = "Speed-up"
+    lead = (
+        "To the right of 1x is faster than the reference; whiskers are 99% intervals, of fewer than "
+        f"{LEAST_ROUNDS} rounds their range. Grey ones are in doubt, and emulated cases have no speed."
+    )
+    rank = 40
+    repeats = True
+
+    def elements(self, material: Material) -> Iterator[Element]:
+        cases = list(_cases(material))
+        yield from _charts([case for case in cases if speed_up(case.result) is not None])
+        yield from _scatters(cases)
+
+    def lead_of(self, material: Material) -> str:
+        return self.lead + (_AGAINST if any(_scatters(_cases(material))) else "")
+
+
+def _cases(material: Material) -> Iterator[_Case]:
+    for (entry, panel), (title, _) in zip(material.panels(), titled_panels(material), strict=True):
+        metric = "" if about_tensors(panel) else main_error(panel)
+        for group, result in () if about_tensors(panel) else panel.members:
+            error = value_of(result.record.measurement(metric)) if metric else None
+            run = f"{entry.label} {panel.case.device}"
+            yield _Case(run, title, panel.reference or "the reference", panel.place(group), result, metric,
+                        math.nan if error is None else error)  # fmt: skip
+
+
+def _charts(bars: Sequence[_Case]) -> Iterator[Bars]:
+    """For each reference as few charts as hold them all, without parting a suite."""
+    pages: list[dict[str, list[_Case]]] = []
+    for reference in dict.fromkeys(bar.reference for bar in bars):
+        pages.append({})
+        for title in dict.fromkeys(bar.title for bar in bars if bar.reference == reference):
+            members = [bar for bar in bars if (bar.reference, bar.title) == (reference, title)]
+            if pages[-1] and sum(map(len, pages[-1].values())) + len(members) > BARS:
+                pages.append({})
+            pages[-1][title] = members
+    for number, by_title in enumerate(pages, 1):
+        yield _chart(f"speed-up-{number}" if len(pages) > 1 else "speed-up", by_title)
+
+
+def _chart(name: str, by_title: Mapping[str, Sequence[_Case]]) -> Bars:
+    groups = [group for suite, bars in by_title.items() for group in _groups(suite, bars, len(by_title) > 1)]
+    bars = [bar for members in by_title.values() for bar in members]
+    own = " of its run" if len({bar.run for bar in bars}) > 1 else ""
+    title = f"Speed-up over {bars[0].reference}{own}: {listed(list(by_title), len(by_title))}"
+    return Bars(name, title, _description(bars), Axis(f"speed-up over {bars[0].reference}", "x"), tuple(groups), 1.0)
+
+
+def _groups(suite: str, bars: Sequence[_Case], named: bool) -> Iterator[tuple[str, tuple[Mark, ...]]]:
+    """A heading a setting; where each setting has one bar, a heading a suite is enough."""
+    by_setting = together((bar.setting, bar) for bar in bars)
+    modes = list(dict.fromkeys(bar.result.mode for bar in bars))
+    alone = len(modes) == 1 and len(by_setting) > 1
+    for heading, members in {f"{modes[0]} over {bars[0].reference}": bars}.items() if alone else by_setting.items():
+        marks = tuple(_mark(bar, bar.setting if alone else bar.result.mode) for bar in members)
+        yield " ".join(filter(None, (suite if named else "", heading))), marks
+
+
+def _mark(bar: _Case, label: str) -> Mark:
+    speed = bar.speed or _REFERENCE
+    low, high = (bound if math.isfinite(bound) else None for bound in (speed.low, speed.high))
+    tone = tone_of(bar.result)
+    shown = f"{bar.result.mode} {units.speed_up(speed.point)} as fast as {bar.reference}"
+    why = "; ".join(doubts(bar.result))
+    return Mark(label or bar.result.mode, speed.point, low, high, tone, f"{shown}; {why}" if why else shown)
+
+
+def _description(bars: Sequence[_Case]) -> str:
+    """How many are faster and slower as a fact, which is the most, and how many are in doubt."""
+    found = together((tone_of(bar.result), (bar.speed.point, bar.name)) for bar in bars if bar.speed)
+    good, bad, doubtful = (found.get(tone, []) for tone in (Tone.GOOD, Tone.BAD, Tone.DOUBT))
+    sentences = [f"{many(len(bars), 'case')}: {len(good)} faster, {len(bad)} slower, {len(doubtful)} in doubt (grey)."]
+    sentences += [f"The most is {units.speed_up(speed)}: {name}." for speed, name in sorted(good)[-1:]]
+    sentences += [f"The least is {units.speed_up(speed)}: {name}." for speed, name in sorted(bad)[:1]]
+    return " ".join(sentences)
+
+
+def _scatters(cases: Iterable[_Case]) -> Iterator[Scatter]:
+    """A chart for each error metric and each reference of a run: neither kinds of errors nor speeds share an axis."""
+    by_axes = together(
+        ((case.metric, case.run, case.reference), case)
+        for case in cases
+        if 0 < case.error < math.inf and (case.speed is not None or standing(case.result) is Standing.EMULATED)
+    )
+    numbers = count(1)
+    for (metric, *_), spots in by_axes.items():
+        if any(standing(spot.result) is not Standing.REFERENCE for spot in spots):
+            yield _scatter(f"trade-off-{next(numbers)}", metric, spots)
+
+
+def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
+    outdone = _outdone(spots)
+    titles = list(dict.fromkeys(spot.title for spot in spots))
+    emulated = any(spot.speed is None for spot in spots)
+    return Scatter(
+        name,
+        f"Speed-up against {metric}: {listed(titles)}",
+        _ranges(spots, outdone, metric),
+        Axis(f"speed-up over {spots[0].reference}", "x"),
+        Axis(metric, "", log=True),
+        tuple(_point(spot, outdone.get(spot), len(titles) > 1) for spot in spots),
+        "emulated: no speed" if emulated else "",
+    )
+
+
+def _point(spot: _Case, better: _Case | None, titled: bool) -> Point:
+    """Its series is the precision; the label says of which group it is, and of which suite where that is not given."""
+    label = " ".join(part for part in (spot.title if titled else "", spot.setting) if part)
+    x = spot.speed.point if spot.speed is not None else None
+    speed = f"{units.speed_up(x)}, " if x is not None else ""
+    words = [f"{speed}error {units.relative_error(spot.error)}"]
+    words += [f"outdone by {better.result.mode}, which is faster and more exact"] if better is not None else []
+    words += ["emulated: no speed"] if x is None else doubts(spot.result)
+    return Point(spot.result.mode, label or spot.result.mode, x, spot.error, tone_of(spot.result), "; ".join(words))
+
+
+def _outdone(spots: Sequence[_Case]) -> dict[_Case, _Case]:
+    """Cases that another one of their group beats in both, with that one; what is in doubt is not weighed."""
+    sure = ((spot, spot.speed) for spot in spots if spot.speed is not None and tone_of(spot.result) is not Tone.DOUBT)
+    outdone: dict[_Case, _Case] = {}
+    for members in together(((spot.title, spot.setting), (spot, speed)) for spot, speed in sure).values():
+        for spot, speed in members:  # more exact, and faster by intervals that do not touch
+            better = next((one for one, own in members if one.error < spot.error and own.low > speed.high), None)
+            if better is not None:
+                outdone[spot] = better
+    return outdone
+
+
+def _ranges(spots: Sequence[_Case], outdone: Mapping[_Case, _Case], metric: str) -> str:
+    """The range of errors by precision, and which cases are outdone."""
+    by_mode = together((spot.result.mode, spot.error) for spot in spots)
+    ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in by_mode.items()]
+    sentences = [f"{many(len(spots), 'case')}. {metric}: {listed(ranges, 12)}."]
+    if outdone:
+        named = [f"{spot.name} by {other.result.mode}" for spot, other in outdone.items()]
+        sentences.append(f"Outdone in both: {listed(named, 8)}.")
+    return " ".join(sentences)
+
+
+@sections.register("sustained")
+class SustainedTimes(Section):
+    """Nothing where nobody asked for it."""
+
+    name = "sustained"
+    title = "Sustained"
+    lead = (
+        "Each case ran for seconds at a time, in balanced orders, after it had run until clock and temperature stood "
+        "still (or for half as long where the device tells neither). The speed-up is by rounds of turns."
+    )
+    rank = 96
+
+    def elements(self, material: Material) -> Iterator[Element]:
+        for title, panel in timed_panels(material):
+            for table in sustained(panel):
+                assert isinstance(table, Table)
+                yield replace(table, name=f"sustained-{panel.case.workload}", caption=title)

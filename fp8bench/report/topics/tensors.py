@@ -1,0 +1,309 @@
+"""What formats and scalings leave of tensors: their numbers are what one reads of such panels, and not their times."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from fp8bench import units
+from fp8bench.errors import UsageError
+from fp8bench.model.specs import spec_of
+from fp8bench.protocols import Precision
+from fp8bench.registry import precisions
+from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
+from fp8bench.report.material import Material, titled_panels
+from fp8bench.report.page.section import Section, sections
+from fp8bench.report.panels import Panel, Result, ResultGroup, together, value_of
+from fp8bench.report.terminal.layout import GAP, INDENT
+from fp8bench.report.words.naming import listed
+
+SQNR = "sqnr_db"
+WORST_ROWS, WORST_BLOCKS = "sqnr_row_p1_db", "sqnr_block_p1_db"
+UNDERFLOW, SATURATION = "underflow_percent", "saturation_percent"
+# Metrics, the titles of their columns, and what they are; docs/numerics.md has the definitions.
+FIGURES = {
+    SQNR: ("SQNR", "of the whole tensor"),
+    "sqnr_row_median_db": ("rows, median", "SQNR of the middle row"),
+    WORST_ROWS: ("rows, p1", "SQNR that 1% of the rows are below"),
+    "sqnr_block_median_db": ("blocks, median", "SQNR of the middle block of 32"),
+    WORST_BLOCKS: ("blocks, p1", "SQNR that 1% of the blocks of 32 are below"),
+    "relative_error": ("relative error", "norm of the error over that of the tensor"),
+    "max_ulp": ("max ulp", "largest error over the distance of neighbours on the grid; saturated values left out"),
+    "cosine_loss": ("1 - cosine", "between the tensor and what is left of it"),
+    "slope": ("slope", "1 if values neither shrink nor stretch on the whole"),
+    UNDERFLOW: ("underflow", "values that became zero"),
+    "underflow_nonzero_percent": ("of non-zeros", "the same, of the values that were not zero"),
+    SATURATION: ("saturated", "beyond the format's largest, before the clamp"),
+    "subnormal_percent": ("subnormal", "below the format's smallest normal number"),
+    "not_finite_percent": ("lost", "numbers that became infinite or NaN"),
+    "utilisation_percent": ("utilisation", "largest magnitude over the format's largest; of blocks, the middle one"),
+    "dynamic_range_octaves": ("range", "octaves from the smallest magnitude that is not zero to the largest"),
+    "scale_drift_octaves": ("scale drift", "the most octaves that a scale of earlier steps moved in a step"),
+    "scale_lag_octaves": ("scale lag", "the most octaves above the largest value that such a scale let through"),
+}
+# Options of a precision that is one format under one scaling, and the words for none of their own.
+_FORMAT, _SCALING = "format", "scaling"
+_EXACT, _SAME, _NONE, _ROLES = "exact", "same", "none", ("input", "weight", "gradient")
+OWN = "its own"
+# A shape is of the tensor, and does not tell one from another unless it is made in several.
+_NAME = "tensor"
+_ELEMENTS = re.compile(r"e(\d+)m(\d+)")
+_MOST_NAMED = 3
+LEGEND = (
+    "SQNR: the tensor's power over that of its error, in dB: 6 dB more is half the error, 0 is nothing left; worst "
+    "rows, blocks: the SQNR that 1% of the rows, or of blocks of 32, are below; underflow: values that became zero; "
+    "saturated: values beyond the format's largest; slope: 1 if values do not shrink"
+)
+_OVERVIEW = "SQNR in dB, higher is better; all other figures: the report, --csv, or one tensor alone"
+# More tensors than this would be read by nobody at that length.
+_MOST_IN_FULL = 2
+_SHOWN = (
+    ("SQNR", SQNR), ("worst rows", WORST_ROWS), ("worst blocks", WORST_BLOCKS), ("underflow", UNDERFLOW),
+    ("saturated", SATURATION), ("slope", "slope"),
+)  # fmt: skip
+_IN_HINTS = (WORST_ROWS, WORST_BLOCKS, UNDERFLOW, SATURATION, "slope")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where a precision stands in the table of formats and scalings, and what it is called where there is no table.
+
+    A recipe that is not one format under one scaling stands under `OWN`.
+    """
+
+    fmt: str
+    scaling: str
+    words: str
+
+
+def about_tensors(panel: Panel) -> bool:
+    """Whether its cases have the figures of a rounded tensor."""
+    return {SQNR, WORST_BLOCKS, UNDERFLOW} <= {*panel.metrics}
+
+
+def timed_panels(material: Material) -> Iterator[tuple[str, Panel]]:
+    """The others under their titles: those whose times are worth a chart."""
+    return ((title, panel) for title, panel in titled_panels(material) if not about_tensors(panel))
+
+
+def cell_of(result: Result) -> Cell:
+    """By the options of its precision, if that is one format under one scaling; else its own name stands alone."""
+    case = result.record.case
+    return Cell(case.mode, OWN, case.mode) if case.precision_map else _cell(case.precision)
+
+
+@cache
+def _cell(word: str) -> Cell:
+    """Of a precision that this version may not know: runs outlive it."""
+    try:
+        precision = precisions.get(word)
+    except UsageError:
+        return Cell(word, OWN, word)
+    chosen = precision.chosen
+    if not {_FORMAT, _SCALING} <= {*chosen} or any(chosen.get(role, _SAME) != _SAME for role in _ROLES):
+        return Cell(word, OWN if hasattr(precision, "recipe") else _NONE, word)
+    fmt, scaling = str(chosen[_FORMAT]), f"{chosen[_SCALING]} {_rounding(precision)}".strip()
+    return Cell(fmt, scaling, f"{fmt} {scaling}")
+
+
+def _rounding(precision: Precision) -> str:
+    """How its scales are rounded, where they are: an MX format without that word may be any of four."""
+    recipe = getattr(precision, "recipe", None)
+    scaling = recipe.input.scaling if recipe is not None else None
+    word = str(scaling.rounding) if scaling is not None else ""
+    return "" if word == _EXACT else word
+
+
+def tensor_name(panel: Panel, group: ResultGroup) -> str:
+    """What a group's tensor is called, with what else tells it from others of that name."""
+    own = dict(group.case.params)
+    if _NAME not in own:
+        return panel.place(group) or panel.case.workload
+    alike = [other for other in panel.groups if dict(other.case.params).get(_NAME) == own[_NAME]]
+    if len(alike) == 1:
+        return str(own[_NAME])
+    told = [name for name in own if len({dict(other.case.params).get(name) for other in alike}) > 1]
+    return " ".join([str(own[_NAME]), *(f"{name}={own[name]}" for name in told)])
+
+
+def figure(result: Result, metric: str) -> tuple[str, float | None]:
+    """One figure of a case as text and as a number; a dash where it has none."""
+    measured = result.record.measurement(metric)
+    value = value_of(measured)
+    if measured is None or value is None:
+        return units.NONE, None
+    return shown(value, measured.unit), value
+
+
+def shown(value: float, unit: str) -> str:
+    """Without the unit, for a column whose title has it: '31.6', '0.64%'."""
+    if unit == "dB":
+        return units.decibels(value).removesuffix(" dB")
+    if unit == units.RATIO:
+        return units.significant(value, 5) if 0.1 <= abs(value) < 10 else units.relative_error(value)
+    return units.percentage(value) if unit == "%" else units.significant(value)
+
+
+def best_by_width(panel: Panel) -> Iterator[str]:
+    """'with 8 bits e4m3fn 1x128 has the highest SQNR in all 13 tensors of numerics: 31.8 to 45.0 dB'.
+
+    Widths of which there is but one precision have nothing to choose, and no sentence.
+    """
+    known = [_by_width(group) for group in panel.groups]
+    for bits in sorted({bits for one in known for bits in one}, reverse=True):
+        found = [one[bits] for one in known if one.get(bits)]
+        if len({words for one in found for words in one}) > 1:
+            yield _sentence(bits, found, panel.case.workload)
+
+
+def _by_width(group: ResultGroup) -> dict[int, dict[str, float]]:
+    """SQNR by precision, by the bits of their elements."""
+    cells = ((cell_of(result), figure(result, SQNR)[1]) for result in group.results)
+    known = ((_ELEMENTS.match(cell.fmt), cell.words, value) for cell, value in cells if value is not None)
+    by_bits = together((1 + int(one[1]) + int(one[2]), (words, value)) for one, words, value in known if one)
+    return {bits: dict(pairs) for bits, pairs in by_bits.items()}
+
+
+def _sentence(bits: int, found: Sequence[Mapping[str, float]], suite: str) -> str:
+    winners = [max(one, key=lambda words: one[words]) for one in found]
+    best = [one[words] for one, words in zip(found, winners, strict=True)]
+    low, high = units.decibels(min(best)), units.decibels(max(best))
+    span = low if low == high else f"{low.removesuffix(' dB')} to {high}"
+    (first, number), *others = Counter(winners).most_common()
+    named = "".join(f", {words} in {times}" for words, times in others[:_MOST_NAMED])
+    total = len(found)
+    some = f"{number} of" if number < total else "all"
+    where = f"on {suite}" if total == 1 else f"in {some} {total} tensors of {suite}"
+    return f"with {bits} bits {first} has the highest SQNR {where}{named}: {span}"
+
+
+def tensors(panel: Panel, width: int) -> Iterator[Element]:
+    """A table of the figures of each tensor, or of many tensors one of the SQNR by precision and tensor."""
+    if len(panel.groups) > _MOST_IN_FULL:
+        yield from _overview(panel, width)
+        return
+    columns = (
+        Column("tensor", shared=True),
+        Column("precision"),
+        *(Column(title, number=True) for title, _ in _SHOWN),
+    )
+    rows = tuple(
+        (Field(tensor_name(panel, group) if len(panel.groups) > 1 else ""),
+         *_row(one, [figure(one, metric)[0] for _, metric in _SHOWN], Tone.STRONG))
+        for group, one in panel.members
+    )  # fmt: skip
+    yield Table("tensors", "", columns, rows)
+
+
+def _overview(panel: Panel, width: int) -> Iterator[Element]:
+    """As many tensors beside each other as fit, the others below."""
+    modes = {result.mode: result for group in panel.groups for result in group.results}
+    found = [{one.mode: figure(one, SQNR)[0] for one in group.results} for group in panel.groups]
+    names = [tensor_name(panel, group) for group in panel.groups]
+    label = max(len(cell_of(one).words) for one in modes.values())
+    for number, places in enumerate(_fitting([len(name) for name in names], width - len(INDENT) - label)):
+        columns = (Column("precision"), *(Column(names[place], number=True) for place in places))
+        rows = tuple(_row(one, [found[place].get(mode, "-") for place in places]) for mode, one in modes.items())
+        yield Table("sqnr", "" if number else _OVERVIEW, columns, rows)
+
+
+def _row(result: Result, cells: Sequence[str], first: Tone = Tone.PLAIN) -> tuple[Field, ...]:
+    return Field(cell_of(result).words), Field(cells[0], tone=first), *map(Field, cells[1:])
+
+
+def _fitting(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Places of columns in as few even runs as fit into the room; the last resort is one column each."""
+    places = range(len(widths))
+    for count in range(1, len(widths) + 1):
+        size = -(-len(widths) // count)
+        runs = [list(places[start : start + size]) for start in range(0, len(widths), size)]
+        if all(sum(widths[place] + len(GAP) for place in run) <= room for run in runs):
+            return runs
+    return [[place] for place in places]
+
+
+@sections.register("tensors")
+class Tensors(Section):
+    """SQNR by format and scaling, tensor by tensor; what tells more about it on hovering."""
+
+    name = "tensors"
+    title = "What is left of a tensor"
+    lead = (
+        "SQNR in dB: the power of a tensor over that of its error. 6 dB more is half the error; 0 dB means that "
+        "nothing is left. The largest values decide it: what happens to small ones shows in the worst rows and blocks, "
+        "and in what underflows. Times have no part here: the suite cast is about them."
+    )
+    rank = 45
+
+    def elements(self, material: Material) -> Iterator[Element]:
+        panels = [(title, panel) for title, panel in titled_panels(material) if about_tensors(panel)]
+        for title, panel in panels:
+            for group in panel.groups:
+                yield from _grid(title, tensor_name(panel, group), group)
+        yield from (_all_figures(title, panel) for title, panel in panels)
+
+
+def _grid(title: str, tensor: str, group: ResultGroup) -> Iterator[Element]:
+    """Scalings down, formats across; the best scaling of each format stands out."""
+    cells = {(cell.scaling, cell.fmt): one for one in group.results for cell in [cell_of(one)]}
+    scalings, formats = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
+    best = {fmt: _best(fmt, cells) for fmt in formats}
+    rows = tuple(
+        (
+            Field(scaling, hint="a recipe with formats and scalings by role" if scaling == OWN else ""),
+            *(_sqnr(cells.get((scaling, fmt)), best[fmt]) for fmt in formats),
+        )
+        for scaling in scalings
+    )
+    columns = (Column("scaling"), *(Column(fmt, number=True, unit="dB") for fmt in formats))
+    yield Table(f"sqnr-{group.case.workload}", f"{title}, {tensor}: SQNR in dB", columns, rows)
+    lost = [cell_of(one).words for one in group.results if (figure(one, "not_finite_percent")[1] or 0) > 0]
+    if lost:
+        yield Text(f"{tensor}: numbers became infinite or NaN in {listed(lost)}; its SQNR leaves them out.", Tone.BAD)
+
+
+def _best(fmt: str, cells: Mapping[tuple[str, str], Result]) -> float | None:
+    """The highest SQNR of a format that has several scalings."""
+    found = [figure(one, SQNR)[1] for (_, own), one in cells.items() if own == fmt]
+    values = [value for value in found if value is not None]
+    return max(values) if len(values) > 1 else None
+
+
+def _sqnr(result: Result | None, best: float | None) -> Field:
+    if result is None:
+        return Field(units.NONE)
+    text, value = figure(result, SQNR)
+    if value is None:
+        return Field(units.NONE, hint=result.record.reason)
+    others = {metric: figure(result, metric)[0] for metric in _IN_HINTS}
+    named = [
+        f"{FIGURES[metric][0]} {text}{' dB' if metric.endswith('_db') and text != 'exact' else ''}"
+        for metric, text in others.items()
+        if text != units.NONE
+    ]
+    return Field(text, value, Tone.STRONG if value == best else Tone.PLAIN, ", ".join(named))
+
+
+def _all_figures(title: str, panel: Panel) -> Table:
+    """A row for each case, a column for each figure that any of them has."""
+    present = [metric for metric in FIGURES if metric in panel.metrics]
+    columns = [Column("tensor"), Column("precision"), *(_column(metric) for metric in present)]
+    rows = tuple(
+        (
+            Field(tensor_name(panel, group)),
+            Field(cell_of(one).words, hint=one.mode),
+            *(Field(*figure(one, metric)) for metric in present),
+        )
+        for group, one in panel.members
+        if figure(one, SQNR)[1] is not None
+    )
+    return Table(f"figures-{panel.case.workload}", f"{title}: all figures", tuple(columns), rows, folded=True)
+
+
+def _column(metric: str) -> Column:
+    name, hint = FIGURES[metric]
+    unit = spec_of(metric).unit
+    return Column(name, number=True, hint=f"{hint}; {metric}", unit="" if unit == units.RATIO else unit)

@@ -1,0 +1,270 @@
+"""The answer: a word for each question, then plain sentences. What a person reads first."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from fp8bench import units
+from fp8bench.model import Status
+from fp8bench.report.case_status import Standing, emulated, show_speed_up, speed_up, standing, status_words, tone_of
+from fp8bench.report.elements import Element, Field, Items, Text, Tone, Verdicts
+from fp8bench.report.energies import ratio_against
+from fp8bench.report.material import Entry, Material
+from fp8bench.report.page.section import Section, sections
+from fp8bench.report.panels import Panel, Result, ResultGroup, main_error, together, value_of
+from fp8bench.report.topics.memory import share_of
+from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_panels
+from fp8bench.report.words import legend
+from fp8bench.report.words.naming import counts, listed, many, missing_of, setting_of, shortened
+from fp8bench.report.words.speed import comparisons, doubt_of_all, said_once
+
+LONGEST_REASON = 300
+_MOST_SUITES = 2
+# So many emulated precisions have a sentence each.
+_MOST_ALONE = 2
+# More sentences of one kind are not read; the table has each case.
+_MOST = 12
+# Of the cases so many make a verdict that most have.
+_MOSTLY = 0.75
+# Memory that differs by less is called the same.
+_ALIKE = 0.01
+_TONES = {"less": Tone.GOOD, "more": Tone.BAD, "unclear": Tone.DOUBT}
+_NOT_MEASURED = Field("not measured", tone=Tone.DOUBT)
+_NO_CLAIM = Field("no claim", tone=Tone.DOUBT, hint="emulated")
+_Case = tuple[Panel, ResultGroup, Result]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case with where it stands: its panel's error metric, and what its group is called."""
+
+    result: Result
+    setting: str
+    metric: str
+
+    @property
+    def suite(self) -> str:
+        return self.result.record.case.workload
+
+    @property
+    def reason(self) -> str:
+        """Its reason in one line that is not too long."""
+        return shortened(self.result.record.reason, LONGEST_REASON) or "no reason was given"
+
+
+def outcomes(panels: Iterable[Panel]) -> list[Outcome]:
+    """Every case, in order."""
+    return [
+        Outcome(result, setting_of(panel, group), metric)
+        for panel in panels
+        for metric in [main_error(panel)]
+        for group, result in panel.members
+    ]
+
+
+def failures(found: Sequence[Outcome]) -> list[str]:
+    """'FAILED: fp8 on gemm m=512: out of memory, even alone', loud."""
+    failed = [one for one in found if standing(one.result) is Standing.FAILED]
+    told = []
+    by_reason = together(((one.suite, one.result.mode, one.reason), one) for one in failed)
+    for (suite, mode, reason), alike in by_reason.items():
+        places = listed([one.setting for one in alike])
+        where = f"in {len(alike)} cases of {suite} ({places})" if len(alike) > 1 else f"on {suite} {places}".rstrip()
+        told.append(f"FAILED: {mode} {where}: {reason}")
+    return told
+
+
+def skips(found: Sequence[Outcome]) -> list[str]:
+    """'nvfp4 was skipped in 3 cases of gemm: no hardware for FP4'."""
+    skipped = [one for one in found if standing(one.result) is Standing.SKIPPED]
+    told = []
+    for reason, alike in together((one.reason, one) for one in skipped).items():
+        modes = list(dict.fromkeys(one.result.mode for one in alike))
+        suites = list(dict.fromkeys(one.suite for one in alike))
+        were = "was" if len(modes) == 1 else "were"
+        told.append(f"{listed(modes)} {were} skipped in {many(len(alike), 'case')} of {listed(suites)}: {reason}")
+    return told
+
+
+def emulations(found: Sequence[Outcome], name_devices: bool = False) -> list[str]:
+    """'fp8 is emulated on this CPU: its numbers are right (product_error 3.7e-02), its time says nothing ...'."""
+    emulated = [one for one in found if standing(one.result) is Standing.EMULATED]
+    by_mode = together(((one.result.mode, one.result.record.case.device), one) for one in emulated).values()
+    by_place = together((_place(alike, found, name_devices), alike) for alike in by_mode)
+    told = []
+    for place, modes in by_place.items():
+        names = [alike[0].result.mode for alike in modes]
+        if len(modes) > _MOST_ALONE and all(map(_finite, modes)):  # one sentence for all of many
+            named = f"{listed(names)} are emulated {place}"
+            told.append(f"{named}: their numbers are right, their times say nothing about speed")
+        else:
+            numbers = zip(names, map(_numbers, modes), strict=True)
+            told += [f"{mode} is emulated {place}: {say}, its time says nothing about speed" for mode, say in numbers]
+    return told
+
+
+def _place(alike: Sequence[Outcome], found: Sequence[Outcome], name_devices: bool) -> str:
+    """'on this CPU'; with the suites, where another one has the mode natively."""
+    first = alike[0].result.record.case
+    here = "this CPU" if first.device == "cpu" else "this device"
+    suites = dict.fromkeys(one.suite for one in alike)
+    ran = [one for one in found if standing(one.result) not in (Standing.SKIPPED, Standing.FAILED)]
+    same = [one for one in ran if (one.result.mode, one.result.record.case.device) == (first.mode, first.device)]
+    others = {one.suite for one in same} - {*suites}
+    return f"on {first.device if name_devices else here}{f' in {listed(list(suites))}' if others else ''}"
+
+
+def _errors(alike: Iterable[Outcome]) -> dict[tuple[str, str], list[float]]:
+    """The errors of each suite, by suite and metric."""
+    return together(
+        ((one.suite, one.metric), value)
+        for one in alike
+        if one.metric and (value := value_of(one.result.record.measurement(one.metric))) is not None
+    )
+
+
+def _finite(alike: Iterable[Outcome]) -> bool:
+    return all(math.isfinite(value) for values in _errors(alike).values() for value in values)
+
+
+def _numbers(alike: Sequence[Outcome]) -> str:
+    """That the numbers count, with the errors of a few suites."""
+    errors = _errors(alike)
+    if not _finite(alike):
+        return "its errors are not all finite"
+    if not errors or len(errors) > _MOST_SUITES:
+        return "its numbers are right"
+    several = len({suite for suite, _ in errors}) > 1
+    shown = [
+        f"{metric} {units.span(values, units.relative_error)}{f' in {suite}' if several else ''}"
+        for (suite, metric), values in errors.items()
+    ]
+    return f"its numbers are right ({listed(shown)})"
+
+
+@sections.register("verdict")
+class VerdictSection(Section):
+    """For every precision a word a question, then a sentence a suite, failures first; nothing but the verdicts."""
+
+    name = "verdict"
+    title = "Verdict"
+    lead = "Speed against the reference: above 1x is faster. [low, high] is the 99% interval of these rounds."
+    rank = 10
+
+    def elements(self, material: Material) -> Iterator[Element]:
+        rows = tuple(row for entry in material.entries for row in _rows(entry))
+        strip = [Verdicts(("speed", "error", "memory", "energy"), rows[:_MOST])] if rows else []
+        told = [element for entry in material.entries for element in _entry(entry, material.alone)]
+        yield from [*strip, *told] or [Text("There is no run.")]
+
+    def lead_of(self, material: Material) -> str:
+        speeds = [speed for _, panel in timed_panels(material) for one in panel.results if (speed := speed_up(one))]
+        ranges = f" {legend.RANGE}." if any(speed.level == 0 for speed in speeds) else ""
+        return self.lead + ranges if speeds else ""
+
+
+def _rows(entry: Entry) -> Iterator[tuple[str, tuple[Field, ...]]]:
+    """For each precision of a run whether it is faster, right, small and thrifty."""
+    by_mode = together(
+        (result.mode, (panel, group, result))
+        for panel in entry.panels
+        for group, result in (panel.members if not about_tensors(panel) else ())
+        if not result.record.is_reference
+    )
+    for mode, cases in by_mode.items():
+        yield (
+            ", ".join(filter(None, (mode, entry.label))),
+            (_speed(cases), _error(cases), _memory(cases), _energy(cases)),
+        )
+
+
+def _speed(cases: Sequence[_Case]) -> Field:
+    """Its verdict where all cases have the same; 'mostly faster' where most have it."""
+    words = Counter(status_words(result) for _, _, result in cases).most_common()
+    speeds = units.span((speed.point for _, _, result in cases if (speed := speed_up(result))), units.speed_up)
+    (word, number), *others = words
+    if not others:
+        alone = show_speed_up(cases[0][2]) if len(cases) == 1 else ""
+        return Field(word.replace(units.NONE, "not timed"), tone=tone_of(cases[0][2]), hint=alone or speeds)
+    said = ", ".join(f"{number} {word.replace(units.NONE, 'not timed')}" for word, number in words)
+    mostly = number >= _MOSTLY * len(cases)
+    tone = tone_of(next(one for _, _, one in cases if status_words(one) == word)) if mostly else Tone.PLAIN
+    return Field(f"mostly {word}" if mostly else "mixed", tone=tone, hint="; ".join(filter(None, (said, speeds))))
+
+
+def _error(cases: Sequence[_Case]) -> Field:
+    """By the largest: what a precision costs in numbers, emulated or not."""
+    found = [value_of(result.record.measurement(main_error(panel))) for panel, _, result in cases]
+    errors = [error for error in found if error is not None]
+    if not errors:
+        return _NOT_MEASURED
+    word = legend.error_word(errors)
+    tone = Tone.BAD if word == legend.NOT_FINITE else Tone.PLAIN
+    return Field(word, tone=tone, hint=units.span(errors, units.relative_error))
+
+
+def _memory(cases: Sequence[_Case]) -> Field:
+    found = [
+        share for _, group, result in cases if not emulated(result) if (share := share_of(group, result)) is not None
+    ]
+    words = {"less" if one < 1 - _ALIKE else "more" if one > 1 + _ALIKE else "same" for one in found}
+    return _of_reference(cases, words, found)
+
+
+def _energy(cases: Sequence[_Case]) -> Field:
+    found = [ratio for _, group, one in cases if not emulated(one) if (ratio := ratio_against(one, group.lead))]
+    return _of_reference(cases, {one.demand.value for one in found}, [one.point for one in found])
+
+
+def _of_reference(cases: Sequence[_Case], words: set[str], shares: Sequence[float]) -> Field:
+    """What is taken of what the reference takes; of an emulation it would be the cost of emulating."""
+    if not words:
+        return _NO_CLAIM if all(emulated(result) for _, _, result in cases) else _NOT_MEASURED
+    word = words.pop() if len(words) == 1 else "mixed"
+    return Field(word, tone=_TONES.get(word, Tone.PLAIN), hint=f"{units.span(shares, units.ratio)} of the reference's")
+
+
+def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
+    """What one run says, under its label where there are several."""
+    if not alone:
+        yield Text(entry.label, Tone.STRONG)
+    yield from _losses(entry)
+    devices = dict.fromkeys(panel.case.device for panel in entry.panels)
+    name_devices = len(devices) > 1
+    found = outcomes(entry.panels)
+    timed = [panel for panel in entry.panels if not about_tensors(panel)]
+    said = said_once(timed)
+    if said:
+        yield Text(doubt_of_all(said), Tone.DOUBT)
+    sentences = [
+        text for panel in timed for text in comparisons(panel, panel.case.device if name_devices else "", said)
+    ]
+    sentences += [Text(text) for panel in entry.panels if about_tensors(panel) for text in best_by_width(panel)]
+    sentences += [Text(text, Tone.DOUBT) for text in _few(emulations(found, name_devices))]
+    sentences += [Text(text, Tone.DOUBT) for text in _few(skips(found))]
+    if sentences:
+        yield Items(tuple(sentences))
+
+
+def _losses(entry: Entry) -> Iterator[Element]:
+    """What failed, what is missing, or that there is nothing at all."""
+    failed = failures(outcomes(entry.panels))
+    if failed:
+        number = sum(record.status is Status.FAILED for record in entry.run.records)
+        yield Text(f"{number} of {len(entry.run.records)} cases failed.", Tone.BAD)
+        yield Items(tuple(Text(text, Tone.BAD) for text in _few(failed)))
+    missing = missing_of(entry.run)
+    if missing:
+        yield Text(f"{missing[0].upper()}{missing[1:]}.", Tone.BAD)
+    if not any(record.status is Status.OK for record in entry.run.records):
+        yield Text(f"Nothing was measured (cases: {counts(entry.run)}).", Tone.STRONG)
+
+
+def _few(sentences: list[str]) -> list[str]:
+    """The first ones, and how many more there are."""
+    if len(sentences) <= _MOST:
+        return sentences
+    return [*sentences[: _MOST - 1], f"and {len(sentences) - _MOST + 1} more like these: the table has every case"]

@@ -1,0 +1,120 @@
+"""The history of the cases at hand, as lines and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.model import Environment
+from fp8bench.report.elements import Axis, Lines, Table, Text, Tone
+from fp8bench.report.material import PastFigure, PastSeries
+from fp8bench.report.topics.history import NONE_YET
+from tests.materials import Made, of_kind, part
+from tests.runs import transformer
+
+
+def at_commit() -> Made:
+    run, findings = transformer()
+    return replace(run, environment=Environment({"commit": "3" * 40})), findings
+
+
+def figure(number: int, value: float, **changes: object) -> PastFigure:
+    """The figure of the commit of that number."""
+    made = PastFigure(f"day {number}", str(number) * 40, value, 0.9 * value, 1.1 * value, 24, order=float(number))
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def series(precision: str, *figures: PastFigure, **changes: object) -> PastSeries:
+    made = PastSeries(
+        f"gemm.Gemm.track_time({precision}, 512)", "s", figures, "gemm", "time", precision, "shape=512", "box"
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_a_line_for_each_precision_over_its_oldest_figure() -> None:
+    """Commits in order, whatever series they come from; a gap where nothing is known."""
+    fp32 = series("fp32", figure(1, 0.02), figure(3, 0.03))
+    bf16 = series("bf16", figure(2, 0.01), figure(3, 0.005))
+    (lines,) = of_kind(part("history", at_commit(), past=(fp32, bf16)), Lines)
+    assert lines.places == ("11111111", "22222222", "33333333")
+    assert lines.axis == Axis("time over that of the oldest commit", "x")
+    values = {name: [mark and mark.value for mark in marks] for name, marks in lines.series}
+    assert values == {"fp32": [1.0, None, pytest.approx(1.5)], "bf16": [None, 1.0, pytest.approx(0.5)]}
+    last = lines.series[0][1][2]
+    assert last is not None and (last.low, last.high) == (pytest.approx(1.35), pytest.approx(1.65))
+    assert last.hint == "day 3: 30.0 ms, 24 samples" and last.tone is Tone.PLAIN
+    assert lines.description == "Each line is over its own oldest figure: fp32 is at 1.500x, bf16 is at 0.500x."
+
+
+def test_a_count_is_told_with_all_its_digits() -> None:
+    """One launch more in a thousand must show."""
+    past = (series("bf16", figure(1, 20_110.0), figure(2, 20_111.0), metric="launches", unit="count"),)
+    (table,) = of_kind(part("history", at_commit(), past=past), Table)
+    assert [field.text for field in table.rows[0]][2:4] == ["20,110", "20,111"]
+
+
+def test_the_table_has_all_series_where_most_changed_first() -> None:
+    """Emulations stand last; a rate changes as its time does, and would say everything twice."""
+    past = (
+        series("bf16", figure(1, 0.02), figure(2, 0.021)),
+        series("fp8", figure(1, 0.01), figure(2, 0.09), emulated=True),
+        series("bf16", figure(1, 4096.0), metric="peak_memory", unit="B"),
+        series("bf16", figure(1, 1e-3), figure(2, 2e-3), metric="product_error", unit=""),
+        series("bf16", figure(1, 0.5), figure(2, 0.51), metric="relative_time", unit="x"),
+        series("bf16", figure(1, 1.0), figure(2, 1.05), metric="seconds_per_tflop"),
+    )
+    (table,) = of_kind(part("history", at_commit(), past=past), Table)
+    assert [[field.text for field in row] for row in table.rows] == [
+        ["gemm bf16", "product_error", "1.0e-03", "2.0e-03", "+100.0%", "22222222", "2"],
+        ["gemm bf16", "time", "20.0 ms", "21.0 ms", "+5.0%", "22222222", "2"],
+        ["gemm bf16", "relative_time", "0.500x", "0.510x", "+2.0%", "22222222", "2"],
+        ["gemm bf16", "peak_memory", "-", "4.00 KiB", "-", "11111111", "1"],
+        ["gemm fp8 (emulated)", "time", "10.0 ms", "90.0 ms", "+800.0%", "22222222", "2"],
+    ]
+    assert "bf16" in table.rows[0][1].hint and "box" in table.rows[0][1].hint
+
+
+def test_emulations_are_in_no_chart() -> None:
+    past = (series("fp8", figure(1, 0.01), figure(2, 0.09), emulated=True),)
+    found = part("history", at_commit(), past=past)
+    assert not of_kind(found, Lines) and "a cost" in of_kind(found, Text)[-1].text
+
+
+def test_places_are_named_where_there_are_several_and_split_where_too_many() -> None:
+    two = [series("bf16", figure(1, 1.0), figure(2, 1.0), place=f"shape={size}") for size in (256, 512)]
+    (lines,) = of_kind(part("history", at_commit(), past=tuple(two)), Lines)
+    assert [name for name, _ in lines.series] == ["shape=256 bf16", "shape=512 bf16"]
+    many = [replace(one, precision=name) for one in two for name in ("fp32", "bf16", "fp16", "tf32")]
+    charts = of_kind(part("history", at_commit(), past=tuple(many)), Lines)
+    assert [chart.title for chart in charts] == [
+        "gemm shape=256: time, commit by commit", "gemm shape=512: time, commit by commit",
+    ]  # fmt: skip
+    assert [name for name, _ in charts[0].series] == ["fp32", "bf16", "fp16", "tf32"]
+
+
+def test_rough_figures_are_grey_and_said() -> None:
+    """Those of a few rounds, and those of files that no commit has; what does not compare is counted."""
+    changed = figure(2, 2.0, unkept=True, when="now, with uncommitted changes")
+    past = (series("bf16", figure(1, 1.0, hasty=True), changed, incomparable=3),)
+    found = part("history", at_commit(), past=past)
+    (lines,) = of_kind(found, Lines)
+    assert lines.places == ("11111111", "22222222+")
+    first, last = lines.series[0][1]
+    assert first is not None and first.tone is Tone.DOUBT and first.hint.endswith("; a few rounds only")
+    assert last is not None and last.tone is Tone.DOUBT
+    texts = [one.text for one in of_kind(found, Text)]
+    assert texts[0] == "3 older figures of other versions of a suite or the method do not compare."
+    assert texts[1].startswith("Grey figures are of --quick runs") and texts[2].startswith("+ after a commit: ")
+
+
+def test_nothing_from_before_is_said() -> None:
+    """A series with this run alone is no history."""
+    for past in ((), (series("bf16", figure(3, 1.0)),)):
+        assert part("history", at_commit(), past=past).elements == (Text(NONE_YET),)
+
+
+def test_figures_that_are_no_numbers_are_left_out() -> None:
+    past = (series("bf16", figure(1, float("nan")), figure(2, float("inf")), figure(3, 0.0), figure(4, 2.0)),)
+    (table,) = of_kind(part("history", at_commit(), past=past), Table)
+    assert [field.text for field in table.rows[0]][2:] == ["0 s", "2.00 s", "-", "44444444", "2"]

@@ -1,0 +1,245 @@
+"""What several ranks took and sent, as tables, sentences and a picture, by values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.analysis.findings import findings
+from fp8bench.analysis.ranks import frontier
+from fp8bench.model import Case, MemoryUse, Record, Run, Segments, SlotSample, Status, Timing
+from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, Scaling, Sent, Transfer
+from fp8bench.report.data.run import rows, widened
+from fp8bench.report.elements import Scatter, Table, Text
+from fp8bench.report.material import material_of
+from fp8bench.report.panels import panels_of
+from fp8bench.report.terminal.run import render
+from fp8bench.report.topics.rank_boards import EMULATED_RATES, POOLED, UNBEATEN, RankBoards, boards, remarks
+from fp8bench.report.topics.ranks import FUNCTIONAL, Ranks, ranks, wire_costs
+from tests.runs import EMULATED, NATIVE, error, run_of
+
+MS = 1_000_000
+RING = "a rank has to wait"
+# Bytes that a rank sends, and decibels.
+WAYS = {"fp8_gather": (3000.0, 31.5), "fp8_twoshot": (1500.0, 28.4), "fp8_ring": (1500.0, 26.0)}
+
+
+def record(precision: str, way: str, wire: float, sqnr: float, **more: object) -> Record:
+    params = (("collective", "all_reduce"), ("fp8", way), ("scaling", "pre"))
+    took = (RankCalls(0, (10 * MS,), (5 * MS,)), RankCalls(1, (8 * MS,), (3 * MS,)))
+    slots = tuple(SlotSample(number, ((10 * MS,),), 0.01, 0.01, ranks=took) for number in range(6))
+    counted = precision == "fp8"
+    return Record(
+        Case("collective", params, precision, "cpu", ranks=2), EMULATED if counted else NATIVE, Status.OK,
+        is_reference=precision == "fp32", timing=Timing(Segments(("communication",), (0,)), slots),
+        transfer=Transfer(4000.0, 2000.0, wire, 1.0, counted), measurements=(error("sqnr_db", sqnr),),
+        memory=MemoryUse(400, ranks=(RankMemory(0, 300), RankMemory(1, 400))), **more,
+    )  # fmt: skip
+
+
+def made() -> Run:
+    found = []
+    for way, (wire, sqnr) in WAYS.items():
+        refused = (
+            Overlap(why=RING)
+            if way == "fp8_ring"
+            else Overlap((4.0,) * 6, (2.0,) * 6, (5.0, 4.9, 5.1, 5.0, 5.0, 5.0), (6.0,) * 6)
+        )
+        found += [record("fp32", way, 6000.0, 151.0), record("bf16", way, 3000.0, 50.0)]
+        found.append(record("fp8", way, wire, sqnr, overlap=refused))
+    return run_of(found)
+
+
+def test_the_cheapest_ways_are_those_that_nothing_beats() -> None:
+    """Alike ones stand beside each other."""
+    assert frontier([(1.0, 28.0), (1.0, 26.0), (2.0, 27.0), (3.0, 50.0), (1.0, 28.0)]) == (0, 3, 4)
+    assert frontier([]) == ()
+
+
+def test_bytes_stand_beside_the_error() -> None:
+    """What has no codes is the same in all groups, and stands there once."""
+    (panel,) = panels_of(made(), findings(made()))
+    costs = wire_costs(panel)["all_reduce"]
+    assert [one.words for one in costs] == [
+        "fp32",
+        "bf16",
+        "fp8 fp8_gather pre",
+        "fp8 fp8_twoshot pre",
+        "fp8 fp8_ring pre",
+    ]
+    said = [one.text for one in ranks(panel) if isinstance(one, Text)]
+    assert said[0].startswith("all_reduce: nothing else sends as little with as small an error as fp8 fp8_twoshot pre")
+    assert "bf16 (" in said[0] and "fp32 (" in said[0] and "fp8_gather" not in said[0] and "fp8_ring" not in said[0]
+
+
+def test_tables_of_memory_and_overlap() -> None:
+    """A column a rank; products 4 s and communication 2 s took 5 s at once: half of it hides."""
+    (panel,) = panels_of(made(), findings(made()))
+    found = {one.name: one for one in ranks(panel) if isinstance(one, Table)}
+    assert set(found) == {"ranks", "rank-memory", "wire", "overlap"}
+    assert [column.title for column in found["rank-memory"].columns] == ["", "case", "rank 0", "rank 1", "skew"]
+    assert [field.text for field in found["rank-memory"].rows[0][2:]] == ["300 B", "400 B", "25.0%"]
+    first, second, ring = found["overlap"].rows
+    assert first[2:] == second[2:] and [field.value for field in first[2:]] == [4.0, 2.0, 5.0, 1.0, 1.0, 50.0]
+    assert [field.text for field in first[6:]] == ["1.00 s (900 ms to 1.10 s)", "50.0% (45.0% to 55.0%)"]
+    assert ring[-1].hint == RING and ring[-1].value is None
+    assert f"No overlap of fp8: {RING}." in [one.text for one in ranks(panel) if isinstance(one, Text)]
+
+
+def test_a_word_stands_where_nothing_is_told() -> None:
+    """The check sum, and rounds that are too far apart; what the words mean is said once."""
+    off = Overlap((4.0,) * 6, (2.0,) * 6, (5.0,) * 6, (9.0,) * 6)
+    wide = Overlap((4.0,) * 6, (2.0,) * 6, (3.9, 4.5, 5.0, 5.0, 5.5, 6.0), (6.0,) * 6)
+    run = run_of(
+        [record("fp32", "fp8_ring", 6.0, 1.0, overlap=off), record("bf16", "fp8_ring", 6.0, 1.0, overlap=wide)]
+    )
+    (panel,) = panels_of(run, findings(run))
+    elements = list(ranks(panel))
+    (table,) = (one for one in elements if isinstance(one, Table) and one.name == "overlap")
+    assert [[field.text for field in row[-3:]] for row in table.rows] == [
+        ["1.500", "off", "off"],
+        ["1.000", "wide", "wide"],
+    ]
+    (said,) = (one.text for one in elements if isinstance(one, Text) and "told" in one.text)
+    assert said.count("wide: ") == 1 == said.count("off: ") and "more than 50 points" in said
+
+
+def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
+    """In table and page alike, and in rows; or a word, whose reason stands below."""
+    apart = Scaling((10.0,) * 6, (5.0,) * 6, (3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
+    known = Scaling((10.0,) * 6, (5.0,) * 6, (5.0, 5.5, 6.0, 6.0, 6.5, 7.0))
+    run = run_of(
+        [record("fp32", "fp8_ring", 6.0, 1.0, scaling=known), record("bf16", "fp8_ring", 6.0, 1.0, scaling=apart)]
+    )
+    (panel,) = panels_of(run, findings(run))
+    on_page = list(Ranks().elements(material_of([run], [findings(run)])))
+    for elements in (list(ranks(panel)), on_page):
+        (table,) = (one for one in elements if isinstance(one, Table) and one.name.startswith("scaling"))
+        assert [[field.text for field in row[-2:]] for row in table.rows] == [
+            ["83.3% (71.4% to 100.0%)"] * 2,
+            ["wide", "wide"],
+        ]
+        said = [one.text for one in elements if isinstance(one, Text)]
+        assert any("No efficiency is told where it says wide: " in one for one in said), said
+    found = [row for row in rows(run, findings(run)) if row["metric"] == "strong_scaling"]
+    bounds = [(row["median_in_unit"], row["low_in_unit"], row["high_in_unit"], bool(row["why"])) for row in found]
+    assert bounds == [(pytest.approx(250 / 3), pytest.approx(500 / 7), 100.0, False), (None, None, None, True)]
+
+
+def test_a_board_has_each_case_of_a_collective_once() -> None:
+    """What is measured beside every way of FP8 by the middle of its groups; a star where nothing beats it."""
+    run = made()
+    (panel,) = panels_of(run, findings(run))
+    (board,) = boards(panel)
+    assert board.caption == "all_reduce of 3.91 KiB, 2 ranks"
+    assert [column.title for column in board.columns] == ["case", "", "busbw", "algbw", "wire", "SQNR", "verdict"]
+    assert [[field.text for field in row] for row in board.rows] == [
+        ["fp32", "*", "200 kB/s", "200 kB/s", "5.86 KiB", "151", "reference"],
+        ["bf16", "*", "200 kB/s", "200 kB/s", "2.93 KiB", "50.0", "unsure"],
+        ["fp8_gather pre", "", "200 kB/s", "200 kB/s", "2.93 KiB", "31.5", "emulated"],
+        ["fp8_twoshot pre", "*", "200 kB/s", "200 kB/s", "1.46 KiB", "28.4", "emulated"],
+        ["fp8_ring pre", "", "200 kB/s", "200 kB/s", "1.46 KiB", "26.0", "emulated"],
+    ]
+    single = run_of([replace(one, case=replace(one.case, ranks=1)) for one in run.records])
+    assert not any(any(boards(one)) for one in panels_of(single, findings(single)))
+
+
+def test_a_board_names_what_was_lost_swept_and_failed() -> None:
+    failed = replace(record("bf16", "fp8_gather", 1.0, 1.0), status=Status.FAILED, timing=None, transfer=None)
+    clipped = record("fp8", "fp8_ring", 1500.0, 26.0)
+    lost = (error("sqnr_db", 26.0), error("saturated_ppm", 12.0), error("flushed_percent", 5.4))
+    larger = replace(clipped.case, params=(*clipped.case.params, ("elements", 9)))
+    both = [replace(clipped, measurements=lost), replace(clipped, case=larger)]
+    leads = [record("fp32", way, 6000.0, 151.0) for way in WAYS]
+    leads.append(replace(leads[-1], case=replace(larger, precision="fp32")))
+    run = run_of([*leads, failed, record("bf16", "fp8_twoshot", 3000.0, 50.0), *both])
+    (panel,) = panels_of(run, findings(run))
+    (board,) = boards(panel)
+    texts = {tuple(field.text for field in row[:2]): [field.text for field in row] for row in board.rows}
+    assert texts["", "bf16"][-2].startswith("FAILED 1/2") and texts["", "bf16"][-1] == ""
+    assert texts["", "fp8_ring pre"][-1] == "saturated 12.0 ppm, flushed 5.4%"
+    assert ("elements=9", "fp8_ring pre") in texts
+
+
+def test_several_settings_of_ranks_are_a_board_and_little_else() -> None:
+    """In a terminal: the rest would bury the answer, and is in the report."""
+    run = made()
+    text = render(run, findings(run), width=80)
+    assert len(text.splitlines()) < 60 and text.index("all_reduce of 3.91 KiB, 2 ranks") < 300
+    assert "phases, as shares" not in text and "The report has the rest of every case" in text
+    assert max(map(len, text.splitlines())) <= 80
+    one = run_of([one for one in run.records if dict(one.case.params)["fp8"] == "fp8_ring"])
+    alone = render(one, findings(one), width=80)
+    assert "all_reduce of 3.91 KiB, 2 ranks" in alone and "phases, as shares" in alone
+
+
+def test_ways_of_training_are_a_row_each() -> None:
+    """Efficiency by its interval alone, what the rank sends that sends most, and how far it is from one rank."""
+    sent = (Sent(0, "all_reduce", "float32", 1, 1024.0), Sent(1, "all_reduce", "float32", 1, 2048.0))
+    known = Scaling((10.0,) * 6, (5.0,) * 6, (5.0, 5.5, 6.0, 6.0, 6.5, 7.0))
+    ways = [
+        replace(
+            one, case=replace(one.case, workload="parallel", params=(("way", way), ("wire", "fp32"))), transfer=None,
+            measurements=(error("update_error", 0.01),), scaling=known, sent=sent,
+        )
+        for way in ("ddp", "zero")
+        for one in (record("fp32", "", 1.0, 1.0), record("bf16", "", 1.0, 1.0))
+    ]  # fmt: skip
+    run = run_of(ways)
+    (panel,) = panels_of(run, findings(run))
+    (board,) = boards(panel)
+    assert list(remarks(panel)) == [FUNCTIONAL]
+    assert [row[0].text for row in board.rows] == ["ddp", "ddp", "zero", "zero"]
+    shown = dict(zip((column.title for column in board.columns), board.rows[0], strict=True))
+    told = {name: shown[name].text for name in ("case", "verdict", "strong", "sent", "memory", "gap")}
+    assert told == {
+        "case": "fp32", "verdict": "reference", "strong": "71% to 100%", "sent": "2.00 KiB", "memory": "400 B",
+        "gap": "1.0e-02",
+    }  # fmt: skip
+
+
+def test_the_page_has_boards_ahead_of_all_cases() -> None:
+    run = made()
+    elements = list(RankBoards().elements(material_of([run], [findings(run)])))
+    assert [one.name for one in elements if isinstance(one, Table)] == ["board-all_reduce-1"]
+    assert [one.text for one in elements if isinstance(one, Text)] == [UNBEATEN, POOLED, EMULATED_RATES, FUNCTIONAL]
+
+
+def test_a_pipeline_says_what_of_it_is_idle() -> None:
+    """Of 18 ms that two ranks take 8 are waiting and sending."""
+    own = record("fp32", "", 1.0, 1.0)
+    stages = replace(own, case=replace(own.case, workload="parallel", params=(("microbatches", 4),)), transfer=None)
+    run = run_of([stages])
+    (panel,) = panels_of(run, findings(run))
+    said = [one.text for one in ranks(panel) if isinstance(one, Text)]
+    assert any(one.startswith("fp32: for 80% of the time that they compute ranks wait or send") for one in said), said
+    assert any(one.endswith("of equal stages that send in no time it is 25%.") for one in said)
+
+
+def test_the_page_has_a_picture() -> None:
+    run = made()
+    elements = list(Ranks().elements(material_of([run], [findings(run)])))
+    (chart,) = (one for one in elements if isinstance(one, Scatter))
+    assert {(point.series, point.x, point.y) for point in chart.points} == {
+        ("bf16", 3000.0, 50.0), *((way, wire, sqnr) for way, (wire, sqnr) in WAYS.items()),
+    }  # fmt: skip
+
+
+def test_rows_of_ranks_and_of_a_failed_one() -> None:
+    """Each rank's times and memory in rows of their own, whose wide columns have its number; who failed, in columns."""
+    lost = Record(
+        Case("collective", (("collective", "broadcast"),), "bf16", "cpu", ranks=2), NATIVE, Status.FAILED,
+        reason="rank 1 of 2 failed", failed_rank=FailedRank(1, 2, "slot", "gemm", 21, 0.5),
+    )  # fmt: skip
+    run = run_of([record("fp32", "fp8_ring", 6000.0, 151.0), lost])
+    tidy = rows(run, findings(run))
+    memory = {row["rank"]: row["median_in_unit"] for row in tidy if row["metric"] == "rank_memory"}
+    assert memory == {0: 300.0, 1: 400.0}
+    waits = [row["median_in_unit"] for row in tidy if row["metric"] == "rank_waiting_time"]
+    assert waits == [0.002, 0.0]
+    failed = [row for row in tidy if row["status"] == "failed"]
+    assert failed and {(row["failed_rank"], row["failed_phase"]) for row in failed} == {(1, "gemm")}
+    columns, wide = widened(tidy)
+    assert {"rank_time_0_s", "rank_time_1_s", "rank_memory_1_B", "failed_rank"} <= set(columns)
+    assert "rank" not in columns and [one["failed_phase"] for one in wide] == [None, "gemm"]

@@ -1,0 +1,286 @@
+"""Tensors: which panels are about them, what their precisions and figures are called, in a terminal and on the page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.model import Measurement, Record, Status
+from fp8bench.model.specs import spec_of
+from fp8bench.report.elements import Items, Table, Text, Tone
+from fp8bench.report.panels import Panel, Result, panels_of
+from fp8bench.report.terminal.run import render
+from fp8bench.report.topics.tensors import (
+    FIGURES,
+    LEGEND,
+    OWN,
+    about_tensors,
+    best_by_width,
+    cell_of,
+    figure,
+    shown,
+    tensor_name,
+    timed_panels,
+)
+from tests.materials import Made, built, material, of_kind, part
+from tests.report.tensors import left, products, tensors
+from tests.runs import EMULATED, case, gemm, run_of
+
+
+def panel(made: Made) -> Panel:
+    (found,) = panels_of(*made)
+    return found
+
+
+def result(precision: str, *figures: Measurement, **params: int) -> Result:
+    return Result(Record(case("numerics", precision, {**params}), EMULATED, Status.OK, measurements=figures), None)
+
+
+def test_a_panel_is_about_tensors_if_its_cases_have_their_figures() -> None:
+    """Whatever it is called; one figure of the same name in some other suite is not enough."""
+    assert about_tensors(panel(tensors("gaussian"))) and not about_tensors(panel(products()))
+    run, findings = gemm()
+    one = replace(run.records[0], measurements=(*run.records[0].measurements, Measurement("sqnr_db", "dB", (30.0,))))
+    assert not any(about_tensors(one) for one in panels_of(replace(run, records=(one, *run.records[1:])), findings))
+
+
+def test_times_are_of_the_others() -> None:
+    """So that charts of times leave tensors out."""
+    both = material(tensors("gaussian"), products())
+    assert [found.case.workload for _, found in timed_panels(both)] == ["gemm"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "fmt", "scaling", "words"),
+    [
+        ("bf16", "bf16", "none", "bf16"),
+        ("custom", "e4m3fn", "tensor", "e4m3fn tensor"),
+        ("custom:format=e5m2:scaling=none", "e5m2", "none", "e5m2 none"),
+        ("custom:scaling=row:scale=pow2", "e4m3fn", "row pow2", "e4m3fn row pow2"),
+        ("custom:format=e2m1:scaling=mx", "e2m1", "mx rceil", "e2m1 mx rceil"),
+        ("custom:format=e2m1:scaling=mx:scale=floor", "e2m1", "mx floor", "e2m1 mx floor"),
+        ("custom:format=e2m1:scaling=nvfp4", "e2m1", "nvfp4 nearest", "e2m1 nvfp4 nearest"),
+        ("custom:gradient=e5m2", "custom:gradient=e5m2", OWN, "custom:gradient=e5m2"),
+        ("fp8-delayed:margin=1", "fp8-delayed:margin=1", OWN, "fp8-delayed:margin=1"),
+        ("of-a-later-version", "of-a-later-version", OWN, "of-a-later-version"),
+        ("custom:format=e9m9", "custom:format=e9m9", OWN, "custom:format=e9m9"),
+    ],
+)  # fmt: skip
+def test_a_precision_stands_in_the_table_of_formats_and_scalings(
+    precision: str, fmt: str, scaling: str, words: str
+) -> None:
+    """By its options, with the rounding of scales named; recipes stand apart, and so does what nobody knows here."""
+    cell = cell_of(result(precision))
+    assert (cell.fmt, cell.scaling, cell.words) == (fmt, scaling, words)
+
+
+def test_a_precision_with_a_map_is_none_of_the_table() -> None:
+    one = result("custom")
+    mapped = replace(one, record=replace(one.record, case=replace(one.record.case, precision_map=(("a", "bf16"),))))
+    assert cell_of(mapped).words == "custom{a=bf16}"
+
+
+def test_a_tensor_has_its_name_and_what_tells_it_from_others_of_that_name() -> None:
+    """Shapes are of the tensors, and stay out unless a tensor comes in several."""
+    found = panel(tensors("gaussian", "outliers"))
+    assert [tensor_name(found, group) for group in found.groups] == ["gaussian", "outliers"]
+    params = [{"tensor": "gaussian", "rows": rows} for rows in (64, 128)]
+    records = [
+        Record(case("numerics", "bf16", one), EMULATED, Status.OK) for one in [*params, {"tensor": "t", "rows": 8}]
+    ]
+    found = panel((run_of(records), {}))
+    assert [tensor_name(found, group) for group in found.groups] == ["gaussian rows=64", "gaussian rows=128", "t"]
+
+
+def test_a_panel_without_tensors_by_name_has_places() -> None:
+    """A user's own suite may have these figures too."""
+    records = [Record(case("mine", "bf16", {"n": n}), EMULATED, Status.OK, measurements=left(30.0)) for n in (1, 2)]
+    found = panel((run_of(records), {}))
+    assert about_tensors(found)
+    assert [tensor_name(found, group) for group in found.groups] == ["n=1", "n=2"]
+    alone = panel((run_of(records[:1]), {}))
+    assert tensor_name(alone, alone.groups[0]) == "mine"
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "text"),
+    [
+        ("sqnr_db", 31.56, "31.6"), ("sqnr_db", 200.0, "exact"), ("underflow_percent", 0.0, "0%"),
+        ("slope", 0.9992, "0.99920"),
+        ("underflow_percent", 0.64, "0.64%"), ("relative_error", 0.0267, "2.7e-02"), ("cosine_loss", 3e-4, "3.0e-04"),
+        ("max_ulp", 0.5, "0.500"), ("dynamic_range_octaves", 17.95, "17.9"), ("slope", 0.0, "0.0e+00"),
+    ],
+)  # fmt: skip
+def test_figures_are_shown_without_their_unit(metric: str, value: float, text: str) -> None:
+    """The column's title has it."""
+    assert shown(value, spec_of(metric).unit) == text
+    measured = Measurement(metric, spec_of(metric).unit, (value,))
+    assert figure(result("bf16", measured), metric) == (text, value) and metric in FIGURES
+
+
+def test_a_figure_that_a_case_lacks_is_a_dash() -> None:
+    assert figure(result("bf16"), "sqnr_db") == ("-", None)
+
+
+def test_the_best_of_each_width_in_sentences() -> None:
+    """Widths with several precisions only; on more than one tensor how often each is the best."""
+    assert list(best_by_width(panel(tensors("gaussian", "outliers")))) == [
+        "with 8 bits e4m3fn none has the highest SQNR in all 2 tensors of numerics: 60.0 to 61.0 dB"
+    ]
+    run, findings = tensors("gaussian", "outliers", "student-t")
+    changed = [
+        replace(one, measurements=left(90.0)) if one.case.mode.endswith("=row") and number > 12 else one
+        for number, one in enumerate(run.records)
+    ]
+    assert list(best_by_width(panel((replace(run, records=tuple(changed)), findings)))) == [
+        "with 8 bits e4m3fn none has the highest SQNR in 2 of 3 tensors of numerics, e4m3fn row in 1: 60.0 to 90.0 dB"
+    ]
+    assert list(best_by_width(panel(tensors("gaussian")))) == [
+        "with 8 bits e4m3fn none has the highest SQNR on numerics: 60.0 dB"
+    ]
+
+
+def test_every_figure_that_matters_of_one_tensor() -> None:
+    """A row for each precision; no times, no verdicts."""
+    text = render(*tensors("gaussian"))
+    assert (
+        """\
+  precision        SQNR  worst rows  worst blocks  underflow  saturated    slope
+  fp16             70.0        69.0          67.0      0.08%         0%  0.99925
+  e4m3fn none      60.0        59.0          57.0      0.08%         0%  0.99925
+  e4m3fn row       50.0        49.0          47.0      0.08%         0%  0.99925
+  e4m3fn mx rceil  40.0        39.0          37.0      0.08%         0%  0.99925
+  e2m1 mx rceil    30.0        29.0          27.0      0.08%         0%  0.99925
+  fp8              20.0        19.0          17.0      0.08%         0%  0.99925
+"""
+        in text
+    )
+    assert "verdict" not in text and "reference" not in text and "relative_error" not in text
+    assert LEGEND[:40] in text
+
+
+def test_two_tensors_stand_below_each_other() -> None:
+    """Under their names."""
+    lines = render(*tensors("gaussian", "outliers")).splitlines()
+    assert lines.index("gaussian") + len(("fp16", "none", "row", "mx", "mx", "fp8")) + 1 == lines.index("outliers")
+
+
+def test_of_many_tensors_the_sqnr_alone() -> None:
+    """A row for each precision, a column for each tensor."""
+    text = render(*tensors("gaussian", "outliers", "log-normal"))
+    assert (
+        """\
+SQNR in dB, higher is better; all other figures: the report, --csv, or one tensor alone
+  precision        gaussian  outliers  log-normal
+  fp16                 70.0      71.0        72.0
+  e4m3fn none          60.0      61.0        62.0
+"""
+        in text
+    )
+    assert "underflow:" in text and "0.08%" not in text
+
+
+@pytest.mark.parametrize(("width", "sizes"), [(40, [2, 2, 2, 1]), (60, [4, 3]), (100, [7])])
+def test_many_tensors_are_as_many_tables_as_the_width_asks_for(width: int, sizes: list[int]) -> None:
+    """As few as there can be, with every tensor once, and no line too long."""
+    names = [f"tensor-{number}" for number in range(7)]
+    text = render(*tensors(*names), width=width)
+    heads = [line.split()[1:] for line in text.splitlines() if line.startswith("  precision ")]
+    assert [name for head in heads for name in head] == names
+    assert [len(head) for head in heads] == sizes
+    assert all(len(line) <= width for line in text.splitlines())
+
+
+def test_a_case_without_figures_has_dashes_and_a_note() -> None:
+    """Skipped or failed."""
+    run, findings = tensors("gaussian", "outliers", "log-normal")
+    failed = replace(run.records[1], status=Status.FAILED, reason="out of memory", measurements=())
+    text = render(replace(run, records=(run.records[0], failed, *run.records[2:])), findings)
+    assert "  e4m3fn none             -      61.0        62.0" in text
+    assert "custom:scaling=none FAILED at" in text and "out of memory" in text
+
+
+def test_other_suites_keep_their_tables_and_legends() -> None:
+    """Both in one run."""
+    one, other = tensors("gaussian"), products()
+    text = render(replace(one[0], records=(*one[0].records, *other[0].records)), {**one[1], **other[1]})
+    assert "  e4m3fn row " in text and "  fp32  " in text
+    assert text.count("best: the step undisturbed") == 1 and text.count("SQNR: the tensor's power") == 1
+    alone = render(*other)
+    assert "SQNR" not in alone
+
+
+def texts(table: Table) -> list[list[str]]:
+    return [[field.text for field in row] for row in table.rows]
+
+
+def with_record(made: Made, place: int, **changes: object) -> Made:
+    run, findings = made
+    records = list(run.records)
+    records[place] = replace(records[place], **changes)  # type: ignore[arg-type]
+    return replace(run, records=tuple(records)), findings
+
+
+def test_a_table_for_each_tensor_scalings_down_and_formats_across() -> None:
+    """What has no cell has a dash; a recipe stands in a row of its own; the best scaling of a format stands out."""
+    *tables, _ = of_kind(part("tensors", tensors("gaussian", "outliers")), Table)
+    assert [table.caption for table in tables] == ["numerics, gaussian: SQNR in dB", "numerics, outliers: SQNR in dB"]
+    assert [column.title for column in tables[0].columns] == ["scaling", "fp16", "e4m3fn", "e2m1", "fp8"]
+    assert texts(tables[0]) == [
+        ["none", "70.0", "60.0", "-", "-"],
+        ["row", "-", "50.0", "-", "-"],
+        ["mx rceil", "-", "40.0", "30.0", "-"],
+        ["its own", "-", "-", "-", "20.0"],
+    ]
+    tones = {field.text: field.tone for row in tables[0].rows for field in row if field.value is not None}
+    assert [text for text, tone in tones.items() if tone is Tone.STRONG] == ["60.0"]
+    assert tables[0].rows[0][1].hint == (
+        "rows, p1 69.0 dB, blocks, p1 67.0 dB, underflow 0.08%, saturated 0%, slope 0.99925"
+    )
+
+
+def test_a_case_that_failed_is_a_dash_with_its_reason() -> None:
+    made = with_record(tensors("gaussian"), 1, status=Status.FAILED, reason="out of memory", measurements=())
+    table, _ = of_kind(part("tensors", made), Table)
+    assert table.rows[0][2].text == "-" and table.rows[0][2].hint == "out of memory"
+
+
+def test_numbers_that_became_infinite_are_said() -> None:
+    """An SQNR that leaves them out says nothing of them."""
+    (words,) = of_kind(part("tensors", with_record(tensors("gaussian"), 0, measurements=left(70.0, lost=0.5))), Text)
+    assert words.tone is Tone.BAD
+    assert words.text == "gaussian: numbers became infinite or NaN in fp16; its SQNR leaves them out."
+
+
+def test_all_figures_are_for_who_asks() -> None:
+    """Those that any case has, a row a case."""
+    _, table = of_kind(part("tensors", tensors("gaussian")), Table)
+    assert table.folded
+    assert [column.title for column in table.columns] == [
+        "tensor", "precision", "SQNR", "rows, p1", "blocks, p1", "relative error", "slope", "underflow", "saturated",
+        "lost",
+    ]  # fmt: skip
+    assert [column.unit for column in table.columns[2:]] == ["dB", "dB", "dB", "", "", "%", "%", "%"]
+    assert texts(table)[3] == [
+        "gaussian", "e4m3fn mx rceil", "40.0", "39.0", "37.0", "1.0e-02", "0.99925", "0.08%", "0%", "0%",
+    ]  # fmt: skip
+    assert table.rows[3][1].hint == "custom:scaling=mx" and "sqnr_db" in table.columns[2].hint
+
+
+def test_times_errors_and_memory_of_tensors_are_in_no_other_section() -> None:
+    """They are costs of emulation: not even the table of all cases has them."""
+    made = tensors("gaussian", "outliers")
+    assert [
+        name for name in ("results", "speedup", "phases", "memory", "samples", "numbers") if built(name, made)
+    ] == []
+
+
+def test_the_verdict_is_about_numbers() -> None:
+    """Which precision of a width keeps most, and nothing of speed."""
+    found = part("verdict", tensors("gaussian", "outliers"))
+    (items,) = of_kind(found, Items)
+    assert items.items[0].text == (
+        "with 8 bits e4m3fn none has the highest SQNR in all 2 tensors of numerics: 60.0 to 61.0 dB"
+    )
+    assert found.lead == "" and not any("faster" in item.text or "alone was timed" in item.text for item in items.items)
