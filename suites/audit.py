@@ -9,9 +9,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fp8bench.features.audit.audited import audited
-from fp8bench.features.audit.auditor import Check
-from fp8bench.features.audit.checks import CHECKS
+from fp8bench.features.audit.checks import CHECKS, audited
+from fp8bench.features.audit.checks.auditor import Check
 from fp8bench.features.audit.values import Audit, AuditOutcome
 from fp8bench.measure.ceilings import SECONDS
 from fp8bench.model import Ceilings

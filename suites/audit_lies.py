@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ
 from fp8bench.formats.operators import values
-from fp8bench.formats.recipes import Scaling, Treatment
-from fp8bench.formats.scalings import (
+from fp8bench.formats.recipes import (
     BLOCK_POWER_OF_TWO,
     MX,
     NVFP4,
@@ -25,6 +24,8 @@ from fp8bench.formats.scalings import (
     TENSOR,
     TENSOR_POWER_OF_TWO,
     ScaleRounding,
+    Scaling,
+    Treatment,
 )
 from fp8bench.model.promises import Signature
 from fp8bench.user_code.named import signed
@@ -185,7 +186,7 @@ def _nan_lost(a: Tensor, b: Tensor) -> Tensor:
 
 def _parts(x: Tensor, treatment: Treatment) -> tuple[Tensor, Tensor]:
     """Values, and the scale of each block along rows."""
-    from fp8bench.features.audit.data import rounded as taken_apart
+    from fp8bench.features.audit.operands import rounded as taken_apart
 
     found = taken_apart(x, treatment)
     return found.elements, found.scales

@@ -1,4 +1,4 @@
-"""The worker's side of an audit."""
+"""The worker's side of an audit; run as a program, its process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from fp8bench.model import Ceilings, DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature
 from fp8bench.user_code.named import declared_of, named
 from fp8bench.worker.bench import Bench
+from fp8bench.worker.main import main
 from fp8bench.worker.step_guards import aside
 from fp8bench.worker.switches import unchanged
-
-# What a ProcessWorker runs to have one.
-MODULE = "fp8bench.features.audit.main"
 
 
 class AuditBench(Bench):
@@ -24,7 +22,7 @@ class AuditBench(Bench):
 
     def audit(self, target: str, signature: Signature, facts: DeviceFacts, ceilings: Ceilings | None = None) -> Audit:
         """Every check of it."""
-        from fp8bench.features.audit.audited import audited
+        from fp8bench.features.audit.checks import audited
         from fp8bench.features.audit.model import audited_model, given_model
 
         self._selected(facts)
@@ -35,3 +33,7 @@ class AuditBench(Bench):
             baseline = named(signature.baseline) if signature.baseline else None
             seed, function = self._settings.seed, named(target)
             return audited(target, function, signature, facts, seed, ceilings=ceilings, baseline=baseline)
+
+
+if __name__ == "__main__":
+    main(AuditBench)

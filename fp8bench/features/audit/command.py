@@ -1,35 +1,71 @@
-"""`fp8bench audit`: whether a low-precision kernel computes what it promises."""
+"""`fp8bench audit`: whether a low-precision kernel computes what it promises.
+
+The kernel runs in a process of its own: it may crash, hang, or change whatever it likes. The page has the verdict, a
+line for each check, and what failed with its smallest input.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import xml.etree.ElementTree as ET
+from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 
+from fp8bench import __version__, units
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_files, check_outputs, tell, write_outputs
 from fp8bench.cli.progress import TERMINAL
-from fp8bench.errors import EXIT_BASELINE, EXIT_OK, EXIT_REGRESSION, UsageError
-from fp8bench.features.audit.job import audit
-from fp8bench.features.audit.values import AuditOutcome
-from fp8bench.features.audit.view import as_json, as_junit, page_of
+from fp8bench.errors import (
+    EXIT_BASELINE,
+    EXIT_OK,
+    EXIT_REGRESSION,
+    UsageError,
+    WorkerError,
+    WorkerFault,
+    WorkerHung,
+    as_usage,
+)
+from fp8bench.features.audit.values import (
+    Audit,
+    AuditedLayer,
+    AuditFinding,
+    AuditOutcome,
+    CallWork,
+    FlatMoments,
+    noise_of,
+    spread_of,
+    worst,
+)
+from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
+from fp8bench.jobs.observer import JobObserver
+from fp8bench.measure.ceilings import SECONDS, measures_ceilings
+from fp8bench.measure.environment import gather
+from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
+from fp8bench.model import Ceilings, DeviceFacts, Level
+from fp8bench.model.codec import encode
 from fp8bench.model.promises import AuditKind, KeptWeights, Signature, UpdateRule
 from fp8bench.model.raw import Settings
+from fp8bench.plan.make import device_named
+from fp8bench.protocols import TensorScale
+from fp8bench.registry import precisions
+from fp8bench.report.columns import Col, table
+from fp8bench.report.data.plain import json_line
+from fp8bench.report.elements import Page, Part, Text, Tone, printable
+from fp8bench.report.panels import together
+from fp8bench.store.ceilings import ceilings_of
 from fp8bench.user_code.named import signed
 
 _EXITS = {
     AuditOutcome.PASS: EXIT_OK, AuditOutcome.FAIL: EXIT_REGRESSION, AuditOutcome.CANNOT_TELL: EXIT_BASELINE,
 }  # fmt: skip
-
-# What a signature says besides kind and precision, and what it is if nothing is said.
-_HOW = {
-    "takes": "values", "second": "nk", "multiple": 1, "causal": False, "rule": "adamw", "second_moment": "",
-    "weights": "fp32", "baseline": "",
-}  # fmt: skip
+# What a signature says besides kind and precision.
+_HOW = fields(Signature)[2:]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.description = (
         "Gives a product, cast, linear layer, attention or optimizer of low precision inputs in which mistakes show, "
         "and says whether what comes out is what its precision gives, and if not, which mistake it is. Of a model that "
@@ -37,7 +73,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit codes: 0 PASS, 1 FAIL, 2 wrong usage, 4 CANNOT TELL."
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="the callable; file.py:function, too")
-    kinds = [one.value for one in AuditKind]
+    kinds = [kind.value for kind in AuditKind]
     parser.add_argument("--kind", choices=kinds, help="what it is; default as it is declared")
     words = "what it promises, as in suite --dtypes: fp8, mxfp8, ...; an optimizer's first moment dynamic8-256, too"
     parser.add_argument("--precision", metavar="DTYPE", help=words)
@@ -48,7 +84,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "sizes that are no multiples of it may be refused; default 1"
     parser.add_argument("--multiple", type=int, default=1, metavar="N", help=words)
     parser.add_argument("--causal", action="store_true", help="of attention: no place sees a later one")
-    rules, kept = [one.value for one in UpdateRule], [one.value for one in KeptWeights]
+    rules, kept = [rule.value for rule in UpdateRule], [weights.value for weights in KeptWeights]
     parser.add_argument("--rule", choices=rules, default="adamw", help="of an optimizer; default adamw")
     words = "of an optimizer: same, or a precision; default fp16 with a scale beside fp8 and below, else the same"
     parser.add_argument("--second-moment", default="", metavar="DTYPE", help=words)
@@ -65,25 +101,234 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Audit, tell, and end with the verdict's code."""
     check_outputs(arguments)
     check_files({"--junit": arguments.junit})
     settings = Settings(threads=arguments.threads, seed=arguments.seed)
     facts, found = audit(arguments.target, _signature(arguments), arguments.device, settings, arguments.store, TERMINAL)
     with write_outputs({"--junit": (arguments.junit, as_junit(found))}):
-        tell(arguments, partial(page_of, facts, found), partial(as_json, facts, found))
+        document = {"device": encode(facts), "outcome": found.outcome.value, **encode(found)}
+        tell(arguments, partial(page_of, facts, found), partial(json_line, document))
     return _EXITS[found.outcome]
 
 
 def _signature(arguments: argparse.Namespace) -> Signature | None:
     """What the options say; None where they say nothing, and its decorator has to."""
     given = {name: getattr(arguments, name) for name in ("kind", "precision")}
-    how = {name: getattr(arguments, name) for name in _HOW}
+    how = {field.name: getattr(arguments, field.name) for field in _HOW}
     if not any(given.values()):
-        if said := [f"--{name.replace('_', '-')}" for name, default in _HOW.items() if how[name] != default]:
+        if said := [f"--{field.name.replace('_', '-')}" for field in _HOW if how[field.name] != field.default]:
             raise UsageError(f"{' and '.join(said)} go with --kind and --precision. Give these, too.")
         return None
     if not all(given.values()) and given["kind"] != AuditKind.MODEL:
         there, lacks = sorted(given, key=lambda name: given[name] is None)
         raise UsageError(f"--{there} was given without --{lacks}. Give both, or declare them with @fp8bench.audited.")
     return signed(arguments.kind, arguments.precision or "", **how)
+
+
+# The module of the worker.
+_MODULE = "fp8bench.features.audit.bench"
+# Many times what one takes.
+_LIMIT = 600.0
+# Formats whose codes are a dtype of torch's, or two of them a byte.
+_IN_TORCH = {E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ}
+# Elements of a block of moments.
+_BLOCKS = 16, 4096
+
+
+def audit(
+    target: str, signature: Signature | None, device: str | None, settings: Settings, store: Path, observer: JobObserver
+) -> tuple[DeviceFacts, Audit]:
+    """The device it ran on, and what was found. Without a signature its decorator's counts.
+
+    Nothing may be faster than the device's ceilings: those of the store, or a quick look's.
+    """
+    target = _absolute(target)
+    with ProcessWorker(settings, module=_MODULE) as worker:
+        known = worker.probe()
+        facts = device_named(device, known) if device else next((one for one in known if one.accelerated), known[0])
+        try:
+            declared = worker.within(START_SECONDS).declared(target)  # type: ignore[attr-defined]
+        except WorkerFault as fault:
+            raise as_usage(fault) from None
+        signature = signature or declared
+        if signature is None:
+            raise UsageError(
+                f"{target} says nowhere what it promises. Give --kind and --precision, or declare it with "
+                '@fp8bench.audited("product", "fp8").'
+            )
+        signature = replace(sound(signature, facts), baseline=_absolute(signature.baseline))
+        ceilings = None if signature.kind is AuditKind.MODEL else _ceilings(worker, facts, settings.threads, store)
+        with observer.counting() as tell:
+            tell(0, 1, "kernels", target)
+            try:
+                return facts, worker.within(_LIMIT).audit(target, signature, facts, ceilings)  # type: ignore[attr-defined]
+            except WorkerFault as fault:
+                raise as_usage(fault) from None
+            except WorkerError as error:
+                code = "hangs" if isinstance(error, WorkerHung) else "crashes"
+                finding = AuditFinding("numbers", AuditOutcome.CANNOT_TELL, code, str(error))
+                return facts, Audit(target, signature, (finding,))
+
+
+def _absolute(target: str) -> str:
+    """The worker has another folder."""
+    place, _, name = target.rpartition(":")
+    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else target
+
+
+def _ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path) -> Ceilings | None:
+    """Those that are kept, else what a quick look finds now, which is kept where there is a store; None where nothing
+    is to be measured, or it cannot be."""
+    measured = partial(worker.within(START_SECONDS).ceilings, facts, SECONDS)
+    wanted = measures_ceilings(False, os.environ)
+    try:
+        if not store.is_dir():
+            return measured().times(1 if facts.accelerated else threads) if wanted else None
+        environment = gather(worker.software(), __version__, threads)
+        known = ceilings_of(store, environment, facts, measured if wanted else None)
+    except WorkerError:
+        worker.restart()
+        return None
+    return known if known is None or facts.accelerated or known.whole else known.times(threads)
+
+
+def sound(signature: Signature, facts: DeviceFacts) -> Signature:
+    """With the precision's name in full; UsageError for one that promises nothing that could be held against it."""
+    if signature.kind is AuditKind.OPTIMIZER:
+        moments = signature.precision, signature.second_moment
+        first, second = (one if one in ("", "same") else _moments(one, facts) for one in moments)
+        return replace(signature, precision=first, second_moment=second)
+    if signature.kind is AuditKind.MODEL and not signature.precision:
+        return signature
+    name = _known(signature.precision, facts)
+    recipe = getattr(precisions.get(name), "recipe", None)
+    if signature.takes == "codes" and (recipe is None or not {one.fmt for one in recipe.treatments[:2]} <= _IN_TORCH):
+        raise UsageError(f"torch has no dtype for {name}'s codes: its products take values. Leave --takes out.")
+    if signature.kind is AuditKind.CAST and name == "fp32":
+        raise UsageError("nothing is cast in fp32: give the precision that it casts to.")
+    return replace(signature, precision=name)
+
+
+def _known(word: str, facts: DeviceFacts) -> str:
+    """A precision's name in full; UsageError for one that the device has not, or that single calls do not show."""
+    name = precisions.canonical(word)
+    precision = precisions.get(name)
+    if precision.support(facts).level is Level.REFUSED:
+        raise UsageError(f"{facts.key} does no {name}: {precision.support(facts).reason}")
+    if precision.tensor_scale is TensorScale.DELAYED:
+        raise UsageError(f"{name} scales by what was cast before, which one call cannot show: audit it as fp8.")
+    return name
+
+
+def _moments(word: str, facts: DeviceFacts) -> str:
+    flat = FlatMoments.of(word)
+    if flat is None:
+        return _known(word, facts)
+    if not _BLOCKS[0] <= flat.block <= _BLOCKS[1]:
+        raise UsageError(f"{word} has blocks of {flat.block}. Give one of {_BLOCKS[0]} to {_BLOCKS[1]} elements.")
+    return word
+
+
+_TONES = {AuditOutcome.PASS: Tone.GOOD, AuditOutcome.FAIL: Tone.BAD, AuditOutcome.CANNOT_TELL: Tone.DOUBT}
+_LEGEND = (
+    "PASS: every result is what the promised casts and products give, up to the order of sums, or has their error",
+    "FAIL: it is not; the code says which known mistake explains all of it, or what is wrong",
+    "CANNOT TELL: it raised, crashed or did not answer where it should have",
+    "error: how far results are from the exact product of what went in; expected: how far the emulation is",
+    "other data: the same call on zeros, ones, integers and two distributions; work: operators of torch that it calls",
+    "too-good: a smaller error than this precision can have: a wider one ran; too-bad: a larger one",
+)
+
+
+def _by_check(audit: Audit) -> dict[str, list[AuditFinding]]:
+    return together((finding.check, finding) for finding in audit.findings)
+
+
+def page_of(facts: DeviceFacts, audit: Audit) -> Page:
+    signature, times = audit.signature, dict(audit.times)
+    precision = f" in {signature.precision}" * bool(signature.precision)
+    title = f"audit of {audit.target}: {signature.kind.value}{precision} on {facts.key} ({facts.name})"
+    failed = [one for one in audit.findings if one.outcome is not AuditOutcome.PASS]
+    remarks = [one for one in audit.findings if one.outcome is AuditOutcome.PASS and one.code]
+    parts = [Part("layers", _covered(audit), (table("layers", "", _LAYERS, audit.layers),))] if audit.layers else []
+    parts.append(Part("checks", "", (table("checks", "", _CHECKS, _by_check(audit).items()),)))
+    if failed:
+        parts.append(Part("failed", "what is wrong", (table("failed", "", _FINDINGS, failed),)))
+    if remarks:
+        parts.append(Part("remarks", "what is said of the rest", (table("remarks", "", _FINDINGS, remarks),)))
+    if times:
+        apart = f"a call on other data: {spread_of(times):.0%} apart; the same data twice: {noise_of(times):.0%}"
+        parts.append(Part("times", apart, (table("times", "", _TIMES, audit.times),)))
+    if audit.work:
+        parts.append(Part("work", "what torch sees of a call", (table("work", "", _WORK, audit.work),)))
+    verdict = f"{audit.outcome.value}: {units.whole(audit.tried)} results in {units.seconds(audit.seconds)}"
+    parts.append(Part("summary", "", (Text(verdict, _TONES[audit.outcome]),)))
+    return Page(title, "", tuple(parts), _LEGEND)
+
+
+def _share(error: float | None) -> str:
+    return units.NONE if error is None else f"{100 * error:.3g}%"
+
+
+_CHECKS: tuple[Col[tuple[str, list[AuditFinding]]], ...] = (
+    Col("check", lambda row: row[0]),
+    Col("outcome", lambda row: worst(row[1]).value, tone=lambda row: _TONES[worst(row[1])]),
+    Col("codes", lambda row: ", ".join(dict.fromkeys(one.code for one in row[1] if one.code)) or units.NONE),
+)
+_FINDINGS: tuple[Col[AuditFinding], ...] = (
+    Col("check", lambda one: one.check),
+    Col("code", lambda one: one.code),
+    Col("smallest input", lambda one: one.input or units.NONE),
+    Col("error", lambda one: _share(one.error), number=True),
+    Col("expected", lambda one: _share(one.expected), number=True),
+    Col("why", lambda one: one.why, below=True),
+)
+_TIMES: tuple[Col[tuple[str, float]], ...] = (
+    Col("data", lambda row: row[0]),
+    Col("time of a call", lambda row: units.seconds(row[1]), number=True),
+)
+_WORK: tuple[Col[tuple[str, CallWork, float | None]], ...] = (
+    Col("of", lambda row: row[0]),
+    *(
+        Col(field.name, lambda row, name=field.name: units.whole(getattr(row[1], name)), number=True)  # type: ignore[misc]
+        for field in fields(CallWork)
+    ),
+    Col("time", lambda row: units.NONE if row[2] is None else units.seconds(row[2]), number=True),
+)
+_LAYERS: tuple[Col[AuditedLayer], ...] = (
+    Col("layer", lambda one: one.name),
+    Col("is", lambda one: one.what),
+    Col("weight", lambda one: "x".join(map(str, one.weight))),
+    Col("runs as", lambda one: one.runs or (units.NONE if one.low else "not converted")),
+    Col("why not converted", lambda one: one.reason, below=True),
+)
+
+
+def _covered(audit: Audit) -> str:
+    """How much was converted, by number and, where the model was run, by FLOPs."""
+    low, flops = sum(one.low for one in audit.layers), sum(one.flops for one in audit.layers)
+    share = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
+    return f"{low} of {len(audit.layers)} layers converted{share}"
+
+
+_TAGS = {AuditOutcome.FAIL: "failure", AuditOutcome.CANNOT_TELL: "error"}
+
+
+def as_junit(audit: Audit) -> str:
+    """A test for each check; what it said of passes stands in their output."""
+    root = ET.Element("testsuites", name="fp8bench audit")
+    suite = ET.SubElement(root, "testsuite", name=printable(audit.target))
+    for check, found in _by_check(audit).items():
+        test = ET.SubElement(suite, "testcase", classname=printable(audit.target), name=check, time="0")
+        for one in found:
+            words = printable(": ".join(filter(None, (one.why, one.input))))
+            if one.outcome in _TAGS:
+                ET.SubElement(test, _TAGS[one.outcome], message=words, type=one.code)
+            elif one.code:
+                ET.SubElement(test, "system-out").text = f"{one.code}: {words}"
+    for place in (suite, root):
+        place.set("tests", str(len(place.findall(".//testcase"))))
+        for name, tag in (("failures", "failure"), ("errors", "error")):
+            place.set(name, str(len(place.findall(f".//testcase/{tag}"))))
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"

@@ -5,21 +5,21 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.audit.data import rounded
+from fp8bench.features.audit.operands import rounded
 from fp8bench.features.audit.subjects import promised_by
 from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, AuditOutcome
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import Signature
-from fp8bench.nn.conversion.holders import held_in
-from fp8bench.nn.model_calls import call_of
+from fp8bench.nn.holders import held_in
+from fp8bench.nn.own_model import call_of
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.registry import devices, precisions
 from fp8bench.user_code.named import signed
@@ -36,7 +36,7 @@ _UNCAST = 2.0**-7
 # Corners of a product that are enough to see it.
 _CORNER = 64
 HIGH, UNKNOWN, WEIGHTS = "as it came", "not known", "weights alone"
-_HIGH_DTYPES = {HIGH: None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_HIGH = {HIGH: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GUESSES = ("fp8", "fp8-e4m3", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4")
 
 
@@ -48,7 +48,6 @@ class Layer:
     module: nn.Module
     weight: Tensor
     low: bool
-    kind: str = "linear"
     also: tuple[str, ...] = ()
 
     @property
@@ -67,12 +66,11 @@ def layers_in(model: nn.Module) -> list[Layer]:
     found = []
     for module, (name, *also) in paths.items():
         weight = getattr(module, "weight", None)
-        matrix = isinstance(weight, Tensor) and weight.dim() >= 2
-        if matrix and promises_low(module):
-            found.append(Layer(name, module, weight, True, also=tuple(also)))  # type: ignore[arg-type]
+        if isinstance(weight, Tensor) and weight.dim() >= 2 and promises_low(module):
+            found.append(Layer(name, module, weight, True, tuple(also)))
         elif module in held:
             one = held[module]
-            found.append(Layer(one.name, module, one.weight, False, one.kind, one.also))
+            found.append(Layer(one.name, module, one.weight, False, one.also))
     return found
 
 
@@ -86,33 +84,28 @@ def promises_low(module: nn.Module) -> bool:
 def left_out(model: nn.Module, layers: Sequence[Layer]) -> dict[str, tuple[str, str]]:
     """Of each layer that was not converted a word and a sentence that say likely why."""
     weights = {id(one.weight): one.name for one in layers if one.low}
-    linear = [one for one in layers if one.low or isinstance(one.module, nn.Linear)]
+    linear = [one.name for one in layers if one.low or isinstance(one.module, nn.Linear)]
     by = {type(one.module).__module__.partition(".")[0] for one in layers if one.low}
-    by_torchao = "torchao" in by
-    ends = {linear[0].name, linear[-1].name} if by <= {"torchao"} and len(linear) > 1 else set()
+    ends = {linear[-1]: "last", linear[0]: "first"} if by <= {"torchao"} and len(linear) > 1 else {}
     behind = dict(_behind_odd(model)) if by <= {"transformer_engine", "intel_transformer_engine"} else {}
-    found = {}
-    for one in (one for one in layers if not one.low):
-        sides = tuple(one.weight.shape)
-        if id(one.weight) in weights:
-            found[one.name] = "shared", f"the same layer as {weights[id(one.weight)]}, which was converted there alone"
-        elif not isinstance(one.module, nn.Linear):
-            found[one.name] = "class", f"converters take torch's Linear, and this is {one.what}"
-        elif odd := [side for side in sides if side % _MULTIPLE]:
-            found[one.name] = "shape", f"{odd[0]} is no multiple of {_MULTIPLE}"
-        elif one.name in behind:
-            found[one.name] = (
-                "stopped",
-                f"behind {behind[one.name]}: Accelerate stops where sides do not fit",
-            )
-        elif one.name in ends:
-            which = "first" if one.name == linear[0].name else "last"
-            found[one.name] = "end", f"the {which} linear layer, which Accelerate leaves to torchao's as it is"
-        elif by_torchao and any(sides[0] <= outputs and sides[1] <= inputs for outputs, inputs in _SMALL):
-            found[one.name] = "small", "torchao's filter takes it for too small to gain, on an H100"
-        else:
-            found[one.name] = "filter", "a filter, or a converter that never saw it"
-    return found
+
+    def why(layer: Layer) -> tuple[str, str]:
+        sides = tuple(layer.weight.shape)
+        if id(layer.weight) in weights:
+            return "shared", f"the same layer as {weights[id(layer.weight)]}, which was converted there alone"
+        if not isinstance(layer.module, nn.Linear):
+            return "class", f"converters take torch's Linear, and this is {layer.what}"
+        if odd := [side for side in sides if side % _MULTIPLE]:
+            return "shape", f"{odd[0]} is no multiple of {_MULTIPLE}"
+        if layer.name in behind:
+            return "stopped", f"behind {behind[layer.name]}: Accelerate stops where sides do not fit"
+        if layer.name in ends:
+            return "end", f"the {ends[layer.name]} linear layer, which Accelerate leaves to torchao's as it is"
+        if "torchao" in by and any(sides[0] <= most and sides[1] <= more for most, more in _SMALL):
+            return "small", "torchao's filter takes it for too small to gain, on an H100"
+        return "filter", "a filter, or a converter that never saw it"
+
+    return {layer.name: why(layer) for layer in layers if not layer.low}
 
 
 def _behind_odd(model: nn.Module, path: str = "", stopped: str = "") -> Iterator[tuple[str, str]]:
@@ -145,7 +138,7 @@ def runs_as(x: Tensor, weight: Tensor, product: Tensor, facts: DeviceFacts) -> s
     def error(a: Tensor, b: Tensor) -> float:
         return relative_frobenius(product, a[:_CORNER].double() @ b[:_CORNER].double().t())
 
-    for name, dtype in _HIGH_DTYPES.items():
+    for name, dtype in _HIGH.items():
         a, b = (x, weight) if dtype is None else (x.to(dtype), weight.to(dtype))
         if error(a, b) < _UNCAST:
             return name
@@ -157,20 +150,6 @@ def runs_as(x: Tensor, weight: Tensor, product: Tensor, facts: DeviceFacts) -> s
     return nearest if errors[nearest] < _UNCAST else UNKNOWN
 
 
-def told(layer: Layer, runs: str, flops: int, reason: tuple[str, str]) -> AuditedLayer:
-    """As a value."""
-    return AuditedLayer(
-        layer.name, layer.what, tuple(layer.weight.shape), layer.low, runs, flops, reason[1], reason[0], layer.also
-    )
-
-
-_COVERAGE, _NUMBERS = "conversion", "numbers"
-_HIGH = (HIGH, "bf16", "fp16")
-# Layers that were left as they are by a mistake of their converter.
-_SILENT = ("stopped", "shared")
-_SHOWN = 4
-
-
 class Seen:
     """What was computed by layers: the precision of one product of each class and shape, FLOPs and calls of all."""
 
@@ -180,22 +159,17 @@ class Seen:
         self.runs: dict[nn.Module, str] = {}
         self.flops: dict[nn.Module, int] = {}
 
-    @contextmanager
-    def listening(self, layers: Sequence[Layer]) -> Iterator[None]:
-        """Hooks on all of them, which are gone afterwards."""
-        by_module = {one.module: one for one in layers}
-
-        def hook(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-            self._look(by_module[module], given, output)
-
-        handles = [one.module.register_forward_hook(hook) for one in layers]
+    def run(self, model: nn.Module, batch: Any, layers: Sequence[Layer]) -> None:
+        """The model once, with hooks on all of them, which are gone afterwards; UsageError where it fails."""
+        handles = [one.module.register_forward_hook(partial(self._look, one)) for one in layers]
         try:
-            yield
+            with torch.no_grad():
+                call_of(model, batch)()
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _look(self, layer: Layer, given: tuple[Any, ...], output: Any) -> None:
+    def _look(self, layer: Layer, _: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         x = next((one for one in given if isinstance(one, Tensor)), None)
         if x is None or not isinstance(output, Tensor) or layer.weight.dim() != 2:
             return
@@ -207,40 +181,47 @@ class Seen:
         if layer.low and layer.module not in self.runs:
             key = type(layer.module), type(layer.weight), x.shape, layer.weight.shape
             if key not in self._known:
-                product, bias = output.detach().cpu().double(), getattr(layer.module, "bias", None)
-                if isinstance(bias, Tensor) and bias.numel():
-                    product = product - bias.detach().cpu().double()
-                wrapped = hasattr(layer.weight, "__tensor_flatten__")
-                weight = layer.weight.dequantize() if wrapped else layer.weight
-                runs = runs_as(x.detach().cpu(), weight.detach().cpu(), product, self._facts)
-                self._known[key] = WEIGHTS if wrapped and runs in _HIGH else runs
+                self._known[key] = self._runs_as(layer, x, output)
             self.runs[layer.module] = self._known[key]
+
+    def _runs_as(self, layer: Layer, x: Tensor, output: Tensor) -> str:
+        product, bias = output.detach().cpu().double(), getattr(layer.module, "bias", None)
+        if isinstance(bias, Tensor) and bias.numel():
+            product = product - bias.detach().cpu().double()
+        wrapped = hasattr(layer.weight, "__tensor_flatten__")
+        weight = layer.weight.dequantize() if wrapped else layer.weight
+        runs = runs_as(x.detach().cpu(), weight.detach().cpu(), product, self._facts)
+        return WEIGHTS if wrapped and runs in _HIGH else runs
+
+
+_COVERAGE, _NUMBERS = "conversion", "numbers"
+# Layers that were left as they are by a mistake of their converter.
+_SILENT = ("stopped", "shared")
+_SHOWN = 4
 
 
 def audited_model(target: str, model: nn.Module, batch: Any, signature: Signature, facts: DeviceFacts) -> Audit:
     """Of a model as it is now, run once on a batch where there is one. The model stays as it was."""
     started, seen = time.perf_counter(), Seen(facts)
     layers = layers_in(model)
-    failed = [] if batch is None else list(_run(model, batch, layers, seen))
+    failed = []
+    try:
+        if batch is not None:
+            seen.run(model, batch, layers)
+    except UsageError as error:
+        failed.append(AuditFinding(_NUMBERS, AuditOutcome.CANNOT_TELL, "raises", str(error)))
     reasons = left_out(model, layers)
-    rows = tuple(
-        told(one, seen.runs.get(one.module, ""), seen.flops.get(one.module, 0), reasons.get(one.name, ("", "")))
-        for one in layers
-    )
+    rows = []
+    for one in layers:
+        runs, flops = seen.runs.get(one.module, ""), seen.flops.get(one.module, 0)
+        rule, reason = reasons.get(one.name, ("", ""))
+        sides = tuple(one.weight.shape)
+        rows.append(AuditedLayer(one.name, one.what, sides, one.low, runs, flops, reason, rule, one.also))
     checks = {_COVERAGE: [*_conversion(rows), *_ties(model, layers)]}
     if batch is not None:
         checks[_NUMBERS] = failed or list(_numbers(rows, signature.precision))
     findings = [one for name, found in checks.items() for one in found or [AuditFinding(name, AuditOutcome.PASS)]]
-    return Audit(target, signature, tuple(findings), len(seen.runs), time.perf_counter() - started, layers=rows)
-
-
-def _run(model: nn.Module, batch: Any, layers: Sequence[Layer], seen: Seen) -> Iterator[AuditFinding]:
-    """Once; what went wrong."""
-    try:
-        with seen.listening(layers), torch.no_grad():
-            call_of(model, batch)()
-    except UsageError as error:
-        yield AuditFinding(_NUMBERS, AuditOutcome.CANNOT_TELL, "raises", str(error))
+    return Audit(target, signature, tuple(findings), len(seen.runs), time.perf_counter() - started, layers=tuple(rows))
 
 
 def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Audit:
@@ -254,20 +235,29 @@ def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Aud
     return audited_model(type(model).__name__, model, batch, signature, facts)
 
 
+def _finding(
+    check: str, code: str, why: str, rows: Sequence[AuditedLayer], outcome: AuditOutcome = AuditOutcome.FAIL
+) -> AuditFinding:
+    names = ", ".join(one.name for one in rows[:_SHOWN])
+    more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+    return AuditFinding(check, outcome, code, why, names + more)
+
+
 def _conversion(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
     if not any(one.low for one in rows):
-        yield _fail(_COVERAGE, "nothing-converted", f"none of {len(rows)} layers is of a class of low precision", rows)
+        why = f"none of {len(rows)} layers is of a class of low precision"
+        yield _finding(_COVERAGE, "nothing-converted", why, rows)
         return
-    for code in _SILENT:
-        if silent := [one for one in rows if one.rule == code]:
-            yield _fail(
-                _COVERAGE, code, f"{silent[0].reason}; {len(silent)} such layers were left as they were", silent
-            )
-    others = [one for one in rows if one.rule and one.rule not in _SILENT]
-    for rule in dict.fromkeys(one.rule for one in others):
-        alike = [one for one in others if one.rule == rule]
+    by_rule: dict[str, list[AuditedLayer]] = {}
+    for one in (one for one in rows if one.rule):
+        by_rule.setdefault(one.rule, []).append(one)
+    for rule in (one for one in _SILENT if one in by_rule):
+        alike = by_rule.pop(rule)
+        why = f"{alike[0].reason}; {len(alike)} such layers were left as they were"
+        yield _finding(_COVERAGE, rule, why, alike)
+    for rule, alike in by_rule.items():
         why = f"{len(alike)} of {len(rows)} layers stay as they were: {alike[0].reason}"
-        yield AuditFinding(_COVERAGE, AuditOutcome.PASS, rule, why, _names(alike))
+        yield _finding(_COVERAGE, rule, why, alike, AuditOutcome.PASS)
 
 
 def _ties(model: nn.Module, layers: Sequence[Layer]) -> Iterator[AuditFinding]:
@@ -279,33 +269,21 @@ def _ties(model: nn.Module, layers: Sequence[Layer]) -> Iterator[AuditFinding]:
 def _numbers(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFinding]:
     low = [one for one in rows if one.low]
     if high := [one for one in low if one.runs in _HIGH]:
-        yield _fail(
-            _NUMBERS, "not-cast", f"a {high[0].what} multiplies {_as(high[0].runs)}, and promises otherwise", high
-        )
+        as_ = "its operands as they came" if high[0].runs == HIGH else f"in {high[0].runs}"
+        yield _finding(_NUMBERS, "not-cast", f"a {high[0].what} multiplies {as_}, and promises otherwise", high)
     wrong = [one for one in low if precision and one.runs not in ("", UNKNOWN, WEIGHTS, precision, *_HIGH)]
     if wrong:
         words = f"a {wrong[0].what} multiplies as {wrong[0].runs} does, and {precision} was promised"
-        yield _fail(_NUMBERS, "other-precision", words, wrong)
-    for code, words in (("", "were not called on this batch, or show no single product"),
-                        (UNKNOWN, "multiply in a precision that is none of those that are known here")):  # fmt: skip
-        if some := [one for one in low if one.runs == code]:
+        yield _finding(_NUMBERS, "other-precision", words, wrong)
+    for runs, code, words in (
+        ("", "not-seen", "were not called on this batch, or show no single product"),
+        (UNKNOWN, "unknown", "multiply in a precision that is none of those that are known here"),
+    ):
+        if some := [one for one in low if one.runs == runs]:
             why = f"{len(some)} of {len(low)} converted layers {words}"
-            yield AuditFinding(_NUMBERS, AuditOutcome.PASS, "not-seen" if not code else "unknown", why, _names(some))
+            yield _finding(_NUMBERS, code, why, some, AuditOutcome.PASS)
     if low and all(one.runs == "" for one in low):
         yield AuditFinding(_NUMBERS, AuditOutcome.CANNOT_TELL, "not-seen", "no converted layer could be looked at")
-
-
-def _as(runs: str) -> str:
-    return "its operands as they came" if runs == HIGH else f"in {runs}"
-
-
-def _fail(check: str, code: str, why: str, rows: Sequence[AuditedLayer]) -> AuditFinding:
-    return AuditFinding(check, AuditOutcome.FAIL, code, why, _names(rows))
-
-
-def _names(rows: Sequence[AuditedLayer]) -> str:
-    names = [one.name for one in rows]
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def given_model(name: str, answer: object) -> tuple[nn.Module, Any]:

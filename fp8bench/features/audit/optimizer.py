@@ -1,27 +1,37 @@
-"""What is left of a moment between two steps, by the word that says how it is kept.
-
-Optimizers under audit: the weights after some steps, held against those of the same steps with moments and weights
-kept as promised.
-"""
+"""Optimizers under audit: the weights after some steps, held against those of the same steps with moments and weights
+kept as promised."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.audit.data import drawn
-from fp8bench.features.audit.kept_moments import Cast, as_dtype, half, kept, otherwise_scaled, same
-from fp8bench.features.audit.promises import BAND, Judged, Promise, not_finite, unusable
+from fp8bench.features.audit.operands import drawn
+from fp8bench.features.audit.promises import BAND, Judged, Matrices, Promise, not_finite, unusable
+from fp8bench.features.audit.steps import (
+    Cast,
+    Hyper,
+    Steps,
+    Unfused,
+    Way,
+    as_dtype,
+    bf16,
+    half,
+    kept,
+    mistakes,
+    otherwise_scaled,
+    same,
+    stochastic,
+)
 from fp8bench.features.audit.subjects import Shape, Subject
 from fp8bench.features.audit.values import FlatMoments
-from fp8bench.features.audit.ways import Hyper, Mistaken, Steps, Unfused, Way, late_mistakes, mistakes, stochastic
-from fp8bench.formats.scalings import ScaleRounding
+from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import AuditKind, KeptWeights, Signature, UpdateRule
 from fp8bench.numerics.norms import relative_frobenius
@@ -62,40 +72,37 @@ class Optimizer(Subject):
         self.function, self.signature, self.device, self.facts = function, signature, facts.key, facts
         self.dtype = torch.bfloat16 if signature.weights in _LOW else torch.float32
 
-    def drawn(self, data: str, shape: Shape, seed: int) -> tuple[Tensor, ...]:
+    def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
         """Gradients, which keep their sizes from step to step, and weights."""
         base = drawn(data, 0, shape.m, shape.k, seed, torch.float32)
         noise = drawn("normal", 1, shape.n * shape.m, shape.k, seed, torch.float32).view(shape.n, shape.m, shape.k)
         weights = drawn("normal", 2, shape.m, shape.k, seed, torch.float32)
         return (base * (_STEADY + noise)).to(self.dtype), (_SIZE * weights).to(self.dtype)
 
-    def zeroed(self, matrices: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def zeroed(self, matrices: Matrices) -> Matrices:
         return tuple(map(torch.zeros_like, matrices))
 
     def flops(self, shape: Shape) -> int:
         return 0
 
-    def arguments(self, matrices: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(one.to(self.device, copy=True) for one in matrices)
-
-    def raw(self, arguments: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    def raw(self, arguments: Matrices) -> dict[str, Tensor]:
         gradients, start = arguments
         weights = self._stepped(gradients, start)[1].detach()
         return {"update": weights.to(torch.float64) - start.to(torch.float64)}
 
-    def promises(self, matrices: tuple[Tensor, ...]) -> dict[str, Promise]:
+    def promises(self, matrices: Matrices) -> dict[str, Promise]:
         gradients, start = matrices
         return {"update": OptimizerPromise(start, gradients, self.ways(start), self._likely())}
 
-    def state_bytes(self, matrices: tuple[Tensor, ...]) -> tuple[float, float] | None:
+    def state_bytes(self, matrices: Matrices) -> tuple[float, float] | None:
         """What its state takes of each element, and what was promised; None where it shows none."""
         optimizer, weights = self._stepped(*self.arguments(matrices))
         state = getattr(optimizer, "state", {}).get(weights)
         if not state:
             return None
         held = sum(_bytes(one) for one in state.values() if isinstance(one, Tensor)) / weights.numel()
-        moments = [self._kept()[0][1], *([self._kept()[1][1]] if self.signature.rule is not UpdateRule.SGD else [])]
-        return held, sum(moments) + 4 * (self.signature.weights is KeptWeights.MASTER)
+        moments = self._kept()[: 1 if self.signature.rule is UpdateRule.SGD else 2]
+        return held, sum(size for _, size in moments) + 4 * (self.signature.weights is KeptWeights.MASTER)
 
     def _stepped(self, gradients: Tensor, start: Tensor) -> tuple[Any, nn.Parameter]:
         weights = nn.Parameter(start.clone())
@@ -141,13 +148,13 @@ class Optimizer(Subject):
         return found
 
 
-_FP32, _BF16 = (lambda x: as_dtype(x, torch.float32)), (lambda x: as_dtype(x, torch.bfloat16))
+_FP32: Cast = partial(as_dtype, dtype=torch.float32)
 # What is left of the weights, and what is shown of them.
 _WEIGHTS: dict[KeptWeights, tuple[Cast, Cast]] = {
     KeptWeights.FP32: (_FP32, same),
-    KeptWeights.BF16: (_BF16, same),
+    KeptWeights.BF16: (bf16, same),
     KeptWeights.STOCHASTIC: (stochastic(0), same),
-    KeptWeights.MASTER: (_FP32, _BF16),
+    KeptWeights.MASTER: (_FP32, bf16),
     KeptWeights.SCALED: (half(), same),
 }
 
@@ -171,20 +178,16 @@ class OptimizerPromise:
         own = min(relative_frobenius(found, one) for one in self._promised)
         spread = 1 + _DRAWN / math.sqrt(2 * found.numel()) if self._drawn else 1.0
         high, low = spread * BAND[1] * max(errors) + noise, BAND[0] * min(errors) / spread - noise
-        if own <= noise:
-            return Judged(error=error, expected=errors[0])
-        if len(self.gradients) <= _LONG or not low <= error <= high:
-            if lean := self._lean(found):
-                return Judged("biased", lean, False, error, errors[0])
-            if mistake := self._nearest(found, own):
-                return Judged(mistake.code, mistake.words, False, error, errors[0])
-        if error > high:
-            words = f"no known mistake explains it; its error is {error:.3g}, and {errors[0]:.3g} was expected"
-            return Judged("too-bad", words, False, error, errors[0])
-        if error < low:
-            words = f"its error is {error:.3g}, and this promise has {errors[0]:.3g}: more bits are kept"
-            return Judged("too-good", words, False, error, errors[0])
-        return Judged(error=error, expected=errors[0])
+        code = why = ""
+        if own > noise and (len(self.gradients) <= _LONG or not low <= error <= high):
+            code, why = self._explained(found, own)
+            if not code and error > high:
+                why = f"no known mistake explains it; its error is {error:.3g}, and {errors[0]:.3g} was expected"
+                code = "too-bad"
+            elif not code and error < low:
+                why = f"its error is {error:.3g}, and this promise has {errors[0]:.3g}: more bits are kept"
+                code = "too-good"
+        return Judged(code, why, error, errors[0])
 
     def agrees(self, one: Tensor, other: Tensor) -> bool:
         """Whether two results may be the same one, each with its error."""
@@ -219,19 +222,17 @@ class OptimizerPromise:
     def _update(self, way: Steps) -> Tensor:
         return way.after(self.start, self.gradients) - self.start.to(torch.float64)
 
-    def _nearest(self, found: Tensor, own: float) -> Mistaken | None:
-        """The mistake that comes nearest, if it does so by far."""
-        near: tuple[float, Mistaken | None] = math.inf, None
-        for one in self._mistakes():
-            apart = relative_frobenius(found, self._update(one.way))
-            near = (apart, one) if apart < near[0] else near
+    def _explained(self, found: Tensor, own: float) -> tuple[str, str]:
+        """Which way it leans; else the mistake that comes nearest, if it does so by far."""
+        if lean := self._lean(found):
+            return "biased", lean
+        near, explained = math.inf, ("", "")
+        for code, words, way in mistakes(self._plain, self.likely, len(self.gradients) > _LONG):
+            apart = relative_frobenius(found, self._update(way))
+            near, explained = (apart, (code, words)) if apart < near else (near, explained)
             if apart <= max(self._noise, _SURELY * own):
                 break
-        return near[1] if math.sqrt(_NEARER) * near[0] < own else None
-
-    def _mistakes(self) -> Iterator[Mistaken]:
-        long = len(self.gradients) > _LONG
-        return late_mistakes(self._plain) if long else mistakes(self._plain, self.likely)
+        return explained if math.sqrt(_NEARER) * near < own else ("", "")
 
     def _lean(self, found: Tensor) -> str:
         """Which way weights that are rounded at random lean; '' where they do not, or are not."""

@@ -3,6 +3,10 @@
 A promise is kept where each element is what a sum of the promised products, in some order, is rounded to. One that is
 not may be explained by a mistake, by which something else holds for every element. What nothing explains is held
 against the error that the emulation has on the same data: far above it is wrong, far below it is a wider precision.
+
+Attention's weights are a softmax, so that no result can be told to the last bit: errors are told. What is promised are
+queries, keys and values as the precision casts them along their contractions. Scores and weights may stay in float32,
+or be rounded on their way: a result has to have the error of one of these ways, or lie between.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.mistakes import Source, mistakes
+from fp8bench.features.audit.operands import Source, mistakes, rounded
+from fp8bench.formats.recipes import Treatment
 from fp8bench.model.promises import Difference
 from fp8bench.numerics.conformity import Sums, explain_cast, explain_product
 from fp8bench.numerics.norms import relative_frobenius
@@ -23,16 +28,20 @@ from fp8bench.numerics.norms import relative_frobenius
 # An honest kernel whose casts round otherwise in places (an inverse in fewer bits, ties the other way) stays in it:
 # powers of two as scales move the error of FP8 by less than a tenth, casts that cut off double it.
 BAND = (0.8, 1.25)
-# A guess is taken whose mean square of errors is so many times smaller than the promise's.
-_NEARER = 4.0
-# Of an element and a scale, both float32, that are multiplied: and of another way to the same scale.
+# A guess is taken whose mean square of errors is so many times smaller than the promise's; of attention's results too.
+_NEARER, _NEARER_IN_ATTENTION = 4.0, 16.0
+# Of an element and a scale, both float32, that are multiplied, and of another way to the same scale; what an
+# exponential in float32, and sums in any order, may add to attention.
 _LAST_BITS = 2.0**-18
 # A cast may round as many elements otherwise where their scales differ in the last bit.
 _TIES = 0.01
 # A neighbour under a scale that differs in its last bits, or that is rounded elsewhere.
 _STEP = 1.01
+# An error of attention that is nearer than this to an expected one is that one.
+_JUST = 0.999
 # What explains a product otherwise, by what an audit calls it.
 _CODES = {Difference.LAYOUT: "layout", Difference.SCALE: "factor", Difference.OVERFLOW: "overflow"}
+Matrices = tuple[Tensor, ...]
 
 
 class Judged(NamedTuple):
@@ -40,13 +49,23 @@ class Judged(NamedTuple):
 
     code: str = ""
     why: str = ""
-    remark: bool = False
     error: float | None = None
     expected: float | None = None
+    remark: bool = False
 
     @property
     def failed(self) -> bool:
         return bool(self.code) and not self.remark
+
+
+class Promise(Protocol):
+    """What a result should be."""
+
+    def judge(self, found: Tensor, search: bool = True) -> Judged:
+        """What became of it. Not to `search`: what has the right error is let be without looking for mistakes."""
+
+    def agrees(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two results may be the same one."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +80,8 @@ class ProductPromise:
     b: Source
     emulated: Tensor | None = None
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.a.kept.elements.shape[0], self.b.kept.elements.shape[0]
-
     def judge(self, found: Tensor, search: bool = True) -> Judged:
-        """Not to `search`: what lies in the band is let be without looking for mistakes."""
-        if wrong := unusable(found, self.shape):
+        if wrong := unusable(found, (len(self.a.kept.elements), len(self.b.kept.elements))):
             return wrong
         sums = self._sums(found.dtype)
         likely = sums.exact.to(found.dtype) if self.emulated is None else self.emulated
@@ -78,21 +92,18 @@ class ProductPromise:
             return wrong
         wide = found.to(torch.float64)
         error, expected = self._error(found), self._error(likely)
+        band = in_band(error, expected)
         if self.emulated is not None:
-            band = in_band(error, expected, "")
             return band if band.failed else Judged(error=error, expected=expected)
         if sums.holds(wide):
             return Judged(error=error, expected=expected)
-        band = in_band(error, expected, "")
         if band.remark and not search:
             return band
         code, why = self._explained(wide, found, sums)
-        if code:
-            return Judged(code, why, False, error, expected)
-        return in_band(error, expected, why)
+        return Judged(code, why, error, expected) if code else in_band(error, expected, why)
 
     def agrees(self, one: Tensor, other: Tensor) -> bool:
-        """Whether two results may both be the promised one, summed in two orders."""
+        """Summed in two orders."""
         sums = self._sums(one.dtype)
         return sums.near(one.to(torch.float64), other.to(torch.float64), 2 * sums.bound)
 
@@ -124,14 +135,14 @@ class ProductPromise:
         """Both operands under the same mistake, then one of them alone."""
         a, b = self.a.kept.values, self.b.kept.values
         first, second = list(mistakes(self.a)), list(mistakes(self.b))
-        alike = {(one.code, one.words): one.values for one in second}
-        for one in first:
-            if (one.code, one.words) in alike:
-                yield one.code, f"each operand is {one.words}", one.values, alike[one.code, one.words]
-        for one in first:
-            yield one.code, f"the first operand is {one.words}", one.values, b
-        for one in second:
-            yield one.code, f"the second operand is {one.words}", a, one.values
+        alike = {(code, words): values for code, words, values in second}
+        for code, words, values in first:
+            if (code, words) in alike:
+                yield code, f"each operand is {words}", values, alike[code, words]
+        for code, words, values in first:
+            yield code, f"the first operand is {words}", values, b
+        for code, words, values in second:
+            yield code, f"the second operand is {words}", a, values
 
 
 @dataclass(frozen=True)
@@ -140,68 +151,155 @@ class CastPromise:
 
     source: Source
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.source.kept.elements.shape
-        return rows, columns
-
     def judge(self, found: Tensor, search: bool = True) -> Judged:
-        """Not to `search`: what lies in the band is let be without looking for mistakes."""
-        if wrong := unusable(found, self.shape) or not_finite(found):
-            return wrong
         given, kept, treatment = self.source.given, self.source.kept, self.source.kept.treatment
+        if wrong := unusable(found, tuple(kept.elements.shape)) or not_finite(found):
+            return wrong
         assert given is not None and treatment is not None
         values, wanted = found.to(torch.float32), kept.values
         error, expected = (relative_frobenius(one, given) if bool(given.any()) else None for one in (values, wanted))
         off = (values - wanted).abs() > _LAST_BITS * wanted.abs()
         if not bool(off.any()):
             return Judged(error=error, expected=expected)
-        band = in_band(error, expected, "")
+        band = in_band(error, expected)
         if band.remark and not search:
             return band
-        for one in mistakes(self.source):
-            if bool(((values - one.values).abs() <= _LAST_BITS * one.values.abs()).all()):
-                return Judged(one.code, f"the matrix is {one.words}", False, error, expected)
-        if not self._neighbours(values):
-            why = f"{int(off.sum())} of {off.numel()} elements are wrong, some by more than a step of the grid"
-            return Judged("wrong-values", why, False, error, expected)
+        for code, words, other in mistakes(self.source):
+            if bool(((values - other).abs() <= _LAST_BITS * other.abs()).all()):
+                return Judged(code, f"the matrix is {words}", error, expected)
+        wrong_ones = f"{int(off.sum())} of {off.numel()} elements are"
+        if not self._neighbours(values, treatment):
+            why = f"{wrong_ones} wrong, some by more than a step of the grid"
+            return Judged("wrong-values", why, error, expected)
         if float(off.float().mean()) <= _TIES:
-            return in_band(error, expected, f"{int(off.sum())} of {off.numel()} elements are rounded otherwise")
+            return in_band(error, expected, f"{wrong_ones} rounded otherwise")
         difference, why = explain_cast(values, wanted, given.to(torch.float32), treatment.fmt)
         if difference in _CODES:
-            return Judged(_CODES[difference], why, False, error, expected)
+            return Judged(_CODES[difference], why, error, expected)
         return in_band(error, expected, why or "other values, of the same error")
 
-    def _neighbours(self, values: Tensor) -> bool:
+    def _neighbours(self, values: Tensor, treatment: Treatment) -> bool:
         """Whether every element is the promised one or beside it on its grid."""
-        kept = self.source.kept
-        if kept.treatment is None:
-            return False
-        fmt = kept.treatment.fmt
+        kept, fmt = self.source.kept, treatment.fmt
         elements = values / kept.spread
         largest = torch.maximum(elements.abs(), kept.elements.abs()).clamp(min=fmt.smallest_normal)
         steps = torch.exp2(largest.log2().floor() - fmt.mantissa_bits)
         return bool(((elements - kept.elements).abs() <= _STEP * steps).all())
 
     def agrees(self, one: Tensor, other: Tensor) -> bool:
-        """Whether two results are the same values, up to the last bits of their scales."""
+        """Up to the last bits of their scales."""
         return torch.equal(one, other) or bool(((one - other).abs() <= _LAST_BITS * other.abs()).all())
 
 
-class Promise(Protocol):
-    """What a result should be."""
+@dataclass(frozen=True)
+class AttentionPromise:
+    """Of queries, keys and values as they came, all cast by one treatment."""
+
+    given: Matrices
+    treatment: Treatment | None
+    causal: bool
 
     def judge(self, found: Tensor, search: bool = True) -> Judged:
-        """What became of it. Not to `search`: what has the right error is let be without looking for mistakes."""
+        """By its error, and by the mistakes that people make in attention."""
+        if wrong := unusable(found, tuple(self.given[0].shape)) or not_finite(found):
+            return wrong
+        exact, wanted = self._exact(), self._promised()
+        error = relative_frobenius(found, exact)
+        ways = wanted, self._promised(weights=True), self._promised(weights=True, scores=True)
+        expected = [relative_frobenius(one.to(found.dtype), exact) for one in ways]
+        low, high = _JUST * min(expected), max(*expected, _LAST_BITS) / _JUST
+        lossy = self.treatment is not None and self.treatment.fmt.bits <= 8
+        if (not lossy or low <= error) and error <= high:
+            return Judged(error=error, expected=high)
+        nearest = min(((_distance(found, one), code, why) for code, why, one in self._mistakes()), default=None)
+        if nearest is not None and nearest[0] * _NEARER_IN_ATTENTION < _distance(found, wanted):
+            return Judged(*nearest[1:], error, high)
+        band = in_band(error, high if error > high or not lossy else low)
+        return Judged(error=error, expected=high) if band.code == "too-good" and not lossy else band
 
     def agrees(self, one: Tensor, other: Tensor) -> bool:
-        """Whether two results may be the same one."""
+        """Each with its error."""
+        allowed = 2 * max(relative_frobenius(self._promised(weights=True).to(one.dtype), self._exact()), _LAST_BITS)
+        return relative_frobenius(one, other.to(torch.float64)) <= allowed
+
+    def _exact(self) -> Tensor:
+        q, k, v = (one.to(torch.float64) for one in self.given)
+        return _weights(q, k, self.causal) @ v
+
+    def _promised(self, weights: bool = False, scores: bool = False) -> Tensor:
+        """With what lies between kept in float64, or in the carrier and cast, as operators that are not fused do."""
+        q, k, v = self._cast()
+        carrier = self.given[0].dtype
+        between = _scores(q, k)
+        if scores:  # before they are scaled, and after
+            size = math.sqrt(q.shape[-1])
+            between = ((between * size).to(carrier).to(q.dtype) / size).to(carrier).to(q.dtype)
+        found = _softmax(between, self.causal)
+        return (_along_last(found.to(carrier), self.treatment) if weights else found) @ v
+
+    def _cast(self) -> Matrices:
+        """All three, each along the contraction of its product: that of values is the places."""
+        q, k, turned = (_along_last(one, self.treatment) for one in (*self.given[:2], self.given[2].transpose(-1, -2)))
+        return q, k, turned.transpose(-1, -2)
+
+    def _mistakes(self) -> Iterator[tuple[str, str, Tensor]]:
+        q, k, v = self._cast()
+        size, right = math.sqrt(q.shape[-1]), _weights(q, k, self.causal)
+        if self.treatment is not None:
+            yield "not-cast", "queries, keys and values as they came: nothing was cast", self._exact()
+            wide = self.given[2].to(torch.float64)
+            yield "not-cast", "scores of what was cast, and values as they came", right @ wide
+        wrong = _weights(q * size, k, self.causal) @ v
+        yield "scale", "its scores are not divided by the square root of the size", wrong
+        yield "scale", "its scores are divided by the size", _weights(q / size, k, self.causal) @ v
+        yield "base", "2 to the scores and not e", _weights(q * math.log(2), k, self.causal) @ v
+        yield "mask", f"it is {'not ' * self.causal}causal", _weights(q, k, not self.causal) @ v
+        if self.causal and q.shape[-2] > 1:
+            yield "mask", "each place sees the next one, too", _weights(q, k, True, 1) @ v
+            yield "mask", "no place sees itself, but the first", _weights(q, k, True, -1) @ v
+        yield "softmax", "the softmax runs over queries", _scores(q, k).softmax(-2) @ v
+        if q.shape[1] > 1:
+            yield "heads", "queries of another head", _weights(q.roll(1, 1), k, self.causal) @ v
+            yield "heads", "values of another head", right @ v.roll(1, 1)
+        yield "layout", "places in another order", (right @ v).flip(-2)
+        yield "factor", "twice as large", 2 * (right @ v)
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+
+
+def _weights(q: Tensor, k: Tensor, causal: bool, later: int = 0) -> Tensor:
+    """The softmax of the scores; in causal ones each place sees itself, the earlier ones and so many `later` ones."""
+    return _softmax(_scores(q, k), causal, later)
+
+
+def _softmax(scores: Tensor, causal: bool, later: int = 0) -> Tensor:
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(later)
+        seen[0, 0] = True
+        scores = scores.masked_fill(~seen, -math.inf)
+    return scores.softmax(-1)
+
+
+def _along_last(x: Tensor, treatment: Treatment | None) -> Tensor:
+    """Each head's matrix cast by itself, in float64."""
+    if treatment is None:
+        return x.to(torch.float64)
+    heads = x.reshape(-1, *x.shape[-2:])
+    cast = torch.stack([rounded(one.contiguous(), treatment).values for one in heads])
+    return cast.view(x.shape).to(torch.float64)
+
+
+def _distance(found: Tensor, other: Tensor) -> float:
+    return float((found.to(torch.float64) - other).square().mean())
 
 
 def unusable(found: Tensor, shape: tuple[int, ...]) -> Judged | None:
     """What is wrong with a result whatever was promised."""
     if tuple(found.shape) != shape:
-        return Judged("shape", f"gives {_sizes(tuple(found.shape))}, and {_sizes(shape)} were expected")
+        gives, wanted = ("x".join(map(str, one)) or "one number" for one in (found.shape, shape))
+        return Judged("shape", f"gives {gives}, and {wanted} were expected")
     if not found.is_floating_point():
         return Judged("dtype", f"gives {found.dtype}, and floating-point numbers were expected")
     return None
@@ -210,10 +308,8 @@ def unusable(found: Tensor, shape: tuple[int, ...]) -> Judged | None:
 def _overflown(found: Tensor, beyond: Tensor, sums: Sums) -> Judged:
     """Where the promised sum is too large for its dtype nobody can say what is right; the others are what they are."""
     apart = (found.to(torch.float64) - sums.exact).abs()
-    right = apart <= sums.bound + sums.step(sums.exact.abs())
-    if bool((right | beyond).all()):
-        return Judged()
-    return Judged("too-bad", f"{int((~right & ~beyond).sum())} results beside those that overflow are wrong")
+    lost = int((~(apart <= sums.bound + sums.step(sums.exact.abs())) & ~beyond).sum())
+    return Judged("too-bad", f"{lost} results beside those that overflow are wrong") if lost else Judged()
 
 
 def not_finite(found: Tensor) -> Judged | None:
@@ -222,20 +318,16 @@ def not_finite(found: Tensor) -> Judged | None:
     return Judged("not-finite", f"{gone} of {found.numel()} results are no numbers") if gone else None
 
 
-def _sizes(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "one number"
-
-
-def in_band(error: float | None, expected: float | None, why: str) -> Judged:
+def in_band(error: float | None, expected: float | None, why: str = "") -> Judged:
     """What the error alone says."""
     why = why or "no known mistake explains it"
     if error is None or expected is None:
-        return Judged("unexplained", why, False, error, expected)
+        return Judged("unexplained", why, error, expected)
     low, high = (expected * one for one in BAND)
     if error > high:
         words = f"{why}; its error is {error:.3g}, and {expected:.3g} was expected"
-        return Judged("too-bad", words, False, error, expected)
+        return Judged("too-bad", words, error, expected)
     if error < low:
         words = f"its error is {error:.3g}, and this precision has {expected:.3g}: a wider one ran"
-        return Judged("too-good", words, False, error, expected)
-    return Judged("other-rounding", why, True, error, expected)
+        return Judged("too-good", words, error, expected)
+    return Judged("other-rounding", why, error, expected, remark=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -49,6 +49,14 @@ class AuditFinding:
     expected: float | None = None
 
 
+def worst(findings: Iterable[AuditFinding]) -> AuditOutcome:
+    """FAIL if any failed, CANNOT TELL if any could not, or there is none."""
+    outcomes = {one.outcome for one in findings}
+    if AuditOutcome.FAIL not in outcomes and outcomes != {AuditOutcome.PASS}:
+        return AuditOutcome.CANNOT_TELL
+    return AuditOutcome.FAIL if AuditOutcome.FAIL in outcomes else AuditOutcome.PASS
+
+
 @dataclass(frozen=True)
 class AuditedLayer:
     """A layer of a model that was converted: `what` it is now, whether that promises `low` precision, what its product
@@ -77,8 +85,8 @@ class CallWork:
     products: int = 0
 
 
+# The name of what is timed twice.
 CONTROL = "normal, again"
-"""The name of what is timed twice."""
 
 
 def spread_of(times: Mapping[str, float]) -> float:
@@ -111,26 +119,10 @@ class Audit:
     work: tuple[tuple[str, CallWork, float | None], ...] = ()
 
     @property
-    def spread(self) -> float | None:
-        """How much longer a call takes on the slowest kind of data than on the fastest; None where nobody looked."""
-        return spread_of(dict(self.times)) if self.times else None
-
-    @property
-    def noise(self) -> float | None:
-        """The same between two turns on the same data."""
-        return noise_of(dict(self.times)) if self.times else None
-
-    @property
     def low_flops(self) -> int:
         """Of the products of layers that promise low precision."""
         return sum(one.flops for one in self.layers if one.low)
 
     @property
     def outcome(self) -> AuditOutcome:
-        """FAIL if any check failed, CANNOT TELL if any could not."""
-        outcomes = {one.outcome for one in self.findings}
-        if AuditOutcome.FAIL in outcomes:
-            return AuditOutcome.FAIL
-        if AuditOutcome.CANNOT_TELL in outcomes or not outcomes:
-            return AuditOutcome.CANNOT_TELL
-        return AuditOutcome.PASS
+        return worst(self.findings)

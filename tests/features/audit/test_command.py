@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import UsageError
-from fp8bench.features.audit.job import sound
+from fp8bench.features.audit.command import sound
 from fp8bench.model.promises import AuditKind, Signature, Takes
 from fp8bench.user_code.named import audited, declared_of, signed
 from tests.commands import Say

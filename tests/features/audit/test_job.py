@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fp8bench.features.audit.job import _ceilings
+from fp8bench.features.audit.command import _ceilings
 from fp8bench.measure.ceilings import VARIABLE
 from fp8bench.model import Ceilings, Limit, Rate
 from tests.facts import CPU

@@ -17,7 +17,7 @@ from fp8bench import audit_model
 from fp8bench.features.audit.values import Audit, AuditOutcome
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.operators import values
-from fp8bench.formats.scalings import TENSOR
+from fp8bench.formats.recipes import TENSOR
 from tests.commands import Say
 
 IDS = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(0))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.auditor import SUBJECTS
-from fp8bench.features.audit.data import DATA, rounded, spread
+from fp8bench.features.audit.checks import SUBJECTS
+from fp8bench.features.audit.operands import DATA, rounded, spread
 from fp8bench.features.audit.promises import Judged
 from fp8bench.features.audit.subjects import Shape, Subject
 from fp8bench.formats.operators import values

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit import subjects as timing
-from fp8bench.features.audit.checks import memory
-from fp8bench.features.audit.checks.memory import Memory
-from fp8bench.features.audit.checks.speed import Work
-from fp8bench.features.audit.subjects import Shape, work_of
-from fp8bench.features.audit.values import Audit, AuditOutcome, CallWork
+from fp8bench.features.audit.checks import results, times
+from fp8bench.features.audit.checks.results import Memory
+from fp8bench.features.audit.checks.times import Work, work_of
+from fp8bench.features.audit.subjects import Shape
+from fp8bench.features.audit.values import AuditOutcome, CallWork, noise_of, spread_of
 from fp8bench.model import Ceilings, Limit, Rate
 from fp8bench.user_code.named import signed
 from suites.audit import HONEST, LIES, codes_of, result_of
@@ -78,16 +77,16 @@ def test_nothing_is_above_the_best_product_of_its_own_or_a_wider_precision(monke
     rates = (("fp32", 1.0), ("bf16", 4.0), ("fp8", 8.0))
     runs = {name: (rate * 1e12,) for name, rate in rates}
     known = Ceilings(tuple(Rate(Limit.PRODUCT, name, shape=(1,), runs=one) for name, one in runs.items()))
-    monkeypatch.setattr(timing, "_product", lambda *_: 0.5e12)
+    monkeypatch.setattr(times, "_product", lambda *_: 0.5e12)
     shape = Shape(16, 16, 16)
-    assert timing.flops_bound(known, "fp8", shape, "cpu").rate == 2.5 * 8e12
-    assert timing.flops_bound(known, "bf16", shape, "cpu").rate == 2.5 * 4e12
-    assert "8 times what torch's own product does here" in timing.flops_bound(None, "bf16", shape, "cpu").words
-    assert timing.flops_bound(None, "bf16", shape, "cpu").rate == 8 * 0.5e12
-    monkeypatch.setattr(timing, "_product", lambda *_: 9e12)
-    assert timing.flops_bound(known, "fp8", shape, "cpu").rate == 2.5 * 9e12, "what was done here can be done"
+    assert times.flops_bound(known, "fp8", shape, "cpu").rate == 2.5 * 8e12
+    assert times.flops_bound(known, "bf16", shape, "cpu").rate == 2.5 * 4e12
+    assert "8 times what torch's own product does here" in times.flops_bound(None, "bf16", shape, "cpu").words
+    assert times.flops_bound(None, "bf16", shape, "cpu").rate == 8 * 0.5e12
+    monkeypatch.setattr(times, "_product", lambda *_: 9e12)
+    assert times.flops_bound(known, "fp8", shape, "cpu").rate == 2.5 * 9e12, "what was done here can be done"
     whole = Ceilings((Rate(Limit.CACHED, shape=(1,), runs=(1e15, 1e15)),))
-    assert timing.bytes_bound(whole, 64, "cpu").rate == 2.5 * 1e15
+    assert times.bytes_bound(whole, 64, "cpu").rate == 2.5 * 1e15
 
 
 def test_a_kernel_that_does_not_wait_for_its_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,17 +110,16 @@ def test_a_kernel_that_does_not_wait_for_its_callers_stream(monkeypatch: pytest.
 
         return lambda: kernel
 
-    monkeypatch.setattr(memory, "beside", beside)
+    monkeypatch.setattr(results, "beside", beside)
     assert codes_of(result_of(Kernel("", _FP8, made(waits=False)), "cpu", [Memory])) == "stream"
     assert result_of(Kernel("", _FP8, made(waits=True)), "cpu", [Memory]).outcome is AuditOutcome.PASS
 
 
 def test_how_far_times_are_apart() -> None:
-    audit = Audit("", _FP8, (), times=(("zeros", 1.0), ("normal", 3.0), ("normal, again", 4.5)))
-    assert audit.spread == 2.0 and audit.noise == 0.5
-    assert Audit("", _FP8, ()).spread is None
+    times = {"zeros": 1.0, "normal": 3.0, "normal, again": 4.5}
+    assert spread_of(times) == 2.0 and noise_of(times) == 0.5
 
 
 def test_a_processor_has_no_other_stream() -> None:
-    with timing.beside("cpu") as there:
+    with results.beside("cpu") as there:
         assert there is False

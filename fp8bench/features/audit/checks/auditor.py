@@ -1,0 +1,140 @@
+"""Who audits, and what all checks have in common."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from fp8bench.features.audit.promises import Judged, Matrices
+from fp8bench.features.audit.subjects import Shape, Subject
+from fp8bench.features.audit.values import AuditFinding, AuditOutcome, CallWork
+from fp8bench.model import Ceilings
+from fp8bench.user_code import own_words
+
+# What is tried for the smallest one that shows the same.
+_SMALLER = (Shape(1, 1, 16), Shape(2, 2, 32), Shape(4, 4, 32), Shape(8, 8, 64), Shape(16, 16, 128), Shape(32, 32, 128))
+# A result that lies in the band without being the promised one is searched for mistakes so often, of each name.
+_SEARCHES = 4
+NORMAL = "normal"
+
+
+class Given(NamedTuple):
+    """What a callable is given: data of a shape, or matrices made of it (`how` says what was done to them)."""
+
+    data: str
+    shape: Shape
+    how: str = ""
+
+
+class Auditor:
+    """One subject under audit.
+
+    `tried` counts the results that were judged. It is `sound` until numbers were found wrong: what compares results
+    with their promise says nothing new of one that is not. `ceilings` are the device's, where they are known; checks
+    leave their `times` by data, and the `work` of a call and of the `baseline`'s with the time of both (`compared`).
+    """
+
+    def __init__(
+        self, subject: Subject, seed: int, ceilings: Ceilings | None = None, baseline: Subject | None = None
+    ) -> None:
+        self.ceilings, self.baseline = ceilings, baseline
+        self.times: dict[str, float] = {}
+        self.work: dict[str, CallWork] = {}
+        self.compared: dict[str, float] = {}
+        self.subject, self.seed, self.tried, self.sound = subject, seed, 0, True
+        self._searches: Counter[str] = Counter()
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """Those that it has promised to take."""
+        return tuple(dict.fromkeys(map(self.fitting, self.subject.shapes)))
+
+    def fitting(self, shape: Shape) -> Shape:
+        """The next one of whole multiples."""
+        multiple = self.subject.signature.multiple
+        return Shape(*(math.ceil(side / multiple) * multiple for side in shape))
+
+    def words(self, given: Given) -> str:
+        """'M=64 N=96 K=256, normal'."""
+        sides = " ".join(f"{name}={getattr(given.shape, side)}" for side, name in self.subject.sides)
+        return ", ".join(filter(None, (sides, given.data, given.how)))
+
+    def matrices(self, given: Given) -> Matrices:
+        return self.subject.drawn(given.data, given.shape, self.seed)
+
+    def results(self, matrices: Matrices) -> dict[str, Tensor]:
+        """What the callable makes of matrices that it has never seen."""
+        return self.subject.results(self.subject.arguments(matrices))
+
+    def judged(self, matrices: Matrices, results: dict[str, Tensor]) -> dict[str, Judged]:
+        """Each result, held against its promise."""
+        promises = self.subject.promises(matrices)
+        found = {}
+        for name, result in results.items():
+            self.tried += 1
+            found[name] = promises[name].judge(result, self._searches[name] < _SEARCHES)
+            self._searches[name] += found[name].remark
+        return found
+
+    def wrong(self, given: Given) -> dict[str, Judged]:
+        """What is wrong with the results of one input, by name; remarks too."""
+        matrices = self.matrices(given)
+        return {name: one for name, one in self.judged(matrices, self.results(matrices)).items() if one.code}
+
+    def smallest(self, given: Given, name: str, judged: Judged) -> Given:
+        """The smallest input that shows the same."""
+        for shape in map(self.fitting, () if given.how else _SMALLER):
+            smaller = Given(given.data, shape)
+            try:
+                found = self.wrong(smaller).get(name)
+            except Exception:  # noqa: BLE001 - it may refuse what is small
+                continue
+            if found is not None and found.code == judged.code:
+                return smaller
+        return given
+
+
+class Check(ABC):
+    """One way to find a lie, by the name that is shown. Its findings are about what was `given`, unless they say of
+    another input."""
+
+    name: ClassVar[str]
+
+    def __init__(self, auditor: Auditor) -> None:
+        self.auditor, self.subject = auditor, auditor.subject
+        self.given: Given | None = None
+
+    @abstractmethod
+    def look(self) -> Iterable[AuditFinding]:
+        """What it found; nothing where all is well. It may raise whatever foreign code raises: what it has yielded by
+        then stands."""
+
+    def applies(self) -> bool:
+        """Whether it has anything to look at."""
+        return True
+
+    def fail(self, code: str, why: str, given: Given | None = None) -> AuditFinding:
+        return self._finding(AuditOutcome.FAIL, code, why, given)
+
+    def remark(self, code: str, why: str, given: Given | None = None) -> AuditFinding:
+        return self._finding(AuditOutcome.PASS, code, why, given)
+
+    def unknown(self, error: BaseException) -> AuditFinding:
+        """What it raised where it should have answered."""
+        return self._finding(AuditOutcome.CANNOT_TELL, "raises", own_words(error), None)
+
+    def _finding(self, outcome: AuditOutcome, code: str, why: str, given: Given | None) -> AuditFinding:
+        about = given or self.given
+        return AuditFinding(self.name, outcome, code, why, self.auditor.words(about) if about else "")
+
+    def judged(self, given: Given, name: str, judged: Judged) -> AuditFinding:
+        """Of a result that is wrong, with the smallest input that shows the same, or is remarked on."""
+        result = "" if len(self.subject.sides) < 3 or name == "product" else f"{name}: "
+        about = given if judged.remark else self.auditor.smallest(given, name, judged)
+        say = self.remark if judged.remark else self.fail
+        return replace(say(judged.code, result + judged.why, about), error=judged.error, expected=judged.expected)

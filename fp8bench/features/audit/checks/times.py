@@ -1,0 +1,299 @@
+"""What calls do besides their results: the work that torch sees, and the time that they take.
+
+Time grows with work, nothing is done faster than the machine can, and all data take the same time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8bench import units
+from fp8bench.features.audit.checks.auditor import NORMAL, Check, Given
+from fp8bench.features.audit.operands import TIMED
+from fp8bench.features.audit.promises import Matrices
+from fp8bench.features.audit.subjects import Shape
+from fp8bench.features.audit.values import CONTROL, AuditFinding, CallWork, noise_of, spread_of
+from fp8bench.model import Ceilings, Limit
+from fp8bench.model.promises import AuditKind, Takes
+from fp8bench.registry import precisions
+from fp8bench.worker.tape_pass import uncompiled
+
+_COPIES = ("clone", "copy_", "_to_copy", "contiguous")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm")
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Memory that is taken, casts and copies, as far as torch sees them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before = {_storage(one) for one in _tensors((args, kwargs))}
+        found = func(*args, **(kwargs or {}))
+        for one in _tensors(found):
+            if one.numel() and _storage(one) not in before:
+                before.add(_storage(one))
+                self.seen.update(allocations=1, bytes=one.untyped_storage().nbytes())
+        name = func.overloadpacket.__name__
+        self.seen["products"] += name in _PRODUCTS
+        if name in _COPIES:
+            source = args[1] if name == "copy_" else args[0]
+            target = next(iter(_tensors(found)), None)
+            cast = target is not None and isinstance(source, Tensor) and source.dtype != target.dtype
+            self.seen["casts" if cast else "copies"] += 1
+        return found
+
+
+def work_of(call: Callable[[], object]) -> CallWork:
+    """Of one call; what torch compiles does the operators that it was made of."""
+    with uncompiled(), _Counting() as counting:
+        call()
+    return CallWork(**counting.seen)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | tuple | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(one)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, torch.nn.Parameter) else id(tensor)
+
+
+_WARM = 3
+# Of these a baseline in the dtype of its operands is one operator.
+_SINGLE = (AuditKind.PRODUCT, AuditKind.ATTENTION)
+
+
+class Work(Check):
+    """By operators of torch: what a kernel of somebody's own does inside nobody sees."""
+
+    name = "work"
+
+    def look(self) -> Iterator[AuditFinding]:
+        self.given = Given(NORMAL, self.auditor.fitting(self.subject.timed))
+        matrices = self.auditor.matrices(self.given)
+        yield from self._remembered(matrices)
+        if self.auditor.baseline is not None:
+            yield from self._compared(self.auditor.baseline.arguments(matrices), self.subject.arguments(matrices))
+
+    def _remembered(self, matrices: Matrices) -> Iterator[AuditFinding]:
+        """A call with arguments that it knows must do what one with fresh arguments does."""
+        known = self.subject.arguments(matrices)
+        for _ in range(_WARM):
+            self.subject.raw(known)
+        again = work_of(partial(self.subject.raw, known))
+        fresh = self.auditor.work["kernel"] = work_of(partial(self.subject.raw, self.subject.arguments(matrices)))
+        counts = {name: (getattr(again, name), getattr(fresh, name)) for name in _REMEMBERED}
+        if lost := [f"{name}: {less} of {all_}" for name, (less, all_) in counts.items() if less < all_]:
+            why = f"with arguments that it has seen it does less than with fresh ones ({'; '.join(lost)})"
+            yield self.fail("remembered-work", why)
+
+    def _compared(self, arguments: Matrices, own: Matrices) -> Iterator[AuditFinding]:
+        """What the baseline does more: copies of layouts, casts of what needs none, results in fresh memory."""
+        assert self.auditor.baseline is not None
+        kernel, baseline = partial(self.subject.raw, own), partial(self.auditor.baseline.raw, arguments)
+        baseline()
+        work, mine = work_of(baseline), self.auditor.work["kernel"]
+        self.auditor.work["baseline"] = work
+        self.auditor.compared = fastest({"kernel": kernel, "baseline": baseline}, self.subject.device)
+        if self.subject.kind in _SINGLE and (more := list(_more(work, mine))):
+            yield self.fail("unfair-baseline", f"the baseline {' and '.join(more)}")
+        if self.subject.signature.takes is Takes.CODES:
+            why = "it is given codes and scales, and the baseline values: the time of casts is in neither"
+            yield self.remark("casts-outside", why)
+
+
+_REMEMBERED = ("casts", "products", "copies", "allocations")
+
+
+def _more(work: CallWork, mine: CallWork) -> Iterator[str]:
+    if work.casts:
+        yield f"casts {work.casts} times what is in its dtype already"
+    if work.copies > mine.copies:
+        yield f"makes {work.copies} copies in another layout, and the kernel {mine.copies}"
+    if work.allocations and not mine.allocations:
+        yield "takes memory for its result at each call, and the kernel none"
+    if work.products > max(mine.products, 1):
+        yield f"makes {work.products} products, and the kernel {mine.products}"
+
+
+_TIMES, _SECONDS = 7, 1.0
+# What a call may be above a measured ceiling, as `above-ceiling` has it; above what torch does here and now, where no
+# ceiling is known: what a narrower dtype, and a clock that rises, may make of it.
+_ABOVE, _MARGIN = 2.5, 8.0
+# Of several runs on a device of its own: the search may have missed its best shape by so much.
+_CLOSE = 1.25
+
+
+class Bound(NamedTuple):
+    """So many a second nothing does; `words` say whose figure it rests on."""
+
+    rate: float
+    words: str
+
+
+def fastest(
+    calls: Mapping[str, Callable[[], object]], device: str, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """The fastest of a few calls of each, in turns."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    end = time.perf_counter() + _SECONDS * len(calls)
+    for _ in range(_TIMES):
+        for name, call in calls.items():
+            _wait(device)
+            start = clock()
+            call()
+            _wait(device)
+            found[name].append(clock() - start)
+        if time.perf_counter() > end:
+            break
+    return {name: max(min(times), 1e-9) for name, times in found.items()}
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def flops_bound(ceilings: Ceilings | None, precision: str, shape: Shape, device: str) -> Bound:
+    """FLOPs a second: of the best product measured in this precision or a wider one, and of torch's own now."""
+    here = max(_product(shape, device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    rank = precisions.get(precision).rank
+    known = [one.precision for one in (ceilings.rates if ceilings else ()) if one.limit is Limit.PRODUCT]
+    wide = [ceilings.bound(Limit.PRODUCT, one) for one in known if ceilings and precisions.get(one).rank <= rank]
+    return _bound(max((one for one in wide if one is not None), default=None), here, ceilings, device, "product")
+
+
+def bytes_bound(ceilings: Ceilings | None, size: int, device: str) -> Bound:
+    """Bytes a second: of the best copy measured in any cache, and of a copy of so many bytes now."""
+    source = torch.empty(max(size // 2, 1), dtype=torch.uint8, device=device)
+    seconds = fastest({"": partial(torch.clone, source)}, device)[""]
+    known = ceilings.bound(Limit.CACHED) if ceilings else None
+    return _bound(known, 2 * source.numel() / seconds, ceilings, device, "copy")
+
+
+def _bound(known: float | None, here: float, ceilings: Ceilings | None, device: str, what: str) -> Bound:
+    if known is None or ceilings is None:
+        return Bound(_MARGIN * here, f"{_MARGIN:g} times what torch's own {what} does here")
+    margin = _CLOSE if ceilings.whole and not device.startswith("cpu") else _ABOVE
+    return Bound(margin * max(known, here), f"{margin:g} times the fastest {what} that was measured here")
+
+
+def _product(shape: Shape, device: str, dtype: torch.dtype) -> float:
+    a, b = (torch.randn(rows, shape.k).to(device, dtype) for rows in (shape.m, shape.n))
+    seconds = fastest({"": partial(torch.mm, a, b.t())}, device)[""]
+    return 2 * shape.m * shape.n * shape.k / seconds
+
+
+# Calls that take this long are timed by themselves; the largest side that is tried for that.
+_LONG_ENOUGH, _LARGEST = 2e-3, 1024
+# So many times more work, and by how much more time at least a device that is busy takes for it.
+_MORE, _AT_LEAST = 4, 1.3
+# A machine that has much else to do makes any single comparison wrong.
+_AGAIN = 4
+# Zeros may honestly take less: 55 percent of the time in torchao's 8-bit AdamW, 80 in torch's scaled product, both on a
+# processor. Whoever makes no product of them takes a twentieth.
+_SHORT, _SPREAD = 4.0, 0.3
+# Times of the same data twice differ, too: what differs by less than so many times that says nothing of the data.
+_CLEARLY = 3.0
+
+
+class Speed(Check):
+    """On a busy machine too: what is asked for leaves room."""
+
+    name = "speed"
+
+    def look(self) -> list[AuditFinding]:
+        """All of it or nothing: where a call raises on the way, times say nothing."""
+        shape = self.auditor.fitting(self.subject.timed)
+        while (seconds := self._seconds(shape)) < _LONG_ENOUGH and max(shape) < _LARGEST:
+            shape = Shape(*(2 * side for side in shape))
+        given = Given(NORMAL, shape)
+        if why := self._too_fast(shape):
+            return [self.fail("too-fast", why, given)]
+        found = list(self._by_data(given))
+        if seconds < _LONG_ENOUGH:
+            why = f"{units.seconds(seconds)} a call: too short to see whether it grows"
+            return [*found, self.remark("overhead", why, given)]
+        for side in ("m", "k"):
+            larger = shape._replace(**{side: _MORE * getattr(shape, side)})
+            if why := _always(partial(self._flat, shape, larger)):
+                why = f"{_MORE} times the {side.upper()}: {why}"
+                found.append(self.fail("flat-time", why, given._replace(shape=larger)))
+        return found
+
+    def _too_fast(self, shape: Shape) -> str:
+        """What it does a second, where no look finds it below what the machine can; '' if one does."""
+        device, ceilings, precision = self.subject.device, self.auditor.ceilings, self.subject.signature.precision
+        arguments = self._arguments(NORMAL, shape)
+        moved = sum(one.numel() * one.element_size() for one in (*arguments, *self.subject.raw(arguments).values()))
+        flops = self.subject.flops(shape)
+        bounds = {
+            "FLOP/s": (flops, lambda: flops_bound(ceilings, precision, shape, device)),
+            "B/s": (moved, lambda: bytes_bound(ceilings, moved, device)),
+        }
+
+        def above(count: int, unit: str, bound: Callable[[], Bound]) -> str:
+            own, (most, words) = count / self._seconds(shape), bound()
+            return "" if own <= most else f"{units.count(own, unit)}; {units.count(most, unit)} is {words}"
+
+        looks = (_always(partial(above, count, unit, bound)) for unit, (count, bound) in bounds.items() if count)
+        return next(filter(None, looks), "")
+
+    def _by_data(self, given: Given) -> Iterator[AuditFinding]:
+        """On zeros, ones, integers, uniform and normal numbers, in turns; looked at again while they differ."""
+        auditor, device = self.auditor, self.subject.device
+        calls = {name: partial(self.subject.raw, self._arguments(name, given.shape)) for name in TIMED}
+        calls[CONTROL] = calls[NORMAL]
+        # Of a processor what it works: others that work on it would make of every comparison what they like.
+        clock = time.process_time if device.startswith("cpu") else time.perf_counter
+        for _ in range(_AGAIN):
+            times = fastest(calls, device, clock)
+            auditor.times = {name: min(one, auditor.times.get(name, one)) for name, one in times.items()}
+            if spread_of(auditor.times) <= _SPREAD:
+                return
+        least = min((name for name in auditor.times if name != CONTROL), key=lambda name: auditor.times[name])
+        less, normal = (units.seconds(auditor.times[one]) for one in (least, NORMAL))
+        why = f"{less} on {least}, and {normal} on normal numbers"
+        if auditor.times[least] * _SHORT < auditor.times[NORMAL]:
+            yield self.fail("data-shortcut", why, given)
+        elif (spread := spread_of(auditor.times)) > _CLEARLY * noise_of(auditor.times):
+            yield self.remark("data-time", f"its time differs by {spread:.0%} with what its inputs hold: {why}", given)
+
+    def _flat(self, shape: Shape, larger: Shape) -> str:
+        """Both times if the larger one takes no longer; '' if it does."""
+        before, after = self._seconds(shape), self._seconds(larger)
+        return "" if after >= _AT_LEAST * before else f"{units.seconds(after)}, and {units.seconds(before)} before"
+
+    def _arguments(self, data: str, shape: Shape) -> Matrices:
+        return self.subject.arguments(self.auditor.matrices(Given(data, shape)))
+
+    def _seconds(self, shape: Shape) -> float:
+        return fastest({"": partial(self.subject.raw, self._arguments(NORMAL, shape))}, self.subject.device)[""]
+
+
+def _always(look: Callable[[], str]) -> str:
+    """What the last of a few looks says; '' as soon as one has nothing to say."""
+    why = ""
+    for _ in range(_AGAIN):
+        if not (why := look()):
+            return ""
+    return why

@@ -1,0 +1,279 @@
+"""What kernels are given, how a recipe rounds it, and how somebody may have rounded it by mistake.
+
+Matrices in which one mistake or another shows are drawn on the processor, from a seed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8bench.formats.codes import DTYPES, decode, unpack
+from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
+from fp8bench.formats.quantise import RANDOM_BITS, quantised
+from fp8bench.formats.recipes import NVFP4, ROUNDINGS, ROW, Recipe, Scaling, Treatment
+from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, swizzled
+from fp8bench.formats.scaled import quantise
+from fp8bench.registry import precisions
+
+Draw = Callable[[int, int, torch.Generator], Tensor]
+
+
+def _normal(rows: int, columns: int, random: torch.Generator) -> Tensor:
+    return torch.randn(rows, columns, generator=random)
+
+
+def _sizes(count: int, octaves: int, random: torch.Generator) -> Tensor:
+    return torch.exp2(torch.randint(-octaves, octaves + 1, (count,), generator=random))
+
+
+def _blocks(rows: int, columns: int, random: torch.Generator) -> Tensor:
+    """No two blocks of the contraction have the same size."""
+    across = -(-columns // 16)
+    sizes = torch.exp2(torch.rand(rows, across, generator=random) * 8 - 4)
+    return _normal(rows, columns, random) * sizes.repeat_interleave(16, 1)[:, :columns]
+
+
+def _outliers(x: Tensor) -> Tensor:
+    x[:: max(len(x) // 4, 1)] *= 64
+    return x
+
+
+def _one_hot(rows: int, columns: int, random: torch.Generator) -> Tensor:
+    """A single power of two in each row: products show the other operand's values."""
+    x = torch.zeros(rows, columns)
+    places = torch.randint(0, columns, (rows,), generator=random)
+    x[torch.arange(rows), places] = _sizes(rows, 3, random)
+    return x
+
+
+def _many_octaves(rows: int, columns: int, random: torch.Generator) -> Tensor:
+    """Numbers that scaled elements have below their smallest normal one, too."""
+    sizes = torch.exp2(torch.rand(rows, columns, generator=random) * -20)
+    return sizes * (torch.randint(0, 2, (rows, columns), generator=random) * 2 - 1)
+
+
+DATA: dict[str, Draw] = {
+    "normal": _normal,
+    "uniform": lambda rows, columns, random: torch.rand(rows, columns, generator=random) * 2 - 1,
+    # So far apart that a scale shared by several rows loses the small ones, in a format with many exponents, too.
+    "rows of different sizes": lambda m, k, random: _normal(m, k, random) * _sizes(m, 8, random)[:, None],
+    "blocks of different sizes": _blocks,
+    "outliers across the contraction": lambda rows, columns, random: _outliers(_normal(rows, columns, random).t()).t(),
+    "outliers along the contraction": lambda rows, columns, random: _outliers(_normal(rows, columns, random)),
+    "integers": lambda m, k, random: torch.randint(-6, 7, (m, k), generator=random).to(torch.float32),
+    "one-hot rows": _one_hot,
+    "many octaves": _many_octaves,
+    "large": lambda rows, columns, random: _normal(rows, columns, random) * 2.0**10,
+    "small": lambda rows, columns, random: _normal(rows, columns, random) * 2.0**-10,
+}
+
+# What calls are timed on: these take the same time in an honest kernel, up to what a device's power limit makes of it.
+TIMED: dict[str, Draw] = {
+    "zeros": lambda rows, columns, _: torch.zeros(rows, columns),
+    "ones": lambda rows, columns, _: torch.ones(rows, columns),
+    **{name: DATA[name] for name in ("integers", "uniform", "normal")},
+}
+
+
+def drawn(data: str, operand: int, rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """A matrix of that data; of one-hot data the first operand alone is so."""
+    draw = _normal if data == "one-hot rows" and operand else (DATA | TIMED)[data]
+    name = f"{data} {operand} {rows}x{columns}"
+    random = torch.Generator("cpu").manual_seed(seed + zlib.crc32(name.encode()))
+    return draw(rows, columns, random).to(dtype)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Elements (rows, columns) float32, and scales (down, across) float32: a value is an element times its scale.
+
+    `tensor_scale` is NVFP4's second one. Without scaling scales are one 1.
+    """
+
+    elements: Tensor
+    scales: Tensor
+    treatment: Treatment | None
+    tensor_scale: float = 1.0
+
+    @property
+    def values(self) -> Tensor:
+        return self.elements * self.spread
+
+    @property
+    def spread(self) -> Tensor:
+        """The scale of every element."""
+        return spread(self.scales, self.elements) * self.tensor_scale
+
+    @property
+    def codes(self) -> Tensor:
+        """The elements as a kernel takes them: in the float8 dtype, or two four-bit codes a byte."""
+        assert self.treatment is not None
+        fmt = self.treatment.fmt
+        if fmt is E2M1:
+            return quantise(self.elements, fmt, None).codes
+        return self.elements.to(DTYPES[fmt.name])
+
+
+def rounded(x: Tensor, treatment: Treatment | None) -> Rounded:
+    """As the recipe rounds it to nearest, its contraction last; None leaves it as it is."""
+    if treatment is None:
+        return Rounded(x.to(torch.float32), torch.ones(1, 1), None)
+    fmt, scaling = treatment.fmt, treatment.scaling
+    stored = quantise(x, fmt, scaling, checked=False)
+    elements = decode(unpack(stored.codes, fmt, x.shape[-1]), fmt, checked=False)
+    scales = torch.ones(1, 1) if stored.scales is None else stored.scales
+    if stored.scales is not None and scaling is not None and scaling.scale is not None:
+        scales = decode(scales, scaling.scale, checked=False)
+    tensor_scale = 1.0 if stored.tensor_scale is None else float(stored.tensor_scale)
+    return Rounded(elements, scales.to(torch.float32).reshape(*_grid(scales)), treatment, tensor_scale)
+
+
+def _grid(scales: Tensor) -> tuple[int, int]:
+    return (scales.shape[0], scales.shape[1]) if scales.dim() == 2 else (max(scales.numel(), 1), 1)
+
+
+# Sides of blocks that there are: where a matrix does not divide, the next one above is meant.
+_SIDES = (1, 16, 32, 64, 128)
+
+
+def spread(scales: Tensor, like: Tensor) -> Tensor:
+    """A scale for each element of a matrix: one of each block, whose sizes follow from how many there are.
+
+    ValueError where so many scales do not cover the matrix in equal blocks.
+    """
+    down, across = scales.shape
+    rows, columns = like.shape
+    high, wide = _block(rows, down), _block(columns, across)
+    if -(-rows // high) != down or -(-columns // wide) != across:
+        raise ValueError(f"{down} x {across} scales do not cover {rows} x {columns} elements in equal blocks")
+    return scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+
+
+def _block(length: int, count: int) -> int:
+    side = -(-length // max(count, 1))
+    return next((one for one in _SIDES if one >= side), side) if count > 1 else length
+
+
+def decoded(codes: Tensor, columns: int) -> Tensor:
+    """Elements, from the codes that somebody gave: float8, or four-bit ones two a byte, or values as they are."""
+    if codes.dtype == torch.uint8 or "float4" in str(codes.dtype):
+        return decode(unpack(codes.view(torch.uint8), E2M1, columns), E2M1, checked=False)
+    return codes.to(torch.float32)
+
+
+def scale_matrix(scale: Tensor) -> Tensor:
+    """Scales that somebody gave, float32 (down, across); bytes are e8m0 ones, as torch's own dtype of that name."""
+    if scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
+    found = scale.detach().to(torch.float32).cpu()
+    return found.reshape(*_grid(found))
+
+
+# Precisions that somebody may have taken for another one.
+_OTHERS = ("fp8", "fp8-e4m3", "fp8-e5m2", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "fp16")
+_FNUZ = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
+_BYTE = 8
+_TAILS = (16, 32, 64, 128)
+
+
+class Mistake(NamedTuple):
+    """Its code, in words, and the values of an operand that it makes."""
+
+    code: str
+    words: str
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Source:
+    """An operand as it came (None: it came as codes), and as it should be rounded."""
+
+    given: Tensor | None
+    kept: Rounded
+
+
+def mistakes(source: Source) -> Iterator[Mistake]:
+    """Of one operand, the likeliest first: what fits one by chance as well is called by the first name."""
+    if source.given is not None and source.kept.treatment is not None:
+        yield from _of_casts(source.given, source.kept, source.kept.treatment)
+    yield from _of_scales(source.kept)
+    yield from _of_tails(source.kept)
+
+
+def _of_casts(x: Tensor, kept: Rounded, own: Treatment) -> Iterator[Mistake]:
+    yield Mistake("not-cast", "as it came: it was not cast", x.to(torch.float32))
+    scaling = own.scaling
+    if scaling is not None:
+        for rounding in ROUNDINGS[scaling.scale]:
+            if rounding is not scaling.rounding:
+                values = rounded(x, replace(own, scaling=replace(scaling, rounding=rounding))).values
+                yield Mistake("scale-rounding", f"cast under scales that are rounded as {rounding.value}", values)
+        if not scaling.turns:
+            turned = rounded(x.t().contiguous(), own).values.t()
+            yield Mistake("blocks-turned", "scaled by blocks along the other dimension", turned)
+    for words, treatment in _other_treatments(own):
+        yield Mistake("other-precision", f"cast as {words} does", rounded(x, treatment).values)
+    if own.fmt.bits <= _BYTE:
+        cut = quantised(x.to(torch.float32) / kept.spread, own.fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1))
+        yield Mistake("cut", "cast toward 0 and not to nearest", cut * kept.spread)
+
+
+def _other_treatments(own: Treatment) -> Iterator[tuple[str, Treatment]]:
+    named = [(f"{own.fmt.name} without scales", replace(own, scaling=None))]
+    if own.fmt in _FNUZ and (own.scaling is None or own.scaling.scale is None):
+        named.append((_FNUZ[own.fmt].name, replace(own, fmt=_FNUZ[own.fmt])))
+    for name in _OTHERS:
+        recipe = getattr(precisions.get(name), "recipe", None)
+        named += [(name, one) for one in recipe.treatments] if isinstance(recipe, Recipe) else []
+    if own.scaling is not None and own.scaling.scale is None and own.scaling != ROW:
+        named.append((f"{own.fmt.name} with a scale a row", replace(own, scaling=ROW)))
+    if own.scaling == NVFP4:
+        named.append(("blocks of 16 x 16", replace(own, scaling=Scaling(16, 16, NVFP4.scale, NVFP4.rounding))))
+    seen = [own]
+    for words, treatment in named:
+        if treatment not in seen:
+            seen.append(treatment)
+            yield words, replace(treatment, stochastic=False)
+
+
+def _of_scales(kept: Rounded) -> Iterator[Mistake]:
+    """Right elements under wrong scales."""
+    if kept.treatment is None or kept.treatment.scaling is None:
+        return
+    scales, elements, fmt = kept.scales, kept.elements, kept.treatment.fmt
+    whole_tiles = scales.shape[0] % TILE_ROWS == scales.shape[1] % TILE_COLUMNS == 0
+    laid = {
+        "transposed": scales.t().contiguous().reshape(scales.shape) if min(scales.shape) > 1 else None,
+        "in the order of a GPU's tiles": swizzled(scales).reshape(scales.shape) if whole_tiles else None,
+        "moved on by one block": scales.roll(1, 1),
+        "moved on by one row": scales.roll(1, 0),
+        "those of the first block": scales[:, :1].expand_as(scales),
+        "one for all, the largest": scales.max().expand_as(scales),
+    }
+    for words, other in laid.items():
+        if other is not None and not torch.equal(other, scales):
+            yield Mistake("scale-layout", f"under scales that are {words}", replace(kept, scales=other).values)
+    if fmt in _FNUZ and fmt.name in DTYPES:
+        yield Mistake("fnuz", f"its codes are read as {_FNUZ[fmt].name}'s: half of it", kept.values / 2)
+    yield Mistake("scale-missing", "without its scales", elements)
+    if kept.tensor_scale != 1.0:
+        yield Mistake("scale-missing", "without its tensor's scale", kept.values / kept.tensor_scale)
+    yield Mistake("scale-inverse", "divided by its scales", elements / kept.spread)
+    yield Mistake("scale-twice", "with its scales applied twice", kept.values * kept.spread)
+    yield Mistake("factor", "twice as large", kept.values * 2)
+
+
+def _of_tails(kept: Rounded) -> Iterator[Mistake]:
+    """Without the end of the contraction."""
+    columns = kept.elements.shape[1]
+    lost = {columns % size for size in _TAILS} | {size for size in _TAILS if size < columns}
+    for count in sorted(lost - {0}):
+        values = kept.values.clone()
+        values[:, columns - count :] = 0
+        yield Mistake("tail", f"without the last {count} of the contraction", values)
