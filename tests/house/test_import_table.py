@@ -63,20 +63,18 @@ TABLE: dict[str, frozenset[str]] = {
 # What formats says of products and devices without torch.
 LIGHT_FORMATS = frozenset(
     f"fp8bench.formats.{name}"
-    for name in ("hardware", "kernel_names", "product_rules", "recipe_support", "recipes", "scaled_products")
+    for name in ("hardware", "product_rules", "recipe_support", "recipes")
 )
 LIGHT_NN = frozenset(
     f"fp8bench.nn.{name}"
     for name in (
-        "layer_workload",
-        "parallel.cuts",
         "parallel.ways",
-        "support",
+        "shared_workloads",
         "sizes",
         "shared_precisions",
     )
 )
-LIGHT = LIGHT_FORMATS | LIGHT_NN | {"fp8bench.formats.grids", "fp8bench.formats.scalings"}
+LIGHT = LIGHT_FORMATS | LIGHT_NN | {"fp8bench.formats.grids"}
 # Of some rooms others may import a part only: (importer's prefix, room) -> the modules.
 PARTS: dict[tuple[str, str], frozenset[str]] = {
     ("fp8bench.store", "plan"): frozenset({"fp8bench.plan.checked_workload"}),
@@ -119,13 +117,9 @@ LAZY = HEAVY | {
 }
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
 # What runs in the worker of an audit.
-AUDITING = (
-    "attention", "audited", "auditor", "checks.", "data", "kept_moments", "mistakes", "model", "optimizer",
-    "promises", "subjects", "ways",
-)  # fmt: skip
+AUDITING = ("checks", "model", "operands", "optimizer", "promises", "steps", "subjects")
 HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.analysis.stats", frozenset({"numpy"})),
-    ("fp8bench.cli.yaml_file", frozenset({"yaml"})),
     ("fp8bench.features.gate.command", frozenset({"yaml"})),
     ("fp8bench.features.plan_parallel.command", frozenset({"yaml"})),
     ("fp8bench.cli.config_file", frozenset({"yaml"})),
