@@ -11,10 +11,9 @@ from contextlib import closing, contextmanager
 from typing import TextIO
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.live import LiveLine, time_left
 from fp8bench.cli.options import request_of, shared
 from fp8bench.cli.outputs import check_outputs, show_view
-from fp8bench.cli.progress import TerminalJob
+from fp8bench.cli.progress import LiveLine, TerminalJob, time_left
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION
 from fp8bench.features.duel.kind import DuelKind
 from fp8bench.features.duel.sides import Question
@@ -27,7 +26,6 @@ from fp8bench.protocols import SilentObserver
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.description = (
         "Measures every case on two sides in the same rounds, B (what is) against A (what was): two interpreters with "
         "a torch each, or two revisions of your code or of fp8bench. A side that is not given is what runs here. Finds "

@@ -33,7 +33,6 @@ class DuelWriter(LineWriter):
     called: str = "the duel's file"
 
     def result(self, result: CaseResult) -> None:
-        """A case with all there is of it."""
         self._lines([{"result": encode(result)}])
 
     def session(self, case: str, session: Session) -> None:
@@ -94,7 +93,6 @@ def _renamed(plain: Any) -> Any:
 
 
 def _sound(result: CaseResult) -> CaseResult:
-    """The result, if its samples make sense."""
     same = result.before.case.id == result.after.case.id
     whys = ["" if same else "its sides are of different cases", unsound(result.before), unsound(result.after)]
     for session in result.sessions:

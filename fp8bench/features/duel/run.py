@@ -237,7 +237,6 @@ class CaseProgress:
 
     @property
     def alive(self) -> bool:
-        """Whether there is more to measure."""
         return not (self.left_out or self.before.failure or self.after.failure)
 
     @property
@@ -248,7 +247,6 @@ class CaseProgress:
 
 
 def begin_case(case: str, pair: Pair) -> CaseProgress:
-    """A case that is about to be measured, or the reason why it is not."""
     before, after = (CaseOutcome(side.cases[case]) for side in pair)
     left_out = _unfit(pair, (before.planned, after.planned))
     for outcome in (before, after):

@@ -60,7 +60,6 @@ def sweep() -> None:
 
 
 def _left(folder: Path) -> bool:
-    """Whether nobody holds its lock."""
     try:
         return not is_locked(folder / _LOCK)
     except FileNotFoundError:
@@ -93,7 +92,6 @@ def repository_of(folder: Path, option: str) -> Path:
 
 
 def is_dirty(repository: Path) -> bool:
-    """Whether files that git knows differ from what is checked out."""
     return bool(_git(repository, "status", "--porcelain", "--untracked-files=no").stdout.strip())
 
 

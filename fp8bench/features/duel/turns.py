@@ -54,7 +54,6 @@ class SideWorkers:
         return {one.key: one for one in self.devices}
 
     def meet(self, request: Request, suites: Sequence[str], corpus: str | None) -> None:
-        """Start the first worker and plan what this side can do."""
         self.devices = self.workers[0].probe()
         self.versions = self.workers[0].within(HANG_SECONDS).versions(tuple(suites))
         try:

@@ -52,7 +52,6 @@ class CaseResult:
 
     @property
     def measured(self) -> bool:
-        """Whether it came to times on both sides."""
         return bool(self.sessions) and not self.failed
 
 
@@ -79,7 +78,6 @@ class Duel:
 
     @property
     def ok(self) -> bool:
-        """Whether something was measured and nothing failed."""
         return any(one.measured for one in self.results) and not any(one.failed for one in self.results)
 
 

@@ -90,7 +90,6 @@ class Judged:
 
     @property
     def resolved(self) -> bool:
-        """Whether there were processes enough for an interval."""
         return self.finest <= 1 - self.ratio.level
 
     @property
@@ -156,7 +155,6 @@ def why_unsure(found: Judged) -> str:
 
 
 def _rounds(session: Session) -> list[int]:
-    """Those that all entries were in; none where a side has no entry."""
     return verdicts.common_rounds([*session.before, *session.after]) if session.before and session.after else []
 
 
@@ -294,7 +292,6 @@ def judged(result: CaseResult) -> Judged | None:
 
 
 def comparisons(duel: Duel) -> tuple[Comparison, ...]:
-    """Every figure of every case, times first."""
     return tuple(one for result in duel.results for one in compared(result))
 
 
@@ -308,7 +305,6 @@ def of_means(duel: Duel) -> Iterator[Comparison]:
 
 
 def compared(result: CaseResult) -> Iterator[Comparison]:
-    """The figures of one case."""
     yield _time(result)
     names = dict.fromkeys(
         one.metric for record in (result.before, result.after) for one in record.measurements
@@ -366,7 +362,6 @@ def _labels(result: CaseResult, found: Judged) -> tuple[Label, ...]:
 
 
 def _why_none(result: CaseResult) -> str:
-    """Why a case has no comparison of times."""
     for side, record in ((BEFORE, result.before), (AFTER, result.after)):
         if record.status is Status.FAILED:
             return f"it failed on side {side}: {record.reason}"

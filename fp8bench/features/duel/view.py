@@ -46,7 +46,6 @@ _LEGEND = (_HOW_TIME, _HOW_RATIO, _HOW_APART, _HOW_VERDICT)
 
 
 def page_of(duel: Duel) -> Page:
-    """The sides, a table of times, the values that differ, and what else one should know."""
     found = [(result, list(compared(result))) for result in duel.results]
     times: Element = Table("times", "", _TIMES, tuple(_times(found))) if found else Text("Nothing was measured.")
     parts = [Part("times", "", (times,)), Part("values", "", tuple(_values(found)))]
@@ -132,5 +131,4 @@ def _ending(duel: Duel) -> Iterator[Text]:
 
 
 def as_json(duel: Duel) -> str:
-    """All that its file holds, and what its samples say."""
     return json_line({"schema": SCHEMA, **encode(duel), "comparisons": encode(comparisons_of(duel))})

@@ -118,7 +118,6 @@ def _take(path: Path, plan: FleetPlan | None, out: Path, known: dict[str, Path],
 
 
 def _doubts(run: Run, path: Path) -> Iterator[str]:
-    """What is wrong with a run that was taken."""
     if run.troubles:
         yield f"{path} is torn: {'; '.join(run.troubles)}"
     missing = len(missing_groups(run))

@@ -24,7 +24,6 @@ from fp8bench.store.fleet_plans import check_cell, read_plan, states_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The commands of a fleet, each with its options."""
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
     codes = "Exit codes: 0 every cell is done and no case failed, 2 wrong usage, 3 otherwise, 130 interrupted."
 
@@ -127,7 +126,6 @@ def _volume(text: str) -> Volume:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what one of the commands asks for; returns the exit code."""
     check_outputs(arguments)
     if arguments.subcommand in ("collect", "report"):
         return _collect(arguments) if arguments.subcommand == "collect" else _report(arguments)

@@ -212,7 +212,6 @@ _PAUSE_SECONDS = 1.0
 
 
 def _slurm(order: Order) -> Workers:
-    """A job a worker."""
     try:
         executor = _submitit().SlurmExecutor(folder=order.logs)
     except RuntimeError as error:
@@ -267,7 +266,6 @@ def _ray(order: Order) -> Workers:
 
 
 def _connect(ray: Any, address: str, kinds: Sequence[str]) -> None:
-    """To a cluster that offers all kinds."""
     check_answers(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error")

@@ -172,7 +172,6 @@ def _seconds_of(timing: Timing) -> float:
 
 
 def _name(record: Record) -> str:
-    """A case, and what else makes it another work."""
     return f"{record.case.id}, {record.support.level}, version {record.case.version}"
 
 

@@ -66,7 +66,6 @@ def fleet_of(runs: Sequence[Run], store: Path) -> FleetReport | None:
 
 
 def _counts(left: Counter[str]) -> list[str]:
-    """Of runs that are left out how many, and why."""
     return [f"{count} run{'s' * (count != 1)}: {why}" for why, count in (+left).items()]
 
 

@@ -33,7 +33,6 @@ LEGEND = (
 
 
 def named(report: FleetReport) -> Table | Text:
-    """Machines that stand out, and by what."""
     if not report.alarms:
         return Text("No machine stands out.", Tone.GOOD)
     cols: list[Col[Alarm]] = [
@@ -45,7 +44,6 @@ def named(report: FleetReport) -> Table | Text:
 
 
 def machines(report: FleetReport) -> Table:
-    """A row a machine."""
     named = named_for(report)
     cols: list[Col[Machine]] = [
         Col("machine", lambda one: one.name),
@@ -75,7 +73,6 @@ def charts(report: FleetReport) -> Iterator[Bars]:
 
 
 def kinds(report: FleetReport) -> Table:
-    """A row a kind, and in what it differs from the first."""
     few = f"needs {LEAST_MACHINES} machines"
     cols: list[Col[Kind]] = [
         Col("kind", lambda kind: kind.name),
@@ -96,7 +93,6 @@ def _hardware_of(kind: Kind) -> str:
 
 
 def cases(report: FleetReport) -> Table:
-    """A row a case on a kind."""
     figures = sorted((figure for figure in report.figures if figure.case), key=lambda figure: figure.case)
     first = {figure.case: figure for figure in figures if figure.kind == report.kinds[0].name}
 
@@ -118,7 +114,6 @@ def cases(report: FleetReport) -> Table:
 
 
 def coverage(report: FleetReport) -> Iterator[Element]:
-    """What nobody has measured, and what is in no figure."""
     whole = report.settings - len(report.lacking)
     yield Text(f"{whole} of {report.settings} cells were measured completely by at least one machine.")
     yield Items(tuple(Text(f"by no machine: {setting}", Tone.DOUBT) for setting in report.lacking))
@@ -191,7 +186,6 @@ def counts_of(states: Sequence[CellState]) -> str:
 
 
 def status_page(plan: FleetPlan, states: Sequence[CellState]) -> Page:
-    """A row a cell, and the counts."""
     cols: list[Col[CellState]] = [
         Col("cell", lambda state: str(state.number), number=True),
         Col("setting", lambda state: state.cell.setting),
@@ -236,7 +230,6 @@ def named_for(report: FleetReport) -> dict[str, str]:
 
 
 def case_rows(report: FleetReport) -> Iterator[dict[str, object]]:
-    """Of every case on every machine, and of its middle over all cases."""
     named = named_for(report)
     for figure in report.figures:
         for machine in sorted({*figure.seconds, *figure.deviations}):
@@ -248,7 +241,6 @@ def case_rows(report: FleetReport) -> Iterator[dict[str, object]]:
 
 
 def status_json(plan: FleetPlan, states: Sequence[CellState]) -> str:
-    """The plan, and every cell with its attempts."""
     return json_line({"plan": encode(plan), "cells": [encode(state) for state in states]})
 
 
@@ -266,7 +258,6 @@ def status_csv(plan: FleetPlan, states: Sequence[CellState]) -> str:
 
 
 def report_page(report: FleetReport, name: str, drawn: bool = False) -> Page:
-    """What is named, then what it rests on; charts too where they can be `drawn`."""
     shown = tuple(charts(report)) if drawn else ()
     parts = [
         Part("named", "Machines that stand out", (named(report),)),

@@ -22,10 +22,10 @@ import yaml
 
 from fp8bench import units
 from fp8bench.cli import option_types as types
+from fp8bench.cli.config_file import Kind, items, place, read_mapping, scalar, shown
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_files, stdout_look, write_outputs
 from fp8bench.cli.streams import complain, say
-from fp8bench.cli.yaml_file import Kind, items, place, read_mapping, scalar, shown
 from fp8bench.errors import UsageError
 from fp8bench.features.duel.command import TERMINAL
 from fp8bench.features.gate.thresholds import Rule, check_rules
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.description = (
         "Judges a comparison, a duel or the history by thresholds, and measures what it suspects once more, in a fresh "
         "process, before it says so."
@@ -73,7 +72,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Judge, look again at what is suspected, tell everybody who asked; returns the exit code."""
     from fp8bench.features.gate.stored_runs import judged
     from fp8bench.features.gate.view import as_junit, as_trend, page_of
 
@@ -152,7 +150,6 @@ def read_rules(file: Path) -> tuple[Rule, ...]:
 
 
 def _mapping(where: str, name: str, expected: str, node: yaml.Node) -> yaml.MappingNode:
-    """A node that has to be a mapping with something in it."""
     if isinstance(node, yaml.MappingNode) and node.value:
         return node
     got = "none" if isinstance(node, yaml.MappingNode) else shown(node)

@@ -145,7 +145,6 @@ def _lines_of(history: History, newest: Run) -> list[Line]:
 
 
 def _settled(trend: Trend, relative: set[tuple[object, ...]]) -> bool:
-    """Whether a time is left to the time over the reference's."""
     return _is_time(trend) and _place(trend) in relative
 
 

@@ -47,7 +47,6 @@ class Spread:
         return math.erfc(beside / self.deviation / math.sqrt(2))
 
     def beyond(self, ratio: float) -> bool:
-        """Whether another look is far enough off."""
         return math.log(ratio) > AGAIN * self.deviation
 
 
@@ -216,7 +215,6 @@ def is_alone(one: Comparison) -> bool:
 
 
 def _again_worse(one: Judged, again: Comparison, rules: tuple[Rule, ...]) -> bool:
-    """Whether a second look says the same."""
     if again.evidence is Evidence.HISTORY:
         # One new value belongs to the new level: half of such values lie below a threshold that the level is at.
         return again.direction is Direction.WORSE
@@ -325,7 +323,6 @@ class Verdict:
     sights: Sights = NO_SIGHTS
 
     def of(self, *outcomes: Outcome) -> tuple[Judged, ...]:
-        """The figures with one of some outcomes."""
         return tuple(one for one in self.judged if one.outcome in outcomes)
 
     @property
@@ -341,7 +338,6 @@ class Verdict:
 
     @property
     def headline(self) -> str:
-        """The verdict in a few words."""
         if self.problem:
             known = {EXIT_BASELINE: "no baseline to judge by", EXIT_OK: "the history is too young"}
             return known.get(self.code, "nothing was measured")

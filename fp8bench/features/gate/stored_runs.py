@@ -242,7 +242,6 @@ def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
 
 
 def of_duel(word: str, store: Path, observer: DuelJobObserver) -> Source:
-    """What a duel of the store came to."""
     files = (store / "duels").glob("*.jsonl")
     path = max(files, key=lambda one: one.name, default=None) if word == "last" else find_duel(word, store)
     if path is None:

@@ -61,7 +61,6 @@ def threshold_of(one: Comparison, rules: tuple[Rule, ...] = ()) -> Threshold:
 
 
 def ruled_by(one: Comparison, rules: tuple[Rule, ...]) -> Rule | None:
-    """The first of a file's rules that speaks of a figure."""
     return next((rule for rule in rules if rule.fits(one)), None)
 
 

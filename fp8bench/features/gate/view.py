@@ -13,8 +13,9 @@ from fp8bench import units
 from fp8bench.errors import EXIT_OK
 from fp8bench.features.gate.judging import NIGHTS, NO_SIGHTS, Judged, Key, Outcome, Sight, Sights, Verdict
 from fp8bench.model import Comparison
+from fp8bench.report.columns import Col, table
 from fp8bench.report.comparisons import label_legend, setting_of, signed, value
-from fp8bench.report.elements import Column, Element, Field, Page, Part, Table, Text, Tone, printable
+from fp8bench.report.elements import Page, Part, Text, Tone, printable
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 
@@ -51,7 +52,6 @@ def as_junit(verdict: Verdict) -> str:
 
 
 def _by_figure(sights: Sights) -> dict[Key, str]:
-    """What could have been seen of each figure."""
     return {(one.case, one.metric): sentence(one, sights.power) for one in sights.figures}
 
 
@@ -136,8 +136,6 @@ _TONES = {
 }  # fmt: skip
 _AGAIN = "again: the same change when measured once more, in a fresh process"
 _WORSE = "worse is: beyond both, the share and the difference"
-
-
 _SEEN = (
     "could have seen: the smallest slow-down that is told from chance in both looks; fails: and is beyond its threshold"
 )
@@ -171,43 +169,32 @@ def page_of(verdict: Verdict, every: bool = False) -> Page:
 
 
 def _sights(sights: Sights) -> Part:
-    """A row a figure, the most blind first."""
-    columns = (
-        Column("setting", shared=True), Column("figure"), Column("seen"), Column("fails"), Column("threshold"),
-    )  # fmt: skip
+    cols: list[Col[Sight]] = [
+        Col("setting", lambda sight: setting_of(sight.case)[0], shared=True),
+        Col("figure", lambda sight: f"{setting_of(sight.case)[1]} {sight.metric}"),
+        Col("seen", seen, tone=lambda sight: Tone.PLAIN if sight.enough else Tone.DOUBT),
+        Col("fails", lambda sight: share(sight.fails)),
+        Col("threshold", lambda sight: share(sight.threshold)),
+    ]
     title = f"What could have been seen in {100 * sights.power:.3g} of 100 builds"
-    shown = tuple(map(_sight, sights.figures[:MOST_ROWS]))
-    return Part("sights", title, (Table("sights", "", columns, shown),))
+    return Part("sights", title, (table("sights", "", cols, sights.figures[:MOST_ROWS]),))
 
 
-def _sight(one: Sight) -> tuple[Field, ...]:
-    setting, mode = setting_of(one.case)
-    tone = Tone.PLAIN if one.enough else Tone.DOUBT
-    return (
-        Field(setting), Field(f"{mode} {one.metric}"), Field(seen(one), tone=tone), Field(share(one.fails)),
-        Field(share(one.threshold)),
-    )  # fmt: skip
-
-
-def _part(name: Outcome, title: str, found: Sequence[Judged]) -> Part:
-    columns = (
-        Column("setting", shared=True), Column("figure"), Column("A", number=True), Column("B", number=True),
-        Column("change"), Column("again"), Column("worse is"), Column("verdict"), Column("why", below=True),
-    )  # fmt: skip
-    elements: list[Element] = [Table(name.replace(" ", "-"), "", columns, tuple(map(_fields, found[:MOST_ROWS])))]
-    if len(found) > MOST_ROWS:
-        elements.append(Text(f"and {len(found) - MOST_ROWS} more"))
-    return Part(name.replace(" ", "-"), title, tuple(elements))
-
-
-def _fields(one: Judged) -> tuple[Field, ...]:
-    found, again = one.comparison, one.again
-    setting, mode = setting_of(found.case)
-    return (
-        Field(setting), Field(f"{mode} {found.metric}"), Field(value(found, found.before)),
-        Field(value(found, found.after)), Field(signed(found.ratio)), Field(signed(again.ratio if again else None)),
-        Field(limit(one)), Field(one.outcome.value, tone=_TONES.get(one.outcome, Tone.PLAIN)), Field(one.why),
-    )  # fmt: skip
+def _part(outcome: Outcome, title: str, judged: Sequence[Judged]) -> Part:
+    cols: list[Col[Judged]] = [
+        Col("setting", lambda one: setting_of(one.comparison.case)[0], shared=True),
+        Col("figure", lambda one: f"{setting_of(one.comparison.case)[1]} {one.comparison.metric}"),
+        Col("A", lambda one: value(one.comparison, one.comparison.before), number=True),
+        Col("B", lambda one: value(one.comparison, one.comparison.after), number=True),
+        Col("change", lambda one: signed(one.comparison.ratio)),
+        Col("again", lambda one: signed(one.again.ratio if one.again else None)),
+        Col("worse is", limit),
+        Col("verdict", lambda one: one.outcome.value, tone=lambda one: _TONES.get(one.outcome, Tone.PLAIN)),
+        Col("why", lambda one: one.why, below=True),
+    ]
+    name = outcome.replace(" ", "-")
+    rows, more = table(name, "", cols, judged[:MOST_ROWS]), len(judged) - MOST_ROWS
+    return Part(name, title, (rows, Text(f"and {more} more")) if more > 0 else (rows,))
 
 
 def seen(one: Sight) -> str:
@@ -238,10 +225,8 @@ def sentence(one: Sight, power: float) -> str:
 def warnings(sights: Sights, most: int) -> Iterator[str]:
     """Figures whose threshold cannot be seen, and those of a history that is too young to say."""
     for one in sights.blind[:most]:
-        need = (
-            f"{one.case} {one.metric} cannot see its threshold of {share(one.threshold)}: {sentence(one, sights.power)}"
-        )
-        yield need
+        blind = f"{one.case} {one.metric} cannot see its threshold of {share(one.threshold)}"
+        yield f"{blind}: {sentence(one, sights.power)}"
     if len(sights.blind) > most:
         yield f"and {len(sights.blind) - most} more that cannot see their thresholds"
     if sights.young:

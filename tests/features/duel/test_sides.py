@@ -1,26 +1,42 @@
-"""What each side is started with: which folders, which revision, which files."""
+"""What each side is started with: folders, files, which words name a Python; working trees of other revisions."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from fp8bench.errors import UsageError
-from fp8bench.features.duel import sides as opening
-from fp8bench.features.duel.sides import PACKAGE, Question, opened
+from fp8bench.errors import StoreError, UsageError
+from fp8bench.features.duel import sides as module
+from fp8bench.features.duel.sides import (
+    PACKAGE,
+    Question,
+    interpreter,
+    is_dirty,
+    opened,
+    package_beside,
+    repository_of,
+    revision_of,
+    scratch,
+    sweep,
+    worktree,
+)
 from tests.commands import git
 
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing of a duel outside of the test's folder; no path but Python's own."""
+    """Nothing of a duel outside of this folder of the test's own; no path but Python's own."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.delenv("PYTHONPATH", raising=False)
     return folder
 
@@ -91,10 +107,245 @@ def test_fp8bench_out_of_a_package_folder_has_no_revisions(tmp_path: Path, monke
     """It was installed, not checked out."""
     package = tmp_path / "site-packages" / "fp8bench"
     package.mkdir(parents=True)
-    monkeypatch.setattr(opening, "PACKAGE", package)
+    monkeypatch.setattr(module, "PACKAGE", package)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(UsageError, match="--against-self wants a git repository"):
         opened(Question(against_self="HEAD"), ()).__enter__()
     git(tmp_path, "init", "-q")
     with pytest.raises(UsageError, match="wants fp8bench to run from a checkout of its repository, and it runs from"):
         opened(Question(against_self="HEAD"), ()).__enter__()
+
+
+def program(folder: Path, text: str) -> str:
+    """A shell script that stands where a Python should."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_path_a_name_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links are kept: a virtual environment's Python is one, and would be another one without."""
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    link = tmp_path / "env" / "bin" / "python"
+    link.symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    for word in (str(link), "env/bin/python", "env", str(tmp_path / "env")):
+        assert interpreter(word, "--python-a") == str(link)
+    monkeypatch.setenv("PATH", str(link.parent))
+    assert interpreter("python", "--python-a") == str(link)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("echo hello", "is no Python that runs: asked for its version, it ended with status 0 and said 'hello'"),
+        ("echo no such thing >&2; exit 3", "it ended with status 3 and said 'no such thing'"),
+        ("exit 0", "said 'nothing'"),
+        ("echo python 3.10.4", "is Python 3.10.4, and fp8bench needs 3.11 or newer there too"),
+        ("echo python 2.7.18", "is Python 2.7.18"),
+        ("kill -9 $$", "status -9"),
+        ("sleep 30", "did not say within 0.5 s which Python it is, and was ended"),
+    ],
+)
+def test_what_is_none_is_said_in_one_sentence(
+    text: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what it did, and the option that named it."""
+    if "sleep" in text:
+        monkeypatch.setattr(module, "_SECONDS", 0.5)
+    with pytest.raises(UsageError, match="--python-b") as raised:
+        interpreter(program(tmp_path, text), "--python-b")
+    assert sentence in str(raised.value)
+
+
+@pytest.mark.parametrize("word", ["", "no-such-python", "/nowhere/python", "."])
+def test_no_program(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is a folder without a bin/python."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"is no program. Give a Python's name or path"):
+        interpreter(word, "--python-a")
+
+
+def test_a_file_that_nobody_can_run(tmp_path: Path) -> None:
+    """It is executable and of no kind that the system knows."""
+    path = tmp_path / "python"
+    path.write_bytes(b"\x00\x01")
+    path.chmod(0o755)
+    with pytest.raises(UsageError, match=r"cannot be run \(Exec format error\)"):
+        interpreter(str(path), "--python-a")
+
+
+OPTION = "--against"
+ROOT = Path(__file__).resolve().parents[3]
+OWNER = """
+import sys
+from pathlib import Path
+from fp8bench.features.duel.sides import scratch
+from fp8bench.features.duel.sides import repository_of, worktree
+repository = repository_of(Path.cwd(), "--against")
+with scratch() as folder, worktree(repository, "HEAD", folder, "--against") as tree:
+    print(tree, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def commits(tmp_path: Path) -> Path:
+    """A repository with two commits, the first one tagged v1."""
+    folder = tmp_path / "a project"
+    folder.mkdir()
+    git(folder, "init", "-q", "-b", "main")
+    for text in ("one", "two"):
+        (folder / "file").write_text(text)
+        git(folder, "add", "file")
+        git(folder, "commit", "-q", "-m", text)
+    git(folder, "tag", "v1", "HEAD~1")
+    return folder
+
+
+def trees(commits: Path) -> list[str]:
+    """The working trees that git knows of beside the repository's own."""
+    lines = git(commits, "worktree", "list", "--porcelain").splitlines()
+    return [line for line in lines if line.startswith("worktree ")][1:]
+
+
+def test_a_tree_holds_the_revision_and_goes(commits: Path, temporary: Path) -> None:
+    """From anywhere in the repository; what is not committed stays out of it, and where it is."""
+    (commits / "below").mkdir()
+    (commits / "file").write_text("three")
+    repository = repository_of(commits / "below", OPTION)
+    assert repository == commits.resolve() and is_dirty(repository)
+    commit = revision_of(repository, "v1", OPTION)
+    with scratch() as folder, worktree(repository, commit, folder, OPTION) as tree:
+        assert (tree / "file").read_text() == "one" and len(trees(commits)) == 1
+    assert trees(commits) == [] and not list(temporary.iterdir())
+    assert (commits / "file").read_text() == "three"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_it_goes_however_the_body_ends(error: type[BaseException], commits: Path, temporary: Path) -> None:
+    """Files that somebody made in it go too."""
+    repository = repository_of(commits, OPTION)
+
+    def body() -> None:
+        with scratch() as folder, worktree(repository, "HEAD", folder, OPTION) as tree:
+            (tree / "made").write_text("by a build")
+            (tree / "file").write_text("changed")
+            raise error
+
+    with pytest.raises(error):
+        body()
+    assert trees(commits) == [] and not list(temporary.iterdir())
+
+
+def test_what_a_killed_duel_left_goes_with_the_next(commits: Path, temporary: Path) -> None:
+    """Its lock has gone with it. One that lives keeps what is its own."""
+
+    def owner() -> tuple[subprocess.Popen[str], Path]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", OWNER], cwd=commits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert process.stdout is not None
+        return process, Path(process.stdout.readline().strip())
+
+    (dead, lost), (living, kept) = owner(), owner()
+    with dead, living:
+        dead.send_signal(signal.SIGKILL)
+        dead.wait()
+        assert lost.is_dir() and len(trees(commits)) == 2
+        repository = repository_of(commits, OPTION)
+        with scratch() as folder, worktree(repository, "HEAD", folder, OPTION):
+            assert not lost.exists() and kept.is_dir()
+            assert len(trees(commits)) == 2  # that of the living one, and this one
+        living.communicate("", timeout=60)
+    assert trees(commits) == [] and not list(temporary.iterdir())
+
+
+def test_a_folder_that_is_just_being_made_stays(temporary: Path) -> None:
+    """Its lock may not be there yet; an old one without a lock is nobody's. Other people's names are left alone."""
+    young, old, other = (temporary / name for name in ("fp8bench-duel-young", "fp8bench-duel-old", "else"))
+    for folder in (young, old, other):
+        folder.mkdir()
+    past = time.time() - 10 * module._YOUNG_SECONDS
+    os.utime(old, (past, past))
+    (temporary / "fp8bench-duel-link").symlink_to(other)
+    sweep()
+    assert young.is_dir() and other.is_dir() and not old.exists() and (temporary / "fp8bench-duel-link").is_symlink()
+
+
+def test_hooks_do_not_run(commits: Path) -> None:
+    """A post-checkout hook may install something, or fail."""
+    hook = commits / ".git" / "hooks" / "post-checkout"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\ntouch ran\nexit 1\n")
+    hook.chmod(0o755)
+    repository = repository_of(commits, OPTION)
+    with scratch() as folder, worktree(repository, "HEAD", folder, OPTION) as tree:
+        assert not (tree / "ran").exists()
+
+
+def test_in_a_hook_the_folder_counts(commits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """git tells hooks where the repository is that they are of."""
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "-q")
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    assert repository_of(commits, OPTION) == commits.resolve()
+
+
+@pytest.mark.parametrize("word", ["nope", "", "--help", "v1:file", "0" * 40])
+def test_an_unknown_revision(word: str, commits: Path) -> None:
+    """It is named, and what else may be meant."""
+    with pytest.raises(UsageError, match=r"is no commit of the repository .*Give a commit, a branch or a tag"):
+        revision_of(repository_of(commits, OPTION), word, OPTION)
+
+
+def test_a_shallow_clone_says_how_to_get_more(commits: Path, tmp_path: Path) -> None:
+    """As CI makes them."""
+    git(tmp_path, "clone", "-q", "--depth", "1", commits.as_uri(), "shallow")
+    with pytest.raises(UsageError, match=r"The clone is shallow .*`git fetch --unshallow`"):
+        revision_of(repository_of(tmp_path / "shallow", OPTION), "HEAD~1", OPTION)
+
+
+def test_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one without git, nor a bare one."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(UsageError, match=r"--against wants a git repository.*not a git repository"):
+        repository_of(tmp_path, OPTION)
+    git(tmp_path, "init", "-q", "--bare", "bare")
+    with pytest.raises(UsageError, match=r"must be run in a work tree"):
+        repository_of(tmp_path / "bare", OPTION)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"git cannot be run"):
+        repository_of(tmp_path, OPTION)
+
+
+def test_a_tree_that_cannot_be_made(commits: Path, temporary: Path) -> None:
+    """git's own words are in the sentence, and nothing is left."""
+    repository = repository_of(commits, OPTION)
+    with scratch() as folder:
+        (folder / "tree").mkdir()
+        (folder / "tree" / "there").write_text("already")
+        with pytest.raises(UsageError, match=r"no working tree of HEAD could be made: .*already exists"):
+            worktree(repository, "HEAD", folder, OPTION).__enter__()
+    assert trees(commits) == [] and not list(temporary.iterdir())
+
+
+def test_no_room_for_anything_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says which variable names another place."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(StoreError, match=r"set TMPDIR to a folder"):
+        scratch().__enter__()
+
+
+def test_a_package_comes_without_its_neighbours(tmp_path: Path) -> None:
+    """What lies beside it would shadow what a partner has of that name."""
+    site = tmp_path / "site-packages"
+    for name in ("wanted", "torch"):
+        (site / name).mkdir(parents=True)
+        (site / name / "__init__.py").write_text("")
+    folder = package_beside(tmp_path / "package", site / "wanted")
+    assert [path.name for path in folder.iterdir()] == ["wanted"]
+    assert (folder / "wanted" / "__init__.py").is_file()

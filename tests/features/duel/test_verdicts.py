@@ -1,26 +1,239 @@
-"""What a result's samples and values come to, and how a duel reads."""
+"""Two sides by their processes, against a permutation test written in another way, and on planted differences.
+
+Then what a result's samples and values come to, and how a duel reads.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from fp8bench.features.duel.values import CaseResult, Session
-from fp8bench.features.duel.verdicts import compared, comparisons, judged, p_value
+from fp8bench.features.duel.verdicts import Judged, compared, comparisons, judge, judged, p_value, why_unsure
 from fp8bench.features.duel.view import page_of
-from fp8bench.model import Comparison, Direction, Evidence, Level, Measurement, Record, Status, Support
+from fp8bench.model import (
+    Comparison,
+    Direction,
+    Evidence,
+    Label,
+    Level,
+    Measurement,
+    Record,
+    Status,
+    Support,
+    Timing,
+    Verdict,
+)
 from fp8bench.report.terminal.layout import render
+from tests.counts import counts
 from tests.duels import header
-from tests.fakes import record, steady
+from tests.fakes import called, record, steady, timing
+
+Seconds = Sequence[tuple[float, ...]]
 
 
-def session(before: tuple[int, ...], after: tuple[int, ...], rounds: int = 8) -> Session:
+def session(before: Sequence[float], after: Sequence[float], rounds: int = 6) -> Session:
+    """Processes that take so many seconds in every round."""
+    return Session(*(tuple(steady(round(1e9 * one), rounds) for one in side) for side in (before, after)))
+
+
+def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) -> list[Session]:
+    """Two processes a side and session, about 1 ms each; what a session has in common drifts."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for _ in range(sessions):
+        logs = draw.normal(draw.normal(0, 0.01), spread, 4) + np.array([0, 0, slower, slower])
+        seconds = 1e-3 * np.exp(logs)
+        found.append(session(seconds[:2], seconds[2:]))
+    return found
+
+
+def known(sessions: Sequence[Session]) -> Judged:
+    """What they come to; there is something."""
+    found = judge(sessions)
+    assert found is not None
+    return found
+
+
+def brute_chance(before: Seconds, after: Seconds) -> float:
+    """The share of all ways to name the processes of each session that put the sides as far apart: by plain loops."""
+
+    def low(values: Sequence[float]) -> float:
+        return statistics.fmean(sorted(values)[: math.ceil(len(values) * 3 / 5)])
+
+    def centred(one: Sequence[float], other: Sequence[float]) -> list[float]:
+        logs = [math.log(value) for value in (*one, *other)]
+        return [value - statistics.median(logs) for value in logs]
+
+    pools = [centred(one, other) for one, other in zip(before, after, strict=True)]
+    apart = []
+    for deal in itertools.product(*(itertools.combinations(range(len(pool)), 2) for pool in pools)):
+        named = [pool[place] for pool, places in zip(pools, deal, strict=True) for place in places]
+        rest = [
+            pool[place] for pool, places in zip(pools, deal, strict=True)
+            for place in range(len(pool)) if place not in places
+        ]  # fmt: skip
+        apart.append(low(named) - low(rest))
+    own = low([value for pool in pools for value in pool[2:]]) - low([value for pool in pools for value in pool[:2]])
+    return sum(abs(one) >= abs(own) - 1e-9 for one in apart) / len(apart)
+
+
+def test_the_times_have_the_ratio_that_is_told() -> None:
+    """As they were measured they may say the opposite: a session that is slow on both sides weighs on one of them."""
+    sides = [((25.0, 25.5), (26.25, 25.0)), ((34.25, 34.25), (32.5, 33.25)), ((25.5, 25.25), (25.25, 26.25))]
+    found = known([session(*([one / 1e3 for one in side] for side in pair)) for pair in sides])
+    raw = [sorted(one for pair in sides for one in pair[place])[:4] for place in (0, 1)]
+    before, after = map(statistics.geometric_mean, raw)
+    assert after / before > 1.014 and found.ratio.point < 0.984
+    assert found.after / found.before == pytest.approx(found.ratio.point)
+    assert found.after * found.before == pytest.approx(before * after * 1e-6)
+    for seed in range(5):
+        found = known(drawn(seed, 4))
+        assert found.after / found.before == pytest.approx(found.ratio.point)
+
+
+@pytest.mark.parametrize(
+    ("fastest", "slow", "verdict", "uneven"),
+    [(0.975, 1.4, Verdict.UNSURE, True), (1.0, 1.4, Verdict.UNSURE, True), (1.0, 1.0, Verdict.SAME, False),
+     (0.9, 0.9, Verdict.FASTER, False), (1.1, 2.0, Verdict.SLOWER, True)],
+)  # fmt: skip
+def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verdict: Verdict, uneven: bool) -> None:
+    """Three of four calls on side B are slower. Where it is slower all the same it is said so, with the label."""
+    draw = np.random.default_rng(1)
+
+    def process(*factors: float) -> Timing:
+        own = 1e6 * math.exp(draw.normal(0, 0.002))
+        return called(*[[round(own * factors[call % len(factors)]) for call in range(8)]] * 6)
+
+    sessions = [
+        Session((process(1.0), process(1.0)), (process(fastest, slow, slow, slow), process(slow, fastest, slow, slow)))
+        for _ in range(4)
+    ]  # fmt: skip
+    found = known(sessions)
+    assert (found.verdict, found.uneven) == (verdict, uneven)
+    assert found.typical.point == pytest.approx((fastest + 3 * slow) / 4, rel=0.01)
+    if uneven and verdict is Verdict.UNSURE:
+        assert why_unsure(found).startswith("by the fastest calls it takes ")
+    time = next(compared(CaseResult(record(None), record(None), tuple(sessions))))
+    assert (Label.UNEVEN in time.labels) is uneven
+
+
+@pytest.mark.parametrize("slower", [0.0, 0.004, 0.02])
+def test_chance_is_that_of_all_deals(slower: float) -> None:
+    """Against every deal of three sessions, counted one by one."""
+    draw = np.random.default_rng(int(1e4 * slower))
+    before = [tuple(1e-3 * np.exp(draw.normal(0, 0.005, 2))) for _ in range(3)]
+    after = [tuple(1e-3 * np.exp(draw.normal(slower, 0.005, 2))) for _ in range(3)]
+    found = known([session(one, other) for one, other in zip(before, after, strict=True)])
+    assert found.chance == pytest.approx(brute_chance(before, after), abs=1e-9)
+    assert found.finest == pytest.approx(2 / 6**3)
+
+
+def test_an_end_of_the_interval_is_where_chance_would_do_as_much() -> None:
+    """With B sped up by just less than the lower end, chance is too small an excuse; by just more, it is one."""
+    sessions = drawn(3, 4, 0.03)
+    found = known(sessions)
+    for end, sign in ((found.ratio.low, 1), (found.ratio.high, -1)):
+        for step, excused in ((-1e-3, False), (1e-3, True)):
+            factor = end * math.exp(sign * step)
+            scaled = [
+                Session(one.before, tuple(steady(round(s.slots[0].calls_ns[0][0] / factor), 6) for s in one.after))
+                for one in sessions
+            ]
+            assert (known(scaled).chance > 0.01) is excused
+
+
+@counts(20, 40)
+def test_a_change_of_a_few_percent_is_found_and_none_is_not(count: int) -> None:
+    """2.5% among processes that differ by 0.5%: in nearly all of 40 duels; without a change in none or one."""
+    slower = [known(drawn(seed, 4, 0.025)) for seed in range(count)]
+    faster = [known(drawn(seed, 4, -0.025)) for seed in range(count)]
+    flat = [known(drawn(seed, 4)) for seed in range(count)]
+    assert sum(one.verdict is Verdict.SLOWER for one in slower) >= 0.9 * count
+    assert sum(one.verdict is Verdict.FASTER for one in faster) >= 0.95 * count
+    assert sum(one.verdict in (Verdict.SLOWER, Verdict.FASTER) for one in flat) <= 0.05 * count
+    assert sum(one.ratio.low <= math.exp(0.025) <= one.ratio.high for one in slower) >= 0.9 * count
+
+
+@counts(20, 40)
+def test_slow_modes_are_no_change(count: int) -> None:
+    """Some processes take half as long again, by chance and on either side: nobody is called slower."""
+    draw = np.random.default_rng(5)
+    alarms = 0
+    for _ in range(count):
+        factors = np.where(draw.random((4, 4)) < 0.4, 1.5, 1.0) * np.exp(draw.normal(0, 0.003, (4, 4))) * 1e-3
+        found = known([session(row[:2], row[2:]) for row in factors])
+        alarms += found.verdict in (Verdict.SLOWER, Verdict.FASTER)
+    assert alarms <= 0.05 * count
+
+
+def test_the_same_is_the_same() -> None:
+    """Processes that do not differ at all: a ratio of 1, an interval of nothing, chance certain."""
+    found = known([session((1e-3, 1e-3), (1e-3, 1e-3))] * 4)
+    assert (found.verdict, found.ratio.point, found.chance, found.apart) == (Verdict.SAME, 1.0, 1.0, 0.0)
+    assert found.ratio.low == pytest.approx(1) and found.ratio.high == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ((1e-3, 1.02e-3), (1.5e-3, 1.6e-3), Verdict.SLOWER),
+        ((1.5e-3, 1.6e-3), (1e-3, 1.02e-3), Verdict.FASTER),
+        ((1e-3, 1.02e-3), (1.05e-3, 1.06e-3), Verdict.UNSURE),  # not beyond 10%
+        ((1e-3, 1.3e-3), (1.2e-3, 1.6e-3), Verdict.UNSURE),  # not in all processes
+        ((1e-3, 1.02e-3), (1.5e-3, 2.6e-3), Verdict.UNSURE),  # one side is as far apart as both are
+        ((1e-3,), (1.5e-3,), Verdict.UNSURE),  # one process a side
+    ],
+)
+def test_one_session_tells_what_no_noise_does(
+    before: Sequence[float], after: Sequence[float], verdict: Verdict
+) -> None:
+    """There is no interval, and it says so."""
+    found = known([session(before, after)])
+    assert found.verdict is verdict and not found.resolved
+    assert (found.ratio.low, found.ratio.high) == (0.0, math.inf)
+    assert "--sessions" in why_unsure(found)
+
+
+def test_one_process_a_side_takes_more_sessions() -> None:
+    """Where memory admits no more: eight sessions are as good as three of two processes."""
+    pairs = [session((1e-3 * (1 + 0.001 * k),), (1.1e-3 * (1 + 0.001 * k),)) for k in range(8)]
+    assert not known(pairs[:7]).resolved
+    whole = known(pairs)
+    assert whole.resolved and whole.verdict is Verdict.SLOWER
+
+
+def test_many_sessions_are_sampled_and_say_the_same_twice() -> None:
+    """Six to the eighth deals are too many to go through."""
+    sessions = drawn(1, 8, 0.02)
+    found = known(sessions)
+    assert found == known(sessions)
+    assert found.verdict is Verdict.SLOWER and found.finest == pytest.approx(1 / 4096)
+
+
+def test_only_rounds_that_all_were_in_count() -> None:
+    """An entry's other rounds may be as fast as they like; without a common one there is nothing to say."""
+    early, late = timing([900_000], [1_000_000], [1_000_000]), timing([1_000_000], [1_000_000], start=1)
+    found = known([Session((early, early), (late, late))])
+    assert found.ratio.point == pytest.approx(1) and found.rounds == 2 and found.verdict is Verdict.UNSURE
+    assert "2 rounds a session are too few" in why_unsure(found)
+    assert judge([Session((steady(1000, 3),), (steady(1000, 3, start=3),))]) is None
+    assert judge([]) is None
+    assert judge([Session((steady(1000, 3),), ())]) is None
+
+
+def in_nanoseconds(before: tuple[int, ...], after: tuple[int, ...], rounds: int = 8) -> Session:
     """Processes that take so many nanoseconds in every round."""
     return Session(tuple(steady(one, rounds) for one in before), tuple(steady(one, rounds) for one in after))
 
 
-SLOWER = tuple(session((1000 + k, 1003 - k), (1050 + k, 1054 - k)) for k in range(4))
+SLOWER = tuple(in_nanoseconds((1000 + k, 1003 - k), (1050 + k, 1054 - k)) for k in range(4))
 
 
 def measured(**values: float) -> Record:
@@ -45,7 +258,7 @@ def test_a_slower_side() -> None:
 
 def test_a_verdict_beside_processes_further_apart_says_why_it_stands() -> None:
     """One process of a side was slow, and the sides differ by less, for certain; alike processes need no word."""
-    slow = (session((1000, 1100), (1050, 1051)), *SLOWER)
+    slow = (in_nanoseconds((1000, 1100), (1050, 1051)), *SLOWER)
     result = CaseResult(record(None), record(None), tuple(slow))
     one = of(result)["time"]
     assert one.direction is Direction.WORSE and one.ratio is not None and one.ratio.point < 1.06
@@ -64,7 +277,7 @@ def test_chance_without_sessions_enough_is_not_known() -> None:
 
 def test_chance_that_the_deals_can_tell_is_theirs() -> None:
     """Processes in any order: no distribution is assumed."""
-    mixed = tuple(session((1000, 1020 + k), (1010, 1015 - k)) for k in range(4))
+    mixed = tuple(in_nanoseconds((1000, 1020 + k), (1010, 1015 - k)) for k in range(4))
     found = judged(CaseResult(record(None), record(None), mixed))
     assert found is not None and p_value(found) == found.chance > 0.05
 
