@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
 
+from fp8bench import units
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
-from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
-from fp8bench.features.conform.job import conformity
-from fp8bench.features.conform.view import as_json, page_of
+from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, UsageError, WorkerError
+from fp8bench.jobs.observer import JobObserver
+from fp8bench.measure.handle import ProcessWorker
+from fp8bench.measure.limits import COMPILE_SECONDS
+from fp8bench.model import DeviceFacts, Level
+from fp8bench.model.codec import encode
+from fp8bench.model.promises import Conformity, Difference, ModeConformity
+from fp8bench.model.raw import Settings
+from fp8bench.plan.make import device_named
+from fp8bench.registry import precisions
+from fp8bench.report.columns import Col, table
+from fp8bench.report.data.plain import json_line
+from fp8bench.report.elements import Items, Page, Part, Text, Tone
+from fp8bench.report.panels import together
+from fp8bench.report.words.naming import listed
+
+_LEGEND = (
+    "order: every element is what a sum of the same products in another order is rounded to; it conforms",
+    "rounding: each is the exact result's neighbour, and not always the nearest one",
+    "overflow: what lies beyond the largest number becomes something else (NaN, infinity, the largest)",
+    "layout: rows, columns or a whole operand stand in another place; scale: a factor that should not be there",
+    "accumulation: sums as if kept in fewer bits than the recipe says (its option accumulator)",
+    "unexplained: none of these explains all elements that differ",
+    "at most: numbers of the result's own dtype in between, of a cast steps of its format",
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.description = (
         "Runs every cast and product of each precision twice on the same operands, by the device's own kernels and by "
         "the emulation, and says what explains the elements that differ. Times nothing."
@@ -32,12 +55,110 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare, tell, and end with 1 where something does not conform."""
     check_outputs(arguments)
     facts, found = conformity(
         arguments.dtypes, arguments.device, arguments.seed, tuple(arguments.imports), TERMINAL
     )  # fmt: skip
-    tell(arguments, partial(page_of, facts, found), partial(as_json, facts, found))
-    if not all(one.conforms for one in found):
+    conforms = all(mode.conforms for mode in found)
+    modes = [{**encode(mode), "conforms": mode.conforms} for mode in found]
+    document = {"device": encode(facts), "conforms": conforms, "modes": modes}
+    tell(arguments, partial(page_of, facts, found), partial(json_line, document))
+    if not conforms:
         return EXIT_REGRESSION
-    return EXIT_OK if any(one.compared for one in found) else EXIT_FAILED
+    return EXIT_OK if any(mode.compared for mode in found) else EXIT_FAILED
+
+
+def conformity(
+    dtypes: Sequence[str], device: str | None, seed: int, imports: tuple[str, ...], observer: JobObserver
+) -> tuple[DeviceFacts, list[ModeConformity]]:
+    """The device, and what was found of each precision; by default of all that it does, emulated ones included."""
+    named = list(dict.fromkeys(precisions.canonical(word) for word in dtypes))
+    with ProcessWorker(Settings(seed=seed, imports=imports)) as worker:
+        known = worker.probe()
+        facts = device_named(device, known) if device else next((one for one in known if one.accelerated), known[0])
+        supports = {name: precisions.get(name).support(facts) for name in named or precisions.names()}
+        able = {name: support for name, support in supports.items() if support.level is not Level.REFUSED}
+        if not able:
+            reasons = "; ".join(f"{name}: {support.reason}" for name, support in supports.items())
+            raise UsageError(f"{facts.key} does none of these ({reasons}). Give other --dtypes, or another --device.")
+        found: list[ModeConformity] = []
+        with observer.counting() as tell:
+            for name, support in able.items():
+                tell(len(found), len(able), "precisions", name)
+                mode = precisions.get(name).mode
+                try:
+                    conformed = worker.within(COMPILE_SECONDS).conform(name, facts)
+                except WorkerError as error:  # another precision may do all the same
+                    conformed = (Conformity(mode, "all of it", "", why=str(error)),)
+                    worker.restart()
+                found.append(ModeConformity(mode, support, conformed))
+    return facts, found
+
+
+def page_of(facts: DeviceFacts, found: Sequence[ModeConformity]) -> Page:
+    """A line for each precision, then each cast and product that differs, then what was not done and why."""
+    different = [one for mode in found for one in mode.found if one.difference not in (None, Difference.NONE)]
+    parts = [Part("summary-of-modes", "", (table("modes", "", _MODES, found),))]
+    if different:
+        caption = "what is not the same bit by bit"
+        parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, different),)))
+    undone = []
+    for mode in found:
+        reasons = together((one.why, one.what) for one in mode.found if one.difference is None)
+        undone += [f"{mode.mode}, {listed(list(dict.fromkeys(whats)), 4)}: {why}" for why, whats in reasons.items()]
+    if undone:
+        parts.append(Part("undone", "not done here", (Items(tuple(map(Text, undone))),)))
+    good = Tone.GOOD if all(mode.conforms for mode in found) else Tone.BAD
+    parts.append(Part("summary", "", (Text(_verdict(found), good),)))
+    return Page(
+        f"native against emulated on {facts.key} ({facts.name}, torch {facts.torch})", "", tuple(parts), _LEGEND
+    )
+
+
+def _tone(conforms: bool) -> Tone:
+    return Tone.PLAIN if conforms else Tone.BAD
+
+
+def _count(found: Sequence[Conformity], *kinds: Difference | None) -> str:
+    count = sum(one.difference in kinds for one in found)
+    return str(count) if count else units.NONE
+
+
+_WRONG = [kind for kind in Difference if not kind.conforms]
+_MODES: tuple[Col[ModeConformity], ...] = (
+    Col("precision", lambda mode: mode.mode),
+    Col("here", lambda mode: mode.support.level.value),
+    Col("compared", lambda mode: _count(mode.found, *Difference), number=True),
+    Col("same bits", lambda mode: _count(mode.found, Difference.NONE), number=True),
+    Col("order", lambda mode: _count(mode.found, Difference.ORDER), number=True),
+    Col("not the same", lambda mode: _count(mode.found, *_WRONG), True, tone=lambda mode: _tone(mode.conforms)),
+    Col("not done", lambda mode: _count(mode.found, None), number=True),
+)
+
+
+def _first(one: Conformity) -> str:
+    assert one.first is not None
+    place = ",".join(map(str, one.first.place))
+    return f"[{place}] {one.first.native:.6g}, emulated {one.first.emulated:.6g}"
+
+
+_DIFFERENCES: tuple[Col[Conformity], ...] = (
+    Col("precision", lambda one: one.mode),
+    Col("what", lambda one: one.what),
+    Col("shape", lambda one: one.shape),
+    Col("difference", lambda one: str(one.difference), tone=lambda one: _tone(one.difference not in _WRONG)),
+    Col("differ", lambda one: f"{units.whole(one.count)} of {units.whole(one.total)}", number=True),
+    Col("at most", lambda one: units.significant(one.largest), number=True),
+    Col("first", _first),
+    Col("why", lambda one: one.why, below=True),
+)
+
+
+def _verdict(found: Sequence[ModeConformity]) -> str:
+    different = [mode.mode for mode in found if not mode.conforms]
+    compared = [mode.mode for mode in found if mode.compared]
+    if different:
+        return f"{listed(different)} {'does' if len(different) == 1 else 'do'} not give what the emulation gives"
+    if not compared:
+        return "nothing could be compared"
+    return f"{listed(compared, 20)}: the emulation gives what the kernels give, up to the order of sums"

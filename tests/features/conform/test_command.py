@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8bench.features.conform.view import page_of
+from fp8bench.features.conform.command import page_of
 from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.model.promises import Conformity, Difference, FirstElement, ModeConformity
 from fp8bench.report.terminal.layout import render
@@ -25,7 +25,7 @@ import torch
 from fp8bench.formats.codes import torch_codes
 from fp8bench.formats.grids import E5M2
 from fp8bench.formats.recipes import Accumulator
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
+from fp8bench.nn.arithmetics import RecipeArithmetic, ScaledArithmetic
 from fp8bench.numerics.products import in_dtype
 from fp8bench.numerics.products import short_product
 from fp8bench.registry import precisions
