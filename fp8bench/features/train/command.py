@@ -39,7 +39,6 @@ _REQUEST = TrainingRequest()
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.description = (
         "Trains the same model on the same batches in several precisions, beside each other, and says of each whether "
         "it still learns as the reference does: a gap of the loss, paired over seeds, with its interval."
@@ -86,7 +85,6 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
 
 
 def request_from(arguments: argparse.Namespace) -> TrainingRequest:
-    """What the arguments ask for."""
     given = vars(arguments)
     settings = {one.name: given[one.name] for one in fields(TrainerSettings) if one.name in given}
     own = {one.name: given[one.name] for one in fields(TrainingRequest) if one.name in given}

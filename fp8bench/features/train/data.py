@@ -91,21 +91,16 @@ def _rows(kept: KeptTraining) -> Iterator[tuple[Any, ...]]:
     """A row a figure of every line, in the order of the columns."""
     arms = {arm.name: tuple(map(cell, _arm(arm).values())) for arm in kept.training.arms}
     for line in kept.lines:
-        where = (getattr(line, "of", ""), getattr(line, "layer", ""), _tensor(line))
-        place = (
-            *arms.get(line.arm, (cell(line.arm), "", "")), line.seed, line.step, type(line).__name__,
-            *map(cell, where),
-        )  # fmt: skip
+        of, layer, role, tensor = (getattr(line, name, "") for name in ("of", "layer", "role", "tensor"))
+        where = map(cell, (of, layer, str(role or tensor)))
+        own = arms.get(line.arm, (cell(line.arm), "", ""))
+        place = (*own, line.seed, line.step, type(line).__name__, *where)
         for figure, value in _figures(line):
             yield (*place, figure, value)
 
 
 def _arm(arm: Arm) -> dict[str, Any]:
     return {"arm": arm.name, "precision": arm.precision, "role": arm.role.value}
-
-
-def _tensor(line: Line) -> str:
-    return str(getattr(line, "role", "") or getattr(line, "tensor", ""))
 
 
 def _figures(line: Line) -> Iterator[tuple[str, Any]]:

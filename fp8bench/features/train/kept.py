@@ -71,7 +71,6 @@ class TrainingWriter(LineWriter):
     places: tuple[Place, ...] = ()
 
     def append(self, lines: Sequence[Line]) -> None:
-        """Write lines through to the disk."""
         self._lines([plain(line) for line in lines])
 
     def checkpoint(self, number: int, step: int) -> Path:
@@ -83,7 +82,6 @@ class TrainingWriter(LineWriter):
         return folder
 
     def folder_of(self, place: Place) -> Path:
-        """Where a checkpoint lies."""
         return self.path.parent.resolve() / _CHECKPOINTS / place.folder
 
     def keep(self, number: int, step: int, folder: Path | None, out: Sequence[tuple[str, str]]) -> None:

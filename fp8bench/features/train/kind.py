@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.features.train.kept import find_training, id_of, load_head, load_training, training_files
-from fp8bench.features.train.values import ArmRole, KeptTraining, LayerReading, Training
+from fp8bench.features.train.values import KeptTraining, LayerReading
 from fp8bench.jobs.kinds import Exports, KeptTable, Kind, Report, View
 from fp8bench.model.codec import encode
 from fp8bench.report.data.plain import json_line
@@ -61,15 +61,12 @@ class TrainingKind(Kind[KeptTraining]):
 
 
 def _line(path: Path) -> str:
-    return training_line(load_head(path))
-
-
-def training_line(training: Training) -> str:
-    """A training in the list of what is kept: '0a1b2c3d of 2026-01-05 12:00:00: nano in bf16, fp8'."""
-    arms = ", ".join(arm.name for arm in training.arms if arm.role in (ArmRole.REFERENCE, ArmRole.CANDIDATE))
-    ranks, model = training.request.ranks, training.request.settings.model
-    together = "" if ranks is None else f", {ranks} ranks by {training.request.settings.parallel}"
-    return f"{training.id} of {training.started[:19].replace('T', ' ')}: {model} in {arms}{together}"
+    """In the list of what is kept: '0a1b2c3d of 2026-01-05 12:00:00: nano in bf16, fp8'."""
+    training = load_head(path)
+    arms = ", ".join(arm.name for arm in training.arms if not arm.is_band)
+    ranks, settings = training.request.ranks, training.request.settings
+    together = "" if ranks is None else f", {ranks} ranks by {settings.parallel}"
+    return f"{training.id} of {training.started[:19].replace('T', ' ')}: {settings.model} in {arms}{together}"
 
 
 def histories(kept: KeptTraining, arm: str, store: Path) -> View:

@@ -23,7 +23,8 @@ from fp8bench.features.train.values import (
     TrainingObserver,
     Validation,
 )
-from fp8bench.report.elements import Column, Field, Page, Part, Table, Tone
+from fp8bench.report.columns import Col, table
+from fp8bench.report.elements import Field, Page, Part, Tone
 from fp8bench.report.terminal.layout import render
 from fp8bench.report.words.naming import many
 
@@ -89,9 +90,7 @@ def _with(now: ArmNow, line: Line, steps: int) -> ArmNow:
             place = line.step * min(PARTS, steps) // steps
             total, count = now.parts[place]
             parts = (*now.parts[:place], (total + line.loss, count + 1), *now.parts[place + 1 :])
-            return replace(
-                now, parts=parts, loss=line.loss, tokens=line.tokens, seconds=line.seconds or now.seconds
-            )  # fmt: skip
+            return replace(now, parts=parts, loss=line.loss, tokens=line.tokens, seconds=line.seconds or now.seconds)
         case Validation(of="held-out"):
             return replace(now, held_out=line.loss)
         case TrainingEvent(kind="alarm"):
@@ -182,25 +181,18 @@ class ArmNow:
 
 def board_of(where: str, arms: Sequence[ArmNow], drawn: bool) -> Page:
     """Rows of arms. With `drawn` their losses are bars on one scale for all of them."""
-    finite = [mean for one in arms for mean in one.means if mean is not None and math.isfinite(mean)]
+    finite = [mean for now in arms for mean in now.means if mean is not None and math.isfinite(mean)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    columns = (
-        Column("arm"), Column("loss", number=True), Column("held-out", number=True), Column("tokens/s", number=True),
-        Column("health"), *([Column("losses so far")] if drawn else []),
-    )  # fmt: skip
-    rows = tuple(
-        (
-            Field(one.arm.name), _loss(one.loss), _loss(one.held_out),
-            Field(units.count(one.tokens / one.seconds) if one.arm.native and one.seconds else units.NONE),
-            _health(one), *([Field("".join(_bar(mean, low, high) for mean in one.means))] if drawn else []),
-        )
-        for one in arms
-    )  # fmt: skip
-    return Page(where, "", (Part("arms", "", (Table("arms", "", columns, rows),)),))
-
-
-def _loss(loss: float | None) -> Field:
-    return Field(units.NONE if loss is None else f"{loss:.4f}")
+    cols: list[Col[ArmNow]] = [
+        Col("arm", lambda now: now.arm.name),
+        Col("loss", lambda now: now.loss, number=True, show=lambda loss: f"{loss:.4f}"),
+        Col("held-out", lambda now: now.held_out, number=True, show=lambda loss: f"{loss:.4f}"),
+        Col("tokens/s", lambda now: now.tokens / now.seconds if now.arm.native and now.seconds else None, number=True,
+            show=units.count),
+        Col("health", _health),
+        Col("losses so far", lambda now: "".join(_bar(mean, low, high) for mean in now.means), when=drawn),
+    ]  # fmt: skip
+    return Page(where, "", (Part("arms", "", (table("arms", "", cols, arms),)),))
 
 
 def _health(now: ArmNow) -> Field:

@@ -33,10 +33,6 @@ def merges_of(tokens: str) -> int | None:
     return int(number) if right else None
 
 
-def _one_of(names: tuple[str, ...]) -> Rule:
-    return Rule(f"one of {', '.join(filter(None, names))}", lambda value: value in names)
-
-
 def _above_nothing(what: str, most: float = math.inf) -> Rule:
     return number(what, lambda value: 0 < value <= most and math.isfinite(value))
 
@@ -192,7 +188,6 @@ class TrainerSettings:
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be, whoever asks."""
         check_fields(self, SETTINGS_RULES)
 
 
@@ -274,7 +269,6 @@ class TrainingRequest:
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be, whoever asks: the command line, or a stored training."""
         check_fields(self, TRAINING_RULES)
         if not self.dtypes:
             raise UsageError("no dtype was named. Give --dtypes two or more, like bf16,fp8.")
