@@ -57,15 +57,15 @@ def train(
     `margin` is in percent. Raises Fp8benchError with a sentence for what cannot be done; what happens in a step is an
     event.
     """
-    own = {name: value for name, value in options.items() if name in keywords_of(TrainingRequest)}
-    settings = {name: value for name, value in options.items() if name not in own}
+    ours = keywords_of(TrainingRequest).keys() - {"settings"}
     known = [field.name for field in fields(TrainerSettings)]
-    for name in settings:
-        if name not in known:
+    for name in options:
+        if name not in {*ours, *known}:
             raise UnknownName("setting", name, known)
+    own = {name: options.pop(name) for name in list(options) if name in ours}
     request = asked(
         quick, steps, seeds, names(dtypes), margin=margin / 100, **fields_given(TrainingRequest, own, "train"),
-        settings=TrainerSettings(**settings, precision_map=pairs(precision_map), rates=pairs(rates)),
+        settings=TrainerSettings(**options, precision_map=pairs(precision_map), rates=pairs(rates)),
     )  # fmt: skip
     board = None if tensorboard is None else folder("tensorboard", tensorboard)
     if board is not None:
