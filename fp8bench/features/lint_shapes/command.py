@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+from fp8bench import units
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.errors import EXIT_FAILED, EXIT_OK
-from fp8bench.features.lint_shapes.job import look
-from fp8bench.features.lint_shapes.view import as_csv, as_json, homeless, page_of
+from fp8bench.features.lint_shapes.job import Finding, Judgement, LinearShape, Outcome, look
+from fp8bench.formats.product_rules import Sides, conditions
 from fp8bench.model.request import whole_number
+from fp8bench.report.columns import Col, table
+from fp8bench.report.data.plain import csv_text, json_line
+from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.panels import together
+
+# So many products are named; more are counted.
+_MOST_NAMES = 4
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.description = (
         "Which products of linear layers native FP8, MX and NVFP4 would refuse on each class of devices, why, and what "
         "padding would cost. Needs no device, and measures nothing."
@@ -42,7 +50,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, tell, and end with 3 where some product fits nowhere as it is."""
     check_outputs(arguments)
     found = look(
         arguments.model, arguments.shapes, arguments.tokens, arguments.products, arguments.dtypes, arguments.devices
@@ -52,3 +59,203 @@ def run(arguments: argparse.Namespace) -> int:
         partial(as_json, found.source, found.findings), partial(as_csv, found.findings),
     )  # fmt: skip
     return EXIT_FAILED if homeless(found.findings) else EXIT_OK
+
+
+def page_of(title: str, findings: Sequence[Finding]) -> Page:
+    """What fits where, what does not and why, what is missing, where there is any; at last one sentence."""
+    by_outcome = {outcome: [one for one in findings if one.torch.outcome is outcome] for outcome in Outcome}
+    refused = _by_reason(by_outcome[Outcome.REFUSED], lambda one: _why(one.torch, mended=False), findings)
+    sections: dict[str, Sequence[Element]] = {
+        "products that fit as they are; -: there is no such product": [_overview(findings)],
+        "refused, and no padding helps": _items(refused),
+        "refused unless they are padded, and what that costs more": _padded(by_outcome[Outcome.PAD]),
+        "why there is no such product": _items(_reasons(by_outcome[Outcome.MISSING])),
+        "Transformer Engine, where it says more than torch": _items(_of_te(findings)),
+        "what these products need besides their shape": _items(_needs(findings)),
+    }
+    parts = [Part(f"part-{n}", words, tuple(found)) for n, (words, found) in enumerate(sections.items()) if found]
+    return Page(title, "", (*parts, Part("conclusion", "", (Text(conclusion(findings)),))))
+
+
+def _items(lines: Iterable[str]) -> list[Element]:
+    texts = tuple(map(Text, lines))
+    return [Items(texts)] if texts else []
+
+
+def conclusion(findings: Sequence[Finding]) -> str:
+    """Whether everything fits somewhere, in one sentence."""
+    lost = homeless(findings)
+    if not lost:
+        return "Every product fits as it is on some of these devices, in every mode."
+    by_mode = together((one.mode, one) for one in lost)
+    by_products = together((_products(some, findings), mode) for mode, some in by_mode.items())
+    parts = [f"in {', '.join(modes)}: {products}" for products, modes in by_products.items()]
+    return f"Not taken as they are by any of these devices, {'; '.join(parts)}."
+
+
+def _overview(findings: Sequence[Finding]) -> Table:
+    """A row for every device and a column for every mode: how many of the products fit there."""
+    counts = together((_place(one), one.torch.outcome is Outcome.FITS) for one in _there(findings))
+
+    def fitting(mode: str) -> Col[str]:
+        return Col(mode, lambda device: _count(counts.get((mode, device))), number=True)
+
+    modes, devices = (dict.fromkeys(names) for names in zip(*map(_place, findings), strict=True))
+    return table("fitting", "", (Col[str]("device", str), *map(fitting, modes)), devices)
+
+
+def _there(findings: Iterable[Finding]) -> list[Finding]:
+    """Those of products that there are."""
+    return [one for one in findings if one.torch.outcome is not Outcome.MISSING]
+
+
+def _count(fits: Sequence[bool] | None) -> Field:
+    """How many products of a mode fit on a device that has it."""
+    if fits is None:
+        return Field(units.NONE)
+    return Field("all", tone=Tone.GOOD) if all(fits) else Field(f"{sum(fits)} of {len(fits)}", tone=Tone.DOUBT)
+
+
+def _padded(wrong: Sequence[Finding]) -> list[Element]:
+    """A row for every product and what padding would make of it; under it who objects, and where."""
+    grouped = together(((_name(one), one.product.sides, one.torch.padded), one) for one in wrong)
+    return [table("padded", "", _PADDED, grouped.values())] if grouped else []
+
+
+def _sides(sides: Sides | None) -> str:
+    return units.NONE if sides is None else " x ".join(map(str, sides))
+
+
+def _more(shares: Sequence[float]) -> str:
+    decimals = 2 if max(shares) < 0.1 else 1 if max(shares) < 1 else 0
+    return units.span(shares, lambda share: f"+{units.percent(share, decimals)}")
+
+
+_PADDED: tuple[Col[list[Finding]], ...] = (
+    Col("product", lambda same: _name(same[0])),
+    Col("M x N x K", lambda same: _sides(same[0].product.sides), number=True),
+    Col("padded to", lambda same: _sides(same[0].torch.padded), number=True),
+    Col("FLOPs", lambda same: _more([one.torch.more_flops for one in same]), number=True),
+    Col("bytes", lambda same: _more([one.torch.more_bytes for one in same]), number=True),
+    Col("why", lambda same: "\n".join(_reasons(same)), below=True),
+)
+
+
+def _of_te(findings: Sequence[Finding]) -> Iterator[str]:
+    """What it objects to where torch has the product and says nothing of the kind."""
+    has = (Outcome.FITS, Outcome.PAD)
+    more = [one for one in findings if one.te and one.torch.outcome in has and _beyond(one.te, one.torch)]
+    return _by_reason(more, lambda one: [objection.why for objection in one.te.objections] if one.te else [], findings)
+
+
+def _beyond(te: Judgement, torch: Judgement) -> bool:
+    """Whether it asks for more than torch's padding gives, or refuses."""
+    if te.outcome is not Outcome.PAD:
+        return te.outcome is Outcome.REFUSED
+    assert te.padded is not None
+    return torch.padded is None or any(own > theirs for own, theirs in zip(te.padded, torch.padded, strict=True))
+
+
+def _needs(findings: Sequence[Finding]) -> Iterator[str]:
+    there = _there(findings)
+    needs = {_place(one): conditions(one.product.scheme, one.device) for one in there if one.product.scheme is not None}
+    for words, places in together((words, place) for place, words in needs.items() if words).items():
+        yield f"{_places(places)}: {', '.join(words)}"
+    if needs:
+        yield "everywhere: both operands with their contraction innermost, the second one column by column"
+
+
+def _by_reason(
+    some: Sequence[Finding], why: Callable[[Finding], list[str]], findings: Sequence[Finding]
+) -> Iterator[str]:
+    """One line for all that are what they are for the same reasons."""
+    for reasons, same in together(("; ".join(why(one)), one) for one in some).items():
+        yield f"{reasons}: {_products(same, findings)}, {_places(dict.fromkeys(map(_place, same)))}"
+
+
+def _why(judgement: Judgement, mended: bool = True) -> list[str]:
+    """The objections and whose they are; those that padding answers too, unless they are left out."""
+    return [f"{one.why} ({one.source})" for one in judgement.objections if mended or one.multiples is None]
+
+
+def _products(some: Sequence[Finding], findings: Sequence[Finding]) -> str:
+    """Which products those are, by their names where they are few."""
+    names, all_ = dict.fromkeys(map(_name, some)), {_name(one) for one in findings}
+    if len(names) == len(all_):
+        return "every product"
+    return ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} of {len(all_)} products"
+
+
+def _reasons(findings: Iterable[Finding]) -> Iterator[str]:
+    """Each objection of torch's once, whose it is, and in which modes on which devices."""
+    for why, where in together((why, _place(one)) for one in findings for why in _why(one.torch)).items():
+        yield f"{why}: {_places(where)}"
+
+
+def _places(places: Iterable[tuple[str, str]]) -> str:
+    """'fp8, fp8-rowwise on l40s, h100; fp8-block on h100'."""
+    devices = together(dict.fromkeys(places))
+    modes = together((tuple(names), mode) for mode, names in devices.items())
+    return "; ".join(f"{', '.join(same)} on {', '.join(names)}" for names, same in modes.items())
+
+
+def _place(one: Finding) -> tuple[str, str]:
+    return one.mode, one.device.name
+
+
+def _name(one: Finding) -> str:
+    return f"{one.shape.name} {one.kind}"
+
+
+def as_json(source: str, findings: Sequence[Finding]) -> str:
+    """The document on one line; `source` is the model or the file."""
+    found = [
+        {**_product(one), "torch": _judgement(one.torch), "transformer_engine": one.te and _judgement(one.te)}
+        for one in findings
+    ]
+    return json_line({"source": source, "fits": not homeless(findings), "findings": found})
+
+
+def as_csv(findings: Sequence[Finding]) -> str:
+    """The rows under their column names; shares are shares, nothing stands for what is not."""
+    rows = [
+        {**_product(one), "by": by, **_told(judgement)}
+        for one in findings
+        for by, judgement in (("torch", one.torch), ("Transformer Engine", one.te))
+        if judgement is not None
+    ]
+    return csv_text(tuple(rows[0]), rows)
+
+
+def _product(one: Finding) -> dict[str, object]:
+    m, n, k = one.product.sides
+    return {
+        "layer": one.shape.name, "product": one.kind, "m": m, "n": n, "k": k, "output": one.product.output,
+        "layout": "row" if one.product.row_major else "column", "mode": one.mode, "device": one.device.name,
+    }  # fmt: skip
+
+
+def _told(one: Judgement) -> dict[str, object]:
+    m, n, k = one.padded or (None, None, None)
+    return {
+        "outcome": one.outcome.value, "why": "; ".join(_why(one)), "padded_m": m, "padded_n": n, "padded_k": k,
+        "more_flops": one.more_flops if one.padded else None, "more_bytes": one.more_bytes if one.padded else None,
+    }  # fmt: skip
+
+
+def _judgement(one: Judgement) -> dict[str, object]:
+    objections = [{"by": found.source.value, "why": found.why} for found in one.objections]
+    costs = {"padded": one.padded, "more_flops": one.more_flops, "more_bytes": one.more_bytes}
+    return {"outcome": one.outcome.value, "objections": objections, **costs}
+
+
+def homeless(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding for each product and mode that fits on none of the devices as it is."""
+    first: dict[tuple[LinearShape, str, str], Finding] = {}
+    housed = set()
+    for one in findings:
+        key = (one.shape, one.kind, one.mode)
+        first.setdefault(key, one)
+        if one.torch.outcome is Outcome.FITS:
+            housed.add(key)
+    return [one for key, one in first.items() if key not in housed]

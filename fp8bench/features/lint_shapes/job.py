@@ -8,20 +8,71 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.lint_shapes.view import Finding, Judgement, LinearShape, Outcome
 from fp8bench.formats.hardware import CLASSES, DeviceClass, device_class
-from fp8bench.formats.product_rules import missing, objections, te_objections
+from fp8bench.formats.product_rules import OUTPUTS, Objection, Product, Sides, missing, objections, te_objections
 from fp8bench.formats.recipe_support import in_formats_of
 from fp8bench.formats.recipes import Recipe
-from fp8bench.formats.scaled_products import OUTPUTS, Objection, Product
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS, features_of, models, sides_of, usual_tokens
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 from fp8bench.report.elements import printable
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A linear layer: so many tokens, features out and features in.
+
+    `output` is the type of its products; `row_major` says that their second operands lie row by row.
+    """
+
+    name: str
+    tokens: int
+    outputs: int
+    inputs: int
+    output: str = "bf16"
+    row_major: bool = False
+
+
+class Outcome(StrEnum):
+    """What a device makes of a product."""
+
+    FITS = "fits"
+    PAD = "pad"
+    REFUSED = "refused"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """An outcome and why. `padded` are the sides that would do, and what they cost more, as shares."""
+
+    outcome: Outcome
+    objections: tuple[Objection, ...] = ()
+    padded: Sides | None = None
+    more_flops: float = 0.0
+    more_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One product of one layer in one mode on one class of devices: what torch says, and Transformer Engine.
+
+    `te` is None where it has no recipe for it, or nothing to do with the device.
+    """
+
+    shape: LinearShape
+    kind: str
+    mode: str
+    device: DeviceClass
+    product: Product
+    torch: Judgement
+    te: Judgement | None
+
 
 LARGEST = (1 << 31) - 1
 MOST_SHAPES = 10_000

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.features.lint_shapes.job import examine, modes_of, shapes_of_model
-from fp8bench.features.lint_shapes.view import LinearShape, page_of
+from fp8bench.features.lint_shapes.command import page_of
+from fp8bench.features.lint_shapes.job import LinearShape, examine, modes_of, shapes_of_model
 from fp8bench.formats.hardware import CLASSES
 from fp8bench.nn.sizes import PRODUCTS
 from fp8bench.report.terminal.layout import render
