@@ -38,6 +38,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import device_named
+from fp8bench.units import percent, seconds
 from fp8bench.workloads.planted import ORDERS
 
 OPERATIONS = ("small", "medium", "step")
@@ -321,6 +322,42 @@ def _row(operation: str, effect: float, outcomes: Sequence[Outcome]) -> PowerRow
         counts[Verdict.SLOWER], counts[Verdict.FASTER], counts[Verdict.SAME], counts[Verdict.UNSURE],
         statistics.median(seconds), max(seconds),
     )  # fmt: skip
+
+
+def power_table(power: Power) -> str:
+    """The experiment's table: one line an operation and effect."""
+    rows, loads = power.rows, power.loads
+    load = f"load {loads[0]:.1f} to {loads[-1]:.1f}, median {loads[len(loads) // 2]:.1f}, on {os.cpu_count()} cores"
+    heading = f"{'operation':<22}{'planted':>9}{'found':>8}{'trials':>8}{'slower':>8}{'faster':>8}{'same':>7}"
+    lines = [
+        "Injected slow-downs judged by the real estimator. `found` is the median ratio over trials; a verdict",
+        "'slower' is a detection, and on 0% injected any 'faster' or 'slower' is a false alarm.",
+        f"One thread; {load}.",
+        "",
+        heading + f"{'unsure':>8}{'time a verdict':>24}",
+    ]
+    for row in rows:
+        # What was injected: '5.0%', or in which order some calls were slower.
+        planted = row.order if row.uneven else percent(row.planted)
+        typical, longest = seconds(row.seconds_median, 2), seconds(row.seconds_longest, 2)
+        lines.append(
+            f"{row.operation:<22}{planted:>9}{percent(row.found):>8}{row.trials:>8}"
+            f"{percent(row.slower / row.trials, 0):>8}{percent(row.faster / row.trials, 0):>8}"
+            f"{percent(row.same / row.trials, 0):>7}{percent(row.unsure / row.trials, 0):>8}"
+            f"{f'{typical} (at most {longest})':>24}"
+        )
+    lines.append("")
+    uneven = [row.too_few for row in rows if row.uneven]
+    if uneven:
+        words = "periodic, random: slower by 5 to 300% in the mean, on k of n calls only; 'same' counts as a wrong sign"
+        lines += [f"{words}.", f"{sum(uneven)} more had too few calls for three periods of n.", ""]
+    alarms = [row for row in rows if row.planted == 0]
+    compared = sum(row.trials for row in rows)
+    lines.append(
+        f"false alarms: {sum(row.slower + row.faster for row in alarms)} of {sum(row.trials for row in alarms)} "
+        f"identical pairs; wrong signs: {sum(row.wrong_signs for row in rows)} of {compared} comparisons"
+    )
+    return "\n".join(lines)
 
 
 def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> None:

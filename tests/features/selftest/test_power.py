@@ -13,7 +13,6 @@ import pytest
 
 from fp8bench.cli.main import main
 from fp8bench.features.selftest import power
-from fp8bench.features.selftest.command import power_table
 from fp8bench.features.selftest.power import (
     EFFECTS,
     SHARES,
@@ -25,6 +24,7 @@ from fp8bench.features.selftest.power import (
     PowerRow,
     measure_power,
     operations,
+    power_table,
     summarise,
     uneven,
 )
