@@ -13,9 +13,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8bench.nn.parallel.exchanges import FP8Wire, WireWitness
-from fp8bench.nn.parallel.model import ParallelModel, is_silent
+from fp8bench.nn.parallel.model import ParallelModel, Witness, is_silent
 from fp8bench.nn.parallel.ways import Job
-from fp8bench.nn.parallel.witness import Witness
 from fp8bench.protocols import Phases, SilentPhases
 
 Hook = Callable[[GradBucket], Future[Tensor]]
@@ -144,7 +143,6 @@ class ZeroModel(ParallelModel):
             _put(row, self._of(owner, self._all_weights))
 
     def full_weights(self) -> dict[str, Tensor]:
-        """As their owners have them."""
         own = dict(zip(self.names, self.weights, strict=True))
         found = {name: own.get(name, one).clone() for name, one in zip(self._all_names, self._all_weights, strict=True)}
         self._broadcast(list(found.values()))
@@ -160,7 +158,6 @@ class ZeroModel(ParallelModel):
         return torch.nn.functional.pad(row, (0, self._most - row.numel()))
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Of each its owner's."""
         pairs = zip(tensors, self._owners, strict=True)
         _wait(dist.broadcast(one, group=self.group, group_src=owner, async_op=True) for one, owner in pairs)
 
@@ -182,7 +179,6 @@ def _wait(begun: Iterable[dist.Work | None]) -> None:
 
 
 def _put(row: Tensor, tensors: Sequence[Tensor]) -> None:
-    """What a row has for each of them, into it."""
     pieces = torch.split(row[: sum(one.numel() for one in tensors)], [one.numel() for one in tensors])
     for one, piece in zip(tensors, pieces, strict=True):
         one.copy_(piece.view_as(one))

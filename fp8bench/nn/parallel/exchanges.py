@@ -36,7 +36,6 @@ class Group:
         self.rank, self.size = self.handle.rank(), self.handle.size()
 
     def added(self, x: Tensor) -> Tensor:
-        """The sum of everybody's."""
         with self.phase.communication:
             whole = x.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(whole, group=self.handle)
@@ -50,7 +49,6 @@ class Group:
             return whole
 
     def everybodys(self, x: Tensor) -> list[Tensor]:
-        """By rank."""
         with self.phase.communication:
             found = [torch.empty_like(x) for _ in range(self.size)]
             dist.all_gather(found, x, group=self.handle)
@@ -151,7 +149,6 @@ class FP8Wire:
         self._witness: WireWitness | None = None
 
     def mean(self, values: Tensor, phase: Phases) -> Tensor:
-        """Of everybody's."""
         return self._sent(self.mean_of, values, phase)
 
     def part_of_mean(self, values: Tensor, phase: Phases) -> Tensor:

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel.model import ParallelModel
+from fp8bench.nn.parallel.exchanges import Group
+from fp8bench.nn.parallel.model import ParallelModel, ScaleWitness, Witness
 from fp8bench.nn.parallel.tensor_parallel import TensorCut
 from fp8bench.nn.parallel.ways import Job
-from fp8bench.nn.parallel.witness import ScaleWitness, Witness
 from fp8bench.protocols import Phases
 
 _TORCHAO = "torchao_"
@@ -50,18 +50,14 @@ class FSDPModel(ParallelModel):
                 self._scales_are_known()
 
     def full_weights(self) -> dict[str, Tensor]:
-        return {name: self._gathered(part) for name, part in zip(self.names, self.weights, strict=True)}
+        group, parts = Group(self.group), zip(self.names, self.weights, strict=True)
+        return {name: torch.cat(group.everybodys(part.contiguous())) for name, part in parts}
 
     def _scales_are_known(self) -> None:
         """The largest magnitudes of all weights that travel as codes, in one exchange after every update."""
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(self.module)
-
-    def _gathered(self, part: Tensor) -> Tensor:
-        parts = [torch.empty_like(part) for _ in range(self.group.size())]
-        dist.all_gather(parts, part.contiguous(), group=self.group)
-        return torch.cat(parts)
 
 
 def shard(model: GPT, mesh: DeviceMesh, wire: str) -> None:

@@ -17,7 +17,7 @@ shortens, half its square, so that a gain sees much less than a distance.
 
 Weights and tokens that are sent in FP8 are cast once more where products cast them: what both leave is added up.
 
-A mistake in scales, or in a mean that is sent in FP8, may be far below rounding: witness.py and exchanges.py
+A mistake in scales, or in a mean that is sent in FP8, may be far below rounding: model.py and exchanges.py
 see those.
 """
 
@@ -53,7 +53,6 @@ class Update(NamedTuple):
 
     @property
     def error(self) -> float:
-        """The relative distance."""
         return (self.distance / self.wanted) ** 0.5 if self.wanted else math.inf if self.distance else 0.0
 
     @property
@@ -73,12 +72,10 @@ class Apart:
 
     @property
     def update(self) -> Update:
-        """Of all weights."""
         return Update(*map(sum, zip(*self.updates.values(), strict=True)))
 
     @property
     def furthest(self) -> tuple[str, Update]:
-        """The weight whose change is furthest away, relatively."""
         return max(self.updates.items(), key=lambda one: one[1].error)
 
     def figures(self) -> dict[str, float]:

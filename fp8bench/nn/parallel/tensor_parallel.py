@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from fp8bench.formats.native_codes import current_scale
 from fp8bench.formats.recipes import Delayed, Treatment
 from fp8bench.formats.scaled import largest_magnitude
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.nn.attention import SelfAttention
 from fp8bench.nn.gpt import GPT, Block, loss_of
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parallel.cuts import OF_GROUP, OUTPUTS, OWN, Cut, cut_of, cuts
 from fp8bench.nn.parallel.exchanges import FP8Group, Group, added, copied, gathered, scattered
 from fp8bench.nn.parallel.model import ParallelModel
-from fp8bench.nn.parallel.ways import Job
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.parallel.ways import OF_GROUP, OUTPUTS, OWN, Cut, Job, cut_of, cuts
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
 from fp8bench.protocols import Arithmetic, Phases, Role
@@ -122,7 +121,6 @@ class TensorCut(ParallelModel):
         self.group = job.group
 
     def _group(self, job: Job) -> Group:
-        """What exchanges with the others."""
         return Group(job.group)
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:

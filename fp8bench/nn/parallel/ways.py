@@ -1,26 +1,32 @@
-"""The ways of training one model by several ranks: what each can do, and what it makes on a rank.
+"""The ways of training one model by several ranks: what each can do, what it makes on a rank, and how blocks are cut.
 
-No torch here: plans read it.
+A layer that makes features is cut by its outputs, each of the parts that lie behind each other in it (queries, keys and
+values; gate and value) by itself, so that a rank has whole heads. The layer that takes those features is cut by its
+inputs, and what ranks get of it has to be added up. No torch here: plans read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from fp8bench.model import DeviceFacts
-from fp8bench.nn.parallel.cuts import AMAX_GROUPS, OF_GROUP, uncuttable
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Precision, TensorScale
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.parallel.model import ParallelModel
 
+
+OUTPUTS, INPUTS = 0, 1
+# Whose largest magnitude scales a part of a tensor.
+OWN, OF_GROUP = AMAX_GROUPS = ("own", "group")
 # What is a choice of some ways only: an axis of the workload, with what it says.
 OPTIONS = {
     "wire": "what gradients, weights or tokens are while they are sent; stream: as a model computes them",
@@ -79,6 +85,54 @@ class Way:
     least_ranks: int = 2
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Along `dim` there are parts of such sizes, and each rank has its share of every one of them."""
+
+    dim: int
+    parts: tuple[int, ...]
+
+    def share(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        import torch
+
+        return torch.cat(
+            [one.chunk(ranks, self.dim)[rank] for one in torch.split(whole, list(self.parts), self.dim)], self.dim
+        )
+
+    def joined(self, shares: Sequence[Tensor]) -> Tensor:
+        import torch
+
+        sizes = [size // len(shares) for size in self.parts]
+        by_part = zip(*(torch.split(share, sizes, self.dim) for share in shares), strict=True)
+        return torch.cat([one for part in by_part for one in part], self.dim)
+
+
+def cuts(config: GPTConfig) -> dict[str, Cut]:
+    keys = config.key_heads * config.head_width
+    up = (config.hidden,) * (2 if config.modern else 1)
+    return {
+        "attn.qkv": Cut(OUTPUTS, (config.width, keys, keys)),
+        "attn.out": Cut(INPUTS, (config.width,)),
+        "mlp.up": Cut(OUTPUTS, up),
+        "mlp.down": Cut(INPUTS, (config.hidden,)),
+    }
+
+
+def cut_of(parameter: str, config: GPTConfig) -> Cut | None:
+    """How a parameter of the model is cut, by its name in it; None of one that every rank has whole."""
+    words = parameter.split(".")
+    return cuts(config).get(".".join(words[2:-1])) if words[0] == "blocks" else None
+
+
+def uncuttable(config: GPTConfig, ranks: int) -> str:
+    """Why so many ranks cannot share a model's blocks; '' where they can."""
+    numbers = {"heads": config.heads, "heads of keys": config.key_heads, "hidden features": config.hidden}
+    for what, number in numbers.items():
+        if number % ranks:
+            return f"{number} {what} have no equal share for each of {ranks} ranks: choose another size"
+    return "experts are not cut here: choose a size without them" if config.experts else ""
+
+
 def _made_by(kind: str) -> Callable[[Job], ParallelModel]:
     """By a class of a module beside this one, which is imported when it is needed: it brings torch along."""
 
@@ -90,7 +144,6 @@ def _made_by(kind: str) -> Callable[[Job], ParallelModel]:
 
 
 def _unshared(asked: Asked) -> str:
-    """Why ranks that divide a batch cannot; '' where they can."""
     if asked.batch % asked.ranks:
         return (
             f"{asked.batch} sequences are no equal share for each of {asked.ranks} ranks: choose a multiple of "
@@ -125,7 +178,6 @@ def _unowned(asked: Asked) -> str:
 
 
 def _unstaged(asked: Asked, fewest: int = 1) -> str:
-    """Why blocks or a batch cannot be cut so; '' where they can."""
     parts = int(asked.options["microbatches"])
     if asked.config.layers % asked.ranks:
         return f"{asked.config.layers} layers have no equal share for each of {asked.ranks} ranks: choose another size"
@@ -137,7 +189,6 @@ def _unstaged(asked: Asked, fewest: int = 1) -> str:
 
 
 def _uncut(asked: Asked, ranks: int) -> str:
-    """Why so many ranks cannot share blocks, or a scale of their tensors."""
     if asked.options["amax"] == OF_GROUP and asked.precision.tensor_scale is TensorScale.NONE:
         return f"{asked.precision.name} has no scale of a tensor that ranks could share: choose amax=own"
     return uncuttable(asked.config, ranks)

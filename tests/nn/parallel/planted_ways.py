@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fp8bench.nn.parallel.cuts import AMAX_GROUPS
-from fp8bench.nn.parallel.ways import WAYS, Job, Way
+from fp8bench.nn.parallel.ways import AMAX_GROUPS, WAYS, Job, Way
 from fp8bench.numerics import fp8_reduce
 
 if TYPE_CHECKING:

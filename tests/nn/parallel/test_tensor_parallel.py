@@ -11,11 +11,10 @@ from torch import Tensor
 
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel import tensor_parallel
-from fp8bench.nn.parallel.cuts import INPUTS, cut_of, cuts
-from fp8bench.nn.parallel.ways import Job
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
+from fp8bench.nn.parallel.ways import INPUTS, Job, cut_of, cuts
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Role, SilentPhases

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8bench.nn.parallel.cuts import cut_of, cuts
-from fp8bench.nn.parallel.ways import WAYS, Asked
+from fp8bench.nn.parallel.ways import WAYS, Asked, cut_of, cuts
 from fp8bench.nn.sizes import SIZES, GPTConfig, of_config
 from fp8bench.registry import precisions
 from tests.facts import CPU

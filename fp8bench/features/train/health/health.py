@@ -45,7 +45,8 @@ class Health:
                 key = (rule.arm.name, line.seed, line.step, rule.name)
                 event, more = found.get(key, (self._event(rule, alarm, line.seed, line.step), -1))
                 found[key] = event, more + 1
-        return tuple(_with(event, more) for event, more in found.values())
+        others = {more: f", and {more} tensor{'s' if more > 1 else ''} more" for _, more in found.values() if more}
+        return tuple(replace(event, words=event.words + others.get(more, "")) for event, more in found.values())
 
     def _rules_of(self, seed: int, arm: str) -> list[Rule[Any]]:
         """The rules that read the lines of an arm: its own, and those that compare others with it."""
@@ -88,12 +89,6 @@ def _can(remedy: Remedy, arm: Arm, settings: TrainerSettings, layer: str) -> boo
     return people or helped(*now, remedy, layer) != now
 
 
-def _with(event: TrainingEvent, more: int) -> TrainingEvent:
-    """The event with how many tensors more it is about."""
-    others = f", and {more} tensor{'s' if more > 1 else ''} more" if more else ""
-    return replace(event, words=event.words + others)
-
-
 _CLIP_SHARE = 0.25
 _RATE_SHARE = 0.5
 _HISTORY_SHARE = 16
@@ -102,9 +97,11 @@ _HIGH = ("fp32", "bf16", "tf32")
 
 def helped(precision: str, settings: TrainerSettings, remedy: Remedy, layer: str = "") -> tuple[str, TrainerSettings]:
     """Precision and settings of an arm with a remedy; as they were where it changes nothing, or people have to look."""
+    name, chosen = precision.partition(":")[0], precisions.get(precision).chosen
     change: dict[str, Any] = {}
+    options: dict[str, Scalar] = {}
     match remedy:
-        case Remedy.LAYER_IN_BF16 if layer and precision.partition(":")[0] not in _HIGH:
+        case Remedy.LAYER_IN_BF16 if layer and name not in _HIGH:
             change["precision_map"] = (*settings.precision_map, (layer, "bf16"))
         case Remedy.DYNAMIC_LOSS_SCALE:
             change["loss_scale"] = "dynamic"
@@ -114,27 +111,18 @@ def helped(precision: str, settings: TrainerSettings, remedy: Remedy, layer: str
             change["rate"] = settings.rate * _RATE_SHARE
         case Remedy.HIGHER_MASTER:
             change.update(master="fp32", optimizer_states="fp32", gradients="fp32")
-        case _:
-            pass
-    return _helped_precision(precision, remedy), replace(settings, **change)
-
-
-def _helped_precision(mode: str, remedy: Remedy) -> str:
-    """The word for the precision with other options; itself where it has none that help."""
-    chosen: Mapping[str, Scalar] = precisions.get(mode).chosen
-    name = mode.partition(":")[0]
-    change: dict[str, Scalar] = {}
-    if remedy is Remedy.RAISE_MARGIN and "margin" in chosen:
-        change["margin"] = int(chosen["margin"]) + 1
-    if remedy is Remedy.SHORTER_HISTORY and "history" in chosen:
-        change.update(history=max(1, int(chosen["history"]) // _HISTORY_SHARE), interval=1)
-    if remedy is Remedy.E5M2_GRADIENTS and chosen.get("formats") == "e4m3":
-        change["formats"] = "hybrid"
-    if remedy is Remedy.E5M2_GRADIENTS and name == "fp8-e4m3":
-        return "fp8"
-    if not change:
-        return mode
-    return precisions.canonical(":".join([name, *(f"{key}={value}" for key, value in {**chosen, **change}.items())]))
+        case Remedy.RAISE_MARGIN if "margin" in chosen:
+            options["margin"] = int(chosen["margin"]) + 1
+        case Remedy.SHORTER_HISTORY if "history" in chosen:
+            options.update(history=max(1, int(chosen["history"]) // _HISTORY_SHARE), interval=1)
+        case Remedy.E5M2_GRADIENTS if name == "fp8-e4m3":
+            precision = "fp8"
+        case Remedy.E5M2_GRADIENTS if chosen.get("formats") == "e4m3":
+            options["formats"] = "hybrid"
+    if options:
+        options = {**chosen, **options}
+        precision = precisions.canonical(":".join([name, *(f"{key}={value}" for key, value in options.items())]))
+    return precision, replace(settings, **change)
 
 
 # Steps behind the alarm that are trained once more; losses are the means of the last of them.
@@ -171,7 +159,6 @@ def _called(arm: Arm, words: str, precision: str) -> Arm:
 
 
 def rule_of(alarm: TrainingEvent) -> str:
-    """The rule that raised an alarm."""
     return str(dict(alarm.values)["rule"])
 
 
@@ -196,7 +183,7 @@ def outcome(
     said = [f"{one.remedy}: {_words(again[one], gains[one])}" for one in (*good, *(t for t in tried if t not in good))]
     said.append(f"as it was: {'the alarm again' if again[as_it_was] else 'no alarm'}")
     head = f"{good[0].remedy} helped most" if good else "nothing that was tried helped"
-    figures = [(one.remedy, _plain(gains[one])) for one in tried]
+    figures = [(one.remedy, gains[one] if math.isfinite(gains[one]) else str(gains[one])) for one in tried]
     return TrainingEvent(
         alarm.arm, alarm.seed, alarm.step, "tried-fix", f"{head}, from step {step} on: {'; '.join(said)}", alarm.layer,
         alarm.tensor, (("rule", rule_of(alarm)), *figures), good[0].remedy if good else "",
@@ -229,7 +216,3 @@ def _words(again: bool, gain: float) -> str:
     if math.isinf(gain):
         return f"{alarm}, a loss that is {'' if gain > 0 else 'not '}finite"
     return f"{alarm}, a loss {abs(gain):.1%} {'lower' if gain >= 0 else 'higher'}"
-
-
-def _plain(gain: float) -> float | str:
-    return gain if math.isfinite(gain) else str(gain)

@@ -83,7 +83,6 @@ class Remedy(StrEnum):
 
 
 def middle(values: Iterable[float]) -> float:
-    """The median."""
     ranked = sorted(values)
     half = len(ranked) // 2
     return ranked[half] if len(ranked) % 2 else (ranked[half - 1] + ranked[half]) / 2

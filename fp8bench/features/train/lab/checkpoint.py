@@ -49,7 +49,6 @@ class _Digesting:
 
 
 def not_finite(trainers: Mapping[str, Trainer]) -> tuple[str, ...]:
-    """The arms whose state is not."""
     return tuple(name for name, one in trainers.items() if not _finite(one.memory()))
 
 

@@ -108,12 +108,10 @@ class Lab(Bench):
             return time.perf_counter() - start
 
     def check(self, key: str) -> StateCheck:
-        """Whether an arm still goes on."""
         stopped = self._trainer(key).stopped
         return StateCheck("it has stopped: its numbers are not finite" if stopped else "")
 
     def validate(self, arm: str) -> tuple[Validation, ...]:
-        """The losses on text that is never trained on."""
         trainer = self._trainer(arm)
         with self._running(trainer.precision):
             return trainer.validate()
@@ -135,7 +133,6 @@ class Lab(Bench):
         return trainer.step
 
     def drop(self, arm: str) -> None:
-        """Forget an arm."""
         self._trainers.pop(arm, None)
         gc.collect()
 
@@ -151,7 +148,6 @@ class Lab(Bench):
         return lost
 
     def _lost(self) -> tuple[str, ...]:
-        """The arms whose state is not finite."""
         from fp8bench.features.train.lab.checkpoint import not_finite
 
         return not_finite(self._trainers)

@@ -15,7 +15,7 @@ from fp8bench.formats.grids import E4M3
 from fp8bench.formats.hardware import emulated, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Support
-from fp8bench.nn.parallel.cuts import uncuttable
+from fp8bench.nn.parallel.ways import uncuttable
 from fp8bench.nn.support import uncompilable
 from fp8bench.nn.sizes import LINE, SIZES, GPTConfig
 from fp8bench.protocols import Layer, Precision
@@ -134,7 +134,6 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
 
 
 def _check_cut(settings: TrainerSettings, ranks: int) -> None:
-    """The same of ranks that share each block."""
     for option, usual, why in (
         ("arch", "gpt", "heads and hidden features of gpt's blocks are what is cut"),
         ("gradients", "fp32", "of a gradient that is cut a rank would have a scale of its own"),

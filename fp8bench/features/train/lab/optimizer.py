@@ -56,7 +56,6 @@ class LossScale:
         self.good_steps = 0
 
     def seen(self, finite: bool) -> None:
-        """A step with this scale was done."""
         if not self.growth:
             return
         self.good_steps = self.good_steps + 1 if finite else 0
@@ -67,7 +66,6 @@ class LossScale:
 
 
 def loss_scale_of(settings: TrainerSettings, own: float) -> LossScale:
-    """As the settings say; `own` is the precision's."""
     word = settings.loss_scale
     if word == "dynamic":
         return LossScale(_FIRST, settings.scale_growth)
@@ -100,7 +98,6 @@ class Gradients:
             one.grad = torch.zeros_like(one)
 
     def begin(self) -> None:
-        """A step begins: there are none."""
         for one in self._parameters:
             one.grad = None
 
@@ -127,7 +124,6 @@ class Gradients:
         return self.of(self._parameters)
 
     def memory(self) -> list[Tensor]:
-        """What the next step depends on."""
         return []
 
 
@@ -222,7 +218,6 @@ class AutomaticScale:
 
 
 def joint(norms: Sequence[Tensor]) -> Tensor:
-    """The norm of all tensors together, from those of each."""
     norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
     return norm
 
@@ -362,7 +357,6 @@ def _groups(parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -
 
 
 def _storages(states: str) -> tuple[Storage, Storage]:
-    """Of the first and of the second moment."""
     if states == "fp8lm":
         return scaled(E4M3), scaled(FP16)
     plain = in_arithmetic(PlainArithmetic(torch.float32 if states == "fp32" else torch.bfloat16))

@@ -120,12 +120,13 @@ class OwnLoop:
     @torch.no_grad()
     def _gradients_are_there(self) -> None:
         trained = [one for group in self._optimizer.param_groups for one in group["params"]]
-        gradients = [_values(one.grad) for one in trained if one.grad is not None]
+        gradients = [one.grad for one in trained if one.grad is not None]
         if not gradients:
             self._norm = None
             return
         scale = getattr(self._optimizer, "grad_scale", None)  # a fused one takes gradients as a GradScaler left them
-        norm = joint(torch._foreach_norm(gradients))
+        values = [one.coalesce().values() if one.is_sparse else one for one in gradients]
+        norm = joint(torch._foreach_norm(values))
         self._norm = norm if scale is None else norm / scale
         if self._seen is not None:
             self._size = joint(torch._foreach_norm(trained))
@@ -177,7 +178,3 @@ def loss_of(output: Any) -> Tensor | None:
         output = output.get("loss")
     found = getattr(output, "loss", output)
     return found if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point() else None
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -62,7 +62,6 @@ def waits_for(x: Tensor) -> bool:
 
 
 def cast_of(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role) -> Cast:
-    """The cast that an arithmetic has just done."""
     if operand.data.dtype == source.dtype and operand.data.data_ptr() == source.data_ptr():
         return Cast(_CARRIERS.get(source.dtype))
     left = arithmetic.restore(operand, torch.float32)
@@ -150,7 +149,6 @@ def _piece(x: Tensor, left: Tensor | None) -> Figures:
 
 
 def _merged(parts: Sequence[Figures]) -> Figures:
-    """The figures of all pieces together."""
     every = {name: torch.stack([torch.as_tensor(one[name]) for one in parts]) for name in parts[0] if name != "count"}
     counts = [float(one["count"]) for one in parts]
     shares = torch.tensor(counts, dtype=torch.float64, device=every["mean"].device) / sum(counts)
@@ -201,12 +199,10 @@ def _blocks(x: Tensor, fmt: Format, scaling: Scaling, waits: bool) -> Figures:
 
 
 def _beyond(magnitudes: Tensor, limits: Number) -> Tensor:
-    """How many finite ones are above their limit."""
     return ((magnitudes > limits) & (magnitudes < math.inf)).sum()
 
 
 def _ones(bits: Tensor) -> Tensor:
-    """1 where a magnitude is not 0."""
     return bits.to(torch.int32).clamp(max=1)
 
 
@@ -217,7 +213,6 @@ def _norm(rows: Tensor) -> Tensor:
 
 
 def _number(bits: int, shift: int) -> float:
-    """The float32 number with such bits."""
     found: float = struct.unpack("=f", struct.pack("=i", bits << shift))[0]
     return found
 

@@ -20,9 +20,9 @@ from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.gpt import GPT, LanguageModel
 from fp8bench.nn.moments import bucketed
-from fp8bench.nn.parallel.cuts import cut_of
 from fp8bench.nn.parallel.exchanges import Group
 from fp8bench.nn.parallel.tensor_parallel import cut_roles, scaled_together, share_blocks
+from fp8bench.nn.parallel.ways import cut_of
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Phases, Role, SilentPhases
 
@@ -240,7 +240,6 @@ class FullySharded(DataParallel):
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Zeros where a step has found none."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
@@ -297,7 +296,6 @@ class TensorParallel(Together):
 
 
 def together_of(settings: TrainerSettings, config: GPTConfig, facts: DeviceFacts) -> Alone:
-    """As settings and the number of ranks have it."""
     if facts.ranks == 1:
         return Alone()
     assert dist.group.WORLD is not None

@@ -365,7 +365,6 @@ class Trainer:
             self._recall(_Remembered({name: before.arithmetics[name] for name in same}, before.statistics))
 
     def recall(self, memory: dict[str, Any]) -> None:
-        """Go on from what was in memory."""
         self.step, self.stopped = int(memory["step"]), bool(memory["stopped"])
         self._loss_scale.scale, self._loss_scale.good_steps = memory["loss_scale"]
         self._rate, self._skipped = memory["rate"], memory["skipped"]

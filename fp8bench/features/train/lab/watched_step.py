@@ -53,7 +53,6 @@ class Watch:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Those that are trained, by name."""
         return self._parts.parameters
 
     @contextmanager
@@ -74,11 +73,9 @@ class Watch:
             yield StepFigure(self._arm, self._seed, step, name, value, layer)
 
     def memory(self) -> dict[str, float]:
-        """What has to be kept for the lines of later steps to be the same."""
         return dict(self._scales)
 
     def recall(self, memory: Mapping[str, float]) -> None:
-        """Go on from that."""
         self._scales = dict(memory)
 
     def _reading(self, step: int, layer: str, role: str, numbers: Mapping[str, float]) -> LayerReading:
@@ -248,55 +245,44 @@ class WatchedStep:
         casts = isinstance(arithmetic, Arithmetic) and not isinstance(arithmetic, WholeLayers)
         if isinstance(arithmetic, Arithmetic) and casts:
             stack.callback(setattr, module, "arithmetic", arithmetic)
-            setattr(module, "arithmetic", self._watched(path, arithmetic))  # noqa: B010 - a module declares no such thing
+            watched = WatchedArithmetic(arithmetic, partial(self._cast, path, arithmetic), turned=False)
+            setattr(module, "arithmetic", watched)  # noqa: B010 - a module declares no such thing
         if casts or _has_weights(module):
-            stack.callback(module.register_forward_hook(self._passed(path, not casts)).remove)
+            stack.callback(module.register_forward_hook(partial(self._passed, path, not casts)).remove)
         if isinstance(module, SelfAttention):
             stack.callback(setattr, module, "core", module.core)
-            module.core = self._scored(path, module.core)
+            module.core = partial(self._scored, path, module.core)
         if running_mean(module) is not None:
-            stack.callback(module.register_forward_pre_hook(self._normed(path)).remove)
+            stack.callback(module.register_forward_pre_hook(partial(self._normed, path)).remove)
 
-    def _watched(self, path: str, inner: Arithmetic) -> WatchedArithmetic:
-        def told(operand: Operand, source: Tensor | None, role: Role, before: Operand | None) -> None:
-            assert source is not None
-            self._see(path, role, source, lambda x: cast_of(inner, operand, x, role))
+    def _cast(
+        self, path: str, inner: Arithmetic, operand: Operand, source: Tensor | None, role: Role, _: Operand | None
+    ) -> None:
+        assert source is not None
+        self._see(path, role, source, lambda x: cast_of(inner, operand, x, role))
 
-        return WatchedArithmetic(inner, told, turned=False)
-
-    def _passed(self, path: str, all_of_it: bool) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+    def _passed(self, path: str, all_of_it: bool, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         """Sees a layer's output; `all_of_it`, its input and the gradient of its output, too."""
+        if not torch.is_grad_enabled() or not isinstance(output, Tensor):
+            return
+        if ("output_amax", path) not in self.named and output.is_floating_point():
+            self.named["output_amax", path] = largest_magnitude(output)
+        if all_of_it and given and isinstance(given[0], Tensor):
+            self._see(path, Role.INPUT, given[0])
+        if all_of_it and output.requires_grad and output.numel() > 1:
+            output.register_hook(partial(self._see, path, Role.GRADIENT))  # type: ignore[no-untyped-call]
 
-        def passed(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-            if not torch.is_grad_enabled() or not isinstance(output, Tensor):
-                return
-            if ("output_amax", path) not in self.named and output.is_floating_point():
-                self.named["output_amax", path] = largest_magnitude(output)
-            if all_of_it and given and isinstance(given[0], Tensor):
-                self._see(path, Role.INPUT, given[0])
-            if all_of_it and output.requires_grad and output.numel() > 1:
-                seen = partial(self._see, path, Role.GRADIENT)
-                output.register_hook(seen)  # type: ignore[no-untyped-call]
+    def _scored(self, path: str, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if ("attention_score", path) not in self.named:
+            with torch.no_grad():
+                self.named["attention_score", path] = attention_score(q, k, getattr(core, "causal", True))
+        return core(q, k, v)
 
-        return passed
-
-    def _scored(self, path: str, core: Core) -> Core:
-        def scored(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if ("attention_score", path) not in self.named:
-                with torch.no_grad():
-                    self.named["attention_score", path] = attention_score(q, k, getattr(core, "causal", True))
-            return core(q, k, v)
-
-        return scored
-
-    def _normed(self, path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def normed(module: nn.Module, given: tuple[Any, ...]) -> None:
-            mean, own = running_mean(module), isinstance(module, BatchNorm)
-            if mean is not None and ("batch_norm_drift", path) not in self.named:
-                with torch.no_grad():
-                    self.named["batch_norm_drift", path] = batch_norm_drift(given[0], mean, channels_last=own)
-
-        return normed
+    def _normed(self, path: str, module: nn.Module, given: tuple[Any, ...]) -> None:
+        mean, own = running_mean(module), isinstance(module, BatchNorm)
+        if mean is not None and ("batch_norm_drift", path) not in self.named:
+            with torch.no_grad():
+                self.named["batch_norm_drift", path] = batch_norm_drift(given[0], mean, channels_last=own)
 
     def _see(self, layer: str, role: str, x: Tensor, cast: Callable[[Tensor], Cast] | None = None) -> None:
         if (layer, role) not in self.tensors and x.is_floating_point() and x.numel() > 1:
@@ -341,28 +327,20 @@ class GradientNoise:
     def attach(self, stack: ExitStack) -> None:
         for name, parameter in self._parameters.items():
             if parameter.requires_grad:
-                arriving: Any = parameter.register_hook(self._arriving(name))  # type: ignore[no-untyped-call]
-                added: Any = parameter.register_post_accumulate_grad_hook(self._added(name))  # type: ignore[no-untyped-call]
-                stack.callback(arriving.remove)
-                stack.callback(added.remove)
+                hooks: Any = parameter  # torch's have no types
+                stack.callback(hooks.register_hook(partial(self._arrives, name)).remove)
+                stack.callback(hooks.register_post_accumulate_grad_hook(partial(self._is_added, name)).remove)
 
-    def _arriving(self, name: str) -> Callable[[Tensor], None]:
-        def see(gradient: Tensor) -> None:
-            self._counts[name] += 1
-            before = self._parameters[name].grad
-            if self._counts[name] == 1 or before is None:
-                return
+    def _arrives(self, name: str, gradient: Tensor) -> None:
+        self._counts[name] += 1
+        before = self._parameters[name].grad
+        if self._counts[name] > 1 and before is not None:
             first = _square(before) if self._counts[name] == 2 else self._squares[name]
             self._squares[name] = first + _square(gradient)
 
-        return see
-
-    def _added(self, name: str) -> Callable[[Tensor], None]:
-        def see(parameter: Tensor) -> None:
-            if self._counts[name] > 1 and parameter.grad is not None:
-                self._totals[name] = _square(parameter.grad)
-
-        return see
+    def _is_added(self, name: str, parameter: Tensor) -> None:
+        if self._counts[name] > 1 and parameter.grad is not None:
+            self._totals[name] = _square(parameter.grad)
 
     def figures(self) -> dict[str, Figures]:
         """By parameter, those with two micro-batches or more."""

@@ -61,12 +61,10 @@ class Curve:
 
     @property
     def whole(self) -> bool:
-        """Whether it came to its last step."""
         return len(self.rows) == self.steps
 
     @property
     def end(self) -> tuple[float, ...]:
-        """The losses of the last tenth of the steps."""
         return self.losses[-last_of(self.steps) :]
 
     @property
@@ -91,7 +89,6 @@ class Curve:
 
 
 def last_of(steps: int) -> int:
-    """How many steps the endpoint is the mean of."""
     return max(1, steps // _TENTHS)
 
 
@@ -130,7 +127,6 @@ class Pair:
 
 
 def paired(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
-    """Hold an arm against its reference in one seed."""
     if not (reference.whole and arm.whole):
         return Void.NOT_FINISHED
     if math.isnan(reference.endpoint) or math.isnan(arm.endpoint):
@@ -208,7 +204,6 @@ class Judged:
 
 
 def gap_of(gaps: Sequence[float]) -> Gap | None:
-    """None of none."""
     if not gaps:
         return None
     point, count = statistics.fmean(gaps), len(gaps)

@@ -134,7 +134,6 @@ def histories_of(training: Training, lines: Iterable[Line], name: str) -> tuple[
 
 
 def replayed(traces: Sequence[Trace], delayed: Delayed, formats: str = "hybrid") -> Iterator[Replayed]:
-    """One way of scaling on all traces, by role."""
     for role, fmt in zip(_ROLES, FORMATS_BY_ROLE[formats], strict=True):
         own = [trace for trace in traces if trace.role is role]
         if not own:

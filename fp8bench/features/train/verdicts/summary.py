@@ -146,7 +146,6 @@ class TrainedEnergy:
 
 
 def energies_of(kept: KeptTraining, found: Verdicts) -> dict[str, TrainedEnergy]:
-    """Of the arms that were asked."""
     uses = {cost.arm: cost.energy for cost in kept.of(ArmCost) if cost.energy is not None}
     return {arm: _energy(arm, uses, found) for arm in uses}
 

@@ -112,7 +112,6 @@ def least_fall(margin: float) -> float:
 
 
 def verdicts_of(training: Training, lines: Iterable[Line]) -> Verdicts:
-    """From what was kept of a training, finished or not."""
     request = training.request
     curves = curves_of(lines, request.steps)
     seeds = tuple(range(request.seed, request.seed + request.seeds))
@@ -190,7 +189,6 @@ def _pairs(
 
 
 def _repeat_band(reference: Curve, repeat: Curve) -> RepeatBand:
-    """Step by step, as far as both came."""
     both = list(zip(reference.rows, repeat.rows, strict=False))
     first = next((old.step for old, new in both if old.loss != new.loss), None)
     gaps = [abs(new.loss / old.loss - 1) if old.loss else math.inf for old, new in both if old.loss != new.loss]
