@@ -18,19 +18,11 @@ from fp8bench.store.asv.identity import from_facts, resolved
 from fp8bench.store.asv.rows import NOT_MEASURED, Row, by_combination, is_measured, numbers
 from fp8bench.store.asv.view import filled, nothing_of, results_of
 from fp8bench.store.commit_runs import TrackedRun, by_commit, by_place, checked_run, gone
-from fp8bench.store.compacted.archive import sha256_of
-from fp8bench.store.index.figure_files import digest_of, names_of, sources_of
+from fp8bench.store.compacted.archive import archived_files, sha256_of
+from fp8bench.store.compacted.compact import check_compacted
+from fp8bench.store.index.figure_files import check_figures, check_steps, digest_of, names_of, sources_of
 from fp8bench.store.runs.listing import REMEDY, Listing, listing, refusal
-from fp8bench.store.verify_files import (
-    Soundness,
-    archived_files,
-    check_compacted,
-    check_figures,
-    check_results,
-    check_run,
-    check_steps,
-    check_surroundings,
-)
+from fp8bench.store.verify_files import Soundness, check_results, check_run, check_surroundings
 
 _MOST_NAMED = 3
 

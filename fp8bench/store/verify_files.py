@@ -1,12 +1,9 @@
-"""What is wrong with the files of a store, each looked at by itself. Nothing is changed, not even a broken file.
-
-Of what is kept beside the runs to be found soon: whether it says what the runs say.
-"""
+"""What is wrong with the files of a store, each looked at by itself. Nothing is changed, not even a broken file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from pathlib import Path
@@ -25,30 +22,9 @@ from fp8bench.store.asv.files import (
     settled_read,
 )
 from fp8bench.store.asv.rows import numbers
-from fp8bench.store.commit_runs import CommitRuns, TrackedRun, moment_of
-from fp8bench.store.compacted.archive import contents, is_whole
-from fp8bench.store.compacted.manifest import (
-    ARCHIVE,
-    Archive,
-    ArchivedFile,
-    Partition,
-    Unreadable,
-    archive_of,
-    load_manifest,
-    points_of,
-)
-from fp8bench.store.compacted.parquet import check_file, connected, counts_as, duckdb_here
-from fp8bench.store.index.figure_files import (
-    CommitFigures,
-    Fingerprints,
-    Memory,
-    Unfit,
-    figures_file,
-    figures_of_runs,
-    load_figures,
-)
+from fp8bench.store.commit_runs import moment_of
 from fp8bench.store.kept_lines import sheet_of
-from fp8bench.store.runs.listing import all_files, closed_folders, index_of
+from fp8bench.store.runs.listing import all_files, closed_folders
 from fp8bench.store.runs.run_file import file_name, load_sheet, missing_groups
 
 # Clocks of two machines differ by as much without anybody noticing.
@@ -264,97 +240,3 @@ def _fault(path: Path, said: StoreError, remedy: str) -> Fault:
     words = str(said).removeprefix(f"the run file {path} ").removeprefix(f"{path} ")
     what = words.partition(". ")[0].rstrip(".").removeprefix("is broken: ")
     return Fault(str(path), f"it {what}" if what.startswith(_VERBS) else what, remedy)
-
-
-_AGAIN = "Delete it: the next command makes it again from the runs"
-
-
-def check_figures(store: Path, commit: str, paths: Sequence[Path], runs: Sequence[TrackedRun]) -> Iterator[Fault]:
-    """The figures of a commit: they are what its runs come to, or are made again before they are used."""
-    path = figures_file(store, commit)
-    if not path.is_file():
-        return
-    found = load_figures(store, commit, paths, Fingerprints())
-    if found is Unfit.TORN:
-        yield Fault(str(path), "it is not what was written", _AGAIN)
-    elif isinstance(found, CommitFigures):
-        made = figures_of_runs(CommitRuns(tuple(sorted(runs, key=lambda one: one.order)), ()))
-        if _said(made) != _said(found):
-            yield Fault(str(path), "it says otherwise than the runs that it was made of", _AGAIN)
-
-
-def _said(figures: CommitFigures) -> list[tuple[bytes, bytes]]:
-    return sorted((one.layout, one.rows.tobytes()) for one in figures.tables)
-
-
-def check_steps(store: Path) -> Iterator[Fault]:
-    path = Memory(store).path
-    try:
-        unsealed(json.loads(path.read_bytes()))
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        yield Fault(str(path), f"it is not what was written ({str(error)[:80]})", _AGAIN)
-
-
-def archived_files(store: Path) -> dict[str, ArchivedFile]:
-    """The files in archives that are what was written, by their names in the store."""
-    try:
-        archives = load_manifest(store).archives
-        whole = [one for name, one in archives.items() if is_whole(archive_of(store, name), one.size, one.digest)]
-    except (OSError, Unreadable):
-        return {}
-    return {file.path: file for one in whole for file in one.files}
-
-
-_COMPACT_AGAIN = "`fp8bench store compact` makes it again; until then the runs are read"
-
-
-def check_compacted(store: Path) -> tuple[list[Fault], int]:
-    """What is wrong with it, and how many files it has. Nothing is lost by any of it: the runs have all."""
-    try:
-        written = load_manifest(store).written(store)
-    except FileNotFoundError:
-        return [], 0
-    except (OSError, Unreadable) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        remedy = (
-            _COMPACT_AGAIN if all_files(store) else "Get it from a copy; the fp8bench that wrote it restores its runs"
-        )
-        return [Fault(str(index_of(store)), f"it does not serve ({why})", remedy)], 0
-    faults = []
-    for path, one in written.items():
-        why = _why_not(path, one)
-        faults += [Fault(str(path), why, _COMPACT_AGAIN)] if why else []
-    packed = (path for path in (store / ARCHIVE).rglob("*") if path.is_file() and not path.name.endswith(PARTIAL))
-    foreign = sorted({*points_of(store).glob("*/*/points.parquet"), *packed} - written.keys())
-    what, remedy = "it is of no compaction, and nothing reads it", "Look whether it is of use, and delete it"
-    faults += [Fault(str(path), what, remedy, broken=False) for path in foreign]
-    return faults, len(written)
-
-
-def _why_not(path: Path, one: Partition | Archive) -> str:
-    try:
-        if not path.exists():
-            return "it is not there"
-        if isinstance(one, Partition) and not counts_as(path, one):
-            return "it is not the file that was written"
-        if not is_whole(path, one.size, one.digest):
-            return "it does not hold what was written into it"
-        if not _has_all(path, one):
-            return "it lacks rows that were written into it"
-    except OSError as error:
-        return f"it cannot be read ({error.strerror})"
-    except StoreError as error:
-        return str(error).removeprefix(f"{path} ").partition(". ")[0]
-    return ""
-
-
-def _has_all(path: Path, one: Partition | Archive) -> bool:
-    """Whether everything is in it, each value and byte of which is read. Raises StoreError."""
-    if isinstance(one, Archive):
-        return sum(1 for _ in contents(path, one)) == len(one.files)
-    if duckdb_here() is None:
-        return True
-    with connected() as connection:
-        return check_file(path, connection) == (one.rows, one.total)

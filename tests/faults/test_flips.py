@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fp8bench.errors import Fp8benchError
-from fp8bench.features.duel.kind import load_duel, start_duel
+from fp8bench.features.duel.kind import DuelKind, start_duel
 from fp8bench.features.train.kept import load_training, reopen_training, start_training
 from fp8bench.model.codec import encode
 from fp8bench.store.acks import acks_of, append_acks, load_acks
@@ -124,7 +124,7 @@ def a_duel(store: Path) -> Kind:
     path = writer.path
 
     def read() -> tuple[Any, Sequence[str]]:
-        found = load_duel(path)
+        found = DuelKind().load(path)
         return repr(encode(replace(found, troubles=()))), (
             *found.troubles, *(["it has no end"] if not found.finished else []),
         )  # fmt: skip

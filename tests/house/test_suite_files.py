@@ -13,27 +13,10 @@ from fp8bench.store.series import class_name
 SUITES = Path(__file__).resolve().parents[2] / "suites"
 # What is in the folder and measures no workload: the package, fp8bench itself, kills, and made series.
 OTHERS = {
-    "__init__",
-    "audit",
-    "audit_lies",
-    "audit_optimizers",
-    "change_points",
-    "fleet",
-    "gate",
-    "compacted_history",
-    "harness",
-    "health",
-    "illnesses",
-    "kill",
-    "long_history",
-    "quantisers",
-    "ranks",
-    "sight",
-    "shares",
-    "tape",
-    "training_step",
-    "verdicts",
-}
+    "__init__", "audit", "audit_lies", "audit_optimizers", "change_points", "fleet", "gate", "compacted_history",
+    "harness", "health", "illnesses", "kill", "long_history", "quantisers", "ranks", "sight", "shares", "tape",
+    "training_step", "verdicts",
+}  # fmt: skip
 FILE = '''"""What asv follows of the suite {name}."""
 
 from fp8bench import asv_bridge

@@ -262,3 +262,13 @@ def _date(path: Path, one: ArchivedFile) -> None:
     with contextlib.suppress(OSError):
         if path.stat().st_mtime_ns != one.changed_ns:
             os.utime(path, ns=(one.changed_ns, one.changed_ns))
+
+
+def archived_files(store: Path) -> dict[str, ArchivedFile]:
+    """The files in archives that are what was written, by their names in the store."""
+    try:
+        archives = load_manifest(store).archives
+        whole = [one for name, one in archives.items() if is_whole(archive_of(store, name), one.size, one.digest)]
+    except (OSError, Unreadable):
+        return {}
+    return {file.path: file for one in whole for file in one.files}

@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8bench.errors import StoreError
-from fp8bench.files import locked
+from fp8bench.files import PARTIAL, locked
+from fp8bench.model import Fault
 from fp8bench.store.commit_runs import by_commit, by_place, read_runs
-from fp8bench.store.compacted.archive import Archived, archive
+from fp8bench.store.compacted.archive import Archived, archive, contents, is_whole
 from fp8bench.store.compacted.manifest import (
+    ARCHIVE,
+    Archive,
     Manifest,
+    Partition,
     Place,
     Unit,
     Unreadable,
@@ -30,7 +34,16 @@ from fp8bench.store.compacted.manifest import (
     save_manifest,
     without_runs,
 )
-from fp8bench.store.compacted.parquet import Batch, Spool, batch_of, counts_as, need_duckdb
+from fp8bench.store.compacted.parquet import (
+    Batch,
+    Spool,
+    batch_of,
+    check_file,
+    connected,
+    counts_as,
+    duckdb_here,
+    need_duckdb,
+)
 from fp8bench.store.compacted.reading import keys_of, stamps_of
 from fp8bench.store.index.figure_files import (
     Fingerprints,
@@ -52,6 +65,7 @@ _AT_ONCE = 40
 # So many layouts' lines are remembered.
 _MOST_LAYOUTS = 100
 _LOCK_SECONDS = 5.0
+_AGAIN = "`fp8bench store compact` makes it again; until then the runs are read"
 
 
 @dataclass
@@ -291,3 +305,51 @@ def _partition(table: Table) -> str:
     except (ValueError, OverflowError, OSError):  # the first or the last day that there is, of another zone
         month = "unknown"
     return f"machine={safe_folder(table.home.machine)}/month={month}"
+
+
+def check_compacted(store: Path) -> tuple[list[Fault], int]:
+    """What is wrong with it, and how many files it has. Nothing is lost by any of it: the runs have all."""
+    try:
+        written = load_manifest(store).written(store)
+    except FileNotFoundError:
+        return [], 0
+    except (OSError, Unreadable) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        remedy = _AGAIN if all_files(store) else "Get it from a copy; the fp8bench that wrote it restores its runs"
+        return [Fault(str(index_of(store)), f"it does not serve ({why})", remedy)], 0
+    faults = []
+    for path, one in written.items():
+        why = _why_not(path, one)
+        faults += [Fault(str(path), why, _AGAIN)] if why else []
+    packed = (path for path in (store / ARCHIVE).rglob("*") if path.is_file() and not path.name.endswith(PARTIAL))
+    foreign = sorted({*points_of(store).glob("*/*/points.parquet"), *packed} - written.keys())
+    what, remedy = "it is of no compaction, and nothing reads it", "Look whether it is of use, and delete it"
+    faults += [Fault(str(path), what, remedy, broken=False) for path in foreign]
+    return faults, len(written)
+
+
+def _why_not(path: Path, one: Partition | Archive) -> str:
+    try:
+        if not path.exists():
+            return "it is not there"
+        if isinstance(one, Partition) and not counts_as(path, one):
+            return "it is not the file that was written"
+        if not is_whole(path, one.size, one.digest):
+            return "it does not hold what was written into it"
+        if not _has_all(path, one):
+            return "it lacks rows that were written into it"
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    except StoreError as error:
+        return str(error).removeprefix(f"{path} ").partition(". ")[0]
+    return ""
+
+
+def _has_all(path: Path, one: Partition | Archive) -> bool:
+    """Whether everything is in it, each value and byte of which is read. Raises StoreError."""
+    if isinstance(one, Archive):
+        return sum(1 for _ in contents(path, one)) == len(one.files)
+    if duckdb_here() is None:
+        return True
+    with connected() as connection:
+        return check_file(path, connection) == (one.rows, one.total)

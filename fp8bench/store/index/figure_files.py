@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from enum import Enum
 from functools import cache
@@ -29,8 +29,9 @@ from fp8bench import files
 from fp8bench.analysis.steps import change_points, levels
 from fp8bench.analysis.steps.change_points import Step, Values, steps_of_many
 from fp8bench.files import compact, sealed, unsealed, write_whole
+from fp8bench.model import Fault
 from fp8bench.model.codec import SCHEMA
-from fp8bench.store.commit_runs import CommitRuns, by_place
+from fp8bench.store.commit_runs import CommitRuns, TrackedRun, by_place
 from fp8bench.store.index.tables import ROW, Table, placed, table_of
 from fp8bench.store.series import fingerprint
 
@@ -43,6 +44,7 @@ _DIGITS = 32  # of a digest
 # In the place of the digest of a suite that is not known here.
 UNKNOWN = ""
 _HEXADECIMAL = frozenset(b"0123456789abcdef")
+_AGAIN = "Delete it: the next command makes it again from the runs"
 
 
 class Stamp(NamedTuple):
@@ -151,7 +153,7 @@ def save_figures(
 
 def _write(path: Path, head: Mapping[str, Any], tables: bytes | memoryview) -> None:
     body = b"".join((json.dumps(head, separators=(",", ":")).encode(), b"\n", tables))
-    files.write_whole(path, b"%s %d %08x\n%s" % (_MAGIC, VERSION, zlib.crc32(body), body), sync=False)
+    write_whole(path, b"%s %d %08x\n%s" % (_MAGIC, VERSION, zlib.crc32(body), body), sync=False)
 
 
 def sweep(store: Path, commits: Collection[str]) -> None:
@@ -241,6 +243,24 @@ def _figures(head: dict[str, Any], body: memoryview) -> CommitFigures:
     return CommitFigures(head["runs"], tuple(head["left"]), tuple(tables))
 
 
+def check_figures(store: Path, commit: str, paths: Sequence[Path], runs: Sequence[TrackedRun]) -> Iterator[Fault]:
+    """The figures of a commit: they are what its runs come to, or are made again before they are used."""
+    path = figures_file(store, commit)
+    if not path.is_file():
+        return
+    found = load_figures(store, commit, paths, Fingerprints())
+    if found is Unfit.TORN:
+        yield Fault(str(path), "it is not what was written", _AGAIN)
+    elif isinstance(found, CommitFigures):
+        made = figures_of_runs(CommitRuns(tuple(sorted(runs, key=lambda one: one.order)), ()))
+        if _said(made) != _said(found):
+            yield Fault(str(path), "it says otherwise than the runs that it was made of", _AGAIN)
+
+
+def _said(figures: CommitFigures) -> list[tuple[bytes, bytes]]:
+    return sorted((one.layout, one.rows.tobytes()) for one in figures.tables)
+
+
 STEPS_VERSION = 1
 # What nobody has asked for goes when it is more than this beside what is asked for.
 _MOST_OTHERS = 5000
@@ -318,3 +338,13 @@ def _digest_of_code() -> bytes:
     """What would have to be the same for the same steps to be found."""
     files = [Path(str(module.__file__)) for module in (change_points, levels)]
     return hashlib.blake2b(b"".join([np.__version__.encode(), *(path.read_bytes() for path in files)])).digest()
+
+
+def check_steps(store: Path) -> Iterator[Fault]:
+    path = Memory(store).path
+    try:
+        unsealed(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        yield Fault(str(path), f"it is not what was written ({str(error)[:80]})", _AGAIN)

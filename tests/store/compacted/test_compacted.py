@@ -23,12 +23,11 @@ from fp8bench.model import Measurement, Request, Status
 from fp8bench.store.compacted import compact as compacting
 from fp8bench.store.compacted import manifest as manifests
 from fp8bench.store.compacted import parquet
-from fp8bench.store.compacted.compact import Compaction, compact
+from fp8bench.store.compacted.compact import Compaction, check_compacted, compact
 from fp8bench.store.compacted.manifest import load_manifest, points_of
 from fp8bench.store.index import history as index
 from fp8bench.store.index.history import History, open_history
 from fp8bench.store.runs.listing import index_of
-from fp8bench.store.verify_files import check_compacted
 from fp8bench.user_code import import_user_modules
 from suites.compacted_history import WORKS, make, measure, write_compacted
 from suites.long_history import write_module, write_store

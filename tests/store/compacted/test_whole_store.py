@@ -27,10 +27,10 @@ from fp8bench.store.ceilings import new_ceilings
 from fp8bench.store.commit_runs import runs_meant
 from fp8bench.store.compacted import manifest as manifests
 from fp8bench.store.compacted.archive import Restored, contents, restore, stated, write_archive
+from fp8bench.store.compacted.compact import check_compacted
 from fp8bench.store.compacted.manifest import archive_of, load_manifest, points_of, save_manifest
 from fp8bench.store.fleet_plans import keep_plan, write_plan
 from fp8bench.store.runs.listing import find_run
-from fp8bench.store.verify_files import check_compacted
 from tests.commands import Say, unfolded
 from tests.duels import SESSION, header, result
 from tests.facts import CPU
