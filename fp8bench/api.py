@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fp8bench import model
 from fp8bench.analysis.findings import findings as findings_of
-from fp8bench.cli.given import asked, asks, folder, keywords_of, names, pairs
 from fp8bench.cli.grammar import DEFAULT_STORE
+from fp8bench.cli.option_types import asked, asks, folder, keywords_of, names, pairs
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.jobs.after_run import into_history
 from fp8bench.jobs.kinds import kinds
@@ -77,7 +77,6 @@ def _measured(
     observer: Observer | None,
     tensorboard: str | Path | None,
 ) -> Run:
-    """A run with its history and its curves."""
     board = None if tensorboard is None else folder("tensorboard", tensorboard)
     if board is not None:
         check_tensorboard(board)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.cli.live import LiveLine
+from fp8bench.cli.progress import LiveLine
 from fp8bench.cli.streams import complain
 from fp8bench.features.gate.judging import Verdict as GateVerdict
 from fp8bench.features.gate.judging import first_look

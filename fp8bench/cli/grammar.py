@@ -82,13 +82,11 @@ def _nearest(parser: argparse.ArgumentParser, message: str) -> str:
 
 
 def _options(parser: argparse.ArgumentParser) -> set[str]:
-    """All option words of a parser and its commands."""
     words = {word for action in parser._actions for word in action.option_strings}
     return words.union(*(_options(command) for command in commands_of(parser).values()))
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers of a parser's commands, by name."""
     found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return {name: command for action in found for name, command in action.choices.items()}
 

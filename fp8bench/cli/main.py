@@ -18,7 +18,6 @@ from fp8bench.measure.interrupts import ends_are_interrupts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     make_usable()
     try:
@@ -57,7 +56,6 @@ def _run(words: list[str]) -> int:
 
 
 def _import_own(arguments: argparse.Namespace) -> None:
-    """Import the modules of people's own that a command was given."""
     if "imports" not in arguments:
         return
     from fp8bench.plan.asked_suites import files_of

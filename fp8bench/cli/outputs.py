@@ -90,7 +90,6 @@ def write_outputs(wanted: Mapping[str, tuple[str | Path | None, str]], again: st
 
 
 def wanted_of(arguments: argparse.Namespace) -> Wanted:
-    """What the options want made of a run."""
     from fp8bench.jobs.after_run import Wanted
     from fp8bench.jobs.report_files import Pages
 
@@ -123,7 +122,6 @@ def tell(
 
 
 def show_view(view: View, arguments: argparse.Namespace) -> None:
-    """Something kept, as it was asked for."""
     tell(arguments, view.page, view.as_json, view.as_csv)
 
 

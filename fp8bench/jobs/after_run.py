@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError
-from fp8bench.jobs.kinds import K, Kind
+from fp8bench.jobs.kinds import Exports, K, Kind
 from fp8bench.jobs.report_files import (
     PAGE,
     ROWS,
@@ -70,27 +70,16 @@ def into_history(run: Run, store: Path, view: bool = True) -> str:
     return told
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Something that is kept, called so in sentences, and what writes it for TensorBoard and sends it to wandb."""
-
-    called: str
-    id: str
-    write: Callable[[Path], Sequence[Path]]
-    send: Callable[[str], None]
-
-
 def exported(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
     """What other programs get of a run, told one by one; False where that was interrupted."""
     if wanted.tensorboard is None and wanted.wandb is None:
         return True
     found, folder = findings(run), folder_of([run], store_of(Path(run.path)) or store)
-    files = [file for file in (Path(run.path), folder / PAGE, folder / ROWS) if run.path and file.is_file()]
-    kept = Kept(
-        "run", run.id, lambda folder: write_tensorboard(run, found, folder),
-        lambda project: send_to_wandb(run, found, project, files),
-    )  # fmt: skip
-    return _sent(kept, wanted, note)
+    exports = Exports(
+        lambda board: write_tensorboard(run, found, board),
+        lambda project, files: send_to_wandb(run, found, project, files),
+    )
+    return _sent("run", run.id, exports, (Path(run.path), folder / PAGE, folder / ROWS), wanted, note)
 
 
 def kept_exported(kind: Kind[K], kept: K, path: Path, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
@@ -98,23 +87,26 @@ def kept_exported(kind: Kind[K], kept: K, path: Path, store: Path, wanted: Wante
     if wanted.tensorboard is None and wanted.wandb is None:
         return True
     exports, folder = kind.exports(kept), folder_of_kept(path, store)
-    if exports is None:
-        return True
-    files = [file for file in (path, folder / PAGE, folder / ROWS) if file.is_file()]
-    named = Kept(kind.name, kind.names(path)[0], exports.write, lambda project: exports.send(project, files))
-    return _sent(named, wanted, note)
+    files = (path, folder / PAGE, folder / ROWS)
+    return exports is None or _sent(kind.name, kind.names(path)[0], exports, files, wanted, note)
 
 
-def _sent(kept: Kept, wanted: Wanted, note: Callable[[str], None]) -> bool:
+def _sent(
+    kind: str, name: str, exports: Exports, files: Sequence[Path], wanted: Wanted, note: Callable[[str], None]
+) -> bool:
+    kept = f"The {kind} is kept; `fp8bench show {name}"
     try:
         if wanted.tensorboard is not None:
-            note(f"tensorboard: {_to_tensorboard(kept, wanted.tensorboard)}")
+            note(f"tensorboard: {_to_tensorboard(exports, wanted.tensorboard, kept)}")
         if wanted.wandb is not None:
-            note(f"wandb: {_to_wandb(kept, wanted.wandb)}")
+            try:
+                exports.send(wanted.wandb, [file for file in files if file.is_file()])
+                note(f"wandb: sent to project {wanted.wandb}")
+            except Exception as error:
+                why = f"not sent ({type(error).__name__}: {error})"
+                note(f"wandb: {why}. {kept} --wandb {wanted.wandb}` sends it again")
     except KeyboardInterrupt:
-        note(
-            f"interrupted; the {kept.called} is kept, and `fp8bench show {kept.id}` takes --tensorboard and --wandb too"
-        )
+        note(f"interrupted; the {kind} is kept, and `fp8bench show {name}` takes --tensorboard and --wandb too")
         return False
     return True
 
@@ -131,21 +123,11 @@ def _report(run: Run, store: Path, pages: Pages) -> Iterator[str]:
         yield problem
 
 
-def _to_tensorboard(kept: Kept, folder: Path) -> str:
+def _to_tensorboard(exports: Exports, folder: Path, kept: str) -> str:
     try:
-        files = kept.write(folder)
+        files = exports.write(folder)
     except StoreError as error:
-        again = f"`fp8bench show {kept.id} --tensorboard DIR` writes it again"
-        return f"{error} The {kept.called} is kept; {again}"
+        return f"{error} {kept} --tensorboard DIR` writes it again"
     if not files:
         return "nothing was measured, so that there is nothing to write"
     return f"{many(len(files), 'curve')} in {folder}; `tensorboard --logdir {folder}`"
-
-
-def _to_wandb(kept: Kept, project: str) -> str:
-    try:
-        kept.send(project)
-    except Exception as error:
-        again = f"`fp8bench show {kept.id} --wandb {project}` sends it again"
-        return f"not sent ({type(error).__name__}: {error}). The {kept.called} is kept; {again}"
-    return f"sent to project {project}"

@@ -22,7 +22,6 @@ ORIGIN = "fleet"
 
 
 def cut(request: Request, plan: Plan, facts: Sequence[DeviceFacts], command: str) -> FleetPlan:
-    """A plan in cells."""
     cells = cells_of(plan, facts)
     if not cells:
         raise UsageError("nothing of this would be measured here, so that there is no cell. See --dry-run.")

@@ -38,7 +38,6 @@ _LOOP_ROUNDS = 25
 
 
 def examine(calibrate: bool) -> Iterator[str]:
-    """The doctor's report, line by line as it becomes known."""
     with ProcessWorker(Settings()) as worker:
         facts = worker.probe()
         environment = gather(worker.software(), __version__, 1)
@@ -108,7 +107,6 @@ def backend_lines(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
 
 
 def by_rank() -> list[str]:
-    """Precisions from the highest down."""
     return sorted(precisions.names(), key=lambda name: precisions.get(name).rank)
 
 
@@ -230,7 +228,6 @@ def _dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
 
 
 def _dtype(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
-    """All there is to say of one."""
     aliases = _aliases(precision.name)
     also = f" (also {', '.join(aliases)})" if aliases else ""
     yield f"{precision.name}{also}: {precision.summary}"

@@ -87,19 +87,15 @@ class Kind(ABC, Generic[K]):
         yield from ()
 
     def report(self, kept: K) -> Report | None:
-        """Its report, where it has one."""
         return None
 
     def exports(self, kept: K) -> Exports | None:
-        """What other programs get of it, where they get any."""
         return None
 
 
 def kinds() -> list[Kind[Any]]:
-    """Those of all features."""
     return [kind for module in feature_parts("kind") for kind in getattr(module, "KINDS", ())]
 
 
 def feature_tables() -> list[KeptTable]:
-    """The tables that features add."""
     return [table for module in feature_parts("kind") for table in getattr(module, "TABLES", ())]

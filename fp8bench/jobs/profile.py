@@ -31,7 +31,6 @@ def profile_dtypes(dtypes: Sequence[str], reference: str | None) -> dict[str, An
 def profile_axes(
     target: str, forward: bool, optimizer: str, compiled: bool, skip: Sequence[str]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The values of the workload's axes."""
     if forward and optimizer != OPTIMIZERS[0]:
         raise UsageError("--forward has no optimizer step, so that --optimizer would change nothing. Leave one out.")
     chosen = {

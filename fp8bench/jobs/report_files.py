@@ -73,7 +73,6 @@ def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
 
 
 def _all_of(store: Path) -> list[Run]:
-    """The runs of a store, oldest first."""
     files = listing(store).none_refused().files
     if not files:
         raise UsageError(f"{store} has no runs.")
@@ -99,7 +98,6 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
 
 
 def folder_of_kept(path: Path, store: Path) -> Path:
-    """The folder in the store for the report of something other than runs."""
     return store / "reports" / path.parent.name
 
 

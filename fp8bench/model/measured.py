@@ -359,5 +359,4 @@ class Record:
     failed_rank: FailedRank | None = None
 
     def measurement(self, metric: str) -> Measurement | None:
-        """The measurement of that name, if there is one."""
         return next((m for m in self.measurements if m.metric == metric), None)

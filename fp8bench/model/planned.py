@@ -122,7 +122,6 @@ class Case:
         return f"{self.setting}/{self.mode}"
 
     def param(self, name: str) -> Scalar:
-        """The value of one axis."""
         return dict(self.params)[name]
 
 

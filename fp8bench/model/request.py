@@ -99,12 +99,10 @@ def option(
     default: Any, rule: Rule, words: str = "", metavar: str = "", group: str = HOW, called: str = "", parse: str = "",
     choices: tuple[str, ...] = (),
 ) -> Any:  # fmt: skip
-    """A field of a request with its option."""
     return field(default=default, metadata={"option": Option(rule, words, group, metavar, called, parse, choices)})
 
 
 def options_of(kind: type) -> dict[str, Option]:
-    """The options of a request's fields, by the names of the fields."""
     return {one.name: one.metadata["option"] for one in fields(kind) if "option" in one.metadata}
 
 

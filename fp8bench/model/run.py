@@ -37,7 +37,6 @@ class Environment:
         return self.facts.get(name)
 
     def also(self, facts: Mapping[str, Scalar | None]) -> Environment:
-        """The same and some more."""
         return Environment({**self.facts, **facts})
 
 

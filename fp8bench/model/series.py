@@ -107,7 +107,6 @@ class Trend:
 
     @property
     def measured(self) -> tuple[Figure, ...]:
-        """The figures that have a number."""
         return tuple(figure for figure in self.figures if figure.value is not None)
 
     @property
@@ -129,7 +128,6 @@ class Ending(NamedTuple):
 
 
 def trend_name(series: str, cell: Cell) -> str:
-    """What the trend of one cell of a series is called."""
     return f"{series}({', '.join(map(str, cell))})"
 
 

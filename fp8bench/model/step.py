@@ -154,7 +154,6 @@ class Shares:
 
     @property
     def unattributed(self) -> float:
-        """The share that no part has."""
         return max(0.0, 1.0 - sum(self.by_kind.values())) if self.whole else 0.0
 
     @property

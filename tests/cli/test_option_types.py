@@ -1,13 +1,26 @@
-"""What a word of the command line may be."""
+"""What a word of the command line may be; and an option is declared once.
+
+A field with its option is a word of the command line, a key of a file of options, a keyword of a call, and checked by
+its rule.
+"""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fp8bench.cli.option_types import path, precision_map
+from fp8bench.cli.config_file import read_config
+from fp8bench.cli.grammar import Parser
+from fp8bench.cli.option_types import asked, asks, path, precision_map
+from fp8bench.cli.options import asked_in
+from fp8bench.errors import UsageError
+from fp8bench.model import Request
+from fp8bench.model.request import HOW, check_fields, option, options_of, whole_number
 
 
 def test_a_precision_map_is_words_or_a_file_of_them(tmp_path: Path) -> None:
@@ -38,3 +51,49 @@ def test_an_address_is_no_path(text: str) -> None:
 @pytest.mark.parametrize("text", ["s3:", "a/b:/c", "./s3://bucket", "C:/x"])
 def test_what_only_looks_like_one_is_a_path(text: str) -> None:
     assert path(text) == Path(text)
+
+
+@dataclass(frozen=True)
+class More(Request):
+    """A request with one field more: nothing else of the product is touched."""
+
+    cool_down: int | None = option(None, whole_number(1, 600), "seconds to wait between two groups", "SECONDS")
+
+    def __post_init__(self) -> None:
+        check_fields(self, {name: one.rule for name, one in options_of(More).items()})
+
+
+@pytest.fixture
+def parser() -> Parser:
+    parser = Parser(prog="fp8bench suite")
+    asked_in(parser.add_argument_group(HOW), More)
+    return parser
+
+
+def test_it_is_an_option_with_its_help_and_limits(parser: Parser) -> None:
+    assert parser.parse_args(["--cool-down", "5"]).cool_down == 5 and parser.parse_args([]).cool_down is None
+    assert "--cool-down SECONDS" in (text := parser.format_help()) and "seconds to wait between two groups" in text
+    with pytest.raises(UsageError, match="--cool-down: expected a whole number from 1 to 600, got '0'"):
+        parser.parse_args(["--cool-down", "0"])
+
+
+def test_it_is_a_key_of_a_file_of_options(parser: Parser, tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("cool-down: 7\n")
+    assert read_config(file, parser)[0] == {"cool_down": 7}
+
+
+def test_it_is_a_keyword_of_a_call() -> None:
+    @asks(More)
+    def run(suite: str, **options: Any) -> More:
+        return More(suite, **asked(More, options, "run"))
+
+    assert run("gemm", cool_down=9).cool_down == 9 and run("gemm").cool_down is None
+    assert inspect.signature(run).parameters["cool_down"].default is None
+    with pytest.raises(UsageError, match="unknown argument of run 'cool_dwn'"):
+        run("gemm", cool_dwn=9)
+
+
+def test_it_is_checked_whoever_asks() -> None:
+    with pytest.raises(UsageError, match="cool_down must be a whole number from 1 to 600, got 601"):
+        More("gemm", cool_down=601)

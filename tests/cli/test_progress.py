@@ -10,9 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fp8bench.cli import live
-from fp8bench.cli.live import REDRAW_SECONDS, LiveLine
-from fp8bench.cli.progress import TERMINAL, GroupLines, RunProgress
+from fp8bench.cli import progress as live
+from fp8bench.cli.progress import REDRAW_SECONDS, TERMINAL, GroupLines, LiveLine, RunProgress
 from fp8bench.model import Case, Group, Level, Plan, PlannedCase, Record, Status, Support, Work
 
 NATIVE = Support(Level.NATIVE, "")

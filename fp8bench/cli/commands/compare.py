@@ -12,7 +12,6 @@ from fp8bench.errors import EXIT_OK
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.description = (
         "Compares what was measured at two times, or of two commits: every case and figure that both "
         "have. `fp8bench gate` judges what this shows."

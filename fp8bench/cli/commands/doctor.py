@@ -12,7 +12,6 @@ from fp8bench.jobs import doctor
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.add_argument("--calibrate", action="store_true", help="measure what the harness itself costs")
     parser.add_argument(
         "--ceilings", action="store_true",
@@ -23,7 +22,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print all that is found."""
     say_folded(doctor.examine(arguments.calibrate))
     if arguments.ceilings:
         from fp8bench.jobs.ceilings import ceiling_lines

@@ -36,7 +36,6 @@ from fp8bench.store.series import tracked_by
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The commands of history, each with its options."""
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
 
     def command(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:
@@ -92,7 +91,6 @@ def _add_keeping(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what one of history's commands asks for; returns the exit code."""
     from fp8bench.jobs.history import existing_store
 
     check_outputs(arguments)
@@ -203,7 +201,6 @@ def _regressions(arguments: argparse.Namespace, store: Path) -> int:
 
 
 def _acknowledge(arguments: argparse.Namespace, store: Path) -> int:
-    """Write down that changes of a series are known and stay, or that they are not any more."""
     from fp8bench.jobs.history import acknowledge
 
     done = acknowledge(arguments.series, store, TERMINAL, arguments.until, arguments.because, arguments.undo)

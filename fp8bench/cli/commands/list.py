@@ -14,7 +14,6 @@ from fp8bench.registry import backends, devices, precisions, workloads
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.add_argument(
         "what", nargs="?", metavar="WHAT", help="suites, dtypes, backends, devices, or a suite (its axes)"
     )
@@ -24,7 +23,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """All names, or what this machine makes of some."""
     files = files_of(arguments.what or "")
     kinds = {"suites": workloads.names(), "dtypes": precisions.names()}
     kinds |= {"backends": backends.names(), "devices": devices.names()}

@@ -12,7 +12,6 @@ from fp8bench.workloads.model import OPTIMIZERS
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.description = (
         "Says how much of a model's products could be in low precision, and what not and why; then measures a step of "
         "the model as it came beside steps of copies whose layers multiply in other precisions."
@@ -51,7 +50,6 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, measure, tell."""
     from fp8bench.jobs.profile import profile, profile_axes, profile_dtypes
 
     check_outputs(arguments)

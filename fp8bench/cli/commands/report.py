@@ -12,7 +12,6 @@ from fp8bench.report.elements import printable
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.add_argument(
         "runs",
         nargs="+",
@@ -24,7 +23,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write it, and print where it is."""
     from fp8bench.jobs.report_files import Pages, report_of, typed_from_here, why_not_shown
 
     check_outputs(arguments)

@@ -20,7 +20,6 @@ from fp8bench.store.runs.listing import find_run, load_named
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     words = "an id, a file's stem, a path, or 'last'; a duel's or a training's too, but for 'last'"
     parser.add_argument("run", metavar="RUN", help=words)
     shared(parser, "--store", help="as in suite")
@@ -31,7 +30,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print it, and export it where that was asked for."""
     from fp8bench.jobs.after_run import exported, kept_exported
 
     check_outputs(arguments)

@@ -12,7 +12,6 @@ from fp8bench.report.terminal.history import count_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The commands of a store, each with its options."""
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
     words = "pack a store for each machine and month: figures into a Parquet file, run files into a tar.gz"
     codes = "Exit codes: 0 done, 2 wrong usage, DuckDB is not installed, or it cannot be written."
@@ -30,7 +29,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compact or restore; returns the exit code."""
     return {"compact": _compact, "restore": _restore}[arguments.subcommand](arguments)
 
 

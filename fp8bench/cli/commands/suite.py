@@ -41,7 +41,6 @@ _BESIDE_RESUME = {"--resume", "--store", *OUTPUTS}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 a case failed or nothing was measured, 130 interrupted."
     words = (
         "a suite, several with commas, all, or a .py file with suites of your own; `fp8bench list` names them; or "
@@ -71,7 +70,6 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, measure, tell; or do the rest of a run."""
     check_outputs(arguments)
     if arguments.resume is not None:
         return _resume(arguments)
@@ -101,7 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
 def measure_and_tell(
     request: Request, arguments: argparse.Namespace, execute: Callable[[Request, Path, Observer, str], Run]
 ) -> int:
-    """Have a run measured, and do what follows; returns the exit code."""
     with only_once():
         with _kept_or_shown(arguments), TERMINAL.measuring() as observer:
             told = _Foretelling(observer, request) if request.energy_of == PHASE_ENERGY else observer
@@ -111,7 +108,6 @@ def measure_and_tell(
 
 
 def _ceilings(request: Request, arguments: argparse.Namespace) -> int:
-    """What devices do at most, kept and told as a run."""
     from fp8bench.jobs.ceilings import ceilings_run
 
     if arguments.dry_run:

@@ -14,7 +14,6 @@ from fp8bench.store.runs.listing import load_named
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.description = (
         "One untimed step of each case, operator by operator: FLOPs and bytes by phase, the largest first, precisions "
         "side by side. Nothing is declared by the suite; what has no formula is unknown. Times nothing."
@@ -34,7 +33,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Record, tell, and end with 3 where there is nothing to tell."""
     from fp8bench.jobs.tape import beside, tapes_now, tapes_of
     from fp8bench.report.topics.tape import as_csv, as_json, page_against, page_of
 

@@ -24,10 +24,8 @@ from fp8bench.analysis.stats import Floats
 from fp8bench.features.advise.basis import Basis, Beside, Rule, Told, Trained
 from fp8bench.features.advise.values import Cost, Ground, Met
 from fp8bench.features.sensitivity.study import Study, Trial
-from fp8bench.features.train.verdicts.curves import curves_of
-from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Learned
-from fp8bench.features.train.verdicts.verdicts import log_steps
-from fp8bench.features.train.verdicts.verdicts import ArmVerdict
+from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Learned, curves_of
+from fp8bench.features.train.verdicts.verdicts import ArmVerdict, log_steps
 from fp8bench.model import EnergyUse, Interval, Label, MemoryRole, Status
 from fp8bench.model.stopping import LEAST_ROUNDS
 

@@ -20,8 +20,7 @@ from fp8bench.features.advise.shape_rules import pays_from, projections
 from fp8bench.features.advise.speed_rules import bound_of, stage_of
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Answer, Ground, Met
 from fp8bench.features.sensitivity.study import as_words
-from fp8bench.features.train.verdicts.curves import Curve, Key, curves_of
-from fp8bench.features.train.verdicts.curves import Gap, gap_of
+from fp8bench.features.train.verdicts.curves import Curve, Gap, Key, curves_of, gap_of
 from fp8bench.model import Interval, Level, Status, Verdict
 
 Answers = Mapping[str, Answer]

@@ -69,7 +69,6 @@ def short_names(advised: Advised) -> Callable[[str], str]:
 
 
 def _sentence(one: Advice, named: Callable[[str], str]) -> str:
-    """The advice, with where it holds."""
     where = named(one.settings[0]) if len(one.settings) == 1 else many(len(one.settings), "setting")
     return f"{one.sentence} ({where})."
 
@@ -210,13 +209,11 @@ def score_page(checked: Sequence[Checked], troubles: Sequence[str] = ()) -> Page
 
 
 def as_json(advised: Advised, checked: Sequence[Checked], costs: Sequence[Cost], price: float | None) -> str:
-    """All advice with its evidence, all answers, what was checked, and what decisions cost."""
     told = [{**encode(one), "money": encode(one.money(price)) if price is not None else None} for one in costs]
     return json_line({"schema": SCHEMA, **encode(advised), "checked": _hits(checked), "costs": told})
 
 
 def score_as_json(checked: Sequence[Checked]) -> str:
-    """Every check that was kept, with hits and counts."""
     told = [one for one in checked if one.hit is not None]
     hits = sum(one.hit is True for one in told)
     return json_line({"schema": SCHEMA, "hits": hits, "checks": len(told), "checked": _hits(checked)})

@@ -21,9 +21,9 @@ import yaml
 
 from fp8bench import units
 from fp8bench.cli import option_types as types
+from fp8bench.cli.config_file import Kind, items, place, read_mapping, scalar, shown
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, tell
-from fp8bench.cli.yaml_file import Kind, items, place, read_mapping, scalar, shown
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UnknownName, UsageError
 from fp8bench.features.plan_parallel.formulas import Checkpointing, Load, Topology, Transformer
 from fp8bench.features.plan_parallel.ranking import Asked, checkpointed, models, ranking, rulings

@@ -131,7 +131,6 @@ class Topology:
     fp8: float
 
     def link(self, gpus: int) -> float:
-        """What joins so many neighbours."""
         return self.inside if gpus <= self.node else self.between
 
 

@@ -35,7 +35,6 @@ _SHORT = 0.02
 
 
 def page_of(asked: Asked, plans: Sequence[Planned], rulings: Sequence[Ruling]) -> Page:
-    """The best ways, and the matrix."""
     load = asked.load
     title = (
         f"{asked.model.name} ({units.count(asked.model.weights)} weights) on {asked.gpus} "
@@ -103,7 +102,6 @@ _PACE = ("products", "tensor", "context", "shards", "copies")
 
 
 def as_json(asked: Asked, plans: Sequence[Planned], rulings: Sequence[Ruling]) -> str:
-    """What was asked, every way with its bands, and the matrix."""
     ways = [_row(asked, one) for one in plans]
     matrix = [encode(one) for one in rulings]
     beyond = outside(asked.model, asked.gpus, asked.load.sequence)
@@ -111,7 +109,6 @@ def as_json(asked: Asked, plans: Sequence[Planned], rulings: Sequence[Ruling]) -
 
 
 def as_csv(asked: Asked, plans: Sequence[Planned]) -> str:
-    """A row a way."""
     rows = [_row(asked, one) for one in plans]
     return csv_text(tuple(rows[0]), rows)
 

@@ -24,7 +24,6 @@ _TONES = {Suffers.FAILED: Tone.BAD, Suffers.WORSE: Tone.BAD, Suffers.BETTER: Ton
 
 
 def page_of(study: Study) -> Page:
-    """What each layer does to the loss, alone and in groups, and the map to take."""
     one = "one layer kind" if study.by is By.KIND else "one layer"
     what = f"{study.low} ({study.level}) in {one} at a time, {study.reference} in the rest"
     elements: list[list[Element]] = [[Text(what), Text(_reference(study))]]

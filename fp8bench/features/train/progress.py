@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TextIO
 
 from fp8bench import units
-from fp8bench.cli.live import REDRAW_SECONDS, LiveBlock, is_watched, time_left
+from fp8bench.cli.progress import REDRAW_SECONDS, LiveBlock, is_watched, time_left
 from fp8bench.cli.streams import complain
 from fp8bench.features.train.values import (
     Arm,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.cli import live
+from fp8bench.cli import progress as live
 from fp8bench.features.train.progress import PARTS, ArmNow, TrainingBoard, TrainingLines, board_of
 from fp8bench.features.train.values import Line, TrainingEvent, Validation
 from fp8bench.report.elements import Table, Tone
