@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.audit.operands import rounded
-from fp8bench.features.audit.subjects import promised_by
+from fp8bench.features.audit.operands import promised_by, rounded
 from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, AuditOutcome
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import Signature

@@ -8,17 +8,23 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp8bench.features.audit.values import FlatMoments
 from fp8bench.formats.codes import DTYPES, decode, unpack
-from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
+from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, FORMATS, FP16
+from fp8bench.formats.operators import values
 from fp8bench.formats.quantise import RANDOM_BITS, quantised
-from fp8bench.formats.recipes import NVFP4, ROUNDINGS, ROW, Recipe, Scaling, Treatment
+from fp8bench.formats.recipe_support import on_device
+from fp8bench.formats.recipes import NVFP4, ROUNDINGS, ROW, Recipe, ScaleRounding, Scaling, Treatment
 from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, swizzled
 from fp8bench.formats.scaled import quantise
+from fp8bench.model import DeviceFacts
+from fp8bench.nn.moments import scaled
 from fp8bench.registry import precisions
 
 Draw = Callable[[int, int, torch.Generator], Tensor]
@@ -175,6 +181,27 @@ def scale_matrix(scale: Tensor) -> Tensor:
     return found.reshape(*_grid(found))
 
 
+@dataclass(frozen=True)
+class Promised:
+    """The treatments of inputs, weights and gradients (None: left as they are), and the recipe, if it is one."""
+
+    treatments: tuple[Treatment | None, Treatment | None, Treatment | None]
+    recipe: Recipe | None
+    carrier: torch.dtype
+
+
+def promised_by(name: str, facts: DeviceFacts) -> Promised:
+    """What a precision promises on a device."""
+    precision = precisions.get(name)
+    carrier = precision.arithmetic(facts).carrier
+    recipe = getattr(precision, "recipe", None)
+    if isinstance(recipe, Recipe):
+        recipe = on_device(recipe, facts)
+        return Promised(recipe.treatments, recipe, carrier)
+    plain = Treatment(FORMATS[precision.name]) if precision.name in FORMATS else None
+    return Promised((plain, plain, plain), None, carrier)
+
+
 # Precisions that somebody may have taken for another one.
 _OTHERS = ("fp8", "fp8-e4m3", "fp8-e5m2", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "fp16")
 _FNUZ = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
@@ -277,3 +304,117 @@ def _of_tails(kept: Rounded) -> Iterator[Mistake]:
         values = kept.values.clone()
         values[:, columns - count :] = 0
         yield Mistake("tail", f"without the last {count} of the contraction", values)
+
+
+# What is left of a moment, or of weights, between two steps.
+Cast = Callable[[Tensor], Tensor]
+_FLOATS = {"e4m3": E4M3, "e5m2": E5M2}
+# The smallest scale that 8-bit optimizers divide by.
+_LEAST_SCALE = 1e-12
+_SCALE_BYTES = 4
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).to(torch.float64)
+
+
+bf16: Cast = partial(as_dtype, dtype=torch.bfloat16)
+
+
+def half(rounding: ScaleRounding = ScaleRounding.EXACT) -> Cast:
+    """float16 under one scale a tensor."""
+    storage = scaled(FP16, rounding)
+    return lambda x: storage.restore(storage.keep(x.to(torch.float32))).to(torch.float64)
+
+
+def cut(x: Tensor) -> Tensor:
+    """bfloat16 toward zero."""
+    bits = x.to(torch.float32).view(torch.int32) & ~0xFFFF
+    return bits.view(torch.float32).to(torch.float64)
+
+
+def stochastic(seed: int) -> Cast:
+    """bfloat16, upward as often as the number is near to the upper one."""
+    random = torch.Generator().manual_seed(seed)
+
+    def cast(x: Tensor) -> Tensor:
+        bits = x.to(torch.float32).view(torch.int32)
+        up = torch.randint(0, 1 << 16, x.shape, generator=random, dtype=torch.int32)
+        return ((bits + up) & ~0xFFFF).view(torch.float32).to(torch.float64)
+
+    return cast
+
+
+def kept(word: str, facts: DeviceFacts, signed: bool = True) -> tuple[Cast, float]:
+    """The values that are left, by the word that says how moments are kept, and the bytes that one takes; of the
+    second moment not `signed`."""
+    flat = FlatMoments.of(word)
+    if flat is not None:
+        fmt = _FLOATS.get(flat.codes)
+        bits = 4 if flat.codes == "dynamic4" else 8
+        known = _linear(signed) if flat.codes == "linear8" else dynamic_map(bits, signed)
+        codes = partial(values, fmt=fmt) if fmt else partial(_mapped, known=known)
+        cast = partial(_flat, block=flat.block, largest=fmt.largest if fmt else 1.0, codes=codes)
+        return cast, bits / 8 + _SCALE_BYTES / flat.block
+    if word in ("fp32", "bf16"):
+        dtype = torch.float32 if word == "fp32" else torch.bfloat16
+        return partial(as_dtype, dtype=dtype), dtype.itemsize
+    if word == "fp16":
+        return half(), torch.float16.itemsize
+    treatment = promised_by(word, facts).treatments[1]  # a moment lies as its weight does
+    assert treatment is not None
+    return partial(_recipe, treatment=treatment), treatment.fmt.bits / 8
+
+
+def otherwise_scaled(word: str, facts: DeviceFacts) -> Iterator[tuple[Cast, str]]:
+    """A precision's casts under scales that are rounded in another way, and how."""
+    treatment = None if FlatMoments.of(word) else promised_by(word, facts).treatments[1]
+    if treatment is None or treatment.scaling is None:
+        return
+    for rounding in ROUNDINGS[treatment.scaling.scale]:
+        if rounding is not treatment.scaling.rounding:
+            other = replace(treatment, scaling=replace(treatment.scaling, rounding=rounding))
+            yield partial(_recipe, treatment=other), rounding.value
+
+
+def _recipe(x: Tensor, treatment: Treatment) -> Tensor:
+    return rounded(x.to(torch.float32), treatment).values.to(torch.float64)
+
+
+def _flat(x: Tensor, block: int, largest: float, codes: Cast) -> Tensor:
+    """Under a scale for each run of the tensor; the last one may be short."""
+    line = x.to(torch.float32).flatten()
+    runs = torch.nn.functional.pad(line, (0, -len(line) % block)).view(-1, block)
+    scales = runs.abs().amax(1, keepdim=True).clamp(min=_LEAST_SCALE) / largest
+    return (codes(runs / scales) * scales).flatten()[: len(line)].view(x.shape).to(torch.float64)
+
+
+def _mapped(x: Tensor, known: Tensor) -> Tensor:
+    """The nearest value of the map; halfway between two the upper one."""
+    return known[torch.bucketize(x, (known[1:] + known[:-1]) / 2, right=True)]
+
+
+@cache
+def dynamic_map(bits: int, both: bool) -> Tensor:
+    """The values of Dettmers's dynamic data type, with negative ones or not: powers of ten, and within one of them
+    as many equal steps as the bits leave that its exponent does not take. Without a sign four bits are sixteen equal
+    steps, and none of them is zero (torchao's 4-bit optimizers)."""
+    if bits == 4 and not both:
+        return torch.linspace(0, 1, 17)[1:]
+    octaves = bits - 1
+    found = [0.0, 1.0]
+    for place in range(octaves):
+        steps = 2 ** (place + (not both))
+        edges = torch.linspace(0.1, 1, steps + 1)
+        middles = (10.0 ** (place - octaves + 1) * ((edges[1:] + edges[:-1]) / 2)).tolist()
+        found += [*middles, *(-one for one in middles if both)]
+    return torch.tensor(sorted(found))
+
+
+def _linear(both: bool) -> Tensor:
+    """Equal steps of eight bits."""
+    return torch.arange(-127, 128) / 127 if both else torch.arange(256) / 255

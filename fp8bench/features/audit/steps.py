@@ -1,139 +1,41 @@
-"""Steps of an optimizer as somebody may make them: rightly, with moments and weights kept in few bits, or with one of
-the mistakes that people make. Everything between two casts is in float64."""
+"""Optimizers under audit: the weights after some steps, held against those of the same steps with moments and weights
+kept as promised, or with one of the mistakes that people make. Everything between two casts is in float64."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Any, Literal, NamedTuple, Protocol
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.operands import rounded
-from fp8bench.features.audit.subjects import promised_by
+from fp8bench.features.audit.operands import Cast, as_dtype, bf16, cut, half, kept, otherwise_scaled, same, stochastic
+from fp8bench.features.audit.promises import BAND, Judged, not_finite, unusable
 from fp8bench.features.audit.values import FlatMoments
-from fp8bench.formats.grids import E4M3, E5M2, FP16
-from fp8bench.formats.operators import values
-from fp8bench.formats.recipes import ROUNDINGS, ScaleRounding, Treatment
+from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.model import DeviceFacts
-from fp8bench.model.promises import UpdateRule
-from fp8bench.nn.moments import scaled
+from fp8bench.model.promises import KeptWeights, Signature, UpdateRule
+from fp8bench.numerics.norms import relative_frobenius
 
-# What is left of a moment, or of weights, between two steps.
-Cast = Callable[[Tensor], Tensor]
-_FLOATS = {"e4m3": E4M3, "e5m2": E5M2}
-# The smallest scale that 8-bit optimizers divide by.
-_LEAST_SCALE = 1e-12
-_SCALE_BYTES = 4
-
-
-def same(x: Tensor) -> Tensor:
-    return x
-
-
-def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype).to(torch.float64)
-
-
-bf16: Cast = partial(as_dtype, dtype=torch.bfloat16)
-
-
-def half(rounding: ScaleRounding = ScaleRounding.EXACT) -> Cast:
-    """float16 under one scale a tensor."""
-    storage = scaled(FP16, rounding)
-    return lambda x: storage.restore(storage.keep(x.to(torch.float32))).to(torch.float64)
-
-
-def _cut(x: Tensor) -> Tensor:
-    """bfloat16 toward zero."""
-    bits = x.to(torch.float32).view(torch.int32) & ~0xFFFF
-    return bits.view(torch.float32).to(torch.float64)
-
-
-def stochastic(seed: int) -> Cast:
-    """bfloat16, upward as often as the number is near to the upper one."""
-    random = torch.Generator().manual_seed(seed)
-
-    def cast(x: Tensor) -> Tensor:
-        bits = x.to(torch.float32).view(torch.int32)
-        up = torch.randint(0, 1 << 16, x.shape, generator=random, dtype=torch.int32)
-        return ((bits + up) & ~0xFFFF).view(torch.float32).to(torch.float64)
-
-    return cast
-
-
-def kept(word: str, facts: DeviceFacts, signed: bool = True) -> tuple[Cast, float]:
-    """The values that are left, by the word that says how moments are kept, and the bytes that one takes; of the
-    second moment not `signed`."""
-    flat = FlatMoments.of(word)
-    if flat is not None:
-        fmt = _FLOATS.get(flat.codes)
-        bits = 4 if flat.codes == "dynamic4" else 8
-        known = _linear(signed) if flat.codes == "linear8" else dynamic_map(bits, signed)
-        codes = partial(values, fmt=fmt) if fmt else partial(_mapped, known=known)
-        cast = partial(_flat, block=flat.block, largest=fmt.largest if fmt else 1.0, codes=codes)
-        return cast, bits / 8 + _SCALE_BYTES / flat.block
-    if word in ("fp32", "bf16"):
-        dtype = torch.float32 if word == "fp32" else torch.bfloat16
-        return partial(as_dtype, dtype=dtype), dtype.itemsize
-    if word == "fp16":
-        return half(), torch.float16.itemsize
-    treatment = promised_by(word, facts).treatments[1]  # a moment lies as its weight does
-    assert treatment is not None
-    return partial(_recipe, treatment=treatment), treatment.fmt.bits / 8
-
-
-def otherwise_scaled(word: str, facts: DeviceFacts) -> Iterator[tuple[Cast, str]]:
-    """A precision's casts under scales that are rounded in another way, and how."""
-    treatment = None if FlatMoments.of(word) else promised_by(word, facts).treatments[1]
-    if treatment is None or treatment.scaling is None:
-        return
-    for rounding in ROUNDINGS[treatment.scaling.scale]:
-        if rounding is not treatment.scaling.rounding:
-            other = replace(treatment, scaling=replace(treatment.scaling, rounding=rounding))
-            yield partial(_recipe, treatment=other), rounding.value
-
-
-def _recipe(x: Tensor, treatment: Treatment) -> Tensor:
-    return rounded(x.to(torch.float32), treatment).values.to(torch.float64)
-
-
-def _flat(x: Tensor, block: int, largest: float, codes: Cast) -> Tensor:
-    """Under a scale for each run of the tensor; the last one may be short."""
-    line = x.to(torch.float32).flatten()
-    runs = torch.nn.functional.pad(line, (0, -len(line) % block)).view(-1, block)
-    scales = runs.abs().amax(1, keepdim=True).clamp(min=_LEAST_SCALE) / largest
-    return (codes(runs / scales) * scales).flatten()[: len(line)].view(x.shape).to(torch.float64)
-
-
-def _mapped(x: Tensor, known: Tensor) -> Tensor:
-    """The nearest value of the map; halfway between two the upper one."""
-    return known[torch.bucketize(x, (known[1:] + known[:-1]) / 2, right=True)]
-
-
-@cache
-def dynamic_map(bits: int, both: bool) -> Tensor:
-    """The values of Dettmers's dynamic data type, with negative ones or not: powers of ten, and within one of them
-    as many equal steps as the bits leave that its exponent does not take. Without a sign four bits are sixteen equal
-    steps, and none of them is zero (torchao's 4-bit optimizers)."""
-    if bits == 4 and not both:
-        return torch.linspace(0, 1, 17)[1:]
-    octaves = bits - 1
-    found = [0.0, 1.0]
-    for place in range(octaves):
-        steps = 2 ** (place + (not both))
-        edges = torch.linspace(0.1, 1, steps + 1)
-        middles = (10.0 ** (place - octaves + 1) * ((edges[1:] + edges[:-1]) / 2)).tolist()
-        found += [*middles, *(-one for one in middles if both)]
-    return torch.tensor(sorted(found))
-
-
-def _linear(both: bool) -> Tensor:
-    """Equal steps of eight bits."""
-    return torch.arange(-127, 128) / 127 if both else torch.arange(256) / 255
+# Mean squares of differences: a mistake is told where it lies so many times nearer than what was promised.
+_NEARER = 16.0
+# What comes nearer by so much is what was done, and nothing else is tried.
+_SURELY = 0.01
+# Rounding weights to float32 at every step, in sums and products of another order.
+_FLOAT32, _ORDERS = 2.0**-24, 8.0
+# The error of few weights that are rounded at random: so many standard errors of itself.
+_DRAWN = 6.0
+# So many standard errors of a mean, over all elements.
+_BIASED = 6.0
+# Ways to keep moments that somebody may have taken for others.
+_OTHERS = ("fp32", "bf16", "fp16", "fp8", "fp8-e5m2", "e4m3-256", "dynamic8-256", "dynamic4-128", "linear8-256")
+# From here on mistakes are looked for that few steps do not show.
+_LONG = 100
+# Up to here 8-bit optimizers may leave a tensor as it is, and where their blocks do not divide it.
+_SMALL = 4096
 
 
 class Hyper(NamedTuple):
@@ -163,13 +65,6 @@ class Hyper(NamedTuple):
             return cls(rate, decay, momentum=float(group["momentum"]), dampening=dampening, nesterov=nesterov)
         first, second = (float(one) for one in group["betas"])
         return cls(rate, decay, (first, second), float(group["eps"]))
-
-
-class Steps(Protocol):
-    """A way to make steps."""
-
-    def after(self, start: Tensor, gradients: Tensor) -> Tensor:
-        """The weights after a step for each gradient, float64."""
 
 
 State = tuple[Tensor, Tensor, Tensor]
@@ -295,7 +190,7 @@ _OF_WEIGHTS: tuple[Row, ...] = (
     ("decay", "weights decay by the gradient, into the moments", {"decay": "coupled"}),
     ("decay", "weights decay by themselves, past the moments", {"decay": "decoupled"}),
     ("update-lost", "weights are bfloat16, and small updates are lost", {"weights": bf16, "shown": same}),
-    ("update-lost", "weights are cut to bfloat16", {"weights": _cut, "shown": same}),
+    ("update-lost", "weights are cut to bfloat16", {"weights": cut, "shown": same}),
     ("rate", "steps go away from the minimum", {"factor": -1.0}),
     ("rate", "steps go twice as far", {"factor": 2.0}),
     ("rate", "steps go half as far", {"factor": 0.5}),
@@ -314,7 +209,7 @@ def mistakes(way: Way, others: Mapping[str, tuple[Cast, Cast]], long: bool) -> I
     """Their codes, in words, and the steps that they make where these should be `way`; of `long` rows of steps those
     that few do not show. `others` are ways to keep both moments that somebody may have taken instead."""
     one, other = way.hyper.betas
-    cut = float(_cut(torch.tensor(one))), float(_cut(torch.tensor(other)))
+    coarse = float(cut(torch.tensor(one))), float(cut(torch.tensor(other)))
     rows: Iterable[Row]
     if way.rule is UpdateRule.SGD:
         rows = () if long else (*_OF_MOMENTUM, *_otherwise(others, {"the momentum is": ("first",)}), *_OF_WEIGHTS)
@@ -322,7 +217,7 @@ def mistakes(way: Way, others: Mapping[str, tuple[Cast, Cast]], long: bool) -> I
         rows = _LATE if long else (
             *_OF_MOMENTS, *_otherwise(others, _MOMENTS), *_OF_COUNTS, *_OF_WEIGHTS,
             ("betas", "its betas are exchanged", {"hyper": way.hyper._replace(betas=(other, one))}),
-            ("betas", "its betas are cut to bfloat16", {"hyper": way.hyper._replace(betas=cut)}),
+            ("betas", "its betas are cut to bfloat16", {"hyper": way.hyper._replace(betas=coarse)}),
         )  # fmt: skip
     for code, words, changes in rows:
         yield code, words, replace(way, **changes)
@@ -334,3 +229,132 @@ def _otherwise(others: Mapping[str, tuple[Cast, Cast]], names: Mapping[str, tupl
         casts = {"first": first, "second": second}
         for name, moments in names.items():
             yield code, f"{name} kept as {words}", {moment: casts[moment] for moment in moments}
+
+
+_FP32: Cast = partial(as_dtype, dtype=torch.float32)
+# What is left of the weights, and what is shown of them.
+_WEIGHTS: dict[KeptWeights, tuple[Cast, Cast]] = {
+    KeptWeights.FP32: (_FP32, same),
+    KeptWeights.BF16: (bf16, same),
+    KeptWeights.STOCHASTIC: (stochastic(0), same),
+    KeptWeights.MASTER: (_FP32, bf16),
+    KeptWeights.SCALED: (half(), same),
+}
+
+
+@dataclass(frozen=True)
+class OptimizerPromise:
+    """Of weights and the gradients of some steps. The first of the `ways` is the plainest."""
+
+    start: Tensor
+    gradients: Tensor
+    ways: tuple[Way | Unfused, ...]
+    likely: dict[str, tuple[Cast, Cast]]
+
+    def judge(self, found: Tensor, search: bool = True) -> Judged:
+        """By the way that it lies nearest to, else by its error."""
+        if wrong := unusable(found, tuple(self.start.shape)) or not_finite(found):
+            return wrong
+        exact = self._exact
+        error, noise = relative_frobenius(found, exact), self._noise
+        errors = [relative_frobenius(one, exact) for one in self._promised]
+        own = min(relative_frobenius(found, one) for one in self._promised)
+        spread = 1 + _DRAWN / math.sqrt(2 * found.numel()) if self._drawn else 1.0
+        high, low = spread * BAND[1] * max(errors) + noise, BAND[0] * min(errors) / spread - noise
+        code = why = ""
+        if own > noise and (len(self.gradients) <= _LONG or not low <= error <= high):
+            code, why = self._explained(found, own)
+            if not code and error > high:
+                why = f"no known mistake explains it; its error is {error:.3g}, and {errors[0]:.3g} was expected"
+                code = "too-bad"
+            elif not code and error < low:
+                why = f"its error is {error:.3g}, and this promise has {errors[0]:.3g}: more bits are kept"
+                code = "too-good"
+        return Judged(code, why, error, errors[0])
+
+    def agrees(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two results may be the same one, each with its error."""
+        most = max(relative_frobenius(found, self._exact) for found in self._promised)
+        return relative_frobenius(one, other) <= 2 * most + self._noise
+
+    @cached_property
+    def _exact(self) -> Tensor:
+        return self._update(Way(self._plain.rule, self._plain.hyper))
+
+    @property
+    def _plain(self) -> Way:
+        plain = self.ways[0]
+        assert isinstance(plain, Way)
+        return plain
+
+    @property
+    def _drawn(self) -> bool:
+        return self._plain.weights is _WEIGHTS[KeptWeights.STOCHASTIC][0]
+
+    @cached_property
+    def _promised(self) -> tuple[Tensor, ...]:
+        return tuple(map(self._update, self.ways))
+
+    @cached_property
+    def _noise(self) -> float:
+        """What rounding to float32 makes of the update: of the weights, and of betas that are near to 1."""
+        size = float(self._exact.norm()) or 1.0
+        moved = 1 + math.sqrt(len(self.gradients)) * float(self.start.double().norm()) / size
+        return _FLOAT32 * (_ORDERS * moved + 1 / (1 - max(self._plain.hyper.betas)))
+
+    def _update(self, way: Way | Unfused) -> Tensor:
+        return way.after(self.start, self.gradients) - self.start.to(torch.float64)
+
+    def _explained(self, found: Tensor, own: float) -> tuple[str, str]:
+        """Which way it leans; else the mistake that comes nearest, if it does so by far."""
+        if lean := self._lean(found):
+            return "biased", lean
+        near, explained = math.inf, ("", "")
+        for code, words, way in mistakes(self._plain, self.likely, len(self.gradients) > _LONG):
+            apart = relative_frobenius(found, self._update(way))
+            near, explained = (apart, (code, words)) if apart < near else (near, explained)
+            if apart <= max(self._noise, _SURELY * own):
+                break
+        return explained if math.sqrt(_NEARER) * near < own else ("", "")
+
+    def _lean(self, found: Tensor) -> str:
+        """Which way weights that are rounded at random lean; '' where they do not, or are not."""
+        if not self._drawn:
+            return ""
+        wanted = replace(self._plain, weights=same).after(self.start, self.gradients)
+        step = torch.exp2(wanted.abs().clamp(min=2.0**-120).log2().floor() - 7)
+        off = (found + self.start.to(torch.float64) - wanted) / step
+        for words, sign in (("up", 1.0), ("away from zero", wanted.sign()), ("with the update", self._exact.sign())):
+            leans = off * sign
+            error = float(leans.std()) / math.sqrt(leans.numel())
+            if abs(float(leans.mean())) > _BIASED * error > 0:
+                return f"rounded at random, it leans {float(leans.mean()):+.2g} steps of bfloat16 {words}"
+        return ""
+
+
+def moments_of(signature: Signature, facts: DeviceFacts) -> tuple[tuple[Cast, float], tuple[Cast, float]]:
+    """How both moments are kept, and in how many bytes."""
+    first, second = signature.precision, signature.second_moment
+    recipe = first not in ("fp32", "bf16", "fp16") and FlatMoments.of(first) is None
+    second = {"": "fp16" if recipe else first, "same": first}.get(second, second)
+    return kept(first, facts), kept(second, facts, signed=False)
+
+
+def optimizer_promise(
+    signature: Signature, facts: DeviceFacts, hyper: Hyper, dtype: torch.dtype, gradients: Tensor, start: Tensor
+) -> OptimizerPromise:
+    """All ways that keep it: the update may be made of the moments before or after they are cast."""
+    precision, word, rule = signature.precision, signature.weights, signature.rule
+    (first, _), (second, _) = moments_of(signature, facts)
+    base = Way(rule, hyper, first, second, *_WEIGHTS[word])
+    ways = [base, replace(base, late=True)]
+    flat = FlatMoments.of(precision)
+    if flat is not None and (start.numel() < _SMALL or start.numel() % flat.block):
+        ways.append(replace(base, first=same, second=same))
+    if word is KeptWeights.SCALED:
+        ways += [replace(one, weights=half(ScaleRounding.POWER_OF_TWO)) for one in ways]
+    plain = (Unfused(rule, hyper, dtype),) if word is KeptWeights.BF16 and precision == "bf16" else ()
+    likely = {other: (kept(other, facts)[0], kept(other, facts, signed=False)[0]) for other in _OTHERS}
+    for cast, rounding in otherwise_scaled(precision, facts):
+        likely[f"{precision} under scales that are rounded as {rounding}"] = cast, cast
+    return OptimizerPromise(start, gradients, (*ways, *plain), likely)

@@ -1,30 +1,39 @@
-"""Callables under audit: what each kind is given, and what it promises. Optimizers are in `optimizer`."""
+"""Callables under audit: what each kind is given, and what it promises."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fp8bench.features.audit.operands import DATA, Source, decoded, drawn, rounded, scale_matrix, spread
+from fp8bench.features.audit.operands import (
+    DATA,
+    Source,
+    decoded,
+    drawn,
+    promised_by,
+    rounded,
+    scale_matrix,
+    spread,
+)
 from fp8bench.features.audit.promises import AttentionPromise, CastPromise, Matrices, ProductPromise, Promise
+from fp8bench.features.audit.steps import Hyper, moments_of, optimizer_promise
 from fp8bench.formats.codes import DTYPES
-from fp8bench.formats.grids import FORMATS
-from fp8bench.formats.recipe_support import on_device
-from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.model import DeviceFacts
-from fp8bench.model.promises import AuditKind, Signature, Takes
+from fp8bench.model.promises import AuditKind, KeptWeights, Signature, Takes, UpdateRule
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.protocols import Role
-from fp8bench.registry import precisions
 
 _LAYER = "audit"
 # The batch of attention.
 _BATCH = 2
+# Of an optimizer: weights are of this size, and some gradients change sign.
+_SIZE, _STEADY = 0.25, 0.5
+_LOW = {KeptWeights.BF16, KeptWeights.STOCHASTIC, KeptWeights.MASTER}
 
 
 class Shape(NamedTuple):
@@ -33,27 +42,6 @@ class Shape(NamedTuple):
     m: int
     n: int
     k: int
-
-
-@dataclass(frozen=True)
-class Promised:
-    """The treatments of inputs, weights and gradients (None: left as they are), and the recipe, if it is one."""
-
-    treatments: tuple[Treatment | None, Treatment | None, Treatment | None]
-    recipe: Recipe | None
-    carrier: torch.dtype
-
-
-def promised_by(name: str, facts: DeviceFacts) -> Promised:
-    """What a precision promises on a device."""
-    precision = precisions.get(name)
-    carrier = precision.arithmetic(facts).carrier
-    recipe = getattr(precision, "recipe", None)
-    if isinstance(recipe, Recipe):
-        recipe = on_device(recipe, facts)
-        return Promised(recipe.treatments, recipe, carrier)
-    plain = Treatment(FORMATS[precision.name]) if precision.name in FORMATS else None
-    return Promised((plain, plain, plain), None, carrier)
 
 
 class Subject(ABC):
@@ -243,3 +231,74 @@ class Attention(Subject):
 
     def promises(self, matrices: Matrices) -> dict[str, Promise]:
         return {"attention": AttentionPromise(matrices, self.promised.treatments[0], self.signature.causal)}
+
+
+class Optimizer(Subject):
+    """Made of one parameter (M, K), which takes `n` steps, with another gradient each."""
+
+    kind = AuditKind.OPTIMIZER
+    sides = (("m", "M"), ("k", "K"), ("n", "steps"))
+    shapes = (Shape(64, 2, 64), Shape(16, 24, 256))
+    odd = (Shape(1, 3, 96), Shape(33, 3, 47), Shape(130, 3, 40))
+    many, held = Shape(16, 1000, 256), Shape(64, 1, 1024)
+    timed = Shape(256, 2, 256)
+    data = ("normal", "rows of different sizes", "many octaves", "one-hot rows", "small")
+
+    def __init__(self, function: Callable[..., Any], signature: Signature, facts: DeviceFacts) -> None:
+        self.function, self.signature, self.device, self.facts = function, signature, facts.key, facts
+        self.dtype = torch.bfloat16 if signature.weights in _LOW else torch.float32
+
+    def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
+        """Gradients, which keep their sizes from step to step, and weights."""
+        base = drawn(data, 0, shape.m, shape.k, seed, torch.float32)
+        noise = drawn("normal", 1, shape.n * shape.m, shape.k, seed, torch.float32).view(shape.n, shape.m, shape.k)
+        weights = drawn("normal", 2, shape.m, shape.k, seed, torch.float32)
+        return (base * (_STEADY + noise)).to(self.dtype), (_SIZE * weights).to(self.dtype)
+
+    def zeroed(self, matrices: Matrices) -> Matrices:
+        return tuple(map(torch.zeros_like, matrices))
+
+    def flops(self, shape: Shape) -> int:
+        return 0
+
+    def raw(self, arguments: Matrices) -> dict[str, Tensor]:
+        gradients, start = arguments
+        weights = self._stepped(gradients, start)[1].detach()
+        return {"update": weights.to(torch.float64) - start.to(torch.float64)}
+
+    def promises(self, matrices: Matrices) -> dict[str, Promise]:
+        return {"update": optimizer_promise(self.signature, self.facts, self._hyper, self.dtype, *matrices)}
+
+    def state_bytes(self, matrices: Matrices) -> tuple[float, float] | None:
+        """What its state takes of each element, and what was promised; None where it shows none."""
+        optimizer, weights = self._stepped(*self.arguments(matrices))
+        state = getattr(optimizer, "state", {}).get(weights)
+        if not state:
+            return None
+        held = sum(_bytes(one) for one in state.values() if isinstance(one, Tensor)) / weights.numel()
+        moments = moments_of(self.signature, self.facts)[: 1 if self.signature.rule is UpdateRule.SGD else 2]
+        return held, sum(size for _, size in moments) + 4 * (self.signature.weights is KeptWeights.MASTER)
+
+    def _stepped(self, gradients: Tensor, start: Tensor) -> tuple[Any, nn.Parameter]:
+        weights = nn.Parameter(start.clone())
+        optimizer = self.function([weights])
+        for gradient in gradients:
+            weights.grad = gradient.clone()  # which a step may use up
+            optimizer.step()
+        return optimizer, weights
+
+    @cached_property
+    def _hyper(self) -> Hyper:
+        optimizer = self.function([nn.Parameter(torch.zeros(1, 16, dtype=self.dtype, device=self.device))])
+        groups = getattr(optimizer, "param_groups", None)
+        if not groups or not callable(getattr(optimizer, "step", None)):
+            raise TypeError(f"it made {type(optimizer).__name__}, and step() and param_groups were expected")
+        return Hyper.of(groups[0], self.signature.rule)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Of what a tensor is made of, too."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_bytes(getattr(tensor, name)) for name in names)
+    return tensor.untyped_storage().nbytes()

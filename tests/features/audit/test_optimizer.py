@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from fp8bench.features.audit.checks.results import ManySteps
-from fp8bench.features.audit.optimizer import Optimizer
+from fp8bench.features.audit.operands import dynamic_map, kept
 from fp8bench.features.audit.promises import Judged
-from fp8bench.features.audit.steps import dynamic_map, kept
-from fp8bench.features.audit.subjects import Shape
+from fp8bench.features.audit.subjects import Optimizer, Shape
 from fp8bench.features.audit.values import FlatMoments
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of, result_of

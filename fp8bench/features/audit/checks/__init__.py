@@ -10,8 +10,7 @@ from typing import Any
 from fp8bench.features.audit.checks.auditor import Auditor, Check
 from fp8bench.features.audit.checks.results import ManySteps, Memory, Numbers, OddShapes, Relations, SpecialValues
 from fp8bench.features.audit.checks.times import Speed, Work
-from fp8bench.features.audit.optimizer import Optimizer
-from fp8bench.features.audit.subjects import Attention, Cast, Linear, Product, Subject
+from fp8bench.features.audit.subjects import Attention, Cast, Linear, Optimizer, Product, Subject
 from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome
 from fp8bench.model import Ceilings, DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature, Takes

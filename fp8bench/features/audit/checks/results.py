@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.audit.checks.auditor import NORMAL, Check, Given
-from fp8bench.features.audit.optimizer import Optimizer
 from fp8bench.features.audit.promises import Matrices
+from fp8bench.features.audit.subjects import Optimizer
 from fp8bench.features.audit.values import AuditFinding, AuditOutcome
 from fp8bench.model.promises import AuditKind
 from fp8bench.user_code import own_words
