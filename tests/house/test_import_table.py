@@ -117,7 +117,7 @@ LAZY = HEAVY | {
 }
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
 # What runs in the worker of an audit.
-AUDITING = ("checks", "model", "operands", "optimizer", "promises", "steps", "subjects")
+AUDITING = ("checks", "model", "operands", "promises", "steps", "subjects")
 HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.analysis.stats", frozenset({"numpy"})),
     ("fp8bench.features.gate.command", frozenset({"yaml"})),
