@@ -45,48 +45,6 @@ def start_duel(duel: Duel, store: Path) -> DuelWriter:
     return DuelWriter.started(path, {"schema": SCHEMA, "duel": header})
 
 
-def find_duel(word: str, store: Path) -> Path | None:
-    """The duel that a word means: a path, a file's stem, an id, or the beginning of one; None if it means none."""
-    with contextlib.suppress(OSError, ValueError):
-        path = Path(word)
-        if path.is_file() and path.resolve().parent.name == "duels":
-            return path
-    files = sorted((store / "duels").glob("*.jsonl"))
-    exact = [path for path in files if word == path.stem]
-    found = exact or fitting(word, {path: (path.stem.rpartition("-")[2],) for path in files})
-    return found[0] if len(found) == 1 else None
-
-
-def load_duel(path: Path) -> Duel:
-    """Read a duel. Broken lines are left out and named in `troubles`; raises StoreError where it is none."""
-    sheet = lines_of(path, "the duel's file")
-    duel: Duel = headed(sheet, path, "duel", lambda plain: decode(Duel, _renamed(plain)))
-    results: dict[str, CaseResult] = {}
-    notes, ends = [], []
-
-    def take(content: Content) -> None:
-        content = _renamed(content)
-        if "result" in content:
-            result = _sound(decode(CaseResult, _renamed(content["result"])))
-            results[result.after.case.id] = result
-        elif "session" in content:
-            result = results[content["case"]]
-            more = (*result.sessions, decode(Session, content["session"]))
-            results[content["case"]] = _sound(replace(result, sessions=more))
-        elif "note" in content:
-            notes.append(decode(str, content["note"]))
-        elif "end" in content:
-            ends.append(content["end"])
-        else:
-            raise UnknownKind
-
-    troubles = take_lines(sheet, take, but=1)
-    return replace(
-        duel, results=tuple(results.values()), notes=tuple(notes), troubles=tuple(troubles),
-        finished=ends[-1:] == ["finished"], path=str(path),
-    )  # fmt: skip
-
-
 def _renamed(plain: Any) -> Any:
     """An object of an older file in the words of today."""
     return {_OLD_WORDS.get(key, key): value for key, value in plain.items()} if isinstance(plain, dict) else plain
@@ -112,13 +70,47 @@ class DuelKind(Kind[Duel]):
     refused = ("csv", "tensorboard", "wandb")
 
     def find(self, word: str, store: Path) -> Path | None:
-        return find_duel(word, store)
+        """A word may be a path, a file's stem, an id, or the beginning of one."""
+        with contextlib.suppress(OSError, ValueError):
+            path = Path(word)
+            if path.is_file() and path.resolve().parent.name == "duels":
+                return path
+        files = sorted((store / "duels").glob("*.jsonl"))
+        exact = [path for path in files if word == path.stem]
+        found = exact or fitting(word, {path: (path.stem.rpartition("-")[2],) for path in files})
+        return found[0] if len(found) == 1 else None
 
     def names(self, path: Path) -> tuple[str, ...]:
         return path.stem.rpartition("-")[2], path.stem
 
     def load(self, path: Path) -> Duel:
-        return load_duel(path)
+        """Broken lines are left out and named in `troubles`."""
+        sheet = lines_of(path, "the duel's file")
+        duel: Duel = headed(sheet, path, "duel", lambda plain: decode(Duel, _renamed(plain)))
+        results: dict[str, CaseResult] = {}
+        notes, ends = [], []
+
+        def take(content: Content) -> None:
+            content = _renamed(content)
+            if "result" in content:
+                result = _sound(decode(CaseResult, _renamed(content["result"])))
+                results[result.after.case.id] = result
+            elif "session" in content:
+                result = results[content["case"]]
+                more = (*result.sessions, decode(Session, content["session"]))
+                results[content["case"]] = _sound(replace(result, sessions=more))
+            elif "note" in content:
+                notes.append(decode(str, content["note"]))
+            elif "end" in content:
+                ends.append(content["end"])
+            else:
+                raise UnknownKind
+
+        troubles = take_lines(sheet, take, but=1)
+        return replace(
+            duel, results=tuple(results.values()), notes=tuple(notes), troubles=tuple(troubles),
+            finished=ends[-1:] == ["finished"], path=str(path),
+        )  # fmt: skip
 
     def view(self, kept: Duel) -> View:
         from fp8bench.features.duel.view import as_json, page_of

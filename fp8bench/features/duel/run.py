@@ -9,14 +9,14 @@ import random
 import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fp8bench.errors import Fp8benchError, StoreError, UsageError
-from fp8bench.features.duel.kind import DuelWriter, load_duel, start_duel
+from fp8bench.features.duel.kind import DuelKind, DuelWriter, start_duel
 from fp8bench.features.duel.sides import SAME, Question, opened
-from fp8bench.features.duel.turns import PROCESSES, Entry, SideWorkers, Turns, refresh, side_workers
+from fp8bench.features.duel.turns import PROCESSES, Entry, PartnerWorker, SideWorkers, Turns, refresh
 from fp8bench.features.duel.values import (
     AFTER,
     BEFORE,
@@ -72,7 +72,8 @@ def run_duel(
         sides = []
         for ready in starts:
             settings = Settings(request.threads, request.seed, ready.imports, corpus.path if corpus else None)
-            sides.append(stack.enter_context(side_workers(ready, settings, why_eager)))
+            workers = [PartnerWorker(settings, ready) for _ in range(PROCESSES)]
+            sides.append(stack.enter_context(closing(SideWorkers(ready, workers, Quantisers(why_eager)))))
         identity, names = corpus.identity if corpus else None, suites_of(request)
         for side in sides:
             side.meet(request, names, identity)
@@ -139,7 +140,7 @@ def _measured(
     finally:
         writer.close()
     with ignored():
-        return load_duel(writer.path)
+        return DuelKind().load(writer.path)
 
 
 def _sessions(

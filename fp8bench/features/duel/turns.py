@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -62,6 +61,11 @@ class SideWorkers:
             raise UsageError(f"side {self.name} ({self.start.python}): {error}") from None
         self.cases = {planned.case.id: planned for group in plan for planned in group.cases}
 
+    def close(self) -> None:
+        with ignored():
+            for worker in self.workers:
+                worker.close()
+
 
 def refresh(pair: Sequence[SideWorkers], seed: int, number: int) -> None:
     """Fresh processes for a session, started in random order: a process is as it is until it ends.
@@ -75,18 +79,6 @@ def refresh(pair: Sequence[SideWorkers], seed: int, number: int) -> None:
     random.Random(f"{seed}:{number}:start").shuffle(workers)
     for worker in workers:
         worker.start()
-
-
-@contextmanager
-def side_workers(start: Start, settings: Settings, why_eager: str) -> Iterator[SideWorkers]:
-    """A side whose workers end with the body, whatever happens."""
-    workers = [PartnerWorker(settings, start) for _ in range(PROCESSES)]
-    try:
-        yield SideWorkers(start, workers, Quantisers(why_eager))
-    finally:
-        with ignored():
-            for worker in workers:
-                worker.close()
 
 
 @dataclass

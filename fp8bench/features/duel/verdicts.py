@@ -9,12 +9,8 @@ in common (a neighbour, a clock) is taken out first: each counts by how far it i
 If nothing had changed, it would be chance alone which processes of a session were called A and which B. The interval
 holds those ratios that would not put the sides further apart than chance does, by all ways of dealing the names out
 (a permutation test, turned round): exact, whatever the times are like, modes and outliers included. With two processes
-a side that takes three sessions; before that only what no noise does to a time is told.
-
-What the samples of a duel say: B against A, figure by figure.
-
-Times by duel_interval.py. Values (errors, memory) are the same whenever the same code runs, so that they need no
-statistics.
+a side that takes three sessions; before that only what no noise does to a time is told. Values (errors, memory) are the
+same whenever the same code runs, so that they need no statistics.
 """
 
 from __future__ import annotations
@@ -45,7 +41,6 @@ from fp8bench.model import (
     Finding,
     Interval,
     Label,
-    Measurement,
     Noise,
     Status,
     Verdict,
@@ -372,20 +367,13 @@ def _value(result: CaseResult, metric: str) -> Comparison:
     """A value that is the same whenever the same code runs."""
     found = [record.measurement(metric) for record in (result.before, result.after)]
     unit = next(one.unit for one in found if one is not None)
-    before, after = (_middle(one) for one in found)
+    before, after = (statistics.median(one.samples) if one and one.samples else None for one in found)
     blank = replace(_blank(result, metric, unit), before=before, after=after)
     if before is None or after is None:
         why = _why_none(result) if result.failed else f"only side {AFTER if before is None else BEFORE} has it"
         return replace(blank, why=why)
     said = exact_change(*(one.samples for one in found if one is not None))
-    return replace(
-        blank, direction=said.direction, before=said.before, after=said.after, ratio=said.ratio, p_value=said.p_value,
-        why=said.why, noise=said.noise,
-    )  # fmt: skip
-
-
-def _middle(one: Measurement | None) -> float | None:
-    return statistics.median(one.samples) if one is not None and one.samples else None
+    return replace(blank, **said._asdict())
 
 
 def _blank(result: CaseResult, metric: str, unit: str) -> Comparison:

@@ -43,8 +43,12 @@ class Collected:
 
 def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> Collected:
     """Take the runs of a plan's cells, or all runs where it is None, out of stores, which are only read."""
-    made = Collected()
-    stores = dict.fromkeys(_stores(folders, out, made))
+    made, stores = Collected(), dict[Path, None]()
+    for folder in folders:
+        try:
+            stores[find_store(folder, out).resolve()] = None
+        except StoreError as error:  # the others' runs are none the worse
+            made.failed.append(str(error))
     try:
         make_store(out)
         with locked(out):
@@ -53,23 +57,11 @@ def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> Colle
             known = {id_of(path): path for path in listing(out).everything}
             for store in stores:
                 _from(store, plan, out, known, made)
-            made.failed += [f"{note}." for note in _refused_here(out)]
+            here = listing(out)
+            made.failed += [f"{note}." for note in here.notes(here.refused)]
     except OSError as error:
         raise StoreError(f"the store {out} cannot be written ({error.strerror}). Choose another --store DIR.") from None
     return made
-
-
-def _stores(folders: Sequence[Path], out: Path, made: Collected) -> Iterator[Path]:
-    for folder in folders:
-        try:
-            yield find_store(folder, out).resolve()
-        except StoreError as error:  # the others' runs are none the worse
-            made.failed.append(str(error))
-
-
-def _refused_here(out: Path) -> list[str]:
-    here = listing(out)
-    return here.notes(here.refused)
 
 
 def _from(store: Path, plan: FleetPlan | None, out: Path, known: dict[str, Path], made: Collected) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 from fp8bench.analysis.stats import Floats
 from fp8bench.features.fleet.machines import Alarm, Deviation, Oddity, Seen
 from fp8bench.model.run import FleetPlan
+from fp8bench.report.panels import together
 
 # Clocks of machines that are set by a time server differ by less.
 CLOCK_SECONDS = 60.0
@@ -84,10 +85,7 @@ def _against_stores(seen: Sequence[Seen]) -> tuple[float, list[_Hit]]:
     On a disk of its own a machine stamps files itself, and is not ahead by anything.
     """
     known = [(one, one.clock_ahead) for one in seen if one.clock_ahead is not None]
-    own: dict[str, list[float]] = {}
-    for one, ahead in known:
-        own.setdefault(one.machine, []).append(ahead)
-    common = _common(own)
+    common = _common(together((one.machine, ahead) for one, ahead in known))
     alike = abs(common) > CLOCK_SECONDS
     hits = []
     for one, ahead in known:
@@ -216,11 +214,10 @@ def _middles(logs: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     Not from the median, which is one of an odd number of machines: that one's distance would be 0, and their spread too
     small.
     """
-    centred: dict[str, list[float]] = {}
-    for seen in logs.values():
-        middle = float(np.mean(list(seen.values())))
-        for machine, value in seen.items():
-            centred.setdefault(machine, []).append(value - middle)
+    centred = together(
+        (machine, value - middle)
+        for seen in logs.values() for middle in [float(np.mean(list(seen.values())))] for machine, value in seen.items()
+    )  # fmt: skip
     found = {name: float(np.median(values)) for name, values in centred.items() if 2 * len(values) >= len(logs)}
     return found if len(found) >= LEAST_MACHINES else {}
 

@@ -25,6 +25,7 @@ from fp8bench.features.fleet.odd import deviations, of_bits, of_clocks, seen_fro
 from fp8bench.files import is_locked
 from fp8bench.model import Run
 from fp8bench.model.run import CellStatus, FleetPlan
+from fp8bench.report.panels import together
 from fp8bench.store.fleet_plans import number_of, plans_of, read_plan, states_of
 from fp8bench.store.runs.listing import REFUSED, REMEDY, listing
 from fp8bench.store.runs.run_file import load_head, load_run
@@ -104,16 +105,12 @@ def _measured_once(seen: Sequence[tuple[Seen, Path, int | None]]) -> tuple[list[
 
     Only one machine can have measured them, and nobody knows which.
     """
-    machines: dict[int | None, set[str]] = {}
-    files: dict[int | None, list[str]] = {}
-    for run, path, samples in seen:
-        machines.setdefault(samples, set()).add(run.machine)
-        files.setdefault(samples, []).append(str(path))
-    copied = [samples for samples, names in machines.items() if samples is not None and len(names) > 1]
+    alike = together((samples, (run.machine, str(path))) for run, path, samples in seen if samples is not None)
+    copied = {samples: runs for samples, runs in alike.items() if len({machine for machine, _ in runs}) > 1}
     doubts = [
-        f"{' and '.join(files[samples])} have the same times to the nanosecond under the machines "
-        f"{' and '.join(sorted(machines[samples]))}, so that none of them counts. {REMEDY}"
-        for samples in copied
+        f"{' and '.join(path for _, path in runs)} have the same times to the nanosecond under the machines "
+        f"{' and '.join(sorted({machine for machine, _ in runs}))}, so that none of them counts. {REMEDY}"
+        for runs in copied.values()
     ]
     return [run for run, _, samples in seen if samples not in copied], doubts
 
@@ -174,19 +171,14 @@ def _names() -> Iterator[str]:
 
 def _kinds(seen: Sequence[Seen]) -> dict[tuple[Fields, Fields], list[Seen]]:
     """Runs by what they were made under, those of most machines first."""
-    found: dict[tuple[Fields, Fields], list[Seen]] = {}
-    for run in seen:
-        found.setdefault((run.hardware, run.software), []).append(run)
+    found = together(((run.hardware, run.software), run) for run in seen)
     return dict(sorted(found.items(), key=lambda pair: (-len({run.machine for run in pair[1]}), pair[0])))
 
 
 def _times(runs: Sequence[Seen]) -> dict[str, dict[str, float]]:
     """Seconds by case and machine: the middle of a machine's runs."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for run in runs:
-        for case, seconds in run.times.items():
-            found.setdefault(case, {}).setdefault(run.machine, []).append(seconds)
-    return {case: {name: median(values) for name, values in by.items()} for case, by in found.items()}
+    by_case = together((case, (run.machine, seconds)) for run in runs for case, seconds in run.times.items())
+    return {case: {name: median(values) for name, values in together(pairs).items()} for case, pairs in by_case.items()}
 
 
 def _machines(seen: Sequence[Seen], kinds: Sequence[Kind], figures: Sequence[Figure]) -> Iterator[Machine]:
@@ -200,10 +192,7 @@ def _machines(seen: Sequence[Seen], kinds: Sequence[Kind], figures: Sequence[Fig
 
 
 def _by_machine(seen: Sequence[Seen]) -> dict[str, list[Seen]]:
-    found: dict[str, list[Seen]] = {}
-    for run in seen:
-        found.setdefault(run.machine, []).append(run)
-    return found
+    return together((run.machine, run) for run in seen)
 
 
 def _of_software(kinds: Sequence[Kind]) -> Iterator[Alarm]:

@@ -16,6 +16,7 @@ from fp8bench.model.run import CellState, CellStatus, FleetPlan
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import csv_text, json_line
 from fp8bench.report.elements import Axis, Bars, Element, Field, Items, Mark, Page, Part, Table, Text, Tone
+from fp8bench.report.panels import together
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -196,9 +197,7 @@ def status_page(plan: FleetPlan, states: Sequence[CellState]) -> Page:
         Col("took", lambda state: units.seconds(state.attempts[-1].seconds) if state.attempts else None, number=True),
         Col("why", lambda state: state.why, below=True),
     ]
-    cases: Counter[str] = Counter()
-    for state in states:
-        cases.update(dict(state.cases))
+    cases = sum((Counter(dict(state.cases)) for state in states), Counter[str]())
     machines = sorted({state.machine for state in states if state.machine})
     planned = sum(len(cell.cases) for cell in plan.cells)
     covered = f"Of {planned} cases {cases['ok']} were measured" + "".join(
@@ -223,10 +222,8 @@ def report_csv(report: FleetReport) -> str:
 
 def named_for(report: FleetReport) -> dict[str, str]:
     """What each machine that is named is named for, in words with commas."""
-    named: dict[str, dict[str, None]] = {}
-    for alarm in report.alarms:
-        named.setdefault(alarm.machine, {})[alarm.what.value] = None
-    return {machine: ", ".join(words) for machine, words in named.items()}
+    named = together((alarm.machine, alarm.what.value) for alarm in report.alarms)
+    return {machine: ", ".join(dict.fromkeys(words)) for machine, words in named.items()}
 
 
 def case_rows(report: FleetReport) -> Iterator[dict[str, object]]:

@@ -25,6 +25,7 @@ from fp8bench.jobs.history import all_changes, existing_store, opened
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Run, Status, Trend
 from fp8bench.model.specs import COUNTS, PER, RATIOS, RELATIVE
 from fp8bench.pipeline import AGAIN
+from fp8bench.report.panels import together
 from fp8bench.store.asv.identity import from_facts
 from fp8bench.store.commit_runs import commit_named
 from fp8bench.store.index.history import History
@@ -65,7 +66,7 @@ def of_history(path: Path, observer: DuelJobObserver) -> Source:
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         return _second_look([changes[key_of(one)] for one in suspects], newest, store, observer)
 
-    comparisons = (*failures, *(one.comparison for one in changes.values()))
+    comparisons = (*failures, *(change.comparison for change in changes.values()))
     return Source(title, comparisons, confirm, tuple(_notes(found)), newest=series)
 
 
@@ -145,11 +146,7 @@ def _lines_of(history: History, newest: Run) -> list[Line]:
 
 
 def _settled(trend: Trend, relative: set[tuple[object, ...]]) -> bool:
-    return _is_time(trend) and _place(trend) in relative
-
-
-def _is_time(trend: Trend) -> bool:
-    return trend.series.unit == "seconds"
+    return trend.series.unit == "seconds" and _place(trend) in relative
 
 
 def _place(trend: Trend) -> tuple[object, ...]:
@@ -158,7 +155,7 @@ def _place(trend: Trend) -> tuple[object, ...]:
 
 def _with_relative(changes: Sequence[Change], history: History) -> set[tuple[object, ...]]:
     """Where there is a series of times over the reference's."""
-    suites = {one.trend.series.workload for one in changes if _is_time(one.trend)}
+    suites = {one.trend.series.workload for one in changes if one.trend.series.unit == "seconds"}
     if not suites:
         return set()
 
@@ -181,12 +178,11 @@ def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer:
     here = {(one.case.workload, cell_of(one.case, newest)): one.case.id for one in reversed(newest.records)}
     wanted = {key_of(one.comparison): (one.trend.series.workload, one.trend.cell) for one in suspects}
     cases = {key: here[cell] for key, cell in wanted.items() if cell in here}
-    there = [one for one in suspects if key_of(one.comparison) in cases]
     found: dict[Key, Comparison] = {}
     how: list[str] = []
     alone: list[Change] = []
-    for since in dict.fromkeys(one.comparison.since for one in there):
-        changes = [one for one in there if one.comparison.since == since]
+    by_commit = together((one.comparison.since, one) for one in suspects if key_of(one.comparison) in cases)
+    for since, changes in by_commit.items():
         named = [replace(one.comparison, case=cases[key_of(one.comparison)]) for one in changes]
         look = duel_with(since, newest.request, store, named, observer)
         if look is None or look.refused:

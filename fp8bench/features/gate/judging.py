@@ -20,6 +20,7 @@ from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
 from fp8bench.features.gate.thresholds import Rule, Threshold, ruled_by, threshold_of
 from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.model.specs import COUNTS, RELATIVE, TIME
+from fp8bench.report.panels import together
 
 # Of what is suspected, so large a share may be chance; the second look takes nearly all of that away.
 CHANCE = 0.02
@@ -133,10 +134,7 @@ def first_look(comparisons: Sequence[Comparison], rules: tuple[Rule, ...] = ()) 
     looked = [_looked_at(one, rules, relative) for one in comparisons]
     tested = [place for place, one in enumerate(looked) if one.outcome not in NOT_TESTED]
     # Where runs are too few to know how far runs lie apart, the other cases say it.
-    alone: dict[str, list[int]] = {}
-    for place in tested:
-        if is_alone(comparisons[place]):
-            alone.setdefault(comparisons[place].metric, []).append(place)
+    alone = together((comparisons[place].metric, place) for place in tested if is_alone(comparisons[place]))
     for places in alone.values():
         spread = spread_of([_log(looked[place]) for place in places])
         for place in places:
@@ -322,8 +320,8 @@ class Verdict:
     code: int = EXIT_OK
     sights: Sights = NO_SIGHTS
 
-    def of(self, *outcomes: Outcome) -> tuple[Judged, ...]:
-        return tuple(one for one in self.judged if one.outcome in outcomes)
+    def of(self, outcome: Outcome) -> tuple[Judged, ...]:
+        return tuple(one for one in self.judged if one.outcome is outcome)
 
     @property
     def exit_code(self) -> int:
@@ -352,9 +350,8 @@ class Verdict:
     @property
     def counts(self) -> str:
         """'112 figures: 1 regression, 2 better, 109 fine'."""
-        found = {name: len(self.of(name)) for name in Outcome}
-        parts = [f"{count} {_COUNTED.get(name, name.value)}" for name, count in found.items() if count]
-        total = len(self.judged)
+        counts = ((len(self.of(name)), _COUNTED.get(name, name.value)) for name in Outcome)
+        parts, total = [f"{count} {words}" for count, words in counts if count], len(self.judged)
         return f"{total} figure{'s' * (total != 1)}" + (f": {', '.join(parts)}" if parts else "")
 
 

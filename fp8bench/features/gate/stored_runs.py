@@ -15,17 +15,15 @@ from fp8bench.analysis.compare.compare import Compared, compare
 from fp8bench.analysis.compare.sides import side_of
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, Fp8benchError, RunNotFound, StoreError
-from fp8bench.features.duel.kind import find_duel, load_duel
+from fp8bench.features.duel.kind import DuelKind
 from fp8bench.features.duel.run import run_duel
 from fp8bench.features.duel.sides import OWN, PACKAGE, Question
 from fp8bench.features.duel.values import Duel, DuelJobObserver
 from fp8bench.features.duel.verdicts import comparisons, of_means
 from fp8bench.features.gate.judging import (
     USUAL_POWER,
-    Judged,
     Outcome,
     SecondLook,
-    Sights,
     Verdict,
     first_look,
     key_of,
@@ -91,29 +89,21 @@ def judged(
     compare with yet is too young for that, and no failure.
     """
     figures = first_look(source.comparisons, rules)
-    sights = _sights(source, figures, rules, rerun, required)
+    second = source.second if rerun and source.confirm is not None else Second.NONE
+    power, asked = USUAL_POWER if required is None else required, required is not None
+    if source.newest:
+        sights = sights_of_history(source.newest, rules, len(figures), second, power, asked)
+    else:
+        sights = sights_of(figures, second, power, asked)
     suspects = [figure.comparison for figure in figures if figure.outcome is Outcome.TO_CONFIRM]
     if suspects and not source.problem:
+        look = SecondLook({}, refused="--no-rerun")
         if rerun and source.confirm is not None:
             observer.note(f"gate: {len(suspects)} suspected, measured again")
-            figures = second_look(figures, source.confirm(suspects), rules)
-        else:
-            figures = second_look(figures, SecondLook({}, refused="--no-rerun"), rules)
-    code = source.code
-    if required is not None and code == EXIT_BASELINE and sights.young and not sights.blind:
-        code = EXIT_OK
-    return Verdict(source.title, figures, source.notes, source.problem, code, sights)
-
-
-def _sights(
-    source: Source, figures: tuple[Judged, ...], rules: tuple[Rule, ...], rerun: bool, required: float | None
-) -> Sights:
-    """What could have been seen, of the series of a history or of the figures of two sides."""
-    second = source.second if rerun and source.confirm is not None else Second.NONE
-    power = USUAL_POWER if required is None else required
-    if source.newest:
-        return sights_of_history(source.newest, rules, len(figures), second, power, required is not None)
-    return sights_of(figures, second, power, required is not None)
+            look = source.confirm(suspects)
+        figures = second_look(figures, look, rules)
+    too_young = asked and source.code == EXIT_BASELINE and sights.young and not sights.blind
+    return Verdict(source.title, figures, source.notes, source.problem, EXIT_OK if too_young else source.code, sights)
 
 
 def duelled(
@@ -128,8 +118,7 @@ def duelled(
         return SecondLook({}, refused=str(error).rstrip("."))
     if not duel.finished:
         raise KeyboardInterrupt
-    found = {key_of(one): one for one in comparisons(duel)}
-    found |= {key_of(one): one for one in of_means(duel)}
+    found = {key_of(one): one for one in (*comparisons(duel), *of_means(duel))}
     relative: dict[str, str] = {TIME: RELATIVE, MEAN: RELATIVE_MEAN}
     found |= {(case, relative[metric]): one for (case, metric), one in found.items() if metric in relative}
     return SecondLook(found, f"in duel {duel.id}")
@@ -235,18 +224,17 @@ def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
     here = commit_named("HEAD", Path())
     if here is None or newest.environment.get("commit") != here or compared.differing:
         return None
-    runs = compared.before.runs
-    commit, *others = {run.environment.get("commit") for run in runs}
-    clean = all(run.environment.get("dirty") is False for run in runs)
+    commit, *others = {run.environment.get("commit") for run in compared.before.runs}
+    clean = all(run.environment.get("dirty") is False for run in compared.before.runs)
     return commit if not others and isinstance(commit, str) and clean else None
 
 
 def of_duel(word: str, store: Path, observer: DuelJobObserver) -> Source:
     files = (store / "duels").glob("*.jsonl")
-    path = max(files, key=lambda one: one.name, default=None) if word == "last" else find_duel(word, store)
+    path = max(files, key=lambda one: one.name, default=None) if word == "last" else DuelKind().find(word, store)
     if path is None:
         raise RunNotFound(f"no duel {word!r:.200} in {store}. Give an id, a file's stem, a path, or 'last'.")
-    duel = load_duel(path)
+    duel = DuelKind().load(path)
     title = f"duel {duel.id}: {' against '.join(one.title or one.name for one in (duel.after, duel.before))}"
     notes = (*duel.notes, *duel.troubles)
     if not any(one.measured or one.failed for one in duel.results):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import StoreError
-from fp8bench.features.duel.kind import find_duel, load_duel, start_duel
+from fp8bench.features.duel.kind import DuelKind, start_duel
 from fp8bench.model import Status
 from tests.duels import SESSION, header, result
 from tests.fakes import CPU
@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_what_was_written_is_read(path: Path) -> None:
     """Sessions follow their case, and what a case came to last counts. Which torch each side had is in its devices."""
-    found = load_duel(path)
+    found = DuelKind().load(path)
     wanted = header(
         results=(result("fp32", SESSION, SESSION), result("bf16", SESSION, status=Status.FAILED)),
         notes=("both sides are the same",), finished=True, path=str(path),
@@ -45,21 +45,21 @@ def test_it_is_found_by_its_names(path: Path) -> None:
     """Id, stem, path, the beginning of an id; a run's word means no duel."""
     store = path.parent.parent
     for word in ("0a1b2c3d", "0a1b", path.stem, str(path)):
-        assert find_duel(word, store) == path
+        assert DuelKind().find(word, store) == path
     for word in ("last", "", "ffff", "20260102", "\0", str(store)):
-        assert find_duel(word, store) is None
-    assert find_duel("0a1b", store / "elsewhere") is None
+        assert DuelKind().find(word, store) is None
+    assert DuelKind().find("0a1b", store / "elsewhere") is None
 
 
 def test_a_duel_in_older_words_is_read(path: Path) -> None:
     """Files of before say `bout`, `sitting` and `sittings`."""
-    whole = load_duel(path)
+    whole = DuelKind().load(path)
     text = as_older(path).read_text()
     for new, old in (("result", "bout"), ("session", "sitting"), ("sessions", "sittings")):
         text = text.replace(f'"{new}":', f'"{old}":')
     assert '"result":' not in text and '"sittings":' in text and text.count('"sitting":') == 1
     path.write_text(text)
-    assert load_duel(path) == whole
+    assert DuelKind().load(path) == whole
 
 
 @pytest.mark.parametrize("cut", range(2, 2000, 97))
@@ -68,7 +68,7 @@ def test_a_torn_file_loses_its_end_alone(path: Path, cut: int) -> None:
     raw = path.read_bytes()
     first = raw.index(b"\n") + 1
     path.write_bytes(raw[: max(first, len(raw) - 1 - cut)])
-    found = load_duel(path)
+    found = DuelKind().load(path)
     assert not found.finished and len(found.troubles) <= 1
     assert all(one.sessions for one in found.results)
 
@@ -89,7 +89,7 @@ def test_a_broken_line_is_left_out_and_named(path: Path, line: str, trouble: str
     """The others count."""
     lines = as_older(path).read_text().splitlines()
     path.write_text("\n".join([*lines[:2], line, *lines[2:]]) + "\n")
-    found = load_duel(path)
+    found = DuelKind().load(path)
     assert found.finished and len(found.results) == 2
     assert len(found.troubles) == 1 and found.troubles[0].startswith("line 3") and trouble in found.troubles[0]
 
@@ -102,7 +102,7 @@ def test_samples_that_no_clock_gave_are_left_out(path: Path) -> None:
     mixed = json.loads(lines[2])
     mixed["result"]["after"]["case"]["precision"] = "fp16"
     path.write_text("\n".join([*lines, json.dumps(negative), json.dumps(mixed)]) + "\n")
-    found = load_duel(path)
+    found = DuelKind().load(path)
     assert [one[:6] for one in found.troubles] == ["line 8", "line 9"]
     assert len(found.results) == 2 and len(found.results[0].sessions) == 2
 
@@ -113,14 +113,14 @@ def test_what_is_no_duel_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "file.jsonl"
     path.write_text(text)
     with pytest.raises(StoreError, match=r"file.jsonl is no duel"):
-        load_duel(path)
+        DuelKind().load(path)
 
 
 def test_a_newer_schema_is_refused(path: Path) -> None:
     """An old reader would read a new one wrong."""
     path.write_text(path.read_text().replace('{"schema":1', '{"schema":2', 1))
     with pytest.raises(StoreError, match=r"newer fp8bench \(schema 2"):
-        load_duel(path)
+        DuelKind().load(path)
 
 
 def test_a_store_that_takes_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fp8bench.cli.outputs import show_view
 from fp8bench.errors import StoreError, UsageError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.features.duel import run as duel_commands
 from fp8bench.features.duel.command import TERMINAL, DuelProgress, exit_code
-from fp8bench.features.duel.kind import DuelKind, DuelWriter, load_duel
+from fp8bench.features.duel.kind import DuelKind, DuelWriter
 from fp8bench.features.duel.run import CaseProgress, CaseRunner, begin_case
 from fp8bench.features.duel.sides import Question
 from fp8bench.features.duel.turns import PartnerWorker, SideWorkers, Start
@@ -251,7 +251,7 @@ def test_every_session_has_fresh_processes(run_duel: RunDuel) -> None:
     assert found.finished and found.ok and found.notes == ("a note",)
     assert [len(result.sessions) for result in found.results] == [3, 3]
     assert all((worker.starts, worker.restarts) == (3, 2) for worker in workers_of(one))
-    assert found == load_duel(Path(found.path)) and exit_code(found) == 1
+    assert found == DuelKind().load(Path(found.path)) and exit_code(found) == 1
 
 
 def test_a_case_that_fails_late_keeps_its_sessions_and_the_others_go_on(run_duel: RunDuel) -> None:
@@ -285,7 +285,7 @@ def test_a_store_that_fails_costs_nobody_the_table(
         return
     assert "trouble: the disk is full" in out and "change" in out
     (file,) = files
-    assert len(load_duel(file).results) == min(line - 3, 2) and not load_duel(file).finished
+    assert len(DuelKind().load(file).results) == min(line - 3, 2) and not DuelKind().load(file).finished
 
 
 def test_a_side_that_does_not_start_again_ends_it(
@@ -298,7 +298,7 @@ def test_a_side_that_does_not_start_again_ends_it(
         run_duel(one)
     assert "trouble: side B (python): the worker crashed" in capsys.readouterr().out
     (file,) = (tmp_path / "duels").iterdir()
-    assert [len(result.sessions) for result in load_duel(file).results] == [1]
+    assert [len(result.sessions) for result in DuelKind().load(file).results] == [1]
 
 
 def test_an_interrupt_keeps_what_was_finished(run_duel: RunDuel, capsys: pytest.CaptureFixture[str]) -> None:
