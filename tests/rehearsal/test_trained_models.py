@@ -11,11 +11,11 @@ import torch
 
 from fp8bench.features.train.lab import models
 from fp8bench.features.train.lab.evaluate import Windows
-from fp8bench.nn.experts import CHOSEN, Experts
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import TokenSpan
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level
+from fp8bench.nn.experts import CHOSEN, Experts
 from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import SilentPhases

@@ -72,37 +72,28 @@ def layers_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
 
 def check(settings: TrainerSettings) -> None:
     """Raise UsageError for what cannot be trained."""
-    config = config_of(settings, 1)
-    if settings.arch == "cnn" and config.sequence % LINE:
-        raise UsageError(
-            f"--arch cnn reads a text in lines of {LINE} tokens, and a sequence of {config.sequence} does not divide "
-            f"into them. Give a --sequence that is a multiple of {LINE}."
-        )
-    if settings.nudge == "order" and (config.batch == 1 or settings.dropout):
-        raise UsageError(
-            "nudge order reverses the sequences of a batch, which changes the order of sums and nothing else: give a "
-            "--batch of at least 2, and no --dropout."
-        )
-    if settings.attention != "auto" and (settings.arch in ("mlp", "cnn") or settings.compile == "yes"):
-        raise UsageError(
-            f"--attention {settings.attention} is for --arch gpt and moe, and cannot be compiled: choose these, or "
-            "--attention auto."
-        )
-    if settings.compile == "yes" and settings.arch == "moe":
-        raise UsageError(
-            "--compile yes cannot be had of --arch moe: how many tokens an expert has is known in the step alone. "
-            "Choose --compile no."
-        )
-    if settings.checkpointing != "no" and settings.arch in ("mlp", "cnn"):
-        raise UsageError(
-            f"--checkpointing {settings.checkpointing} is for --arch gpt and moe: "
-            + (
-                "batch norm would count a block twice"
-                if settings.arch == "cnn"
-                else "an mlp keeps little to begin with"
-            )
-            + ". Choose --checkpointing no."
-        )
+    config, compiled = config_of(settings, 1), settings.compile == "yes"
+    attends = settings.arch in ("gpt", "moe")
+    little = "batch norm would count a block twice" if settings.arch == "cnn" else "an mlp keeps little to begin with"
+    refusals = (
+        (settings.arch == "cnn" and config.sequence % LINE > 0,
+         (f"--arch cnn reads a text in lines of {LINE} tokens, and a sequence of {config.sequence} does not divide "
+          f"into them. Give a --sequence that is a multiple of {LINE}.")),
+        (settings.nudge == "order" and (config.batch == 1 or settings.dropout > 0),
+         ("nudge order reverses the sequences of a batch, which changes the order of sums and nothing else: give a "
+          "--batch of at least 2, and no --dropout.")),
+        (settings.attention != "auto" and (not attends or compiled),
+         (f"--attention {settings.attention} is for --arch gpt and moe, and cannot be compiled: choose these, or "
+          "--attention auto.")),
+        (compiled and settings.arch == "moe",
+         ("--compile yes cannot be had of --arch moe: how many tokens an expert has is known in the step alone. "
+          "Choose --compile no.")),
+        (settings.checkpointing != "no" and not attends,
+         f"--checkpointing {settings.checkpointing} is for --arch gpt and moe: {little}. Choose --checkpointing no."),
+    )  # fmt: skip
+    for wrong, words in refusals:
+        if wrong:
+            raise UsageError(words)
 
 
 def check_ranks(settings: TrainerSettings, ranks: int) -> None:
