@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import E4M3, FP16
-from fp8bench.formats.scalings import ScaleRounding
+from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.nn.moments import scaled
 from fp8bench.user_code.named import signed
 from suites.audit_lies import Kernel

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, Format
-from fp8bench.formats.recipes import Scaling
-from fp8bench.formats.scalings import MX, NVFP4, TENSOR
+from fp8bench.formats.recipes import MX, NVFP4, TENSOR, Scaling
 
 if TYPE_CHECKING:
     from torch import Tensor

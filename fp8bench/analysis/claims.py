@@ -14,7 +14,7 @@ from fp8bench.analysis import verdicts
 from fp8bench.analysis.labels import Labelled
 from fp8bench.analysis.roofline import bounds_of
 from fp8bench.errors import UsageError
-from fp8bench.formats.kernel_names import foreign_kernel
+from fp8bench.formats.hardware import foreign_kernel
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Ceiling, Label, Record, Tape
 from fp8bench.model.specs import PEAK_MEMORY

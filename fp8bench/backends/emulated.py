@@ -22,6 +22,6 @@ class Emulated(Backend):
         return emulated("backend=emulated: values rounded, products in fp32")
 
     def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
-        from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+        from fp8bench.nn.arithmetics import RecipeArithmetic
 
         return RecipeArithmetic(recipe_of(precision))

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8bench.errors import BackendMissing
 from fp8bench.formats.hardware import is_nvidia, native, nvidia_class, refused
-from fp8bench.formats.product_rules import te_objections
-from fp8bench.formats.recipes import Accumulator
-from fp8bench.formats.scaled_products import Product
-from fp8bench.formats.scalings import ScaleRounding
+from fp8bench.formats.product_rules import Product, te_objections
+from fp8bench.formats.recipes import Accumulator, ScaleRounding
 from fp8bench.model import DeviceFacts, Scalar, Support
 from fp8bench.nn.shared_precisions import RecipePrecision, wrong_pairing
 from fp8bench.protocols import Arithmetic, Backend, Fused, Precision

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from fp8bench.model import DeviceFacts
-from fp8bench.profiler.gpu import AllocatorMeter, EventStamper, fraction_limited
-from fp8bench.protocols import CannotCapture, CannotLimit, Device, MemoryMeter, Stamper
+from fp8bench.profiler.gpu import AllocatorMeter, Gpu, fraction_limited
+from fp8bench.protocols import CannotCapture, CannotLimit, MemoryMeter
 from fp8bench.registry import devices
 
 # Libraries and the driver ask for memory by themselves, and say in their own words that there is none.
@@ -86,19 +86,12 @@ def _runs(have: _Architecture, built: _Architecture) -> bool:
 
 
 @devices.register("cuda")
-class Cuda(Device):
+class Cuda(Gpu):
     """One GPU each; the index is torch's, which CUDA_VISIBLE_DEVICES may have renumbered."""
 
     kind = "cuda"
 
-    def available(self) -> tuple[DeviceFacts, ...]:
-        import torch
-
-        if not torch.cuda.is_available():
-            return ()
-        return tuple(self._facts(index) for index in range(torch.cuda.device_count()))
-
-    def _facts(self, index: int) -> DeviceFacts:
+    def facts(self, index: int) -> DeviceFacts:
         import torch
 
         properties = torch.cuda.get_device_properties(index)
@@ -113,16 +106,6 @@ class Cuda(Device):
             cache_bytes=_BEHIND_L2.get(arch.partition(":")[0], getattr(properties, "L2_cache_size", 0)),
             cache_shared=1,
         )  # fmt: skip
-
-    def stamper(self, index: int) -> Stamper:
-        import torch
-
-        return EventStamper(torch.cuda)
-
-    def synchronise(self, index: int) -> None:
-        import torch
-
-        torch.cuda.synchronize(index)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         import torch
@@ -149,11 +132,6 @@ class Cuda(Device):
         with fraction_limited(torch.cuda, index, limit):
             yield
 
-    def select(self, index: int) -> None:
-        import torch
-
-        torch.cuda.set_device(index)
-
     def occupy(self, index: int, seconds: float) -> None:
         import torch
 
@@ -179,11 +157,6 @@ class Cuda(Device):
             words = next(iter(str(error).strip().splitlines()), "")
             raise CannotCapture(f"torch captured no graph of its step: {type(error).__name__}: {words}") from error
         return graph.replay
-
-    def empty_cache(self) -> None:
-        import torch
-
-        torch.cuda.empty_cache()
 
     def retried(self, index: int) -> int | None:
         import torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from fp8bench.model import DeviceFacts
-from fp8bench.profiler.gpu import AllocatorMeter, EventStamper, fraction_limited
-from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Stamper
+from fp8bench.profiler.gpu import AllocatorMeter, Gpu, fraction_limited
+from fp8bench.protocols import CannotLimit, MemoryMeter
 from fp8bench.registry import devices
 
 # What oneDNN, SYCL and Level Zero say of exhausted memory beside torch's own exception.
@@ -17,19 +17,12 @@ _NO_MEMORY = (
 
 
 @devices.register("xpu")
-class Xpu(Device):
+class Xpu(Gpu):
     """One GPU each; the index is torch's, which ZE_AFFINITY_MASK may have renumbered."""
 
     kind = "xpu"
 
-    def available(self) -> tuple[DeviceFacts, ...]:
-        import torch
-
-        if not hasattr(torch, "xpu") or not torch.xpu.is_available():
-            return ()
-        return tuple(self._facts(index) for index in range(torch.xpu.device_count()))
-
-    def _facts(self, index: int) -> DeviceFacts:
+    def facts(self, index: int) -> DeviceFacts:
         import torch
 
         properties = torch.xpu.get_device_properties(index)
@@ -39,16 +32,6 @@ class Xpu(Device):
             arch=f"{getattr(properties, 'architecture', 0):#x}", uuid=str(getattr(properties, "uuid", "")),
             scaled_products=products,
         )  # fmt: skip
-
-    def stamper(self, index: int) -> Stamper:
-        import torch
-
-        return EventStamper(torch.xpu)
-
-    def synchronise(self, index: int) -> None:
-        import torch
-
-        torch.xpu.synchronize(index)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         import torch
@@ -66,14 +49,3 @@ class Xpu(Device):
         if not hasattr(torch.xpu, "get_per_process_memory_fraction"):
             raise CannotLimit("this torch's allocator for XPUs keeps no limit; 2.13's does")
         return fraction_limited(torch.xpu, index, limit)
-
-    def select(self, index: int) -> None:
-        import torch
-
-        torch.xpu.set_device(index)
-
-    def empty_cache(self) -> None:
-        import torch
-
-        if torch.xpu.is_available():
-            torch.xpu.empty_cache()

@@ -6,7 +6,7 @@ where a NaN is among its elements.
 
 Blocks come in one of two layouts, whole (what is missing at an end is filled with zeros): (blocks, size) where a block
 is part of a row, and (down, rows, across, columns) where it is a rectangle. Their values are float32, in one tensor or
-in several of one shape that together hold the blocks: vector_access.py says what that is for.
+in several of one shape that together hold the blocks: fused.py says what that is for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, E8M0_LARGEST_CODE, Format
 from fp8bench.formats.quantise import bits_of, on_grid, quantised, rounded_magnitudes, saturated, signed
-from fp8bench.formats.scalings import ScaleRounding, Scaling
+from fp8bench.formats.recipes import ScaleRounding, Scaling
 
 _EXPONENT_MASK = 0x7F800000
 _MANTISSA_MASK = 0x007FFFFF

@@ -16,8 +16,7 @@ from fp8bench.formats.blocks import float_factor
 from fp8bench.formats.codes import DTYPES, elements
 from fp8bench.formats.compiling import Kernel
 from fp8bench.formats.grids import Format
-from fp8bench.formats.recipes import Amax, Delayed
-from fp8bench.formats.scalings import ScaleRounding
+from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding
 
 SIDE = 16
 # Free sizes of examples, in squares; those of what is turned are others, for both may be halves of a pair.

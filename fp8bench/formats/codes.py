@@ -26,7 +26,6 @@ _PIECE = 1 << 16
 
 
 def code_dtype(fmt: Format) -> torch.dtype:
-    """What codes of the format are kept in."""
     if fmt.bits <= _BYTE:
         return torch.uint8
     return torch.int16 if fmt in _HALVES else torch.int32
@@ -105,7 +104,6 @@ def _table(fmt: Format, device: torch.device) -> Tensor:
 
 
 def _value(code: int, fmt: Format) -> float:
-    """What one code stands for, from the format's definition."""
     mantissa = code & ((1 << fmt.mantissa_bits) - 1)
     exponent = (code >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
     negative = fmt.signed and bool(code >> (fmt.bits - 1))
@@ -152,7 +150,6 @@ def _decoded(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def _wrong(decoded: Tensor, values: Tensor, fmt: Format) -> Tensor:
-    """Where codes do not stand for the values."""
     wrong = decoded != values.to(torch.float32)
     return wrong & ~(decoded.isnan() & values.isnan()) if fmt.has_nan else wrong
 
@@ -166,7 +163,6 @@ def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _off_grid(values: Tensor, fmt: Format) -> str:
-    """What is wrong with values that have no codes."""
     flat = values.detach().to(torch.float32).flatten()
     wrong = _wrong(_decoded(encoded(flat, fmt), fmt), flat, fmt)
     count, first = int(wrong.sum()), float(flat[wrong][0])

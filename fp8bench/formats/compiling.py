@@ -115,7 +115,6 @@ def compiled(kernel: Kernel) -> Compiled:
 
 
 def _fastest(kernel: Kernel, widths: Sequence[int], kept: vector_width.Kept) -> Compiled:
-    """The kernel with each width, timed; the choice is kept."""
     built: dict[int, Callable[..., object]] = {}
     for bits in widths:
         with contextlib.suppress(Exception):  # a compiler may fail in any way
@@ -143,7 +142,6 @@ def _built(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
 
 
 def _made_of(kernel: Kernel) -> str:
-    """All that a compiler is given, as text."""
     _, graph, inputs = _traced(kernel)
     return "\n".join([graph.code, *(f"{one.dtype} {tuple(one.shape)} {one.stride()}" for one in inputs)])
 

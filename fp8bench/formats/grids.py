@@ -54,7 +54,6 @@ class Format:
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of the largest value."""
         exponent, value = 0, self.largest
         while value >= 2:
             exponent, value = exponent + 1, value / 2

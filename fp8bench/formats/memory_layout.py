@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8bench.formats.fused import Layout, ValuesKernel
+from fp8bench.formats.fused import Layout, ValuesKernel, result_words, words
 from fp8bench.formats.grids import E4M3, Format, Overflow
+from fp8bench.formats.recipes import Scaling
 from fp8bench.formats.scaled import current_tensor_scale, factor, matrix_of
-from fp8bench.formats.scalings import Scaling
-from fp8bench.formats.vector_access import result_words, words
 
 MOST_ELEMENTS = (1 << 31) - 1
 """A kernel's indices may have 32 bits."""
@@ -59,20 +58,16 @@ class MemoryLayout:
         return matrix if aligned(matrix) else matrix.clone()
 
     def takes(self, out: Tensor) -> bool:
-        """Whether a kernel can write into `out` itself."""
         laid = out.t() if self.turned else out
         return out.dtype is self.kernel.target and not self.filled and laid.is_contiguous() and aligned(out)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Memory for what `out` does not take."""
         return torch.empty(self.height, self.width, dtype=self.kernel.target, device=device)
 
     def words(self, matrix: Tensor) -> Tensor:
-        """The matrix as words in the kernel's layout."""
         return words(matrix.view(self._shape()), self.kernel.twos)
 
     def result_words(self, matrix: Tensor) -> Tensor:
-        """The same of what is written."""
         return result_words(matrix.view(self._shape()), self.kernel.twos)
 
     def keep(self, matrix: Tensor, out: Tensor) -> None:

@@ -31,11 +31,10 @@ from fp8bench.formats.compiling import Kernel, PairKernel
 from fp8bench.formats.grids import FORMATS, Format
 from fp8bench.formats.memory_layout import MOST_ELEMENTS, aligned
 from fp8bench.formats.quantise import check_input
-from fp8bench.formats.recipes import Amax, Delayed
+from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
 from fp8bench.formats.scale_layouts import by_columns, filled_squares, turned_rows
 from fp8bench.formats.scale_layouts import squares as by_squares
 from fp8bench.formats.scaled import factor, matrix_of, quantise
-from fp8bench.formats.scalings import ScaleRounding, Scaling
 
 SQUARE = 128
 LAUNCHES = {

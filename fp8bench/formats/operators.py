@@ -19,10 +19,9 @@ from fp8bench.formats import quantise, scaled
 from fp8bench.formats.compiling import Compiled, Kernel, compiled
 from fp8bench.formats.grids import E8M0, FORMATS, Format, Overflow
 from fp8bench.formats.memory_layout import MemoryLayout, Quantisation, factor_of, layout_of
-from fp8bench.formats.quantise import check_input, check_output, checked_overflow
-from fp8bench.formats.random_bits import check_seed, key_of
+from fp8bench.formats.quantise import check_input, check_output, check_seed, checked_overflow, key_of
+from fp8bench.formats.recipes import ScaleRounding, Scaling
 from fp8bench.formats.scaled import check_scaling
-from fp8bench.formats.scalings import ScaleRounding, Scaling
 
 _SCHEMA = (
     "(Tensor x, Tensor(a!) out, str fmt, str overflow, int rows, int columns, str scale_format, str rounding, "
@@ -111,7 +110,6 @@ def values(
 
 
 def _written(scaling: Scaling | None) -> tuple[str, int, int, str, str]:
-    """A scaling as an operator's name and arguments, which are numbers and words."""
     if scaling is None:
         return "round", 0, 0, "", ""
     kept = scaling.scale.name if scaling.scale else ""
@@ -124,7 +122,6 @@ def _written(scaling: Scaling | None) -> tuple[str, int, int, str, str]:
 
 @lru_cache
 def _read(rows: int, columns: int, kept: str, rounding: str) -> Scaling | None:
-    """The scaling that was written so."""
     return Scaling(rows, columns, FORMATS[kept] if kept else None, ScaleRounding(rounding)) if rounding else None
 
 
@@ -140,7 +137,6 @@ def _run(
     scale: Tensor | None,
     seed: Tensor | None,
 ) -> None:
-    """What an operator does, on every device."""
     scaling = _read(rows, columns, scale_format, rounding)
     what = Quantisation(FORMATS[fmt], scaling, Overflow(overflow), seed is not None)
     found = layout_of(x, out, what)

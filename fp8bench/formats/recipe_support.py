@@ -18,9 +18,8 @@ from fp8bench.formats.hardware import (
     native,
     nvidia_class,
 )
-from fp8bench.formats.product_rules import missing, objections
+from fp8bench.formats.product_rules import Product, Scheme, missing, objections
 from fp8bench.formats.recipes import Accumulator, Recipe, Treatment
-from fp8bench.formats.scaled_products import Product, Scheme
 from fp8bench.model import DeviceFacts, Support
 
 # Sides that fit every multiple: what is asked for here does not depend on them.
@@ -76,7 +75,6 @@ def _other_formats(said: tuple[Treatment, ...], meant: tuple[Treatment, ...]) ->
 
 
 def _amd_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> str:
-    """Why such products are not to be had on AMD's; '' where they are."""
     device = amd_class(facts.arch)
     if device is None:
         return f"nothing is known of FP8 units of {facts.arch or 'this device'}"
@@ -87,7 +85,6 @@ def _amd_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) 
 
 
 def _intel_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> str:
-    """Why such products are not to be had on Intel's; '' where they are."""
     if scheme not in (Scheme.TENSOR, Scheme.ROW):
         return f"torch has no {scheme} for XPUs"
     return "" if facts.scaled_products else "this torch has no scaled products for XPUs"
@@ -101,7 +98,6 @@ def _against(products: list[Product], device: DeviceClass) -> str:
 
 
 def _objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> str:
-    """Why such products are not to be had; '' where they are."""
     if facts.capability is None:
         return f"{scheme} needs a compute capability, and this device states none"
     device = nvidia_class(facts.capability)

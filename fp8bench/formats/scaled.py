@@ -17,9 +17,8 @@ from torch.nn.functional import pad
 from fp8bench.formats.blocks import block_elements, block_values, float_factor, largest_of, nvfp4_tensor_scale, steps_of
 from fp8bench.formats.codes import encode, pack
 from fp8bench.formats.grids import E4M3, Format
-from fp8bench.formats.quantise import check_input, check_output, round_to
-from fp8bench.formats.random_bits import random_bits
-from fp8bench.formats.scalings import Scaling
+from fp8bench.formats.quantise import check_input, check_output, random_bits, round_to
+from fp8bench.formats.recipes import Scaling
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,6 @@ def largest_magnitude(x: Tensor) -> Tensor:
 
 
 def _row_magnitudes(x: Tensor) -> Tensor:
-    """The same of each row, with one column."""
     if not x.numel():
         return torch.zeros((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     return torch.maximum(x.amin(-1, keepdim=True).neg(), x.amax(-1, keepdim=True)).abs().to(torch.float32)

@@ -1,24 +1,230 @@
-"""Native casts to MX and NVFP4: codes along the contraction, and scales in the tiles where products look for them."""
+"""Native casts to MX and NVFP4: codes along the contraction, and scales in the tiles where products look for them.
+
+Products of compute capability 10.0 look for scales in tiles of 128 x 4 (scale_layouts.py). Where a matrix fills its
+tiles, one kernel writes codes and scales to where they belong; else scales come out row by row, to be laid afterwards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8bench.formats import operators
-from fp8bench.formats.codes import DTYPES
+from fp8bench.formats.blocks import block_elements, mx_scale, nvfp4_tensor_scale
+from fp8bench.formats.code_kernels import IN_ORDER, TOGETHER
+from fp8bench.formats.codes import DTYPES, elements, encoded
+from fp8bench.formats.compiling import ONE_LAUNCH, Kernel
 from fp8bench.formats.grids import E2M1, E4M3, FORMATS, Format
 from fp8bench.formats.memory_layout import MOST_ELEMENTS
 from fp8bench.formats.native_codes import Called, call, laid, whole_blocks
-from fp8bench.formats.quantise import check_input
-from fp8bench.formats.random_bits import Draw
+from fp8bench.formats.quantise import Draw, check_input, drawn_bits, key_of
+from fp8bench.formats.recipes import ScaleRounding, Scaling
 from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, bytes_in_tiles, swizzled, swizzled_into
 from fp8bench.formats.scaled import largest_magnitude, quantise
-from fp8bench.formats.scalings import ScaleRounding, Scaling
-from fp8bench.formats.tiled_kernels import Places, TensorScalesKernel, TiledCodesKernel
+
+_QUARTER = TILE_ROWS // TILE_COLUMNS
+# Free sizes of examples, in tiles or blocks; those of what is turned are others, for both may be halves of a pair.
+_DOWN, _ACROSS = 9, 10
+_TURNED_DOWN, _TURNED_ACROSS = 11, 13
+_TILE = TILE_ROWS * TILE_COLUMNS
+# The rows of a block and their columns, of what `Places` gives.
+_INSIDE = (5, 6)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a matrix, its codes and its scales lie, all in one order of dimensions.
+
+    (tiles down, quarters, blocks down, tiles across, blocks across, rows of a block, its columns); not `tiled`, a block
+    is a tile. Of a matrix that lies `turned` tiles across come first, so that neighbours in memory are looked at
+    together.
+    """
+
+    scaling: Scaling
+    tiled: bool
+    turned: bool
+
+    @property
+    def least(self) -> tuple[int, int]:
+        """Rows and columns of what a matrix is made of: tiles, or blocks."""
+        return (TILE_ROWS, TILE_COLUMNS * self.scaling.columns) if self.tiled else self.block
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return self.scaling.rows, self.scaling.columns
+
+    @property
+    def free(self) -> tuple[int, int]:
+        """The dimensions that count tiles."""
+        return (0, 2) if self.turned else (0, 3)
+
+    def matrix(self, memory: Tensor) -> Tensor:
+        """Of the operand, which lies row by row, or its transpose does."""
+        return self._seen(memory.t() if self.turned else memory, self.scaling.columns)
+
+    def codes(self, memory: Tensor, in_byte: int) -> Tensor:
+        """Of codes that lie row by row, so many in a byte."""
+        return self._seen(memory, self.scaling.columns // in_byte)
+
+    @property
+    def numbered(self) -> bool:
+        """Whether bytes of scales are written by their numbers: a square's belongs to each of its rows."""
+        return self.scaling.rows > 1
+
+    def scales(self, memory: Tensor, down: int) -> Tensor:
+        """Of the bytes of scales, which lie in tiles, or in rows; all of them where they are numbered."""
+        if self.numbered:
+            return memory
+        if not self.tiled:
+            return self._seen(memory.view(down, -1), 1)
+        tiles = memory.view(down // TILE_ROWS, -1, _QUARTER, 1, TILE_COLUMNS, TILE_COLUMNS, 1)
+        return self.ordered(tiles.permute(0, 4, 2, 3, 1, 5, 6))
+
+    def numbers(self, parts: Tensor) -> Tensor:
+        """Where the byte of each row's scale lies in memory, of a matrix that is seen so; int32."""
+        order = (2, 3, 4, 5, 0, 1, 6) if self.turned else (0, 1, 2, 5, 3, 4, 6)
+        down, quarter, line, row, across, block, _ = (
+            torch.arange(parts.shape[place], dtype=torch.int32, device=parts.device).view(
+                *(-1 if one == place else 1 for one in range(parts.dim()))
+            )
+            for place in order
+        )
+        wide, inside = parts.shape[order[4]], line * self.scaling.rows + row
+        if not self.tiled:
+            return (down * self.scaling.rows + row) * wide + across
+        return (down * wide + across) * _TILE + inside * (TILE_COLUMNS**2) + quarter * TILE_COLUMNS + block
+
+    def _seen(self, matrix: Tensor, length: int) -> Tensor:
+        """A matrix in which a block has so many columns."""
+        rows = self.scaling.rows
+        quarters, lines, columns = (TILE_COLUMNS, _QUARTER // rows, TILE_COLUMNS) if self.tiled else (1, 1, 1)
+        across = matrix.shape[1] // (columns * length)
+        return self.ordered(matrix.view(-1, quarters, lines, rows, across, columns, length))
+
+    def ordered(self, parts: Tensor) -> Tensor:
+        """(tiles down, quarters, blocks down, rows, tiles across, blocks across, columns) in the order above."""
+        return parts.permute((4, 5, 0, 1, 2, 3, 6) if self.turned else (0, 1, 2, 4, 5, 3, 6))
+
+
+@dataclass(frozen=True)
+class TiledCodesKernel(Kernel):
+    """Codes of blocks, and the bytes of their scales, each row's own.
+
+    Called with the operand and memory for both in their places, NVFP4's tensor scale, and the key of `stochastic`
+    rounding's seed. E2M1 has two codes in a byte.
+    """
+
+    fmt: Format
+    places: Places
+    source: torch.dtype
+    device: str
+    stochastic: bool = False
+
+    @property
+    def in_byte(self) -> int:
+        return 2 if self.fmt is E2M1 else 1
+
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        given, out, scales, *others = tensors
+        scaling = self.places.scaling
+        assert scaling.scale is not None
+        drawn = self._drawn(given, others.pop()) if self.stochastic else None
+        if self.in_byte == 1 and not self.stochastic:  # torch's cast rounds to nearest even
+            amax = given.abs().amax(_INSIDE, keepdim=True).to(torch.float32)
+            kept, inverse = mx_scale(amax, self.fmt, scaling.rounding)
+            found = [elements(torch.where(kept.isnan(), 0.0, given), self.fmt, inverse).view(torch.uint8)]
+        else:
+            lanes = [one.to(torch.float32) for one in self._lanes(given)]
+            above = others[0] if others else None
+            left, kept, _ = block_elements(lanes, self.fmt, scaling, above, drawn, _INSIDE)
+            found = [encoded(torch.where(kept.isnan(), 0.0, one), self.fmt) for one in left]
+        out.copy_(found[0] if len(found) == 1 else found[0].bitwise_or(found[1].bitwise_left_shift(4)))
+        kept = encoded(kept, scaling.scale)
+        if not self.places.numbered:
+            scales.copy_(kept)
+        else:  # by every element, though once a row would do: what has fewer of them is a kernel of its own
+            scales.index_put_((self.places.numbers(out).expand(out.shape),), kept.expand(out.shape))
+        return ()
+
+    def _lanes(self, given: Tensor) -> list[Tensor]:
+        return [given[..., first :: self.in_byte] for first in range(self.in_byte)]
+
+    def _drawn(self, given: Tensor, key: Tensor) -> list[Tensor]:
+        """Random numbers for each lane, counted along the operand's rows."""
+        order = (2, 3, 4, 0, 1) if self.places.turned else (0, 1, 2, 3, 4)
+        down, across = ([given.shape[order[one]] for one in part] for part in ((0, 1, 2), (3, 4)))
+        rows, columns = prod(down) * given.shape[5], prod(across) * given.shape[6]
+        every = (torch.arange(one, dtype=torch.int32, device=key.device) for one in (rows, columns))
+        numbered = next(every).view(*down, given.shape[5], 1, 1, 1) * columns + next(every).view(*across, -1)
+        index = self.places.ordered(numbered)
+        return [drawn_bits(one, key) for one in self._lanes(index)]
+
+    def examples(self) -> list[Tensor]:
+        (high, wide), device = self.places.least, torch.device(self.device)
+        down, across = (_TURNED_DOWN, _TURNED_ACROSS) if self.places.turned else (_DOWN, _ACROSS)
+        rows, columns = down * high, across * wide
+        shape = (columns, rows) if self.places.turned else (rows, columns)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, self.source)
+        out = torch.empty(rows, columns // self.in_byte, dtype=torch.uint8, device=device)
+        scales = torch.empty(rows * (columns // self.places.scaling.columns), dtype=torch.uint8, device=device)
+        above = [torch.full((), 0.75, device=device)] if self.places.scaling.scale is E4M3 else []
+        key = [torch.zeros((), dtype=torch.int32, device=device)] if self.stochastic else []
+        seen = self.places.matrix(x), self.places.codes(out, self.in_byte), self.places.scales(scales, rows)
+        return [*seen, *above, *key]
+
+    def free(self) -> list[Sequence[int]]:
+        others = (self.places.scaling.scale is E4M3) + self.stochastic
+        scales: Sequence[int] = (0,) if self.places.numbered else self.places.free
+        return [self.places.free, self.places.free, scales, *[()] * others]
+
+    def options(self) -> Mapping[str, object]:
+        return IN_ORDER
+
+
+@dataclass(frozen=True)
+class TensorScalesKernel(Kernel):
+    """NVFP4's scales above those of blocks, each from the largest magnitudes of its tensor's parts; and keys of seeds.
+
+    Called with those of each of so many `tensors`; memory for the scales, which are `copies` of one tensor's or one of
+    each; and if there are `steps` (quantise.Draw) the last seed, memory for the new one, and for the keys.
+    """
+
+    device: str
+    tensors: int
+    copies: int
+    steps: tuple[int, ...] = ()
+
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        amaxes, above = tensors[: self.tensors], tensors[self.tensors : self.tensors + self.copies]
+        for number, out in enumerate(above):
+            out.copy_(nvfp4_tensor_scale(amaxes[number % self.tensors].amax()))
+        if self.steps:
+            last, after, *keys = tensors[self.tensors + self.copies :]
+            # As a sum, too: beside others it is one launch, and would be one more by itself.
+            first = torch.arange(2, device=last.device) == 0
+            after.copy_(torch.where(first, last + self.steps[-1], 0).sum(0, keepdim=True))
+            for key, step in zip(keys, self.steps, strict=True):
+                key.copy_(key_of(last + step))
+        return ()
+
+    def examples(self) -> list[Tensor]:
+        amaxes = [torch.ones(number, device=self.device) for number in (_DOWN, _ACROSS)[: self.tensors]]
+        seeds = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2 * bool(self.steps))]
+        keys = [torch.zeros((), dtype=torch.int32, device=self.device) for _ in self.steps]
+        return [*amaxes, *(torch.ones((), device=self.device) for _ in range(self.copies)), *seeds, *keys]
+
+    def free(self) -> list[Sequence[int]]:
+        others = self.copies + (2 + len(self.steps) if self.steps else 0)
+        return [*[(0,)] * self.tensors, *[()] * others]
+
+    def options(self) -> Mapping[str, object]:
+        return {**IN_ORDER, **TOGETHER, **ONE_LAUNCH, "unroll_reductions_threshold": 1}
+
 
 FLOAT_BYTES = 4
 _DTYPES = {**DTYPES, E2M1.name: torch.float4_e2m1fn_x2}
@@ -85,7 +291,6 @@ def _fused(x: Tensor) -> bool:
 
 
 def _written(fmt: Format, scaling: Scaling) -> tuple[str, int, int, str, str]:
-    """A format and a scaling as an operator's arguments, which are numbers and words."""
     assert scaling.scale is not None
     return fmt.name, scaling.rows, scaling.columns, scaling.scale.name, scaling.rounding.value
 
@@ -123,11 +328,9 @@ class _Tiled(NamedTuple):
 
     @property
     def given(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]:
-        """What an operator is given of it."""
         return self.matrix, self.codes, self.scales, self.above, self.key, self.tiled
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Codes, and the bytes of scales."""
         codes, above = self.codes, self.above
         if not self.tiled:
             size = len(self.memory) - (FLOAT_BYTES if above is not None else 0)

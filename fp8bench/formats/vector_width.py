@@ -79,7 +79,6 @@ class Kept:
         self._path = Path(cache_dir()) / "fp8bench" / f"{name}.json"
 
     def read(self) -> int | None:
-        """The width that was chosen, None if none was."""
         try:
             found = unsealed(json.loads(self._path.read_bytes()))["bits"]
         except (OSError, ValueError, LookupError, TypeError):

@@ -90,7 +90,6 @@ def text_records(path: str, count: int, size: int, random: np.random.Generator) 
 
 
 def normalised(values: Bytes, dtype: np.dtype[np.floating] = SINGLE) -> NDArray[np.floating]:
-    """Bytes as floats about zero."""
     result = values.astype(dtype)
     result -= _MEAN
     result /= _DEVIATION
@@ -144,6 +143,5 @@ class Destination:
         self.buffers = [torch.empty_like(part, device=device) for part in like.tensors]
 
     def take(self, operand: Operand) -> None:
-        """Copy a batch there."""
         for buffer, part in zip(self.buffers, operand.tensors, strict=True):
             buffer.copy_(part.pin_memory() if self._pin else part, non_blocking=self._pin)

@@ -12,7 +12,7 @@ from fp8bench.formats.grids import E2M1, E4M3, E8M0, Format
 from fp8bench.formats.native_codes import codes_turned, row_codes, row_codes_both, square_codes
 from fp8bench.formats.scale_layouts import TILE_ROWS, of_squares, squares, unswizzled
 from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.rotations import rotation
 from fp8bench.numerics.products import in_dtype
 from fp8bench.protocols import Operand, Role
@@ -66,14 +66,12 @@ class BlockArithmetic(RecipeArithmetic):
         return Operand(*straight, role is Role.GRADIENT), Operand(*turned, role is Role.GRADIENT)
 
     def _tiled(self, tensor: Tensor, role: Role, again: bool, amaxes: Tensor | None = None) -> Operand:
-        """A cast to MX or NVFP4."""
         one = self.treatments[role]
         assert one.scaling is not None
         draw = self._draws[role].draw(tensor.device, 1, again) if role in self._draws else None
         return Operand(*tiled_codes(tensor, one.fmt, one.scaling, draw, amaxes), role is Role.GRADIENT)
 
     def _tiled_both(self, tensor: Tensor, role: Role, amax: Tensor | None) -> tuple[Operand, Operand]:
-        """The same in both orientations."""
         one = self.treatments[role]
         assert one.scaling is not None
         turned, amaxes = tensor.t(), [] if amax is None else [amax]
@@ -86,7 +84,6 @@ class BlockArithmetic(RecipeArithmetic):
         return straight, other
 
     def _in_tiles(self, role: Role) -> bool:
-        """Whether a role is cast to MX or NVFP4."""
         scaling = self.treatments[role].scaling
         return scaling is not None and scaling.scale is not None
 
@@ -146,7 +143,6 @@ def _rows_of_tiles(operand: Operand) -> Tensor:
 
 
 def _scales_of(operand: Operand) -> tuple[list[Tensor], list[int], list[int]]:
-    """Scales, their kinds and their swizzles, as torch's product is given them."""
     scale = operand.scale
     if scale is None:
         raise ValueError("codes with scales of blocks need their scales")
@@ -161,7 +157,6 @@ def _scales_of(operand: Operand) -> tuple[list[Tensor], list[int], list[int]]:
 
 
 def _nvfp4_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The bytes of blocks, and the tensor's own scale."""
     return scale[:-FLOAT_BYTES], scale[-FLOAT_BYTES:].view(torch.float32)
 
 
@@ -192,5 +187,4 @@ def _bytes(laid: Tensor, shape: torch.Size, block: int, fmt: Format) -> Tensor:
 
 
 def _each(scales: Tensor, block: int, shape: torch.Size) -> Tensor:
-    """A scale for every element."""
     return scales.repeat_interleave(block, 1)[: shape[0], : shape[1]]

@@ -32,7 +32,6 @@ class Windows(NamedTuple):
     dilation: Sides = (1, 1)
 
     def places(self, image: Sequence[int]) -> Sides:
-        """How many there are, up and down and across."""
         up, across = (
             (side + 2 * padding - dilation * (size - 1) - 1) // stride + 1
             for side, size, stride, padding, dilation in zip(image, *self, strict=True)

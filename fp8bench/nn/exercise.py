@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fp8bench.model import MemoryRole
-from fp8bench.nn.drawn_values import drawn, refill
+from fp8bench.model import MemoryRole, Scalar
 from fp8bench.nn.whole_layers import surrounded
+from fp8bench.numerics.distributions import drawn
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_frobenius
 from fp8bench.protocols import Phases, Setup, SilentPhases
+from fp8bench.protocols.axes import VALUES
 
 
 @dataclass
@@ -41,11 +42,9 @@ class Exercise:
         return {MemoryRole.ACTIVATIONS: self.inputs, MemoryRole.GRADIENTS: self.pull}
 
     def leaves(self) -> list[Tensor]:
-        """What gradients are asked for: inputs and weights."""
         return [*self.inputs, *self.layer.parameters()]
 
     def outcome(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The output, and all gradients in training."""
         if self.pull is None:
             with torch.no_grad():
                 return self.layer(*self.inputs, SilentPhases()), ()
@@ -87,7 +86,7 @@ def exercise(
         torch.manual_seed(setup.seed)
         layer = build()
         surrounded(layer)
-        refill(layer, params)
+        _refill(layer, params)
         if dtype is torch.float64:
             layer = layer.double()
         inputs = tuple((spread * drawn(params, shape)).to(dtype).requires_grad_(training) for shape in shapes)
@@ -96,3 +95,13 @@ def exercise(
         with torch.no_grad():
             output = layer(*inputs, SilentPhases())
         return Exercise(layer, inputs, drawn(params, output.shape).to(output.dtype))
+
+
+def _refill(layer: nn.Module, params: Mapping[str, Scalar]) -> None:
+    """A layer's weights made of a case's kind of values, as large as they were; what are no matrices stay."""
+    if VALUES.of(params) == "normal":
+        return
+    with torch.no_grad():
+        for weight in layer.parameters():
+            if weight.dim() > 1:
+                weight.copy_(drawn(params, weight.shape) * weight.square().mean().sqrt())

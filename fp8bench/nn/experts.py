@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.gpt import GPT, FeedForward
-from fp8bench.nn.linear import Choose, Linear, within
-from fp8bench.nn.grouped_products import grouped_linear
+from fp8bench.nn.linear import Choose, Linear, grouped_linear, within
 from fp8bench.nn.sizes import CHOSEN, GPTConfig
 from fp8bench.protocols import Phases
 

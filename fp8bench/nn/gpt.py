@@ -3,8 +3,9 @@
 Which arithmetic a layer takes comes from the caller by its name, which is its path in the model: `blocks.0.attn.qkv`,
 `blocks.0.attn.out`, `blocks.0.mlp.up`, `blocks.0.mlp.down`, and so on to `head`. Embedding, norms, attention scores,
 softmax and loss stay in high precision: the residual stream has the carrier's dtype, norms and loss are computed in
-fp32 (fp64 for the reference). The operations between products are also here one by one, and `compiled` is a model
-through torch.compile: as one graph, or an exception that says why not.
+fp32 (fp64 for the reference). The operations between products are also here one by one, and what a backend may take
+into one layer: a norm with the product behind it, a feed-forward block, a whole block. `compiled` is a model through
+torch.compile: as one graph, or an exception that says why not.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8bench.nn.attention import Core, FusedCore, SelfAttention, rotations
-from fp8bench.nn.linear import Choose, Linear, within
+from fp8bench.nn.linear import Choose, Linear, region, within
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.protocols import Phases, SilentPhases
+from fp8bench.protocols import Fused, Phases, SilentPhases
 
 
 class Norm(nn.Module):
@@ -54,7 +55,6 @@ class FeedForward(nn.Module):
         return y
 
     def between(self, hidden: Tensor) -> Tensor:
-        """Of what went up, what goes down."""
         return silu_gate(*hidden.chunk(2, dim=-1)) if self.gated else gelu(hidden)
 
 
@@ -139,7 +139,6 @@ class GPT(LanguageModel):
         return self.read(self.through(self.embedded(tokens), phase, tokens.shape[1]), phase)
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """The stream that the first block is given."""
         x = F.embedding(tokens, self.embedding)
         if self.positions is not None:
             x = x + self.positions[: tokens.shape[1]]
@@ -157,7 +156,6 @@ class GPT(LanguageModel):
         return x
 
     def read(self, x: Tensor, phase: Phases) -> Tensor:
-        """What the head makes of the stream."""
         y: Tensor = self.head(self.norm(x), phase)
         return y
 
@@ -169,7 +167,6 @@ def loss_of(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
 
 
 def dropped(x: Tensor, share: float) -> Tensor:
-    """With so large a share left out, at random."""
     return F.dropout(x, share) if share else x
 
 
@@ -199,12 +196,10 @@ class CrossEntropy(nn.Module):
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GPT-2's activation."""
     return F.gelu(x, approximate="tanh")
 
 
 def silu_gate(gate: Tensor, value: Tensor) -> Tensor:
-    """Llama's activation."""
     return F.silu(gate) * value
 
 
@@ -257,3 +252,49 @@ def compiled(model: nn.Module, tokens: Tensor, targets: Tensor) -> Forward:
         return loss
 
     return forward
+
+
+class NormedFeedForward(nn.Module):
+    """RMS norm, up, activation, down: the norm and up one layer, or `whole` all of it, where the arithmetic has such.
+
+    Elsewhere these are operations one after the other.
+    """
+
+    def __init__(self, width: int, hidden: int, gated: bool, choose: Choose, whole: bool) -> None:
+        super().__init__()
+        self.norm = Norm(width, root_mean_square=True)
+        self.block = FeedForward(width, hidden, gated, 1.0, choose)
+        up, down = self.block.up, self.block.down
+        weights = (up.weight, down.weight) if whole else (up.weight,)
+        self._whole = whole
+        self._fused = up.arithmetic.fused(Fused((self.norm.weight,), weights, gated))
+
+    def forward(self, x: Tensor, phase: Phases) -> Tensor:
+        if self._fused is None:
+            normed: Tensor = self.block(self.norm(x), phase)
+            return normed
+        found = region(phase.gemm, self._fused, x)
+        if self._whole:
+            return found
+        hidden = silu_gate(*found.chunk(2, dim=-1)) if self.block.gated else gelu(found)
+        y: Tensor = self.block.down(hidden, phase)
+        return y
+
+
+def take_blocks(model: GPT, heads: int) -> None:
+    """Have every block of a model in GPT-2's manner be one layer, where its arithmetic has such a layer."""
+    for block in model.blocks:
+        assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
+        weights = (block.attn.qkv.weight, block.attn.out.weight, block.mlp.up.weight, block.mlp.down.weight)
+        norms = (block.norm_attn.weight, block.norm_mlp.weight)
+        taken = block.attn.qkv.arithmetic.fused(Fused(norms, weights, heads=heads))
+        if taken is not None:
+            vars(block)["forward"] = _called(taken)
+
+
+def blocks_are_taken(model: GPT) -> bool:
+    return any("forward" in vars(block) for block in model.blocks)
+
+
+def _called(layer: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Phases, Tensor | None], Tensor]:
+    return lambda x, phase, rotation: layer(x)

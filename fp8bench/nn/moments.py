@@ -16,8 +16,8 @@ from torch.optim.adamw import adamw
 
 from fp8bench.formats.grids import FP16, Format
 from fp8bench.formats.native_codes import codes, current_scale
+from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.formats.scaled import largest_magnitude
-from fp8bench.formats.scalings import ScaleRounding
 from fp8bench.model import MemoryRole
 from fp8bench.protocols import Arithmetic, Operand, Role
 
@@ -53,13 +53,21 @@ class Storage:
     of: Callable[[str], Storage] | None = None
 
     def named(self, name: str) -> Storage:
-        """The storage of the tensor of that name."""
         return self if self.of is None else self.of(name)
 
 
 def scaled(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXACT) -> Storage:
     """Codes of a format under one scale a tensor, which takes the largest magnitude to the format's own."""
-    return Storage(partial(_scaled, fmt=fmt, rounding=rounding), _unscaled)
+
+    def keep(x: Tensor) -> Operand:
+        scale, inverse = current_scale(largest_magnitude(x), fmt, rounding)
+        return Operand(codes(x, fmt, scale), inverse)
+
+    def restore(operand: Operand) -> Tensor:
+        assert operand.scale is not None
+        return operand.data.to(torch.float32).mul_(operand.scale)
+
+    return Storage(keep, restore)
 
 
 def in_arithmetic(arithmetic: Arithmetic) -> Storage:
@@ -128,7 +136,6 @@ class Bucket:
         }
 
     def restored(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Both moments in fp32."""
         if self.plain is not None:
             return self.plain
         first, second = (
@@ -158,23 +165,10 @@ class Bucket:
         Not fused is torch's choice without it: whole lists (foreach) on a GPU, tensor by tensor on a processor.
         """
         adamw(
-            self.parameters,
-            self.gradients,
-            first,
-            second,
-            [],
-            self._steps,
-            fused=True if self._fused else None,
-            amsgrad=False,
-            beta1=BETAS[0],
-            beta2=BETAS[1],
-            lr=how.rate,
-            weight_decay=how.decay,
-            eps=EPSILON,
-            maximize=False,
-            grad_scale=how.divisor,
-            found_inf=how.skip,
-        )
+            self.parameters, self.gradients, first, second, [], self._steps, fused=True if self._fused else None,
+            amsgrad=False, beta1=BETAS[0], beta2=BETAS[1], lr=how.rate, weight_decay=how.decay, eps=EPSILON,
+            maximize=False, grad_scale=how.divisor, found_inf=how.skip,
+        )  # fmt: skip
 
 
 def bucketed(elements: Sequence[int], most: int) -> Iterator[slice]:
@@ -187,13 +181,3 @@ def bucketed(elements: Sequence[int], most: int) -> Iterator[slice]:
         total += count
     if total:
         yield slice(start, len(elements))
-
-
-def _scaled(x: Tensor, fmt: Format, rounding: ScaleRounding) -> Operand:
-    scale, inverse = current_scale(largest_magnitude(x), fmt, rounding)
-    return Operand(codes(x, fmt, scale), inverse)
-
-
-def _unscaled(operand: Operand) -> Tensor:
-    assert operand.scale is not None
-    return operand.data.to(torch.float32).mul_(operand.scale)

@@ -20,8 +20,7 @@ from fp8bench.formats import operators
 from fp8bench.formats.code_kernels import IN_ORDER, TOGETHER
 from fp8bench.formats.compiling import Kernel
 from fp8bench.formats.native_codes import call, laid
-from fp8bench.formats.quantise import check_input
-from fp8bench.formats.random_bits import RANDOM_BITS, random_bits
+from fp8bench.formats.quantise import RANDOM_BITS, check_input, random_bits
 from fp8bench.formats.scaled import largest_magnitude
 
 SIZE = 16

@@ -14,8 +14,17 @@ from fp8bench.formats.grids import Format
 from fp8bench.formats.hardware import refused
 from fp8bench.formats.product_rules import grouped_multiple, rows_give_float32
 from fp8bench.formats.recipe_support import on_device, recipe_support
-from fp8bench.formats.recipes import FORMATS_BY_ROLE, HOPPER_BITS, SHORT_BITS, Accumulator, Delayed, Recipe, Treatment
-from fp8bench.formats.scalings import ScaleRounding, Scaling
+from fp8bench.formats.recipes import (
+    FORMATS_BY_ROLE,
+    HOPPER_BITS,
+    SHORT_BITS,
+    Accumulator,
+    Delayed,
+    Recipe,
+    ScaleRounding,
+    Scaling,
+    Treatment,
+)
 from fp8bench.model import DeviceFacts, Level, Scalar, Support
 from fp8bench.protocols import Arithmetic, Precision, TensorScale
 from fp8bench.protocols.axes import Option, one_of
@@ -48,24 +57,20 @@ MX_SCALE = Option(
 
 
 def formats_option(default: str) -> Option:
-    """Formats by the word that FP8 training uses."""
     words = "hybrid: E4M3 for inputs and weights, E5M2 for gradients; e4m3 or e5m2: for all"
     return Option("formats", words, default, one_of(*FORMATS_BY_ROLE), ("fp8_format",))
 
 
 def float_scale_option(default: ScaleRounding) -> Option:
-    """What float32 scales may be."""
     words = "exact: largest / amax; pow2: the next power of two below, so that nothing saturates"
     return Option("scale", words, default.value, one_of(ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO))
 
 
 def stochastic_option(default: str) -> Option:
-    """Whether gradients are rounded at random."""
     return Option("stochastic", "on: gradients are rounded stochastically", default, one_of("on", "off"))
 
 
 def hadamard_option(default: str) -> Option:
-    """Whether the weight gradient's operands are rotated."""
     words = "on: the weight gradient's operands are rotated by random Hadamard matrices of 16"
     return Option("hadamard", words, default, one_of("on", "off"))
 
@@ -108,7 +113,6 @@ class RecipePrecision(Precision):
             raise RecipeRefused(f"{self.mode}: {error}") from None
 
     def made(self) -> Recipe:
-        """The recipe of what was chosen."""
         scaling = Scaling(*self.block, self.kept, self.scale)
         return self.recipe_of(Treatment(fmt, scaling) for fmt in self.formats)
 
@@ -123,7 +127,6 @@ class RecipePrecision(Precision):
         return self.recipe.delayed is not None or any(one.stochastic for one in self.recipe.treatments)
 
     def own_support(self, facts: DeviceFacts) -> Support:
-        """How torch does it, or else emulation."""
         return recipe_support(self.recipe, self.words, facts)
 
     def support(self, facts: DeviceFacts) -> Support:
@@ -138,7 +141,7 @@ class RecipePrecision(Precision):
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         if self.backend is not None:
             return self.backend.arithmetic(self, facts)
-        from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+        from fp8bench.nn.arithmetics import RecipeArithmetic
 
         return self.native(facts) if self.own_support(facts).level is Level.NATIVE else RecipeArithmetic(self.recipe)
 
@@ -160,19 +163,17 @@ class RecipePrecision(Precision):
 
     @property
     def formats(self) -> tuple[Format, Format, Format]:
-        """Those of inputs, weights and gradients."""
         return FORMATS_BY_ROLE[str(self.chosen["formats"])] if self.element is None else (self.element,) * 3
 
     @property
     def scale(self) -> ScaleRounding:
-        """What was chosen for scales."""
         return ScaleRounding(str(self.chosen["scale"]))
 
 
 def native_arithmetic(recipe: Recipe, facts: DeviceFacts) -> Arithmetic:
     """By torch's scaled products, in the device's own formats."""
+    from fp8bench.nn.arithmetics import ScaledArithmetic, WideScaledArithmetic
     from fp8bench.nn.block_arithmetic import BlockArithmetic
-    from fp8bench.nn.recipe_arithmetic import ScaledArithmetic, WideScaledArithmetic
 
     own = on_device(recipe, facts)
     of_rows = WideScaledArithmetic if rows_give_float32(facts) else ScaledArithmetic
@@ -182,13 +183,11 @@ def native_arithmetic(recipe: Recipe, facts: DeviceFacts) -> Arithmetic:
 
 
 def recipe_of(precision: Precision) -> Recipe:
-    """The recipe of one that takes a backend: all of them are recipes."""
     assert isinstance(precision, RecipePrecision)
     return precision.recipe
 
 
 def wrong_pairing(backend: str, precision: Precision, known: Iterable[str]) -> Support:
-    """Refused: a backend has recipes of its own, and that mode is none of them."""
     modes = list(known)
     near = precision.name if precision.name in modes else difflib.get_close_matches(precision.name, modes, 1, 0.0)[0]
     return refused(f"{backend} has no recipe {precision.plain_mode}, only {', '.join(modes)}: the nearest is {near}")

@@ -119,7 +119,6 @@ TURNED: dict[str, tuple[Role, ...]] = {
 
 
 def sides_of(product: str, tokens: int, outputs: int, inputs: int) -> tuple[int, int, int]:
-    """M, N, K of a linear layer's product."""
     if product == "forward":
         return tokens, outputs, inputs
     if product == "input-gradient":
@@ -128,12 +127,10 @@ def sides_of(product: str, tokens: int, outputs: int, inputs: int) -> tuple[int,
 
 
 def models() -> tuple[str, ...]:
-    """Every model whose layers are known, the trained ones too."""
     return (*MODELS, *SIZES)
 
 
 def features_of(model: str) -> Features:
-    """All linear layers of a model, its head the last."""
     if model in SIZES:
         return of_config(SIZES[model])
     return {**MODELS[model], "head": HEADS[model]}
@@ -145,7 +142,6 @@ def usual_tokens(model: str) -> int:
 
 
 def of_config(config: GPTConfig) -> Features:
-    """The linear layers of a trained model, those of one block and its head."""
     width = config.width
     return {
         "qkv": (width + 2 * config.key_heads * config.head_width, width),

@@ -16,9 +16,8 @@ from torch import Tensor
 from fp8bench.formats.blocks import float_factor
 from fp8bench.formats.grids import FORMATS, Format
 from fp8bench.formats.native_codes import current_scale, delayed_scale
-from fp8bench.formats.recipes import Delayed, Recipe, Treatment
+from fp8bench.formats.recipes import Delayed, Recipe, ScaleRounding, Treatment
 from fp8bench.formats.scaled import largest_magnitude
-from fp8bench.formats.scalings import ScaleRounding
 from fp8bench.numerics.tensor_error import Factors, ScaleCourse, factors_of, scale_course
 from fp8bench.protocols import Precision, Role, ScaleBook
 from fp8bench.protocols.arithmetic import ScaleState
@@ -60,11 +59,7 @@ class DelayedScale:
         self._used: ScalePair | None = None
 
     def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
-        """The scale for a cast of `x`.
-
-        `again`: the cast before is done once more (a block is computed again in backward). It gets the scale that it
-        had, and is not entered twice. `amax` is the largest magnitude of `x`, if it is known.
-        """
+        """What is cast `again` (a block computed again in backward) gets the scale it had, and is not entered twice."""
         if again and self._used is not None:
             return self._used
         if self.scale is None or self.history is None or self._casts is None:
@@ -83,12 +78,10 @@ class DelayedScale:
         return {"scale": self.scale, "history": self.history, "casts": self._casts}
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
-        """Go on from there."""
         self.scale, self.history, self._casts = map(memory.get, ("scale", "history", "casts"))
 
     @property
     def last(self) -> ScalePair | None:
-        """What the last cast got."""
         return self._used
 
 
@@ -108,7 +101,6 @@ def largest_magnitudes(tensors: list[Tensor]) -> Sequence[Tensor]:
 
 
 def kept_scales(book: ScaleBook, layer: str, treatments: Mapping[Role, Treatment]) -> dict[Role, StaticScale]:
-    """Scales for a layer by role, entered into the book."""
     found = {}
     for role, one in treatments.items():
         assert one.scaling is not None
@@ -140,11 +132,6 @@ class StaticScale:
             self._settle(torch.full((), known, dtype=torch.float32))
 
     def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
-        """The scale for a cast of `x`.
-
-        `again`: the cast before is done once more, and gets the scale that it had. `amax` is the largest magnitude of
-        `x`, if it is known.
-        """
         if again and self._used is not None:
             return self._used
         if self._book.watching:
@@ -168,7 +155,6 @@ class StaticScale:
 
     @property
     def last(self) -> ScalePair | None:
-        """What the last cast got."""
         return self._used or self._scale
 
     def state(self) -> ScaleState | None:

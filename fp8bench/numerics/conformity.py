@@ -82,12 +82,10 @@ class Sums:
 
     @cached_property
     def magnitude(self) -> Tensor:
-        """The sum of the products' magnitudes."""
         return (self.a.abs() @ self.b.abs().t()).clamp(min=torch.finfo(torch.float64).tiny)
 
     @property
     def bound(self) -> Tensor:
-        """How far a sum in any order may be from the exact one."""
         return self.reach(self.bits) * self.magnitude
 
     def reach(self, bits: int) -> float:
@@ -188,7 +186,6 @@ def kept_bits(found: Tensor, sums: Sums) -> int:
 
 
 def _laid_otherwise(found: Tensor, sums: Sums) -> Iterator[tuple[str, Tensor]]:
-    """Products of the same operands with something in another place."""
     a, b = sums.a, sums.b
     if a.shape[0] == b.shape[0]:
         yield "the result is transposed", sums.exact.t()
@@ -252,7 +249,6 @@ def _scaled_blocks(found: Tensor, sums: Sums) -> Iterator[tuple[str, Tensor, Ten
 
 
 def _factors(found: Tensor, exact: Tensor, by_row: bool, by_column: bool) -> tuple[Tensor, Tensor]:
-    """The factors of rows and of columns that bring one product nearest to another."""
     down = ((found * exact).sum() / (exact**2).sum()).expand(found.shape[0], 1)
     across = exact.new_ones(1, found.shape[1])
     for _ in range(_TURNS if by_row and by_column else 1):

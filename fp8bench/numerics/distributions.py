@@ -1,14 +1,18 @@
 """Random tensors of the kinds that low precision meets, each with the property that makes it hard.
 
-Gradients of a network are among them: their magnitudes differ by layer and by row.
+Gradients of a network are among them: their magnitudes differ by layer and by row. `drawn` is what operands are made
+of by the axis of every suite that draws its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from fp8bench.model import Scalar
+from fp8bench.protocols.axes import VALUES
 
 # Student's t with this many degrees of freedom has a variance and no kurtosis: its largest values grow with the count.
 DEGREES = 3
@@ -72,11 +76,9 @@ class GradientSource:
         self.scales = [self._scale(rows) for rows, _ in self._shapes]
 
     def draw(self) -> list[Tensor]:
-        """The next set, float32."""
         return [one.mul_(scale) for one, scale in zip(self.normal(), self.scales, strict=True)]
 
     def normal(self) -> list[Tensor]:
-        """Standard normal values of the same shapes, from the same stream."""
         return [gaussian(shape, self._generator) for shape in self._shapes]
 
     def _scale(self, rows: int) -> Tensor:
@@ -86,3 +88,25 @@ class GradientSource:
             for count, (low, high) in ((1, _TENSOR_EXPONENTS), (rows, _ROW_EXPONENTS))
         )
         return torch.pow(10.0, tensor + row).unsqueeze(1)
+
+
+# Integers that every format has, FP4's elements too.
+_LARGEST_INTEGER = 4
+
+
+def drawn(
+    params: Mapping[str, Scalar], shape: Sequence[int], generator: torch.Generator | None = None, device: str = ""
+) -> Tensor:
+    """float32 values of a case's kind; without a generator from torch's own random state, on its default device.
+
+    What multipliers are fed with changes how many of their wires switch: a GPU at its power limit keeps a higher clock
+    on constants than on random numbers.
+    """
+    kind, empty = VALUES.of(params), torch.empty(tuple(shape), device=device or None, dtype=torch.float32)
+    if kind == "normal":
+        return empty.normal_(generator=generator)
+    if kind == "uniform":
+        return empty.uniform_(-1, 1, generator=generator)
+    if kind == "integers":
+        return empty.random_(-_LARGEST_INTEGER, _LARGEST_INTEGER + 1, generator=generator)
+    return empty.fill_(float(kind == "ones"))

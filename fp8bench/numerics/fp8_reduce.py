@@ -33,19 +33,6 @@ class Wire(Protocol):
     def decode(self, payload: Tensor) -> Tensor: ...
 
 
-@dataclass(frozen=True)
-class Plain:
-    """One of torch's dtypes, sums of which are rounded to it."""
-
-    dtype: torch.dtype
-
-    def encode(self, values: Tensor) -> Tensor:
-        return values.to(self.dtype)
-
-    def decode(self, payload: Tensor) -> Tensor:
-        return payload.float()
-
-
 class E4M3:
     """Codes of E4M3 as bytes. Values beyond the largest are that: torch's own casts have not always saturated."""
 
@@ -54,24 +41,6 @@ class E4M3:
 
     def decode(self, payload: Tensor) -> Tensor:
         return payload.view(torch.float8_e4m3fn).float()
-
-
-class MX32:
-    """Codes of E4M3 with a power of two for each 32 of them, which comes anew with every cast (mxfp8)."""
-
-    _SIDE = 32
-    _BIAS = 127
-
-    def encode(self, values: Tensor) -> Tensor:
-        blocks = values.reshape(-1, self._SIDE)
-        exponents = torch.frexp(blocks.abs().amax(1, keepdim=True).clamp_min(2.0**-118))[1] - 9
-        codes = E4M3().encode(torch.ldexp(blocks, -exponents)).reshape(-1)
-        return torch.cat([codes, (exponents + self._BIAS).to(torch.uint8).reshape(-1)])
-
-    def decode(self, payload: Tensor) -> Tensor:
-        count = payload.numel() * self._SIDE // (self._SIDE + 1)
-        exponents = payload[count:].to(torch.int32).reshape(-1, 1) - self._BIAS
-        return torch.ldexp(E4M3().decode(payload[:count]).reshape(-1, self._SIDE), exponents).reshape(-1)
 
 
 @dataclass

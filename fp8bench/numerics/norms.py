@@ -74,7 +74,6 @@ def vanished_share(values: Sequence[Tensor], references: Sequence[Tensor]) -> fl
 
 
 def _squares(value: Tensor, reference: Tensor) -> tuple[float, float]:
-    """The sums of the squares of the difference and of the reference."""
     _check_shapes(value, reference)
     given, wanted = as_rows(value), as_rows(reference)
     difference = size = torch.zeros((), dtype=torch.float64, device=reference.device)

@@ -108,7 +108,6 @@ _CLOSE = 1e-5
 
 
 def has_dtype_of(tensor: Tensor, fmt: Format) -> bool:
-    """Whether a tensor's dtype is that of a format's codes."""
     return bool(tensor.dtype == getattr(torch, _DTYPES.get(fmt.name, f"float8_{fmt.name}"), None))
 
 
@@ -211,5 +210,4 @@ def moved(operator: str, given: Iterable[Any], results: Iterable[Any]) -> str:
 
 
 def tensors_within(parts: object) -> list[Tensor]:
-    """Those of arguments or results, in order."""
     return [one for one in tree_leaves(parts) if isinstance(one, Tensor)]

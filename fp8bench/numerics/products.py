@@ -12,7 +12,6 @@ The order within an instruction and what its alignment loses are not modelled.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -64,27 +63,18 @@ def values_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return in_dtype(a.to(torch.float32) @ b.to(torch.float32).t(), dtype)
 
 
-@dataclass(frozen=True)
-class ProductError:
-    """Relative Frobenius errors of some rows of a product.
-
-    `total` is against the fp64 product of the operands as they were; `kernel` against the fp64 product of the operands
-    as the casts left them: what summing and rounding the result add, and nothing else. Where errors are independent
-    their squares add up, and the casts' own is sqrt(total^2 - kernel^2).
-    """
-
-    total: float
-    kernel: float
-
-
-def product_error(
+def product_errors(
     product: Tensor, operands: tuple[Tensor, Tensor], cast: tuple[Tensor, Tensor], rows: Sequence[int]
-) -> ProductError:
-    """Of a (M, K) times b (N, K) transposed: `operands` as they were, `cast` their values after the casts."""
+) -> tuple[float, float]:
+    """Relative Frobenius errors of some rows of a (M, K) times b (N, K) transposed.
+
+    In all: against the fp64 product of `operands` as they were. Of the kernel: against that of `cast`, their values
+    after the casts: what summing and rounding the result add, and nothing else. Where errors are independent their
+    squares add up, and the casts' own is sqrt(all^2 - kernel^2).
+    """
     found = product[list(rows)]
-    return ProductError(
-        relative_frobenius(found, exact_product(*operands, rows)), relative_frobenius(found, exact_product(*cast, rows))
-    )
+    first, second = (relative_frobenius(found, exact_product(*pair, rows)) for pair in (operands, cast))
+    return first, second
 
 
 INSTRUCTION = 32

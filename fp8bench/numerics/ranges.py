@@ -22,7 +22,6 @@ class Tally:
     below: dict[str, int] = field(default_factory=lambda: dict.fromkeys((fmt.name for fmt in RANGES), 0))
 
     def add(self, x: Tensor) -> None:
-        """Count one more tensor's values."""
         if x.numel() == 0:
             return
         magnitudes = x.detach().abs()
@@ -45,7 +44,6 @@ def outside(magnitudes: Tensor, fmt: Format) -> tuple[int, int]:
 
 
 def statistics_of(tensors: Iterable[tuple[str, str, Tensor]]) -> tuple[TensorStatistics, ...]:
-    """Of tensors with their kind and role."""
     ledger = Ledger()
     for kind, role, tensor in tensors:
         ledger.add(kind, role, tensor)
@@ -62,7 +60,6 @@ class Ledger:
         self.tallies.setdefault((kind, role), Tally()).add(x)
 
     def statistics(self) -> tuple[TensorStatistics, ...]:
-        """The shares of all that was counted."""
         return tuple(
             TensorStatistics(
                 kind, role, tally.count, tally.amax,

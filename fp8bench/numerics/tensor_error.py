@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8bench.formats.grids import Format
+from fp8bench.formats.recipes import Scaling
 from fp8bench.formats.scaled import blocks_of, matrix_of
-from fp8bench.formats.scalings import Scaling
 from fp8bench.numerics.norms import as_rows, tiles
 from fp8bench.units import EXACT_DB
 
@@ -42,10 +42,6 @@ class Factors:
         """The factor of every element of a piece, in fp64, in a shape that broadcasts over it."""
         down, across = (self._blocks(one, size) for one, size in zip(place, (self.rows, self.columns), strict=True))
         return self.steps.index_select(0, down).index_select(1, across).to(torch.float64)
-
-    def none(self) -> Tensor:
-        """A zero for every block."""
-        return torch.zeros(self.steps.shape, dtype=torch.float64, device=self.steps.device)
 
     def raise_to_peaks(self, peaks: Tensor, magnitudes: Tensor, place: Place) -> None:
         """Take the largest of a piece's magnitudes into the `peaks` of their blocks."""
@@ -203,7 +199,6 @@ def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: Facto
 
 
 def decibels(signal: float, noise: float) -> float:
-    """10 log10(signal / noise) of two sums of squares, infinite without noise."""
     return 10 * math.log10(signal / noise) if noise else math.inf
 
 
@@ -238,7 +233,6 @@ class _Values:
             sums[place[0], left : left + found.shape[1]] += found
 
     def error(self, count: int, grid: _Grid | None) -> TensorError:
-        """All figures, read from the device."""
         nonzero, lost, vanished = self._counts.tolist()
         saturated, subnormal, max_ulp, utilisation = grid.figures() if grid is not None else (None,) * 4
         return TensorError(
@@ -255,12 +249,11 @@ class _Grid:
 
     def __init__(self, fmt: Format, factors: Factors) -> None:
         self._fmt, self._factors = fmt, factors
-        self._peaks = factors.none()
+        self._peaks = torch.zeros(factors.steps.shape, dtype=torch.float64, device=factors.steps.device)
         self._max_ulp = torch.zeros((), dtype=torch.float64, device=self._peaks.device)
         self._counts = torch.zeros(2, dtype=torch.int64, device=self._peaks.device)
 
     def add(self, exact: Tensor, rounded: Tensor, kept: Tensor, place: Place) -> None:
-        """A piece of x, what is not finite taken for zero, and of y."""
         factor = self._factors.over(place)
         sound = factor.isfinite() & (factor > 0)
         divisor = torch.where(sound, factor, 1.0)
@@ -289,7 +282,6 @@ class _Grid:
 
 
 def _spread(signal: Tensor, noise: Tensor) -> Spread | None:
-    """Of the parts that are not zero."""
     told = signal > 0
     ratios = (signal[told] / noise[told]).log10().mul(10).sort().values
     if not ratios.numel():

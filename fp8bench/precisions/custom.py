@@ -5,8 +5,7 @@ from __future__ import annotations
 from fp8bench.errors import RecipeRefused
 from fp8bench.formats import hardware
 from fp8bench.formats.grids import E4M3, E8M0, FORMATS, Format
-from fp8bench.formats.recipes import Recipe, Treatment
-from fp8bench.formats.scalings import ScaleRounding, Scaling
+from fp8bench.formats.recipes import Recipe, ScaleRounding, Scaling, Treatment
 from fp8bench.model import DeviceFacts, Support
 from fp8bench.nn.shared_precisions import HIGH_WEIGHT_GRADIENT, RecipePrecision
 from fp8bench.protocols.axes import Option, one_of
@@ -31,7 +30,6 @@ def _element(text: str) -> str:
 
 
 def _own(role: str) -> Option:
-    """The format of one role's tensors."""
     return Option(
         role, f"the format of {role}s, or the {_SAME}", _SAME, lambda text: _SAME if text == _SAME else _element(text)
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fp8bench.formats.grids import E2M1, E4M3
-from fp8bench.formats.recipes import Recipe, Treatment
-from fp8bench.formats.scalings import ScaleRounding, Scaling
+from fp8bench.formats.recipes import Recipe, ScaleRounding, Scaling, Treatment
 from fp8bench.nn.shared_precisions import HIGH_WEIGHT_GRADIENT, RecipePrecision, hadamard_option, stochastic_option
 from fp8bench.protocols.axes import Option, one_of
 from fp8bench.registry import precisions

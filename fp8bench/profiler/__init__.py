@@ -43,7 +43,6 @@ def activities_of(kind: str) -> list[Any]:
 
 
 def exported(profile: Any) -> dict[str, Any]:
-    """The trace that a profiler has recorded, read back."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gc
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from fp8bench.model import MemoryCourse, MemoryRole, PhaseMemory
+from fp8bench.model import DeviceFacts, MemoryCourse, MemoryRole, PhaseMemory
 from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Said, Sized, course
-from fp8bench.protocols import MemoryMeter, Stamper
+from fp8bench.protocols import Device, MemoryMeter, Stamper
 
 if TYPE_CHECKING:
     import torch
@@ -178,3 +179,35 @@ def fraction_limited(backend: Any, index: int, limit: int) -> Iterator[None]:
         yield
     finally:
         backend.set_per_process_memory_fraction(before, index)
+
+
+class Gpu(Device):
+    """A kind of GPU that torch has a module for, of its name: `backend` (torch.cuda, torch.xpu)."""
+
+    @property
+    def backend(self) -> Any:
+        import torch
+
+        return getattr(torch, self.kind, None)
+
+    @abstractmethod
+    def facts(self, index: int) -> DeviceFacts:
+        """Of one device."""
+
+    def available(self) -> tuple[DeviceFacts, ...]:
+        if self.backend is None or not self.backend.is_available():
+            return ()
+        return tuple(self.facts(index) for index in range(self.backend.device_count()))
+
+    def stamper(self, index: int) -> Stamper:
+        return EventStamper(self.backend)
+
+    def synchronise(self, index: int) -> None:
+        self.backend.synchronize(index)
+
+    def select(self, index: int) -> None:
+        self.backend.set_device(index)
+
+    def empty_cache(self) -> None:
+        if self.backend.is_available():
+            self.backend.empty_cache()

@@ -205,36 +205,26 @@ class Arithmetic(ABC):
 Watch = Callable[[Operand, "Tensor | None", Role, Operand | None], None]
 
 
+# What a watched arithmetic says and does as the one that it watches.
+_AS_IT_IS = (
+    "carrier", "casts", "keeps_source", "explicit", "settles", "plain", "takes_amax",
+    "whole", "fused", "layer_scales", "memory", "recall", "restore",
+)  # fmt: skip
+
+
 class WatchedArithmetic(Arithmetic):
     """Another arithmetic as it is, and its layers': somebody is told of each cast when it is done."""
 
     def __init__(self, inner: Arithmetic, watch: Watch, turned: bool = True) -> None:
         """Not `turned`: of casts alone, and not of values that are cast once more, turned."""
         self.inner, self.watch, self.tells_turned = inner, watch, turned
-        self.carrier, self.casts, self.keeps_source = inner.carrier, inner.casts, inner.keeps_source
-        self.explicit, self.settles, self.plain = inner.explicit, inner.settles, inner.plain
-        self.takes_amax = inner.takes_amax
+        vars(self).update({name: getattr(inner, name) for name in _AS_IT_IS})
 
     def layer(self, name: str) -> Arithmetic:
         return self._around(self.inner.layer(name))
 
     def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
         return self._around(self.inner.scaled_by(book, name))
-
-    def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor] | None:
-        return self.inner.whole(weight)
-
-    def fused(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
-        return self.inner.fused(layers)
-
-    def layer_scales(self) -> tuple[LayerScale, ...]:
-        return self.inner.layer_scales()
-
-    def memory(self) -> dict[str, Tensor]:
-        return self.inner.memory()
-
-    def recall(self, memory: Mapping[str, Tensor]) -> None:
-        self.inner.recall(memory)
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self._told(self.inner.cast(tensor, role), tensor, role)
@@ -259,9 +249,6 @@ class WatchedArithmetic(Arithmetic):
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         return self.inner.product(a, b, dtype)
-
-    def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
-        return self.inner.restore(operand, dtype)
 
     def _around(self, other: Arithmetic) -> Arithmetic:
         return self if other is self.inner else WatchedArithmetic(other, self.watch, self.tells_turned)

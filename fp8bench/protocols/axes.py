@@ -59,8 +59,6 @@ class Option:
 
 
 def whole_number(low: int = 1, high: int = 1 << 24) -> Callable[[str], int]:
-    """A parser of whole numbers within bounds."""
-
     def parse(text: str) -> int:
         try:
             value = int(text)
@@ -79,8 +77,6 @@ def auto_or(parse: Callable[[str], Scalar]) -> Callable[[str], Scalar]:
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """A parser that admits the given words."""
-
     def parse(text: str) -> str:
         if text not in choices:
             near = difflib.get_close_matches(text, choices, n=1)

@@ -56,14 +56,12 @@ class Precision(ABC):
         self.chosen: Mapping[str, Scalar] = {**defaults, **(chosen or {})}
 
     def by(self, backend: Backend) -> Self:
-        """The same, multiplied by that backend."""
         other = copy.copy(self)
         other.backend = backend
         return other
 
     @property
     def whole_layers(self) -> bool:
-        """Whether there are no casts and products by themselves."""
         return self.backend is not None and self.backend.whole_layers
 
     @property
@@ -73,7 +71,6 @@ class Precision(ABC):
 
     @property
     def plain_mode(self) -> str:
-        """The same without the backend."""
         given = [(one, self.chosen[one.name]) for one in self.options]
         words = [f"{one.name}={value}" for one, value in given if value != one.parse(one.default)]
         return ":".join([self.name, *words])

@@ -207,7 +207,6 @@ class Workload(ABC):
         return None
 
     def arithmetics(self, setup: Setup) -> Callable[[str], Arithmetic]:
-        """What gives each layer its arithmetic, by its name."""
         named = {layer.name: layer for layer in self.layers(dict(setup.case.params))}
         return lambda name: setup.layer(named[name])
 

@@ -21,8 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from fp8bench.errors import UsageError
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
-from fp8bench.nn.conversion.holders import CONV2D, EXPERTS, Held
-from fp8bench.nn.conversion.stacked import Stacked
+from fp8bench.nn.holders import CONV2D, EXPERTS, Held, Stacked
 from fp8bench.tape.formulas import flops_of
 from fp8bench.tape.recorder import Call, OperatorTape, arguments_of, name_of, tensors_in
 
@@ -40,7 +39,6 @@ def _matrices(left: str, right: str) -> Callable[[Named], list[Product]]:
 
 
 def _grouped(named: Named) -> list[Product]:
-    """All groups as one: rows, columns or contractions of the groups beside each other."""
     left, right = named["self"], named["mat2"]
     return [(left.shape[-2], right.shape[-1], left.shape[-1], 1)]
 
@@ -147,7 +145,6 @@ class _Places(OperatorTape):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Modules are followed in the body."""
         before = register_module_forward_pre_hook(self._begin)
         after = register_module_forward_hook(self._end, always_call=True)
         try:

@@ -37,10 +37,6 @@ def _product(left: str, right: str) -> tuple[str, Formula]:
     return left, flops
 
 
-def _outer(named: Named) -> int:
-    return 2 * _elements(named["vec1"]) * _elements(named["vec2"])
-
-
 def _grouped(left: str, right: str) -> tuple[str, Formula]:
     """Of groups of rows (or columns) with a matrix each; a row counts for the one group that it is in."""
 
@@ -93,8 +89,6 @@ _FORWARD, _BACKWARD = ("query", _attention((1, 1))), ("query", _attention((3, 2)
 
 
 def _lstm(times: int, *weights: str) -> tuple[str, Formula]:
-    """A layer of an LSTM: each step multiplies its input and what it was by their weights."""
-
     def flops(named: Named) -> int:
         steps: int = math.prod(named["input"].shape[:2])
         return times * 2 * steps * sum(_elements(named[weight]) for weight in weights)
@@ -117,7 +111,7 @@ FORMULAS: dict[str, tuple[str, Formula]] = {
     "addmv": _product("mat", "vec"),
     "dot": _product("self", "tensor"),
     "vdot": _product("self", "other"),
-    "addr": ("vec1", _outer),
+    "addr": ("vec1", lambda named: 2 * _elements(named["vec1"]) * _elements(named["vec2"])),
     "_grouped_mm": _grouped("self", "mat2"),
     "_scaled_grouped_mm": _grouped("self", "mat2"),
     "_scaled_grouped_mm_v2": _grouped("self", "mat2"),

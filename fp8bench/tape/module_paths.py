@@ -37,7 +37,6 @@ class _Made:
         self._paths: list[str] = []
 
     def until(self, number: int, path: str) -> None:
-        """Those up to here that are nobody's yet."""
         if number > (self._ends[-1] if self._ends else self.first):
             self._ends.append(number)
             self._paths.append(path)

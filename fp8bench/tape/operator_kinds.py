@@ -81,7 +81,6 @@ class Where:
 
 
 def kind_of(operator: Any, where: Where) -> tuple[ShareKind, str]:
-    """The kind of an operator that ran there, and what more there is to say."""
     placed = kind_of_place(where)
     if placed is not None:
         return placed, ""

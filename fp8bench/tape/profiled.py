@@ -83,7 +83,6 @@ def seconds_by_operator(events: Iterable[Event]) -> tuple[dict[int, float], dict
 
 
 def _rows(events: Sequence[Event]) -> Iterator[tuple[Kind, bool, float, str]]:
-    """Kind, direction, seconds and name of all that counts."""
     if any(_is(one, _ON_DEVICE) for one in events):
         for kernel, launch in _launched(events):
             name = str(kernel.get("name"))
@@ -215,7 +214,6 @@ def _is_library_s(part: str) -> bool:
 
 
 def _kind_within(part: str) -> ShareKind:
-    """That of one operator in a fused kernel's name."""
     if _CASTING.fullmatch(part):
         return ShareKind.CAST
     packet = getattr(torch.ops.aten, part, None)
@@ -238,6 +236,5 @@ def _parts(words: str) -> Iterator[str]:
 
 @cache
 def _operators() -> frozenset[str]:
-    """The names of torch's own operators."""
     names = torch._C._dispatch_get_all_op_names()
     return frozenset(one.removeprefix("aten::").partition(".")[0] for one in names if one.startswith("aten::"))

@@ -53,7 +53,21 @@ class Call(NamedTuple):
     result: Any
 
 
-class OperatorTape(OperatorWatch):  # type: ignore[no-untyped-call]
+class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
+    """Knows the phase that `phases` say the step is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A plain object's, not a thread's: backward may run on another one.
+        self._open = [UNATTRIBUTED]
+        self._phase = UNATTRIBUTED
+        self.phases = Markers(lambda name: TellingMarker(name, self._open, self._enter))
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+
+
+class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
     """Records every operator of its body, with the phase that `phases` say it runs in."""
 
     @classmethod
@@ -64,14 +78,7 @@ class OperatorTape(OperatorWatch):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        # A plain object's, not a thread's: backward may run on another one.
-        self._open = [UNATTRIBUTED]
-        self._phase = UNATTRIBUTED
-        self.phases = Markers(lambda name: TellingMarker(name, self._open, self._enter))
         self._routes: dict[Any, Route] = {}
-
-    def _enter(self, phase: str) -> None:
-        self._phase = phase
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -105,7 +112,6 @@ class Route(Enum):
 
 
 def route_of(func: Any) -> Route:
-    """That of one operator."""
     if func.namespace in _SILENT:
         return Route.SILENT
     if not isinstance(func, torch._ops.OpOverload):
@@ -117,7 +123,6 @@ def route_of(func: Any) -> Route:
 
 
 def _seen(value: Any) -> Any:
-    """The same, with tensors as they were seen."""
     if isinstance(value, Tensor):
         return TensorSeen(value)
     if isinstance(value, (list, tuple)):  # a union takes longer
@@ -126,7 +131,6 @@ def _seen(value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[TensorSeen]:
-    """Those of an argument or a result."""
     if isinstance(value, TensorSeen):
         yield value
     elif isinstance(value, tuple):
@@ -142,7 +146,6 @@ def arguments_of(call: Call) -> dict[str, Any]:
 
 
 def name_of(call: Call) -> str:
-    """What torch calls the operator of a call."""
     return operator_name(call.operator)
 
 

@@ -7,7 +7,7 @@ was then: before somebody writes to it, it is copied. What calls of the phase ma
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -89,9 +89,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
             raise CannotReplay(self._why)
         rewritten = tuple(self._rewritten())
         calls = [_resolved(call) for call in self._calls]
-        return Replay(
-            tuple(_freeing(calls)), self._registers, rewritten, tuple(self._generators), self._bytes
-        )  # fmt: skip
+        return Replay(tuple(_freeing(calls)), self._registers, rewritten, tuple(self._generators), self._bytes)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -132,8 +130,11 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
     def _drawing(self, func: Any, kwargs: Mapping[str, Any]) -> list[torch.Generator]:
         """Where an operator takes random numbers from, as far as the host has them; all are put back after replays."""
         own = [one for one in kwargs.values() if isinstance(one, torch.Generator)]
-        seeded = torch.Tag.nondeterministic_seeded in func.tags
-        found = own or ([torch.default_generator, *_of_devices()] if seeded else [])
+        found = own
+        if not own and torch.Tag.nondeterministic_seeded in func.tags:
+            found = [torch.default_generator]
+            if torch.cuda.is_available():
+                found.append(torch.cuda.default_generators[torch.cuda.current_device()])
         self._generators.update(dict.fromkeys(found))
         return found
 
@@ -201,11 +202,6 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
                 yield Rewritten(whole, whole.clone(), tuple(memory.floating))
 
 
-def _of_devices() -> Iterator[torch.Generator]:
-    if torch.cuda.is_available():
-        yield torch.cuda.default_generators[torch.cuda.current_device()]
-
-
 def _refused(func: Any, given: Sequence[Tensor]) -> str:
     """Why an operator cannot be called again by itself; '' where it can."""
     if not isinstance(func, torch._ops.OpOverload):
@@ -221,7 +217,6 @@ def _refused(func: Any, given: Sequence[Tensor]) -> str:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operator writes, by its own word for it."""
     schema = getattr(func, "_schema", None)
     found: list[Any] = []
     for place, argument in enumerate(schema.arguments if schema is not None else ()):
@@ -251,7 +246,7 @@ def _resolved(call: Call) -> Call:
     args, kwargs = _with_given(list(call.args)), {name: _with_given(one) for name, one in call.kwargs.items()}
     filled = bool(_registers_in((args, list(kwargs.values()))))
     written = tuple(_with_given(list(call.written)))
-    return Call(call.operator, tuple(args), kwargs, filled, written, call.results, (), call.check)
+    return replace(call, args=tuple(args), kwargs=kwargs, filled=filled, written=written)
 
 
 def _with_given(part: Any) -> Any:
@@ -279,7 +274,4 @@ def _freeing(calls: Sequence[Call]) -> Iterator[Call]:
     for register, number in last.items():
         ends.setdefault(number, []).append(register)
     for number, call in enumerate(calls):
-        yield Call(
-            call.operator, call.args, call.kwargs, call.filled, call.written, call.results,
-            tuple(ends.get(number, ())), call.check,
-        )  # fmt: skip
+        yield replace(call, frees=tuple(ends.get(number, ())))

@@ -54,7 +54,6 @@ class Call:
     check: Check | None = None
 
     def into(self, registers: list[Tensor | None]) -> Any:
-        """Call it, and keep what later calls need."""
         if self.filled:
             args, kwargs = _filled(self.args, registers), {k: _filled(v, registers) for k, v in self.kwargs.items()}
             result = self.operator(*args, **kwargs)
@@ -69,10 +68,6 @@ class Call:
     def free(self, registers: list[Tensor | None]) -> None:
         for register in self.frees:
             registers[register] = None
-
-    @property
-    def name(self) -> str:
-        return str(self.operator)
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ class Replay:
                 result = call.into(registers)
                 written = [_filled(one, registers) for one in call.written]
                 if call.check is not None and call.check.bits != bits_of(call.operator, result, written):
-                    return f"{call.name}, operator {number + 1} of it, gives other numbers than in the step"
+                    return f"{call.operator}, operator {number + 1} of it, gives other numbers than in the step"
                 call.free(registers)
         return ""
 
@@ -162,7 +157,6 @@ def _finite(memory: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _filled(part: Any, registers: list[Tensor | None]) -> Any:
-    """An argument, with what lies in its registers."""
     kind = type(part)
     if kind is Register:
         return registers[part.number]

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from fp8bench.model import UNATTRIBUTED
 from fp8bench.model.step import Share, ShareKind, Shares, SharesFrom
-from fp8bench.numerics.operands import OperatorWatch
-from fp8bench.protocols import Markers, TellingMarker
 from fp8bench.tape.module_paths import ModulePaths
 from fp8bench.tape.operator_kinds import CONVERTING, Where, kind_of
-from fp8bench.tape.recorder import Route, operator_name, route_of
+from fp8bench.tape.recorder import PhasedWatch, Route, operator_name, route_of
 
 _task = torch._C._current_graph_task_id
 # The name of a range around an operator, with its number, in a trace.
@@ -43,7 +40,7 @@ class TimedCall(NamedTuple):
         return Where(self.phase, self.module, self.node, self.optimizing, self.dtypes)
 
 
-class OperatorTimes(OperatorWatch):  # type: ignore[no-untyped-call]
+class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
     """Times every operator of its body, by `clock`. Backward passes run in the thread that starts them.
 
     With `ranged` each operator lies in a range of torch's profiler that has its number.
@@ -54,16 +51,12 @@ class OperatorTimes(OperatorWatch):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()
         self.calls: list[TimedCall] = []
-        # Of this object, not of a thread: autograd may have threads of its own.
         self._paths = ModulePaths(roots)
-        self._open = [UNATTRIBUTED]
-        self._phase = UNATTRIBUTED
-        self.phases = Markers(lambda name: TellingMarker(name, self._open, self._enter_phase))
         # The task in which an optimizer's step goes on: a backward pass that such a step begins has another.
         self._optimizing: int | None = None
         self._clock = clock
         self._routes: dict[Any, tuple[bool, bool, bool]] = {}
-        self._range: Callable[[str], Any] = _range if ranged else _no_range
+        self._range: Callable[[str], Any] = _range if ranged else lambda name: _EMPTY
 
     @contextmanager
     def watching(self) -> Iterator[list[TimedCall]]:
@@ -79,9 +72,6 @@ class OperatorTimes(OperatorWatch):  # type: ignore[no-untyped-call]
                 yield self.calls
             finally:
                 self._optimizing = None
-
-    def _enter_phase(self, phase: str) -> None:
-        self._phase = phase
 
     def _optimizer_begins(self, *given: object) -> None:
         self._optimizing = _task()
@@ -135,12 +125,7 @@ def _known(func: Any) -> tuple[bool, bool, bool]:
 
 
 def _dtype(value: Any) -> torch.dtype | None:
-    """That of the first tensor in it."""
     return next((one.dtype for one in tree_leaves(value) if isinstance(one, Tensor)), None)
-
-
-def _no_range(name: str) -> Any:
-    return _EMPTY
 
 
 def _range(name: str) -> Any:

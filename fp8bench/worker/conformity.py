@@ -54,8 +54,7 @@ def _native(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic
 
 def _emulated(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic]:
     from fp8bench.formats.operators import values
-    from fp8bench.nn.arithmetics import EmulatedArithmetic
-    from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+    from fp8bench.nn.arithmetics import EmulatedArithmetic, RecipeArithmetic
 
     recipe = getattr(precision, "recipe", None)
     if isinstance(recipe, Recipe):

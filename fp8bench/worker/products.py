@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.formats.grids import FORMATS, Format
-from fp8bench.formats.kernel_names import multiplied_bits
+from fp8bench.formats.hardware import multiplied_bits
 from fp8bench.formats.recipe_support import on_device
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.model import Case, DeviceFacts, Level, Products
@@ -98,7 +98,7 @@ def product_like(precision: Precision, facts: DeviceFacts) -> str:
     """In what precision a product of a precision's arithmetic really is, if not in its recipe's; '' if in that."""
     import torch
 
-    from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+    from fp8bench.nn.arithmetics import RecipeArithmetic
     from fp8bench.numerics.conformity import looks_like
 
     recipe = getattr(precision, "recipe", None)

@@ -150,7 +150,7 @@ def _of_parts(
     """The same of both products for several weights: here two, the second of which is the first upside down."""
     import torch
 
-    from fp8bench.nn.grouped_products import beside, turned_parts
+    from fp8bench.nn.linear import beside, turned_parts
 
     def exact(one: Operand) -> Tensor:
         return arithmetic.restore(one, torch.float64)
@@ -184,8 +184,8 @@ def _of_whole(arithmetic: Arithmetic, recipe: Recipe, x: Tensor, weight: Tensor,
     """The same of a layer that shows no codes, against fp8bench's emulation of its recipe."""
     import torch
 
+    from fp8bench.nn.arithmetics import RecipeArithmetic
     from fp8bench.nn.linear import linear
-    from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 
     ours = RecipeArithmetic(recipe, arithmetic.carrier)
     outcomes = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fp8bench.model import DeviceFacts, MemoryRole, Scalar, Support, TensorStatistics, Work
-from fp8bench.nn.support import storage_support
+from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
@@ -26,7 +26,6 @@ class PlainBuffer:
     _sums: list[Tensor]
 
     def add(self, gradients: list[Tensor], phase: Phases, first: bool) -> None:
-        """Add a micro-batch's gradients; the first one of a step takes the place of what was there."""
         import torch
 
         with phase.accumulate:
@@ -36,7 +35,6 @@ class PlainBuffer:
                 torch._foreach_add_(self._sums, gradients)
 
     def values(self) -> list[Tensor]:
-        """The sums, as they can be read."""
         return self._sums
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import emulated, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
-from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training, misfit
+from fp8bench.nn.shared_workloads import PASS, LayerWorkload, is_training, misfit
 from fp8bench.protocols import Grid, Layer, Precision, Setup, SilentPhases
 from fp8bench.protocols.axes import VALUES, Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
@@ -116,7 +116,6 @@ class Attention(LayerWorkload):
         return support
 
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
-        """The products before and after the core; alone, it has none."""
         return () if params["part"] == "core" else super().layers(params)
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
@@ -129,7 +128,6 @@ class Attention(LayerWorkload):
         return _exercise(setup, choose, carrier, core)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Output, and in training all gradients, against the same in fp64 throughout."""
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic

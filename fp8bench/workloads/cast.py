@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
-from fp8bench.nn.drawn_values import drawn, why_no_errors
-from fp8bench.nn.support import storage_support
+from fp8bench.nn.shared_workloads import storage_support, why_no_errors
 from fp8bench.protocols import MEMORY_OF, Grid, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import workloads
@@ -134,7 +133,6 @@ def _or_copy(change: Callable[[], Tensor], given: Tensor) -> Callable[[], object
 
 
 def _into(setup: Setup) -> Callable[[Tensor], Operand]:
-    """The cast of a case, with its scale or without."""
     role = Role(str(setup.case.param("role")))
     off = dict(setup.case.params).get("scaling") == "off"
     cast = setup.arithmetic.unscaled if off else setup.arithmetic.cast
@@ -151,7 +149,7 @@ def _source(setup: Setup) -> Tensor:
     """Values of the case's kind, of gradients with a network's magnitudes, in the dtype of the source."""
     import torch
 
-    from fp8bench.numerics.distributions import GradientSource
+    from fp8bench.numerics.distributions import GradientSource, drawn
 
     case = setup.case
     generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)

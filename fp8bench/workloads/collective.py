@@ -126,7 +126,6 @@ class Collective(Workload):
             state.got = state.kind(state.given, state.rank, state.size, phase.communication).values
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Against float64, over all that all ranks got."""
         import torch
 
         from fp8bench.numerics.collectives import InFP8, expected, signal_values
@@ -147,18 +146,15 @@ class Collective(Workload):
         sums = torch.stack(
             [torch.as_tensor(one).double().cpu().reshape(()) for one in (noise, exact.square().sum(), *shares)]
         )
-        return _figures(_over_ranks(sums, setup), state.size)
+        return _figures(sums.to(setup.facts.key), state.size)
 
     def transfer(self, setup: Setup) -> Transfer:
-        """Counted from one step."""
         from fp8bench.numerics.collectives import InFP8, bus_factor
         from fp8bench.numerics.rank_programs import Counted
 
         state = self.prepare(setup)
-        elements, factor = (
-            int(setup.case.param("elements")),
-            bus_factor(str(setup.case.param("collective")), state.size),
-        )
+        elements = int(setup.case.param("elements"))
+        factor = bus_factor(str(setup.case.param("collective")), state.size)
         logical = float(_ELEMENT_BYTES * elements)
         if isinstance(state.kind, InFP8):
             counted = Counted(state.size)
@@ -188,7 +184,6 @@ class Collective(Workload):
 
 
 def _parts(setup: Setup) -> tuple[Plain | InFP8, Tensor, int, int]:
-    """What does it, what this rank brings, and which of how many ranks this is."""
     import torch
     import torch.distributed as dist
 
@@ -230,22 +225,15 @@ def _shares(state: CollectiveState) -> list[Any]:
     return [share, on_this_rank(flushed(given, kind.scaling, size, kind.auto), None, around)]
 
 
-def _over_ranks(sums: Tensor, setup: Setup) -> list[float]:
-    """The same on all ranks, which bring different ones."""
+def _figures(sums: Tensor, size: int) -> dict[str, float]:
+    """Of all ranks' sums: they bring different values."""
     import torch.distributed as dist
 
-    together = sums.to(setup.facts.key)
-    dist.all_reduce(together)
-    return [float(one) for one in together]
-
-
-def _figures(sums: list[float], size: int) -> dict[str, float]:
-    noise, signal, saturation, flush = sums
-    sqnr = min(EXACT_DB, 10 * math.log10(signal / noise)) if noise > 0 else EXACT_DB
-    error = math.sqrt(noise / signal) if signal > 0 else 0.0
+    dist.all_reduce(sums)
+    noise, signal, saturation, flush = sums.tolist()
     return {
-        "sqnr_db": sqnr,
-        "relative_error": error,
+        "sqnr_db": min(EXACT_DB, 10 * math.log10(signal / noise)) if noise > 0 else EXACT_DB,
+        "relative_error": math.sqrt(noise / signal) if signal > 0 else 0.0,
         "saturated_ppm": saturation / size * 1e6,
         "flushed_percent": flush / size * 100,
     }

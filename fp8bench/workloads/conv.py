@@ -9,7 +9,7 @@ from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import emulated, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
-from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training, misfit
+from fp8bench.nn.shared_workloads import PASS, LayerWorkload, is_training, misfit
 from fp8bench.protocols import Arithmetic, Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, whole_number
 from fp8bench.registry import workloads
@@ -85,7 +85,6 @@ class Conv(LayerWorkload):
         return refused(wrong) if wrong else support
 
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
-        """Both convolutions, in their order."""
         return Layer("first", "conv"), Layer("second", "conv")
 
     def counted(self, setup: Setup, ledger: Ledger) -> Choose:

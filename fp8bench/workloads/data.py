@@ -68,21 +68,13 @@ class Data(Workload):
         record = "150528" if facts.accelerated else "16384"
         usual = ", ".join(f"{batch} for {kind}" for kind, batch in BATCHES.items())
         return (
-            Axis(
-                "kind",
-                "reading: compressed records from a file; transfer: whole batches in memory",
-                tuple(BATCHES),
-                one_of(*BATCHES),
-            ),
+            Axis("kind", "reading: compressed records from a file; transfer: whole batches in memory", tuple(BATCHES),
+                 one_of(*BATCHES)),
             Axis("batch", f"records in a batch; auto is {usual}", ("auto",), auto_or(whole_number(high=1 << 16))),
             Axis("record", "values in a record", (record,), whole_number(high=1 << 22)),
-            Axis(
-                "cast_on",
-                "host: before a batch is moved, which are fewer bytes; device: after it",
-                ("device" if facts.accelerated else "host",),
-                one_of("host", "device"),
-            ),
-        )
+            Axis("cast_on", "host: before a batch is moved, which are fewer bytes; device: after it",
+                 ("device" if facts.accelerated else "host",), one_of("host", "device")),
+        )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         own = BATCHES[str(params["kind"])]
@@ -148,7 +140,6 @@ class Data(Workload):
         return {"batch_error": relative_frobenius(setup.arithmetic.restore(batch, torch.float32).cpu(), exact)}
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """Of the values of a batch."""
         from fp8bench.numerics.ranges import statistics_of
 
         text, random = _text(setup)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
-from fp8bench.nn.drawn_values import drawn, why_no_errors
+from fp8bench.nn.shared_workloads import why_no_errors
 from fp8bench.nn.sizes import MODELS, PRODUCTS, TURNED, sides_of
 from fp8bench.protocols import MEMORY_OF, Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
@@ -139,7 +139,7 @@ class Gemm(Workload):
         """Against the fp64 products of the unrounded operands and of the cast ones, on rows that fp64 can afford."""
         import torch
 
-        from fp8bench.numerics.products import product_error, rows_within
+        from fp8bench.numerics.products import product_errors, rows_within
 
         a, b, _ = _operands(setup)
         arithmetic, cast = setup.arithmetic, _casts(setup)
@@ -149,11 +149,10 @@ class Gemm(Workload):
             low = cast(*carried)
         product = arithmetic.product(low[0], low[1], arithmetic.carrier)
         values = arithmetic.restore(low[0], torch.float32), arithmetic.restore(low[1], torch.float32)
-        found = product_error(product, (a, b), values, rows_within(a.shape[0], b.shape[0], a.shape[1]))
-        return {"product_error": found.total, "kernel_error": found.kernel}
+        found = product_errors(product, (a, b), values, rows_within(a.shape[0], b.shape[0], a.shape[1]))
+        return dict(zip(("product_error", "kernel_error"), found, strict=True))
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """Of both operands, as they come."""
         from fp8bench.numerics.ranges import statistics_of
 
         a, b, roles = _operands(setup)
@@ -210,7 +209,6 @@ def _params(m: int, n: int, k: int, product: str, operands: str) -> Params:
 
 
 def _casts(setup: Setup) -> Callable[[Tensor, Tensor], tuple[Operand, Operand]]:
-    """What makes both operands of a case's product ready."""
     product, arithmetic = str(setup.case.param("product")), setup.arithmetic
     (role_a, role_b), turned = PRODUCTS[product], TURNED[product]
     cast_a, cast_b = (arithmetic.turned if role in turned else arithmetic.cast for role in (role_a, role_b))
@@ -224,9 +222,10 @@ def _operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tensor, T
     """
     import torch
 
+    from fp8bench.numerics.distributions import drawn
+
     params, k = dict(setup.case.params), int(setup.case.param("k"))
     generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
-
     a, b = (
         drawn(params, (int(params[rows]), k), generator, setup.facts.key).to(dtype or torch.float32) for rows in "mn"
     )

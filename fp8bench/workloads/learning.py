@@ -69,9 +69,9 @@ class Learning(Workload):
         import torch
 
         from fp8bench.nn.batches import TokenLoader
-        from fp8bench.nn.cached_weights import CachedWeights
         from fp8bench.nn.gpt import GPT
         from fp8bench.nn.training_step import TrainingState, adamw, drawn
+        from fp8bench.nn.whole_layers import CachedWeights
 
         if setup.corpus is None:
             raise ValueError("the training needs a token file and was given none")
@@ -117,7 +117,6 @@ def _mean_loss(setup: Setup) -> float:
 
 @lru_cache(maxsize=4)
 def _reference(name: str, params: Params, facts: DeviceFacts, seed: int, corpus: str | None) -> float:
-    """The mean loss in another precision, once a process."""
     precision = precisions.get(name)
     arithmetic = precision.arithmetic(facts)
     case = Case(Learning.name, params, name, facts.key)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Scalar, Support, Work
-from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training, misfit
+from fp8bench.nn.shared_workloads import PASS, LayerWorkload, is_training, misfit
 from fp8bench.protocols import Grid, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import workloads
@@ -53,7 +53,7 @@ class Mlp(LayerWorkload):
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
-        weights = width * hidden * (3 if _gated(params) else 2)
+        weights = width * hidden * (3 if params["gated"] == "yes" else 2)
         # fp32 weights; input, output and what lies between in two bytes, the least of any carrier.
         least = 4.0 * weights + 2.0 * tokens * (2 * width + hidden)
         return Work(2.0 * tokens * weights * (3 if is_training(params) else 1), tokens, least_memory=least)
@@ -73,14 +73,12 @@ class Mlp(LayerWorkload):
         return super().layer_support(kind, params, precision, facts)
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        """The block on random tokens in the carrier's dtype."""
         from fp8bench.nn.exercise import exercise
-        from fp8bench.nn.fused_layers import NormedFeedForward
-        from fp8bench.nn.gpt import FeedForward
+        from fp8bench.nn.gpt import FeedForward, NormedFeedForward
 
         params = dict(setup.case.params)
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
-        gated, cut = _gated(params), str(params.get("cut", _LINEAR))
+        gated, cut = params["gated"] == "yes", str(params.get("cut", _LINEAR))
 
         def build() -> nn.Module:
             if cut == _LINEAR:
@@ -88,7 +86,3 @@ class Mlp(LayerWorkload):
             return NormedFeedForward(width, hidden, gated, choose, whole=cut == NORM_MLP)
 
         return exercise(setup, build, [(tokens, width)], carrier, is_training(params))
-
-
-def _gated(params: Mapping[str, Scalar]) -> bool:
-    return params["gated"] == "yes"

@@ -78,7 +78,6 @@ class Model(Workload):
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
-        """Forward alone has no optimizer."""
         own = {**params, "optimizer": "none"} if params["pass"] == "forward" else params
         return (tuple(own.items()),)
 
@@ -99,9 +98,7 @@ class Model(Workload):
 
     def examine(self, setup: Setup) -> None:
         """One step of a copy, uncompiled."""
-        from fp8bench.nn.own_model import OwnModel
-
-        state = OwnModel(_copied(setup), setup, _multiples(setup), compiles=False, converts=_converts(setup))
+        state = _own(setup, compiles=False)
         try:
             state.step(SilentPhases())
         except Fp8benchError:
@@ -112,9 +109,7 @@ class Model(Workload):
             raise
 
     def prepare(self, setup: Setup) -> OwnModel:
-        from fp8bench.nn.own_model import OwnModel
-
-        return OwnModel(_copied(setup), setup, _multiples(setup), converts=_converts(setup))
+        return _own(setup)
 
     def step(self, state: OwnModel, phase: Phases) -> object:  # type: ignore[override]
         return state.step(phase)
@@ -124,7 +119,7 @@ class Model(Workload):
         from fp8bench.nn.own_model import OwnModel, errors_between
 
         wanted = OwnModel(_copied(setup), setup, compiles=False, converts=False).outcome()
-        state = OwnModel(_copied(setup), setup, _multiples(setup), converts=_converts(setup), draws_alike=True)
+        state = _own(setup, draws_alike=True)
         if setup.settles:
             state.outcome()
         return errors_between(state.outcome(), wanted)
@@ -139,16 +134,12 @@ class Model(Workload):
             return state.losses(steps)
 
     def gradient_error(self, setup: Setup, reference: Setup) -> float | None:
-        from fp8bench.nn.own_model import OwnModel, errors_between
+        from fp8bench.nn.own_model import errors_between
 
-        found, wanted = (
-            OwnModel(_copied(one), one, _multiples(one), compiles=False, converts=_converts(one)).outcome()
-            for one in (setup, reference)
-        )
+        found, wanted = (_own(one, compiles=False).outcome() for one in (setup, reference))
         return errors_between(found, wanted).get("gradient_error")
 
     def covered(self, setup: Setup) -> Covered | None:
-        """A step of the model as it came, and the weights that the case converts."""
         from fp8bench.nn.own_model import OwnModel, conversion_of
 
         if not _converts(setup):
@@ -157,6 +148,13 @@ class Model(Workload):
         held = conversion_of(state.model, setup, _multiples(setup)).held
         multiple = max(precisions.get(setup.case.precision).multiples)
         return Covered(state.model, held, lambda: state.step(SilentPhases()), multiple, lambda: state.loss_words)
+
+
+def _own(setup: Setup, **options: bool) -> OwnModel:
+    """A copy of the case's model, converted as it says."""
+    from fp8bench.nn.own_model import OwnModel
+
+    return OwnModel(_copied(setup), setup, _multiples(setup), converts=_converts(setup), **options)
 
 
 def _converts(setup: Setup) -> bool:
@@ -196,7 +194,6 @@ def _copied(setup: Setup) -> Given:
 
 
 def _called(name: str) -> Any:
-    """What a maker gives."""
     function = LIVE.get(name) or named(name)
     try:
         inspect.signature(function).bind()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Scalar, Support, TensorStatistics, Work
-from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training
+from fp8bench.nn.shared_workloads import PASS, LayerWorkload, is_training
 from fp8bench.protocols import Grid, Precision, Role, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import workloads
@@ -77,7 +77,6 @@ class NormAct(LayerWorkload):
         return precision.support(facts)
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        """The operation on random rows in the carrier's dtype; it has no products."""
         from fp8bench.nn.exercise import exercise
         from fp8bench.nn.gpt import Between
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS
-from fp8bench.nn.support import storage_support
 from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Role, Setup, Workload
 from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import precisions, workloads
@@ -97,7 +97,6 @@ class Numerics(Workload):
         )
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
-        """The tensor's bytes in fp32."""
         source = 4.0 * int(params["rows"]) * int(params["columns"])
         return Work(bytes=source, least_memory=1.125 * source)
 
@@ -152,7 +151,7 @@ def _plain_course(setup: Setup) -> Iterator[Tensor]:
 
     name = str(setup.case.param("tensor"))
     if name in CAPTURED:
-        from fp8bench.nn.captured_tensors import captured
+        from fp8bench.nn.training_step import captured
 
         if setup.corpus is None:
             raise ValueError("a captured tensor needs a token file to train on, and was given none")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8bench.model import DeviceFacts, Scalar, Support, TensorStatistics, Work
-from fp8bench.nn.support import storage_support
+from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.protocols import Grid, Phases, Precision, Role, Setup, SilentPhases, Workload, one_thread
 from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
@@ -36,16 +36,13 @@ class OptimizerState:
     buckets: list[Bucket]
 
     def parameters(self) -> list[Tensor]:
-        """The weights."""
         return [one for bucket in self.buckets for one in bucket.parameters]
 
     def moments(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Both moments in fp32."""
         pairs = [bucket.restored() for bucket in self.buckets]
         return [one for first, _ in pairs for one in first], [one for _, second in pairs for one in second]
 
     def take(self, gradients: list[Tensor]) -> None:
-        """The gradients of the next step, one for every weight."""
         import torch
 
         torch._foreach_copy_([one for bucket in self.buckets for one in bucket.gradients], gradients)
@@ -149,7 +146,6 @@ class Optimizer(Workload):
 
 
 def _small(setup: Setup) -> Setup:
-    """The setup with one matrix, small enough for a thousand steps."""
     params = dict(setup.case.params)
     width = min(int(params["width"]), WIDTH_OF_ERROR)
     case = replace(setup.case, params=tuple((params | {"tensors": 1, "width": width}).items()))
@@ -163,7 +159,6 @@ def _storages(setup: Setup) -> tuple[Storage, Storage]:
 
 
 def _plain() -> tuple[Storage, Storage]:
-    """fp32, whatever the case's precision."""
     import torch
 
     from fp8bench.nn.arithmetics import PlainArithmetic

@@ -178,7 +178,6 @@ class Parallel(Workload):
         )  # fmt: skip
 
     def _made(self, setup: Setup) -> GPT:
-        """The whole model of a case from its seed."""
         from fp8bench.nn.gpt import GPT
         from fp8bench.nn.training_step import drawn
 

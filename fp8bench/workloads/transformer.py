@@ -8,18 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
-from fp8bench.model import (
-    DeviceFacts,
-    Level,
-    Params,
-    Scalar,
-    StaticScales,
-    Support,
-    TensorStatistics,
-    Work,
-)  # fmt: skip
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, StaticScales, Support, TensorStatistics, Work
+from fp8bench.nn.shared_workloads import BACKENDS, attention_by, missing_kernel, uncompilable
 from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_layers
-from fp8bench.nn.support import BACKENDS, attention_by, missing_kernel, uncompilable
 from fp8bench.protocols import Grid, Layer, Phases, Precision, Role, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
@@ -124,7 +115,6 @@ class Transformer(Workload):
         return "scales cannot be renewed in a compiled graph: choose compile=no, or let them stay as they are found"
 
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
-        """Those of every block, by their path in the model; the head stays high unless mapped."""
         return gpt_layers(SIZES[str(params["size"])].layers)
 
     def _products(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
@@ -158,7 +148,7 @@ class Transformer(Workload):
     def prepare(self, setup: Setup) -> TrainingState:
         import torch
 
-        from fp8bench.nn.fused_layers import blocks_are_taken
+        from fp8bench.nn.gpt import blocks_are_taken
         from fp8bench.nn.training_step import TrainingState, adamw
 
         params = dict(setup.case.params)
@@ -169,18 +159,12 @@ class Transformer(Workload):
         marked = forward is model and not blocks_are_taken(model)
         parameters = list(model.parameters())
         return TrainingState(
-            model,
-            forward,
-            not marked,
-            attention,
-            adamw(parameters, 3e-4, setup.facts),
-            parameters,
-            [torch.zeros_like(parameter) for parameter in parameters],
-            _loader(setup),
-            int(setup.case.param("micro_batches")),
-            setup.loss_scale,
-            _weights(setup, model),
-        )
+            model, forward, compiled=not marked, attention=attention,
+            optimizer=adamw(parameters, 3e-4, setup.facts), parameters=parameters,
+            buffers=[torch.zeros_like(parameter) for parameter in parameters], loader=_loader(setup),
+            micro_batches=int(setup.case.param("micro_batches")), loss_scale=setup.loss_scale,
+            weights=_weights(setup, model),
+        )  # fmt: skip
 
     def load(self, state: TrainingState) -> None:
         state.loader.load_ahead(state.micro_batches)
@@ -247,7 +231,6 @@ class Transformer(Workload):
 
 
 def _choice(params: Mapping[str, Scalar], name: str) -> str:
-    """What a case says to one of the choices of how."""
     return str(params.get(name, USUAL[name]))
 
 
@@ -263,8 +246,7 @@ def _model(
     setup: Setup, choose: Choose, carrier: torch.dtype, checkpointing: bool = False, core: Core | None = None
 ) -> GPT:
     """The model of a case from its seed, on its device; weights are the same for every arithmetic."""
-    from fp8bench.nn.fused_layers import take_blocks
-    from fp8bench.nn.gpt import GPT
+    from fp8bench.nn.gpt import GPT, take_blocks
     from fp8bench.nn.training_step import drawn
     from fp8bench.nn.whole_layers import surrounded
 
@@ -280,7 +262,7 @@ def _weights(setup: Setup, model: GPT) -> Cast:
     """What casts the weights of a step's micro-batches ahead of them; nothing where each does it by itself."""
     if _choice(dict(setup.case.params), "weights") == "recast":
         return lambda phase: nullcontext()
-    from fp8bench.nn.cached_weights import CachedWeights
+    from fp8bench.nn.whole_layers import CachedWeights
 
     return CachedWeights(model).cast
 

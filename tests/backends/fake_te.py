@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.linear import linear
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.nn.shared_precisions import recipe_of
 from fp8bench.protocols import Operand, Role, SilentPhases
 from fp8bench.registry import precisions

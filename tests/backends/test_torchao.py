@@ -14,8 +14,8 @@ from torch import Tensor
 from fp8bench.errors import BackendMissing
 from fp8bench.formats.codes import torch_codes
 from fp8bench.formats.grids import E4M3, E5M2, Format
+from fp8bench.formats.recipes import ROW_POWER_OF_TWO, TENSOR, Scaling
 from fp8bench.formats.scaled import factor
-from fp8bench.formats.scalings import ROW_POWER_OF_TWO, TENSOR, Scaling
 from fp8bench.nn.linear import Linear
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Role, SilentPhases

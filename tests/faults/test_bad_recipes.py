@@ -15,7 +15,7 @@ from fp8bench.errors import UsageError
 from fp8bench.formats import scaled
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, Overflow
 from fp8bench.formats.quantise import round_to
-from fp8bench.formats.scalings import MX, NVFP4, TENSOR
+from fp8bench.formats.recipes import MX, NVFP4, TENSOR
 from tests.commands import unfolded
 
 # What stands behind --dtypes, and what the sentence must say.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, Format
-from fp8bench.formats.scalings import ScaleRounding, Scaling
+from fp8bench.formats.recipes import ScaleRounding, Scaling
 
 Doubles = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]

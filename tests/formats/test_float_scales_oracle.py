@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, FP16, TF32, Format
-from fp8bench.formats.scaled import factor, quantise, values
-from fp8bench.formats.scalings import (
+from fp8bench.formats.recipes import (
     BLOCK,
     BLOCK_POWER_OF_TWO,
     ROW,
@@ -18,6 +17,7 @@ from fp8bench.formats.scalings import (
     TENSOR_POWER_OF_TWO,
     Scaling,
 )
+from fp8bench.formats.scaled import factor, quantise, values
 from tests.counts import counts
 from tests.formats.scaling_definitions import a_million, differing, gaussian, outliers, reference, wide
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8bench.formats.kernel_names import foreign_kernel, multiplied_bits
+from fp8bench.formats.hardware import foreign_kernel, multiplied_bits
 
 FP8 = (
     "nvjet_qqtst_128x256_128x4_1x2_h_bz_coopA_TNT",

@@ -7,8 +7,8 @@ import torch
 
 from fp8bench.formats.codes import unpack
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
+from fp8bench.formats.recipes import ScaleRounding, Scaling
 from fp8bench.formats.scaled import quantise, values
-from fp8bench.formats.scalings import ScaleRounding, Scaling
 from tests.counts import counts
 from tests.formats.scaling_definitions import a_million, differing, gaussian, mx_exponents, reference, wide
 

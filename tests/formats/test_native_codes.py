@@ -25,10 +25,9 @@ from fp8bench.formats.native_codes import (
     row_codes_both,
     square_codes,
 )
-from fp8bench.formats.recipes import Amax, Delayed
+from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
 from fp8bench.formats.scale_layouts import by_columns, squares
 from fp8bench.formats.scaled import largest_magnitude, quantise
-from fp8bench.formats.scalings import ScaleRounding, Scaling
 from tests.formats.test_operators import AWKWARD, BF16, F16, F32, Operators, counted
 
 EXACT, POWER_OF_TWO = ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO

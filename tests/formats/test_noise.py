@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
+from fp8bench.formats.recipes import NVFP4, NVFP4_UP, TENSOR, ScaleRounding, Scaling
 from fp8bench.formats.scaled import values
-from fp8bench.formats.scalings import NVFP4, NVFP4_UP, TENSOR, ScaleRounding, Scaling
 
 DEVIATION = 3.0
 FLOOR, EVEN, RCEIL, CEIL = (Scaling(1, 32, E8M0, ScaleRounding(name)) for name in ("floor", "even", "rceil", "ceil"))

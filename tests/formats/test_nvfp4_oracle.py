@@ -7,8 +7,8 @@ import torch
 
 from fp8bench.formats.codes import decode
 from fp8bench.formats.grids import E2M1, E4M3
+from fp8bench.formats.recipes import NVFP4, NVFP4_SQUARE, NVFP4_UP, ScaleRounding, Scaling
 from fp8bench.formats.scaled import quantise, values
-from fp8bench.formats.scalings import NVFP4, NVFP4_SQUARE, NVFP4_UP, ScaleRounding, Scaling
 from tests.formats.scaling_definitions import a_million, differing, gaussian, octaves, outliers, reference
 
 NVFP4_SQUARE_UP = Scaling(16, 16, E4M3, ScaleRounding.UP)

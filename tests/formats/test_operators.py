@@ -19,7 +19,7 @@ from fp8bench.formats import compiling, fused, operators, quantise, scaled, vect
 from fp8bench.formats.grids import E2M1, E3M2, E4M3, E4M3FNUZ, E5M2, FP16, TF32, Format, Overflow
 from fp8bench.formats.memory_layout import Quantisation, layout_of
 from fp8bench.formats.operators import values
-from fp8bench.formats.scalings import BLOCK, MX, NVFP4, NVFP4_SQUARE, ROW, SQUARE, TENSOR, Scaling
+from fp8bench.formats.recipes import BLOCK, MX, NVFP4, NVFP4_SQUARE, ROW, SQUARE, TENSOR, Scaling
 from tests.counts import sampled
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

@@ -12,7 +12,7 @@ from fp8bench.errors import UsageError
 from fp8bench.formats.codes import encode
 from fp8bench.formats.grids import E4M3, E8M0, FORMATS, Format, Overflow
 from fp8bench.formats.quantise import round_to
-from fp8bench.formats.scalings import ScaleRounding, Scaling
+from fp8bench.formats.recipes import ScaleRounding, Scaling
 from tests.formats.test_noise import FIGURES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text()

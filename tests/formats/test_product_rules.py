@@ -19,10 +19,17 @@ from fp8bench.formats.hardware import (
     DeviceClass,
     device_class,
 )
-from fp8bench.formats.product_rules import conditions, missing, objections, rows_give_float32, te_objections
-from fp8bench.formats.recipes import Treatment
-from fp8bench.formats.scaled_products import Product, RuleSource, Scheme
-from fp8bench.formats.scalings import BLOCK, MX, NVFP4, NVFP4_SQUARE, ROW, SQUARE, TENSOR, Scaling
+from fp8bench.formats.product_rules import (
+    Product,
+    RuleSource,
+    Scheme,
+    conditions,
+    missing,
+    objections,
+    rows_give_float32,
+    te_objections,
+)
+from fp8bench.formats.recipes import BLOCK, MX, NVFP4, NVFP4_SQUARE, ROW, SQUARE, TENSOR, Scaling, Treatment
 from fp8bench.model import DeviceFacts
 
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench.formats.grids import BF16, E8M0, TF32, Format, Overflow
-from fp8bench.formats.quantise import quantised, round_to
-from fp8bench.formats.random_bits import RANDOM_BITS
+from fp8bench.formats.quantise import RANDOM_BITS, quantised, round_to
 from tests.formats.oracles import (
     ALL,
     EVERY_OVERFLOW,

@@ -9,9 +9,9 @@ import pytest
 
 from fp8bench.errors import RecipeRefused
 from fp8bench.formats.grids import E2M1, E3M2, E4M3, E5M2, E8M0
-from fp8bench.formats.recipes import FORMATS_BY_ROLE, Accumulator, Amax, Delayed, Recipe, Treatment
-from fp8bench.formats.scalings import (
+from fp8bench.formats.recipes import (
     BLOCK,
+    FORMATS_BY_ROLE,
     MX,
     NVFP4,
     NVFP4_SQUARE,
@@ -19,8 +19,13 @@ from fp8bench.formats.scalings import (
     SQUARE,
     TENSOR,
     TENSOR_POWER_OF_TWO,
+    Accumulator,
+    Amax,
+    Delayed,
+    Recipe,
     ScaleRounding,
     Scaling,
+    Treatment,
 )
 
 

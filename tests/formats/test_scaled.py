@@ -11,8 +11,7 @@ from fp8bench.errors import RecipeRefused, UsageError
 from fp8bench.formats.codes import code_dtype, decode, unpack
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E4M3, E5M2, E8M0, FORMATS, FP16, Format
 from fp8bench.formats.quantise import round_to
-from fp8bench.formats.scaled import Scaled, factor, quantise, values
-from fp8bench.formats.scalings import (
+from fp8bench.formats.recipes import (
     BLOCK,
     MX,
     MX_ELEMENTS,
@@ -26,6 +25,7 @@ from fp8bench.formats.scalings import (
     ScaleRounding,
     Scaling,
 )
+from fp8bench.formats.scaled import Scaled, factor, quantise, values
 from tests.formats.scaling_definitions import differing, gaussian, outliers, patterns
 
 MX_FLOOR = Scaling(1, 32, E8M0, ScaleRounding.FLOOR)

@@ -14,10 +14,10 @@ from torch import Tensor
 from fp8bench.formats import operators, vector_width
 from fp8bench.formats.codes import unpack
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, E8M0, Format
-from fp8bench.formats.random_bits import Draw
+from fp8bench.formats.quantise import Draw
+from fp8bench.formats.recipes import MX, NVFP4, NVFP4_SQUARE, NVFP4_UP, ScaleRounding, Scaling
 from fp8bench.formats.scale_layouts import swizzled, unswizzled
 from fp8bench.formats.scaled import quantise
-from fp8bench.formats.scalings import MX, NVFP4, NVFP4_SQUARE, NVFP4_UP, ScaleRounding, Scaling
 from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both
 from tests.formats.scaling_definitions import gaussian
 from tests.formats.test_operators import AWKWARD, BF16, F16, F32, Operators, counted

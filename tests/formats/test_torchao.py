@@ -13,8 +13,7 @@ import torch
 
 from fp8bench.formats.codes import decode
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
-from fp8bench.formats.scaled import factor, quantise, values
-from fp8bench.formats.scalings import (
+from fp8bench.formats.recipes import (
     NVFP4,
     ROW,
     ROW_POWER_OF_TWO,
@@ -23,6 +22,7 @@ from fp8bench.formats.scalings import (
     ScaleRounding,
     Scaling,
 )
+from fp8bench.formats.scaled import factor, quantise, values
 from tests.counts import counts
 from tests.formats.scaling_definitions import a_million, differing, gaussian, patterns, reference, wide
 

@@ -11,9 +11,8 @@ from fp8bench.devices.cuda import Cuda
 from fp8bench.formats import operators
 from fp8bench.formats.grids import E2M1, E4M3
 from fp8bench.formats.native_codes import codes_both, current_scale, delayed_scale, row_codes, square_codes
-from fp8bench.formats.recipes import Delayed
+from fp8bench.formats.recipes import MX, NVFP4, Delayed, ScaleRounding
 from fp8bench.formats.scaled import largest_magnitude
-from fp8bench.formats.scalings import MX, NVFP4, ScaleRounding
 from fp8bench.formats.tiled_codes import tiled_codes
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.model.raw import Settings

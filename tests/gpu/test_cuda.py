@@ -11,9 +11,8 @@ from fp8bench.analysis.findings import findings
 from fp8bench.devices.cuda import Cuda
 from fp8bench.errors import WorkerFault
 from fp8bench.formats.codes import torch_codes
-from fp8bench.formats.recipes import FORMATS_BY_ROLE
+from fp8bench.formats.recipes import FORMATS_BY_ROLE, TENSOR
 from fp8bench.formats.scaled import factor, values
-from fp8bench.formats.scalings import TENSOR
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Finding, Level, MemoryUse, Request, Run, Status, Verdict
 from fp8bench.model.raw import Settings

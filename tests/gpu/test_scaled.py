@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
-from fp8bench.formats.scaled import quantise, values
-from fp8bench.formats.scalings import (
+from fp8bench.formats.recipes import (
     BLOCK,
     BLOCK_POWER_OF_TWO,
     NVFP4,
@@ -19,6 +18,7 @@ from fp8bench.formats.scalings import (
     ScaleRounding,
     Scaling,
 )
+from fp8bench.formats.scaled import quantise, values
 from fp8bench.nn.rotations import rotated
 from tests.formats.scaling_definitions import a_million, differing
 from tests.formats.test_scaled import dequantised

@@ -30,6 +30,6 @@ def grouped_kernel(monkeypatch: pytest.MonkeyPatch) -> GroupedKernel:
 @pytest.fixture
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products whose bits do not hang on the processor, on the lengths that rows are filled to, or on alignment."""
-    monkeypatch.setattr("fp8bench.nn.recipe_arithmetic.values_product", exact)
+    monkeypatch.setattr("fp8bench.nn.arithmetics.values_product", exact)
     monkeypatch.setattr(torch, "mm", exact_mm)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", exact_grouped_mm)

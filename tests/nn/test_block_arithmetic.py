@@ -15,9 +15,9 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from fp8bench.formats.codes import decode
 from fp8bench.formats.grids import E2M1
+from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.block_arithmetic import BlockArithmetic
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Operand, Role, SilentPhases
 from fp8bench.registry import precisions

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.formats.grids import E4M3
-from fp8bench.formats.recipes import Recipe, Treatment
-from fp8bench.formats.scalings import TENSOR
+from fp8bench.formats.recipes import TENSOR, Recipe, Treatment
 from fp8bench.model import DeviceFacts
-from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.cached_weights import CachedWeights
+from fp8bench.nn.arithmetics import PlainArithmetic, RecipeArithmetic
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases, WatchedArithmetic
 from fp8bench.registry import precisions
 from tests.facts import CPU, H200

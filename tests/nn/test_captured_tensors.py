@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from fp8bench.nn.captured_tensors import Course, captured
 from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS, SIZES, TRAINED_BATCH, TRAINED_SIZE
+from fp8bench.nn.training_step import Course, captured
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Role, float32_products
 
@@ -56,7 +56,7 @@ def test_the_training_learns(found: dict[str, Course]) -> None:
 
 def test_they_come_from_the_text_and_the_seed_alone(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the process's random state, its gradients and its switches are, which stay as they were."""
-    monkeypatch.setattr("fp8bench.nn.captured_tensors.TRAINING_STEPS", CAPTURED_STEPS)
+    monkeypatch.setattr("fp8bench.nn.training_step.TRAINING_STEPS", CAPTURED_STEPS)
     anew = captured.__wrapped__
     one = anew(corpus.path, 0)
     torch.manual_seed(7)
@@ -79,7 +79,7 @@ def test_training_brings_no_compiler_along() -> None:
     program = """
 import sys, tempfile, pathlib
 from fp8bench.plan.corpus import prepare_corpus
-import fp8bench.nn.captured_tensors as module
+import fp8bench.nn.training_step as module
 module.TRAINING_STEPS = module.CAPTURED_STEPS = 2
 module.captured(prepare_corpus(None, pathlib.Path(tempfile.mkdtemp())).path, 0)
 print("torch._dynamo" in sys.modules)

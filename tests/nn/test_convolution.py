@@ -8,11 +8,10 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from fp8bench.formats.grids import E2M1
+from fp8bench.formats.recipes import NVFP4
 from fp8bench.formats.scaled import values
-from fp8bench.formats.scalings import NVFP4
-from fp8bench.nn.arithmetics import EmulatedArithmetic, PlainArithmetic
+from fp8bench.nn.arithmetics import EmulatedArithmetic, PlainArithmetic, ScaledArithmetic
 from fp8bench.nn.convolution import BatchNorm, ResidualBlock
-from fp8bench.nn.recipe_arithmetic import ScaledArithmetic
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Role, SilentPhases
 from fp8bench.registry import precisions

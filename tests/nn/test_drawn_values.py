@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fp8bench.model import Request
-from fp8bench.nn.drawn_values import drawn, why_no_errors
+from fp8bench.nn.shared_workloads import why_no_errors
+from fp8bench.numerics.distributions import drawn
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentPhases
 from fp8bench.protocols.axes import VALUES

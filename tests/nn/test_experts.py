@@ -16,7 +16,7 @@ from fp8bench.nn.experts import BALANCE, ROWS, Experts, MixtureGPT
 from fp8bench.nn.gpt import FeedForward, gelu
 from fp8bench.nn.linear import Choose
 from fp8bench.nn.sizes import SIZES, GPTConfig
-from fp8bench.nn.cached_weights import CachedWeights
+from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases, WatchedArithmetic
 from fp8bench.registry import precisions
 from tests.facts import CPU

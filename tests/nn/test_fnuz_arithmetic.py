@@ -8,7 +8,7 @@ import torch
 from fp8bench.formats.grids import E4M3FNUZ, E5M2FNUZ
 from fp8bench.formats.recipe_support import on_device
 from fp8bench.formats.scaled import quantise, values
-from fp8bench.nn.recipe_arithmetic import ScaledArithmetic
+from fp8bench.nn.arithmetics import ScaledArithmetic
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Role

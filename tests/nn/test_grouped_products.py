@@ -11,7 +11,7 @@ import torch
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.experts import Experts
 from fp8bench.nn.gpt import FeedForward
-from fp8bench.nn.cached_weights import CachedWeights
+from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.protocols import Arithmetic, SilentPhases
 from fp8bench.registry import precisions
 from tests.facts import B200, CPU, H200, MI300X

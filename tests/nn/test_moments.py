@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import E4M3, FP16
+from fp8bench.formats.recipes import TENSOR
 from fp8bench.formats.scaled import values
-from fp8bench.formats.scalings import TENSOR
 from fp8bench.nn.moments import Bucket, Storage, bucketed, scaled, storages
 from fp8bench.registry import precisions
 from tests.facts import CPU

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.formats.grids import E4M3
+from fp8bench.formats.recipes import MX
 from fp8bench.formats.scaled import values
-from fp8bench.formats.scalings import MX
 from fp8bench.model import CELL_PHASES
 from fp8bench.nn.arithmetics import EmulatedArithmetic, PlainArithmetic
 from fp8bench.nn.convolution import Convolution

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import BF16, E2M1, E4M3, E5M2, FP16, TF32
-from fp8bench.formats.recipes import HOPPER_BITS, Accumulator, Recipe, Treatment
+from fp8bench.formats.recipes import HOPPER_BITS, MX, NVFP4_SQUARE, NVFP4_UP, TENSOR, Accumulator, Recipe, Treatment
 from fp8bench.formats.scaled import values
-from fp8bench.formats.scalings import MX, NVFP4_SQUARE, NVFP4_UP, TENSOR
 from fp8bench.model import DeviceFacts
+from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.nn.rotations import rotated
 from fp8bench.nn.tensor_scales import ScalePair
 from fp8bench.numerics.norms import relative_frobenius

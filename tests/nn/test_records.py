@@ -12,8 +12,8 @@ import torch
 
 from fp8bench.formats.codes import torch_codes
 from fp8bench.formats.grids import E4M3
+from fp8bench.formats.recipes import TENSOR
 from fp8bench.formats.scaled import factor
-from fp8bench.formats.scalings import TENSOR
 from fp8bench.nn.batches import (
     DOUBLE,
     Bytes,

@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fp8bench.model import Level
+from fp8bench.nn.arithmetics import RecipeArithmetic, ScaledArithmetic
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import E4M3, E5M2
-from fp8bench.formats.recipes import Recipe, Treatment
-from fp8bench.formats.scalings import ROW, TENSOR, ScaleRounding
+from fp8bench.formats.recipes import ROW, TENSOR, Recipe, ScaleRounding, Treatment
 from fp8bench.model import LayerScale, StaticScales
+from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.nn.tensor_scales import StaticScale
 from fp8bench.protocols import Role, ScaleBook, SilentPhases
 

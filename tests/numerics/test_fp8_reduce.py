@@ -24,7 +24,6 @@ from fp8bench.numerics.fp8_reduce import (
     FP8LM_AUTO,
     GATHER,
     MS_AMP,
-    MX32,
     POST,
     PRE,
     RING,
@@ -32,7 +31,6 @@ from fp8bench.numerics.fp8_reduce import (
     TWOSHOT,
     WAYS,
     AutoScale,
-    Plain,
     Wire,
     flushed,
     largest_scale,
@@ -41,6 +39,38 @@ from fp8bench.numerics.fp8_reduce import (
     saturated,
 )
 from fp8bench.numerics.rank_programs import AllGather, Counted, Program, Shift, simulated
+
+
+@dataclass(frozen=True)
+class Plain:
+    """One of torch's dtypes, sums of which are rounded to it."""
+
+    dtype: torch.dtype
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.to(self.dtype)
+
+    def decode(self, payload: Tensor) -> Tensor:
+        return payload.float()
+
+
+class MX32:
+    """Codes of E4M3 with a power of two for each 32 of them, which comes anew with every cast (mxfp8)."""
+
+    _SIDE = 32
+    _BIAS = 127
+
+    def encode(self, values: Tensor) -> Tensor:
+        blocks = values.reshape(-1, self._SIDE)
+        exponents = torch.frexp(blocks.abs().amax(1, keepdim=True).clamp_min(2.0**-118))[1] - 9
+        codes = E4M3().encode(torch.ldexp(blocks, -exponents)).reshape(-1)
+        return torch.cat([codes, (exponents + self._BIAS).to(torch.uint8).reshape(-1)])
+
+    def decode(self, payload: Tensor) -> Tensor:
+        count = payload.numel() * self._SIDE // (self._SIDE + 1)
+        exponents = payload[count:].to(torch.int32).reshape(-1, 1) - self._BIAS
+        return torch.ldexp(E4M3().decode(payload[:count]).reshape(-1, self._SIDE), exponents).reshape(-1)
+
 
 # SQNR in dB of 262,144 normal values, measured apart from this code; values whose ranks share half of their variance.
 OWN = {

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E8M0, FORMATS, Format
 from fp8bench.formats.operators import values
-from fp8bench.formats.scalings import ScaleRounding, Scaling
+from fp8bench.formats.recipes import ScaleRounding, Scaling
 from fp8bench.numerics import operands
 from fp8bench.numerics.operands import ProductWatch, is_of
 

@@ -1,8 +1,11 @@
-"""Every figure of a rounded tensor: against its definition written out in numpy, by hand, and at the edges."""
+"""Every figure of a rounded tensor: against its definition in numpy, by hand, at the edges; factors, names, courses."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,11 +13,95 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, FP16, TF32, Format
+from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FP16, TF32, Format
 from fp8bench.formats.quantise import round_to
+from fp8bench.formats.recipes import (
+    MX,
+    NVFP4,
+    NVFP4_SQUARE,
+    NVFP4_UP,
+    ROW,
+    SQUARE,
+    TENSOR,
+    ScaleRounding,
+    Scaling,
+)
+from fp8bench.formats.scaled import values
+from fp8bench.model.specs import spec_of
 from fp8bench.numerics import norms
-from fp8bench.numerics.tensor_error import BLOCK, Factors, Spread, TensorError, tensor_error
+from fp8bench.numerics.tensor_error import (
+    BLOCK,
+    Factors,
+    Spread,
+    TensorError,
+    factors_of,
+    figures,
+    in_blocks,
+    scale_course,
+    tensor_error,
+)
+from fp8bench.units import EXACT_DB
 from tests.formats.scaling_definitions import gaussian
+
+FLOOR = Scaling(1, 32, E8M0, ScaleRounding.FLOOR)
+SCALINGS = [
+    (E4M3, None), (E4M3, TENSOR), (E5M2, ROW), (E4M3, Scaling(1, 128)), (E4M3, SQUARE), (E4M3, MX), (E2M1, FLOOR),
+    (E2M1, NVFP4), (E2M1, NVFP4_UP), (E2M1, NVFP4_SQUARE),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(20, 200), (129, 33), (1, 7)])
+@pytest.mark.parametrize(("fmt", "scaling"), SCALINGS, ids=lambda one: getattr(one, "name", "none"))
+def test_values_are_elements_times_their_factors(fmt: Format, scaling: Scaling | None, shape: tuple[int, int]) -> None:
+    """So that what is left, over its factor, is a value of the format; uneven ends included."""
+    x = gaussian(*shape, seed=3)
+    factors = factors_of(x, fmt, scaling)
+    left = values(x, fmt, scaling)
+    steps = factors.over((slice(0, shape[0]), slice(0, shape[1]))).expand(shape)
+    elements = (left.double() / steps).to(torch.float32)
+    torch.testing.assert_close(elements, round_to(elements, fmt), rtol=2**-22, atol=0)
+    found = tensor_error(x, left, fmt, factors)
+    assert found.max_ulp is not None and 0.3 < found.max_ulp < 0.5 + 2**-18
+    saturates = scaling in (FLOOR, NVFP4, NVFP4_SQUARE) and shape != (1, 7)
+    assert bool(found.saturated) == saturates
+
+
+def test_a_given_scale_takes_the_place_of_the_current_one() -> None:
+    """One of earlier steps: an octave too large, and the largest values saturate."""
+    x = gaussian(8, 64, seed=3)
+    scale = 2 * E4M3.largest / x.abs().max()
+    found = tensor_error(x, values(x, E4M3, TENSOR, scale=scale), E4M3, factors_of(x, E4M3, TENSOR, scale))
+    assert found.utilisation == pytest.approx(2) and found.saturated
+    assert found.saturated == int((x.abs() > x.abs().max() / 2).sum())
+
+
+def test_pieces_of_a_tensor_have_the_factors_of_the_whole() -> None:
+    """Rows and columns of a piece find their blocks, also where it cuts them."""
+    factors = Factors(torch.arange(6.0).view(2, 3), 4, 2)
+    whole = factors.over((slice(0, 7), slice(0, 5)))
+    assert whole.tolist()[3:5] == [[0, 0, 1, 1, 2], [3, 3, 4, 4, 5]]
+    assert torch.equal(factors.over((slice(2, 6), slice(1, 4))), whole[2:6, 1:4])
+    assert factors.over((slice(2, 6), slice(1, 4))).dtype == torch.float64
+
+
+def test_peaks_are_the_largest_of_each_block_over_all_pieces() -> None:
+    """Blocks that pieces cut gather theirs."""
+    x = gaussian(10, 12, seed=3).abs().double()
+    factors = Factors(torch.ones(3, 3), 4, 4)
+    peaks = factors.none()
+    for top in range(0, 10, 3):
+        for left in range(0, 12, 8):
+            place = slice(top, min(top + 3, 10)), slice(left, min(left + 8, 12))
+            factors.raise_to_peaks(peaks, x[place], place)
+    wanted = [[float(x[r : r + 4, c : c + 4].max()) for c in range(0, 12, 4)] for r in range(0, 10, 4)]
+    assert peaks.tolist() == wanted
+
+
+def test_blocks_of_columns_are_filled_with_zeros() -> None:
+    """And all columns are one block if none are asked for."""
+    x = torch.ones(2, 5)
+    assert in_blocks(x, 4).tolist()[0] == [[1, 1, 1, 1], [1, 0, 0, 0]] and in_blocks(x, 0).shape == (2, 1, 5)
+
 
 GRIDS = (E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E3M2, E2M3, E2M1, FP16, BF16, TF32)
 EVERY_GRID = pytest.mark.parametrize("fmt", GRIDS, ids=lambda fmt: fmt.name)
@@ -143,8 +230,8 @@ def test_nearest_rounding_is_within_half_an_ulp(fmt: Format) -> None:
     bits = torch.randint(-(1 << 31), (1 << 31) - 1, (1 << 18,), generator=generator, dtype=torch.int64)
     x = bits.to(torch.int32).view(torch.float32)
     ties = torch.arange(1, 1 << 12, dtype=torch.float32) * (fmt.smallest_subnormal / 2)
-    for values in (x[x.isfinite()], gaussian(1 << 16) * fmt.largest / 4, ties, torch.tensor([fmt.largest])):
-        found = tensor_error(values, round_to(values, fmt), fmt)
+    for numbers in (x[x.isfinite()], gaussian(1 << 16) * fmt.largest / 4, ties, torch.tensor([fmt.largest])):
+        found = tensor_error(numbers, round_to(numbers, fmt), fmt)
         assert found.max_ulp is not None and found.max_ulp <= 0.5
     # Of the ties half lie in the middle exactly.
     assert tensor_error(ties, round_to(ties, fmt), fmt).max_ulp == 0.5
@@ -295,3 +382,90 @@ def test_any_shape_is_rows_of_its_last_dimension(shape: tuple[int, ...]) -> None
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="shapes differ"):
         tensor_error(torch.ones(3, 1), torch.ones(3))
+
+
+X = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+UNITS = {
+    "sqnr_db": "dB", "sqnr_row_median_db": "dB", "sqnr_row_p1_db": "dB", "sqnr_block_median_db": "dB",
+    "sqnr_block_p1_db": "dB", "relative_error": "ratio", "max_ulp": "ulp", "cosine_loss": "ratio", "slope": "ratio",
+    "underflow_percent": "%", "underflow_nonzero_percent": "%", "saturation_percent": "%", "subnormal_percent": "%",
+    "not_finite_percent": "%", "utilisation_percent": "%", "dynamic_range_octaves": "octaves",
+    "scale_drift_octaves": "octaves", "scale_lag_octaves": "octaves",
+}  # fmt: skip
+
+
+def test_every_figure_has_its_name_and_unit() -> None:
+    """And the value that the tensor's error has."""
+    error = tensor_error(X, round_to(X, E4M3), E4M3)
+    found = figures(error, scale_course([1.0, 2.0], [448.0, 112.0], E4M3))
+    assert {name: spec_of(name).unit for name in found} == UNITS
+    assert all(type(value) is float and math.isfinite(value) for value in found.values())
+    assert found["sqnr_db"] == error.sqnr_db and found["slope"] == error.slope and found["max_ulp"] == error.max_ulp
+    assert error.cosine is not None and found["cosine_loss"] == 1 - error.cosine
+    assert error.utilisation is not None and found["utilisation_percent"] == 100 * error.utilisation
+    assert (found["scale_drift_octaves"], found["scale_lag_octaves"]) == (1.0, 0.0)
+
+
+def test_what_is_exact_is_told_by_the_cap() -> None:
+    """A number all the same, above those of any error; parts too."""
+    x = X.to(torch.bfloat16)
+    found = figures(tensor_error(x, x, BF16))
+    assert {name: value for name, value in found.items() if name.endswith("_db")} == dict.fromkeys(
+        (name for name in UNITS if name.endswith("_db")), EXACT_DB
+    )
+    assert found["relative_error"] == found["cosine_loss"] == 0
+    tiny = X.double() * (1 + 1e-11)
+    assert figures(tensor_error(X.double(), tiny))["sqnr_db"] == EXACT_DB == pytest.approx(20 * 10)
+
+
+def test_what_a_tensor_does_not_have_is_left_out() -> None:
+    """Ratios of a zero tensor, what needs a format, a scale's course."""
+    zero = figures(tensor_error(torch.zeros(4), torch.zeros(4), E4M3))
+    assert set(zero) == {
+        "max_ulp", "underflow_percent", "underflow_nonzero_percent", "saturation_percent", "subnormal_percent",
+        "not_finite_percent",
+    }  # fmt: skip
+    assert not any(zero.values())
+    assert set(UNITS) - set(figures(tensor_error(X, X / 2))) == {
+        "max_ulp", "saturation_percent", "subnormal_percent", "utilisation_percent", "scale_drift_octaves",
+        "scale_lag_octaves",
+    }  # fmt: skip
+
+
+def test_the_page_has_every_figure_with_its_unit() -> None:
+    """And none that is not there."""
+    page = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text().partition("## Of a GEMM")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in page.splitlines() if line.startswith("| `")]
+    assert {name: unit for names, unit in rows for name in re.findall("`([^`]+)`", names)} == UNITS
+
+
+@pytest.mark.parametrize(
+    ("scales", "amaxes", "drift", "lag", "most"),
+    [
+        # A current scale uses the format to its largest value at each step, and drifts as the data do.
+        ((448.0, 112.0, 224.0, 224.0), (1.0, 4.0, 2.0, 2.0), (2.0, 1.0, 0.0), (0.0, 0.0, 0.0, 0.0), (2.0, 0.0)),
+        # One of the step before: twice too large is an octave of overflow, a quarter two octaves that lie idle.
+        ((448.0, 448.0, 224.0), (1.0, 2.0, 0.5), (0.0, 1.0), (0.0, 1.0, -2.0), (1.0, 1.0)),
+        # What never overflows has a negative lag: a margin of an octave.
+        ((224.0, 224.0), (1.0, 0.5), (0.0,), (-1.0, -2.0), (0.0, -1.0)),
+        # What has no logarithm is left out: an amax of 0, and scales that are none.
+        ((1.0, 0.0, math.inf, 1.0), (0.0, 1.0, 1.0, 448.0), (), (0.0,), (0.0, 0.0)),
+        # One step has no drift, and none no lag.
+        ((2.0,), (448.0,), (), (1.0,), (0.0, 1.0)),
+        ((), (), (), (), (0.0, 0.0)),
+    ],
+)
+def test_drift_and_lag_of_scales(
+    scales: Sequence[float], amaxes: Sequence[float], drift: tuple[float, ...], lag: tuple[float, ...],
+    most: tuple[float, float],
+) -> None:  # fmt: skip
+    """Step by step, and the most of each as figures have it."""
+    course = scale_course(scales, amaxes, E4M3)
+    assert (course.drift, course.lag) == (drift, lag)
+    found = figures(tensor_error(X, X), course)
+    assert (found["scale_drift_octaves"], found["scale_lag_octaves"]) == most
+
+
+def test_steps_must_agree() -> None:
+    with pytest.raises(ValueError, match="2 scales cannot be those of 1 steps"):
+        scale_course([1.0, 1.0], [1.0], E4M3)

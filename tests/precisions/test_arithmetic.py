@@ -7,8 +7,7 @@ import torch
 
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E5M2, E5M2FNUZ, FP16, TF32, Format
 from fp8bench.formats.quantise import round_to
-from fp8bench.formats.scaled import values
-from fp8bench.formats.scalings import (
+from fp8bench.formats.recipes import (
     BLOCK_POWER_OF_TWO,
     MX,
     NVFP4,
@@ -21,6 +20,7 @@ from fp8bench.formats.scalings import (
     ScaleRounding,
     Scaling,
 )
+from fp8bench.formats.scaled import values
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.shared_precisions import RecipePrecision

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import DeviceFacts, Level
-from fp8bench.nn.support import storage_support
+from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.registry import precisions
 from tests.facts import A100, B200, CPU, H200, MI300X, MI350X, V100, XPU, gpu
 

@@ -11,10 +11,8 @@ from torch.nn.functional import ScalingType
 
 from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
 from fp8bench.formats.hardware import CLASSES, DeviceClass
-from fp8bench.formats.product_rules import missing, objections
-from fp8bench.formats.recipes import Treatment
-from fp8bench.formats.scaled_products import Product, Scheme
-from fp8bench.formats.scalings import ScaleRounding, Scaling
+from fp8bench.formats.product_rules import Product, Scheme, missing, objections
+from fp8bench.formats.recipes import ScaleRounding, Scaling, Treatment
 from fp8bench.model import DeviceFacts
 
 WAITS = {

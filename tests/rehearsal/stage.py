@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from fp8bench.formats import operators
 from fp8bench.formats.native_codes import LAUNCHES
-from fp8bench.formats.scaled_products import Product
+from fp8bench.formats.product_rules import Product
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts
 from fp8bench.protocols import SilentPhases, Stamper
 from fp8bench.registry import precisions, workloads

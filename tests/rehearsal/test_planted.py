@@ -12,8 +12,8 @@ from torch.nn.functional import ScalingType
 
 from fp8bench.formats import operators
 from fp8bench.model import Case, DeviceFacts
+from fp8bench.nn.arithmetics import ScaledArithmetic
 from fp8bench.nn.block_arithmetic import BlockArithmetic
-from fp8bench.nn.recipe_arithmetic import ScaledArithmetic
 from fp8bench.protocols import Operand, Role
 from fp8bench.registry import precisions
 from tests.facts import B200, H200, MI300X

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 from _pytest.mark import ParameterSet
 
+from fp8bench.formats.product_rules import Product
 from fp8bench.formats.recipes import Recipe
-from fp8bench.formats.scaled_products import Product
 from fp8bench.model import Case, DeviceFacts, Level, PlannedCase, Request
 from fp8bench.nn import sizes
 from fp8bench.numerics.operands import needs_host

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8bench.errors import UsageError
 from fp8bench.model.step import Coverage, HeldProduct, Holder
-from fp8bench.nn.conversion.holders import held_in
+from fp8bench.nn.holders import held_in
 from fp8bench.tape.coverage import coverage_of, products_of
 from fp8bench.tape.formulas import flops_of
 from fp8bench.tape.recorder import OperatorTape
-from tests.nn.conversion.models import Experts
+from tests.nn.converted_models import Experts
 from tests.tapes import tape_of
 
 

@@ -24,7 +24,7 @@ PRECISIONS = """
 import torch
 
 from fp8bench.model import Level, Support
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
+from fp8bench.nn.arithmetics import RecipeArithmetic, ScaledArithmetic
 from fp8bench.protocols import Operand
 from fp8bench.registry import precisions
 

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from fp8bench.model import Case, LayerScale, Request, StaticScales, Status
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import workloads

@@ -14,9 +14,9 @@ from torch import Tensor
 from fp8bench import pipeline
 from fp8bench.errors import BackendMissing
 from fp8bench.model import Case, DeviceFacts, Level, Request, Status
+from fp8bench.nn.arithmetics import RecipeArithmetic, ScaledArithmetic
 from fp8bench.nn.block_arithmetic import BlockArithmetic
 from fp8bench.nn.linear import linear
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
 from fp8bench.nn.whole_layers import WholeLayer, WholeLayers
 from fp8bench.numerics.products import values_product
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentObserver, SilentPhases
@@ -29,7 +29,7 @@ from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
 from tests.own_suites import forgotten
 
 LIE = """
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.suites import Backend, Level, Support, backends
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fp8bench.formats.grids import E4M3
+from fp8bench.formats.recipes import TENSOR
 from fp8bench.formats.scaled import values
-from fp8bench.formats.scalings import TENSOR
 from fp8bench.model import Level, Scalar
 from fp8bench.nn.batches import DecodedRecords, Indices, text_records
 from fp8bench.plan.corpus import Corpus

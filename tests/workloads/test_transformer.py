@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8bench.model import PHASES, UNATTRIBUTED, DeviceFacts, Level, Request, Scalar, StaticScales
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.attention import SelfAttention
-from fp8bench.nn.cached_weights import CachedWeights
 from fp8bench.nn.gpt import compiled
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.nn.training_step import TrainingState
+from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.numerics.norms import joint_relative_frobenius
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan

@@ -15,7 +15,7 @@ from fp8bench.formats.native_codes import current_scale
 from fp8bench.formats.recipes import Delayed, Treatment
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.model import MemoryRole
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.parallel.exchanges import FP8Wire, first_of_all, said_by_all

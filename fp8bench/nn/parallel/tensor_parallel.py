@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fp8bench.formats.native_codes import current_scale
 from fp8bench.formats.recipes import Delayed, Treatment
 from fp8bench.formats.scaled import largest_magnitude
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.attention import SelfAttention
 from fp8bench.nn.gpt import GPT, Block, loss_of
 from fp8bench.nn.linear import Linear

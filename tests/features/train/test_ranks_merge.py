@@ -22,7 +22,7 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.formats.grids import E4M3
-from fp8bench.formats.scalings import Scaling
+from fp8bench.formats.recipes import Scaling
 from fp8bench.measure.ranks.merge import merged as merged_with
 from fp8bench.model import MemoryUse
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.scaled import largest_magnitude
-from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
+from fp8bench.nn.arithmetics import PlainArithmetic, RecipeArithmetic, ScaledArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel import tensor_parallel
 from fp8bench.nn.parallel.ways import INPUTS, Job, cut_of, cuts

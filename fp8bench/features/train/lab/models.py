@@ -16,7 +16,7 @@ from fp8bench.formats.hardware import emulated, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.nn.parallel.ways import uncuttable
-from fp8bench.nn.support import uncompilable
+from fp8bench.nn.shared_workloads import uncompilable
 from fp8bench.nn.sizes import LINE, SIZES, GPTConfig
 from fp8bench.protocols import Layer, Precision
 

@@ -17,7 +17,7 @@ from fp8bench.features.train.request import LARGEST_LOSS_SCALE, TrainerSettings
 from fp8bench.features.train.values import Arm, ArmRole
 from fp8bench.formats.grids import E4M3, FP16
 from fp8bench.formats.native_codes import codes, current_scale
-from fp8bench.formats.scalings import ScaleRounding
+from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.moments import Bucket, Storage, Update, bucketed, in_arithmetic, scaled

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from fp8bench.features.train.values import LayerReading
 from fp8bench.formats.blocks import float_factor
 from fp8bench.formats.grids import BF16, FORMATS, FP16, Format
-from fp8bench.formats.scalings import ScaleRounding
-from fp8bench.formats.recipes import Scaling
+from fp8bench.formats.recipes import ScaleRounding, Scaling
 from fp8bench.formats.scaled import blocks_of, largest_magnitude
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.numerics.norms import as_rows
 from fp8bench.numerics.tensor_error import decibels
 from fp8bench.protocols import Arithmetic, Operand, Role

@@ -31,7 +31,7 @@ from fp8bench.features.train.values import (
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
 from fp8bench.nn.gpt import Forward, LanguageModel, compiled
-from fp8bench.nn.cached_weights import CachedWeights
+from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role, SilentPhases, WatchedArithmetic, key_of
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions

@@ -18,7 +18,7 @@ from fp8bench.formats.codes import decode
 from fp8bench.formats.grids import FORMATS, Format
 from fp8bench.formats.recipes import Scaling
 from fp8bench.formats.scaled import quantise
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Arithmetic, Role
 from fp8bench.registry import precisions

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.conversion.conversion import Conversion
+from fp8bench.nn.conversion import Conversion
 from fp8bench.protocols import Arithmetic, Layer
 
 FP32 = PlainArithmetic(torch.float32)

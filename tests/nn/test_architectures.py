@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.model.step import Coverage, ShareKind
-from fp8bench.nn.conversion.holders import held_in
-from fp8bench.nn.model_calls import call_of, loss_of, tensors_in
+from fp8bench.nn.holders import held_in
+from fp8bench.nn.own_model import call_of, loss_of, tensors_in
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.registry import precisions
 from fp8bench.tape.coverage import coverage_of
 from fp8bench.tape.timed_calls import OperatorTimes, shares_of
 from tests.facts import CPU
-from tests.nn.conversion.models import FP32, converted, everything_in
+from tests.nn.converted_models import FP32, converted, everything_in
 from tests.tapes import tape_in_phases, tape_of
 
 pytestmark = pytest.mark.slow

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.conversion.conversion import Conversion
-from fp8bench.nn.conversion.holders import check_map, held_in
+from fp8bench.nn.conversion import Conversion
+from fp8bench.nn.holders import check_map, held_in
 from fp8bench.protocols import Arithmetic, Layer, Phases, key_of
 from fp8bench.registry import precisions
 from tests.facts import CPU
-from tests.nn.conversion.models import FP32, Experts, converted, everything_in, outcome
+from tests.nn.converted_models import FP32, Experts, converted, everything_in, outcome
 from tests.tapes import tape_in_phases
 
 FP8 = precisions.get("fp8").arithmetic(CPU)

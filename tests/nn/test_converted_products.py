@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.conversion.products import Products
-from fp8bench.nn.conversion.stacked import Stacked
+from fp8bench.nn.conversion import Products
+from fp8bench.nn.holders import Stacked
 from fp8bench.nn.linear import linear
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Phases, SilentPhases
 from fp8bench.registry import precisions
 from tests.facts import CPU
-from tests.nn.conversion.models import FP32, Experts, converted, outcome, sequential
+from tests.nn.converted_models import FP32, Experts, converted, outcome, sequential
 from tests.tapes import tape_in_phases
 
 
