@@ -12,7 +12,7 @@ import pytest
 
 from fp8bench import units
 from fp8bench.api import load
-from fp8bench.features.train.kept import load_training, training_files
+from fp8bench.features.train.kind import load_training, training_files
 from fp8bench.features.train.values import ArmCost
 from fp8bench.model import EnergyUse, Run
 from tests.measure.sensors.nvml.library import Simulation, build, uuid_of, why_not

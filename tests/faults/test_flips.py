@@ -13,7 +13,7 @@ import pytest
 
 from fp8bench.errors import Fp8benchError
 from fp8bench.features.duel.kind import DuelKind, start_duel
-from fp8bench.features.train.kept import load_training, reopen_training, start_training
+from fp8bench.features.train.kind import load_training, reopen_training, start_training
 from fp8bench.model.codec import encode
 from fp8bench.store.acks import acks_of, append_acks, load_acks
 from fp8bench.store.index.figure_files import Memory

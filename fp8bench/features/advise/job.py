@@ -16,7 +16,7 @@ from fp8bench.features.advise.basis import Basis, Trained, speed_of
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Checked
 from fp8bench.features.sensitivity.job import studies_of, write_map_file
 from fp8bench.features.sensitivity.study import as_words
-from fp8bench.features.train.kept import load_training, training_named
+from fp8bench.features.train.kind import load_training, training_named
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.files import append_lines, sealed_line
 from fp8bench.model import Interval, Run

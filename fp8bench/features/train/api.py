@@ -17,8 +17,8 @@ from fp8bench.cli.option_types import asks, folder, keywords_of, names, pairs
 from fp8bench.errors import StoreError, UnknownName, UsageError
 from fp8bench.features.train.data import TrainingFrames, write_training
 from fp8bench.features.train.health.health import Health
-from fp8bench.features.train.kept import load_training as read_training
-from fp8bench.features.train.kept import plain, training_named
+from fp8bench.features.train.kind import load_training as read_training
+from fp8bench.features.train.kind import plain, training_named
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest, asked
 from fp8bench.features.train.run import resume as go_on_training
 from fp8bench.features.train.run import train as train_all

@@ -16,8 +16,7 @@ from fp8bench.cli.outputs import check_outputs, in_store, show_view, tell, wante
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName
 from fp8bench.features.train.arms import check_training
-from fp8bench.features.train.kept import training_named
-from fp8bench.features.train.kind import TrainingKind
+from fp8bench.features.train.kind import TrainingKind, training_named
 from fp8bench.features.train.progress import on_terminal
 from fp8bench.features.train.request import (
     LEARNING,

@@ -1,17 +1,264 @@
-"""A training among what a store keeps: how it is found, listed, shown, reported and exported."""
+"""A training among what a store keeps: its folder, and how it is found, listed, shown, reported and exported.
+
+The folder is `<store>/trainings/<utc>-<commit8>-<id>/` with its stream, how far it came, and its checkpoints.
+`steps.jsonl` has the training in its first line and then a line for whatever was seen, through to the disk slice by
+slice. `places.json` says where a training that was killed may go on: the length of the stream then, and the folder of
+the checkpoint. It is replaced in one step once that checkpoint is whole, and older checkpoints are removed after that:
+at every moment what it names is there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
-from fp8bench.features.train.kept import find_training, id_of, load_head, load_training, training_files
-from fp8bench.features.train.values import KeptTraining, LayerReading
+from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.features.train.values import (
+    ArmCost,
+    KeptTraining,
+    LayerReading,
+    Line,
+    StepFigure,
+    StepRow,
+    Training,
+    TrainingEvent,
+    Validation,
+)
+from fp8bench.files import LineWriter, compact, digest_of, lock, sealed, stamp, unsealed, unsealed_line, write_whole
 from fp8bench.jobs.kinds import Exports, KeptTable, Kind, Report, View
-from fp8bench.model.codec import encode
+from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.report.data.plain import json_line
+from fp8bench.store.kept_lines import Content, UnknownKind, fitting, headed, lines_of, sheet_of, take_lines
+
+STREAM = "steps.jsonl"
+_PLACES = "places.json"
+_CHECKPOINTS = "checkpoints"
+# What a line is called in the stream.
+_KINDS: dict[str, type] = {
+    "step": StepRow, "reading": LayerReading, "figure": StepFigure, "validation": Validation, "event": TrainingEvent,
+    "cost": ArmCost,
+}  # fmt: skip
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+_KEPT_CHECKPOINTS = 2
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a training may go on: before a step of a seed, counted from 0, with so many bytes of its stream.
+
+    `folder` is that of the checkpoint, '' before the first step of a seed, which needs none. `out` are the arms that
+    are no longer trained, and why. `digest` is of the lines that the stream had then, '' where an older version kept
+    none.
+    """
+
+    number: int
+    step: int
+    length: int
+    folder: str = ""
+    out: tuple[tuple[str, str], ...] = ()
+    digest: str = ""
+
+
+@dataclass
+class TrainingWriter(LineWriter):
+    """An open stream, locked until it is closed, and the places that its training may go on from."""
+
+    called: str = "the training's file"
+    places: tuple[Place, ...] = ()
+
+    def append(self, lines: Sequence[Line]) -> None:
+        self._lines([plain(line) for line in lines])
+
+    def checkpoint(self, number: int, step: int) -> Path:
+        """A folder that is not there yet, for a checkpoint before that step."""
+        folder = self.path.parent.resolve() / _CHECKPOINTS / f"{number}-{step}"
+        with self._room():
+            folder.parent.mkdir(exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+        return folder
+
+    def folder_of(self, place: Place) -> Path:
+        return self.path.parent.resolve() / _CHECKPOINTS / place.folder
+
+    def keep(self, number: int, step: int, folder: Path | None, out: Sequence[tuple[str, str]]) -> None:
+        """From now on the training may go on here; of what was kept before, the checkpoint before this one stays."""
+        name = folder.name if folder is not None else ""
+        place = Place(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
+        before = [one for one in self.places if (one.number, one.step) < (number, step) and one.number == number]
+        begun, checkpoints = before[:1], before[1:][1 - _KEPT_CHECKPOINTS :]
+        with self._room():
+            self._write((*begun, *checkpoints, place))
+
+    def go_back(self, place: Place) -> None:
+        """Cut the stream to what it had there, but for the events that are no step's: when it was gone on with, say."""
+        places = tuple(one for one in self.places if (one.number, one.step) <= (place.number, place.step))
+        with self._room():
+            if places != self.places:  # else what is trained again would be taken for what they name
+                self._write(places)
+            cut = self.path.read_bytes()[place.length :].split(b"\n")
+            told = [line for line in cut[:-1] if line.startswith(_EVENT) and any(kind in line for kind in _STAY)]
+            self._file.truncate(place.length)
+            self._file.seek(place.length)
+            self._recount()
+        self._lines([_content(line) for line in told])
+
+    def _write(self, places: tuple[Place, ...]) -> None:
+        write_whole(self.path.with_name(_PLACES), compact(sealed({"places": encode(places)})))
+        self.places = places
+        remove_others(self.path.parent, places)
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(
+                f"{self.path.parent} cannot be written ({error.strerror}). What was kept before is in it; make room, "
+                "or choose another --store DIR."
+            ) from None
+
+
+# What happened to the training and not in a step, which is not made again with the steps.
+_EVENT, _STAY = b'{"event":', tuple(f'"kind":"{kind}"'.encode() for kind in ("resumed", "restarted", "out"))
+
+
+def _content(line: bytes) -> Content:
+    content, _ = unsealed_line(line)
+    return {name: value for name, value in content.items() if name in _KINDS}
+
+
+def plain(line: Line) -> dict[str, Any]:
+    """A line of a stream as a JSON value: what it is, and that."""
+    return {_NAMES[type(line)]: encode(line)}
+
+
+def start_training(training: Training, store: Path) -> TrainingWriter:
+    """Make the folder, and the stream with its first line."""
+    commit = str(training.environment.get("commit") or "nocommit")[:8]
+    folder = store / "trainings" / f"{stamp(training.started)}-{commit}-{training.id}"
+    return TrainingWriter.started(folder / STREAM, {"schema": SCHEMA, "training": encode(training)})
+
+
+def reopen_training(path: Path) -> TrainingWriter:
+    """Open a stream to go on with it. Raises StoreError where another process writes it."""
+    try:
+        file = path.open("r+b")
+    except OSError as error:
+        raise StoreError(f"the training's file {path} cannot be written ({error.strerror}).") from None
+    if not lock(file, 0):
+        file.close()
+        raise StoreError(f"another process is writing the training {path.parent.name}. Wait for its end.")
+    file.seek(0, os.SEEK_END)
+    writer = TrainingWriter(path, file)
+    try:
+        writer.places = _places(path)
+    except StoreError:
+        writer.close()
+        raise
+    remove_others(path.parent, writer.places)
+    return writer
+
+
+def _places(path: Path) -> tuple[Place, ...]:
+    """The places to which the stream is as it was then; where none is, before the first step of the first seed."""
+    kept = path.with_name(_PLACES)
+    try:
+        plain = json.loads(kept.read_text())
+        known = decode(tuple[Place, ...], plain if isinstance(plain, list) else unsealed(plain)["places"])
+    except FileNotFoundError:
+        known = ()
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StoreError(
+            f"{kept} is broken ({str(error)[:120]}), so that nobody knows where to go on. Remove it to begin again at "
+            "the first step."
+        ) from None
+    stream = path.read_bytes()
+    begun = Place(0, 0, stream.find(b"\n") + 1)
+    return tuple(one for one in known if _reaches(stream, one)) or (begun,)
+
+
+def _reaches(stream: bytes, place: Place) -> bool:
+    """Whether a stream has all that it had at a place, as it was then."""
+    if place.length > len(stream):
+        return False
+    before = sheet_of(stream[: place.length])
+    return not place.digest or (not before.lost and digest_of(before.sums) == place.digest)
+
+
+def remove_others(folder: Path, places: Iterable[Place]) -> None:
+    """Remove checkpoints that no place names: older ones, and what a kill has left half done."""
+    named = {one.folder for one in places}
+    for path in (folder / _CHECKPOINTS).glob("*"):
+        if path.name not in named:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def training_files(store: Path) -> list[Path]:
+    """The streams of a store, newest first."""
+    found = sorted((store / "trainings").glob(f"*/{STREAM}"), reverse=True)
+    return [path for path in found if path.is_file()]
+
+
+def find_training(word: str, store: Path) -> Path | None:
+    """The training that a word means: a path, its folder, an id or the beginning of one; None if it means none."""
+    with contextlib.suppress(OSError, ValueError):
+        for path in (Path(word), Path(word) / STREAM):
+            if path.is_file() and path.name == STREAM:
+                return path
+    found = fitting(word, {path: (path.parent.name, id_of(path)) for path in training_files(store)})
+    return found[0] if len(found) == 1 else None
+
+
+def training_named(word: str, store: Path) -> Path:
+    """As find_training, and 'last' is the newest; raises RunNotFound where there is none."""
+    kept = training_files(store)
+    found = (kept[0] if kept else None) if word == "last" else find_training(word, store)
+    if found is None:
+        newest = f" The newest is {kept[0].parent.name}." if kept else " The store has no trainings yet."
+        raise RunNotFound(f"no training {word!r:.200} in {store}.{newest} Give an id, its folder, or 'last'.")
+    return found
+
+
+def id_of(path: Path) -> str:
+    """The id of the training of a stream, by its folder's name."""
+    return path.parent.name.rpartition("-")[2]
+
+
+def load_head(path: Path) -> Training:
+    """A training without its lines; raises StoreError as load_training."""
+    try:
+        with path.open("rb") as file:
+            first = sheet_of(file.readline())
+        return headed(first, path, "training", partial(decode, Training))
+    except OSError as error:
+        raise RunNotFound(f"the training's file {path} cannot be read ({error.strerror}).") from None
+
+
+def load_training(path: Path) -> KeptTraining:
+    """Read a training. Broken lines are left out and named in `troubles`; raises StoreError where it is none."""
+    sheet = lines_of(path, "the training's file")
+    training = headed(sheet, path, "training", partial(decode, Training))
+    lines: list[Line] = []
+    ends = []
+
+    def take(content: Content) -> None:
+        ((name, plain),) = content.items()
+        if name == "end":
+            ends.append(plain)
+        elif name in _KINDS:
+            lines.append(cast(Line, decode(_KINDS[name], plain)))
+        else:
+            raise UnknownKind
+
+    troubles = take_lines(sheet, take, but=1)
+    return KeptTraining(training, tuple(lines), ends[-1:] == ["finished"], str(path), tuple(troubles))
 
 
 class TrainingKind(Kind[KeptTraining]):

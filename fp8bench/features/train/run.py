@@ -17,7 +17,7 @@ from statistics import median
 from fp8bench import __version__
 from fp8bench.errors import NotKept, StoreError, WorkerError, WorkerFault
 from fp8bench.features.train.arms import Turns, arms_of_seed, check_training, device_of, make_arms, supported, turns_of
-from fp8bench.features.train.kept import (
+from fp8bench.features.train.kind import (
     Place,
     TrainingWriter,
     load_head,

@@ -16,7 +16,7 @@ from typing import Any, cast
 from fp8bench.errors import StoreError, WorkerError, WorkerFault
 from fp8bench.features.train.arms import Turn, arms_of_seed
 from fp8bench.features.train.health.health import AFTER, Health, Trial, outcome, trials_of
-from fp8bench.features.train.kept import Place, TrainingWriter, load_training
+from fp8bench.features.train.kind import Place, TrainingWriter, load_training
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,

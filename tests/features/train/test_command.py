@@ -13,7 +13,7 @@ import pytest
 from fp8bench.cli.grammar import build_parser, commands_of
 from fp8bench.features.train import run as job
 from fp8bench.features.train.command import request_from
-from fp8bench.features.train.kept import load_training, training_files
+from fp8bench.features.train.kind import load_training, training_files
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import ArmCost, StepRow, TrainingEvent

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.features.train import run as job
-from fp8bench.features.train.kept import load_training, training_files
+from fp8bench.features.train.kind import load_training, training_files
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.values import StepRow, TrainingEvent
 from fp8bench.measure.handle import LocalWorker

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.features.train.kept import load_training, training_files
+from fp8bench.features.train.kind import load_training, training_files
 from fp8bench.features.train.request import PARALLEL, TrainerSettings
 from fp8bench.features.train.run import resume, train
 from fp8bench.features.train.values import ArmCost, KeptTraining, LayerReading, StepRow, TrainingEvent, Validation

@@ -13,7 +13,7 @@ import pytest
 from fp8bench import files
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerFault, WorkerLost
 from fp8bench.features.train import run as job
-from fp8bench.features.train.kept import Place, TrainingWriter, load_training, reopen_training, training_files
+from fp8bench.features.train.kind import Place, TrainingWriter, load_training, reopen_training, training_files
 from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import (
     REFERENCE_SECONDS,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.features.train.kept import start_training
+from fp8bench.features.train.kind import start_training
 from fp8bench.features.train.values import WATCHED_SECONDS, Arm, KeptTraining, LayerReading, Line, StepFigure, StepRow
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.features.train.view import page_of

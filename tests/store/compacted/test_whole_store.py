@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.features.train.test_kept import LINES
 
 from fp8bench import pipeline
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.features.duel.kind import start_duel
-from fp8bench.features.train.kept import start_training
+from fp8bench.features.train.kind import start_training
 from fp8bench.features.train.values import Training
 from fp8bench.files import write_whole
 from fp8bench.jobs.cells import cut
@@ -34,7 +35,6 @@ from fp8bench.store.runs.listing import find_run
 from tests.commands import Say, unfolded
 from tests.duels import SESSION, header, result
 from tests.facts import CPU
-from tests.features.train.test_kept import LINES
 from tests.golden.test_stored_runs import FAILING, NEW, OLD, SAMPLE, SERIES, a_store_of_them
 from tests.histories import keep, run_at, tree
 from tests.store.compacted.test_compacted import compacted, opened

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.features.train.kept import (
+from fp8bench.features.train.kind import (
     Place,
     TrainingWriter,
     find_training,
@@ -53,7 +53,7 @@ FULL = """
 import resource, sys
 from pathlib import Path
 from fp8bench.errors import StoreError
-from fp8bench.features.train.kept import reopen_training
+from fp8bench.features.train.kind import reopen_training
 from tests.trainings import row_of
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 writer = reopen_training(Path(sys.argv[1]))
