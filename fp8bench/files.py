@@ -100,6 +100,15 @@ def _checksum(text: bytes) -> str:
     return blake2b(text, digest_size=8).hexdigest()
 
 
+@contextlib.contextmanager
+def keeping(what: object, remedy: str, kind: type[StoreError] = StoreError) -> Iterator[None]:
+    """What the disk does not take is an error in a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what} cannot be written ({error.strerror}). {remedy}") from None
+
+
 def make_store(store: Path) -> None:
     """Make a store's folder if it is not there; git leaves a new one alone. Raises OSError."""
     if not store.exists():

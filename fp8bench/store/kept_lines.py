@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import Damaged, append_lines, digest_of, sealed_line, unsealed_line
+from fp8bench.files import Damaged, append_lines, digest_of, keeping, sealed_line, unsealed_line
 from fp8bench.model.codec import SCHEMA, Malformed
 
 T = TypeVar("T")
@@ -82,10 +82,8 @@ class Log(Generic[T]):
         return list(new)
 
     def _append(self, lines: Sequence[str]) -> None:
-        try:
+        with keeping(self.path, self.remedy):
             append_lines(self.path, lines)
-        except OSError as error:
-            raise StoreError(f"{self.path} cannot be written ({error.strerror}). {self.remedy}") from None
 
 
 class Broken(NamedTuple):

@@ -1,45 +1,21 @@
 """The store of another machine taken in, and what is made of runs made again.
 
-Runs that are new are copied, longer ones appended, and none is ever rewritten. Of asv's files what is here counts, and
-what is missing is taken.
+Runs that are new are copied, longer ones appended, and nothing is ever rewritten.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
-from fp8bench.errors import AsvFileError, StoreError
-from fp8bench.files import append, is_locked, locked, write_whole
+from fp8bench.errors import StoreError
+from fp8bench.files import append, is_locked, keeping, locked, write_whole
 from fp8bench.model import Series
 from fp8bench.store.acks import merge_acks
-from fp8bench.store.asv.files import (
-    ResultsFile,
-    existing,
-    load_benchmarks,
-    load_machine,
-    load_results,
-    results_files,
-    save_benchmarks,
-    save_machine,
-    save_results,
-    settled_read,
-)
-from fp8bench.store.asv.rows import (
-    MOST_COMBINATIONS,
-    NOT_MEASURED,
-    Row,
-    by_combination,
-    combinations,
-    is_measured,
-    row_of,
-)
-from fp8bench.store.asv.view import define, results_of, write_place
+from fp8bench.store.asv.view import Taken, define, merge_folders, results_of, write_place
 from fp8bench.store.ceilings import merge_ceilings
 from fp8bench.store.commit_runs import by_place, commit_of, files_by_commit, read_runs, series_of_runs
 from fp8bench.store.index.figure_files import Fingerprints
@@ -116,7 +92,7 @@ def take(path: Path, content: bytes, target: Path) -> Came:
 
     Under one id the longer file counts where the one is the beginning of the other. Raises StoreError for any other.
     """
-    try:
+    with keeping(target, "Make room, and try again."):
         if not target.exists():
             write_whole(target, content)
             return Came.NEW
@@ -131,8 +107,6 @@ def take(path: Path, content: bytes, target: Path) -> Came:
                 if content.startswith(own):
                     append(file, content[len(own) :])
                     return Came.LONGER
-    except OSError as error:
-        raise StoreError(f"{target} cannot be written ({error.strerror}). Make room, and try again.") from None
     raise StoreError(
         f"run {id_of(path)} has other bytes in {path} than in {target}, which stays as it is: each was resumed alone, "
         "or one was changed. Keep the file that is right, and move the other away."
@@ -231,103 +205,3 @@ def join(store: Path, other: Path) -> Joined:
             failed.append(str(error))
     view = rebuild(store, {commit_of(path) for path in (*runs.copied, *runs.extended)})
     return Joined(runs, taken, acks, ceilings, view, (*failed, *view.failed))
-
-
-Load = Callable[[Path], dict[str, Any]]
-# What makes a machine another one under the same name.
-_HARDWARE = ("arch", "cpu", "num_cpu", "gpu")
-
-
-@dataclass
-class Taken:
-    """What was taken from other results: files that are new or have more, what was not taken, what a person checks."""
-
-    files: list[Path] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
-def merge_folders(ours: Path, theirs: Path) -> Taken:
-    """Take what is missing here out of another folder of results, which is only read. For holders of the lock."""
-    taken = Taken()
-    for folder in sorted({path.parent for path in theirs.glob("*/*.json")}):
-        machine = _take_machine(ours / folder.name, folder, taken)
-        for path in results_files(folder):
-            _take_file(ours, path, machine, taken)
-    with _told(taken):
-        _take_list(load_benchmarks, save_benchmarks, ours / "benchmarks.json", theirs / "benchmarks.json")
-    return taken
-
-
-def merge_files(ours: ResultsFile, theirs: ResultsFile) -> ResultsFile:
-    """Our file with the rows, combinations and durations that it lacks."""
-    rows = {name: merge_rows(ours.rows[name], row) if name in ours.rows else row for name, row in theirs.rows.items()}
-    return replace(
-        ours, rows={**ours.rows, **rows}, durations={**theirs.durations, **ours.durations},
-        others={**theirs.others, **ours.others},
-    )  # fmt: skip
-
-
-def merge_rows(ours: Row, theirs: Row) -> Row:
-    """Our row with the combinations that it lacks. Rows of different versions do not mix: ours stays as it is."""
-    if ours.version != theirs.version or len(ours.params) != len(theirs.params):
-        return ours
-    params = tuple(
-        tuple(dict.fromkeys((*own, *others))) for own, others in zip(ours.params, theirs.params, strict=True)
-    )
-    if combinations(params) > MOST_COMBINATIONS:
-        return ours
-    own, other = by_combination(ours), by_combination(theirs)
-    known = {**own, **{texts: one for texts, one in other.items() if not is_measured(own.get(texts, NOT_MEASURED))}}
-    started = ours.started_at if ours.started_at is not None else theirs.started_at
-    return replace(row_of(params, ours.version, known, started, ours.duration), profile=ours.profile)
-
-
-@contextlib.contextmanager
-def _told(taken: Taken) -> Iterator[None]:
-    """What a file cannot be taken for is a sentence among others."""
-    try:
-        yield
-    except AsvFileError as error:
-        taken.failed.append(str(error))
-
-
-def _take_file(ours: Path, path: Path, machine: Mapping[str, Any], taken: Taken) -> None:
-    """One file of theirs; `machine` is what we call its machine, so that one machine has one line."""
-    target = ours / path.parent.name / path.name
-    with _told(taken):
-        theirs = settled_read(load_results, path)
-        if theirs.params["machine"] != path.parent.name:
-            raise AsvFileError(f"{path} lies in the folder of another machine than it names.")
-        here = existing(load_results, target, [])
-        own = replace(theirs, params={**theirs.params, **machine})
-        merged = own if here is None else merge_files(here, own)
-        if here is None or merged != here:
-            save_results(target, merged)
-            taken.files.append(target)
-        taken.notes += [f"{path}: {trouble}" for trouble in theirs.troubles]
-
-
-def _take_machine(ours: Path, theirs: Path, taken: Taken) -> Mapping[str, Any]:
-    """The machine.json of one machine; returns what stands in ours then."""
-    with _told(taken):
-        name = (existing(load_machine, theirs / "machine.json") or {}).get("machine", theirs.name)
-        if name != theirs.name:
-            raise AsvFileError(f"{theirs / 'machine.json'} is of another machine than its folder, {theirs.name}.")
-        other, here = _take_list(load_machine, save_machine, ours / "machine.json", theirs / "machine.json")
-        for key in _HARDWARE:
-            if key in other and key in here and other[key] != here[key]:
-                taken.notes.append(
-                    f"machine {theirs.name} has the {key} {other[key]!r:.80} there and {here[key]!r:.80} here. To asv, "
-                    "two machines of one name are one; give one of them a name of its own in its ~/.asv-machine.json"
-                )
-        return {**other, **here}
-    return {}
-
-
-def _take_list(load: Load, save: Callable[[Path, Any], None], ours: Path, theirs: Path) -> tuple[Any, Any]:
-    """What is missing in a list; returns what stands in theirs, and what stood in ours."""
-    other, here = existing(load, theirs) or {}, existing(load, ours) or {}
-    if {**other, **here} != here:
-        save(ours, {**other, **here})
-    return other, here

@@ -22,7 +22,7 @@ from reprlib import repr as shown
 from typing import Any, TypeVar
 
 from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
-from fp8bench.files import write_whole
+from fp8bench.files import keeping, write_whole
 from fp8bench.model import Scalar, Series
 from fp8bench.model.codec import Malformed
 from fp8bench.store.asv.rows import (
@@ -112,13 +112,9 @@ def write_object(path: Path, content: Mapping[str, Any], indent: int | None = No
         text = json.dumps(content, indent=indent, sort_keys=indent is not None)
     except (TypeError, ValueError, RecursionError) as error:
         raise AsvFileError(f"{path} cannot be written: its content is no JSON ({str(error)[:200]}).") from None
-    try:
+    remedy = "What was there before is untouched; make room, or choose another --store DIR."
+    with keeping(path, remedy, AsvFileError):
         write_whole(path, text)
-    except OSError as error:
-        raise AsvFileError(
-            f"{path} cannot be written ({error.strerror}). What was there before is untouched; "
-            "make room, or choose another --store DIR."
-        ) from None
 
 
 def settled_read(load: Callable[[Path], T], path: Path, seconds: float = 2.0) -> T:

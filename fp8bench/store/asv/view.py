@@ -2,15 +2,17 @@
 
 What a commit has come to is a function of its runs alone, whichever door they came in by, so that a suite run and an
 asv run of one commit end in one line of one graph, and the view can be made again at any time. What the runs know
-nothing of (asv's own measurements, those of lost runs) is left as it stands.
+nothing of (asv's own measurements, those of lost runs) is left as it stands. Of another store's files what is missing
+here is taken.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fp8bench.errors import AsvFileError, Fp8benchError, StoreError
 from fp8bench.files import LOCK_SECONDS, locked, sweep
@@ -23,12 +25,25 @@ from fp8bench.store.asv.files import (
     load_results,
     merge_benchmarks,
     merge_machine,
+    results_files,
     save_benchmarks,
     save_machine,
     save_results,
+    settled_read,
 )
 from fp8bench.store.asv.identity import Identity, identify, resolved
-from fp8bench.store.asv.rows import NOT_MEASURED, Figures, Row, asv_statistics, by_combination, cell, row_of
+from fp8bench.store.asv.rows import (
+    MOST_COMBINATIONS,
+    NOT_MEASURED,
+    Figures,
+    Row,
+    asv_statistics,
+    by_combination,
+    cell,
+    combinations,
+    is_measured,
+    row_of,
+)
 from fp8bench.store.commit_runs import TrackedRun, remembered, runs_of_commit, series_of_runs, why_not
 from fp8bench.store.points import merged
 
@@ -199,3 +214,103 @@ def _figures(point: Point, recorded: bool) -> Figures:
         value, stats = cell(point.samples)
         return value, stats, point.samples if recorded else None
     return (None, None, None) if point.status is Status.FAILED else NOT_MEASURED
+
+
+Load = Callable[[Path], dict[str, Any]]
+# What makes a machine another one under the same name.
+_HARDWARE = ("arch", "cpu", "num_cpu", "gpu")
+
+
+@dataclass
+class Taken:
+    """What was taken from other results: files that are new or have more, what was not taken, what a person checks."""
+
+    files: list[Path] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def merge_folders(ours: Path, theirs: Path) -> Taken:
+    """Take what is missing here out of another folder of results, which is only read. For holders of the lock."""
+    taken = Taken()
+    for folder in sorted({path.parent for path in theirs.glob("*/*.json")}):
+        machine = _take_machine(ours / folder.name, folder, taken)
+        for path in results_files(folder):
+            _take_file(ours, path, machine, taken)
+    with _told(taken):
+        _take_list(load_benchmarks, save_benchmarks, ours / "benchmarks.json", theirs / "benchmarks.json")
+    return taken
+
+
+def merge_files(ours: ResultsFile, theirs: ResultsFile) -> ResultsFile:
+    """Our file with the rows, combinations and durations that it lacks."""
+    rows = {name: merge_rows(ours.rows[name], row) if name in ours.rows else row for name, row in theirs.rows.items()}
+    return replace(
+        ours, rows={**ours.rows, **rows}, durations={**theirs.durations, **ours.durations},
+        others={**theirs.others, **ours.others},
+    )  # fmt: skip
+
+
+def merge_rows(ours: Row, theirs: Row) -> Row:
+    """Our row with the combinations that it lacks. Rows of different versions do not mix: ours stays as it is."""
+    if ours.version != theirs.version or len(ours.params) != len(theirs.params):
+        return ours
+    params = tuple(
+        tuple(dict.fromkeys((*own, *others))) for own, others in zip(ours.params, theirs.params, strict=True)
+    )
+    if combinations(params) > MOST_COMBINATIONS:
+        return ours
+    own, other = by_combination(ours), by_combination(theirs)
+    known = {**own, **{texts: one for texts, one in other.items() if not is_measured(own.get(texts, NOT_MEASURED))}}
+    started = ours.started_at if ours.started_at is not None else theirs.started_at
+    return replace(row_of(params, ours.version, known, started, ours.duration), profile=ours.profile)
+
+
+@contextlib.contextmanager
+def _told(taken: Taken) -> Iterator[None]:
+    """What a file cannot be taken for is a sentence among others."""
+    try:
+        yield
+    except AsvFileError as error:
+        taken.failed.append(str(error))
+
+
+def _take_file(ours: Path, path: Path, machine: Mapping[str, Any], taken: Taken) -> None:
+    """One file of theirs; `machine` is what we call its machine, so that one machine has one line."""
+    target = ours / path.parent.name / path.name
+    with _told(taken):
+        theirs = settled_read(load_results, path)
+        if theirs.params["machine"] != path.parent.name:
+            raise AsvFileError(f"{path} lies in the folder of another machine than it names.")
+        here = existing(load_results, target, [])
+        own = replace(theirs, params={**theirs.params, **machine})
+        merged = own if here is None else merge_files(here, own)
+        if here is None or merged != here:
+            save_results(target, merged)
+            taken.files.append(target)
+        taken.notes += [f"{path}: {trouble}" for trouble in theirs.troubles]
+
+
+def _take_machine(ours: Path, theirs: Path, taken: Taken) -> Mapping[str, Any]:
+    """The machine.json of one machine; returns what stands in ours then."""
+    with _told(taken):
+        name = (existing(load_machine, theirs / "machine.json") or {}).get("machine", theirs.name)
+        if name != theirs.name:
+            raise AsvFileError(f"{theirs / 'machine.json'} is of another machine than its folder, {theirs.name}.")
+        other, here = _take_list(load_machine, save_machine, ours / "machine.json", theirs / "machine.json")
+        for key in _HARDWARE:
+            if key in other and key in here and other[key] != here[key]:
+                taken.notes.append(
+                    f"machine {theirs.name} has the {key} {other[key]!r:.80} there and {here[key]!r:.80} here. To asv, "
+                    "two machines of one name are one; give one of them a name of its own in its ~/.asv-machine.json"
+                )
+        return {**other, **here}
+    return {}
+
+
+def _take_list(load: Load, save: Callable[[Path, Any], None], ours: Path, theirs: Path) -> tuple[Any, Any]:
+    """What is missing in a list; returns what stands in theirs, and what stood in ours."""
+    other, here = existing(load, theirs) or {}, existing(load, ours) or {}
+    if {**other, **here} != here:
+        save(ours, {**other, **here})
+    return other, here

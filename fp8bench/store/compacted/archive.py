@@ -21,9 +21,10 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from fp8bench.errors import StoreError
-from fp8bench.files import locked, replacing, write_whole
+from fp8bench.files import keeping, locked, replacing, write_whole
 from fp8bench.store.compacted.manifest import (
     ARCHIVE,
+    MAKE_ROOM,
     Archive,
     ArchivedFile,
     Manifest,
@@ -127,28 +128,23 @@ def write_archive(path: Path, store: Path, files: Sequence[Stated]) -> tuple[Arc
     Returns it, and the files that changed meanwhile or cannot be read, which are not in it. Raises StoreError.
     """
     packed: list[ArchivedFile] = []
-    try:
-        with replacing(path) as partial:
-            with partial.open("xb") as file:
-                with (
-                    gzip.GzipFile("", "wb", fileobj=file, mtime=0) as squeezed,
-                    tarfile.open(fileobj=squeezed, mode="w", encoding="utf-8") as tar,
-                ):
-                    for one in files:
-                        if (content := _unchanged(store / one.path, one)) is not None:
-                            member = tarfile.TarInfo(one.path)  # without a date and an owner
-                            member.size = one.size
-                            tar.addfile(member, io.BytesIO(content))
-                            packed.append(ArchivedFile(one.path, hashlib.sha256(content).hexdigest(), *one[1:]))
-                file.flush()
-                os.fsync(file.fileno())
-            made = Archive(partial.stat().st_size, digest_of(partial), tuple(packed))
-            for _ in contents(partial, made):
-                pass
-    except OSError as error:
-        raise StoreError(
-            f"{path} cannot be written ({error.strerror}). Make room, and run it again; the runs are untouched."
-        ) from None
+    with keeping(path, MAKE_ROOM), replacing(path) as partial:
+        with partial.open("xb") as file:
+            with (
+                gzip.GzipFile("", "wb", fileobj=file, mtime=0) as squeezed,
+                tarfile.open(fileobj=squeezed, mode="w", encoding="utf-8") as tar,
+            ):
+                for one in files:
+                    if (content := _unchanged(store / one.path, one)) is not None:
+                        member = tarfile.TarInfo(one.path)  # without a date and an owner
+                        member.size = one.size
+                        tar.addfile(member, io.BytesIO(content))
+                        packed.append(ArchivedFile(one.path, hashlib.sha256(content).hexdigest(), *one[1:]))
+            file.flush()
+            os.fsync(file.fileno())
+        made = Archive(partial.stat().st_size, digest_of(partial), tuple(packed))
+        for _ in contents(partial, made):
+            pass
     there = {one.path for one in packed}
     return made, [one.path for one in files if one.path not in there]
 

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8bench.errors import StoreError
-from fp8bench.files import PARTIAL, locked
+from fp8bench.files import PARTIAL, keeping, locked
 from fp8bench.model import Fault
 from fp8bench.store.commit_runs import by_commit, by_place, read_runs
 from fp8bench.store.compacted.archive import Archived, archive, contents, is_whole
 from fp8bench.store.compacted.manifest import (
     ARCHIVE,
+    MAKE_ROOM,
     Archive,
     Manifest,
     Partition,
@@ -255,13 +256,8 @@ class _Compacting:
         self.result.rows = sum(one.rows for one in self.manifest.partitions.values())
 
     def _save(self) -> None:
-        try:
+        with keeping(index_of(self.store), MAKE_ROOM):
             save_manifest(self.store, self.manifest)
-        except OSError as error:
-            raise StoreError(
-                f"{index_of(self.store)} cannot be written ({error.strerror}). Make room, and run it again; the runs "
-                "are untouched."
-            ) from None
 
 
 def _begun(store: Path) -> Manifest:

@@ -26,6 +26,7 @@ from fp8bench.store.runs.listing import Listing, index_of
 # Raised when the same runs would come to other rows, or be written down in another way.
 VERSION = 4
 ARCHIVE = "archive"
+MAKE_ROOM = "Make room, and run it again; the runs are untouched."
 _MAGIC = b"fp8bench points"
 _NUMBERED = ("layouts", "silents", "lines", "unders", "machines")
 

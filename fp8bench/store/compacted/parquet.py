@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import PARTIAL, replacing
 from fp8bench.model import Status
-from fp8bench.store.compacted.manifest import ARCHIVE, Manifest, Partition, points_of
+from fp8bench.store.compacted.manifest import ARCHIVE, MAKE_ROOM, Manifest, Partition, points_of
 from fp8bench.store.index.figure_files import digest_of
 from fp8bench.store.index.tables import ROW, Rows
 
@@ -384,7 +384,7 @@ def _sweep(store: Path) -> None:
 def _full(store: Path, error: Exception) -> StoreError:
     why = error.strerror if isinstance(error, OSError) else first_line(error)
     folder = points_of(store)
-    return StoreError(f"{folder} cannot be written ({why}). Make room, and run it again; the runs are untouched.")
+    return StoreError(f"{folder} cannot be written ({why}). {MAKE_ROOM}")
 
 
 def _objects(values: Sequence[Any]) -> Any:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import LineWriter, end_line, lock, make_store, stamp, try_writing, unsealed_line
+from fp8bench.files import LineWriter, end_line, keeping, lock, make_store, stamp, try_writing, unsealed_line
 from fp8bench.model import (
     CELL_PHASES,
     Capacity,
@@ -281,14 +281,10 @@ class RunWriter(LineWriter):
 def check_store(store: Path) -> None:
     """Raise if runs cannot be written there, or there is hardly any room; asked before anything is measured."""
     folder = store / "runs"
-    try:
+    with keeping(f"the store {store}", "Choose another --store DIR."):
         make_store(store)
         try_writing(folder)
         free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise StoreError(
-            f"the store {store} cannot be written ({error.strerror}). Choose another --store DIR."
-        ) from None
     if free < LEAST_FREE_BYTES:
         raise StoreError(f"the store {store} has only {free} bytes left. Make room, or choose another --store DIR.")
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from fp8bench.errors import StoreError
 from fp8bench.store.asv.files import ResultsFile, load_results, save_benchmarks, save_machine, save_results
 from fp8bench.store.asv.rows import Row
-from fp8bench.store.merge_stores import find_store, merge_files, merge_folders, merge_rows, merge_runs
+from fp8bench.store.asv.view import merge_files, merge_folders, merge_rows
+from fp8bench.store.merge_stores import find_store, merge_runs
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_head, load_run, lock_run
 from tests.histories import MACHINE, PYTHON, commit, history, keep, run_at, tree
