@@ -286,7 +286,11 @@ class CaseRunner:
         """One session of a case. With fewer processes a side where memory does not admit all."""
         seed = random.Random(f"{self.seed}:{number}:{one.before.planned.case.id}").getrandbits(32)
         while True:
-            turns = self._turns(one, seed)
+            sides = zip(self.pair, (one.before, one.after), strict=True)
+            entries = [
+                self._entry(side, outcome.planned, place) for side, outcome in sides for place in range(one.processes)
+            ]
+            turns = Turns(entries, seed)
             failed: ArmFailed | None = None
             session: Session | None = None
             try:
@@ -319,13 +323,6 @@ class CaseRunner:
             passes.errors([outcome])
             if not outcome.failure:
                 passes.memory([outcome])
-
-    def _turns(self, one: CaseProgress, seed: int) -> Turns:
-        before, after = (
-            [self._entry(side, outcome.planned, place) for place in range(one.processes)]
-            for side, outcome in zip(self.pair, (one.before, one.after), strict=True)
-        )
-        return Turns(before, after, seed)
 
     def _entry(self, side: SideWorkers, planned: PlannedCase, place: int) -> Entry:
         case = planned.case

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerLost
-from fp8bench.features.duel.values import Session
+from fp8bench.features.duel.values import AFTER, BEFORE, Session
 from fp8bench.measure.arm import Arm, ArmFailed, guarding
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.measure.interrupts import ignored
@@ -95,13 +95,8 @@ class Entry:
 class Turns:
     """The entries of both sides, as many of each. Their order is drawn from the seed, so that no side is the first."""
 
-    before: list[Entry]
-    after: list[Entry]
+    entries: Sequence[Entry]
     seed: int
-
-    @property
-    def entries(self) -> list[Entry]:
-        return [*self.before, *self.after]
 
     def measure(self, rule: StoppingRule, tell: Callable[[str], None]) -> Session:
         """Prepare all, run rounds, check what the steps have left; `tell` is told what is being done."""
@@ -112,7 +107,9 @@ class Turns:
         for entry in self.entries:
             with guarding(entry.arm):
                 entry.arm.check(entry.worker)
-        before, after = (tuple(entry.arm.timing() for entry in side) for side in (self.before, self.after))
+        before, after = (
+            tuple(entry.arm.timing() for entry in self.entries if entry.side == side) for side in (BEFORE, AFTER)
+        )
         return Session(before, after, stopped)
 
     def entry_of(self, arm: Arm) -> Entry:
@@ -132,7 +129,7 @@ class Turns:
 
     def _prepare(self, order: random.Random, tell: Callable[[str], None]) -> None:
         """Prepare all arms, then have them agree on what must be the same for a fair comparison."""
-        turn = self.entries
+        turn = [*self.entries]
         order.shuffle(turn)
         for entry in turn:
             tell(f"preparing side {entry.side} of")

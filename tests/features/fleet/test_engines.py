@@ -160,13 +160,8 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin")
     parts = {"socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "munge.seed"}
-    munge = [
-        "munged",
-        "--foreground",
-        "--force",
-        f"--key-file={key}",
-        *(f"--{a}={folder}/{b}" for a, b in parts.items()),
-    ]
+    paths = [f"--{part}={folder}/{name}" for part, name in parts.items()]
+    munge = ["munged", "--foreground", "--force", f"--key-file={key}", *paths]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for words in (munge, ["slurmctld", "-D"], ["slurmd", "-D"]):
@@ -261,9 +256,7 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     environment.pop("OMP_NUM_THREADS", None)
     words = [sys.executable, "-c", _LOOPBACK + _NODE]
     with (
-        tempfile.TemporaryDirectory(
-            dir="/tmp", prefix="ray-"
-        ) as short,  # the names of its sockets may have 107 letters
+        tempfile.TemporaryDirectory(dir="/tmp", prefix="ray-") as short,  # names of its sockets may have 107 letters
         subprocess.Popen(
             [*words, short], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as node,

@@ -20,16 +20,8 @@ from fp8bench.model.run import Cell, FleetPlan
 _HOSTILE = """it's "a" $(touch x) `touch y` $HOME ${HOME} $$ \\ ; | & #\n- a: [b] %s"""
 _GPU = Cell("gemm[m=16]@cuda:0*4", kind="h200", gpus=4)
 _PLAN = FleetPlan("1a2b3c4d", "", "", Request("gemm"), (Cell("gemm[m=16]@cpu", kind="cpu"), _GPU), "")
-_TASKS = Tasks(
-    _PLAN,
-    "/data/plan.json",
-    "/data/store",
-    "python3",
-    90,
-    2,
-    "here/fp8bench:1",
-    Volume("claim", PurePosixPath("/data")),
-)
+_MOUNT = Volume("claim", PurePosixPath("/data"))
+_TASKS = Tasks(_PLAN, "/data/plan.json", "/data/store", "python3", 90, 2, "here/fp8bench:1", _MOUNT)
 _BARE = replace(_TASKS, image="", volume=None)
 
 
@@ -52,9 +44,8 @@ def test_the_command_arrives_whole(name: str, workers: int | None, tmp_path: Pat
     program = folder / "python"
     program.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
     program.chmod(0o755)
-    mount = Volume("claim", PurePosixPath("/data"))
     tasks = replace(_BARE, python=str(program), workers=workers, file=f"/data/{_HOSTILE}", store=f"/data/{_HOSTILE}/s")
-    text = text_for(name, tasks if name == "sbatch" else replace(tasks, image="i", volume=mount))
+    text = text_for(name, tasks if name == "sbatch" else replace(tasks, image="i", volume=_MOUNT))
     script = tmp_path / "script"
     script.write_text(shell_of(name, text))
     indices = {"SLURM_ARRAY_TASK_ID": "1", "JOB_COMPLETION_INDEX": "1"}
