@@ -104,28 +104,28 @@ class TrainerSettings:
     model: str = option(
         "nano", Rule("a model's name", lambda value: isinstance(value, str) and bool(value)),
         f"its size: {', '.join(SIZES)}; default {{default}}", "NAME", WHAT,
-    )
+    )  # fmt: skip
     arch: str = _choice("gpt", ARCHITECTURES, "the model's architecture; default {default}", WHAT)
     batch: int = option(
         0, whole_number(0, 4096, "a whole number from 1 to 4096, or 0 for the model's own"),
         "sequences in a micro-batch; default the model's own", "N", WHAT,
-    )
+    )  # fmt: skip
     sequence: int = option(
         0, whole_number(0, 1 << 16, "a whole number from 1 to 65536, or 0 for the model's own"),
         "tokens in a sequence; default the model's own", "N", WHAT,
-    )
+    )  # fmt: skip
     micro_batches: int = option(
         1, whole_number(1, 1024), "micro-batches that a step accumulates; default {default}", "N", WHAT
     )
     rate: float = option(
         1e-3, _above_nothing("a number above 0 and up to 10", 10.0), "the largest learning rate; default {default}",
         "NUMBER", LEARNING,
-    )
+    )  # fmt: skip
     rates: tuple[tuple[str, float], ...] = option(
         (),
         Rule(f"kinds of parameters ({', '.join(PARAMETER_KINDS)}) and factors, like embedding=0.5,head=2", _are_rates),
         "factors of the rate by kind of parameters", "KIND=FACTOR,...", LEARNING, parse="factors",
-    )
+    )  # fmt: skip
     warmup: float = option(
         0.1, _SHARE, "share of the steps in which the rate rises; default {default}", "SHARE", LEARNING
     )
@@ -135,23 +135,23 @@ class TrainerSettings:
     weight_decay: float = option(
         0.1, number("a number from 0 to 10", lambda value: 0 <= value <= 10),
         "of matrices; default {default}", "NUMBER", LEARNING,
-    )
+    )  # fmt: skip
     clip: float = option(
         1.0, number("a number above 0, or 0 for none", lambda value: 0 <= value < math.inf),
         "norm of all gradients above which they are clipped; 0: never; default {default}", "NUMBER", LEARNING,
-    )
+    )  # fmt: skip
     dropout: float = option(
         0.0, number("a share from 0 to below 1", lambda value: 0 <= value < 1),
         "share of values that are dropped, the same in all arms", "SHARE", WHAT,
-    )
+    )  # fmt: skip
     loss_scale: str = option(
         "auto", Rule("auto, dynamic, or a number from 1 to 2^32", _is_loss_scale),
         "auto (the precision's own), dynamic, or a number from 1 to 2^32; default {default}", "SCALE", LEARNING,
-    )
+    )  # fmt: skip
     scale_growth: int = option(
         200, whole_number(1, MOST_STEPS),
         "steps without an overflow after which a dynamic loss scale doubles; default {default}", "N", LEARNING,
-    )
+    )  # fmt: skip
     optimizer_states: str = _choice(
         "fp32", ("fp32", "bf16", "fp8lm"), "what AdamW's moments are kept in; default {default}"
     )
@@ -160,7 +160,7 @@ class TrainerSettings:
     checkpointing: str = _choice(
         "no", ("no", "blocks"),
         "blocks: keep each block's input only, compute it again in backward; default {default}", WHAT,
-    )
+    )  # fmt: skip
     compile: str = _choice(
         "no", ("no", "yes"), "yes: torch.compile, forward and backward as one graph each; default {default}", WHAT
     )
@@ -169,7 +169,7 @@ class TrainerSettings:
         "rounded: its scores in the arm's precision, too; prescaled: queries are scaled ahead of them; default "
         "{default}",
         WHAT,
-    )
+    )  # fmt: skip
     on_nan: str = _choice(
         "stop", ("stop", "skip", "lower-rate"), "what is done about a step that is not finite; default {default}"
     )
@@ -181,11 +181,11 @@ class TrainerSettings:
     parallel: str = _choice(
         "", ("", *PARALLEL),
         "how: ddp (parts of a batch), fsdp (these, and rows of all weights), tp (parts of each block)", LENGTH,
-    )
+    )  # fmt: skip
     amax_group: str = _choice(
         "", ("", "own", "parallel"),
         "whose largest magnitude a tensor's scale is from: each rank's own, or all ranks' (usual)", LENGTH,
-    )
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_fields(self, SETTINGS_RULES)
@@ -220,11 +220,11 @@ class TrainingRequest:
         ),
         "arms for each value of a setting, or of an option of the dtypes: history=1,16,1024; several multiply",
         "NAME=A,B", WHAT, parse="axis",
-    )
+    )  # fmt: skip
     device: str | None = option(
         None, Rule("a device's name", lambda value: isinstance(value, str) and bool(value)),
         "cpu, cuda, cuda:1; default the first GPU, else cpu", "NAME", LENGTH,
-    )
+    )  # fmt: skip
     threads: int = _as_in_a_run(1, "threads")
     data: str | None = _as_in_a_run(
         None, "data", "a text, a token file (.bin) or a saved dataset; default Python's own sources", group=WHAT
@@ -237,7 +237,7 @@ class TrainingRequest:
             lambda value: isinstance(value, str) and merges_of(value) is not None,
         ),
         "bytes, bpe, or bpe:N by N merges that are learnt from the text; default {default}", "KIND", WHAT,
-    )
+    )  # fmt: skip
     stride: int = option(
         10, whole_number(1, MOST_STEPS), "every so many steps are watched closely; default {default}", "N", LENGTH
     )
@@ -248,20 +248,20 @@ class TrainingRequest:
     try_fix: bool = _as_in_a_run(
         False, "quick",
         "at an arm's first alarm, try what may help from the checkpoint before it, side by side, and say what did",
-    )
+    )  # fmt: skip
     max_batch: bool = _as_in_a_run(
         False, "max_batch",
         "after the last step, also look for the largest batch of each arm, by running it and the next one",
-    )
+    )  # fmt: skip
     memory_limit: int | None = _as_in_a_run(
         None, "memory_limit",
         "what all arms have to fit into, like 2GiB, else they are trained in pairs with the reference, and each with "
         "--max-batch; default the device's own",
-    )
+    )  # fmt: skip
     energy: bool = _as_in_a_run(
         True, "energy",
         "measure no energy; else it is where a device can tell it, in windows of steps after the last one",
-    )
+    )  # fmt: skip
     imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
     isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")
     ranks: int | None = _as_in_a_run(
