@@ -72,11 +72,9 @@ def run(
 
 
 def _measured(
-    measure: Callable[[Path, Observer, str], model.Run],
-    store: str | Path,
-    observer: Observer | None,
+    measure: Callable[[Path, Observer, str], model.Run], store: str | Path, observer: Observer | None,
     tensorboard: str | Path | None,
-) -> Run:
+) -> Run:  # fmt: skip
     board = None if tensorboard is None else folder("tensorboard", tensorboard)
     if board is not None:
         check_tensorboard(board)

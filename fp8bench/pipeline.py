@@ -144,15 +144,9 @@ def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, .
 
 
 def _measure(
-    run: Run,
-    groups: Sequence[Group],
-    store: Path,
-    writer: RunWriter,
-    workers: Sequence[Worker],
-    meters: Meters,
-    observer: Observer,
-    start: float,
-) -> Run:
+    run: Run, groups: Sequence[Group], store: Path, writer: RunWriter, workers: Sequence[Worker], meters: Meters,
+    observer: Observer, start: float,
+) -> Run:  # fmt: skip
     """The groups one by one, each kept as soon as it is done."""
     worker, other = workers
     noted: set[str] = set()
@@ -318,17 +312,9 @@ def share_of(budget: float | None, start: float, left: int) -> float | None:
 
 
 def _group(
-    group: Group,
-    run: Run,
-    budget: float | None,
-    worker: Worker,
-    meters: Meters,
-    observer: Observer,
-    quantisers: Quantisers,
-    ceilings: Mapping[str, Ceilings],
-    lost: dict[str, str],
-    untimed: Worker | None,
-) -> tuple[Record, ...]:
+    group: Group, run: Run, budget: float | None, worker: Worker, meters: Meters, observer: Observer,
+    quantisers: Quantisers, ceilings: Mapping[str, Ceilings], lost: dict[str, str], untimed: Worker | None,
+) -> tuple[Record, ...]:  # fmt: skip
     request, facts = run.request, {one.key: one for one in run.devices}
     windows = window_rule_for(request) if request.ranks is None else None
     if not workloads.get(group.cases[0].case.workload).fused:

@@ -20,6 +20,9 @@ from fp8bench.files import is_address
 from fp8bench.model.request import REQUEST_RULES, Option, Rule, options_of, words_of
 from fp8bench.units import bytes_of
 
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
 
 def path(text: str) -> Path:
     if not text:
@@ -79,23 +82,11 @@ def whole(rule: Rule) -> Callable[[str], int]:
 
 
 def number(rule: Rule) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        return float(_held(rule, text, value))
-
-    return parse
+    return lambda text: _held(rule, text, _float(text))
 
 
 def text(rule: Rule) -> Callable[[str], str]:
-    def parse(given: str) -> str:
-        if not rule.holds(given):
-            raise argparse.ArgumentTypeError(f"expected {rule.words}, got {given!r}")
-        return given
-
-    return parse
+    return lambda given: _held(rule, given, given)
 
 
 def factors(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
@@ -116,10 +107,7 @@ def factors(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
 def share(text: str) -> float:
     """A share between nothing and all: '80%' or '0.8'."""
     number, percent = (text[:-1], 100.0) if text.endswith("%") else (text, 1.0)
-    try:
-        value = float(number) / percent
-    except ValueError:
-        value = math.nan
+    value = _float(number) / percent
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no share; give one above 0 and below 1, like 80% or 0.8")
     return value
@@ -131,21 +119,26 @@ def size(text: str) -> int:
         value = bytes_of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
-    return int(_held(REQUEST_RULES["memory_limit"], text, value))
+    return _held(REQUEST_RULES["memory_limit"], text, value)
 
 
-def _held(rule: Rule, text: str, value: float) -> float:
+def _held(rule: Rule, text: str, value: T) -> T:
     if not rule.holds(value):
         raise argparse.ArgumentTypeError(f"expected {rule.words}, got {text!r}")
     return value
 
 
+def _float(text: str) -> float:
+    """NaN, which no rule holds for, where it is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def price(text: str) -> float:
     """What an hour costs: '2.50/h' or '2.50'."""
-    try:
-        value = float(text.removesuffix("/h"))
-    except ValueError:
-        value = math.nan
+    value = _float(text.removesuffix("/h"))
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no price of an hour; give a number above 0, like 2.50/h")
     return value
@@ -155,9 +148,6 @@ def commit(text: str) -> str:
     if not re.fullmatch(r"[0-9a-fA-F]{4,64}", text):
         raise argparse.ArgumentTypeError(f"{text!r:.80} is no commit; give at least four digits of its hash")
     return text.lower()
-
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def asks(kind: type, *without: str) -> Callable[[F], F]:
