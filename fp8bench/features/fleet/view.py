@@ -121,9 +121,6 @@ def coverage(report: FleetReport) -> Iterator[Element]:
     yield Items(tuple(Text(words, Tone.DOUBT) for words in report.excluded))
 
 
-KIND_COLUMNS = ("kind", "machines", "of", "field", "value")
-
-
 @dataclass(frozen=True)
 class FleetFrames:
     """A report of a fleet and its tables, each made when it is first asked for; docs/outputs.md says what their columns
@@ -162,7 +159,7 @@ class FleetFrames:
             for of, pairs in (("hardware", kind.hardware), ("software", kind.software))
             for name, value in pairs
         ]
-        return pd.DataFrame(rows, columns=list(KIND_COLUMNS))
+        return pd.DataFrame(rows, columns=["kind", "machines", "of", "field", "value"])
 
     @cached_property
     def alarms(self) -> pd.DataFrame:
