@@ -21,7 +21,6 @@ class AuditBench(Bench):
             return declared_of(named(target))
 
     def audit(self, target: str, signature: Signature, facts: DeviceFacts, ceilings: Ceilings | None = None) -> Audit:
-        """Every check of it."""
         from fp8bench.features.audit.checks import audited
         from fp8bench.features.audit.model import audited_model, given_model
 

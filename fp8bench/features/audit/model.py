@@ -57,7 +57,6 @@ class Layer:
 
 
 def layers_in(model: nn.Module) -> list[Layer]:
-    """All of them, in the model's order."""
     held = {one.module: one for one in held_in(model)}
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,13 +98,15 @@ def drawn(data: str, operand: int, rows: int, columns: int, seed: int, dtype: to
 class Rounded:
     """Elements (rows, columns) float32, and scales (down, across) float32: a value is an element times its scale.
 
-    `tensor_scale` is NVFP4's second one. Without scaling scales are one 1.
+    `tensor_scale` is NVFP4's second one. Without scaling scales are one 1. `given` is what was rounded, None where it
+    comes as codes.
     """
 
     elements: Tensor
     scales: Tensor
     treatment: Treatment | None
     tensor_scale: float = 1.0
+    given: Tensor | None = None
 
     @property
     def values(self) -> Tensor:
@@ -129,7 +130,7 @@ class Rounded:
 def rounded(x: Tensor, treatment: Treatment | None) -> Rounded:
     """As the recipe rounds it to nearest, its contraction last; None leaves it as it is."""
     if treatment is None:
-        return Rounded(x.to(torch.float32), torch.ones(1, 1), None)
+        return Rounded(x.to(torch.float32), torch.ones(1, 1), None, given=x)
     fmt, scaling = treatment.fmt, treatment.scaling
     stored = quantise(x, fmt, scaling, checked=False)
     elements = decode(unpack(stored.codes, fmt, x.shape[-1]), fmt, checked=False)
@@ -137,7 +138,7 @@ def rounded(x: Tensor, treatment: Treatment | None) -> Rounded:
     if stored.scales is not None and scaling is not None and scaling.scale is not None:
         scales = decode(scales, scaling.scale, checked=False)
     tensor_scale = 1.0 if stored.tensor_scale is None else float(stored.tensor_scale)
-    return Rounded(elements, scales.to(torch.float32).reshape(*_grid(scales)), treatment, tensor_scale)
+    return Rounded(elements, scales.to(torch.float32).reshape(*_grid(scales)), treatment, tensor_scale, x)
 
 
 def _grid(scales: Tensor) -> tuple[int, int]:
@@ -191,7 +192,6 @@ class Promised:
 
 
 def promised_by(name: str, facts: DeviceFacts) -> Promised:
-    """What a precision promises on a device."""
     precision = precisions.get(name)
     carrier = precision.arithmetic(facts).carrier
     recipe = getattr(precision, "recipe", None)
@@ -209,46 +209,34 @@ _BYTE = 8
 _TAILS = (16, 32, 64, 128)
 
 
-class Mistake(NamedTuple):
-    """Its code, in words, and the values of an operand that it makes."""
-
-    code: str
-    words: str
-    values: Tensor
+# Its code, in words, and the values of an operand that it makes.
+Mistake = tuple[str, str, Tensor]
 
 
-@dataclass(frozen=True)
-class Source:
-    """An operand as it came (None: it came as codes), and as it should be rounded."""
-
-    given: Tensor | None
-    kept: Rounded
-
-
-def mistakes(source: Source) -> Iterator[Mistake]:
+def mistakes(kept: Rounded) -> Iterator[Mistake]:
     """Of one operand, the likeliest first: what fits one by chance as well is called by the first name."""
-    if source.given is not None and source.kept.treatment is not None:
-        yield from _of_casts(source.given, source.kept, source.kept.treatment)
-    yield from _of_scales(source.kept)
-    yield from _of_tails(source.kept)
+    if kept.given is not None and kept.treatment is not None:
+        yield from _of_casts(kept.given, kept, kept.treatment)
+    yield from _of_scales(kept)
+    yield from _of_tails(kept)
 
 
 def _of_casts(x: Tensor, kept: Rounded, own: Treatment) -> Iterator[Mistake]:
-    yield Mistake("not-cast", "as it came: it was not cast", x.to(torch.float32))
+    yield "not-cast", "as it came: it was not cast", x.to(torch.float32)
     scaling = own.scaling
     if scaling is not None:
         for rounding in ROUNDINGS[scaling.scale]:
             if rounding is not scaling.rounding:
                 values = rounded(x, replace(own, scaling=replace(scaling, rounding=rounding))).values
-                yield Mistake("scale-rounding", f"cast under scales that are rounded as {rounding.value}", values)
+                yield "scale-rounding", f"cast under scales that are rounded as {rounding.value}", values
         if not scaling.turns:
             turned = rounded(x.t().contiguous(), own).values.t()
-            yield Mistake("blocks-turned", "scaled by blocks along the other dimension", turned)
+            yield "blocks-turned", "scaled by blocks along the other dimension", turned
     for words, treatment in _other_treatments(own):
-        yield Mistake("other-precision", f"cast as {words} does", rounded(x, treatment).values)
+        yield "other-precision", f"cast as {words} does", rounded(x, treatment).values
     if own.fmt.bits <= _BYTE:
         cut = quantised(x.to(torch.float32) / kept.spread, own.fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1))
-        yield Mistake("cut", "cast toward 0 and not to nearest", cut * kept.spread)
+        yield "cut", "cast toward 0 and not to nearest", cut * kept.spread
 
 
 def _other_treatments(own: Treatment) -> Iterator[tuple[str, Treatment]]:
@@ -285,15 +273,15 @@ def _of_scales(kept: Rounded) -> Iterator[Mistake]:
     }
     for words, other in laid.items():
         if other is not None and not torch.equal(other, scales):
-            yield Mistake("scale-layout", f"under scales that are {words}", replace(kept, scales=other).values)
+            yield "scale-layout", f"under scales that are {words}", replace(kept, scales=other).values
     if fmt in _FNUZ and fmt.name in DTYPES:
-        yield Mistake("fnuz", f"its codes are read as {_FNUZ[fmt].name}'s: half of it", kept.values / 2)
-    yield Mistake("scale-missing", "without its scales", elements)
+        yield "fnuz", f"its codes are read as {_FNUZ[fmt].name}'s: half of it", kept.values / 2
+    yield "scale-missing", "without its scales", elements
     if kept.tensor_scale != 1.0:
-        yield Mistake("scale-missing", "without its tensor's scale", kept.values / kept.tensor_scale)
-    yield Mistake("scale-inverse", "divided by its scales", elements / kept.spread)
-    yield Mistake("scale-twice", "with its scales applied twice", kept.values * kept.spread)
-    yield Mistake("factor", "twice as large", kept.values * 2)
+        yield "scale-missing", "without its tensor's scale", kept.values / kept.tensor_scale
+    yield "scale-inverse", "divided by its scales", elements / kept.spread
+    yield "scale-twice", "with its scales applied twice", kept.values * kept.spread
+    yield "factor", "twice as large", kept.values * 2
 
 
 def _of_tails(kept: Rounded) -> Iterator[Mistake]:
@@ -303,7 +291,7 @@ def _of_tails(kept: Rounded) -> Iterator[Mistake]:
     for count in sorted(lost - {0}):
         values = kept.values.clone()
         values[:, columns - count :] = 0
-        yield Mistake("tail", f"without the last {count} of the contraction", values)
+        yield "tail", f"without the last {count} of the contraction", values
 
 
 # What is left of a moment, or of weights, between two steps.

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.operands import Source, mistakes, rounded
+from fp8bench.features.audit.operands import Rounded, mistakes, rounded
 from fp8bench.formats.recipes import Treatment
 from fp8bench.model.promises import Difference
 from fp8bench.numerics.conformity import Sums, explain_cast, explain_product
@@ -76,12 +76,12 @@ class ProductPromise:
     that of this result.
     """
 
-    a: Source
-    b: Source
+    a: Rounded
+    b: Rounded
     emulated: Tensor | None = None
 
     def judge(self, found: Tensor, search: bool = True) -> Judged:
-        if wrong := unusable(found, (len(self.a.kept.elements), len(self.b.kept.elements))):
+        if wrong := unusable(found, (len(self.a.elements), len(self.b.elements))):
             return wrong
         sums = self._sums(found.dtype)
         likely = sums.exact.to(found.dtype) if self.emulated is None else self.emulated
@@ -108,7 +108,7 @@ class ProductPromise:
         return sums.near(one.to(torch.float64), other.to(torch.float64), 2 * sums.bound)
 
     def _sums(self, dtype: torch.dtype) -> Sums:
-        return Sums(self.a.kept.values.to(torch.float64), self.b.kept.values.to(torch.float64), dtype)
+        return Sums(self.a.values.to(torch.float64), self.b.values.to(torch.float64), dtype)
 
     def _error(self, found: Tensor) -> float | None:
         """Relative, of the exact product of what came in; None where that is not known, or zero."""
@@ -133,7 +133,7 @@ class ProductPromise:
 
     def _guesses(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
         """Both operands under the same mistake, then one of them alone."""
-        a, b = self.a.kept.values, self.b.kept.values
+        a, b = self.a.values, self.b.values
         first, second = list(mistakes(self.a)), list(mistakes(self.b))
         alike = {(code, words): values for code, words, values in second}
         for code, words, values in first:
@@ -149,10 +149,10 @@ class ProductPromise:
 class CastPromise:
     """The values that a recipe leaves of a matrix."""
 
-    source: Source
+    kept: Rounded
 
     def judge(self, found: Tensor, search: bool = True) -> Judged:
-        given, kept, treatment = self.source.given, self.source.kept, self.source.kept.treatment
+        kept, given, treatment = self.kept, self.kept.given, self.kept.treatment
         if wrong := unusable(found, tuple(kept.elements.shape)) or not_finite(found):
             return wrong
         assert given is not None and treatment is not None
@@ -164,7 +164,7 @@ class CastPromise:
         band = in_band(error, expected)
         if band.remark and not search:
             return band
-        for code, words, other in mistakes(self.source):
+        for code, words, other in mistakes(kept):
             if bool(((values - other).abs() <= _LAST_BITS * other.abs()).all()):
                 return Judged(code, f"the matrix is {words}", error, expected)
         wrong_ones = f"{int(off.sum())} of {off.numel()} elements are"
@@ -180,7 +180,7 @@ class CastPromise:
 
     def _neighbours(self, values: Tensor, treatment: Treatment) -> bool:
         """Whether every element is the promised one or beside it on its grid."""
-        kept, fmt = self.source.kept, treatment.fmt
+        kept, fmt = self.kept, treatment.fmt
         elements = values / kept.spread
         largest = torch.maximum(elements.abs(), kept.elements.abs()).clamp(min=fmt.smallest_normal)
         steps = torch.exp2(largest.log2().floor() - fmt.mantissa_bits)
@@ -218,7 +218,6 @@ class AttentionPromise:
         return Judged(error=error, expected=high) if band.code == "too-good" and not lossy else band
 
     def agrees(self, one: Tensor, other: Tensor) -> bool:
-        """Each with its error."""
         allowed = 2 * max(relative_frobenius(self._promised(weights=True).to(one.dtype), self._exact()), _LAST_BITS)
         return relative_frobenius(one, other.to(torch.float64)) <= allowed
 

@@ -273,7 +273,6 @@ class OptimizerPromise:
         return Judged(code, why, error, errors[0])
 
     def agrees(self, one: Tensor, other: Tensor) -> bool:
-        """Whether two results may be the same one, each with its error."""
         most = max(relative_frobenius(found, self._exact) for found in self._promised)
         return relative_frobenius(one, other) <= 2 * most + self._noise
 

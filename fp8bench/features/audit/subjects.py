@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from fp8bench.features.audit.operands import (
     DATA,
-    Source,
+    Rounded,
     decoded,
     drawn,
     promised_by,
@@ -77,7 +78,6 @@ class Subject(ABC):
         return torch.zeros_like(matrices[0]), *matrices[1:]
 
     def flops(self, shape: Shape) -> int:
-        """Those of a call."""
         return 2 * shape.m * shape.n * shape.k
 
     def arguments(self, matrices: Matrices) -> Matrices:
@@ -112,7 +112,7 @@ class Product(Subject):
         if self.signature.takes is Takes.VALUES:
             a, b = matrices
             return super().arguments((a, b.t().contiguous() if turned else b))
-        kept = [source.kept for source in self._sources(matrices)]
+        kept = self._kept(matrices)
         codes = [one.codes.to(self.device) for one in kept]
         scales = [self._scale(one.scales).to(self.device) for one in kept]
         whole = [torch.tensor(one.tensor_scale, device=self.device) for one in kept if one.tensor_scale != 1.0]
@@ -126,14 +126,13 @@ class Product(Subject):
         return scales.to(torch.float8_e8m0fnu if kept.name == "e8m0" else DTYPES[kept.name])
 
     def promises(self, matrices: Matrices) -> dict[str, Promise]:
-        return {"product": ProductPromise(*self._sources(matrices))}
+        return {"product": ProductPromise(*self._kept(matrices))}
 
-    def _sources(self, matrices: Matrices) -> tuple[Source, Source]:
-        a, b = (
-            Source(one if self.signature.takes is Takes.VALUES else None, rounded(one, treatment))
-            for one, treatment in zip(matrices, self.promised.treatments[:2], strict=True)
-        )
-        return a, b
+    def _kept(self, matrices: Matrices) -> tuple[Rounded, Rounded]:
+        (a, b), (first, second, _) = matrices, self.promised.treatments
+        kept = rounded(a, first), rounded(b, second)
+        given = self.signature.takes is Takes.VALUES
+        return kept if given else (replace(kept[0], given=None), replace(kept[1], given=None))
 
 
 class Cast(Subject):
@@ -155,7 +154,7 @@ class Cast(Subject):
         return {"cast": values * float(whole[0]) if whole else values}
 
     def promises(self, matrices: Matrices) -> dict[str, Promise]:
-        return {"cast": CastPromise(Source(matrices[0], rounded(matrices[0], self.promised.treatments[0])))}
+        return {"cast": CastPromise(rounded(matrices[0], self.promised.treatments[0]))}
 
 
 class Linear(Subject):
@@ -188,10 +187,7 @@ class Linear(Subject):
         }
         found: dict[str, Promise] = {}
         for name, (a, b, last) in products.items():
-            first, second = (
-                Source(one.contiguous(), rounded(one.contiguous(), None if high and last else role[which]))
-                for one, which in (a, b)
-            )
+            first, second = (rounded(one.contiguous(), None if high and last else role[which]) for one, which in (a, b))
             found[name] = ProductPromise(first, second, self._emulated(a, b, last))
         return found
 

@@ -72,7 +72,6 @@ class Auditor:
         return self.subject.results(self.subject.arguments(matrices))
 
     def judged(self, matrices: Matrices, results: dict[str, Tensor]) -> dict[str, Judged]:
-        """Each result, held against its promise."""
         promises = self.subject.promises(matrices)
         found = {}
         for name, result in results.items():
@@ -87,7 +86,6 @@ class Auditor:
         return {name: one for name, one in self.judged(matrices, self.results(matrices)).items() if one.code}
 
     def smallest(self, given: Given, name: str, judged: Judged) -> Given:
-        """The smallest input that shows the same."""
         for shape in map(self.fitting, () if given.how else _SMALLER):
             smaller = Given(given.data, shape)
             try:
@@ -115,7 +113,6 @@ class Check(ABC):
         then stands."""
 
     def applies(self) -> bool:
-        """Whether it has anything to look at."""
         return True
 
     def fail(self, code: str, why: str, given: Given | None = None) -> AuditFinding:
