@@ -49,7 +49,7 @@ def side_workers(name: str, workers: Sequence[FakeWorker], skip: str = "", versi
     return SideWorkers(Start(name, "python", ()), real, Quantisers(), (CPU,), {case.case.id: case}, versions)
 
 
-def sides(before: Script, after: Script, **options: Any) -> tuple[SideWorkers, SideWorkers]:
+def sides(before: Script, after: Script, **options: Any) -> duel_commands.Pair:
     """Two workers a side, all with one script each."""
     return (
         side_workers("A", [FakeWorker({"bf16": before}) for _ in range(2)]),
@@ -57,9 +57,7 @@ def sides(before: Script, after: Script, **options: Any) -> tuple[SideWorkers, S
     )
 
 
-def measured(
-    pair: tuple[SideWorkers, SideWorkers], sessions: int = 1, observer: SilentObserver | None = None
-) -> CaseProgress:
+def measured(pair: duel_commands.Pair, sessions: int = 1, observer: SilentObserver | None = None) -> CaseProgress:
     """The case after so many sessions."""
     one = begin_case(next(iter(pair[0].cases)), pair)
     runner = CaseRunner(pair, 0, observer or SilentObserver(), USUAL)
@@ -71,9 +69,9 @@ def measured(
     return one
 
 
-def fakes(pair: tuple[SideWorkers, SideWorkers]) -> list[FakeWorker]:
+def fakes(pair: duel_commands.Pair) -> list[Any]:
     """All workers, those of side A first."""
-    return [cast(FakeWorker, worker) for one in pair for worker in one.workers]
+    return [worker for side in pair for worker in side.workers]
 
 
 def test_every_process_is_in_every_round() -> None:
@@ -239,18 +237,13 @@ def test_several_ranks_are_no_side(tmp_path: Path) -> None:
         duel_commands.run_duel(Question(), Request("collective", ranks=2), tmp_path, TERMINAL)
 
 
-def workers_of(pair: duel_commands.Pair) -> list[Startable]:
-    """Those of A first."""
-    return [cast(Startable, worker) for side in pair for worker in side.workers]
-
-
 def test_every_session_has_fresh_processes(run_duel: RunDuel) -> None:
     """All cases are measured in each; what is told is what was kept."""
     one = started({"fp32": Script(), "bf16": Script()})
     found = run_duel(one)
     assert found.finished and found.ok and found.notes == ("a note",)
     assert [len(result.sessions) for result in found.results] == [3, 3]
-    assert all((worker.starts, worker.restarts) == (3, 2) for worker in workers_of(one))
+    assert all((worker.starts, worker.restarts) == (3, 2) for worker in fakes(one))
     assert found == DuelKind().load(Path(found.path)) and exit_code(found) == 1
 
 
@@ -293,7 +286,7 @@ def test_a_side_that_does_not_start_again_ends_it(
 ) -> None:
     """In the second session: the first is kept and told, and the error says which side."""
     one = started({"fp32": Script()})
-    workers_of(one)[3].last_start = 1
+    fakes(one)[3].last_start = 1
     with pytest.raises(WorkerLost, match="side B"):
         run_duel(one)
     assert "trouble: side B (python): the worker crashed" in capsys.readouterr().out
@@ -315,7 +308,7 @@ def test_an_interrupt_keeps_what_was_finished(run_duel: RunDuel, capsys: pytest.
 def of_two_trees(before: Mapping[str, tuple[str, ...]], after: Mapping[str, tuple[str, ...]]) -> duel_commands.Pair:
     """Sides of two working trees, '/old' and '/new', with what each side has loaded from below which."""
     pair = started({"fp32": Script()})
-    for place, worker in enumerate(workers_of(pair)):
+    for place, worker in enumerate(fakes(pair)):
         worker.modules = before if place < 2 else after
     pair[0].start = replace(pair[0].start, tree=Path("/old"))
     pair[1].start = replace(pair[1].start, tree=Path("/new"), commit="abc")
