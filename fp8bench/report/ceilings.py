@@ -8,15 +8,13 @@ from functools import partial
 from fp8bench import units
 from fp8bench.analysis.ceiling_history import Pace, Since, alike, since
 from fp8bench.model import Ceilings, Limit, Rate
-from fp8bench.report.elements import Column, Field, Page, Part, Table, Tone
+from fp8bench.report.columns import Col, table
+from fp8bench.report.elements import Page, Part, Table, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.history import count_of
 
 UNITS = {**dict.fromkeys(Limit, "B/s"), Limit.PRODUCT: "FLOP/s", Limit.LAUNCH: "launches/s"}
 _TONES = {Pace.SLOWER: Tone.BAD, Pace.FASTER: Tone.GOOD, Pace.UNCLEAR: Tone.DOUBT}
-_COLUMNS = (
-    Column("rate"), Column("before"), Column("last", number=True), Column("change", number=True), Column("is")
-)  # fmt: skip
 _LEGEND = (
     "before: all earlier measurements under the same software and settings; change: from the middle one",
     "slower, faster: more than 5% beyond all of them; unclear: runs of one measurement differ by more than 5%",
@@ -60,7 +58,6 @@ def spread_words(rate: Rate) -> str:
 
 
 def shape_words(rate: Rate) -> str:
-    """What won, and of how many."""
     if rate.limit is Limit.LAUNCH:
         return "one element"
     size = "x".join(map(str, rate.shape)) if rate.limit is Limit.PRODUCT else f"arrays of {units.size(rate.shape[0])}"
@@ -78,7 +75,7 @@ def _said(rate: Rate) -> str:
 def page_of(history: Sequence[Ceilings], store: str) -> Page:
     """A part for each device with its settings: its newest rates beside those of before."""
     parts = [
-        Part("ceilings", _title(some), (Table("ceilings", "", _COLUMNS, tuple(_rows(some))),))
+        Part("ceilings", _title(some), (_table(some),))
         for some in together(((one.device, one.under), one) for one in history).values()
     ]
     return Page(
@@ -92,22 +89,20 @@ def _title(some: Sequence[Ceilings]) -> str:
     return f"{some[-1].device} ({settings_words(some[-1])}): {count_of(len(some), 'measurement')}, {' to '.join(days)}"
 
 
-def _rows(some: Sequence[Ceilings]) -> Iterator[tuple[Field, ...]]:
+def _table(some: Sequence[Ceilings]) -> Table:
     newest = some[-1]
-    for rate in newest.rates:
-        one = since(rate, alike(newest, some))
-        shown = partial(units.count, unit=UNITS[rate.limit])
-        if one is None or rate.value is None:
-            yield (
-                Field(rate_words(rate)),
-                Field(units.NONE),
-                Field(shown(rate.value)),
-                Field(units.NONE),
-                Field(rate.why),
-            )
-            continue
-        yield (
-            Field(rate_words(rate)), Field(units.span(one.before, shown)), Field(shown(rate.value)),
-            Field(units.change(rate.value / one.middle)),
-            Field(one.pace.value, tone=_TONES.get(one.pace, Tone.PLAIN)),
-        )  # fmt: skip
+    cols: list[Col[tuple[Rate, Since | None]]] = [
+        Col("rate", lambda row: rate_words(row[0])),
+        Col("before", lambda row: units.span(row[1].before, partial(_shown, row)) if row[1] else None),
+        Col("last", lambda row: _shown(row, row[0].value), number=True),
+        Col("change", lambda row: units.change((row[0].value or 0.0) / row[1].middle) if row[1] else None, number=True),
+        Col("is", lambda row: row[1].pace.value if row[1] else row[0].why,
+            tone=lambda row: _TONES.get(row[1].pace, Tone.PLAIN) if row[1] else Tone.PLAIN),
+    ]  # fmt: skip
+    earlier = alike(newest, some)
+    rows = [(rate, since(rate, earlier) if rate.value is not None else None) for rate in newest.rates]
+    return table("ceilings", "", cols, rows)
+
+
+def _shown(row: tuple[Rate, Since | None], value: float | None) -> str:
+    return units.count(value, UNITS[row[0].limit])

@@ -5,9 +5,10 @@ Figures have columns in tables of cases because their specs say so, and tables o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fp8bench import units
 from fp8bench.model.specs import METRICS, MetricSpec
@@ -29,7 +30,7 @@ class Col(Generic[T]):
     heading: str
     of: Callable[[T], Content]
     number: bool = False
-    show: Callable[[float], str] | None = None
+    show: Callable[[Any], str] | None = None
     unit: str = ""
     tone: Callable[[T], Tone] | None = None
     hint: str = ""
@@ -50,16 +51,28 @@ class Col(Generic[T]):
             return Field(content, tone=tone)
         if content is None:
             return Field(units.NONE, tone=tone)
-        return Field(self.show(content) if self.show else units.shown(content, self.unit), content, tone)
+        text = self.show(content) if self.show else units.shown(content, self.unit)
+        return Field(text, None if math.isnan(content) else content, tone)
 
 
 def table(
-    name: str, caption: str, cols: Sequence[Col[T]], items: Iterable[T], *, main: bool = False, folded: bool = False
+    name: str, caption: str, cols: Sequence[Col[T]], items: Iterable[T], *, main: bool = False, folded: bool = False,
+    kept: Collection[str] | None = None,
 ) -> Table:  # fmt: skip
-    """A row for each item."""
-    shown = [col for col in cols if col.when]
-    rows = tuple(tuple(col.field(item) for col in shown) for item in items)
-    return Table(name, caption, tuple(col.column for col in shown), rows, main, folded)
+    """A row for each item; of columns that are not `kept`, if that is given, those in which any row says something."""
+    items = list(items)
+    shown = [(col.column, [col.field(item) for item in items]) for col in cols if col.when]
+    if kept is not None:
+        silent = ("", units.NONE)
+        shown = [(column, fields) for column, fields in shown
+                 if column.title in kept or any(field.text not in silent for field in fields)]  # fmt: skip
+    rows = tuple(zip(*(fields for _, fields in shown), strict=True))
+    return Table(name, caption, tuple(column for column, _ in shown), rows, main, folded)
+
+
+def case_cols(panel: Panel, heading: str = "group") -> tuple[Col[Any], Col[Any]]:
+    """Of rows that begin with a group and its result."""
+    return Col(heading, lambda row: panel.place(row[0]), shared=True), Col("case", lambda row: row[1].mode)
 
 
 def with_figures(table: Table, members: Iterable[Member]) -> Table:
@@ -79,14 +92,18 @@ def in_table(name: str) -> list[MetricSpec]:
 
 
 def column_of(spec: MetricSpec) -> Column:
-    return Column(spec.heading or spec.name, number=True, unit=spec.unit, hint=spec.description)
+    return figure_col(spec, lambda _: None).column
+
+
+def figure_col(spec: MetricSpec, of: Callable[[T], Content]) -> Col[T]:
+    """As its spec says it."""
+    return Col(spec.heading or spec.name, of, number=True, unit=spec.unit, hint=spec.description)
 
 
 def other_tables(panel: Panel) -> Iterator[Table]:
     """Tables of figures alone, where any case has one."""
-    columns = (Column("group", shared=True), Column("case"))
     for name in together((spec.table, spec) for spec in METRICS.values() if spec.table not in ("", *TABLES)):
-        rows = tuple((Field(panel.place(group)), Field(one.mode)) for group, one in panel.members)
-        table = with_figures(Table(name, name, columns, rows), panel.members)
-        if len(table.columns) > len(columns):
-            yield table
+        cases = table(name, name, case_cols(panel), panel.members)
+        made = with_figures(cases, panel.members)
+        if len(made.columns) > len(cases.columns):
+            yield made

@@ -15,8 +15,9 @@ from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Label
 from fp8bench.model.codec import encode
 from fp8bench.model.specs import BAND, COUNTS, spec_of
+from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import csv_text, json_line
-from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Element, Items, Page, Part, Text, Tone
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.legend import LABELS
 from fp8bench.report.words.naming import many
@@ -45,7 +46,6 @@ COLUMNS = (
 
 
 def value(one: Comparison, number: float | None) -> str:
-    """A figure of one side, by what it is."""
     return spec_of(one.metric).shown(number, one.unit)
 
 
@@ -84,12 +84,10 @@ def counted(comparisons: Iterable[Comparison]) -> str:
 
 
 def reasons(comparisons: Iterable[Comparison]) -> dict[str, int]:
-    """Why figures are in doubt, and how many are for each reason."""
     return dict(Counter(one.why for one in comparisons if one.direction is Direction.UNSURE and one.why))
 
 
 def label_legend(comparisons: Iterable[Comparison]) -> list[str]:
-    """A sentence for every label that occurs."""
     used = {label for one in comparisons for label in one.labels}
     return [f"{label.value}: {LABELS[label]}" for label in Label if label.value in used]
 
@@ -135,7 +133,6 @@ def _commit(commit: object, dirty: object) -> str:
 
 
 def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
-    """A title, and what differs beside the commit."""
     if not compared.differing:
         return "", (Text("measured on the same machine, with the same software and settings"),)
     lines = (
@@ -151,27 +148,20 @@ def _table(shown: Sequence[Comparison]) -> Iterator[Element]:
     shared = tuple(label for label in (labels[0] if labels else ()) if all(label in one for one in labels))
     if shared:
         yield Text(f"all times: {', '.join(shared)}")
-    columns = (
-        Column("setting", shared=True), Column("figure"), Column("A", number=True), Column("B", number=True),
-        Column("change"), Column("verdict"), Column("why", below=True), Column("labels"),
-    )  # fmt: skip
-    last = None if any(set(one.labels) - set(shared) for one in shown) else -1
-    yield Table("comparisons", "", columns[:last], tuple(_fields(one, shared)[:last] for one in shown))
-
-
-def _fields(one: Comparison, shared: Iterable[str]) -> tuple[Field, ...]:
-    setting, mode = setting_of(one.case)
-    tone = Tone.BAD if one.failed else TONES.get(one.direction, Tone.PLAIN)
-    own = ", ".join(label for label in one.labels if label not in shared)
-    return (
-        Field(setting), Field(f"{mode} {one.metric}"), Field(value(one, one.before)), Field(value(one, one.after)),
-        Field(signed(one.ratio)), Field(direction(one), tone=tone),
-        Field(one.why if one.direction is Direction.NONE or one.metric in COUNTS else ""), Field(own or units.NONE),
-    )  # fmt: skip
+    cols: list[Col[Comparison]] = [
+        Col("setting", lambda one: setting_of(one.case)[0], shared=True),
+        Col("figure", lambda one: f"{setting_of(one.case)[1]} {one.metric}"),
+        Col("A", lambda one: value(one, one.before), number=True),
+        Col("B", lambda one: value(one, one.after), number=True), Col("change", lambda one: signed(one.ratio)),
+        Col("verdict", direction, tone=lambda one: Tone.BAD if one.failed else TONES.get(one.direction, Tone.PLAIN)),
+        Col("why", lambda one: one.why if one.direction is Direction.NONE or one.metric in COUNTS else "", below=True),
+        Col("labels", lambda one: ", ".join(label for label in one.labels if label not in shared) or None,
+            when=any(set(one.labels) - set(shared) for one in shown)),
+    ]  # fmt: skip
+    yield table("comparisons", "", cols, shown)
 
 
 def as_json(compared: Compared) -> str:
-    """The document on one line."""
     document = {
         "a": _side(compared.before),
         "b": _side(compared.after),
@@ -189,7 +179,6 @@ def _side(side: Side) -> dict[str, Any]:
 
 
 def as_csv(comparisons: Iterable[Comparison]) -> str:
-    """The rows under their column names; nothing stands for what is not known."""
     return csv_text(COLUMNS, (_row(one) for one in comparisons))
 
 

@@ -36,12 +36,10 @@ DEMANDS = {Demand.LESS: Tone.GOOD, Demand.MORE: Tone.BAD, Demand.UNCLEAR: Tone.D
 
 
 def figures_of(result: Result) -> EnergyFigures | None:
-    """What the windows of a case say; None without any."""
     return energy_figures(result.record) if result.record.status is Status.OK else None
 
 
 def phases_of(result: Result) -> PhaseEnergies | None:
-    """What its phases take of a step; None where nobody knows."""
     return phase_energies(result.record, result.finding) if result.record.status is Status.OK else None
 
 
@@ -65,12 +63,10 @@ def ratio_against(result: Result, reference: Result | None) -> EnergyRatio | Non
 
 
 def sources_of(results: Iterable[Result]) -> list[str]:
-    """The sources of those that have windows, each once."""
     return list(dict.fromkeys(found.source for one in results if (found := figures_of(one)) is not None))
 
 
 def named_source(source: str) -> str:
-    """In words; a source that this version does not know by its own name."""
     return SOURCES.get(source, source)
 
 

@@ -87,7 +87,6 @@ class Material:
         return len(self.entries) == 1
 
     def panels(self) -> Iterator[tuple[Entry, Panel]]:
-        """Every panel of every run."""
         return ((entry, panel) for entry in self.entries for panel in entry.panels)
 
 
@@ -97,7 +96,6 @@ def material_of(
     past: tuple[PastSeries, ...] = (),
     gathered: Mapping[str, object] = MappingProxyType({}),
 ) -> Material:
-    """What a report is made from: each run with what its samples say, in the order given."""
     labelled = zip(runs, findings, labels_of(runs), strict=True)
     return Material(tuple(Entry(run, found, label) for run, found, label in labelled), past, gathered)
 
@@ -136,7 +134,6 @@ _SOURCES: tuple[Callable[[Run], str], ...] = (
 
 
 def _numbered(words: Sequence[str]) -> tuple[str, ...]:
-    """Those that occur several times with a number."""
     numbers = (words[: place + 1].count(word) for place, word in enumerate(words))
     return tuple(f"{word} ({n})" if words.count(word) > 1 else word for word, n in zip(words, numbers, strict=True))
 

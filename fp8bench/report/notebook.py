@@ -54,7 +54,6 @@ class RunFrames:
 
     @cached_property
     def samples(self) -> pd.DataFrame:
-        """Every raw sample: a row for each cell of each call."""
         import pandas as pd
 
         parts = [
@@ -81,7 +80,6 @@ class RunFrames:
 
     @cached_property
     def break_even(self) -> pd.DataFrame:
-        """From which size on each precision pays: a row for each crossing of a sweep."""
         import pandas as pd
 
         rows = [(*row[:3], show_params(row.held), *row[4:]) for row in break_even_rows(self.run, findings(self.run))]
@@ -106,7 +104,6 @@ class RunFrames:
 
     @cached_property
     def shares(self) -> pd.DataFrame:
-        """What each kind of work and each module takes of a step: a row a part, where that was asked for."""
         import pandas as pd
 
         rows = share_rows(parts_of(self.run, findings(self.run)))
@@ -173,7 +170,6 @@ def _words(case: Case) -> set[str]:
 
 
 def as_html(run: Run, findings: Findings) -> str:
-    """A small table: what was measured, its verdict, and its best case."""
     cells = [
         (name, found.verdict_words, show_speed(_speed_up(found)), units.seconds(found.best_seconds))
         for name, found in list(findings.items())[:_MOST_ROWS]
@@ -186,12 +182,10 @@ def as_html(run: Run, findings: Findings) -> str:
 
 
 def _speed_up(found: Finding) -> Interval | None:
-    """How many times as fast as its reference a case is; None where nothing says so."""
     return inverse(found.ratio if found.verdict in _HELD else None)
 
 
 def speed_chart(run: Run, findings: Findings) -> Figure:
-    """The speed-up of every case that has one, with its interval."""
     import matplotlib.pyplot as plt
 
     speeds = [(name, speed) for name, found in findings.items() if (speed := _speed_up(found)) is not None]

@@ -55,7 +55,6 @@ class Result:
 
     @property
     def best(self) -> float | None:
-        """Best-case seconds of a step, None where nothing was measured."""
         return self.finding.best_seconds if self.finding else None
 
     @property
@@ -163,12 +162,10 @@ class Figures(dict[str, Metric]):
         return next(rates, "")
 
     def shown(self, name: str) -> str:
-        """The figure as text."""
         return self[name].shown
 
 
 def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:
-    """All results of a run, in the order they were measured."""
     planned = {group.setting: group.cases[group.reference].case.mode for group in run.plan}
     by_setting = together((record.case.setting, Result(record, findings.get(record.case.id))) for record in run.records)
     groups = []
@@ -180,7 +177,6 @@ def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:
 
 
 def shared_params(all_params: Sequence[Params]) -> Params:
-    """The pairs every one of them has."""
     return tuple(pair for pair in all_params[0] if all(pair in params for params in all_params))
 
 
@@ -216,7 +212,6 @@ def _where(places: Sequence[str], num_places: int) -> str:
 
 
 def main_error(panel: Panel) -> str:
-    """The metric of the error column; '' if nothing in the panel has an error."""
     errors = [metric for metric in panel.metrics if metric.endswith(_ERROR_SUFFIX)]
     return next((metric for metric in (*_MAIN_ERRORS, *errors) if metric in errors), "")
 
@@ -227,7 +222,6 @@ def value_of(measurement: Measurement | None) -> float | None:
 
 
 def show_value(measurement: Measurement) -> str:
-    """A measurement as text, by its unit."""
     return spec_of(measurement.metric).shown(value_of(measurement), measurement.unit)
 
 

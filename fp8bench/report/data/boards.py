@@ -100,7 +100,6 @@ def begun_at(started: str) -> int:
 
 
 def check_tensorboard(folder: Path) -> None:
-    """Raise UsageError where nothing can be written: without the package, or into that folder."""
     _check_package("tensorboard", "'fp8bench[tb]'", ".compat.proto.event_pb2", ".summary.writer.record_writer")
     check_folder("--tensorboard", folder)
 
@@ -147,7 +146,6 @@ def write_scalars(folder: Path, name: str, at: int, points: Iterable[tuple[int, 
 
 
 def check_wandb() -> None:
-    """Raise UsageError where the package is not there."""
     _check_package("wandb", "wandb", "")
 
 
@@ -173,7 +171,6 @@ def sending(**options: Any) -> Iterator[Any]:
 
 
 def attach(sent: Any, name: str, kind: str, files: Iterable[Path]) -> None:
-    """Send files along, as one artifact."""
     import wandb
 
     artifact = wandb.Artifact(f"fp8bench-{safe(name)}", type=kind)
@@ -183,12 +180,10 @@ def attach(sent: Any, name: str, kind: str, files: Iterable[Path]) -> None:
 
 
 def _config(run: Run) -> dict[str, Scalar | None]:
-    """By which runs are told apart and put in order."""
     devices = ", ".join(f"{one.key}: {one.name}" for one in run.devices)
     where = told_of(run.environment)
     return {**where, "command": run.command, "devices": devices, "moment": moment(run), "run": run.id}
 
 
 def told_of(environment: Environment) -> dict[str, Scalar | None]:
-    """What a board is told of where something was measured."""
     return {name: environment.get(name) for name in ("machine", "fp8bench", "torch", "python", "commit", "dirty")}

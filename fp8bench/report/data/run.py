@@ -195,7 +195,6 @@ def _columns_of_figure(row: Mapping[str, Cell]) -> TidyRow:
 
 
 def as_csv(run: Run, findings: Mapping[str, Finding], wide: bool = False) -> str:
-    """The whole table; numbers with all their digits, nothing for what is not known."""
     return all_as_csv([(run, findings)], wide)
 
 
@@ -222,7 +221,6 @@ def as_json(run: Run, findings: Mapping[str, Finding]) -> str:
 
 
 def _together(columns: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The columns of all; parameters stand in the middle, whichever run they are of."""
     if not columns:
         return ()
     shared = [name for name in columns[0] if not name.startswith("param_")]

@@ -89,7 +89,6 @@ def grouped(marks: Iterable[tuple[str, Mark]]) -> tuple[tuple[str, tuple[Mark, .
 
 
 def lasting(result: Result) -> bool:
-    """Whether its best case is a length of time."""
     return result.best is not None and 0 < result.best < math.inf
 
 
@@ -176,7 +175,6 @@ def _marked(words: Sequence[Field], mark: Mark) -> tuple[Sequence[Field], Sequen
 
 
 def _summary(samples: Iterable[float]) -> Sequence[float | None]:
-    """Ends, quartiles and the middle of what is finite."""
     finite = [one for one in samples if math.isfinite(one)]
     if len(finite) < 2:
         return [finite[0] if finite else None] * 5

@@ -86,7 +86,6 @@ def _template() -> jinja2.Template:
 
 
 def _policy(script: str) -> str:
-    """What the page may do: be itself, and run this script."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "

@@ -76,7 +76,6 @@ def _parted(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _cut(block: str, room: int) -> list[str]:
-    """The first lines of a list or table that finds no room as a whole."""
     lines = block.split("\n")[:room]
     return ["\n".join(lines)] if len(lines) >= _LEAST_CUT and block.startswith(("- ", "| ")) else []
 
@@ -112,12 +111,10 @@ def _element(element: Element) -> Iterator[str]:
 
 
 def _told(field: Field) -> Field:
-    """A word with what it rests on."""
     return replace(field, text=f"{field.text}: {field.hint}") if field.hint else field
 
 
 def _chart(chart: AnyChart) -> Iterator[str]:
-    """What it shows in words, then its first numbers."""
     numbers = numbers_table(chart)
     yield _heading(3, chart.title)
     yield _paragraph(chart.description)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from fp8bench import units
 from fp8bench.model import Run
 from fp8bench.model.codec import SCHEMA
 from fp8bench.registry import Registry
 from fp8bench.report.case_status import emulated
-from fp8bench.report.elements import Chart, Column, Element, Field, Page, Part, Table, Text, Tone
+from fp8bench.report.columns import Col, table
+from fp8bench.report.elements import Chart, Element, Field, Page, Part, Text, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.page.charts import numbers_table, worth_drawing
 from fp8bench.report.panels import Result
@@ -35,9 +36,7 @@ from fp8bench.report.words.naming import (
     when,
 )
 
-Row = tuple[Field, ...]
 T = TypeVar("T")
-Columns = Sequence[tuple[Column, Callable[[T], Field]]]
 N = TypeVar("N", bound=float)
 # Of a table with several rows a case.
 MOST_ROWS = 300
@@ -68,7 +67,6 @@ class Section(ABC):
         return self.lead
 
     def build(self, material: Material) -> Part | None:
-        """The section for this material; None where it has nothing to say."""
         elements = tuple(self.elements(material))
         if not elements:
             return None
@@ -81,13 +79,14 @@ sections: Registry[Section] = Registry(
 )
 
 
-PRECISION = Column("precision", hint="and what tells its case from the others")
-
-
 def case_field(case: NamedCase) -> Field:
     """'fp8 (emulated), m=256 n=256': what a row is of, the precision first as in every table."""
     words, tone = told(case.result, case.result.mode)
     return Field(", ".join(filter(None, (words, case.place))), tone=tone)
+
+
+# Of rows whose first part is their case.
+PRECISION: Col[Any] = Col("precision", lambda row: case_field(row[0]), hint="and what tells its case from the others")
 
 
 def told(result: Result, words: str) -> tuple[str, Tone]:
@@ -98,33 +97,16 @@ def told(result: Result, words: str) -> tuple[str, Tone]:
 def number(
     value: N | None, show: Callable[[N], str] = units.significant, tone: Tone = Tone.PLAIN, hint: str = ""
 ) -> Field:
-    """A figure as text, sorted by its value; a dash where there is none. What is no number sorts by nothing."""
     if value is None:
         return Field(units.NONE)
     return Field(show(value), None if math.isnan(value) else value, tone, hint)
 
 
-def table_of(
-    name: str, caption: str, columns: Columns[T], rows: Sequence[T], kept: Collection[str] = (),
-    main: bool = False, folded: bool = False,
-) -> Table:  # fmt: skip
-    """Columns beside what they show of a row; those of which no row has anything to say are left out, if not `kept`."""
-    shown = [(column, [show(row) for row in rows]) for column, show in columns]
-    told = [
-        (column, fields)
-        for column, fields in shown
-        if column.title in kept or any(field.text not in ("", units.NONE) for field in fields)
-    ]
-    fields = tuple(zip(*(fields for _, fields in told), strict=True))
-    return Table(name, caption, tuple(column for column, _ in told), fields, main, folded)
-
-
 def table_of_cases(
-    name: str, title: str, words: str, columns: tuple[Column, ...], cases: Iterable[tuple[str, Sequence[Row]]],
-    beyond: str,
-) -> Iterator[Element]:  # fmt: skip
+    name: str, title: str, words: str, cols: Sequence[Col[T]], cases: Iterable[tuple[str, Sequence[T]]], beyond: str
+) -> Iterator[Element]:
     """Several rows a case. Cases for which there is no room, the first one aside, are named with where they are."""
-    rows: list[Row] = []
+    rows: list[T] = []
     left_out = []
     for case, own in cases:
         if rows and len(rows) + len(own) > MOST_ROWS:
@@ -132,13 +114,12 @@ def table_of_cases(
         else:
             rows += own
     if rows:
-        yield Table(name, f"{title}: {words}", columns, tuple(rows))
+        yield table(name, f"{title}: {words}", cols, rows)
     if left_out:
         yield Text(f"{title}: not shown, for want of room: {listed(left_out)}. {beyond}")
 
 
 def parts_of(material: Material) -> tuple[Part, ...]:
-    """All sections that have something to say, in order."""
     ordered = sorted((sections.get(name) for name in sections.names()), key=lambda section: section.rank)
     built = ((section, section.build(material)) for section in ordered)
     settled = (replace(part, elements=tuple(_settled(part, section.repeats))) for section, part in built if part)
@@ -162,7 +143,6 @@ _LONGEST_NAME = 60
 
 
 def gather(runs: Sequence[Run], store: Path) -> dict[str, object]:
-    """What sections read of a store beside the runs, by the names of the sections."""
     found = {name: sections.get(name).gathered(runs, store) for name in sections.names()}
     return {name: one for name, one in found.items() if one is not None}
 
@@ -185,7 +165,6 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _subtitle(material: Material) -> str:
-    """When, at which commit and on which machine; of several runs, what tells them apart."""
     if not material.alone:
         labels = [entry.label for entry in material.entries]
         more = [f"{len(labels) - _MOST_LABELS} more"] if len(labels) > _MOST_LABELS else []
@@ -197,7 +176,6 @@ def _subtitle(material: Material) -> str:
 
 
 def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
-    """The few that a reader looks for first."""
     if len(runs) != 1:
         return
     run = runs[0]
@@ -211,7 +189,6 @@ def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
 
 
 def _footer(runs: Sequence[Run]) -> Iterator[str]:
-    """Where the numbers come from, a line a run."""
     for run in runs:
         version = fact(run, "fp8bench")
         by = f"fp8bench {version}" if version else "an fp8bench that its file no longer names"

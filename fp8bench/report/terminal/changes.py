@@ -58,7 +58,6 @@ def page_of(found: Found, store: str, everything: bool = False, options: str = "
 
 
 def _what_to_do(change: Change, options: str) -> Iterator[Element]:
-    """The commands that go on from a regression."""
     name, one = shlex.quote(change.trend.name), change.comparison
     yield Text("the first of them, commit by commit")
     yield Code(f"fp8bench history show {name}{options}")
@@ -73,7 +72,6 @@ def _what_to_do(change: Change, options: str) -> Iterator[Element]:
 
 
 def changes_json(found: Found) -> str:
-    """All changes with their states, on one line."""
     changes = [_plain(change) for change in found.changes]
     return json_line({
         "schema": SCHEMA, "looked_at": found.looked_at, "counted": found.counted, "left": dict(found.left),
@@ -148,7 +146,6 @@ def _row(change: Change) -> tuple[Field, ...]:
 
 
 def _notes(change: Change) -> Iterator[str]:
-    """What else one should know of a change."""
     if change.is_counted and change.comparison.why:
         yield change.comparison.why
     if Label.UNEVEN in change.comparison.labels:
@@ -177,5 +174,4 @@ def _legend(found: Found, everything: bool) -> list[str]:
 
 
 def to_choose_from(changes: Sequence[Change]) -> str:
-    """Changes by their series and last commits, for a sentence that asks to choose."""
     return "".join(f"\n  {change.trend.name} --until {change.comparison.until[:8]}" for change in changes)

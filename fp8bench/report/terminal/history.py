@@ -123,7 +123,6 @@ def runs_page(
 
 
 def faults_page(faults: Sequence[Fault], sound: Mapping[str, tuple[int, int]], store: str) -> Page:
-    """What is wrong with a store, what is worth knowing about it, and how many of how many files are sound."""
     broken = sum(fault.broken for fault in faults)
     head = f"{store}: {count_of(broken, 'thing is', 'things are')} broken" if broken else f"{store}: nothing is broken"
     parts = []
@@ -136,18 +135,15 @@ def faults_page(faults: Sequence[Fault], sound: Mapping[str, tuple[int, int]], s
 
 
 def rebuilt_page(store: str, files: int, series: int, runs: int, left: Mapping[str, int]) -> Page:
-    """What of asv's view was made, and what of the runs is not in it."""
     made = f"{count_of(files, 'file')} of asv's, {count_of(series, 'benchmark')}, from {count_of(runs, 'run')}"
     return Page(f"{store}: made {made}", "", tuple(_left_out(left)))
 
 
 def joined_page(title: str, counts: Mapping[str, int]) -> Page:
-    """What was taken from another store."""
     return Page(title, "", (), facts=tuple((what, str(count)) for what, count in counts.items()))
 
 
 def _next(words: str, command: str) -> Part:
-    """What one may look at next; it stands last."""
     return Part("summary", "", (Text(words), Code(command)))
 
 
@@ -241,7 +237,6 @@ def _list_legend(endings: Sequence[Ending]) -> list[str]:
 
 
 def _samples(trends: Sequence[Trend]) -> str:
-    """What the samples of these series are."""
     kinds = {"windows" if unit_of_series(trend.series) == "J" else "rounds" for trend in trends}
     return "rounds (of energy: windows)" if len(kinds) > 1 else kinds.pop()
 

@@ -38,7 +38,6 @@ Paint = Callable[[str, Tone], str]
 
 
 def painter(color: bool) -> Paint:
-    """A function that colours a text, or leaves it as it is."""
     if not color:
         return lambda text, tone: text
     from rich.color import ColorSystem

@@ -12,7 +12,6 @@ from fp8bench.report.terminal.layout import list_of
 
 
 def page_of(plan: Plan, facts: Sequence[DeviceFacts], expected: str = "") -> Page:
-    """Groups, cases, what the device makes of each precision, skips, notes, and what it is `expected` to take."""
     by_panel = groupby(plan, key=lambda group: (group.cases[0].case.workload, group.cases[0].case.device))
     parts = [part for _, members in by_panel for part in _panel(tuple(members), facts)]
     running = sum(planned.runs for group in plan for planned in group.cases)
@@ -23,7 +22,6 @@ def page_of(plan: Plan, facts: Sequence[DeviceFacts], expected: str = "") -> Pag
 
 
 def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Part]:
-    """The groups of one workload on one device."""
     case = groups[0].cases[0].case
     shared = shared_params([group.cases[0].case.params for group in groups])
     places = [show_params(pair for pair in group.cases[0].case.params if pair not in shared) for group in groups]

@@ -112,7 +112,6 @@ def _reference_line(panel: Panel) -> str:
 
 
 def _numbers(panel: Panel) -> list[tuple[str, str]]:
-    """Measurements beside the main error, and speed-ups by medians, a line for each metric and group."""
     lines: list[tuple[str, str]] = []
     for group in panel.groups:
         told = [
@@ -134,7 +133,6 @@ def _numbers(panel: Panel) -> list[tuple[str, str]]:
 
 
 def _conditions(record: Record, run: Run) -> Iterator[str]:
-    """What a case was measured with, and what nobody could."""
     if kernel := attention_of(record):
         yield f"attention by torch's kernel {kernel}"
     if words := cache_of(record, run.devices):
@@ -199,7 +197,6 @@ def _legend(panels: Sequence[Panel]) -> list[str]:
 
 
 def _ratio_legends(panels: Sequence[Panel]) -> list[str]:
-    """The ratio's meaning by reference, and the rule of verdicts, if there is a ratio."""
     levels = together(
         (panel.reference, one.finding.ratio.level)
         for panel in panels
@@ -225,7 +222,6 @@ def _error_legends(panels: Sequence[Panel]) -> list[str]:
 
 
 def _number_legends(panels: Sequence[Panel]) -> list[str]:
-    """What stands under 'numbers', where a measurement says so itself."""
     return sorted({
         f"{one.metric}: {one.description}"
         for panel in panels
@@ -242,7 +238,6 @@ def _told_elsewhere(panel: Panel) -> str:
 
 
 def _memory_legends(panels: Sequence[Panel]) -> list[str]:
-    """What the memory tables hold, where there are any."""
     told = [panel for panel in panels if tells_memory(panel)]
     others = dict.fromkeys(spec for panel in told for spec in counted(panel))
     known = "; ".join(f"{spec.heading}: {spec.description}" for spec in others)
@@ -250,7 +245,6 @@ def _memory_legends(panels: Sequence[Panel]) -> list[str]:
 
 
 def _energy_legends(panels: Sequence[Panel]) -> list[str]:
-    """What the energy tables hold, where there are any."""
     cases = [(panel, group, one) for panel in panels for group, one in panel.members]
     found = [case for case in cases if figures_of(case[2]) is not None]
     compared = dict.fromkeys(panel.reference for panel, group, one in found if ratio_against(one, group.lead))
@@ -259,7 +253,6 @@ def _energy_legends(panels: Sequence[Panel]) -> list[str]:
 
 
 def _ending(run: Run) -> Iterator[Text]:
-    """Plan notes, troubles, and how much of the plan has a record."""
     yield from (Text(f"note: {note}") for note in notes_of(run))
     yield from map(Text, absences(run))
     yield from (Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles)
@@ -343,7 +336,6 @@ def _joined(words: Sequence[str], room: int) -> str:
 
 
 def _matrix(panels: Sequence[Panel]) -> Table:
-    """A row for each suite, a column for each precision."""
     several = len({panel.case.device for panel in panels}) > 1
     modes = list(dict.fromkeys(result.mode for panel in panels for result in panel.results))
     by_suite = together(

@@ -34,7 +34,6 @@ def swept(panel: Panel) -> list[Swept]:
 
 
 def break_even_table(panel: Panel, found: Sequence[Swept], caption: str) -> Table:
-    """A row for each precision and sweep."""
     columns = (
         Column("", shared=True), Column("case"), Column("against"), Column("pays"), Column("measured"),
         Column("remarks", below=True),
@@ -84,9 +83,10 @@ def remarks(one: SweptMode) -> Iterator[str]:
     if one.found is None and one.points:
         yield "too few sizes with a ratio"
     if one.found is not None:
-        unknown = [_between(stretch) for stretch in one.found.stretches if _open(stretch, one.found)]
+        unknown = [(stretch.first, stretch.last) for stretch in one.found.stretches if _open(stretch, one.found)]
         if unknown:
-            yield f"too close to tell from {listed(unknown)}"
+            ends = [" to ".join(units.whole(round(size)) for size in pair) for pair in unknown]
+            yield f"too close to tell from {listed(ends)}"
         if one.found.within_noise:
             yield f"within the noise: {_sizes(one.found.within_noise)}"
         if not one.found.level:
@@ -100,10 +100,6 @@ def remarks(one: SweptMode) -> Iterator[str]:
 def _open(stretch: Stretch, found: BreakEven) -> bool:
     """Whether it cannot be told there, and that is not a crossing's own interval."""
     return stretch.pays is None and not any(one.low <= stretch.first <= one.high for one in found.crossings)
-
-
-def _between(stretch: Stretch) -> str:
-    return " to ".join(units.whole(round(size)) for size in (stretch.first, stretch.last))
 
 
 def _sizes(sizes: Sequence[int]) -> str:
@@ -135,7 +131,6 @@ class BreakEvenRow(NamedTuple):
 
 
 def break_even_rows(run: Run, findings: Mapping[str, Finding]) -> Iterator[BreakEvenRow]:
-    """Of every sweep of a run, in the order of its panels."""
     for panel in panels_of(run, findings):
         for sweep, modes in swept(panel):
             sizes = [size for size, _ in sweep.places]

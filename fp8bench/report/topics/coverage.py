@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.model.step import Coverage
-from fp8bench.report.elements import Column, Element, Field, Items, Table, Text, Tone
+from fp8bench.report.columns import Col, table
+from fp8bench.report.elements import Element, Items, Table, Text, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.page.section import Section, sections
 from fp8bench.report.panels import Panel, together
@@ -34,7 +35,6 @@ def sentence(modes: str, coverage: Coverage) -> str:
 
 
 def elements(panel: Panel, number: int = 0) -> Iterator[Element]:
-    """A table by kind, and what is not converted, with the reasons grouped."""
     for place, (modes, coverage) in enumerate(coverages(panel)):
         name = f"{number}-{place}" if number or place else "kinds"
         yield Text(f"{sentence(modes, coverage)}.", Tone.STRONG)
@@ -47,26 +47,19 @@ def elements(panel: Panel, number: int = 0) -> Iterator[Element]:
 
 
 def _kinds(name: str, modes: str, coverage: Coverage) -> Table:
-    columns = (
-        Column("products of"), Column("weights", number=True), Column("FLOPs", number=True),
-        Column("share", number=True), Column("converted", number=True),
-    )  # fmt: skip
-    counts = {kind: sum(one.kind == kind for one in coverage.holders) for kind in coverage.by_kind()}
-    rows = [
-        _row(_KINDS.get(kind, kind), counts[kind], flops, converted, coverage)
-        for kind, (flops, converted) in coverage.by_kind().items()
+    cols: list[Col[tuple[str, int | None, int, int]]] = [
+        Col("products of", lambda row: row[0]),
+        Col("weights", lambda row: row[1], number=True, show=str),
+        Col("FLOPs", lambda row: row[2], number=True, show=units.count),
+        Col("share", lambda row: _over(row[2], coverage.flops), number=True, show=units.percent),
+        Col("converted", lambda row: _over(row[3], row[2]), number=True, show=units.percent),
     ]
-    outside = sum(one.flops or 0 for one in coverage.others)
-    rows += [_row(_OUTSIDE, None, outside, 0, coverage)] if coverage.others else []
-    return Table(name, f"what is converted in {modes}", columns, tuple(rows))
-
-
-def _row(words: str, weights: int | None, flops: int, converted: int, coverage: Coverage) -> tuple[Field, ...]:
-    share, done = _over(flops, coverage.flops), _over(converted, flops)
-    return (
-        Field(words), Field(units.NONE if weights is None else str(weights), weights),
-        Field(units.count(flops), float(flops)), Field(units.percent(share), share), Field(units.percent(done), done),
-    )  # fmt: skip
+    counts = Counter(one.kind for one in coverage.holders)
+    rows: list[tuple[str, int | None, int, int]] = [
+        (_KINDS.get(kind, kind), counts[kind], *flops) for kind, flops in coverage.by_kind().items()
+    ]
+    rows += [(_OUTSIDE, None, sum(one.flops or 0 for one in coverage.others), 0)] if coverage.others else []
+    return table(name, f"what is converted in {modes}", cols, rows)
 
 
 def _left(coverage: Coverage) -> list[tuple[str, list[str], int]]:
@@ -83,12 +76,12 @@ def _left(coverage: Coverage) -> list[tuple[str, list[str], int]]:
 
 
 def _reasons(name: str, modes: str, left: Sequence[tuple[str, list[str], int]], coverage: Coverage) -> Table:
-    columns = (Column("not converted"), Column("share", number=True), Column("why", below=True))
-    rows = []
-    for why, names, flops in left:
-        share = _over(flops, coverage.flops)
-        rows.append((Field(listed(list(dict.fromkeys(names)), 3)), Field(units.percent(share), share), Field(why)))
-    return Table(name, f"what is not converted in {modes}, and why", columns, tuple(rows))
+    cols: list[Col[tuple[str, list[str], int]]] = [
+        Col("not converted", lambda row: listed(list(dict.fromkeys(row[1])), 3)),
+        Col("share", lambda row: _over(row[2], coverage.flops), number=True, show=units.percent),
+        Col("why", lambda row: row[0], below=True),
+    ]
+    return table(name, f"what is not converted in {modes}, and why", cols, left)
 
 
 def _remarks(coverage: Coverage) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.energy import EnergyFigures
@@ -16,7 +16,7 @@ from fp8bench.model.specs import (
     ENERGY_PER,
 )
 from fp8bench.report.case_status import emulated, speed_up
-from fp8bench.report.columns import with_figures
+from fp8bench.report.columns import Col, case_cols, table, with_figures
 from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Stacks, Table, Text, Tone
 from fp8bench.report.energies import (
     DEMANDS,
@@ -34,7 +34,7 @@ from fp8bench.report.energies import (
 )
 from fp8bench.report.material import Material
 from fp8bench.report.page.charts import grouped, phase_parts, stacked
-from fp8bench.report.page.section import MOST_ROWS, PRECISION, Columns, Section, case_field, number, sections, table_of
+from fp8bench.report.page.section import MOST_ROWS, PRECISION, Section, sections
 from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, merge_notes
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
@@ -53,48 +53,7 @@ _BY_ITSELF = (
 )
 _Measured = tuple[NamedCase, EnergyFigures]
 _watts = partial(units.count, unit="W")
-_PHASE: Columns[_Phase] = (
-    (PRECISION, lambda row: case_field(row.case)),
-    (Column("phase"), lambda row: Field(row.found.phase)),
-    (Column("per step", number=True, unit="J"), lambda row: number(row.found.joules, units.joules)),
-    (Column("from", number=True, unit="J", hint="the lowest of its windows, less its uncertainty"),
-     lambda row: number(row.found.low, partial(units.joules, digits=4))),
-    (Column("to", number=True, unit="J", hint="the highest of its windows, and its uncertainty"),
-     lambda row: number(row.found.high, partial(units.joules, digits=4))),
-    (Column("per token", number=True, unit="J"), lambda row: number(row.per("tokens"), units.joules)),
-    (Column("per TFLOP", number=True, unit="J", hint="of its own, as the tape has counted them"),
-     lambda row: number(row.per("flops"), units.joules)),
-    (Column("time", number=True, unit="s", hint="by itself"), lambda row: number(row.found.seconds, units.seconds)),
-    (Column("power", number=True, unit="W"),
-     lambda row: number(row.found.joules / row.found.seconds if row.found.seconds else None, _watts)),
-    (Column("provenance"), lambda row: Field(row.found.provenance.value, hint=row.found.why)),
-    (Column("valid"), lambda row: Field(validity_of(row.case.result))),
-    (Column("power limit"), lambda row: Field(power_limits_of(row.case.result) or units.NONE)),
-)  # fmt: skip
-_WINDOW: Columns[_Window] = (
-    (PRECISION, lambda row: case_field(row.case)),
-    (Column("source", hint="figures of different ones do not compare"),
-     lambda row: Field(row.use.source, hint=named_source(row.use.source))),
-    (Column("steps", number=True), lambda row: number(row.window.steps, units.whole)),
-    (Column("length", number=True, unit="s"), lambda row: number(row.window.seconds, units.seconds)),
-    (Column("energy", number=True, unit="J", hint="of the whole window, idling included"),
-     lambda row: number(row.window.joules, units.joules)),
-    (Column("per step", number=True, unit="J"),
-     lambda row: number(row.window.joules / row.window.steps, partial(units.joules, digits=4))),
-    (Column("power", number=True, unit="W"), lambda row: number(row.window.joules / row.window.seconds, _watts)),
-    (Column("idle before", number=True, unit="W"), lambda row: number(row.use.idle_before, _watts)),
-    (Column("idle after", number=True, unit="W"), lambda row: number(row.use.idle_after, _watts)),
-    (Column("intervals", number=True, hint="how often the source changed, or was read, in it"),
-     lambda row: number(row.window.intervals, units.whole)),
-    (Column("uncertainty", number=True, hint="by how much its energy can be off; -: unknown"),
-     lambda row: number(row.window.uncertainty, lambda share: f"+-{units.percent(share, 2)}")),
-    (Column("SM clock", number=True, unit="Hz", hint="the median one"),
-     lambda row: number(row.window.sm_clock, partial(units.count, unit="Hz"))),
-    (Column("temperature", number=True, hint="the highest, in degrees Celsius"),
-     lambda row: number(row.window.temperature, "{:.0f}".format)),
-    (Column("valid"), lambda row: Field(validity_of(row.case.result))),
-    (Column("power limit"), lambda row: Field(power_limits_of(row.case.result) or units.NONE)),
-)  # fmt: skip
+_close = partial(units.joules, digits=4)
 
 
 def energy(panel: Panel) -> Iterator[Element]:
@@ -149,19 +108,17 @@ def energy_of_phases(panel: Panel) -> Iterator[Element]:
     names = [name for name in PHASE_TITLES if any(name in phases for _, _, phases in known)]
     if not names:
         return
-    columns = (
-        Column("group", shared=True), Column("case"), *(Column(PHASE_TITLES[name], number=True) for name in names)
-    )  # fmt: skip
-    rows = tuple(
-        (Field(panel.place(group)), Field(one.mode), *(_phase_field(phases.get(name)) for name in names))
-        for group, one, phases in known
-    )
-    yield Table("phase-energy", "joules per step of each phase by itself; (estimated) by share of time", columns, rows)
+    cols: list[Col[tuple[ResultGroup, Result, dict[str, PhaseJoules]]]] = [
+        *case_cols(panel),
+        *(Col(PHASE_TITLES[name], partial(_of_phase, name=name), number=True) for name in names),
+    ]  # fmt: skip
+    yield table("phase-energy", "joules per step of each phase by itself; (estimated) by share of time", cols, known)
 
 
-def _phase_field(found: PhaseJoules | None) -> Field:
+def _of_phase(row: tuple[ResultGroup, Result, dict[str, PhaseJoules]], name: str) -> Field | None:
+    found = row[2].get(name)
     if found is None:
-        return Field(units.NONE)
+        return None
     if found.found is None:
         return Field(f"({units.joules(found.joules)})", tone=Tone.DOUBT)
     return Field(f"{units.joules(found.joules)} +-{units.percent(found.found.width / 2 / found.joules)}")
@@ -179,6 +136,49 @@ class _Phase(NamedTuple):
 
     def per(self, count: str) -> float | None:
         return dict(per_work(self.case.result.record, self.found)).get(ENERGY_PER[count][0])
+
+
+_OF_ALL: tuple[Col[Any], ...] = (
+    Col("valid", lambda row: validity_of(row.case.result)),
+    Col("power limit", lambda row: power_limits_of(row.case.result) or None),
+)
+_PHASE: tuple[Col[_Phase], ...] = (
+    PRECISION,
+    Col("phase", lambda row: row.found.phase),
+    Col("per step", lambda row: row.found.joules, number=True, unit="J"),
+    Col("from", lambda row: row.found.low, number=True, show=_close, unit="J",
+        hint="the lowest of its windows, less its uncertainty"),
+    Col("to", lambda row: row.found.high, number=True, show=_close, unit="J",
+        hint="the highest of its windows, and its uncertainty"),
+    Col("per token", lambda row: row.per("tokens"), number=True, unit="J"),
+    Col("per TFLOP", lambda row: row.per("flops"), number=True, unit="J",
+        hint="of its own, as the tape has counted them"),
+    Col("time", lambda row: row.found.seconds, number=True, unit="s", hint="by itself"),
+    Col("power", lambda row: row.found.joules / row.found.seconds if row.found.seconds else None, number=True,
+        unit="W"),
+    Col("provenance", lambda row: Field(row.found.provenance.value, hint=row.found.why)),
+    *_OF_ALL,
+)  # fmt: skip
+_WINDOW: tuple[Col[_Window], ...] = (
+    PRECISION,
+    Col("source", lambda row: Field(row.use.source, hint=named_source(row.use.source)),
+        hint="figures of different ones do not compare"),
+    Col("steps", lambda row: row.window.steps, number=True, show=units.whole),
+    Col("length", lambda row: row.window.seconds, number=True, unit="s"),
+    Col("energy", lambda row: row.window.joules, number=True, unit="J", hint="of the whole window, idling included"),
+    Col("per step", lambda row: row.window.joules / row.window.steps, number=True, show=_close, unit="J"),
+    Col("power", lambda row: row.window.joules / row.window.seconds, number=True, unit="W"),
+    Col("idle before", lambda row: row.use.idle_before, number=True, unit="W"),
+    Col("idle after", lambda row: row.use.idle_after, number=True, unit="W"),
+    Col("intervals", lambda row: row.window.intervals, number=True, show=units.whole,
+        hint="how often the source changed, or was read, in it"),
+    Col("uncertainty", lambda row: row.window.uncertainty, number=True,
+        show=lambda share: f"+-{units.percent(share, 2)}", hint="by how much its energy can be off; -: unknown"),
+    Col("SM clock", lambda row: row.window.sm_clock, number=True, unit="Hz", hint="the median one"),
+    Col("temperature", lambda row: row.window.temperature, number=True, show="{:.0f}".format,
+        hint="the highest, in degrees Celsius"),
+    *_OF_ALL,
+)  # fmt: skip
 
 
 @sections.register("energy")
@@ -238,7 +238,6 @@ def _joules(kind: str, title: str, found: Sequence[_Measured]) -> Stacks:
 
 
 def _described(found: Sequence[_Measured]) -> str:
-    """The least and the most, how much of it is idling, and the power it took."""
     least, most = (choose(found, key=lambda one: one[1].gross.middle) for choose in (min, max))
     words = f"{_named(*least)} a step" if len(found) == 1 else f"From {_named(*least)} to {_named(*most)} a step"
     shares = [1 - one.net.middle / one.gross.middle for _, one in found if one.net is not None]
@@ -295,7 +294,7 @@ def _phases(title: str, found: Sequence[_Measured], parts: Mapping[str, str]) ->
     phases = [_Phase(case, one) for case, _, told in known for one in told.phases if _asked(case)]
     if phases:
         name, caption = f"energy-of-phases-{workload}", f"{title}: joules of phases"
-        yield table_of(name, caption, _PHASE, phases[:MOST_ROWS], folded=True)
+        yield table(name, caption, _PHASE, phases[:MOST_ROWS], folded=True, kept=())
 
 
 def _asked(case: NamedCase) -> bool:
@@ -315,9 +314,8 @@ def _parts(told: PhaseEnergies) -> dict[str, float]:
 
 
 def _windows(title: str, found: Sequence[_Measured]) -> Table:
-    """A row for each window, the first 300."""
     uses = ((case, case.result.record.energy, figures) for case, figures in found)
     windows = [_Window(case, use, window) for case, use, figures in uses if use for window in figures.windows]
     more = f" (the first {MOST_ROWS} of {len(windows)}; the run has all)" if len(windows) > MOST_ROWS else ""
     name, caption = f"energy-windows-{found[0][0].result.record.case.workload}", f"{title}: the windows{more}"
-    return table_of(name, caption, _WINDOW, windows[:MOST_ROWS], folded=True)
+    return table(name, caption, _WINDOW, windows[:MOST_ROWS], folded=True, kept=())

@@ -98,13 +98,11 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
 
 
 def _used(run: Run) -> list[DeviceFacts]:
-    """Facts of the devices it has cases on."""
     keys = {record.case.device for record in run.records}
     return [facts for facts in run.devices if facts.key in keys]
 
 
 def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
-    """What the device is, and what its driver said that it was set to."""
     key = facts.key
 
     def told(name: str) -> str:
@@ -157,7 +155,6 @@ def _timings(records: Iterable[Record]) -> Iterator[Timing]:
 
 
 def _remarks(entry: Entry) -> Iterator[Element]:
-    """What to know of one run, under its label where there are several."""
     run = entry.run
     lost = [] if run.started or run.devices else [_LOST]
     unfinished = (Text(words, Tone.BAD) for words in (missing_of(run), *lost) if words)
@@ -189,7 +186,6 @@ def _kept(kept: Standing, found: Sequence[Result], words: str) -> str:
 
 
 def _labels(entry: Entry) -> Iterator[Text]:
-    """Each label that occurs, in how many cases, and what it means."""
     measured = [result for panel in entry.panels for result in panel.results if result.record.status is Status.OK]
     for label in Label:
         number = sum(label in result.labels for result in measured)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import UNATTRIBUTED, Finding
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
-from fp8bench.report.elements import Axis, Column, Element, Field, Mark, Table, Text, Tone, Waterfall
+from fp8bench.report.columns import Col, table
+from fp8bench.report.elements import Axis, Element, Field, Mark, Text, Tone, Waterfall
 from fp8bench.report.material import Material, titled_panels
 from fp8bench.report.page.charts import lasting
-from fp8bench.report.page.section import Section, number, sections
+from fp8bench.report.page.section import Section, sections
 from fp8bench.report.panels import Panel, Result
 from fp8bench.report.words.naming import listed, named_cases, phase_order, phase_words
 
@@ -40,6 +41,9 @@ class _Pair:
     def clear(self, phase: str) -> bool:
         """Whether both are long enough to be told from the cost of marking them."""
         return phase not in self.finding.below_floor and phase not in self.reference.below_floor
+
+    def share(self, phase: str) -> float:
+        return self.times[phase][1] / self.steps[1]
 
     @property
     def steps(self) -> tuple[float, float]:
@@ -100,18 +104,21 @@ def _pair(pair: _Pair, drawn: bool) -> Iterator[Element]:
         yield Waterfall(f"gains-{name}", pair.title, _lead(pair), axis, (reference, before), changes, (mode, after))
     else:
         yield Text(f"{pair.title}: {_lead(pair)}", Tone.DOUBT if pair.finding.doubtful else Tone.PLAIN)
-    columns = (
-        Column("phase"),
-        Column(reference, number=True, unit="s", hint="best-case seconds in the reference"),
-        Column(mode, number=True, unit="s", hint=f"best-case seconds in {mode}"),
-        Column(
-            "speed-up", number=True, unit="x", hint="the reference's time over this, above 1x is faster; no verdict"
-        ),
-        Column("share of step", number=True, hint=f"of the step in {mode}"),
-        Column("if it cost nothing", number=True, unit="x", hint=_AMDAHL),
-    )
-    rows = (*(_row(pair, phase) for phase in pair.times), _step_row(pair))
-    yield Table(f"phases-of-{name}", f"{pair.title}: phase beside phase", columns, rows, folded=True)
+    cols: list[Col[str]] = [
+        Col("phase", lambda phase: _phase(pair, phase)),
+        Col(reference, lambda phase: _time(pair.times[phase][0]), number=True, unit="s",
+            hint="best-case seconds in the reference"),
+        Col(mode, lambda phase: _time(pair.times[phase][1]), number=True, unit="s",
+            hint=f"best-case seconds in {mode}"),
+        Col("speed-up", lambda phase: _ratio(*reversed(pair.times[phase])) if pair.clear(phase) else None, number=True,
+            unit="x", hint="the reference's time over this, above 1x is faster; no verdict"),
+        Col("share of step", pair.share, number=True, show=units.share,
+            hint=f"of the step in {mode}"),
+        Col("if it cost nothing", lambda phase: _ratio(1 - pair.share(phase), 1.0) if pair.clear(phase) else None,
+            number=True, unit="x", hint=_AMDAHL),
+    ]  # fmt: skip
+    phases = table(f"phases-of-{name}", f"{pair.title}: phase beside phase", cols, pair.times, folded=True)
+    yield replace(phases, rows=(*phases.rows, _step_row(pair)))
 
 
 def _changes(pair: _Pair) -> Iterator[Mark]:
@@ -136,19 +143,11 @@ def _tone(pair: _Pair, change: float) -> Tone:
     return Tone.GOOD if change < 0 else Tone.BAD
 
 
-def _row(pair: _Pair, phase: str) -> tuple[Field, ...]:
-    before, after = pair.times[phase]
-    share = after / pair.steps[1]
-    clear = pair.clear(phase)
-    hint = "" if clear else f"shorter than {BELOW_FLOOR_MARKERS} times the cost of marking it: no ratio says anything"
-    return (
-        Field(phase_words(phase), tone=Tone.PLAIN if clear else Tone.DOUBT, hint=hint),
-        _time(before),
-        _time(after),
-        _ratio(after, before) if clear else Field(units.NONE),
-        number(share, units.share),
-        _ratio(1 - share, 1.0) if clear else Field(units.NONE),
-    )
+def _phase(pair: _Pair, phase: str) -> Field:
+    if pair.clear(phase):
+        return Field(phase_words(phase))
+    hint = f"shorter than {BELOW_FLOOR_MARKERS} times the cost of marking it: no ratio says anything"
+    return Field(phase_words(phase), tone=Tone.DOUBT, hint=hint)
 
 
 def _step_row(pair: _Pair) -> tuple[Field, ...]:
@@ -156,13 +155,10 @@ def _step_row(pair: _Pair) -> tuple[Field, ...]:
     paired = speed_up(pair.result)
     hint = f"plain; over the rounds that both were in it is {units.speed_up(paired.point)}" if paired else "plain"
     return (
-        Field("step", tone=Tone.STRONG),
-        _time(before, Tone.STRONG),
-        _time(after, Tone.STRONG),
+        Field("step", tone=Tone.STRONG), _time(before, Tone.STRONG), _time(after, Tone.STRONG),
         Field(units.speed_up(before / after), before / after, Tone.STRONG, hint),
-        Field(units.percent(1.0), 1.0, Tone.STRONG),
-        Field(units.NONE),
-    )
+        Field(units.percent(1.0), 1.0, Tone.STRONG), Field(units.NONE),
+    )  # fmt: skip
 
 
 def _time(seconds: float, tone: Tone = Tone.PLAIN) -> Field:
@@ -177,7 +173,6 @@ def _ratio(below: float, above: float) -> Field:
 
 
 def _lead(pair: _Pair) -> str:
-    """What was saved and where, what was added and where, and how much of the step is as long as before."""
     before, after = pair.steps
     times = {phase: both for phase, both in pair.times.items() if pair.clear(phase)}
     saved = {phase: old - new for phase, (old, new) in times.items()}

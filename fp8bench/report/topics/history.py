@@ -105,7 +105,6 @@ def _rough(figure: PastFigure) -> bool:
 
 
 def _show(series: PastSeries, value: float) -> str:
-    """A figure by the unit of its series."""
     return spec_of(series.metric).shown(value, series.unit or units.RATIO)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.metric import capacity_ratio, why_no_larger
@@ -11,6 +12,7 @@ from fp8bench.model import (
     PHASES,
     UNATTRIBUTED,
     Capacity,
+    Interval,
     MemoryRole,
     MemoryUse,
     Phase,
@@ -26,11 +28,11 @@ from fp8bench.model.specs import (
     memory_of_role,
 )
 from fp8bench.report.case_status import emulated
-from fp8bench.report.columns import column_of, with_figures
-from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Stacks, Table, Text, Tone
+from fp8bench.report.columns import Col, case_cols, figure_col, table, with_figures
+from fp8bench.report.elements import Axis, Bars, Element, Field, Items, Mark, Stacks, Table, Text, Tone
 from fp8bench.report.material import Material, titled_panels
 from fp8bench.report.page.charts import grouped, stacked
-from fp8bench.report.page.section import PRECISION, Section, case_field, number, sections, told
+from fp8bench.report.page.section import PRECISION, Section, number, sections, told
 from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, show_params, together, value_of
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS, PHASE_TITLES, PHASE_WORDS
@@ -57,7 +59,6 @@ _MOST_OPEN = 12
 
 
 def use_of(record: Record) -> MemoryUse | None:
-    """What a case's memory is made of; None where nobody looked, or could."""
     return record.memory if record.status is Status.OK else None
 
 
@@ -228,12 +229,10 @@ def batch_sentences(panel: Panel) -> Iterator[str]:
 
 
 def tells_memory(panel: Panel) -> bool:
-    """Whether memory is for more than one thing in any case of a panel."""
     return any(len(roles_of(one)) > 1 for one in panel.results)
 
 
 def counted(panel: Panel) -> list[MetricSpec]:
-    """What others count of memory, as far as they know of any case."""
     known = [Figures(group, one) for group, one in panel.members if use_of(one.record) is not None]
     return [spec for spec in MEMORY_COUNTERS if any(one[spec].value is not None for one in known)]
 
@@ -247,26 +246,31 @@ def memory(panel: Panel) -> Iterator[Element]:
     known = [(group, one, use) for group, one in panel.members if (use := use_of(one.record))]
     scale, unit = units.binary_unit(max(use.peak for _, _, use in known))
 
-    def shown(size: float | None) -> str:
+    def shown(size: float) -> str:
         if not size:
             return units.NONE
         return units.significant(size / scale) if size / scale >= 0.01 else "<0.01"
 
-    columns = (
-        Column("group", shared=True), Column("case"), Column("peak", number=True),
-        Column(f"vs {panel.reference or 'reference'}", number=True),
-        *(Column(MEMORY_TITLES[role], number=True) for role in roles), Column("in"),
-        *(Column(spec.heading, number=True) for spec in others),
-    )  # fmt: skip
-    rows = []
-    for group, one, use in known:
-        figures, phase = Figures(group, one), next(iter(highest_in(use)), units.NONE)
-        words = (panel.place(group), one.mode, shown(use.peak), units.ratio(share_of(group, one)),
-                 *(shown(figures[memory_of_role(role)].value) for role in roles), PHASE_TITLES.get(phase, phase),
-                 *(shown(figures[spec].value) for spec in others))  # fmt: skip
-        rows.append(tuple(map(Field, words)))
-    yield Table("memory", f"memory at the highest point of a step, in {unit}", columns, tuple(rows))
+    cols: list[Col[tuple[ResultGroup, Result, MemoryUse, Figures]]] = [
+        *case_cols(panel), Col("peak", lambda row: row[2].peak, number=True, show=shown),
+        Col(f"vs {panel.reference or 'reference'}", lambda row: share_of(*row[:2]), number=True, unit="x"),
+        *(Col(MEMORY_TITLES[role], partial(_figure, name=memory_of_role(role)), number=True, show=shown)
+          for role in roles),
+        Col("in", lambda row: _phase(row[2])),
+        *(Col(spec.heading, partial(_figure, name=spec), number=True, show=shown) for spec in others),
+    ]  # fmt: skip
+    rows = [(*case, Figures(*case[:2])) for case in known]
+    yield table("memory", f"memory at the highest point of a step, in {unit}", cols, rows)
     yield from map(Text, sentences(panel, named_cases(panel)))
+
+
+def _figure(row: tuple[ResultGroup, Result, MemoryUse, Figures], name: str) -> float | None:
+    return row[3][name].value
+
+
+def _phase(use: MemoryUse) -> str:
+    phase = next(iter(highest_in(use)), units.NONE)
+    return PHASE_TITLES.get(phase, phase)
 
 
 def capacity(panel: Panel) -> Iterator[Element]:
@@ -274,23 +278,26 @@ def capacity(panel: Panel) -> Iterator[Element]:
     found = list(searched(panel))
     if not found:
         return
-    columns = (
-        Column("group", shared=True), Column("case"), Column("largest", number=True),
-        Column(f"vs {panel.reference or 'reference'}"), Column(MAX_BATCH_TOKENS.heading, number=True),
-        Column(MAX_BATCH_MEMORY.heading, number=True), Column("does not fit"),
-    )  # fmt: skip
-    rows = []
-    for group, result, one in found:
-        figures = Figures(group, result)
-        share = figures[MAX_BATCH].interval
-        word = "reference" if result.record.is_reference else units.NONE
-        versus = units.speed_up(share.point) if share else EMULATED if emulated(result) else word
-        words = (place_of(panel, group, one), result.mode, show_batch(one), versus,
-                 figures.shown(MAX_BATCH_TOKENS), figures.shown(MAX_BATCH_MEMORY), figures[MAX_BATCH].why)  # fmt: skip
-        rows.append(tuple(map(Field, words)))
-    table = Table("capacity", batch_title(found[0][2]), columns, tuple(rows))
-    yield with_figures(table, ((group, one) for group, one, _ in found))
+    cols: list[Col[tuple[ResultGroup, Result, Capacity, Figures]]] = [
+        Col("group", lambda row: place_of(panel, row[0], row[2]), shared=True), Col("case", lambda row: row[1].mode),
+        Col("largest", lambda row: show_batch(row[2]), number=True),
+        Col(f"vs {panel.reference or 'reference'}", lambda row: _against(row[1], row[3][MAX_BATCH].interval)),
+        Col(MAX_BATCH_TOKENS.heading, lambda row: row[3].shown(MAX_BATCH_TOKENS), number=True),
+        Col(MAX_BATCH_MEMORY.heading, lambda row: row[3].shown(MAX_BATCH_MEMORY), number=True),
+        Col("does not fit", lambda row: row[3][MAX_BATCH].why),
+    ]  # fmt: skip
+    rows = [(*case, Figures(*case[:2])) for case in found]
+    yield with_figures(table("capacity", batch_title(found[0][2]), cols, rows), (case[:2] for case in found))
     yield from map(Text, batch_sentences(panel))
+
+
+def _against(result: Result, share: Interval | None) -> str:
+    if share is not None or emulated(result):
+        return units.speed_up(share.point) if share is not None else EMULATED
+    return "reference" if result.record.is_reference else units.NONE
+
+
+_Row = tuple[NamedCase, MemoryUse, Figures]
 
 
 @sections.register("memory")
@@ -335,7 +342,6 @@ def _panel(title: str, panel: Panel, cases: Sequence[NamedCase], parts: Mapping[
 
 
 def _known(cases: Sequence[NamedCase]) -> bool:
-    """Whether of any case it is known what its memory is for."""
     return any(roles_of(case.result) for case in cases)
 
 
@@ -357,7 +363,6 @@ def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], des
 
 
 def _mark(case: NamedCase) -> Mark:
-    """Its hint: '1.63 MiB, 0.542x of fp32's'."""
     label, tone = told(case.result, case.result.mode)
     peak, share = peak_of(case.result), share_of(case.group, case.result)
     beside = "" if share is None else f", {units.ratio(share)} of {case.group.reference}'s"
@@ -365,63 +370,56 @@ def _mark(case: NamedCase) -> Mark:
 
 
 def _table(title: str, cases: Sequence[NamedCase]) -> Table:
-    """The highest points of phases, and what others count."""
     uses = [(case, use) for case in cases if (use := use_of(case.result.record)) is not None]
     phases = sorted({one.phase for _, use in uses for one in use.phases}, key=phase_order)
     figures = [Figures(case.group, case.result) for case, _ in uses]
     counted = [spec for spec in MEMORY_COUNTERS if any(one[spec].value is not None for one in figures)]
-    columns = [
-        PRECISION, Column("peak", number=True, unit="B"),
-        Column("of the reference's", number=True, unit="x"),
-        Column("highest in", hint="the phase of the highest point"),
-        *(Column(phase_words(phase), number=True, unit="B", hint="the most that was held at once in this phase")
-          for phase in phases),
-        *map(column_of, counted),
+    cols: list[Col[_Row]] = [
+        PRECISION,
+        Col("peak", lambda row: row[1].peak, number=True, unit="B"),
+        Col("of the reference's", lambda row: share_of(row[0].group, row[0].result), number=True, unit="x"),
+        Col("highest in", lambda row: phase_words(next(iter(highest_in(row[1])), units.NONE)),
+            hint="the phase of the highest point"),
+        *(Col(phase_words(phase), partial(_in_phase, phase=phase), number=True, unit="B",
+              hint="the most that was held at once in this phase") for phase in phases),
+        *(figure_col(spec, partial(_counted, spec=spec)) for spec in counted),
     ]  # fmt: skip
-    rows = [
-        (
-            case_field(case),
-            _size(use.peak),
-            number(share_of(case.group, case.result), units.ratio),
-            Field(phase_words(next(iter(highest_in(use)), units.NONE))),
-            *(_size({one.phase: one.allocated for one in use.phases}.get(phase)) for phase in phases),
-            *(
-                number(own[spec].value, spec.shown) if own[spec].value is not None else Field(units.NONE, hint=use.why)
-                for spec in counted
-            ),
-        )
-        for (case, use), own in zip(uses, figures, strict=True)
-    ]
+    rows = [(case, use, own) for (case, use), own in zip(uses, figures, strict=True)]
     name = f"memory-phases-{cases[0].result.record.case.workload}"
     caption = f"{title}: the most that was held in each phase"
-    return Table(name, caption, tuple(columns), tuple(rows), folded=len(rows) > _MOST_OPEN)
+    return table(name, caption, cols, rows, folded=len(rows) > _MOST_OPEN)
 
 
-def _size(value: int | None) -> Field:
-    return Field(units.size(value), None if value is None else float(value))
+def _in_phase(row: _Row, phase: str) -> int | None:
+    return {one.phase: one.allocated for one in row[1].phases}.get(phase)
+
+
+def _counted(row: _Row, spec: MetricSpec) -> Field:
+    value = row[2][spec].value
+    return Field(units.NONE, hint=row[1].why) if value is None else number(value, spec.shown)
 
 
 def _largest(name: str, panel: Panel, place: int) -> Iterator[Element]:
     found = list(searched(panel))
     if not found:
         return
-    columns = (
-        PRECISION, Column("largest", number=True), Column(f"vs {panel.reference}", number=True, unit="x"),
-        Column("tokens a step", number=True), Column("peak memory", number=True, unit="B"),
-        Column("does not fit"),
-    )  # fmt: skip
-    rows = []
-    for group, result, capacity in found:
-        share = share_within(group, result)
-        versus = EMULATED if emulated(result) else units.speed_up(share)
-        tone = Tone.DOUBT if emulated(result) else Tone.PLAIN
-        rows.append((
-            Field(", ".join(filter(None, (result.mode, place_of(panel, group, capacity)))), tone=tone),
-            Field(show_batch(capacity), capacity.batch, tone),
-            Field(versus, share, tone),
-            Field(units.whole(capacity.tokens) if capacity.tokens else units.NONE, capacity.tokens or None, tone),
-            Field(units.size(capacity.peak), capacity.peak, tone),
-            Field(why_no_larger(capacity)),
-        ))  # fmt: skip
-    yield Table(f"capacity-{panel.case.workload}-{place}", f"{name}: {batch_title(found[0][2])}", columns, tuple(rows))
+    cols: list[Col[tuple[ResultGroup, Result, Capacity]]] = [
+        Col("precision", lambda row: ", ".join(filter(None, (row[1].mode, place_of(panel, row[0], row[2])))),
+            tone=_tone, hint=PRECISION.hint),
+        Col("largest", lambda row: Field(show_batch(row[2]), row[2].batch, _tone(row)), number=True),
+        Col(f"vs {panel.reference}", _versus, number=True, unit="x"),
+        Col("tokens a step", lambda row: row[2].tokens or None, number=True, show=units.whole, tone=_tone),
+        Col("peak memory", lambda row: row[2].peak, number=True, unit="B", tone=_tone),
+        Col("does not fit", lambda row: why_no_larger(row[2])),
+    ]  # fmt: skip
+    yield table(f"capacity-{panel.case.workload}-{place}", f"{name}: {batch_title(found[0][2])}", cols, found)
     yield from (Text(text) for text in batch_sentences(panel))
+
+
+def _tone(row: tuple[ResultGroup, Result, Capacity]) -> Tone:
+    return Tone.DOUBT if emulated(row[1]) else Tone.PLAIN
+
+
+def _versus(row: tuple[ResultGroup, Result, Capacity]) -> Field:
+    share = share_within(*row[:2])
+    return Field(EMULATED if emulated(row[1]) else units.speed_up(share), share, _tone(row))

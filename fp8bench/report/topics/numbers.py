@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model import LayerScale, Measurement, TensorStatistics
 from fp8bench.registry import precisions
-from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Mark, Table, Text, Tone
+from fp8bench.report.columns import Col, table
+from fp8bench.report.elements import Axis, Bars, Element, Field, Mark, Table, Text, Tone
 from fp8bench.report.material import Material, titled_panels
 from fp8bench.report.page.charts import grouped
-from fp8bench.report.page.section import PRECISION, Row, Section, case_field, number, sections, table_of_cases
+from fp8bench.report.page.section import PRECISION, Section, sections, table_of_cases
 from fp8bench.report.panels import Panel, Result, main_error, show_value, together, value_of
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words import legend
@@ -21,60 +22,41 @@ from fp8bench.report.words.naming import NamedCase, listed, named_cases
 
 # Measurements in these units are no errors: memory and times have sections of their own.
 _OTHER_UNITS = ("B", "s")
-_COLUMNS = (
+_SCALES: tuple[Col[tuple[NamedCase, LayerScale]], ...] = (
     PRECISION,
-    Column("layer"),
-    Column("role"),
-    Column("amax", number=True, hint="the largest magnitude that the scale comes from"),
-    Column("scale", number=True, hint="what values are multiplied by"),
-    Column("renewed", number=True, hint="times, by age or by saturation, since it was found"),
-)
+    Col("layer", lambda row: row[1].layer),
+    Col("role", lambda row: row[1].role),
+    Col("amax", lambda row: row[1].amax, number=True, hint="the largest magnitude that the scale comes from"),
+    Col("scale", lambda row: row[1].scale, number=True, hint="what values are multiplied by"),
+    Col("renewed", lambda row: row[1].renewals, number=True, show=units.whole,
+        hint="times, by age or by saturation, since it was found"),
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class DataSummary:
-    """One statistic for each kind and role over all groups of a panel, under a title that says so.
-
-    `crossed` are the formats whose range some value lies outside of.
-    """
-
-    title: str
-    worst: tuple[TensorStatistics, ...]
-    crossed: tuple[str, ...]
-
-
-def summary(panel: Panel) -> DataSummary | None:
-    """What the data of a panel are made of; None where nobody looked at them."""
+def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
+    """A row for each kind and role, over all groups; a format has a column only if some value is outside its range."""
     looked_at = [one.record.statistics for one in panel.results if one.record.statistics]
     by_name = together(((one.kind, one.role), one) for group in looked_at for one in group)
-    worst = tuple(map(_largest, by_name.values()))
+    worst = [*map(_largest, by_name.values())]
     if not worst:
-        return None
+        return
     names = dict.fromkeys(name for one in worst for name, _, _ in one.outside)
-    crossed = tuple(name for name in names if any(any(shares_of(one, name)) for one in worst))
+    crossed = [name for name in names if any(any(shares_of(one, name)) for one in worst)]
     contained = ", ".join(name for name in names if name not in crossed)
-    title = "data, before any scaling"
+    title = f"{suite}: " * bool(suite) + "data, before any scaling"
     title += f"; each figure is the largest of {len(looked_at)} groups" if len(looked_at) > 1 else ""
     title += f"; all within the range of {contained}" if contained else ""
-    return DataSummary(title, worst, crossed)
-
-
-def data(panel: Panel) -> Iterator[Element]:
-    """A row for each kind and role, over all groups; a format has a column only if some value is outside its range."""
-    found = summary(panel)
-    if found is None:
-        return
-    columns = (Column("data"), *(Column(title, number=True) for title in ("values", "amax", *found.crossed)))
-    rows = tuple(
-        tuple(map(Field, (name_of(one), units.whole(one.count), units.significant(one.amax),
-                          *(show_shares(one, name) for name in found.crossed))))
-        for one in found.worst
-    )  # fmt: skip
-    yield Table("data", found.title, columns, rows)
+    beyond = "share above its largest / share that would become zero"
+    cols: list[Col[TensorStatistics]] = [
+        Col("data", name_of, hint="layer kind and role"),
+        Col("values", lambda one: one.count, number=True, show=units.whole),
+        Col("amax", lambda one: one.amax, number=True, hint="the largest magnitude"),
+        *(Col(name, partial(_outside, name=name), number=True, hint=beyond) for name in crossed),
+    ]
+    yield table(name, title, cols, worst)
 
 
 def _largest(members: Sequence[TensorStatistics]) -> TensorStatistics:
-    """The largest count, magnitude and shares of any."""
     shares = together((name, pair) for one in members for name, *pair in one.outside)
     outside = tuple((name, *map(max, zip(*pairs, strict=True))) for name, pairs in shares.items())
     count, amax = max(one.count for one in members), max(one.amax for one in members)
@@ -87,14 +69,13 @@ def name_of(one: TensorStatistics) -> str:
 
 
 def shares_of(one: TensorStatistics, name: str) -> tuple[float, float]:
-    """The shares above a format's range and vanishing in it; none where the format was not asked about."""
     return next(((above, vanishing) for known, above, vanishing in one.outside if known == name), (0.0, 0.0))
 
 
-def show_shares(one: TensorStatistics, name: str) -> str:
+def _outside(one: TensorStatistics, name: str) -> Field:
     """'0.02% / 1.3%', '-' where nothing lies outside."""
     pair = shares_of(one, name)
-    return " / ".join(units.share(share) for share in pair) if any(pair) else units.NONE
+    return Field(" / ".join(units.share(share) for share in pair) if any(pair) else units.NONE, sum(pair))
 
 
 @sections.register("numbers")
@@ -112,15 +93,15 @@ class Numbers(Section):
     def elements(self, material: Material) -> Iterator[Element]:
         for title, panel in timed_panels(material):
             yield from _errors(title, panel)
-        data = [element for title, panel in titled_panels(material) for element in _data(title, panel)]
-        if data:
+        panels = titled_panels(material)
+        tables = [one for title, panel in panels for one in data(panel, f"data-{panel.case.workload}", title)]
+        if tables:
             yield Text("What the data are made of", Tone.STRONG)
             yield Text(f"{legend.DATA[:1].upper()}{legend.DATA[1:]}.")
-        yield from data
+        yield from tables
 
 
 def _errors(title: str, panel: Panel) -> Iterator[Element]:
-    """The main error as bars, every error as a table."""
     by_mode = _by_mode(panel)
     if not by_mode:
         return
@@ -136,7 +117,6 @@ def _errors(title: str, panel: Panel) -> Iterator[Element]:
 
 
 def _by_mode(panel: Panel) -> dict[str, dict[str, list[Measurement]]]:
-    """Measurements by precision and metric, one for each group that has it."""
     found = together(
         (result.mode, (f"{one.metric} ({one.phase})" if one.phase else one.metric, one))
         for result in panel.results
@@ -168,26 +148,21 @@ def _bars(title: str, panel: Panel, metric: str, found: Sequence[tuple[NamedCase
 def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measurement]]]) -> Table:
     levels = {one.mode: one for one in panel.results}
     by_metric = together((metric, one) for found in by_mode.values() for metric, many in found.items() for one in many)
-    columns = (
-        Column("precision"),
-        Column("how", hint="native, or emulated in software"),
+    cols: list[Col[tuple[str, dict[str, list[Measurement]]]]] = [
+        Col("precision", lambda row: Field(row[0], hint=_summary(levels[row[0]]))),
+        Col("how", lambda row: Field(
+            levels[row[0]].record.support.level.value, hint=levels[row[0]].record.support.reason),
+            hint="native, or emulated in software"),
         *(
-            Column(metric, number=True, hint=next((one.description for one in members if one.description), ""))
+            Col(metric, partial(_field, metric=metric), number=True,
+                hint=next((one.description for one in members if one.description), ""))
             for metric, members in by_metric.items()
         ),
-    )
-    rows = tuple(
-        (
-            Field(mode, hint=_summary(levels[mode])),
-            Field(levels[mode].record.support.level.value, hint=levels[mode].record.support.reason),
-            *(_field(found.get(metric, ())) for metric in by_metric),
-        )
-        for mode, found in by_mode.items()
-    )
+    ]  # fmt: skip
     caption = f"{title}: errors by precision"
     if len(panel.groups) > 1:
         caption += f", the smallest and the largest of {len(panel.groups)} groups"
-    return Table(f"errors-of-{panel.case.workload}", caption, columns, rows)
+    return table(f"errors-of-{panel.case.workload}", caption, cols, by_mode.items())
 
 
 def _summary(result: Result) -> str:
@@ -201,41 +176,15 @@ def _summary(result: Result) -> str:
     return f"{summary} Here with {', '.join(options)}." if options else summary
 
 
-def _field(members: Sequence[Measurement]) -> Field:
+def _field(row: tuple[str, dict[str, list[Measurement]]], metric: str) -> Field | None:
     """'2.9e-03', or '2.8e-03 to 3.0e-03'; a value that is no number counts as the largest."""
-    if not members:
-        return Field(units.NONE)
-    values = [(value, one) for one in members if (value := value_of(one)) is not None]
+    values = [(value, one) for one in row[1].get(metric, ()) if (value := value_of(one)) is not None]
+    if not values:
+        return None
     ordered = sorted(values, key=lambda pair: (math.isnan(pair[0]), pair[0]))
     text = " to ".join(dict.fromkeys(show_value(one) for _, one in (ordered[0], ordered[-1])))
     worst = ordered[-1][0]
     return Field(text, worst, Tone.PLAIN if math.isfinite(worst) else Tone.BAD)
-
-
-def _data(title: str, panel: Panel) -> Iterator[Element]:
-    """Magnitudes by layer kind and role, and what lies outside of each format."""
-    found = summary(panel)
-    if found is None:
-        return
-    columns = (
-        Column("data", hint="layer kind and role"),
-        Column("values", number=True),
-        Column("amax", number=True, hint="the largest magnitude"),
-        *(
-            Column(name, number=True, hint="share above its largest / share that would become zero")
-            for name in found.crossed
-        ),
-    )
-    rows = tuple(
-        (
-            Field(name_of(one)),
-            number(one.count, units.whole),
-            number(one.amax),
-            *(Field(show_shares(one, name), sum(shares_of(one, name))) for name in found.crossed),
-        )
-        for one in found.worst
-    )
-    yield Table(f"data-{panel.case.workload}", f"{title}: {found.title}", columns, rows)
 
 
 @sections.register("scales")
@@ -252,11 +201,6 @@ class Scales(Section):
 
     def elements(self, material: Material) -> Iterator[Element]:
         for title, panel in titled_panels(material):
-            cases = ((case.name, [_row(case, one) for one in case.result.record.scales]) for case in named_cases(panel))
+            cases = ((case.name, [(case, one) for one in case.result.record.scales]) for case in named_cases(panel))
             name, words = f"scales-{panel.case.workload}", "scales by layer and role"
-            yield from table_of_cases(name, title, words, _COLUMNS, cases, "The run's file has them.")
-
-
-def _row(case: NamedCase, one: LayerScale) -> Row:
-    figures = (number(one.amax), number(one.scale), number(one.renewals, units.whole))
-    return (case_field(case), Field(one.layer), Field(one.role), *figures)
+            yield from table_of_cases(name, title, words, _SCALES, cases, "The run's file has them.")

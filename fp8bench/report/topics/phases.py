@@ -10,13 +10,13 @@ from functools import partial
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Level
-from fp8bench.report import case_status
 from fp8bench.report.case_status import emulated
-from fp8bench.report.elements import Axis, Column, Element, Field, Stacks, Table, Text, Tone
+from fp8bench.report.columns import Col, case_cols, table
+from fp8bench.report.elements import Axis, Element, Stacks, Table, Text, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.page.charts import lasting, phase_parts, stacked
 from fp8bench.report.page.section import Section, sections
-from fp8bench.report.panels import Panel, Result, phases_of, together
+from fp8bench.report.panels import Panel, Result, ResultGroup, phases_of, together
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES, PHASE_WORDS
 from fp8bench.report.words.naming import NamedCase, listed, named_cases, phase_words
@@ -33,32 +33,31 @@ COMPILED = (
 
 
 def phases_table(panel: Panel) -> Table | None:
-    """The phases of each measured case as shares of its best case; None if nothing was measured."""
     measured = [(group, result) for group, result in panel.members if result.best]
     if not measured:
         return None
     present = {name for _, one in measured for name, seconds in phases_of(one) if seconds or name == UNATTRIBUTED}
     names = sorted(present, key=lambda name: CELL_PHASES.index(name) if name in CELL_PHASES else len(CELL_PHASES))
-    columns = (Column("group", shared=True), Column("case"), Column("best", number=True),
-               *(Column(PHASE_TITLES.get(name, name), number=True) for name in names))  # fmt: skip
-    rows = tuple(
-        tuple(map(Field, (panel.place(group), one.mode, _cost(one), *_shares(one, names)))) for group, one in measured
-    )
-    return Table("phases", "phases, as shares of the best case", columns, rows)
+    cols: list[Col[tuple[ResultGroup, Result]]] = [
+        *case_cols(panel), Col("best", _cost, number=True),
+        *(Col(PHASE_TITLES.get(name, name), partial(_share, name=name), number=True) for name in names),
+    ]  # fmt: skip
+    return table("phases", "phases, as shares of the best case", cols, measured)
 
 
-def _cost(result: Result) -> str:
+def _cost(row: tuple[ResultGroup, Result]) -> str:
     """The best case; for an emulation with the word that keeps it from being read as a speed."""
-    time = units.seconds(result.best)
-    return f"{Level.EMULATED} {time}" if case_status.emulated(result) else time
+    time = units.seconds(row[1].best)
+    return f"{Level.EMULATED} {time}" if emulated(row[1]) else time
 
 
-def _shares(result: Result, names: Sequence[str]) -> list[str]:
-    """One cell a phase: its share, '<' if it is below the clock's floor, '-' if the step has no such phase."""
-    assert result.finding is not None and result.best
-    shares = {name: seconds / result.best for name, seconds in phases_of(result) if seconds or name == UNATTRIBUTED}
-    below = dict.fromkeys(result.finding.below_floor, "<")
-    return [below.get(name, units.percent(shares.get(name))) for name in names]
+def _share(row: tuple[ResultGroup, Result], name: str) -> str:
+    """Of the step, '<' if it is below the clock's floor, '-' if the step has no such phase."""
+    finding, best = row[1].finding, row[1].best
+    assert finding is not None and best
+    seconds = dict(phases_of(row[1])).get(name)
+    share = seconds / best if seconds is not None and (seconds or name == UNATTRIBUTED) else None
+    return "<" if name in finding.below_floor else units.percent(share)
 
 
 class Change(StrEnum):
@@ -108,7 +107,6 @@ def change_of(own: float, base: float) -> Change:
 
 
 def _large(finding: Finding) -> Iterable[str]:
-    """The phases that take more than 3% of the step."""
     best = finding.best_seconds or 0.0
     return [name for name, seconds in finding.phases if seconds > LEAST_SHARE * best > 0]
 
@@ -177,7 +175,6 @@ def _chart(kind: str, title: str, cases: Sequence[NamedCase], parts: Mapping[str
 
 
 def _description(cases: Sequence[NamedCase]) -> str:
-    """Which phase takes most, and how much of the step."""
     most = ((case, max(_phases(case).items(), key=lambda pair: pair[1])) for case in cases)
     by_phase = together((phase, (case, seconds / (case.result.best or math.inf))) for case, (phase, seconds) in most)
     said = []

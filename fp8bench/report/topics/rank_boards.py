@@ -13,7 +13,8 @@ from fp8bench.analysis.ranks import frontier
 from fp8bench.analysis.scaling import efficiency, sent_by_rank
 from fp8bench.model import specs
 from fp8bench.report.case_status import emulated, status_words, tone_of
-from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
+from fp8bench.report.columns import Col, table
+from fp8bench.report.elements import Element, Field, Table, Text, Tone
 from fp8bench.report.material import Material, titled_panels
 from fp8bench.report.page.section import Section, sections
 from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, show_params, together
@@ -65,24 +66,25 @@ def remarks(panel: Panel) -> Iterator[str]:
 
 
 def _of_collective(collective: str, members: Sequence[Member], panel: Panel) -> Table:
-    columns = (
-        Column("", shared=True), Column("case"),
-        Column("", hint=UNBEATEN),
-        Column("busbw", number=True, unit="B/s", hint="algbw times nccl-tests' factor"),
-        Column("algbw", number=True, unit="B/s", hint="the vector's bytes as they are sent, over the median step"),
-        Column("wire", number=True, unit="B", hint="what a rank sends to others in a step"),
-        Column("SQNR", number=True, unit="dB", hint="against float64"), Column("verdict"), Column("lost", below=True),
-    )  # fmt: skip
     composed = {one.mode for _, one in members if one.record.transfer is not None and one.record.transfer.counted}
     named = (((_swept(panel, one[0]), _words(*one, one[1].mode in composed)), one) for one in members)
     lines = [_Line(*names, own) for names, own in together(named).items()]
     sizes = dict.fromkeys(one.record.transfer.logical for _, one in members if one.record.transfer is not None)
     size = f" of {' or '.join(map(units.size, sizes))}" if sizes else ""
-    caption = f"{collective}{size}, {panel.case.ranks} ranks"
-    rows = tuple(one.fields(_unbeaten(lines, one)) for one in lines)
-    told = [place for place in range(len(columns)) if any(row[place].text for row in rows)]
-    shown = tuple(tuple(row[place] for place in told) for row in rows)
-    return Table(f"board-{collective}", caption, tuple(columns[place] for place in told), shown)
+    cols: list[Col[_Line]] = [
+        Col("", lambda line: line.swept, shared=True), Col("case", lambda line: line.words),
+        Col("", lambda line: "*" if _unbeaten(lines, line) else "", hint=UNBEATEN),
+        Col("busbw", lambda line: line.middle(specs.BUSBW, line.tone), number=True, unit="B/s",
+            hint="algbw times nccl-tests' factor"),
+        Col("algbw", lambda line: line.middle(specs.ALGBW, line.tone), number=True, unit="B/s",
+            hint="the vector's bytes as they are sent, over the median step"),
+        Col("wire", lambda line: line.middle(specs.WIRE_BYTES), number=True, unit="B",
+            hint="what a rank sends to others in a step"),
+        Col("SQNR", lambda line: line.middle(_SQNR), number=True, unit="dB", hint="against float64"),
+        Col("verdict", lambda line: _verdict(line.results)), Col("lost", lambda line: _lost(line.figures), below=True),
+    ]  # fmt: skip
+    kept = {col.heading for col in cols} - {"", "lost"}
+    return table(f"board-{collective}", f"{collective}{size}, {panel.case.ranks} ranks", cols, lines, kept=kept)
 
 
 def _unbeaten(lines: Sequence[_Line], line: _Line) -> bool:
@@ -136,12 +138,9 @@ class _Line:
         value = statistics.median(one.value for one in told if one.value is not None)
         return Field(told[0].spec.shown(value), value, tone)
 
-    def fields(self, unbeaten: bool) -> tuple[Field, ...]:
-        tone = Tone.DOUBT if any(map(emulated, self.results)) else Tone.PLAIN
-        rates = [self.middle(name, tone) for name in (specs.BUSBW, specs.ALGBW)]
-        others = [self.middle(name) for name in (specs.WIRE_BYTES, _SQNR)]
-        names = Field(self.swept), Field(self.words), Field("*" if unbeaten else "")
-        return *names, *rates, *others, _verdict(self.results), Field(_lost(self.figures))
+    @property
+    def tone(self) -> Tone:
+        return Tone.DOUBT if any(map(emulated, self.results)) else Tone.PLAIN
 
 
 def _verdict(results: Sequence[Result]) -> Field:
@@ -163,16 +162,20 @@ def _lost(figures: Sequence[Figures]) -> str:
 
 
 def _of_ways(panel: Panel) -> Table:
-    columns = (
-        Column("", shared=True), Column("case"), Column("verdict"),
-        Column("pace", number=True, unit="tok/s", hint="of all ranks together; none where it is the cost of emulation"),
-        Column("strong", hint="one rank over ranks times together, within what rounds leave"),
-        Column("sent", number=True, unit="B", hint="by the rank that sends most"),
-        Column("memory", number=True, unit="B", hint="of the rank that takes most"),
-        Column("gap", number=True, hint="relative distance of three updates from one rank's"),
-    )  # fmt: skip
-    rows = tuple((Field(_place(panel, group)), *_way_row(group, one)) for group, one in panel.members)
-    return Table("board-ways", f"steps that {panel.case.ranks} ranks take together", columns, rows)
+    cols: list[Col[tuple[ResultGroup, Result, Figures]]] = [
+        Col("", lambda row: _place(panel, row[0]), shared=True), Col("case", lambda row: row[1].mode),
+        Col("verdict", lambda row: status_words(row[1]), tone=lambda row: tone_of(row[1])),
+        Col("pace", lambda row: Field(row[2].shown(row[2].rate), row[2][row[2].rate].value), number=True, unit="tok/s",
+            hint="of all ranks together; none where it is the cost of emulation"),
+        Col("strong", lambda row: _strong(row[1]), hint="one rank over ranks times together, within what rounds leave"),
+        Col("sent", lambda row: max(sent_by_rank(row[1].record), default=None), number=True, unit="B",
+            hint="by the rank that sends most"),
+        Col("memory", lambda row: _most_memory(row[1]), number=True, unit="B", hint="of the rank that takes most"),
+        Col("gap", lambda row: row[2]["update_error"].value, number=True, show=units.relative_error,
+            hint="relative distance of three updates from one rank's"),
+    ]  # fmt: skip
+    rows = [(*member, Figures(*member)) for member in panel.members]
+    return table("board-ways", f"steps that {panel.case.ranks} ranks take together", cols, rows)
 
 
 def _place(panel: Panel, group: ResultGroup) -> str:
@@ -181,29 +184,20 @@ def _place(panel: Panel, group: ResultGroup) -> str:
     return f"{dict(group.case.params)[_WAY]} {show_params(others)}".strip()
 
 
-def _way_row(group: ResultGroup, result: Result) -> Iterator[Field]:
-    figures, record = Figures(group, result), result.record
-    tone = Tone.DOUBT if emulated(result) else Tone.PLAIN
-    sent, use = sent_by_rank(record), record.memory
-    most = max((one.peak for one in use.ranks), default=use.peak) if use is not None else None
-    yield Field(result.mode)
-    yield Field(status_words(result), tone=tone_of(result))
-    yield Field(figures.shown(figures.rate), figures[figures.rate].value)
-    yield _strong(result, tone)
-    yield Field(units.size(max(sent)) if sent else units.NONE, max(sent, default=None))
-    yield Field(units.size(most) if most else units.NONE, most)
-    yield Field(units.relative_error(figures["update_error"].value), figures["update_error"].value)
+def _most_memory(result: Result) -> float | None:
+    use = result.record.memory
+    return max((one.peak for one in use.ranks), default=use.peak) or None if use is not None else None
 
 
-def _strong(result: Result, tone: Tone) -> Field:
+def _strong(result: Result) -> Field:
     """'71% to 100%': of a handful of rounds no middle is told without it."""
     found = efficiency(result.record)
     if found is None:
         return Field(units.NONE)
     if isinstance(found.strong, Untold):
         return Field(found.strong.word, None, Tone.DOUBT, found.strong.why)
-    _, low, high = found.strong
-    return Field(units.span((low, high), lambda one: units.percent(one, 0)), found.strong.value, tone)
+    span = units.span(found.strong[1:], lambda one: units.percent(one, 0))
+    return Field(span, found.strong.value, Tone.DOUBT if emulated(result) else Tone.PLAIN)
 
 
 @sections.register("rank-boards")
@@ -218,7 +212,7 @@ class RankBoards(Section):
     def elements(self, material: Material) -> Iterator[Element]:
         panels = [one for one in titled_panels(material) if any(boards(one[1]))]
         for number, (title, panel) in enumerate(panels, 1):
-            for table in boards(panel):
-                caption = table.caption if len(panels) == 1 else f"{title}: {table.caption}"
-                yield replace(table, name=f"{table.name}-{number}", caption=caption)
+            for board in boards(panel):
+                caption = board.caption if len(panels) == 1 else f"{title}: {board.caption}"
+                yield replace(board, name=f"{board.name}-{number}", caption=caption)
             yield from map(Text, remarks(panel))

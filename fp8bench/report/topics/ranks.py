@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.middles import Middle, Untold
-from fp8bench.analysis.overlaps import OFF, WAITING, overlap_of
+from fp8bench.analysis.overlaps import OFF, WAITING, OverlapFigures, overlap_of
 from fp8bench.analysis.pipelines import bubble
-from fp8bench.analysis.ranks import frontier, memory_skew, rank_times, round_times, skew, true_communication
-from fp8bench.analysis.scaling import efficiency
-from fp8bench.model import specs
-from fp8bench.model.ranks import Sent
+from fp8bench.analysis.ranks import RankTimes, frontier, memory_skew, rank_times, round_times, skew, true_communication
+from fp8bench.analysis.scaling import Efficiency, efficiency
+from fp8bench.model import MemoryUse, Timing, specs
+from fp8bench.model.ranks import Overlap, Sent, Transfer
 from fp8bench.report.case_status import emulated
-from fp8bench.report.columns import column_of
-from fp8bench.report.elements import Axis, Column, Element, Field, Lines, Mark, Point, Scatter, Table, Text, Tone
+from fp8bench.report.columns import Col, case_cols, figure_col, table
+from fp8bench.report.elements import Axis, Element, Field, Lines, Mark, Point, Scatter, Table, Text, Tone
 from fp8bench.report.material import Material, titled_panels
 from fp8bench.report.page.section import Section, sections
 from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, together
@@ -55,146 +56,126 @@ def reasons(what: str, figures: Iterable[tuple[str, Middle | Untold]]) -> Iterat
         yield f"No {what} is told where it says {'; '.join(words)}."
 
 
-def scaling(panel: Panel) -> Iterator[Table | Text]:
-    """Nothing of cases that one rank could not take as well."""
-    if (table := _efficiencies(panel)) is not None:
-        yield table
-        yield from map(Text, _none_told(panel))
-    yield from filter(None, [_sent(panel)])
-
-
-def _efficiencies(panel: Panel) -> Table | None:
-    columns = (
-        Column("", shared=True), Column("case"),
-        Column("one rank", number=True, unit="s", hint="a step of the whole batch by one rank, the others waiting"),
-        Column("its share", number=True, unit="s", hint="a step of one rank's share of the batch by one rank"),
-        Column("together", number=True, unit="s", hint="a step of the whole batch by all ranks"),
-        Column("strong", number=True, unit="%", hint="one rank over ranks times together; between: what rounds leave"),
-        Column("weak", number=True, unit="%", hint="its share over together; between: what rounds leave"),
-    )  # fmt: skip
-    rows = []
-    for group, result in panel.members:
-        found = efficiency(result.record)
-        if found is None:
-            continue
-        times = (Field(units.seconds(one), one) for one in found.seconds)
-        tone = Tone.DOUBT if emulated(result) else Tone.PLAIN
-        shares = (within(one, units.percent, 100, tone) for one in (found.strong, found.weak))
-        rows.append((Field(panel.place(group)), Field(result.mode), *times, *shares))
-    title = f"scaling efficiency of {panel.case.ranks} ranks"
-    return Table("scaling", title, columns, tuple(rows)) if rows else None
-
-
-def _none_told(panel: Panel) -> Iterator[str]:
-    told = [(one.mode, found) for _, one in panel.members if (found := efficiency(one.record)) is not None]
-    yield from reasons("efficiency", ((mode, one) for mode, found in told for one in (found.strong, found.weak)))
-
-
-def _sent(panel: Panel) -> Table | None:
-    columns = (
-        Column("", shared=True), Column("case"), Column("operation"), Column("dtype"),
-        Column("calls", number=True, hint="of the rank that sends most by it"),
-        Column("most", number=True, unit="B", hint="by the rank that sends most; of a collective a ring's share"),
-        Column("least", number=True, unit="B", hint="by the rank that sends least"),
-    )  # fmt: skip
-    rows = []
-    for group, result in panel.members:
-        for (operation, dtype), each in _by_operation(result.record.sent).items():
-            most = max(each, key=lambda one: one.bytes)
-            least = min(one.bytes for one in each) if len(each) == panel.case.ranks else 0.0
-            numbers = (Field(str(most.calls), most.calls), *(Field(units.size(b), b) for b in (most.bytes, least)))
-            rows.append((Field(panel.place(group)), Field(result.mode), Field(operation), Field(dtype), *numbers))
-    return Table("sent", "what a rank sends in a step, counted", columns, tuple(rows)) if rows else None
-
-
-def _by_operation(sent: tuple[Sent, ...]) -> dict[tuple[str, str], list[Sent]]:
-    found: dict[tuple[str, str], list[Sent]] = {}
-    for one in sent:
-        found.setdefault((one.operation, one.dtype), []).append(one)
-    return found
-
-
 def ranks(panel: Panel) -> Iterator[Table | Text]:
     """Nothing of cases that one process ran."""
     if panel.case.ranks < 2:
         return
-    yield from filter(None, (_times(panel), _memory(panel), _wire(panel)))
+    yield from (one for one in (_times(panel), _memory(panel), _wire(panel)) if one.rows)
     yield from map(Text, cheapest(panel))
-    yield from scaling(panel)
-    beside = _overlaps(panel)
-    if beside is not None:
-        yield beside
-        yield from map(Text, _no_overlaps(panel))
-    yield from map(Text, _bubbles(panel))
+    found = [(group, one, found) for group, one in panel.members if (found := efficiency(one.record)) is not None]
+    if found:
+        yield _efficiencies(panel, found)
+        figures = ((one.mode, figure) for _, one, found in found for figure in (found.strong, found.weak))
+        yield from map(Text, reasons("efficiency", figures))
+    yield from (one for one in (_sent(panel), _overlaps(panel)) if one.rows)
+    yield from map(Text, (*_no_overlaps(panel), *_bubbles(panel)))
     if panel.case.device == "cpu":
         yield Text(FUNCTIONAL)
 
 
-def _times(panel: Panel) -> Table | None:
-    columns = (
-        Column("", shared=True), Column("case"),
-        Column("slowest", number=True, unit="s", hint="median of the rank that was slowest on the whole"),
-        Column("fastest", number=True, unit="s"),
-        column_of(specs.RANK_SKEW), column_of(specs.COMMUNICATION),
-        Column("waiting", number=True, unit="s", hint="of the rank that waits most"),
-    )  # fmt: skip
-    rows = []
-    for group, result in panel.members:
-        timing = result.record.timing
-        times = rank_times(timing) if timing is not None else ()
-        if not times or timing is None:
-            continue
-        steps, waits = [one.step for one in times], [one.waiting for one in times]
-        true = true_communication(timing)
-        numbers = [_seconds(max(steps)), _seconds(min(steps)), _number((skew(timing) or 0.0) * 100, "%")]
-        numbers += [_seconds(true), _seconds(max(waits) if true is not None else None)]
-        rows.append((Field(panel.place(group)), Field(result.mode), *numbers))
-    return Table("ranks", f"{panel.case.ranks} ranks", columns, tuple(rows)) if rows else None
+def _tone(row: tuple[object, Result, *tuple[object, ...]]) -> Tone:
+    return Tone.DOUBT if emulated(row[1]) else Tone.PLAIN
 
 
-def _memory(panel: Panel) -> Table | None:
+def _efficiencies(panel: Panel, found: Sequence[tuple[ResultGroup, Result, Efficiency]]) -> Table:
+    cols: list[Col[tuple[ResultGroup, Result, Efficiency]]] = [
+        *case_cols(panel, ""),
+        Col("one rank", lambda row: row[2].seconds.whole, number=True, unit="s",
+            hint="a step of the whole batch by one rank, the others waiting"),
+        Col("its share", lambda row: row[2].seconds.share, number=True, unit="s",
+            hint="a step of one rank's share of the batch by one rank"),
+        Col("together", lambda row: row[2].seconds.together, number=True, unit="s",
+            hint="a step of the whole batch by all ranks"),
+        Col("strong", lambda row: within(row[2].strong, units.percent, 100, _tone(row)), number=True, unit="%",
+            hint="one rank over ranks times together; between: what rounds leave"),
+        Col("weak", lambda row: within(row[2].weak, units.percent, 100, _tone(row)), number=True, unit="%",
+            hint="its share over together; between: what rounds leave"),
+    ]  # fmt: skip
+    return table("scaling", f"scaling efficiency of {panel.case.ranks} ranks", cols, found)
+
+
+def _sent(panel: Panel) -> Table:
+    cols: list[Col[tuple[ResultGroup, Result, Sequence[Sent]]]] = [
+        *case_cols(panel, ""),
+        Col("operation", lambda row: row[2][0].operation), Col("dtype", lambda row: row[2][0].dtype),
+        Col("calls", lambda row: max(row[2], key=_bytes).calls, number=True, show=str,
+            hint="of the rank that sends most by it"),
+        Col("most", lambda row: max(map(_bytes, row[2])), number=True, unit="B",
+            hint="by the rank that sends most; of a collective a ring's share"),
+        Col("least", lambda row: min(map(_bytes, row[2])) if len(row[2]) == panel.case.ranks else 0.0, number=True,
+            unit="B", hint="by the rank that sends least"),
+    ]  # fmt: skip
+    sent = ((*case, together(((one.operation, one.dtype), one) for one in case[1].record.sent))
+            for case in panel.members)  # fmt: skip
+    rows = [(group, result, each) for group, result, known in sent for each in known.values()]
+    return table("sent", "what a rank sends in a step, counted", cols, rows)
+
+
+def _bytes(sent: Sent) -> float:
+    return sent.bytes
+
+
+def _times(panel: Panel) -> Table:
+    timed = [(group, one, timing) for group, one in panel.members if (timing := one.record.timing) is not None]
+    cols: list[Col[tuple[ResultGroup, Result, Timing, Sequence[RankTimes]]]] = [
+        *case_cols(panel, ""),
+        Col("slowest", lambda row: max(one.step for one in row[3]), number=True, unit="s",
+            hint="median of the rank that was slowest on the whole"),
+        Col("fastest", lambda row: min(one.step for one in row[3]), number=True, unit="s"),
+        figure_col(specs.RANK_SKEW, lambda row: (skew(row[2]) or 0.0) * 100),
+        figure_col(specs.COMMUNICATION, lambda row: true_communication(row[2])),
+        Col("waiting", lambda row: None if true_communication(row[2]) is None else max(one.waiting for one in row[3]),
+            number=True, unit="s", hint="of the rank that waits most"),
+    ]  # fmt: skip
+    rows = [(*case, times) for case in timed if (times := rank_times(case[2]))]
+    return table("ranks", f"{panel.case.ranks} ranks", cols, rows)
+
+
+_WithMemory = tuple[ResultGroup, Result, MemoryUse]
+
+
+def _memory(panel: Panel) -> Table:
     """A column a rank, where they are few."""
-    known = [(group, one, one.record.memory) for group, one in panel.members]
-    told = [(group, result, use) for group, result, use in known if use is not None and use.ranks]
-    if not told:
-        return None
-    each = panel.case.ranks if panel.case.ranks <= _MOST_COLUMNS else 0
-    columns = (
-        Column("", shared=True), Column("case"),
-        *(Column(f"rank {rank}", number=True, unit="B") for rank in range(each)),
-        *(() if each else (Column("most", number=True, unit="B"), Column("least", number=True, unit="B"))),
-        column_of(specs.MEMORY_SKEW),
-    )  # fmt: skip
-    rows = []
-    for group, result, use in told:
-        peaks = [one.peak for one in use.ranks]
-        shown = peaks if each else [max(peaks), min(peaks)]
-        numbers = [_number(float(peak), "B") for peak in shown]
-        numbers.append(_number((memory_skew(use) or 0.0) * 100, "%"))
-        rows.append((Field(panel.place(group)), Field(result.mode), *numbers))
-    return Table("rank-memory", "memory of each rank at the highest point of a step", columns, tuple(rows))
+    each = range(panel.case.ranks) if panel.case.ranks <= _MOST_COLUMNS else ()
+    cols: list[Col[_WithMemory]] = [
+        *case_cols(panel, ""),
+        *(Col(f"rank {rank}", partial(_peak, rank=rank), number=True, unit="B") for rank in each),
+        Col("most", lambda row: max(one.peak for one in row[2].ranks), number=True, unit="B", when=not each),
+        Col("least", lambda row: min(one.peak for one in row[2].ranks), number=True, unit="B", when=not each),
+        figure_col(specs.MEMORY_SKEW, lambda row: (memory_skew(row[2]) or 0.0) * 100),
+    ]
+    rows = [(group, one, use) for group, one in panel.members if (use := one.record.memory) is not None and use.ranks]
+    return table("rank-memory", "memory of each rank at the highest point of a step", cols, rows)
 
 
-def _wire(panel: Panel) -> Table | None:
-    columns = (
-        Column("", shared=True), Column("case"),
-        *map(column_of, (specs.WIRE_BYTES, specs.LOGICAL_BYTES, *_RATES)),
-        Column("SQNR", number=True, unit="dB"), Column("saturated", number=True, unit="ppm"),
-        Column("flushed", number=True, unit="%"),
-    )  # fmt: skip
-    rows = []
-    for group, result in panel.members:
-        sent = result.record.transfer
-        if sent is None:
-            continue
-        tone, figures = Tone.DOUBT if emulated(result) else Tone.PLAIN, Figures(group, result)
-        shown = [Field(figures.shown(one), figures[one].value, tone) for one in _RATES]
-        errors = [_measured(result, name) for name in ("sqnr_db", "saturated_ppm", "flushed_percent")]
-        counted = Field(units.size(sent.wire), sent.wire, hint="counted" if sent.counted else "a ring's share")
-        rows.append(
-            (Field(panel.place(group)), Field(result.mode), counted, _number(sent.logical, "B"), *shown, *errors)
-        )
-    return Table("wire", "bytes on the wire beside the error", columns, tuple(rows)) if rows else None
+def _peak(row: _WithMemory, rank: int) -> float:
+    return row[2].ranks[rank].peak
+
+
+_Wire = tuple[ResultGroup, Result, Transfer, Figures]
+
+
+def _wire(panel: Panel) -> Table:
+    errors = (("SQNR", "sqnr_db", "dB"), ("saturated", "saturated_ppm", "ppm"), ("flushed", "flushed_percent", "%"))
+    cols: list[Col[_Wire]] = [
+        *case_cols(panel, ""),
+        figure_col(specs.WIRE_BYTES, lambda row: Field(
+            units.size(row[2].wire), row[2].wire, hint="counted" if row[2].counted else "a ring's share")),
+        figure_col(specs.LOGICAL_BYTES, lambda row: row[2].logical),
+        *(figure_col(spec, partial(_rate, spec=spec)) for spec in _RATES),
+        *(Col(heading, partial(_error, name=name), number=True, unit=unit) for heading, name, unit in errors),
+    ]  # fmt: skip
+    members = ((group, one, one.record.transfer) for group, one in panel.members)
+    rows = [(group, one, sent, Figures(group, one)) for group, one, sent in members if sent is not None]
+    return table("wire", "bytes on the wire beside the error", cols, rows)
+
+
+def _rate(row: _Wire, spec: specs.MetricSpec) -> Field:
+    return Field(row[3].shown(spec), row[3][spec].value, _tone(row))
+
+
+def _error(row: _Wire, name: str) -> Field:
+    return _measured(row[1], name)
 
 
 @dataclass(frozen=True)
@@ -216,7 +197,7 @@ def wire_costs(panel: Panel) -> dict[str, list[WireCost]]:
     """By collective. What is the same in several groups, since it has no codes, is told once."""
     found: dict[tuple[object, ...], WireCost] = {}
     for _, result in panel.members:
-        sent, sqnr, params = result.record.transfer, _value(result, "sqnr_db"), dict(result.record.case.params)
+        sent, sqnr, params = result.record.transfer, _measured(result, "sqnr_db").value, dict(result.record.case.params)
         if sent is None or sqnr is None:
             continue
         collective = str(params.get("collective", panel.case.workload))
@@ -243,27 +224,25 @@ def cheapest(panel: Panel) -> Iterator[str]:
             yield f"{collective}: nothing else sends as little with as small an error as {'; '.join(named)}."
 
 
-def _overlaps(panel: Panel) -> Table | None:
-    columns = (
-        Column("", shared=True), Column("case"),
-        Column("products", number=True, unit="s"), Column("communication", number=True, unit="s"),
-        Column("both at once", number=True, unit="s"),
-        Column("check sum", number=True, hint="both in turn over the sum of both alone"),
-        column_of(specs.EXPOSED), column_of(specs.HIDDEN_COMMUNICATION),
-    )  # fmt: skip
-    rows = []
-    for group, result in panel.members:
-        overlap, found = result.record.overlap, overlap_of(result.record)
-        if overlap is None or found is None:
-            continue
-        parts = [overlap.compute, overlap.communication, overlap.both]
-        numbers = [_seconds(statistics.median(one) if one else None) for one in parts]
-        check = units.NONE if found.check_sum is None else f"{found.check_sum:.3f}"
-        off = found.exposed is OFF
-        numbers.append(Field(check, found.check_sum, Tone.DOUBT if off else Tone.PLAIN))
-        numbers += [within(found.exposed, units.seconds), within(found.hidden, units.percent, times=100)]
-        rows.append((Field(panel.place(group)), Field(result.mode), *numbers))
-    return Table("overlap", "communication beside products", columns, tuple(rows)) if rows else None
+def _overlaps(panel: Panel) -> Table:
+    cols: list[Col[tuple[ResultGroup, Result, Overlap, OverlapFigures]]] = [
+        *case_cols(panel, ""),
+        Col("products", lambda row: _middle(row[2].compute), number=True, unit="s"),
+        Col("communication", lambda row: _middle(row[2].communication), number=True, unit="s"),
+        Col("both at once", lambda row: _middle(row[2].both), number=True, unit="s"),
+        Col("check sum", lambda row: row[3].check_sum, number=True, show="{:.3f}".format,
+            tone=lambda row: Tone.DOUBT if row[3].exposed is OFF else Tone.PLAIN,
+            hint="both in turn over the sum of both alone"),
+        figure_col(specs.EXPOSED, lambda row: within(row[3].exposed, units.seconds)),
+        figure_col(specs.HIDDEN_COMMUNICATION, lambda row: within(row[3].hidden, units.percent, times=100)),
+    ]  # fmt: skip
+    known = [(group, one, overlap) for group, one in panel.members if (overlap := one.record.overlap) is not None]
+    rows = [(*case, found) for case in known if (found := overlap_of(case[1].record)) is not None]
+    return table("overlap", "communication beside products", cols, rows)
+
+
+def _middle(seconds: Sequence[float]) -> float | None:
+    return statistics.median(seconds) if seconds else None
 
 
 def _no_overlaps(panel: Panel) -> Iterator[str]:
@@ -272,37 +251,20 @@ def _no_overlaps(panel: Panel) -> Iterator[str]:
     yield from reasons("overlap", figures)
 
 
-def _value(result: Result, name: str) -> float | None:
-    found = result.record.measurement(name)
-    return None if found is None else found.samples[0]
-
-
 def _bubbles(panel: Panel) -> Iterator[str]:
     for group, result in panel.members:
         found = bubble(result.record)
         if found is not None:
+            who = " at ".join(filter(None, (result.mode, panel.place(group))))
             yield (
-                f"{_who(panel, group, result)}: for {found.measured * 100:.0f}% of the time that they compute "
+                f"{who}: for {found.measured * 100:.0f}% of the time that they compute "
                 f"ranks wait or send; of equal stages that send in no time it is {found.ideal * 100:.0f}%."
             )
 
 
-def _who(panel: Panel, group: ResultGroup, result: Result) -> str:
-    place = panel.place(group)
-    return f"{result.mode}{f' at {place}' if place else ''}"
-
-
 def _measured(result: Result, name: str) -> Field:
     found = result.record.measurement(name)
-    return Field(units.NONE) if found is None else _number(found.samples[0], found.unit)
-
-
-def _seconds(value: float | None) -> Field:
-    return Field(units.seconds(value), value)
-
-
-def _number(value: float, unit: str) -> Field:
-    return Field(units.shown(value, unit), value)
+    return Field(units.NONE) if found is None else Field(units.shown(found.samples[0], found.unit), found.samples[0])
 
 
 @sections.register("ranks")

@@ -10,10 +10,10 @@ from fp8bench import units
 from fp8bench.model import Params, Status
 from fp8bench.model.specs import ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
 from fp8bench.report import case_status
-from fp8bench.report.columns import column_of, in_table, other_tables, with_figures
-from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
+from fp8bench.report.columns import Col, figure_col, in_table, other_tables, table, with_figures
+from fp8bench.report.elements import Element, Field, Table, Text, Tone
 from fp8bench.report.material import Entry, Material
-from fp8bench.report.page.section import Columns, Section, number, sections, table_of
+from fp8bench.report.page.section import Section, number, sections
 from fp8bench.report.panels import (
     Figures,
     Panel,
@@ -35,54 +35,53 @@ _COST = "the cost of emulation, not of the precision"
 _NAMES = {"precision", "verdict"}
 
 
+_Case = tuple[ResultGroup, Result, Figures]
+
+
 def main_table(panel: Panel) -> Table:
     """Case by case: verdict, speed-up, times, error, throughput. What has no room left is told last."""
-    error = main_error(panel)
-    columns = {
-        "group": Column("group", shared=True), "case": Column("case"), "verdict": Column("verdict"),
-        "speed-up": Column("speed-up"), "best": Column("best", number=True), "median": Column("median", number=True),
-        "replayed": Column("replayed", number=True),
-        "error": Column("error", number=True), "spread": Column("spread", number=True),
-        "throughput": Column("throughput", number=True), "labels": Column("labels", below=True),
-    }  # fmt: skip
-    floors = len(panel.groups) > 1
-    rows = [
-        _main_fields(one, Figures(group, one), error)
-        | {"group": Field(f"{panel.place(group)}  noise floor (A/A): {noise_floor(group)}" if floors else "")}
-        for group, one in panel.members
-    ]
-    silent = {"speed-up", "throughput", "error", "replayed"} & {
-        name for name in columns if all(row[name].text == units.NONE for row in rows)
-    }
-    shown = [name for name in columns if name not in silent]
-    fields = tuple(tuple(row[name] for name in shown) for row in rows)
-    return with_figures(Table("cases", "", tuple(columns[name] for name in shown), fields), panel.members)
+    error, floors = main_error(panel), len(panel.groups) > 1
+    cols: list[Col[_Case]] = [
+        Col("group", lambda row: f"{panel.place(row[0])}  noise floor (A/A): {noise_floor(row[0])}" * floors,
+            shared=True),
+        Col("case", lambda row: row[1].mode),
+        Col("verdict", lambda row: case_status.status_words(row[1]), tone=_tone),
+        Col("speed-up", lambda row: case_status.show_speed_up(row[1]) or None, tone=_tone),
+        Col("best", lambda row: row[2][TIME].best if _known(row) else None, number=True, unit="s"),
+        Col("median", lambda row: row[2][TIME].value if _known(row) else None, number=True, unit="s"),
+        Col("replayed", lambda row: row[2][REPLAY].best if _known(row) else None, number=True, unit="s"),
+        Col("error", lambda row: row[2][error].value, number=True, show=units.relative_error),
+        Col("spread", lambda row: row[1].finding.spread if row[1].finding and _known(row) else None, number=True,
+            show=units.percent),
+        Col("throughput", lambda row: row[2].shown(row[2].rate) if _known(row) else None, number=True),
+        Col("labels", lambda row: "\n".join(_doubts(row)), below=True),
+    ]  # fmt: skip
+    kept = {"group", "case", "verdict", "best", "median", "spread", "labels"}
+    rows = [(*member, Figures(*member)) for member in panel.members]
+    return with_figures(table("cases", "", cols, rows, kept=kept), panel.members)
+
+
+def _known(row: _Case) -> bool:
+    return row[1].record.status is Status.OK
+
+
+def _tone(row: _Case) -> Tone:
+    failed = case_status.standing(row[1]) is case_status.Standing.FAILED
+    return Tone.STRONG if failed else case_status.tone_of(row[1])
+
+
+def _doubts(row: _Case) -> Iterator[str]:
+    finding, labels = row[1].finding, ", ".join(case_status.named_labels(row[1]))
+    if labels and _known(row):
+        yield f"labels: {labels}"
+    if finding and finding.judged and finding.why:
+        yield finding.why
 
 
 def noise_floor(group: ResultGroup) -> str:
     """'+-0.6%', or the range where cases that sat apart have floors of their own; and why measuring ended."""
     reasons = dict.fromkeys(one.record.stopped for one in group.results if one.record.stopped)
     return "; ".join(filter(None, (floor_of(group.results) or "not measured", " / ".join(reasons))))
-
-
-def _main_fields(result: Result, figures: Figures, error: str) -> dict[str, Field]:
-    finding = result.finding
-    known = result.record.status is Status.OK
-    tone = Tone.STRONG if case_status.standing(result) is case_status.Standing.FAILED else case_status.tone_of(result)
-    labels = ", ".join(case_status.named_labels(result)) if known else ""
-    why = finding.why if finding and finding.judged else ""
-    return {
-        "case": Field(result.mode),
-        "verdict": Field(case_status.status_words(result), tone=tone),
-        "speed-up": Field(case_status.show_speed_up(result) or units.NONE, tone=tone),
-        "best": Field(units.seconds(figures[TIME].best if known else None)),
-        "median": Field(units.seconds(figures[TIME].value if known else None)),
-        "replayed": Field(units.seconds(figures[REPLAY].best if known else None)),
-        "error": Field(units.relative_error(figures[error].value)),
-        "spread": Field(units.percent(finding.spread if finding and known else None)),
-        "throughput": Field(figures.shown(figures.rate) if known else units.NONE),
-        "labels": Field("\n".join(filter(None, (f"labels: {labels}" if labels else "", why)))),
-    }
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,6 @@ class _Row:
     figures: Figures
 
     def figure(self, name: str, best: bool = False) -> Field:
-        """A figure of the step: its middle, or its best case."""
         metric = self.figures[name]
         tone, hint = (Tone.DOUBT, _COST) if case_status.emulated(self.result) else (Tone.PLAIN, "")
         value = metric.best if best else metric.value
@@ -156,54 +154,61 @@ def _table(rows: Sequence[_Row], alone: bool) -> Table:
         "device": len({row.panel.case.device for row in rows}) > 1,
         "suite": len({row.panel.case.workload for row in rows}) > 1,
     }
-    columns = [pair for pair in (*_columns(rows), *_of_specs(*in_table("cases"))) if several.get(pair[0].title, True)]
-    return table_of("results-table", "All cases", columns, rows, _NAMES, main=True)
+    cols = [*_columns(rows), *(_of_spec(spec) for spec in in_table("cases"))]
+    shown = [col for col in cols if several.get(col.heading, True)]
+    return table("results-table", "All cases", shown, rows, main=True, kept=_NAMES)
 
 
-def _columns(rows: Sequence[_Row]) -> Columns[_Row]:
+def _columns(rows: Sequence[_Row]) -> Iterator[Col[_Row]]:
     found = (row.figures[row.figures.rate] for row in rows)
     rates = {rate.unit for rate in found if rate.value is not None}
     errors = together((metric, row.panel.case.workload) for row in rows if (metric := main_error(row.panel)))
-    which = ", ".join(f"{metric} ({', '.join(dict.fromkeys(suites))})" for metric, suites in errors.items())
-    return (
-        (Column("precision"), lambda row: Field(row.result.mode)),
-        (Column("run"), lambda row: Field(row.entry.label)),
-        (Column("device"), lambda row: Field(row.panel.case.device)),
-        (Column("suite"), lambda row: Field(row.panel.case.workload)),
-        (Column("setting", hint="what tells a group of cases from the others; hover for all parameters"),
-         _setting),
-        (Column("verdict", hint=legend.VERDICT.removeprefix("verdict: ")),
-         lambda row: Field(
-             case_status.status_words(row.result), tone=case_status.tone_of(row.result), hint=_why(row.result))),
-        (Column("speed-up", number=True, unit="x",
-                hint="step time of the reference / that of the case: above 1x is faster"), _speed_up),
-        (Column("interval", number=True, unit="x", hint="of the speed-up; sorts by width: the surest first"),
-         _interval),
-        (Column("over all calls", number=True, unit="x", hint="the speed-up by the mean over all calls"), _typical),
-        (Column("error", number=True, hint=which), _error),
-        *_of_specs(PEAK_MEMORY, ENERGY),
-        (Column("best", number=True, unit="s", hint=legend.BEST.partition(";")[0].partition(": ")[2]),
-         lambda row: row.figure(TIME, best=True)),
-        (Column("median", number=True, unit="s", hint="of a step, over all calls"), lambda row: row.figure(TIME)),
-        (column_of(REPLAY),
-         lambda row: replace(row.figure(REPLAY, best=True), hint=replays_of(row.result.record))),
-        (Column("spread", number=True, hint="distance of the quartiles / median, over all calls"),
-         lambda row: number(row.result.finding.spread if row.result.finding else None, units.percent)),
-        (Column("throughput", number=True, unit=rates.pop() if len(rates) == 1 else "", hint="at the median"),
-         lambda row: row.figure(row.figures.rate)),
-        (Column("how", hint="native: the hardware does it; emulated: right in numbers, without a speed; refused"),
-         lambda row: Field(row.result.record.support.level.value, hint=row.result.record.support.reason,
-                           tone=Tone.DOUBT if case_status.emulated(row.result) else Tone.PLAIN)),
-        (Column("attention", hint="which of torch's kernels computed it, as an untimed step showed"),
-         lambda row: Field(attention_of(row.result.record))),
-        (Column("labels", hint="reasons for doubt, and what else one should know"),
-         lambda row: Field(", ".join(case_status.named_labels(row.result)),
-                           hint="; ".join(case_status.meaning(label, row.result) for label in row.result.labels))),
-    )  # fmt: skip
+    yield Col("precision", lambda row: row.result.mode)
+    yield Col("run", lambda row: row.entry.label)
+    yield Col("device", lambda row: row.panel.case.device)
+    yield Col("suite", lambda row: row.panel.case.workload)
+    yield Col("setting", _setting, hint="what tells a group of cases from the others; hover for all parameters")
+    yield Col("verdict", _verdict, hint=legend.VERDICT.removeprefix("verdict: "))
+    words = "step time of the reference / that of the case: above 1x is faster"
+    yield Col("speed-up", _speed_up, number=True, unit="x", hint=words)
+    words = "of the speed-up; sorts by width: the surest first"
+    yield Col("interval", _interval, number=True, unit="x", hint=words)
+    yield Col("over all calls", _typical, number=True, unit="x", hint="the speed-up by the mean over all calls")
+    words = ", ".join(f"{metric} ({', '.join(dict.fromkeys(suites))})" for metric, suites in errors.items())
+    yield Col("error", _error, number=True, hint=words)
+    yield from map(_of_spec, (PEAK_MEMORY, ENERGY))
+    words = legend.BEST.partition(";")[0].partition(": ")[2]
+    yield Col("best", lambda row: row.figure(TIME, best=True), number=True, unit="s", hint=words)
+    yield Col("median", lambda row: row.figure(TIME), number=True, unit="s", hint="of a step, over all calls")
+    yield figure_col(REPLAY, lambda row: replace(row.figure(REPLAY, best=True), hint=replays_of(row.result.record)))
+    words = "distance of the quartiles / median, over all calls"
+    yield Col("spread", lambda row: row.result.finding.spread if row.result.finding else None, number=True,
+              show=units.percent, hint=words)  # fmt: skip
+    unit = rates.pop() if len(rates) == 1 else ""
+    yield Col("throughput", lambda row: row.figure(row.figures.rate), number=True, unit=unit, hint="at the median")
+    yield Col("how", _how, hint="native: the hardware does it; emulated: right in numbers, without a speed; refused")
+    words = "which of torch's kernels computed it, as an untimed step showed"
+    yield Col("attention", lambda row: attention_of(row.result.record), hint=words)
+    yield Col("labels", _labels, hint="reasons for doubt, and what else one should know")
 
 
-def _of_specs(*figures: MetricSpec) -> Columns[_Row]:
-    return [(column_of(spec), partial(_Row.figure, name=spec)) for spec in figures]
+def _of_spec(spec: MetricSpec) -> Col[_Row]:
+    return figure_col(spec, partial(_Row.figure, name=spec))
+
+
+def _verdict(row: _Row) -> Field:
+    result = row.result
+    return Field(case_status.status_words(result), tone=case_status.tone_of(result), hint=_why(result))
+
+
+def _how(row: _Row) -> Field:
+    support, tone = row.result.record.support, Tone.DOUBT if case_status.emulated(row.result) else Tone.PLAIN
+    return Field(support.level.value, tone=tone, hint=support.reason)
+
+
+def _labels(row: _Row) -> Field:
+    meanings = (case_status.meaning(label, row.result) for label in row.result.labels)
+    return Field(", ".join(case_status.named_labels(row.result)), hint="; ".join(meanings))
 
 
 def _setting(row: _Row) -> Field:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.datasheet import datasheet_of, kind_of_path
 from fp8bench.analysis.roofline import Bound, Gain, PhaseRoof, gain_of, phase_roofs, roofs_of
 from fp8bench.model import Run
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
-from fp8bench.report.elements import Axis, Column, Element, Field, Items, Point, Scatter, Text
+from fp8bench.report.columns import Col
+from fp8bench.report.elements import Axis, Element, Items, Point, Scatter, Text
 from fp8bench.report.material import Material, titled_panels
 from fp8bench.report.page.charts import worth_drawing
-from fp8bench.report.page.section import PRECISION, Row, Section, case_field, number, sections, table_of_cases
+from fp8bench.report.page.section import PRECISION, Section, sections, table_of_cases
 from fp8bench.report.panels import Panel, Result, ResultGroup, together
 from fp8bench.report.words.naming import NamedCase, listed, named_cases, phase_words
 
@@ -158,7 +160,6 @@ class Roofline(Section):
 
 
 def _known(case: NamedCase) -> bool:
-    """Whether something is known to hold it against."""
     return not emulated(case.result) and any(one.bound for one in _roofs(case))
 
 
@@ -174,34 +175,25 @@ def _panel(title: str, panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Ele
     if said:
         yield Items(tuple(map(Text, said)))
     yield from (Text(one) for one in sources([case.result for case in cases]))
-    columns = (
+    cols: list[Col[tuple[NamedCase, PhaseRoof]]] = [
         PRECISION,
-        Column("phase"),
-        Column("time", number=True, unit="s", hint="best case"),
-        Column("FLOP/s", number=True, hint="counted FLOPs over the time"),
-        Column("B/s", number=True, hint="counted bytes over the time: a cache may give more than memory"),
-        Column("FLOP/B", number=True, hint="FLOPs for each byte"),
-        Column("of ceiling", number=True, hint="the least time by what was measured here, over the time"),
-        Column("of datasheet", number=True, hint="the same by the datasheet"),
-        Column("is", hint="what takes longest of it at the ceilings, if that is half of its time"),
-    )
-    rows = ((case.name, [_row(case, roof) for roof in _roofs(case)]) for case in cases)
+        Col("phase", lambda row: phase_words(row[1].count.phase)),
+        Col("time", lambda row: row[1].seconds, number=True, unit="s", hint="best case"),
+        Col("FLOP/s", lambda row: row[1].flop_rate or None, number=True, show=partial(units.count, unit="FLOP/s"),
+            hint="counted FLOPs over the time"),
+        Col("B/s", lambda row: row[1].byte_rate or None, number=True, show=partial(units.count, unit="B/s"),
+            hint="counted bytes over the time: a cache may give more than memory"),
+        Col("FLOP/B", lambda row: row[1].intensity, number=True, show=units.count, hint="FLOPs for each byte"),
+        Col("of ceiling", lambda row: row[1].of_ceiling, number=True, show=partial(units.percent, decimals=0),
+            hint="the least time by what was measured here, over the time"),
+        Col("of datasheet", lambda row: row[1].of_sheet, number=True, show=partial(units.percent, decimals=0),
+            hint="the same by the datasheet"),
+        Col("is", lambda row: bound_words(row[1]) or None,
+            hint="what takes longest of it at the ceilings, if that is half of its time"),
+    ]  # fmt: skip
+    rows = ((case.name, [(case, roof) for roof in _roofs(case)]) for case in cases)
     name = f"roofline-{panel.case.workload}"
-    yield from table_of_cases(name, title, "each phase against the ceilings", columns, rows, "The CSV has them.")
-
-
-def _row(case: NamedCase, roof: PhaseRoof) -> Row:
-    return (
-        case_field(case),
-        Field(phase_words(roof.count.phase)),
-        number(roof.seconds, units.seconds),
-        number(roof.flop_rate or None, lambda value: units.count(value, "FLOP/s")),
-        number(roof.byte_rate or None, lambda value: units.count(value, "B/s")),
-        number(roof.intensity, units.count),
-        number(roof.of_ceiling, lambda value: units.percent(value, 0)),
-        number(roof.of_sheet, lambda value: units.percent(value, 0)),
-        Field(bound_words(roof) or units.NONE),
-    )
+    yield from table_of_cases(name, title, "each phase against the ceilings", cols, rows, "The CSV has them.")
 
 
 def _chart(title: str, cases: Sequence[NamedCase]) -> Scatter:

@@ -48,7 +48,6 @@ class _Row:
 
     @property
     def spread(self) -> float:
-        """The distance of the quartiles."""
         if len(self.percent) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.percent, n=4, method="inclusive")
@@ -96,7 +95,6 @@ def _strips(rows: Sequence[_Row]) -> Strips:
 
 
 def _description(rows: Sequence[_Row]) -> str:
-    """The most unsteady case, and what lies too far out to be drawn."""
     widest = max(rows, key=lambda row: row.spread)
     words = (
         f"{many(len(rows), 'case')}. The middle half of the rounds spans most in {widest.name}: "
@@ -113,7 +111,6 @@ def _description(rows: Sequence[_Row]) -> str:
 
 
 def _words(rows: Sequence[_Row]) -> Iterator[Element]:
-    """What the labels mean that a look at the samples can confirm, and who has them."""
     named = {label: [row.name for row in rows if label in row.unsteady] for label in _UNSTEADY}
     items = [
         Text(f"{label} ({listed(names)}): {legend.LABELS[label]}.", Tone.DOUBT)

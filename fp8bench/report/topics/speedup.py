@@ -30,7 +30,7 @@ _AGAINST = (
 _REFERENCE = Interval(1.0, 1.0, 1.0, 1.0)
 
 
-def sustained(panel: Panel) -> Iterator[Element]:
+def sustained(panel: Panel) -> Iterator[Table]:
     """What each case sustains, beside its time in slots; nothing where nobody asked."""
     known = [
         (group, one, found)
@@ -237,5 +237,4 @@ class SustainedTimes(Section):
     def elements(self, material: Material) -> Iterator[Element]:
         for title, panel in timed_panels(material):
             for table in sustained(panel):
-                assert isinstance(table, Table)
                 yield replace(table, name=f"sustained-{panel.case.workload}", caption=title)

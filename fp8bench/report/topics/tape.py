@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from fp8bench import units
-from fp8bench.analysis.tapes import Row, Sums, Taped, intensity_of, narrow_over_wide, share_of, side_by_side
+from fp8bench.analysis.tapes import Row, Taped, intensity_of, narrow_over_wide, share_of, side_by_side
 from fp8bench.model import PhaseCount, Tape
 from fp8bench.model.codec import encode
+from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import csv_text, json_line
-from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.material import Material, titled_panels
-from fp8bench.report.page.section import PRECISION, Section, case_field, number, sections, table_of_cases
+from fp8bench.report.page.section import PRECISION, Section, sections, table_of_cases
 from fp8bench.report.panels import together
 from fp8bench.report.words.naming import NamedCase, named_cases, phase_words
 
@@ -25,21 +27,6 @@ _OF_CSV = (
     "setting", "tape", "phase", "operator", "backward", "inputs", "outputs", "calls", "flops", "bytes", "path",
     "launches",
 )  # fmt: skip
-_COLUMNS = (
-    PRECISION,
-    Column("phase"),
-    Column("FLOPs", number=True, hint="of products, forward and backward; a product of M x K by K x N has 2MNK"),
-    Column("declared", number=True, hint="the FLOPs that the suite declares"),
-    Column(
-        "bytes", number=True, unit="B", hint="read and written, each tensor once a call, as if nothing lay in a cache"
-    ),
-    Column("FLOP/B", number=True, hint="FLOPs for each byte"),
-    Column("launches", number=True, hint="operators that start a kernel at least"),
-    Column("unknown", number=True, hint="calls of operators that have no formula, in no sum of FLOPs"),
-    Column("8 bits", number=True, hint="the share of FLOPs that multiply elements so wide"),
-    Column("4 bits", number=True, hint="the share of FLOPs that multiply elements so wide"),
-    Column("32 bits", number=True, hint="the share of FLOPs that multiply elements so wide"),
-)
 
 
 def remarks(tape: Tape) -> list[str]:
@@ -84,36 +71,39 @@ def _elements(taped: Sequence[Taped], where_alike: list[Text]) -> list[Element]:
 
 def _counts(known: Sequence[tuple[Taped, Tape]]) -> Table:
     """A row for each tape: its sums, and what follows from them."""
-    titles = ("FLOPs", "declared", "bytes", "FLOP/B", "launches", "unknown", "8 bits", "4 bits", "32 bits", "8/32")
-    rows = []
-    for one, tape in known:
-        shares = [units.percent(share_of(tape, bits)) for bits in _WIDTHS]
-        words = (
-            units.count(tape.flops), units.count(one.declared) if one.declared else units.NONE, units.size(tape.bytes),
-            units.count(intensity_of(tape)), str(tape.launches), str(tape.unknown), *shares,
-            units.ratio(narrow_over_wide(tape)),
-        )  # fmt: skip
-        rows.append((Field(one.name), *map(Field, words)))
-    return Table("counts", "", (Column("tape"), *(Column(title, number=True) for title in titles)), tuple(rows))
+    cols: list[Col[tuple[Taped, Tape]]] = [
+        Col("tape", lambda row: row[0].name),
+        Col("FLOPs", lambda row: row[1].flops, number=True, show=units.count),
+        Col("declared", lambda row: row[0].declared or None, number=True, show=units.count),
+        Col("bytes", lambda row: row[1].bytes, number=True, unit="B"),
+        Col("FLOP/B", lambda row: intensity_of(row[1]), number=True, show=units.count),
+        Col("launches", lambda row: row[1].launches, number=True, show=str),
+        Col("unknown", lambda row: row[1].unknown, number=True, show=str),
+        *(Col(f"{bits} bits", partial(_share, bits=bits), number=True, show=units.percent) for bits in _WIDTHS),
+        Col("8/32", lambda row: narrow_over_wide(row[1]), number=True, show=units.ratio),
+    ]
+    return table("counts", "", cols, known)
+
+
+def _share(row: tuple[object, Tape | PhaseCount], bits: int) -> float | None:
+    return share_of(row[1], bits) if isinstance(row[1], Tape) else None
 
 
 def _operators(known: Sequence[tuple[Taped, Tape]], rows: Sequence[Row]) -> Table:
-    columns = (
-        Column("phase", shared=True), Column("operator"), *(Column(one.name or "now", number=True) for one, _ in known)
-    )  # fmt: skip
-    return Table("operators", "", columns, tuple(_row(row) for row in rows))
+    cols: list[Col[Row]] = [
+        Col("phase", lambda row: phase_words(row.phase), shared=True),
+        Col("operator", lambda row: row.operator + (" (b)" if row.backward else ""),
+            tone=lambda row: Tone.STRONG if row.differs else Tone.PLAIN),
+        *(Col(one.name or "now", partial(_sums, place=place), number=True) for place, (one, _) in enumerate(known)),
+    ]  # fmt: skip
+    return table("operators", "", cols, rows)
 
 
-def _row(row: Row) -> tuple[Field, ...]:
-    tone = Tone.STRONG if row.differs else Tone.PLAIN
-    name = row.operator + (" (b)" if row.backward else "")
-    return Field(phase_words(row.phase)), Field(name, tone=tone), *(Field(_sums(one)) for one in row.sums)
-
-
-def _sums(one: Sums) -> str:
+def _sums(row: Row, place: int) -> str | None:
     """'1.43 GFLOP, 33.6 MiB in 36'."""
+    one = row.sums[place]
     if not one.calls:
-        return units.NONE
+        return None
     flops = "unknown, " if one.flops is None else f"{units.count(one.flops, 'FLOP')}, " if one.flops else ""
     return f"{flops}{units.size(one.bytes)} in {one.calls}"
 
@@ -135,6 +125,30 @@ def as_csv(taped: Sequence[Taped]) -> str:
     return csv_text(_OF_CSV, rows)
 
 
+_Counted = tuple[NamedCase, Tape | PhaseCount]
+
+
+def _cols() -> Iterator[Col[_Counted]]:
+    """Of a step, and of each of its phases."""
+    yield PRECISION
+    yield Col("phase", lambda row: phase_words(row[1].phase) if isinstance(row[1], PhaseCount)
+              else Field("step", tone=Tone.STRONG))  # fmt: skip
+    words = "of products, forward and backward; a product of M x K by K x N has 2MNK"
+    yield Col("FLOPs", lambda row: row[1].flops or None, number=True, show=units.count, hint=words)
+    yield Col("declared", lambda row: (row[0].result.record.work.flops or None) if isinstance(row[1], Tape) else None,
+              number=True, show=units.count, hint="the FLOPs that the suite declares")  # fmt: skip
+    words = "read and written, each tensor once a call, as if nothing lay in a cache"
+    yield Col("bytes", lambda row: row[1].bytes, number=True, unit="B", hint=words)
+    yield Col("FLOP/B", _intensity, number=True, show=units.count, hint="FLOPs for each byte")
+    words = "operators that start a kernel at least"
+    yield Col("launches", lambda row: row[1].launches, number=True, show="{:,}".format, hint=words)
+    words = "calls of operators that have no formula, in no sum of FLOPs"
+    yield Col("unknown", lambda row: row[1].unknown, number=True, show=str, hint=words)
+    words = "the share of FLOPs that multiply elements so wide"
+    for bits in _WIDTHS:
+        yield Col(f"{bits} bits", partial(_share, bits=bits), number=True, show=units.percent, hint=words)
+
+
 @sections.register("tape")
 class StepCounts(Section):
     """A table for each panel; operators stand in `show RUN --tape`."""
@@ -151,26 +165,19 @@ class StepCounts(Section):
         for title, panel in titled_panels(material):
             cases = [(case, case.result.record.tape) for case in named_cases(panel)]
             taped = [(case, tape) for case, tape in cases if tape is not None and tape.phases]
-            rows = ((case.name, list(_rows(case, tape))) for case, tape in taped)
-            name = f"tape-{panel.case.workload}"
-            yield from table_of_cases(name, title, "counts of a step, by phase", _COLUMNS, rows, "The CSV has them.")
+            rows = ((case.name, _counted(case, tape)) for case, tape in taped)
+            name, words = f"tape-{panel.case.workload}", "counts of a step, by phase"
+            yield from table_of_cases(name, title, words, [*_cols()], rows, "The CSV has them.")
             said = tuple(Text(f"{case.name}: {words}") for case, tape in taped for words in remarks(tape))
             yield from [Items(said)] if said else []
 
 
-def _rows(case: NamedCase, tape: Tape) -> Iterator[tuple[Field, ...]]:
-    """The step, then its phases."""
-    shares = (number(share_of(tape, bits), units.percent) for bits in (8, 4, 32))
-    declared = number(case.result.record.work.flops or None, units.count)
-    yield case_field(case), Field("step", tone=Tone.STRONG), *_phase_counts(tape, declared, intensity_of(tape)), *shares
-    for one in tape.phases:
-        per_byte = one.flops / one.bytes if one.flops and one.bytes else None
-        counts = _phase_counts(one, Field(units.NONE), per_byte)
-        yield case_field(case), Field(phase_words(one.phase)), *counts, *[Field(units.NONE)] * 3
+def _counted(case: NamedCase, tape: Tape) -> list[_Counted]:
+    return [(case, tape), *((case, one) for one in tape.phases)]
 
 
-def _phase_counts(one: Tape | PhaseCount, declared: Field, per_byte: float | None) -> tuple[Field, ...]:
-    return (
-        number(one.flops or None, units.count), declared, number(one.bytes, units.size), number(per_byte, units.count),
-        number(one.launches, "{:,}".format), number(one.unknown, str),
-    )  # fmt: skip
+def _intensity(row: _Counted) -> float | None:
+    count = row[1]
+    if isinstance(count, Tape):
+        return intensity_of(count)
+    return count.flops / count.bytes if count.flops and count.bytes else None

@@ -6,14 +6,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model.specs import spec_of
 from fp8bench.protocols import Precision
 from fp8bench.registry import precisions
-from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
+from fp8bench.report.columns import Col, table
+from fp8bench.report.elements import Element, Field, Table, Text, Tone
 from fp8bench.report.material import Material, titled_panels
 from fp8bench.report.page.section import Section, sections
 from fp8bench.report.panels import Panel, Result, ResultGroup, together, value_of
@@ -64,6 +65,7 @@ _SHOWN = (
     ("SQNR", SQNR), ("worst rows", WORST_ROWS), ("worst blocks", WORST_BLOCKS), ("underflow", UNDERFLOW),
     ("saturated", SATURATION), ("slope", "slope"),
 )  # fmt: skip
+_OF_ROLES = "a recipe with formats and scalings by role"
 _IN_HINTS = (WORST_ROWS, WORST_BLOCKS, UNDERFLOW, SATURATION, "slope")
 
 
@@ -185,17 +187,17 @@ def tensors(panel: Panel, width: int) -> Iterator[Element]:
     if len(panel.groups) > _MOST_IN_FULL:
         yield from _overview(panel, width)
         return
-    columns = (
-        Column("tensor", shared=True),
-        Column("precision"),
-        *(Column(title, number=True) for title, _ in _SHOWN),
-    )
-    rows = tuple(
-        (Field(tensor_name(panel, group) if len(panel.groups) > 1 else ""),
-         *_row(one, [figure(one, metric)[0] for _, metric in _SHOWN], Tone.STRONG))
-        for group, one in panel.members
-    )  # fmt: skip
-    yield Table("tensors", "", columns, rows)
+    several = len(panel.groups) > 1
+    cols: list[Col[tuple[ResultGroup, Result]]] = [
+        Col("tensor", lambda row: tensor_name(panel, row[0]) if several else "", shared=True),
+        Col("precision", lambda row: cell_of(row[1]).words),
+        *(Col(title, partial(_of_case, metric=metric), number=True) for title, metric in _SHOWN),
+    ]  # fmt: skip
+    yield table("tensors", "", cols, panel.members)
+
+
+def _of_case(row: tuple[ResultGroup, Result], metric: str) -> Field:
+    return Field(figure(row[1], metric)[0], tone=Tone.STRONG if metric == SQNR else Tone.PLAIN)
 
 
 def _overview(panel: Panel, width: int) -> Iterator[Element]:
@@ -205,13 +207,15 @@ def _overview(panel: Panel, width: int) -> Iterator[Element]:
     names = [tensor_name(panel, group) for group in panel.groups]
     label = max(len(cell_of(one).words) for one in modes.values())
     for number, places in enumerate(_fitting([len(name) for name in names], width - len(INDENT) - label)):
-        columns = (Column("precision"), *(Column(names[place], number=True) for place in places))
-        rows = tuple(_row(one, [found[place].get(mode, "-") for place in places]) for mode, one in modes.items())
-        yield Table("sqnr", "" if number else _OVERVIEW, columns, rows)
+        cols: list[Col[Result]] = [
+            Col("precision", lambda one: cell_of(one).words),
+            *(Col(names[place], partial(_of_mode, found[place]), number=True) for place in places),
+        ]
+        yield table("sqnr", "" if number else _OVERVIEW, cols, modes.values())
 
 
-def _row(result: Result, cells: Sequence[str], first: Tone = Tone.PLAIN) -> tuple[Field, ...]:
-    return Field(cell_of(result).words), Field(cells[0], tone=first), *map(Field, cells[1:])
+def _of_mode(found: Mapping[str, str], result: Result) -> str | None:
+    return found.get(result.mode)
 
 
 def _fitting(widths: Sequence[int], room: int) -> list[list[int]]:
@@ -250,16 +254,12 @@ def _grid(title: str, tensor: str, group: ResultGroup) -> Iterator[Element]:
     """Scalings down, formats across; the best scaling of each format stands out."""
     cells = {(cell.scaling, cell.fmt): one for one in group.results for cell in [cell_of(one)]}
     scalings, formats = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
-    best = {fmt: _best(fmt, cells) for fmt in formats}
-    rows = tuple(
-        (
-            Field(scaling, hint="a recipe with formats and scalings by role" if scaling == OWN else ""),
-            *(_sqnr(cells.get((scaling, fmt)), best[fmt]) for fmt in formats),
-        )
-        for scaling in scalings
-    )
-    columns = (Column("scaling"), *(Column(fmt, number=True, unit="dB") for fmt in formats))
-    yield Table(f"sqnr-{group.case.workload}", f"{title}, {tensor}: SQNR in dB", columns, rows)
+    cols: list[Col[str]] = [
+        Col("scaling", lambda scaling: Field(scaling, hint=_OF_ROLES if scaling == OWN else "")),
+        *(Col(fmt, partial(_sqnr, cells=cells, fmt=fmt, best=_best(fmt, cells)), number=True, unit="dB")
+          for fmt in formats),
+    ]  # fmt: skip
+    yield table(f"sqnr-{group.case.workload}", f"{title}, {tensor}: SQNR in dB", cols, scalings)
     lost = [cell_of(one).words for one in group.results if (figure(one, "not_finite_percent")[1] or 0) > 0]
     if lost:
         yield Text(f"{tensor}: numbers became infinite or NaN in {listed(lost)}; its SQNR leaves them out.", Tone.BAD)
@@ -272,9 +272,10 @@ def _best(fmt: str, cells: Mapping[tuple[str, str], Result]) -> float | None:
     return max(values) if len(values) > 1 else None
 
 
-def _sqnr(result: Result | None, best: float | None) -> Field:
+def _sqnr(scaling: str, cells: Mapping[tuple[str, str], Result], fmt: str, best: float | None) -> Field | None:
+    result = cells.get((scaling, fmt))
     if result is None:
-        return Field(units.NONE)
+        return None
     text, value = figure(result, SQNR)
     if value is None:
         return Field(units.NONE, hint=result.record.reason)
@@ -290,20 +291,17 @@ def _sqnr(result: Result | None, best: float | None) -> Field:
 def _all_figures(title: str, panel: Panel) -> Table:
     """A row for each case, a column for each figure that any of them has."""
     present = [metric for metric in FIGURES if metric in panel.metrics]
-    columns = [Column("tensor"), Column("precision"), *(_column(metric) for metric in present)]
-    rows = tuple(
-        (
-            Field(tensor_name(panel, group)),
-            Field(cell_of(one).words, hint=one.mode),
-            *(Field(*figure(one, metric)) for metric in present),
-        )
-        for group, one in panel.members
-        if figure(one, SQNR)[1] is not None
-    )
-    return Table(f"figures-{panel.case.workload}", f"{title}: all figures", tuple(columns), rows, folded=True)
+    cols: list[Col[tuple[ResultGroup, Result]]] = [
+        Col("tensor", lambda row: tensor_name(panel, row[0])),
+        Col("precision", lambda row: Field(cell_of(row[1]).words, hint=row[1].mode)),
+        *map(_column, present),
+    ]
+    known = [(group, one) for group, one in panel.members if figure(one, SQNR)[1] is not None]
+    return table(f"figures-{panel.case.workload}", f"{title}: all figures", cols, known, folded=True)
 
 
-def _column(metric: str) -> Column:
+def _column(metric: str) -> Col[tuple[ResultGroup, Result]]:
     name, hint = FIGURES[metric]
     unit = spec_of(metric).unit
-    return Column(name, number=True, hint=f"{hint}; {metric}", unit="" if unit == units.RATIO else unit)
+    return Col(name, lambda row: Field(*figure(row[1], metric)), number=True, hint=f"{hint}; {metric}",
+               unit="" if unit == units.RATIO else unit)  # fmt: skip
