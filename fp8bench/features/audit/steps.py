@@ -244,11 +244,12 @@ _WEIGHTS: dict[KeptWeights, tuple[Cast, Cast]] = {
 
 @dataclass(frozen=True)
 class OptimizerPromise:
-    """Of weights and the gradients of some steps. The first of the `ways` is the plainest."""
+    """Of weights and the gradients of some steps. It is kept by the `plain` way, and by the `others`."""
 
     start: Tensor
     gradients: Tensor
-    ways: tuple[Way | Unfused, ...]
+    plain: Way
+    others: tuple[Way | Unfused, ...]
     likely: dict[str, tuple[Cast, Cast]]
 
     def judge(self, found: Tensor, search: bool = True) -> Judged:
@@ -278,28 +279,22 @@ class OptimizerPromise:
 
     @cached_property
     def _exact(self) -> Tensor:
-        return self._update(Way(self._plain.rule, self._plain.hyper))
-
-    @property
-    def _plain(self) -> Way:
-        plain = self.ways[0]
-        assert isinstance(plain, Way)
-        return plain
+        return self._update(Way(self.plain.rule, self.plain.hyper))
 
     @property
     def _drawn(self) -> bool:
-        return self._plain.weights is _WEIGHTS[KeptWeights.STOCHASTIC][0]
+        return self.plain.weights is _WEIGHTS[KeptWeights.STOCHASTIC][0]
 
     @cached_property
     def _promised(self) -> tuple[Tensor, ...]:
-        return tuple(map(self._update, self.ways))
+        return tuple(map(self._update, (self.plain, *self.others)))
 
     @cached_property
     def _noise(self) -> float:
         """What rounding to float32 makes of the update: of the weights, and of betas that are near to 1."""
         size = float(self._exact.norm()) or 1.0
         moved = 1 + math.sqrt(len(self.gradients)) * float(self.start.double().norm()) / size
-        return _FLOAT32 * (_ORDERS * moved + 1 / (1 - max(self._plain.hyper.betas)))
+        return _FLOAT32 * (_ORDERS * moved + 1 / (1 - max(self.plain.hyper.betas)))
 
     def _update(self, way: Way | Unfused) -> Tensor:
         return way.after(self.start, self.gradients) - self.start.to(torch.float64)
@@ -309,7 +304,7 @@ class OptimizerPromise:
         if lean := self._lean(found):
             return "biased", lean
         near, explained = math.inf, ("", "")
-        for code, words, way in mistakes(self._plain, self.likely, len(self.gradients) > _LONG):
+        for code, words, way in mistakes(self.plain, self.likely, len(self.gradients) > _LONG):
             apart = relative_frobenius(found, self._update(way))
             near, explained = (apart, (code, words)) if apart < near else (near, explained)
             if apart <= max(self._noise, _SURELY * own):
@@ -320,7 +315,7 @@ class OptimizerPromise:
         """Which way weights that are rounded at random lean; '' where they do not, or are not."""
         if not self._drawn:
             return ""
-        wanted = replace(self._plain, weights=same).after(self.start, self.gradients)
+        wanted = replace(self.plain, weights=same).after(self.start, self.gradients)
         step = torch.exp2(wanted.abs().clamp(min=2.0**-120).log2().floor() - 7)
         off = (found + self.start.to(torch.float64) - wanted) / step
         for words, sign in (("up", 1.0), ("away from zero", wanted.sign()), ("with the update", self._exact.sign())):
@@ -345,15 +340,15 @@ def optimizer_promise(
     """All ways that keep it: the update may be made of the moments before or after they are cast."""
     precision, word, rule = signature.precision, signature.weights, signature.rule
     (first, _), (second, _) = moments_of(signature, facts)
-    base = Way(rule, hyper, first, second, *_WEIGHTS[word])
-    ways = [base, replace(base, late=True)]
+    plain = Way(rule, hyper, first, second, *_WEIGHTS[word])
+    ways = [replace(plain, late=True)]
     flat = FlatMoments.of(precision)
     if flat is not None and (start.numel() < _SMALL or start.numel() % flat.block):
-        ways.append(replace(base, first=same, second=same))
+        ways.append(replace(plain, first=same, second=same))
     if word is KeptWeights.SCALED:
-        ways += [replace(one, weights=half(ScaleRounding.POWER_OF_TWO)) for one in ways]
-    plain = (Unfused(rule, hyper, dtype),) if word is KeptWeights.BF16 and precision == "bf16" else ()
+        ways += [replace(one, weights=half(ScaleRounding.POWER_OF_TWO)) for one in (plain, *ways)]
+    unfused = (Unfused(rule, hyper, dtype),) if word is KeptWeights.BF16 and precision == "bf16" else ()
     likely = {other: (kept(other, facts)[0], kept(other, facts, signed=False)[0]) for other in _OTHERS}
     for cast, rounding in otherwise_scaled(precision, facts):
         likely[f"{precision} under scales that are rounded as {rounding}"] = cast, cast
-    return OptimizerPromise(start, gradients, (*ways, *plain), likely)
+    return OptimizerPromise(start, gradients, plain, (*ways, *unfused), likely)
