@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fp8bench import model
 from fp8bench.analysis.findings import findings as findings_of
-from fp8bench.cli.grammar import DEFAULT_STORE
+from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import asked, asks, folder, keywords_of, names, pairs
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.jobs.after_run import into_history

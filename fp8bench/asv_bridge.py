@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from fp8bench.cli.grammar import DEFAULT_STORE
+from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.model import Cell, Request, Series
 from fp8bench.plan.corpus import default_identity

@@ -13,7 +13,7 @@ import torch
 
 import fp8bench
 from fp8bench import Run, Verdict, api
-from fp8bench.cli.grammar import build_parser, commands_of
+from fp8bench.cli.main import build_parser, commands_of
 from fp8bench.errors import RunNotFound, UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Plan, Record, Request, Scalar, Status, Work
 from fp8bench.protocols import Phases, Setup, Workload

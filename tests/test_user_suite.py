@@ -16,8 +16,7 @@ import pytest
 import fp8bench
 from fp8bench import pipeline
 from fp8bench.asv_bridge import root_of, store_of_project
-from fp8bench.cli.grammar import DEFAULT_STORE
-from fp8bench.cli.main import main
+from fp8bench.cli.main import DEFAULT_STORE, main
 from fp8bench.jobs import doctor
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import UNATTRIBUTED, Status

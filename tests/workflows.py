@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from fp8bench.cli.grammar import build_parser, parse
+from fp8bench.cli.main import build_parser, parse
 from fp8bench.errors import UsageError
 
 Flow = dict[str, Any]

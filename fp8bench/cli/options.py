@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.grammar import DEFAULT_STORE
+from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.errors import UsageError
 from fp8bench.model import Request
 from fp8bench.model.request import Option, Rule, options_of

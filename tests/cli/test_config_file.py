@@ -13,8 +13,7 @@ import pytest
 
 from fp8bench import pipeline
 from fp8bench.cli.config_file import KEYS, LARGEST_FILE, LONGEST_VALUE, MOST_VALUES, read_config, with_config
-from fp8bench.cli.grammar import build_parser, commands_of
-from fp8bench.cli.main import main
+from fp8bench.cli.main import build_parser, commands_of, main
 from fp8bench.errors import UsageError
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Environment, Plan, Request, Run

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from fp8bench import pipeline
 from fp8bench.cli import main as cli
-from fp8bench.cli.grammar import build_parser, commands_of
-from fp8bench.cli.main import main
+from fp8bench.cli.main import build_parser, commands_of, main
 from fp8bench.cli.streams import complain
 from fp8bench.errors import WorkerLost
 from fp8bench.features.selftest import checks, power

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fp8bench.cli.config_file import read_config
-from fp8bench.cli.grammar import Parser
+from fp8bench.cli.main import Parser
 from fp8bench.cli.option_types import asked, asks, path, precision_map
 from fp8bench.cli.options import asked_in
 from fp8bench.errors import UsageError

@@ -29,8 +29,7 @@ import pytest
 
 import fp8bench
 from fp8bench.analysis.tapes import Taped
-from fp8bench.cli.grammar import build_parser, commands_of
-from fp8bench.cli.main import main
+from fp8bench.cli.main import build_parser, commands_of, main
 from fp8bench.features.audit.values import Audit
 from fp8bench.features.sensitivity.study import Study
 from fp8bench.jobs.tape import tapes_of

@@ -82,7 +82,7 @@ def test_the_help_of_the_whole_imports_neither_model_nor_report() -> None:
 def test_help_imports_the_command_that_is_named_and_no_other() -> None:
     """The help of the whole imports none."""
     script = (
-        "import sys\nfrom fp8bench.cli.grammar import COMMANDS, build_parser\n"
+        "import sys\nfrom fp8bench.cli.main import COMMANDS, build_parser\n"
         "def loaded(): return [name for name in sys.modules if '.cli.commands.' in name or name.endswith('.command')]\n"
         "build_parser(())\n"
         "assert not loaded()\n"

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from fp8bench.cli.grammar import Parser, build_parser
+from fp8bench.cli.main import Parser, build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from fp8bench.cli.grammar import COMMANDS
+from fp8bench.cli.main import COMMANDS
 from tests.house.sources import PACKAGE, ROOT, descendants, tree_of
 from tests.house.test_sizes import LONGEST_FUNCTION, LONGEST_MODULE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from fp8bench.cli.grammar import DEFAULT_STORE
+from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import folder, names
 from fp8bench.features.fleet.report import fleet_report
 from fp8bench.features.fleet.view import FleetFrames

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import PurePosixPath
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.grammar import DEFAULT_STORE
+from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, tell, write_outputs
 from fp8bench.cli.streams import complain, say

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from fp8bench.cli.grammar import DEFAULT_STORE
+from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import asked as fields_given
 from fp8bench.cli.option_types import asks, folder, keywords_of, names, pairs
 from fp8bench.errors import StoreError, UnknownName, UsageError

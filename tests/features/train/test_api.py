@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fp8bench
-from fp8bench.cli.grammar import build_parser, commands_of
+from fp8bench.cli.main import build_parser, commands_of
 from fp8bench.errors import RunNotFound, UnknownName, UsageError
 from fp8bench.features.train import run as job
 from fp8bench.features.train.command import request_from

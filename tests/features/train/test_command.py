@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fp8bench.cli.grammar import build_parser, commands_of
+from fp8bench.cli.main import build_parser, commands_of
 from fp8bench.features.train import run as job
 from fp8bench.features.train.command import request_from
 from fp8bench.features.train.kind import load_training, training_files
