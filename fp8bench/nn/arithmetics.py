@@ -69,16 +69,13 @@ class EmulatedArithmetic(Arithmetic):
 
 
 def counted(inner: Arithmetic, kind: str, ledger: Ledger) -> Arithmetic:
-    """Another arithmetic, whose operands are entered into a ledger under a layer kind. Never for timing.
-
-    What is turned are values that were counted already.
-    """
+    """Another arithmetic, whose operands are entered into a ledger under a layer kind. Never for timing."""
 
     def count(operand: Operand, source: Tensor | None, role: Role, before: Operand | None) -> None:
         assert source is not None
         ledger.add(kind, role.value, source)
 
-    return WatchedArithmetic(inner, count, turned=False)
+    return WatchedArithmetic(inner, count, turned=False)  # what is turned was counted already
 
 
 class RecipeArithmetic(Arithmetic):
@@ -193,10 +190,7 @@ class RecipeArithmetic(Arithmetic):
 
 
 def _again(role: Role) -> bool:
-    """Whether a cast is one before it done once more.
-
-    In backward only a block that is computed again casts inputs and weights: others are turned there.
-    """
+    """In backward only a block that is computed again casts inputs and weights: others are turned there."""
     return role is not Role.GRADIENT and backward_is_running()
 
 

@@ -131,10 +131,7 @@ class _Product(torch.autograd.Function):
 
 
 def convolved(x: Tensor, weight: Tensor, lie: Windows, arithmetic: Arithmetic, phase: Phases) -> Tensor:
-    """(B, H, W, I) under windows (O, window x I), a pixel's channels beside each other: (B, places, O), with gradients.
-
-    In the arithmetic's carrier.
-    """
+    """(B, H, W, I) under windows (O, window x I), a pixel's channels beside each other: (B, places, O)."""
     x = x.to(arithmetic.carrier)
     if not arithmetic.explicit:
         y: Tensor = _Product.apply(x, weight, lie, arithmetic, phase)  # type: ignore[no-untyped-call]

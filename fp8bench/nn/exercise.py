@@ -52,10 +52,7 @@ class Exercise:
         return output.detach(), torch.autograd.grad(output, self.leaves(), self.pull)
 
     def errors(self, exact: Exercise, settles: bool = False) -> dict[str, float]:
-        """Output and, in training, all gradients against those of the same exercise in fp64.
-
-        Of a second pass where an arithmetic `settles`.
-        """
+        """Output and, in training, gradients against those in fp64; of a second pass where an arithmetic `settles`."""
         if settles:
             self.outcome()
         output, gradients = self.outcome()

@@ -255,10 +255,7 @@ def compiled(model: nn.Module, tokens: Tensor, targets: Tensor) -> Forward:
 
 
 class NormedFeedForward(nn.Module):
-    """RMS norm, up, activation, down: the norm and up one layer, or `whole` all of it, where the arithmetic has such.
-
-    Elsewhere these are operations one after the other.
-    """
+    """RMS norm, up, activation, down: norm and up one layer, or `whole` all of it, where the arithmetic has such."""
 
     def __init__(self, width: int, hidden: int, gated: bool, choose: Choose, whole: bool) -> None:
         super().__init__()

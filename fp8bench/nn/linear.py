@@ -162,10 +162,7 @@ def _kept(
 
 
 def linear(x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, operands: Both | None = None) -> Tensor:
-    """x (..., I) times w (O, I) transposed: (..., O) in the arithmetic's carrier, with gradients.
-
-    `operands` are the weight's, if it was cast already.
-    """
+    """x (..., I) times w (O, I) transposed: (..., O) in the arithmetic's carrier. `operands` of w, if it was cast."""
     flat = x.reshape(-1, x.shape[-1]).to(arithmetic.carrier)
     training = torch.is_grad_enabled()  # inside a Function nobody knows: weights need gradients under no_grad, too
     y: Tensor = _Product.apply(flat, weight, arithmetic, phase, training, operands)  # type: ignore[no-untyped-call]

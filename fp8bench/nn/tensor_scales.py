@@ -86,10 +86,7 @@ class DelayedScale:
 
 
 def backward_is_running() -> bool:
-    """Whether this thread is inside autograd's backward, where a forward pass is one that is computed again.
-
-    Never while a graph is compiled, whose backward is traced apart.
-    """
+    """Whether this thread is in autograd's backward: never while a graph is compiled, which is traced apart."""
     return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)
 
 

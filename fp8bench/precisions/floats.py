@@ -1,4 +1,4 @@
-"""torch's own dtypes: bf16, which low precision has to beat; fp16 with loss scaling; fp32, the reference of all."""
+"""fp16: half precision with loss scaling; fp32: the reference of all others."""
 
 from __future__ import annotations
 
@@ -6,21 +6,6 @@ from fp8bench.formats import hardware
 from fp8bench.model import DeviceFacts, Support
 from fp8bench.nn.shared_precisions import PlainPrecision
 from fp8bench.registry import precisions
-
-
-@precisions.register("bf16")
-class Bf16(PlainPrecision):
-    """bfloat16: float32's exponents with seven mantissa bits."""
-
-    name = "bf16"
-    summary = "bfloat16 for every tensor and product, no scaling."
-    rank = 30
-    dtype = "bfloat16"
-
-    def support(self, facts: DeviceFacts) -> Support:
-        cpu, gpu = hardware.native("torch's CPU kernels"), hardware.native("bfloat16 products")
-        nvidia = hardware.from_capability(facts, hardware.AMPERE, "bf16")
-        return hardware.of_vendor(facts, "bf16", cpu, gpu, nvidia, intel=gpu)
 
 
 @precisions.register("fp16")

@@ -1,9 +1,9 @@
-"""OCP's MX: four, six and eight bits in blocks of 32 under a power of two."""
+"""OCP's MX, four, six and eight bits in blocks of 32 under a power of two, and NVIDIA's NVFP4 with its recipe."""
 
 from __future__ import annotations
 
-from fp8bench.formats.grids import E2M1, E2M3, E3M2, E8M0, Format
-from fp8bench.formats.recipes import Recipe, Scaling, Treatment
+from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E8M0, Format
+from fp8bench.formats.recipes import Recipe, ScaleRounding, Scaling, Treatment
 from fp8bench.nn.shared_precisions import (
     HIGH_WEIGHT_GRADIENT,
     MX_SCALE,
@@ -73,3 +73,43 @@ class MxFp8(RecipePrecision):
     block = (1, 32)
     kept = E8M0
     options = (MX_SCALE, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT)
+
+
+_NVFP4_BLOCK = 16
+
+
+@precisions.register("nvfp4", "fp4")
+class NvFp4(RecipePrecision):
+    """NVFP4 with the help that NVIDIA's training recipe adds; each part can be switched off."""
+
+    name = "nvfp4"
+    aliases = ("fp4",)
+    summary = (
+        "E2M1 elements, E4M3 block scales under one float32 tensor scale: blocks of 16 along the contraction, 16x16 of "
+        "weights; gradients rounded stochastically, operands of the weight gradient turned by Hadamard matrices."
+    )
+    rank = 60
+    words = "NVFP4"
+    multiples = (32, 16)
+    options = (
+        Option("weights", "2d: blocks of 16x16, the same values in both directions; 1d: of 16", "2d",
+               one_of("2d", "1d")),
+        stochastic_option("on"),
+        hadamard_option("on"),
+        Option("scale", "block scales to nearest, or up; those of stochastic gradients always up", "nearest",
+               one_of(ScaleRounding.NEAREST, ScaleRounding.UP)),
+        HIGH_WEIGHT_GRADIENT,
+    )  # fmt: skip
+
+    def made(self) -> Recipe:
+        rows = _NVFP4_BLOCK if self.chosen["weights"] == "2d" else 1
+        stochastic = self.chosen["stochastic"] == "on"
+        # Where a scale was rounded down its block's largest values saturate, and their mean is no longer theirs.
+        upward = ScaleRounding.UP if stochastic else self.scale
+        return self.recipe_of(
+            (
+                Treatment(E2M1, Scaling(1, _NVFP4_BLOCK, E4M3, self.scale)),
+                Treatment(E2M1, Scaling(rows, _NVFP4_BLOCK, E4M3, self.scale)),
+                Treatment(E2M1, Scaling(1, _NVFP4_BLOCK, E4M3, upward), stochastic),
+            )
+        )

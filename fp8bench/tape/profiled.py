@@ -17,8 +17,7 @@ import torch
 
 from fp8bench.model import PHASES
 from fp8bench.model.step import Share, ShareKind
-from fp8bench.tape.formulas import multiplies
-from fp8bench.tape.operator_kinds import Where, kind_of, kind_of_place
+from fp8bench.tape.formulas import Where, kind_of, kind_of_place, multiplies
 from fp8bench.tape.recorder import Route, route_of
 from fp8bench.tape.timed_calls import RANGE
 

@@ -14,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from fp8bench.model.step import Share, ShareKind, Shares, SharesFrom
+from fp8bench.tape.formulas import CONVERTING, Where, kind_of
 from fp8bench.tape.module_paths import ModulePaths
-from fp8bench.tape.operator_kinds import CONVERTING, Where, kind_of
 from fp8bench.tape.recorder import PhasedWatch, Route, operator_name, route_of
 
 _task = torch._C._current_graph_task_id

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8bench.model import Phase
 from fp8bench.model.step import ShareKind
-from fp8bench.tape.operator_kinds import Where, kind_of
+from fp8bench.tape.formulas import Where, kind_of
 from fp8bench.tape.timed_calls import OperatorTimes
 
 aten = torch.ops.aten

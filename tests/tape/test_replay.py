@@ -45,7 +45,7 @@ def recorded(step: Step, phase: str = "gemm", most_bytes: int = ROOM, check: boo
 
 
 def names(replay: Replay) -> list[str]:
-    return [call.name.removeprefix("aten.").partition(".")[0] for call in replay.calls]
+    return [str(call.operator).removeprefix("aten.").partition(".")[0] for call in replay.calls]
 
 
 def in_place_between(mark: Callable[[str], Mark]) -> None:
