@@ -22,7 +22,7 @@ from fp8bench.analysis.flat_time import flat_times
 from fp8bench.analysis.labels import Labelled, hard_labels, in_process, labels_of
 from fp8bench.analysis.places import PlaceEffect, place_effect
 from fp8bench.analysis.winners import fastest
-from fp8bench.model import Finding, Interval, Level, Overheads, Record, Run, Status, Timing, Verdict
+from fp8bench.model import Finding, Interval, Label, Level, Overheads, Record, Run, Status, Timing, Verdict
 from fp8bench.model.stopping import LEAST_CANDIDATES, LEAST_ROUNDS
 
 BELOW_FLOOR_MARKERS = 20
@@ -35,7 +35,8 @@ class _Standard:
     """What a case is held against: reference and control of the rounds it was in, and the hard labels of the former.
 
     `place` is what a place in these rounds does, where that is more than noise. `best` is the best case in seconds, as
-    reports show it, of the reference `record`; `claims` are the hard labels that it has wherever it was measured.
+    reports show it, of the reference `record`; `claims` are the hard labels that it has wherever it was measured. Of
+    `whole` steps where its stretches make up for each other.
     """
 
     record: Record | None = None
@@ -46,6 +47,7 @@ class _Standard:
     place: PlaceEffect | None = None
     best: float | None = None
     claims: tuple[Labelled, ...] = ()
+    whole: bool = False
 
 
 def findings(run: Run) -> dict[str, Finding]:
@@ -74,10 +76,11 @@ def find(
         emulated = reference.support.level is Level.EMULATED
         together = [one.timing for one in records if one.timing and one.paired and one.paired_with is None]
         place = _beyond_noise([*together, reference.control], aa)
-        best = sum(seconds for _, seconds in verdicts.best_phases(reference.timing))
+        whole = verdicts.whole_steps(reference.timing, reference.control)
+        best = sum(seconds for _, seconds in verdicts.best_phases(reference.timing, whole))
         claims = tuple(claims_of(reference, None))
         shared = _Standard(
-            reference, reference.timing, reference.control, emulated, (*hard, *claims), place, best, claims
+            reference, reference.timing, reference.control, emulated, (*hard, *claims), place, best, claims, whole
         )  # fmt: skip
     found = [
         _finding(record, shared, aa, overheads.get(record.case.device), told.get(record.case.id, ()))
@@ -121,17 +124,6 @@ def _finding(
     timing = record.timing
     if record.status is not Status.OK or timing is None or not timing.slots:
         return Finding(record.case, Verdict.NONE)
-    phases = verdicts.best_phases(timing)
-    all_calls = verdicts.totals(timing)
-    finding = Finding(
-        record.case,
-        Verdict.NONE,
-        best_seconds=sum(seconds for _, seconds in phases),
-        median_seconds=float(np.median(all_calls)),
-        spread=stats.spread(all_calls),
-        phases=phases,
-        below_floor=_below_floor(timing, phases, overheads),
-    )
     standard = shared
     if record.paired_with is not None:  # the sitting that it was in has its own: never the control of another one
         hard = hard_labels(record.paired_with, None, None, record.case.device)
@@ -141,13 +133,16 @@ def _finding(
             shared, timing=record.paired_with, control=record.control, hard=(*hard, *shared.claims), place=place
         )
     chosen_by, record, standard = _first_ratio(record, standard), *_fresh(record, standard)
-    finding, aa = _with_verdict(finding, record, standard, aa)
+    conclusion = _concluded(record, standard)
+    whole = conclusion.whole if conclusion is not None else standard.whole if record.is_reference else None
+    finding, aa = _with_verdict(_times(timing, record, whole, overheads), record, standard, conclusion, aa)
     if record.fresh is not None and chosen_by:
         told = f"the fastest of {record.fresh.candidates}, {chosen_by} when it was chosen: this is of rounds after that"
         finding = replace(finding, why="; ".join(filter(None, (finding.why, told))))
     claims = (
         *claims_of(record, standard.record),
         *_of_clocks(record, standard, finding.ratio),
+        *(_of_whole_steps(record, standard) if whole else ()),
         *beside,
     )
     place = standard.place if record.paired else None
@@ -158,6 +153,30 @@ def _finding(
         label_reasons=tuple((one.label, one.reason) for one in labels if one.reason),
     )
     return _withheld(finding, [one for one in labels if one.hard], standard.hard)
+
+
+def _times(timing: Timing, record: Record, whole: bool | None, overheads: Overheads | None) -> Finding:
+    """What its own samples say; nothing of a verdict."""
+    phases, all_calls = verdicts.best_phases(timing, whole), verdicts.totals(timing)
+    return Finding(
+        record.case,
+        Verdict.NONE,
+        best_seconds=sum(seconds for _, seconds in phases),
+        median_seconds=float(np.median(all_calls)),
+        spread=stats.spread(all_calls),
+        phases=phases,
+        below_floor=_below_floor(timing, phases, overheads),
+    )
+
+
+def _of_whole_steps(record: Record, standard: _Standard) -> Iterator[Labelled]:
+    """Whose fastest stretches come to less than its fastest step: the case's or the reference's."""
+    arms = (record.timing, ""), (standard.timing, "of the reference "), (standard.control, "of the reference ")
+    shares = [(verdicts.below_every_step(timing), timing, whose) for timing, whose in arms if timing and timing.slots]
+    share, timing, whose = max(shares, key=lambda arm: arm[0])
+    fastest = float(verdicts.totals(timing).min())
+    made = f"{units.seconds(fastest * (1 - share))} by stretches, {units.seconds(fastest)} the fastest of"
+    yield Labelled(Label.WHOLE_STEPS, f"{whose}{made} {timing.num_calls} steps")
 
 
 def _of_clocks(record: Record, standard: _Standard, ratio: Interval | None) -> Iterator[Labelled]:
@@ -187,8 +206,16 @@ def _first_ratio(record: Record, standard: _Standard) -> str:
     return units.speed_up(1 / first.ratio.point) if first is not None else ""
 
 
+def _concluded(record: Record, standard: _Standard) -> verdicts.Conclusion | None:
+    """What its samples say beside those of what it is held against; None where that is no speed or was elsewhere."""
+    of_speed = record.support.level is not Level.EMULATED and not standard.emulated and not record.is_reference
+    if record.timing is None or standard.timing is None or not (of_speed and record.paired):
+        return None
+    return verdicts.conclude(record.timing, standard.timing, standard.control)
+
+
 def _with_verdict(
-    finding: Finding, record: Record, standard: _Standard, aa: Interval | None
+    finding: Finding, record: Record, standard: _Standard, conclusion: verdicts.Conclusion | None, aa: Interval | None
 ) -> tuple[Finding, Interval | None]:
     """The verdict by the samples, and the A/A interval of the rounds that it rests on."""
     assert record.timing is not None
@@ -200,7 +227,6 @@ def _with_verdict(
         return _unsure(finding, "it did not share rounds with a reference"), None
     if standard.emulated:
         return _unsure(finding, "the reference is emulated, so its time is no speed"), None
-    conclusion = verdicts.conclude(record.timing, standard.timing, standard.control)
     if conclusion is None:
         return _unsure(finding, "no round has both it and the reference"), None
     aa = conclusion.aa

@@ -43,14 +43,14 @@ class Resampled:
         return float(self.resampled.std())
 
 
-def _fastest_of(rounds: int) -> int:
+def fastest_of(rounds: int) -> int:
     """How many rounds make the best case: a quarter, but three at least, where there are so many."""
     return min(rounds, max(_FEWEST, rounds // _SHARE))
 
 
 def best_by_segment(samples: Floats) -> Floats:
     """The mean of the fastest rounds of each segment; `samples` is (rounds, segments), in seconds."""
-    fastest = _fastest_of(len(samples))
+    fastest = fastest_of(len(samples))
     best: Floats = np.partition(samples, fastest - 1, axis=0)[:fastest].mean(axis=0)
     return best
 
@@ -112,7 +112,7 @@ def _resampled_sums(samples: Floats, draws: Counts) -> Floats:
     `draws[r, b]` is how often resample b drew round r. A resample's fastest rounds are the first of the sorted ones
     that it drew, so it is enough to look at the fastest few of each segment, and at all where that finds too few.
     """
-    fastest = _fastest_of(len(samples))
+    fastest = fastest_of(len(samples))
     looked_at = fastest + math.ceil(_SPARE * math.sqrt(fastest))
     order = np.argsort(samples, axis=0, kind="stable")
     total = np.zeros(draws.shape[1])

@@ -12,6 +12,12 @@ the time that the thread waited for a core. FASTER and SLOWER must not lie on th
 inside +-3.5%. Without the waiting taken out, a loaded machine puts ten times as much noise into a mean. The ratio of
 medians is kept beside them and gives no verdict.
 
+The cells of a step may make up for each other: a step that waits for its pace, or for a batch that another thread
+prepares, is as long as ever, and still its fastest cells, of different rounds, come to less than any step that ran.
+Whichever of two arms varies more, or is cut finer, then seems the faster. So where the best case of one lies below its
+fastest step by more than the noise floor, or by 0.5% more than that of the other, whole steps are compared. On a loaded
+machine honest steps do so too: none was undisturbed, and what one would have taken nobody has seen.
+
 Fewer rounds than a plain command takes give no 99% interval: of 900 of ten rounds each, 8% did not hold the ratio of
 the long run that they were part of, because a processor's clock and its neighbours change slower than that. They are
 told as what they are, the range in which the rounds lie, with a level of 0; a verdict needs all of it.
@@ -46,8 +52,6 @@ EARLY_SAME = 0.01
 EARLY_HALF_WIDTH = 0.02
 FINAL_LEVEL = 0.99
 LEAST_FOR_VERDICT = 10
-# Arms of a suite differ by less: a product alone is one part, with its operands' casts it is two or three at most.
-_FINER = 2.5
 
 
 def cells(timing: Timing, calls: int, rounds: Sequence[int] | None = None, whole: bool = False) -> stats.Floats:
@@ -78,29 +82,37 @@ def common_rounds(timings: Sequence[Timing]) -> list[int]:
     return sorted(set.intersection(*({slot.round for slot in timing.slots} for timing in timings)))
 
 
-def best_ratio(timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL) -> Interval:
+def below_every_step(timing: Timing, calls: int = 0, rounds: Sequence[int] | None = None) -> float:
+    """By what share the best case by cells lies below the fastest step; 0 where it does not."""
+    calls = calls or _fewest_calls(timing)
+    best = float(stats.best_by_segment(cells(timing, calls, rounds)).sum())
+    fastest = float(cells(timing, calls, rounds, whole=True).min())
+    return max(0.0, 1 - best / fastest) if fastest > 0 else 0.0
+
+
+def _make_up(timings: Sequence[Timing], rounds: Sequence[int], floor: float) -> bool:
+    """Whether cells of one make up for each other by more than the floor, or by more than those of another one do."""
+    calls = _fewest_calls(*timings)
+    shares = [below_every_step(timing, calls, rounds) for timing in timings]
+    return max(shares) > floor or max(shares) - min(shares) > BAND
+
+
+def best_ratio(
+    timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL, whole: bool | None = None
+) -> Interval:
     """The first one's best case over that of the others, by rounds that all were in.
 
     All give the same number of calls a slot: a minimum over more calls would be lower for that alone. So would the
-    sum of the minima of many parts beside that of few (a model as it came is one, a copy with marked products dozens):
-    where one is cut much finer than another, whole steps are compared.
+    sum of the minima of many parts beside that of few (a model as it came is one, a copy with marked products dozens).
+    It is of `whole` steps where it is not told, and cells make up for each other.
     """
     calls = _fewest_calls(*timings)
-    samples = [cells(timing, calls, rounds) for timing in timings]
-    parts = [_parts(one) for one in samples]
-    if max(parts) > _FINER * min(parts):
-        samples = [cells(timing, calls, rounds, whole=True) for timing in timings]
+    whole = _make_up(timings, rounds, BAND) if whole is None else whole
+    samples = [cells(timing, calls, rounds, whole) for timing in timings]
     own, *others = map(stats.best_case, samples)
     if len(rounds) < LEAST_ROUNDS:
         return stats.extent(stats.ratio(own, others), [each.sum(axis=1) for each in samples])
     return stats.ratio(own, others, level)
-
-
-def _parts(samples: stats.Floats) -> float:
-    """How many cells a step has that take time: as many equal ones as have the same entropy."""
-    shares = samples.sum(axis=0)
-    shares = shares[shares > 0] / max(float(shares.sum()), 1e-300)
-    return float(np.exp(-(shares * np.log(shares)).sum()))
 
 
 def mean_ratio(timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL) -> Interval:
@@ -128,7 +140,24 @@ def noise(reference: Timing, control: Timing | None) -> Interval | None:
     """The A/A interval; None without a control."""
     if control is None or not (rounds := common_rounds([control, reference])):
         return None
-    return best_ratio([control, reference], rounds)
+    return _floor([reference, control], rounds)[0]
+
+
+def whole_steps(reference: Timing, control: Timing | None) -> bool:
+    """Whether whole steps of a reference and its control are compared."""
+    entries = [reference] if control is None or not control.slots else [reference, control]
+    rounds = common_rounds(entries)
+    return bool(rounds) and _floor(entries, rounds)[1]
+
+
+def _floor(
+    entries: Sequence[Timing], rounds: Sequence[int], case: Timing | None = None
+) -> tuple[Interval | None, bool]:
+    """The A/A interval of a reference and its control, if it has one, and whether whole steps are compared."""
+    aa = best_ratio(entries[::-1], rounds, whole=False) if len(entries) > 1 else None
+    floor = max(BAND, aa.reach) if aa is not None else BAND
+    whole = _make_up([*entries, case] if case is not None else entries, rounds, floor)
+    return best_ratio(entries[::-1], rounds, whole=True) if whole and aa is not None else aa, whole
 
 
 def band_of(aa: Interval | None) -> float:
@@ -148,12 +177,16 @@ def rule(interval: Interval, band: float, same: float = SAME) -> Verdict:
 
 
 class Conclusion(NamedTuple):
-    """What a case's samples say: the ratio of best cases, that of the means over all calls, and the A/A interval."""
+    """What a case's samples say: the ratio of best cases, that of the means over all calls, and the A/A interval.
+
+    Of `whole` steps where the best case of one lies below every step that it took.
+    """
 
     verdict: Verdict
     ratio: Interval
     typical: Interval
     aa: Interval | None
+    whole: bool = False
 
 
 def uneven(ratio: Interval, typical: Interval) -> bool:
@@ -185,20 +218,35 @@ def conclude(
     case: Timing, reference: Timing, control: Timing | None, level: float = FINAL_LEVEL, same: float = SAME
 ) -> Conclusion | None:
     """The verdict on native samples, with its intervals and the A/A interval of the same rounds; None without any."""
-    entries = [case, reference] if control is None or not control.slots else [case, reference, control]
-    rounds = common_rounds(entries)
+    entries = [reference] if control is None or not control.slots else [reference, control]
+    rounds = common_rounds([case, *entries])
     if not rounds:
         return None
-    ratio, typical = best_ratio(entries, rounds, level), mean_ratio(entries, rounds, level)
-    aa = best_ratio([entries[2], reference], rounds) if len(entries) == 3 else None
+    aa, whole = _floor(entries, rounds, case)
+    ratio = best_ratio([case, *entries], rounds, level, whole)
+    typical = mean_ratio([case, *entries], rounds, level)
     verdict = rule(ratio, band_of(aa), same) if len(rounds) >= LEAST_FOR_VERDICT else Verdict.UNSURE
-    return Conclusion(verdict if agrees(verdict, ratio, typical) else Verdict.UNSURE, ratio, typical, aa)
+    return Conclusion(verdict if agrees(verdict, ratio, typical) else Verdict.UNSURE, ratio, typical, aa, whole)
 
 
-def best_phases(timing: Timing) -> tuple[tuple[str, float], ...]:
-    """Best-case seconds of each phase: the sum of its cells' fastest rounds. They sum to the step."""
-    best = stats.best_by_segment(cells(timing, _fewest_calls(timing)))
+def best_phases(timing: Timing, whole: bool | None = None) -> tuple[tuple[str, float], ...]:
+    """Best-case seconds of each phase: the sum of its cells' fastest rounds. They sum to the step.
+
+    Of `whole` steps they are those of the fastest steps, one a round; unless told, where no step was as fast as that.
+    """
+    calls = _fewest_calls(timing)
+    if whole is None:
+        whole = below_every_step(timing) > BAND
+    best = stats.best_by_segment(cells(timing, calls)) if not whole else _fastest_steps(timing, calls)
     sums = dict.fromkeys(CELL_PHASES, 0.0)
     for phase, seconds in zip(timing.segments.phases, best, strict=True):
         sums[phase] += float(seconds)
     return tuple(sums.items())
+
+
+def _fastest_steps(timing: Timing, calls: int) -> stats.Floats:
+    """The cells of the fastest quarter of the rounds' fastest steps, in the mean."""
+    fastest = np.array([min(slot.calls_ns[:calls], key=sum) for slot in timing.slots], dtype=np.float64) * 1e-9
+    order = np.argsort(fastest.sum(axis=1), kind="stable")[: stats.fastest_of(len(fastest))]
+    found: stats.Floats = fastest[order].mean(axis=0)
+    return found

@@ -70,6 +70,7 @@ class Label(StrEnum):
     FLAT_TIME = "flat-time"
     BIMODAL = "bimodal"
     UNEVEN = "uneven"
+    WHOLE_STEPS = "whole-steps"
     DRIFT = "drift"
     POSITION = "position"
     FEW_SAMPLES = "few-samples"
@@ -91,7 +92,7 @@ class Label(StrEnum):
 
 
 # Facts about a case that are no doubt about its speed.
-REMARKS = frozenset({Label.POWER_CAPPED, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
+REMARKS = frozenset({Label.POWER_CAPPED, Label.WHOLE_STEPS, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
 
 
 class MemoryRole(StrEnum):

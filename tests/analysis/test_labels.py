@@ -333,7 +333,7 @@ FINDING = Finding(Case("gemm", (), "bf16", "cpu"), Verdict.FASTER)
 
 def test_remarks_are_facts_of_the_case_and_no_doubt_of_its_speed() -> None:
     """Being bound by a power cap is what it is; energy is another matter than speed."""
-    assert {Label.POWER_CAPPED, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE} == REMARKS
+    assert {Label.POWER_CAPPED, Label.WHOLE_STEPS, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE} == REMARKS
     assert not FINDING.doubtful and not replace(FINDING, labels=tuple(REMARKS)).doubtful
     assert not REMARKS & CAN_BE_HARD
 

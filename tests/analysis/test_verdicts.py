@@ -14,6 +14,7 @@ from fp8bench.analysis.verdicts import (
     BAND,
     LEAST_FOR_VERDICT,
     band_of,
+    below_every_step,
     best_phases,
     best_ratio,
     common_rounds,
@@ -309,19 +310,21 @@ def busy(parts: int, seed: int, rounds: int = 60) -> Timing:
 def test_a_step_in_many_marks_is_not_faster_for_that(parts: int) -> None:
     """As a converted copy has beside a model as it came: by the best of each mark it would be a quarter faster."""
     many, few, control = busy(parts, 1), busy(1, 2), busy(1, 3)
-    marks = best_phases(many)
+    marks = best_phases(many, whole=False)
     assert sum(seconds for _, seconds in marks) < 0.8 * sum(seconds for _, seconds in best_phases(few))
+    assert below_every_step(many) > 0.1 and below_every_step(few) == 0
+    assert sum(seconds for _, seconds in best_phases(many)) >= min(sum(slot.calls_ns[0]) for slot in many.slots) * 1e-9
     for case, references in ((many, [few, control]), (few, [many])):
         interval = compare(case, references, 0.99)
         assert interval is not None and interval.low < 1 < interval.high and abs(interval.point - 1) < 0.05
 
 
 def test_marks_that_take_no_time_cut_nothing() -> None:
-    """Nor do two or three parts beside one: each is told by its best."""
+    """Two parts that make up for each other are told by whole steps."""
     one = timing(*[(10 * MS,)] * ROUNDS)
     thin = timing(*[(10, 10 * MS, 10, 10, 10)] * ROUNDS, phases=("cast", "gemm", "cast", "gemm", "cast"))
-    uneven_calls = timing(*[(4 * MS, 8 * MS), (6 * MS, 6 * MS)] * ROUNDS, phases=("cast", "gemm"))
-    for case, point in ((thin, 1.0), (uneven_calls, 1.0)):
+    making_up = timing(*[(4 * MS, 8 * MS), (6 * MS, 6 * MS)] * ROUNDS, phases=("cast", "gemm"))
+    for case, point in ((thin, 1.0), (making_up, 1.2)):
         interval = compare(case, [one], 0.99)
         assert interval is not None and interval.point == pytest.approx(point, abs=1e-4)
 
@@ -334,8 +337,8 @@ def test_one_short_slot_shortens_all() -> None:
 
 
 def test_the_best_of_each_cell_makes_the_step() -> None:
-    """No round was best in every cell; phases sum to the best step exactly, all phases listed."""
-    fast, slow = (3 * MS, 9 * MS, MS), (5 * MS, 7 * MS, 2 * MS)
+    """The phases of a round that was best in every cell; they sum to the best step exactly, all phases listed."""
+    fast, slow = (3 * MS, 7 * MS, MS), (5 * MS, 9 * MS, 2 * MS)
     mixed = timing(*[fast, slow] * 3, phases=("cast", "gemm", "cast"))
     phases = dict(best_phases(mixed))
     assert tuple(phases) == CELL_PHASES
