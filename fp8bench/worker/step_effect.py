@@ -1,9 +1,9 @@
 """Whether what a step gives changes with what it is given: a step that gives what it gave before does no work.
 
 What it gives are tensors that it writes or returns, as far as they can be reached from the state or from its answer;
-what it is given are tensors that were there when the state had been prepared, and that no step writes. Two steps are
-held against each other first: where the second gives something else (weights go on, a loader goes on, numbers are
-drawn) it does something. Else all that it is given is replaced by other numbers of the same range, past torch's count
+what it is given are tensors that were there when the state had been prepared, and that no step writes. Up to four steps
+are held against the ones before first: where each gives something else (weights go on, a loader goes on, numbers are
+drawn) they do something. Else all that it is given is replaced by other numbers of the same range, past torch's count
 of versions, so that a memory that goes by these is deceived too; then what it writes in its place, in case that is what
 it works on. What is still the same, bit for bit, is no work.
 Nor is a step that calls no operator of torch, takes next to no time, and leaves everything as it was.
@@ -16,8 +16,11 @@ file's, which is never written).
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from fp8bench.model import Phase, StepEffect
@@ -32,6 +35,8 @@ LONGEST_SECONDS = 1.0
 # What Python does in a step that does nothing takes less; work that torch does not see takes more.
 NO_TIME_SECONDS = 50e-6
 _TIMED = 5
+# So many steps in which none gives what another gave do something.
+_MOST_STEPS = 4
 
 
 class _Seen(NamedTuple):
@@ -107,7 +112,7 @@ class _Steps:
         return found
 
     def seen(self) -> list[_Seen]:
-        """All of it, in an order that is the same after each step."""
+        """All of it."""
         found, end = [], time.thread_time() + LONGEST_SECONDS
         for address, tensors in self.memories().items():
             _in_time(end)
@@ -132,16 +137,10 @@ def effect_of(workload: Workload, setup: Setup, device: Device, index: int) -> S
 
 def _effect(steps: _Steps) -> StepEffect:
     prepared = steps.seen()
-    steps.take()
-    before = steps.seen()
-    held = steps.memories()  # or what the next step makes anew might lie where this was, and look like it
-    if steps.seconds() > LONGEST_SECONDS:
-        raise _TakesLong(f"a step takes more than {LONGEST_SECONDS:g} s")
-    after = steps.seen()
-    del held
-    going_on = {place for place, (old, new) in enumerate(zip(before, after, strict=False)) if old.digest != new.digest}
-    if len(before) != len(after) or any(after[place].elements > 1 for place in going_on):
-        return StepEffect(True)  # what is a single number may count steps
+    taken = _until_alike(steps)
+    if taken is None:
+        return StepEffect(True)
+    before, after = taken.seen[-2:]
     if not after:
         return StepEffect(None, "its state holds no tensor")
     if Phase.DATA_LOAD in steps.phases or reads_elsewhere(steps.state):
@@ -150,8 +149,8 @@ def _effect(steps: _Steps) -> StepEffect:
     answered = {address_of(tensor) for tensor in tensors_of(steps.returned)}
     results = [
         one
-        for place, one in enumerate(after)
-        if place not in going_on and one not in given and (one not in before or one.address in answered)
+        for one in after
+        if not taken.counts(one) and one not in given and (one not in before or one.address in answered)
     ]
     if not given:
         return StepEffect(None, "it is given no tensor that could be changed")
@@ -161,7 +160,7 @@ def _effect(steps: _Steps) -> StepEffect:
     floating, others = ({one.address for one in given if one.floating is kind} for kind in (True, False))
     in_place = {one.address for one in results if one not in before} & {one.address for one in before}
     for chosen, results_too in ((floating, False), (others, False), (in_place, True)):
-        if chosen and _changes(steps, chosen, going_on, results_too):
+        if chosen and _changes(steps, chosen, taken, results_too):
             return StepEffect(True)  # also of what others than torch have launched, which nobody counts
     if idle:
         return StepEffect(False, "it calls no operator of torch and leaves all tensors as they were")
@@ -170,23 +169,74 @@ def _effect(steps: _Steps) -> StepEffect:
     )
 
 
-def _changes(steps: _Steps, chosen: set[int], going_on: set[int], results_too: bool) -> bool:
-    """Whether a step gives something else once these memories hold other numbers.
+@dataclass(frozen=True)
+class _Taken:
+    """What was seen after each step but the first, the last one like an earlier one; `going_on` are the places of
+    single numbers that were not, which may count steps. Those that each step makes anew have no place of their own."""
+
+    seen: list[list[_Seen]]
+    going_on: set[int]
+    anew: bool
+
+    def counts(self, one: _Seen) -> bool:
+        """Whether it may be a count of steps."""
+        return one.address in self.going_on or (self.anew and one.elements <= 1 and one.address not in self._lasting)
+
+    @cached_property
+    def _lasting(self) -> set[int]:
+        return {one.address for one in self.seen[0]}
+
+
+def _until_alike(steps: _Steps) -> _Taken | None:
+    """Steps until one gives what an earlier one gave, as a memory of results does in the end; None where none of
+    a few does: weights go on, a loader goes on, numbers are drawn."""
+    steps.take()
+    seen = [steps.seen()]
+    held = [steps.memories()]  # or what the next step makes anew might lie where this was, and look like it
+    while len(seen) < _MOST_STEPS:
+        if steps.seconds() > LONGEST_SECONDS:
+            raise _TakesLong(f"a step takes more than {LONGEST_SECONDS:g} s")
+        seen.append(steps.seen())
+        held.append(steps.memories())
+        for earlier in reversed(seen[:-1]):
+            if (going_on := _alike(earlier, seen[-1])) is not None:
+                return _Taken(seen, *going_on)
+    return None
+
+
+def _alike(old: Sequence[_Seen], new: Sequence[_Seen]) -> tuple[set[int], bool] | None:
+    """The memories of single numbers that differ, and whether some of those made anew do; None where more differs.
+
+    By where they lie, in whatever order they are found; what was made anew lies elsewhere, and is held together.
+    """
+    before = {one.address: one for one in old}
+    stayed = {one.address: one for one in new if one.address in before}
+    going_on = {address for address, one in stayed.items() if one.digest != before[address].digest}
+    fresh = [[one for one in some if one.address not in stayed] for some in (old, new)]
+    many, single = (
+        [Counter(one.digest for one in some if (one.elements > 1) is more) for some in fresh] for more in (True, False)
+    )
+    if any(stayed[address].elements > 1 for address in going_on) or many[0] != many[1]:
+        return None
+    return going_on, single[0] != single[1]
+
+
+def _changes(steps: _Steps, chosen: set[int], taken: _Taken, results_too: bool) -> bool:
+    """Whether a step gives what none before gave once these memories hold other numbers.
 
     What goes on anyway is left out; so are they themselves, unless a step writes them: then it may work in place.
     """
     left_out = set[int]() if results_too else chosen
 
-    def given() -> list[int]:
-        places = enumerate(steps.seen())
-        return [one.digest for place, one in places if place not in going_on and one.address not in left_out]
+    def given(seen: Sequence[_Seen]) -> Counter[int]:
+        return Counter(one.digest for one in seen if not taken.counts(one) and one.address not in left_out)
 
-    before = given()
+    before = [given(seen) for seen in (*taken.seen, steps.seen())]
     with ExitStack() as replaced:
         for address, tensors in steps.memories().items():
             if address in chosen:
                 replaced.enter_context(other_numbers(tensors[0]))
-        return steps.fails() or before != given()
+        return steps.fails() or given(steps.seen()) not in before
 
 
 def _idle(steps: _Steps) -> bool:

@@ -94,6 +94,32 @@ def anew_in_turns(one: State, phase: Phases) -> None:
         one.kept = one.x @ one.w
 
 
+def in_another_order(one: State, phase: Phases) -> Any:
+    """Two results that are given the other way round each time."""
+    memoised(one, phase)
+    one.cache = {"z": one.x * 2, **one.cache} if "z" not in one.cache else dict(reversed(one.cache.items()))
+    return list(one.cache.values())
+
+
+def after_steps(count: int) -> Step:
+    """An honest step so many times, of inputs that go on; then what came last."""
+
+    def step(one: State, phase: Phases) -> Any:
+        one.steps = getattr(one, "steps", 0) + 1
+        if one.steps <= count:
+            one.x.mul_(0.9)
+            one.cache["y"] = one.x @ one.w
+        return one.cache["y"]
+
+    return step
+
+
+def by_turns(one: State, phase: Phases) -> Any:
+    """Two results, one after the other."""
+    one.steps = getattr(one, "steps", 0) + 1
+    return one.cache.setdefault(one.steps % 2, (one.x * (1 + one.steps % 2)) @ one.w).clone()
+
+
 IDLE: dict[str, Step] = {
     "nothing": lambda one, phase: None,
     "phases alone": phases_only,
@@ -108,6 +134,11 @@ IDLE: dict[str, Step] = {
     "constants": lambda one, phase: torch.mm(torch.ones(SIZE, SIZE), torch.ones(SIZE, SIZE), out=one.out),
     "constants anew": lambda one, phase: setattr(one, "out", torch.ones(SIZE, SIZE) * 3),
     "a memory beside a count": counting,
+    "a memory in another order": in_another_order,
+    "a memory after one step": after_steps(1),
+    "a memory after two steps": after_steps(2),
+    "a memory after three steps": after_steps(3),
+    "two memories by turns": by_turns,
     "time asleep": lambda one, phase: time.sleep(0.001),
 }  # fmt: skip
 
@@ -117,6 +148,11 @@ def test_a_step_that_does_no_work_is_found(how: str) -> None:
     """Whatever it hides behind."""
     found = effect(IDLE[how])
     assert found.changes is False and found.why
+
+
+def _turned(one: State) -> torch.Tensor:
+    one.steps = getattr(one, "steps", 0) + 1
+    return cast(torch.Tensor, one.x * (1 + one.steps % 2))
 
 
 HONEST: dict[str, Step] = {
@@ -133,6 +169,7 @@ HONEST: dict[str, Step] = {
     "in place, to an end": lambda one, phase: one.w.clamp_(min=0),
     "in place, to infinity": lambda one, phase: one.w[0].mul_(1e30),
     "weights that go on": lambda one, phase: one.w.mul_(0.99),
+    "two results by turns": lambda one, phase: _turned(one) @ one.w,
     "numbers that are drawn": lambda one, phase: one.out.normal_(),
     "a kernel that is not torch's": foreign_kernel,
     "dropout": lambda one, phase: torch.dropout(one.x, 0.5, True),
