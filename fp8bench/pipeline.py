@@ -35,7 +35,7 @@ from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.measure.sensors.device_state import device_state_of
 from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.settle import warm_up_limit
-from fp8bench.measure.tapes import records_tapes
+from fp8bench.measure.tapes import apart, records_tapes
 from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import Ceilings, DeviceFacts, Group, Plan, Record, Request, Resumption, Run
 from fp8bench.model.raw import Settings
@@ -335,6 +335,7 @@ def _group(
         lost=lost,
         choose=None if request.quick or request.budget is not None else fastest,
         tapes=records_tapes(request, os.environ),
+        tapes_apart=apart(request),
         shares=request.shares,
     )
     meter = meters.of(used) if used is not None else None

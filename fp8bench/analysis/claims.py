@@ -13,6 +13,7 @@ from fp8bench import units
 from fp8bench.analysis import verdicts
 from fp8bench.analysis.labels import Labelled
 from fp8bench.analysis.roofline import bounds_of
+from fp8bench.analysis.tapes import product_work
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import foreign_kernel
 from fp8bench.formats.recipes import Recipe
@@ -30,6 +31,8 @@ _ANY = 64
 # many times more, it is another step: recomputed activations make 4/3 of it, scores of a masked square 2.
 _SLACK = 1.05
 _MORE = 4.0
+# Beside the reference's, whose step it is in another precision.
+_OTHER = 0.05
 # Bytes are declared in the dtype that tensors come in, which may be four bytes where a byte is read.
 _WIDER = 4.0
 # The same of products that the tape has counted, on a GPU: the search may have missed its best shape by so much. A
@@ -43,6 +46,7 @@ def claims_of(record: Record, reference: Record | None) -> Iterator[Labelled]:
     yield from _no_work(record)
     yield from _above_ceiling(record)
     yield from _work_mismatch(record)
+    yield from _other_work(record, reference)
     yield from _fallback(record, reference)
 
 
@@ -68,6 +72,25 @@ def _work_mismatch(record: Record) -> Iterator[Labelled]:
         yield Labelled(Label.WORK_MISMATCH, f"it declares {declared} a step, its operators move {did}", hard=True)
     elif work.flops and tape.flops > _MORE * work.flops:
         yield Labelled(Label.WORK_MISMATCH, f"it declares {declared} a step, its operators do {did}")
+
+
+def _other_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
+    """Whether its products are those of the reference's step, whatever both declare."""
+    own, base = record.tape, reference.tape if reference is not None and reference is not record else None
+    if own is None or base is None or not (own.operators or base.operators):
+        return
+    if any(one.unknown or one.unwritten for one in (own, base)):
+        return
+    work, wanted = product_work(own, base), product_work(base).useful
+    if abs(work.useful - wanted) <= _OTHER * max(work.useful, wanted):
+        return
+    assert reference is not None
+    did, others = (units.count(flops, "FLOP") for flops in (work.useful, wanted))
+    apart = ((units.count(flops, "FLOP"), spec.removesuffix("_flops")) for spec, flops in work.apart.items())
+    beside = "".join(f", {flops} of {what}" for flops, what in apart)
+    yield Labelled(
+        Label.WORK_MISMATCH, f"its products do {did} a step{beside}, {reference.case.mode}'s do {others}", hard=True
+    )
 
 
 def _above_ceiling(record: Record) -> Iterator[Labelled]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.metric import Metric, Told
-from fp8bench.model import CELL_PHASES, OperatorCount, PhaseCount, Tape, specs
-from fp8bench.model.specs import STEP
+from fp8bench.model import CELL_PHASES, OperatorCount, Phase, PhaseCount, Tape, specs
+from fp8bench.model.specs import STEP, MetricSpec
 
 # Of a path whose name has no number of bits in its end, those of its elements.
 _FLOATS = re.compile(r"e(\d)m(\d)")
@@ -44,6 +44,71 @@ def intensity_of(tape: Tape) -> float | None:
     return tape.flops / tape.bytes if tape.bytes and not tape.unknown else None
 
 
+# Sides are filled up to this at most.
+_FILLED = 128
+_SIDES = re.compile(r"\[([\d,]+)\]")
+
+
+@dataclass(frozen=True)
+class ProductWork:
+    """The FLOPs of a step's products: what they are for, and what is beside that in this precision."""
+
+    useful: int
+    rotations: int = 0
+    padding: int = 0
+    recomputed: int = 0
+
+    @property
+    def apart(self) -> dict[MetricSpec, int]:
+        """What is beside the useful ones, where there is anything."""
+        told = specs.ROTATION_FLOPS, specs.PADDING_FLOPS, specs.RECOMPUTED_FLOPS
+        return {spec: flops for spec, flops in zip(told, astuple(self)[1:], strict=True) if flops}
+
+
+def product_work(tape: Tape, reference: Tape | None = None) -> ProductWork:
+    """Of a tape beside its reference's, which does the same step without padding, and without computing again."""
+    casts = tape.of(Phase.CAST)
+    rotations = casts.flops if casts is not None else 0
+    left = tape.flops - rotations
+    if reference is None or (more := left - product_work(reference).useful) <= 0:
+        return ProductWork(left, rotations)
+    recomputed = min(more, max(0, _again(tape) - _again(reference)))
+    padding = min(more - recomputed, _filled(tape, reference))
+    return ProductWork(left - recomputed - padding, rotations, padding, recomputed)
+
+
+def _products(tape: Tape) -> list[OperatorCount]:
+    return [one for one in tape.operators if one.flops and one.phase != Phase.CAST]
+
+
+def _again(tape: Tape) -> int:
+    """FLOPs of products in a backward pass that are those of the forward pass."""
+    products = _products(tape)
+    forward = {(one.operator, one.inputs) for one in products if not one.backward}
+    again = (one for one in products if one.backward and (one.operator, one.inputs) in forward)
+    return sum(one.calls * (one.flops or 0) for one in again)
+
+
+def _filled(tape: Tape, reference: Tape) -> int:
+    """FLOPs of products whose sides are a little longer than the reference's, each held against its own."""
+    own, others = ([one for one in _products(some) for _ in range(one.calls)] for some in (tape, reference))
+    if len(own) != len(others):
+        return 0
+    pairs = zip(own, others, strict=True)
+    return sum((one.flops or 0) - (other.flops or 0) for one, other in pairs if _is_longer(_sides(one), _sides(other)))
+
+
+def _sides(one: OperatorCount) -> list[int]:
+    """Those of the first two tensors: matrices, or stacks of them."""
+    shapes = [found[1] for words in one.inputs if (found := _SIDES.search(words))]
+    return [int(side) for shape in shapes[:2] for side in shape.split(",")]
+
+
+def _is_longer(own: Sequence[int], other: Sequence[int]) -> bool:
+    pairs = list(zip(own, other, strict=False))
+    return len(own) == len(other) and all(0 <= mine - theirs < _FILLED for mine, theirs in pairs)
+
+
 def counts_of(tape: Tape) -> tuple[int, int, int]:
     """What it counts exactly, in the order of COUNTS."""
     return tape.flops, tape.bytes, tape.launches
@@ -60,6 +125,10 @@ def tape_metrics(told: Told) -> Iterator[Metric]:
         for spec, value in zip((*specs.COUNTS, specs.UNKNOWN_OPERATORS), map(float, counted), strict=True):
             samples = partial(tuple, (value,))
             yield Metric(spec, value, phase=phase, why=tape.fused, samples=samples)
+    base = told.base.tape if told.base is not None else None
+    work = product_work(tape, base)
+    for spec, flops in ({specs.USEFUL_FLOPS: work.useful} | work.apart).items() if tape.flops else ():
+        yield Metric(spec, float(flops))
     shares = ((spec, share_of(tape, bits)) for bits, spec in specs.SHARES_BY_BITS.items())
     for spec, known in ((specs.INTENSITY, intensity_of(tape)), *shares):
         if known is not None:

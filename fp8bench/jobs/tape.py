@@ -51,7 +51,7 @@ def tapes_of(run: Run, name: str = "") -> list[Taped]:
     ]
     if not any(one.tape for one in found):
         raise UsageError(
-            f"the run {run.id} has no tape: it was measured before there were any, with --quick, or with "
+            f"the run {run.id} has no tape: it was measured before there were any, or with "
             "FP8BENCH_TAPE=off. Measure it again, with --tape."
         )
     return found

@@ -41,7 +41,8 @@ class Method:
 
     `ceilings` are the most that devices do, by key, where it is known. `warm_up_seconds` is the longest that a device
     may take to settle, 0 not to wait for it. `lost` says of a device that answers no more why it does not, and is
-    shared by all groups. `tapes` and `shares` say that operators are counted, and what they take of a step found.
+    shared by all groups. `tapes` and `shares` say that operators are counted, and what they take of a step found: by a
+    worker that times nothing, unless tapes are not `tapes_apart`.
     """
 
     rule: StoppingRule
@@ -56,6 +57,7 @@ class Method:
     warm_up_seconds: float = 0.0
     choose: Choose | None = None
     tapes: bool = False
+    tapes_apart: bool = True
     shares: bool = False
     lost: dict[str, str] = field(default_factory=dict)
 
@@ -100,7 +102,9 @@ class GroupMeasurement:
         passes.memory(self._alive(), self._meter)
         if self._other is not None and (self._method.tapes or self._method.shares):
             untimed = Passes(self._other, self._facts, self._method.limits, self._observer)
-            untimed.operators(self._alive(), self._method.tapes, self._method.shares)
+            untimed.operators(self._alive(), self._method.tapes and self._method.tapes_apart, self._method.shares)
+        if self._method.tapes and not self._method.tapes_apart:
+            passes.tapes([one for one in self._alive() if not one.planned.work.setup_seconds])
         if self._method.capacity is not None:
             limits, rule = self._method.limits, self._method.capacity
             searching = CapacityPass(self._worker, self._facts, limits, self._observer, rule)

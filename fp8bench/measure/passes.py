@@ -243,21 +243,25 @@ class Passes:
             self._worker.restart()  # torch's profiler was on in it, and nobody knows that it leaves no trace
 
     def operators(self, outcomes: Sequence[CaseOutcome], tapes: bool, shares: bool) -> None:
-        """The operators of a step of every case, and what they take of it, from a worker that times nothing else; a
-        case without them stands.
+        """The operators of every case, and what they take of its step, from a worker that times nothing else; a case
+        without them stands.
 
         On a GPU that worker ends with the group: it would be another process on the device while others are timed.
         """
-        for outcome in outcomes if tapes else ():
-            self._observer.working(outcome.planned.case, "counting operators", 1.0)
-            with self._asking(outcome, "tape") as (bench, case, facts):
-                outcome.note(tape=bench.tape(case, facts))
+        self.tapes(outcomes if tapes else ())
         for outcome in outcomes if shares else ():
             self._observer.working(outcome.planned.case, "finding its parts", 1.0)
             with self._asking(outcome, "shares") as (bench, case, facts):
                 outcome.note(shares=bench.shares(case, facts))
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             self._worker.restart()
+
+    def tapes(self, outcomes: Sequence[CaseOutcome]) -> None:
+        """The operators of a step of every case."""
+        for outcome in outcomes:
+            self._observer.working(outcome.planned.case, "counting operators", 1.0)
+            with self._asking(outcome, "tape") as (bench, case, facts):
+                outcome.note(tape=bench.tape(case, facts))
 
     def traces(self, outcomes: Sequence[CaseOutcome], folder: TraceFolder) -> None:
         """A few steps of every case into a file of its own; a case without it stands all the same."""

@@ -226,7 +226,7 @@ class Request:
     )
     tape: bool = option(
         False, _FLAG,
-        "count the operators of a step, their FLOPs and bytes, also with --quick; else this is always done",
+        "count the operators of compiled steps, too, with --quick; of others, and without it, this is always done",
     )
     shares: bool = option(
         False, _FLAG, "also find what each kind of work and each module takes of a step, in an untimed pass"

@@ -210,6 +210,15 @@ COUNTS = (FLOPS, MOVED_BYTES, LAUNCHES)
 UNKNOWN_OPERATORS = _row(
     "unknown_operators", "count", "calls of operators that have no formula and are in no sum", page="tape.md"
 )
+USEFUL_FLOPS = _row(
+    "useful_flops", "FLOP", "of products in a step without what is told apart below: as many in each precision",
+    show=_exact("FLOP"), better=_NO, page="tape.md",
+)
+ROTATION_FLOPS = _row("rotation_flops", "FLOP", "of products in casts, which turn tensors", show=_exact("FLOP"))
+PADDING_FLOPS = _row("padding_flops", "FLOP", "of sides that are longer than the reference's", show=_exact("FLOP"))
+RECOMPUTED_FLOPS = _row(
+    "recomputed_flops", "FLOP", "of forward products done once more than the reference does", show=_exact("FLOP")
+)
 INTENSITY = _row(
     "intensity", "FLOP/B", "of a step: FLOPs for each byte moved, where no operator is unknown", better=_NO
 )

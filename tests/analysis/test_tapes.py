@@ -57,6 +57,7 @@ def test_figures_of_the_step_and_of_its_phases() -> None:
     values = {name: found[name, "step"].value for name, phase in found if phase == "step"}
     assert values == {
         "flops": 4000, "moved_bytes": 400, "launches": 6, "unknown_operators": 0, "intensity": 10,
+        "useful_flops": 4000,
         "share_of_flops_in_8_bits": 0.75, "share_of_flops_in_4_bits": 0, "share_of_flops_in_32_bits": 0.25,
     }  # fmt: skip
     flops = found["flops", "step"]

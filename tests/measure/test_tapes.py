@@ -5,20 +5,21 @@ from __future__ import annotations
 import pytest
 
 from fp8bench.errors import UsageError
-from fp8bench.measure.tapes import VARIABLE, records_tapes
+from fp8bench.measure.tapes import VARIABLE, apart, records_tapes
 from fp8bench.model import Request
 
 
 @pytest.mark.parametrize(
     ("quick", "asked", "variable", "recorded"),
     [
-        (False, False, "", True), (True, False, "", False), (True, True, "", True), (False, False, "off", False),
-        (False, True, "off", True), (True, False, "recorded", False),
+        (False, False, "", True), (True, False, "", True), (True, True, "", True), (False, False, "off", False),
+        (False, True, "off", True), (True, False, "recorded", True), (True, False, "off", False),
     ],
 )  # fmt: skip
 def test_when_they_are_recorded(quick: bool, asked: bool, variable: str, recorded: bool) -> None:
     request = Request("gemm", quick=quick, tape=asked)
     assert records_tapes(request, {VARIABLE: variable} if variable else {}) is recorded
+    assert apart(request) is (asked or not quick)
 
 
 def test_other_words_are_refused() -> None:
