@@ -70,8 +70,15 @@ def _work_mismatch(record: Record) -> Iterator[Labelled]:
     elif tape.unwritten == 0 and work.bytes > _WIDER * tape.bytes:
         declared, did = units.size(int(work.bytes)), units.size(tape.bytes)
         yield Labelled(Label.WORK_MISMATCH, f"it declares {declared} a step, its operators move {did}", hard=True)
+    elif (late := record.late_flops) is not None and whole and not tape.fused and _differ(late, tape.flops):
+        now = units.count(late, "FLOP")
+        yield Labelled(Label.WORK_MISMATCH, f"a step with the clock does {now}, one that is not timed {did}", hard=True)
     elif work.flops and tape.flops > _MORE * work.flops:
         yield Labelled(Label.WORK_MISMATCH, f"it declares {declared} a step, its operators do {did}")
+
+
+def _differ(flops: int, others: int) -> bool:
+    return abs(flops - others) > _OTHER * max(flops, others)
 
 
 def _other_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
@@ -82,7 +89,7 @@ def _other_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
     if any(one.unknown or one.unwritten for one in (own, base)):
         return
     work, wanted = product_work(own, base), product_work(base).useful
-    if abs(work.useful - wanted) <= _OTHER * max(work.useful, wanted):
+    if not _differ(work.useful, wanted):
         return
     assert reference is not None
     did, others = (units.count(flops, "FLOP") for flops in (work.useful, wanted))

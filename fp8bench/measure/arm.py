@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,6 +64,7 @@ class Arm:
     slots: list[SlotSample] = field(default_factory=list)
     scales: tuple[LayerScale, ...] = ()
     not_finite: float = 0.0
+    late_flops: int | None = None
     why_eager: str | None = None
     ran_eager: bool = False
     ran_fused: bool = False
@@ -195,6 +196,13 @@ class Arm:
         if self.planned.case.static is not None or precisions.get(self.planned.case.precision).whole_layers:
             self.scales = worker.within(self.limits.numbers(self.planned.work)).scales(self.key)
 
+    def count(self, worker: Worker) -> None:
+        """What its steps multiply now; a case of which nobody can tell stands all the same."""
+        work, case = self.planned.work, self.planned.case
+        if not work.setup_seconds and case.ranks < 2:
+            with suppress(WorkerFault):
+                self.late_flops = worker.within(self.limits.numbers(work)).late_flops(self.key)
+
     def release(self, worker: Worker) -> ArmFailed | None:
         """Give the states back; what they leave running spoils everything that comes after it in that process."""
         left = [thread for key in (self.key, *self.more_keys) for thread in worker.release(key)]
@@ -236,7 +244,7 @@ class Arm:
 
     def told(self) -> dict[str, Any]:
         """What a record has of the arm alone."""
-        names = ("scales", "not_finite", "rotation")
+        names = ("scales", "not_finite", "rotation", "late_flops")
         return {"timing": self.timing(), **{name: getattr(self, name) for name in names}}
 
     def timing(self) -> Timing:

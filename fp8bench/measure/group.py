@@ -208,7 +208,7 @@ class GroupMeasurement:
         chosen = self._fastest_again(session, watch) if method.choose is not None else None
         if watch:
             watch.end()
-        session.check(self._worker)
+        session.check(self._worker, self._method.tapes)
         own = {}
         if (lead := session.reference) is not None:
             reference, control = lead.timing(), session.control.timing() if session.control else None

@@ -71,6 +71,7 @@ class CaseOutcome:
             replays=None,
             sustained=(),
             fresh=None,
+            late_flops=None,
         )
 
     @property

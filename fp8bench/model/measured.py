@@ -316,6 +316,7 @@ class Record:
     ratio is told by; `timing` stays what it was chosen by. `rotation` is there where calls do not all have the
     same state, `replays` where a device might do a step again in one launch. `tape` are the operators of a step,
     `coverage` which of a user's model's products can be converted, `shares` what parts of a step take of it.
+    `late_flops` are the products of a step after its timing, with the clock that timed it.
     `transfer` is what a step of several ranks moves, `overlap` how far that hides, `failed_rank` which of them failed
     the case.
     """
@@ -357,6 +358,7 @@ class Record:
     sent: tuple[Sent, ...] = ()
     scaling: Scaling | None = None
     failed_rank: FailedRank | None = None
+    late_flops: int | None = None
 
     def measurement(self, metric: str) -> Measurement | None:
         return next((m for m in self.measurements if m.metric == metric), None)

@@ -193,6 +193,10 @@ class Bench(UntimedPasses):
         """Give back what is kept for a phase; what doing it has spoilt."""
         return self._prepared_as(key).drop_phase()
 
+    def late_flops(self, key: str) -> int | None:
+        """What a state's steps multiply now, where that is known."""
+        return self._prepared_as(key).late_flops()
+
     def check(self, key: str) -> StateCheck:
         """What is wrong with a state after its steps."""
         return self._prepared_as(key).check()

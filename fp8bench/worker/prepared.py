@@ -35,6 +35,7 @@ from fp8bench.worker.second_clock import agreeing
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import apart, silent_step
 from fp8bench.worker.switches import collected_by_hand, unchanged, under
+from fp8bench.worker.tape_pass import uncompiled
 
 
 def begins_alone() -> None:
@@ -182,6 +183,29 @@ class Prepared:
         calls, nobody knows which of the two waited."""
         unknown = counted is None or self.device.kind != "cpu" or self.flush is not None
         return None if unknown or counted is None else max(0.0, min(counted, off_core))
+
+    def late_flops(self) -> int | None:
+        """The FLOPs of the products of a step, with the clock that has timed others, where two after another do as
+        many; None where they do not, or nobody knows.
+
+        A step may know that it is timed by the clock it is given, or by how many came before.
+        """
+        from fp8bench.tape.counting import counted
+        from fp8bench.tape.recorder import OperatorTape
+
+        found = set[int | None]()
+        for _ in range(2):
+            mode = OperatorTape()
+            with under(self.precision), unchanged(), apart(), uncompiled() as compiled:
+                state = self._ready()
+                self.clock.begin()
+                with mode:
+                    self.workload.step(state, self.clock)
+                self.clock.end()
+            self.stamper.recycle()
+            tape = counted(mode.calls)
+            found.add(None if compiled or tape.unknown or tape.unwritten else tape.flops)
+        return found.pop() if len(found) == 1 else None
 
     def check(self) -> StateCheck:
         """What the steps have left, as the workload sees it, and whether it is finite."""
