@@ -152,7 +152,7 @@ def _phases_above(record: Record, ceiling: Ceiling) -> Iterator[str]:
 
 def _fallback(record: Record, reference: Record | None) -> Iterator[Labelled]:
     """Suites without products are exempt: what precision could change there is not known."""
-    why = _of_products(record)
+    why = _of_products(record) or _in_fp64(record)
     if not why and record.products is not None and record.products.low and reference not in (None, record):
         assert reference is not None
         same = _same_errors(record, reference)
@@ -175,6 +175,14 @@ def _of_products(record: Record) -> str:
         return f"the numbers of a product are those of {products.looks_like}"
     foreign = foreign_kernel(products.kernels, _bits_of(record.case.precision)) if products.kernels else ""
     return f"its products ran in the kernel {foreign}" if foreign else ""
+
+
+def _in_fp64(record: Record) -> str:
+    """No precision multiplies in it: beside such a reference anything is fast."""
+    flops = record.tape.by_path.get("fp64", 0) if record.tape is not None else 0
+    if record.tape is None or flops <= _OTHER * record.tape.flops:
+        return ""
+    return f"{units.count(flops, 'FLOP')} of its {units.count(record.tape.flops, 'FLOP')} a step are in fp64"
 
 
 def _bits_of(precision: str) -> int:

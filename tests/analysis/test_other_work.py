@@ -119,6 +119,20 @@ def test_recomputation_is_that_of_the_forward_pass() -> None:
     assert found.apart == {specs.RECOMPUTED_FLOPS: PRODUCT}
 
 
+def test_a_reference_by_way_of_fp64_leaves_no_verdict() -> None:
+    """It is twice as slow for that, and what stands beside it as fast."""
+
+    def wide(x: Tensor, up: Tensor, down: Tensor, phase: Phases) -> object:
+        with phase.gemm:
+            return ((x.double() @ up.double()) @ down.double()).float()
+
+    lead = replace(record(steady(10 * MS, 24), "fp32", is_reference=True), tape=taped(wide))
+    case = replace(record(steady(MS, 24), "bf16"), tape=taped(honest))
+    (told,) = claims_of(lead, None)
+    assert (told.label, told.reason) == (Label.FALLBACK, "393 kFLOP of its 393 kFLOP a step are in fp64") and told.hard
+    assert find([lead, case], {})[1].verdict is Verdict.UNSURE
+
+
 def test_where_operators_are_unknown_nothing_is_said() -> None:
     lead: Record = replace(record(steady(10 * MS, 24), "fp32", is_reference=True), tape=taped(honest))
     case = replace(record(steady(MS, 24), "bf16"), tape=replace(taped(half), unwritten=1))

@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM, Estimate, across, direction, exact_change
 from fp8bench.analysis.compare.matched_figures import Figures, counted, sensed, timed
 from fp8bench.analysis.compare.sides import Differing, Side, Sighting, differing
+from fp8bench.analysis.labels import AHEAD, disturbed_slots
 from fp8bench.analysis.tapes import counts_of, what_changed
 from fp8bench.analysis.verdicts import agrees, uneven
 from fp8bench.model import Case, Comparison, Direction, Evidence, Interval, Label, Record, Status, Verdict
-from fp8bench.model.specs import COUNTS, TIME
+from fp8bench.model.specs import COUNTS, RELATIVE, TIME
 from fp8bench.units import change, percent
 
 _VERDICTS = {
     Direction.BETTER: Verdict.FASTER, Direction.WORSE: Verdict.SLOWER, Direction.SAME: Verdict.SAME,
 }  # fmt: skip
+# Of one side more than of the other by so much, others took the CPU in its slots; or of its cores before it began.
+_HELD_UP, _LOAD = 0.2, 1.0
 _BECAME = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
 
 
@@ -61,6 +65,40 @@ def compare(before: Side, after: Side, beside: Side | None = None) -> Compared:
     )  # fmt: skip
 
 
+def busier(before: Sequence[Sighting], after: Sequence[Sighting]) -> str:
+    """What others took of the machine while one side was measured and not the other; '' where both had it alike."""
+    if not all(one.record.case.device.startswith("cpu") for one in (*before, *after)):
+        return ""
+    held = [fmean(map(_held_up, side)) for side in (before, after)]
+    if abs(held[0] - held[1]) > _HELD_UP:
+        words = (
+            f"{percent(share, 0)} of the slots {when}" for share, when in zip(held, ("before", "now"), strict=True)
+        )
+        return f"others took the CPU in {' and '.join(words)}: measure both sides alike, or duel"
+    loads = [fmean(known) if (known := list(_loads(side))) else None for side in (before, after)]
+    if loads[0] is not None and loads[1] is not None and abs(loads[0] - loads[1]) > _LOAD:
+        shares = [percent(load, 0) for load in loads if load is not None]
+        return (
+            f"the load at the start was {shares[0]} of the cores before and {shares[1]} of the cores now: "
+            "measure both sides alike, or duel"
+        )
+    return ""
+
+
+def _held_up(one: Sighting) -> float:
+    """The share of slots whose wall clock ran ahead of the processor's time."""
+    timing = one.record.timing
+    return disturbed_slots(timing, AHEAD) / len(timing.slots) if timing is not None and timing.slots else 0.0
+
+
+def _loads(side: Sequence[Sighting]) -> Iterator[float]:
+    """What waited for a core when runs began, a core."""
+    for facts in (one.run.environment.facts for one in side):
+        load, cores = facts.get("load_1min"), facts.get("cpu_count")
+        if isinstance(load, int | float) and isinstance(cores, int) and cores > 0:
+            yield load / cores
+
+
 def _alone(own: Mapping[str, tuple[Sighting, ...]], other: Mapping[str, tuple[Sighting, ...]]) -> tuple[str, ...]:
     """Cases that the other side has not, as far as they came to anything."""
     return tuple(
@@ -92,8 +130,10 @@ def _of_case(
     kept = _whole(old_side), _whole(new_side)
     for figures in (*timed(*kept, _whole(others)), *sensed(*kept, _whole(others))):
         said = of_times(figures, new.case.id, new.case.workload, _labels((*kept[0], *kept[1])))
-        why = f"the sides were measured on different machines ({elsewhere})"
-        yield replace(said, direction=Direction.UNSURE, why=why) if elsewhere else said
+        why = f"the sides were measured on different machines ({elsewhere})" if elsewhere else ""
+        if said.direction in (Direction.WORSE, Direction.BETTER) and figures.metric in (TIME, RELATIVE):
+            why = why or busier(*kept)
+        yield replace(said, direction=Direction.UNSURE, why=why) if why else said
     for metric, first, second in counted(*kept):
         exact = exact_change(first, second)
         yield Comparison(

@@ -370,3 +370,39 @@ def test_counts_of_tapes_are_exact_and_name_the_operators_that_changed() -> None
     assert of(compared, "moved_bytes").direction is Direction.WORSE
     assert "mul in gemm: 0 calls, then 1" in render(page_of(compared), 100, False)
     assert not [one for one in held([run(1)], [run(2, tape=taped(1))]).comparisons if one.metric == "launches"]
+
+
+def waiting(share: float, milliseconds: float, seed: int) -> Record:
+    """A case whose slots got two thirds of a core, so many of them."""
+    one = record("bf16", milliseconds, seed)
+    assert one.timing is not None
+    slots = tuple(
+        replace(slot, wall_seconds=1.5 * slot.cpu_seconds) if slot.round < share * 24 else slot
+        for slot in one.timing.slots
+    )
+    return replace(one, timing=replace(one.timing, slots=slots))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "loads", "said"),
+    [
+        (0.0, 0.8, (0.1, 0.1), "others took the CPU in 0% of the slots before and 83% of the slots now"),
+        (0.7, 0.0, (0.1, 0.1), "others took the CPU in 71% of the slots before and 0% of the slots now"),
+        (0.5, 0.55, (0.1, 0.1), ""),
+        (0.0, 0.0, (0.4, 2.8), "the load at the start was 20% of the cores before and 140% of the cores now"),
+        (0.0, 0.0, (0.4, 1.6), ""),
+    ],
+)
+def test_what_others_took_of_one_side_alone_is_no_regression(
+    old: float, new: float, loads: tuple[float, float], said: str
+) -> None:
+    """Twice the time: a verdict where both sides had the machine alike, else the reason."""
+    sides = []
+    for number, (share, milliseconds, load) in enumerate(((old, 10.0, loads[0]), (new, 20.0, loads[1]))):
+        facts = Environment({"machine": "box", "load_1min": load, "cpu_count": 2})
+        records = [record("fp32", 30.0, number), waiting(share, milliseconds, number + 5)]
+        sides.append(side(str(number), run_of(records, id=f"{number:08x}", environment=facts)))
+    (time,) = [one for one in compare(*sides).comparisons if one.metric == "time" and "bf16" in one.case]
+    assert time.ratio is not None and time.ratio.point == pytest.approx(2, rel=0.05)
+    assert time.direction is (Direction.UNSURE if said else Direction.WORSE)
+    assert time.why.startswith(said) and (not said or time.why.endswith(": measure both sides alike, or duel"))
