@@ -46,7 +46,7 @@ from fp8bench.registry import workloads
 from fp8bench.store.runs.run_file import check_store
 from fp8bench.user_code import user_module
 
-_SESSIONS, _QUICK_SESSIONS = 4, 1
+SESSIONS, _QUICK_SESSIONS = 4, 1
 _SESSION_SECONDS = 2.5
 _LEAST_ROUNDS = 10
 
@@ -65,7 +65,7 @@ def run_duel(
     check_store(store)
     corpus = prepare_corpus(request.data, store / "data") if reads_corpus(request) else None
     start = time.monotonic()
-    sessions = question.sessions or (_QUICK_SESSIONS if request.quick else _SESSIONS)
+    sessions = question.sessions or (_QUICK_SESSIONS if request.quick else SESSIONS)
     with observer.duelling() as progress, ExitStack() as stack:
         progress.starts()
         *starts, notes = stack.enter_context(opened(question, request.imports))

@@ -116,11 +116,15 @@ class Judged:
 
 @dataclass(frozen=True)
 class SecondLook:
-    """Suspects measured again: comparisons by case and figure, how, and why there are none if there are none."""
+    """Suspects measured again: comparisons by case and figure, how, and why there are none if there are none.
+
+    `decides` is what does where a second look does not.
+    """
 
     comparisons: Mapping[Key, Comparison]
     how: str = ""
     refused: str = ""
+    decides: str = "`fp8bench duel SUITE --against COMMIT` decides"
 
 
 def key_of(one: Comparison) -> Key:
@@ -223,20 +227,30 @@ def _again_worse(one: Judged, again: Comparison, rules: tuple[Rule, ...]) -> boo
     return exceeds(again, one.threshold if same else threshold_of(again, rules))
 
 
+def _is_absent(one: Judged, again: Comparison) -> bool:
+    """Whether a second look excludes what the first one saw; that it does not see it again is not enough."""
+    if again.ratio is None or is_exact(again) or again.direction in (Direction.SAME, Direction.BETTER):
+        return True
+    return again.ratio.level > 0 and again.ratio.high <= 1 + one.threshold.relative
+
+
 def _settled(one: Judged, look: SecondLook, rules: tuple[Rule, ...]) -> Judged:
     failed = (found for found in look.comparisons.values() if found.failed and found.case == one.comparison.case)
     again = next(failed, None) or look.comparisons.get(one.key)
     if again is None:
         why = f"not measured again: {look.refused or 'the case was not among what could be'}"
         outcome = Outcome.REGRESSION if may_fail(one.comparison) else Outcome.TO_CONFIRM
+        why += f"; {look.decides}" if outcome is Outcome.TO_CONFIRM else ""
         return replace(one, outcome=outcome, why=why)
     if again.failed:
         return replace(one, outcome=Outcome.FAILED, why=f"{look.how}, it failed: {again.why}", again=again)
     if not _again_worse(one, again, rules):
-        return replace(one, outcome=Outcome.CLEARED, why=f"{look.how}, it was not so", again=again)
+        if _is_absent(one, again):
+            return replace(one, outcome=Outcome.CLEARED, why=f"{look.how}, it was not so", again=again)
+        return replace(one, why=f"{look.how}, it was not shown to be absent: {look.decides}", again=again)
     if may_fail(again) or again.p_value is not None or again.evidence is Evidence.HISTORY:
         return replace(one, outcome=Outcome.REGRESSION, why=f"{look.how}, it was so again", again=again)
-    why = f"{look.how}, it was so again; against a single stored run nothing fails below 10%: a duel decides"
+    why = f"{look.how}, it was so again; against a single stored run nothing fails below 10%: {look.decides}"
     return replace(one, why=why, again=again)
 
 
@@ -325,14 +339,14 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """3 a case failed, 1 something is worse, 4 it might be and nobody would see, else 0; or that of a problem."""
+        """3 a case failed, 1 something is worse, 4 it might be, else 0; or that of a problem."""
         if self.problem:
             return self.code
         if self.of(Outcome.FAILED):
             return EXIT_FAILED
         if self.of(Outcome.REGRESSION):
             return EXIT_REGRESSION
-        return EXIT_BASELINE if self.sights.fails else EXIT_OK
+        return EXIT_BASELINE if self.of(Outcome.TO_CONFIRM) or self.sights.fails else EXIT_OK
 
     @property
     def headline(self) -> str:
@@ -342,6 +356,8 @@ class Verdict:
         failed, worse = len(self.of(Outcome.FAILED)), len(self.of(Outcome.REGRESSION))
         parts = [f"{failed} failed"] if failed else []
         parts += [f"{worse} regression{'s' * (worse != 1)}"] if worse else []
+        if (suspected := len(self.of(Outcome.TO_CONFIRM))) and not self.sights.fails:
+            parts += [f"{suspected} to confirm"]
         if parts or not self.sights.fails:
             return " and ".join(parts) or "no regression"
         count = len(self.sights.blind)

@@ -16,7 +16,7 @@ from fp8bench.analysis.compare.sides import side_of
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, Fp8benchError, RunNotFound, StoreError
 from fp8bench.features.duel.kind import DuelKind
-from fp8bench.features.duel.run import run_duel
+from fp8bench.features.duel.run import SESSIONS, run_duel
 from fp8bench.features.duel.sides import OWN, PACKAGE, Question
 from fp8bench.features.duel.values import Duel, DuelJobObserver
 from fp8bench.features.duel.verdicts import comparisons, of_means
@@ -36,6 +36,7 @@ from fp8bench.jobs.compare import compared_of, read_runs
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Comparison, Direction, Evidence, Request, Run
 from fp8bench.model.specs import MEAN, RELATIVE, RELATIVE_MEAN, TIME
+from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.pipeline import measure_again
 from fp8bench.plan.resumable import refuse_code_of_others
 from fp8bench.report.comparisons import side_words
@@ -110,10 +111,12 @@ def duelled(
     question: Question, request: Request, store: Path, suspects: Sequence[Comparison], observer: DuelJobObserver
 ) -> SecondLook:
     """The suspects in a duel. A time over the reference's is settled by the time itself: the sides share rounds."""
+    if request.quick:
+        question = replace(question, sessions=question.sessions or SESSIONS)
     try:
         refuse_code_of_others("what was measured", request.imports)
         import_user_modules(request.imports)
-        duel = run_duel(question, replace(request, trace=None), store, observer, {one.case for one in suspects})
+        duel = run_duel(question, _unhurried(request), store, observer, {one.case for one in suspects})
     except Fp8benchError as error:
         return SecondLook({}, refused=str(error).rstrip("."))
     if not duel.finished:
@@ -122,6 +125,12 @@ def duelled(
     relative: dict[str, str] = {TIME: RELATIVE, MEAN: RELATIVE_MEAN}
     found |= {(case, relative[metric]): one for (case, metric), one in found.items() if metric in relative}
     return SecondLook(found, f"in duel {duel.id}")
+
+
+def _unhurried(request: Request) -> Request:
+    """The same cases with rounds enough for an interval, though a quick look may have suspected them."""
+    rounds = max(LEAST_ROUNDS, request.rounds or 0) if request.quick else request.rounds
+    return replace(request, trace=None, rounds=rounds)
 
 
 def duel_with(
@@ -143,7 +152,7 @@ def measured_again(run: Run, cases: Collection[str], store: Path, observer: Duel
     kept = store_of(Path(run.path)) or store
     try:
         with observer.measuring() as progress:
-            again = measure_again(run, cases, kept, progress, command_line())
+            again = measure_again(replace(run, request=_unhurried(run.request)), cases, kept, progress, command_line())
     except Fp8benchError as error:
         return None, str(error).rstrip(".")
     if not again.finished:

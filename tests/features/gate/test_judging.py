@@ -117,7 +117,10 @@ RELATIVE = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
         # It confirms, clears, or finds that it fails.
         (figure(1.06), figure(1.07), Outcome.REGRESSION),
         (figure(1.06), figure(1.02), Outcome.CLEARED),
-        (figure(1.06), figure(1.06, direction=Direction.UNSURE), Outcome.CLEARED),
+        # What was seen and is not shown to be absent stays a suspect: an interval too wide, or none.
+        (figure(1.06), figure(1.06, direction=Direction.UNSURE), Outcome.TO_CONFIRM),
+        (figure(1.11), replace(figure(1.1, direction=Direction.UNSURE), ratio=Interval(1.1, 1.1, 1.1, 0.0)),
+         Outcome.TO_CONFIRM),
         (figure(1.06), FAILED, Outcome.FAILED),
         (exact(1.05), exact(1.05), Outcome.REGRESSION),
         (exact(1.05), exact(1.0), Outcome.CLEARED),
@@ -169,8 +172,10 @@ def test_what_is_ignored_fails_all_the_same_where_the_case_fails() -> None:
     ("outcomes", "code", "headline"),
     [
         ((), 0, "no regression"),
-        ((Outcome.FINE, Outcome.TO_CONFIRM, Outcome.CLEARED, Outcome.UNSURE, Outcome.BETTER), 0, "no regression"),
+        ((Outcome.FINE, Outcome.TO_CONFIRM, Outcome.CLEARED, Outcome.UNSURE, Outcome.BETTER), 4, "1 to confirm"),
+        ((Outcome.FINE, Outcome.CLEARED, Outcome.UNSURE, Outcome.BETTER), 0, "no regression"),
         ((Outcome.REGRESSION, Outcome.REGRESSION), 1, "2 regressions"),
+        ((Outcome.REGRESSION, Outcome.TO_CONFIRM), 1, "1 regression and 1 to confirm"),
         ((Outcome.REGRESSION, Outcome.FAILED), 3, "1 failed and 1 regression"),
     ],
 )
