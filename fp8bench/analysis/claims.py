@@ -45,8 +45,8 @@ def claims_of(record: Record, reference: Record | None) -> Iterator[Labelled]:
     """Of a case that was timed. Hard: what was measured is not what it is called, and a verdict on it would be none."""
     yield from _no_work(record)
     yield from _above_ceiling(record)
-    yield from _work_mismatch(record)
-    yield from _other_work(record, reference)
+    mismatches = [*_work_mismatch(record), *_other_work(record, reference)]  # of both the graver one is told
+    yield from sorted(mismatches, key=lambda one: not one.hard)[:1]
     yield from _fallback(record, reference)
 
 
