@@ -95,5 +95,14 @@ class Observer(Protocol):
         """A record is complete."""
 
 
-class SilentObserver(Observer):
+class SilentObserver:
     """An observer that ignores everything."""
+
+    def planned(self, plan: Plan) -> None:
+        return None
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        return None
+
+    def finished(self, record: Record) -> None:
+        return None
