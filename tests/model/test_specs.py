@@ -105,7 +105,7 @@ def page_of(name: str) -> str:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_has_the_tables_of_the_specs(name: str) -> None:
-    """As `python -m tests.model.test_metric_docs` writes them."""
+    """As `python -m tests.model.test_specs` writes them."""
     assert (DOCS / name).read_text(encoding="utf-8") == page_of(name)
 
 

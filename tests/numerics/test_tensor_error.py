@@ -88,7 +88,7 @@ def test_peaks_are_the_largest_of_each_block_over_all_pieces() -> None:
     """Blocks that pieces cut gather theirs."""
     x = gaussian(10, 12, seed=3).abs().double()
     factors = Factors(torch.ones(3, 3), 4, 4)
-    peaks = factors.none()
+    peaks = torch.zeros(factors.steps.shape, dtype=torch.float64)
     for top in range(0, 10, 3):
         for left in range(0, 12, 8):
             place = slice(top, min(top + 3, 10)), slice(left, min(left + 8, 12))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.features.train.test_kept import LINES
+from tests.features.train.test_kind import LINES
 
 from fp8bench import pipeline
 from fp8bench.errors import RunNotFound, StoreError
