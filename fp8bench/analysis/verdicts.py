@@ -15,8 +15,8 @@ medians is kept beside them and gives no verdict.
 The cells of a step may make up for each other: a step that waits for its pace, or for a batch that another thread
 prepares, is as long as ever, and still its fastest cells, of different rounds, come to less than any step that ran.
 Whichever of two arms varies more, or is cut finer, then seems the faster. So where the best case of one lies below its
-fastest step by more than the noise floor, or by 0.5% more than that of the other, whole steps are compared. On a loaded
-machine honest steps do so too: none was undisturbed, and what one would have taken nobody has seen.
+fastest step by more than the noise floor, whole steps are compared. On a loaded machine honest steps do so too: none
+was undisturbed, and what one would have taken nobody has seen.
 
 Fewer rounds than a plain command takes give no 99% interval: of 900 of ten rounds each, 8% did not hold the ratio of
 the long run that they were part of, because a processor's clock and its neighbours change slower than that. They are
@@ -91,10 +91,9 @@ def below_every_step(timing: Timing, calls: int = 0, rounds: Sequence[int] | Non
 
 
 def _make_up(timings: Sequence[Timing], rounds: Sequence[int], floor: float) -> bool:
-    """Whether cells of one make up for each other by more than the floor, or by more than those of another one do."""
+    """Whether cells of one make up for each other by more than the floor."""
     calls = _fewest_calls(*timings)
-    shares = [below_every_step(timing, calls, rounds) for timing in timings]
-    return max(shares) > floor or max(shares) - min(shares) > BAND
+    return any(below_every_step(timing, calls, rounds) > floor for timing in timings)
 
 
 def best_ratio(

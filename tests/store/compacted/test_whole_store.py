@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.features.train.test_kind import LINES
 
 from fp8bench import pipeline
 from fp8bench.errors import RunNotFound, StoreError
@@ -35,6 +34,7 @@ from fp8bench.store.runs.listing import find_run
 from tests.commands import Say, unfolded
 from tests.duels import SESSION, header, result
 from tests.facts import CPU
+from tests.features.train.test_kind import LINES
 from tests.golden.test_stored_runs import FAILING, NEW, OLD, SAMPLE, SERIES, a_store_of_them
 from tests.histories import keep, run_at, tree
 from tests.store.compacted.test_compacted import compacted, opened
