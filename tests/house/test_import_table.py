@@ -91,7 +91,6 @@ OTHER_FEATURES: dict[str, frozenset[str]] = {
 }
 # The modules of a feature that may import the command line.
 DOORS = frozenset({"command", "progress", "api"})
-MOST_MODULES = 10
 LEAVES = frozenset({"backends", "precisions", "devices", "workloads"})
 OUTSIDE = frozenset({"suites", "reports", "tests"})
 # Rooms that every reader knows, and the page leaves out of its table.
