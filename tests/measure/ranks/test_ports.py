@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fp8bench.model import Case
+from fp8bench.model import Case, Level
 from fp8bench.model.codec import PlainUnpickler
 from tests.measure.ranks.test_worker import SUITE, gone, left_behind
 
@@ -190,6 +191,17 @@ def test_another_user_who_greets_first_is_told_of(tmp_path: Path) -> None:
     assert gone(), left_behind()
 
 
+@dataclass(frozen=True)
+class Attribute:
+    """Pickled as an attribute of something: a member of an enum is, before Python 3.11.4."""
+
+    of: object
+    name: str
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, (self.of, self.name)
+
+
 def named(module: str, name: str) -> bytes:
     """A pickle of what has that name in a module."""
     words = b"".join(b"\x8c" + bytes([len(one)]) + one.encode() for one in (module, name))
@@ -200,8 +212,10 @@ def test_answers_and_lists_of_objects_hold_plain_values_alone(tmp_path: Path) ->
     """Neither a function, nor what a module of ours has imported, nor a class of somebody else's."""
     case = Case("gemm", (), "fp32", "cpu")
     assert PlainUnpickler(io.BytesIO(pickle.dumps([case, ("a", 1.5)]))).load() == [case, ("a", 1.5)]
+    assert PlainUnpickler(io.BytesIO(pickle.dumps(Attribute(Level, "NATIVE")))).load() is Level.NATIVE
     through = ("run", "replace.__globals__"), ("codec", "math.__loader__"), ("codec", "encode"), ("codec", "Enum")
     refused = [named(f"fp8bench.model.{one}", name) for one, name in through]
+    refused += [pickle.dumps(Attribute(*one)) for one in ((Level, "mro"), (Level, "__class__"), (Case, "id"))]
     for written in (pickle.dumps(Touch(tmp_path / "was here")), *refused):
         with pytest.raises(pickle.UnpicklingError, match="no plain value"):
             PlainUnpickler(io.BytesIO(written)).load()

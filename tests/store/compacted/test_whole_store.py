@@ -227,9 +227,9 @@ def test_an_archive_is_a_tar_of_the_same_bytes_each_time(store: Path, tmp_path: 
         assert {(one.mtime, one.uid, one.gid, one.uname, one.gname, one.mode) for one in tar} == {
             (0, 0, 0, "", "", 0o644)
         }
-        tar.extractall(tmp_path / "by tar", filter="data")
-    run = run_of(store, "202601")
-    assert (tmp_path / "by tar" / run.relative_to(store)).read_bytes() == run.read_bytes()
+        run = run_of(store, "202601")
+        packed = tar.extractfile(run.relative_to(store).as_posix())
+        assert packed is not None and packed.read() == run.read_bytes()
     assert path.read_bytes()[4:8] == bytes(4)  # gzip's own date
     os.utime(run, ns=(1, 1))
     made, _ = write_archive(tmp_path / "again.tar.gz", store, stated(store)[name])

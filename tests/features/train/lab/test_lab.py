@@ -87,7 +87,7 @@ def test_nudged_arms_differ_as_rounding_does(corpus: Corpus) -> None:
     """A little, and at all: equal bits would prove nothing."""
     nudged = [Arm(word, "fp32", settings=(("nudge", word),)) for word in ("ulp", "order")]
     lab = lab_of(task_of(corpus, "fp32", *nudged, batch=2))
-    plain, *others = ([row.loss for row in rows(lab.advance(name, 4))] for name in ("fp32", "ulp", "order"))
+    plain, *others = ([row.loss for row in rows(lab.advance(name, 12))] for name in ("fp32", "ulp", "order"))
     for losses in others:
         assert losses != plain and losses == pytest.approx(plain, rel=1e-4)
 
