@@ -176,7 +176,7 @@ def _of_whole_steps(record: Record, standard: _Standard) -> Iterator[Labelled]:
     share, timing, whose = max(shares, key=lambda arm: arm[0])
     fastest = float(verdicts.totals(timing).min())
     made = f"{units.seconds(fastest * (1 - share))} by stretches, {units.seconds(fastest)} the fastest of"
-    yield Labelled(Label.WHOLE_STEPS, f"{whose}{made} {timing.num_calls} steps")
+    yield Labelled(Label.WHOLE_STEPS, f"{whose}{made} {timing.num_calls} steps" if share else "")
 
 
 def _of_clocks(record: Record, standard: _Standard, ratio: Interval | None) -> Iterator[Labelled]:

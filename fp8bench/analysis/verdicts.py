@@ -52,6 +52,8 @@ EARLY_SAME = 0.01
 EARLY_HALF_WIDTH = 0.02
 FINAL_LEVEL = 0.99
 LEAST_FOR_VERDICT = 10
+# Arms of a suite differ by less: a product alone is one part, with its operands' casts it is two or three at most.
+_FINER = 2.5
 
 
 def cells(timing: Timing, calls: int, rounds: Sequence[int] | None = None, whole: bool = False) -> stats.Floats:
@@ -102,16 +104,27 @@ def best_ratio(
     """The first one's best case over that of the others, by rounds that all were in.
 
     All give the same number of calls a slot: a minimum over more calls would be lower for that alone. So would the
-    sum of the minima of many parts beside that of few (a model as it came is one, a copy with marked products dozens).
-    It is of `whole` steps where it is not told, and cells make up for each other.
+    sum of the minima of many parts beside that of few (a model as it came is one, a copy with marked products dozens):
+    where one is cut much finer than another, whole steps are compared. So they are where they are asked for, or, where
+    nothing is said of it, where cells make up for each other.
     """
     calls = _fewest_calls(*timings)
+    samples = [cells(timing, calls, rounds) for timing in timings]
+    parts = [_parts(one) for one in samples]
     whole = _make_up(timings, rounds, BAND) if whole is None else whole
-    samples = [cells(timing, calls, rounds, whole) for timing in timings]
+    if whole or max(parts) > _FINER * min(parts):
+        samples = [cells(timing, calls, rounds, whole=True) for timing in timings]
     own, *others = map(stats.best_case, samples)
     if len(rounds) < LEAST_ROUNDS:
         return stats.extent(stats.ratio(own, others), [each.sum(axis=1) for each in samples])
     return stats.ratio(own, others, level)
+
+
+def _parts(samples: stats.Floats) -> float:
+    """How many cells a step has that take time: as many equal ones as have the same entropy."""
+    shares = samples.sum(axis=0)
+    shares = shares[shares > 0] / max(float(shares.sum()), 1e-300)
+    return float(np.exp(-(shares * np.log(shares)).sum()))
 
 
 def mean_ratio(timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL) -> Interval:

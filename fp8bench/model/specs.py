@@ -211,7 +211,7 @@ UNKNOWN_OPERATORS = _row(
     "unknown_operators", "count", "calls of operators that have no formula and are in no sum", page="tape.md"
 )
 USEFUL_FLOPS = _row(
-    "useful_flops", "FLOP", "of products in a step without what is told apart below: as many in each precision",
+    "useful_flops", "FLOP", "of products in a step without the three below: every precision has to do as many",
     show=_exact("FLOP"), better=_NO, page="tape.md",
 )
 ROTATION_FLOPS = _row("rotation_flops", "FLOP", "of products in casts, which turn tensors", show=_exact("FLOP"))

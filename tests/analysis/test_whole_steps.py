@@ -41,7 +41,7 @@ def measured(step: Step, draw: Draw, wide: float) -> Timing:
 
 
 @pytest.mark.parametrize("step", [pacing, prefetched, spinning])
-def test_equal_steps_whose_stretches_make_up_for_each_other_get_no_verdict(step: Step) -> None:
+def test_equal_steps_whose_stretches_make_up_for_each_other_are_neither_faster_nor_slower(step: Step) -> None:
     """Those of the case vary twice as much; by stretches it would be faster every time."""
     of_stretches = 0
     for seed in range(200):

@@ -65,7 +65,7 @@ def compare(before: Side, after: Side, beside: Side | None = None) -> Compared:
     )  # fmt: skip
 
 
-def busier(before: Sequence[Sighting], after: Sequence[Sighting]) -> str:
+def _busier(before: Sequence[Sighting], after: Sequence[Sighting]) -> str:
     """What others took of the machine while one side was measured and not the other; '' where both had it alike."""
     if not all(one.record.case.device.startswith("cpu") for one in (*before, *after)):
         return ""
@@ -132,7 +132,7 @@ def _of_case(
         said = of_times(figures, new.case.id, new.case.workload, _labels((*kept[0], *kept[1])))
         why = f"the sides were measured on different machines ({elsewhere})" if elsewhere else ""
         if said.direction in (Direction.WORSE, Direction.BETTER) and figures.metric in (TIME, RELATIVE):
-            why = why or busier(*kept)
+            why = why or _busier(*kept)
         yield replace(said, direction=Direction.UNSURE, why=why) if why else said
     for metric, first, second in counted(*kept):
         exact = exact_change(first, second)

@@ -116,15 +116,11 @@ class Judged:
 
 @dataclass(frozen=True)
 class SecondLook:
-    """Suspects measured again: comparisons by case and figure, how, and why there are none if there are none.
-
-    `decides` is what does where a second look does not.
-    """
+    """Suspects measured again: comparisons by case and figure, how, and why there are none if there are none."""
 
     comparisons: Mapping[Key, Comparison]
     how: str = ""
     refused: str = ""
-    decides: str = "`fp8bench duel SUITE --against COMMIT` decides"
 
 
 def key_of(one: Comparison) -> Key:
@@ -227,6 +223,11 @@ def _again_worse(one: Judged, again: Comparison, rules: tuple[Rule, ...]) -> boo
     return exceeds(again, one.threshold if same else threshold_of(again, rules))
 
 
+def _decides(one: Judged) -> str:
+    """What does where a second look does not."""
+    return f"`fp8bench duel {one.comparison.suite} --against COMMIT` decides"
+
+
 def _is_absent(one: Judged, again: Comparison) -> bool:
     """Whether a second look excludes what the first one saw; that it does not see it again is not enough."""
     if again.ratio is None or is_exact(again) or again.direction in (Direction.SAME, Direction.BETTER):
@@ -240,17 +241,17 @@ def _settled(one: Judged, look: SecondLook, rules: tuple[Rule, ...]) -> Judged:
     if again is None:
         why = f"not measured again: {look.refused or 'the case was not among what could be'}"
         outcome = Outcome.REGRESSION if may_fail(one.comparison) else Outcome.TO_CONFIRM
-        why += f"; {look.decides}" if outcome is Outcome.TO_CONFIRM else ""
+        why += f"; {_decides(one)}" if outcome is Outcome.TO_CONFIRM else ""
         return replace(one, outcome=outcome, why=why)
     if again.failed:
         return replace(one, outcome=Outcome.FAILED, why=f"{look.how}, it failed: {again.why}", again=again)
     if not _again_worse(one, again, rules):
         if _is_absent(one, again):
             return replace(one, outcome=Outcome.CLEARED, why=f"{look.how}, it was not so", again=again)
-        return replace(one, why=f"{look.how}, it was not shown to be absent: {look.decides}", again=again)
+        return replace(one, why=f"{look.how}, it was not shown to be absent: {_decides(one)}", again=again)
     if may_fail(again) or again.p_value is not None or again.evidence is Evidence.HISTORY:
         return replace(one, outcome=Outcome.REGRESSION, why=f"{look.how}, it was so again", again=again)
-    why = f"{look.how}, it was so again; against a single stored run nothing fails below 10%: {look.decides}"
+    why = f"{look.how}, it was so again; against a single stored run nothing fails below 10%: {_decides(one)}"
     return replace(one, why=why, again=again)
 
 

@@ -128,7 +128,7 @@ def _trend_row(one: Judged, sight: str) -> dict[str, Any]:
 MOST_ROWS = 200
 _TITLES = {
     Outcome.FAILED: "Failed", Outcome.REGRESSION: "Regressions",
-    Outcome.TO_CONFIRM: "To confirm: suspected, and not enough to fail",
+    Outcome.TO_CONFIRM: "To confirm: suspected, and neither confirmed nor shown to be absent",
     Outcome.CLEARED: "Cleared: suspected, and not so when measured again", Outcome.BETTER: "Better",
 }  # fmt: skip
 _TONES = {

@@ -84,7 +84,7 @@ def test_below_ten_percent_a_stored_number_is_a_suspect_only(store: Path, say: S
     history(store, 1.0, 1.08)
     code, out, _ = say(commit(0), commit(1), "--no-rerun")
     assert code == 4 and "1 to confirm" in out and "--no-rerun" in out
-    assert "`fp8bench duel SUITE --against COMMIT`" in " ".join(out.split())
+    assert "`fp8bench duel gemm --against COMMIT`" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(("times", "code"), [(1.0, 4), (1.5, 1)])
