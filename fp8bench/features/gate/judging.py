@@ -225,7 +225,7 @@ def _again_worse(one: Judged, again: Comparison, rules: tuple[Rule, ...]) -> boo
 
 def _decides(one: Judged) -> str:
     """What does where a second look does not."""
-    return f"`fp8bench duel {one.comparison.suite} --against COMMIT` decides"
+    return f"`fp8bench duel suite {one.comparison.suite} --against COMMIT` decides"
 
 
 def _is_absent(one: Judged, again: Comparison) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from junitparser import JUnitXml
 
+from fp8bench.cli.main import build_parser
 from fp8bench.features.gate import stored_runs as sides_source
 from fp8bench.features.gate.judging import SecondLook
 from fp8bench.model import Run, Scalar, Status
@@ -84,7 +85,9 @@ def test_below_ten_percent_a_stored_number_is_a_suspect_only(store: Path, say: S
     history(store, 1.0, 1.08)
     code, out, _ = say(commit(0), commit(1), "--no-rerun")
     assert code == 4 and "1 to confirm" in out and "--no-rerun" in out
-    assert "`fp8bench duel gemm --against COMMIT`" in " ".join(out.split())
+    command = "fp8bench duel suite gemm --against COMMIT"
+    assert f"`{command}` decides" in " ".join(out.split())
+    assert build_parser().parse_args(command.split()[1:]).against == "COMMIT"
 
 
 @pytest.mark.parametrize(("times", "code"), [(1.0, 4), (1.5, 1)])
