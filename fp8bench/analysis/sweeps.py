@@ -69,7 +69,7 @@ def swept_modes(sweep: Sweep, groups: Sequence[Sequence[Told]]) -> Iterator[Swep
             ratio = _ratio(own, base)
             if isinstance(ratio, Interval):
                 points.append(SizedRatio(size, ratio))
-                doubted += [size] if any(one[1] is not None and one[1].doubtful for one in (own, base)) else []
+                doubted += [size] if any(one[1] is not None and one[1].doubts(ratio) for one in (own, base)) else []
             else:
                 refused.append((size, ratio))
         if points or refused:

@@ -11,10 +11,12 @@ from fp8bench.errors import UsageError
 from fp8bench.model.measured import Record
 from fp8bench.model.planned import Case, DeviceFacts, Plan, Scalar
 from fp8bench.model.request import Request
-from fp8bench.model.words import Label, Status, Verdict
+from fp8bench.model.words import OF_ANOTHER_KIND, Label, Status, Verdict
 
 # The door of runs of a model of one's own.
 PROFILE = "profile"
+# An effect so many times as large as identical code may differ by stands beside a label for what disturbed it.
+_LARGE = 3
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,17 @@ class Finding:
     @property
     def doubtful(self) -> bool:
         """Whether a label forbids showing the verdict as a plain fact."""
-        return any(label.casts_doubt for label in self.labels)
+        return self.doubts(self.ratio)
+
+    def doubts(self, ratio: Interval | None) -> bool:
+        """The same of a verdict by that ratio: what disturbs a time does not undo a large effect."""
+        labels = {label for label in self.labels if label.casts_doubt}
+        return bool(labels & OF_ANOTHER_KIND) or (bool(labels) and not self._outweighs(ratio))
+
+    def _outweighs(self, ratio: Interval | None) -> bool:
+        if ratio is None or self.floor is None or not 0 < ratio.point < math.inf:
+            return False
+        return abs(math.log(ratio.point)) >= _LARGE * math.log1p(self.floor)
 
     @property
     def judged(self) -> bool:

@@ -93,6 +93,13 @@ class Label(StrEnum):
 
 # Facts about a case that are no doubt about its speed.
 REMARKS = frozenset({Label.POWER_CAPPED, Label.WHOLE_STEPS, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
+# What was timed may not be what it is called, or not what it was held against: no size of an effect outweighs that.
+OF_ANOTHER_KIND = frozenset(
+    {
+        Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK, Label.FLAT_TIME, Label.NO_WORK, Label.NOT_FINITE,
+        Label.EAGER_QUANTISER, Label.UNPAIRED, Label.CROSS_RUN,
+    }
+)  # fmt: skip
 
 
 class MemoryRole(StrEnum):

@@ -32,7 +32,7 @@ class Standing(StrEnum):
 
 # Whose reasons are sentences, the same for many cases: they have a place of their own.
 _LONG = frozenset({Label.EAGER_QUANTISER, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
-_FACTS = {Verdict.FASTER: Standing.FASTER, Verdict.SLOWER: Standing.SLOWER, Verdict.SAME: Standing.SAME}
+FACTS = {Verdict.FASTER: Standing.FASTER, Verdict.SLOWER: Standing.SLOWER, Verdict.SAME: Standing.SAME}
 _TONES = {
     Standing.FASTER: Tone.GOOD,
     Standing.SLOWER: Tone.BAD,
@@ -55,11 +55,11 @@ def standing(result: Result) -> Standing:
     if result.record.is_reference:
         return Standing.REFERENCE
     finding = result.finding
-    if finding is None or finding.verdict not in (*_FACTS, Verdict.UNSURE):
+    if finding is None or finding.verdict not in (*FACTS, Verdict.UNSURE):
         return Standing.UNTIMED
     if finding.verdict is Verdict.UNSURE:
         return Standing.UNSURE
-    return Standing.DOUBTED if finding.doubtful else _FACTS[finding.verdict]
+    return Standing.DOUBTED if finding.doubtful else FACTS[finding.verdict]
 
 
 def tone_of(result: Result) -> Tone:

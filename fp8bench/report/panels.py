@@ -148,6 +148,7 @@ class Figures(dict[str, Metric]):
 
     def __init__(self, group: ResultGroup, result: Result) -> None:
         super().__init__()
+        self._sound = _counted(result)
         for one in metrics_within(group, result):
             if one.phase == STEP and (one.name != ENERGY or one.source):
                 self.setdefault(one.name, one)
@@ -157,12 +158,21 @@ class Figures(dict[str, Metric]):
 
     @property
     def rate(self) -> str:
-        """What says how much is done in a second, by the first of the counts that its work has; '' for nothing."""
+        """What says how much is done in a second, by the first of the counts that its work has; '' for nothing.
+
+        Nothing, too, where work was declared that nobody has counted, or that is known to be other work.
+        """
         rates = (name for name, one in self.items() if one.better is Better.HIGHER and one.unit.endswith("/s"))
-        return next(rates, "")
+        return next(rates, "") if self._sound else ""
 
     def shown(self, name: str) -> str:
         return self[name].shown
+
+
+def _counted(result: Result) -> bool:
+    """Whether its rates are of work that somebody else than its suite has seen."""
+    unseen = result.record.tape is None and result.record.ceiling is None and Label.FEW_SAMPLES in result.labels
+    return not unseen and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {*result.labels}
 
 
 def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:

@@ -35,7 +35,7 @@ from fp8bench.model import (
     Timing,
     Verdict,
 )
-from fp8bench.model.words import REMARKS
+from fp8bench.model.words import OF_ANOTHER_KIND, REMARKS
 from tests.fakes import MS, record, steady, timing
 from tests.runs import run_of
 
@@ -342,6 +342,26 @@ def test_remarks_are_facts_of_the_case_and_no_doubt_of_its_speed() -> None:
 def test_any_other_label_casts_doubt(label: Label) -> None:
     finding = replace(FINDING, labels=(*REMARKS, label))
     assert label.casts_doubt and finding.doubtful and finding.verdict_words == "perhaps faster"
+
+
+@pytest.mark.parametrize("label", sorted(set(Label) - REMARKS))
+@pytest.mark.parametrize(
+    ("point", "floor", "large"),
+    [
+        (1.72, 0.07, True),
+        (0.58, 0.07, True),
+        (1.22, 0.07, False),
+        (0.82, 0.07, False),
+        (1.04, 0.01, True),
+        (1.72, None, False),
+    ],
+)
+def test_a_large_effect_is_not_perhaps(label: Label, point: float, floor: float | None, large: bool) -> None:
+    """At least three times the noise floor, either way; what is labelled for being something else stays in doubt."""
+    ratio = Interval(point, 0.97 * point, 1.03 * point, 0.99)
+    finding = replace(FINDING, verdict=Verdict.SLOWER, ratio=ratio, floor=floor, labels=(label,))
+    assert finding.doubtful == (not large or label in OF_ANOTHER_KIND)
+    assert finding.doubts(replace(ratio, point=1.001)) and finding.doubts(None)
 
 
 @pytest.mark.parametrize(

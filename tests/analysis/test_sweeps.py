@@ -98,7 +98,7 @@ def test_cases_that_sat_apart_have_no_rounds_in_common() -> None:
 
 def test_a_doubted_ratio_counts_and_is_named() -> None:
     groups = [group(size, 300) for size in (16, 32, 64)]
-    groups[1][2] = (groups[1][2][0], replace(told(groups[1][2]), labels=(Label.NOISY,)))
+    groups[1][2] = (groups[1][2][0], replace(told(groups[1][2]), labels=(Label.NOISY,), floor=None))
     found = modes(*groups)["fp8"]
     assert len(found.points) == 3 and 32 in found.doubted
 

@@ -114,7 +114,7 @@ def _of_speed(one: Beside, basis: Basis, answers: Answers) -> Advice:
     elif faster:
         said = f"its step is {times(one.speed)} as fast, and it does not learn as well"
     else:
-        said = f"its step is {times(one.speed)} as fast: {one.finding.verdict if one.finding else ''}"
+        said = f"its step is {times(one.speed)} as fast: {one.finding.verdict_words if one.finding else ''}"
     words = f"do nothing about {case.mode}, because {'; '.join([said, *reasons])}"
     rule = against[0].rule if against else "step"
     return _advice(one, rule, AdviceKind.NOTHING, words, [step, *against], gain)

@@ -47,7 +47,8 @@ _REST = (
     "The report has the rest of every case: interval and noise floor, phases, memory, each rank's times, overlap "
     "(fp8bench report {id}); `--set` for one of these settings prints it here."
 )
-_HOW_MATRIX = "speed-up over the reference, median over a suite's cases; perhaps: a label casts doubt on some"
+_HOW_MATRIX = "speed-up over the reference, median over a suite's cases; perhaps: some are in doubt or unsure"
+_NOT_CLEAR = frozenset({Standing.DOUBTED, Standing.UNSURE})
 
 
 def render(run: Run, findings: Mapping[str, Finding], width: int = 100, color: bool = False) -> str:
@@ -351,13 +352,14 @@ def _matrix(panels: Sequence[Panel]) -> Table:
 
 
 def _cell(results: Sequence[Result]) -> Field:
-    """'1.90x', 'perhaps 1.90x', 'reference', 'emulated', 'FAILED'."""
+    """'1.90x', 'perhaps 1.90x', 'unsure 1.01x', 'reference', 'emulated', 'FAILED'."""
     if not results:
         return Field(units.NONE)
     speeds = [speed.point for one in results if (speed := speed_up(one)) is not None]
     if not speeds or any(standing(one) is Standing.FAILED for one in results):
         worst = min(results, key=lambda one: standing(one) is not Standing.FAILED)
         return Field(status_words(worst), tone=tone_of(worst))
-    doubts = any(standing(one) in (Standing.DOUBTED, Standing.UNSURE) for one in results)
+    stands = {standing(one) for one in results}
+    word = "unsure " if stands == {Standing.UNSURE} else "perhaps " if stands & _NOT_CLEAR else ""
     shown = units.speed_up(statistics.median(speeds))
-    return Field(f"perhaps {shown}" if doubts else shown, tone=common_tone(map(tone_of, results)))
+    return Field(f"{word}{shown}", tone=common_tone(map(tone_of, results)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fp8bench import units
 from fp8bench.model import Params
-from fp8bench.report.case_status import doubts, show_speed_up, speed_up, status_words
+from fp8bench.report.case_status import FACTS, doubts, show_speed_up, speed_up, standing, status_words
 from fp8bench.report.elements import Axis, Element, Heat
 from fp8bench.report.material import Material, titled_panels
 from fp8bench.report.page.section import Section, sections
@@ -120,7 +120,8 @@ def _hint(case: NamedCase | None) -> str:
     if case is None:
         return "not measured"
     words, why = f"{case.name}: {show_speed_up(case.result)}, {status_words(case.result)}", doubts(case.result)
-    return f"{words}. In doubt: {'; '.join(why)}" if why else words
+    head = "Labelled" if standing(case.result) in FACTS.values() else "In doubt"
+    return f"{words}. {head}: {'; '.join(why)}" if why else words
 
 
 def _description(grid: _Grid) -> str:

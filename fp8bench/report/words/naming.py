@@ -108,8 +108,24 @@ def shortened(text: str, most: int) -> str:
 
 
 def notes_of(run: Run) -> list[str]:
-    """What was noted when it was planned, gone on with, and measured."""
-    return [*run.plan.notes, *(f"it was resumed at {one.started}" for one in run.resumptions), *run.notes]
+    """What was noted when it was planned, gone on with, and measured; what a quick look left out."""
+    resumed = (f"it was resumed at {one.started}" for one in run.resumptions)
+    return [*run.plan.notes, *resumed, *run.notes, *filter(None, [_unchecked(run)])]
+
+
+def _unchecked(run: Run) -> str:
+    """What foreign code may say of itself and nobody looked at, because of --quick; '' where there is nothing."""
+    timed = [record for record in run.records if record.timing is not None]
+    left_out = {
+        "declared work (--tape counts it)": [record for record in timed if record.tape is None],
+        "ceilings (`fp8bench doctor --ceilings` measures them)": [record for record in timed if record.ceiling is None],
+    }
+    told = [
+        what if len(found) == len(timed) else f"{what} of {len(found)} of {many(len(timed), 'case')}"
+        for what, found in left_out.items()
+        if found
+    ]
+    return f"not checked, because of --quick: {', '.join(told)}" if run.request.quick and told else ""
 
 
 def missing_of(run: Run) -> str:

@@ -203,6 +203,8 @@ def _because(results: Sequence[Result], said: frozenset[Label]) -> str:
 
 def _doubts(result: Result) -> list[Label]:
     """The labels that make it 'perhaps'; those that took the verdict away stand in its why already."""
+    if result.finding is not None and result.finding.judged and not result.finding.doubtful:
+        return []
     told = result.finding.hard if result.finding else ()
     return [label for label in result.labels if label.casts_doubt and label not in told]
 

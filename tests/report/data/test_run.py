@@ -210,7 +210,7 @@ def test_the_step_s_time_has_the_verdict(
         found.median_ratio, found.floor, found.spread,
     )  # fmt: skip
     assert (row["n_rounds"], row["n_samples"], row["provenance"]) == (12, 24, "measured")
-    assert (row["verdict"], row["labels"], row["why"]) == ("perhaps faster", "few-samples", None)
+    assert (row["verdict"], row["labels"], row["why"]) == ("faster", "few-samples", None)
 
 
 def test_only_the_step_s_time_has_a_verdict(table: list[TidyRow]) -> None:

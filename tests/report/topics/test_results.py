@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.model import Interval, Label, Measurement, Verdict
+from fp8bench.model import Interval, Label, Measurement, Tape, Verdict
 from fp8bench.report.elements import Field, Table, Text, Tone
 from tests.materials import Made, emulated_with_a_ratio, nothing, of_kind, part, skipped, strange
 from tests.runs import gemm, judged, transformer
@@ -176,3 +176,24 @@ def test_what_differs_between_runs_is_not_said_to_be_the_same() -> None:
     found = part("results", (alone, findings), (run, findings))
     assert "m=256 n=256 k=256" in {field.text for field in of_kind(found, Table)[0].rows[0]}
     assert of_kind(found, Text)[0].text == "The same in every row: gemm product=forward operands=cast."
+
+
+@pytest.mark.parametrize(
+    ("labels", "tape", "told"),
+    [
+        ((Label.FEW_SAMPLES,), None, False),
+        ((Label.FEW_SAMPLES,), Tape(), True),
+        ((Label.WORK_MISMATCH,), Tape(), False),
+        ((Label.NO_WORK, Label.NOISY), Tape(), False),
+        ((Label.NOISY,), None, True),
+    ],
+)
+def test_no_rate_is_told_of_work_that_nobody_saw(labels: tuple[Label, ...], tape: Tape | None, told: bool) -> None:
+    """Of a quick look that counted nothing, and of work that is known to be other work than was declared."""
+    run, findings = gemm()
+    place = next(place for place, one in enumerate(run.records) if one.case.mode == "bf16")
+    record = replace(run.records[place], tape=tape)
+    found = replace(findings[record.case.id], labels=labels)
+    records = (*run.records[:place], record, *run.records[place + 1 :])
+    shown = row("bf16", (replace(run, records=records), {**findings, record.case.id: found}))["throughput"].text
+    assert (shown != "-") == told

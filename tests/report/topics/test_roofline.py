@@ -73,7 +73,7 @@ def test_what_is_not_clear_is_no_figure() -> None:
     """A case under a label gives it perhaps; one without a verdict does not say what."""
     run, findings = made()
     for change, words in (
-        ({"labels": (Label.NOISY,)}, "it perhaps gives 1.22x"),
+        ({"labels": (Label.NOISY,), "floor": 0.2}, "it perhaps gives 1.22x"),
         ({"verdict": Verdict.UNSURE}, "not clear"),
     ):
         case = run.records[1].case.id

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.model import Environment, Plan, Resumption, Run, Scalar
+from fp8bench.model import Ceiling, Environment, Plan, Resumption, Run, Scalar, Tape
 from fp8bench.report.panels import panels_of
 from fp8bench.report.words.naming import (
     commit_of,
@@ -23,7 +23,8 @@ from fp8bench.report.words.naming import (
     suites_of,
     when,
 )
-from tests.runs import case, gemm, run_of, transformer
+from tests.materials import shapes
+from tests.runs import case, gemm, run_of, samples, transformer
 
 
 def test_a_group_is_called_what_tells_it_from_its_neighbours() -> None:
@@ -124,3 +125,19 @@ def test_missing() -> None:
     assert missing_of(cut) == f"8 of 12 cases have no record: lines are broken or gone; --resume {run.id} measures them"
     early = missing_of(replace(cut, finished=False))
     assert early == f"stopped early: 8 of 12 cases have no record; --resume {run.id} measures them"
+
+
+def test_a_quick_look_says_what_nobody_checked() -> None:
+    """Declared work that no tape has counted, and how much of it the machine can do; of some cases how many."""
+    run, _ = shapes({"m": 1, "n": 1, "k": 1})
+    timed = tuple(replace(one, timing=samples(("gemm",), (10,))) for one in run.records)
+    run = replace(run, records=timed, request=replace(run.request, quick=True))
+    ceilings = "ceilings (`fp8bench doctor --ceilings` measures them)"
+    assert notes_of(run)[-1] == f"not checked, because of --quick: declared work (--tape counts it), {ceilings}"
+    some = (replace(timed[0], tape=Tape(), ceiling=Ceiling(1e12, 1e12)), *timed[1:])
+    assert notes_of(replace(run, records=some))[-1].endswith(
+        f"declared work (--tape counts it) of 2 of 3 cases, {ceilings} of 2 of 3 cases"
+    )
+    checked = tuple(replace(one, tape=Tape(), ceiling=Ceiling(1e12, 1e12)) for one in timed)
+    assert not any("not checked" in note for note in notes_of(replace(run, records=checked)))
+    assert not any("not checked" in note for note in notes_of(replace(run, request=replace(run.request, quick=False))))
