@@ -55,6 +55,7 @@ from fp8bench.plan.resumable import foreign, refuse_elsewhere, refuse_foreign, r
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
 from fp8bench.store.ceilings import ceilings_of
+from fp8bench.store.reruns import add_reruns, with_reruns
 from fp8bench.store.runs.listing import running_beside, store_of
 from fp8bench.store.runs.run_file import RunWriter, check_store, load_run, missing_groups, reopen_run, start_run
 from fp8bench.user_code import import_user_modules
@@ -162,11 +163,13 @@ def _measure(
                 writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
                 noted.add(stem)
             budget = share_of(run.request.budget, start, len(groups) - place)
-            measured += _group(group, run, budget, worker, meters, observer, quantisers, ceilings, lost, untimed)
+            done = _group(group, run, budget, worker, meters, observer, quantisers, ceilings, lost, untimed)
+            measured += with_reruns(done, run, store)
             with held_back():
                 writer.append(measured[-len(group.cases) :])
             for record in measured[-len(group.cases) :]:
                 observer.finished(record)
+            add_reruns(done, run, store)
         writer.finish("finished")
     except KeyboardInterrupt:
         with ignored(), contextlib.suppress(StoreError):  # without an end line a run is unfinished, too

@@ -21,6 +21,7 @@ from fp8bench.analysis.clocks import clock_offset, unsettled
 from fp8bench.analysis.flat_time import flat_times
 from fp8bench.analysis.labels import Labelled, hard_labels, in_process, labels_of
 from fp8bench.analysis.places import PlaceEffect, place_effect
+from fp8bench.analysis.reruns import reach_of
 from fp8bench.analysis.winners import fastest
 from fp8bench.model import Finding, Interval, Label, Level, Overheads, Record, Run, Status, Timing, Verdict
 from fp8bench.model.stopping import LEAST_CANDIDATES, LEAST_ROUNDS
@@ -28,6 +29,8 @@ from fp8bench.model.stopping import LEAST_CANDIDATES, LEAST_ROUNDS
 BELOW_FLOOR_MARKERS = 20
 # What two times of three digits say is as sure as this.
 _SEEN = 0.01
+# Two ends of an interval that come from the same reach.
+_CLOSE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,7 @@ def _concluded(record: Record, standard: _Standard) -> verdicts.Conclusion | Non
     of_speed = record.support.level is not Level.EMULATED and not standard.emulated and not record.is_reference
     if record.timing is None or standard.timing is None or not (of_speed and record.paired):
         return None
-    return verdicts.conclude(record.timing, standard.timing, standard.control)
+    return verdicts.conclude(record.timing, standard.timing, standard.control, reach=reach_of(record.reruns))
 
 
 def _with_verdict(
@@ -230,7 +233,7 @@ def _with_verdict(
     if conclusion is None:
         return _unsure(finding, "no round has both it and the reference"), None
     aa = conclusion.aa
-    why = _why_unsure(conclusion, record.timing.num_rounds) if conclusion.verdict is Verdict.UNSURE else ""
+    why = _why_unsure(conclusion, record) if conclusion.verdict is Verdict.UNSURE else ""
     assert finding.best_seconds is not None
     share = finding.best_seconds / standard.best if standard.best else conclusion.ratio.point
     return replace(
@@ -254,8 +257,9 @@ def rarest(calls: int) -> int:
     return max(1, round(1 / (1 - math.pow(1 - verdicts.FINAL_LEVEL, 1 / calls)))) if calls else 1
 
 
-def _why_unsure(conclusion: verdicts.Conclusion, rounds: int) -> str:
-    interval = conclusion.ratio
+def _why_unsure(conclusion: verdicts.Conclusion, record: Record) -> str:
+    assert record.timing is not None
+    interval, rounds, reruns = conclusion.ratio, record.timing.num_rounds, record.reruns
     if rounds < verdicts.LEAST_FOR_VERDICT:
         return f"{rounds} rounds are too few for a verdict; give it more time (--budget) or rounds"
     if verdicts.rule(interval, verdicts.band_of(conclusion.aa)) is not Verdict.UNSURE:
@@ -266,6 +270,11 @@ def _why_unsure(conclusion: verdicts.Conclusion, rounds: int) -> str:
         return "the reference differs from its own control by as much"
     if interval.level == 0.0:
         return f"{rounds} rounds are a quick look, and they do not agree; give it {LEAST_ROUNDS} or more (no --quick)"
+    if reruns is not None and interval.half_width <= reach_of(reruns) * (1 + _CLOSE):
+        apart = units.percent(math.expm1(reach_of(reruns)))
+        return (
+            f"runs on this machine come out up to {apart} apart, by {reruns.runs} earlier ones: more rounds do not help"
+        )
     return "the interval is too wide to tell; give it more time (--budget), or a quieter machine"
 
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -227,18 +228,30 @@ def decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
 
 
 def conclude(
-    case: Timing, reference: Timing, control: Timing | None, level: float = FINAL_LEVEL, same: float = SAME
-) -> Conclusion | None:
-    """The verdict on native samples, with its intervals and the A/A interval of the same rounds; None without any."""
+    case: Timing, reference: Timing, control: Timing | None, level: float = FINAL_LEVEL, same: float = SAME,
+    reach: float = 0.0,
+) -> Conclusion | None:  # fmt: skip
+    """The verdict on native samples, with its intervals and the A/A interval of the same rounds; None without any.
+
+    The ratio's interval reaches at least so far from its point, as a logarithm: runs may lie further apart than rounds.
+    """
     entries = [reference] if control is None or not control.slots else [reference, control]
     rounds = common_rounds([case, *entries])
     if not rounds:
         return None
     aa, whole = _floor(entries, rounds, case)
-    ratio = best_ratio([case, *entries], rounds, level, whole)
+    ratio = _reaching(best_ratio([case, *entries], rounds, level, whole), reach)
     typical = mean_ratio([case, *entries], rounds, level)
     verdict = rule(ratio, band_of(aa), same) if len(rounds) >= LEAST_FOR_VERDICT else Verdict.UNSURE
     return Conclusion(verdict if agrees(verdict, ratio, typical) else Verdict.UNSURE, ratio, typical, aa, whole)
+
+
+def _reaching(ratio: Interval, reach: float) -> Interval:
+    """The range of few rounds stays what it is."""
+    if not ratio.level or not 0 < ratio.low <= ratio.high < math.inf:
+        return ratio
+    low, high = ratio.point * math.exp(-reach), ratio.point * math.exp(reach)
+    return replace(ratio, low=min(ratio.low, low), high=max(ratio.high, high))
 
 
 def best_phases(timing: Timing, whole: bool | None = None) -> tuple[tuple[str, float], ...]:

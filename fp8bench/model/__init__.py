@@ -28,6 +28,7 @@ from fp8bench.model.measured import (
     Rate,
     Record,
     Replays,
+    Reruns,
     Rotation,
     Segments,
     SlotSample,
@@ -86,8 +87,8 @@ __all__ = [
     "HeldBlock", "Interval", "Label", "LayerScale", "Level", "Limit", "Measurement", "MemoryCourse", "MemoryRole",
     "MemoryUse", "Noise", "OperatorCount", "OperatorTime", "Overheads", "Params", "Phase", "PhaseCount",
     "PhaseEnergy", "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance", "Rate", "Record", "Replays",
-    "Request", "Resumption", "Rotation", "Run", "Scalar", "Segments", "Series", "Share", "ShareKind", "Shares",
-    "SharesFrom", "SlotSample", "StaticScales", "Status",
+    "Request", "Reruns", "Resumption", "Rotation", "Run", "Scalar", "Segments", "Series", "Share", "ShareKind",
+    "Shares", "SharesFrom", "SlotSample", "StaticScales", "Status",
     "StepEffect", "Support", "SustainedTurn", "Tape", "TensorStatistics", "Timing", "Trend", "Verdict", "Work",
     "trend_name",
 ]  # fmt: skip

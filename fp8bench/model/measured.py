@@ -286,6 +286,18 @@ class Fresh:
 
 
 @dataclass(frozen=True)
+class Reruns:
+    """How far apart runs of a case lie on a machine, learned of so many earlier `runs` of it and of others.
+
+    `spread` is the standard deviation of the logarithms of their ratios, with so many degrees of `freedom`.
+    """
+
+    spread: float
+    freedom: int
+    runs: int
+
+
+@dataclass(frozen=True)
 class Replays:
     """Steps that a device did again as one launch each: their times, in one cell, or why there are none.
 
@@ -317,6 +329,7 @@ class Record:
     same state, `replays` where a device might do a step again in one launch. `tape` are the operators of a step,
     `coverage` which of a user's model's products can be converted, `shares` what parts of a step take of it.
     `late_flops` are the products of a step after its timing, with the clock that timed it.
+    `reruns` is what runs of it differed by before this one, None where too little was known.
     `transfer` is what a step of several ranks moves, `overlap` how far that hides, `failed_rank` which of them failed
     the case.
     """
@@ -359,6 +372,7 @@ class Record:
     scaling: Scaling | None = None
     failed_rank: FailedRank | None = None
     late_flops: int | None = None
+    reruns: Reruns | None = None
 
     def measurement(self, metric: str) -> Measurement | None:
         return next((m for m in self.measurements if m.metric == metric), None)

@@ -6,6 +6,7 @@ Speed is the inverse of the time ratio: 2x is twice as fast. An emulated case ha
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 from fp8bench import units
@@ -94,6 +95,19 @@ def bounds(speed: Interval) -> str:
         return "[no interval]"
     low, high = units.significant(speed.low), units.significant(speed.high)
     return f"[{low}, {high}]" if speed.level else f"({low} to {high})"
+
+
+def of_what(results: Iterable[Result]) -> str:
+    """'99% of these rounds', '99% of reruns, by 12 earlier runs': what intervals hold; '' where there is none."""
+    told = [one.record.reruns for one in results if (speed := speed_up(one)) is not None and speed.level]
+    runs = [reruns.runs for reruns in told if reruns is not None]
+    words = [f"99% of reruns, by {_range(runs)} earlier runs"] if runs else []
+    words += ["99% of these rounds"] if len(runs) < len(told) else []
+    return " or ".join(words)
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return " to ".join(dict.fromkeys((units.whole(min(numbers)), units.whole(max(numbers)))))
 
 
 def status_words(result: Result) -> str:

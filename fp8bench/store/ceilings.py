@@ -141,6 +141,11 @@ def _settings(environment: Environment, device: DeviceFacts, whole: bool) -> dic
     return {name: environment.get(name) for name in names} | {"device": device.key, "name": device.name}
 
 
+def machine_file(environment: Environment, device: DeviceFacts) -> str:
+    """What is kept of a device under the software and the settings of a run has such a name."""
+    return _name(environment, device, True)
+
+
 def _name(environment: Environment, device: DeviceFacts, whole: bool) -> str:
     """Other software or other settings are another file."""
     words = [str(one) for one in _settings(environment, device, whole).values() if one not in (None, "")]

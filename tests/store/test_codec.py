@@ -57,6 +57,7 @@ from fp8bench.model import (
     Record,
     Replays,
     Request,
+    Reruns,
     Resumption,
     Rotation,
     Run,
@@ -150,7 +151,7 @@ RECORD = Record(
     StepEffect(False, "what was seen"),
     (SustainedTurn(25, (0.5, 0.25), SETTLING, 1.7e9, 650.0),), Fresh(TIMING, TIMING, TIMING, 3),
     Rotation(4, 1 << 20), Replays(TIMING, "why"), TAPE, COVERAGE, SHARES, TRANSFER,
-    OVERLAP, (SENT,), SCALING, FailedRank(1, 2, "slot", "gemm", 21, 0.5), 1 << 40,
+    OVERLAP, (SENT,), SCALING, FailedRank(1, 2, "slot", "gemm", 21, 0.5), 1 << 40, Reruns(0.5, 3, 7),
 )  # fmt: skip
 FACTS = DeviceFacts(
     "cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90", "GPU-0", "0:1:0", "",
@@ -197,7 +198,7 @@ VALUES: list[Any] = [
     COMPARISON, ACK,
     RECORD.operators[0], RECORD.scales[0], CASE.static, ENERGY, ENERGY.windows[1], ENERGY.phases[0], WATCH, MEMORY,
     MEMORY.phases[0],
-    CAPACITY, COURSE_OF_MEMORY, COURSE_OF_MEMORY.held[0], RECORD.ceiling, RECORD.products,
+    CAPACITY, COURSE_OF_MEMORY, COURSE_OF_MEMORY.held[0], RECORD.ceiling, RECORD.products, RECORD.reruns,
     Ceilings((RATE,), "2026-01-01T00:00:00+00:00", (("threads", 1), ("driver", "590")), "H200"), RECORD.effect,
     Noise(0.01, 3, 2, 1), RECORD.sustained[0], RECORD.fresh,
     RECORD.rotation, RECORD.replays, RATE, TAPE, TAPE.operators[0], TAPE.phases[0], SETTLING, SETTLING.looks[0],

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 from fp8bench import units
 from fp8bench.model import Status
-from fp8bench.report.case_status import Standing, emulated, show_speed_up, speed_up, standing, status_words, tone_of
+from fp8bench.report.case_status import (
+    Standing,
+    emulated,
+    of_what,
+    show_speed_up,
+    speed_up,
+    standing,
+    status_words,
+    tone_of,
+)
 from fp8bench.report.elements import Element, Field, Items, Text, Tone, Verdicts
 from fp8bench.report.energies import ratio_against
 from fp8bench.report.material import Entry, Material
@@ -151,7 +160,7 @@ class VerdictSection(Section):
 
     name = "verdict"
     title = "Verdict"
-    lead = "Speed against the reference: above 1x is faster. [low, high] is the 99% interval of these rounds."
+    lead = "Speed against the reference: above 1x is faster."
     rank = 10
 
     def elements(self, material: Material) -> Iterator[Element]:
@@ -162,8 +171,10 @@ class VerdictSection(Section):
 
     def lead_of(self, material: Material) -> str:
         speeds = [speed for _, panel in timed_panels(material) for one in panel.results if (speed := speed_up(one))]
-        ranges = f" {legend.RANGE}." if any(speed.level == 0 for speed in speeds) else ""
-        return self.lead + ranges if speeds else ""
+        results = [one for _, panel in timed_panels(material) for one in panel.results]
+        said = [f"[low, high]: {words}." if (words := of_what(results)) else ""]
+        said += [f"{legend.RANGE}." if any(speed.level == 0 for speed in speeds) else ""]
+        return " ".join(filter(None, [self.lead, *said])) if speeds else ""
 
 
 def _rows(entry: Entry) -> Iterator[tuple[str, tuple[Field, ...]]]:

@@ -184,6 +184,6 @@ def energy_versus(reference: str) -> str:
 def speed_up(reference: str, levels: Collection[float]) -> str:
     """What the column of speed-ups says, with intervals of these levels; 0 is none."""
     known = "/".join(units.percent(level).replace(".0%", "%") for level in sorted({*levels} - {0.0}))
-    words = [f"[low, high]: {known} interval of these rounds"] if known else []
+    words = [f"[low, high]: {known} interval of these rounds, at least as wide as runs lie apart"] if known else []
     words += [RANGE] if 0.0 in levels else []
     return f"speed-up: step time of {reference} / that of the case, above 1x is faster; {'; '.join(words)}"

@@ -1,0 +1,68 @@
+"""What a run of a case would say once more: how far runs of the same case lie apart on one machine, learned from runs.
+
+Rounds of one run share its processes, its memory and its minutes, so that their noise says nothing of the next run's.
+On a machine with neighbours a 99% interval of rounds held the long run in 58% of 96 runs. What earlier runs differed by
+is therefore in the interval: it is never narrower than they lie apart, nor than the rounds say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fp8bench.analysis.compare.interval import quantile
+from fp8bench.analysis.labels import AHEAD, disturbed_slots
+from fp8bench.analysis.verdicts import FINAL_LEVEL
+from fp8bench.model import Reruns, Timing
+
+# Of fewer comparisons nobody knows a spread.
+LEAST_FREEDOM = 4
+# A case that was run a few times is taken for one like the others, with the weight of so many comparisons.
+_PRIOR = 4
+# Of the slots: where others held up more of them, a run says nothing of what quiet ones differ by.
+_BUSY = 0.2
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The runs of one case: how many, the mean of the logarithms of their ratios, and the sum of squares about it."""
+
+    runs: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def freedom(self) -> int:
+        return max(0, self.runs - 1)
+
+    def also(self, log: float) -> Seen:
+        """With one more run."""
+        apart, runs = log - self.mean, self.runs + 1
+        mean = self.mean + apart / runs
+        return Seen(runs, mean, self.squares + apart * (log - mean))
+
+
+def is_busy(*timings: Timing) -> bool:
+    """Whether others took the processor while these were measured: such runs lie further apart."""
+    slots = sum(len(timing.slots) for timing in timings)
+    return sum(disturbed_slots(timing, AHEAD) for timing in timings) > _BUSY * slots
+
+
+def learned(case: str, seen: Mapping[str, Seen]) -> Reruns | None:
+    """What is known of a case by its own runs and by those of the others; None where that is too little."""
+    own = seen.get(case, Seen())
+    others = [one for name, one in seen.items() if name != case and one.freedom]
+    freedom = sum(one.freedom for one in others)
+    if own.freedom + freedom < LEAST_FREEDOM:
+        return None
+    prior = min(_PRIOR, freedom)
+    pooled = sum(one.squares for one in others) / freedom if freedom else 0.0
+    known = own.freedom + prior
+    runs = own.runs + sum(one.runs for one in others)
+    return Reruns(math.sqrt((own.squares + prior * pooled) / known), known, runs)
+
+
+def reach_of(reruns: Reruns | None) -> float:
+    """How far from its point an interval reaches at least, as a logarithm."""
+    return quantile(FINAL_LEVEL, reruns.freedom) * reruns.spread if reruns is not None else 0.0

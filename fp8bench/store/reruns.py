@@ -1,0 +1,83 @@
+"""What runs of each case came to, kept in `<store>/reruns`: a file for each device with its software and settings.
+
+Every run that ends adds to it, and the next one reads it: a few numbers a case, however many runs there were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fp8bench.analysis.findings import find
+from fp8bench.analysis.reruns import Seen, is_busy, learned
+from fp8bench.errors import StoreError
+from fp8bench.files import locked, sealed_line, unsealed_line, write_whole
+from fp8bench.model import Record, Run
+from fp8bench.store.ceilings import machine_file
+
+# Raised when the same runs would say something else.
+_VERSION = 1
+# Other code is another case.
+_CODE = ("commit", "fp8bench")
+
+
+def with_reruns(records: Sequence[Record], run: Run, store: Path) -> tuple[Record, ...]:
+    """The records of a group with what runs of each case differed by so far, on a machine as busy or as quiet."""
+    seen, found = _read(_path(records, run, store)), []
+    for one in records:
+        name = _name(one, records, run)
+        alike = {other: runs for other, runs in seen.items() if _state(other) == _state(name)}
+        found.append(
+            replace(one, reruns=learned(name, alike)) if one.timing is not None and not one.is_reference else one
+        )
+    return tuple(found)
+
+
+def add_reruns(records: Sequence[Record], run: Run, store: Path) -> None:
+    """What a group came to is one run more of each case, unless rounds were too few."""
+    ratios = {found.case.id: found.ratio for found in find(records, {}) if found.ratio is not None}
+    logs = {
+        _name(one, records, run): math.log(ratio.point)
+        for one in records
+        if (ratio := ratios.get(one.case.id)) is not None and ratio.level and 0 < ratio.point < math.inf
+    }
+    path = _path(records, run, store)
+    with contextlib.suppress(OSError, StoreError):
+        if logs:
+            with locked(path.parent):
+                seen = _read(path)
+                seen |= {name: seen.get(name, Seen()).also(log) for name, log in logs.items()}
+                cases = {name: [one.runs, one.mean, one.squares] for name, one in seen.items()}
+                write_whole(path, f"{sealed_line({'version': _VERSION, 'cases': cases})}\n")
+
+
+def _name(record: Record, records: Sequence[Record], run: Run) -> str:
+    """What runs have in common that should say the same: case, reference, code, and whether others took the CPU."""
+    reference = next((one for one in records if one.is_reference), record)
+    timings = [one.timing for one in (record, reference) if one.timing is not None]
+    state = "busy" if record.case.device.startswith("cpu") and is_busy(*timings) else "quiet"
+    code = (str(run.environment.get(fact) or "") for fact in _CODE)
+    return "|".join([record.case.id, reference.case.mode, *code, state])
+
+
+def _state(name: str) -> str:
+    return name.rpartition("|")[2]
+
+
+def _path(records: Sequence[Record], run: Run, store: Path) -> Path:
+    device = next(one for one in run.devices if one.key == records[0].case.device)
+    return store / "reruns" / machine_file(run.environment, device)
+
+
+def _read(path: Path) -> dict[str, Seen]:
+    try:
+        content, _ = unsealed_line(path.read_bytes().strip())
+        if content["version"] != _VERSION:
+            return {}
+        rows = content["cases"].items()
+        return {str(name): Seen(int(runs), float(mean), float(squares)) for name, (runs, mean, squares) in rows}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}

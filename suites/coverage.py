@@ -1,0 +1,155 @@
+"""Whether an interval holds what the long run says: `python -m suites.coverage --minutes 60 --out FOLDER`.
+
+Cases are measured again and again, each time by the command that anybody types, in a fresh process, under loads that
+are planted: so many busy loops beside it. What is true of a case is the median of what all its other runs say. Runs add
+up: what stands in the folder's rows.jsonl is not measured again, and is read from every processor's folder apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fp8bench.analysis.findings import findings
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.run_file import load_run
+from fp8bench.units import percent
+
+LOADS = (0, 2, 4, 8)
+RUNS = 6  # of each case at each load
+CASES: dict[str, tuple[str, ...]] = {
+    "product of 128": ("gemm", "fp32,bf16", "shape=128x128x128", "product=forward"),
+    "product of 512": ("gemm", "fp32,bf16", "shape=512x512x512", "product=forward"),
+    "cast": ("cast", "bf16,fp16", "shape=512", "scaling=off", "direction=to"),
+    "mlp": ("mlp", "fp32,bf16", "tokens=64", "hidden=512", "gated=no"),
+    "attention": ("attention", "fp32,bf16", "sequence=128", "part=core"),
+    "norm": ("norm_act", "fp32,bf16", "operation=layer_norm"),
+    "softmax": ("norm_act", "fp32,bf16", "operation=softmax"),
+    "sum": ("accumulate", "fp32,bf16", "micro_batches=4"),
+    "optimizer": ("optimizer", "fp32,bf16", "width=256", "fused=yes"),
+    "transformer": ("transformer", "fp32,bf16", "size=nano"),
+}
+# What is checked beside the times takes longer than they do, and moves none of them.
+QUICKER = {"FP8BENCH_TAPE": "off", "FP8BENCH_CEILINGS": "off"}
+_SEEN = 0.02
+Row = dict[str, Any]
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """So many loops that take a core each where they get it."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def measured(case: str, load: int, store: Path) -> list[Row]:
+    """A row for every ratio of a run; by its rounds alone, and as it is printed."""
+    before = set(run_files(store))
+    began, at_start = time.time(), os.getloadavg()[0]
+    suite, dtypes, *axes = CASES[case]
+    with busy(load):
+        command = [sys.executable, "-m", "fp8bench", "suite", suite, "--dtypes", dtypes, "--store", str(store)]
+        command += [word for axis in axes for word in ("--set", axis)]
+        subprocess.run(command, env=os.environ | QUICKER, capture_output=True, check=True)
+    (path,) = set(run_files(store)) - before
+    run = load_run(path)
+    alone = findings(replace(run, records=tuple(replace(one, reruns=None) for one in run.records)))
+    rows = []
+    for record in run.records:
+        found, rounds = findings(run)[record.case.id], alone[record.case.id]
+        if found.ratio is not None and rounds.ratio is not None:
+            rows.append(
+                {
+                    "case": case, "of": record.case.id, "load": load, "began": began, "loadavg": at_start,
+                    "verdict": found.verdict.value, "rounds_verdict": rounds.verdict.value, "level": found.ratio.level,
+                    "point": found.ratio.point, "low": found.ratio.low, "high": found.ratio.high,
+                    "rounds_low": rounds.ratio.low, "rounds_high": rounds.ratio.high,
+                    "known": record.reruns.runs if record.reruns is not None else 0,
+                }
+            )  # fmt: skip
+    return rows
+
+
+def measure(folder: Path, minutes: float) -> None:
+    """What is missing, a turn of all cases at each load after the other, until time is up."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, until = folder / "rows.jsonl", time.monotonic() + 60 * minutes
+    for turn in range(RUNS):
+        for load in LOADS:
+            for case in CASES:
+                done = sum(row["case"] == case and row["load"] == load for row in read(folder))
+                if done > turn or time.monotonic() > until:
+                    continue
+                with rows.open("a") as file:
+                    file.writelines(f"{json.dumps(row)}\n" for row in measured(case, load, folder / "store"))
+                sys.stdout.write(f"turn {turn + 1}, load {load}: {case}\n")
+
+
+def read(folder: Path) -> list[Row]:
+    path = folder / "rows.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def told(rows: Sequence[Row]) -> Iterator[str]:
+    """How many intervals hold the median of the other runs, by load and by case; how many verdicts are wrong."""
+    heads = ("runs", "rounds alone", "as printed", "half-width", "no interval", "wrong")
+    yield f"{'':20}" + "".join(f"{head:>14}" for head in heads)
+    for name, of in (("load", "load"), ("case", "case"), ("all", "")):
+        for value in dict.fromkeys(row[of] if of else "" for row in rows):
+            some = [row for row in rows if not of or row[of] == value]
+            judged = [row for row in some if row["level"]]
+            if judged:
+                alone = statistics.fmean(_holds(row, rows, "rounds_") for row in judged)
+                printed = statistics.fmean(_holds(row, rows, "") for row in judged)
+                width = statistics.median(math.log(row["high"] / row["low"]) / 2 for row in judged)
+                wrong = sum(_wrong(row, rows) for row in judged)
+                shown = (len(judged), percent(alone), percent(printed), percent(width), len(some) - len(judged), wrong)
+                yield f"{f'{name} {value}':20}" + "".join(f"{one:>14}" for one in shown)
+
+
+def _truth(row: Row, rows: Sequence[Row]) -> float:
+    return statistics.median(one["point"] for one in rows if one["of"] == row["of"] and one is not row)
+
+
+def _holds(row: Row, rows: Sequence[Row], which: str) -> bool:
+    return bool(row[f"{which}low"] <= _truth(row, rows) <= row[f"{which}high"])
+
+
+def _wrong(row: Row, rows: Sequence[Row]) -> bool:
+    """Faster where it is slower, or the same where it surely is not."""
+    truth = _truth(row, rows)
+    same = row["verdict"] == "same" and not 1 - _SEEN <= truth <= 1 + _SEEN
+    return same or (row["verdict"] == "faster" and truth > 1) or (row["verdict"] == "slower" and truth < 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=0.0, help="how long to measure; 0 tells what is there")
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "fp8bench-coverage")
+    wanted = parser.parse_args()
+    measure(wanted.out, wanted.minutes)
+    rows = read(wanted.out)
+    enough = [row for row in rows if sum(one["of"] == row["of"] for one in rows) > 2]
+    sys.stdout.writelines(f"{line}\n" for line in told(enough))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

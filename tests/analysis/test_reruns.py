@@ -1,0 +1,92 @@
+"""What is learned of runs of the same case, against numpy and by simulation, and what it does to an interval."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fp8bench.analysis.findings import find
+from fp8bench.analysis.reruns import LEAST_FREEDOM, Seen, is_busy, learned, reach_of
+from fp8bench.analysis.verdicts import conclude
+from fp8bench.model import Reruns, Verdict
+from tests.fakes import MS, record, steady
+
+TEN = steady(10 * MS, 24)
+FIVE = steady(5 * MS, 24)
+
+
+def seen(*logs: float) -> Seen:
+    found = Seen()
+    for log in logs:
+        found = found.also(log)
+    return found
+
+
+def test_a_few_numbers_say_what_all_runs_say() -> None:
+    logs = np.random.default_rng(0).normal(0.3, 0.02, 40)
+    found = seen(*logs)
+    assert (found.runs, found.freedom) == (40, 39) and found.mean == pytest.approx(logs.mean())
+    assert found.squares / found.freedom == pytest.approx(np.var(logs, ddof=1))
+
+
+def test_too_few_runs_say_nothing() -> None:
+    """Of the case and of all others together; a case without a second run has no spread."""
+    assert learned("a", {}) is None
+    assert learned("a", {"a": seen(0.0, 0.01, 0.02), **{name: seen(0.1) for name in "bcdefg"}}) is None
+    assert learned("a", {"a": seen(*[0.01] * LEAST_FREEDOM, 0.02)}) is not None
+    assert learned("new", {"b": seen(0.0, 0.01, 0.02), "c": seen(0.0, 0.01, 0.02)}) is not None
+    assert reach_of(None) == 0.0
+
+
+def test_a_case_alone_goes_by_its_runs_and_a_new_one_by_the_others() -> None:
+    runs = np.random.default_rng(1).normal(0, 0.02, 50)
+    own = learned("a", {"a": seen(*runs)})
+    assert own is not None and own.spread == pytest.approx(np.std(runs, ddof=1)) and own.freedom == 49
+    other = learned("new", {"a": seen(*runs)})
+    assert other is not None and other.spread == pytest.approx(own.spread) and (other.freedom, other.runs) == (4, 50)
+    assert reach_of(other) > reach_of(own)  # whoever has never run may be worse than the others
+
+
+def test_the_long_run_is_held_by_99_of_100() -> None:
+    """Of cases whose runs lie 0.2 to 5% apart, of which rounds say nothing."""
+    draw, held = np.random.default_rng(2), []
+    for _ in range(300):
+        spreads = np.exp(draw.normal(math.log(0.01), 0.7, 8))
+        known = {str(place): seen(*draw.normal(0, one, draw.integers(1, 12))) for place, one in enumerate(spreads)}
+        for place, one in enumerate(spreads):
+            if (found := learned(str(place), known)) is not None:
+                held.append(abs(draw.normal(0, one)) <= reach_of(found))
+    assert len(held) > 2000 and np.mean(held) > 0.97
+
+
+def test_an_interval_is_never_narrower_than_runs_lie_apart() -> None:
+    """And the verdict is by that; a range of few rounds stays what it is."""
+    apart = math.log(1.05)
+    plain, known = conclude(FIVE, TEN, TEN), conclude(FIVE, TEN, TEN, reach=apart)
+    assert plain is not None and known is not None and known.ratio.point == plain.ratio.point
+    assert known.ratio.low == pytest.approx(min(plain.ratio.low, plain.ratio.point / 1.05))
+    assert known.ratio.high == pytest.approx(max(plain.ratio.high, plain.ratio.point * 1.05))
+    assert plain.verdict is known.verdict is Verdict.FASTER
+    same = conclude(TEN, TEN, TEN)
+    wide = conclude(TEN, TEN, TEN, reach=apart)
+    assert same is not None and wide is not None and (same.verdict, wide.verdict) == (Verdict.SAME, Verdict.UNSURE)
+
+
+def test_what_no_more_rounds_would_settle_says_so() -> None:
+    lead = record(TEN, "fp32", is_reference=True, control=TEN)
+    case = replace(record(TEN), reruns=Reruns(0.02, 12, 40))
+    (_, found) = find([lead, case], {})
+    assert found.verdict is Verdict.UNSURE and "by 40 earlier ones: more rounds do not help" in found.why
+    (_, found) = find([lead, replace(case, reruns=None)], {})
+    assert found.verdict is Verdict.SAME
+
+
+def test_who_was_held_up_is_busy() -> None:
+    """More than a fifth of the slots of both together."""
+    late = replace(TEN, slots=tuple(replace(slot, wall_seconds=2 * slot.cpu_seconds) for slot in TEN.slots))
+    some = replace(TEN, slots=(*late.slots[:12], *TEN.slots[12:]))
+    assert is_busy(late, TEN) and is_busy(some, TEN) and not is_busy(TEN, TEN)
+    assert not is_busy(replace(TEN, slots=(*late.slots[:4], *TEN.slots[4:])), TEN)

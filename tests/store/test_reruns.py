@@ -1,0 +1,70 @@
+"""What runs came to, kept beside them: by case, code and machine, apart where others took the processor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fp8bench.model import Environment, Record, Run
+from fp8bench.store.reruns import add_reruns, with_reruns
+from tests.fakes import CPU, MS, record, steady
+from tests.runs import run_of
+
+RUN = replace(
+    run_of([]), devices=(CPU,), environment=Environment({"commit": "a" * 40, "fp8bench": "0.1", "threads": 1})
+)
+
+
+def group(time: int = 5 * MS, late: bool = False, rounds: int = 24) -> tuple[Record, ...]:
+    ten, own = steady(10 * MS, rounds), steady(time, rounds)
+    if late:
+        own = replace(own, slots=tuple(replace(slot, wall_seconds=3 * slot.cpu_seconds) for slot in own.slots))
+    return record(ten, "fp32", is_reference=True, control=ten), record(own)
+
+
+def known(store: Path, records: tuple[Record, ...] | None = None, run: Run = RUN) -> list[int]:
+    return [one.reruns.runs if one.reruns is not None else 0 for one in with_reruns(records or group(), run, store)]
+
+
+def test_the_fifth_run_knows_the_four_before_it(tmp_path: Path) -> None:
+    """And one more by one more; a case without a ratio has none."""
+    for number in range(6):
+        assert known(tmp_path) == [0, number if number > 4 else 0]
+        add_reruns(group(5 * MS + number), RUN, tmp_path)
+    (_, one) = with_reruns(group(), RUN, tmp_path)
+    assert one.reruns is not None and 0 < one.reruns.spread < 1e-6
+
+
+def test_other_code_another_machine_and_a_busy_one_are_known_apart(tmp_path: Path) -> None:
+    for _ in range(6):
+        add_reruns(group(), RUN, tmp_path)
+    assert known(tmp_path)[1] == 6 and known(tmp_path, group(late=True)) == [0, 0]
+    for facts in ({"threads": 2}, {"torch": "9.9"}):
+        assert known(tmp_path, run=replace(RUN, environment=RUN.environment.also(facts))) == [0, 0]
+    other = with_reruns(group(), replace(RUN, environment=RUN.environment.also({"commit": "b" * 40})), tmp_path)
+    assert [one.reruns.freedom for one in other if one.reruns] == [4]  # a case that nobody has run, like the others
+
+
+def test_few_rounds_are_no_run(tmp_path: Path) -> None:
+    for _ in range(6):
+        add_reruns(group(rounds=6), RUN, tmp_path)
+    assert not (tmp_path / "reruns").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"version": 7}', b'{"version": 1, "cases": {"a": 1}}', b"\xff"])
+def test_a_broken_file_is_none_and_is_written_anew(tmp_path: Path, content: bytes) -> None:
+    add_reruns(group(), RUN, tmp_path)
+    (path,) = (tmp_path / "reruns").glob("*.json")
+    path.write_bytes(content)
+    assert known(tmp_path) == [0, 0]
+    for _ in range(6):
+        add_reruns(group(), RUN, tmp_path)
+    assert known(tmp_path)[1] == 6
+
+
+def test_where_nobody_can_write_a_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "reruns").write_text("a file")
+    add_reruns(group(), RUN, tmp_path)
+    assert known(tmp_path) == [0, 0]
