@@ -15,6 +15,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from fp8bench import __version__
 from fp8bench.analysis.verdicts import decided
@@ -37,7 +38,7 @@ from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.settle import warm_up_limit
 from fp8bench.measure.tapes import apart, records_tapes
 from fp8bench.measure.windows import window_rule_for
-from fp8bench.model import Ceilings, DeviceFacts, Group, Plan, Record, Request, Resumption, Run
+from fp8bench.model import Ceilings, DeviceFacts, Group, Interval, Plan, Record, Request, Resumption, Run
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import Cell, OperationBits
 from fp8bench.model.stopping import rule_for
@@ -60,19 +61,21 @@ from fp8bench.store.runs.listing import running_beside, store_of
 from fp8bench.store.runs.run_file import RunWriter, check_store, load_run, missing_groups, reopen_run, start_run
 from fp8bench.user_code import import_user_modules
 
+Sessions = Mapping[str, tuple[Interval, ...]]
 # The door of runs that hold some cases of another run once more.
 AGAIN = "gate"
 
 
 def execute(
     request: Request, store: Path, observer: Observer, command: str, origin: str = "suite", folder: Path | None = None,
-    note: str = "", cell: tuple[str, Cell] | None = None,
+    note: str = "", cell: tuple[str, Cell] | None = None, sessions: Sessions = MappingProxyType({}),
 ) -> Run:  # fmt: skip
     """Plan, measure, keep. Every group is in the store before the next one starts.
 
     `origin` is the door the request came in by; `folder` lies in the repository whose commit is measured, the working
     directory if it is None; `note` is kept with the run. Of a `cell`, with its name in its plan, that group alone is
-    measured. An interrupt (Ctrl-C) ends the run early: what was finished is kept and returned, with `finished` False.
+    measured. `sessions` are the ratios by case that sessions before this one gave. An interrupt (Ctrl-C) ends the run
+    early: what was finished is kept and returned, with `finished` False.
     Raises NotKept, which holds the run, where the store fails meanwhile.
     """
     start = time.monotonic()
@@ -86,7 +89,7 @@ def execute(
         if note:
             writer.note(note)
         run = replace(run, path=str(writer.path))
-        return _measure(run, run.plan.groups, store, writer, workers, meters, observer, start)
+        return _measure(run, run.plan.groups, store, writer, workers, meters, observer, start, sessions)
 
 
 def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
@@ -146,7 +149,7 @@ def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, .
 
 def _measure(
     run: Run, groups: Sequence[Group], store: Path, writer: RunWriter, workers: Sequence[Worker], meters: Meters,
-    observer: Observer, start: float,
+    observer: Observer, start: float, sessions: Sessions = MappingProxyType({}),
 ) -> Run:  # fmt: skip
     """The groups one by one, each kept as soon as it is done."""
     worker, other = workers
@@ -164,7 +167,8 @@ def _measure(
                 noted.add(stem)
             budget = share_of(run.request.budget, start, len(groups) - place)
             done = _group(group, run, budget, worker, meters, observer, quantisers, ceilings, lost, untimed)
-            measured += with_reruns(done, run, store)
+            known = with_reruns(done, run, store)
+            measured += [replace(one, sessions=sessions.get(one.case.id, ())) for one in known]
             with held_back():
                 writer.append(measured[-len(group.cases) :])
             for record in measured[-len(group.cases) :]:

@@ -29,6 +29,7 @@ from fp8bench.model.stopping import LEAST_CANDIDATES, LEAST_ROUNDS
 BELOW_FLOOR_MARKERS = 20
 # What two times of three digits say is as sure as this.
 _SEEN = 0.01
+_FINAL = verdicts.FINAL_LEVEL, verdicts.SAME
 # Two ends of an interval that come from the same reach.
 _CLOSE = 1e-9
 
@@ -214,7 +215,8 @@ def _concluded(record: Record, standard: _Standard) -> verdicts.Conclusion | Non
     of_speed = record.support.level is not Level.EMULATED and not standard.emulated and not record.is_reference
     if record.timing is None or standard.timing is None or not (of_speed and record.paired):
         return None
-    return verdicts.conclude(record.timing, standard.timing, standard.control, reach=reach_of(record.reruns))
+    known = reach_of(record.reruns), record.sessions
+    return verdicts.conclude(record.timing, standard.timing, standard.control, *_FINAL, *known)
 
 
 def _with_verdict(
@@ -243,7 +245,7 @@ def _with_verdict(
         typical=conclusion.typical,
         rarest=rarest(record.timing.num_calls),
         floor=aa.reach if aa is not None else None,
-        why="; ".join(filter(None, (why, _wider_floor(conclusion), _other_times(conclusion.ratio, share)))),
+        why="; ".join(filter(None, (why, _wider_floor(conclusion), _other_times(conclusion.ratio, share, record)))),
         median_ratio=float(np.median(verdicts.totals(record.timing)) / np.median(verdicts.totals(standard.timing))),
     ), aa
 
@@ -291,13 +293,16 @@ def _wider_floor(conclusion: verdicts.Conclusion) -> str:
     return f"the noise floor, +-{units.percent(aa.reach)}, is the most that identical code may differ by; {why}"
 
 
-def _other_times(ratio: Interval, share: float) -> str:
+def _other_times(ratio: Interval, share: float, record: Record) -> str:
     """That the best cases of case and reference, as they are shown, have another ratio, where a reader would see it."""
+    of_what = (
+        "as many calls and rounds of all entries" if not record.sessions else "all sessions, the times of the last"
+    )
     outside = not ratio.low <= share <= ratio.high or (share - 1) * (ratio.point - 1) < 0
     if not outside or abs(share / ratio.point - 1) <= _SEEN:
         return ""
     shown = units.speed_up(1 / share)
-    return f"the best times shown would give {shown}: the speed-up is by as many calls and rounds of all entries"
+    return f"the best times shown would give {shown}: the speed-up is by {of_what}"
 
 
 def _withheld(finding: Finding, own: Sequence[Labelled], of_reference: Sequence[Labelled]) -> Finding:

@@ -229,21 +229,29 @@ def decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
 
 def conclude(
     case: Timing, reference: Timing, control: Timing | None, level: float = FINAL_LEVEL, same: float = SAME,
-    reach: float = 0.0,
+    reach: float = 0.0, sessions: Sequence[Interval] = (),
 ) -> Conclusion | None:  # fmt: skip
     """The verdict on native samples, with its intervals and the A/A interval of the same rounds; None without any.
 
     The ratio's interval reaches at least so far from its point, as a logarithm: runs may lie further apart than rounds.
+    With the ratios of `sessions` before this one it is the hull of all, about the mean of their points.
     """
     entries = [reference] if control is None or not control.slots else [reference, control]
     rounds = common_rounds([case, *entries])
     if not rounds:
         return None
     aa, whole = _floor(entries, rounds, case)
-    ratio = _reaching(best_ratio([case, *entries], rounds, level, whole), reach)
+    ratio = best_ratio([case, *entries], rounds, level, whole)
+    ratio = _reaching(_hull([*sessions, ratio]), reach / math.sqrt(1 + len(sessions)))
     typical = mean_ratio([case, *entries], rounds, level)
     verdict = rule(ratio, band_of(aa), same) if len(rounds) >= LEAST_FOR_VERDICT else Verdict.UNSURE
     return Conclusion(verdict if agrees(verdict, ratio, typical) else Verdict.UNSURE, ratio, typical, aa, whole)
+
+
+def _hull(ratios: Sequence[Interval]) -> Interval:
+    """From the least to the most that any of them says; the level is that of the last."""
+    point = math.exp(float(np.mean([math.log(one.point) for one in ratios]))) if len(ratios) > 1 else ratios[-1].point
+    return replace(ratios[-1], point=point, low=min(one.low for one in ratios), high=max(one.high for one in ratios))
 
 
 def _reaching(ratio: Interval, reach: float) -> Interval:

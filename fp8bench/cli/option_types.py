@@ -22,6 +22,8 @@ from fp8bench.units import bytes_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+_LONGEST = 7 * 24 * 3600
 
 
 def path(text: str) -> Path:
@@ -134,6 +136,15 @@ def _float(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+def duration(text: str) -> float:
+    """'90s', '10m', '1.5h', as seconds; a bare number is seconds."""
+    unit = text[-1:] if text[-1:] in _UNITS else ""
+    seconds = _float(text.removesuffix(unit)) * _UNITS.get(unit, 1)
+    if not 0 <= seconds < _LONGEST:
+        raise argparse.ArgumentTypeError(f"expected a time below a week, like 90s, 10m or 1h, got {text!r}")
+    return seconds
 
 
 def price(text: str) -> float:

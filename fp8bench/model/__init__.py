@@ -20,6 +20,7 @@ from fp8bench.model.measured import (
     Ceiling,
     Ceilings,
     Fresh,
+    Interval,
     LayerScale,
     Limit,
     Measurement,
@@ -48,7 +49,7 @@ from fp8bench.model.planned import (
     Work,
 )
 from fp8bench.model.request import Request, StaticScales
-from fp8bench.model.run import Environment, Finding, Interval, Overheads, Resumption, Run
+from fp8bench.model.run import Environment, Finding, Overheads, Resumption, Run
 from fp8bench.model.series import (
     ENERGY_SOURCE,
     Ack,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -275,6 +276,44 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Interval:
+    """A ratio with its interval: time of the case over time of the reference (below 1 is faster)."""
+
+    point: float
+    low: float
+    high: float
+    level: float
+
+    @property
+    def half_width(self) -> float:
+        """Half the interval's width in log units, about the relative half-width."""
+        if self.low <= 0 or not math.isfinite(self.high):
+            return math.inf
+        return 0.5 * math.log(self.high / self.low)
+
+    @property
+    def reach(self) -> float:
+        """How far the interval reaches from 1, as a share."""
+        return max(abs(self.low - 1), abs(self.high - 1))
+
+    @property
+    def clearance(self) -> float:
+        """How far the interval stays away from 1, as a share; 0 if 1 lies inside."""
+        return max(0.0, self.low - 1, 1 - self.high)
+
+    @property
+    def inverse(self) -> Interval:
+        """The same the other way round: a speed-up, above 1 is faster."""
+        return Interval(1 / self.point, _inverse(self.high), _inverse(self.low), self.level)
+
+
+def _inverse(bound: float) -> float:
+    if math.isnan(bound):
+        return bound
+    return 1 / bound if bound > 0 else math.inf
+
+
+@dataclass(frozen=True)
 class Fresh:
     """Rounds of a case after it had been chosen as the fastest of so many `candidates`: with the reference and its
     control, and nobody else. What it was chosen by is no part of them."""
@@ -329,7 +368,8 @@ class Record:
     same state, `replays` where a device might do a step again in one launch. `tape` are the operators of a step,
     `coverage` which of a user's model's products can be converted, `shares` what parts of a step take of it.
     `late_flops` are the products of a step after its timing, with the clock that timed it.
-    `reruns` is what runs of it differed by before this one, None where too little was known.
+    `reruns` is what runs of it differed by before this one, None where too little was known; `sessions` are the ratios
+    of the sessions before this one, of which the interval is the hull.
     `transfer` is what a step of several ranks moves, `overlap` how far that hides, `failed_rank` which of them failed
     the case.
     """
@@ -373,6 +413,7 @@ class Record:
     failed_rank: FailedRank | None = None
     late_flops: int | None = None
     reruns: Reruns | None = None
+    sessions: tuple[Interval, ...] = ()
 
     def measurement(self, metric: str) -> Measurement | None:
         return next((m for m in self.measurements if m.metric == metric), None)

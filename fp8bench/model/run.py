@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fp8bench.errors import UsageError
-from fp8bench.model.measured import Record
+from fp8bench.model.measured import Interval, Record
 from fp8bench.model.planned import Case, DeviceFacts, Plan, Scalar
 from fp8bench.model.request import Request
 from fp8bench.model.words import OF_ANOTHER_KIND, Label, Status, Verdict
@@ -96,44 +96,6 @@ class Run:
         """Whether something was measured and nothing failed."""
         statuses = {record.status for record in self.records}
         return Status.OK in statuses and Status.FAILED not in statuses
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A ratio with its interval: time of the case over time of the reference (below 1 is faster)."""
-
-    point: float
-    low: float
-    high: float
-    level: float
-
-    @property
-    def half_width(self) -> float:
-        """Half the interval's width in log units, about the relative half-width."""
-        if self.low <= 0 or not math.isfinite(self.high):
-            return math.inf
-        return 0.5 * math.log(self.high / self.low)
-
-    @property
-    def reach(self) -> float:
-        """How far the interval reaches from 1, as a share."""
-        return max(abs(self.low - 1), abs(self.high - 1))
-
-    @property
-    def clearance(self) -> float:
-        """How far the interval stays away from 1, as a share; 0 if 1 lies inside."""
-        return max(0.0, self.low - 1, 1 - self.high)
-
-    @property
-    def inverse(self) -> Interval:
-        """The same the other way round: a speed-up, above 1 is faster."""
-        return Interval(1 / self.point, _inverse(self.high), _inverse(self.low), self.level)
-
-
-def _inverse(bound: float) -> float:
-    if math.isnan(bound):
-        return bound
-    return 1 / bound if bound > 0 else math.inf
 
 
 @dataclass(frozen=True)

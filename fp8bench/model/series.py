@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from fp8bench.model.measured import Interval
 from fp8bench.model.planned import Scalar
-from fp8bench.model.run import Interval
 from fp8bench.model.words import Status
 
 Cell = tuple[Scalar, ...]

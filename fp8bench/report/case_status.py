@@ -98,12 +98,13 @@ def bounds(speed: Interval) -> str:
 
 
 def of_what(results: Iterable[Result]) -> str:
-    """'99% of these rounds', '99% of reruns, by 12 earlier runs': what intervals hold; '' where there is none."""
-    told = [one.record.reruns for one in results if (speed := speed_up(one)) is not None and speed.level]
-    runs = [reruns.runs for reruns in told if reruns is not None]
+    """'99% of these rounds', '99% of reruns, by 12 earlier runs, hull of 3 sessions'; '' where there is no interval."""
+    told = [one.record for one in results if (speed := speed_up(one)) is not None and speed.level]
+    runs = [one.reruns.runs for one in told if one.reruns is not None]
     words = [f"99% of reruns, by {_range(runs)} earlier runs"] if runs else []
     words += ["99% of these rounds"] if len(runs) < len(told) else []
-    return " or ".join(words)
+    sessions = [1 + len(one.sessions) for one in told if one.sessions]
+    return " or ".join(words) + (f", hull of {_range(sessions)} sessions" if sessions else "")
 
 
 def _range(numbers: Sequence[int]) -> str:

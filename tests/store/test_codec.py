@@ -152,6 +152,7 @@ RECORD = Record(
     (SustainedTurn(25, (0.5, 0.25), SETTLING, 1.7e9, 650.0),), Fresh(TIMING, TIMING, TIMING, 3),
     Rotation(4, 1 << 20), Replays(TIMING, "why"), TAPE, COVERAGE, SHARES, TRANSFER,
     OVERLAP, (SENT,), SCALING, FailedRank(1, 2, "slot", "gemm", 21, 0.5), 1 << 40, Reruns(0.5, 3, 7),
+    (Interval(1.5, 1.0, 2.0, 0.99),),
 )  # fmt: skip
 FACTS = DeviceFacts(
     "cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90", "GPU-0", "0:1:0", "",

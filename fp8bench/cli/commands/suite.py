@@ -50,6 +50,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     asked_in(parser.add_argument_group(WHAT))
     how = parser.add_argument_group(HOW)
     asked_in(how)
+    words = "measure it so many times by fresh processes: an interval is the hull of all sessions; default 1"
+    how.add_argument("--sessions", type=types.whole(whole_number(1, 100)), default=1, metavar="N", help=words)
+    words = "how long to wait between sessions: 90s, 10m, 1h; default none. What a machine does changes over minutes"
+    how.add_argument("--apart", type=types.duration, default=0.0, metavar="TIME", help=words)
     how.add_argument("--dry-run", action="store_true", help="print the plan, measure nothing")
     words = "with --dry-run: also write the plan there, cut into cells that --plan and --cell measure one by one"
     how.add_argument("--write-plan", type=types.path, metavar="FILE", help=words)
@@ -91,9 +95,12 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.write_plan is not None:
             _write_plan(request, plan, facts, arguments)
         return EXIT_OK
-    from fp8bench.pipeline import execute
+    if arguments.apart and arguments.sessions == 1:
+        raise UsageError("--apart is the time between sessions, and there is 1. Add --sessions 3, say.")
+    from fp8bench.jobs.sessions import execute_sessions
 
-    return measure_and_tell(request, arguments, execute)
+    several = partial(execute_sessions, sessions=arguments.sessions, apart=arguments.apart)
+    return measure_and_tell(request, arguments, several)
 
 
 def measure_and_tell(

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from fp8bench.model.measured import Interval
 from fp8bench.model.planned import Params
-from fp8bench.model.run import Interval
 
 
 class Met(StrEnum):

@@ -1,0 +1,48 @@
+"""A suite measured several times, each time by fresh processes and some time later: what a sitting says of another."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from fp8bench.analysis.findings import findings
+from fp8bench.model import Interval, Request, Run
+from fp8bench.pipeline import execute
+from fp8bench.protocols import Observer
+from fp8bench.units import clock
+
+_TOLD_EVERY = 1.0
+
+
+def execute_sessions(
+    request: Request, store: Path, observer: Observer, command: str, sessions: int, apart: float
+) -> Run:
+    """The last of so many runs, whose intervals are the hull of what all of them said; each is kept as a run.
+
+    `apart` are seconds from the end of one to the begin of the next. An interrupt gives the last one that there is.
+    """
+    known: dict[str, tuple[Interval, ...]] = {}
+    for number in range(sessions):
+        note = f"session {number + 1} of {sessions}" if sessions > 1 else ""
+        run = execute(request, store, observer, command, note=note, sessions=known)
+        if not run.finished or number + 1 == sessions or not _waited(run, apart, observer, number + 2, sessions):
+            break
+        alone = replace(run, records=tuple(replace(one, sessions=(), reruns=None) for one in run.records))
+        ratios = ((case, found.ratio) for case, found in findings(alone).items())
+        known = known | {
+            case: (*known.get(case, ()), ratio) for case, ratio in ratios if ratio is not None and ratio.level
+        }
+    return run
+
+
+def _waited(run: Run, apart: float, observer: Observer, number: int, sessions: int) -> bool:
+    """False where somebody interrupts."""
+    until, case = time.monotonic() + apart, run.plan.groups[0].cases[0].case
+    try:
+        while (left := until - time.monotonic()) > 0:
+            observer.working(case, f"session {number} of {sessions} begins in {clock(left)}", 1 - left / apart)
+            time.sleep(min(_TOLD_EVERY, left))
+    except KeyboardInterrupt:
+        return False
+    return True

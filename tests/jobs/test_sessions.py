@@ -1,0 +1,81 @@
+"""Several sessions of a suite: what the last run knows of those before it, and what an interrupt leaves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8bench.analysis.findings import findings
+from fp8bench.jobs import sessions
+from fp8bench.model import Interval, Reruns, Run
+from fp8bench.protocols.phases import SilentObserver
+from tests.fakes import CPU, MS, record, steady
+from tests.runs import run_of
+
+TEN = steady(10 * MS, 24)
+Asked = list[dict[str, Any]]
+
+
+def run_like(milliseconds: float, finished: bool = True) -> Run:
+    own = replace(record(steady(round(milliseconds * MS), 24)), reruns=Reruns(0.1, 9, 9))
+    made = run_of([record(TEN, "fp32", is_reference=True, control=TEN), own])
+    return replace(made, devices=(CPU,), finished=finished)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """What is asked of the pipeline; the n-th run takes 5, 6, 7 ms."""
+    found: Asked = []
+
+    def execute(*_: object, **options: Any) -> Run:
+        found.append(options)
+        return run_like(4 + len(found))
+
+    monkeypatch.setattr(sessions, "execute", execute)
+    return found
+
+
+def measured(number: int, apart: float = 0.0) -> Run:
+    return sessions.execute_sessions(run_like(1).request, Path(), SilentObserver(), "", number, apart)
+
+
+def test_the_last_run_knows_what_all_before_it_said(asked: Asked) -> None:
+    """By their rounds alone: what is learned of reruns is not in it twice."""
+    run = measured(3)
+    assert [one["note"] for one in asked] == [f"session {number} of 3" for number in (1, 2, 3)]
+    case = run.records[1].case.id
+    known = asked[2]["sessions"][case]
+    assert asked[0]["sessions"] == {} and [round(one.point, 3) for one in known] == [0.5, 0.6]
+    assert all(one.half_width < 0.05 for one in known)
+
+
+def test_one_session_is_a_run_like_any_other(asked: Asked) -> None:
+    measured(1)
+    assert asked == [{"note": "", "sessions": {}}]
+
+
+def test_an_interval_is_the_hull_of_all_sessions() -> None:
+    """About the mean of their points; the verdict is by it."""
+    run = run_like(9.9)
+    lead, case = run.records
+    others = tuple(Interval(point, 0.99 * point, 1.01 * point, 0.99) for point in (0.98, 1.05))
+    run = replace(run, records=(lead, replace(case, reruns=None, sessions=others)))
+    found = findings(run)[case.case.id]
+    assert found.ratio is not None and found.ratio.point == pytest.approx((0.99 * 0.98 * 1.05) ** (1 / 3))
+    assert (found.ratio.low, found.ratio.high) == (pytest.approx(0.98 * 0.99), pytest.approx(1.05 * 1.01))
+    assert found.verdict == "unsure"
+
+
+def test_who_interrupts_has_the_sessions_that_there_are(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While waiting, and within one."""
+
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sessions.time, "sleep", interrupted)
+    assert measured(3, apart=60).finished and len(asked) == 1
+    monkeypatch.setattr(sessions, "execute", lambda *_, **options: asked.append(options) or run_like(5, finished=False))
+    assert not measured(3).finished and len(asked) == 2
