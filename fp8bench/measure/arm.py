@@ -24,6 +24,7 @@ from fp8bench.model import (
     Rotation,
     Segments,
     SlotSample,
+    StepEffect,
     Timing,
 )
 from fp8bench.model.raw import Filling, RawSlot, RawStep
@@ -64,7 +65,6 @@ class Arm:
     slots: list[SlotSample] = field(default_factory=list)
     scales: tuple[LayerScale, ...] = ()
     not_finite: float = 0.0
-    late_flops: int | None = None
     why_eager: str | None = None
     ran_eager: bool = False
     ran_fused: bool = False
@@ -196,12 +196,22 @@ class Arm:
         if self.planned.case.static is not None or precisions.get(self.planned.case.precision).whole_layers:
             self.scales = worker.within(self.limits.numbers(self.planned.work)).scales(self.key)
 
-    def count(self, worker: Worker) -> None:
-        """What its steps multiply now; a case of which nobody can tell stands all the same."""
+    def counted(self, worker: Worker) -> dict[str, Any]:
+        """What a record has of how its steps work now that they have been timed; of which nobody may be able to tell.
+
+        Of several states any is asked: none knows that it is another that is.
+        """
         work, case = self.planned.work, self.planned.case
-        if not work.setup_seconds and case.ranks < 2:
-            with suppress(WorkerFault):
-                self.late_flops = worker.within(self.limits.numbers(work)).late_flops(self.key)
+        found: dict[str, Any] = {}
+        if work.setup_seconds or case.ranks > 1:
+            return found
+        bench, key = worker.within(self.limits.numbers(work)), random.choice([self.key, *self.more_keys])
+        with suppress(WorkerFault):
+            found["late_flops"] = bench.late_flops(key)
+        with suppress(WorkerFault):
+            if why := bench.told_apart(key, self.calls, self.discard):
+                found["effect"] = StepEffect(False, why)
+        return found
 
     def release(self, worker: Worker) -> ArmFailed | None:
         """Give the states back; what they leave running spoils everything that comes after it in that process."""
@@ -244,7 +254,7 @@ class Arm:
 
     def told(self) -> dict[str, Any]:
         """What a record has of the arm alone."""
-        names = ("scales", "not_finite", "rotation", "late_flops")
+        names = ("scales", "not_finite", "rotation")
         return {"timing": self.timing(), **{name: getattr(self, name) for name in names}}
 
     def timing(self) -> Timing:

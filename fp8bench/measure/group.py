@@ -208,7 +208,7 @@ class GroupMeasurement:
         chosen = self._fastest_again(session, watch) if method.choose is not None else None
         if watch:
             watch.end()
-        session.check(self._worker, self._method.tapes)
+        session.check(self._worker)
         own = {}
         if (lead := session.reference) is not None:
             reference, control = lead.timing(), session.control.timing() if session.control else None
@@ -221,7 +221,15 @@ class GroupMeasurement:
         if chosen is not None:
             self._of(chosen[0]).note(fresh=chosen[1])
         self._look_beside(session, watch)
+        self._look_at_work(session)
         self._replay(session)
+
+    def _look_at_work(self, session: Session) -> None:
+        """Whether steps that have been timed work as others do; their states hold odd numbers meanwhile."""
+        for arm in session.arms if self._method.tapes else ():
+            if arm is not session.control:
+                with guarding(arm):
+                    self._of(arm).note(**arm.counted(self._worker))
 
     def _replay(self, session: Session) -> None:
         """The device's time of steps without their launches, last of all: states are not as they were afterwards."""

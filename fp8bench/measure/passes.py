@@ -72,6 +72,7 @@ class CaseOutcome:
             sustained=(),
             fresh=None,
             late_flops=None,
+            effect=None,
         )
 
     @property
@@ -202,7 +203,7 @@ class Passes:
 
     def effects(self, outcomes: Sequence[CaseOutcome]) -> None:
         """Whether steps do anything; a case of which nobody can tell stands all the same."""
-        for outcome in outcomes:
+        for outcome in (one for one in outcomes if one.draft.effect is None):
             if outcome.planned.work.setup_seconds:
                 outcome.note(effect=StepEffect(None, "its state is compiled, which takes too long for this"))
                 continue

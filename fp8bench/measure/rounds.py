@@ -59,13 +59,10 @@ class Session:
                 if arm.step_seconds < WARMED_BELOW_SECONDS:
                     arm.discard = 1
 
-    def check(self, worker: Worker, counts: bool = False) -> None:
-        """With `counts` what steps multiply now is asked for, too."""
+    def check(self, worker: Worker) -> None:
         for arm in self.arms:
             with guarding(arm):
                 arm.check(worker)
-                if counts and arm is not self.control:
-                    arm.count(worker)
 
     def release(self, worker: Worker) -> ArmFailed | None:
         """Give all states back; the first arm that leaves threads running has failed."""

@@ -171,7 +171,10 @@ class LayerScale:
 
 @dataclass(frozen=True)
 class StepEffect:
-    """Whether what a step gives changes with what it is given; None where nobody can tell. `why` says what was seen."""
+    """Whether what a step gives changes with what it is given, timed as well as looked at; None where nobody can tell.
+
+    `why` says what was seen.
+    """
 
     changes: bool | None
     why: str = ""

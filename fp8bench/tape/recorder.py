@@ -61,9 +61,9 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         # A plain object's, not a thread's: backward may run on another one.
         self._open = [UNATTRIBUTED]
         self._phase = UNATTRIBUTED
-        self.phases = Markers(lambda name: TellingMarker(name, self._open, self._enter))
+        self.phases = Markers(lambda name: TellingMarker(name, self._open, self.enter))
 
-    def _enter(self, phase: str) -> None:
+    def enter(self, phase: str) -> None:
         self._phase = phase
 
 

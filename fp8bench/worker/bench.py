@@ -197,6 +197,10 @@ class Bench(UntimedPasses):
         """What a state's steps multiply now, where that is known."""
         return self._prepared_as(key).late_flops()
 
+    def told_apart(self, key: str, calls: int, discard: int) -> str:
+        """How a state's timed steps differ from counted ones, '' where they do not."""
+        return self._prepared_as(key).told_apart(calls, discard)
+
     def check(self, key: str) -> StateCheck:
         """What is wrong with a state after its steps."""
         return self._prepared_as(key).check()

@@ -62,6 +62,11 @@ class FiniteState:
             masks = strange is not None and bool(_below_all(tensor).any())
             self._prepared[view_of(tensor)] = None if strange is None else _Before(strange, masks)
 
+    @property
+    def inputs(self) -> set[int]:
+        """The memories of numbers that had been prepared, as far as they were looked at."""
+        return {view[0] for view in self._prepared}
+
     def begin(self, state: object) -> None:
         """Steps are timed from here on: what has been made until now, and is not written again, is an input."""
         for tensor in self._looked_at(state):

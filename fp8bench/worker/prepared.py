@@ -24,7 +24,7 @@ from fp8bench.protocols import (
     Stamper,
     Workload,
 )
-from fp8bench.worker import fusing
+from fp8bench.worker import fusing, timed_steps
 from fp8bench.worker.beside import Beside, everything_is_known
 from fp8bench.worker.checked_results import wrong_of
 from fp8bench.worker.clock import PhaseClock
@@ -206,6 +206,39 @@ class Prepared:
             tape = counted(mode.calls)
             found.add(None if compiled or tape.unknown or tape.unwritten else tape.flops)
         return found.pop() if len(found) == 1 else None
+
+    def told_apart(self, calls: int, discard: int) -> str:
+        """How slots of steps differ from others whose operators are counted; '' if they do not, or nobody knows."""
+        turns, state = self._next, self.states[0]
+        self._next = lambda: state
+        try:
+            return timed_steps.told_apart(partial(self._looked_at, state, calls, discard))
+        finally:
+            self._next = turns
+
+    def _looked_at(self, state: State, calls: int, discard: int, timed: bool) -> timed_steps.Slot | None:
+        """A slot whose steps are timed as all are, or counted as well; None where these are compiled."""
+        from fp8bench.tape.recorder import OperatorTape
+
+        answer: list[Any] = []
+        compiled: list[Any] = []
+        operators = 0
+
+        def step(held: Any, phase: Phases) -> None:
+            nonlocal operators
+            answer.clear()
+            if timed:
+                answer.append(self.workload.step(held, phase))
+                return
+            with uncompiled() as called, OperatorTape() as mode:
+                answer.append(self.workload.step(held, phase))
+            operators = len(mode.calls)
+            compiled.extend(called)
+
+        with apart(), timed_steps.as_they_were(state.held, state.finite.inputs) as left:
+            slot = self._slot(step, calls, discard, None)
+            seconds = [one.seconds for one in slot.steps]
+            return None if compiled else timed_steps.slot_of(seconds, operators, left(answer))
 
     def check(self) -> StateCheck:
         """What the steps have left, as the workload sees it, and whether it is finite."""

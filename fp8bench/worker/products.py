@@ -17,9 +17,10 @@ from fp8bench.formats.hardware import multiplied_bits
 from fp8bench.formats.recipe_support import on_device
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.model import Case, DeviceFacts, Level, Products
-from fp8bench.protocols import Precision, Role, Setup, SilentPhases, Workload
+from fp8bench.protocols import Precision, Role, Setup, Workload
 from fp8bench.protocols.workload import key_of
-from fp8bench.registry import precisions
+from fp8bench.registry import devices, precisions
+from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.tracing import record
 
@@ -39,7 +40,7 @@ def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts:
     looking = _Looking(formats, _reads_float32(setup, facts), native)
     state = workload.prepare(setup)
     with ProductWatch(looking.looks) as watch:
-        step(workload, state, setup.scales, SilentPhases())
+        step(workload, state, setup.scales, PhaseClock(devices.get(facts.kind).stamper(facts.index)))
     kernels = _kernels(partial(step, workload, state, setup.scales), facts) if native else ()
     del state
     low = looking.low or looking.wide

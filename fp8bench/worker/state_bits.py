@@ -1,4 +1,4 @@
-"""The bits of a tensor's memory as one number, and other numbers in their place.
+"""The bits of a tensor's memory as one number, its numbers as a few, and other numbers in their place.
 
 All of the memory that a tensor is a view of, past torch's count of versions.
 """
@@ -17,6 +17,8 @@ _PIECE = 1 << 18
 # Odd numbers without a pattern.
 _OF_PIECES, _OF_WORDS = 0x9E3779B97F4A7C15, 0x2545F4914F6CDD1D
 _NUMBERS = 1 << 64
+# Sums under signs, and elements at a time of which they are.
+_SUMS, _SIGNED = 4, 1 << 16
 
 
 def digest(tensor: Any) -> int:
@@ -34,18 +36,32 @@ def digest(tensor: Any) -> int:
     return found
 
 
+def sketch(tensor: Any) -> Any:
+    """Sums of the memory's numbers under random signs: of two tensors they are as far apart as these, about."""
+    import torch
+
+    signs, found = _signs(tensor.device), torch.zeros(_SUMS, dtype=torch.float64, device=tensor.device)
+    for number, piece in enumerate(_flat(tensor, _numbers_as(tensor.dtype)).split(_SIGNED)):
+        numbers = piece if piece.dtype is torch.float64 else piece.to(torch.float32)
+        finite = numbers.nan_to_num(0.0, 0.0, 0.0).to(torch.float64)
+        found += (finite @ signs[: piece.numel()]) * signs[number % _SIGNED]
+    return found
+
+
 @contextmanager
-def other_numbers(tensor: Any) -> Iterator[None]:
+def other_numbers(tensor: Any, others: bool = True) -> Iterator[None]:
     """In the body floating-point numbers are any between the smallest and the largest, others drawn from themselves.
 
     What is not finite stays: a mask is none without its infinities. All is put back: others may hold the same tensor.
+    Without `others` that is all there is to it.
     """
     import torch
 
     flat = _flat(tensor, torch.uint8)
     before = flat.clone()
     try:
-        _replace_numbers(tensor)
+        if others:
+            _replace_numbers(tensor)
         yield
     finally:
         flat.copy_(before)
@@ -55,15 +71,22 @@ def _replace_numbers(tensor: Any) -> None:
     import torch
 
     random = torch.Generator(tensor.device).manual_seed(1)
-    dtype = tensor.dtype
-    if not dtype.is_floating_point or (dtype.itemsize == 1 and not converts(dtype)):
-        dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(dtype.itemsize, torch.int64)
+    dtype = _numbers_as(tensor.dtype)
     with torch.no_grad():
         for piece in _flat(tensor, dtype).split(_PIECE):
             if dtype.is_floating_point:
                 piece.copy_(_within_range(piece, random))
             else:
                 piece.copy_(piece[torch.randint(piece.numel(), piece.shape, generator=random, device=piece.device)])
+
+
+def _numbers_as(dtype: Any) -> Any:
+    """The dtype to read numbers in: whole numbers of the same size where torch converts no others."""
+    import torch
+
+    if dtype.is_floating_point and (dtype.itemsize > 1 or converts(dtype)):
+        return dtype
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(dtype.itemsize, torch.int64)
 
 
 def _within_range(piece: Any, random: Any) -> Any:
@@ -93,3 +116,11 @@ def _weights(device: Any, count: int) -> Any:
     import torch
 
     return torch.arange(1, 2 * count, 2, dtype=torch.int64, device=device)
+
+
+@functools.lru_cache(maxsize=1)
+def _signs(device: Any) -> Any:
+    import torch
+
+    random = torch.Generator().manual_seed(2)
+    return (torch.randint(2, (_SIGNED, _SUMS), generator=random) * 2 - 1).to(device, torch.float64)

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from fp8bench.model import Phase, StepEffect
+from fp8bench.model import CELL_PHASES, Phase, StepEffect
 from fp8bench.profiler import calls_operators
-from fp8bench.protocols import Device, Markers, Setup, Workload
+from fp8bench.protocols import Device, Setup, Workload
+from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.state_bits import digest, other_numbers
 from fp8bench.worker.state_tensors import address_of, is_foreign, reads_elsewhere, tensors_of, version_of
 from fp8bench.worker.static_scales import step as take_step
@@ -53,35 +54,26 @@ class _TakesLong(Exception):
     """What is looked at takes longer than that is worth; the text says what."""
 
 
-@dataclass
-class _Marker:
-    """A phase's context manager, which notes that the step has it."""
-
-    name: str
-    noted: set[str]
-
-    def __enter__(self) -> None:
-        self.noted.add(self.name)
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-
 class _Steps:
     """A state of a case, steps of it, and what its memory holds after them."""
 
     def __init__(self, workload: Workload, setup: Setup, device: Device, index: int) -> None:
         self._workload, self._setup, self._device, self._index = workload, setup, device, index
         self.phases = set[str]()
-        self._markers = Markers(lambda name: _Marker(name, self.phases))
+        # What steps are timed with: they may know it by its class.
+        self._stamper = device.stamper(index)
+        self._clock = PhaseClock(self._stamper, lambda code: self.phases.add(CELL_PHASES[code]))
         self.state = workload.prepare(setup)
         self.returned: Any = None
 
     def take(self) -> None:
         """One more."""
         self.returned = None
-        self.returned = take_step(self._workload, self.state, self._setup.scales, self._markers)
+        self._clock.begin()
+        self.returned = take_step(self._workload, self.state, self._setup.scales, self._clock)
+        self._clock.end()
         self._device.synchronise(self._index)
+        self._stamper.recycle()
 
     def seconds(self) -> float:
         """Take one more: how long it takes. On a processor by its own time: waiting for others is none of it."""
@@ -103,13 +95,7 @@ class _Steps:
 
     def memories(self) -> dict[int, list[Any]]:
         """The tensors of the state, and of what the last step returned, by the memory that they share."""
-        found: dict[int, list[Any]] = {}
-        end = time.thread_time() + LONGEST_SECONDS
-        for tensor in tensors_of(self.state, self.returned, until=end):
-            if not is_foreign(tensor):
-                found.setdefault(address_of(tensor), []).append(tensor)
-        _in_time(end)
-        return found
+        return memories_of(self.state, self.returned)
 
     def seen(self) -> list[_Seen]:
         """All of it."""
@@ -120,6 +106,17 @@ class _Steps:
             count, floating = max(one.numel() for one in tensors), first.dtype.is_floating_point
             found.append(_Seen(address, digest(first), version, count, floating))
         return found
+
+
+def memories_of(*roots: object) -> dict[int, list[Any]]:
+    """The tensors that these hold, by the memory that they share; not in somebody else's memory."""
+    found: dict[int, list[Any]] = {}
+    end = time.thread_time() + LONGEST_SECONDS
+    for tensor in tensors_of(*roots, until=end):
+        if not is_foreign(tensor):
+            found.setdefault(address_of(tensor), []).append(tensor)
+    _in_time(end)
+    return found
 
 
 def _in_time(end: float) -> None:

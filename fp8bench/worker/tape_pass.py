@@ -12,24 +12,27 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from fp8bench.model import Tape
-from fp8bench.protocols import Precision, Setup, SilentPhases, Workload
+from fp8bench.model import CELL_PHASES, Tape
+from fp8bench.protocols import Precision, Setup, Stamper, Workload
+from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.static_scales import step
 
 _FUSED = "torch.compile: operators, bytes and launches are those of the step uncompiled"
 
 
-def tape_of_step(workload: Workload, setup: Setup, precision: Precision) -> Tape:
-    """Of a state's second step: what the first one makes and keeps is there by then."""
+def tape_of_step(workload: Workload, setup: Setup, precision: Precision, stamper: Stamper) -> Tape:
+    """Of a state's second step, with the clock of timed ones: what the first one makes and keeps is there by then."""
     from fp8bench.tape.counting import counted
     from fp8bench.tape.recorder import OperatorTape
 
+    mode = OperatorTape()
+    clock = PhaseClock(stamper, lambda code: mode.enter(CELL_PHASES[code]))
     state = workload.prepare(setup)
     with uncompiled():
-        step(workload, state, setup.scales, SilentPhases())
-    mode = OperatorTape()
+        step(workload, state, setup.scales, clock)
+    clock.begin()
     with uncompiled() as compiled, mode:
-        step(workload, state, setup.scales, mode.phases)
+        step(workload, state, setup.scales, clock)
     tape = counted(mode.calls, precision.float32_products != "highest")
     return replace(tape, fused=_FUSED) if compiled else tape
 

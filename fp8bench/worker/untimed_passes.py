@@ -89,8 +89,9 @@ class UntimedPasses:
 
     def tape(self, case: Case, facts: DeviceFacts) -> Tape:
         """The operators of a step."""
-        with self._apart(case, facts) as (workload, _, setup):
-            found = tape_pass.tape_of_step(workload, setup(), precisions.get(case.precision))
+        with self._apart(case, facts) as (workload, device, setup):
+            stamper = device.stamper(facts.index)
+            found = tape_pass.tape_of_step(workload, setup(), precisions.get(case.precision), stamper)
         gc.collect(1)
         return found
 

@@ -38,7 +38,7 @@ LABELS: dict[Label, str] = {
     Label.IN_PROCESS: "the model was measured in the process that asked, with all else that goes on in it",
     Label.VARYING: "steps differed in their sequence of phases, so cells of different steps were not comparable",
     Label.EAGER_QUANTISER: "quantisers ran as many operations, not as one compiled kernel each: its casts are slow",
-    Label.NO_WORK: "what its steps give does not change with what they are given: they do no work that could be timed",
+    Label.NO_WORK: "what its steps give does not change with what they are given, or they do less work while timed",
     Label.LEAK: "tensors take more memory with every step, and go on so: later steps need not be like earlier ones",
     Label.NOT_FINITE: "numbers of its state became infinite or NaN, as its suite says they may: that can change times",
     Label.ENERGY_UNRESOLVED: "its energy has no number, or one that is not sure, or on which its windows do not agree",
