@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.analysis.claims import COUNTED_MARGIN, MARGIN, claims_of
+from fp8bench.analysis.claims import COUNTED_MARGIN, MARGIN, PLAIN_MARGIN, claims_of
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.roofline import Bound, gain_of, phase_roofs, roofs_of
 from fp8bench.model import Ceiling, Finding, Label, Limit, Record
@@ -92,7 +92,9 @@ def counted(times: float, device: str = "cuda:0", operator: str = "mm", fused: s
     """A step of 10 ms whose products are so many times what the device does in it."""
     flops = int(times * 1e14 * 10e-3)
     tape = Tape(
-        (OperatorCount("gemm", operator),), (PhaseCount("gemm", flops, GB, by_path=((path, flops),)),), fused=fused
+        (OperatorCount("gemm", operator, flops=flops),),
+        (PhaseCount("gemm", flops, GB, by_path=((path, flops),)),),
+        fused=fused,
     )
     one = record(steady(10 * MS, 24), tape=tape, ceiling=CEILING)
     return replace(one, case=replace(one.case, device=device))
@@ -125,6 +127,28 @@ def test_a_phase_above_the_ceiling_is_impossible(one: Record, above: bool) -> No
     found = list(claims_of(one, None))
     assert [label.label for label in found] == [Label.ABOVE_CEILING] * above and all(label.hard for label in found)
     assert all("gemm did " in one.reason and "00 TFLOP/s at most" in one.reason for one in found)
+
+
+@pytest.mark.parametrize(
+    ("times", "path", "operator", "above"),
+    [
+        (PLAIN_MARGIN - 0.01, "fp32", "mm", False),
+        (PLAIN_MARGIN + 0.01, "fp32", "mm", True),
+        (MARGIN - 0.01, "bf16", "mm", False),  # its best shape may not have been searched
+        (MARGIN - 0.01, "fp32", "convolution", False),
+        (MARGIN - 0.01, "fp32", "_scaled_dot_product_flash_attention_for_cpu", False),
+        (MARGIN + 0.01, "fp32", "convolution", True),
+    ],
+)
+def test_plain_products_of_a_processor_have_a_margin_of_their_own(
+    times: float, path: str, operator: str, above: bool
+) -> None:
+    """In fp32, where its ceiling is known; what may take fewer products than are counted keeps the wide one."""
+    rates = (*CEILING.rates, *(replace(one, precision="fp32") for one in CEILING.rates if one.precision == "bf16"))
+    one = replace(counted(times, "cpu", operator, path=path), ceiling=replace(CEILING, rates=rates))
+    assert [label.label for label in claims_of(one, None)] == [Label.ABOVE_CEILING] * above
+    quick = replace(one, ceiling=Ceiling(1e14, None))
+    assert bool(list(claims_of(quick, None))) == (times > MARGIN)
 
 
 def test_bytes_that_no_memory_moves() -> None:
