@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +69,7 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 
 
 class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
-    """Records every operator of its body, with the phase that `phases` say it runs in."""
+    """Records every operator of its body, with the phase that `phases` say it runs in, and the seconds of them all."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -78,6 +79,7 @@ class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
+        self.seconds = 0.0
         self._routes: dict[Any, Route] = {}
 
     def __torch_dispatch__(
@@ -98,7 +100,9 @@ class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
         elif route is Route.SILENT:
             return func(*args, **named)
         given, seen = tuple(map(_seen, args)), {name: _seen(one) for name, one in named.items()}
+        begun = perf_counter()
         result = func(*args, **named)
+        self.seconds += perf_counter() - begun
         self.calls.append(Call(func, self._phase, _task() != _NO_TASK, given, seen, _seen(result)))
         return result
 

@@ -222,23 +222,24 @@ class Prepared:
 
         answer: list[Any] = []
         compiled: list[Any] = []
-        operators = 0
+        modes: list[OperatorTape] = []
 
         def step(held: Any, phase: Phases) -> None:
-            nonlocal operators
             answer.clear()
             if timed:
                 answer.append(self.workload.step(held, phase))
                 return
-            with uncompiled() as called, OperatorTape() as mode:
+            modes.append(OperatorTape())
+            with uncompiled() as called, modes[-1]:
                 answer.append(self.workload.step(held, phase))
-            operators = len(mode.calls)
             compiled.extend(called)
 
         with apart(), timed_steps.as_they_were(state.held, state.finite.inputs) as left:
             slot = self._slot(step, calls, discard, None)
-            seconds = [one.seconds for one in slot.steps]
-            return None if compiled else timed_steps.slot_of(seconds, operators, left(answer))
+            seconds = [one.seconds for one in modes or slot.steps]
+            return (
+                None if compiled else timed_steps.slot_of(seconds, len(modes[-1].calls) if modes else 0, left(answer))
+            )
 
     def check(self) -> StateCheck:
         """What the steps have left, as the workload sees it, and whether it is finite."""

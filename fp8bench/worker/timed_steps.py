@@ -23,10 +23,10 @@ _ORDER = (True, False, False, True, False, True, True, False)
 # Other kernels round otherwise, by less than this share of what a step does to a tensor; and a tensor to which it does
 # less than so small a share of what it does to another may hold nothing but rounding.
 _ALIKE, _ROUNDING = 0.05, 1e-3
-# The fastest counted step takes so many times the slowest slot's typical one, when the mode's own time is taken off:
-# at most so much for each operator.
+# The operators of the fastest counted step take so many times the slowest slot's typical step. A mode's Python lies
+# between them; to call each past it takes no more than this.
 _SLOWER = 1.5
-_COUNTING_SECONDS = 100e-6
+_CALL_SECONDS = 30e-6
 # Replacing the numbers of a larger state takes longer than it is worth.
 MOST_BYTES = 1 << 26
 
@@ -35,7 +35,7 @@ Left = list[Any]
 
 
 class Slot(NamedTuple):
-    """`least` is the fastest step, less what counting may take of it."""
+    """`least` is the fastest step of those whose operators are counted: what these took."""
 
     typical: float
     least: float
@@ -43,7 +43,8 @@ class Slot(NamedTuple):
 
 
 def slot_of(seconds: Sequence[float], operators: int, left: Left) -> Slot:
-    return Slot(median(seconds), min(seconds) - _COUNTING_SECONDS * (operators + 2), left)
+    """Of the seconds of timed steps; or of the operators, so many a step, of counted ones."""
+    return Slot(median(seconds), min(seconds) - _CALL_SECONDS * operators, left)
 
 
 def told_apart(slot: Callable[[bool], Slot | None]) -> str:
@@ -64,7 +65,7 @@ def _difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
     slowest, fastest = max(one.typical for one in timed), min(one.least for one in counted)
     if fastest > _SLOWER * slowest:
         shown = units.seconds(slowest), units.seconds(fastest)
-        return "timed, a step takes {}, and {} or more while its operators are counted".format(*shown)
+        return "timed, a step takes {}, and its operators {} or more while they are counted".format(*shown)
     lefts = [one.left for one in (*timed, *counted)]
     least = _ROUNDING * max((float(sums.abs().max()) for left in lefts for sums in left), default=0.0)
     for place in zip_longest(*lefts):

@@ -74,9 +74,9 @@ def test_noise_beside_it_hides_nothing() -> None:
 def test_time_that_only_counted_steps_take() -> None:
     """What the mode itself takes is none; nor is a machine that held some of the slots up."""
     assert told(lambda n, timed: [], lambda n, timed: MS if timed else 3 * MS) == (
-        "timed, a step takes 1.00 ms, and 2.70 ms or more while its operators are counted"
+        "timed, a step takes 1.00 ms, and its operators 2.97 ms or more while they are counted"
     )
-    assert told(lambda n, timed: [], lambda n, timed: MS if timed else 1.7 * MS) == ""
+    assert told(lambda n, timed: [], lambda n, timed: MS if timed else 1.5 * MS) == ""
     assert told(lambda n, timed: [], lambda n, timed: MS if timed or n == 4 else 3 * MS) == ""
 
 
