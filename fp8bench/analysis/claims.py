@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from fp8bench import units
 from fp8bench.analysis import verdicts
+from fp8bench.analysis.handicaps import handicaps_of
 from fp8bench.analysis.labels import Labelled
 from fp8bench.analysis.roofline import bounds_of
 from fp8bench.analysis.tapes import product_work
@@ -53,6 +54,7 @@ def claims_of(record: Record, reference: Record | None) -> Iterator[Labelled]:
     mismatches = [*_work_mismatch(record), *_other_work(record, reference)]  # of both the graver one is told
     yield from sorted(mismatches, key=lambda one: not one.hard)[:1]
     yield from _fallback(record, reference)
+    yield from handicaps_of(record, reference)
 
 
 def _no_work(record: Record) -> Iterator[Labelled]:

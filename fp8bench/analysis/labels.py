@@ -28,6 +28,7 @@ CAN_BE_HARD = frozenset(
     {
         Label.AA_FAILED, Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK, Label.NO_WORK, Label.CONTENDED,
         Label.THROTTLED, Label.LAUNCH_BOUND, Label.UNEVEN, Label.CLOCK_OFFSET, Label.EAGER_QUANTISER,
+        Label.OTHER_INPUTS, Label.HANDICAP,
     }
 )  # fmt: skip
 

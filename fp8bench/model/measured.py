@@ -106,6 +106,30 @@ class Ceiling:
 
 
 @dataclass(frozen=True)
+class GivenTensors:
+    """The tensors of one shape that a step is given: those that it does not write, or trains. The sum of all their
+    numbers, that of the squares, and how many are subnormal."""
+
+    shape: tuple[int, ...]
+    tensors: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    subnormals: int = 0
+
+    @property
+    def sums(self) -> tuple[float, float, int]:
+        return self.total, self.squares, self.subnormals
+
+    @property
+    def elements(self) -> int:
+        return self.tensors * math.prod(self.shape)
+
+    @property
+    def rms(self) -> float:
+        return math.sqrt(self.squares / self.elements)
+
+
+@dataclass(frozen=True)
 class Products:
     """What an untimed step ran: so many `operators`, and products up to the first with an operand of its formats.
 
@@ -113,7 +137,7 @@ class Products:
     at, and `operands` are the dtypes that they read. `attention` are the kernels that torch's attention took. `wide`
     says that native products had values of their formats in wider dtypes, and none codes; `looks_like` in what
     precision a product of the arithmetic really was, by its numbers, '' where it kept its promise. `kernels` are the
-    names of those that multiplied in a profiled step, if there was one.
+    names of those that multiplied in a profiled step, if there was one. `given` are the tensors that a step has.
     """
 
     count: int
@@ -124,6 +148,7 @@ class Products:
     wide: bool = False
     looks_like: str = ""
     kernels: tuple[str, ...] = ()
+    given: tuple[GivenTensors, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,8 @@ class Label(StrEnum):
     ABOVE_CEILING = "above-ceiling"
     WORK_MISMATCH = "work-mismatch"
     FALLBACK = "fallback"
+    OTHER_INPUTS = "other-inputs"
+    HANDICAP = "handicap"
     CONTENDED = "contended"
     SHARED = "shared"
     THROTTLED = "throttled"

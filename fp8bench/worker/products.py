@@ -21,6 +21,7 @@ from fp8bench.protocols import Precision, Role, Setup, Workload
 from fp8bench.protocols.workload import key_of
 from fp8bench.registry import devices, precisions
 from fp8bench.worker.clock import PhaseClock
+from fp8bench.worker.given import Given
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.tracing import record
 
@@ -39,16 +40,18 @@ def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts:
     formats, native = formats_of(workload, setup.case, facts), _is_native_recipe(setup, facts)
     looking = _Looking(formats, _reads_float32(setup, facts), native)
     state = workload.prepare(setup)
+    given = Given(state)
     with ProductWatch(looking.looks) as watch:
         step(workload, state, setup.scales, PhaseClock(devices.get(facts.kind).stamper(facts.index)))
+    found = given.after_step()
     kernels = _kernels(partial(step, workload, state, setup.scales), facts) if native else ()
-    del state
+    del state, given
     low = looking.low or looking.wide
     like = product_like(precisions.get(setup.case.precision), facts) if looking.count or kernels else ""
     unknown = not formats or (not low and looking.count > _MOST)
     return Products(
         looking.count, None if unknown else low, tuple(looking.seen), watch.operators, tuple(watch.attention),
-        looking.wide and not looking.low, like, kernels,
+        looking.wide and not looking.low, like, kernels, found,
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ from fp8bench.model import (
     Figure,
     Finding,
     Fresh,
+    GivenTensors,
     Group,
     HeldBlock,
     Interval,
@@ -143,11 +144,12 @@ COVERAGE = Coverage(
 SHARES = Shares((Share(ShareKind.GEMM, "blocks.0.mlp", True, 0.25, 3, "conv"),), 0.5, SharesFrom.KERNELS, 2)
 TRANSFER, OVERLAP = Transfer(8.0, 2.0, 1.5, 1.75, True), Overlap((0.5,), (0.25,), (0.625,), (0.75, 0.5))
 SENT, SCALING = Sent(1, "all_reduce", "uint8", 3, 24.5), Scaling((0.5, 0.25), (0.125,), (0.75,))
+GIVEN = GivenTensors((4, 8), 2, -0.5, 64.25, 3)
 RECORD = Record(
     CASE, SUPPORT, Status.OK, Work(1e9, 7, 3e6, 2e6, 1.5), True, "why", "trace", TIMING, TIMING, TIMING, False,
     (MEASUREMENT,), "time", (STATISTICS,), "gemm/a.json.gz", (OperatorTime("gemm", "aten::mm", 2.5, 0.5, True),),
     (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0, 2),), ENERGY, WATCH, MEMORY, CAPACITY, 0.125,
-    Ceiling(1e12, 2e11, (RATE,), "H200"), Products(3, False, ("bfloat16",), 7, ("flash",)),
+    Ceiling(1e12, 2e11, (RATE,), "H200"), Products(3, False, ("bfloat16",), 7, ("flash",), given=(GIVEN,)),
     StepEffect(False, "what was seen"),
     (SustainedTurn(25, (0.5, 0.25), SETTLING, 1.7e9, 650.0),), Fresh(TIMING, TIMING, TIMING, 3),
     Rotation(4, 1 << 20), Replays(TIMING, "why"), TAPE, COVERAGE, SHARES, TRANSFER,
@@ -199,7 +201,7 @@ VALUES: list[Any] = [
     COMPARISON, ACK,
     RECORD.operators[0], RECORD.scales[0], CASE.static, ENERGY, ENERGY.windows[1], ENERGY.phases[0], WATCH, MEMORY,
     MEMORY.phases[0],
-    CAPACITY, COURSE_OF_MEMORY, COURSE_OF_MEMORY.held[0], RECORD.ceiling, RECORD.products, RECORD.reruns,
+    CAPACITY, COURSE_OF_MEMORY, COURSE_OF_MEMORY.held[0], RECORD.ceiling, RECORD.products, RECORD.reruns, GIVEN,
     Ceilings((RATE,), "2026-01-01T00:00:00+00:00", (("threads", 1), ("driver", "590")), "H200"), RECORD.effect,
     Noise(0.01, 3, 2, 1), RECORD.sustained[0], RECORD.fresh,
     RECORD.rotation, RECORD.replays, RATE, TAPE, TAPE.operators[0], TAPE.phases[0], SETTLING, SETTLING.looks[0],
