@@ -54,24 +54,27 @@ def handicaps_of(record: Record, reference: Record | None) -> Iterator[Labelled]
 def _other_inputs(record: Record, reference: Record) -> Iterator[Labelled]:
     """Where both are given as many tensors of a shape; what a precision has in its own formats is none of them."""
     own = {given.shape: given for given in record.products.given} if record.products else {}
-    theirs = reference.products.given if reference.products else ()
-    pairs = [(own[given.shape], given) for given in theirs if given.shape in own]
-    pairs = [(mine, given) for mine, given in pairs if mine.tensors == given.tensors]
-    mode = reference.case.mode
+    theirs, mode = reference.products.given if reference.products else (), reference.case.mode
+    pairs = [
+        (mine, given) for given in theirs if (mine := own.get(given.shape)) and mine.tensors == given.tensors
+    ]  # fmt: skip
     for mine, given in pairs:
-        shape = " x ".join(map(str, given.shape))
-        shares = [one.subnormals / one.elements for one in (given, mine)]
-        if abs(shares[0] - shares[1]) > _SUBNORMAL:
-            of_both = [units.percent(share, 0) for share in shares]
-            why = f"{of_both[0]} of {mode}'s numbers in {shape} are subnormal, {of_both[1]} of its own"
-            yield Labelled(Label.OTHER_INPUTS, why, hard=True)
-            return
-        if abs(mine.rms - given.rms) > _OTHER_SIZE * max(mine.rms, given.rms):
-            why = f"the root mean square of {mode}'s {shape} is {given.rms:.3g}, that of its own {mine.rms:.3g}"
+        if why := _unlike(mine, given, mode):
             yield Labelled(Label.OTHER_INPUTS, why, hard=True)
             return
     if pairs and math.sqrt(sum(_apart(*pair) for pair in pairs) / len(pairs)) > _OTHER_SUM:
         yield Labelled(Label.OTHER_INPUTS, f"of {mode}'s size, and other numbers")
+
+
+def _unlike(mine: GivenTensors, theirs: GivenTensors, mode: str) -> str:
+    shape = " x ".join(map(str, mine.shape))
+    own, share = (given.subnormals / given.elements for given in (mine, theirs))
+    if abs(share - own) > _SUBNORMAL:
+        subnormal = f"{units.percent(share, 0)} of {mode}'s numbers in {shape} are subnormal"
+        return f"{subnormal}, {units.percent(own, 0)} of its own"
+    if abs(mine.rms - theirs.rms) > _OTHER_SIZE * max(mine.rms, theirs.rms):
+        return f"the root mean square of {mode}'s {shape} is {theirs.rms:.3g}, that of its own {mine.rms:.3g}"
+    return ""
 
 
 def _apart(mine: GivenTensors, theirs: GivenTensors) -> float:
@@ -100,31 +103,28 @@ def _asleep(timing: Timing) -> float | None:
 
 def _far_below(record: Record, reference: Record) -> Iterator[str]:
     """Its products, where they are large, or the case's come much nearer. Attention has a phase of its own."""
-    own, (share, each) = _of_ceiling(record)[0], _of_ceiling(reference)
-    long_enough = each >= (_LONG_SECONDS if own >= _NEARER * share else _LARGE_SECONDS)
-    timing = reference.timing
+    own, (share, each), timing = _of_ceiling(record)[0], _of_ceiling(reference), reference.timing
     if timing is None or timing.num_rounds < verdicts.LEAST_FOR_VERDICT or contended(timing):
         return
-    if share < _FAR_BELOW and long_enough:
+    if share < _FAR_BELOW and each >= (_LONG_SECONDS if own >= _NEARER * share else _LARGE_SECONDS):
         of_both = [units.percent(one, 0) for one in (share, own)]
         yield f"multiplies at {of_both[0]} of what this machine does in its dtype, this case at {of_both[1]}"
 
 
 def _of_ceiling(record: Record) -> tuple[float, float]:
     """The least that the products of a step's matrices take over what their phase took, and the least of each."""
-    if record.tape is None or record.timing is None or record.ceiling is None or record.tape.fused:
+    tape, ceiling, timing = record.tape, record.ceiling, record.timing
+    products = [one for one in tape.operators if one.flops and one.phase == Phase.GEMM] if tape else []
+    if tape is None or tape.fused or ceiling is None or timing is None or not products:
         return 0.0, 0.0
-    bounds, ceiling = bounds_of(record.ceiling), record.ceiling
-    products = [one for one in record.tape.operators if one.flops and one.phase == Phase.GEMM]
-    if any("convolution" in one.operator for one in products):  # their kernels differ by more from dtype to dtype
+    seconds = dict(verdicts.best_phases(timing)).get(Phase.GEMM, 0.0)
+    if not seconds or any("convolution" in one.operator for one in products):  # whose kernels differ by dtype
         return 0.0, 0.0
+    bounds, memory = bounds_of(ceiling), ceiling.bytes or math.inf
     rates = [bounds.products.get(kind_of_path(one.path)) or ceiling.flops or math.inf for one in products]
-    least = sum(
-        one.calls * max((one.flops or 0) / rate, one.bytes / (bounds.memory or math.inf))
-        for one, rate in zip(products, rates, strict=True)
-    )
-    seconds = dict(verdicts.best_phases(record.timing)).get(Phase.GEMM, 0.0)
-    return (least / seconds, least / sum(one.calls for one in products)) if seconds and products else (0.0, 0.0)
+    pairs = zip(products, rates, strict=True)
+    least = sum(one.calls * max((one.flops or 0) / rate, one.bytes / memory) for one, rate in pairs)
+    return least / seconds, least / sum(one.calls for one in products)
 
 
 def _moves_more(tape: Tape, reference: Tape) -> Iterator[str]:
@@ -132,10 +132,11 @@ def _moves_more(tape: Tape, reference: Tape) -> Iterator[str]:
     if any(one.fused or one.unwritten for one in (tape, reference)):
         return
     own, theirs = map(_numbers, (tape, reference))
+    more = _copied(reference) - _copied(tape)
     if own and theirs >= _MOVES_MORE * own:
         yield f"moves {theirs / own:.1f} times the numbers that this case moves"
-    elif (more := _copied(reference) - _copied(tape)) > _MORE_COPIES:
-        yield f"copies {units.percent(more, 0)} of its bytes more than this case"
+    elif more > _MORE_COPIES * theirs:
+        yield f"moves {units.percent(more / theirs, 0)} of its numbers in copies that this case does not make"
 
 
 def _numbers(tape: Tape) -> float:
@@ -143,21 +144,21 @@ def _numbers(tape: Tape) -> float:
 
 
 def _copied(tape: Tape) -> float:
-    copies = sum(one.calls * one.bytes for one in tape.operators if one.operator in _COPIES)
-    return copies / tape.bytes if tape.bytes else 0.0
+    """The numbers that copies read and write, casts included."""
+    copies = [one for one in tape.operators if one.operator in _COPIES]
+    widths = [[bits_of(words.partition("[")[0]) or 8 for words in (*one.inputs, *one.outputs)] for one in copies]
+    return sum(8 * one.calls * one.bytes * len(bits) / sum(bits) for one, bits in zip(copies, widths, strict=True))
 
 
 def _wider(record: Record, reference: Record) -> Iterator[str]:
     """A part of its products in a wider dtype than its narrowest, beyond the case's. A model as it came may be so."""
     assert record.tape is not None and reference.tape is not None
-    if reference.case.precision == UNTOUCHED or not reference.tape.flops:
-        return
-    paths = [(bits_of(path), flops / reference.tape.flops) for path, flops in reference.tape.by_path.items()]
-    narrowest = min((bits for bits, share in paths if share > _MORE_WIDE), default=0)
-    of_both = [
+    paths = reference.tape.by_path.items() if reference.case.precision != UNTOUCHED else ()
+    narrowest = min((bits_of(path) for path, flops in paths if flops > _MORE_WIDE * reference.tape.flops), default=64)
+    own, share = (
         sum(flops for path, flops in tape.by_path.items() if bits_of(path) > narrowest) / max(tape.flops, 1)
-        for tape in (reference.tape, record.tape)
-    ]
-    if of_both[0] - of_both[1] > _MORE_WIDE:
-        shares = [units.percent(share, 0) for share in of_both]
-        yield f"multiplies {shares[0]} of its FLOPs in more than {narrowest} bits, this case {shares[1]}"
+        for tape in (record.tape, reference.tape)
+    )
+    if share - own > _MORE_WIDE:
+        of_both = [units.percent(one, 0) for one in (share, own)]
+        yield f"multiplies {of_both[0]} of its FLOPs in more than {narrowest} bits, this case {of_both[1]}"

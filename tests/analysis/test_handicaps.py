@@ -26,6 +26,7 @@ from fp8bench.protocols import Phases
 from tests.fakes import MS, record, steady
 from tests.tapes import tape_in_phases
 
+BF16, FP32 = torch.bfloat16, torch.float32
 CEILING = Ceiling(1e11, 1e11)
 NUMBERS = GivenTensors((64, 64), 2, 10.0, 8192.0)
 
@@ -42,7 +43,7 @@ def pair(case: Timing, lead: Timing, own: Tape | None = None, base: Tape | None 
 
 
 def product(flops: int, moved: int = 1000, operator: str = "mm", path: str = "fp32") -> Tape:
-    one = OperatorCount("gemm", operator, flops=flops, bytes=moved, path=path)
+    one = OperatorCount("gemm", operator, inputs=("fp32[64,64]",), flops=flops, bytes=moved, path=path)
     return Tape((one,), (PhaseCount("gemm", flops, moved, 1, by_path=((path, flops),), by_dtype=(("fp32", moved),)),))
 
 
@@ -70,8 +71,8 @@ def test_what_others_hold_up_is_not_far_below() -> None:
     assert Label.HANDICAP not in told(*pair(steady(50 * MS, 24), lead, product(10**9), product(10**9)))
 
 
-def copying(copies: int) -> Tape:
-    x, w = torch.ones(64, 64), torch.ones(64, 64)
+def copying(copies: int, dtype: torch.dtype = FP32) -> Tape:
+    x, w = torch.ones(64, 64, dtype=dtype), torch.ones(64, 64, dtype=dtype)
 
     def step(phase: Phases) -> None:
         with phase.gemm:
@@ -94,15 +95,13 @@ def multiplying(*dtypes: torch.dtype) -> Tape:
     return tape_in_phases(step)
 
 
-BF16, FP32 = torch.bfloat16, torch.float32
-
-
 @pytest.mark.parametrize(
     ("base", "own", "why"),
     [
         (copying(10), copying(0), "moves 7.7 times the numbers that this case moves"),
-        (copying(1), copying(0), "copies 40% of its bytes more than this case"),
+        (copying(1), copying(0), "moves 40% of its numbers in copies that this case does not make"),
         (copying(1), copying(1), None),
+        (copying(1), copying(1, BF16), None),  # half of the bytes, of its copies too
         (copying(0), copying(3), None),  # casts of its own make a case slower
         (multiplying(BF16, FP32), multiplying(FP32, FP32), None),  # which is all wide
         (multiplying(FP32, FP32), multiplying(BF16, FP32), None),

@@ -60,7 +60,7 @@ class Handicaps(Workload):
 """
 SOFT = {
     "copies": (Label.HANDICAP, "fp32 moves 7.7 times the numbers that this case moves"),
-    "copy": (Label.HANDICAP, "fp32 copies 40% of its bytes more than this case"),
+    "copy": (Label.HANDICAP, "fp32 moves 40% of its numbers in copies that this case does not make"),
     "rows": (Label.HANDICAP, "fp32 moves 22.0 times the numbers that this case moves"),
     "seed": (Label.OTHER_INPUTS, "of fp32's size, and other numbers"),
 }
