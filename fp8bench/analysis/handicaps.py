@@ -145,9 +145,12 @@ def _numbers(tape: Tape) -> float:
 
 def _copied(tape: Tape) -> float:
     """The numbers that copies read and write, casts included."""
-    copies = [one for one in tape.operators if one.operator in _COPIES]
-    widths = [[bits_of(words.partition("[")[0]) or 8 for words in (*one.inputs, *one.outputs)] for one in copies]
-    return sum(8 * one.calls * one.bytes * len(bits) / sum(bits) for one, bits in zip(copies, widths, strict=True))
+    found = 0.0
+    for one in tape.operators:
+        if one.operator in _COPIES and one.outputs:
+            widths = [bits_of(words.partition("[")[0]) or 8 for words in (*one.inputs, *one.outputs)]
+            found += 8 * one.calls * one.bytes * len(widths) / sum(widths)
+    return found
 
 
 def _wider(record: Record, reference: Record) -> Iterator[str]:

@@ -19,7 +19,7 @@ LABELS: dict[Label, str] = {
     Label.WORK_MISMATCH: "its operators do less work than it declares, or many times as much: rates of it are wrong",
     Label.FALLBACK: "its products were computed in another precision than its own",
     Label.OTHER_INPUTS: "its steps are not given the numbers that the reference's are given",
-    Label.HANDICAP: "the reference does what the case does not, and is slower for it than it need be",
+    Label.HANDICAP: "its reference is slower than it need be: it sleeps, copies, or multiplies wider or slower",
     Label.CONTENDED: "other processes took the CPU in most slots: wall time was well above CPU time",
     Label.SHARED: "other processes had work on the GPU, or other slices of it are there: whether they ran nobody says",
     Label.THROTTLED: "the device held its clocks back, and not for its power cap alone",
