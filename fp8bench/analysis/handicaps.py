@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,8 +18,10 @@ from fp8bench.analysis.datasheet import kind_of_path
 from fp8bench.analysis.labels import Labelled, contended
 from fp8bench.analysis.roofline import bounds_of
 from fp8bench.analysis.tapes import bits_of
+from fp8bench.errors import UsageError
 from fp8bench.model import GivenTensors, Label, Level, Phase, Record, Tape, Timing
 from fp8bench.model.words import UNTOUCHED
+from fp8bench.registry import precisions
 
 # Rounding to four bits moves a root mean square by 2% at most.
 _OTHER_SIZE = 0.1
@@ -58,12 +61,28 @@ def _other_inputs(record: Record, reference: Record) -> Iterator[Labelled]:
     pairs = [
         (mine, given) for given in theirs if (mine := own.get(given.shape)) and mine.tensors == given.tensors
     ]  # fmt: skip
+    times = _loss_scale(record) / _loss_scale(reference)
+    pairs = [(_scaled(mine, given, times), given) for mine, given in pairs]
     for mine, given in pairs:
         if why := _unlike(mine, given, mode):
             yield Labelled(Label.OTHER_INPUTS, why, hard=True)
             return
     if pairs and math.sqrt(sum(_apart(*pair) for pair in pairs) / len(pairs)) > _OTHER_SUM:
         yield Labelled(Label.OTHER_INPUTS, f"of {mode}'s size, and other numbers")
+
+
+def _loss_scale(record: Record) -> float:
+    """1 of a precision that is not known here."""
+    try:
+        return precisions.get(record.case.precision).loss_scale or 1.0
+    except UsageError:
+        return 1.0
+
+
+def _scaled(mine: GivenTensors, theirs: GivenTensors, times: float) -> GivenTensors:
+    """As it came, or without the loss scale that gradients have in fp16: what is nearer to the reference's size."""
+    other = replace(mine, total=mine.total / times, squares=mine.squares / times**2)
+    return min(mine, other, key=lambda given: abs(given.rms - theirs.rms))
 
 
 def _unlike(mine: GivenTensors, theirs: GivenTensors, mode: str) -> str:

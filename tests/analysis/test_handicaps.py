@@ -177,3 +177,14 @@ def test_sums_that_are_all_of_one_sign_may_move_with_rounding() -> None:
     case, lead = pair(steady(MS, 24), steady(MS, 24))
     case = replace(case, products=Products(1, True, given=(replace(ones, total=1.01e6),)))
     assert told(case, replace(lead, products=Products(1, None, given=(ones,)))) == {}
+
+
+def test_gradients_have_their_loss_scale_in_fp16_alone() -> None:
+    """Beside either of the two; what is another number of times as large is other inputs."""
+    scaled = replace(NUMBERS, total=NUMBERS.total * 1024, squares=NUMBERS.squares * 1024.0**2)
+    for times, mode, hard in ((scaled, "fp16", False), (scaled, "bf16", True), (NUMBERS, "fp16", False)):
+        case = replace(record(steady(MS, 24), mode), products=Products(1, True, given=(times,)))
+        lead = record(steady(MS, 24), "fp32", is_reference=True, products=Products(1, None, given=(NUMBERS,)))
+        assert (Label.OTHER_INPUTS in told(case, lead)) == hard
+        turned = replace(case, is_reference=True), replace(lead, is_reference=False)
+        assert (Label.OTHER_INPUTS in told(turned[1], turned[0])) == hard
