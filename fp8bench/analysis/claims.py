@@ -7,7 +7,7 @@ does; its time against that of other sizes; its precision against what its produ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.analysis import verdicts
@@ -16,10 +16,12 @@ from fp8bench.analysis.labels import Labelled
 from fp8bench.analysis.roofline import bounds_of
 from fp8bench.analysis.tapes import product_work
 from fp8bench.errors import UsageError
+from fp8bench.formats.grids import FORMATS
 from fp8bench.formats.hardware import foreign_kernel
-from fp8bench.formats.recipes import Recipe
+from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.model import Ceiling, Label, Record, Tape
 from fp8bench.model.specs import PEAK_MEMORY
+from fp8bench.protocols.axes import VALUES
 from fp8bench.registry import precisions
 
 # The most that a claim may be above what the machine was seen to do. Of fp8bench's own suites, on one core of an AMD
@@ -45,6 +47,13 @@ _FEWER = "convolution"
 # may leave out what a mask hides.
 PLAIN_MARGIN = 1.5
 _PLAIN = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+# A format of m bits of mantissa rounds values by this over 2^m, relative. Of normal and uniform values errors of
+# fp8bench's own suites are 1.4 times as large and more; integers may lie on a format's grid, where nothing is rounded.
+_ROUNDS = 0.19
+_ROUNDED = frozenset({"normal", "uniform"})
+_FAR_BELOW = 20
+# A mean of many numbers, which may be right by chance, but not to the last bit.
+_LOSS = "loss_error"
 
 
 def claims_of(record: Record, reference: Record | None) -> Iterator[Labelled]:
@@ -170,6 +179,34 @@ def _fallback(record: Record, reference: Record | None) -> Iterator[Labelled]:
         why = f"{', '.join(same)} exactly {reference.case.mode}'s" if same else ""
     if why:
         yield Labelled(Label.FALLBACK, why, hard=True)
+    elif too_small := _too_small_errors(record):
+        yield Labelled(Label.FALLBACK, too_small)
+
+
+def _too_small_errors(record: Record) -> str:
+    """What error() says, where products that were seen to be of the case's formats cannot be so exact; '' elsewhere.
+
+    A doubt: it may compare with what was rounded before, and a suite's own values may lie on the grid.
+    """
+    errors = {m.metric: max(m.samples) for m in record.measurements if m.metric.endswith("_error") and m.samples}
+    telling = {metric: error for metric, error in errors.items() if metric != _LOSS}
+    of_its_own = record.coverage is None and VALUES.of(dict(record.case.params)) in _ROUNDED
+    if not errors or not of_its_own or record.products is None or not record.products.low:
+        return ""
+    rounding = _rounding((record.case.precision, *dict(record.case.precision_map).values()))
+    if max(errors.values()) > 0 and max(telling.values(), default=rounding) >= rounding / _FAR_BELOW:
+        return ""
+    told = ", ".join(f"{metric} {units.relative_error(error)}" for metric, error in errors.items())
+    rounds = f"{record.case.mode} rounds each value by about {units.relative_error(rounding)}"
+    return f"its error() says {told}: too little, for {rounds}" if rounding else ""
+
+
+def _rounding(names: Iterable[str]) -> float:
+    """By how much the finest of these precisions rounds values; 0 where that is not known of one of them."""
+    formats = [[FORMATS[name]] if name in FORMATS else [one.fmt for one in _treatments(name)] for name in names]
+    if not all(formats):
+        return 0.0
+    return _ROUNDS * 2.0 ** -max(one.mantissa_bits for several in formats for one in several)
 
 
 def _of_products(record: Record) -> str:
@@ -198,11 +235,16 @@ def _in_fp64(record: Record) -> str:
 
 def _bits_of(precision: str) -> int:
     """The most bits of a recipe's elements; of a precision that is not known here more than any kernel's."""
+    return max((one.fmt.bits for one in _treatments(precision)), default=_ANY)
+
+
+def _treatments(precision: str) -> Sequence[Treatment]:
+    """Of a recipe that is known here."""
     try:
         recipe = getattr(precisions.get(precision), "recipe", None)
     except UsageError:
-        recipe = None
-    return max(one.fmt.bits for one in recipe.treatments) if isinstance(recipe, Recipe) else _ANY
+        return ()
+    return recipe.treatments if isinstance(recipe, Recipe) else ()
 
 
 def _same_errors(record: Record, reference: Record) -> list[str]:

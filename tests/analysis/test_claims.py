@@ -23,6 +23,7 @@ from fp8bench.model import (
     Verdict,
     Work,
 )
+from fp8bench.model.step import Coverage
 from tests.fakes import MS, record, steady
 
 CALM = steady(10 * MS, 24)
@@ -155,6 +156,50 @@ def test_the_errors_of_the_reference(own: Any, theirs: Any, products: Products |
     one = record(CALM, "tf32", measurements=(*own, replace(memory, samples=(2.0,))), products=products)
     assert claims(one, reference) == ({Label.FALLBACK: said} if said else {})
     assert claims(reference, reference) == {}
+
+
+@pytest.mark.parametrize(
+    ("mode", "errors", "more", "told"),
+    [
+        ("fp8", {"product_error": 0.0}, {}, True),
+        ("fp8", {"product_error": 1e-3}, {}, True),
+        ("fp8", {"product_error": 2e-3}, {}, False),
+        ("fp8", {"kernel_error": 0.0, "product_error": 0.04}, {}, False),
+        ("bf16", {"product_error": 1e-5}, {}, True),
+        ("tf32", {"product_error": 2e-5}, {}, False),
+        ("mxfp4", {"product_error": 4e-3}, {}, True),
+        ("fp8", {"loss_error": 1e-9}, {}, False),  # a mean may be right by chance, but not to the last bit
+        ("fp8", {"loss_error": 0.0}, {}, True),
+        ("fp8", {"loss_error": 0.01, "gradient_error": 1e-9}, {}, True),
+        ("fp8", {"vanished_share": 0.0}, {}, False),
+        ("fp8", {"product_error": 0.0}, {"products": Products(0, False)}, False),
+        ("fp8", {"product_error": 0.0}, {"products": None}, False),
+        ("fp8", {"output_error": 0.0}, {"coverage": Coverage((), 0)}, False),
+        ("of somebody's own", {"product_error": 0.0}, {}, False),
+    ],
+)
+def test_errors_that_are_too_small(mode: str, errors: dict[str, float], more: dict[str, Any], told: bool) -> None:
+    """Of products that are of their formats: a doubt. A share that vanishes is no error."""
+    given = tuple(Measurement(metric, "", (value,)) for metric, value in errors.items())
+    one = record(CALM, mode, **{"products": LOW, "measurements": given, **more})
+    assert [(label.label, label.hard) for label in claims_of(one, None)] == [(Label.FALLBACK, False)] * told
+
+
+@pytest.mark.parametrize(
+    ("params", "precision_map", "told"),
+    [
+        ((("values", "integers"),), (), False),
+        ((("values", "uniform"),), (), True),
+        ((), (("head", "bf16"),), False),
+        ((), (("head", "untouched"),), False),
+        ((), (("head", "mxfp4"),), True),
+    ],
+)
+def test_what_may_lie_on_a_grid_or_is_finer_in_parts_is_believed(params: Any, precision_map: Any, told: bool) -> None:
+    """An error of 2e-4 of fp8: all its values, or of its layers some, are rounded by less."""
+    one = record(CALM, "fp8", products=LOW, measurements=(Measurement("product_error", "", (2e-4,)),))
+    case = replace(one.case, params=params, precision_map=precision_map)
+    assert bool([*claims_of(replace(one, case=case), None)]) is told
 
 
 def test_a_case_that_is_not_what_it_says_has_no_verdict_nor_has_one_beside_it() -> None:

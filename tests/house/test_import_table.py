@@ -51,19 +51,16 @@ TABLE: dict[str, frozenset[str]] = {
     "jobs": PARENT
     | TENSORS
     | {"pipeline", "profiler", "worker", "backends", "devices", "precisions", "workloads", "feature_list"},
-    "features": PARENT
-    | TENSORS
-    | {"pipeline", "profiler", "worker", "jobs", "cli", "tape", "workloads"},
+    "features": PARENT | TENSORS | {"pipeline", "profiler", "worker", "jobs", "cli", "tape", "workloads"},
     "cli": ANYONE,
     "api": ANYONE,
     "asv_bridge": ANYONE,
     "__init__": ANYONE,
     "__main__": ANYONE,
 }
-# What formats says of products and devices without torch.
+# What formats says of numbers, products and devices without torch.
 LIGHT_FORMATS = frozenset(
-    f"fp8bench.formats.{name}"
-    for name in ("hardware", "product_rules", "recipe_support", "recipes")
+    f"fp8bench.formats.{name}" for name in ("grids", "hardware", "product_rules", "recipe_support", "recipes")
 )
 LIGHT_NN = frozenset(
     f"fp8bench.nn.{name}"
@@ -74,7 +71,7 @@ LIGHT_NN = frozenset(
         "shared_precisions",
     )
 )
-LIGHT = LIGHT_FORMATS | LIGHT_NN | {"fp8bench.formats.grids"}
+LIGHT = LIGHT_FORMATS | LIGHT_NN
 # Of some rooms others may import a part only: (importer's prefix, room) -> the modules.
 PARTS: dict[tuple[str, str], frozenset[str]] = {
     ("fp8bench.store", "plan"): frozenset({"fp8bench.plan.checked_workload"}),
@@ -129,10 +126,7 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.formats.", frozenset({"numpy", "torch"})),
     ("fp8bench.numerics.", frozenset({"numpy", "torch"})),
     ("fp8bench.nn.", frozenset({"numpy", "torch"})),
-    *(
-        (f"fp8bench.features.train.lab.{light}", frozenset[str]())
-        for light in ("lab", "rank_lab")
-    ),
+    *((f"fp8bench.features.train.lab.{light}", frozenset[str]()) for light in ("lab", "rank_lab")),
     ("fp8bench.features.train.lab.", frozenset({"numpy", "torch"})),
     ("fp8bench.tape.", frozenset({"torch"})),
     *((f"fp8bench.features.audit.{name}", frozenset({"torch"})) for name in AUDITING),

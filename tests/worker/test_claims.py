@@ -72,9 +72,10 @@ class Claims(Workload):
 
     def error(self, setup):
         own = {"fp32": 1e-7, "bf16": 1e-3}.get(setup.case.precision, 0.01)
-        return {"some_error": 0.25 if setup.case.param("how") == "repeats" else own}
+        told = {"repeats": 0.25, "exact": 0.0 if own > 1e-7 else own, "boasts_numbers": own * 1e-3}
+        return {"some_error": told.get(setup.case.param("how"), own)}
 """
-HOWS = ("boasts", "deaf", "keeps", "repeats", "grows", "shrinks", "lazy")
+HOWS = ("boasts", "deaf", "keeps", "repeats", "exact", "boasts_numbers", "grows", "shrinks", "lazy")
 CLAIMS = (Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK)
 LOW = ("bf16", "fp8")
 
@@ -157,6 +158,24 @@ def test_the_errors_of_the_reference_are_not_those_of_a_low_precision(run: Run) 
     found = reasons(run, "repeats")
     assert found.pop("fp32") == {}
     assert found == {mode: {Label.FALLBACK: "some_error exactly fp32's"} for mode in LOW}
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("exact", ("0.0e+00", "0.0e+00")), ("boasts_numbers", ("1.0e-06", "1.0e-05"))]
+)
+def test_errors_that_its_products_cannot_have_are_told(how: str, said: tuple[str, str], run: Run) -> None:
+    """The products are what they say, so that it is a doubt; errors that are larger than these are believed."""
+    found = reasons(run, how)
+    assert found.pop("fp32") == {}
+    rounds = {"bf16": "1.5e-03", "fp8": "2.4e-02"}
+    assert found == {
+        mode: {
+            Label.FALLBACK: f"its error() says some_error {told}: too little, for {mode} rounds each value by about "
+            f"{rounds[mode]}"
+        }
+        for mode, told in zip(LOW, said, strict=True)
+    }
+    assert all(Label.FALLBACK not in one.hard for one in findings(run).values() if one.case.param("how") == how)
 
 
 def test_the_machine_is_measured_once_and_it_is_said(run: Run, told: Listener) -> None:
