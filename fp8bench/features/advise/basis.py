@@ -10,12 +10,13 @@ to be so, with the command that would measure it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
+from fp8bench.errors import UsageError
 from fp8bench.features.advise.values import Answer, Ground, Met
 from fp8bench.features.sensitivity.study import Study
 from fp8bench.features.train.values import KeptTraining
@@ -35,6 +36,7 @@ from fp8bench.model import (
     Timing,
 )
 from fp8bench.model.stopping import LEAST_ROUNDS
+from fp8bench.registry import precisions
 
 # What a lower precision changes of a step that is carried in the same one; and what nobody knows, which it may change.
 _PRODUCTS = frozenset({Phase.CAST, Phase.GEMM, Phase.ATTENTION})
@@ -114,6 +116,12 @@ class Beside:
         looked = _looked_into(self.lead, phases)
         return timed if timed is not None or not looked else Interval(looked, looked, looked, 0.0)
 
+    def share_touched(self) -> Interval | None:
+        """Of the reference's step what this precision may change, over all phases. A model as it came marks none: where
+        products alone change, the pass that looked into it says how much of it multiplies."""
+        multiplied = self.estimated and products_alone(self, self.record.case.precision)
+        return self.share(_PRODUCTS if multiplied else self.touched)
+
     @property
     def estimated(self) -> bool:
         """Whether the parts of its reference are known by such a pass alone: a model as it came marks no products."""
@@ -150,6 +158,35 @@ def speed_of(finding: Finding) -> Interval | None:
         return None
     typical = finding.typical if Label.UNEVEN in finding.labels else None
     return (typical or finding.ratio).inverse
+
+
+_OWN_MODEL = "model"
+
+
+def products_alone(one: Beside, mode: str) -> bool:
+    """Whether this precision changes products and nothing else of the step: in copies of a person's own model, and
+    where it is carried in what the reference is."""
+    assert one.lead is not None
+    if one.lead.case.workload == _OWN_MODEL:
+        return True
+    try:
+        return precisions.get(mode).carried_by == one.lead.case.precision
+    except UsageError:
+        return False
+
+
+def doubts(one: Beside, products: Iterable[Finding | None] = ()) -> str:
+    """'; labelled noisy; its reference labelled bimodal': what casts doubt on the times of advice, each once.
+
+    Of its `products` too where it is a projection.
+    """
+    told: dict[str, str] = {}
+    for whose, findings in (("", [one.finding]), ("its reference ", [one.lead_finding]), ("products ", products)):
+        for label in (label for finding in findings if finding is not None for label in finding.labels):
+            if label.casts_doubt:
+                told.setdefault(label, whose)
+    several = {whose: ", ".join(label for label, of in told.items() if of == whose) for whose in told.values()}
+    return "".join(f"; {whose}labelled {labels}" for whose, labels in several.items())
 
 
 # The kinds of work that a pass tells which are phases of a step.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fp8bench import units
 from fp8bench.analysis.verdicts import BAND
 from fp8bench.features.advise import cost_rules, shape_rules, speed_rules
-from fp8bench.features.advise.basis import Basis, Beside, Trained, mapped, met_above, times
+from fp8bench.features.advise.basis import Basis, Beside, Trained, doubts, mapped, met_above, times
 from fp8bench.features.advise.cost_rules import arm_of, study_of, tried_as
 from fp8bench.features.advise.shape_rules import pays_from, projections
 from fp8bench.features.advise.speed_rules import bound_of, stage_of
@@ -59,11 +59,12 @@ def _advice(
     case = one.record.case
     reference = one.lead.case.mode if one.lead is not None else ""
     grounds = tuple(dict.fromkeys(ground for answer in answers for ground in answer.grounds))
+    sentence += doubts(one) if one.speed is not None else ""
     recipe = f"--dtypes {reference},{case.mode}" if kind is not AdviceKind.NOTHING else ""
     return Advice(
         rule, kind, case.mode, reference, sentence, (case.setting,), recipe, gain=gain,
         case=case.id if gain is not None else "", grounds=grounds,
-        doubtful=gain is not None and one.finding is not None and one.finding.doubtful,
+        doubtful=gain is not None and bool(doubts(one)),
     )  # fmt: skip
 
 
@@ -76,8 +77,8 @@ def predicted(one: Beside) -> Interval | None:
     floor = 1 + max(BAND, (one.lead_finding.floor if one.lead_finding is not None else None) or 0.0)
     typical = one.finding.typical.inverse if one.finding is not None and one.finding.typical is not None else speed
     low, high = min(speed.low, typical.low), max(speed.high, typical.high)
-    wide = Interval(speed.point, low / floor, high * floor, speed.level)
-    return mapped(wide, lambda value: min(value, bound.high))
+    most = bound.point
+    return Interval(min(speed.point, most), min(low / floor, most), min(high * floor, bound.high), speed.level)
 
 
 def _of_speed(one: Beside, basis: Basis, answers: Answers) -> Advice:
@@ -125,8 +126,7 @@ def _adopted(one: Beside, answers: Answers) -> str:
     reference = one.lead.case.mode if one.lead is not None else ""
     words = f"adopt {one.mode}: the step is {times(one.speed)} as fast as in {reference}" if one.speed else ""
     if one.finding is not None and one.finding.doubtful:
-        labels = [label for label in one.finding.labels if label.casts_doubt]
-        words = f"perhaps {words}; labelled {', '.join(labels)}"
+        words = f"perhaps {words}"
     memory, learns = answers.get("memory"), answers.get("learns")
     if memory is not None and memory.met is Met.NO:
         words += f"; it saves no memory ({memory.figure})"
@@ -187,16 +187,17 @@ def _small(one: Beside, basis: Basis) -> Iterator[Advice]:
     share = sum(h.flops for h in coverage.holders if h.name in small) / coverage.flops
     case, reference = one.record.case, one.lead.case.mode
     gain, bound = predicted(one), bound_of(one)
-    wider = replace(gain, high=max(gain.high, bound.high)) if gain is not None and bound is not None else None
+    bounded = bound is not None and math.isfinite(bound.high)
+    wider = replace(gain, high=max(gain.high, bound.high)) if gain is not None and bound and bounded else None
     words = (
         f"route: leave {len(small)} layers ({units.percent(share, 0)} of product FLOPs) in {reference}, whose products "
-        f"are below the size that pays here ({units.whole(round(begins))})"
+        f"are below the size that pays here ({units.whole(round(begins))}){doubts(one)}"
     )
     kept = tuple((name, reference) for name in small)
     yield Advice(
         "shapes", AdviceKind.ROUTE, one.mode, reference, words, (case.setting,),
         f"--dtypes {reference},{one.mode} --precision-map {as_words(kept)}", kept, wider,
-        case.id if wider is not None else "", (Ground(one.row, words), *grounds),
+        case.id if wider is not None else "", (Ground(one.row, words), *grounds), bool(doubts(one)),
     )  # fmt: skip
 
 

@@ -12,17 +12,28 @@ import math
 import re
 import statistics
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from fp8bench import units
 from fp8bench.analysis.break_even import LEAST_SIZES, SizedRatio, break_even
 from fp8bench.analysis.verdicts import BAND
-from fp8bench.errors import UsageError
-from fp8bench.features.advise.basis import Basis, Beside, Rule, Told, amdahl, mapped, met_above, part, times
+from fp8bench.features.advise.basis import (
+    Basis,
+    Beside,
+    Rule,
+    Told,
+    amdahl,
+    doubts,
+    mapped,
+    met_above,
+    part,
+    products_alone,
+    times,
+)
 from fp8bench.features.advise.values import Advice, AdviceKind, Ground, Met
 from fp8bench.model import Interval, Level, OperatorCount, Phase
-from fp8bench.registry import precisions
 
 _SIDES = ("m", "n", "k")
 # A step whose products are less than half in what pays, or can be converted, gains little.
@@ -174,7 +185,6 @@ RULES = (
 
 # Of the products' FLOPs so many have to be in sizes that were timed.
 _LEAST_TIMED = 0.9
-_OWN_MODEL = "model"
 # What a layer multiplies in a training step, each as much; a library may do them at very different speeds.
 _KINDS = ("forward", "input-gradient", "weight-gradient")
 
@@ -193,7 +203,7 @@ def projections(basis: Basis) -> Iterator[Advice]:
 
 def _projected(one: Beside, mode: str, basis: Basis) -> Advice | None:
     lead = one.lead
-    if lead is None or lead.support.level is not Level.NATIVE or lead.tape is None or not _products_alone(one, mode):
+    if lead is None or lead.support.level is not Level.NATIVE or lead.tape is None or not products_alone(one, mode):
         return None
     paths = set(lead.tape.by_path)
     share = one.share({Phase.GEMM})
@@ -222,24 +232,14 @@ def _projected(one: Beside, mode: str, basis: Basis) -> Advice | None:
         Ground(row, f"{units.speed_up(1 / known.ratio.point)} at size {size}")
         for ratios in timed for size, (known, row) in sorted(ratios.items())
     )  # fmt: skip
+    from_rows = {row for ratios in timed for _, row in ratios.values()}
+    doubt = doubts(replace(one, finding=None), [known.finding for known in basis.known if known.row in from_rows])
     return Advice(
         "projection", AdviceKind.ADOPT if worth is Met.YES else AdviceKind.NOTHING, mode, case.mode,
-        f"{words}: {known}; the step itself was not timed in it, --check does", (case.setting,),
+        f"{words}: {known}; the step itself was not timed in it, --check does{doubt}", (case.setting,),
         f"--dtypes {case.mode},{mode}" if worth is Met.YES else "", gain=gain, case=f"{case.setting}/{mode}",
-        grounds=(Ground(case.id, f"products are {part(share)} of the step"), *rows),
+        grounds=(Ground(case.id, f"products are {part(share)} of the step"), *rows), doubtful=bool(doubt),
     )  # fmt: skip
-
-
-def _products_alone(one: Beside, mode: str) -> bool:
-    """Whether this precision changes products and nothing else of the step: in copies of a person's own model, and
-    where it is carried in what the reference is."""
-    assert one.lead is not None
-    if one.lead.case.workload == _OWN_MODEL:
-        return True
-    try:
-        return precisions.get(mode).carried_by == one.lead.case.precision
-    except UsageError:
-        return False
 
 
 def _of_products(one: Beside, ratios: list[SizedRatio]) -> Interval | None:

@@ -56,10 +56,8 @@ def bound_of(one: Beside) -> Interval | None:
     """How many times as fast the reference's step would be if all that the precision may change took no time."""
     if one.lead is None or one.lead.support.level is Level.EMULATED or one.lead.timing is None:
         return None
-    share = one.share(one.touched)
-    if share is None:
-        return None
-    return mapped(share, lambda value: amdahl(value, 0.0))
+    share = one.share_touched()
+    return mapped(share, lambda value: amdahl(value, 0.0)) if share is not None else None
 
 
 def _amdahl(one: Beside, basis: Basis) -> Told | str:

@@ -17,7 +17,7 @@ from fp8bench.features.advise.speed_rules import bound_of
 from fp8bench.features.advise.values import AdviceKind, Cost, Met
 from fp8bench.features.train.values import KeptTraining, Line
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
-from fp8bench.model import Interval, Label, Level, Phase, Verdict
+from fp8bench.model import Interval, Label, Level, Phase, Share, ShareKind, Shares, Verdict
 from fp8bench.model.step import Coverage
 from tests.advised import BF16, FP8, NANO, answer, basis, group, only, record, said
 from tests.energies import use
@@ -96,6 +96,62 @@ def test_faster_than_its_parts_allow_is_not_believed() -> None:
     """The optimizer, which no product is, took three quarters of the time less: by the tape it is not fp8's doing."""
     one = only(said(group(fp8={**FP8, "optimizer_step": 100, "elementwise": 100, "gemm": 2000, "cast": 1})), NOTHING)
     assert one.rule == "amdahl" and "something else is not alike" in one.sentence and one.gain is None
+
+
+@pytest.mark.parametrize("micros", [9000, 5000])
+def test_a_model_as_it_came_gains_no_more_than_what_multiplies_allows(micros: int) -> None:
+    """Products are 7% of it, by the pass that looked: at most 1.075x, and a step in half the time is not believed."""
+    lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": micros})
+    looked = replace(lead, shares=Shares((Share(ShareKind.GEMM, "", False, 0.07, 1),), 1.0))
+    (one,) = basis([looked, case]).besides
+    bound, gain = bound_of(one), predicted(one)
+    assert bound is not None and bound.point == pytest.approx(1 / 0.93) and gain is not None
+    assert gain.low <= gain.point <= gain.high <= bound.high
+    found = only(said([looked, case]), NOTHING)
+    assert (
+        found.gain is None and "what it may change allows 1.08x at most: something else is not alike" in found.sentence
+    )
+    (unlooked,) = basis([lead, case]).besides
+    unbound = predicted(unlooked)
+    assert unbound is not None and unbound.point == pytest.approx(10_000 / micros, rel=1e-3)
+
+
+def test_a_gain_beside_the_bound_is_predicted_as_the_bound() -> None:
+    """A step 1.085 times as fast where 7% multiply: within what a look may err by, and no more is predicted."""
+    lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": 9217})
+    looked = replace(lead, shares=Shares((Share(ShareKind.GEMM, "", False, 0.07, 1),), 1.0))
+    found = only(said([looked, case], least=0.05), ADOPT)
+    assert found.gain is not None and found.gain.point == found.gain.high == pytest.approx(1 / 0.93)
+
+
+def test_layers_left_high_predict_nothing_where_nobody_knows_a_bound() -> None:
+    """No phase is marked, and nobody looked: what is left out could gain anything."""
+    whole = {"unattributed": 10_000}
+    coverage = Coverage((holder("big", "linear", 90), holder("small", "linear", 10, side=600)), flops=100)
+    records = [record("bf16", whole, reference=True), record("nvfp4", {"unattributed": 7600}, coverage=coverage)]
+    one = only(said(records, *squares(0.5, 0.8, 1.4, 1.9, 2.0)), ROUTE, "nvfp4")
+    assert one.gain is None and one.case == ""
+
+
+def test_labels_are_told_with_all_that_rests_on_these_times() -> None:
+    """Of the case, of its reference, and of the products of a projection; remarks cast no doubt."""
+    made = basis(group(fp8={**BF16, "cast": 100}))
+    reference, case = made.findings
+    labels = {case: (Label.NOISY, Label.POWER_CAPPED), reference: (Label.CONTENDED, Label.NOISY)}
+    findings = {name: replace(made.findings[name], labels=several) for name, several in labels.items()}
+    one = only(advised(replace(made, findings=findings)), NOTHING)
+    assert one.doubtful and "as fast: perhaps slower" in one.sentence
+    assert one.sentence.endswith("; labelled noisy; its reference labelled contended")
+    lead, other = model(2048)  # type: ignore[misc]
+    step = [lead, replace(other, case=replace(other.case, precision="mxfp8"))]  # type: ignore[attr-defined]
+    made = basis(step, *squares(0.5, 0.8, 1.4, 1.9))  # type: ignore[arg-type]
+    noisy = {
+        name: replace(found, labels=(Label.NOISY,)) if found.case.workload == "gemm" else found
+        for name, found in made.findings.items()
+    }
+    (projected,) = (each for each in advised(replace(made, findings=noisy)).advice if each.rule == "projection")
+    assert projected.sentence.endswith("; its reference labelled work-mismatch; products labelled noisy")
+    assert projected.doubtful
 
 
 def test_layers_that_a_study_found_stay_high() -> None:
@@ -186,6 +242,7 @@ def test_no_advice_is_above_amdahls_bound(
     for each in found.advice:
         if each.gain is not None:
             assert not emulated and each.gain.low <= each.gain.point <= each.gain.high <= bound.high
+            assert each.gain.point <= bound.point
         if each.kind is ADOPT:
             assert not emulated and each.grounds and each.recipe and each.gain is not None
             assert one.speed is not None and one.speed.low >= 1 + least
