@@ -20,7 +20,7 @@ from fp8bench.formats.grids import FORMATS
 from fp8bench.formats.hardware import foreign_kernel
 from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.model import Ceiling, Label, Record, Tape
-from fp8bench.model.specs import PEAK_MEMORY
+from fp8bench.model.specs import LOSS_ERROR, PEAK_MEMORY
 from fp8bench.protocols.axes import VALUES
 from fp8bench.registry import precisions
 
@@ -52,8 +52,6 @@ _PLAIN = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _ROUNDS = 0.19
 _ROUNDED = frozenset({"normal", "uniform"})
 _FAR_BELOW = 20
-# A mean of many numbers, which may be right by chance, but not to the last bit.
-_LOSS = "loss_error"
 
 
 def claims_of(record: Record, reference: Record | None) -> Iterator[Labelled]:
@@ -186,10 +184,11 @@ def _fallback(record: Record, reference: Record | None) -> Iterator[Labelled]:
 def _too_small_errors(record: Record) -> str:
     """What error() says, where products that were seen to be of the case's formats cannot be so exact; '' elsewhere.
 
-    A doubt: it may compare with what was rounded before, and a suite's own values may lie on the grid.
+    A doubt: it may compare with what was rounded before, and a suite's own values may lie on the grid. A loss is a mean
+    of many numbers, which may be right by chance, but not to the last bit.
     """
     errors = {m.metric: max(m.samples) for m in record.measurements if m.metric.endswith("_error") and m.samples}
-    telling = {metric: error for metric, error in errors.items() if metric != _LOSS}
+    telling = {metric: error for metric, error in errors.items() if metric != LOSS_ERROR}
     of_its_own = record.coverage is None and VALUES.of(dict(record.case.params)) in _ROUNDED
     if not errors or not of_its_own or record.products is None or not record.products.low:
         return ""

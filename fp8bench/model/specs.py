@@ -312,6 +312,7 @@ SHARE_VANISHING = _row("share_vanishing_*", units.RATIO, "those that are not zer
 # What suites measure: their rows say what the ends of names mean, and come after those of single names.
 _OF_WORKLOADS: dict[str, Any] = {"rank": _MAIN, "of_workload": True}
 RELATIVE_LOSS = "relative_loss"
+LOSS_ERROR = "loss_error"
 # Near 1, of which a thousandth matters. A gate's threshold is beyond what the history may show, which must see it.
 _row(
     f"*{RELATIVE_LOSS}", "x", "the mean loss of a small training over bf16's, of `learning`", show="{:.5f}x".format,

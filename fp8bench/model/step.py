@@ -235,13 +235,14 @@ class OtherProduct:
 class Coverage:
     """The products of one step: those in holders, and all others. `flops` are those of the whole step.
 
-    `loss` says in a sentence what backward began from.
+    `loss` says in a sentence what backward began from, `remarks` in what other steps differ from this one.
     """
 
     holders: tuple[Holder, ...] = ()
     others: tuple[OtherProduct, ...] = ()
     flops: int = 0
     loss: str = ""
+    remarks: tuple[str, ...] = ()
 
     @property
     def converted_flops(self) -> int:

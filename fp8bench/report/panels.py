@@ -22,7 +22,7 @@ from fp8bench.model import (
     Record,
     Run,
 )
-from fp8bench.model.specs import ENERGY, STEP, Better, spec_of
+from fp8bench.model.specs import ENERGY, LOSS_ERROR, STEP, Better, spec_of
 from fp8bench.protocols.axes import QUIET
 
 # Of a note: who wants to know more places has the rows of the table.
@@ -233,6 +233,12 @@ def value_of(measurement: Measurement | None) -> float | None:
 
 def show_value(measurement: Measurement) -> str:
     return spec_of(measurement.metric).shown(value_of(measurement), measurement.unit)
+
+
+def error_name(one: Measurement) -> str:
+    """Its metric and phase. A loss is right by chance now and then: of one batch and draw of weights that is said."""
+    told = one.phase or ("one draw" if one.metric == LOSS_ERROR and len(one.samples) == 1 else "")
+    return f"{one.metric} ({told})" if told else one.metric
 
 
 def floor_of(results: Iterable[Result]) -> str:

@@ -19,12 +19,19 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.nn.holders import CONV2D, EXPERTS, Held, Stacked
 from fp8bench.tape.formulas import flops_of
 from fp8bench.tape.recorder import Call, OperatorTape, arguments_of, name_of, tensors_in
 
+# FLOPs of two steps that differ by less are those of steps alike: what is dealt out to experts moves with the weights.
+_ALIKE, _NAMED = 0.05, 3
+_MADE = (
+    "made in the first step, after copies were converted and optimizers begun: {}; let make() call the model once, so "
+    "that they are there"
+)
 Named = Mapping[str, Any]
 # M, N, K and how many of them, of (..., M, K) times (..., K, N).
 Product = tuple[int, int, int, int]
@@ -209,12 +216,11 @@ def coverage_of(
     """The products of a step of the model as it came, by the weights that they are made with. Never timed.
 
     `held` are those of a Conversion that is not entered; `multiple` is what a device's native products want of their
-    sides (`Holder.native`). The sums are exact: every call of the step is in one holder or one of the others. Raises
-    UsageError for a step without products.
+    sides (`Holder.native`). The sums are exact: every call of the step is in one holder or one of the others. A second
+    step says whether steps are alike. Raises UsageError for a step without products.
     """
-    tape = _Places(model, held)
-    with tape.following(), torch.autograd.set_multithreading_enabled(False), tape:
-        step()
+    before = dict(model.named_parameters())
+    tape, second = _followed(model, held, step), _followed(model, held, step)
     found = _Sums(model, tape)
     for call, place, node in zip(tape.calls, tape.places, tape.nodes, strict=True):
         found.add(call, place, node)
@@ -223,7 +229,38 @@ def coverage_of(
     holders = (_holder(one, found, tape, multiple) for one in held)
     others = sorted(found.others.values(), key=lambda other: -(other.flops or 0))
     kept = (one for one in holders if one.rule != _NO_PRODUCT)
-    return Coverage(tuple(kept), tuple(others), found.flops, loss)
+    made = [name for name, _ in model.named_parameters() if name not in before]
+    remarks = [_MADE.format(_some(made))] if made else _unlike(tape, second)
+    return Coverage(tuple(kept), tuple(others), found.flops, loss, tuple(remarks))
+
+
+def _followed(model: nn.Module, held: Sequence[Held], step: Callable[[], object]) -> _Places:
+    tape = _Places(model, held)
+    with tape.following(), torch.autograd.set_multithreading_enabled(False), tape:
+        step()
+    return tape
+
+
+def _unlike(first: _Places, second: _Places) -> list[str]:
+    """Where two steps multiply otherwise: another branch, or another size."""
+    flops, products = zip(*map(_multiplied, (first, second)), strict=True)
+    differing = (products[0] - products[1]) + (products[1] - products[0])
+    if not differing and abs(flops[0] - flops[1]) <= _ALIKE * max(flops):
+        return []
+    where = f" ({_some(sorted({path or 'outside of layers' for path, _ in differing}))})" if differing else ""
+    did, then = (units.count(each, "FLOP") for each in flops)
+    return [f"steps are not alike: the first multiplies {did}, the second {then}{where}; the coverage is of the first"]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _multiplied(tape: _Places) -> tuple[int, Counter[tuple[str, str]]]:
+    """FLOPs of a step, and how often each module calls each operator that multiplies."""
+    each = [(flops_of(call)[0], place.path, name_of(call)) for call, place in zip(tape.calls, tape.places, strict=True)]
+    return sum(flops or 0 for flops, *_ in each), Counter((path, name) for flops, path, name in each if flops != 0)
 
 
 # A parameter that looks like a stack of weights, in a module that has run without multiplying by it.

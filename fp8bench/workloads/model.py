@@ -179,7 +179,9 @@ def _copied(setup: Setup) -> Given:
     name = _name(setup)
     if (name, setup.seed) not in MADE:
         with seeded(setup.seed, setup.facts):
-            MADE[name, setup.seed] = given_of(name, _called(name))
+            given = given_of(name, _called(name))
+        _refuse_parameters(name, given)
+        MADE[name, setup.seed] = given
     given = MADE[name, setup.seed]
     try:
         copied = copy.deepcopy(given)
@@ -191,6 +193,24 @@ def _copied(setup: Setup) -> Given:
             f"{name}: its model cannot be copied, and every arm is a copy: {own_words(error)}. Keep what cannot be "
             "copied out of model, batch and loss."
         ) from error
+
+
+def _refuse_parameters(name: str, given: Given) -> None:
+    """Raise for parameters that no copy could be converted, trained or compared with."""
+    from torch.nn.parameter import is_lazy
+
+    for path, parameter in given.model.named_parameters():
+        if is_lazy(parameter):
+            raise UsageError(
+                f"{name}: its parameter {path} is made in the first call, after copies are converted. Call the model "
+                "once in the function that gives it."
+            )
+        if parameter.is_complex():
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise UsageError(
+                f"{name}: its parameter {path} is {dtype}, and casts, optimizers and errors here are of real numbers. "
+                "Keep it as a real one with two numbers for each, and take torch.view_as_complex of it in forward."
+            )
 
 
 def _called(name: str) -> Any:

@@ -139,7 +139,7 @@ TAPE = Tape(
 )  # fmt: skip
 COVERAGE = Coverage(
     (Holder("a", "linear", (8, 4), (HeldProduct(2, 8, 4, 3, True),), 384, 1, True, "why", "shape", "K=4", ("b",)),),
-    (OtherProduct("bmm", "attn", None, 2, "why", "w"),), 384, "the mean",
+    (OtherProduct("bmm", "attn", None, 2, "why", "w"),), 384, "the mean", ("not alike",),
 )  # fmt: skip
 SHARES = Shares((Share(ShareKind.GEMM, "blocks.0.mlp", True, 0.25, 3, "conv"),), 0.5, SharesFrom.KERNELS, 2)
 TRANSFER, OVERLAP = Transfer(8.0, 2.0, 1.5, 1.75, True), Overlap((0.5,), (0.25,), (0.625,), (0.75, 0.5))

@@ -228,3 +228,54 @@ def test_sides_of_products_give_their_flops(name: str) -> None:
     for products, flops in counted:
         assert sum(one.flops for one in products) == flops
         assert all(isinstance(one, HeldProduct) for one in products)
+
+
+class Alternating(nn.Module):
+    """Another branch every second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.calls = nn.Linear(16, 16), nn.Linear(16, 16), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.b(self.a(x)) if self.calls % 2 else self.a(x)  # type: ignore[no-any-return]
+
+
+class Late(nn.Module):
+    """A layer that is made in the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.late = nn.Linear(16, 16), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.late, nn.Identity):
+            self.late = nn.Linear(16, 16)
+        return self.late(self.a(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Alternating, "steps are not alike: the first multiplies 20.5 kFLOP, the second 8.19 kFLOP (b); the"),
+        (Late, "made in the first step, after copies were converted and optimizers begun: late.weight, late.bias; let"),
+        (Block, ""),
+    ],
+)
+def test_steps_that_are_not_alike_and_layers_that_come_late_are_said_to_be(make: type[nn.Module], said: str) -> None:
+    model = make()
+    remarks = covered(model, training(model, torch.randn(8, 16))).remarks
+    assert "".join(remarks).startswith(said) and bool(remarks) is bool(said)
+
+
+def test_steps_of_another_size_are_not_alike_and_random_draws_are() -> None:
+    """Which rows a step takes may follow what it learnt; what is dropped is multiplied all the same."""
+    model, sizes = nn.Linear(16, 16), iter((8, 7, 100, 98))
+    assert (
+        "4.10 kFLOP, the second 3.58 kFLOP; the"
+        in covered(model, lambda: model(torch.randn(next(sizes), 16))).remarks[0]
+    )
+    assert covered(model, lambda: model(torch.randn(next(sizes), 16))).remarks == ()
+    dropping = nn.Sequential(nn.Linear(16, 16), nn.Dropout(), nn.Linear(16, 16))
+    assert covered(dropping, training(dropping, torch.randn(8, 16))).remarks == ()

@@ -170,6 +170,27 @@ def test_what_cannot_be_profiled_is_a_sentence(given: Make, sentence: str) -> No
     assert sentence in str(refused.value)
 
 
+def complex_layer() -> Any:
+    return nn.Linear(8, 8, dtype=torch.complex64), torch.randn(4, 8, dtype=torch.complex64)
+
+
+def lazy_layer() -> Any:
+    return nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8)), torch.randn(4, 8)
+
+
+@pytest.mark.parametrize("way", ["training", "forward"])
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (complex_layer, "Net: its parameter weight is complex64, and casts, optimizers and errors here are of real"),
+        (lazy_layer, "Net: its parameter 0.weight is made in the first call, after copies are converted. Call the"),
+    ],
+)
+def test_parameters_that_no_copy_can_have_are_refused(given: Make, sentence: str, way: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        Model().examine(setup_of(given, **{"pass": way}))
+
+
 def test_what_a_precision_is_there() -> None:
     """The model as it came is native everywhere; a graph knows nothing of casts before."""
     workload = workloads.get("model")

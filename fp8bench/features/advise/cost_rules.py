@@ -28,6 +28,7 @@ from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Learned,
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict, log_steps
 from fp8bench.model import EnergyUse, Interval, Label, MemoryRole, Status
 from fp8bench.model.stopping import LEAST_ROUNDS
+from fp8bench.report.panels import error_name
 
 # A saving of less is called none.
 _LEAST_SAVING = 0.01
@@ -74,7 +75,7 @@ def _energy(one: Beside, basis: Basis) -> Told | str:
 
 def _error(one: Beside, basis: Basis) -> Told | str:
     """A relative error says what a precision costs in numbers, and no more: what it may be, the training says."""
-    known = {each.metric: max(each.samples) for each in one.record.measurements
+    known = {error_name(each): max(each.samples) for each in one.record.measurements
              if each.metric.endswith("_error") and each.samples}  # fmt: skip
     if one.record.status is not Status.OK or not known:
         return "no error was measured"

@@ -16,6 +16,7 @@ from fp8bench.report.panels import (
     Panel,
     Result,
     ResultGroup,
+    error_name,
     floor_of,
     heading,
     main_error,
@@ -117,11 +118,11 @@ def _numbers(panel: Panel) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     for group in panel.groups:
         told = [
-            (f"{one.metric} ({one.phase})" if one.phase else one.metric, f"{result.mode} {show_value(one)}{how}")
+            (error_name(one), f"{result.mode} {show_value(one)}{how}")
             for result in group.results
             for one in result.record.measurements
             for how in [" (emulated)" if one.unit == "B" and emulated(result) else ""]
-            if one.metric != _told_elsewhere(panel)
+            if one.metric != _told_elsewhere(panel) and (one.phase or one.metric != main_error(panel))
         ]
         told += [
             ("speed-up over all calls", f"{one.mode} {speed.of_all_calls(one.finding)}")
@@ -129,8 +130,7 @@ def _numbers(panel: Panel) -> list[tuple[str, str]]:
             if one.finding and one.finding.typical and not emulated(one)
         ]
         place = f" at {panel.place(group)}" if len(panel.groups) > 1 else ""
-        others = {label: texts for label, texts in together(told).items() if label != main_error(panel)}
-        lines += [(f"{label}{place}", ", ".join(texts)) for label, texts in others.items()]
+        lines += [(f"{label}{place}", ", ".join(texts)) for label, texts in together(told).items()]
     return lines
 
 

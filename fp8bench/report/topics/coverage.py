@@ -85,6 +85,7 @@ def _reasons(name: str, modes: str, left: Sequence[tuple[str, list[str], int]], 
 
 
 def _remarks(coverage: Coverage) -> Iterator[str]:
+    yield from coverage.remarks
     if coverage.loss:
         yield f"backward begins from {coverage.loss}"
     wanted = together((one.native, one.name) for one in coverage.holders if one.converted and one.native)

@@ -15,7 +15,7 @@ from fp8bench.report.elements import Axis, Bars, Element, Field, Mark, Table, Te
 from fp8bench.report.material import Material, titled_panels
 from fp8bench.report.page.charts import grouped
 from fp8bench.report.page.section import PRECISION, Section, sections, table_of_cases
-from fp8bench.report.panels import Panel, Result, main_error, show_value, together, value_of
+from fp8bench.report.panels import Panel, Result, error_name, main_error, show_value, together, value_of
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import NamedCase, listed, named_cases
@@ -118,7 +118,7 @@ def _errors(title: str, panel: Panel) -> Iterator[Element]:
 
 def _by_mode(panel: Panel) -> dict[str, dict[str, list[Measurement]]]:
     found = together(
-        (result.mode, (f"{one.metric} ({one.phase})" if one.phase else one.metric, one))
+        (result.mode, (error_name(one), one))
         for result in panel.results
         for one in result.record.measurements
         if one.unit not in _OTHER_UNITS and value_of(one) is not None

@@ -54,6 +54,24 @@ def elsewhere():
     return nn.Linear(16, 16), torch.randn(16, 16, device="meta")
 
 
+class Alternating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.calls = nn.Linear(16, 16), nn.Linear(16, 64), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.b(self.a(x)) if self.calls % 2 else self.a(x)
+
+
+def alternating():
+    return Alternating(), torch.randn(16, 16)
+
+
+def complex_numbers():
+    return nn.Linear(8, 8, dtype=torch.complex64), torch.randn(4, 8, dtype=torch.complex64)
+
+
 def without_products():
     return nn.Sequential(nn.ReLU(), nn.LayerNorm(8)), torch.randn(4, 8)
 
@@ -104,8 +122,17 @@ def test_a_model_as_it_came_beside_its_copies(makers: str, fp8bench: Say, short_
     assert phases["bf16"] == {*phases["untouched"], "cast", "gemm"}
 
 
+def test_steps_that_are_not_alike_are_said_to_be(makers: str, fp8bench: Say, short_slots: None) -> None:
+    """Another branch every second call; and its loss error is of one draw."""
+    words = ("--dtypes", "bf16", "--rounds", "2", "--no-report", "--no-isolation", "--no-energy")
+    code, out, _ = fp8bench("profile", f"{makers}:alternating", *words)
+    assert code == 0 and "steps are not alike: the first multiplies 115 kFLOP, the second 16.4" in unfolded(out), out
+    assert "loss_error (one draw): untouched 0.0e+00, bf16 " in out
+
+
 # Their words, and what is said. The first ones always run.
 WRONG = [
+    (["{}:complex_numbers"], "its parameter weight is complex64, and casts, optimizers and errors here are of real"),
     (["{}:fails"], "fails in forward: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
     (["{}:nosuch"], "makers.py has no 'nosuch'. Callables in it: Stuck"),
     (["{}:make", "--forward", "--optimizer", "sgd"], "--forward has no optimizer step"),

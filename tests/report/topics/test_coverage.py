@@ -22,7 +22,7 @@ OTHERS = (
     OtherProduct("bmm", "attention.1", 400, 2, "no weights"),
     OtherProduct("mine::mul", "", None, 3, "nobody has a formula"),
 )
-COVERAGE = Coverage((HELD, HEAD), OTHERS, 10_000, "the loss that forward gives")
+COVERAGE = Coverage((HELD, HEAD), OTHERS, 10_000, "the loss that forward gives", ("steps are not alike",))
 
 
 def profiled(coverage: Coverage | None = COVERAGE) -> Run:
@@ -52,6 +52,7 @@ def test_the_page_says_what_is_converted_and_what_not_and_why() -> None:
         ["mine::mul", "0.0%", "nobody has a formula"],
     ]
     assert [one.text for one in remarks.items] == [
+        "steps are not alike",
         "backward begins from the loss that forward gives",
         "up: M=8 is no multiple of 16",
         "3 calls of operators without a formula are in no sum",

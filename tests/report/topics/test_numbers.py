@@ -38,7 +38,7 @@ def test_the_main_error_as_bars_on_a_logarithmic_axis() -> None:
 def test_every_error_by_precision() -> None:
     """Memory is no error, and stands elsewhere."""
     (table,) = of_kind(part("numbers", transformer()), Table)
-    assert [column.title for column in table.columns] == ["precision", "how", "loss_error", "gradient_error"]
+    assert [column.title for column in table.columns] == ["precision", "how", "loss_error (one draw)", "gradient_error"]
     assert texts(table) == [
         ["bf16", "native", "1.2e-05", "3.1e-03"],
         ["fp16", "native", "2.2e-06", "4.2e-04"],
