@@ -36,7 +36,7 @@ from fp8bench.store.index.tables import ROW, Table, placed, table_of
 from fp8bench.store.series import fingerprint
 
 # Raised when the same runs would come to other figures, or be written down in another way.
-VERSION = 8
+VERSION = 9
 _SUFFIX = ".figures"
 _SAFE = re.compile(r"[0-9A-Za-z]{1,64}")
 _MAGIC = b"fp8bench figures"
