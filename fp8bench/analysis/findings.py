@@ -32,6 +32,8 @@ _SEEN = 0.01
 _FINAL = verdicts.FINAL_LEVEL, verdicts.SAME
 # Two ends of an interval that come from the same reach.
 _CLOSE = 1e-9
+# Standard deviations: of the bounds of an interval of 99%, and below which 1% of draws lie.
+_BOUND, _SURE = 2.576, 2.326
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,7 @@ def _with_verdict(
         verdict=conclusion.verdict,
         ratio=conclusion.ratio,
         typical=conclusion.typical,
-        rarest=rarest(record.timing.num_calls),
+        rarest=rarest(record.timing.num_calls, conclusion) if conclusion.verdict is Verdict.SAME else None,
         floor=aa.reach if aa is not None else None,
         why="; ".join(filter(None, (why, _wider_floor(conclusion), _other_times(conclusion.ratio, share, record)))),
         median_ratio=float(np.median(verdicts.totals(record.timing)) / np.median(verdicts.totals(standard.timing))),
@@ -254,9 +256,21 @@ def _unsure(finding: Finding, why: str) -> Finding:
     return replace(finding, verdict=Verdict.UNSURE, why=why)
 
 
-def rarest(calls: int) -> int:
-    """One call in so many that is slower would have been among these, with 99% certainty; at least 1."""
-    return max(1, round(1 / (1 - math.pow(1 - verdicts.FINAL_LEVEL, 1 / calls)))) if calls else 1
+def rarest(calls: int, same: verdicts.Conclusion) -> int | None:
+    """Of calls that take twice as long, with one in so many a case would not have been the same, with 99% certainty.
+
+    The mean has to leave what counts as the same; such calls raise it, and widen its interval. None where each second
+    one, or more, would be needed.
+    """
+    needed = calls * ((1 + verdicts.TYPICAL_SAME) / same.typical.point - 1)
+    met = max(1, math.ceil(_root(needed, _BOUND) ** 2))
+    one_in = calls / _root(met, -_SURE) ** 2
+    return math.floor(one_in) if one_in >= 2 else None
+
+
+def _root(total: float, factor: float) -> float:
+    """The root of the count which with `factor` times its root comes to the total."""
+    return (math.sqrt(factor**2 + 4 * total) - factor) / 2
 
 
 def _why_unsure(conclusion: verdicts.Conclusion, record: Record) -> str:

@@ -103,10 +103,11 @@ class Finding:
     """What the samples of one case say. Derived from the record at any time, never stored as the only truth.
 
     `phases` are best-case seconds that sum to `best_seconds`; those in `below_floor` are too short to be told from
-    the cost of their own markers. `ratio` is that of best cases, `typical` that of the means over all calls; of slower
-    calls, one in `rarest` would have been seen. `floor` is how far the A/A interval reaches from 1. `why` says why it
-    has no verdict, or what a reader may hold against the one it has. `label_reasons` is what there is to say of some
-    labels beyond their meaning; `hard` are those, its own or its reference's, that leave it no verdict.
+    the cost of their own markers. `ratio` is that of best cases, `typical` that of the means over all calls; a case
+    called the same would not have been with one in `rarest` calls that takes twice as long. `floor` is how far the
+    A/A interval reaches from 1. `why` says why it has no verdict, or what a reader may hold against the one it has.
+    `label_reasons` is what there is to say of some labels beyond their meaning; `hard` are those, its own or its
+    reference's, that leave it no verdict.
     """
 
     case: Case

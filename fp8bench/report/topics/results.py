@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fp8bench import units
-from fp8bench.model import Params, Status
+from fp8bench.model import Params, Status, Verdict
 from fp8bench.model.specs import ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
 from fp8bench.report import case_status
 from fp8bench.report.columns import Col, figure_col, in_table, other_tables, table, with_figures
@@ -28,7 +28,7 @@ from fp8bench.report.panels import (
 from fp8bench.report.topics.tensors import about_tensors
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import attention_of, cache_of, replays_of
-from fp8bench.report.words.speed import over_values
+from fp8bench.report.words.speed import over_values, would_have_seen
 
 _COST = "the cost of emulation, not of the precision"
 # What names a case stands in every table.
@@ -174,6 +174,8 @@ def _columns(rows: Sequence[_Row]) -> Iterator[Col[_Row]]:
     words = "of the speed-up; sorts by width: the surest first"
     yield Col("interval", _interval, number=True, unit="x", hint=words)
     yield Col("over all calls", _typical, number=True, unit="x", hint="the speed-up by the mean over all calls")
+    words = "of cases called the same: with 1 in so many calls that takes twice as long they would not have been"
+    yield Col("slow calls seen", _seen, number=True, hint=words)
     words = ", ".join(f"{metric} ({', '.join(dict.fromkeys(suites))})" for metric, suites in errors.items())
     yield Col("error", _error, number=True, hint=words)
     yield from map(_of_spec, (PEAK_MEMORY, ENERGY))
@@ -233,6 +235,15 @@ def _typical(row: _Row) -> Field:
     if typical is None or case_status.speed_up(row.result) is None:
         return Field(units.NONE)
     return number(typical.point, lambda _: case_status.show_speed(typical))
+
+
+def _seen(row: _Row) -> Field | None:
+    finding = row.result.finding
+    if finding is None or finding.verdict is not Verdict.SAME:
+        return None
+    return Field(
+        f"1 in {finding.rarest}" if finding.rarest else units.NONE, finding.rarest, hint=would_have_seen(finding)
+    )
 
 
 def _error(row: _Row) -> Field:

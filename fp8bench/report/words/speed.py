@@ -167,8 +167,22 @@ def of_all_calls(finding: Finding) -> str:
     """'1.02x [0.99, 1.04]', by the mean over all calls; what that would have seen where nothing was found."""
     if finding.typical is None:
         return units.NONE
-    seen = f", would have seen 1 call in {finding.rarest}" if finding.verdict is Verdict.SAME else ""
+    seen = f", {would_have_seen(finding)}" if finding.verdict is Verdict.SAME else ""
     return f"{show_speed(finding.typical.inverse)}{seen}"
+
+
+def would_have_seen(finding: Finding) -> str:
+    """Of calls that are slower than others, in a case that is called the same."""
+    if finding.rarest is None:
+        return "too few calls to have seen some that take twice as long"
+    rarer = (
+        ", not surely 1 in 20 that takes 60% more (its mean moves by 3%)" if finding.rarest < _OF_THREE_PERCENT else ""
+    )
+    return f"would have seen 1 call in {finding.rarest} that takes twice as long{rarer}"
+
+
+# With 1 in 33 that takes twice as long a mean moves by 3%.
+_OF_THREE_PERCENT = 33
 
 
 def span(speeds: Sequence[float]) -> str:
