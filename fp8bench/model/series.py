@@ -184,6 +184,7 @@ class Comparison:
     `p_value` is the chance of such a difference or a greater one if nothing had changed, None where nobody can say.
     `since` and `until` are the commits between which a step of a series lies, '' elsewhere. `failed` says that the case
     failed on the second side, where it had not on the first. `noise` is None where there is none, or nobody knows it.
+    What other processes took may have made a time `others` times as long on one side.
     """
 
     case: str
@@ -202,6 +203,7 @@ class Comparison:
     until: str = ""
     failed: bool = False
     noise: Noise | None = None
+    others: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,6 @@ def as_csv(comparisons: Iterable[Comparison]) -> str:
 
 def _row(one: Comparison) -> dict[str, Any]:
     plain = encode(one)
-    interval, _ = plain.pop("ratio") or {}, plain.pop("noise")
+    interval, _, _ = plain.pop("ratio") or {}, plain.pop("noise"), plain.pop("others")
     ends = {"ratio": interval.get("point"), **{name: interval.get(name) for name in ("low", "high", "level")}}
     return {**plain, **ends, "labels": " ".join(one.labels), "failed": "yes" if one.failed else "no"}

@@ -10,7 +10,7 @@ from statistics import fmean
 from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM, Estimate, across, direction, exact_change
 from fp8bench.analysis.compare.matched_figures import Figures, counted, sensed, timed
 from fp8bench.analysis.compare.sides import Differing, Side, Sighting, differing
-from fp8bench.analysis.labels import AHEAD, disturbed_slots
+from fp8bench.analysis.labels import AHEAD, FAR_AHEAD, disturbed_slots
 from fp8bench.analysis.tapes import counts_of, what_changed
 from fp8bench.analysis.verdicts import agrees, uneven
 from fp8bench.model import Case, Comparison, Direction, Evidence, Interval, Label, Record, Status, Verdict
@@ -22,6 +22,7 @@ _VERDICTS = {
 }  # fmt: skip
 # Of one side more than of the other by so much, others took the CPU in its slots; or of its cores before it began.
 _HELD_UP, _LOAD = 0.2, 1.0
+_LEAST_SHARE = 1e-3
 _BECAME = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
 
 
@@ -85,6 +86,37 @@ def _busier(before: Sequence[Sighting], after: Sequence[Sighting]) -> str:
     return ""
 
 
+def _beside_others(said: Comparison, before: Sequence[Sighting], after: Sequence[Sighting], busier: str) -> Comparison:
+    """A time, which others may have made longer on one side; no better and no worse than that explains.
+
+    How far many runs lie apart has what steps waited for a core in it.
+    """
+    longer = max(_longer(before), _longer(after)) if said.p_value is None else 1.0
+    said = replace(said, others=max(FAR_AHEAD, longer) if busier else longer)
+    if said.direction is Direction.UNSURE:
+        return replace(said, why=busier or said.why)
+    if (
+        said.direction is Direction.SAME
+        or said.ratio is None
+        or abs(math.log(said.ratio.point)) > math.log(said.others)
+    ):
+        return said
+    waited = f"steps took up to {longer:.1f} times as long for want of a core: measure while others do less, or duel"
+    return replace(said, direction=Direction.UNSURE, why=busier or waited)
+
+
+def _longer(side: Sequence[Sighting]) -> float:
+    """How many times as long steps took because they waited for a core, in the mean; 1 on a device of its own."""
+    cases = [one.record for one in side if one.record.case.device.startswith("cpu")]
+    slots = [slot for record in cases if record.timing is not None for slot in record.timing.slots]
+    wall = sum(slot.wall_seconds for slot in slots)
+    waited = sum(
+        max(0.0, slot.wall_seconds - slot.cpu_seconds) if slot.waited_seconds is None else slot.waited_seconds
+        for slot in slots
+    )
+    return wall / max(wall - waited, wall * _LEAST_SHARE) if wall else 1.0
+
+
 def _held_up(one: Sighting) -> float:
     """The share of slots whose wall clock ran ahead of the processor's time."""
     timing = one.record.timing
@@ -128,11 +160,12 @@ def _of_case(
         yield _none(new.case, f"{old.support.level} before and {new.support.level} now: not the same work")
         return
     kept = _whole(old_side), _whole(new_side)
+    busier = _busier(*kept)
     for figures in (*timed(*kept, _whole(others)), *sensed(*kept, _whole(others))):
         said = of_times(figures, new.case.id, new.case.workload, _labels((*kept[0], *kept[1])))
+        if figures.metric in (TIME, RELATIVE):
+            said = _beside_others(said, *kept, busier)
         why = f"the sides were measured on different machines ({elsewhere})" if elsewhere else ""
-        if said.direction in (Direction.WORSE, Direction.BETTER) and figures.metric in (TIME, RELATIVE):
-            why = why or _busier(*kept)
         yield replace(said, direction=Direction.UNSURE, why=why) if why else said
     for metric, first, second in counted(*kept):
         exact = exact_change(first, second)

@@ -198,7 +198,7 @@ def may_fail(one: Comparison) -> bool:
     """Whether such evidence may fail a build at all, however often it is repeated."""
     if one.evidence is Evidence.PAIRED or one.ratio is None or is_exact(one):
         return True
-    return one.ratio.point >= 1 + ALONE
+    return one.direction is Direction.WORSE and one.ratio.point >= 1 + ALONE
 
 
 def is_exact(one: Comparison) -> bool:
@@ -230,9 +230,15 @@ def _decides(one: Judged) -> str:
 
 def _is_absent(one: Judged, again: Comparison) -> bool:
     """Whether a second look excludes what the first one saw; that it does not see it again is not enough."""
-    if again.ratio is None or is_exact(again) or again.direction in (Direction.SAME, Direction.BETTER):
+    if again.ratio is None or is_exact(again):
         return True
-    return again.ratio.level > 0 and again.ratio.high <= 1 + one.threshold.relative
+    # A slow-down may be hidden by what others took of the first side, and of a few runs by how far runs lie apart.
+    least = math.log1p(one.threshold.relative) - math.log(again.others)
+    if is_alone(again):
+        least -= AGAIN * one.spread.deviation if one.spread else math.log1p(ALONE)
+    elif again.direction in (Direction.SAME, Direction.BETTER) and again.others == 1:
+        return True
+    return again.ratio.level > 0 and math.log(again.ratio.high) <= least
 
 
 def _settled(one: Judged, look: SecondLook, rules: tuple[Rule, ...]) -> Judged:
@@ -248,10 +254,13 @@ def _settled(one: Judged, look: SecondLook, rules: tuple[Rule, ...]) -> Judged:
     if not _again_worse(one, again, rules):
         if _is_absent(one, again):
             return replace(one, outcome=Outcome.CLEARED, why=f"{look.how}, it was not so", again=again)
-        return replace(one, why=f"{look.how}, it was not shown to be absent: {_decides(one)}", again=again)
+        reason = f" ({again.why})" if again.why else ""
+        return replace(one, why=f"{look.how}, it was not shown to be absent{reason}: {_decides(one)}", again=again)
     if may_fail(again) or again.p_value is not None or again.evidence is Evidence.HISTORY:
         return replace(one, outcome=Outcome.REGRESSION, why=f"{look.how}, it was so again", again=again)
-    why = f"{look.how}, it was so again; against a single stored run nothing fails below 10%: {_decides(one)}"
+    below = "against a single stored run nothing fails below 10%"
+    unlike = again.ratio is not None and again.ratio.point > 1 + ALONE
+    why = f"{look.how}, it was so again; {again.why if unlike and again.why else below}; {_decides(one)}"
     return replace(one, why=why, again=again)
 
 

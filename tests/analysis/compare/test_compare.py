@@ -406,3 +406,15 @@ def test_what_others_took_of_one_side_alone_is_no_regression(
     assert time.ratio is not None and time.ratio.point == pytest.approx(2, rel=0.05)
     assert time.direction is (Direction.UNSURE if said else Direction.WORSE)
     assert time.why.startswith(said) and (not said or time.why.endswith(": measure both sides alike, or duel"))
+
+
+@pytest.mark.parametrize(("times", "said"), [(1.3, Direction.UNSURE), (2.0, Direction.WORSE), (0.8, Direction.UNSURE)])
+def test_no_more_than_waiting_explains(times: float, said: Direction) -> None:
+    """Both sides had two thirds of a core in nearly all slots: below 1.5 times nobody knows."""
+    sides = [
+        [run_of([record("fp32", 30.0, seed), waiting(share, milliseconds, seed + 5)], id=f"{seed:08x}")]
+        for seed, share, milliseconds in ((1, 0.9, 10.0), (2, 1.0, 10.0 * times))
+    ]
+    time = of(held(*sides), "time")
+    assert time.direction is said and time.others == pytest.approx(1.5, rel=1e-3)
+    assert ("up to 1.5 times as long for want of a core" in time.why) is (said is Direction.UNSURE)

@@ -43,6 +43,10 @@ def stored(times: float, **changes: object) -> Comparison:
     return figure(times, **{**given, **changes})
 
 
+# Of a time that others may have made twice as long.
+TAKEN: dict[str, object] = {"direction": Direction.UNSURE, "why": "steps waited", "others": 2.0}
+
+
 def exact(times: float, **changes: object) -> Comparison:
     """Memory: the same whenever the same code runs."""
     given = {
@@ -119,8 +123,11 @@ RELATIVE = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
         (figure(1.06), figure(1.02), Outcome.CLEARED),
         # What was seen and is not shown to be absent stays a suspect: an interval too wide, or none.
         (figure(1.06), figure(1.06, direction=Direction.UNSURE), Outcome.TO_CONFIRM),
-        (figure(1.11), replace(figure(1.1, direction=Direction.UNSURE), ratio=Interval(1.1, 1.1, 1.1, 0.0)),
-         Outcome.TO_CONFIRM),
+        (
+            figure(1.11),
+            replace(figure(1.1, direction=Direction.UNSURE), ratio=Interval(1.1, 1.1, 1.1, 0.0)),
+            Outcome.TO_CONFIRM,
+        ),
         (figure(1.06), FAILED, Outcome.FAILED),
         (exact(1.05), exact(1.05), Outcome.REGRESSION),
         (exact(1.05), exact(1.0), Outcome.CLEARED),
@@ -129,6 +136,18 @@ RELATIVE = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
         (stored(1.08), stored(1.3), Outcome.REGRESSION),
         (stored(1.3), stored(1.08), Outcome.TO_CONFIRM),
         (stored(1.2), stored(1.2), Outcome.REGRESSION),
+        # Nor do they where others may have made as much of nothing, and they clear what they exclude beside all that.
+        (stored(1.2, **TAKEN), stored(1.2, **TAKEN), Outcome.TO_CONFIRM),
+        (stored(1.2, **TAKEN), stored(1.2), Outcome.REGRESSION),
+        (stored(1.2), stored(1.0), Outcome.TO_CONFIRM),
+        (stored(1.2), stored(0.93), Outcome.CLEARED),
+        (stored(1.2), stored(0.93, others=1.2), Outcome.TO_CONFIRM),
+        (KNOWN, replace(KNOWN, ratio=Interval(1.0, 0.99, 1.01, 0.99), direction=Direction.SAME), Outcome.CLEARED),
+        (
+            KNOWN,
+            replace(KNOWN, ratio=Interval(1.0, 0.99, 1.01, 0.99), direction=Direction.SAME, others=5.0),
+            Outcome.TO_CONFIRM,
+        ),
         (stored(1.08), figure(1.08), Outcome.REGRESSION),
         (KNOWN, KNOWN, Outcome.REGRESSION),
         (STEP, STEP, Outcome.REGRESSION),
@@ -140,14 +159,16 @@ RELATIVE = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
     ],
 )
 def test_what_a_second_look_does(first: Comparison, again: Comparison | None, outcome: Outcome) -> None:
-    assert settle(first, again).outcome is outcome
+    settled = settle(first, again)
+    assert settled.outcome is outcome
+    assert outcome is not Outcome.TO_CONFIRM or again is None or again.why in settled.why
 
 
 def test_without_a_second_look() -> None:
     """What may fail fails and says that nobody confirmed it; the rest stays a suspect."""
     for one, outcome in (
         (stored(1.2), Outcome.REGRESSION), (stored(1.08), Outcome.TO_CONFIRM), (figure(1.06), Outcome.REGRESSION),
-        (exact(1.05), Outcome.REGRESSION),
+        (exact(1.05), Outcome.REGRESSION), (stored(1.2, **TAKEN), Outcome.TO_CONFIRM),
     ):  # fmt: skip
         (judged,) = second_look(first_look([one]), SecondLook({}, refused="--no-rerun"))
         assert judged.outcome is outcome and "not measured again: --no-rerun" in judged.why
