@@ -14,8 +14,8 @@ SUITES = Path(__file__).resolve().parents[2] / "suites"
 # What is in the folder and measures no workload: the package, fp8bench itself, kills, and made series.
 OTHERS = {
     "__init__", "audit", "audit_lies", "audit_optimizers", "change_points", "fleet", "gate", "compacted_history",
-    "coverage",
-    "harness", "health", "illnesses", "kill", "long_history", "quantisers", "ranks", "sight", "shares", "tape",
+    "coverage", "harness", "health", "illnesses", "kill", "load", "long_history", "quantisers", "ranks", "sight",
+    "shares", "tape",
     "training_step", "verdicts",
 }  # fmt: skip
 FILE = '''"""What asv follows of the suite {name}."""
