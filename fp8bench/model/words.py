@@ -99,7 +99,7 @@ REMARKS = frozenset({Label.POWER_CAPPED, Label.WHOLE_STEPS, Label.ENERGY_UNRESOL
 OF_ANOTHER_KIND = frozenset(
     {
         Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK, Label.FLAT_TIME, Label.NO_WORK, Label.NOT_FINITE,
-        Label.EAGER_QUANTISER, Label.UNPAIRED, Label.CROSS_RUN,
+        Label.OTHER_INPUTS, Label.HANDICAP, Label.EAGER_QUANTISER, Label.UNPAIRED, Label.CROSS_RUN,
     }
 )  # fmt: skip
 
