@@ -17,6 +17,7 @@ from fp8bench.jobs.after_run import into_history
 from fp8bench.jobs.kinds import kinds
 from fp8bench.jobs.profile import profile as profile_maker
 from fp8bench.jobs.profile import profile_axes, profile_dtypes, profile_live
+from fp8bench.jobs.sessions import check_sessions, execute_sessions
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Request
 from fp8bench.pipeline import execute
@@ -54,6 +55,8 @@ class Run(model.Run):
 def run(
     suite: str,
     *,
+    sessions: int = 1,
+    apart: float = 0.0,
     tensorboard: str | Path | None = None,
     store: str | Path = DEFAULT_STORE,
     observer: Observer | None = None,
@@ -63,12 +66,15 @@ def run(
 
     Arguments are the command line's options, with its defaults (`help(fp8bench.run)` names them, `fp8bench suite
     --help` explains them). `set` maps an axis to a value or a list of values. With `isolation=False` everything runs in
-    this process, so that workloads defined in a notebook can be measured; then a crash cannot be survived. Raises
-    Fp8benchError with a sentence for what cannot be done; failed cases are records.
+    this process, so that workloads defined in a notebook can be measured; then a crash cannot be survived. `apart` are
+    the seconds between `sessions`. Raises Fp8benchError with a sentence for what cannot be done; failed cases are
+    records.
     """
     request = Request(suite, **asked(Request, options, "run"))
     request = replace(request, imports=(*request.imports, *files_of(suite)))
-    return _measured(partial(execute, request), store, observer, tensorboard)
+    check_sessions(sessions, apart)
+    several = partial(execute_sessions, request, sessions=sessions, apart=apart)
+    return _measured(several if sessions > 1 else partial(execute, request), store, observer, tensorboard)
 
 
 def _measured(

@@ -109,16 +109,21 @@ def best_ratio(
     where one is cut much finer than another, whole steps are compared. So they are where they are asked for, or, where
     nothing is said of it, where cells make up for each other.
     """
+    samples = _comparable(timings, rounds, whole)
+    own, *others = map(stats.best_case, samples)
+    if len(rounds) < LEAST_ROUNDS:
+        return stats.extent(stats.ratio(own, others), [each.sum(axis=1) for each in samples])
+    return stats.ratio(own, others, level)
+
+
+def _comparable(timings: Sequence[Timing], rounds: Sequence[int], whole: bool | None) -> list[stats.Floats]:
     calls = _fewest_calls(*timings)
     samples = [cells(timing, calls, rounds) for timing in timings]
     parts = [_parts(one) for one in samples]
     whole = _make_up(timings, rounds, BAND) if whole is None else whole
     if whole or max(parts) > _FINER * min(parts):
-        samples = [cells(timing, calls, rounds, whole=True) for timing in timings]
-    own, *others = map(stats.best_case, samples)
-    if len(rounds) < LEAST_ROUNDS:
-        return stats.extent(stats.ratio(own, others), [each.sum(axis=1) for each in samples])
-    return stats.ratio(own, others, level)
+        return [cells(timing, calls, rounds, whole=True) for timing in timings]
+    return samples
 
 
 def _parts(samples: stats.Floats) -> float:
@@ -252,6 +257,17 @@ def _hull(ratios: Sequence[Interval]) -> Interval:
     """From the least to the most that any of them says; the level is that of the last."""
     point = math.exp(float(np.mean([math.log(one.point) for one in ratios]))) if len(ratios) > 1 else ratios[-1].point
     return replace(ratios[-1], point=point, low=min(one.low for one in ratios), high=max(one.high for one in ratios))
+
+
+def best_log(case: Timing, reference: Timing, control: Timing | None) -> float | None:
+    """The logarithm of the ratio that a verdict would be on, without its interval; None of rounds too few for one."""
+    entries = [reference] if control is None or not control.slots else [reference, control]
+    rounds = common_rounds([case, *entries])
+    if len(rounds) < LEAST_ROUNDS:
+        return None
+    samples = _comparable([case, *entries], rounds, _floor(entries, rounds, case)[1])
+    own, *others = (float(stats.best_by_segment(one).sum()) for one in samples)
+    return math.log(own) - float(np.mean(np.log(others))) if own > 0 and min(others) > 0 else None
 
 
 def _reaching(ratio: Interval, reach: float) -> Interval:

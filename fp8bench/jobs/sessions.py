@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.analysis.findings import findings
+from fp8bench.errors import UsageError
 from fp8bench.model import Interval, Request, Run
 from fp8bench.pipeline import execute
 from fp8bench.protocols import Observer
 from fp8bench.units import clock
 
 _TOLD_EVERY = 1.0
+
+
+def check_sessions(sessions: object, apart: object) -> None:
+    """Raise UsageError for what are no sessions, and for a wait between them where there is only one."""
+    if isinstance(sessions, bool) or not isinstance(sessions, int) or sessions < 1:
+        raise UsageError(f"sessions: expected a whole number from 1 on, got {sessions!r}.")
+    if not isinstance(apart, int | float) or not 0 <= apart < math.inf:
+        raise UsageError(f"apart: expected seconds from 0 on, got {apart!r}.")
+    if apart and sessions == 1:
+        raise UsageError("there is one session, and apart is the time between them. Ask for more sessions, 3 say.")
 
 
 def execute_sessions(
@@ -24,7 +36,7 @@ def execute_sessions(
     """
     known: dict[str, tuple[Interval, ...]] = {}
     for number in range(sessions):
-        note = f"session {number + 1} of {sessions}" if sessions > 1 else ""
+        note = f"session {number + 1} of {sessions}"
         run = execute(request, store, observer, command, note=note, sessions=known)
         if not run.finished or number + 1 == sessions or not _waited(run, apart, observer, number + 2, sessions):
             break

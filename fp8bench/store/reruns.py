@@ -6,16 +6,15 @@ Every run that ends adds to it, and the next one reads it: a few numbers a case,
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fp8bench.analysis.findings import find
 from fp8bench.analysis.reruns import Seen, is_busy, learned
+from fp8bench.analysis.verdicts import best_log
 from fp8bench.errors import StoreError
 from fp8bench.files import locked, sealed_line, unsealed_line, write_whole
-from fp8bench.model import Record, Run
+from fp8bench.model import Level, Record, Run
 from fp8bench.store.ceilings import machine_file
 
 # Raised when the same runs would say something else.
@@ -38,12 +37,7 @@ def with_reruns(records: Sequence[Record], run: Run, store: Path) -> tuple[Recor
 
 def add_reruns(records: Sequence[Record], run: Run, store: Path) -> None:
     """What a group came to is one run more of each case, unless rounds were too few."""
-    ratios = {found.case.id: found.ratio for found in find(records, {}) if found.ratio is not None}
-    logs = {
-        _name(one, records, run): math.log(ratio.point)
-        for one in records
-        if (ratio := ratios.get(one.case.id)) is not None and ratio.level and 0 < ratio.point < math.inf
-    }
+    logs = {_name(one, records, run): log for one in records if (log := _log(one, records)) is not None}
     path = _path(records, run, store)
     with contextlib.suppress(OSError, StoreError):
         if logs:
@@ -52,6 +46,23 @@ def add_reruns(records: Sequence[Record], run: Run, store: Path) -> None:
                 seen |= {name: seen.get(name, Seen()).also(log) for name, log in logs.items()}
                 cases = {name: [one.runs, one.mean, one.squares] for name, one in seen.items()}
                 write_whole(path, f"{sealed_line({'version': _VERSION, 'cases': cases})}\n")
+
+
+def _log(record: Record, records: Sequence[Record]) -> float | None:
+    """Of the ratio that a verdict would be on; None where there is none."""
+    lead = next((one for one in records if one.is_reference), None)
+    if (
+        lead is None
+        or record is lead
+        or not record.paired
+        or Level.EMULATED in (record.support.level, lead.support.level)
+    ):
+        return None
+    arms = [record.timing, record.paired_with or lead.timing, record.control if record.paired_with else lead.control]
+    if record.fresh is not None:
+        arms = [record.fresh.timing, record.fresh.reference, record.fresh.control]
+    own, reference, control = arms
+    return best_log(own, reference, control) if own is not None and reference is not None else None
 
 
 def _name(record: Record, records: Sequence[Record], run: Run) -> str:

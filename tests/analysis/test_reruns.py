@@ -10,8 +10,9 @@ import pytest
 
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.reruns import LEAST_FREEDOM, Seen, is_busy, learned, reach_of
-from fp8bench.analysis.verdicts import conclude
+from fp8bench.analysis.verdicts import best_log, conclude
 from fp8bench.model import Reruns, Verdict
+from tests.analysis.test_verdicts import busy
 from tests.fakes import MS, record, steady
 
 TEN = steady(10 * MS, 24)
@@ -97,3 +98,11 @@ def test_a_wild_case_takes_no_verdict_of_its_neighbours() -> None:
     known = {"calm": seen(0, 0.01, 0.02), "usual": seen(0, 0.02, 0.04), "wild": seen(0, 2.0, 4.0)}
     found = learned("new", known)
     assert found is not None and found.spread == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("rounds", [8, 24, 60])
+def test_the_ratio_without_an_interval_is_that_of_the_verdict(rounds: int) -> None:
+    arms = [busy(3, seed, rounds) for seed in (1, 2, 3)]
+    known, log = conclude(*arms), best_log(*arms)
+    assert known is not None and (log is None) == (rounds < 24)
+    assert log is None or known.ratio.point == pytest.approx(math.exp(log), rel=1e-12)

@@ -49,7 +49,7 @@ CONFIGURED = {
     "--csv-wide", "--open", "--no-report", "--static-scales", "--refresh-scales", "--saturation-bound",
     "--energy", "--no-energy", "--sustained", "--max-batch", "--memory-limit", "--explain", "--backend", "--tape",
     "--shares",
-    "--ranks",
+    "--ranks", "--sessions", "--apart",
 }  # fmt: skip
 OPTIONS = {
     "": COMMON | {"--version"},

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fp8bench.analysis.findings import findings
+from fp8bench.errors import UsageError
 from fp8bench.jobs import sessions
 from fp8bench.model import Interval, Reruns, Run
 from fp8bench.protocols.phases import SilentObserver
@@ -52,11 +53,6 @@ def test_the_last_run_knows_what_all_before_it_said(asked: Asked) -> None:
     assert all(one.half_width < 0.05 for one in known)
 
 
-def test_one_session_is_a_run_like_any_other(asked: Asked) -> None:
-    measured(1)
-    assert asked == [{"note": "", "sessions": {}}]
-
-
 def test_an_interval_is_the_hull_of_all_sessions() -> None:
     """About the mean of their points; the verdict is by it."""
     run = run_like(9.9)
@@ -79,3 +75,9 @@ def test_who_interrupts_has_the_sessions_that_there_are(asked: Asked, monkeypatc
     assert measured(3, apart=60).finished and len(asked) == 1
     monkeypatch.setattr(sessions, "execute", lambda *_, **options: asked.append(options) or run_like(5, finished=False))
     assert not measured(3).finished and len(asked) == 2
+
+
+@pytest.mark.parametrize(("number", "apart"), [(0, 0), (True, 0), ("3", 0), (3, -1), (3, float("nan")), (1, 60)])
+def test_what_are_no_sessions_is_refused(number: Any, apart: float) -> None:
+    with pytest.raises(UsageError, match=r"expected|one session"):
+        sessions.check_sessions(number, apart)

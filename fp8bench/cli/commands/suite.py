@@ -84,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.suite is None:
         raise UsageError(f"no suite was named. Give one of {', '.join(workloads.names())}, all, or a .py file.")
     request = request_of(arguments)
+    if arguments.sessions > 1 and (arguments.dry_run or request.suite == CEILINGS):
+        raise UsageError("--sessions measures a suite several times. Leave it out with --dry-run and with ceilings.")
     if request.suite == CEILINGS:
         return _ceilings(request, arguments)
     check_names(request)
@@ -95,10 +97,13 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.write_plan is not None:
             _write_plan(request, plan, facts, arguments)
         return EXIT_OK
-    if arguments.apart and arguments.sessions == 1:
-        raise UsageError("--apart is the time between sessions, and there is 1. Add --sessions 3, say.")
-    from fp8bench.jobs.sessions import execute_sessions
+    from fp8bench.pipeline import execute
 
+    if arguments.sessions == 1 and not arguments.apart:
+        return measure_and_tell(request, arguments, execute)
+    from fp8bench.jobs.sessions import check_sessions, execute_sessions
+
+    check_sessions(arguments.sessions, arguments.apart)
     several = partial(execute_sessions, sessions=arguments.sessions, apart=arguments.apart)
     return measure_and_tell(request, arguments, several)
 
