@@ -64,7 +64,7 @@ def _advice(
     return Advice(
         rule, kind, case.mode, reference, sentence, (case.setting,), recipe, gain=gain,
         case=case.id if gain is not None else "", grounds=grounds,
-        doubtful=gain is not None and bool(doubts(one)),
+        doubtful=gain is not None and one.finding is not None and one.finding.doubtful,
     )  # fmt: skip
 
 

@@ -138,7 +138,7 @@ def test_labels_are_told_with_all_that_rests_on_these_times() -> None:
     made = basis(group(fp8={**BF16, "cast": 100}))
     reference, case = made.findings
     labels = {case: (Label.NOISY, Label.POWER_CAPPED), reference: (Label.CONTENDED, Label.NOISY)}
-    findings = {name: replace(made.findings[name], labels=several) for name, several in labels.items()}
+    findings = {name: replace(made.findings[name], labels=several, floor=0.5) for name, several in labels.items()}
     one = only(advised(replace(made, findings=findings)), NOTHING)
     assert one.doubtful and "as fast: perhaps slower" in one.sentence
     assert one.sentence.endswith("; labelled noisy; its reference labelled contended")
