@@ -35,7 +35,8 @@ from fp8bench.worker.static_scales import step as take_step
 LONGEST_SECONDS = 1.0
 # What Python does in a step that does nothing takes less; work that torch does not see takes more.
 NO_TIME_SECONDS = 50e-6
-_TIMED = 5
+# So often as a rule; short ones more often, for on a loaded machine a step that only sleeps takes twice that at times.
+_TIMED, _MOST_TIMED, _SPENT_SECONDS = 5, 100, 0.01
 # So many steps in which none gives what another gave do something.
 _MOST_STEPS = 4
 
@@ -240,9 +241,14 @@ def _idle(steps: _Steps) -> bool:
     """Whether a step calls nothing of torch's, and takes no time that could be work of others'."""
     if calls_operators(steps.take) is not False:
         return False
-    shortest = NO_TIME_SECONDS
-    for _ in range(_TIMED):
+    end, spent = time.monotonic() + LONGEST_SECONDS, 0.0
+    for number in range(_MOST_TIMED):
         begun = time.process_time()
         steps.take()
-        shortest = min(shortest, time.process_time() - begun)
-    return shortest < NO_TIME_SECONDS
+        took = time.process_time() - begun
+        if took < NO_TIME_SECONDS:
+            return True
+        spent += took
+        if number + 1 >= _TIMED and (spent > _SPENT_SECONDS or time.monotonic() > end):
+            break
+    return False
