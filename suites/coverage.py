@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.units import percent
+from suites.load import load as planted
 
 LOADS = (0, 2, 4, 8)
 RUNS = 6  # of each case at each load
@@ -47,24 +47,12 @@ _SEEN = 0.02
 Row = dict[str, Any]
 
 
-@contextmanager
-def busy(processes: int) -> Iterator[None]:
-    """So many loops that take a core each where they get it."""
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
-
-
 def measured(case: str, load: int, store: Path) -> list[Row]:
     """A row for every ratio of a run; by its rounds alone, and as it is printed."""
     before = set(run_files(store))
     began, at_start = time.time(), os.getloadavg()[0]
     suite, dtypes, *axes = CASES[case]
-    with busy(load):
+    with planted(load):
         command = [sys.executable, "-m", "fp8bench", "suite", suite, "--dtypes", dtypes, "--store", str(store)]
         command += [word for axis in axes for word in ("--set", axis)]
         subprocess.run(command, env=os.environ | QUICKER, capture_output=True, check=True)

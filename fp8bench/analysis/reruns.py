@@ -21,6 +21,8 @@ from fp8bench.model import Reruns, Timing
 LEAST_FREEDOM = 4
 # A case that was run a few times is taken for one like the others, with the weight of so many comparisons.
 _PRIOR = 4
+# A logarithm: intervals that reach further say nothing either, and their ends are no numbers.
+_MOST = 100.0
 # Of the slots: where others held up more of them, a run says nothing of what quiet ones differ by.
 _BUSY = 0.2
 
@@ -77,4 +79,6 @@ def _usual(seen: Sequence[Seen]) -> float:
 
 def reach_of(reruns: Reruns | None) -> float:
     """How far from its point an interval reaches at least, as a logarithm."""
-    return quantile(FINAL_LEVEL, reruns.freedom) * reruns.spread if reruns is not None else 0.0
+    if reruns is None or reruns.freedom < 1 or not 0 <= reruns.spread < math.inf:  # who changes a file may write any
+        return 0.0
+    return min(quantile(FINAL_LEVEL, reruns.freedom) * reruns.spread, _MOST)

@@ -247,7 +247,8 @@ def conclude(
         return None
     aa, whole = _floor(entries, rounds, case)
     ratio = best_ratio([case, *entries], rounds, level, whole)
-    ratio = _reaching(_hull([*sessions, ratio]), reach / math.sqrt(1 + len(sessions)))
+    sound = [one for one in sessions if 0 < one.low <= one.point <= one.high < math.inf]
+    ratio = _reaching(_hull([*sound, ratio]), reach / math.sqrt(1 + len(sound)))
     typical = mean_ratio([case, *entries], rounds, level)
     verdict = rule(ratio, band_of(aa), same) if len(rounds) >= LEAST_FOR_VERDICT else Verdict.UNSURE
     return Conclusion(verdict if agrees(verdict, ratio, typical) else Verdict.UNSURE, ratio, typical, aa, whole)

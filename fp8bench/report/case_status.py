@@ -97,7 +97,7 @@ def bounds(speed: Interval) -> str:
     return f"[{low}, {high}]" if speed.level else f"({low} to {high})"
 
 
-def of_what(results: Iterable[Result]) -> str:
+def what_intervals_hold(results: Iterable[Result]) -> str:
     """'99% of these rounds', '99% of reruns, by 12 earlier runs, hull of 3 sessions'; '' where there is no interval."""
     told = [one.record for one in results if (speed := speed_up(one)) is not None and speed.level]
     runs = [one.reruns.runs for one in told if one.reruns is not None]

@@ -35,7 +35,8 @@ from fp8bench.worker.static_scales import step as take_step
 LONGEST_SECONDS = 1.0
 # What Python does in a step that does nothing takes less; work that torch does not see takes more.
 NO_TIME_SECONDS = 50e-6
-# So often as a rule; short ones more often, for on a loaded machine a step that only sleeps takes twice that at times.
+# How often a step is taken. A loaded machine makes even a sleeping one take more than that at times: short ones are
+# taken more often.
 _TIMED, _MOST_TIMED, _SPENT_SECONDS = 5, 100, 0.01
 # So many steps in which none gives what another gave do something.
 _MOST_STEPS = 4

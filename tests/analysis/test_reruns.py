@@ -11,7 +11,7 @@ import pytest
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.reruns import LEAST_FREEDOM, Seen, is_busy, learned, reach_of
 from fp8bench.analysis.verdicts import best_log, conclude
-from fp8bench.model import Reruns, Verdict
+from fp8bench.model import Interval, Reruns, Verdict
 from tests.analysis.test_verdicts import busy
 from tests.fakes import MS, record, steady
 
@@ -106,3 +106,14 @@ def test_the_ratio_without_an_interval_is_that_of_the_verdict(rounds: int) -> No
     known, log = conclude(*arms), best_log(*arms)
     assert known is not None and (log is None) == (rounds < 24)
     assert log is None or known.ratio.point == pytest.approx(math.exp(log), rel=1e-12)
+
+
+@pytest.mark.parametrize("bad", [Reruns(math.nan, 4, 4), Reruns(math.inf, 4, 4), Reruns(-1.0, 4, 4), Reruns(0.1, 0, 4)])
+def test_a_file_that_somebody_changed_ends_in_no_traceback(bad: Reruns) -> None:
+    """What is no spread is none, what is no ratio is none; a huge one is an interval without a verdict."""
+    assert reach_of(bad) == 0.0
+    none = [Interval(point, 0.9, 1.1, 0.99) for point in (0.0, -1.0, math.nan, math.inf)]
+    plain = conclude(FIVE, TEN, TEN)
+    assert plain == conclude(FIVE, TEN, TEN, sessions=none)
+    wide = conclude(FIVE, TEN, TEN, reach=reach_of(Reruns(1e9, 4, 4)))
+    assert wide is not None and wide.verdict is Verdict.UNSURE and math.isfinite(wide.ratio.high)

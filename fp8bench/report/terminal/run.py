@@ -8,7 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp8bench import units
 from fp8bench.model import Finding, Label, Record, Run, Status, Verdict
-from fp8bench.report.case_status import Standing, bounds, emulated, of_what, speed_up, standing, status_words, tone_of
+from fp8bench.report.case_status import (
+    Standing,
+    bounds,
+    emulated,
+    speed_up,
+    standing,
+    status_words,
+    tone_of,
+    what_intervals_hold,
+)
 from fp8bench.report.columns import other_tables
 from fp8bench.report.elements import Column, Element, Facts, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_against
@@ -106,7 +115,7 @@ def _reference_line(panel: Panel) -> str:
     """What the others are held against; the noise floor too where one line can say it for all."""
     measured = any(result.record.is_reference for result in panel.results)
     reference = panel.reference if measured else f"none ({panel.reference or 'none planned'} was not measured)"
-    intervals = f"; [low, high]: {words}" if (words := of_what(panel.results)) else ""
+    intervals = f"; [low, high]: {words}" if (words := what_intervals_hold(panel.results)) else ""
     if len(panel.groups) == 1:
         return f"reference: {reference}; noise floor (A/A): {noise_floor(panel.groups[0])}{intervals}"
     floors = floor_of(panel.results) if any(rank_boards.boards(panel)) else ""  # other tables have each group's

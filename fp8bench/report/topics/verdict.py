@@ -12,12 +12,12 @@ from fp8bench.model import Status
 from fp8bench.report.case_status import (
     Standing,
     emulated,
-    of_what,
     show_speed_up,
     speed_up,
     standing,
     status_words,
     tone_of,
+    what_intervals_hold,
 )
 from fp8bench.report.elements import Element, Field, Items, Text, Tone, Verdicts
 from fp8bench.report.energies import ratio_against
@@ -172,7 +172,7 @@ class VerdictSection(Section):
     def lead_of(self, material: Material) -> str:
         speeds = [speed for _, panel in timed_panels(material) for one in panel.results if (speed := speed_up(one))]
         results = [one for _, panel in timed_panels(material) for one in panel.results]
-        said = [f"[low, high]: {words}." if (words := of_what(results)) else ""]
+        said = [f"[low, high]: {words}." if (words := what_intervals_hold(results)) else ""]
         said += [f"{legend.RANGE}." if any(speed.level == 0 for speed in speeds) else ""]
         return " ".join(filter(None, [self.lead, *said])) if speeds else ""
 
