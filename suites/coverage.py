@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.analysis.findings import findings
+from fp8bench.model import Run
+from fp8bench.store.reruns import add_reruns, with_reruns
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.units import percent
@@ -57,15 +59,18 @@ def measured(case: str, load: int, store: Path) -> list[Row]:
         command += [word for axis in axes for word in ("--set", axis)]
         subprocess.run(command, env=os.environ | QUICKER, capture_output=True, check=True)
     (path,) = set(run_files(store)) - before
-    run = load_run(path)
-    alone = findings(replace(run, records=tuple(replace(one, reruns=None) for one in run.records)))
+    return rows_of(load_run(path), {"case": case, "load": load, "began": began, "loadavg": at_start})
+
+
+def rows_of(run: Run, facts: Row) -> list[Row]:
+    alone = findings(replace(run, records=tuple(replace(record, reruns=None) for record in run.records)))
     rows = []
     for record in run.records:
         found, rounds = findings(run)[record.case.id], alone[record.case.id]
         if found.ratio is not None and rounds.ratio is not None:
             rows.append(
-                {
-                    "case": case, "of": record.case.id, "load": load, "began": began, "loadavg": at_start,
+                facts | {
+                    "run": run.id, "of": record.case.id,
                     "verdict": found.verdict.value, "rounds_verdict": rounds.verdict.value, "level": found.ratio.level,
                     "point": found.ratio.point, "low": found.ratio.low, "high": found.ratio.high,
                     "rounds_low": rounds.ratio.low, "rounds_high": rounds.ratio.high,
@@ -90,6 +95,20 @@ def measure(folder: Path, minutes: float) -> None:
                 sys.stdout.write(f"turn {turn + 1}, load {load}: {case}\n")
 
 
+def judged_again(folder: Path) -> list[Row]:
+    """What this code says of the samples that are there, in the order in which they were measured."""
+    facts = {row["run"]: {name: row[name] for name in ("case", "load", "began", "loadavg")} for row in read(folder)}
+    runs = sorted((load_run(path) for path in run_files(folder / "store")), key=lambda run: run.started)
+    rows = []
+    with tempfile.TemporaryDirectory() as learned:
+        for run in runs:
+            if run.id in facts:
+                known = with_reruns(run.records, run, Path(learned))
+                rows += rows_of(replace(run, records=known), facts[run.id])
+                add_reruns(run.records, run, Path(learned))
+    return rows
+
+
 def read(folder: Path) -> list[Row]:
     path = folder / "rows.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -99,9 +118,9 @@ def told(rows: Sequence[Row]) -> Iterator[str]:
     """How many intervals hold the median of the other runs, by load and by case; how many verdicts are wrong."""
     heads = ("runs", "rounds alone", "as printed", "half-width", "no interval", "wrong")
     yield f"{'':20}" + "".join(f"{head:>14}" for head in heads)
-    for name, of in (("load", "load"), ("case", "case"), ("all", "")):
-        for value in dict.fromkeys(row[of] if of else "" for row in rows):
-            some = [row for row in rows if not of or row[of] == value]
+    for name, of in (("load", _load), ("case", _case), ("of", _whose), ("all", lambda row: "")):
+        for value in dict.fromkeys(map(of, rows)):
+            some = [row for row in rows if of(row) == value]
             judged = [row for row in some if row["level"]]
             if judged:
                 alone = statistics.fmean(_holds(row, rows, "rounds_") for row in judged)
@@ -110,6 +129,18 @@ def told(rows: Sequence[Row]) -> Iterator[str]:
                 wrong = sum(_wrong(row, rows) for row in judged)
                 shown = (len(judged), percent(alone), percent(printed), percent(width), len(some) - len(judged), wrong)
                 yield f"{f'{name} {value}':20}" + "".join(f"{one:>14}" for one in shown)
+
+
+def _load(row: Row) -> str:
+    return str(row["load"])
+
+
+def _case(row: Row) -> str:
+    return str(row["case"])
+
+
+def _whose(row: Row) -> str:
+    return "reruns" if row["known"] else "these rounds"
 
 
 def _truth(row: Row, rows: Sequence[Row]) -> float:
@@ -131,9 +162,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=0.0, help="how long to measure; 0 tells what is there")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "fp8bench-coverage")
+    parser.add_argument("--again", action="store_true", help="judge the kept samples anew, by this code")
     wanted = parser.parse_args()
     measure(wanted.out, wanted.minutes)
-    rows = read(wanted.out)
+    rows = judged_again(wanted.out) if wanted.again else read(wanted.out)
     enough = [row for row in rows if sum(one["of"] == row["of"] for one in rows) > 2]
     sys.stdout.writelines(f"{line}\n" for line in told(enough))
     return 0

@@ -19,7 +19,7 @@ from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.claims import claims_of
 from fp8bench.analysis.clocks import clock_offset, unsettled
 from fp8bench.analysis.flat_time import flat_times
-from fp8bench.analysis.labels import Labelled, hard_labels, in_process, labels_of
+from fp8bench.analysis.labels import Labelled, are_held_up, hard_labels, in_process, labels_of
 from fp8bench.analysis.places import PlaceEffect, place_effect
 from fp8bench.analysis.reruns import reach_of
 from fp8bench.analysis.winners import fastest
@@ -217,8 +217,11 @@ def _concluded(record: Record, standard: _Standard) -> verdicts.Conclusion | Non
     of_speed = record.support.level is not Level.EMULATED and not standard.emulated and not record.is_reference
     if record.timing is None or standard.timing is None or not (of_speed and record.paired):
         return None
-    known = reach_of(record.reruns), record.sessions
-    return verdicts.conclude(record.timing, standard.timing, standard.control, *_FINAL, *known)
+    timings = [one for one in (record.timing, standard.timing, standard.control) if one is not None]
+    held_up = record.case.device.startswith("cpu") and are_held_up(*timings)
+    return verdicts.conclude(
+        record.timing, standard.timing, standard.control, *_FINAL, reach_of(record.reruns), record.sessions, held_up
+    )
 
 
 def _with_verdict(
@@ -229,27 +232,34 @@ def _with_verdict(
     if record.support.level is Level.EMULATED:
         return replace(finding, verdict=Verdict.EMULATED), None
     if record.is_reference:
-        return replace(finding, verdict=Verdict.REFERENCE, floor=aa.reach if aa is not None else None), aa
+        return replace(finding, verdict=Verdict.REFERENCE, floor=_floor(aa, standard)), aa
     if standard.timing is None or not record.paired:
         return _unsure(finding, "it did not share rounds with a reference"), None
     if standard.emulated:
         return _unsure(finding, "the reference is emulated, so its time is no speed"), None
     if conclusion is None:
         return _unsure(finding, "no round has both it and the reference"), None
-    aa = conclusion.aa
+    aa, floor = conclusion.aa, _floor(conclusion.aa, standard)
     why = _why_unsure(conclusion, record) if conclusion.verdict is Verdict.UNSURE else ""
     assert finding.best_seconds is not None
     share = finding.best_seconds / standard.best if standard.best else conclusion.ratio.point
+    whys = why, _wider_floor(conclusion, floor), _other_times(conclusion.ratio, share, record)
     return replace(
         finding,
         verdict=conclusion.verdict,
         ratio=conclusion.ratio,
         typical=conclusion.typical,
         rarest=rarest(record.timing.num_calls, conclusion) if conclusion.verdict is Verdict.SAME else None,
-        floor=aa.reach if aa is not None else None,
-        why="; ".join(filter(None, (why, _wider_floor(conclusion), _other_times(conclusion.ratio, share, record)))),
+        floor=floor,
+        why="; ".join(filter(None, whys)),
         median_ratio=float(np.median(verdicts.totals(record.timing)) / np.median(verdicts.totals(standard.timing))),
     ), aa
+
+
+def _floor(aa: Interval | None, standard: _Standard) -> float | None:
+    """The most that identical code may differ by: within these rounds, or between runs as far as that is learned."""
+    reruns = standard.record.reruns if standard.record is not None else None
+    return max(aa.reach, math.expm1(reach_of(reruns))) if aa is not None else None
 
 
 def _unsure(finding: Finding, why: str) -> Finding:
@@ -284,6 +294,8 @@ def _why_unsure(conclusion: verdicts.Conclusion, record: Record) -> str:
         return f"the mean over all calls, {low} to {high}, does not confirm it; give it more time (--budget)"
     if interval.low > 1 + verdicts.BAND or interval.high < 1 - verdicts.BAND:
         return "the reference differs from its own control by as much"
+    if interval.level == 0.0 and rounds >= LEAST_ROUNDS:
+        return "others took the processor in most rounds: a range, no interval; give it a quieter machine"
     if interval.level == 0.0:
         return f"{rounds} rounds are a quick look, and they do not agree; give it {LEAST_ROUNDS} or more (no --quick)"
     if reruns is not None and interval.half_width <= reach_of(reruns) * (1 + _CLOSE):
@@ -294,17 +306,17 @@ def _why_unsure(conclusion: verdicts.Conclusion, record: Record) -> str:
     return "the interval is too wide to tell; give it more time (--budget), or a quieter machine"
 
 
-def _wider_floor(conclusion: verdicts.Conclusion) -> str:
+def _wider_floor(conclusion: verdicts.Conclusion, floor: float | None) -> str:
     """Why a verdict stands beside a noise floor that is wider than what it tells."""
     verdict, ratio, aa = conclusion.verdict, conclusion.ratio, conclusion.aa
     told = verdicts.SAME if verdict is Verdict.SAME else abs(ratio.point - 1)
-    if verdict is Verdict.UNSURE or aa is None or aa.reach <= told:
+    if verdict is Verdict.UNSURE or aa is None or floor is None or floor <= told:
         return ""
     if verdict is Verdict.SAME:
         why = f"the whole interval lies within +-{units.percent(verdicts.SAME, 0)}"
     else:
         why = f"it surely differs by {units.percent(verdicts.band_of(aa))} at most, and the whole interval lies beyond"
-    return f"the noise floor, +-{units.percent(aa.reach)}, is the most that identical code may differ by; {why}"
+    return f"the noise floor, +-{units.percent(floor)}, is the most that identical code may differ by; {why}"
 
 
 def _other_times(ratio: Interval, share: float, record: Record) -> str:

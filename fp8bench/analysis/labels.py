@@ -77,6 +77,13 @@ def disturbed_slots(timing: Timing, ahead: float) -> int:
     return max(len(process), len(thread) if _taken(thread) else 0)
 
 
+def are_held_up(*timings: Timing) -> bool:
+    """Whether some of the rounds that make the best case of one of these were, since too few were undisturbed."""
+    return any(
+        len(one.slots) - disturbed_slots(one, AHEAD) < stats.fastest_of(len(one.slots)) for one in timings if one.slots
+    )
+
+
 def _on_core(slot: SlotSample) -> float:
     """How long the process should have had a core: of several ranks the slowest one's, by whose counters it goes."""
     last = max(slot.ranks, key=lambda one: sum(one.step_ns), default=None)

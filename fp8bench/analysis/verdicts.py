@@ -93,7 +93,7 @@ def below_every_step(timing: Timing, calls: int = 0, rounds: Sequence[int] | Non
     return max(0.0, 1 - best / fastest) if fastest > 0 else 0.0
 
 
-def _make_up(timings: Sequence[Timing], rounds: Sequence[int], floor: float) -> bool:
+def make_up(timings: Sequence[Timing], rounds: Sequence[int], floor: float) -> bool:
     """Whether cells of one make up for each other by more than the floor."""
     calls = _fewest_calls(*timings)
     return any(below_every_step(timing, calls, rounds) > floor for timing in timings)
@@ -109,18 +109,18 @@ def best_ratio(
     where one is cut much finer than another, whole steps are compared. So they are where they are asked for, or, where
     nothing is said of it, where cells make up for each other.
     """
-    samples = _comparable(timings, rounds, whole)
+    samples = comparable(timings, rounds, whole)
     own, *others = map(stats.best_case, samples)
     if len(rounds) < LEAST_ROUNDS:
         return stats.extent(stats.ratio(own, others), [each.sum(axis=1) for each in samples])
     return stats.ratio(own, others, level)
 
 
-def _comparable(timings: Sequence[Timing], rounds: Sequence[int], whole: bool | None) -> list[stats.Floats]:
+def comparable(timings: Sequence[Timing], rounds: Sequence[int], whole: bool | None) -> list[stats.Floats]:
     calls = _fewest_calls(*timings)
     samples = [cells(timing, calls, rounds) for timing in timings]
     parts = [_parts(one) for one in samples]
-    whole = _make_up(timings, rounds, BAND) if whole is None else whole
+    whole = make_up(timings, rounds, BAND) if whole is None else whole
     if whole or max(parts) > _FINER * min(parts):
         return [cells(timing, calls, rounds, whole=True) for timing in timings]
     return samples
@@ -174,7 +174,7 @@ def _floor(
     """The A/A interval of a reference and its control, if it has one, and whether whole steps are compared."""
     aa = best_ratio(entries[::-1], rounds, whole=False) if len(entries) > 1 else None
     floor = max(BAND, aa.reach) if aa is not None else BAND
-    whole = _make_up([*entries, case] if case is not None else entries, rounds, floor)
+    whole = make_up([*entries, case] if case is not None else entries, rounds, floor)
     return best_ratio(entries[::-1], rounds, whole=True) if whole and aa is not None else aa, whole
 
 
@@ -234,12 +234,14 @@ def decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
 
 def conclude(
     case: Timing, reference: Timing, control: Timing | None, level: float = FINAL_LEVEL, same: float = SAME,
-    reach: float = 0.0, sessions: Sequence[Interval] = (),
+    reach: float = 0.0, sessions: Sequence[Interval] = (), held_up: bool = False,
 ) -> Conclusion | None:  # fmt: skip
     """The verdict on native samples, with its intervals and the A/A interval of the same rounds; None without any.
 
     The ratio's interval reaches at least so far from its point, as a logarithm: runs may lie further apart than rounds.
-    With the ratios of `sessions` before this one it is the hull of all, about the mean of their points.
+    With the ratios of `sessions` before this one it is the hull of all, about the mean of their points. Where the
+    fastest rounds were `held_up` by others, it reaches to the mean over all calls, less what they waited, too; and
+    where nothing is known of runs it is a range, and no interval.
     """
     entries = [reference] if control is None or not control.slots else [reference, control]
     rounds = common_rounds([case, *entries])
@@ -247,9 +249,11 @@ def conclude(
         return None
     aa, whole = _floor(entries, rounds, case)
     ratio = best_ratio([case, *entries], rounds, level, whole)
+    typical = mean_ratio([case, *entries], rounds, level)
+    if held_up and ratio.level:
+        ratio = _range(ratio, typical, level if reach else 0.0)
     sound = [one for one in sessions if 0 < one.low <= one.point <= one.high < math.inf]
     ratio = _reaching(_hull([*sound, ratio]), reach / math.sqrt(1 + len(sound)))
-    typical = mean_ratio([case, *entries], rounds, level)
     verdict = rule(ratio, band_of(aa), same) if len(rounds) >= LEAST_FOR_VERDICT else Verdict.UNSURE
     return Conclusion(verdict if agrees(verdict, ratio, typical) else Verdict.UNSURE, ratio, typical, aa, whole)
 
@@ -260,13 +264,18 @@ def _hull(ratios: Sequence[Interval]) -> Interval:
     return replace(ratios[-1], point=point, low=min(one.low for one in ratios), high=max(one.high for one in ratios))
 
 
+def _range(ratio: Interval, typical: Interval, level: float) -> Interval:
+    """Both of them: of the fastest calls that were held up nobody knows how fast undisturbed ones are."""
+    return replace(ratio, low=min(ratio.low, typical.low), high=max(ratio.high, typical.high), level=level)
+
+
 def best_log(case: Timing, reference: Timing, control: Timing | None) -> float | None:
     """The logarithm of the ratio that a verdict would be on, without its interval; None of rounds too few for one."""
     entries = [reference] if control is None or not control.slots else [reference, control]
     rounds = common_rounds([case, *entries])
     if len(rounds) < LEAST_ROUNDS:
         return None
-    samples = _comparable([case, *entries], rounds, _floor(entries, rounds, case)[1])
+    samples = comparable([case, *entries], rounds, _floor(entries, rounds, case)[1])
     own, *others = (float(stats.best_by_segment(one).sum()) for one in samples)
     return math.log(own) - float(np.mean(np.log(others))) if own > 0 and min(others) > 0 else None
 

@@ -11,7 +11,7 @@ import pytest
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.reruns import LEAST_FREEDOM, Seen, is_busy, learned, reach_of
 from fp8bench.analysis.verdicts import best_log, conclude
-from fp8bench.model import Interval, Reruns, Verdict
+from fp8bench.model import Interval, Reruns, Timing, Verdict
 from tests.analysis.test_verdicts import busy
 from tests.fakes import MS, record, steady
 
@@ -47,7 +47,7 @@ def test_a_case_alone_goes_by_its_runs_and_a_new_one_by_the_others() -> None:
     own = learned("a", {"a": seen(*runs)})
     assert own is not None and own.spread == pytest.approx(np.std(runs, ddof=1)) and own.freedom == 49
     other = learned("new", {"a": seen(*runs)})
-    assert other is not None and other.spread == pytest.approx(own.spread) and (other.freedom, other.runs) == (4, 50)
+    assert other is not None and other.spread == pytest.approx(own.spread) and (other.freedom, other.runs) == (2, 50)
     assert reach_of(other) > reach_of(own)  # whoever has never run may be worse than the others
 
 
@@ -60,7 +60,7 @@ def test_the_long_run_is_held() -> None:
         for place, one in enumerate(spreads):
             if (found := learned(str(place), known)) is not None:
                 held.append(abs(draw.normal(0, one)) <= reach_of(found))
-    assert len(held) > 2000 and 0.96 < np.mean(held) < 0.99
+    assert len(held) > 2000 and 0.96 < np.mean(held) < 0.995
 
 
 def test_an_interval_is_never_narrower_than_runs_lie_apart() -> None:
@@ -85,6 +85,33 @@ def test_what_no_more_rounds_would_settle_says_so() -> None:
     assert found.verdict is Verdict.SAME
 
 
+def held_up(one: Timing, quiet: int) -> Timing:
+    """All but so many of its slots, every third call of which takes twice as long."""
+    slots = [
+        replace(
+            slot, wall_seconds=(1 if place < quiet else 2) * slot.cpu_seconds, calls_ns=(*slot.calls_ns * 2, (20 * MS,))
+        )
+        for place, slot in enumerate(one.slots)
+    ]
+    return replace(one, slots=tuple(slots))
+
+
+def test_where_too_few_rounds_were_undisturbed_there_is_a_range_and_no_interval() -> None:
+    """It holds what the mean over all calls says, too; one more quiet round, and it is an interval again."""
+    lead = record(TEN, "fp32", is_reference=True, control=TEN)
+    (_, found) = find([lead, record(held_up(FIVE, 5))], {})
+    assert found.ratio is not None and found.typical is not None and found.ratio.level == 0
+    assert found.ratio.point == pytest.approx(0.5) and found.ratio.high >= found.typical.high > 0.9
+    assert found.verdict is Verdict.UNSURE
+    (_, known) = find([lead, replace(record(held_up(FIVE, 5)), reruns=Reruns(0.01, 12, 40))], {})
+    assert known.ratio is not None and known.ratio.level == 0.99 and known.ratio.high == found.ratio.high
+    (_, calm) = find([lead, record(held_up(FIVE, 6))], {})
+    assert calm.ratio is not None and calm.ratio.level == 0.99 and calm.ratio.high < 0.51
+    group = [replace(one, case=replace(one.case, device="cuda:0")) for one in (lead, record(held_up(FIVE, 5)))]
+    (_, gpu) = find(group, {})
+    assert gpu.ratio is not None and gpu.ratio.level == 0.99  # a thread that waits for a device is held up by nobody
+
+
 def test_who_was_held_up_is_busy() -> None:
     """More than a fifth of the slots of both together."""
     late = replace(TEN, slots=tuple(replace(slot, wall_seconds=2 * slot.cpu_seconds) for slot in TEN.slots))
@@ -94,7 +121,7 @@ def test_who_was_held_up_is_busy() -> None:
 
 
 def test_a_wild_case_takes_no_verdict_of_its_neighbours() -> None:
-    """Of three others the one in the middle says how far a new case's runs may lie apart."""
+    """Of three others the second says how far a new case's runs may lie apart."""
     known = {"calm": seen(0, 0.01, 0.02), "usual": seen(0, 0.02, 0.04), "wild": seen(0, 2.0, 4.0)}
     found = learned("new", known)
     assert found is not None and found.spread == pytest.approx(0.02)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
 
+from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import BackendMissing, WorkerLost
-from fp8bench.jobs import doctor
+from fp8bench.jobs import doctor, standard_runs
 from fp8bench.jobs.doctor import by_rank, examine, listing
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import DeviceFacts
+from fp8bench.model import DeviceFacts, Request
 from fp8bench.model.raw import Settings
+from fp8bench.pipeline import execute
+from fp8bench.protocols import SilentObserver
 from fp8bench.registry import backends, precisions, workloads
+from fp8bench.store.runs.listing import run_files
 from tests.facts import CPU
 
 H200 = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0", (9, 0), "13.0", arch="sm_90")
@@ -91,6 +96,20 @@ def test_calibrating_adds_the_harness_own_costs(monkeypatch: pytest.MonkeyPatch)
     text = "\n".join(examine(True))
     assert "phase marker on" in text and "phase marker off" in text and "one clock stamp" in text
     assert "against a bare loop: " in text and "4 pairs" in text
+
+
+@pytest.mark.slow
+def test_calibrating_measures_a_standard_case_and_later_runs_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How far its fresh processes lie apart is in the store; their runs are not."""
+    monkeypatch.setattr(standard_runs, "_SECONDS", 1.0)
+    text = "\n".join(standard_runs.standard_runs(tmp_path, TERMINAL))
+    assert "how far runs lie apart on cpu" in text and "in 6 fresh processes: " in text
+    assert [path.name for path in tmp_path.iterdir()] == ["reruns"] and not run_files(tmp_path)
+    request = Request("gemm", ("fp32", "bf16"), ("cpu",), axes=(("shape", ("128x128x128",)),), budget=1.0)
+    run = execute(request, tmp_path, SilentObserver(), "")
+    assert all(record.reruns is not None for record in run.records)
 
 
 def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:

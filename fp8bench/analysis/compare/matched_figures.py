@@ -19,7 +19,7 @@ from fp8bench.analysis.compare.sides import Sighting
 from fp8bench.analysis.metric import Metric
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, means
-from fp8bench.model import Finding, Interval, Status, Timing
+from fp8bench.model import Finding, Interval, Label, Status, Timing
 from fp8bench.model.specs import RELATIVE, STEP, TIME, Better, Rank
 
 # An emulated case gets so many; of fewer, the fastest three are any three.
@@ -59,6 +59,7 @@ def timed(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequenc
     few = rounds < LEAST_ROUNDS
     calls = min(len(slot.calls_ns) for timing in all_timings for slot in timing.slots)
     alike = len({(timing.segments, timing.varying) for timing in all_timings}) == 1
+    alike = alike and not any(_whole_steps(one) for side in (before, after, beside) for one in side)
     old, new, others = (tuple(_best_case(one, rounds, calls, alike) for one in side) for side in timings)
     yield Figures(
         TIME, "s", old, new, few, others, tuple(tuple(_mean(one, rounds) for one in side) for side in timings)
@@ -120,6 +121,10 @@ def _sensed(side: Sequence[_Costs], metric: Metric) -> Iterator[Estimate]:
         if logs:
             error = _MEDIANS * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
             yield Estimate(median(logs), error)
+
+
+def _whole_steps(sighting: Sighting) -> bool:
+    return sighting.finding is not None and Label.WHOLE_STEPS in sighting.finding.labels
 
 
 def _best_case(timing: Timing, rounds: int, calls: int, alike: bool) -> Estimate:

@@ -249,13 +249,11 @@ def _log_times(one: Beside) -> _Drawn | None:
     rounds = verdicts.common_rounds(timings)
     if len(rounds) < LEAST_ROUNDS:
         return None
-    calls = min(len(slot.calls_ns) for timing in timings for slot in timing.slots)
-    uneven = one.finding is not None and Label.UNEVEN in one.finding.labels
-    first, *others = (
-        stats.mean_case(verdicts.means(timing, rounds)) if uneven
-        else stats.best_case(verdicts.cells(timing, calls, rounds))
-        for timing in timings
-    )  # fmt: skip
+    labels = one.finding.labels if one.finding is not None else ()
+    if Label.UNEVEN in labels:
+        first, *others = (stats.mean_case(verdicts.means(timing, rounds)) for timing in timings)
+    else:
+        first, *others = map(stats.best_case, verdicts.comparable(timings, rounds, Label.WHOLE_STEPS in labels))
     point = first.point - statistics.fmean(each.point for each in others)
     return _Drawn(point, first.resampled - np.mean([each.resampled for each in others], axis=0))
 

@@ -43,6 +43,7 @@ from fp8bench.model import (
     Label,
     Noise,
     Status,
+    Timing,
     Verdict,
 )
 from fp8bench.model.specs import MEAN, TIME, Better, spec_of
@@ -66,7 +67,7 @@ class Judged:
     `chance` is the share of deals that put the sides as far apart, `finest` the least that it can be. `distance` is how
     many of the deals' standard deviations they are apart, with `freedom` degrees of freedom. `rounds` are those of the
     session that had fewest. `typical` is the ratio of the means over all calls. `error` is what one of those standard
-    deviations is, as a logarithm.
+    deviations is, as a logarithm. Of `whole` steps where stretches of a step make up for each other.
     """
 
     verdict: Verdict
@@ -82,6 +83,7 @@ class Judged:
     sessions: int
     typical: Interval
     error: float
+    whole: bool = False
 
     @property
     def resolved(self) -> bool:
@@ -102,9 +104,11 @@ def judge(
     sessions: Sequence[Session], level: float = verdicts.FINAL_LEVEL, same: float = verdicts.SAME
 ) -> Judged | None:
     """The verdict on all sessions; None without a round that all entries of some session were in."""
-    kept = [(one, _logs(one, common), len(common)) for one in sessions if (common := _rounds(one))]
-    if not kept:
+    shared = [session for session in sessions if _rounds(session)]
+    if not shared:
         return None
+    whole = _of_whole_steps(shared)
+    kept = [(session, _logs(session, whole), len(_rounds(session))) for session in shared]
     logs, of_all_calls = np.concatenate([logs for _, logs, _ in kept], axis=1)
     is_after = np.concatenate([[False] * len(one.before) + [True] * len(one.after) for one, _, _ in kept])
     sizes = [(len(one.before), len(one.after)) for one, _, _ in kept]
@@ -121,7 +125,7 @@ def judge(
     return Judged(
         verdict, ratio, math.exp(middle - deals.shift / 2), math.exp(middle + deals.shift / 2), apart,
         deals.chance(0.0), deals.finest, deals.distance, max(1, len(logs) - 1 - len(kept)), rounds, len(kept), typical,
-        deals.error,
+        deals.error, whole,
     )  # fmt: skip
 
 
@@ -153,12 +157,27 @@ def _rounds(session: Session) -> list[int]:
     return verdicts.common_rounds([*session.before, *session.after]) if session.before and session.after else []
 
 
-def _logs(session: Session, rounds: Sequence[int]) -> NDArray[np.float64]:
-    """The logarithms of each entry's best case, and of the mean over all its calls, over these rounds."""
-    timings = [*session.before, *session.after]
-    calls = min(len(slot.calls_ns) for one in timings for slot in one.slots)
-    best = [float(stats.best_by_segment(verdicts.cells(one, calls, rounds)).sum()) for one in timings]
-    return np.log(np.array([best, [float(verdicts.means(one, rounds).mean()) for one in timings]], dtype=np.float64))
+def _logs(session: Session, whole: bool) -> NDArray[np.float64]:
+    """The logarithms of each entry's best case, and of the mean over all its calls, over their common rounds."""
+    timings, rounds = [*session.before, *session.after], _rounds(session)
+    of_all_calls = [float(verdicts.means(one, rounds).mean()) for one in timings]
+    return np.log(np.array([_best(timings, rounds, whole), of_all_calls], dtype=np.float64))
+
+
+def _best(timings: Sequence[Timing], rounds: Sequence[int], whole: bool) -> list[float]:
+    return [float(stats.best_by_segment(one).sum()) for one in verdicts.comparable(timings, rounds, whole)]
+
+
+def _of_whole_steps(sessions: Sequence[Session]) -> bool:
+    """Whether whole steps are compared: where stretches make up for each other by more than processes differ by."""
+    return 2 * sum(map(_make_up, sessions)) >= len(sessions)
+
+
+def _make_up(session: Session) -> bool:
+    rounds = _rounds(session)
+    sides = [_best(side, rounds, False) for side in (session.before, session.after)]
+    floor = max(BAND, *(max(side) / min(side) - 1 for side in sides))
+    return verdicts.make_up([*session.before, *session.after], rounds, floor)
 
 
 def _low(logs: NDArray[np.float64]) -> Any:
@@ -349,6 +368,8 @@ def _labels(result: CaseResult, found: Judged) -> tuple[Label, ...]:
     wanted = {label for label in labels if labels.count(label) >= processes / 2} - _OF_A_SUITE
     if found.uneven:
         wanted.add(Label.UNEVEN)
+    if found.whole:
+        wanted.add(Label.WHOLE_STEPS)
     places = [place_effect([*one.before, *one.after]) for one in result.sessions]
     beyond = [one for one in places if one is not None and abs(one.ratio.point - 1) > max(BAND, found.apart)]
     if 2 * len(beyond) >= len(places):

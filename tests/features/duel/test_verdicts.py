@@ -124,6 +124,27 @@ def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verd
     assert (Label.UNEVEN in time.labels) is uneven
 
 
+def paced(draw: np.random.Generator, wide: float) -> Timing:
+    """Work of a length that varies, then a wait until 5 ms are over: ten rounds of it."""
+    work = 1 + wide * draw.random(10)
+    rows = [(int(1e6 * one), int(1e6 * (5 - one)), 100_000) for one in work]
+    return timing(*rows, phases=("gemm", "data_load", "elementwise"))
+
+
+def test_a_side_that_varies_more_at_the_same_pace_is_no_faster() -> None:
+    """By the fastest stretches of different rounds it would be, each time."""
+    for seed in range(40):
+        draw = np.random.default_rng(seed)
+        sides = [
+            Session(tuple(paced(draw, 0.2) for _ in range(2)), tuple(paced(draw, 0.8) for _ in range(2)))
+            for _ in range(3)
+        ]
+        found = known(sides)
+        assert found.whole and found.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, found)
+    result = CaseResult(record(sides[0].before[0]), record(sides[0].after[0]), tuple(sides))
+    assert Label.WHOLE_STEPS in next(compared(result)).labels
+
+
 @pytest.mark.parametrize("slower", [0.0, 0.004, 0.02])
 def test_chance_is_that_of_all_deals(slower: float) -> None:
     """Against every deal of three sessions, counted one by one."""
