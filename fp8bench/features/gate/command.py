@@ -25,9 +25,9 @@ from fp8bench.cli import option_types as types
 from fp8bench.cli.config_file import Kind, items, place, read_mapping, scalar, shown
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_files, stdout_look, write_outputs
+from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import UsageError
-from fp8bench.features.duel.command import TERMINAL
 from fp8bench.features.gate.thresholds import Rule, check_rules
 from fp8bench.measure.interrupts import only_once
 from fp8bench.report.page import markdown

@@ -17,11 +17,11 @@ from fp8bench.analysis.metric import unit_of_series
 from fp8bench.analysis.steps.change_points import newest_levels
 from fp8bench.analysis.steps.changes import Change, Found, State, case_of
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
-from fp8bench.features.duel.values import DuelJobObserver
 from fp8bench.features.gate.judging import Key, SecondLook, key_of
 from fp8bench.features.gate.power import Newest
 from fp8bench.features.gate.stored_runs import Source, duel_with, failed, measured_again, unmeasured
 from fp8bench.jobs.history import all_changes, existing_store, opened
+from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Run, Status, Trend
 from fp8bench.model.specs import COUNTS, PER, RATIOS, RELATIVE
 from fp8bench.pipeline import AGAIN
@@ -39,7 +39,7 @@ _MOST_LOOKED_AT = 200
 _DERIVED = frozenset(name for name, _ in PER.values())
 
 
-def of_history(path: Path, observer: DuelJobObserver) -> Source:
+def of_history(path: Path, observer: JobObserver) -> Source:
     """What the history has come to. Without a run of this commit nothing was measured of it."""
     store = existing_store(path, observer)
     newest = next(_runs(store), None)
@@ -173,7 +173,7 @@ def _notes(found: Found) -> Iterator[str]:
         yield f"{count} series not looked at: {why}"
 
 
-def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer: DuelJobObserver) -> SecondLook:
+def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer: JobObserver) -> SecondLook:
     """By duels with the commits before the steps; what cannot be duelled is measured again."""
     here = {(one.case.workload, cell_of(one.case, newest)): one.case.id for one in reversed(newest.records)}
     wanted = {key_of(one.comparison): (one.trend.series.workload, one.trend.cell) for one in suspects}

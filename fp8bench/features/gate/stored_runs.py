@@ -18,7 +18,7 @@ from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, Fp8benchError, 
 from fp8bench.features.duel.kind import DuelKind
 from fp8bench.features.duel.run import SESSIONS, run_duel
 from fp8bench.features.duel.sides import OWN, PACKAGE, Question
-from fp8bench.features.duel.values import Duel, DuelJobObserver
+from fp8bench.features.duel.values import Duel
 from fp8bench.features.duel.verdicts import comparisons, of_means
 from fp8bench.features.gate.judging import (
     USUAL_POWER,
@@ -33,6 +33,7 @@ from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_hi
 from fp8bench.features.gate.thresholds import Rule
 from fp8bench.jobs.after_run import into_history
 from fp8bench.jobs.compare import compared_of, read_runs
+from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Comparison, Direction, Evidence, Request, Run
 from fp8bench.model.specs import MEAN, RELATIVE, RELATIVE_MEAN, TIME
@@ -82,7 +83,7 @@ def unmeasured(runs: Sequence[Run], evidence: Evidence) -> Iterator[Comparison]:
 
 
 def judged(
-    source: Source, rules: tuple[Rule, ...], rerun: bool, observer: DuelJobObserver, required: float | None = None
+    source: Source, rules: tuple[Rule, ...], rerun: bool, observer: JobObserver, required: float | None = None
 ) -> Verdict:
     """Both looks; the second only where there is something to look at, and somebody may; and what could be seen.
 
@@ -108,7 +109,7 @@ def judged(
 
 
 def duelled(
-    question: Question, request: Request, store: Path, suspects: Sequence[Comparison], observer: DuelJobObserver
+    question: Question, request: Request, store: Path, suspects: Sequence[Comparison], observer: JobObserver
 ) -> SecondLook:
     """The suspects in a duel. A time over the reference's is settled by the time itself: the sides share rounds."""
     if request.quick:
@@ -134,7 +135,7 @@ def _unhurried(request: Request) -> Request:
 
 
 def duel_with(
-    commit: str, request: Request, store: Path, suspects: Sequence[Comparison], observer: DuelJobObserver
+    commit: str, request: Request, store: Path, suspects: Sequence[Comparison], observer: JobObserver
 ) -> SecondLook | None:
     """The suspects of what is here in a duel with a commit; None where it is none of the repository at hand."""
     if commit_named(commit, Path()) is None:
@@ -147,7 +148,7 @@ def duel_with(
     return look
 
 
-def measured_again(run: Run, cases: Collection[str], store: Path, observer: DuelJobObserver) -> tuple[Run | None, str]:
+def measured_again(run: Run, cases: Collection[str], store: Path, observer: JobObserver) -> tuple[Run | None, str]:
     """Some cases of a run once more; None and why where that cannot be."""
     kept = store_of(Path(run.path)) or store
     try:
@@ -164,7 +165,7 @@ def measured_again(run: Run, cases: Collection[str], store: Path, observer: Duel
 _MOST_LISTED = 5
 
 
-def of_sides(before: str, after: str, store: Path, observer: DuelJobObserver) -> Source:
+def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> Source:
     """What two words come to. A first side that is not there is a problem and no wrong usage."""
     title = f"{after} against {before}"
     new = read_runs(runs_meant(after, store), observer)
@@ -208,9 +209,7 @@ def _notes(compared: Compared) -> list[str]:
     return found
 
 
-def _second_look(
-    compared: Compared, suspects: Sequence[Comparison], store: Path, observer: DuelJobObserver
-) -> SecondLook:
+def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path, observer: JobObserver) -> SecondLook:
     """A duel with the baseline's commit where that can be; else the second side alone."""
     # The newest run that has the first of the suspects: in nearly all comparisons there is but one.
     newest = compared.after.sightings[suspects[0].case][-1].run
@@ -238,7 +237,7 @@ def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
     return commit if not others and isinstance(commit, str) and clean else None
 
 
-def of_duel(word: str, store: Path, observer: DuelJobObserver) -> Source:
+def of_duel(word: str, store: Path, observer: JobObserver) -> Source:
     files = (store / "duels").glob("*.jsonl")
     path = max(files, key=lambda one: one.name, default=None) if word == "last" else DuelKind().find(word, store)
     if path is None:
