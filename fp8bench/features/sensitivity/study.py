@@ -11,9 +11,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from fp8bench.model import Environment, Params
+from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.protocols import Layer, key_of
+from fp8bench.report.data.plain import json_line
 
 _LAST = 5
 
@@ -207,3 +210,20 @@ def _said(layers: Sequence[Layer], found: Mapping[str, str], usual: Mapping[str,
 def as_words(precision_map: PrecisionMap) -> str:
     """As --precision-map takes it."""
     return ",".join(f"{key}={mode}" for key, mode in precision_map)
+
+
+def as_json(study: Study) -> str:
+    """The document on one line: every loss, and beside each run what it says."""
+    document = {"schema": SCHEMA, **encode(study), "noise": encode(study.noise)}
+    document["baseline"] = _told(study, study.baseline)
+    for part in ("draws", "probes", "candidates"):
+        document[part] = [_told(study, one) for one in getattr(study, part)]
+    document["ranking"] = [one.name for one in study.ranking]
+    found = study.suggested
+    document["suggested"] = None if found is None else as_words(found.precision_map)
+    return json_line(document)
+
+
+def _told(study: Study, one: Trial) -> dict[str, Any]:
+    said = {"loss": one.loss, "loss_gap": study.gap(one), "says": study.suffers(one).value}
+    return {**encode(one), **{name: encode(value) for name, value in said.items()}}

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.features.sensitivity.study import By, Study, Trial
-from fp8bench.features.sensitivity.view import as_csv, as_json, page_of
+from fp8bench.features.sensitivity.command import as_csv, page_of
+from fp8bench.features.sensitivity.study import By, Study, Trial, as_json
 from fp8bench.report.terminal.layout import render
 
 BASE = Trial("reference", "", "bf16", losses=(3.0, 2.0))
