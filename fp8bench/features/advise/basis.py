@@ -51,7 +51,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Beside:
+class ComparedCase:
     """A case that is no reference, beside its reference. `lead` is None where that was not measured."""
 
     record: Record
@@ -163,7 +163,7 @@ def speed_of(finding: Finding) -> Interval | None:
 _OWN_MODEL = "model"
 
 
-def products_alone(one: Beside, mode: str) -> bool:
+def products_alone(one: ComparedCase, mode: str) -> bool:
     """Whether this precision changes products and nothing else of the step: in copies of a person's own model, and
     where it is carried in what the reference is."""
     assert one.lead is not None
@@ -175,7 +175,7 @@ def products_alone(one: Beside, mode: str) -> bool:
         return False
 
 
-def doubts(one: Beside, products: Iterable[Finding | None] = ()) -> str:
+def doubts(one: ComparedCase, products: Iterable[Finding | None] = ()) -> str:
     """'; labelled noisy; its reference labelled bimodal': what casts doubt on the times of advice, each once.
 
     Of its `products` too where it is a projection.
@@ -221,8 +221,8 @@ def part_ratio(own: Timing, phases: Collection[str], base: Timing, theirs: Colle
 class Basis:
     """A run with what its samples say, and what else was measured with the same device: studies, trainings.
 
-    `lent` are other runs of the same machine: what they timed answers questions about this one. `least` is the gain
-    from which on a precision is worth the trouble, as a share.
+    `other_runs` are of the same machine: what they timed answers questions about this one. `least` is the gain from
+    which on a precision is worth the trouble, as a share.
     """
 
     run: Run
@@ -230,19 +230,19 @@ class Basis:
     studies: tuple[Study, ...] = ()
     training: Trained | None = None
     least: float = 0.1
-    lent: tuple[tuple[Run, Mapping[str, Finding]], ...] = ()
+    other_runs: tuple[tuple[Run, Mapping[str, Finding]], ...] = ()
 
     @cached_property
-    def besides(self) -> tuple[Beside, ...]:
+    def besides(self) -> tuple[ComparedCase, ...]:
         """Every case that is no reference, in the order of the run."""
         return _besides(self.run, self.findings)
 
     @cached_property
-    def known(self) -> tuple[Beside, ...]:
-        """Those of runs that are lent, too."""
-        return (*self.besides, *(one for run, found in self.lent for one in _besides(run, found)))
+    def known(self) -> tuple[ComparedCase, ...]:
+        """Those of other runs, too."""
+        return (*self.besides, *(one for run, found in self.other_runs for one in _besides(run, found)))
 
-    def differing(self, one: Beside, axis: str) -> list[Beside]:
+    def differing(self, one: ComparedCase, axis: str) -> list[ComparedCase]:
         """The same mode where that parameter alone is another one, by its value."""
         own = dict(one.record.case.params)
         if axis not in own:
@@ -262,21 +262,21 @@ class Basis:
 _WITH = {"pass": ("optimizer",)}
 
 
-def _besides(run: Run, findings: Mapping[str, Finding]) -> tuple[Beside, ...]:
+def _besides(run: Run, findings: Mapping[str, Finding]) -> tuple[ComparedCase, ...]:
     groups: dict[str, list[Record]] = {}
     for record in run.records:
         groups.setdefault(record.case.setting, []).append(record)
     return tuple(one for records in groups.values() for one in _of_group(records, findings))
 
 
-def _of_group(records: list[Record], findings: Mapping[str, Finding]) -> Iterator[Beside]:
+def _of_group(records: list[Record], findings: Mapping[str, Finding]) -> Iterator[ComparedCase]:
     known = tuple((one, findings.get(one.case.id)) for one in records)
     lead, lead_finding = next((pair for pair in known if pair[0].is_reference), (None, None))
-    yield from (Beside(one, finding, lead, lead_finding, known) for one, finding in known if not one.is_reference)
+    yield from (ComparedCase(one, finding, lead, lead_finding, known) for one, finding in known if not one.is_reference)
 
 
 @dataclass(frozen=True)
-class Told:
+class Reply:
     """What was found out: whether the question is met, the figure that decides it, and what it rests on."""
 
     met: Met
@@ -285,11 +285,11 @@ class Told:
 
 
 # What a rule finds out: what it is Told, or why that was not measured here; None where the question makes no sense.
-Asked = Callable[[Beside, Basis], Told | str | None]
+Ask = Callable[[ComparedCase, Basis], Reply | str | None]
 
 
 @dataclass(frozen=True)
-class Rule:
+class AdviceRule:
     """One row of the checklist.
 
     `measure` is the command that would answer it where nothing does ({again} is what measured the case): where
@@ -298,17 +298,17 @@ class Rule:
 
     name: str
     question: str
-    ask: Asked
+    ask: Ask
     measure: str
     why: str
     of_speed: bool = True
 
-    def answer(self, one: Beside, basis: Basis) -> Answer | None:
+    def answer(self, one: ComparedCase, basis: Basis) -> Answer | None:
         told = self.ask(one, basis)
         case = one.record.case
         if told is None:
             return None
-        if isinstance(told, Told):
+        if isinstance(told, Reply):
             return Answer(self.name, self.question, case.setting, case.mode, told.met, told.figure, told.grounds)
         how = self.measure.format(**_words(one))
         how = "" if self.of_speed and one.emulated else how
@@ -319,7 +319,7 @@ class Rule:
 _WIDE = frozenset({"bf16", "fp16", "tf32"})
 
 
-def _words(one: Beside) -> dict[str, str]:
+def _words(one: ComparedCase) -> dict[str, str]:
     """What measured a case, and how more is asked for. A profile has options where a suite has axes."""
     case = one.record.case
     params = dict(case.params)

@@ -21,9 +21,9 @@ from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.compare.interval import quantile
 from fp8bench.analysis.energy import LEAST_WINDOWS, Demand, energy_ratio, energy_samples, why_no_energy
 from fp8bench.analysis.stats import Floats
-from fp8bench.features.advise.basis import Basis, Beside, Rule, Told, Trained
+from fp8bench.features.advise.basis import AdviceRule, Basis, ComparedCase, Reply, Trained
 from fp8bench.features.advise.values import Cost, Ground, Met
-from fp8bench.features.sensitivity.study import Study, Trial
+from fp8bench.features.sensitivity.study import LayerTrial, Study
 from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Learned, curves_of
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict, log_steps
 from fp8bench.model import EnergyUse, Interval, Label, MemoryRole, Status
@@ -39,7 +39,7 @@ _COPIES = {
 _KEPT = {MemoryRole.WEIGHTS: "weights", MemoryRole.OPTIMIZER: "optimizer state"}
 
 
-def _memory(one: Beside, basis: Basis) -> Told | str:
+def _memory(one: ComparedCase, basis: Basis) -> Reply | str:
     if one.emulated:
         return "emulated here: its memory is the cost of emulation"
     lead = one.lead
@@ -57,10 +57,10 @@ def _memory(one: Beside, basis: Basis) -> Told | str:
     figure = f"{units.ratio(share)} of {lead.case.mode}'s peak" + (f"; {more}" if more else "")
     grounds = (Ground(one.row, f"peak {units.size(one.record.memory.peak)}"),
                Ground(lead.case.id, f"peak {units.size(lead.memory.peak)}"))  # fmt: skip
-    return Told(Met.YES if share <= 1 - _LEAST_SAVING else Met.NO, figure, grounds)
+    return Reply(Met.YES if share <= 1 - _LEAST_SAVING else Met.NO, figure, grounds)
 
 
-def _energy(one: Beside, basis: Basis) -> Told | str:
+def _energy(one: ComparedCase, basis: Basis) -> Reply | str:
     labels = [label for finding in (one.finding, one.lead_finding) if finding is not None for label in finding.labels]
     found = energy_ratio(one.record, one.lead, labels)
     if one.emulated:
@@ -70,10 +70,10 @@ def _energy(one: Beside, basis: Basis) -> Told | str:
     met = {Demand.LESS: Met.YES, Demand.MORE: Met.NO, Demand.UNCLEAR: Met.UNCLEAR}[found.demand]
     ends = f"[{units.significant(found.low)}, {units.significant(found.high)}]"
     figure = f"{units.ratio(found.point)} {ends} of the joules of a step" + (f": {found.why}" if found.why else "")
-    return Told(met, figure, (Ground(one.row, figure),))
+    return Reply(met, figure, (Ground(one.row, figure),))
 
 
-def _error(one: Beside, basis: Basis) -> Told | str:
+def _error(one: ComparedCase, basis: Basis) -> Reply | str:
     """A relative error says what a precision costs in numbers, and no more: what it may be, the training says."""
     known = {error_name(each): max(each.samples) for each in one.record.measurements
              if each.metric.endswith("_error") and each.samples}  # fmt: skip
@@ -81,10 +81,10 @@ def _error(one: Beside, basis: Basis) -> Told | str:
         return "no error was measured"
     words = ", ".join(f"{name.replace('_', ' ')} {units.relative_error(value)}" for name, value in known.items())
     finite = all(value < float("inf") for value in known.values()) and not one.record.not_finite
-    return Told(Met.YES if finite else Met.NO, words, (Ground(one.row, words),))
+    return Reply(Met.YES if finite else Met.NO, words, (Ground(one.row, words),))
 
 
-def study_of(one: Beside, basis: Basis) -> Study | None:
+def study_of(one: ComparedCase, basis: Basis) -> Study | None:
     """The newest study of this workload, device and precision; the same model where that is one of its parameters."""
     case = one.record.case
     params = dict(case.params)
@@ -97,13 +97,13 @@ def study_of(one: Beside, basis: Basis) -> Study | None:
     return max(fitting, key=lambda study: study.started, default=None)
 
 
-def tried_as(one: Beside, study: Study) -> Trial:
+def tried_as(one: ComparedCase, study: Study) -> LayerTrial:
     """The candidate that has the layers low which the case has, by its map; else the one with all of them."""
     return next((each for each in study.candidates if each.precision_map == one.record.case.precision_map),
                 study.candidates[0])  # fmt: skip
 
 
-def _layers(one: Beside, basis: Basis) -> Told | str | None:
+def _layers(one: ComparedCase, basis: Basis) -> Reply | str | None:
     study = study_of(one, basis)
     if study is None and not one.trains:
         return None
@@ -117,11 +117,11 @@ def _layers(one: Beside, basis: Basis) -> Told | str | None:
     figure = f"layers low: {len(whole.low)}, loss {told} beside a noise of {noise} in {study.steps} steps"
     grounds = (Ground(row, figure),)
     if study.undecided:
-        return Told(Met.UNCLEAR, f"{figure}: no layer can be told from another", grounds)
-    return Told(Met.YES if study.keeps(whole) else Met.NO, figure, grounds)
+        return Reply(Met.UNCLEAR, f"{figure}: no layer can be told from another", grounds)
+    return Reply(Met.YES if study.keeps(whole) else Met.NO, figure, grounds)
 
 
-def arm_of(one: Beside, basis: Basis) -> ArmVerdict | None:
+def arm_of(one: ComparedCase, basis: Basis) -> ArmVerdict | None:
     """What the training says of an arm in this mode with no setting of its own; else of the first one in it."""
     if basis.training is None:
         return None
@@ -134,7 +134,7 @@ _LEARNS = {
 }  # fmt: skip
 
 
-def _learns(one: Beside, basis: Basis) -> Told | str | None:
+def _learns(one: ComparedCase, basis: Basis) -> Reply | str | None:
     if not one.trains:
         return None
     arm = arm_of(one, basis)
@@ -149,30 +149,30 @@ def _learns(one: Beside, basis: Basis) -> Told | str | None:
     training = basis.training.kept.training
     model = training.request.settings.model
     ground = Ground(f"training {training.id}, arm {arm.arm.name}", f"{figure}, {model}, {training.request.steps} steps")
-    return Told(_LEARNS.get(judged.learned, Met.UNCLEAR), figure, (ground,))
+    return Reply(_LEARNS.get(judged.learned, Met.UNCLEAR), figure, (ground,))
 
 
 RULES = (
-    Rule(
+    AdviceRule(
         "memory", "Does it save memory?", _memory, "{again}",
         "Training in FP8 keeps weights and optimizer state, and adds copies: published peaks are 1.00 of bf16's.",
     ),
-    Rule(
+    AdviceRule(
         "energy", "Does it save energy?", _energy,
         "{again}, where a device tells its energy",
         "A device at its power limit trades clocks for width.",
     ),
-    Rule(
+    AdviceRule(
         "errors", "Are all results finite?", _error, "{again}",
         "The error orders formats; whether it does harm, a training says.",
         of_speed=False,
     ),
-    Rule(
+    AdviceRule(
         "layers", "Do all layers bear it?", _layers, "{study}",
         "Heads, routers, first and last layers are those that published recipes leave high.",
         of_speed=False,
     ),
-    Rule(
+    AdviceRule(
         "learns", "Does it still learn?", _learns, "fp8bench train --dtypes {high},{mode} --seeds 5",
         "A short training of one seed tells nothing: seeds differ by as much as formats.",
         of_speed=False,
@@ -189,7 +189,7 @@ def costs_of(basis: Basis) -> tuple[Cost, ...]:
     return tuple(_cost(one, basis) for one in basis.besides if one.trains)
 
 
-def _cost(one: Beside, basis: Basis) -> Cost:
+def _cost(one: ComparedCase, basis: Basis) -> Cost:
     case, arm = one.record.case, arm_of(one, basis)
     reference = one.lead.case.mode if one.lead is not None else ""
     times, joules = _log_times(one), _log_joules(one)
@@ -233,11 +233,11 @@ def _interval(one: _Drawn | None, sign: float = 1.0) -> Interval | None:
     return Interval(math.exp(point), math.exp(min(low, point)), math.exp(max(high, point)), SHOWN)
 
 
-def _why_no_time(one: Beside) -> str:
+def _why_no_time(one: ComparedCase) -> str:
     return "emulated: its time is no speed" if one.emulated else "its step has no speed in this run"
 
 
-def _log_times(one: Beside) -> _Drawn | None:
+def _log_times(one: ComparedCase) -> _Drawn | None:
     """The step's time over the reference's, by the rounds that both were in."""
     if one.speed is None or one.record.timing is None or one.lead is None:
         return None
@@ -260,7 +260,7 @@ def _log_times(one: Beside) -> _Drawn | None:
     return _Drawn(point, first.resampled - np.mean([each.resampled for each in others], axis=0))
 
 
-def _log_joules(one: Beside) -> _Drawn | None:
+def _log_joules(one: ComparedCase) -> _Drawn | None:
     """Joules of a step over the reference's, by windows of both."""
     lead = one.lead
     if one.emulated or lead is None or one.record.energy is None or lead.energy is None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fp8bench import units
 from fp8bench.analysis.verdicts import BAND
 from fp8bench.features.advise import cost_rules, shape_rules, speed_rules
-from fp8bench.features.advise.basis import Basis, Beside, Trained, doubts, mapped, met_above, times
+from fp8bench.features.advise.basis import Basis, ComparedCase, Trained, doubts, mapped, met_above, times
 from fp8bench.features.advise.cost_rules import arm_of, study_of, tried_as
 from fp8bench.features.advise.shape_rules import pays_from, projections
 from fp8bench.features.advise.speed_rules import bound_of, stage_of
@@ -53,22 +53,22 @@ def _merged(found: Sequence[Advice]) -> list[Advice]:
 
 
 def _advice(
-    one: Beside, rule: str, kind: AdviceKind, sentence: str, answers: Sequence[Answer], gain: Interval | None = None
+    one: ComparedCase, rule: str, kind: AdviceKind, words: str, answers: Sequence[Answer], gain: Interval | None = None
 ) -> Advice:
     """About one case; what it rests on is what the answers rest on."""
     case = one.record.case
     reference = one.lead.case.mode if one.lead is not None else ""
     grounds = tuple(dict.fromkeys(ground for answer in answers for ground in answer.grounds))
-    sentence += doubts(one) if one.speed is not None else ""
+    words += doubts(one) if one.speed is not None else ""
     recipe = f"--dtypes {reference},{case.mode}" if kind is not AdviceKind.NOTHING else ""
     return Advice(
-        rule, kind, case.mode, reference, sentence, (case.setting,), recipe, gain=gain,
+        rule, kind, case.mode, reference, words, (case.setting,), recipe, gain=gain,
         case=case.id if gain is not None else "", grounds=grounds,
         doubtful=gain is not None and one.finding is not None and one.finding.doubtful,
     )  # fmt: skip
 
 
-def predicted(one: Beside) -> Interval | None:
+def predicted(one: ComparedCase) -> Interval | None:
     """What this step will be seen to gain once more: between what its fastest and all its calls said, give and take
     what identical code differs by, and not above Amdahl's bound; None of what has no speed."""
     speed, bound = one.speed, bound_of(one)
@@ -81,7 +81,7 @@ def predicted(one: Beside) -> Interval | None:
     return Interval(min(speed.point, most), min(low / floor, most), min(high * floor, bound.high), speed.level)
 
 
-def _of_speed(one: Beside, basis: Basis, answers: Answers) -> Advice:
+def _of_speed(one: ComparedCase, basis: Basis, answers: Answers) -> Advice:
     """Adopt it for its speed, or not, because."""
     case, record = one.record.case, one.record
     gain = predicted(one)
@@ -121,7 +121,7 @@ def _of_speed(one: Beside, basis: Basis, answers: Answers) -> Advice:
     return _advice(one, rule, AdviceKind.NOTHING, words, [step, *against], gain)
 
 
-def _adopted(one: Beside, answers: Answers) -> str:
+def _adopted(one: ComparedCase, answers: Answers) -> str:
     """With what stands beside its speed: what it does not give, and what nobody has measured."""
     reference = one.lead.case.mode if one.lead is not None else ""
     words = f"adopt {one.mode}: the step is {times(one.speed)} as fast as in {reference}" if one.speed else ""
@@ -137,7 +137,7 @@ def _adopted(one: Beside, answers: Answers) -> str:
     return words
 
 
-def _routed(one: Beside, basis: Basis, answers: Answers) -> Iterator[Advice]:
+def _routed(one: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advice]:
     """Layers that stay high: those that a study of losses found, and those whose products are too small here."""
     layers, study = answers.get("layers"), study_of(one, basis)
     chosen = study.suggested if study is not None else None
@@ -160,7 +160,7 @@ def _change(gap: float | None) -> str:
     return "unknown" if gap is None else units.change(1 + gap)
 
 
-def _between(one: Beside) -> Interval | None:
+def _between(one: ComparedCase) -> Interval | None:
     """With some of its layers left high a step gains something between nothing and what it gains with all."""
     gain = predicted(one)
     if gain is None:
@@ -168,7 +168,7 @@ def _between(one: Beside) -> Interval | None:
     return Interval(math.sqrt(gain.point), min(1.0, gain.low), max(1.0, gain.high), gain.level)
 
 
-def _small(one: Beside, basis: Basis) -> Iterator[Advice]:
+def _small(one: ComparedCase, basis: Basis) -> Iterator[Advice]:
     """Holders of which no product is as large as what pays here, where others are."""
     coverage = one.record.coverage
     if coverage is None or not one.timed or one.lead is None:
@@ -201,7 +201,7 @@ def _small(one: Beside, basis: Basis) -> Iterator[Advice]:
     )  # fmt: skip
 
 
-def _scheduled(one: Beside, basis: Basis, answers: Answers) -> Iterator[Advice]:
+def _scheduled(one: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advice]:
     """By kinds of steps, of which some gain; and by steps of a training, of which the last do harm."""
     stages = answers.get("stages")
     reference = one.lead.case.mode if one.lead is not None else ""

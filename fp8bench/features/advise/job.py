@@ -35,8 +35,8 @@ def basis_of(
 ) -> tuple[Basis, list[str]]:
     """The run that a word means with what else the store knows of it, and what of that could not be read."""
     run = load_named(word, store)
-    lent = [load_named(one, store) for one in beside]
-    for other in lent:
+    other_runs = [load_named(one, store) for one in beside]
+    for other in other_runs:
         _refuse_foreign(run, other)
     studies, troubles = studies_of(store_of(Path(run.path)) or store)
     trained = None
@@ -44,7 +44,7 @@ def basis_of(
         kept = load_training(training_named(training, store))
         trained = Trained(kept, verdicts_of(kept.training, kept.lines))
         troubles += kept.troubles
-    known = tuple((other, findings(other)) for other in lent)
+    known = tuple((other, findings(other)) for other in other_runs)
     return Basis(run, findings(run), studies, trained, least, known), troubles
 
 

@@ -20,10 +20,10 @@ from fp8bench import units
 from fp8bench.analysis.break_even import LEAST_SIZES, SizedRatio, break_even
 from fp8bench.analysis.verdicts import BAND
 from fp8bench.features.advise.basis import (
+    AdviceRule,
     Basis,
-    Beside,
-    Rule,
-    Told,
+    ComparedCase,
+    Reply,
     amdahl,
     doubts,
     mapped,
@@ -86,7 +86,7 @@ def pays_from(mode: str, device: str, basis: Basis) -> tuple[float, float, tuple
     return begins, float(max(found)), (Ground(rows[0].row, words), *rows)
 
 
-def products_of(one: Beside) -> list[tuple[int, int, int, int]]:
+def products_of(one: ComparedCase) -> list[tuple[int, int, int, int]]:
     """M, N, K and FLOPs of the products that a step's reference makes, by its coverage or its tape."""
     coverage = one.record.coverage
     if coverage is not None:
@@ -106,7 +106,7 @@ def _taped(operators: Iterable[OperatorCount]) -> Iterator[tuple[int, int, int, 
             yield m, n, one.flops // (2 * m * n), one.calls * one.flops
 
 
-def _large(one: Beside, basis: Basis) -> Told | str | None:
+def _large(one: ComparedCase, basis: Basis) -> Reply | str | None:
     case = one.record.case
     if one.emulated:
         return "emulated here: its time is the cost of emulation"
@@ -127,10 +127,10 @@ def _large(one: Beside, basis: Basis) -> Told | str | None:
     figure += f", {units.percent(beyond, 0)} beyond what was measured" if beyond else ""
     if paying < _HALF <= paying + beyond:
         return f"{figure}; products of its size were not timed"
-    return Told(Met.YES if paying >= _HALF else Met.NO, figure, grounds)
+    return Reply(Met.YES if paying >= _HALF else Met.NO, figure, grounds)
 
 
-def _reached(one: Beside, basis: Basis) -> Told | str | None:
+def _reached(one: ComparedCase, basis: Basis) -> Reply | str | None:
     coverage = one.record.coverage
     if coverage is None or not coverage.flops:
         return None
@@ -140,10 +140,10 @@ def _reached(one: Beside, basis: Basis) -> Told | str | None:
     figure = f"{units.percent(coverage.share, 0)} of product FLOPs" + (f" ({', '.join(kinds)})" if kinds else "")
     if left is not None and left.flops:
         figure += f"; {left.name} is not: {left.reason}"
-    return Told(Met.YES if coverage.share >= _HALF else Met.NO, figure, (Ground(one.row, figure),))
+    return Reply(Met.YES if coverage.share >= _HALF else Met.NO, figure, (Ground(one.row, figure),))
 
 
-def _experts(one: Beside, basis: Basis) -> Told | str | None:
+def _experts(one: ComparedCase, basis: Basis) -> Reply | str | None:
     """Only where there are experts."""
     coverage = one.record.coverage
     if coverage is not None:
@@ -152,7 +152,9 @@ def _experts(one: Beside, basis: Basis) -> Told | str | None:
             return None
         words = f"experts are {units.percent(whole / coverage.flops, 0)} of product FLOPs"
         met = Met.YES if converted > _HALF * whole else Met.NO
-        return Told(met, f"{words}, {units.percent(converted / whole, 0)} of them converted", (Ground(one.row, words),))
+        return Reply(
+            met, f"{words}, {units.percent(converted / whole, 0)} of them converted", (Ground(one.row, words),)
+        )
     tape = one.lead.tape if one.lead is not None else None
     grouped = [each for each in tape.operators if _GROUPED in each.operator] if tape is not None else []
     if tape is None or not grouped or not tape.flops:
@@ -163,20 +165,20 @@ def _experts(one: Beside, basis: Basis) -> Told | str | None:
     if not low:
         return f"{words} of its FLOPs, and in which dtype they run in it was not counted"
     met = Met.NO if low == {e.path for e in grouped} else Met.YES
-    return Told(met, f"{words} of its FLOPs, in {', '.join(sorted(low))}", (Ground(one.row, words),))
+    return Reply(met, f"{words} of its FLOPs, in {', '.join(sorted(low))}", (Ground(one.row, words),))
 
 
 RULES = (
-    Rule(
+    AdviceRule(
         "shapes", "Are its products large enough?", _large,
         "fp8bench suite gemm --dtypes {high},{mode}, then fp8bench advise RUN --beside last",
         "Break-even differs by device, recipe and torch by more than twice: no constant holds (torchao #2410).",
     ),
-    Rule(
+    AdviceRule(
         "coverage", "Can most of its products be converted?", _reached, "fp8bench profile {make} --dtypes {mode}",
         "A converter of nn.Linear alone does nothing for GPT-2 or a ResNet, and 18% for Mixtral.",
     ),
-    Rule(
+    AdviceRule(
         "experts", "Are the experts converted?", _experts, "fp8bench profile {make} --dtypes {mode}",
         "Of a published mixture of experts: linear layers alone 1.05x, experts alone 1.40x.",
     ),
@@ -201,7 +203,7 @@ def projections(basis: Basis) -> Iterator[Advice]:
                 yield found
 
 
-def _projected(one: Beside, mode: str, basis: Basis) -> Advice | None:
+def _projected(one: ComparedCase, mode: str, basis: Basis) -> Advice | None:
     lead = one.lead
     if lead is None or lead.support.level is not Level.NATIVE or lead.tape is None or not products_alone(one, mode):
         return None
@@ -242,7 +244,7 @@ def _projected(one: Beside, mode: str, basis: Basis) -> Advice | None:
     )  # fmt: skip
 
 
-def _of_products(one: Beside, ratios: list[SizedRatio]) -> Interval | None:
+def _of_products(one: ComparedCase, ratios: list[SizedRatio]) -> Interval | None:
     """The time of the step's products in the precision over their time now, each by its size; None where too few of
     them lie between sizes that were timed."""
     products = [(math.prod(sides) ** (1 / 3), flops) for *sides, flops in products_of(one)]

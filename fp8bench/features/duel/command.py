@@ -10,7 +10,7 @@ from fp8bench.cli.outputs import check_outputs, show_view
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION
 from fp8bench.features.duel.kind import DuelKind
-from fp8bench.features.duel.sides import Question
+from fp8bench.features.duel.sides import DuelQuestion
 from fp8bench.features.duel.values import Duel, DuelCutOff
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model import Direction
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8bench.features.duel.run import run_duel
 
     check_outputs(arguments)
-    question = Question(
+    question = DuelQuestion(
         arguments.python_a, arguments.python_b, arguments.against, arguments.against_self, arguments.sessions
     )
     with only_once():

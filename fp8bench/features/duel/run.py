@@ -15,9 +15,9 @@ from pathlib import Path
 
 from fp8bench.errors import Fp8benchError, StoreError, UsageError
 from fp8bench.features.duel.kind import DuelKind, DuelWriter, start_duel
-from fp8bench.features.duel.sides import SAME, Question, opened
-from fp8bench.features.duel.turns import PROCESSES, Entry, PartnerWorker, SideWorkers, Turns, refresh
-from fp8bench.features.duel.values import AFTER, BEFORE, CaseResult, Duel, DuelCutOff, Session, Side
+from fp8bench.features.duel.sides import SAME, DuelQuestion, opened
+from fp8bench.features.duel.turns import PROCESSES, DuelEntry, DuelTurns, PartnerWorker, SideWorkers, refresh
+from fp8bench.features.duel.values import AFTER, BEFORE, CaseResult, Duel, DuelCutOff, DuelSide, Session
 from fp8bench.features.duel.verdicts import LEAST_ROUNDS
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.arm import Arm, ArmFailed, CompilingFailed
@@ -47,7 +47,7 @@ Pair = tuple[SideWorkers, SideWorkers]
 
 
 def run_duel(
-    question: Question, request: Request, store: Path, observer: JobObserver, only: Collection[str] = ()
+    question: DuelQuestion, request: Request, store: Path, observer: JobObserver, only: Collection[str] = ()
 ) -> Duel:
     """Measure both sides and keep what they come to; of the cases with the ids in `only`, if there are any."""
     if request.ranks is not None:
@@ -182,14 +182,14 @@ def _rule(request: Request, share: float | None) -> StoppingRule:
     return StoppingRule(least=_LEAST_ROUNDS, budget=_SESSION_SECONDS, ceiling=CEILING_SECONDS)
 
 
-def _side(side: SideWorkers, request: Request) -> Side:
+def _side(side: SideWorkers, request: Request) -> DuelSide:
     """A side with what was found out about it. What the worker says of itself wins over what holds here."""
     worker, start = side.workers[0], side.start
     # Their digest is that of the files this process has imported, which are this tree's.
     imports = request.imports if start.imports == request.imports else ()
     here = gather(worker.software(), str(worker.handshake["fp8bench"]), request.threads, imports, folder=start.tree)
     environment = Environment({**here.facts, **worker.handshake})
-    return Side(start.name, start.title, start.python, start.commit, environment, side.devices)
+    return DuelSide(start.name, start.title, start.python, start.commit, environment, side.devices)
 
 
 def _check_origins(pair: Pair) -> None:
@@ -290,7 +290,7 @@ class CaseRunner:
             entries = [
                 self._entry(side, outcome.planned, place) for side, outcome in sides for place in range(one.processes)
             ]
-            turns = Turns(entries, seed)
+            turns = DuelTurns(entries, seed)
             failed: ArmFailed | None = None
             session: Session | None = None
             try:
@@ -324,9 +324,9 @@ class CaseRunner:
             if not outcome.failure:
                 passes.memory([outcome])
 
-    def _entry(self, side: SideWorkers, planned: PlannedCase, place: int) -> Entry:
+    def _entry(self, side: SideWorkers, planned: PlannedCase, place: int) -> DuelEntry:
         case = planned.case
         fused = workloads.get(case.workload).fused
         quantisers = side.quantisers if fused else Quantisers("the suite is about numbers, and compiles none")
         arm = Arm(case.id, planned, side.facts[case.device], self.limits)
-        return Entry(side.name, side.workers[place], arm, quantisers)
+        return DuelEntry(side.name, side.workers[place], arm, quantisers)

@@ -12,7 +12,7 @@ BEFORE, AFTER = "A", "B"
 
 
 @dataclass(frozen=True)
-class Side:
+class DuelSide:
     """One side: what a person calls it, its interpreter, and what that found itself to be.
 
     `commit` is that of the code which makes the sides differ, '' where no revision was asked for.
@@ -63,8 +63,8 @@ class Duel:
     started: str
     command: str
     request: Request
-    before: Side
-    after: Side
+    before: DuelSide
+    after: DuelSide
     cases: tuple[str, ...]
     sessions: int
     notes: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fp8bench import units
-from fp8bench.features.fleet.machines import Alarm, Figure, FleetReport, Kind, Machine
+from fp8bench.features.fleet.machines import FleetFigure, FleetReport, Machine, MachineAlarm, MachineKind
 from fp8bench.features.fleet.odd import FALSE_ALARMS, LEAST_MACHINES
 from fp8bench.model.codec import encode
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
@@ -36,7 +36,7 @@ LEGEND = (
 def named(report: FleetReport) -> Table | Text:
     if not report.alarms:
         return Text("No machine stands out.", Tone.GOOD)
-    cols: list[Col[Alarm]] = [
+    cols: list[Col[MachineAlarm]] = [
         Col("machine", lambda alarm: alarm.machine),
         Col("problem", lambda alarm: alarm.what, tone=lambda alarm: Tone.BAD),
         Col("why", lambda alarm: alarm.words, below=True),
@@ -75,7 +75,7 @@ def charts(report: FleetReport) -> Iterator[Bars]:
 
 def kinds(report: FleetReport) -> Table:
     few = f"needs {LEAST_MACHINES} machines"
-    cols: list[Col[Kind]] = [
+    cols: list[Col[MachineKind]] = [
         Col("kind", lambda kind: kind.name),
         Col("machines", lambda kind: str(len(kind.machines)), number=True),
         Col("hardware", _hardware_of),
@@ -87,7 +87,7 @@ def kinds(report: FleetReport) -> Table:
     return table("kinds", "", cols, report.kinds)
 
 
-def _hardware_of(kind: Kind) -> str:
+def _hardware_of(kind: MachineKind) -> str:
     """Its devices, else its processor."""
     told = [value for name, value in kind.hardware if name.startswith("device ")]
     return " + ".join(dict.fromkeys(told)) or dict(kind.hardware).get("asv_cpu", units.NONE)
@@ -97,11 +97,11 @@ def cases(report: FleetReport) -> Table:
     figures = sorted((figure for figure in report.figures if figure.case), key=lambda figure: figure.case)
     first = {figure.case: figure for figure in figures if figure.kind == report.kinds[0].name}
 
-    def to_first(figure: Figure) -> float | None:
+    def to_first(figure: FleetFigure) -> float | None:
         lead = first.get(figure.case, figure)
         return None if lead is figure or report.why_not.get(figure.kind) else figure.middle / lead.middle
 
-    cols: list[Col[Figure]] = [
+    cols: list[Col[FleetFigure]] = [
         Col("case", lambda figure: figure.case),
         Col("kind", lambda figure: figure.kind),
         Col("machines", lambda figure: str(len(figure.seconds)), number=True),
@@ -166,7 +166,7 @@ class FleetFrames:
         """A row for each thing that a machine is named for."""
         import pandas as pd
 
-        names = [field.name for field in fields(Alarm)]
+        names = [field.name for field in fields(MachineAlarm)]
         return pd.DataFrame([(one.machine, one.what.value, one.words) for one in self.report.alarms], columns=names)
 
 

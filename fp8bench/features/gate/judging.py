@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from fp8bench.analysis.compare.interval import ALONE
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
-from fp8bench.features.gate.thresholds import Rule, Threshold, ruled_by, threshold_of
+from fp8bench.features.gate.thresholds import Rules, Threshold, ruled_by, threshold_of
 from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.model.specs import COUNTS, RELATIVE, TIME
 from fp8bench.report.panels import together
@@ -34,7 +34,7 @@ _NEARER = 0.888
 
 
 @dataclass(frozen=True)
-class Spread:
+class CaseSpread:
     """Logarithms: by how much all cases moved together, and the deviation of one of them beside that."""
 
     shift: float
@@ -51,7 +51,7 @@ class Spread:
         return math.log(ratio) > AGAIN * self.deviation
 
 
-def spread_of(logs: Sequence[float]) -> Spread | None:
+def spread_of(logs: Sequence[float]) -> CaseSpread | None:
     """The spread of unchanged cases among all; None for a few.
 
     The deviation is told by the quartile that lies nearer, so that neither what became worse nor what became better
@@ -63,7 +63,7 @@ def spread_of(logs: Sequence[float]) -> Spread | None:
     low, middle, high = statistics.quantiles(logs, n=4)
     shift = middle if abs(middle) < math.log1p(ALONE) else 0.0
     nearer = min(max(shift - low, 0.0), max(high - shift, 0.0))
-    return Spread(shift, nearer / (_QUARTILE - _NEARER / math.sqrt(len(logs))))
+    return CaseSpread(shift, nearer / (_QUARTILE - _NEARER / math.sqrt(len(logs))))
 
 
 def discoveries(p_values: Sequence[float], share: float) -> list[bool]:
@@ -77,7 +77,7 @@ def discoveries(p_values: Sequence[float], share: float) -> list[bool]:
     return [place in chosen for place in range(len(p_values))]
 
 
-class Outcome(StrEnum):
+class GateOutcome(StrEnum):
     """What the gate makes of a figure."""
 
     REGRESSION = "regression"
@@ -91,12 +91,12 @@ class Outcome(StrEnum):
     NONE = "none"
 
 
-NOT_TESTED = (Outcome.IGNORED, Outcome.NONE, Outcome.FAILED)
+NOT_TESTED = (GateOutcome.IGNORED, GateOutcome.NONE, GateOutcome.FAILED)
 Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedFigure:
     """A figure with its threshold and what the gate makes of it. `again` is the second look, if there was one.
 
     `spread` is how far other cases of the same runs moved, where the runs are too few to tell for themselves.
@@ -104,10 +104,10 @@ class Judged:
 
     comparison: Comparison
     threshold: Threshold
-    outcome: Outcome
+    outcome: GateOutcome
     why: str = ""
     again: Comparison | None = None
-    spread: Spread | None = None
+    spread: CaseSpread | None = None
 
     @property
     def key(self) -> Key:
@@ -128,7 +128,7 @@ def key_of(one: Comparison) -> Key:
     return one.case, one.metric
 
 
-def first_look(comparisons: Sequence[Comparison], rules: tuple[Rule, ...] = ()) -> tuple[Judged, ...]:
+def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[JudgedFigure, ...]:
     """Every figure judged, as far as one look goes: suspects are to be confirmed."""
     relative = {one.case for one in comparisons if one.metric == RELATIVE and one.ratio is not None}
     looked = [_looked_at(one, rules, relative) for one in comparisons]
@@ -142,45 +142,46 @@ def first_look(comparisons: Sequence[Comparison], rules: tuple[Rule, ...] = ()) 
     chances = {place: chance_of(looked[place]) for place in tested}
     p_values = {place: chance for place, chance in chances.items() if chance is not None}
     for place, news in zip(p_values, discoveries(list(p_values.values()), CHANCE), strict=True):
-        if looked[place].outcome is Outcome.TO_CONFIRM and not news:
+        if looked[place].outcome is GateOutcome.TO_CONFIRM and not news:
             why = f"among {len(p_values)} figures, one so far off is no news"
-            looked[place] = replace(looked[place], outcome=Outcome.UNSURE, why=why)
+            looked[place] = replace(looked[place], outcome=GateOutcome.UNSURE, why=why)
     return tuple(looked)
 
 
-def chance_of(one: Judged) -> float | None:
+def chance_of(one: JudgedFigure) -> float | None:
     """Of such a difference where nothing changed; None where nobody can say."""
     if one.comparison.p_value is not None or one.spread is None:
         return one.comparison.p_value
     return one.spread.chance(_log(one))
 
 
-def _log(one: Judged) -> float:
+def _log(one: JudgedFigure) -> float:
     assert one.comparison.ratio is not None
     return math.log(one.comparison.ratio.point)
 
 
-def second_look(judged: Sequence[Judged], look: SecondLook, rules: tuple[Rule, ...] = ()) -> tuple[Judged, ...]:
+def second_look(judged: Sequence[JudgedFigure], look: SecondLook, rules: Rules = ()) -> tuple[JudgedFigure, ...]:
     """The suspects settled by a second look at them."""
-    return tuple(_settled(one, look, rules) if one.outcome is Outcome.TO_CONFIRM else one for one in judged)
+    return tuple(_settled(one, look, rules) if one.outcome is GateOutcome.TO_CONFIRM else one for one in judged)
 
 
-def _looked_at(one: Comparison, rules: tuple[Rule, ...], relative: set[str]) -> Judged:
+def _looked_at(one: Comparison, rules: Rules, relative: set[str]) -> JudgedFigure:
     threshold = threshold_of(one, rules)
     if one.failed:
-        return Judged(one, threshold, Outcome.FAILED, one.why)
+        return JudgedFigure(one, threshold, GateOutcome.FAILED, one.why)
     if threshold.ignored:
-        return Judged(one, threshold, Outcome.IGNORED, "a rule says so")
+        return JudgedFigure(one, threshold, GateOutcome.IGNORED, "a rule says so")
     if one.direction is Direction.NONE:
-        return Judged(one, threshold, Outcome.NONE, one.why)
+        return JudgedFigure(one, threshold, GateOutcome.NONE, one.why)
     if one.metric == TIME and one.case in relative and ruled_by(one, rules) is None:
         why = "the time over the reference's, which does not tell how fast the machine was, is judged instead"
-        return Judged(one, threshold, Outcome.IGNORED, why)
+        return JudgedFigure(one, threshold, GateOutcome.IGNORED, why)
     if exceeds(one, threshold):
         # What was counted would be the same again.
-        return Judged(one, threshold, Outcome.REGRESSION if one.metric in COUNTS else Outcome.TO_CONFIRM, one.why)
-    outcomes = {Direction.BETTER: Outcome.BETTER, Direction.UNSURE: Outcome.UNSURE}
-    return Judged(one, threshold, outcomes.get(one.direction, Outcome.FINE), one.why)
+        outcome = GateOutcome.REGRESSION if one.metric in COUNTS else GateOutcome.TO_CONFIRM
+        return JudgedFigure(one, threshold, outcome, one.why)
+    outcomes = {Direction.BETTER: GateOutcome.BETTER, Direction.UNSURE: GateOutcome.UNSURE}
+    return JudgedFigure(one, threshold, outcomes.get(one.direction, GateOutcome.FINE), one.why)
 
 
 def exceeds(one: Comparison, threshold: Threshold) -> bool:
@@ -212,7 +213,7 @@ def is_alone(one: Comparison) -> bool:
     return stored and one.ratio is not None and not is_exact(one) and one.ratio.level > 0
 
 
-def _again_worse(one: Judged, again: Comparison, rules: tuple[Rule, ...]) -> bool:
+def _again_worse(one: JudgedFigure, again: Comparison, rules: Rules) -> bool:
     if again.evidence is Evidence.HISTORY:
         # One new value belongs to the new level: half of such values lie below a threshold that the level is at.
         return again.direction is Direction.WORSE
@@ -223,12 +224,12 @@ def _again_worse(one: Judged, again: Comparison, rules: tuple[Rule, ...]) -> boo
     return exceeds(again, one.threshold if same else threshold_of(again, rules))
 
 
-def _decides(one: Judged) -> str:
+def _decides(one: JudgedFigure) -> str:
     """What does where a second look does not."""
     return f"`fp8bench duel suite {one.comparison.suite} --against COMMIT` decides"
 
 
-def _is_absent(one: Judged, again: Comparison) -> bool:
+def _is_absent(one: JudgedFigure, again: Comparison) -> bool:
     """Whether a second look excludes what the first one saw; that it does not see it again is not enough."""
     if again.ratio is None or is_exact(again):
         return True
@@ -241,23 +242,23 @@ def _is_absent(one: Judged, again: Comparison) -> bool:
     return again.ratio.level > 0 and math.log(again.ratio.high) <= least
 
 
-def _settled(one: Judged, look: SecondLook, rules: tuple[Rule, ...]) -> Judged:
+def _settled(one: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigure:
     failed = (found for found in look.comparisons.values() if found.failed and found.case == one.comparison.case)
     again = next(failed, None) or look.comparisons.get(one.key)
     if again is None:
         why = f"not measured again: {look.refused or 'the case was not among what could be'}"
-        outcome = Outcome.REGRESSION if may_fail(one.comparison) else Outcome.TO_CONFIRM
-        why += f"; {_decides(one)}" if outcome is Outcome.TO_CONFIRM else ""
+        outcome = GateOutcome.REGRESSION if may_fail(one.comparison) else GateOutcome.TO_CONFIRM
+        why += f"; {_decides(one)}" if outcome is GateOutcome.TO_CONFIRM else ""
         return replace(one, outcome=outcome, why=why)
     if again.failed:
-        return replace(one, outcome=Outcome.FAILED, why=f"{look.how}, it failed: {again.why}", again=again)
+        return replace(one, outcome=GateOutcome.FAILED, why=f"{look.how}, it failed: {again.why}", again=again)
     if not _again_worse(one, again, rules):
         if _is_absent(one, again):
-            return replace(one, outcome=Outcome.CLEARED, why=f"{look.how}, it was not so", again=again)
+            return replace(one, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not so", again=again)
         reason = f" ({again.why})" if again.why else ""
         return replace(one, why=f"{look.how}, it was not shown to be absent{reason}: {_decides(one)}", again=again)
     if may_fail(again) or again.p_value is not None or again.evidence is Evidence.HISTORY:
-        return replace(one, outcome=Outcome.REGRESSION, why=f"{look.how}, it was so again", again=again)
+        return replace(one, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was so again", again=again)
     below = "against a single stored run nothing fails below 10%"
     unlike = again.ratio is not None and again.ratio.point > 1 + ALONE
     why = f"{look.how}, it was so again; {again.why if unlike and again.why else below}; {_decides(one)}"
@@ -330,7 +331,7 @@ NO_SIGHTS = Sights()
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GateVerdict:
     """All figures judged. `title` says what was held against what, `notes` what a reader should know beside it.
 
     `problem` says why there is nothing to judge, and `code` is the exit code that it stands for. `sights` is what
@@ -338,13 +339,13 @@ class Verdict:
     """
 
     title: str
-    judged: tuple[Judged, ...] = ()
+    judged: tuple[JudgedFigure, ...] = ()
     notes: tuple[str, ...] = ()
     problem: str = ""
     code: int = EXIT_OK
     sights: Sights = NO_SIGHTS
 
-    def of(self, outcome: Outcome) -> tuple[Judged, ...]:
+    def of(self, outcome: GateOutcome) -> tuple[JudgedFigure, ...]:
         return tuple(one for one in self.judged if one.outcome is outcome)
 
     @property
@@ -352,21 +353,21 @@ class Verdict:
         """3 a case failed, 1 something is worse, 4 it might be, else 0; or that of a problem."""
         if self.problem:
             return self.code
-        if self.of(Outcome.FAILED):
+        if self.of(GateOutcome.FAILED):
             return EXIT_FAILED
-        if self.of(Outcome.REGRESSION):
+        if self.of(GateOutcome.REGRESSION):
             return EXIT_REGRESSION
-        return EXIT_BASELINE if self.of(Outcome.TO_CONFIRM) or self.sights.fails else EXIT_OK
+        return EXIT_BASELINE if self.of(GateOutcome.TO_CONFIRM) or self.sights.fails else EXIT_OK
 
     @property
     def headline(self) -> str:
         if self.problem:
             known = {EXIT_BASELINE: "no baseline to judge by", EXIT_OK: "the history is too young"}
             return known.get(self.code, "nothing was measured")
-        failed, worse = len(self.of(Outcome.FAILED)), len(self.of(Outcome.REGRESSION))
+        failed, worse = len(self.of(GateOutcome.FAILED)), len(self.of(GateOutcome.REGRESSION))
         parts = [f"{failed} failed"] if failed else []
         parts += [f"{worse} regression{'s' * (worse != 1)}"] if worse else []
-        if (suspected := len(self.of(Outcome.TO_CONFIRM))) and not self.sights.fails:
+        if (suspected := len(self.of(GateOutcome.TO_CONFIRM))) and not self.sights.fails:
             parts += [f"{suspected} to confirm"]
         if parts or not self.sights.fails:
             return " and ".join(parts) or "no regression"
@@ -376,9 +377,9 @@ class Verdict:
     @property
     def counts(self) -> str:
         """'112 figures: 1 regression, 2 better, 109 fine'."""
-        counts = ((len(self.of(name)), _COUNTED.get(name, name.value)) for name in Outcome)
+        counts = ((len(self.of(name)), _COUNTED.get(name, name.value)) for name in GateOutcome)
         parts, total = [f"{count} {words}" for count, words in counts if count], len(self.judged)
         return f"{total} figure{'s' * (total != 1)}" + (f": {', '.join(parts)}" if parts else "")
 
 
-_COUNTED = {Outcome.NONE: "without a number on both sides", Outcome.IGNORED: "not judged"}
+_COUNTED = {GateOutcome.NONE: "without a number on both sides", GateOutcome.IGNORED: "not judged"}

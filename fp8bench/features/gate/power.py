@@ -24,7 +24,7 @@ from fp8bench.features.gate.judging import (
     AGAIN,
     CHANCE,
     NOT_TESTED,
-    Judged,
+    JudgedFigure,
     Sight,
     Sights,
     chance_of,
@@ -32,7 +32,7 @@ from fp8bench.features.gate.judging import (
     is_alone,
     is_exact,
 )
-from fp8bench.features.gate.thresholds import Rule, Threshold, threshold_of
+from fp8bench.features.gate.thresholds import Rules, Threshold, threshold_of
 from fp8bench.model import Comparison, Evidence, Noise
 from fp8bench.model.specs import BAND, spec_of
 
@@ -82,20 +82,20 @@ class _Looks(NamedTuple):
     shared: float = 0.0
 
 
-def sights_of(judged: Sequence[Judged], second: Second, power: float, required: bool) -> Sights:
+def sights_of(judged: Sequence[JudgedFigure], second: Second, power: float, required: bool) -> Sights:
     """What could have been seen of the figures of two sides that vary."""
     chance = chance_among(judged)
     varying = [one for one in judged if _is_tested(one) and not is_exact(one.comparison)]
     return _sorted((sight_of(one, chance, second, power) for one in varying), power, required)
 
 
-def chance_among(judged: Sequence[Judged]) -> float:
+def chance_among(judged: Sequence[JudgedFigure]) -> float:
     """The chance that is asked of one more of the figures, which became worse: it would be one more discovery."""
     chances = [chance for one in judged if _is_tested(one) and (chance := chance_of(one)) is not None]
     return CHANCE * min(1.0, (1 + sum(discoveries(chances, CHANCE))) / max(1, len(chances)))
 
 
-def _is_tested(one: Judged) -> bool:
+def _is_tested(one: JudgedFigure) -> bool:
     return one.outcome not in NOT_TESTED and one.comparison.ratio is not None
 
 
@@ -104,7 +104,7 @@ def _sorted(found: Iterable[Sight], power: float, required: bool) -> Sights:
     return Sights(tuple(figures), power, required)
 
 
-def sight_of(one: Judged, chance: float, second: Second, power: float) -> Sight:
+def sight_of(one: JudgedFigure, chance: float, second: Second, power: float) -> Sight:
     """What could have been seen of a figure, if such a chance is asked of it."""
     found, least = one.comparison, _least(one.threshold, one.comparison.before)
     blank = Sight(found.case, found.metric, least, math.inf, math.inf)
@@ -125,7 +125,7 @@ def _least(threshold: Threshold, before: float | None) -> float:
     return max(threshold.relative, threshold.smallest / before if before else 0.0)
 
 
-def _looks(one: Judged, chance: float, second: Second, least: float) -> _Looks:
+def _looks(one: JudgedFigure, chance: float, second: Second, least: float) -> _Looks:
     """What both looks ask for, if a slow-down must be larger than `least`."""
     found, floor = one.comparison, math.log1p(least)
     assert found.noise is not None
@@ -157,7 +157,7 @@ def _of_duel(found: Comparison, chance: float, second: Second, floor: float) -> 
     return _Looks(first, _look(floor, sure, error, freedom) if second is Second.DUEL else _PASSES)
 
 
-def _of_few(one: Judged, chance: float) -> tuple[float, float, float]:
+def _of_few(one: JudgedFigure, chance: float) -> tuple[float, float, float]:
     """The evidence that both looks ask of a few runs, and how far such runs lie apart."""
     found, spread = one.comparison, one.spread
     assert found.noise is not None
@@ -232,7 +232,7 @@ class Newest(NamedTuple):
 
 
 def sights_of_history(
-    series: Sequence[Newest], rules: tuple[Rule, ...], found: int, second: Second, power: float, required: bool
+    series: Sequence[Newest], rules: Rules, found: int, second: Second, power: float, required: bool
 ) -> Sights:
     """What could have been seen of a history: a step that came with the last nights in which it can be found.
 

@@ -24,7 +24,7 @@ class Threshold:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ThresholdRule:
     """One line of a file: the figures it is for, by patterns with * and ?, and what it says of them.
 
     None leaves the default. `place` is its file and line.
@@ -43,7 +43,10 @@ class Rule:
         return (_fits(self.case, one.suite) or _fits(self.case, one.case)) and _fits(self.metric, one.metric)
 
 
-def threshold_of(one: Comparison, rules: tuple[Rule, ...] = ()) -> Threshold:
+Rules = tuple[ThresholdRule, ...]
+
+
+def threshold_of(one: Comparison, rules: Rules = ()) -> Threshold:
     """What is worse enough for a figure: the first rule that fits it, and what its spec says where that is silent."""
     relative, smallest = spec_of(one.metric).threshold
     found = ruled_by(one, rules)
@@ -60,11 +63,11 @@ def threshold_of(one: Comparison, rules: tuple[Rule, ...] = ()) -> Threshold:
     )  # fmt: skip
 
 
-def ruled_by(one: Comparison, rules: tuple[Rule, ...]) -> Rule | None:
+def ruled_by(one: Comparison, rules: Rules) -> ThresholdRule | None:
     return next((rule for rule in rules if rule.fits(one)), None)
 
 
-def check_rules(rules: tuple[Rule, ...], comparisons: tuple[Comparison, ...], file: str) -> list[str]:
+def check_rules(rules: Rules, comparisons: tuple[Comparison, ...], file: str) -> list[str]:
     """What is strange about rules for these figures. Raises UsageError where none of them speaks of any."""
     idle = [rule for rule in rules if not any(rule.fits(one) for one in comparisons)]
     if rules and comparisons and len(idle) == len(rules):

@@ -11,7 +11,7 @@ from typing import Any
 
 from fp8bench import units
 from fp8bench.errors import EXIT_OK
-from fp8bench.features.gate.judging import NIGHTS, NO_SIGHTS, Judged, Key, Outcome, Sight, Sights, Verdict
+from fp8bench.features.gate.judging import NIGHTS, NO_SIGHTS, GateOutcome, GateVerdict, JudgedFigure, Key, Sight, Sights
 from fp8bench.model import Comparison
 from fp8bench.report.columns import Col, table
 from fp8bench.report.comparisons import label_legend, setting_of, signed, value
@@ -21,12 +21,13 @@ from fp8bench.report.terminal.layout import list_of
 
 # What becomes of a test; of others there may be more to say.
 _TAGS = {
-    Outcome.REGRESSION: "failure", Outcome.FAILED: "error", Outcome.NONE: "skipped", Outcome.IGNORED: "skipped",
+    GateOutcome.REGRESSION: "failure", GateOutcome.FAILED: "error", GateOutcome.NONE: "skipped",
+    GateOutcome.IGNORED: "skipped",
 }  # fmt: skip
 _COUNTED = {"failures": "failure", "errors": "error", "skipped": "skipped"}
 
 
-def as_junit(verdict: Verdict) -> str:
+def as_junit(verdict: GateVerdict) -> str:
     """The document. Where nothing could be judged, it holds one test that is in error: it is never empty."""
     root = ET.Element("testsuites", name="fp8bench gate")
     sights = _by_figure(verdict.sights)
@@ -55,7 +56,7 @@ def _by_figure(sights: Sights) -> dict[Key, str]:
     return {(one.case, one.metric): sentence(one, sights.power) for one in sights.figures}
 
 
-def _suite(root: ET.Element, name: str, judged: Iterable[Judged], sights: Mapping[Key, str]) -> None:
+def _suite(root: ET.Element, name: str, judged: Iterable[JudgedFigure], sights: Mapping[Key, str]) -> None:
     suite = ET.SubElement(root, "testsuite", name=_text(name))
     for one in judged:
         title = _text(f"{one.comparison.case} {one.comparison.metric}")
@@ -69,19 +70,19 @@ def _suite(root: ET.Element, name: str, judged: Iterable[Judged], sights: Mappin
         elif tag is not None:
             child = ET.SubElement(test, tag, message=_text(_sentence(one)), type=one.outcome.value)
             child.text = _text("\n".join(_detail(one)))
-        elif one.outcome is not Outcome.FINE:
+        elif one.outcome is not GateOutcome.FINE:
             ET.SubElement(test, "system-out").text = _text("\n".join((_sentence(one), *_detail(one))))
 
 
-def _sentence(one: Judged) -> str:
+def _sentence(one: JudgedFigure) -> str:
     """'time: 1.20 ms -> 1.43 ms, +19.2% [+17.0%, +21.5%]: regression'."""
     found = one.comparison
-    if one.outcome is Outcome.FAILED:
+    if one.outcome is GateOutcome.FAILED:
         return f"{found.metric}: {one.why or 'the case failed'}"
     return f"{found.metric}: {_both(found)}: {one.outcome.value}"
 
 
-def _detail(one: Judged) -> Iterator[str]:
+def _detail(one: JudgedFigure) -> Iterator[str]:
     """Both looks, the threshold, and why it ended so."""
     yield one.comparison.case
     for name, look in (("first look", one.comparison), ("second look", one.again)):
@@ -105,7 +106,7 @@ def _text(words: str) -> str:
     return "\n".join(map(printable, words.split("\n")))
 
 
-def as_trend(judged: Sequence[Judged], sights: Sights = NO_SIGHTS) -> str:
+def as_trend(judged: Sequence[JudgedFigure], sights: Sights = NO_SIGHTS) -> str:
     """What the second side came to, for github-action-benchmark: its `customSmallerIsBetter`.
 
     Figures without a number on the second side are not in it.
@@ -115,7 +116,7 @@ def as_trend(judged: Sequence[Judged], sights: Sights = NO_SIGHTS) -> str:
     return json.dumps([_trend_row(one, seen.get(one.key, "")) for one in known], indent=1, allow_nan=False) + "\n"
 
 
-def _trend_row(one: Judged, sight: str) -> dict[str, Any]:
+def _trend_row(one: JudgedFigure, sight: str) -> dict[str, Any]:
     found = one.comparison
     row: dict[str, Any] = {"name": f"{found.case} {found.metric}", "unit": found.unit or "ratio", "value": found.after}
     ratio = found.ratio
@@ -127,12 +128,13 @@ def _trend_row(one: Judged, sight: str) -> dict[str, Any]:
 # GitHub shows a mebibyte of a step's summary at most.
 MOST_ROWS = 200
 _TITLES = {
-    Outcome.FAILED: "Failed", Outcome.REGRESSION: "Regressions",
-    Outcome.TO_CONFIRM: "To confirm: suspected, and neither confirmed nor shown to be absent",
-    Outcome.CLEARED: "Cleared: suspected, and not so when measured again", Outcome.BETTER: "Better",
+    GateOutcome.FAILED: "Failed", GateOutcome.REGRESSION: "Regressions",
+    GateOutcome.TO_CONFIRM: "To confirm: suspected, and neither confirmed nor shown to be absent",
+    GateOutcome.CLEARED: "Cleared: suspected, and not so when measured again", GateOutcome.BETTER: "Better",
 }  # fmt: skip
 _TONES = {
-    Outcome.FAILED: Tone.BAD, Outcome.REGRESSION: Tone.BAD, Outcome.TO_CONFIRM: Tone.DOUBT, Outcome.BETTER: Tone.GOOD,
+    GateOutcome.FAILED: Tone.BAD, GateOutcome.REGRESSION: Tone.BAD, GateOutcome.TO_CONFIRM: Tone.DOUBT,
+    GateOutcome.BETTER: Tone.GOOD,
 }  # fmt: skip
 _AGAIN = "again: the same change when measured once more, in a fresh process"
 _WORSE = "worse is: beyond both, the share and the difference"
@@ -142,7 +144,7 @@ _SEEN = (
 _MOST_WARNED = 5
 
 
-def page_of(verdict: Verdict, every: bool = False) -> Page:
+def page_of(verdict: GateVerdict, every: bool = False) -> Page:
     """What failed, what is worse, what is in doubt and what is better; the rest is counted.
 
     What could have been seen is a line, and of `every` figure a table.
@@ -151,7 +153,7 @@ def page_of(verdict: Verdict, every: bool = False) -> Page:
     if verdict.problem:
         tone = Tone.BAD if verdict.code != EXIT_OK else Tone.DOUBT
         parts.append(Part("problem", "Why", (Text(verdict.problem, tone),)))
-    unsure = Counter(one.why for one in verdict.of(Outcome.UNSURE) if one.why)
+    unsure = Counter(one.why for one in verdict.of(GateOutcome.UNSURE) if one.why)
     parts += list_of("unsure", "Unsure, because", (f"{why} ({count})" for why, count in unsure.items()))
     told = warnings(verdict.sights, _MOST_WARNED) if verdict.sights.required else ()
     parts += list_of("notes", "Notes", (f"- {one}" for one in (*told, *verdict.notes[:MOST_ROWS])))
@@ -180,8 +182,8 @@ def _sights(sights: Sights) -> Part:
     return Part("sights", title, (table("sights", "", cols, sights.figures[:MOST_ROWS]),))
 
 
-def _part(outcome: Outcome, title: str, judged: Sequence[Judged]) -> Part:
-    cols: list[Col[Judged]] = [
+def _part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigure]) -> Part:
+    cols: list[Col[JudgedFigure]] = [
         Col("setting", lambda one: setting_of(one.comparison.case)[0], shared=True),
         Col("figure", lambda one: f"{setting_of(one.comparison.case)[1]} {one.comparison.metric}"),
         Col("A", lambda one: value(one.comparison, one.comparison.before), number=True),
@@ -255,7 +257,7 @@ def share(value: float) -> str:
     return "nothing" if math.isinf(value) or math.isnan(value) else units.change(1 + value)
 
 
-def limit(one: Judged) -> str:
+def limit(one: JudgedFigure) -> str:
     """What is worse enough: '5.0% and 5.00 us'."""
     threshold = one.threshold
     smallest = value(one.comparison, threshold.smallest) if threshold.smallest else ""

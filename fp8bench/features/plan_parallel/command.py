@@ -27,11 +27,11 @@ from fp8bench.cli.config_file import Kind, items, place, read_mapping, scalar, s
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UnknownName, UsageError
-from fp8bench.features.plan_parallel.formulas import Checkpointing, Load, Topology, Transformer
+from fp8bench.features.plan_parallel.formulas import Checkpointing, DecoderModel, Load, Topology
 from fp8bench.features.plan_parallel.ranking import (
     MODELS,
     WORST_ERRORS,
-    Asked,
+    ParallelQuestion,
     Planned,
     Ruling,
     Say,
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_OK if plans[0].fits else EXIT_FAILED
 
 
-def _asked(arguments: argparse.Namespace) -> Asked:
+def _asked(arguments: argparse.Namespace) -> ParallelQuestion:
     for name in ("model", "gpus", "topology"):
         if getattr(arguments, name) is None:
             raise UsageError(f"--{name} is missing: a plan needs --model, --gpus and --topology.")
@@ -104,16 +104,16 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     level = Checkpointing.NONE if arguments.checkpointing == _AUTO else Checkpointing(arguments.checkpointing)
     load = Load(arguments.sequence or own, 1, checkpointing=level, precision=arguments.dtype)
     batch = arguments.batch or 8 * arguments.gpus
-    return Asked(model, arguments.gpus, batch, load, read_topology(arguments.topology))
+    return ParallelQuestion(model, arguments.gpus, batch, load, read_topology(arguments.topology))
 
 
-def _model(name: str) -> Transformer:
+def _model(name: str) -> DecoderModel:
     if name in MODELS:
         return MODELS[name]
     if name not in SIZES:
         raise UnknownName("model", name, [*MODELS, *SIZES])
     size = SIZES[name]
-    return Transformer(
+    return DecoderModel(
         name, size.vocabulary, size.width, size.layers, size.heads, size.key_heads, size.hidden, size.modern
     )
 
@@ -171,7 +171,7 @@ _ERRORS = f"Of 62 figures of published trainings these formulas are off by at mo
 _SHORT = 0.02
 
 
-def page_of(asked: Asked, plans: Sequence[Planned]) -> Page:
+def page_of(asked: ParallelQuestion, plans: Sequence[Planned]) -> Page:
     load = asked.load
     title = (
         f"{asked.model.name} ({units.count(asked.model.weights)} weights) on {asked.gpus} "
@@ -184,7 +184,7 @@ def page_of(asked: Asked, plans: Sequence[Planned]) -> Page:
     return Page(title, "", tuple(parts), _LEGEND)
 
 
-def _remarks(asked: Asked, plans: Sequence[Planned]) -> Iterator[str]:
+def _remarks(asked: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]:
     if not plans[0].fits:
         level = "" if asked.load.checkpointing is Checkpointing.FULL else ", or --checkpointing full"
         yield f"No way fits: more GPUs, a smaller batch, shorter sequences{level}."
@@ -198,7 +198,7 @@ def _remarks(asked: Asked, plans: Sequence[Planned]) -> Iterator[str]:
         yield f"No published training is like this: {'; '.join(what)}. Bands are a guess here."
 
 
-def _ranking(asked: Asked, plans: Sequence[Planned]) -> Table:
+def _ranking(asked: ParallelQuestion, plans: Sequence[Planned]) -> Table:
     def fits(one: Planned) -> Field:
         word = ("tight", Tone.DOUBT) if one.tight else ("yes", Tone.GOOD) if one.fits else ("no", Tone.BAD)
         return Field(word[0], tone=word[1])
@@ -217,7 +217,7 @@ def _ranking(asked: Asked, plans: Sequence[Planned]) -> Table:
     return table("ranking", "", cols, plans)
 
 
-def _matrix(asked: Asked) -> Table:
+def _matrix(asked: ParallelQuestion) -> Table:
     cols: list[Col[Ruling]] = [
         Col("kind", lambda one: one.kind),
         Col("worth it", lambda one: one.say, tone=lambda one: Tone.GOOD if one.say is Say.YES else Tone.PLAIN),
@@ -226,19 +226,19 @@ def _matrix(asked: Asked) -> Table:
     return table("matrix", "", cols, rulings(asked))
 
 
-def as_json(asked: Asked, plans: Sequence[Planned]) -> str:
+def as_json(asked: ParallelQuestion, plans: Sequence[Planned]) -> str:
     ways = [_row(asked, one) for one in plans]
     matrix = [encode(one) for one in rulings(asked)]
     beyond = outside(asked.model, asked.gpus, asked.load.sequence)
     return json_line({"asked": encode(asked), "outside": beyond, "ways": ways, "matrix": matrix})
 
 
-def as_csv(asked: Asked, plans: Sequence[Planned]) -> str:
+def as_csv(asked: ParallelQuestion, plans: Sequence[Planned]) -> str:
     rows = [_row(asked, one) for one in plans]
     return csv_text(tuple(rows[0]), rows)
 
 
-def _row(asked: Asked, one: Planned) -> dict[str, object]:
+def _row(asked: ParallelQuestion, one: Planned) -> dict[str, object]:
     pace = asdict(one.pace)
     return {
         **asdict(one.layout), "micro_batches": one.load.micro_batches, "fits": one.fits, "tight": one.tight,

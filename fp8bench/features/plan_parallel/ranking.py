@@ -15,12 +15,12 @@ from fp8bench import units
 from fp8bench.features.plan_parallel.formulas import (
     STATES,
     Checkpointing,
-    Layout,
+    DecoderModel,
+    GpuMemory,
     Load,
-    Memory,
-    Pace,
+    ParallelLayout,
+    StepPace,
     Topology,
-    Transformer,
     memory_of,
     pace_of,
     tokens_a_second,
@@ -40,9 +40,9 @@ _NARROW = 1024
 MODELS = {
     model.name: model
     for model in (
-        Transformer("llama3-8b", 128256, 4096, 32, 32, 8, 14336),
-        Transformer("llama3-70b", 128256, 8192, 80, 64, 8, 28672),
-        Transformer("llama3-405b", 128256, 16384, 126, 128, 8, 53248),
+        DecoderModel("llama3-8b", 128256, 4096, 32, 32, 8, 14336),
+        DecoderModel("llama3-70b", 128256, 8192, 80, 64, 8, 28672),
+        DecoderModel("llama3-405b", 128256, 16384, 126, 128, 8, 53248),
     )
 }
 PUBLISHED_GPUS, PUBLISHED_WEIGHTS, PUBLISHED_SEQUENCES = (8, 1024), (8030261248, 405853388800), (8192, 262144)
@@ -50,10 +50,10 @@ WORST_ERRORS = "memory by 12.1%, pace by 37.5%, flops by 0.1%"
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParallelQuestion:
     """A training: `batch` sequences a step in all. `load` says how a step is done; its sizes are each layout's."""
 
-    model: Transformer
+    model: DecoderModel
     gpus: int
     batch: int
     load: Load
@@ -65,10 +65,10 @@ class Planned:
     """One way, with what it takes; `tokens` are those a second and GPU. A `tight` one fits unless its memory is at the
     upper end of its band."""
 
-    layout: Layout
+    layout: ParallelLayout
     load: Load
-    memory: Memory
-    pace: Pace
+    memory: GpuMemory
+    pace: StepPace
     tokens: float
     fits: bool
     tight: bool
@@ -80,19 +80,19 @@ class Planned:
         return sum(count > 1 for count in (one.copies, one.shards, one.tensor, one.pipeline, one.context))
 
 
-def memory_band(layout: Layout) -> float:
+def memory_band(layout: ParallelLayout) -> float:
     """How far the formulas were from published trainings of that kind, as a share."""
     return 0.05 if layout.tensor == layout.pipeline == 1 else 0.15
 
 
-def pace_band(model: Transformer, layout: Layout) -> float:
+def pace_band(model: DecoderModel, layout: ParallelLayout) -> float:
     """The same of their pace."""
     if layout.tensor > 1 and model.width / layout.tensor < _NARROW:
         return 0.4
     return 0.3 if layout.context > 1 else 0.15
 
 
-def ranking(asked: Asked) -> tuple[Planned, ...]:
+def ranking(asked: ParallelQuestion) -> tuple[Planned, ...]:
     """All ways that divide evenly: those that fit first, the fastest of them first; others by what they lack."""
     found = [best for layout in layouts(asked) if (best := _best(asked, layout)) is not None]
 
@@ -104,7 +104,7 @@ def ranking(asked: Asked) -> tuple[Planned, ...]:
     return tuple(sorted(found, key=place))
 
 
-def layouts(asked: Asked) -> Iterator[Layout]:
+def layouts(asked: ParallelQuestion) -> Iterator[ParallelLayout]:
     """TP up to a node, as many as heads allow; PP by whole layers; CP by whole sequences; the rest are copies, or
     shards, or shards within a node that are copied."""
     model, gpus = asked.model, asked.gpus
@@ -119,13 +119,13 @@ def layouts(asked: Asked) -> Iterator[Layout]:
                 piece = asked.load.sequence / context
                 if piece % tensor or asked.batch % ranks or (context > 1 and piece < _SHORTEST):
                     continue
-                inner = Layout(tensor=tensor, pipeline=pipeline, context=context)
+                inner = ParallelLayout(tensor=tensor, pipeline=pipeline, context=context)
                 for shards in sorted({1, ranks, _within_a_node(asked.topology, inner, ranks)}):
                     for virtual in (1, 2) if 1 < pipeline <= model.layers // 2 else (1,):
                         yield replace(inner, shards=shards, copies=ranks // shards, virtual=virtual)
 
 
-def _within_a_node(topology: Topology, inner: Layout, ranks: int) -> int:
+def _within_a_node(topology: Topology, inner: ParallelLayout, ranks: int) -> int:
     """Shards that stay within a node: a whole number of them, or all."""
     room = topology.node // (inner.tensor * inner.context)
     return room if room > 1 and ranks % room == 0 else ranks
@@ -135,7 +135,7 @@ def _divisors(number: int) -> list[int]:
     return [one for one in range(1, number + 1) if number % one == 0]
 
 
-def _best(asked: Asked, layout: Layout) -> Planned | None:
+def _best(asked: ParallelQuestion, layout: ParallelLayout) -> Planned | None:
     """With the micro-batches that are fastest among those that fit; with the most where none does."""
     local = asked.batch * layout.inner // asked.gpus
     options = [_planned(asked, layout, local, count) for count in _divisors(local)]
@@ -143,7 +143,7 @@ def _best(asked: Asked, layout: Layout) -> Planned | None:
     return max(fitting, key=lambda one: one.tokens) if fitting else options[-1]
 
 
-def _planned(asked: Asked, layout: Layout, local: int, count: int) -> Planned:
+def _planned(asked: ParallelQuestion, layout: ParallelLayout, local: int, count: int) -> Planned:
     load = replace(asked.load, local=local, micro_batches=count)
     memory = memory_of(asked.model, layout, load)
     pace = pace_of(asked.model, layout, load, asked.topology)
@@ -168,12 +168,12 @@ class Ruling:
     why: str
 
 
-def rulings(asked: Asked) -> tuple[Ruling, ...]:
+def rulings(asked: ParallelQuestion) -> tuple[Ruling, ...]:
     """When each kind is worth it: rules of thumb, of which the ranking knows the figures."""
     model, topology, load = asked.model, asked.topology, asked.load
     usable, gpus = USABLE * topology.memory, asked.gpus
-    alone = memory_of(model, Layout(copies=gpus), replace(load, local=1, micro_batches=1)).total
-    sharded = memory_of(model, Layout(shards=gpus), replace(load, local=1, micro_batches=1)).total
+    alone = memory_of(model, ParallelLayout(copies=gpus), replace(load, local=1, micro_batches=1)).total
+    sharded = memory_of(model, ParallelLayout(shards=gpus), replace(load, local=1, micro_batches=1)).total
     tokens = asked.batch * load.sequence / gpus
     dealt = asked.batch % gpus == 0
     undealt = "" if dealt else f"; but {asked.batch} sequences cannot be dealt out evenly to {gpus} GPUs"
@@ -198,14 +198,14 @@ def rulings(asked: Asked) -> tuple[Ruling, ...]:
     return tuple(Ruling(kind, Say.YES if yes else Say.NO, why) for kind, yes, why in rows)
 
 
-def _tokens_that_hide(asked: Asked) -> float:
+def _tokens_that_hide(asked: ParallelQuestion) -> float:
     """Tokens of a GPU's step from which on products take as long as what FSDP sends."""
     sent = (2 * (1 if asked.load.narrow_gather else 2) + 4) * (asked.gpus - 1) / asked.gpus
     rate = asked.topology.fp8 if asked.load.precision == "fp8" else asked.topology.bf16
     return sent * rate / (6 * asked.topology.link(asked.gpus))
 
 
-def checkpointed(asked: Asked) -> tuple[Asked, tuple[Planned, ...]]:
+def checkpointed(asked: ParallelQuestion) -> tuple[ParallelQuestion, tuple[Planned, ...]]:
     """With the least that is computed again with which something fits; with all of it where nothing does."""
     for level in Checkpointing:
         other = replace(asked, load=replace(asked.load, checkpointing=level))
@@ -215,7 +215,7 @@ def checkpointed(asked: Asked) -> tuple[Asked, tuple[Planned, ...]]:
     return other, plans
 
 
-def outside(model: Transformer, gpus: int, sequence: int) -> tuple[str, ...]:
+def outside(model: DecoderModel, gpus: int, sequence: int) -> tuple[str, ...]:
     """What of a training no published one is like, each with what those have: there bands are no more than a guess."""
     found: tuple[tuple[str, Callable[[int], str], int, tuple[int, int]], ...] = (
         ("GPUs", str, gpus, PUBLISHED_GPUS),

@@ -14,7 +14,7 @@ from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_files, check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
-from fp8bench.features.sensitivity.study import By, Study, Suffers, Trial, as_json, as_words, last_of
+from fp8bench.features.sensitivity.study import By, LayerTrial, Study, Suffers, as_json, as_words, last_of
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model import Request
 from fp8bench.model.request import PERCENT, whole_number
@@ -63,7 +63,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, keep, tell. An interrupt ends it early: what was run is told all the same."""
-    from fp8bench.features.sensitivity.job import Question, kept, studied, write_map
+    from fp8bench.features.sensitivity.job import StudyQuestion, kept, studied, write_map
 
     check_outputs(arguments)
     check_files({"--write-map": arguments.write_map})
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         case_timeout=arguments.case_timeout,
     )  # fmt: skip
     gradients = None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100
-    question = Question(request, By(arguments.by), arguments.steps, arguments.tolerance / 100, gradients)
+    question = StudyQuestion(request, By(arguments.by), arguments.steps, arguments.tolerance / 100, gradients)
     with only_once():
         study = studied(question, arguments.store, TERMINAL)
         try:
@@ -131,7 +131,7 @@ def _reference(study: Study) -> str:
 
 def _probes(study: Study) -> Table:
     by_kind = study.by is By.KIND  # then it has no column of its own
-    cols: list[Col[Trial]] = [
+    cols: list[Col[LayerTrial]] = [
         Col("low" if by_kind else "low layer", lambda one: one.name),
         Col("kind", lambda one: one.kind, when=not by_kind),
         Col("loss gap", lambda one: _gap(study, one), number=True),
@@ -157,13 +157,13 @@ def _groups(study: Study) -> Iterator[str]:
 
 
 def _candidates(study: Study) -> Table:
-    def verdict(one: Trial) -> Field:
+    def verdict(one: LayerTrial) -> Field:
         if study.keeps(one):
             return Field("keeps the loss", tone=Tone.GOOD)
         lost = "loses too much" if (study.gap(one) or 0) > study.tolerance else "its gradients are too far off"
         return Field("failed" if one.failure else lost, tone=Tone.BAD)
 
-    cols: list[Col[Trial]] = [
+    cols: list[Col[LayerTrial]] = [
         Col("candidate", lambda one: one.name),
         Col("layers low", lambda one: str(len(one.low)), number=True),
         Col("loss gap", lambda one: _gap(study, one), number=True),
@@ -203,7 +203,7 @@ def _suggestion(study: Study) -> Iterator[Element]:
     yield Code(command_of(study, found))
 
 
-def command_of(study: Study, found: Trial) -> str:
+def command_of(study: Study, found: LayerTrial) -> str:
     """What measures that map beside the reference: on one line, for who copies it."""
     params = dict(study.params)
     own = f"fp8bench profile {shlex.quote(str(params.get('make')))}"
@@ -214,7 +214,7 @@ def command_of(study: Study, found: Trial) -> str:
     return " ".join(words)
 
 
-def _gap(study: Study, one: Trial) -> str:
+def _gap(study: Study, one: LayerTrial) -> str:
     gap = study.gap(one)
     return units.NONE if gap is None else _percent(gap)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from fp8bench import __version__
 from fp8bench.errors import StoreError, UsageError, WorkerError, WorkerFault
-from fp8bench.features.sensitivity.study import By, PrecisionMap, Study, Trial, as_json, map_of
+from fp8bench.features.sensitivity.study import By, LayerTrial, PrecisionMap, Study, as_json, map_of
 from fp8bench.files import compact, sealed, stamp, unsealed, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
@@ -32,7 +32,7 @@ from fp8bench.workloads.model import MADE
 
 
 @dataclass(frozen=True)
-class Question:
+class StudyQuestion:
     """What a person asks: `request` is the run of the two cases, low and reference; `tolerance` is a share."""
 
     request: Request
@@ -42,7 +42,7 @@ class Question:
     gradient_tolerance: float | None = None
 
 
-def studied(question: Question, store: Path, observer: JobObserver) -> Study:
+def studied(question: StudyQuestion, store: Path, observer: JobObserver) -> Study:
     """Train all that a study needs. An interrupt ends it early: the study comes as far as it was."""
     request = question.request
     check(request)
@@ -122,7 +122,7 @@ def check(request: Request) -> None:
         )
 
 
-def opened(question: Question, facts: Sequence[DeviceFacts], corpus: str | None, worker: Worker) -> StudyRuns:
+def opened(question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: str | None, worker: Worker) -> StudyRuns:
     """A study before its first run. Raises for a precision that the device refuses."""
     request, limits = question.request, Limits(question.request.case_timeout)
     plan = make_plan(request, facts, corpus)
@@ -140,7 +140,7 @@ def opened(question: Question, facts: Sequence[DeviceFacts], corpus: str | None,
     study = Study(
         low.case.workload, low.case.params, device.key, low.case.precision, reference.case.precision,
         low.support.level.value, question.by, question.steps, question.tolerance, request.seed,
-        Trial("reference", "", reference.case.precision), gradient_tolerance=question.gradient_tolerance,
+        LayerTrial("reference", "", reference.case.precision), gradient_tolerance=question.gradient_tolerance,
     )  # fmt: skip
     return StudyRuns(study, low.case, reference.case, layers, high, device, low.work, limits, worker)
 
@@ -184,7 +184,7 @@ class StudyRuns:
         groups = groups_of(self.layers, self.study.by)
         total = 1 + DRAWS + len(groups) + 1
 
-        def trained(words: str, trial: Trial, gradients: bool = False, more: int = 0) -> Trial:
+        def trained(words: str, trial: LayerTrial, gradients: bool = False, more: int = 0) -> LayerTrial:
             tell(self.done, total + more, "trainings", f"training with {words}")
             self.done += 1
             return self._trained(trial, gradients)
@@ -196,10 +196,10 @@ class StudyRuns:
             one = replace(self.study.baseline, name=f"draw {draw}", draw=draw, losses=())
             self.add(draws=(*self.study.draws, trained(f"the reference, draw {draw}", one)))
         for name, kind, names in groups:
-            one = Trial(name, kind, *self._alone(name, names), names)
+            one = LayerTrial(name, kind, *self._alone(name, names), names)
             self.add(probes=(*self.study.probes, trained(f"{name} low", one, gradients=True)))
         for more, (name, left) in enumerate(self._candidates()):
-            one = Trial(name, "", self.low.precision, self._map_of(left), left)
+            one = LayerTrial(name, "", self.low.precision, self._map_of(left), left)
             gradients = more == 0 or self.study.gradient_tolerance is not None
             self.add(candidates=(*self.study.candidates, trained(name, one, gradients, more)))
             if self.study.keeps(self.study.candidates[-1]):
@@ -227,7 +227,7 @@ class StudyRuns:
         # What came untouched has no layers of ours: the others of a converted copy stay as they came.
         return self.low.precision, self._map_of(names)
 
-    def _trained(self, trial: Trial, gradients: bool) -> Trial:
+    def _trained(self, trial: LayerTrial, gradients: bool) -> LayerTrial:
         """The trial with its losses, and the error of its first gradients; or with the reason why it has none."""
         case = replace(self.low, precision=trial.precision, precision_map=trial.precision_map)
         steps = self.study.steps

@@ -19,7 +19,7 @@ from fp8bench.features.duel import run as duel_commands
 from fp8bench.features.duel.command import exit_code
 from fp8bench.features.duel.kind import DuelKind, DuelWriter
 from fp8bench.features.duel.run import CaseProgress, CaseRunner, begin_case
-from fp8bench.features.duel.sides import Question
+from fp8bench.features.duel.sides import DuelQuestion
 from fp8bench.features.duel.turns import PartnerWorker, SideWorkers, Start
 from fp8bench.features.duel.values import Duel, DuelCutOff
 from fp8bench.measure.limits import USUAL
@@ -235,7 +235,7 @@ def run_duel(tmp_path: Path) -> RunDuel:
 
 def test_several_ranks_are_no_side(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a side of a duel is one process, and this would be 2 ranks on each"):
-        duel_commands.run_duel(Question(), Request("collective", ranks=2), tmp_path, TERMINAL)
+        duel_commands.run_duel(DuelQuestion(), Request("collective", ranks=2), tmp_path, TERMINAL)
 
 
 def test_every_session_has_fresh_processes(run_duel: RunDuel) -> None:

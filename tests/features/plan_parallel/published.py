@@ -10,10 +10,10 @@ from typing import Any
 
 from fp8bench.features.plan_parallel.formulas import (
     Checkpointing,
-    Layout,
+    DecoderModel,
     Load,
+    ParallelLayout,
     Topology,
-    Transformer,
     memory_of,
     pace_of,
     tokens_a_second,
@@ -32,8 +32,8 @@ class Published:
     """A row: what was run on what, the figures that were told, and how far formulas may be from each of them."""
 
     name: str
-    model: Transformer
-    layout: Layout
+    model: DecoderModel
+    layout: ParallelLayout
     load: Load
     topology: Topology
     figures: Mapping[str, float]
@@ -68,7 +68,7 @@ def _row(entry: Mapping[str, Any]) -> Published:
     load = {name: entry[name] for name in _LOAD if name in entry}
     gpus = TABLE["gpus"][entry.get("gpus", source.get("gpus"))]
     return Published(
-        entry["name"], MODELS[entry["model"]], Layout(**entry["layout"]),
+        entry["name"], MODELS[entry["model"]], ParallelLayout(**entry["layout"]),
         Load(checkpointing=Checkpointing(entry["checkpointing"]), **load),
         Topology(gpus["node"], GIB * gpus["memory"], 1e9 * gpus["inside"], 1e9 * gpus["between"], 1e12 * gpus["bf16"],
                  1e12 * gpus["fp8"]),

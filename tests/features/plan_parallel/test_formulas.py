@@ -13,10 +13,10 @@ from fp8bench.features.plan_parallel import formulas as memory_module
 from fp8bench.features.plan_parallel.formulas import (
     STATES,
     Checkpointing,
-    Layout,
+    DecoderModel,
     Load,
+    ParallelLayout,
     Topology,
-    Transformer,
     memory_of,
     pace_of,
     tokens_a_second,
@@ -33,7 +33,7 @@ from fp8bench.nn.sizes import SIZES
 from tests.features.plan_parallel.published import FIGURES, TABLE, held, published
 
 # Each product reads a byte or two as another number: by hand these stay apart.
-SMALL = Transformer("small", vocabulary=1000, width=64, layers=4, heads=8, key_heads=2, hidden=192)
+SMALL = DecoderModel("small", vocabulary=1000, width=64, layers=4, heads=8, key_heads=2, hidden=192)
 LINKS = Topology(node=4, memory=1e9, inside=1e6, between=1e5, bf16=1e9, fp8=2e9)
 LOAD = Load(sequence=32, local=8)
 
@@ -50,7 +50,7 @@ def test_weights_are_those_that_are_published(model: str, weights: int) -> None:
 def test_flops_are_those_that_suites_count(name: str) -> None:
     """But for norms, which are no products."""
     size = SIZES[name]
-    model = Transformer(
+    model = DecoderModel(
         name, size.vocabulary, size.width, size.layers, size.heads, size.key_heads, size.hidden, size.modern
     )
     norms = 6.0 * model.width * (2 * model.layers + 1)
@@ -84,7 +84,7 @@ def test_a_compiled_loss_is_what_tells_releases_apart(monkeypatch: pytest.Monkey
 def test_what_is_said_of_published_trainings_is_what_they_say() -> None:
     """Models, from what to what trainings go, how many figures there are, and by what formulas are off at most."""
     rows, figures = published(), list(held())
-    assert {name: Transformer(name, **fields) for name, fields in TABLE["model"].items()} == MODELS
+    assert {name: DecoderModel(name, **fields) for name, fields in TABLE["model"].items()} == MODELS
     ends = (
         (PUBLISHED_GPUS, [row.layout.gpus for row in rows]),
         (PUBLISHED_WEIGHTS, [row.model.weights for row in rows]),
@@ -119,17 +119,19 @@ def test_memory_by_hand() -> None:
     """One GPU, and a pipeline of two with two micro-batches."""
     block = 64 * 64 * 2 + 2 * 64 * 16 + 3 * 64 * 192 + 2 * 64
     assert SMALL.block == block and SMALL.weights == 4 * block + 2 * 64000 + 64
-    alone, tokens = memory_of(SMALL, Layout(), LOAD), 256
+    alone, tokens = memory_of(SMALL, ParallelLayout(), LOAD), 256
     assert alone.states == 16 * (4 * block + 2 * 64000) and alone.gathered == 2 * (4 * block + 2 * 64000)
     assert alone.kept == 4 * tokens * 2 * (8 * 64 + 2 * 16 + 4 * 192) and alone.logits == 12 * tokens * 1000
-    piped = memory_of(SMALL, Layout(pipeline=2), replace(LOAD, micro_batches=2, checkpointing=Checkpointing.FULL))
+    piped = memory_of(
+        SMALL, ParallelLayout(pipeline=2), replace(LOAD, micro_batches=2, checkpointing=Checkpointing.FULL)
+    )
     assert piped.states == 16 * (2 * block + 64000) and piped.gathered == 6 * (2 * block + 64000)
     assert piped.kept == 2 * 2 * (tokens / 2) * 2 * 64
 
 
 def test_pace_by_hand() -> None:
     """What TP, FSDP and copies send, counted send by send."""
-    layout = Layout(copies=2, shards=2, tensor=2)
+    layout = ParallelLayout(copies=2, shards=2, tensor=2)
     found = pace_of(SMALL, layout, LOAD, LINKS)
     tokens, stage = 256, (4 * SMALL.block + 2 * 64000) / 2
     gathers_and_sums = sum(tokens * 64 * 2 / 2 for _ in range(4) for _ in ("attn", "mlp") for _ in range(4))
@@ -143,7 +145,7 @@ def test_pace_by_hand() -> None:
 
 def test_a_pipeline_idles_less_in_more_pieces() -> None:
     paces = [
-        pace_of(SMALL, Layout(pipeline=4, virtual=virtual), replace(LOAD, micro_batches=count), LINKS).bubble
+        pace_of(SMALL, ParallelLayout(pipeline=4, virtual=virtual), replace(LOAD, micro_batches=count), LINKS).bubble
         for virtual, count in ((1, 1), (1, 8), (2, 8))
     ]
     assert paces == [3.0, 0.375, 0.1875]
@@ -156,7 +158,7 @@ def test_a_pipeline_idles_less_in_more_pieces() -> None:
 @settings(max_examples=60, deadline=None)
 def test_what_must_hold(shards: int, tensor: int, pipeline: int, level: Checkpointing, count: int) -> None:
     """All states lie somewhere once; computing again takes time and gives memory; FP8 takes no more time."""
-    layout, load = Layout(shards=shards, tensor=tensor, pipeline=pipeline), replace(LOAD, micro_batches=count)
+    layout, load = ParallelLayout(shards=shards, tensor=tensor, pipeline=pipeline), replace(LOAD, micro_batches=count)
     found = memory_of(SMALL, layout, replace(load, checkpointing=level))
     assert found.states * shards * tensor * pipeline >= STATES * (SMALL.weights - SMALL.ends - 64) * 0.99
     more = memory_of(SMALL, replace(layout, shards=2 * shards), load)
