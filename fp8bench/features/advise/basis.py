@@ -163,25 +163,25 @@ def speed_of(finding: Finding) -> Interval | None:
 _OWN_MODEL = "model"
 
 
-def products_alone(one: ComparedCase, mode: str) -> bool:
+def products_alone(pair: ComparedCase, mode: str) -> bool:
     """Whether this precision changes products and nothing else of the step: in copies of a person's own model, and
     where it is carried in what the reference is."""
-    assert one.lead is not None
-    if one.lead.case.workload == _OWN_MODEL:
+    assert pair.lead is not None
+    if pair.lead.case.workload == _OWN_MODEL:
         return True
     try:
-        return precisions.get(mode).carried_by == one.lead.case.precision
+        return precisions.get(mode).carried_by == pair.lead.case.precision
     except UsageError:
         return False
 
 
-def doubts(one: ComparedCase, products: Iterable[Finding | None] = ()) -> str:
+def doubts(pair: ComparedCase, products: Iterable[Finding | None] = ()) -> str:
     """'; labelled noisy; its reference labelled bimodal': what casts doubt on the times of advice, each once.
 
     Of its `products` too where it is a projection.
     """
     told: dict[str, str] = {}
-    for whose, findings in (("", [one.finding]), ("its reference ", [one.lead_finding]), ("products ", products)):
+    for whose, findings in (("", [pair.finding]), ("its reference ", [pair.lead_finding]), ("products ", products)):
         for label in (label for finding in findings if finding is not None for label in finding.labels):
             if label.casts_doubt:
                 told.setdefault(label, whose)
@@ -242,16 +242,16 @@ class Basis:
         """Those of other runs, too."""
         return (*self.besides, *(one for run, found in self.other_runs for one in _besides(run, found)))
 
-    def differing(self, one: ComparedCase, axis: str) -> list[ComparedCase]:
+    def differing(self, pair: ComparedCase, axis: str) -> list[ComparedCase]:
         """The same mode where that parameter alone is another one, by its value."""
-        own = dict(one.record.case.params)
+        own = dict(pair.record.case.params)
         if axis not in own:
             return []
         beside = {name: own[name] for name in (axis, *_WITH.get(axis, ())) if name in own}
         found = [
             other for other in self.known
-            if other.mode == one.mode and other.record.case.workload == one.record.case.workload
-            and other.record.case.device == one.record.case.device
+            if other.mode == pair.mode and other.record.case.workload == pair.record.case.workload
+            and other.record.case.device == pair.record.case.device
             and {**dict(other.record.case.params), **beside} == own
             and other.record.case.param(axis) != own[axis]
         ]  # fmt: skip
@@ -303,15 +303,15 @@ class AdviceRule:
     why: str
     of_speed: bool = True
 
-    def answer(self, one: ComparedCase, basis: Basis) -> Answer | None:
-        told = self.ask(one, basis)
-        case = one.record.case
+    def answer(self, pair: ComparedCase, basis: Basis) -> Answer | None:
+        told = self.ask(pair, basis)
+        case = pair.record.case
         if told is None:
             return None
         if isinstance(told, Reply):
             return Answer(self.name, self.question, case.setting, case.mode, told.met, told.figure, told.grounds)
-        how = self.measure.format(**_words(one))
-        how = "" if self.of_speed and one.emulated else how
+        how = self.measure.format(**_words(pair))
+        how = "" if self.of_speed and pair.emulated else how
         return Answer(self.name, self.question, case.setting, case.mode, Met.UNKNOWN, told, measure=how)
 
 
@@ -319,11 +319,11 @@ class AdviceRule:
 _WIDE = frozenset({"bf16", "fp16", "tf32"})
 
 
-def _words(one: ComparedCase) -> dict[str, str]:
+def _words(pair: ComparedCase) -> dict[str, str]:
     """What measured a case, and how more is asked for. A profile has options where a suite has axes."""
-    case = one.record.case
+    case = pair.record.case
     params = dict(case.params)
-    reference = one.lead.case.mode if one.lead is not None else "bf16"
+    reference = pair.lead.case.mode if pair.lead is not None else "bf16"
     words = {"mode": case.mode, "make": "MODULE:make", "high": reference}
     if "make" not in params:
         again = f"fp8bench suite {case.workload} --dtypes {reference},{case.mode}"

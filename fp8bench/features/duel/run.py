@@ -282,19 +282,19 @@ class CaseRunner:
     observer: Observer
     limits: Limits
 
-    def measure(self, one: CaseProgress, number: int, rule: StoppingRule) -> None:
+    def measure(self, case: CaseProgress, number: int, rule: StoppingRule) -> None:
         """One session of a case. With fewer processes a side where memory does not admit all."""
-        seed = random.Random(f"{self.seed}:{number}:{one.before.planned.case.id}").getrandbits(32)
+        seed = random.Random(f"{self.seed}:{number}:{case.before.planned.case.id}").getrandbits(32)
         while True:
-            sides = zip(self.pair, (one.before, one.after), strict=True)
+            sides = zip(self.pair, (case.before, case.after), strict=True)
             entries = [
-                self._entry(side, outcome.planned, place) for side, outcome in sides for place in range(one.processes)
+                self._entry(side, outcome.planned, place) for side, outcome in sides for place in range(case.processes)
             ]
             turns = DuelTurns(entries, seed)
             failed: ArmFailed | None = None
             session: Session | None = None
             try:
-                session = turns.measure(rule, lambda doing: self.observer.working(one.before.planned.case, doing, 0.0))
+                session = turns.measure(rule, lambda doing: self.observer.working(case.before.planned.case, doing, 0.0))
             except ArmFailed as raised:
                 failed = raised
             except CompilingFailed as raised:
@@ -303,22 +303,22 @@ class CaseRunner:
             finally:
                 left_over = turns.release()
             failed = failed or left_over
-            if failed is not None and exhausted(failed.cause) and one.processes > 1:
-                one.processes -= 1
+            if failed is not None and exhausted(failed.cause) and case.processes > 1:
+                case.processes -= 1
                 continue
             if failed is not None:
                 entry, full = turns.entry_of(failed.arm), exhausted(failed.cause)
                 if not full:
                     entry.worker.restart()
-                outcome = one.before if entry.side == BEFORE else one.after
+                outcome = case.before if entry.side == BEFORE else case.after
                 outcome.fail("out of memory beside the other side" if full else str(failed.cause), failed.cause)
             elif session is not None:
-                one.sessions.append(session)
+                case.sessions.append(session)
             return
 
-    def check_values(self, one: CaseProgress) -> None:
+    def check_values(self, case: CaseProgress) -> None:
         """Errors and memory on both sides: values that are the same whenever the same code runs."""
-        for side, outcome in zip(self.pair, (one.before, one.after), strict=True):
+        for side, outcome in zip(self.pair, (case.before, case.after), strict=True):
             passes = Passes(side.workers[0], side.facts, self.limits, self.observer)
             passes.errors([outcome])
             if not outcome.failure:

@@ -67,9 +67,9 @@ def _before_plan(seen: Sequence[MachineRun], plans: Sequence[FleetPlan]) -> Iter
         yield _began(one, early, "before its plan was made")
 
 
-def _began(one: MachineRun, off: float, words: str) -> _Hit:
-    words = f"run {one.run} says that it began {_long(off)} {words}: its clock is wrong, or that of the other"
-    return off, MachineAlarm(one.machine, Oddity.CLOCK, words)
+def _began(run: MachineRun, off: float, words: str) -> _Hit:
+    words = f"run {run.run} says that it began {_long(off)} {words}: its clock is wrong, or that of the other"
+    return off, MachineAlarm(run.machine, Oddity.CLOCK, words)
 
 
 def _set_back(seen: Sequence[MachineRun]) -> Iterator[_Hit]:

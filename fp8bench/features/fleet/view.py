@@ -47,14 +47,15 @@ def named(report: FleetReport) -> Table | Text:
 def machines(report: FleetReport) -> Table:
     named = named_for(report)
     cols: list[Col[Machine]] = [
-        Col("machine", lambda one: one.name),
-        Col("kind", lambda one: ", ".join(one.kinds)),
-        Col("runs", lambda one: str(one.runs), number=True),
-        Col("whole cells", lambda one: Field(f"{one.whole} of {report.settings}", one.whole), number=True),
-        Col("failed cases", lambda one: str(one.failed), number=True),
-        Col("time", lambda one: one.change, number=True, show=lambda change: units.change(1 + change),
+        Col("machine", lambda machine: machine.name),
+        Col("kind", lambda machine: ", ".join(machine.kinds)),
+        Col("runs", lambda machine: str(machine.runs), number=True),
+        Col("whole cells", lambda machine: Field(f"{machine.whole} of {report.settings}", machine.whole), number=True),
+        Col("failed cases", lambda machine: str(machine.failed), number=True),
+        Col("time", lambda machine: machine.change, number=True, show=lambda change: units.change(1 + change),
             hint="median case beside its kind's"),
-        Col("problem", lambda one: named.get(one.name), tone=lambda one: Tone.BAD if one.name in named else Tone.PLAIN),
+        Col("problem", lambda machine: named.get(machine.name),
+            tone=lambda machine: Tone.BAD if machine.name in named else Tone.PLAIN),
     ]  # fmt: skip
     return table("machines", "", cols, report.machines)
 

@@ -123,9 +123,9 @@ class SecondLook:
     refused: str = ""
 
 
-def key_of(one: Comparison) -> Key:
+def key_of(figure: Comparison) -> Key:
     """What tells a figure from all others of a comparison."""
-    return one.case, one.metric
+    return figure.case, figure.metric
 
 
 def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[JudgedFigure, ...]:
@@ -148,16 +148,16 @@ def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[Ju
     return tuple(looked)
 
 
-def chance_of(one: JudgedFigure) -> float | None:
+def chance_of(figure: JudgedFigure) -> float | None:
     """Of such a difference where nothing changed; None where nobody can say."""
-    if one.comparison.p_value is not None or one.spread is None:
-        return one.comparison.p_value
-    return one.spread.chance(_log(one))
+    if figure.comparison.p_value is not None or figure.spread is None:
+        return figure.comparison.p_value
+    return figure.spread.chance(_log(figure))
 
 
-def _log(one: JudgedFigure) -> float:
-    assert one.comparison.ratio is not None
-    return math.log(one.comparison.ratio.point)
+def _log(figure: JudgedFigure) -> float:
+    assert figure.comparison.ratio is not None
+    return math.log(figure.comparison.ratio.point)
 
 
 def second_look(judged: Sequence[JudgedFigure], look: SecondLook, rules: Rules = ()) -> tuple[JudgedFigure, ...]:
@@ -165,104 +165,105 @@ def second_look(judged: Sequence[JudgedFigure], look: SecondLook, rules: Rules =
     return tuple(_settled(one, look, rules) if one.outcome is GateOutcome.TO_CONFIRM else one for one in judged)
 
 
-def _looked_at(one: Comparison, rules: Rules, relative: set[str]) -> JudgedFigure:
-    threshold = threshold_of(one, rules)
-    if one.failed:
-        return JudgedFigure(one, threshold, GateOutcome.FAILED, one.why)
+def _looked_at(figure: Comparison, rules: Rules, relative: set[str]) -> JudgedFigure:
+    threshold = threshold_of(figure, rules)
+    if figure.failed:
+        return JudgedFigure(figure, threshold, GateOutcome.FAILED, figure.why)
     if threshold.ignored:
-        return JudgedFigure(one, threshold, GateOutcome.IGNORED, "a rule says so")
-    if one.direction is Direction.NONE:
-        return JudgedFigure(one, threshold, GateOutcome.NONE, one.why)
-    if one.metric == TIME and one.case in relative and ruled_by(one, rules) is None:
+        return JudgedFigure(figure, threshold, GateOutcome.IGNORED, "a rule says so")
+    if figure.direction is Direction.NONE:
+        return JudgedFigure(figure, threshold, GateOutcome.NONE, figure.why)
+    if figure.metric == TIME and figure.case in relative and ruled_by(figure, rules) is None:
         why = "the time over the reference's, which does not tell how fast the machine was, is judged instead"
-        return JudgedFigure(one, threshold, GateOutcome.IGNORED, why)
-    if exceeds(one, threshold):
+        return JudgedFigure(figure, threshold, GateOutcome.IGNORED, why)
+    if exceeds(figure, threshold):
         # What was counted would be the same again.
-        outcome = GateOutcome.REGRESSION if one.metric in COUNTS else GateOutcome.TO_CONFIRM
-        return JudgedFigure(one, threshold, outcome, one.why)
+        outcome = GateOutcome.REGRESSION if figure.metric in COUNTS else GateOutcome.TO_CONFIRM
+        return JudgedFigure(figure, threshold, outcome, figure.why)
     outcomes = {Direction.BETTER: GateOutcome.BETTER, Direction.UNSURE: GateOutcome.UNSURE}
-    return JudgedFigure(one, threshold, outcomes.get(one.direction, GateOutcome.FINE), one.why)
+    return JudgedFigure(figure, threshold, outcomes.get(figure.direction, GateOutcome.FINE), figure.why)
 
 
-def exceeds(one: Comparison, threshold: Threshold) -> bool:
+def exceeds(figure: Comparison, threshold: Threshold) -> bool:
     """Whether a figure is worse than its threshold, and surely worse at all."""
-    if one.before is None or one.after is None or one.after - one.before <= threshold.smallest:
+    if figure.before is None or figure.after is None or figure.after - figure.before <= threshold.smallest:
         return False
-    if one.ratio is None:  # from nothing to something
-        return one.direction is Direction.WORSE
+    if figure.ratio is None:  # from nothing to something
+        return figure.direction is Direction.WORSE
     # Below 10% a few stored numbers are called unsure, and are suspects all the same.
-    surely = one.direction is Direction.WORSE or (is_alone(one) and one.ratio.low > 1)
-    return surely and one.ratio.point > 1 + threshold.relative
+    surely = figure.direction is Direction.WORSE or (is_alone(figure) and figure.ratio.low > 1)
+    return surely and figure.ratio.point > 1 + threshold.relative
 
 
-def may_fail(one: Comparison) -> bool:
+def may_fail(figure: Comparison) -> bool:
     """Whether such evidence may fail a build at all, however often it is repeated."""
-    if one.evidence is Evidence.PAIRED or one.ratio is None or is_exact(one):
+    if figure.evidence is Evidence.PAIRED or figure.ratio is None or is_exact(figure):
         return True
-    return one.direction is Direction.WORSE and one.ratio.point >= 1 + ALONE
+    return figure.direction is Direction.WORSE and figure.ratio.point >= 1 + ALONE
 
 
-def is_exact(one: Comparison) -> bool:
+def is_exact(figure: Comparison) -> bool:
     """Whether it is a number that the same code gives again, and no clock's."""
-    return one.ratio is not None and one.ratio.low == one.ratio.high and one.ratio.level == 1
+    return figure.ratio is not None and figure.ratio.low == figure.ratio.high and figure.ratio.level == 1
 
 
-def is_alone(one: Comparison) -> bool:
+def is_alone(figure: Comparison) -> bool:
     """Whether it rests on a few stored runs, of which nobody knows how far they lie apart."""
-    stored = one.evidence is not Evidence.PAIRED and one.p_value is None
-    return stored and one.ratio is not None and not is_exact(one) and one.ratio.level > 0
+    stored = figure.evidence is not Evidence.PAIRED and figure.p_value is None
+    return stored and figure.ratio is not None and not is_exact(figure) and figure.ratio.level > 0
 
 
-def _again_worse(one: JudgedFigure, again: Comparison, rules: Rules) -> bool:
+def _again_worse(figure: JudgedFigure, again: Comparison, rules: Rules) -> bool:
     if again.evidence is Evidence.HISTORY:
         # One new value belongs to the new level: half of such values lie below a threshold that the level is at.
         return again.direction is Direction.WORSE
-    if one.spread and again.ratio and is_alone(again) and not one.spread.beyond(again.ratio.point):
+    if figure.spread and again.ratio and is_alone(again) and not figure.spread.beyond(again.ratio.point):
         return False
     # A time over the reference's may have been settled by the time itself, which has its own smallest difference.
-    same = again.metric == one.comparison.metric
-    return exceeds(again, one.threshold if same else threshold_of(again, rules))
+    same = again.metric == figure.comparison.metric
+    return exceeds(again, figure.threshold if same else threshold_of(again, rules))
 
 
-def _decides(one: JudgedFigure) -> str:
+def _decides(figure: JudgedFigure) -> str:
     """What does where a second look does not."""
-    return f"`fp8bench duel suite {one.comparison.suite} --against COMMIT` decides"
+    return f"`fp8bench duel suite {figure.comparison.suite} --against COMMIT` decides"
 
 
-def _is_absent(one: JudgedFigure, again: Comparison) -> bool:
+def _is_absent(figure: JudgedFigure, again: Comparison) -> bool:
     """Whether a second look excludes what the first one saw; that it does not see it again is not enough."""
     if again.ratio is None or is_exact(again):
         return True
     # A slow-down may be hidden by what others took of the first side, and of a few runs by how far runs lie apart.
-    least = math.log1p(one.threshold.relative) - math.log(again.others)
+    least = math.log1p(figure.threshold.relative) - math.log(again.others)
     if is_alone(again):
-        least -= AGAIN * one.spread.deviation if one.spread else math.log1p(ALONE)
+        least -= AGAIN * figure.spread.deviation if figure.spread else math.log1p(ALONE)
     elif again.direction in (Direction.SAME, Direction.BETTER) and again.others == 1:
         return True
     return again.ratio.level > 0 and math.log(again.ratio.high) <= least
 
 
-def _settled(one: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigure:
-    failed = (found for found in look.comparisons.values() if found.failed and found.case == one.comparison.case)
-    again = next(failed, None) or look.comparisons.get(one.key)
+def _settled(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigure:
+    failed = (found for found in look.comparisons.values() if found.failed and found.case == figure.comparison.case)
+    again = next(failed, None) or look.comparisons.get(figure.key)
     if again is None:
         why = f"not measured again: {look.refused or 'the case was not among what could be'}"
-        outcome = GateOutcome.REGRESSION if may_fail(one.comparison) else GateOutcome.TO_CONFIRM
-        why += f"; {_decides(one)}" if outcome is GateOutcome.TO_CONFIRM else ""
-        return replace(one, outcome=outcome, why=why)
+        outcome = GateOutcome.REGRESSION if may_fail(figure.comparison) else GateOutcome.TO_CONFIRM
+        why += f"; {_decides(figure)}" if outcome is GateOutcome.TO_CONFIRM else ""
+        return replace(figure, outcome=outcome, why=why)
     if again.failed:
-        return replace(one, outcome=GateOutcome.FAILED, why=f"{look.how}, it failed: {again.why}", again=again)
-    if not _again_worse(one, again, rules):
-        if _is_absent(one, again):
-            return replace(one, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not so", again=again)
+        return replace(figure, outcome=GateOutcome.FAILED, why=f"{look.how}, it failed: {again.why}", again=again)
+    if not _again_worse(figure, again, rules):
+        if _is_absent(figure, again):
+            return replace(figure, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not so", again=again)
         reason = f" ({again.why})" if again.why else ""
-        return replace(one, why=f"{look.how}, it was not shown to be absent{reason}: {_decides(one)}", again=again)
+        why = f"{look.how}, it was not shown to be absent{reason}: {_decides(figure)}"
+        return replace(figure, why=why, again=again)
     if may_fail(again) or again.p_value is not None or again.evidence is Evidence.HISTORY:
-        return replace(one, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was so again", again=again)
+        return replace(figure, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was so again", again=again)
     below = "against a single stored run nothing fails below 10%"
     unlike = again.ratio is not None and again.ratio.point > 1 + ALONE
-    why = f"{look.how}, it was so again; {again.why if unlike and again.why else below}; {_decides(one)}"
-    return replace(one, why=why, again=again)
+    why = f"{look.how}, it was so again; {again.why if unlike and again.why else below}; {_decides(figure)}"
+    return replace(figure, why=why, again=again)
 
 
 # Of builds with such a slow-down, in so large a share it is found, where nobody asks for another one.

@@ -199,12 +199,12 @@ def _places(places: Iterable[tuple[str, str]]) -> str:
     return "; ".join(f"{', '.join(same)} on {', '.join(names)}" for names, same in modes.items())
 
 
-def _place(one: ShapeFinding) -> tuple[str, str]:
-    return one.mode, one.device.name
+def _place(finding: ShapeFinding) -> tuple[str, str]:
+    return finding.mode, finding.device.name
 
 
-def _name(one: ShapeFinding) -> str:
-    return f"{one.shape.name} {one.kind}"
+def _name(finding: ShapeFinding) -> str:
+    return f"{finding.shape.name} {finding.kind}"
 
 
 def as_json(source: str, findings: Sequence[ShapeFinding]) -> str:
@@ -227,26 +227,27 @@ def as_csv(findings: Sequence[ShapeFinding]) -> str:
     return csv_text(tuple(rows[0]), rows)
 
 
-def _product(one: ShapeFinding) -> dict[str, object]:
-    m, n, k = one.product.sides
+def _product(finding: ShapeFinding) -> dict[str, object]:
+    m, n, k = finding.product.sides
     return {
-        "layer": one.shape.name, "product": one.kind, "m": m, "n": n, "k": k, "output": one.product.output,
-        "layout": "row" if one.product.row_major else "column", "mode": one.mode, "device": one.device.name,
+        "layer": finding.shape.name, "product": finding.kind, "m": m, "n": n, "k": k, "output": finding.product.output,
+        "layout": "row" if finding.product.row_major else "column", "mode": finding.mode, "device": finding.device.name,
     }  # fmt: skip
 
 
-def _told(one: Judgement) -> dict[str, object]:
-    m, n, k = one.padded or (None, None, None)
+def _told(judgement: Judgement) -> dict[str, object]:
+    m, n, k = judgement.padded or (None, None, None)
+    flops, sizes = (judgement.more_flops, judgement.more_bytes) if judgement.padded else (None, None)
     return {
-        "outcome": one.outcome.value, "why": "; ".join(_why(one)), "padded_m": m, "padded_n": n, "padded_k": k,
-        "more_flops": one.more_flops if one.padded else None, "more_bytes": one.more_bytes if one.padded else None,
+        "outcome": judgement.outcome.value, "why": "; ".join(_why(judgement)),
+        "padded_m": m, "padded_n": n, "padded_k": k, "more_flops": flops, "more_bytes": sizes,
     }  # fmt: skip
 
 
-def _judgement(one: Judgement) -> dict[str, object]:
-    objections = [{"by": found.source.value, "why": found.why} for found in one.objections]
-    costs = {"padded": one.padded, "more_flops": one.more_flops, "more_bytes": one.more_bytes}
-    return {"outcome": one.outcome.value, "objections": objections, **costs}
+def _judgement(judgement: Judgement) -> dict[str, object]:
+    objections = [{"by": found.source.value, "why": found.why} for found in judgement.objections]
+    costs = {"padded": judgement.padded, "more_flops": judgement.more_flops, "more_bytes": judgement.more_bytes}
+    return {"outcome": judgement.outcome.value, "objections": objections, **costs}
 
 
 def homeless(findings: Sequence[ShapeFinding]) -> list[ShapeFinding]:

@@ -199,29 +199,29 @@ def _remarks(asked: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]
 
 
 def _ranking(asked: ParallelQuestion, plans: Sequence[Planned]) -> Table:
-    def fits(one: Planned) -> Field:
-        word = ("tight", Tone.DOUBT) if one.tight else ("yes", Tone.GOOD) if one.fits else ("no", Tone.BAD)
+    def fits(way: Planned) -> Field:
+        word = ("tight", Tone.DOUBT) if way.tight else ("yes", Tone.GOOD) if way.fits else ("no", Tone.BAD)
         return Field(word[0], tone=word[1])
 
     cols: list[Col[Planned]] = [
-        Col("layout", lambda one: one.layout.words),
-        Col("micro-batches", lambda one: str(one.load.micro_batches), number=True),
-        Col("memory", lambda one: units.size(one.memory.total), number=True),
-        Col("band", lambda one: f"±{units.percent(memory_band(one.layout), 0)}", number=True),
+        Col("layout", lambda way: way.layout.words),
+        Col("micro-batches", lambda way: str(way.load.micro_batches), number=True),
+        Col("memory", lambda way: units.size(way.memory.total), number=True),
+        Col("band", lambda way: f"±{units.percent(memory_band(way.layout), 0)}", number=True),
         Col("fits", fits),
-        Col("tokens/s", lambda one: units.count(one.tokens), number=True),
-        Col("band", lambda one: f"±{units.percent(pace_band(asked.model, one.layout), 0)}", number=True),
-        Col("waits", lambda one: units.percent(one.pace.waits, 0), number=True),
-        Col("idle", lambda one: units.percent(one.pace.idle, 0), number=True),
+        Col("tokens/s", lambda way: units.count(way.tokens), number=True),
+        Col("band", lambda way: f"±{units.percent(pace_band(asked.model, way.layout), 0)}", number=True),
+        Col("waits", lambda way: units.percent(way.pace.waits, 0), number=True),
+        Col("idle", lambda way: units.percent(way.pace.idle, 0), number=True),
     ]
     return table("ranking", "", cols, plans)
 
 
 def _matrix(asked: ParallelQuestion) -> Table:
     cols: list[Col[Ruling]] = [
-        Col("kind", lambda one: one.kind),
-        Col("worth it", lambda one: one.say, tone=lambda one: Tone.GOOD if one.say is Say.YES else Tone.PLAIN),
-        Col("why", lambda one: one.why, below=True),
+        Col("kind", lambda ruling: ruling.kind),
+        Col("worth it", lambda ruling: ruling.say, tone=lambda row: Tone.GOOD if row.say is Say.YES else Tone.PLAIN),
+        Col("why", lambda ruling: ruling.why, below=True),
     ]
     return table("matrix", "", cols, rulings(asked))
 
@@ -238,12 +238,12 @@ def as_csv(asked: ParallelQuestion, plans: Sequence[Planned]) -> str:
     return csv_text(tuple(rows[0]), rows)
 
 
-def _row(asked: ParallelQuestion, one: Planned) -> dict[str, object]:
-    pace = asdict(one.pace)
+def _row(asked: ParallelQuestion, way: Planned) -> dict[str, object]:
+    pace = asdict(way.pace)
     return {
-        **asdict(one.layout), "micro_batches": one.load.micro_batches, "fits": one.fits, "tight": one.tight,
-        "memory_bytes": one.memory.total, **{f"{name}_bytes": size for name, size in asdict(one.memory).items()},
-        "tokens_per_second": one.tokens, "step_seconds": one.pace.step, "bubble": pace.pop("bubble"),
+        **asdict(way.layout), "micro_batches": way.load.micro_batches, "fits": way.fits, "tight": way.tight,
+        "memory_bytes": way.memory.total, **{f"{name}_bytes": size for name, size in asdict(way.memory).items()},
+        "tokens_per_second": way.tokens, "step_seconds": way.pace.step, "bubble": pace.pop("bubble"),
         **{f"{name}_seconds": seconds for name, seconds in pace.items()},
-        "memory_band": memory_band(one.layout), "pace_band": pace_band(asked.model, one.layout),
+        "memory_band": memory_band(way.layout), "pace_band": pace_band(asked.model, way.layout),
     }  # fmt: skip

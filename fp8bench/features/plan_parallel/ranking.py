@@ -96,10 +96,10 @@ def ranking(asked: ParallelQuestion) -> tuple[Planned, ...]:
     """All ways that divide evenly: those that fit first, the fastest of them first; others by what they lack."""
     found = [best for layout in layouts(asked) if (best := _best(asked, layout)) is not None]
 
-    def place(one: Planned) -> tuple[float, ...]:
-        if not one.fits:
-            return 1, one.memory.total
-        return 0, -round(math.log(one.tokens, _ALIKE)), one.kinds, one.memory.total
+    def place(way: Planned) -> tuple[float, ...]:
+        if not way.fits:
+            return 1, way.memory.total
+        return 0, -round(math.log(way.tokens, _ALIKE)), way.kinds, way.memory.total
 
     return tuple(sorted(found, key=place))
 

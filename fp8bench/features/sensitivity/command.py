@@ -132,12 +132,12 @@ def _reference(study: Study) -> str:
 def _probes(study: Study) -> Table:
     by_kind = study.by is By.KIND  # then it has no column of its own
     cols: list[Col[LayerTrial]] = [
-        Col("low" if by_kind else "low layer", lambda one: one.name),
-        Col("kind", lambda one: one.kind, when=not by_kind),
-        Col("loss gap", lambda one: _gap(study, one), number=True),
-        Col("gradient error", lambda one: units.percent(one.gradient_error), number=True),
-        Col("verdict", lambda one: study.suffers(one).value, tone=lambda one: _TONES[study.suffers(one)]),
-        Col("why", lambda one: one.failure, below=True),
+        Col("low" if by_kind else "low layer", lambda trial: trial.name),
+        Col("kind", lambda trial: trial.kind, when=not by_kind),
+        Col("loss gap", lambda trial: _gap(study, trial), number=True),
+        Col("gradient error", lambda trial: units.percent(trial.gradient_error), number=True),
+        Col("verdict", lambda trial: study.suffers(trial).value, tone=lambda trial: _TONES[study.suffers(trial)]),
+        Col("why", lambda trial: trial.failure, below=True),
     ]
     return table("probes", "", cols, study.ranking)
 
@@ -157,20 +157,20 @@ def _groups(study: Study) -> Iterator[str]:
 
 
 def _candidates(study: Study) -> Table:
-    def verdict(one: LayerTrial) -> Field:
-        if study.keeps(one):
+    def verdict(trial: LayerTrial) -> Field:
+        if study.keeps(trial):
             return Field("keeps the loss", tone=Tone.GOOD)
-        lost = "loses too much" if (study.gap(one) or 0) > study.tolerance else "its gradients are too far off"
-        return Field("failed" if one.failure else lost, tone=Tone.BAD)
+        lost = "loses too much" if (study.gap(trial) or 0) > study.tolerance else "its gradients are too far off"
+        return Field("failed" if trial.failure else lost, tone=Tone.BAD)
 
     cols: list[Col[LayerTrial]] = [
-        Col("candidate", lambda one: one.name),
-        Col("layers low", lambda one: str(len(one.low)), number=True),
-        Col("loss gap", lambda one: _gap(study, one), number=True),
-        Col("gradient error", lambda one: units.percent(one.gradient_error), number=True,
+        Col("candidate", lambda trial: trial.name),
+        Col("layers low", lambda trial: str(len(trial.low)), number=True),
+        Col("loss gap", lambda trial: _gap(study, trial), number=True),
+        Col("gradient error", lambda trial: units.percent(trial.gradient_error), number=True,
             when=study.gradient_tolerance is not None),
         Col("verdict", verdict),
-        Col("why", lambda one: one.failure, below=True),
+        Col("why", lambda trial: trial.failure, below=True),
     ]  # fmt: skip
     return table("candidates", "", cols, study.candidates)
 
@@ -214,8 +214,8 @@ def command_of(study: Study, found: LayerTrial) -> str:
     return " ".join(words)
 
 
-def _gap(study: Study, one: LayerTrial) -> str:
-    gap = study.gap(one)
+def _gap(study: Study, trial: LayerTrial) -> str:
+    gap = study.gap(trial)
     return units.NONE if gap is None else _percent(gap)
 
 

@@ -224,6 +224,6 @@ def as_json(study: Study) -> str:
     return json_line(document)
 
 
-def _told(study: Study, one: LayerTrial) -> dict[str, Any]:
-    said = {"loss": one.loss, "loss_gap": study.gap(one), "says": study.suffers(one).value}
-    return {**encode(one), **{name: encode(value) for name, value in said.items()}}
+def _told(study: Study, trial: LayerTrial) -> dict[str, Any]:
+    said = {"loss": trial.loss, "loss_gap": study.gap(trial), "says": study.suffers(trial).value}
+    return {**encode(trial), **{name: encode(value) for name, value in said.items()}}
