@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -132,43 +132,40 @@ class FleetFrames:
     @cached_property
     def cases(self) -> pd.DataFrame:
         """A row for each case on each machine, as the CSV has them."""
-        import pandas as pd
-
-        return pd.DataFrame(case_rows(self.report), columns=list(CASE_COLUMNS))
+        return _frame(CASE_COLUMNS, case_rows(self.report))
 
     @cached_property
     def machines(self) -> pd.DataFrame:
         """A row a machine, with what it is named for."""
-        import pandas as pd
-
-        names, named = [field.name for field in fields(Machine)], named_for(self.report)
-        rows = [
-            {**{name: getattr(machine, name) for name in names}, "kinds": ", ".join(machine.kinds),
-             "named_for": named.get(machine.name, "")}
+        named = named_for(self.report)
+        rows = (
+            {**vars(machine), "kinds": ", ".join(machine.kinds), "named_for": named.get(machine.name, "")}
             for machine in self.report.machines
-        ]  # fmt: skip
-        return pd.DataFrame(rows, columns=[*names, "named_for"])
+        )
+        return _frame([*(field.name for field in fields(Machine)), "named_for"], rows)
 
     @cached_property
     def kinds(self) -> pd.DataFrame:
         """A row for each field by which a kind of machines is told from others."""
-        import pandas as pd
-
-        rows = [
+        rows = (
             (kind.name, ", ".join(kind.machines), of, name, value)
             for kind in self.report.kinds
             for of, pairs in (("hardware", kind.hardware), ("software", kind.software))
             for name, value in pairs
-        ]
-        return pd.DataFrame(rows, columns=["kind", "machines", "of", "field", "value"])
+        )
+        return _frame(("kind", "machines", "of", "field", "value"), rows)
 
     @cached_property
     def alarms(self) -> pd.DataFrame:
         """A row for each thing that a machine is named for."""
-        import pandas as pd
+        rows = ((alarm.machine, alarm.what.value, alarm.words) for alarm in self.report.alarms)
+        return _frame([field.name for field in fields(MachineAlarm)], rows)
 
-        names = [field.name for field in fields(MachineAlarm)]
-        return pd.DataFrame([(one.machine, one.what.value, one.words) for one in self.report.alarms], columns=names)
+
+def _frame(columns: Sequence[str], rows: Iterable[object]) -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.DataFrame(list(rows), columns=list(columns))
 
 
 _TONES = {CellStatus.DONE: Tone.GOOD, CellStatus.FAILED: Tone.BAD}
