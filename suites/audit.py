@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from fp8bench.features.audit.checks import CHECKS, audited
-from fp8bench.features.audit.checks.auditor import Check
+from fp8bench.features.audit.checks.auditor import AuditCheck
 from fp8bench.features.audit.values import Audit, AuditOutcome
 from fp8bench.measure.ceilings import SECONDS
 from fp8bench.model import Ceilings
@@ -27,7 +27,7 @@ _MOST_SECONDS = 20.0
 
 
 def result_of(
-    kernel: Kernel, device: str, checks: Sequence[type[Check]] = CHECKS, ceilings: Ceilings | None = None
+    kernel: Kernel, device: str, checks: Sequence[type[AuditCheck]] = CHECKS, ceilings: Ceilings | None = None
 ) -> Audit:
     """Its audit, of a copy that remembers nothing."""
     facts = next(one for one in devices.get(device).available())

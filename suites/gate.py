@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from fp8bench.analysis.compare.compare import of_times
 from fp8bench.analysis.compare.interval import Estimate
 from fp8bench.analysis.compare.matched_figures import Figures
-from fp8bench.features.gate.judging import Judged, Outcome, SecondLook, first_look, key_of, second_look
-from fp8bench.features.gate.thresholds import Rule
+from fp8bench.features.gate.judging import GateOutcome, JudgedFigure, SecondLook, first_look, key_of, second_look
+from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.model import Comparison
 from fp8bench.model.specs import TIME
 
@@ -69,13 +69,13 @@ SETTINGS = (
 
 
 def build(
-    setting: Setting, draw: random.Random, planted: float = 1.0, rules: tuple[Rule, ...] = ()
-) -> tuple[Judged, ...]:
+    setting: Setting, draw: random.Random, planted: float = 1.0, rules: tuple[ThresholdRule, ...] = ()
+) -> tuple[JudgedFigure, ...]:
     """What the gate makes of the cases of one build; the first is so many times as slow as it was."""
     before = [_run(setting, draw) for _ in range(setting.before)]
     after = [_run(setting, draw, planted) for _ in range(setting.after)]
     judged = first_look(list(_comparisons(before, after)), rules)
-    suspects = {key_of(one.comparison) for one in judged if one.outcome is Outcome.TO_CONFIRM}
+    suspects = {key_of(one.comparison) for one in judged if one.outcome is GateOutcome.TO_CONFIRM}
     if suspects:
         again = _comparisons(before, [_run(setting, draw, planted)], after)
         look = SecondLook({key_of(one): one for one in again if key_of(one) in suspects}, "again")
@@ -113,8 +113,8 @@ def found(setting: Setting, planted: float, builds: int, seed: int = 0) -> float
     return sum(_fails(build(setting, draw, planted)[0]) for _ in range(builds)) / builds
 
 
-def _fails(one: Judged) -> bool:
-    return one.outcome is Outcome.REGRESSION
+def _fails(one: JudgedFigure) -> bool:
+    return one.outcome is GateOutcome.REGRESSION
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ from typing import Any
 from fp8bench.analysis.compare.compare import compare
 from fp8bench.analysis.compare.sides import Side, side_of
 from fp8bench.analysis.findings import findings
-from fp8bench.features.gate.judging import Judged, Outcome, SecondLook, first_look, key_of, second_look
+from fp8bench.features.gate.judging import GateOutcome, JudgedFigure, SecondLook, first_look, key_of, second_look
 from fp8bench.model import Direction, Run, Timing
 from fp8bench.store.runs.listing import find_run
 from fp8bench.store.runs.run_file import load_run
@@ -183,7 +183,7 @@ def _worst(trial: Trial, old: str, new: str) -> float:
     logs = [
         math.log(one.comparison.ratio.point)
         for one in judged
-        if one.outcome is Outcome.TO_CONFIRM and one.comparison.ratio
+        if one.outcome is GateOutcome.TO_CONFIRM and one.comparison.ratio
     ]
     return sum(logs)
 
@@ -235,7 +235,7 @@ def _longer(timing: Timing, slower: float) -> Timing:
     return replace(timing, slots=slots)
 
 
-def _outcome(judged: tuple[Judged, ...], case: str) -> str:
+def _outcome(judged: tuple[JudgedFigure, ...], case: str) -> str:
     """Of the time of a case that is judged."""
     own = {one.comparison.metric: one for one in judged if one.comparison.case == case}
     judges = own["relative_time" if "relative_time" in own else "time"]

@@ -24,8 +24,8 @@ from fp8bench.features.duel.values import CaseResult, Session
 from fp8bench.features.duel.verdicts import compared
 from fp8bench.features.gate.judging import (
     USUAL_POWER,
-    Judged,
-    Outcome,
+    GateOutcome,
+    JudgedFigure,
     SecondLook,
     Sight,
     first_look,
@@ -33,7 +33,7 @@ from fp8bench.features.gate.judging import (
     second_look,
 )
 from fp8bench.features.gate.power import Newest, Second, chance_among, sight_of, sights_of_history
-from fp8bench.features.gate.thresholds import Rule
+from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.model import (
     Case,
     Comparison,
@@ -52,8 +52,8 @@ from fp8bench.model import (
 from suites.gate import NOISES, Setting, build
 
 # Whatever is told from chance fails.
-NO_THRESHOLD = (Rule("*", "*", 0.0, 0.0),)
-Build = Callable[[random.Random, float, tuple[Rule, ...]], tuple[bool, Sight]]
+NO_THRESHOLD = (ThresholdRule("*", "*", 0.0, 0.0),)
+Build = Callable[[random.Random, float, tuple[ThresholdRule, ...]], tuple[bool, Sight]]
 
 
 class Row(NamedTuple):
@@ -82,14 +82,14 @@ def trial(words: str, of: Build, builds: int, seed: int = 0) -> Row:
 def stored(setting: Setting) -> Build:
     """Runs of 100 cases against each other; what is suspected is measured again."""
 
-    def of(draw: random.Random, planted: float, rules: tuple[Rule, ...]) -> tuple[bool, Sight]:
+    def of(draw: random.Random, planted: float, rules: tuple[ThresholdRule, ...]) -> tuple[bool, Sight]:
         judged = build(setting, draw, 1 + planted, rules)
-        return judged[0].outcome is Outcome.REGRESSION, _first(judged, Second.AGAIN)
+        return judged[0].outcome is GateOutcome.REGRESSION, _first(judged, Second.AGAIN)
 
     return of
 
 
-def _first(judged: Sequence[Judged], second: Second) -> Sight:
+def _first(judged: Sequence[JudgedFigure], second: Second) -> Sight:
     """Of the figure that something is planted in, judged among all."""
     return sight_of(judged[0], chance_among(judged), second, USUAL_POWER)
 
@@ -97,14 +97,14 @@ def _first(judged: Sequence[Judged], second: Second) -> Sight:
 def duel(cases: int, sessions: int, between: float, noise: str = "Gaussian") -> Build:
     """A duel of so many cases, processes lying `between` apart; what is suspected is duelled again."""
 
-    def of(draw: random.Random, planted: float, rules: tuple[Rule, ...]) -> tuple[bool, Sight]:
+    def of(draw: random.Random, planted: float, rules: tuple[ThresholdRule, ...]) -> tuple[bool, Sight]:
         def look(number: int) -> Comparison:
             return _duelled(number, sessions, planted if number == 0 else 0.0, lambda: between * NOISES[noise](draw))
 
         judged = first_look([look(number) for number in range(cases)], rules)
-        again = {key_of(one): one for one in (look(0),)} if judged[0].outcome is Outcome.TO_CONFIRM else {}
+        again = {key_of(one): one for one in (look(0),)} if judged[0].outcome is GateOutcome.TO_CONFIRM else {}
         settled = second_look(judged, SecondLook(again, "again"), rules)
-        return settled[0].outcome is Outcome.REGRESSION, _first(judged, Second.DUEL)
+        return settled[0].outcome is GateOutcome.REGRESSION, _first(judged, Second.DUEL)
 
     return of
 
@@ -125,7 +125,7 @@ def _duelled(number: int, sessions: int, planted: float, noise: Callable[[], flo
 def nights(count: int, between: float, noise: str = "Gaussian") -> Build:
     """A history of so many nights; what was planted came with the last in which a step can be found at all."""
 
-    def of(draw: random.Random, planted: float, rules: tuple[Rule, ...]) -> tuple[bool, Sight]:
+    def of(draw: random.Random, planted: float, rules: tuple[ThresholdRule, ...]) -> tuple[bool, Sight]:
         logs = np.array([between * NOISES[noise](draw) for _ in range(count)])
         (level,) = newest_levels([np.exp(logs)])
         flat = Comparison(
@@ -148,7 +148,7 @@ def nights(count: int, between: float, noise: str = "Gaussian") -> Build:
             flat, direction=where, before=last.before, after=value, ratio=Interval(ratio, ratio, ratio, 0.0)
         )
         settled = second_look(judged, SecondLook({key_of(again): again}, "again"), rules)
-        return settled[0].outcome is Outcome.REGRESSION, sights.figures[0]
+        return settled[0].outcome is GateOutcome.REGRESSION, sights.figures[0]
 
     return of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.features.duel.values import CaseResult, Duel, Session, Side
+from fp8bench.features.duel.values import CaseResult, Duel, DuelSide, Session
 from fp8bench.model import Environment, Request, Status
 from tests.fakes import CPU, record, steady
 
@@ -12,9 +12,9 @@ FACTS = Environment({"python": "3.11.7", "torch": "2.13.0", "numpy": None})
 SESSION = Session((steady(1000, 5), steady(1001, 5)), (steady(1100, 5), steady(1101, 5)), "time was up after 5 rounds")
 
 
-def side(name: str) -> Side:
+def side(name: str) -> DuelSide:
     """A side of this machine."""
-    return Side(name, f"side {name}", "/usr/bin/python", "", FACTS, (CPU,))
+    return DuelSide(name, f"side {name}", "/usr/bin/python", "", FACTS, (CPU,))
 
 
 def result(precision: str, *sessions: Session, status: Status = Status.OK) -> CaseResult:

@@ -11,7 +11,7 @@ import pytest
 
 from fp8bench.cli.progress import LiveLine
 from fp8bench.cli.streams import complain
-from fp8bench.features.gate.judging import Verdict as GateVerdict
+from fp8bench.features.gate.judging import GateVerdict as GateVerdict
 from fp8bench.features.gate.judging import first_look
 from fp8bench.features.gate.view import as_junit
 from fp8bench.model import Comparison, Direction, Evidence

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.checks.results import Memory
+from fp8bench.features.audit.checks.results import MemoryCheck
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of, result_of
 from suites.audit_lies import Kernel
@@ -22,5 +22,5 @@ def _elsewhere(a: Tensor, b: Tensor) -> Tensor:
 
 
 def test_a_stream_that_nobody_waits_for() -> None:
-    assert codes_of(result_of(Kernel("", _WIDE, lambda: _elsewhere), "cuda", [Memory])) == "stream"
-    assert codes_of(result_of(Kernel("", _WIDE, lambda: lambda a, b: a @ b.t()), "cuda", [Memory])) == "-"
+    assert codes_of(result_of(Kernel("", _WIDE, lambda: _elsewhere), "cuda", [MemoryCheck])) == "stream"
+    assert codes_of(result_of(Kernel("", _WIDE, lambda: lambda a, b: a @ b.t()), "cuda", [MemoryCheck])) == "-"

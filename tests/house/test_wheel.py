@@ -41,7 +41,6 @@ def test_contents(wheel: Path) -> None:
         path.relative_to(ROOT).as_posix() for path in files
     }
     assert {"fp8bench/report/page/page.html.j2", "fp8bench/analysis/datasheet.toml"} <= names
-    assert "fp8bench/features/plan_parallel/published.toml" in names
 
 
 def test_runs_from_an_empty_directory(wheel: Path, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from fp8bench.numerics.conformity import (
     Sums,
     explain_cast,
     explain_product,
-    fingerprint,
     kept_bits,
     looks_like,
     steps_between,
@@ -247,19 +246,12 @@ def guesses() -> dict[str, tuple[Tensor, Tensor]]:
 def test_a_product_looks_like_what_it_was_made_of(operands: str, like: str, dtype: torch.dtype) -> None:
     """By a bfloat16 result too, whose own rounding is as large as that of copies in bfloat16."""
     a, b = (one.float() for one in guesses()[operands])
-    product = (a @ b.t()).to(dtype)
-    assert looks_like(product, "fp8", guesses()) == like
-    assert fingerprint(product, guesses()).operands == operands
+    assert looks_like((a @ b.t()).to(dtype), "fp8", guesses()) == like
 
 
-def test_sums_and_results_have_their_bits() -> None:
+def test_short_sums_are_no_other_precision() -> None:
     a, b = fp8(*sources())
-    plain = a @ b.t()
-    assert (fingerprint(plain, guesses()).sum_bits, fingerprint(plain, guesses()).result_bits) == (24, 24)
-    found = fingerprint(short_product(a, b, Accumulator.SHORT), guesses())
-    assert (found.operands, found.sum_bits) == ("fp8", 14) and looks_like(plain, "fp8", guesses()) == ""
-    assert fingerprint(plain.bfloat16(), guesses()).result_bits == 8
-    assert fingerprint(plain.half(), guesses()).result_bits == 11
+    assert looks_like(short_product(a, b, Accumulator.SHORT), "fp8", guesses()) == ""
 
 
 def test_powers_of_two_keep_copies_from_being_told() -> None:

@@ -51,7 +51,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Beside:
+class ComparedCase:
     """A case that is no reference, beside its reference. `lead` is None where that was not measured."""
 
     record: Record
@@ -163,25 +163,25 @@ def speed_of(finding: Finding) -> Interval | None:
 _OWN_MODEL = "model"
 
 
-def products_alone(one: Beside, mode: str) -> bool:
+def products_alone(pair: ComparedCase, mode: str) -> bool:
     """Whether this precision changes products and nothing else of the step: in copies of a person's own model, and
     where it is carried in what the reference is."""
-    assert one.lead is not None
-    if one.lead.case.workload == _OWN_MODEL:
+    assert pair.lead is not None
+    if pair.lead.case.workload == _OWN_MODEL:
         return True
     try:
-        return precisions.get(mode).carried_by == one.lead.case.precision
+        return precisions.get(mode).carried_by == pair.lead.case.precision
     except UsageError:
         return False
 
 
-def doubts(one: Beside, products: Iterable[Finding | None] = ()) -> str:
+def doubts(pair: ComparedCase, products: Iterable[Finding | None] = ()) -> str:
     """'; labelled noisy; its reference labelled bimodal': what casts doubt on the times of advice, each once.
 
     Of its `products` too where it is a projection.
     """
     told: dict[str, str] = {}
-    for whose, findings in (("", [one.finding]), ("its reference ", [one.lead_finding]), ("products ", products)):
+    for whose, findings in (("", [pair.finding]), ("its reference ", [pair.lead_finding]), ("products ", products)):
         for label in (label for finding in findings if finding is not None for label in finding.labels):
             if label.casts_doubt:
                 told.setdefault(label, whose)
@@ -221,8 +221,8 @@ def part_ratio(own: Timing, phases: Collection[str], base: Timing, theirs: Colle
 class Basis:
     """A run with what its samples say, and what else was measured with the same device: studies, trainings.
 
-    `lent` are other runs of the same machine: what they timed answers questions about this one. `least` is the gain
-    from which on a precision is worth the trouble, as a share.
+    `other_runs` are of the same machine: what they timed answers questions about this one. `least` is the gain from
+    which on a precision is worth the trouble, as a share.
     """
 
     run: Run
@@ -230,28 +230,28 @@ class Basis:
     studies: tuple[Study, ...] = ()
     training: Trained | None = None
     least: float = 0.1
-    lent: tuple[tuple[Run, Mapping[str, Finding]], ...] = ()
+    other_runs: tuple[tuple[Run, Mapping[str, Finding]], ...] = ()
 
     @cached_property
-    def besides(self) -> tuple[Beside, ...]:
+    def besides(self) -> tuple[ComparedCase, ...]:
         """Every case that is no reference, in the order of the run."""
         return _besides(self.run, self.findings)
 
     @cached_property
-    def known(self) -> tuple[Beside, ...]:
-        """Those of runs that are lent, too."""
-        return (*self.besides, *(one for run, found in self.lent for one in _besides(run, found)))
+    def known(self) -> tuple[ComparedCase, ...]:
+        """Those of other runs, too."""
+        return (*self.besides, *(one for run, found in self.other_runs for one in _besides(run, found)))
 
-    def differing(self, one: Beside, axis: str) -> list[Beside]:
+    def differing(self, pair: ComparedCase, axis: str) -> list[ComparedCase]:
         """The same mode where that parameter alone is another one, by its value."""
-        own = dict(one.record.case.params)
+        own = dict(pair.record.case.params)
         if axis not in own:
             return []
         beside = {name: own[name] for name in (axis, *_WITH.get(axis, ())) if name in own}
         found = [
             other for other in self.known
-            if other.mode == one.mode and other.record.case.workload == one.record.case.workload
-            and other.record.case.device == one.record.case.device
+            if other.mode == pair.mode and other.record.case.workload == pair.record.case.workload
+            and other.record.case.device == pair.record.case.device
             and {**dict(other.record.case.params), **beside} == own
             and other.record.case.param(axis) != own[axis]
         ]  # fmt: skip
@@ -262,21 +262,21 @@ class Basis:
 _WITH = {"pass": ("optimizer",)}
 
 
-def _besides(run: Run, findings: Mapping[str, Finding]) -> tuple[Beside, ...]:
+def _besides(run: Run, findings: Mapping[str, Finding]) -> tuple[ComparedCase, ...]:
     groups: dict[str, list[Record]] = {}
     for record in run.records:
         groups.setdefault(record.case.setting, []).append(record)
     return tuple(one for records in groups.values() for one in _of_group(records, findings))
 
 
-def _of_group(records: list[Record], findings: Mapping[str, Finding]) -> Iterator[Beside]:
+def _of_group(records: list[Record], findings: Mapping[str, Finding]) -> Iterator[ComparedCase]:
     known = tuple((one, findings.get(one.case.id)) for one in records)
     lead, lead_finding = next((pair for pair in known if pair[0].is_reference), (None, None))
-    yield from (Beside(one, finding, lead, lead_finding, known) for one, finding in known if not one.is_reference)
+    yield from (ComparedCase(one, finding, lead, lead_finding, known) for one, finding in known if not one.is_reference)
 
 
 @dataclass(frozen=True)
-class Told:
+class Reply:
     """What was found out: whether the question is met, the figure that decides it, and what it rests on."""
 
     met: Met
@@ -285,11 +285,11 @@ class Told:
 
 
 # What a rule finds out: what it is Told, or why that was not measured here; None where the question makes no sense.
-Asked = Callable[[Beside, Basis], Told | str | None]
+Ask = Callable[[ComparedCase, Basis], Reply | str | None]
 
 
 @dataclass(frozen=True)
-class Rule:
+class AdviceRule:
     """One row of the checklist.
 
     `measure` is the command that would answer it where nothing does ({again} is what measured the case): where
@@ -298,20 +298,20 @@ class Rule:
 
     name: str
     question: str
-    ask: Asked
+    ask: Ask
     measure: str
     why: str
     of_speed: bool = True
 
-    def answer(self, one: Beside, basis: Basis) -> Answer | None:
-        told = self.ask(one, basis)
-        case = one.record.case
+    def answer(self, pair: ComparedCase, basis: Basis) -> Answer | None:
+        told = self.ask(pair, basis)
+        case = pair.record.case
         if told is None:
             return None
-        if isinstance(told, Told):
+        if isinstance(told, Reply):
             return Answer(self.name, self.question, case.setting, case.mode, told.met, told.figure, told.grounds)
-        how = self.measure.format(**_words(one))
-        how = "" if self.of_speed and one.emulated else how
+        how = self.measure.format(**_words(pair))
+        how = "" if self.of_speed and pair.emulated else how
         return Answer(self.name, self.question, case.setting, case.mode, Met.UNKNOWN, told, measure=how)
 
 
@@ -319,11 +319,11 @@ class Rule:
 _WIDE = frozenset({"bf16", "fp16", "tf32"})
 
 
-def _words(one: Beside) -> dict[str, str]:
+def _words(pair: ComparedCase) -> dict[str, str]:
     """What measured a case, and how more is asked for. A profile has options where a suite has axes."""
-    case = one.record.case
+    case = pair.record.case
     params = dict(case.params)
-    reference = one.lead.case.mode if one.lead is not None else "bf16"
+    reference = pair.lead.case.mode if pair.lead is not None else "bf16"
     words = {"mode": case.mode, "make": "MODULE:make", "high": reference}
     if "make" not in params:
         again = f"fp8bench suite {case.workload} --dtypes {reference},{case.mode}"

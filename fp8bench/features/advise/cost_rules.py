@@ -21,9 +21,9 @@ from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.compare.interval import quantile
 from fp8bench.analysis.energy import LEAST_WINDOWS, Demand, energy_ratio, energy_samples, why_no_energy
 from fp8bench.analysis.stats import Floats
-from fp8bench.features.advise.basis import Basis, Beside, Rule, Told, Trained
+from fp8bench.features.advise.basis import AdviceRule, Basis, ComparedCase, Reply, Trained
 from fp8bench.features.advise.values import Cost, Ground, Met
-from fp8bench.features.sensitivity.study import Study, Trial
+from fp8bench.features.sensitivity.study import LayerTrial, Study
 from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Learned, curves_of
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict, log_steps
 from fp8bench.model import EnergyUse, Interval, Label, MemoryRole, Status
@@ -39,14 +39,14 @@ _COPIES = {
 _KEPT = {MemoryRole.WEIGHTS: "weights", MemoryRole.OPTIMIZER: "optimizer state"}
 
 
-def _memory(one: Beside, basis: Basis) -> Told | str:
-    if one.emulated:
+def _memory(pair: ComparedCase, basis: Basis) -> Reply | str:
+    if pair.emulated:
         return "emulated here: its memory is the cost of emulation"
-    lead = one.lead
-    if one.record.memory is None or lead is None or lead.memory is None or not lead.memory.peak:
+    lead = pair.lead
+    if pair.record.memory is None or lead is None or lead.memory is None or not lead.memory.peak:
         return "no memory was measured"
-    share = one.record.memory.peak / lead.memory.peak
-    roles, before = dict(one.record.memory.roles), dict(lead.memory.roles)
+    share = pair.record.memory.peak / lead.memory.peak
+    roles, before = dict(pair.record.memory.roles), dict(lead.memory.roles)
     kept = [
         f"{words} ({units.size(roles[role])})"
         for role, words in _KEPT.items() if roles.get(role) and roles[role] >= before.get(role, 0)
@@ -55,38 +55,38 @@ def _memory(one: Beside, basis: Basis) -> Told | str:
     staying = f"what stays: {', '.join(kept)}" if kept else ""
     more = "; ".join(filter(None, (staying, f"what comes on top: {', '.join(copies)}" if copies else "")))
     figure = f"{units.ratio(share)} of {lead.case.mode}'s peak" + (f"; {more}" if more else "")
-    grounds = (Ground(one.row, f"peak {units.size(one.record.memory.peak)}"),
+    grounds = (Ground(pair.row, f"peak {units.size(pair.record.memory.peak)}"),
                Ground(lead.case.id, f"peak {units.size(lead.memory.peak)}"))  # fmt: skip
-    return Told(Met.YES if share <= 1 - _LEAST_SAVING else Met.NO, figure, grounds)
+    return Reply(Met.YES if share <= 1 - _LEAST_SAVING else Met.NO, figure, grounds)
 
 
-def _energy(one: Beside, basis: Basis) -> Told | str:
-    labels = [label for finding in (one.finding, one.lead_finding) if finding is not None for label in finding.labels]
-    found = energy_ratio(one.record, one.lead, labels)
-    if one.emulated:
+def _energy(pair: ComparedCase, basis: Basis) -> Reply | str:
+    labels = [label for finding in (pair.finding, pair.lead_finding) if finding is not None for label in finding.labels]
+    found = energy_ratio(pair.record, pair.lead, labels)
+    if pair.emulated:
         return "emulated here: its joules are the cost of emulation"
     if found is None:
-        return why_no_energy(one.record) if one.record.energy is not None else "no energy was measured"
+        return why_no_energy(pair.record) if pair.record.energy is not None else "no energy was measured"
     met = {Demand.LESS: Met.YES, Demand.MORE: Met.NO, Demand.UNCLEAR: Met.UNCLEAR}[found.demand]
     ends = f"[{units.significant(found.low)}, {units.significant(found.high)}]"
     figure = f"{units.ratio(found.point)} {ends} of the joules of a step" + (f": {found.why}" if found.why else "")
-    return Told(met, figure, (Ground(one.row, figure),))
+    return Reply(met, figure, (Ground(pair.row, figure),))
 
 
-def _error(one: Beside, basis: Basis) -> Told | str:
+def _error(pair: ComparedCase, basis: Basis) -> Reply | str:
     """A relative error says what a precision costs in numbers, and no more: what it may be, the training says."""
-    known = {error_name(each): max(each.samples) for each in one.record.measurements
+    known = {error_name(each): max(each.samples) for each in pair.record.measurements
              if each.metric.endswith("_error") and each.samples}  # fmt: skip
-    if one.record.status is not Status.OK or not known:
+    if pair.record.status is not Status.OK or not known:
         return "no error was measured"
     words = ", ".join(f"{name.replace('_', ' ')} {units.relative_error(value)}" for name, value in known.items())
-    finite = all(value < float("inf") for value in known.values()) and not one.record.not_finite
-    return Told(Met.YES if finite else Met.NO, words, (Ground(one.row, words),))
+    finite = all(value < float("inf") for value in known.values()) and not pair.record.not_finite
+    return Reply(Met.YES if finite else Met.NO, words, (Ground(pair.row, words),))
 
 
-def study_of(one: Beside, basis: Basis) -> Study | None:
+def study_of(pair: ComparedCase, basis: Basis) -> Study | None:
     """The newest study of this workload, device and precision; the same model where that is one of its parameters."""
-    case = one.record.case
+    case = pair.record.case
     params = dict(case.params)
     fitting = [
         study for study in basis.studies
@@ -97,35 +97,35 @@ def study_of(one: Beside, basis: Basis) -> Study | None:
     return max(fitting, key=lambda study: study.started, default=None)
 
 
-def tried_as(one: Beside, study: Study) -> Trial:
+def tried_as(pair: ComparedCase, study: Study) -> LayerTrial:
     """The candidate that has the layers low which the case has, by its map; else the one with all of them."""
-    return next((each for each in study.candidates if each.precision_map == one.record.case.precision_map),
+    return next((each for each in study.candidates if each.precision_map == pair.record.case.precision_map),
                 study.candidates[0])  # fmt: skip
 
 
-def _layers(one: Beside, basis: Basis) -> Told | str | None:
-    study = study_of(one, basis)
-    if study is None and not one.trains:
+def _layers(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    study = study_of(pair, basis)
+    if study is None and not pair.trains:
         return None
     if study is None or not study.candidates:
         return "no layer was tried alone"
     row = f"sensitivity study {study.path or study.started}"
-    whole = tried_as(one, study)
+    whole = tried_as(pair, study)
     gap = study.gap(whole)
     told = "none" if gap is None else units.change(1 + gap)
     noise = units.percent(study.noise or 0.0)
     figure = f"layers low: {len(whole.low)}, loss {told} beside a noise of {noise} in {study.steps} steps"
     grounds = (Ground(row, figure),)
     if study.undecided:
-        return Told(Met.UNCLEAR, f"{figure}: no layer can be told from another", grounds)
-    return Told(Met.YES if study.keeps(whole) else Met.NO, figure, grounds)
+        return Reply(Met.UNCLEAR, f"{figure}: no layer can be told from another", grounds)
+    return Reply(Met.YES if study.keeps(whole) else Met.NO, figure, grounds)
 
 
-def arm_of(one: Beside, basis: Basis) -> ArmVerdict | None:
+def arm_of(pair: ComparedCase, basis: Basis) -> ArmVerdict | None:
     """What the training says of an arm in this mode with no setting of its own; else of the first one in it."""
     if basis.training is None:
         return None
-    arms = [arm for arm in basis.training.found.arms if arm.arm.precision == one.mode]
+    arms = [arm for arm in basis.training.found.arms if arm.arm.precision == pair.mode]
     return min(arms, key=lambda arm: len(arm.arm.settings), default=None)
 
 
@@ -134,10 +134,10 @@ _LEARNS = {
 }  # fmt: skip
 
 
-def _learns(one: Beside, basis: Basis) -> Told | str | None:
-    if not one.trains:
+def _learns(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    if not pair.trains:
         return None
-    arm = arm_of(one, basis)
+    arm = arm_of(pair, basis)
     if arm is None or basis.training is None:
         return "no training had an arm in it"
     judged = arm.judged
@@ -149,30 +149,30 @@ def _learns(one: Beside, basis: Basis) -> Told | str | None:
     training = basis.training.kept.training
     model = training.request.settings.model
     ground = Ground(f"training {training.id}, arm {arm.arm.name}", f"{figure}, {model}, {training.request.steps} steps")
-    return Told(_LEARNS.get(judged.learned, Met.UNCLEAR), figure, (ground,))
+    return Reply(_LEARNS.get(judged.learned, Met.UNCLEAR), figure, (ground,))
 
 
 RULES = (
-    Rule(
+    AdviceRule(
         "memory", "Does it save memory?", _memory, "{again}",
         "Training in FP8 keeps weights and optimizer state, and adds copies: published peaks are 1.00 of bf16's.",
     ),
-    Rule(
+    AdviceRule(
         "energy", "Does it save energy?", _energy,
         "{again}, where a device tells its energy",
         "A device at its power limit trades clocks for width.",
     ),
-    Rule(
+    AdviceRule(
         "errors", "Are all results finite?", _error, "{again}",
         "The error orders formats; whether it does harm, a training says.",
         of_speed=False,
     ),
-    Rule(
+    AdviceRule(
         "layers", "Do all layers bear it?", _layers, "{study}",
         "Heads, routers, first and last layers are those that published recipes leave high.",
         of_speed=False,
     ),
-    Rule(
+    AdviceRule(
         "learns", "Does it still learn?", _learns, "fp8bench train --dtypes {high},{mode} --seeds 5",
         "A short training of one seed tells nothing: seeds differ by as much as formats.",
         of_speed=False,
@@ -189,18 +189,18 @@ def costs_of(basis: Basis) -> tuple[Cost, ...]:
     return tuple(_cost(one, basis) for one in basis.besides if one.trains)
 
 
-def _cost(one: Beside, basis: Basis) -> Cost:
-    case, arm = one.record.case, arm_of(one, basis)
-    reference = one.lead.case.mode if one.lead is not None else ""
-    times, joules = _log_times(one), _log_joules(one)
+def _cost(pair: ComparedCase, basis: Basis) -> Cost:
+    case, arm = pair.record.case, arm_of(pair, basis)
+    reference = pair.lead.case.mode if pair.lead is not None else ""
+    times, joules = _log_times(pair), _log_joules(pair)
     steps, why = _log_steps(basis.training, arm)
-    whys = [why, "" if times is not None else _why_no_time(one)]
+    whys = [why, "" if times is not None else _why_no_time(pair)]
     judged = arm.judged if arm is not None else None
     request = basis.training.kept.training.request if basis.training is not None else None
     hours = used = None
-    if request is not None and one.lead_finding is not None and one.lead_finding.median_seconds and not one.emulated:
-        hours = request.steps * one.lead_finding.median_seconds / 3600
-        windows = energy_samples(one.lead.energy) if one.lead is not None else ()
+    if request is not None and pair.lead_finding is not None and pair.lead_finding.median_seconds and not pair.emulated:
+        hours = request.steps * pair.lead_finding.median_seconds / 3600
+        windows = energy_samples(pair.lead.energy) if pair.lead is not None else ()
         used = request.steps * statistics.median(windows) if windows else None
     return Cost(
         case.setting, case.mode, reference,
@@ -233,23 +233,23 @@ def _interval(one: _Drawn | None, sign: float = 1.0) -> Interval | None:
     return Interval(math.exp(point), math.exp(min(low, point)), math.exp(max(high, point)), SHOWN)
 
 
-def _why_no_time(one: Beside) -> str:
-    return "emulated: its time is no speed" if one.emulated else "its step has no speed in this run"
+def _why_no_time(pair: ComparedCase) -> str:
+    return "emulated: its time is no speed" if pair.emulated else "its step has no speed in this run"
 
 
-def _log_times(one: Beside) -> _Drawn | None:
+def _log_times(pair: ComparedCase) -> _Drawn | None:
     """The step's time over the reference's, by the rounds that both were in."""
-    if one.speed is None or one.record.timing is None or one.lead is None:
+    if pair.speed is None or pair.record.timing is None or pair.lead is None:
         return None
-    own, base = one.record.timing, one.record.paired_with or one.lead.timing
-    control = one.record.control if one.record.paired_with is not None else one.lead.control
+    own, base = pair.record.timing, pair.record.paired_with or pair.lead.timing
+    control = pair.record.control if pair.record.paired_with is not None else pair.lead.control
     if base is None:
         return None
     timings = [own, base, *([control] if control is not None and control.slots else [])]
     rounds = verdicts.common_rounds(timings)
     if len(rounds) < LEAST_ROUNDS:
         return None
-    labels = one.finding.labels if one.finding is not None else ()
+    labels = pair.finding.labels if pair.finding is not None else ()
     if Label.UNEVEN in labels:
         first, *others = (stats.mean_case(verdicts.means(timing, rounds)) for timing in timings)
     else:
@@ -258,14 +258,14 @@ def _log_times(one: Beside) -> _Drawn | None:
     return _Drawn(point, first.resampled - np.mean([each.resampled for each in others], axis=0))
 
 
-def _log_joules(one: Beside) -> _Drawn | None:
+def _log_joules(pair: ComparedCase) -> _Drawn | None:
     """Joules of a step over the reference's, by windows of both."""
-    lead = one.lead
-    if one.emulated or lead is None or one.record.energy is None or lead.energy is None:
+    lead = pair.lead
+    if pair.emulated or lead is None or pair.record.energy is None or lead.energy is None:
         return None
-    if one.record.energy.source != lead.energy.source:
+    if pair.record.energy.source != lead.energy.source:
         return None
-    drawn = [_drawn_joules(use, seed) for seed, use in enumerate((one.record.energy, lead.energy))]
+    drawn = [_drawn_joules(use, seed) for seed, use in enumerate((pair.record.energy, lead.energy))]
     own, theirs = drawn
     return None if own is None or theirs is None else _Drawn(own.point - theirs.point, own.drawn - theirs.drawn)
 

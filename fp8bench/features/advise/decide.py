@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fp8bench import units
 from fp8bench.analysis.verdicts import BAND
 from fp8bench.features.advise import cost_rules, shape_rules, speed_rules
-from fp8bench.features.advise.basis import Basis, Beside, Trained, doubts, mapped, met_above, times
+from fp8bench.features.advise.basis import Basis, ComparedCase, Trained, doubts, mapped, met_above, times
 from fp8bench.features.advise.cost_rules import arm_of, study_of, tried_as
 from fp8bench.features.advise.shape_rules import pays_from, projections
 from fp8bench.features.advise.speed_rules import bound_of, stage_of
@@ -53,79 +53,79 @@ def _merged(found: Sequence[Advice]) -> list[Advice]:
 
 
 def _advice(
-    one: Beside, rule: str, kind: AdviceKind, sentence: str, answers: Sequence[Answer], gain: Interval | None = None
+    pair: ComparedCase, rule: str, kind: AdviceKind, words: str, answers: Sequence[Answer], gain: Interval | None = None
 ) -> Advice:
     """About one case; what it rests on is what the answers rest on."""
-    case = one.record.case
-    reference = one.lead.case.mode if one.lead is not None else ""
+    case = pair.record.case
+    reference = pair.lead.case.mode if pair.lead is not None else ""
     grounds = tuple(dict.fromkeys(ground for answer in answers for ground in answer.grounds))
-    sentence += doubts(one) if one.speed is not None else ""
+    words += doubts(pair) if pair.speed is not None else ""
     recipe = f"--dtypes {reference},{case.mode}" if kind is not AdviceKind.NOTHING else ""
     return Advice(
-        rule, kind, case.mode, reference, sentence, (case.setting,), recipe, gain=gain,
+        rule, kind, case.mode, reference, words, (case.setting,), recipe, gain=gain,
         case=case.id if gain is not None else "", grounds=grounds,
-        doubtful=gain is not None and one.finding is not None and one.finding.doubtful,
+        doubtful=gain is not None and pair.finding is not None and pair.finding.doubtful,
     )  # fmt: skip
 
 
-def predicted(one: Beside) -> Interval | None:
+def predicted(pair: ComparedCase) -> Interval | None:
     """What this step will be seen to gain once more: between what its fastest and all its calls said, give and take
     what identical code differs by, and not above Amdahl's bound; None of what has no speed."""
-    speed, bound = one.speed, bound_of(one)
+    speed, bound = pair.speed, bound_of(pair)
     if speed is None or bound is None:
         return None
-    floor = 1 + max(BAND, (one.lead_finding.floor if one.lead_finding is not None else None) or 0.0)
-    typical = one.finding.typical.inverse if one.finding is not None and one.finding.typical is not None else speed
+    floor = 1 + max(BAND, (pair.lead_finding.floor if pair.lead_finding is not None else None) or 0.0)
+    typical = pair.finding.typical.inverse if pair.finding is not None and pair.finding.typical is not None else speed
     low, high = min(speed.low, typical.low), max(speed.high, typical.high)
     most = bound.point
     return Interval(min(speed.point, most), min(low / floor, most), min(high * floor, bound.high), speed.level)
 
 
-def _of_speed(one: Beside, basis: Basis, answers: Answers) -> Advice:
+def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
     """Adopt it for its speed, or not, because."""
-    case, record = one.record.case, one.record
-    gain = predicted(one)
+    case, record = pair.record.case, pair.record
+    gain = predicted(pair)
     native = [answers["native"]] if "native" in answers else []
     if record.support.level is not Level.NATIVE:
         words = f"do nothing about the speed of {case.mode}, because it is {record.support.level} here"
         reason = f" ({record.support.reason})" if record.support.reason else ""
-        return _advice(one, "native", AdviceKind.NOTHING, f"{words}{reason}: a step says nothing of its speed", native)
-    if gain is None or one.speed is None:
+        return _advice(pair, "native", AdviceKind.NOTHING, f"{words}{reason}: a step says nothing of its speed", native)
+    if gain is None or pair.speed is None:
         why = answers["step"].figure if "step" in answers else "it was not measured"
         words = f"do nothing about {case.mode}, because its speed is not known here: {why}"
-        return _advice(one, "step", AdviceKind.NOTHING, words, native)
+        return _advice(pair, "step", AdviceKind.NOTHING, words, native)
     against = [answers[rule] for rule in _AGAINST if rule in answers and answers[rule].met is Met.NO]
-    step, bound = answers["step"], bound_of(one)
-    if bound is not None and one.speed.low > _BEYOND * bound.high:
+    step, bound = answers["step"], bound_of(pair)
+    if bound is not None and pair.speed.low > _BEYOND * bound.high:
         words = (
-            f"do nothing about {case.mode}, because its step is {times(one.speed)} as fast, and what it may change "
+            f"do nothing about {case.mode}, because its step is {times(pair.speed)} as fast, and what it may change "
             f"allows {times(bound)} at most: something else is not alike"
         )
-        return _advice(one, "amdahl", AdviceKind.NOTHING, words, [step, *against])
-    worth = met_above(one.speed, 1 + basis.least)
-    faster = one.finding is not None and one.finding.verdict is Verdict.FASTER
+        return _advice(pair, "amdahl", AdviceKind.NOTHING, words, [step, *against])
+    worth = met_above(pair.speed, 1 + basis.least)
+    faster = pair.finding is not None and pair.finding.verdict is Verdict.FASTER
     learns = answers.get("learns")
     spoiled = learns is not None and learns.met is Met.NO
     if faster and worth is Met.YES and not spoiled:
         supporting = [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
-        return _advice(one, "step", AdviceKind.ADOPT, _adopted(one, answers), [step, *supporting], gain)
-    reasons = [f"{one.question[0].lower()}{one.question[1:-1]}: no, {one.figure}" for one in against]
+        return _advice(pair, "step", AdviceKind.ADOPT, _adopted(pair, answers), [step, *supporting], gain)
+    reasons = [f"{answer.question[0].lower()}{answer.question[1:-1]}: no, {answer.figure}" for answer in against]
     if faster and not spoiled:
-        said = f"{times(one.speed)} is not surely the {units.percent(basis.least, 0)} that are worth it"
+        said = f"{times(pair.speed)} is not surely the {units.percent(basis.least, 0)} that are worth it"
     elif faster:
-        said = f"its step is {times(one.speed)} as fast, and it does not learn as well"
+        said = f"its step is {times(pair.speed)} as fast, and it does not learn as well"
     else:
-        said = f"its step is {times(one.speed)} as fast: {one.finding.verdict_words if one.finding else ''}"
+        said = f"its step is {times(pair.speed)} as fast: {pair.finding.verdict_words if pair.finding else ''}"
     words = f"do nothing about {case.mode}, because {'; '.join([said, *reasons])}"
     rule = against[0].rule if against else "step"
-    return _advice(one, rule, AdviceKind.NOTHING, words, [step, *against], gain)
+    return _advice(pair, rule, AdviceKind.NOTHING, words, [step, *against], gain)
 
 
-def _adopted(one: Beside, answers: Answers) -> str:
+def _adopted(pair: ComparedCase, answers: Answers) -> str:
     """With what stands beside its speed: what it does not give, and what nobody has measured."""
-    reference = one.lead.case.mode if one.lead is not None else ""
-    words = f"adopt {one.mode}: the step is {times(one.speed)} as fast as in {reference}" if one.speed else ""
-    if one.finding is not None and one.finding.doubtful:
+    reference = pair.lead.case.mode if pair.lead is not None else ""
+    words = f"adopt {pair.mode}: the step is {times(pair.speed)} as fast as in {reference}" if pair.speed else ""
+    if pair.finding is not None and pair.finding.doubtful:
         words = f"perhaps {words}"
     memory, learns = answers.get("memory"), answers.get("learns")
     if memory is not None and memory.met is Met.NO:
@@ -137,43 +137,43 @@ def _adopted(one: Beside, answers: Answers) -> str:
     return words
 
 
-def _routed(one: Beside, basis: Basis, answers: Answers) -> Iterator[Advice]:
+def _routed(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advice]:
     """Layers that stay high: those that a study of losses found, and those whose products are too small here."""
-    layers, study = answers.get("layers"), study_of(one, basis)
+    layers, study = answers.get("layers"), study_of(pair, basis)
     chosen = study.suggested if study is not None else None
     if layers is not None and layers.met is Met.NO and study is not None and chosen is not None:
-        now = tried_as(one, study)
+        now = tried_as(pair, study)
         kept = set(now.low) - set(chosen.low)
         words = (
-            f"route: leave {', '.join(sorted(kept)) or 'what the map names'} in {study.reference} with {one.mode}; the "
-            f"loss is then {_change(study.gap(chosen))} instead of {_change(study.gap(now))}"
+            f"route: leave {', '.join(sorted(kept)) or 'what the map names'} in {study.reference} with {pair.mode}; "
+            f"the loss is then {_change(study.gap(chosen))} instead of {_change(study.gap(now))}"
         )
-        found = _advice(one, "layers", AdviceKind.ROUTE, words, [layers], _between(one))
+        found = _advice(pair, "layers", AdviceKind.ROUTE, words, [layers], _between(pair))
         yield replace(
             found, precision_map=chosen.precision_map,
             recipe=f"{found.recipe} --precision-map {as_words(chosen.precision_map)}",
         )  # fmt: skip
-    yield from _small(one, basis)
+    yield from _small(pair, basis)
 
 
 def _change(gap: float | None) -> str:
     return "unknown" if gap is None else units.change(1 + gap)
 
 
-def _between(one: Beside) -> Interval | None:
+def _between(pair: ComparedCase) -> Interval | None:
     """With some of its layers left high a step gains something between nothing and what it gains with all."""
-    gain = predicted(one)
+    gain = predicted(pair)
     if gain is None:
         return None
     return Interval(math.sqrt(gain.point), min(1.0, gain.low), max(1.0, gain.high), gain.level)
 
 
-def _small(one: Beside, basis: Basis) -> Iterator[Advice]:
+def _small(pair: ComparedCase, basis: Basis) -> Iterator[Advice]:
     """Holders of which no product is as large as what pays here, where others are."""
-    coverage = one.record.coverage
-    if coverage is None or not one.timed or one.lead is None:
+    coverage = pair.record.coverage
+    if coverage is None or not pair.timed or pair.lead is None:
         return
-    known = pays_from(one.mode, one.record.case.device, basis)
+    known = pays_from(pair.mode, pair.record.case.device, basis)
     if isinstance(known, str) or not math.isfinite(known[0]):
         return
     begins, _, grounds = known
@@ -185,36 +185,36 @@ def _small(one: Beside, basis: Basis) -> Iterator[Advice]:
     if not small or len(small) == len(held):
         return
     share = sum(h.flops for h in coverage.holders if h.name in small) / coverage.flops
-    case, reference = one.record.case, one.lead.case.mode
-    gain, bound = predicted(one), bound_of(one)
+    case, reference = pair.record.case, pair.lead.case.mode
+    gain, bound = predicted(pair), bound_of(pair)
     bounded = bound is not None and math.isfinite(bound.high)
     wider = replace(gain, high=max(gain.high, bound.high)) if gain is not None and bound and bounded else None
     words = (
         f"route: leave {len(small)} layers ({units.percent(share, 0)} of product FLOPs) in {reference}, whose products "
-        f"are below the size that pays here ({units.whole(round(begins))}){doubts(one)}"
+        f"are below the size that pays here ({units.whole(round(begins))}){doubts(pair)}"
     )
     kept = tuple((name, reference) for name in small)
     yield Advice(
-        "shapes", AdviceKind.ROUTE, one.mode, reference, words, (case.setting,),
-        f"--dtypes {reference},{one.mode} --precision-map {as_words(kept)}", kept, wider,
-        case.id if wider is not None else "", (Ground(one.row, words), *grounds), bool(doubts(one)),
+        "shapes", AdviceKind.ROUTE, pair.mode, reference, words, (case.setting,),
+        f"--dtypes {reference},{pair.mode} --precision-map {as_words(kept)}", kept, wider,
+        case.id if wider is not None else "", (Ground(pair.row, words), *grounds), bool(doubts(pair)),
     )  # fmt: skip
 
 
-def _scheduled(one: Beside, basis: Basis, answers: Answers) -> Iterator[Advice]:
+def _scheduled(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advice]:
     """By kinds of steps, of which some gain; and by steps of a training, of which the last do harm."""
     stages = answers.get("stages")
-    reference = one.lead.case.mode if one.lead is not None else ""
+    reference = pair.lead.case.mode if pair.lead is not None else ""
     gains = {
-        stage_of(each): each.speed for axis in ("pass", "stage") for each in (one, *basis.differing(one, axis))
+        stage_of(each): each.speed for axis in ("pass", "stage") for each in (pair, *basis.differing(pair, axis))
         if each.speed is not None and stage_of(each)
     }  # fmt: skip
     paying = {name: speed for name, speed in gains.items() if met_above(speed, 1 + BAND) is Met.YES}
-    if stages is not None and stages.met is Met.NO and paying and stage_of(one) == next(iter(sorted(gains))):
+    if stages is not None and stages.met is Met.NO and paying and stage_of(pair) == next(iter(sorted(gains))):
         told = ", ".join(f"{name} ({times(speed)})" for name, speed in paying.items())
-        words = f"schedule: take {one.mode} for {told}, and {reference} for the rest ({stages.figure})"
-        yield _advice(one, "stages", AdviceKind.SCHEDULE, words, [stages])
-    learns, arm = answers.get("learns"), arm_of(one, basis)
+        words = f"schedule: take {pair.mode} for {told}, and {reference} for the rest ({stages.figure})"
+        yield _advice(pair, "stages", AdviceKind.SCHEDULE, words, [stages])
+    learns, arm = answers.get("learns"), arm_of(pair, basis)
     if learns is None or learns.met is not Met.NO or arm is None or basis.training is None:
         return
     harm = harm_of(basis.training, arm.arm.name)
@@ -222,14 +222,14 @@ def _scheduled(one: Beside, basis: Basis, answers: Answers) -> Iterator[Advice]:
         return
     first = round(harm.begins * harm.steps)
     words = (
-        f"schedule: take {one.mode} for the first {units.percent(harm.begins, 0)} of the steps ({first} of "
+        f"schedule: take {pair.mode} for the first {units.percent(harm.begins, 0)} of the steps ({first} of "
         f"{harm.steps}) and {reference} for the rest: up to there its loss is not surely above "
         f"{reference}'s, at the end it is ({units.change(1 + harm.gap.point)}); that it then recovers was not tried"
     )
-    speed = predicted(one) if one.record.status is Status.OK else None
+    speed = predicted(pair) if pair.record.status is Status.OK else None
     # A step's mean speed-up where so many of them have it.
     gain = speed and mapped(speed, lambda value: 1 / (harm.begins / value + 1 - harm.begins))
-    yield _advice(one, "learns", AdviceKind.SCHEDULE, words, [learns], gain)
+    yield _advice(pair, "learns", AdviceKind.SCHEDULE, words, [learns], gain)
 
 
 # A training is looked at in so many parts, each long enough to have a mean loss.

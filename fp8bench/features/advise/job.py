@@ -18,12 +18,11 @@ from fp8bench.features.sensitivity.job import studies_of, write_map_file
 from fp8bench.features.sensitivity.study import as_words
 from fp8bench.features.train.kind import load_training, training_named
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
-from fp8bench.files import append_lines, sealed_line
 from fp8bench.model import Interval, Run
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.pipeline import execute, measure_again, now
 from fp8bench.protocols import Observer
-from fp8bench.store.kept_lines import Content, UnknownKind, sheet_of, take_lines
+from fp8bench.store.kept_lines import Content, Log
 from fp8bench.store.runs.listing import load_named, store_of
 
 # Facts of the environment that stand beside a check.
@@ -35,8 +34,8 @@ def basis_of(
 ) -> tuple[Basis, list[str]]:
     """The run that a word means with what else the store knows of it, and what of that could not be read."""
     run = load_named(word, store)
-    lent = [load_named(one, store) for one in beside]
-    for other in lent:
+    other_runs = [load_named(one, store) for one in beside]
+    for other in other_runs:
         _refuse_foreign(run, other)
     studies, troubles = studies_of(store_of(Path(run.path)) or store)
     trained = None
@@ -44,7 +43,7 @@ def basis_of(
         kept = load_training(training_named(training, store))
         trained = Trained(kept, verdicts_of(kept.training, kept.lines))
         troubles += kept.troubles
-    known = tuple((other, findings(other)) for other in lent)
+    known = tuple((other, findings(other)) for other in other_runs)
     return Basis(run, findings(run), studies, trained, least, known), troubles
 
 
@@ -141,29 +140,24 @@ def checks_of(store: Path) -> Path:
     return store / "advice.jsonl"
 
 
+def _log(store: Path) -> Log[Checked]:
+    return Log(checks_of(store), _read, lambda check: {"version": _VERSION, "checked": encode(check)})
+
+
+def _read(content: Content) -> Checked:
+    if content.get("version") != _VERSION:
+        raise Malformed("is of another version")
+    return decode(Checked, content.get("checked"))
+
+
 def load_checks(store: Path) -> tuple[tuple[Checked, ...], list[str]]:
     """Oldest first, each once, and what is wrong with lines that were left out: none without the file."""
-    path = checks_of(store)
-    found: dict[Checked, None] = {}
-
-    def take(content: Content) -> None:
-        if content.get("version") != _VERSION:
-            raise UnknownKind
-        if "checked" not in content:
-            raise Malformed("it has no check")
-        found[decode(Checked, content["checked"])] = None
-
     try:
-        sheet = sheet_of(path.read_bytes() if path.exists() else b"")
+        lines, troubles = _log(store).lines()
     except OSError as error:
-        raise StoreError(f"{path} cannot be read ({error.strerror}).") from None
-    troubles = take_lines(sheet, take)
-    return tuple(sorted(found, key=lambda one: one.when)), troubles
+        raise StoreError(f"{checks_of(store)} cannot be read ({error.strerror}).") from None
+    return tuple(sorted(dict.fromkeys(check for _, check in lines), key=lambda check: check.when)), troubles
 
 
-def keep_checks(store: Path, checked: Sequence[Checked]) -> None:
-    path = checks_of(store)
-    try:
-        append_lines(path, [sealed_line({"version": _VERSION, "checked": encode(one)}) for one in checked])
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written ({error.strerror}). Choose another --store.") from None
+def keep_checks(store: Path, checks: Sequence[Checked]) -> None:
+    _log(store).append(checks)

@@ -20,10 +20,10 @@ from fp8bench import units
 from fp8bench.analysis.break_even import LEAST_SIZES, SizedRatio, break_even
 from fp8bench.analysis.verdicts import BAND
 from fp8bench.features.advise.basis import (
+    AdviceRule,
     Basis,
-    Beside,
-    Rule,
-    Told,
+    ComparedCase,
+    Reply,
     amdahl,
     doubts,
     mapped,
@@ -86,13 +86,13 @@ def pays_from(mode: str, device: str, basis: Basis) -> tuple[float, float, tuple
     return begins, float(max(found)), (Ground(rows[0].row, words), *rows)
 
 
-def products_of(one: Beside) -> list[tuple[int, int, int, int]]:
+def products_of(pair: ComparedCase) -> list[tuple[int, int, int, int]]:
     """M, N, K and FLOPs of the products that a step's reference makes, by its coverage or its tape."""
-    coverage = one.record.coverage
+    coverage = pair.record.coverage
     if coverage is not None:
         held = (each for holder in coverage.holders for each in holder.products)
         return [(each.m, each.n, each.k, each.flops) for each in held]
-    tape = one.lead.tape if one.lead is not None else None
+    tape = pair.lead.tape if pair.lead is not None else None
     return list(_taped(tape.operators)) if tape is not None else []
 
 
@@ -106,16 +106,16 @@ def _taped(operators: Iterable[OperatorCount]) -> Iterator[tuple[int, int, int, 
             yield m, n, one.flops // (2 * m * n), one.calls * one.flops
 
 
-def _large(one: Beside, basis: Basis) -> Told | str | None:
-    case = one.record.case
-    if one.emulated:
+def _large(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    case = pair.record.case
+    if pair.emulated:
         return "emulated here: its time is the cost of emulation"
     if all(side in dict(case.params) for side in _SIDES):
         return None  # one product: its own speed says it all
-    products = products_of(one)
+    products = products_of(pair)
     if not products:
         return "the products of its step were not counted (no tape)"
-    known = pays_from(one.mode, case.device, basis)
+    known = pays_from(pair.mode, case.device, basis)
     if isinstance(known, str):
         return known
     begins, largest, grounds = known
@@ -127,11 +127,11 @@ def _large(one: Beside, basis: Basis) -> Told | str | None:
     figure += f", {units.percent(beyond, 0)} beyond what was measured" if beyond else ""
     if paying < _HALF <= paying + beyond:
         return f"{figure}; products of its size were not timed"
-    return Told(Met.YES if paying >= _HALF else Met.NO, figure, grounds)
+    return Reply(Met.YES if paying >= _HALF else Met.NO, figure, grounds)
 
 
-def _reached(one: Beside, basis: Basis) -> Told | str | None:
-    coverage = one.record.coverage
+def _reached(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    coverage = pair.record.coverage
     if coverage is None or not coverage.flops:
         return None
     kinds = [f"{kind} {units.percent(converted / coverage.flops, 0)}"
@@ -140,43 +140,45 @@ def _reached(one: Beside, basis: Basis) -> Told | str | None:
     figure = f"{units.percent(coverage.share, 0)} of product FLOPs" + (f" ({', '.join(kinds)})" if kinds else "")
     if left is not None and left.flops:
         figure += f"; {left.name} is not: {left.reason}"
-    return Told(Met.YES if coverage.share >= _HALF else Met.NO, figure, (Ground(one.row, figure),))
+    return Reply(Met.YES if coverage.share >= _HALF else Met.NO, figure, (Ground(pair.row, figure),))
 
 
-def _experts(one: Beside, basis: Basis) -> Told | str | None:
+def _experts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     """Only where there are experts."""
-    coverage = one.record.coverage
+    coverage = pair.record.coverage
     if coverage is not None:
         whole, converted = coverage.by_kind().get("experts", (0, 0))
         if not whole:
             return None
         words = f"experts are {units.percent(whole / coverage.flops, 0)} of product FLOPs"
         met = Met.YES if converted > _HALF * whole else Met.NO
-        return Told(met, f"{words}, {units.percent(converted / whole, 0)} of them converted", (Ground(one.row, words),))
-    tape = one.lead.tape if one.lead is not None else None
+        return Reply(
+            met, f"{words}, {units.percent(converted / whole, 0)} of them converted", (Ground(pair.row, words),)
+        )
+    tape = pair.lead.tape if pair.lead is not None else None
     grouped = [each for each in tape.operators if _GROUPED in each.operator] if tape is not None else []
     if tape is None or not grouped or not tape.flops:
         return None
     words = f"grouped products are {units.percent(sum(e.calls * (e.flops or 0) for e in grouped) / tape.flops, 0)}"
-    own = one.record.tape
+    own = pair.record.tape
     low = {e.path for e in own.operators if _GROUPED in e.operator} if own is not None else set()
     if not low:
         return f"{words} of its FLOPs, and in which dtype they run in it was not counted"
     met = Met.NO if low == {e.path for e in grouped} else Met.YES
-    return Told(met, f"{words} of its FLOPs, in {', '.join(sorted(low))}", (Ground(one.row, words),))
+    return Reply(met, f"{words} of its FLOPs, in {', '.join(sorted(low))}", (Ground(pair.row, words),))
 
 
 RULES = (
-    Rule(
+    AdviceRule(
         "shapes", "Are its products large enough?", _large,
         "fp8bench suite gemm --dtypes {high},{mode}, then fp8bench advise RUN --beside last",
         "Break-even differs by device, recipe and torch by more than twice: no constant holds (torchao #2410).",
     ),
-    Rule(
+    AdviceRule(
         "coverage", "Can most of its products be converted?", _reached, "fp8bench profile {make} --dtypes {mode}",
         "A converter of nn.Linear alone does nothing for GPT-2 or a ResNet, and 18% for Mixtral.",
     ),
-    Rule(
+    AdviceRule(
         "experts", "Are the experts converted?", _experts, "fp8bench profile {make} --dtypes {mode}",
         "Of a published mixture of experts: linear layers alone 1.05x, experts alone 1.40x.",
     ),
@@ -201,21 +203,21 @@ def projections(basis: Basis) -> Iterator[Advice]:
                 yield found
 
 
-def _projected(one: Beside, mode: str, basis: Basis) -> Advice | None:
-    lead = one.lead
-    if lead is None or lead.support.level is not Level.NATIVE or lead.tape is None or not products_alone(one, mode):
+def _projected(pair: ComparedCase, mode: str, basis: Basis) -> Advice | None:
+    lead = pair.lead
+    if lead is None or lead.support.level is not Level.NATIVE or lead.tape is None or not products_alone(pair, mode):
         return None
     paths = set(lead.tape.by_path)
-    share = one.share({Phase.GEMM})
+    share = pair.share({Phase.GEMM})
     kinds = ("forward",) if dict(lead.case.params).get("pass") == "forward" else _KINDS
     timed = [sized(mode, lead.case.device, basis, paths, kind) for kind in kinds]
-    found = [_of_products(one, [known for known, _ in ratios.values()]) for ratios in timed]
+    found = [_of_products(pair, [known for known, _ in ratios.values()]) for ratios in timed]
     each = [ratio for ratio in found if ratio is not None]
     if share is None or len(each) < len(kinds):
         return None
     means = (statistics.fmean(ends) for ends in zip(*((r.point, r.low, r.high) for r in each), strict=True))
-    ratio = Interval(*means, min(one.level for one in each))  # type: ignore[call-arg]
-    floor = 1 + max(BAND, (one.lead_finding.floor if one.lead_finding is not None else None) or 0.0)
+    ratio = Interval(*means, min(ratio.level for ratio in each))  # type: ignore[call-arg]
+    floor = 1 + max(BAND, (pair.lead_finding.floor if pair.lead_finding is not None else None) or 0.0)
     wide = (1.0, share.point, ratio.point), (1 / floor, share.low, ratio.high), (floor, share.high, ratio.low)
     ends = [far * amdahl(own, taken) for far, own, taken in wide]
     most = amdahl(share.high, 0.0)
@@ -233,7 +235,7 @@ def _projected(one: Beside, mode: str, basis: Basis) -> Advice | None:
         for ratios in timed for size, (known, row) in sorted(ratios.items())
     )  # fmt: skip
     from_rows = {row for ratios in timed for _, row in ratios.values()}
-    doubt = doubts(replace(one, finding=None), [known.finding for known in basis.known if known.row in from_rows])
+    doubt = doubts(replace(pair, finding=None), [known.finding for known in basis.known if known.row in from_rows])
     return Advice(
         "projection", AdviceKind.ADOPT if worth is Met.YES else AdviceKind.NOTHING, mode, case.mode,
         f"{words}: {known}; the step itself was not timed in it, --check does{doubt}", (case.setting,),
@@ -242,10 +244,10 @@ def _projected(one: Beside, mode: str, basis: Basis) -> Advice | None:
     )  # fmt: skip
 
 
-def _of_products(one: Beside, ratios: list[SizedRatio]) -> Interval | None:
+def _of_products(pair: ComparedCase, ratios: list[SizedRatio]) -> Interval | None:
     """The time of the step's products in the precision over their time now, each by its size; None where too few of
     them lie between sizes that were timed."""
-    products = [(math.prod(sides) ** (1 / 3), flops) for *sides, flops in products_of(one)]
+    products = [(math.prod(sides) ** (1 / 3), flops) for *sides, flops in products_of(pair)]
     total = sum(flops for _, flops in products)
     if len(ratios) < LEAST_SIZES or not total:
         return None
@@ -258,6 +260,6 @@ def _of_products(one: Beside, ratios: list[SizedRatio]) -> Interval | None:
     places, weights = (np.array(each) for each in zip(*inside, strict=True))
     ends = (
         float(np.exp(np.interp(places, at, np.log(values))) @ weights / whole)
-        for values in zip(*((one.ratio.point, one.ratio.low, one.ratio.high) for one in ordered), strict=True)
+        for values in zip(*((sized.ratio.point, sized.ratio.low, sized.ratio.high) for sized in ordered), strict=True)
     )
-    return Interval(*ends, min(one.ratio.level for one in ordered))  # type: ignore[call-arg]
+    return Interval(*ends, min(sized.ratio.level for sized in ordered))  # type: ignore[call-arg]

@@ -6,7 +6,17 @@ from fp8bench import units
 from fp8bench.analysis.roofline import gain_of
 from fp8bench.analysis.verdicts import BAND
 from fp8bench.errors import UsageError
-from fp8bench.features.advise.basis import Basis, Beside, Rule, Told, amdahl, mapped, met_above, part, times
+from fp8bench.features.advise.basis import (
+    AdviceRule,
+    Basis,
+    ComparedCase,
+    Reply,
+    amdahl,
+    mapped,
+    met_above,
+    part,
+    times,
+)
 from fp8bench.features.advise.values import Ground, Met
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Interval, Label, Level, Phase, Status, Verdict
@@ -18,95 +28,95 @@ _ESTIMATED = ", estimated from shares of the step"
 _WITH_CASTS = frozenset({Phase.GEMM, Phase.CAST})
 
 
-def _native(one: Beside, basis: Basis) -> Told | str:
-    record = one.record
+def _native(pair: ComparedCase, basis: Basis) -> Reply | str:
+    record = pair.record
     level = record.support.level
     if level is Level.NATIVE and record.status is Status.OK:
-        return Told(Met.YES, record.support.reason or "native", (Ground(one.row, "native"),))
+        return Reply(Met.YES, record.support.reason or "native", (Ground(pair.row, "native"),))
     if level is Level.NATIVE:
         return record.reason or "it was not run"
-    return Told(Met.NO, f"{level.value}: {record.support.reason}", (Ground(one.row, level.value),))
+    return Reply(Met.NO, f"{level.value}: {record.support.reason}", (Ground(pair.row, level.value),))
 
 
-def _untimed(one: Beside) -> str:
+def _untimed(pair: ComparedCase) -> str:
     """Why a case has no speed; '' where it has one."""
-    if one.emulated:
-        return EMULATED if one.record.support.level is Level.EMULATED else "the reference is emulated here"
-    if one.record.status is not Status.OK:
-        return one.record.reason or "it was not run"
-    if one.finding is not None and one.finding.hard:
-        return one.finding.why or f"labelled {', '.join(one.finding.hard)}"
-    return "" if one.timed and one.speed is not None else "it shared no rounds with a reference"
+    if pair.emulated:
+        return EMULATED if pair.record.support.level is Level.EMULATED else "the reference is emulated here"
+    if pair.record.status is not Status.OK:
+        return pair.record.reason or "it was not run"
+    if pair.finding is not None and pair.finding.hard:
+        return pair.finding.why or f"labelled {', '.join(pair.finding.hard)}"
+    return "" if pair.timed and pair.speed is not None else "it shared no rounds with a reference"
 
 
-def _whole(one: Beside, basis: Basis) -> Told | str:
-    if why := _untimed(one):
+def _whole(pair: ComparedCase, basis: Basis) -> Reply | str:
+    if why := _untimed(pair):
         return why
-    assert one.finding is not None and one.speed is not None
-    verdict = one.finding.verdict
-    sure = not one.finding.doubtful
+    assert pair.finding is not None and pair.speed is not None
+    verdict = pair.finding.verdict
+    sure = not pair.finding.doubtful
     met = Met.YES if verdict is Verdict.FASTER and sure else Met.UNCLEAR
     if verdict in (Verdict.SLOWER, Verdict.SAME) and sure:
         met = Met.NO
-    figure = f"{times(one.speed)} {one.finding.verdict_words}"
-    return Told(met, figure, (Ground(one.row, f"speed-up of the step {times(one.speed)}"),))
+    figure = f"{times(pair.speed)} {pair.finding.verdict_words}"
+    return Reply(met, figure, (Ground(pair.row, f"speed-up of the step {times(pair.speed)}"),))
 
 
-def bound_of(one: Beside) -> Interval | None:
+def bound_of(pair: ComparedCase) -> Interval | None:
     """How many times as fast the reference's step would be if all that the precision may change took no time."""
-    if one.lead is None or one.lead.support.level is Level.EMULATED or one.lead.timing is None:
+    if pair.lead is None or pair.lead.support.level is Level.EMULATED or pair.lead.timing is None:
         return None
-    share = one.share_touched()
+    share = pair.share_touched()
     return mapped(share, lambda value: amdahl(value, 0.0)) if share is not None else None
 
 
-def _amdahl(one: Beside, basis: Basis) -> Told | str:
+def _amdahl(pair: ComparedCase, basis: Basis) -> Reply | str:
     """With the speed that its products have here, by a ceiling or by themselves, and casts for nothing."""
-    share = None if one.lead is None or one.lead.support.level is Level.EMULATED else one.share(_PRODUCTS)
-    if share is None or one.lead is None:
+    share = None if pair.lead is None or pair.lead.support.level is Level.EMULATED else pair.share(_PRODUCTS)
+    if share is None or pair.lead is None:
         return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
     least = 1 + basis.least
-    grounds = [Ground(one.lead.case.id, f"products are {part(share)} of the step")]
+    grounds = [Ground(pair.lead.case.id, f"products are {part(share)} of the step")]
     found = [(mapped(share, lambda value: amdahl(value, 0.0)), "with products that take no time")]
     gain = None
-    if one.timed and one.finding is not None and one.lead_finding is not None:
-        gain = gain_of(one.record, one.finding, one.lead, one.lead_finding)
+    if pair.timed and pair.finding is not None and pair.lead_finding is not None:
+        gain = gain_of(pair.record, pair.finding, pair.lead, pair.lead_finding)
     if gain is not None and gain.binds:
         found.append((Interval(gain.most, gain.most, gain.most, 0.0), "at the ceiling of its products"))
-        grounds.append(Ground(one.row, f"{units.speed_up(gain.most)} at most by measured ceilings"))
-    if (own := one.of_reference(_PRODUCTS, _PRODUCTS)) is not None and own.high < 1:
+        grounds.append(Ground(pair.row, f"{units.speed_up(gain.most)} at most by measured ceilings"))
+    if (own := pair.of_reference(_PRODUCTS, _PRODUCTS)) is not None and own.high < 1:
         low, high = amdahl(share.low, own.high), amdahl(share.high, own.low)
         most = Interval(amdahl(share.point, own.point), low, high, own.level)
         found.append((most, f"with products {units.speed_up(1 / own.point)} as fast, as here"))
-        grounds.append(Ground(one.row, f"its products alone are {times(own.inverse)} as fast"))
-    most, words = min(found, key=lambda pair: pair[0].point)
+        grounds.append(Ground(pair.row, f"its products alone are {times(own.inverse)} as fast"))
+    most, words = min(found, key=lambda known: known[0].point)
     met = met_above(most, least)
     if met is Met.YES and len(found) == 1:
-        taken = f"products are {part(share)} of the step{_ESTIMATED * one.estimated}"
+        taken = f"products are {part(share)} of the step{_ESTIMATED * pair.estimated}"
         return f"{taken}, and how fast its own are is not known"
-    figure = f"{part(share)} of the step: {times(most)} {words}" + _ESTIMATED * one.estimated
-    return Told(met, figure, tuple(grounds))
+    figure = f"{part(share)} of the step: {times(most)} {words}" + _ESTIMATED * pair.estimated
+    return Reply(met, figure, tuple(grounds))
 
 
-def _casts(one: Beside, basis: Basis) -> Told | str | None:
-    if why := _untimed(one):
+def _casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    if why := _untimed(pair):
         return why
-    own = one.of_reference(_PRODUCTS, _PRODUCTS)
-    both = one.of_reference(_WITH_CASTS, _WITH_CASTS)
-    casts = one.of_reference({Phase.CAST}, _PRODUCTS)
+    own = pair.of_reference(_PRODUCTS, _PRODUCTS)
+    both = pair.of_reference(_WITH_CASTS, _WITH_CASTS)
+    casts = pair.of_reference({Phase.CAST}, _PRODUCTS)
     if own is None or both is None:
         return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
     if casts is None:
         return "it has no casts of its own"
     alone, taxed = own.inverse, both.inverse
-    figure = f"products {times(alone)}, with casts {times(taxed)}" + _ESTIMATED * one.estimated
+    figure = f"products {times(alone)}, with casts {times(taxed)}" + _ESTIMATED * pair.estimated
     grounds = (
-        Ground(one.row, f"products alone {times(alone)}"),
-        Ground(one.row, f"casts take {units.percent(casts.point, 0)} of the reference's products"),
+        Ground(pair.row, f"products alone {times(alone)}"),
+        Ground(pair.row, f"casts take {units.percent(casts.point, 0)} of the reference's products"),
     )
     if alone.high < 1 + BAND:
-        return Told(Met.NO, f"{figure}: not faster without casts either", grounds)
-    return Told(met_above(taxed, 1 + BAND), figure, grounds)
+        return Reply(Met.NO, f"{figure}: not faster without casts either", grounds)
+    return Reply(met_above(taxed, 1 + BAND), figure, grounds)
 
 
 def _recipe(mode: str) -> Recipe | None:
@@ -117,138 +127,138 @@ def _recipe(mode: str) -> Recipe | None:
     return found if isinstance(found, Recipe) else None
 
 
-def _granularity(one: Beside, basis: Basis) -> Told | str | None:
+def _granularity(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     """Of recipes with elements as wide in the same group."""
-    recipe = _recipe(one.record.case.precision)
+    recipe = _recipe(pair.record.case.precision)
     if recipe is None:
         return None
-    if why := _untimed(one):
+    if why := _untimed(pair):
         return why
     bits = recipe.treatments[0].fmt.bits
     others = []
-    for record, _ in one.group:
+    for record, _ in pair.group:
         other = _recipe(record.case.precision)
-        alike = other is not None and other.treatments[0].fmt.bits == bits and record.case.mode != one.mode
+        alike = other is not None and other.treatments[0].fmt.bits == bits and record.case.mode != pair.mode
         if alike and record.support.level is Level.NATIVE and record.timing is not None and record.paired_with is None:
-            rival = Beside(one.record, one.finding, record, None)
+            rival = ComparedCase(pair.record, pair.finding, record, None)
             if (ratio := rival.of_reference(_ALL, _ALL)) is not None:
                 others.append((record, ratio.inverse))
     if not others:
         return f"no other recipe of {bits} bits was timed beside it"
-    best, ratio = min(others, key=lambda pair: pair[1].point)
+    best, ratio = min(others, key=lambda known: known[1].point)
     figure = f"{times(ratio)} of {best.case.mode}'s speed"
-    return Told(met_above(ratio, 1 - BAND), figure, (Ground(best.case.id, figure),))
+    return Reply(met_above(ratio, 1 - BAND), figure, (Ground(best.case.id, figure),))
 
 
 _ALL = frozenset({*Phase, "unattributed"})
 
 
-def _compiled(one: Beside, basis: Basis) -> Told | str | None:
-    params = dict(one.record.case.params)
+def _compiled(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    params = dict(pair.record.case.params)
     if "compile" not in params:
         return None
-    if one.emulated:
+    if pair.emulated:
         return EMULATED
-    beside = {str(other.record.case.param("compile")): other for other in (one, *basis.differing(one, "compile"))}
+    beside = {str(other.record.case.param("compile")): other for other in (pair, *basis.differing(pair, "compile"))}
     compiled = beside.get("yes")
     speed = compiled.speed if compiled is not None else None
     if compiled is None or speed is None:
-        eager = one.finding is not None and Label.EAGER_QUANTISER in one.finding.labels
+        eager = pair.finding is not None and Label.EAGER_QUANTISER in pair.finding.labels
         return "its quantisers ran uncompiled" if eager else "no compiled step was timed"
     eager_speed = beside["no"].speed if "no" in beside else None
     figure = f"compiled {times(speed)}" + (f", without {times(eager_speed)}" if eager_speed else "")
-    return Told(met_above(speed, 1 + BAND), figure, (Ground(compiled.row, f"compiled {times(speed)}"),))
+    return Reply(met_above(speed, 1 + BAND), figure, (Ground(compiled.row, f"compiled {times(speed)}"),))
 
 
 # Axes that say how many rows the products of a step have.
 _ROWS = ("batch", "sequence", "tokens", "context")
 
 
-def _batch(one: Beside, basis: Basis) -> Told | str | None:
+def _batch(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     """Whether a larger one would give more: weights' casts are paid by more rows, attention's share grows."""
-    params = dict(one.record.case.params)
+    params = dict(pair.record.case.params)
     axes = [axis for axis in _ROWS if isinstance(params.get(axis), int)]
-    if not axes or not one.trains:
+    if not axes or not pair.trains:
         return None
-    if why := _untimed(one):
+    if why := _untimed(pair):
         return why
     larger = [
-        (other, axis) for axis in axes for other in basis.differing(one, axis)
+        (other, axis) for axis in axes for other in basis.differing(pair, axis)
         if other.record.case.param(axis) > params[axis] and other.speed is not None  # type: ignore[operator]
     ]  # fmt: skip
     if not larger:
-        measured = any(basis.differing(one, axis) for axis in axes)
-        if measured and one.speed is not None:
-            return Told(Met.YES, f"the largest measured: {times(one.speed)}", (Ground(one.row, times(one.speed)),))
+        measured = any(basis.differing(pair, axis) for axis in axes)
+        if measured and pair.speed is not None:
+            return Reply(Met.YES, f"the largest measured: {times(pair.speed)}", (Ground(pair.row, times(pair.speed)),))
         return "one size alone was measured"
-    assert one.speed is not None
-    best, axis = max(larger, key=lambda pair: pair[0].speed.point if pair[0].speed else 0.0)
+    assert pair.speed is not None
+    best, axis = max(larger, key=lambda known: known[0].speed.point if known[0].speed else 0.0)
     assert best.speed is not None
-    figure = f"{times(one.speed)} here, {times(best.speed)} at {axis}={best.record.case.param(axis)}"
-    grounds = (Ground(one.row, times(one.speed)), Ground(best.row, times(best.speed)))
-    more = best.speed.low > one.speed.high * (1 + BAND)
-    return Told(Met.NO if more else Met.YES, figure, grounds)
+    figure = f"{times(pair.speed)} here, {times(best.speed)} at {axis}={best.record.case.param(axis)}"
+    grounds = (Ground(pair.row, times(pair.speed)), Ground(best.row, times(best.speed)))
+    more = best.speed.low > pair.speed.high * (1 + BAND)
+    return Reply(Met.NO if more else Met.YES, figure, grounds)
 
 
 _STAGES = ("pass", "stage")
 
 
-def _stages(one: Beside, basis: Basis) -> Told | str | None:
-    if not one.trains and not stage_of(one):
+def _stages(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    if not pair.trains and not stage_of(pair):
         return None
-    if why := _untimed(one):
+    if why := _untimed(pair):
         return why
-    others = [other for axis in _STAGES for other in basis.differing(one, axis) if other.speed is not None]
+    others = [other for axis in _STAGES for other in basis.differing(pair, axis) if other.speed is not None]
     if not others:
         return "one kind of step alone was timed"
-    found = {stage_of(each): each for each in (one, *others)}
+    found = {stage_of(each): each for each in (pair, *others)}
     speeds = {name: each.speed for name, each in found.items() if each.speed is not None}
     met = {met_above(speed, 1 + BAND) for speed in speeds.values()}
     figure = ", ".join(f"{name} {times(speed)}" for name, speed in speeds.items())
     grounds = tuple(Ground(found[name].row, times(speed)) for name, speed in speeds.items())
-    return Told(Met.NO if Met.NO in met else Met.UNCLEAR if Met.UNCLEAR in met else Met.YES, figure, grounds)
+    return Reply(Met.NO if Met.NO in met else Met.UNCLEAR if Met.UNCLEAR in met else Met.YES, figure, grounds)
 
 
-def stage_of(one: Beside) -> str:
+def stage_of(pair: ComparedCase) -> str:
     """'forward': the value of the axis that says which kind of step it is; '' for one without."""
-    params = dict(one.record.case.params)
+    params = dict(pair.record.case.params)
     return next((str(params[axis]) for axis in _STAGES if axis in params), "")
 
 
 RULES = (
-    Rule(
+    AdviceRule(
         "native", "Does this device multiply in it?", _native, "fp8bench doctor",
         "An emulated precision has numbers and no speed.",
     ),
-    Rule(
+    AdviceRule(
         "step", "Is the whole step faster?", _whole, "{again}",
         "What a product gains is not what a step gains: timed in the same rounds, with an interval.",
     ),
-    Rule(
+    AdviceRule(
         "amdahl", "Do its products take enough of the step?", _amdahl,
         "fp8bench doctor --ceilings, then {again}",
         "Amdahl's law: where products are a quarter of a step, products 1.6 times as fast give 10%.",
     ),
-    Rule(
+    AdviceRule(
         "casts", "Do casts leave what the products gain?", _casts, "{again}",
         "Published products with casts gain 1.4 times where products of ready operands gain 1.9.",
     ),
-    Rule(
+    AdviceRule(
         "granularity", "Is its scaling the cheapest of its width?", _granularity,
         "{again},fp8,fp8-rowwise,mxfp8",
         "One scale a row or a block costs more than one a tensor: +10% instead of +25% in a published training.",
     ),
-    Rule(
+    AdviceRule(
         "compile", "Does it gain once the step is compiled?", _compiled,
         "{again} {compiled}",
         "Casts of several kernels each eat what products gain (torchao #1297: half as fast as bf16).",
     ),
-    Rule(
+    AdviceRule(
         "batch", "Is the batch large enough?", _batch,
         "{again} {larger}",
         "More rows pay the cast of a weight; a longer sequence leaves products less of the step.",
     ),
-    Rule(
+    AdviceRule(
         "stages", "Does every kind of step gain?", _stages,
         "fp8bench profile {make} --dtypes {mode} --forward, then fp8bench advise RUN --beside last",
         "Prefill gains more than decoding in every published measurement, and training more than either.",

@@ -41,10 +41,10 @@ def advice_elements(advised: Advised) -> Iterator[Element]:
     gains = [one for one in advised.advice if one.gain is not None][:_MOST]
     if gains:
         cols: list[Col[Advice]] = [
-            Col("advice", lambda one: f"{one.kind} {one.mode}"),
-            Col("predicted", lambda one: speed(one.gain), number=True, unit="x"),
-            Col("rule", lambda one: one.rule),
-            Col("of", lambda one: named(one.case), hint="the case that it predicts, where its evidence is"),
+            Col("advice", lambda advice: f"{advice.kind} {advice.mode}"),
+            Col("predicted", lambda advice: speed(advice.gain), number=True, unit="x"),
+            Col("rule", lambda advice: advice.rule),
+            Col("of", lambda advice: named(advice.case), hint="the case that it predicts, where its evidence is"),
         ]
         yield table("predicted", "what is predicted", cols, gains)
 
@@ -68,9 +68,9 @@ def short_names(advised: Advised) -> Callable[[str], str]:
     return short
 
 
-def _sentence(one: Advice, named: Callable[[str], str]) -> str:
-    where = named(one.settings[0]) if len(one.settings) == 1 else many(len(one.settings), "setting")
-    return f"{one.sentence} ({where})."
+def _sentence(advice: Advice, named: Callable[[str], str]) -> str:
+    where = named(advice.settings[0]) if len(advice.settings) == 1 else many(len(advice.settings), "setting")
+    return f"{advice.sentence} ({where})."
 
 
 def speed(found: Interval | None, show: Callable[[float], str] = units.speed_up) -> Field:
@@ -86,16 +86,14 @@ def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) ->
     named = short_names(advised)
     by_setting = together((one.setting, one) for one in costs)
     cols: list[Col[Cost]] = [
-        Col("precision", lambda one: one.mode),
-        Col("speed-up", lambda one: speed(one.speed), number=True, unit="x"),
+        Col("precision", lambda cost: cost.mode),
+        Col("speed-up", lambda cost: speed(cost.speed), number=True, unit="x"),
         Col("loss", _gap, number=True),
-        Col("joules a step", lambda one: speed(one.joules, units.ratio), number=True, unit="x"),
-        Col("time", lambda one: speed(one.time, units.ratio), number=True, unit="x"),
-        Col("energy", lambda one: speed(one.energy, units.ratio), number=True, unit="x"),
-        Col(
-            "money", lambda one: speed(one.money(price) if price is not None else None, units.significant), number=True
-        ),
-        Col("why", lambda one: one.why, below=True),
+        Col("joules a step", lambda cost: speed(cost.joules, units.ratio), number=True, unit="x"),
+        Col("time", lambda cost: speed(cost.time, units.ratio), number=True, unit="x"),
+        Col("energy", lambda cost: speed(cost.energy, units.ratio), number=True, unit="x"),
+        Col("money", lambda cost: speed(None if price is None else cost.money(price), units.significant), number=True),
+        Col("why", lambda cost: cost.why, below=True),
     ]
     for number, (setting, found) in enumerate(by_setting.items(), 1):
         first = found[0]
@@ -110,12 +108,12 @@ def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) ->
         yield Text(f"Losses are those of {models}: what another model loses is not known.", Tone.DOUBT)
 
 
-def _gap(one: Cost) -> str:
+def _gap(cost: Cost) -> str:
     """'+0.8% [+0.2%, +1.4%] worse'."""
-    if one.gap is None:
-        return one.learned or units.NONE
-    low, point, high = (units.change(1 + value) for value in (one.gap.low, one.gap.point, one.gap.high))
-    return f"{point} [{low}, {high}] {one.learned}"
+    if cost.gap is None:
+        return cost.learned or units.NONE
+    low, point, high = (units.change(1 + value) for value in (cost.gap.low, cost.gap.point, cost.gap.high))
+    return f"{point} [{low}, {high}] {cost.learned}"
 
 
 def checklist(advised: Advised, shared: bool) -> Iterator[Table]:
@@ -138,8 +136,8 @@ def checklist(advised: Advised, shared: bool) -> Iterator[Table]:
         yield Table(f"checklist-{number}", f"{place}: when to use a lower precision", columns, rows)
 
 
-def _open(one: Answer) -> bool:
-    return one.met is Met.UNKNOWN and one.figure.startswith(Level.EMULATED)
+def _open(answer: Answer) -> bool:
+    return answer.met is Met.UNKNOWN and answer.figure.startswith(Level.EMULATED)
 
 
 def _row(answers: Sequence[Answer], named: Callable[[str], str]) -> tuple[Field, ...]:
@@ -179,13 +177,13 @@ def checks(checked: Sequence[Checked], named: Callable[[str], str] = str) -> Tab
     """What was predicted beside what was measured."""
     hits = {True: Field("yes", tone=Tone.GOOD), False: Field("no", tone=Tone.BAD), None: Field("-", tone=Tone.DOUBT)}
     cols: list[Col[Checked]] = [
-        Col("advice", lambda one: f"{one.advice.kind} {one.advice.mode}"),
-        Col("predicted", lambda one: speed(one.advice.gain), number=True, unit="x"),
-        Col("measured", lambda one: speed(one.measured), number=True, unit="x"),
-        Col("hit", lambda one: hits[one.hit]),
-        Col("of", lambda one: named(one.advice.case or one.advice.settings[0])),
-        Col("by run", lambda one: one.run or None),
-        Col("why", lambda one: one.why, below=True),
+        Col("advice", lambda check: f"{check.advice.kind} {check.advice.mode}"),
+        Col("predicted", lambda check: speed(check.advice.gain), number=True, unit="x"),
+        Col("measured", lambda check: speed(check.measured), number=True, unit="x"),
+        Col("hit", lambda check: hits[check.hit]),
+        Col("of", lambda check: named(check.advice.case or check.advice.settings[0])),
+        Col("by run", lambda check: check.run or None),
+        Col("why", lambda check: check.why, below=True),
     ]
     return table("checks", "", cols, checked)
 

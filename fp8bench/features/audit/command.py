@@ -276,12 +276,12 @@ _CHECKS: tuple[Col[tuple[str, list[AuditFinding]]], ...] = (
     Col("codes", lambda row: ", ".join(dict.fromkeys(one.code for one in row[1] if one.code)) or units.NONE),
 )
 _FINDINGS: tuple[Col[AuditFinding], ...] = (
-    Col("check", lambda one: one.check),
-    Col("code", lambda one: one.code),
-    Col("smallest input", lambda one: one.input or units.NONE),
-    Col("error", lambda one: _share(one.error), number=True),
-    Col("expected", lambda one: _share(one.expected), number=True),
-    Col("why", lambda one: one.why, below=True),
+    Col("check", lambda finding: finding.check),
+    Col("code", lambda finding: finding.code),
+    Col("smallest input", lambda finding: finding.input or units.NONE),
+    Col("error", lambda finding: _share(finding.error), number=True),
+    Col("expected", lambda finding: _share(finding.expected), number=True),
+    Col("why", lambda finding: finding.why, below=True),
 )
 _TIMES: tuple[Col[tuple[str, float]], ...] = (
     Col("data", lambda row: row[0]),
@@ -296,11 +296,11 @@ _WORK: tuple[Col[tuple[str, CallWork, float | None]], ...] = (
     Col("time", lambda row: units.NONE if row[2] is None else units.seconds(row[2]), number=True),
 )
 _LAYERS: tuple[Col[AuditedLayer], ...] = (
-    Col("layer", lambda one: one.name),
-    Col("is", lambda one: one.what),
-    Col("weight", lambda one: "x".join(map(str, one.weight))),
-    Col("runs as", lambda one: one.runs or (units.NONE if one.low else "not converted")),
-    Col("why not converted", lambda one: one.reason, below=True),
+    Col("layer", lambda layer: layer.name),
+    Col("is", lambda layer: layer.what),
+    Col("weight", lambda layer: "x".join(map(str, layer.weight))),
+    Col("runs as", lambda layer: layer.runs or (units.NONE if layer.low else "not converted")),
+    Col("why not converted", lambda layer: layer.reason, below=True),
 )
 
 

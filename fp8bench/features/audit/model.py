@@ -39,15 +39,18 @@ _HIGH = {HIGH: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GUESSES = ("fp8", "fp8-e4m3", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4")
 
 
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """One that products are made with, where it was found; `also` are its other paths."""
+@dataclass(eq=False)
+class FoundLayer:
+    """One that products are made with, where it was found; `also` are its other paths. `runs` and `flops` say in which
+    precision its products were computed, and how many there were, as far as they were seen."""
 
     name: str
     module: nn.Module
     weight: Tensor
     low: bool
     also: tuple[str, ...] = ()
+    runs: str = ""
+    flops: int = 0
 
     @property
     def what(self) -> str:
@@ -56,7 +59,7 @@ class Layer:
         return f"{f'{package} ' * (package in _PACKAGES)}{name}{wrapped}"
 
 
-def layers_in(model: nn.Module) -> list[Layer]:
+def layers_in(model: nn.Module) -> list[FoundLayer]:
     held = {one.module: one for one in held_in(model)}
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -65,10 +68,10 @@ def layers_in(model: nn.Module) -> list[Layer]:
     for module, (name, *also) in paths.items():
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and weight.dim() >= 2 and promises_low(module):
-            found.append(Layer(name, module, weight, True, tuple(also)))
+            found.append(FoundLayer(name, module, weight, True, tuple(also)))
         elif module in held:
             one = held[module]
-            found.append(Layer(one.name, module, one.weight, False, one.also))
+            found.append(FoundLayer(one.name, module, one.weight, False, one.also))
     return found
 
 
@@ -79,7 +82,7 @@ def promises_low(module: nn.Module) -> bool:
     return own or hasattr(module, "fp8_meta") or "forward" in vars(module)
 
 
-def left_out(model: nn.Module, layers: Sequence[Layer]) -> dict[str, tuple[str, str]]:
+def left_out(model: nn.Module, layers: Sequence[FoundLayer]) -> dict[str, tuple[str, str]]:
     """Of each layer that was not converted a word and a sentence that say likely why."""
     weights = {id(one.weight): one.name for one in layers if one.low}
     linear = [one.name for one in layers if one.low or isinstance(one.module, nn.Linear)]
@@ -87,7 +90,7 @@ def left_out(model: nn.Module, layers: Sequence[Layer]) -> dict[str, tuple[str, 
     ends = {linear[-1]: "last", linear[0]: "first"} if by <= {"torchao"} and len(linear) > 1 else {}
     behind = dict(_behind_odd(model)) if by <= {"transformer_engine", "intel_transformer_engine"} else {}
 
-    def why(layer: Layer) -> tuple[str, str]:
+    def why(layer: FoundLayer) -> tuple[str, str]:
         sides = tuple(layer.weight.shape)
         if id(layer.weight) in weights:
             return "shared", f"the same layer as {weights[id(layer.weight)]}, which was converted there alone"
@@ -118,7 +121,7 @@ def _behind_odd(model: nn.Module, path: str = "", stopped: str = "") -> Iterator
             yield from _behind_odd(child, own)
 
 
-def untied(model: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple[str, str]]:
+def untied(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[tuple[str, str]]:
     """Converted layers with the values of an embedding whose weight is another: a tie that converting has cut."""
     tables = [(name, one.weight) for name, one in model.named_modules() if isinstance(one, nn.Embedding)]
     for one in (one for one in layers if one.low and one.weight.device.type != "meta"):
@@ -148,48 +151,42 @@ def runs_as(x: Tensor, weight: Tensor, product: Tensor, facts: DeviceFacts) -> s
     return nearest if errors[nearest] < _UNCAST else UNKNOWN
 
 
-class Seen:
-    """What was computed by layers: the precision of one product of each class and shape, FLOPs and calls of all."""
+def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: DeviceFacts) -> None:
+    """With hooks on all layers, which are gone afterwards; UsageError where it fails. One product of each class and
+    shape is looked at."""
+    known: dict[tuple[Any, ...], str] = {}
 
-    def __init__(self, facts: DeviceFacts) -> None:
-        self._facts = facts
-        self._known: dict[tuple[Any, ...], str] = {}
-        self.runs: dict[nn.Module, str] = {}
-        self.flops: dict[nn.Module, int] = {}
-
-    def run(self, model: nn.Module, batch: Any, layers: Sequence[Layer]) -> None:
-        """The model once, with hooks on all of them, which are gone afterwards; UsageError where it fails."""
-        handles = [one.module.register_forward_hook(partial(self._look, one)) for one in layers]
-        try:
-            with torch.no_grad():
-                call_of(model, batch)()
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _look(self, layer: Layer, _: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+    def look(layer: FoundLayer, _: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         x = next((one for one in given if isinstance(one, Tensor)), None)
         if x is None or not isinstance(output, Tensor) or layer.weight.dim() != 2:
             return
         outputs, inputs = layer.weight.shape
         if x.shape[-1] != inputs or output.shape != (*x.shape[:-1], outputs):
             return
-        rows = x.numel() // inputs
-        self.flops[layer.module] = self.flops.get(layer.module, 0) + 2 * rows * inputs * outputs
-        if layer.low and layer.module not in self.runs:
+        layer.flops += 2 * (x.numel() // inputs) * inputs * outputs
+        if layer.low and not layer.runs:
             key = type(layer.module), type(layer.weight), x.shape, layer.weight.shape
-            if key not in self._known:
-                self._known[key] = self._runs_as(layer, x, output)
-            self.runs[layer.module] = self._known[key]
+            if key not in known:
+                known[key] = _runs_as(layer, x, output, facts)
+            layer.runs = known[key]
 
-    def _runs_as(self, layer: Layer, x: Tensor, output: Tensor) -> str:
-        product, bias = output.detach().cpu().double(), getattr(layer.module, "bias", None)
-        if isinstance(bias, Tensor) and bias.numel():
-            product = product - bias.detach().cpu().double()
-        wrapped = hasattr(layer.weight, "__tensor_flatten__")
-        weight = layer.weight.dequantize() if wrapped else layer.weight
-        runs = runs_as(x.detach().cpu(), weight.detach().cpu(), product, self._facts)
-        return WEIGHTS if wrapped and runs in _HIGH else runs
+    handles = [one.module.register_forward_hook(partial(look, one)) for one in layers]
+    try:
+        with torch.no_grad():
+            call_of(model, batch)()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _runs_as(layer: FoundLayer, x: Tensor, output: Tensor, facts: DeviceFacts) -> str:
+    product, bias = output.detach().cpu().double(), getattr(layer.module, "bias", None)
+    if isinstance(bias, Tensor) and bias.numel():
+        product = product - bias.detach().cpu().double()
+    wrapped = hasattr(layer.weight, "__tensor_flatten__")
+    weight = layer.weight.dequantize() if wrapped else layer.weight
+    runs = runs_as(x.detach().cpu(), weight.detach().cpu(), product, facts)
+    return WEIGHTS if wrapped and runs in _HIGH else runs
 
 
 _COVERAGE, _NUMBERS = "conversion", "numbers"
@@ -200,26 +197,25 @@ _SHOWN = 4
 
 def audited_model(target: str, model: nn.Module, batch: Any, signature: Signature, facts: DeviceFacts) -> Audit:
     """Of a model as it is now, run once on a batch where there is one. The model stays as it was."""
-    started, seen = time.perf_counter(), Seen(facts)
-    layers = layers_in(model)
+    started, layers = time.perf_counter(), layers_in(model)
     failed = []
     try:
         if batch is not None:
-            seen.run(model, batch, layers)
+            run_once(model, batch, layers, facts)
     except UsageError as error:
         failed.append(AuditFinding(_NUMBERS, AuditOutcome.CANNOT_TELL, "raises", str(error)))
     reasons = left_out(model, layers)
     rows = []
     for one in layers:
-        runs, flops = seen.runs.get(one.module, ""), seen.flops.get(one.module, 0)
         rule, reason = reasons.get(one.name, ("", ""))
         sides = tuple(one.weight.shape)
-        rows.append(AuditedLayer(one.name, one.what, sides, one.low, runs, flops, reason, rule, one.also))
+        rows.append(AuditedLayer(one.name, one.what, sides, one.low, one.runs, one.flops, reason, rule, one.also))
     checks = {_COVERAGE: [*_conversion(rows), *_ties(model, layers)]}
     if batch is not None:
         checks[_NUMBERS] = failed or list(_numbers(rows, signature.precision))
     findings = [one for name, found in checks.items() for one in found or [AuditFinding(name, AuditOutcome.PASS)]]
-    return Audit(target, signature, tuple(findings), len(seen.runs), time.perf_counter() - started, layers=tuple(rows))
+    looked_at, seconds = sum(bool(one.runs) for one in layers), time.perf_counter() - started
+    return Audit(target, signature, tuple(findings), looked_at, seconds, layers=tuple(rows))
 
 
 def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Audit:
@@ -258,7 +254,7 @@ def _conversion(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
         yield _finding(_COVERAGE, rule, why, alike, AuditOutcome.PASS)
 
 
-def _ties(model: nn.Module, layers: Sequence[Layer]) -> Iterator[AuditFinding]:
+def _ties(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[AuditFinding]:
     for name, table in untied(model, layers):
         words = f"it has the values of {table}, and is another tensor: what was tied is so no longer"
         yield AuditFinding(_COVERAGE, AuditOutcome.FAIL, "tie-broken", words, name)

@@ -44,7 +44,7 @@ _CODES = {Difference.LAYOUT: "layout", Difference.SCALE: "factor", Difference.OV
 Matrices = tuple[Tensor, ...]
 
 
-class Judged(NamedTuple):
+class PromiseVerdict(NamedTuple):
     """What became of a promise: '' and no words where it was kept. A remark is something that is said of a kept one."""
 
     code: str = ""
@@ -61,7 +61,7 @@ class Judged(NamedTuple):
 class Promise(Protocol):
     """What a result should be."""
 
-    def judge(self, found: Tensor, search: bool = True) -> Judged:
+    def judge(self, found: Tensor, search: bool = True) -> PromiseVerdict:
         """What became of it. Not to `search`: what has the right error is let be without looking for mistakes."""
 
     def agrees(self, one: Tensor, other: Tensor) -> bool:
@@ -80,7 +80,7 @@ class ProductPromise:
     b: Rounded
     emulated: Tensor | None = None
 
-    def judge(self, found: Tensor, search: bool = True) -> Judged:
+    def judge(self, found: Tensor, search: bool = True) -> PromiseVerdict:
         if wrong := unusable(found, (len(self.a.elements), len(self.b.elements))):
             return wrong
         sums = self._sums(found.dtype)
@@ -94,13 +94,13 @@ class ProductPromise:
         error, expected = self._error(found), self._error(likely)
         band = in_band(error, expected)
         if self.emulated is not None:
-            return band if band.failed else Judged(error=error, expected=expected)
+            return band if band.failed else PromiseVerdict(error=error, expected=expected)
         if sums.holds(wide):
-            return Judged(error=error, expected=expected)
+            return PromiseVerdict(error=error, expected=expected)
         if band.remark and not search:
             return band
         code, why = self._explained(wide, found, sums)
-        return Judged(code, why, error, expected) if code else in_band(error, expected, why)
+        return PromiseVerdict(code, why, error, expected) if code else in_band(error, expected, why)
 
     def agrees(self, one: Tensor, other: Tensor) -> bool:
         """Summed in two orders."""
@@ -151,7 +151,7 @@ class CastPromise:
 
     kept: Rounded
 
-    def judge(self, found: Tensor, search: bool = True) -> Judged:
+    def judge(self, found: Tensor, search: bool = True) -> PromiseVerdict:
         kept, given, treatment = self.kept, self.kept.given, self.kept.treatment
         if wrong := unusable(found, tuple(kept.elements.shape)) or not_finite(found):
             return wrong
@@ -160,22 +160,22 @@ class CastPromise:
         error, expected = (relative_frobenius(one, given) if bool(given.any()) else None for one in (values, wanted))
         off = (values - wanted).abs() > _LAST_BITS * wanted.abs()
         if not bool(off.any()):
-            return Judged(error=error, expected=expected)
+            return PromiseVerdict(error=error, expected=expected)
         band = in_band(error, expected)
         if band.remark and not search:
             return band
         for code, words, other in mistakes(kept):
             if bool(((values - other).abs() <= _LAST_BITS * other.abs()).all()):
-                return Judged(code, f"the matrix is {words}", error, expected)
+                return PromiseVerdict(code, f"the matrix is {words}", error, expected)
         wrong_ones = f"{int(off.sum())} of {off.numel()} elements are"
         if not self._neighbours(values, treatment):
             why = f"{wrong_ones} wrong, some by more than a step of the grid"
-            return Judged("wrong-values", why, error, expected)
+            return PromiseVerdict("wrong-values", why, error, expected)
         if float(off.float().mean()) <= _TIES:
             return in_band(error, expected, f"{wrong_ones} rounded otherwise")
         difference, why = explain_cast(values, wanted, given.to(torch.float32), treatment.fmt)
         if difference in _CODES:
-            return Judged(_CODES[difference], why, error, expected)
+            return PromiseVerdict(_CODES[difference], why, error, expected)
         return in_band(error, expected, why or "other values, of the same error")
 
     def _neighbours(self, values: Tensor, treatment: Treatment) -> bool:
@@ -199,7 +199,7 @@ class AttentionPromise:
     treatment: Treatment | None
     causal: bool
 
-    def judge(self, found: Tensor, search: bool = True) -> Judged:
+    def judge(self, found: Tensor, search: bool = True) -> PromiseVerdict:
         """By its error, and by the mistakes that people make in attention."""
         if wrong := unusable(found, tuple(self.given[0].shape)) or not_finite(found):
             return wrong
@@ -210,12 +210,12 @@ class AttentionPromise:
         low, high = _JUST * min(expected), max(*expected, _LAST_BITS) / _JUST
         lossy = self.treatment is not None and self.treatment.fmt.bits <= 8
         if (not lossy or low <= error) and error <= high:
-            return Judged(error=error, expected=high)
+            return PromiseVerdict(error=error, expected=high)
         nearest = min(((_distance(found, one), code, why) for code, why, one in self._mistakes()), default=None)
         if nearest is not None and nearest[0] * _NEARER_IN_ATTENTION < _distance(found, wanted):
-            return Judged(*nearest[1:], error, high)
+            return PromiseVerdict(*nearest[1:], error, high)
         band = in_band(error, high if error > high or not lossy else low)
-        return Judged(error=error, expected=high) if band.code == "too-good" and not lossy else band
+        return PromiseVerdict(error=error, expected=high) if band.code == "too-good" and not lossy else band
 
     def agrees(self, one: Tensor, other: Tensor) -> bool:
         allowed = 2 * max(relative_frobenius(self._promised(weights=True).to(one.dtype), self._exact()), _LAST_BITS)
@@ -294,39 +294,41 @@ def _distance(found: Tensor, other: Tensor) -> float:
     return float((found.to(torch.float64) - other).square().mean())
 
 
-def unusable(found: Tensor, shape: tuple[int, ...]) -> Judged | None:
+def unusable(found: Tensor, shape: tuple[int, ...]) -> PromiseVerdict | None:
     """What is wrong with a result whatever was promised."""
     if tuple(found.shape) != shape:
         gives, wanted = ("x".join(map(str, one)) or "one number" for one in (found.shape, shape))
-        return Judged("shape", f"gives {gives}, and {wanted} were expected")
+        return PromiseVerdict("shape", f"gives {gives}, and {wanted} were expected")
     if not found.is_floating_point():
-        return Judged("dtype", f"gives {found.dtype}, and floating-point numbers were expected")
+        return PromiseVerdict("dtype", f"gives {found.dtype}, and floating-point numbers were expected")
     return None
 
 
-def _overflown(found: Tensor, beyond: Tensor, sums: Sums) -> Judged:
+def _overflown(found: Tensor, beyond: Tensor, sums: Sums) -> PromiseVerdict:
     """Where the promised sum is too large for its dtype nobody can say what is right; the others are what they are."""
     apart = (found.to(torch.float64) - sums.exact).abs()
     lost = int((~(apart <= sums.bound + sums.step(sums.exact.abs())) & ~beyond).sum())
-    return Judged("too-bad", f"{lost} results beside those that overflow are wrong") if lost else Judged()
+    return (
+        PromiseVerdict("too-bad", f"{lost} results beside those that overflow are wrong") if lost else PromiseVerdict()
+    )
 
 
-def not_finite(found: Tensor) -> Judged | None:
+def not_finite(found: Tensor) -> PromiseVerdict | None:
     """The same of results that all should be numbers."""
     gone = int((~found.isfinite()).sum())
-    return Judged("not-finite", f"{gone} of {found.numel()} results are no numbers") if gone else None
+    return PromiseVerdict("not-finite", f"{gone} of {found.numel()} results are no numbers") if gone else None
 
 
-def in_band(error: float | None, expected: float | None, why: str = "") -> Judged:
+def in_band(error: float | None, expected: float | None, why: str = "") -> PromiseVerdict:
     """What the error alone says."""
     why = why or "no known mistake explains it"
     if error is None or expected is None:
-        return Judged("unexplained", why, error, expected)
+        return PromiseVerdict("unexplained", why, error, expected)
     low, high = (expected * one for one in BAND)
     if error > high:
         words = f"{why}; its error is {error:.3g}, and {expected:.3g} was expected"
-        return Judged("too-bad", words, error, expected)
+        return PromiseVerdict("too-bad", words, error, expected)
     if error < low:
         words = f"its error is {error:.3g}, and this precision has {expected:.3g}: a wider one ran"
-        return Judged("too-good", words, error, expected)
-    return Judged("other-rounding", why, error, expected, remark=True)
+        return PromiseVerdict("too-good", words, error, expected)
+    return PromiseVerdict("other-rounding", why, error, expected, remark=True)

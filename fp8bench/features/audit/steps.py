@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.audit.operands import Cast, as_dtype, bf16, cut, half, kept, otherwise_scaled, same, stochastic
-from fp8bench.features.audit.promises import BAND, Judged, not_finite, unusable
+from fp8bench.features.audit.promises import BAND, PromiseVerdict, not_finite, unusable
 from fp8bench.features.audit.values import FlatMoments
 from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.model import DeviceFacts
@@ -72,7 +72,7 @@ Decay = Literal["", "decoupled", "coupled", "unscaled", "none"]
 
 
 @dataclass(frozen=True)
-class Way:
+class OptimizerWay:
     """`first`, `second` and `weights` are what is left of the moments and weights after a step, `shown` what the
     caller sees of the weights. `late`: the update is made of the moments as they are kept, and not as computed.
 
@@ -205,7 +205,9 @@ _MOMENTS = {
 }  # fmt: skip
 
 
-def mistakes(way: Way, others: Mapping[str, tuple[Cast, Cast]], long: bool) -> Iterator[tuple[str, str, Way]]:
+def mistakes(
+    way: OptimizerWay, others: Mapping[str, tuple[Cast, Cast]], long: bool
+) -> Iterator[tuple[str, str, OptimizerWay]]:
     """Their codes, in words, and the steps that they make where these should be `way`; of `long` rows of steps those
     that few do not show. `others` are ways to keep both moments that somebody may have taken instead."""
     one, other = way.hyper.betas
@@ -248,11 +250,11 @@ class OptimizerPromise:
 
     start: Tensor
     gradients: Tensor
-    plain: Way
-    others: tuple[Way | Unfused, ...]
+    plain: OptimizerWay
+    others: tuple[OptimizerWay | Unfused, ...]
     likely: dict[str, tuple[Cast, Cast]]
 
-    def judge(self, found: Tensor, search: bool = True) -> Judged:
+    def judge(self, found: Tensor, search: bool = True) -> PromiseVerdict:
         """By the way that it lies nearest to, else by its error."""
         if wrong := unusable(found, tuple(self.start.shape)) or not_finite(found):
             return wrong
@@ -271,7 +273,7 @@ class OptimizerPromise:
             elif not code and error < low:
                 why = f"its error is {error:.3g}, and this promise has {errors[0]:.3g}: more bits are kept"
                 code = "too-good"
-        return Judged(code, why, error, errors[0])
+        return PromiseVerdict(code, why, error, errors[0])
 
     def agrees(self, one: Tensor, other: Tensor) -> bool:
         most = max(relative_frobenius(found, self._exact) for found in self._promised)
@@ -279,7 +281,7 @@ class OptimizerPromise:
 
     @cached_property
     def _exact(self) -> Tensor:
-        return self._update(Way(self.plain.rule, self.plain.hyper))
+        return self._update(OptimizerWay(self.plain.rule, self.plain.hyper))
 
     @property
     def _drawn(self) -> bool:
@@ -296,7 +298,7 @@ class OptimizerPromise:
         moved = 1 + math.sqrt(len(self.gradients)) * float(self.start.double().norm()) / size
         return _FLOAT32 * (_ORDERS * moved + 1 / (1 - max(self.plain.hyper.betas)))
 
-    def _update(self, way: Way | Unfused) -> Tensor:
+    def _update(self, way: OptimizerWay | Unfused) -> Tensor:
         return way.after(self.start, self.gradients) - self.start.to(torch.float64)
 
     def _explained(self, found: Tensor, own: float) -> tuple[str, str]:
@@ -340,7 +342,7 @@ def optimizer_promise(
     """All ways that keep it: the update may be made of the moments before or after they are cast."""
     precision, word, rule = signature.precision, signature.weights, signature.rule
     (first, _), (second, _) = moments_of(signature, facts)
-    plain = Way(rule, hyper, first, second, *_WEIGHTS[word])
+    plain = OptimizerWay(rule, hyper, first, second, *_WEIGHTS[word])
     ways = [replace(plain, late=True)]
     flat = FlatMoments.of(precision)
     if flat is not None and (start.numel() < _SMALL or start.numel() % flat.block):

@@ -102,7 +102,7 @@ class Subject(ABC):
         return found
 
 
-class Product(Subject):
+class ProductSubject(Subject):
     """Called with two matrices, or with the codes and scales of both."""
 
     kind = AuditKind.PRODUCT
@@ -135,7 +135,7 @@ class Product(Subject):
         return kept if given else (replace(kept[0], given=None), replace(kept[1], given=None))
 
 
-class Cast(Subject):
+class CastSubject(Subject):
     """Called with one matrix."""
 
     kind = AuditKind.CAST
@@ -157,7 +157,7 @@ class Cast(Subject):
         return {"cast": CastPromise(rounded(matrices[0], self.promised.treatments[0]))}
 
 
-class Linear(Subject):
+class LinearSubject(Subject):
     """Called with inputs and a weight that need gradients; one for its result is drawn."""
 
     kind = AuditKind.LINEAR
@@ -203,7 +203,7 @@ class Linear(Subject):
         return arithmetic.product(first, second, self.promised.carrier)
 
 
-class Attention(Subject):
+class AttentionSubject(Subject):
     """Called with queries, keys and values, (2, heads, places, size) each; scores are scaled by 1 / sqrt(size)."""
 
     kind = AuditKind.ATTENTION
@@ -229,7 +229,7 @@ class Attention(Subject):
         return {"attention": AttentionPromise(matrices, self.promised.treatments[0], self.signature.causal)}
 
 
-class Optimizer(Subject):
+class OptimizerSubject(Subject):
     """Made of one parameter (M, K), which takes `n` steps, with another gradient each."""
 
     kind = AuditKind.OPTIMIZER
@@ -298,3 +298,8 @@ def _bytes(tensor: Tensor) -> int:
         names, _ = tensor.__tensor_flatten__()
         return sum(_bytes(getattr(tensor, name)) for name in names)
     return tensor.untyped_storage().nbytes()
+
+
+SUBJECTS: dict[AuditKind, type[Subject]] = {
+    one.kind: one for one in (ProductSubject, CastSubject, LinearSubject, AttentionSubject, OptimizerSubject)
+}

@@ -136,21 +136,21 @@ _MODES: tuple[Col[ModeConformity], ...] = (
 )
 
 
-def _first(one: Conformity) -> str:
-    assert one.first is not None
-    place = ",".join(map(str, one.first.place))
-    return f"[{place}] {one.first.native:.6g}, emulated {one.first.emulated:.6g}"
+def _first(row: Conformity) -> str:
+    assert row.first is not None
+    place = ",".join(map(str, row.first.place))
+    return f"[{place}] {row.first.native:.6g}, emulated {row.first.emulated:.6g}"
 
 
 _DIFFERENCES: tuple[Col[Conformity], ...] = (
-    Col("precision", lambda one: one.mode),
-    Col("what", lambda one: one.what),
-    Col("shape", lambda one: one.shape),
-    Col("difference", lambda one: str(one.difference), tone=lambda one: _tone(one.difference not in _WRONG)),
-    Col("differ", lambda one: f"{units.whole(one.count)} of {units.whole(one.total)}", number=True),
-    Col("at most", lambda one: units.significant(one.largest), number=True),
+    Col("precision", lambda row: row.mode),
+    Col("what", lambda row: row.what),
+    Col("shape", lambda row: row.shape),
+    Col("difference", lambda row: str(row.difference), tone=lambda row: _tone(row.difference not in _WRONG)),
+    Col("differ", lambda row: f"{units.whole(row.count)} of {units.whole(row.total)}", number=True),
+    Col("at most", lambda row: units.significant(row.largest), number=True),
     Col("first", _first),
-    Col("why", lambda one: one.why, below=True),
+    Col("why", lambda row: row.why, below=True),
 )
 
 

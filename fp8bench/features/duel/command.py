@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
-from typing import TextIO
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import request_of, shared
 from fp8bench.cli.outputs import check_outputs, show_view
-from fp8bench.cli.progress import LiveLine, TerminalJob, time_left
+from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION
 from fp8bench.features.duel.kind import DuelKind
-from fp8bench.features.duel.sides import Question
-from fp8bench.features.duel.values import Duel, DuelJobObserver, DuelObserver
+from fp8bench.features.duel.sides import DuelQuestion
+from fp8bench.features.duel.values import Duel, DuelCutOff
 from fp8bench.measure.interrupts import only_once
-from fp8bench.model import Case, Direction
+from fp8bench.model import Direction
 from fp8bench.model.request import whole_number
 from fp8bench.model.specs import TIME
-from fp8bench.protocols import SilentObserver
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -63,51 +56,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     shared(how, "--md")
 
 
-class DuelProgress(LiveLine, SilentObserver):
-    """An observer that is told of every session of a case too."""
-
-    def __init__(self, stream: TextIO | None, environ: Mapping[str, str]) -> None:
-        super().__init__(stream, environ)
-        self._begun = time.monotonic()
-        self._words = ""
-
-    def starts(self) -> None:
-        self.show(f"{self._words}, starting workers" if self._words else "starting workers")
-
-    def in_session(self, session: int, sessions: int, place: int, cases: int) -> None:
-        left = time_left(time.monotonic() - self._begun, (session * cases + place) / (sessions * cases))
-        self._words = f"session {session + 1}/{sessions}, case {place + 1}/{cases}{left}"
-        self.show(self._words)
-
-    def working(self, case: Case, doing: str, share: float) -> None:
-        self.show(f"{self._words}, {doing} {case.id}")
-
-
-class DuelTerminal(TerminalJob):
-    """An observer of jobs with duels that tells whoever started the command."""
-
-    @contextmanager
-    def duelling(self) -> Iterator[DuelObserver]:
-        with closing(DuelProgress(sys.stderr, os.environ)) as observer:
-            yield observer
-
-    def cut_off(self, duel: Duel) -> None:
-        show_view(DuelKind().view(duel), argparse.Namespace())
-
-
-TERMINAL: DuelJobObserver = DuelTerminal()
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Measure, keep, tell. An interrupt ends it early: what was finished is kept and told."""
     from fp8bench.features.duel.run import run_duel
 
     check_outputs(arguments)
-    question = Question(
+    question = DuelQuestion(
         arguments.python_a, arguments.python_b, arguments.against, arguments.against_self, arguments.sessions
     )
     with only_once():
-        duel = run_duel(question, request_of(arguments), arguments.store, TERMINAL)
+        try:
+            duel = run_duel(question, request_of(arguments), arguments.store, TERMINAL)
+        except DuelCutOff as cut_off:
+            show_view(DuelKind().view(cut_off.duel), argparse.Namespace())
+            raise
         show_view(DuelKind().view(duel), arguments)
     return exit_code(duel)
 

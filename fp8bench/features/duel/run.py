@@ -15,33 +15,25 @@ from pathlib import Path
 
 from fp8bench.errors import Fp8benchError, StoreError, UsageError
 from fp8bench.features.duel.kind import DuelKind, DuelWriter, start_duel
-from fp8bench.features.duel.sides import SAME, Question, opened
-from fp8bench.features.duel.turns import PROCESSES, Entry, PartnerWorker, SideWorkers, Turns, refresh
-from fp8bench.features.duel.values import (
-    AFTER,
-    BEFORE,
-    CaseResult,
-    Duel,
-    DuelJobObserver,
-    DuelObserver,
-    Session,
-    Side,
-)
+from fp8bench.features.duel.sides import SAME, DuelQuestion, opened
+from fp8bench.features.duel.turns import PROCESSES, DuelEntry, DuelTurns, PartnerWorker, SideWorkers, refresh
+from fp8bench.features.duel.values import AFTER, BEFORE, CaseResult, Duel, DuelCutOff, DuelSide, Session
 from fp8bench.features.duel.verdicts import LEAST_ROUNDS
+from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.arm import Arm, ArmFailed, CompilingFailed
 from fp8bench.measure.environment import command_line, gather
 from fp8bench.measure.interrupts import held_back, ignored
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import CaseOutcome, Passes, exhausted
 from fp8bench.measure.quantisers import Quantisers, quantisers_for
-from fp8bench.model import Environment, PlannedCase, Request
+from fp8bench.model import Case, Environment, PlannedCase, Request
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import CEILING_SECONDS, QUICK_ROUNDS, StoppingRule
 from fp8bench.pipeline import now, share_of
 from fp8bench.plan.asked_suites import reads_corpus, suites_of
 from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import check_names
-from fp8bench.protocols import Observer
+from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.registry import workloads
 from fp8bench.store.runs.run_file import check_store
 from fp8bench.user_code import user_module
@@ -55,7 +47,7 @@ Pair = tuple[SideWorkers, SideWorkers]
 
 
 def run_duel(
-    question: Question, request: Request, store: Path, observer: DuelJobObserver, only: Collection[str] = ()
+    question: DuelQuestion, request: Request, store: Path, observer: JobObserver, only: Collection[str] = ()
 ) -> Duel:
     """Measure both sides and keep what they come to; of the cases with the ids in `only`, if there are any."""
     if request.ranks is not None:
@@ -66,8 +58,7 @@ def run_duel(
     corpus = prepare_corpus(request.data, store / "data") if reads_corpus(request) else None
     start = time.monotonic()
     sessions = question.sessions or (_QUICK_SESSIONS if request.quick else SESSIONS)
-    with observer.duelling() as progress, ExitStack() as stack:
-        progress.starts()
+    with ExitStack() as stack:
         *starts, notes = stack.enter_context(opened(question, request.imports))
         sides = []
         for ready in starts:
@@ -75,8 +66,10 @@ def run_duel(
             workers = [PartnerWorker(settings, ready) for _ in range(PROCESSES)]
             sides.append(stack.enter_context(closing(SideWorkers(ready, workers, Quantisers(why_eager)))))
         identity, names = corpus.identity if corpus else None, suites_of(request)
-        for side in sides:
-            side.meet(request, names, identity)
+        with observer.counting() as tell:
+            for number, side in enumerate(sides):
+                tell(number, len(sides), "sides", "starting workers")
+                side.meet(request, names, identity)
         before, after = sides
         cases = tuple(name for name in before.cases if name in after.cases)
         if not cases:
@@ -92,7 +85,7 @@ def run_duel(
             wanted, sessions,
         )  # fmt: skip
         said = (*notes, *_alone(before, after), *_alone(after, before))
-        return _measured((before, after), begun, said, store, observer, progress, start)
+        return _measured((before, after), begun, said, store, observer, start)
 
 
 def _alone(own: SideWorkers, other: SideWorkers) -> Iterator[str]:
@@ -103,10 +96,7 @@ def _alone(own: SideWorkers, other: SideWorkers) -> Iterator[str]:
         yield f"only side {own.name} has {names[0]}{more}: not compared"
 
 
-def _measured(
-    pair: Pair, begun: Duel, notes: Sequence[str], store: Path, observer: DuelJobObserver, progress: DuelObserver,
-    start: float,
-) -> Duel:  # fmt: skip
+def _measured(pair: Pair, begun: Duel, notes: Sequence[str], store: Path, observer: JobObserver, start: float) -> Duel:
     """The duel as far as it came, each session of a case kept as soon as it is over."""
     writer = start_duel(begun, store)
     begun = replace(begun, path=str(writer.path))
@@ -115,27 +105,24 @@ def _measured(
         _check_origins(pair)
         if pair[1].start.commit:  # that a revision cannot make a difference, as far as that is known by now
             for note in (*(note for note in notes if note == SAME), *_idle(pair)):
-                progress.close()
                 observer.note(f"{note}. Ctrl-C ends the duel")
         for note in notes:
             writer.note(note)
-        _sessions(pair, begun, cases, writer, progress, start)
+        with observer.counting() as tell:
+            _sessions(pair, begun, cases, writer, SessionProgress(tell, len(cases) * begun.sessions), start)
         for note in _idle(pair):
             writer.note(note)
         writer.finish("finished")
     except KeyboardInterrupt:
         with ignored():
-            progress.close()
             with contextlib.suppress(StoreError):  # without an end line a duel is unfinished, too
                 writer.finish("interrupted")
             observer.note(f"interrupted; what was finished is kept in {writer.path}")
     except Fp8benchError as error:
-        progress.close()
         results = tuple(case.result for case in cases if case.sessions)
         if results:  # what the store did not take, or what was measured before a side was lost for good
-            observer.cut_off(replace(begun, results=results, troubles=(str(error),)))
-        else:
-            writer.path.unlink(missing_ok=True)
+            raise DuelCutOff(error, replace(begun, results=results, troubles=(str(error),))) from None
+        writer.path.unlink(missing_ok=True)
         raise
     finally:
         writer.close()
@@ -143,20 +130,33 @@ def _measured(
         return DuelKind().load(writer.path)
 
 
+class SessionProgress(SilentObserver):
+    """Tells how many of all sessions of cases are done."""
+
+    def __init__(self, tell: Tell, total: int) -> None:
+        self._tell, self._total, self.done = tell, total, 0
+
+    def doing(self, words: str) -> None:
+        self._tell(self.done, self._total, "sessions of cases", words)
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        self.doing(f"{doing} {case.id}")
+
+
 def _sessions(
-    pair: Pair, duel: Duel, cases: Sequence[CaseProgress], writer: DuelWriter, progress: DuelObserver, start: float
+    pair: Pair, duel: Duel, cases: Sequence[CaseProgress], writer: DuelWriter, progress: SessionProgress, start: float
 ) -> None:
     """Every case once in each session; errors and memory in the first."""
     request, sessions = duel.request, duel.sessions
     runner = CaseRunner(pair, request.seed, progress, Limits(request.case_timeout))
     for number in range(sessions):
-        progress.starts()
+        progress.doing("starting workers")
         began = time.monotonic()
         refresh(pair, request.seed, number)
         # Half of the first session's workers were there. Those to come take their time out of the budget too.
         starting = (time.monotonic() - began) * (1 if number else 2) * (sessions - 1 - number)
         for place, case in enumerate(cases):
-            progress.in_session(number, sessions, place, len(cases))
+            progress.done = number * len(cases) + place
             alive, left = case.alive, (sessions - number) * len(cases) - place
             if alive:
                 runner.measure(case, number, _rule(request, share_of(request.budget, start - starting, left)))
@@ -182,14 +182,14 @@ def _rule(request: Request, share: float | None) -> StoppingRule:
     return StoppingRule(least=_LEAST_ROUNDS, budget=_SESSION_SECONDS, ceiling=CEILING_SECONDS)
 
 
-def _side(side: SideWorkers, request: Request) -> Side:
+def _side(side: SideWorkers, request: Request) -> DuelSide:
     """A side with what was found out about it. What the worker says of itself wins over what holds here."""
     worker, start = side.workers[0], side.start
     # Their digest is that of the files this process has imported, which are this tree's.
     imports = request.imports if start.imports == request.imports else ()
     here = gather(worker.software(), str(worker.handshake["fp8bench"]), request.threads, imports, folder=start.tree)
     environment = Environment({**here.facts, **worker.handshake})
-    return Side(start.name, start.title, start.python, start.commit, environment, side.devices)
+    return DuelSide(start.name, start.title, start.python, start.commit, environment, side.devices)
 
 
 def _check_origins(pair: Pair) -> None:
@@ -282,19 +282,19 @@ class CaseRunner:
     observer: Observer
     limits: Limits
 
-    def measure(self, one: CaseProgress, number: int, rule: StoppingRule) -> None:
+    def measure(self, case: CaseProgress, number: int, rule: StoppingRule) -> None:
         """One session of a case. With fewer processes a side where memory does not admit all."""
-        seed = random.Random(f"{self.seed}:{number}:{one.before.planned.case.id}").getrandbits(32)
+        seed = random.Random(f"{self.seed}:{number}:{case.before.planned.case.id}").getrandbits(32)
         while True:
-            sides = zip(self.pair, (one.before, one.after), strict=True)
+            sides = zip(self.pair, (case.before, case.after), strict=True)
             entries = [
-                self._entry(side, outcome.planned, place) for side, outcome in sides for place in range(one.processes)
+                self._entry(side, outcome.planned, place) for side, outcome in sides for place in range(case.processes)
             ]
-            turns = Turns(entries, seed)
+            turns = DuelTurns(entries, seed)
             failed: ArmFailed | None = None
             session: Session | None = None
             try:
-                session = turns.measure(rule, lambda doing: self.observer.working(one.before.planned.case, doing, 0.0))
+                session = turns.measure(rule, lambda doing: self.observer.working(case.before.planned.case, doing, 0.0))
             except ArmFailed as raised:
                 failed = raised
             except CompilingFailed as raised:
@@ -303,30 +303,30 @@ class CaseRunner:
             finally:
                 left_over = turns.release()
             failed = failed or left_over
-            if failed is not None and exhausted(failed.cause) and one.processes > 1:
-                one.processes -= 1
+            if failed is not None and exhausted(failed.cause) and case.processes > 1:
+                case.processes -= 1
                 continue
             if failed is not None:
                 entry, full = turns.entry_of(failed.arm), exhausted(failed.cause)
                 if not full:
                     entry.worker.restart()
-                outcome = one.before if entry.side == BEFORE else one.after
+                outcome = case.before if entry.side == BEFORE else case.after
                 outcome.fail("out of memory beside the other side" if full else str(failed.cause), failed.cause)
             elif session is not None:
-                one.sessions.append(session)
+                case.sessions.append(session)
             return
 
-    def check_values(self, one: CaseProgress) -> None:
+    def check_values(self, case: CaseProgress) -> None:
         """Errors and memory on both sides: values that are the same whenever the same code runs."""
-        for side, outcome in zip(self.pair, (one.before, one.after), strict=True):
+        for side, outcome in zip(self.pair, (case.before, case.after), strict=True):
             passes = Passes(side.workers[0], side.facts, self.limits, self.observer)
             passes.errors([outcome])
             if not outcome.failure:
                 passes.memory([outcome])
 
-    def _entry(self, side: SideWorkers, planned: PlannedCase, place: int) -> Entry:
+    def _entry(self, side: SideWorkers, planned: PlannedCase, place: int) -> DuelEntry:
         case = planned.case
         fused = workloads.get(case.workload).fused
         quantisers = side.quantisers if fused else Quantisers("the suite is about numbers, and compiles none")
         arm = Arm(case.id, planned, side.facts[case.device], self.limits)
-        return Entry(side.name, side.workers[place], arm, quantisers)
+        return DuelEntry(side.name, side.workers[place], arm, quantisers)

@@ -212,7 +212,7 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
 @dataclass(frozen=True)
-class Question:
+class DuelQuestion:
     """What makes the sides differ, as given; None is what runs here. `sessions` is how many, if given."""
 
     python_a: str | None = None
@@ -226,7 +226,7 @@ Opened = tuple[Start, Start, tuple[str, ...]]
 
 
 @contextmanager
-def opened(question: Question, imports: tuple[str, ...]) -> Iterator[Opened]:
+def opened(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Opened]:
     """Both sides with notes on them, for as long as the body runs. Raises UsageError for what cannot be."""
     if question.against is not None and question.against_self is not None:
         raise UsageError(
@@ -251,7 +251,9 @@ def opened(question: Question, imports: tuple[str, ...]) -> Iterator[Opened]:
 
 
 @contextmanager
-def _against(question: Question, pythons: Sequence[str], imports: tuple[str, ...], folder: Path) -> Iterator[Opened]:
+def _against(
+    question: DuelQuestion, pythons: Sequence[str], imports: tuple[str, ...], folder: Path
+) -> Iterator[Opened]:
     """A revision against this tree: of the user's repository, or of fp8bench's own, whose workers then differ."""
     own = question.against is None
     option, word = ("--against-self", question.against_self) if own else ("--against", question.against)

@@ -82,7 +82,7 @@ def refresh(pair: Sequence[SideWorkers], seed: int, number: int) -> None:
 
 
 @dataclass
-class Entry:
+class DuelEntry:
     """An arm and the worker it lives in, which holds no other arm."""
 
     side: str
@@ -92,10 +92,10 @@ class Entry:
 
 
 @dataclass
-class Turns:
+class DuelTurns:
     """The entries of both sides, as many of each. Their order is drawn from the seed, so that no side is the first."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[DuelEntry]
     seed: int
 
     def measure(self, rule: StoppingRule, tell: Callable[[str], None]) -> Session:
@@ -112,7 +112,7 @@ class Turns:
         )
         return Session(before, after, stopped)
 
-    def entry_of(self, arm: Arm) -> Entry:
+    def entry_of(self, arm: Arm) -> DuelEntry:
         return next(entry for entry in self.entries if entry.arm is arm)
 
     def release(self) -> ArmFailed | None:
@@ -144,7 +144,7 @@ class Turns:
             # Another process has run before each slot, so that caches are cold and the processor may be another.
             arm.discard = 1 if arm.step_seconds < WARMED_BELOW_SECONDS else 0
 
-    def _run(self, orders: Orders[Entry], rule: StoppingRule, start: float) -> str:
+    def _run(self, orders: Orders[DuelEntry], rule: StoppingRule, start: float) -> str:
         """Rounds in random, balanced orders until the rule says stop; returns why it did."""
         rounds, why = 0, ""
         while not why:

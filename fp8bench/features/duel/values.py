@@ -1,21 +1,18 @@
-"""A duel as values: its sides, and what each case came to on both, which is kept, and verdicts are not; who is told."""
+"""A duel as values: its sides, and what each case came to on both, which is kept, and verdicts are not."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
-from fp8bench.jobs.observer import JobObserver
+from fp8bench.errors import Fp8benchError
 from fp8bench.model import DeviceFacts, Environment, Record, Request, Status, Timing
-from fp8bench.protocols import Observer
 
 # What asv, tables and gates call the sides: A is what was, B is what is.
 BEFORE, AFTER = "A", "B"
 
 
 @dataclass(frozen=True)
-class Side:
+class DuelSide:
     """One side: what a person calls it, its interpreter, and what that found itself to be.
 
     `commit` is that of the code which makes the sides differ, '' where no revision was asked for.
@@ -66,8 +63,8 @@ class Duel:
     started: str
     command: str
     request: Request
-    before: Side
-    after: Side
+    before: DuelSide
+    after: DuelSide
     cases: tuple[str, ...]
     sessions: int
     notes: tuple[str, ...] = ()
@@ -81,24 +78,9 @@ class Duel:
         return any(one.measured for one in self.results) and not any(one.failed for one in self.results)
 
 
-class DuelObserver(Observer, Protocol):
-    """Told of every session of a duel too."""
+class DuelCutOff(Fp8benchError):
+    """What ended it before its end, with what was measured until then."""
 
-    def starts(self) -> None:
-        """Workers are started, which takes a while."""
-
-    def in_session(self, session: int, sessions: int, place: int, cases: int) -> None:
-        """A case is measured, counted from 0."""
-
-    def close(self) -> None:
-        """Nothing more comes. May be called twice."""
-
-
-class DuelJobObserver(JobObserver, Protocol):
-    """An observer of a job that measures duels."""
-
-    def duelling(self) -> AbstractContextManager[DuelObserver]:
-        """A duel is measured."""
-
-    def cut_off(self, duel: Duel) -> None:
-        """What was measured of a duel before it failed."""
+    def __init__(self, error: Fp8benchError, duel: Duel) -> None:
+        super().__init__(str(error))
+        self.exit_code, self.duel = error.exit_code, duel

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.verdicts import BAND, FINAL_LEVEL, SAME
-from fp8bench.features.duel.values import CaseResult, Duel, Side
+from fp8bench.features.duel.values import CaseResult, Duel, DuelSide
 from fp8bench.features.duel.verdicts import BELIEVED, compared, judged
 from fp8bench.features.duel.verdicts import comparisons as comparisons_of
 from fp8bench.model import Comparison, Direction, Level, Status
@@ -57,7 +57,7 @@ def page_of(duel: Duel) -> Page:
     return Page(title, "", (*parts, Part("summary", "", tuple(_ending(duel)))), legend if found else (), facts)
 
 
-def _side(side: Side) -> str:
+def _side(side: DuelSide) -> str:
     """'v1 (3fa9c2d1), Python 3.11.7, torch 2.13.0, /usr/bin/python'."""
     facts = side.environment.facts
     own = f"fp8bench {facts.get('fp8bench')}"

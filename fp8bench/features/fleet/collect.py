@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import PARTIAL, is_locked, locked, make_store
+from fp8bench.files import PARTIAL, is_locked, keeping, locked, make_store
 from fp8bench.model import Run
 from fp8bench.model.run import FleetPlan
 from fp8bench.store.fleet_plans import keep_plan, number_of
@@ -49,7 +49,7 @@ def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> Colle
             stores[find_store(folder, out).resolve()] = None
         except StoreError as error:  # the others' runs are none the worse
             made.failed.append(str(error))
-    try:
+    with keeping(f"the store {out}", "Choose another --store DIR."):
         make_store(out)
         with locked(out):
             if plan is not None:
@@ -59,8 +59,6 @@ def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> Colle
                 _from(store, plan, out, known, made)
             here = listing(out)
             made.failed += [f"{note}." for note in here.notes(here.refused)]
-    except OSError as error:
-        raise StoreError(f"the store {out} cannot be written ({error.strerror}). Choose another --store DIR.") from None
     return made
 
 

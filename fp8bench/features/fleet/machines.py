@@ -32,7 +32,7 @@ class Oddity(StrEnum):
 
 
 @dataclass(frozen=True)
-class Alarm:
+class MachineAlarm:
     """That a machine is named, and why."""
 
     machine: str
@@ -41,7 +41,7 @@ class Alarm:
 
 
 @dataclass(frozen=True)
-class Kind:
+class MachineKind:
     """Machines that compare: hardware, software and settings are the same. `differs` are the fields in which it is
     another than the first kind; `seen_from` is the change of time from which on one of its machines would be named."""
 
@@ -78,7 +78,7 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class Figure:
+class FleetFigure:
     """One case on a kind's machines: seconds by machine, and how far each is from the others."""
 
     case: str
@@ -97,9 +97,9 @@ class FleetReport:
     are settings that nobody has measured whole; `excluded` are sentences on what is in no figure."""
 
     machines: tuple[Machine, ...]
-    kinds: tuple[Kind, ...]
-    figures: tuple[Figure, ...]
-    alarms: tuple[Alarm, ...]
+    kinds: tuple[MachineKind, ...]
+    figures: tuple[FleetFigure, ...]
+    alarms: tuple[MachineAlarm, ...]
     settings: int
     lacking: tuple[str, ...]
     excluded: tuple[str, ...]
@@ -127,7 +127,7 @@ _CAPABILITY = "CPU capability usage: "
 
 
 @dataclass(frozen=True)
-class Seen:
+class MachineRun:
     """One run. `started` is when it began, and then was gone on with; `ahead` how many seconds the last of these lies
     after the time of its file, and `clock_ahead` what the run says. `whole` and `cut` are the settings of groups that
     it has all of, and not; `times` are seconds by case, `errors` what its numbers came to, as text, by case and name;
@@ -149,14 +149,14 @@ class Seen:
     bits: tuple[OperationBits, ...]
 
 
-def seen_of(run: Run, file_time: float) -> Seen:
+def seen_of(run: Run, file_time: float) -> MachineRun:
     """A run whose file was written at that moment."""
     known = {record.case.id for record in run.records}
     lacking = [group.setting for group in run.plan if not all(planned.case.id in known for planned in group.cases)]
     moments = [_moment(text) for text in (run.started, *(one.started for one in run.resumptions))]
     started = tuple(moment for moment in moments if moment is not None)
     good = [record for record in run.records if record.status is Status.OK]
-    return Seen(
+    return MachineRun(
         run.id, str(run.environment.get("machine") or "unknown"), run.cell, started,
         started[-1].timestamp() - file_time if started else 0.0, run.clock_ahead, tuple(_hardware(run)),
         tuple(_software(run)), tuple(group.setting for group in run.plan if group.setting not in lacking),

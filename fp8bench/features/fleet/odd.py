@@ -24,7 +24,7 @@ from statistics import median
 import numpy as np
 
 from fp8bench.analysis.stats import Floats
-from fp8bench.features.fleet.machines import Alarm, Deviation, Oddity, Seen
+from fp8bench.features.fleet.machines import Deviation, MachineAlarm, MachineRun, Oddity
 from fp8bench.model.run import FleetPlan
 from fp8bench.report.panels import together
 
@@ -33,10 +33,12 @@ CLOCK_SECONDS = 60.0
 # Of fewer nobody can say that they are most.
 _LEAST_MACHINES = 3
 # By how many seconds a run of a machine is off, and what it would be named for.
-_Hit = tuple[float, Alarm]
+_Hit = tuple[float, MachineAlarm]
 
 
-def of_clocks(seen: Sequence[Seen], plans: Sequence[FleetPlan]) -> tuple[tuple[Alarm, ...], tuple[str, ...]]:
+def of_clocks(
+    seen: Sequence[MachineRun], plans: Sequence[FleetPlan]
+) -> tuple[tuple[MachineAlarm, ...], tuple[str, ...]]:
     """A machine's worst one, and sentences on counterparts that most machines differ from."""
     machines = {one.machine for one in seen}
     against = {
@@ -50,14 +52,14 @@ def of_clocks(seen: Sequence[Seen], plans: Sequence[FleetPlan]) -> tuple[tuple[A
     common, of_stores = _against_stores(seen)
     if abs(common) > CLOCK_SECONDS:
         doubts.append(f"the clock of the stores' file system is {_long(common)} {_side(-common)} that of most machines")
-    worst: dict[str, Alarm] = {}
+    worst: dict[str, MachineAlarm] = {}
     for seconds, alarm in sorted((*hits, *of_stores), key=lambda hit: -hit[0]):
         if seconds > CLOCK_SECONDS:
             worst.setdefault(alarm.machine, alarm)
     return tuple(worst.values()), tuple(doubts)
 
 
-def _before_plan(seen: Sequence[Seen], plans: Sequence[FleetPlan]) -> Iterator[_Hit]:
+def _before_plan(seen: Sequence[MachineRun], plans: Sequence[FleetPlan]) -> Iterator[_Hit]:
     made = {plan.id: datetime.fromisoformat(plan.created) for plan in plans}
     for one in seen:
         begun = made.get(one.cell.rpartition("/")[0])
@@ -65,21 +67,21 @@ def _before_plan(seen: Sequence[Seen], plans: Sequence[FleetPlan]) -> Iterator[_
         yield _began(one, early, "before its plan was made")
 
 
-def _began(one: Seen, off: float, words: str) -> _Hit:
-    words = f"run {one.run} says that it began {_long(off)} {words}: its clock is wrong, or that of the other"
-    return off, Alarm(one.machine, Oddity.CLOCK, words)
+def _began(run: MachineRun, off: float, words: str) -> _Hit:
+    words = f"run {run.run} says that it began {_long(off)} {words}: its clock is wrong, or that of the other"
+    return off, MachineAlarm(run.machine, Oddity.CLOCK, words)
 
 
-def _set_back(seen: Sequence[Seen]) -> Iterator[_Hit]:
+def _set_back(seen: Sequence[MachineRun]) -> Iterator[_Hit]:
     """Runs that were gone on with before they began."""
     for one in seen:
         for before, after in pairwise(one.started):
             back = (before - after).total_seconds()
             words = f"run {one.run} says that it was gone on with {_long(back)} before it began: its clock was set"
-            yield back, Alarm(one.machine, Oddity.CLOCK, words)
+            yield back, MachineAlarm(one.machine, Oddity.CLOCK, words)
 
 
-def _against_stores(seen: Sequence[Seen]) -> tuple[float, list[_Hit]]:
+def _against_stores(seen: Sequence[MachineRun]) -> tuple[float, list[_Hit]]:
     """What most machines' clocks are ahead of their stores' file systems, and how far each is from that.
 
     On a disk of its own a machine stamps files itself, and is not ahead by anything.
@@ -91,7 +93,7 @@ def _against_stores(seen: Sequence[Seen]) -> tuple[float, list[_Hit]]:
     for one, ahead in known:
         off, where = ahead - common, "that most other machines have" if alike else "of its store's file system"
         words = f"its clock was {_long(off)} {_side(off)} that {where} when run {one.run} began"
-        hits.append((abs(off), Alarm(one.machine, Oddity.CLOCK, words if alike else f"{words}: one is wrong")))
+        hits.append((abs(off), MachineAlarm(one.machine, Oddity.CLOCK, words if alike else f"{words}: one is wrong")))
     return common, hits
 
 
@@ -134,7 +136,7 @@ _DISSENTS = {
 }
 
 
-def of_bits(kind: Sequence[Seen]) -> Iterator[Alarm]:
+def of_bits(kind: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
     """Of the machines of one kind, by all of their runs: operations, and errors of cases."""
     differing: dict[tuple[str, str], list[str]] = {}
     for what, told in sorted(_answers(kind).items()):
@@ -149,10 +151,10 @@ def of_bits(kind: Sequence[Seen]) -> Iterator[Alarm]:
     for machine in sorted({machine for machine, _ in differing}):
         for which, (oddity, words) in _DISSENTS.items():
             if whats := differing.get((machine, which)):
-                yield Alarm(machine, oddity, f"{words}: {shortened(whats)}")
+                yield MachineAlarm(machine, oddity, f"{words}: {shortened(whats)}")
 
 
-def _answers(kind: Sequence[Seen]) -> dict[str, dict[str, set[str]]]:
+def _answers(kind: Sequence[MachineRun]) -> dict[str, dict[str, set[str]]]:
     """What was told of each operation and error: all that a machine ever gave, by machine."""
     told: dict[str, dict[str, set[str]]] = {}
     for one in kind:

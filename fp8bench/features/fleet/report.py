@@ -10,14 +10,14 @@ from statistics import median
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.features.fleet.machines import (
-    Alarm,
     Fields,
-    Figure,
+    FleetFigure,
     FleetReport,
-    Kind,
     Machine,
+    MachineAlarm,
+    MachineKind,
+    MachineRun,
     Oddity,
-    Seen,
     differences,
     seen_of,
 )
@@ -70,7 +70,7 @@ def _counts(left: Counter[str]) -> list[str]:
     return [f"{count} run{'s' * (count != 1)}: {why}" for why, count in (+left).items()]
 
 
-def _read(store: Path, wanted: Callable[[Run], bool]) -> tuple[list[Seen], Counter[str], list[str]]:
+def _read(store: Path, wanted: Callable[[Run], bool]) -> tuple[list[MachineRun], Counter[str], list[str]]:
     """Those that are wanted by their headers, how many are left out and why, and what is wrong.
 
     One run after the other: all of them are more than memory may hold.
@@ -78,7 +78,7 @@ def _read(store: Path, wanted: Callable[[Run], bool]) -> tuple[list[Seen], Count
     there = listing(store)
     doubts = there.notes(there.refused)
     left = there.left
-    seen: list[tuple[Seen, Path, int | None]] = []
+    seen: list[tuple[MachineRun, Path, int | None]] = []
     for path in there.files:
         try:
             if not wanted(load_head(path)):
@@ -100,7 +100,7 @@ def _read(store: Path, wanted: Callable[[Run], bool]) -> tuple[list[Seen], Count
     return counting, left, [*doubts, *copies]
 
 
-def _measured_once(seen: Sequence[tuple[Seen, Path, int | None]]) -> tuple[list[Seen], list[str]]:
+def _measured_once(seen: Sequence[tuple[MachineRun, Path, int | None]]) -> tuple[list[MachineRun], list[str]]:
     """Runs without those of several machines that have the same times to the nanosecond; and what is wrong with these.
 
     Only one machine can have measured them, and nobody knows which.
@@ -125,21 +125,24 @@ def _failed_cells(store: Path, plans: tuple[FleetPlan, ...]) -> list[str]:
 
 
 def report_of(
-    seen: Sequence[Seen], plans: Sequence[FleetPlan] = (), expected: Collection[str] = (), excluded: Sequence[str] = ()
+    seen: Sequence[MachineRun],
+    plans: Sequence[FleetPlan] = (),
+    expected: Collection[str] = (),
+    excluded: Sequence[str] = (),
 ) -> FleetReport:
     """What some runs come to. `expected` are machines of which something should have come."""
     members = _kinds(seen)
-    figures: list[Figure] = []
-    kinds: list[Kind] = []
+    figures: list[FleetFigure] = []
+    kinds: list[MachineKind] = []
     for name, ((hardware, software), runs) in zip(_names(), members.items(), strict=False):
         times = _times(runs)
         odd = deviations(times)
-        figures += [Figure("", name, {}, odd[""])] if "" in odd else []
-        figures += [Figure(case, name, seconds, odd.get(case, {})) for case, seconds in times.items()]
-        first = kinds[0] if kinds else Kind(name, (), hardware, software)
+        figures += [FleetFigure("", name, {}, odd[""])] if "" in odd else []
+        figures += [FleetFigure(case, name, seconds, odd.get(case, {})) for case, seconds in times.items()]
+        first = kinds[0] if kinds else MachineKind(name, (), hardware, software)
         differs = *differences(hardware, first.hardware), *differences(software, first.software)
         machines = tuple(sorted({run.machine for run in runs}))
-        kinds.append(Kind(name, machines, hardware, software, differs, seen_from(times)))
+        kinds.append(MachineKind(name, machines, hardware, software, differs, seen_from(times)))
     settings = dict.fromkeys(cell.setting for plan in plans for cell in plan.cells)
     settings |= dict.fromkeys(setting for run in seen for setting in (*run.whole, *run.cut))
     done = {setting for run in seen for setting in run.whole}
@@ -169,19 +172,21 @@ def _names() -> Iterator[str]:
         number += 1
 
 
-def _kinds(seen: Sequence[Seen]) -> dict[tuple[Fields, Fields], list[Seen]]:
+def _kinds(seen: Sequence[MachineRun]) -> dict[tuple[Fields, Fields], list[MachineRun]]:
     """Runs by what they were made under, those of most machines first."""
     found = together(((run.hardware, run.software), run) for run in seen)
     return dict(sorted(found.items(), key=lambda pair: (-len({run.machine for run in pair[1]}), pair[0])))
 
 
-def _times(runs: Sequence[Seen]) -> dict[str, dict[str, float]]:
+def _times(runs: Sequence[MachineRun]) -> dict[str, dict[str, float]]:
     """Seconds by case and machine: the middle of a machine's runs."""
     by_case = together((case, (run.machine, seconds)) for run in runs for case, seconds in run.times.items())
     return {case: {name: median(values) for name, values in together(pairs).items()} for case, pairs in by_case.items()}
 
 
-def _machines(seen: Sequence[Seen], kinds: Sequence[Kind], figures: Sequence[Figure]) -> Iterator[Machine]:
+def _machines(
+    seen: Sequence[MachineRun], kinds: Sequence[MachineKind], figures: Sequence[FleetFigure]
+) -> Iterator[Machine]:
     overall = {name: odd.change for figure in figures if not figure.case for name, odd in figure.deviations.items()}
     for name, runs in sorted(_by_machine(seen).items()):
         yield Machine(
@@ -191,21 +196,21 @@ def _machines(seen: Sequence[Seen], kinds: Sequence[Kind], figures: Sequence[Fig
         )  # fmt: skip
 
 
-def _by_machine(seen: Sequence[Seen]) -> dict[str, list[Seen]]:
+def _by_machine(seen: Sequence[MachineRun]) -> dict[str, list[MachineRun]]:
     return together((run.machine, run) for run in seen)
 
 
-def _of_software(kinds: Sequence[Kind]) -> Iterator[Alarm]:
+def _of_software(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
     """Of machines that have other software or settings than more machines of the same hardware."""
     for place, kind in enumerate(kinds):
         larger = next((other for other in kinds[:place] if other.hardware == kind.hardware), None)
         if larger is not None and len(larger.machines) > len(kind.machines):
             why = "; ".join(differences(kind.software, larger.software))
             words = f"{why}, as {len(larger.machines)} others of its hardware have it: not compared"
-            yield from (Alarm(machine, Oddity.SOFTWARE, words) for machine in kind.machines)
+            yield from (MachineAlarm(machine, Oddity.SOFTWARE, words) for machine in kind.machines)
 
 
-def _of_times(figures: Sequence[Figure]) -> Iterator[Alarm]:
+def _of_times(figures: Sequence[FleetFigure]) -> Iterator[MachineAlarm]:
     """Of machines that are odd over all cases, and else of each case in which one is."""
     overall = {(figure.kind, name) for figure in figures if not figure.case
                for name, own in figure.deviations.items() if own.odd}  # fmt: skip
@@ -217,10 +222,10 @@ def _of_times(figures: Sequence[Figure]) -> Iterator[Alarm]:
             far = f"{abs(own.score):.0f} spreads" if math.isfinite(own.score) else "while all others are alike"
             where = f"in {figure.case}" if figure.case else "in its median case"
             beside = f"beside {len(figure.deviations) - 1} others of its kind"
-            yield Alarm(machine, what, f"{change(1 + own.change)} time {where}, {beside} ({far})")
+            yield MachineAlarm(machine, what, f"{change(1 + own.change)} time {where}, {beside} ({far})")
 
 
-def of_coverage(seen: Sequence[Seen], expected: Collection[str]) -> Iterator[Alarm]:
+def of_coverage(seen: Sequence[MachineRun], expected: Collection[str]) -> Iterator[MachineAlarm]:
     """Of machines whose runs were cut off, or that have not what at least half of the others have."""
     own = _by_machine(seen)
     # Mappings, not sets: the same runs give the same words.
@@ -229,7 +234,8 @@ def of_coverage(seen: Sequence[Seen], expected: Collection[str]) -> Iterator[Ala
         cut = {setting: run.run for run in runs for setting in run.cut if setting not in whole[machine]}
         if cut:
             which = shortened([f"{setting} (run {run})" for setting, run in cut.items()])
-            yield Alarm(machine, Oddity.CUT_OFF, f"{len(cut)} of its cells were cut off and not resumed: {which}")
+            words = f"{len(cut)} of its cells were cut off and not resumed: {which}"
+            yield MachineAlarm(machine, Oddity.CUT_OFF, words)
         others = [have for name, have in whole.items() if name != machine]
         common = Counter(setting for have in others for setting in have)
         wanted = [setting for setting, count in common.items() if count > 1 and 2 * count >= len(others)]
@@ -237,12 +243,12 @@ def of_coverage(seen: Sequence[Seen], expected: Collection[str]) -> Iterator[Ala
         if lacking:
             count = f"{len(lacking)} of {len(wanted)} cells"
             words = f"{count} that other machines measured are missing: {shortened(lacking)}"
-            yield Alarm(machine, Oddity.MISSING, words)
+            yield MachineAlarm(machine, Oddity.MISSING, words)
     for machine in sorted(set(expected) - own.keys()):
-        yield Alarm(machine, Oddity.MISSING, "nothing came of it")
+        yield MachineAlarm(machine, Oddity.MISSING, "nothing came of it")
 
 
-def _of_failures(seen: Sequence[Seen]) -> Iterator[Alarm]:
+def _of_failures(seen: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
     """Of cases that failed on a machine and came to numbers on others."""
     good = {case for run in seen for case in run.times}
     for machine, runs in _by_machine(seen).items():
@@ -250,4 +256,4 @@ def _of_failures(seen: Sequence[Seen]) -> Iterator[Alarm]:
         if failed:
             case, why = next(iter(failed.items()))
             words = f"{len(failed)} of the cases that others measured failed: {case} ({why})"
-            yield Alarm(machine, Oddity.FAILED, words)
+            yield MachineAlarm(machine, Oddity.FAILED, words)

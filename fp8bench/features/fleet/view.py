@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fp8bench import units
-from fp8bench.features.fleet.machines import Alarm, Figure, FleetReport, Kind, Machine
+from fp8bench.features.fleet.machines import FleetFigure, FleetReport, Machine, MachineAlarm, MachineKind
 from fp8bench.features.fleet.odd import FALSE_ALARMS, LEAST_MACHINES
 from fp8bench.model.codec import encode
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
@@ -36,7 +36,7 @@ LEGEND = (
 def named(report: FleetReport) -> Table | Text:
     if not report.alarms:
         return Text("No machine stands out.", Tone.GOOD)
-    cols: list[Col[Alarm]] = [
+    cols: list[Col[MachineAlarm]] = [
         Col("machine", lambda alarm: alarm.machine),
         Col("problem", lambda alarm: alarm.what, tone=lambda alarm: Tone.BAD),
         Col("why", lambda alarm: alarm.words, below=True),
@@ -47,14 +47,15 @@ def named(report: FleetReport) -> Table | Text:
 def machines(report: FleetReport) -> Table:
     named = named_for(report)
     cols: list[Col[Machine]] = [
-        Col("machine", lambda one: one.name),
-        Col("kind", lambda one: ", ".join(one.kinds)),
-        Col("runs", lambda one: str(one.runs), number=True),
-        Col("whole cells", lambda one: Field(f"{one.whole} of {report.settings}", one.whole), number=True),
-        Col("failed cases", lambda one: str(one.failed), number=True),
-        Col("time", lambda one: one.change, number=True, show=lambda change: units.change(1 + change),
+        Col("machine", lambda machine: machine.name),
+        Col("kind", lambda machine: ", ".join(machine.kinds)),
+        Col("runs", lambda machine: str(machine.runs), number=True),
+        Col("whole cells", lambda machine: Field(f"{machine.whole} of {report.settings}", machine.whole), number=True),
+        Col("failed cases", lambda machine: str(machine.failed), number=True),
+        Col("time", lambda machine: machine.change, number=True, show=lambda change: units.change(1 + change),
             hint="median case beside its kind's"),
-        Col("problem", lambda one: named.get(one.name), tone=lambda one: Tone.BAD if one.name in named else Tone.PLAIN),
+        Col("problem", lambda machine: named.get(machine.name),
+            tone=lambda machine: Tone.BAD if machine.name in named else Tone.PLAIN),
     ]  # fmt: skip
     return table("machines", "", cols, report.machines)
 
@@ -75,7 +76,7 @@ def charts(report: FleetReport) -> Iterator[Bars]:
 
 def kinds(report: FleetReport) -> Table:
     few = f"needs {LEAST_MACHINES} machines"
-    cols: list[Col[Kind]] = [
+    cols: list[Col[MachineKind]] = [
         Col("kind", lambda kind: kind.name),
         Col("machines", lambda kind: str(len(kind.machines)), number=True),
         Col("hardware", _hardware_of),
@@ -87,7 +88,7 @@ def kinds(report: FleetReport) -> Table:
     return table("kinds", "", cols, report.kinds)
 
 
-def _hardware_of(kind: Kind) -> str:
+def _hardware_of(kind: MachineKind) -> str:
     """Its devices, else its processor."""
     told = [value for name, value in kind.hardware if name.startswith("device ")]
     return " + ".join(dict.fromkeys(told)) or dict(kind.hardware).get("asv_cpu", units.NONE)
@@ -97,11 +98,11 @@ def cases(report: FleetReport) -> Table:
     figures = sorted((figure for figure in report.figures if figure.case), key=lambda figure: figure.case)
     first = {figure.case: figure for figure in figures if figure.kind == report.kinds[0].name}
 
-    def to_first(figure: Figure) -> float | None:
+    def to_first(figure: FleetFigure) -> float | None:
         lead = first.get(figure.case, figure)
         return None if lead is figure or report.why_not.get(figure.kind) else figure.middle / lead.middle
 
-    cols: list[Col[Figure]] = [
+    cols: list[Col[FleetFigure]] = [
         Col("case", lambda figure: figure.case),
         Col("kind", lambda figure: figure.kind),
         Col("machines", lambda figure: str(len(figure.seconds)), number=True),
@@ -131,43 +132,40 @@ class FleetFrames:
     @cached_property
     def cases(self) -> pd.DataFrame:
         """A row for each case on each machine, as the CSV has them."""
-        import pandas as pd
-
-        return pd.DataFrame(case_rows(self.report), columns=list(CASE_COLUMNS))
+        return _frame(CASE_COLUMNS, case_rows(self.report))
 
     @cached_property
     def machines(self) -> pd.DataFrame:
         """A row a machine, with what it is named for."""
-        import pandas as pd
-
-        names, named = [field.name for field in fields(Machine)], named_for(self.report)
-        rows = [
-            {**{name: getattr(machine, name) for name in names}, "kinds": ", ".join(machine.kinds),
-             "named_for": named.get(machine.name, "")}
+        named = named_for(self.report)
+        rows = (
+            {**vars(machine), "kinds": ", ".join(machine.kinds), "named_for": named.get(machine.name, "")}
             for machine in self.report.machines
-        ]  # fmt: skip
-        return pd.DataFrame(rows, columns=[*names, "named_for"])
+        )
+        return _frame([*(field.name for field in fields(Machine)), "named_for"], rows)
 
     @cached_property
     def kinds(self) -> pd.DataFrame:
         """A row for each field by which a kind of machines is told from others."""
-        import pandas as pd
-
-        rows = [
+        rows = (
             (kind.name, ", ".join(kind.machines), of, name, value)
             for kind in self.report.kinds
             for of, pairs in (("hardware", kind.hardware), ("software", kind.software))
             for name, value in pairs
-        ]
-        return pd.DataFrame(rows, columns=["kind", "machines", "of", "field", "value"])
+        )
+        return _frame(("kind", "machines", "of", "field", "value"), rows)
 
     @cached_property
     def alarms(self) -> pd.DataFrame:
         """A row for each thing that a machine is named for."""
-        import pandas as pd
+        rows = ((alarm.machine, alarm.what.value, alarm.words) for alarm in self.report.alarms)
+        return _frame([field.name for field in fields(MachineAlarm)], rows)
 
-        names = [field.name for field in fields(Alarm)]
-        return pd.DataFrame([(one.machine, one.what.value, one.words) for one in self.report.alarms], columns=names)
+
+def _frame(columns: Sequence[str], rows: Iterable[object]) -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.DataFrame(list(rows), columns=list(columns))
 
 
 _TONES = {CellStatus.DONE: Tone.GOOD, CellStatus.FAILED: Tone.BAD}

@@ -25,16 +25,16 @@ from fp8bench.cli import option_types as types
 from fp8bench.cli.config_file import Kind, items, place, read_mapping, scalar, shown
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_files, stdout_look, write_outputs
+from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import UsageError
-from fp8bench.features.duel.command import TERMINAL
-from fp8bench.features.gate.thresholds import Rule, check_rules
+from fp8bench.features.gate.thresholds import Rules, ThresholdRule, check_rules
 from fp8bench.measure.interrupts import only_once
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render
 
 if TYPE_CHECKING:
-    from fp8bench.features.gate.stored_runs import Source
+    from fp8bench.features.gate.stored_runs import GateSource
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +107,7 @@ def _check(arguments: argparse.Namespace) -> None:
     check_files({"--junit": arguments.junit, "--md": arguments.md, "--benchmark-json": arguments.benchmark_json})
 
 
-def _source(arguments: argparse.Namespace) -> Source:
+def _source(arguments: argparse.Namespace) -> GateSource:
     from fp8bench.features.gate.history import of_history
     from fp8bench.features.gate.stored_runs import of_duel, of_sides
 
@@ -138,9 +138,9 @@ _UNITS = units.written()
 _LARGEST = 100.0
 
 
-def read_rules(file: Path) -> tuple[Rule, ...]:
+def read_rules(file: Path) -> Rules:
     """The rules of a file, in its order. Raises UsageError with file and line."""
-    rules: list[Rule] = []
+    rules: list[ThresholdRule] = []
     for case, key, node in items(file, read_mapping(file, _KIND), _KIND):
         if not case:
             raise UsageError(f"{place(file, key)}: an empty pattern fits nothing. Give a suite, or '*' for all cases.")
@@ -156,12 +156,12 @@ def _mapping(where: str, name: str, expected: str, node: yaml.Node) -> yaml.Mapp
     raise UsageError(f"{where}: {name}: expected {expected}, got {got}. {_FORM}")
 
 
-def _rule(file: Path, case: str, metric: str, key: yaml.Node, node: yaml.Node) -> Rule:
+def _rule(file: Path, case: str, metric: str, key: yaml.Node, node: yaml.Node) -> ThresholdRule:
     where = place(file, key)
     if not metric:
         raise UsageError(f"{where}: an empty pattern fits nothing. Name a figure, or '*' for all.")
     if isinstance(node, yaml.ScalarNode) and scalar(file, node) == "ignore":
-        return Rule(case, metric, ignored=True, place=where)
+        return ThresholdRule(case, metric, ignored=True, place=where)
     relative: float | None = None
     smallest: float | None = None
     unit = ""
@@ -173,7 +173,7 @@ def _rule(file: Path, case: str, metric: str, key: yaml.Node, node: yaml.Node) -
             smallest, unit = _amount(file, value)
         else:
             raise UsageError(f"{place(file, named)}: unknown key {name!r}. Known: relative, smallest.")
-    return Rule(case, metric, relative, smallest, unit, place=where)
+    return ThresholdRule(case, metric, relative, smallest, unit, place=where)
 
 
 def _share(file: Path, node: yaml.Node) -> float:

@@ -17,11 +17,11 @@ from fp8bench.analysis.metric import unit_of_series
 from fp8bench.analysis.steps.change_points import newest_levels
 from fp8bench.analysis.steps.changes import Change, Found, State, case_of
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
-from fp8bench.features.duel.values import DuelJobObserver
 from fp8bench.features.gate.judging import Key, SecondLook, key_of
 from fp8bench.features.gate.power import Newest
-from fp8bench.features.gate.stored_runs import Source, duel_with, failed, measured_again, unmeasured
+from fp8bench.features.gate.stored_runs import GateSource, duel_with, failed, measured_again, unmeasured
 from fp8bench.jobs.history import all_changes, existing_store, opened
+from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Run, Status, Trend
 from fp8bench.model.specs import COUNTS, PER, RATIOS, RELATIVE
 from fp8bench.pipeline import AGAIN
@@ -39,20 +39,20 @@ _MOST_LOOKED_AT = 200
 _DERIVED = frozenset(name for name, _ in PER.values())
 
 
-def of_history(path: Path, observer: DuelJobObserver) -> Source:
+def of_history(path: Path, observer: JobObserver) -> GateSource:
     """What the history has come to. Without a run of this commit nothing was measured of it."""
     store = existing_store(path, observer)
     newest = next(_runs(store), None)
     title = f"the history in {path}"
     if newest is None:
-        return Source(title, problem="the store has no runs.", code=EXIT_FAILED)
+        return GateSource(title, problem="the store has no runs.", code=EXIT_FAILED)
     title = f"{title}, up to run {newest.id}"
     if all(record.status is Status.SKIPPED for record in newest.records):
-        return Source(title, problem=f"no case of run {newest.id} came to a number.", code=EXIT_FAILED)
+        return GateSource(title, problem=f"no case of run {newest.id} came to a number.", code=EXIT_FAILED)
     here, commit = commit_named("HEAD", Path()), newest.environment.get("commit")
     if here is not None and isinstance(commit, str) and commit != here and commit_named(commit, Path()) is not None:
         problem = f"the newest run is of commit {commit[:8]}, and nothing was measured of {here[:8]}, which is here."
-        return Source(title, problem=problem, code=EXIT_FAILED)
+        return GateSource(title, problem=problem, code=EXIT_FAILED)
     history = opened(store, observer)
     series = tuple(_newest_of_series(history, newest))
     found = all_changes(history, store, observer)
@@ -60,14 +60,14 @@ def of_history(path: Path, observer: DuelJobObserver) -> Source:
     if not found.looked_at and not failures and not any(one.alarms for one in found.changes):
         why = "; ".join(f"{count} series: {words}" for words, count in found.left.items()) or "there is no series"
         problem = f"there is nothing to compare with: {why}."
-        return Source(title, problem=problem, code=EXIT_BASELINE, newest=series)
+        return GateSource(title, problem=problem, code=EXIT_BASELINE, newest=series)
     changes = _judgeable(found, newest, history)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         return _second_look([changes[key_of(one)] for one in suspects], newest, store, observer)
 
     comparisons = (*failures, *(change.comparison for change in changes.values()))
-    return Source(title, comparisons, confirm, tuple(_notes(found)), newest=series)
+    return GateSource(title, comparisons, confirm, tuple(_notes(found)), newest=series)
 
 
 def _runs(store: Path) -> Iterator[Run]:
@@ -173,7 +173,7 @@ def _notes(found: Found) -> Iterator[str]:
         yield f"{count} series not looked at: {why}"
 
 
-def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer: DuelJobObserver) -> SecondLook:
+def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer: JobObserver) -> SecondLook:
     """By duels with the commits before the steps; what cannot be duelled is measured again."""
     here = {(one.case.workload, cell_of(one.case, newest)): one.case.id for one in reversed(newest.records)}
     wanted = {key_of(one.comparison): (one.trend.series.workload, one.trend.cell) for one in suspects}

@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from fp8bench.analysis.compare.interval import ALONE
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
-from fp8bench.features.gate.thresholds import Rule, Threshold, ruled_by, threshold_of
+from fp8bench.features.gate.thresholds import Rules, Threshold, ruled_by, threshold_of
 from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.model.specs import COUNTS, RELATIVE, TIME
 from fp8bench.report.panels import together
@@ -34,7 +34,7 @@ _NEARER = 0.888
 
 
 @dataclass(frozen=True)
-class Spread:
+class CaseSpread:
     """Logarithms: by how much all cases moved together, and the deviation of one of them beside that."""
 
     shift: float
@@ -51,7 +51,7 @@ class Spread:
         return math.log(ratio) > AGAIN * self.deviation
 
 
-def spread_of(logs: Sequence[float]) -> Spread | None:
+def spread_of(logs: Sequence[float]) -> CaseSpread | None:
     """The spread of unchanged cases among all; None for a few.
 
     The deviation is told by the quartile that lies nearer, so that neither what became worse nor what became better
@@ -63,7 +63,7 @@ def spread_of(logs: Sequence[float]) -> Spread | None:
     low, middle, high = statistics.quantiles(logs, n=4)
     shift = middle if abs(middle) < math.log1p(ALONE) else 0.0
     nearer = min(max(shift - low, 0.0), max(high - shift, 0.0))
-    return Spread(shift, nearer / (_QUARTILE - _NEARER / math.sqrt(len(logs))))
+    return CaseSpread(shift, nearer / (_QUARTILE - _NEARER / math.sqrt(len(logs))))
 
 
 def discoveries(p_values: Sequence[float], share: float) -> list[bool]:
@@ -77,7 +77,7 @@ def discoveries(p_values: Sequence[float], share: float) -> list[bool]:
     return [place in chosen for place in range(len(p_values))]
 
 
-class Outcome(StrEnum):
+class GateOutcome(StrEnum):
     """What the gate makes of a figure."""
 
     REGRESSION = "regression"
@@ -91,12 +91,12 @@ class Outcome(StrEnum):
     NONE = "none"
 
 
-NOT_TESTED = (Outcome.IGNORED, Outcome.NONE, Outcome.FAILED)
+NOT_TESTED = (GateOutcome.IGNORED, GateOutcome.NONE, GateOutcome.FAILED)
 Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedFigure:
     """A figure with its threshold and what the gate makes of it. `again` is the second look, if there was one.
 
     `spread` is how far other cases of the same runs moved, where the runs are too few to tell for themselves.
@@ -104,10 +104,10 @@ class Judged:
 
     comparison: Comparison
     threshold: Threshold
-    outcome: Outcome
+    outcome: GateOutcome
     why: str = ""
     again: Comparison | None = None
-    spread: Spread | None = None
+    spread: CaseSpread | None = None
 
     @property
     def key(self) -> Key:
@@ -123,12 +123,12 @@ class SecondLook:
     refused: str = ""
 
 
-def key_of(one: Comparison) -> Key:
+def key_of(figure: Comparison) -> Key:
     """What tells a figure from all others of a comparison."""
-    return one.case, one.metric
+    return figure.case, figure.metric
 
 
-def first_look(comparisons: Sequence[Comparison], rules: tuple[Rule, ...] = ()) -> tuple[Judged, ...]:
+def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[JudgedFigure, ...]:
     """Every figure judged, as far as one look goes: suspects are to be confirmed."""
     relative = {one.case for one in comparisons if one.metric == RELATIVE and one.ratio is not None}
     looked = [_looked_at(one, rules, relative) for one in comparisons]
@@ -142,126 +142,128 @@ def first_look(comparisons: Sequence[Comparison], rules: tuple[Rule, ...] = ()) 
     chances = {place: chance_of(looked[place]) for place in tested}
     p_values = {place: chance for place, chance in chances.items() if chance is not None}
     for place, news in zip(p_values, discoveries(list(p_values.values()), CHANCE), strict=True):
-        if looked[place].outcome is Outcome.TO_CONFIRM and not news:
+        if looked[place].outcome is GateOutcome.TO_CONFIRM and not news:
             why = f"among {len(p_values)} figures, one so far off is no news"
-            looked[place] = replace(looked[place], outcome=Outcome.UNSURE, why=why)
+            looked[place] = replace(looked[place], outcome=GateOutcome.UNSURE, why=why)
     return tuple(looked)
 
 
-def chance_of(one: Judged) -> float | None:
+def chance_of(figure: JudgedFigure) -> float | None:
     """Of such a difference where nothing changed; None where nobody can say."""
-    if one.comparison.p_value is not None or one.spread is None:
-        return one.comparison.p_value
-    return one.spread.chance(_log(one))
+    if figure.comparison.p_value is not None or figure.spread is None:
+        return figure.comparison.p_value
+    return figure.spread.chance(_log(figure))
 
 
-def _log(one: Judged) -> float:
-    assert one.comparison.ratio is not None
-    return math.log(one.comparison.ratio.point)
+def _log(figure: JudgedFigure) -> float:
+    assert figure.comparison.ratio is not None
+    return math.log(figure.comparison.ratio.point)
 
 
-def second_look(judged: Sequence[Judged], look: SecondLook, rules: tuple[Rule, ...] = ()) -> tuple[Judged, ...]:
+def second_look(judged: Sequence[JudgedFigure], look: SecondLook, rules: Rules = ()) -> tuple[JudgedFigure, ...]:
     """The suspects settled by a second look at them."""
-    return tuple(_settled(one, look, rules) if one.outcome is Outcome.TO_CONFIRM else one for one in judged)
+    return tuple(_settled(one, look, rules) if one.outcome is GateOutcome.TO_CONFIRM else one for one in judged)
 
 
-def _looked_at(one: Comparison, rules: tuple[Rule, ...], relative: set[str]) -> Judged:
-    threshold = threshold_of(one, rules)
-    if one.failed:
-        return Judged(one, threshold, Outcome.FAILED, one.why)
+def _looked_at(figure: Comparison, rules: Rules, relative: set[str]) -> JudgedFigure:
+    threshold = threshold_of(figure, rules)
+    if figure.failed:
+        return JudgedFigure(figure, threshold, GateOutcome.FAILED, figure.why)
     if threshold.ignored:
-        return Judged(one, threshold, Outcome.IGNORED, "a rule says so")
-    if one.direction is Direction.NONE:
-        return Judged(one, threshold, Outcome.NONE, one.why)
-    if one.metric == TIME and one.case in relative and ruled_by(one, rules) is None:
+        return JudgedFigure(figure, threshold, GateOutcome.IGNORED, "a rule says so")
+    if figure.direction is Direction.NONE:
+        return JudgedFigure(figure, threshold, GateOutcome.NONE, figure.why)
+    if figure.metric == TIME and figure.case in relative and ruled_by(figure, rules) is None:
         why = "the time over the reference's, which does not tell how fast the machine was, is judged instead"
-        return Judged(one, threshold, Outcome.IGNORED, why)
-    if exceeds(one, threshold):
+        return JudgedFigure(figure, threshold, GateOutcome.IGNORED, why)
+    if exceeds(figure, threshold):
         # What was counted would be the same again.
-        return Judged(one, threshold, Outcome.REGRESSION if one.metric in COUNTS else Outcome.TO_CONFIRM, one.why)
-    outcomes = {Direction.BETTER: Outcome.BETTER, Direction.UNSURE: Outcome.UNSURE}
-    return Judged(one, threshold, outcomes.get(one.direction, Outcome.FINE), one.why)
+        outcome = GateOutcome.REGRESSION if figure.metric in COUNTS else GateOutcome.TO_CONFIRM
+        return JudgedFigure(figure, threshold, outcome, figure.why)
+    outcomes = {Direction.BETTER: GateOutcome.BETTER, Direction.UNSURE: GateOutcome.UNSURE}
+    return JudgedFigure(figure, threshold, outcomes.get(figure.direction, GateOutcome.FINE), figure.why)
 
 
-def exceeds(one: Comparison, threshold: Threshold) -> bool:
+def exceeds(figure: Comparison, threshold: Threshold) -> bool:
     """Whether a figure is worse than its threshold, and surely worse at all."""
-    if one.before is None or one.after is None or one.after - one.before <= threshold.smallest:
+    if figure.before is None or figure.after is None or figure.after - figure.before <= threshold.smallest:
         return False
-    if one.ratio is None:  # from nothing to something
-        return one.direction is Direction.WORSE
+    if figure.ratio is None:  # from nothing to something
+        return figure.direction is Direction.WORSE
     # Below 10% a few stored numbers are called unsure, and are suspects all the same.
-    surely = one.direction is Direction.WORSE or (is_alone(one) and one.ratio.low > 1)
-    return surely and one.ratio.point > 1 + threshold.relative
+    surely = figure.direction is Direction.WORSE or (is_alone(figure) and figure.ratio.low > 1)
+    return surely and figure.ratio.point > 1 + threshold.relative
 
 
-def may_fail(one: Comparison) -> bool:
+def may_fail(figure: Comparison) -> bool:
     """Whether such evidence may fail a build at all, however often it is repeated."""
-    if one.evidence is Evidence.PAIRED or one.ratio is None or is_exact(one):
+    if figure.evidence is Evidence.PAIRED or figure.ratio is None or is_exact(figure):
         return True
-    return one.direction is Direction.WORSE and one.ratio.point >= 1 + ALONE
+    return figure.direction is Direction.WORSE and figure.ratio.point >= 1 + ALONE
 
 
-def is_exact(one: Comparison) -> bool:
+def is_exact(figure: Comparison) -> bool:
     """Whether it is a number that the same code gives again, and no clock's."""
-    return one.ratio is not None and one.ratio.low == one.ratio.high and one.ratio.level == 1
+    return figure.ratio is not None and figure.ratio.low == figure.ratio.high and figure.ratio.level == 1
 
 
-def is_alone(one: Comparison) -> bool:
+def is_alone(figure: Comparison) -> bool:
     """Whether it rests on a few stored runs, of which nobody knows how far they lie apart."""
-    stored = one.evidence is not Evidence.PAIRED and one.p_value is None
-    return stored and one.ratio is not None and not is_exact(one) and one.ratio.level > 0
+    stored = figure.evidence is not Evidence.PAIRED and figure.p_value is None
+    return stored and figure.ratio is not None and not is_exact(figure) and figure.ratio.level > 0
 
 
-def _again_worse(one: Judged, again: Comparison, rules: tuple[Rule, ...]) -> bool:
+def _again_worse(figure: JudgedFigure, again: Comparison, rules: Rules) -> bool:
     if again.evidence is Evidence.HISTORY:
         # One new value belongs to the new level: half of such values lie below a threshold that the level is at.
         return again.direction is Direction.WORSE
-    if one.spread and again.ratio and is_alone(again) and not one.spread.beyond(again.ratio.point):
+    if figure.spread and again.ratio and is_alone(again) and not figure.spread.beyond(again.ratio.point):
         return False
     # A time over the reference's may have been settled by the time itself, which has its own smallest difference.
-    same = again.metric == one.comparison.metric
-    return exceeds(again, one.threshold if same else threshold_of(again, rules))
+    same = again.metric == figure.comparison.metric
+    return exceeds(again, figure.threshold if same else threshold_of(again, rules))
 
 
-def _decides(one: Judged) -> str:
+def _decides(figure: JudgedFigure) -> str:
     """What does where a second look does not."""
-    return f"`fp8bench duel suite {one.comparison.suite} --against COMMIT` decides"
+    return f"`fp8bench duel suite {figure.comparison.suite} --against COMMIT` decides"
 
 
-def _is_absent(one: Judged, again: Comparison) -> bool:
+def _is_absent(figure: JudgedFigure, again: Comparison) -> bool:
     """Whether a second look excludes what the first one saw; that it does not see it again is not enough."""
     if again.ratio is None or is_exact(again):
         return True
     # A slow-down may be hidden by what others took of the first side, and of a few runs by how far runs lie apart.
-    least = math.log1p(one.threshold.relative) - math.log(again.others)
+    least = math.log1p(figure.threshold.relative) - math.log(again.others)
     if is_alone(again):
-        least -= AGAIN * one.spread.deviation if one.spread else math.log1p(ALONE)
+        least -= AGAIN * figure.spread.deviation if figure.spread else math.log1p(ALONE)
     elif again.direction in (Direction.SAME, Direction.BETTER) and again.others == 1:
         return True
     return again.ratio.level > 0 and math.log(again.ratio.high) <= least
 
 
-def _settled(one: Judged, look: SecondLook, rules: tuple[Rule, ...]) -> Judged:
-    failed = (found for found in look.comparisons.values() if found.failed and found.case == one.comparison.case)
-    again = next(failed, None) or look.comparisons.get(one.key)
+def _settled(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigure:
+    failed = (found for found in look.comparisons.values() if found.failed and found.case == figure.comparison.case)
+    again = next(failed, None) or look.comparisons.get(figure.key)
     if again is None:
         why = f"not measured again: {look.refused or 'the case was not among what could be'}"
-        outcome = Outcome.REGRESSION if may_fail(one.comparison) else Outcome.TO_CONFIRM
-        why += f"; {_decides(one)}" if outcome is Outcome.TO_CONFIRM else ""
-        return replace(one, outcome=outcome, why=why)
+        outcome = GateOutcome.REGRESSION if may_fail(figure.comparison) else GateOutcome.TO_CONFIRM
+        why += f"; {_decides(figure)}" if outcome is GateOutcome.TO_CONFIRM else ""
+        return replace(figure, outcome=outcome, why=why)
     if again.failed:
-        return replace(one, outcome=Outcome.FAILED, why=f"{look.how}, it failed: {again.why}", again=again)
-    if not _again_worse(one, again, rules):
-        if _is_absent(one, again):
-            return replace(one, outcome=Outcome.CLEARED, why=f"{look.how}, it was not so", again=again)
+        return replace(figure, outcome=GateOutcome.FAILED, why=f"{look.how}, it failed: {again.why}", again=again)
+    if not _again_worse(figure, again, rules):
+        if _is_absent(figure, again):
+            return replace(figure, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not so", again=again)
         reason = f" ({again.why})" if again.why else ""
-        return replace(one, why=f"{look.how}, it was not shown to be absent{reason}: {_decides(one)}", again=again)
+        why = f"{look.how}, it was not shown to be absent{reason}: {_decides(figure)}"
+        return replace(figure, why=why, again=again)
     if may_fail(again) or again.p_value is not None or again.evidence is Evidence.HISTORY:
-        return replace(one, outcome=Outcome.REGRESSION, why=f"{look.how}, it was so again", again=again)
+        return replace(figure, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was so again", again=again)
     below = "against a single stored run nothing fails below 10%"
     unlike = again.ratio is not None and again.ratio.point > 1 + ALONE
-    why = f"{look.how}, it was so again; {again.why if unlike and again.why else below}; {_decides(one)}"
-    return replace(one, why=why, again=again)
+    why = f"{look.how}, it was so again; {again.why if unlike and again.why else below}; {_decides(figure)}"
+    return replace(figure, why=why, again=again)
 
 
 # Of builds with such a slow-down, in so large a share it is found, where nobody asks for another one.
@@ -330,7 +332,7 @@ NO_SIGHTS = Sights()
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GateVerdict:
     """All figures judged. `title` says what was held against what, `notes` what a reader should know beside it.
 
     `problem` says why there is nothing to judge, and `code` is the exit code that it stands for. `sights` is what
@@ -338,13 +340,13 @@ class Verdict:
     """
 
     title: str
-    judged: tuple[Judged, ...] = ()
+    judged: tuple[JudgedFigure, ...] = ()
     notes: tuple[str, ...] = ()
     problem: str = ""
     code: int = EXIT_OK
     sights: Sights = NO_SIGHTS
 
-    def of(self, outcome: Outcome) -> tuple[Judged, ...]:
+    def of(self, outcome: GateOutcome) -> tuple[JudgedFigure, ...]:
         return tuple(one for one in self.judged if one.outcome is outcome)
 
     @property
@@ -352,21 +354,21 @@ class Verdict:
         """3 a case failed, 1 something is worse, 4 it might be, else 0; or that of a problem."""
         if self.problem:
             return self.code
-        if self.of(Outcome.FAILED):
+        if self.of(GateOutcome.FAILED):
             return EXIT_FAILED
-        if self.of(Outcome.REGRESSION):
+        if self.of(GateOutcome.REGRESSION):
             return EXIT_REGRESSION
-        return EXIT_BASELINE if self.of(Outcome.TO_CONFIRM) or self.sights.fails else EXIT_OK
+        return EXIT_BASELINE if self.of(GateOutcome.TO_CONFIRM) or self.sights.fails else EXIT_OK
 
     @property
     def headline(self) -> str:
         if self.problem:
             known = {EXIT_BASELINE: "no baseline to judge by", EXIT_OK: "the history is too young"}
             return known.get(self.code, "nothing was measured")
-        failed, worse = len(self.of(Outcome.FAILED)), len(self.of(Outcome.REGRESSION))
+        failed, worse = len(self.of(GateOutcome.FAILED)), len(self.of(GateOutcome.REGRESSION))
         parts = [f"{failed} failed"] if failed else []
         parts += [f"{worse} regression{'s' * (worse != 1)}"] if worse else []
-        if (suspected := len(self.of(Outcome.TO_CONFIRM))) and not self.sights.fails:
+        if (suspected := len(self.of(GateOutcome.TO_CONFIRM))) and not self.sights.fails:
             parts += [f"{suspected} to confirm"]
         if parts or not self.sights.fails:
             return " and ".join(parts) or "no regression"
@@ -376,9 +378,9 @@ class Verdict:
     @property
     def counts(self) -> str:
         """'112 figures: 1 regression, 2 better, 109 fine'."""
-        counts = ((len(self.of(name)), _COUNTED.get(name, name.value)) for name in Outcome)
+        counts = ((len(self.of(name)), _COUNTED.get(name, name.value)) for name in GateOutcome)
         parts, total = [f"{count} {words}" for count, words in counts if count], len(self.judged)
         return f"{total} figure{'s' * (total != 1)}" + (f": {', '.join(parts)}" if parts else "")
 
 
-_COUNTED = {Outcome.NONE: "without a number on both sides", Outcome.IGNORED: "not judged"}
+_COUNTED = {GateOutcome.NONE: "without a number on both sides", GateOutcome.IGNORED: "not judged"}

@@ -24,7 +24,7 @@ from fp8bench.features.gate.judging import (
     AGAIN,
     CHANCE,
     NOT_TESTED,
-    Judged,
+    JudgedFigure,
     Sight,
     Sights,
     chance_of,
@@ -32,7 +32,7 @@ from fp8bench.features.gate.judging import (
     is_alone,
     is_exact,
 )
-from fp8bench.features.gate.thresholds import Rule, Threshold, threshold_of
+from fp8bench.features.gate.thresholds import Rules, Threshold, threshold_of
 from fp8bench.model import Comparison, Evidence, Noise
 from fp8bench.model.specs import BAND, spec_of
 
@@ -82,21 +82,21 @@ class _Looks(NamedTuple):
     shared: float = 0.0
 
 
-def sights_of(judged: Sequence[Judged], second: Second, power: float, required: bool) -> Sights:
+def sights_of(judged: Sequence[JudgedFigure], second: Second, power: float, required: bool) -> Sights:
     """What could have been seen of the figures of two sides that vary."""
     chance = chance_among(judged)
     varying = [one for one in judged if _is_tested(one) and not is_exact(one.comparison)]
     return _sorted((sight_of(one, chance, second, power) for one in varying), power, required)
 
 
-def chance_among(judged: Sequence[Judged]) -> float:
+def chance_among(judged: Sequence[JudgedFigure]) -> float:
     """The chance that is asked of one more of the figures, which became worse: it would be one more discovery."""
     chances = [chance for one in judged if _is_tested(one) and (chance := chance_of(one)) is not None]
     return CHANCE * min(1.0, (1 + sum(discoveries(chances, CHANCE))) / max(1, len(chances)))
 
 
-def _is_tested(one: Judged) -> bool:
-    return one.outcome not in NOT_TESTED and one.comparison.ratio is not None
+def _is_tested(figure: JudgedFigure) -> bool:
+    return figure.outcome not in NOT_TESTED and figure.comparison.ratio is not None
 
 
 def _sorted(found: Iterable[Sight], power: float, required: bool) -> Sights:
@@ -104,18 +104,18 @@ def _sorted(found: Iterable[Sight], power: float, required: bool) -> Sights:
     return Sights(tuple(figures), power, required)
 
 
-def sight_of(one: Judged, chance: float, second: Second, power: float) -> Sight:
+def sight_of(figure: JudgedFigure, chance: float, second: Second, power: float) -> Sight:
     """What could have been seen of a figure, if such a chance is asked of it."""
-    found, least = one.comparison, _least(one.threshold, one.comparison.before)
+    found, least = figure.comparison, _least(figure.threshold, figure.comparison.before)
     blank = Sight(found.case, found.metric, least, math.inf, math.inf)
     if found.noise is None or found.ratio is None or found.ratio.level == 0 or found.ratio.low <= 0:
         return replace(blank, unknown=found.why or "too few processes for an interval (--sessions)")
     unknown = ""
-    if is_alone(found) and one.spread is None:
+    if is_alone(found) and figure.spread is None:
         unknown = "too few runs, and too few other figures, to know how far runs lie apart"
 
     def looks(at_least: float) -> _Looks:
-        return _looks(one, chance, second, at_least)
+        return _looks(figure, chance, second, at_least)
 
     return replace(blank, seen=_smallest(looks(0.0), power), fails=_smallest(looks(least), power), unknown=unknown)
 
@@ -125,13 +125,13 @@ def _least(threshold: Threshold, before: float | None) -> float:
     return max(threshold.relative, threshold.smallest / before if before else 0.0)
 
 
-def _looks(one: Judged, chance: float, second: Second, least: float) -> _Looks:
+def _looks(figure: JudgedFigure, chance: float, second: Second, least: float) -> _Looks:
     """What both looks ask for, if a slow-down must be larger than `least`."""
-    found, floor = one.comparison, math.log1p(least)
+    found, floor = figure.comparison, math.log1p(least)
     assert found.noise is not None
     if found.evidence is Evidence.PAIRED and not found.noise.before:
         return _of_duel(found, chance, second, floor)
-    first, again, error = _of_few(one, chance) if is_alone(found) else _of_many(found, chance)
+    first, again, error = _of_few(figure, chance) if is_alone(found) else _of_many(found, chance)
     freedom, band = found.noise.freedom or math.inf, math.log1p(ALONE if is_alone(found) else BAND)
     if second is Second.NONE:
         return _Looks(_look(max(floor, math.log1p(ALONE)), first, error, freedom), _PASSES)
@@ -157,9 +157,9 @@ def _of_duel(found: Comparison, chance: float, second: Second, floor: float) -> 
     return _Looks(first, _look(floor, sure, error, freedom) if second is Second.DUEL else _PASSES)
 
 
-def _of_few(one: Judged, chance: float) -> tuple[float, float, float]:
+def _of_few(figure: JudgedFigure, chance: float) -> tuple[float, float, float]:
     """The evidence that both looks ask of a few runs, and how far such runs lie apart."""
-    found, spread = one.comparison, one.spread
+    found, spread = figure.comparison, figure.spread
     assert found.noise is not None
     if spread is None:
         return _inside(found), _inside(found), found.noise.error
@@ -232,7 +232,7 @@ class Newest(NamedTuple):
 
 
 def sights_of_history(
-    series: Sequence[Newest], rules: tuple[Rule, ...], found: int, second: Second, power: float, required: bool
+    series: Sequence[Newest], rules: Rules, found: int, second: Second, power: float, required: bool
 ) -> Sights:
     """What could have been seen of a history: a step that came with the last nights in which it can be found.
 
@@ -248,14 +248,14 @@ def sights_of_history(
     )  # fmt: skip
 
 
-def _of_series(one: Newest, least: float, chance: float, second: Second, power: float) -> Sight:
-    blank = Sight(one.comparison.case, one.comparison.metric, least, math.inf, math.inf, nights=one.nights)
-    if one.level is None:
+def _of_series(series: Newest, least: float, chance: float, second: Second, power: float) -> Sight:
+    blank = Sight(series.comparison.case, series.comparison.metric, least, math.inf, math.inf, nights=series.nights)
+    if series.level is None:
         few = f"fewer than {LEAST_VALUES} nights, so that no step can show"
-        return replace(blank, unknown=few, missing=LEAST_VALUES - one.nights)
-    level = one.level
+        return replace(blank, unknown=few, missing=LEAST_VALUES - series.nights)
+    level = series.level
 
-    band = spec_of(one.comparison.metric).least_change
+    band = spec_of(series.comparison.metric).least_change
 
     def smallest(nights: int, at_least: float) -> float:
         return _smallest(_of_step(level.longer(nights), chance, second, at_least, band), power)

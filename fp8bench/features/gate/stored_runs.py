@@ -17,22 +17,23 @@ from fp8bench.analysis.findings import findings
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, Fp8benchError, RunNotFound, StoreError
 from fp8bench.features.duel.kind import DuelKind
 from fp8bench.features.duel.run import SESSIONS, run_duel
-from fp8bench.features.duel.sides import OWN, PACKAGE, Question
-from fp8bench.features.duel.values import Duel, DuelJobObserver
+from fp8bench.features.duel.sides import OWN, PACKAGE, DuelQuestion
+from fp8bench.features.duel.values import Duel
 from fp8bench.features.duel.verdicts import comparisons, of_means
 from fp8bench.features.gate.judging import (
     USUAL_POWER,
-    Outcome,
+    GateOutcome,
+    GateVerdict,
     SecondLook,
-    Verdict,
     first_look,
     key_of,
     second_look,
 )
 from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
-from fp8bench.features.gate.thresholds import Rule
+from fp8bench.features.gate.thresholds import Rules
 from fp8bench.jobs.after_run import into_history
 from fp8bench.jobs.compare import compared_of, read_runs
+from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Comparison, Direction, Evidence, Request, Run
 from fp8bench.model.specs import MEAN, RELATIVE, RELATIVE_MEAN, TIME
@@ -48,7 +49,7 @@ Confirm = Callable[[Sequence[Comparison]], SecondLook]
 
 
 @dataclass(frozen=True)
-class Source:
+class GateSource:
     """Comparisons and what they are of. `confirm` measures suspects again, `second` says how.
 
     `problem` says why there is nothing to judge, and `code` is the exit code that it stands for. A history has
@@ -82,8 +83,8 @@ def unmeasured(runs: Sequence[Run], evidence: Evidence) -> Iterator[Comparison]:
 
 
 def judged(
-    source: Source, rules: tuple[Rule, ...], rerun: bool, observer: DuelJobObserver, required: float | None = None
-) -> Verdict:
+    source: GateSource, rules: Rules, rerun: bool, observer: JobObserver, required: float | None = None
+) -> GateVerdict:
     """Both looks; the second only where there is something to look at, and somebody may; and what could be seen.
 
     A slow-down as large as its threshold must be seen in the share `required` of builds. A history that has nothing to
@@ -96,7 +97,7 @@ def judged(
         sights = sights_of_history(source.newest, rules, len(figures), second, power, asked)
     else:
         sights = sights_of(figures, second, power, asked)
-    suspects = [figure.comparison for figure in figures if figure.outcome is Outcome.TO_CONFIRM]
+    suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.TO_CONFIRM]
     if suspects and not source.problem:
         look = SecondLook({}, refused="--no-rerun")
         if rerun and source.confirm is not None:
@@ -104,11 +105,12 @@ def judged(
             look = source.confirm(suspects)
         figures = second_look(figures, look, rules)
     too_young = asked and source.code == EXIT_BASELINE and sights.young and not sights.blind
-    return Verdict(source.title, figures, source.notes, source.problem, EXIT_OK if too_young else source.code, sights)
+    code = EXIT_OK if too_young else source.code
+    return GateVerdict(source.title, figures, source.notes, source.problem, code, sights)
 
 
 def duelled(
-    question: Question, request: Request, store: Path, suspects: Sequence[Comparison], observer: DuelJobObserver
+    question: DuelQuestion, request: Request, store: Path, suspects: Sequence[Comparison], observer: JobObserver
 ) -> SecondLook:
     """The suspects in a duel. A time over the reference's is settled by the time itself: the sides share rounds."""
     if request.quick:
@@ -134,20 +136,20 @@ def _unhurried(request: Request) -> Request:
 
 
 def duel_with(
-    commit: str, request: Request, store: Path, suspects: Sequence[Comparison], observer: DuelJobObserver
+    commit: str, request: Request, store: Path, suspects: Sequence[Comparison], observer: JobObserver
 ) -> SecondLook | None:
     """The suspects of what is here in a duel with a commit; None where it is none of the repository at hand."""
     if commit_named(commit, Path()) is None:
         return None
     own = Path.cwd().resolve().is_relative_to(PACKAGE.parent)
-    question = Question(against_self=commit) if own else Question(against=commit)
+    question = DuelQuestion(against_self=commit) if own else DuelQuestion(against=commit)
     look = duelled(question, request, store, suspects, observer)
     if look.refused:
         observer.note(f"gate: no duel ({look.refused}); what is suspected is measured again alone")
     return look
 
 
-def measured_again(run: Run, cases: Collection[str], store: Path, observer: DuelJobObserver) -> tuple[Run | None, str]:
+def measured_again(run: Run, cases: Collection[str], store: Path, observer: JobObserver) -> tuple[Run | None, str]:
     """Some cases of a run once more; None and why where that cannot be."""
     kept = store_of(Path(run.path)) or store
     try:
@@ -164,26 +166,26 @@ def measured_again(run: Run, cases: Collection[str], store: Path, observer: Duel
 _MOST_LISTED = 5
 
 
-def of_sides(before: str, after: str, store: Path, observer: DuelJobObserver) -> Source:
+def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> GateSource:
     """What two words come to. A first side that is not there is a problem and no wrong usage."""
     title = f"{after} against {before}"
     new = read_runs(runs_meant(after, store), observer)
     try:
         old = read_runs(runs_meant(before, store), observer)
     except StoreError as error:
-        return Source(title, problem=f"the baseline is missing: {error}", code=EXIT_BASELINE)
+        return GateSource(title, problem=f"the baseline is missing: {error}", code=EXIT_BASELINE)
     compared = compared_of(before, old, after, new, observer)
     title = f"{side_words(compared.after)}; against {side_words(compared.before)}"
     problem, code = _problem(compared)
     if problem:
-        return Source(title, compared.comparisons, problem=problem, code=code)
+        return GateSource(title, compared.comparisons, problem=problem, code=code)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         return _second_look(compared, suspects, store, observer)
 
     cut_off = unmeasured(compared.after.runs, Evidence.CROSS_RUN)
     second = Second.DUEL if _commit_to_duel(compared, compared.after.runs[-1]) is not None else Second.AGAIN
-    return Source(title, (*compared.comparisons, *cut_off), confirm, tuple(_notes(compared)), second=second)
+    return GateSource(title, (*compared.comparisons, *cut_off), confirm, tuple(_notes(compared)), second=second)
 
 
 def _problem(compared: Compared) -> tuple[str, int]:
@@ -208,9 +210,7 @@ def _notes(compared: Compared) -> list[str]:
     return found
 
 
-def _second_look(
-    compared: Compared, suspects: Sequence[Comparison], store: Path, observer: DuelJobObserver
-) -> SecondLook:
+def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path, observer: JobObserver) -> SecondLook:
     """A duel with the baseline's commit where that can be; else the second side alone."""
     # The newest run that has the first of the suspects: in nearly all comparisons there is but one.
     newest = compared.after.sightings[suspects[0].case][-1].run
@@ -238,7 +238,7 @@ def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
     return commit if not others and isinstance(commit, str) and clean else None
 
 
-def of_duel(word: str, store: Path, observer: DuelJobObserver) -> Source:
+def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
     files = (store / "duels").glob("*.jsonl")
     path = max(files, key=lambda one: one.name, default=None) if word == "last" else DuelKind().find(word, store)
     if path is None:
@@ -247,7 +247,7 @@ def of_duel(word: str, store: Path, observer: DuelJobObserver) -> Source:
     title = f"duel {duel.id}: {' against '.join(one.title or one.name for one in (duel.after, duel.before))}"
     notes = (*duel.notes, *duel.troubles)
     if not any(one.measured or one.failed for one in duel.results):
-        return Source(title, notes=notes, problem="the duel measured nothing.", code=EXIT_FAILED)
+        return GateSource(title, notes=notes, problem="the duel measured nothing.", code=EXIT_FAILED)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         refused = _moved_on(duel)
@@ -256,7 +256,7 @@ def of_duel(word: str, store: Path, observer: DuelJobObserver) -> Source:
         # Words like HEAD may have moved since, and commits have not.
         commit, own = duel.before.commit or None, duel.before.title.startswith(OWN)
         against, against_self = (None, commit) if own else (commit, None)
-        question = Question(duel.before.python, duel.after.python, against, against_self, duel.sessions)
+        question = DuelQuestion(duel.before.python, duel.after.python, against, against_self, duel.sessions)
         return duelled(question, duel.request, store, suspects, observer)
 
     found = comparisons(duel)
@@ -264,7 +264,7 @@ def of_duel(word: str, store: Path, observer: DuelJobObserver) -> Source:
     why = "the duel was interrupted before it was measured"
     cut_off = [failed(case, case.partition("[")[0], Evidence.PAIRED, why) for case in duel.cases if case not in known]
     second = Second.NONE if _moved_on(duel) else Second.DUEL
-    return Source(title, (*found, *cut_off), confirm, notes, second=second)
+    return GateSource(title, (*found, *cut_off), confirm, notes, second=second)
 
 
 def _moved_on(duel: Duel) -> str:

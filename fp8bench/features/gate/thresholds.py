@@ -24,7 +24,7 @@ class Threshold:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ThresholdRule:
     """One line of a file: the figures it is for, by patterns with * and ?, and what it says of them.
 
     None leaves the default. `place` is its file and line.
@@ -38,21 +38,24 @@ class Rule:
     ignored: bool = False
     place: str = ""
 
-    def fits(self, one: Comparison) -> bool:
+    def fits(self, figure: Comparison) -> bool:
         """Whether it speaks of a figure: by the suite's name or the case's id, and the figure's name."""
-        return (_fits(self.case, one.suite) or _fits(self.case, one.case)) and _fits(self.metric, one.metric)
+        return (_fits(self.case, figure.suite) or _fits(self.case, figure.case)) and _fits(self.metric, figure.metric)
 
 
-def threshold_of(one: Comparison, rules: tuple[Rule, ...] = ()) -> Threshold:
+Rules = tuple[ThresholdRule, ...]
+
+
+def threshold_of(figure: Comparison, rules: Rules = ()) -> Threshold:
     """What is worse enough for a figure: the first rule that fits it, and what its spec says where that is silent."""
-    relative, smallest = spec_of(one.metric).threshold
-    found = ruled_by(one, rules)
+    relative, smallest = spec_of(figure.metric).threshold
+    found = ruled_by(figure, rules)
     if found is None:
         return Threshold(relative, smallest)
-    if found.unit and found.unit != one.unit and found.smallest is not None:
+    if found.unit and found.unit != figure.unit and found.smallest is not None:
         raise UsageError(
-            f"{found.place}: smallest is in {found.unit}, and {one.metric} of {one.case} is in "
-            f"{one.unit or 'no unit'}. Give a number in its unit, or name other figures."
+            f"{found.place}: smallest is in {found.unit}, and {figure.metric} of {figure.case} is in "
+            f"{figure.unit or 'no unit'}. Give a number in its unit, or name other figures."
         )
     return Threshold(
         relative if found.relative is None else found.relative,
@@ -60,11 +63,11 @@ def threshold_of(one: Comparison, rules: tuple[Rule, ...] = ()) -> Threshold:
     )  # fmt: skip
 
 
-def ruled_by(one: Comparison, rules: tuple[Rule, ...]) -> Rule | None:
-    return next((rule for rule in rules if rule.fits(one)), None)
+def ruled_by(figure: Comparison, rules: Rules) -> ThresholdRule | None:
+    return next((rule for rule in rules if rule.fits(figure)), None)
 
 
-def check_rules(rules: tuple[Rule, ...], comparisons: tuple[Comparison, ...], file: str) -> list[str]:
+def check_rules(rules: Rules, comparisons: tuple[Comparison, ...], file: str) -> list[str]:
     """What is strange about rules for these figures. Raises UsageError where none of them speaks of any."""
     idle = [rule for rule in rules if not any(rule.fits(one) for one in comparisons)]
     if rules and comparisons and len(idle) == len(rules):

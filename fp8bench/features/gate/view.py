@@ -11,7 +11,7 @@ from typing import Any
 
 from fp8bench import units
 from fp8bench.errors import EXIT_OK
-from fp8bench.features.gate.judging import NIGHTS, NO_SIGHTS, Judged, Key, Outcome, Sight, Sights, Verdict
+from fp8bench.features.gate.judging import NIGHTS, NO_SIGHTS, GateOutcome, GateVerdict, JudgedFigure, Key, Sight, Sights
 from fp8bench.model import Comparison
 from fp8bench.report.columns import Col, table
 from fp8bench.report.comparisons import label_legend, setting_of, signed, value
@@ -21,12 +21,13 @@ from fp8bench.report.terminal.layout import list_of
 
 # What becomes of a test; of others there may be more to say.
 _TAGS = {
-    Outcome.REGRESSION: "failure", Outcome.FAILED: "error", Outcome.NONE: "skipped", Outcome.IGNORED: "skipped",
+    GateOutcome.REGRESSION: "failure", GateOutcome.FAILED: "error", GateOutcome.NONE: "skipped",
+    GateOutcome.IGNORED: "skipped",
 }  # fmt: skip
 _COUNTED = {"failures": "failure", "errors": "error", "skipped": "skipped"}
 
 
-def as_junit(verdict: Verdict) -> str:
+def as_junit(verdict: GateVerdict) -> str:
     """The document. Where nothing could be judged, it holds one test that is in error: it is never empty."""
     root = ET.Element("testsuites", name="fp8bench gate")
     sights = _by_figure(verdict.sights)
@@ -55,7 +56,7 @@ def _by_figure(sights: Sights) -> dict[Key, str]:
     return {(one.case, one.metric): sentence(one, sights.power) for one in sights.figures}
 
 
-def _suite(root: ET.Element, name: str, judged: Iterable[Judged], sights: Mapping[Key, str]) -> None:
+def _suite(root: ET.Element, name: str, judged: Iterable[JudgedFigure], sights: Mapping[Key, str]) -> None:
     suite = ET.SubElement(root, "testsuite", name=_text(name))
     for one in judged:
         title = _text(f"{one.comparison.case} {one.comparison.metric}")
@@ -69,31 +70,31 @@ def _suite(root: ET.Element, name: str, judged: Iterable[Judged], sights: Mappin
         elif tag is not None:
             child = ET.SubElement(test, tag, message=_text(_sentence(one)), type=one.outcome.value)
             child.text = _text("\n".join(_detail(one)))
-        elif one.outcome is not Outcome.FINE:
+        elif one.outcome is not GateOutcome.FINE:
             ET.SubElement(test, "system-out").text = _text("\n".join((_sentence(one), *_detail(one))))
 
 
-def _sentence(one: Judged) -> str:
+def _sentence(figure: JudgedFigure) -> str:
     """'time: 1.20 ms -> 1.43 ms, +19.2% [+17.0%, +21.5%]: regression'."""
-    found = one.comparison
-    if one.outcome is Outcome.FAILED:
-        return f"{found.metric}: {one.why or 'the case failed'}"
-    return f"{found.metric}: {_both(found)}: {one.outcome.value}"
+    found = figure.comparison
+    if figure.outcome is GateOutcome.FAILED:
+        return f"{found.metric}: {figure.why or 'the case failed'}"
+    return f"{found.metric}: {_both(found)}: {figure.outcome.value}"
 
 
-def _detail(one: Judged) -> Iterator[str]:
+def _detail(figure: JudgedFigure) -> Iterator[str]:
     """Both looks, the threshold, and why it ended so."""
-    yield one.comparison.case
-    for name, look in (("first look", one.comparison), ("second look", one.again)):
+    yield figure.comparison.case
+    for name, look in (("first look", figure.comparison), ("second look", figure.again)):
         if look is not None and look.before is not None:
             chance = "" if look.p_value is None else f", p = {look.p_value:.1g}"
             labels = f" ({', '.join(look.labels)})" if look.labels else ""
             yield f"{name}: {_both(look)}, {look.evidence.value}{labels}{chance}"
-    if one.comparison.since or one.comparison.until:
-        yield f"between {one.comparison.since[:12] or '?'} and {one.comparison.until[:12] or '?'}"
-    yield f"worse is: more than {limit(one)}"
-    if one.why:
-        yield one.why
+    if figure.comparison.since or figure.comparison.until:
+        yield f"between {figure.comparison.since[:12] or '?'} and {figure.comparison.until[:12] or '?'}"
+    yield f"worse is: more than {limit(figure)}"
+    if figure.why:
+        yield figure.why
 
 
 def _both(found: Comparison) -> str:
@@ -105,7 +106,7 @@ def _text(words: str) -> str:
     return "\n".join(map(printable, words.split("\n")))
 
 
-def as_trend(judged: Sequence[Judged], sights: Sights = NO_SIGHTS) -> str:
+def as_trend(judged: Sequence[JudgedFigure], sights: Sights = NO_SIGHTS) -> str:
     """What the second side came to, for github-action-benchmark: its `customSmallerIsBetter`.
 
     Figures without a number on the second side are not in it.
@@ -115,24 +116,25 @@ def as_trend(judged: Sequence[Judged], sights: Sights = NO_SIGHTS) -> str:
     return json.dumps([_trend_row(one, seen.get(one.key, "")) for one in known], indent=1, allow_nan=False) + "\n"
 
 
-def _trend_row(one: Judged, sight: str) -> dict[str, Any]:
-    found = one.comparison
+def _trend_row(figure: JudgedFigure, sight: str) -> dict[str, Any]:
+    found = figure.comparison
     row: dict[str, Any] = {"name": f"{found.case} {found.metric}", "unit": found.unit or "ratio", "value": found.after}
     ratio = found.ratio
     if ratio is not None and ratio.low < ratio.high and math.isfinite(ratio.half_width):
         row["range"] = f"\u00b1{100 * ratio.half_width:.2g}%"
-    return {**row, "extra": "; ".join(filter(None, (_sentence(one), sight)))}
+    return {**row, "extra": "; ".join(filter(None, (_sentence(figure), sight)))}
 
 
 # GitHub shows a mebibyte of a step's summary at most.
 MOST_ROWS = 200
 _TITLES = {
-    Outcome.FAILED: "Failed", Outcome.REGRESSION: "Regressions",
-    Outcome.TO_CONFIRM: "To confirm: suspected, and neither confirmed nor shown to be absent",
-    Outcome.CLEARED: "Cleared: suspected, and not so when measured again", Outcome.BETTER: "Better",
+    GateOutcome.FAILED: "Failed", GateOutcome.REGRESSION: "Regressions",
+    GateOutcome.TO_CONFIRM: "To confirm: suspected, and neither confirmed nor shown to be absent",
+    GateOutcome.CLEARED: "Cleared: suspected, and not so when measured again", GateOutcome.BETTER: "Better",
 }  # fmt: skip
 _TONES = {
-    Outcome.FAILED: Tone.BAD, Outcome.REGRESSION: Tone.BAD, Outcome.TO_CONFIRM: Tone.DOUBT, Outcome.BETTER: Tone.GOOD,
+    GateOutcome.FAILED: Tone.BAD, GateOutcome.REGRESSION: Tone.BAD, GateOutcome.TO_CONFIRM: Tone.DOUBT,
+    GateOutcome.BETTER: Tone.GOOD,
 }  # fmt: skip
 _AGAIN = "again: the same change when measured once more, in a fresh process"
 _WORSE = "worse is: beyond both, the share and the difference"
@@ -142,7 +144,7 @@ _SEEN = (
 _MOST_WARNED = 5
 
 
-def page_of(verdict: Verdict, every: bool = False) -> Page:
+def page_of(verdict: GateVerdict, every: bool = False) -> Page:
     """What failed, what is worse, what is in doubt and what is better; the rest is counted.
 
     What could have been seen is a line, and of `every` figure a table.
@@ -151,7 +153,7 @@ def page_of(verdict: Verdict, every: bool = False) -> Page:
     if verdict.problem:
         tone = Tone.BAD if verdict.code != EXIT_OK else Tone.DOUBT
         parts.append(Part("problem", "Why", (Text(verdict.problem, tone),)))
-    unsure = Counter(one.why for one in verdict.of(Outcome.UNSURE) if one.why)
+    unsure = Counter(one.why for one in verdict.of(GateOutcome.UNSURE) if one.why)
     parts += list_of("unsure", "Unsure, because", (f"{why} ({count})" for why, count in unsure.items()))
     told = warnings(verdict.sights, _MOST_WARNED) if verdict.sights.required else ()
     parts += list_of("notes", "Notes", (f"- {one}" for one in (*told, *verdict.notes[:MOST_ROWS])))
@@ -180,26 +182,26 @@ def _sights(sights: Sights) -> Part:
     return Part("sights", title, (table("sights", "", cols, sights.figures[:MOST_ROWS]),))
 
 
-def _part(outcome: Outcome, title: str, judged: Sequence[Judged]) -> Part:
-    cols: list[Col[Judged]] = [
-        Col("setting", lambda one: setting_of(one.comparison.case)[0], shared=True),
-        Col("figure", lambda one: f"{setting_of(one.comparison.case)[1]} {one.comparison.metric}"),
-        Col("A", lambda one: value(one.comparison, one.comparison.before), number=True),
-        Col("B", lambda one: value(one.comparison, one.comparison.after), number=True),
-        Col("change", lambda one: signed(one.comparison.ratio)),
-        Col("again", lambda one: signed(one.again.ratio if one.again else None)),
+def _part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigure]) -> Part:
+    cols: list[Col[JudgedFigure]] = [
+        Col("setting", lambda figure: setting_of(figure.comparison.case)[0], shared=True),
+        Col("figure", lambda figure: f"{setting_of(figure.comparison.case)[1]} {figure.comparison.metric}"),
+        Col("A", lambda figure: value(figure.comparison, figure.comparison.before), number=True),
+        Col("B", lambda figure: value(figure.comparison, figure.comparison.after), number=True),
+        Col("change", lambda figure: signed(figure.comparison.ratio)),
+        Col("again", lambda figure: signed(figure.again.ratio if figure.again else None)),
         Col("worse is", limit),
-        Col("verdict", lambda one: one.outcome.value, tone=lambda one: _TONES.get(one.outcome, Tone.PLAIN)),
-        Col("why", lambda one: one.why, below=True),
+        Col("verdict", lambda figure: figure.outcome.value, tone=lambda figure: _TONES.get(figure.outcome, Tone.PLAIN)),
+        Col("why", lambda figure: figure.why, below=True),
     ]
     name = outcome.replace(" ", "-")
     rows, more = table(name, "", cols, judged[:MOST_ROWS]), len(judged) - MOST_ROWS
     return Part(name, title, (rows, Text(f"and {more} more")) if more > 0 else (rows,))
 
 
-def seen(one: Sight) -> str:
+def seen(sight: Sight) -> str:
     """'+3.1%', 'at least +12.0%' where nobody knows the noise, 'nothing' where no slow-down is large enough."""
-    return _at_least(one.seen, bool(one.unknown))
+    return _at_least(sight.seen, bool(sight.unknown))
 
 
 def summary(sights: Sights) -> str:
@@ -216,10 +218,10 @@ def summary(sights: Sights) -> str:
     )
 
 
-def sentence(one: Sight, power: float) -> str:
+def sentence(sight: Sight, power: float) -> str:
     """What could have been seen of one figure, and what would have failed."""
-    words = f"could have seen {seen(one)} in {100 * power:.3g} of 100 builds, and failed from {share(one.fails)} on"
-    return f"{words} ({why})" if (why := _why(one)) else words
+    words = f"could have seen {seen(sight)} in {100 * power:.3g} of 100 builds, and failed from {share(sight.fails)} on"
+    return f"{words} ({why})" if (why := _why(sight)) else words
 
 
 def warnings(sights: Sights, most: int) -> Iterator[str]:
@@ -237,13 +239,13 @@ def warnings(sights: Sights, most: int) -> Iterator[str]:
         yield words + (f"; {lost} will not, and fail from {NIGHTS} nights on" if lost else "")
 
 
-def _why(one: Sight) -> str:
-    if one.missing is not None:
-        reason = one.unknown or f"{one.nights} nights"
-        return f"{reason}; {one.missing} more night{'s' * (one.missing != 1)} would do"
-    if one.nights is not None and not one.enough:
-        return f"{one.nights} nights, and no number of them would do at this noise"
-    return one.unknown
+def _why(sight: Sight) -> str:
+    if sight.missing is not None:
+        reason = sight.unknown or f"{sight.nights} nights"
+        return f"{reason}; {sight.missing} more night{'s' * (sight.missing != 1)} would do"
+    if sight.nights is not None and not sight.enough:
+        return f"{sight.nights} nights, and no number of them would do at this noise"
+    return sight.unknown
 
 
 def _at_least(value: float, is_bound: bool) -> str:
@@ -255,8 +257,8 @@ def share(value: float) -> str:
     return "nothing" if math.isinf(value) or math.isnan(value) else units.change(1 + value)
 
 
-def limit(one: Judged) -> str:
+def limit(figure: JudgedFigure) -> str:
     """What is worse enough: '5.0% and 5.00 us'."""
-    threshold = one.threshold
-    smallest = value(one.comparison, threshold.smallest) if threshold.smallest else ""
+    threshold = figure.threshold
+    smallest = value(figure.comparison, threshold.smallest) if threshold.smallest else ""
     return " and ".join(filter(None, (units.percent(threshold.relative), smallest)))

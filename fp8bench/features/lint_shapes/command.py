@@ -11,7 +11,7 @@ from fp8bench.cli import option_types as types
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.errors import EXIT_FAILED, EXIT_OK
-from fp8bench.features.lint_shapes.job import Finding, Judgement, LinearShape, Outcome, look
+from fp8bench.features.lint_shapes.job import Judgement, LinearShape, ShapeFinding, ShapeOutcome, look
 from fp8bench.formats.product_rules import Sides, conditions
 from fp8bench.model.request import whole_number
 from fp8bench.report.columns import Col, table
@@ -61,15 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_FAILED if homeless(found.findings) else EXIT_OK
 
 
-def page_of(title: str, findings: Sequence[Finding]) -> Page:
+def page_of(title: str, findings: Sequence[ShapeFinding]) -> Page:
     """What fits where, what does not and why, what is missing, where there is any; at last one sentence."""
-    by_outcome = {outcome: [one for one in findings if one.torch.outcome is outcome] for outcome in Outcome}
-    refused = _by_reason(by_outcome[Outcome.REFUSED], lambda one: _why(one.torch, mended=False), findings)
+    by_outcome = {outcome: [one for one in findings if one.torch.outcome is outcome] for outcome in ShapeOutcome}
+    refused = _by_reason(by_outcome[ShapeOutcome.REFUSED], lambda one: _why(one.torch, mended=False), findings)
     sections: dict[str, Sequence[Element]] = {
         "products that fit as they are; -: there is no such product": [_overview(findings)],
         "refused, and no padding helps": _items(refused),
-        "refused unless they are padded, and what that costs more": _padded(by_outcome[Outcome.PAD]),
-        "why there is no such product": _items(_reasons(by_outcome[Outcome.MISSING])),
+        "refused unless they are padded, and what that costs more": _padded(by_outcome[ShapeOutcome.PAD]),
+        "why there is no such product": _items(_reasons(by_outcome[ShapeOutcome.MISSING])),
         "Transformer Engine, where it says more than torch": _items(_of_te(findings)),
         "what these products need besides their shape": _items(_needs(findings)),
     }
@@ -82,7 +82,7 @@ def _items(lines: Iterable[str]) -> list[Element]:
     return [Items(texts)] if texts else []
 
 
-def conclusion(findings: Sequence[Finding]) -> str:
+def conclusion(findings: Sequence[ShapeFinding]) -> str:
     """Whether everything fits somewhere, in one sentence."""
     lost = homeless(findings)
     if not lost:
@@ -93,9 +93,9 @@ def conclusion(findings: Sequence[Finding]) -> str:
     return f"Not taken as they are by any of these devices, {'; '.join(parts)}."
 
 
-def _overview(findings: Sequence[Finding]) -> Table:
+def _overview(findings: Sequence[ShapeFinding]) -> Table:
     """A row for every device and a column for every mode: how many of the products fit there."""
-    counts = together((_place(one), one.torch.outcome is Outcome.FITS) for one in _there(findings))
+    counts = together((_place(one), one.torch.outcome is ShapeOutcome.FITS) for one in _there(findings))
 
     def fitting(mode: str) -> Col[str]:
         return Col(mode, lambda device: _count(counts.get((mode, device))), number=True)
@@ -104,9 +104,9 @@ def _overview(findings: Sequence[Finding]) -> Table:
     return table("fitting", "", (Col[str]("device", str), *map(fitting, modes)), devices)
 
 
-def _there(findings: Iterable[Finding]) -> list[Finding]:
+def _there(findings: Iterable[ShapeFinding]) -> list[ShapeFinding]:
     """Those of products that there are."""
-    return [one for one in findings if one.torch.outcome is not Outcome.MISSING]
+    return [one for one in findings if one.torch.outcome is not ShapeOutcome.MISSING]
 
 
 def _count(fits: Sequence[bool] | None) -> Field:
@@ -116,7 +116,7 @@ def _count(fits: Sequence[bool] | None) -> Field:
     return Field("all", tone=Tone.GOOD) if all(fits) else Field(f"{sum(fits)} of {len(fits)}", tone=Tone.DOUBT)
 
 
-def _padded(wrong: Sequence[Finding]) -> list[Element]:
+def _padded(wrong: Sequence[ShapeFinding]) -> list[Element]:
     """A row for every product and what padding would make of it; under it who objects, and where."""
     grouped = together(((_name(one), one.product.sides, one.torch.padded), one) for one in wrong)
     return [table("padded", "", _PADDED, grouped.values())] if grouped else []
@@ -131,7 +131,7 @@ def _more(shares: Sequence[float]) -> str:
     return units.span(shares, lambda share: f"+{units.percent(share, decimals)}")
 
 
-_PADDED: tuple[Col[list[Finding]], ...] = (
+_PADDED: tuple[Col[list[ShapeFinding]], ...] = (
     Col("product", lambda same: _name(same[0])),
     Col("M x N x K", lambda same: _sides(same[0].product.sides), number=True),
     Col("padded to", lambda same: _sides(same[0].torch.padded), number=True),
@@ -141,22 +141,22 @@ _PADDED: tuple[Col[list[Finding]], ...] = (
 )
 
 
-def _of_te(findings: Sequence[Finding]) -> Iterator[str]:
+def _of_te(findings: Sequence[ShapeFinding]) -> Iterator[str]:
     """What it objects to where torch has the product and says nothing of the kind."""
-    has = (Outcome.FITS, Outcome.PAD)
+    has = (ShapeOutcome.FITS, ShapeOutcome.PAD)
     more = [one for one in findings if one.te and one.torch.outcome in has and _beyond(one.te, one.torch)]
     return _by_reason(more, lambda one: [objection.why for objection in one.te.objections] if one.te else [], findings)
 
 
 def _beyond(te: Judgement, torch: Judgement) -> bool:
     """Whether it asks for more than torch's padding gives, or refuses."""
-    if te.outcome is not Outcome.PAD:
-        return te.outcome is Outcome.REFUSED
+    if te.outcome is not ShapeOutcome.PAD:
+        return te.outcome is ShapeOutcome.REFUSED
     assert te.padded is not None
     return torch.padded is None or any(own > theirs for own, theirs in zip(te.padded, torch.padded, strict=True))
 
 
-def _needs(findings: Sequence[Finding]) -> Iterator[str]:
+def _needs(findings: Sequence[ShapeFinding]) -> Iterator[str]:
     there = _there(findings)
     needs = {_place(one): conditions(one.product.scheme, one.device) for one in there if one.product.scheme is not None}
     for words, places in together((words, place) for place, words in needs.items() if words).items():
@@ -166,7 +166,7 @@ def _needs(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _by_reason(
-    some: Sequence[Finding], why: Callable[[Finding], list[str]], findings: Sequence[Finding]
+    some: Sequence[ShapeFinding], why: Callable[[ShapeFinding], list[str]], findings: Sequence[ShapeFinding]
 ) -> Iterator[str]:
     """One line for all that are what they are for the same reasons."""
     for reasons, same in together(("; ".join(why(one)), one) for one in some).items():
@@ -178,7 +178,7 @@ def _why(judgement: Judgement, mended: bool = True) -> list[str]:
     return [f"{one.why} ({one.source})" for one in judgement.objections if mended or one.multiples is None]
 
 
-def _products(some: Sequence[Finding], findings: Sequence[Finding]) -> str:
+def _products(some: Sequence[ShapeFinding], findings: Sequence[ShapeFinding]) -> str:
     """Which products those are, by their names where they are few."""
     names, all_ = dict.fromkeys(map(_name, some)), {_name(one) for one in findings}
     if len(names) == len(all_):
@@ -186,7 +186,7 @@ def _products(some: Sequence[Finding], findings: Sequence[Finding]) -> str:
     return ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} of {len(all_)} products"
 
 
-def _reasons(findings: Iterable[Finding]) -> Iterator[str]:
+def _reasons(findings: Iterable[ShapeFinding]) -> Iterator[str]:
     """Each objection of torch's once, whose it is, and in which modes on which devices."""
     for why, where in together((why, _place(one)) for one in findings for why in _why(one.torch)).items():
         yield f"{why}: {_places(where)}"
@@ -199,15 +199,15 @@ def _places(places: Iterable[tuple[str, str]]) -> str:
     return "; ".join(f"{', '.join(same)} on {', '.join(names)}" for names, same in modes.items())
 
 
-def _place(one: Finding) -> tuple[str, str]:
-    return one.mode, one.device.name
+def _place(finding: ShapeFinding) -> tuple[str, str]:
+    return finding.mode, finding.device.name
 
 
-def _name(one: Finding) -> str:
-    return f"{one.shape.name} {one.kind}"
+def _name(finding: ShapeFinding) -> str:
+    return f"{finding.shape.name} {finding.kind}"
 
 
-def as_json(source: str, findings: Sequence[Finding]) -> str:
+def as_json(source: str, findings: Sequence[ShapeFinding]) -> str:
     """The document on one line; `source` is the model or the file."""
     found = [
         {**_product(one), "torch": _judgement(one.torch), "transformer_engine": one.te and _judgement(one.te)}
@@ -216,7 +216,7 @@ def as_json(source: str, findings: Sequence[Finding]) -> str:
     return json_line({"source": source, "fits": not homeless(findings), "findings": found})
 
 
-def as_csv(findings: Sequence[Finding]) -> str:
+def as_csv(findings: Sequence[ShapeFinding]) -> str:
     """The rows under their column names; shares are shares, nothing stands for what is not."""
     rows = [
         {**_product(one), "by": by, **_told(judgement)}
@@ -227,35 +227,36 @@ def as_csv(findings: Sequence[Finding]) -> str:
     return csv_text(tuple(rows[0]), rows)
 
 
-def _product(one: Finding) -> dict[str, object]:
-    m, n, k = one.product.sides
+def _product(finding: ShapeFinding) -> dict[str, object]:
+    m, n, k = finding.product.sides
     return {
-        "layer": one.shape.name, "product": one.kind, "m": m, "n": n, "k": k, "output": one.product.output,
-        "layout": "row" if one.product.row_major else "column", "mode": one.mode, "device": one.device.name,
+        "layer": finding.shape.name, "product": finding.kind, "m": m, "n": n, "k": k, "output": finding.product.output,
+        "layout": "row" if finding.product.row_major else "column", "mode": finding.mode, "device": finding.device.name,
     }  # fmt: skip
 
 
-def _told(one: Judgement) -> dict[str, object]:
-    m, n, k = one.padded or (None, None, None)
+def _told(judgement: Judgement) -> dict[str, object]:
+    m, n, k = judgement.padded or (None, None, None)
+    flops, sizes = (judgement.more_flops, judgement.more_bytes) if judgement.padded else (None, None)
     return {
-        "outcome": one.outcome.value, "why": "; ".join(_why(one)), "padded_m": m, "padded_n": n, "padded_k": k,
-        "more_flops": one.more_flops if one.padded else None, "more_bytes": one.more_bytes if one.padded else None,
+        "outcome": judgement.outcome.value, "why": "; ".join(_why(judgement)),
+        "padded_m": m, "padded_n": n, "padded_k": k, "more_flops": flops, "more_bytes": sizes,
     }  # fmt: skip
 
 
-def _judgement(one: Judgement) -> dict[str, object]:
-    objections = [{"by": found.source.value, "why": found.why} for found in one.objections]
-    costs = {"padded": one.padded, "more_flops": one.more_flops, "more_bytes": one.more_bytes}
-    return {"outcome": one.outcome.value, "objections": objections, **costs}
+def _judgement(judgement: Judgement) -> dict[str, object]:
+    objections = [{"by": found.source.value, "why": found.why} for found in judgement.objections]
+    costs = {"padded": judgement.padded, "more_flops": judgement.more_flops, "more_bytes": judgement.more_bytes}
+    return {"outcome": judgement.outcome.value, "objections": objections, **costs}
 
 
-def homeless(findings: Sequence[Finding]) -> list[Finding]:
+def homeless(findings: Sequence[ShapeFinding]) -> list[ShapeFinding]:
     """One finding for each product and mode that fits on none of the devices as it is."""
-    first: dict[tuple[LinearShape, str, str], Finding] = {}
+    first: dict[tuple[LinearShape, str, str], ShapeFinding] = {}
     housed = set()
     for one in findings:
         key = (one.shape, one.kind, one.mode)
         first.setdefault(key, one)
-        if one.torch.outcome is Outcome.FITS:
+        if one.torch.outcome is ShapeOutcome.FITS:
             housed.add(key)
     return [one for key, one in first.items() if key not in housed]

@@ -38,7 +38,7 @@ class LinearShape:
     row_major: bool = False
 
 
-class Outcome(StrEnum):
+class ShapeOutcome(StrEnum):
     """What a device makes of a product."""
 
     FITS = "fits"
@@ -51,7 +51,7 @@ class Outcome(StrEnum):
 class Judgement:
     """An outcome and why. `padded` are the sides that would do, and what they cost more, as shares."""
 
-    outcome: Outcome
+    outcome: ShapeOutcome
     objections: tuple[Objection, ...] = ()
     padded: Sides | None = None
     more_flops: float = 0.0
@@ -59,7 +59,7 @@ class Judgement:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ShapeFinding:
     """One product of one layer in one mode on one class of devices: what torch says, and Transformer Engine.
 
     `te` is None where it has no recipe for it, or nothing to do with the device.
@@ -226,7 +226,7 @@ class Look:
 
     source: str
     title: str
-    findings: tuple[Finding, ...]
+    findings: tuple[ShapeFinding, ...]
 
 
 def look(
@@ -264,7 +264,7 @@ def _shapes(model: str | None, file: Path | None, tokens: int | None) -> tuple[s
     return str(file), shapes_of_file(file)
 
 
-def _title(source: str, shapes: Sequence[LinearShape], findings: Sequence[Finding]) -> str:
+def _title(source: str, shapes: Sequence[LinearShape], findings: Sequence[ShapeFinding]) -> str:
     """'gpt2 with 8192 tokens: 15 products of 5 layers'."""
     tokens = {shape.tokens for shape in shapes}
     rows = f" with {tokens.pop()} tokens" if len(tokens) == 1 else ""
@@ -285,10 +285,10 @@ def examine(
     kinds: Sequence[str],
     modes: Sequence[RecipePrecision],
     devices: Sequence[DeviceClass],
-) -> list[Finding]:
+) -> list[ShapeFinding]:
     """Every combination, layer by layer. A product that a recipe leaves in bf16 is none of these."""
     return [
-        Finding(shape, kind, mode.mode, device, product, judge(product, device), judge_by_te(product, device))
+        ShapeFinding(shape, kind, mode.mode, device, product, judge(product, device), judge_by_te(product, device))
         for shape in shapes
         for kind in kinds
         for mode in modes
@@ -302,7 +302,7 @@ def judge(product: Product, device: DeviceClass) -> Judgement:
     """What torch and the hardware make of it."""
     lacking = missing(product, device)
     if lacking is not None:
-        return Judgement(Outcome.MISSING, (lacking,))
+        return Judgement(ShapeOutcome.MISSING, (lacking,))
     return _judged(product, objections(product, device))
 
 
@@ -321,15 +321,15 @@ def _product(shape: LinearShape, kind: str, recipe: Recipe) -> Product:
 
 def _judged(product: Product, found: tuple[Objection, ...]) -> Judgement:
     if not found:
-        return Judgement(Outcome.FITS)
+        return Judgement(ShapeOutcome.FITS)
     multiples = [one.multiples for one in found if one.multiples is not None]
     if len(multiples) < len(found):
-        return Judgement(Outcome.REFUSED, found)
+        return Judgement(ShapeOutcome.REFUSED, found)
     grains = [math.lcm(*(one[place] for one in multiples)) for place in range(3)]
     m, n, k = (-(-length // grain) * grain for length, grain in zip(product.sides, grains, strict=True))
     more_flops = (m * n * k) / (product.m * product.n * product.k) - 1
     more_bytes = product.bytes_of((m, n, k)) / product.bytes_of(product.sides) - 1
-    return Judgement(Outcome.PAD, found, (m, n, k), more_flops, more_bytes)
+    return Judgement(ShapeOutcome.PAD, found, (m, n, k), more_flops, more_bytes)
 
 
 def _scaled(word: str) -> RecipePrecision:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -25,11 +27,27 @@ from fp8bench.cli.config_file import Kind, items, place, read_mapping, scalar, s
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UnknownName, UsageError
-from fp8bench.features.plan_parallel.formulas import Checkpointing, Load, Topology, Transformer
-from fp8bench.features.plan_parallel.ranking import Asked, checkpointed, models, ranking, rulings
-from fp8bench.features.plan_parallel.view import as_csv, as_json, page_of
+from fp8bench.features.plan_parallel.formulas import Checkpointing, DecoderModel, Load, Topology
+from fp8bench.features.plan_parallel.ranking import (
+    MODELS,
+    WORST_ERRORS,
+    ParallelQuestion,
+    Planned,
+    Ruling,
+    Say,
+    checkpointed,
+    memory_band,
+    outside,
+    pace_band,
+    ranking,
+    rulings,
+)
+from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
 from fp8bench.nn.sizes import SIZES
+from fp8bench.report.columns import Col, table
+from fp8bench.report.data.plain import csv_text, json_line
+from fp8bench.report.elements import Field, Page, Part, Table, Text, Tone
 
 _AUTO = "auto"
 _SEQUENCE = 8192
@@ -43,7 +61,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit codes: 0 fine; 2 wrong usage; 3 no way fits."
     add = parser.add_argument
-    add("--model", metavar="NAME", help=f"one of {', '.join((*models(), *SIZES))}")
+    add("--model", metavar="NAME", help=f"one of {', '.join((*MODELS, *SIZES))}")
     add("--gpus", type=types.whole(whole_number(1, 1 << 20)), metavar="N", help="how many GPUs")
     words = "YAML that describes the GPUs: node, memory, inside, between, bf16, fp8 (docs/plan-parallel.md)"
     add("--topology", type=types.path, metavar="FILE", help=words)
@@ -72,12 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
             f"{asked.batch} sequences cannot be dealt out evenly to {asked.gpus} GPUs in any way. Give --batch a "
             "multiple of them."
         )
-    page = partial(page_of, asked, plans[: arguments.top], rulings(asked))
-    tell(arguments, page, partial(as_json, asked, plans, rulings(asked)), partial(as_csv, asked, plans))
+    page = partial(page_of, asked, plans[: arguments.top])
+    tell(arguments, page, partial(as_json, asked, plans), partial(as_csv, asked, plans))
     return EXIT_OK if plans[0].fits else EXIT_FAILED
 
 
-def _asked(arguments: argparse.Namespace) -> Asked:
+def _asked(arguments: argparse.Namespace) -> ParallelQuestion:
     for name in ("model", "gpus", "topology"):
         if getattr(arguments, name) is None:
             raise UsageError(f"--{name} is missing: a plan needs --model, --gpus and --topology.")
@@ -86,17 +104,16 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     level = Checkpointing.NONE if arguments.checkpointing == _AUTO else Checkpointing(arguments.checkpointing)
     load = Load(arguments.sequence or own, 1, checkpointing=level, precision=arguments.dtype)
     batch = arguments.batch or 8 * arguments.gpus
-    return Asked(model, arguments.gpus, batch, load, read_topology(arguments.topology))
+    return ParallelQuestion(model, arguments.gpus, batch, load, read_topology(arguments.topology))
 
 
-def _model(name: str) -> Transformer:
-    known = models()
-    if name in known:
-        return known[name]
+def _model(name: str) -> DecoderModel:
+    if name in MODELS:
+        return MODELS[name]
     if name not in SIZES:
-        raise UnknownName("model", name, [*known, *SIZES])
+        raise UnknownName("model", name, [*MODELS, *SIZES])
     size = SIZES[name]
-    return Transformer(
+    return DecoderModel(
         name, size.vocabulary, size.width, size.layers, size.heads, size.key_heads, size.hidden, size.modern
     )
 
@@ -139,3 +156,94 @@ def _value(file: Path, name: str, node: yaml.Node) -> float:
         name, "a number above 0"
     )
     raise UsageError(f"{place(file, node)}: {name}: expected {expected}, got {shown(node)}.")
+
+
+_LEGEND = (
+    "memory and tokens/s: of a GPU, by formulas, with the band in which they describe published trainings",
+    "waits: the share of a step in which products wait for TP, CP, FSDP or DDP; idle: a pipeline's ends",
+    "tight: it fits unless memory is at the upper end of its band",
+    "what a GPU has: DDP: the whole model, some of the sequences; FSDP: the same, its weights and moments shared out",
+    "TP: a part of each product; PP: some layers, VP: in that many stretches; CP: a part of each sequence",
+)
+# What the formulas are worth, with every answer.
+_ERRORS = f"Of 62 figures of published trainings these formulas are off by at most: {WORST_ERRORS}."
+# Shorter steps are made of launches.
+_SHORT = 0.02
+
+
+def page_of(asked: ParallelQuestion, plans: Sequence[Planned]) -> Page:
+    load = asked.load
+    title = (
+        f"{asked.model.name} ({units.count(asked.model.weights)} weights) on {asked.gpus} "
+        f"GPU{'' if asked.gpus == 1 else 's'} of {units.size(asked.topology.memory)}: {asked.batch} sequences of "
+        f"{load.sequence} tokens a step, {load.precision}, checkpointing {load.checkpointing}"
+    )
+    parts = [Part("ranking", "", (*map(Text, _remarks(asked, plans)), _ranking(asked, plans))),
+             Part("matrix", "each kind of division by itself", (_matrix(asked),)),
+             Part("errors", "", (Text(_ERRORS),))]  # fmt: skip
+    return Page(title, "", tuple(parts), _LEGEND)
+
+
+def _remarks(asked: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]:
+    if not plans[0].fits:
+        level = "" if asked.load.checkpointing is Checkpointing.FULL else ", or --checkpointing full"
+        yield f"No way fits: more GPUs, a smaller batch, shorter sequences{level}."
+    if plans[0].pace.step < _SHORT:
+        yield (
+            f"A step takes {units.seconds(plans[0].pace.step)} by these formulas, which know no launches: in steps "
+            f"below {units.seconds(_SHORT)} those decide, and the paces here mean nothing."
+        )
+
+    if what := outside(asked.model, asked.gpus, asked.load.sequence):
+        yield f"No published training is like this: {'; '.join(what)}. Bands are a guess here."
+
+
+def _ranking(asked: ParallelQuestion, plans: Sequence[Planned]) -> Table:
+    def fits(way: Planned) -> Field:
+        word = ("tight", Tone.DOUBT) if way.tight else ("yes", Tone.GOOD) if way.fits else ("no", Tone.BAD)
+        return Field(word[0], tone=word[1])
+
+    cols: list[Col[Planned]] = [
+        Col("layout", lambda way: way.layout.words),
+        Col("micro-batches", lambda way: str(way.load.micro_batches), number=True),
+        Col("memory", lambda way: units.size(way.memory.total), number=True),
+        Col("band", lambda way: f"±{units.percent(memory_band(way.layout), 0)}", number=True),
+        Col("fits", fits),
+        Col("tokens/s", lambda way: units.count(way.tokens), number=True),
+        Col("band", lambda way: f"±{units.percent(pace_band(asked.model, way.layout), 0)}", number=True),
+        Col("waits", lambda way: units.percent(way.pace.waits, 0), number=True),
+        Col("idle", lambda way: units.percent(way.pace.idle, 0), number=True),
+    ]
+    return table("ranking", "", cols, plans)
+
+
+def _matrix(asked: ParallelQuestion) -> Table:
+    cols: list[Col[Ruling]] = [
+        Col("kind", lambda ruling: ruling.kind),
+        Col("worth it", lambda ruling: ruling.say, tone=lambda row: Tone.GOOD if row.say is Say.YES else Tone.PLAIN),
+        Col("why", lambda ruling: ruling.why, below=True),
+    ]
+    return table("matrix", "", cols, rulings(asked))
+
+
+def as_json(asked: ParallelQuestion, plans: Sequence[Planned]) -> str:
+    ways = [_row(asked, one) for one in plans]
+    matrix = [encode(one) for one in rulings(asked)]
+    beyond = outside(asked.model, asked.gpus, asked.load.sequence)
+    return json_line({"asked": encode(asked), "outside": beyond, "ways": ways, "matrix": matrix})
+
+
+def as_csv(asked: ParallelQuestion, plans: Sequence[Planned]) -> str:
+    rows = [_row(asked, one) for one in plans]
+    return csv_text(tuple(rows[0]), rows)
+
+
+def _row(asked: ParallelQuestion, way: Planned) -> dict[str, object]:
+    pace = asdict(way.pace)
+    return {
+        **asdict(way.layout), "micro_batches": way.load.micro_batches, "fits": way.fits, "tight": way.tight,
+        "memory_bytes": way.memory.total, **{f"{name}_bytes": size for name, size in asdict(way.memory).items()},
+        "tokens_per_second": way.tokens, "step_seconds": way.pace.step, "bubble": pace.pop("bubble"),
+        **{f"{name}_seconds": seconds for name, seconds in pace.items()},
+        "memory_band": memory_band(way.layout), "pace_band": pace_band(asked.model, way.layout),
+    }  # fmt: skip

@@ -19,7 +19,7 @@ class Checkpointing(StrEnum):
 
 
 @dataclass(frozen=True)
-class Transformer:
+class DecoderModel:
     """A dense decoder in Llama's manner (three products a feed-forward block) or, not `gated`, in GPT's (two)."""
 
     name: str
@@ -65,7 +65,7 @@ class Transformer:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """How many ways a training is cut: whole copies, copies whose states are sharded, and within a copy.
 
     `copies` have all states each (DDP), `shards` share them (FSDP, ZeRO-3). `tensor` cuts every layer, and activations
@@ -142,7 +142,7 @@ _LOGIT, _EAGER_LOGIT, _FUSED_LOGIT = 12, 16, 4
 
 
 @dataclass(frozen=True)
-class Memory:
+class GpuMemory:
     """`gathered` are weights and gradients that are not sharded, `kept` activations for backward, `block` those of the
     block at work, `logits` what the head and the loss take."""
 
@@ -157,13 +157,13 @@ class Memory:
         return self.states + self.gathered + self.kept + self.block + self.logits
 
 
-def memory_of(model: Transformer, layout: Layout, load: Load) -> Memory:
+def memory_of(model: DecoderModel, layout: ParallelLayout, load: Load) -> GpuMemory:
     """Of the GPU that holds most: in a pipeline the first one's activations, and the last one's logits."""
     tokens = load.sequence * load.local / load.micro_batches / layout.context
     layers = -(-model.layers // layout.pipeline)
     stage = (layers * model.block + model.ends * (2 if layout.pipeline == 1 else 1)) / layout.tensor
     in_flight = min(layout.pipeline, load.micro_batches)
-    return Memory(
+    return GpuMemory(
         states=STATES * stage / (layout.shards * layout.context),
         gathered=_gathered(model, layout, stage),
         kept=_kept(model, load) * tokens * layers * in_flight / layout.tensor,
@@ -178,7 +178,7 @@ def _logit(load: Load) -> int:
     return _LOGIT if load.compiled else _EAGER_LOGIT
 
 
-def _gathered(model: Transformer, layout: Layout, stage: float) -> float:
+def _gathered(model: DecoderModel, layout: ParallelLayout, stage: float) -> float:
     if layout.pipeline > 1:  # nothing is sharded again between micro-batches, gradients are summed in fp32
         return (_BF16 + _FP32) * stage
     if layout.shards * layout.context == 1:
@@ -187,7 +187,7 @@ def _gathered(model: Transformer, layout: Layout, stage: float) -> float:
     return (2 * _BF16 * model.block + _BF16 * model.ends + (_BF16 + _FP32) * model.block) / layout.tensor
 
 
-def _kept(model: Transformer, load: Load) -> float:
+def _kept(model: DecoderModel, load: Load) -> float:
     """Bytes of a token in one layer."""
     width, keys, hidden = model.width, model.key_width, model.hidden
     if load.checkpointing is Checkpointing.FULL:
@@ -197,7 +197,7 @@ def _kept(model: Transformer, load: Load) -> float:
     return _BF16 * (8 * width + 2 * keys + (4 if model.gated else 2) * hidden)
 
 
-def _block(model: Transformer, layout: Layout) -> float:
+def _block(model: DecoderModel, layout: ParallelLayout) -> float:
     """Bytes of a token while a block is computed again: all that it makes, two gradients of its widest part, and with
     TP its inputs as they are gathered, forward and backward."""
     width, keys, hidden = model.width, model.key_width, model.hidden
@@ -211,7 +211,7 @@ _ATTENTION_AGAIN = 0.5
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepPace:
     """Seconds of a step: `products` (attention among them), `tensor` and `context` stand in their way, `shards` and
     `copies` run beside them and count where they take longer. A pipeline is idle for the share `bubble` of its work."""
 
@@ -246,11 +246,11 @@ class Pace:
         return (self.work - self.work / (1 + self.bubble)) / self.step
 
 
-def pace_of(model: Transformer, layout: Layout, load: Load, topology: Topology) -> Pace:
+def pace_of(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology) -> StepPace:
     tokens = load.local * load.sequence / layout.context
     layers = -(-model.layers // layout.pipeline)
     stage = (layers * model.block + model.ends * (2 if layout.pipeline == 1 else 1)) / layout.tensor
-    return Pace(
+    return StepPace(
         products=_products(model, layout, load, topology, tokens),
         tensor=_tensor(model, layout, load, topology, tokens * layers),
         context=_context(model, layout, load, topology, tokens * layers),
@@ -260,12 +260,12 @@ def pace_of(model: Transformer, layout: Layout, load: Load, topology: Topology) 
     )
 
 
-def tokens_a_second(layout: Layout, load: Load, pace: Pace) -> float:
+def tokens_a_second(layout: ParallelLayout, load: Load, pace: StepPace) -> float:
     """Of each GPU."""
     return load.local * load.sequence / pace.step / layout.inner
 
 
-def _products(model: Transformer, layout: Layout, load: Load, topology: Topology, tokens: float) -> float:
+def _products(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, tokens: float) -> float:
     again = {
         Checkpointing.NONE: 0.0,
         Checkpointing.SELECTIVE: model.width * (model.key_width + model.width + model.hidden) / model.block_products,
@@ -279,14 +279,14 @@ def _products(model: Transformer, layout: Layout, load: Load, topology: Topology
     return seconds * tokens / (layout.tensor * layout.pipeline)
 
 
-def _tensor(model: Transformer, layout: Layout, load: Load, topology: Topology, work: float) -> float:
+def _tensor(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, work: float) -> float:
     """Four gathers and four sums a layer, each of all activations; six where forward is done again."""
     times = 12 if load.checkpointing is Checkpointing.FULL else 8
     sent = times * _BF16 * work * model.width * (layout.tensor - 1) / layout.tensor
     return sent / topology.link(layout.tensor) * (0.5 if load.hidden_tensor else 1.0)
 
 
-def _context(model: Transformer, layout: Layout, load: Load, topology: Topology, work: float) -> float:
+def _context(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, work: float) -> float:
     """Keys and values of the other GPUs, forward, and backward with their gradients: what attention does not hide."""
     if layout.context == 1:
         return 0.0
@@ -297,7 +297,7 @@ def _context(model: Transformer, layout: Layout, load: Load, topology: Topology,
     return max(0.0, sent / topology.link(layout.tensor * layout.context) - attention)
 
 
-def _shards(layout: Layout, load: Load, topology: Topology, stage: float) -> float:
+def _shards(layout: ParallelLayout, load: Load, topology: Topology, stage: float) -> float:
     """Weights twice, in every micro-batch where there is no pipeline that keeps them; gradients once."""
     ranks = layout.shards * layout.context
     gathers = 2 * (load.micro_batches if layout.pipeline == 1 else 1)
@@ -305,7 +305,7 @@ def _shards(layout: Layout, load: Load, topology: Topology, stage: float) -> flo
     return each * stage * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
 
 
-def _copies(layout: Layout, topology: Topology, stage: float) -> float:
+def _copies(layout: ParallelLayout, topology: Topology, stage: float) -> float:
     """Gradients of every copy, summed by a ring."""
     own = stage / (layout.shards * layout.context)
     return 2 * _FP32 * own * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)

@@ -1,29 +1,26 @@
 """Every way to cut a training for so many GPUs, those that fit the fastest first, and what speaks for each kind.
 
-A figure has the band within which formulas described published trainings of its kind: rows of published.toml.
+A figure has the band within which formulas described published trainings of its kind: 36 of them, which a test holds
+the formulas against (reports/plan_parallel/published.toml).
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
-from importlib.resources import files
-from typing import Any
 
 from fp8bench import units
 from fp8bench.features.plan_parallel.formulas import (
     STATES,
     Checkpointing,
-    Layout,
+    DecoderModel,
+    GpuMemory,
     Load,
-    Memory,
-    Pace,
+    ParallelLayout,
+    StepPace,
     Topology,
-    Transformer,
     memory_of,
     pace_of,
     tokens_a_second,
@@ -39,13 +36,24 @@ _LONG = 32768
 _ALIKE = 1.02
 # Narrower products than these keep a GPU less busy than its rates say.
 _NARROW = 1024
+# Models that have published trainings; from what to what these go; by what formulas are off at most.
+MODELS = {
+    model.name: model
+    for model in (
+        DecoderModel("llama3-8b", 128256, 4096, 32, 32, 8, 14336),
+        DecoderModel("llama3-70b", 128256, 8192, 80, 64, 8, 28672),
+        DecoderModel("llama3-405b", 128256, 16384, 126, 128, 8, 53248),
+    )
+}
+PUBLISHED_GPUS, PUBLISHED_WEIGHTS, PUBLISHED_SEQUENCES = (8, 1024), (8030261248, 405853388800), (8192, 262144)
+WORST_ERRORS = "memory by 12.1%, pace by 37.5%, flops by 0.1%"
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParallelQuestion:
     """A training: `batch` sequences a step in all. `load` says how a step is done; its sizes are each layout's."""
 
-    model: Transformer
+    model: DecoderModel
     gpus: int
     batch: int
     load: Load
@@ -57,10 +65,10 @@ class Planned:
     """One way, with what it takes; `tokens` are those a second and GPU. A `tight` one fits unless its memory is at the
     upper end of its band."""
 
-    layout: Layout
+    layout: ParallelLayout
     load: Load
-    memory: Memory
-    pace: Pace
+    memory: GpuMemory
+    pace: StepPace
     tokens: float
     fits: bool
     tight: bool
@@ -72,31 +80,31 @@ class Planned:
         return sum(count > 1 for count in (one.copies, one.shards, one.tensor, one.pipeline, one.context))
 
 
-def memory_band(layout: Layout) -> float:
+def memory_band(layout: ParallelLayout) -> float:
     """How far the formulas were from published trainings of that kind, as a share."""
     return 0.05 if layout.tensor == layout.pipeline == 1 else 0.15
 
 
-def pace_band(model: Transformer, layout: Layout) -> float:
+def pace_band(model: DecoderModel, layout: ParallelLayout) -> float:
     """The same of their pace."""
     if layout.tensor > 1 and model.width / layout.tensor < _NARROW:
         return 0.4
     return 0.3 if layout.context > 1 else 0.15
 
 
-def ranking(asked: Asked) -> tuple[Planned, ...]:
+def ranking(asked: ParallelQuestion) -> tuple[Planned, ...]:
     """All ways that divide evenly: those that fit first, the fastest of them first; others by what they lack."""
     found = [best for layout in layouts(asked) if (best := _best(asked, layout)) is not None]
 
-    def place(one: Planned) -> tuple[float, ...]:
-        if not one.fits:
-            return 1, one.memory.total
-        return 0, -round(math.log(one.tokens, _ALIKE)), one.kinds, one.memory.total
+    def place(way: Planned) -> tuple[float, ...]:
+        if not way.fits:
+            return 1, way.memory.total
+        return 0, -round(math.log(way.tokens, _ALIKE)), way.kinds, way.memory.total
 
     return tuple(sorted(found, key=place))
 
 
-def layouts(asked: Asked) -> Iterator[Layout]:
+def layouts(asked: ParallelQuestion) -> Iterator[ParallelLayout]:
     """TP up to a node, as many as heads allow; PP by whole layers; CP by whole sequences; the rest are copies, or
     shards, or shards within a node that are copied."""
     model, gpus = asked.model, asked.gpus
@@ -111,13 +119,13 @@ def layouts(asked: Asked) -> Iterator[Layout]:
                 piece = asked.load.sequence / context
                 if piece % tensor or asked.batch % ranks or (context > 1 and piece < _SHORTEST):
                     continue
-                inner = Layout(tensor=tensor, pipeline=pipeline, context=context)
+                inner = ParallelLayout(tensor=tensor, pipeline=pipeline, context=context)
                 for shards in sorted({1, ranks, _within_a_node(asked.topology, inner, ranks)}):
                     for virtual in (1, 2) if 1 < pipeline <= model.layers // 2 else (1,):
                         yield replace(inner, shards=shards, copies=ranks // shards, virtual=virtual)
 
 
-def _within_a_node(topology: Topology, inner: Layout, ranks: int) -> int:
+def _within_a_node(topology: Topology, inner: ParallelLayout, ranks: int) -> int:
     """Shards that stay within a node: a whole number of them, or all."""
     room = topology.node // (inner.tensor * inner.context)
     return room if room > 1 and ranks % room == 0 else ranks
@@ -127,7 +135,7 @@ def _divisors(number: int) -> list[int]:
     return [one for one in range(1, number + 1) if number % one == 0]
 
 
-def _best(asked: Asked, layout: Layout) -> Planned | None:
+def _best(asked: ParallelQuestion, layout: ParallelLayout) -> Planned | None:
     """With the micro-batches that are fastest among those that fit; with the most where none does."""
     local = asked.batch * layout.inner // asked.gpus
     options = [_planned(asked, layout, local, count) for count in _divisors(local)]
@@ -135,7 +143,7 @@ def _best(asked: Asked, layout: Layout) -> Planned | None:
     return max(fitting, key=lambda one: one.tokens) if fitting else options[-1]
 
 
-def _planned(asked: Asked, layout: Layout, local: int, count: int) -> Planned:
+def _planned(asked: ParallelQuestion, layout: ParallelLayout, local: int, count: int) -> Planned:
     load = replace(asked.load, local=local, micro_batches=count)
     memory = memory_of(asked.model, layout, load)
     pace = pace_of(asked.model, layout, load, asked.topology)
@@ -160,12 +168,12 @@ class Ruling:
     why: str
 
 
-def rulings(asked: Asked) -> tuple[Ruling, ...]:
+def rulings(asked: ParallelQuestion) -> tuple[Ruling, ...]:
     """When each kind is worth it: rules of thumb, of which the ranking knows the figures."""
     model, topology, load = asked.model, asked.topology, asked.load
     usable, gpus = USABLE * topology.memory, asked.gpus
-    alone = memory_of(model, Layout(copies=gpus), replace(load, local=1, micro_batches=1)).total
-    sharded = memory_of(model, Layout(shards=gpus), replace(load, local=1, micro_batches=1)).total
+    alone = memory_of(model, ParallelLayout(copies=gpus), replace(load, local=1, micro_batches=1)).total
+    sharded = memory_of(model, ParallelLayout(shards=gpus), replace(load, local=1, micro_batches=1)).total
     tokens = asked.batch * load.sequence / gpus
     dealt = asked.batch % gpus == 0
     undealt = "" if dealt else f"; but {asked.batch} sequences cannot be dealt out evenly to {gpus} GPUs"
@@ -190,14 +198,14 @@ def rulings(asked: Asked) -> tuple[Ruling, ...]:
     return tuple(Ruling(kind, Say.YES if yes else Say.NO, why) for kind, yes, why in rows)
 
 
-def _tokens_that_hide(asked: Asked) -> float:
+def _tokens_that_hide(asked: ParallelQuestion) -> float:
     """Tokens of a GPU's step from which on products take as long as what FSDP sends."""
     sent = (2 * (1 if asked.load.narrow_gather else 2) + 4) * (asked.gpus - 1) / asked.gpus
     rate = asked.topology.fp8 if asked.load.precision == "fp8" else asked.topology.bf16
     return sent * rate / (6 * asked.topology.link(asked.gpus))
 
 
-def checkpointed(asked: Asked) -> tuple[Asked, tuple[Planned, ...]]:
+def checkpointed(asked: ParallelQuestion) -> tuple[ParallelQuestion, tuple[Planned, ...]]:
     """With the least that is computed again with which something fits; with all of it where nothing does."""
     for level in Checkpointing:
         other = replace(asked, load=replace(asked.load, checkpointing=level))
@@ -207,103 +215,15 @@ def checkpointed(asked: Asked) -> tuple[Asked, tuple[Planned, ...]]:
     return other, plans
 
 
-GIB = 1 << 30
-# What is compared: bytes of a GPU, tokens a second, model FLOPs a second.
-FIGURES = ("memory", "pace", "flops")
-_LOAD = ("sequence", "local", "micro_batches", "precision", "compiled", "hidden_tensor", "narrow_gather", "fused_loss")
-
-
-@dataclass(frozen=True)
-class Published:
-    """A row: what was run on what, the figures that were told, and how far formulas may be from each of them."""
-
-    name: str
-    source: str
-    model: Transformer
-    layout: Layout
-    load: Load
-    topology: Topology
-    figures: Mapping[str, float]
-    bands: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Held:
-    """A figure beside the formula's. `band` is None where the formula was fitted to it."""
-
-    row: Published
-    figure: str
-    published: float
-    found: float
-    band: float | None
-
-    @property
-    def error(self) -> float:
-        return self.found / self.published - 1
-
-    @property
-    def inside(self) -> bool:
-        return self.band is None or abs(self.error) <= self.band
-
-
-@cache
-def _table() -> Mapping[str, Any]:
-    return tomllib.loads(files(__package__).joinpath("published.toml").read_text(encoding="utf-8"))
-
-
-def models() -> dict[str, Transformer]:
-    return {name: Transformer(name, **fields) for name, fields in _table()["model"].items()}
-
-
-def published() -> tuple[Published, ...]:
-    return tuple(_row(entry) for entry in _table()["row"])
-
-
-def outside(model: Transformer, gpus: int, sequence: int) -> tuple[str, ...]:
-    """What of a training no row is like, each with what rows have: there the bands are no more than a guess."""
-    rows = published()
-    found: tuple[tuple[str, Callable[[int], str], int, list[int]], ...] = (
-        ("GPUs", str, gpus, [row.layout.gpus for row in rows]),
-        ("weights", units.count, model.weights, [row.model.weights for row in rows]),
-        ("tokens a sequence", str, sequence, [row.load.sequence for row in rows]),
+def outside(model: DecoderModel, gpus: int, sequence: int) -> tuple[str, ...]:
+    """What of a training no published one is like, each with what those have: there bands are no more than a guess."""
+    found: tuple[tuple[str, Callable[[int], str], int, tuple[int, int]], ...] = (
+        ("GPUs", str, gpus, PUBLISHED_GPUS),
+        ("weights", units.count, model.weights, PUBLISHED_WEIGHTS),
+        ("tokens a sequence", str, sequence, PUBLISHED_SEQUENCES),
     )
     return tuple(
-        f"{show(asked)} {what} (published: {show(min(known))} to {show(max(known))})"
-        for what, show, asked, known in found
-        if not min(known) <= asked <= max(known)
+        f"{show(asked)} {what} (published: {show(least)} to {show(most)})"
+        for what, show, asked, (least, most) in found
+        if not least <= asked <= most
     )
-
-
-def _row(entry: Mapping[str, Any]) -> Published:
-    source = _table()["source"][entry["source"]]
-    known = models()[entry["model"]]
-    load = {name: entry[name] for name in _LOAD if name in entry}
-    gpus = _table()["gpus"][entry.get("gpus", source.get("gpus"))]
-    return Published(
-        entry["name"], source["address"], known, Layout(**entry["layout"]),
-        Load(checkpointing=Checkpointing(entry["checkpointing"]), **load),
-        Topology(gpus["node"], GIB * gpus["memory"], 1e9 * gpus["inside"], 1e9 * gpus["between"], 1e12 * gpus["bf16"],
-                 1e12 * gpus["fp8"]),
-        {name: entry[name] for name in FIGURES if name in entry}, entry["bands"],
-    )  # fmt: skip
-
-
-def held(rows: tuple[Published, ...]) -> Iterator[Held]:
-    """Every figure of every row. FLOPs are those of the tokens that were told, whatever the formula's pace."""
-    for row in rows:
-        for figure, told in row.figures.items():
-            if figure == "memory":
-                found = memory_of(row.model, row.layout, row.load).total / GIB
-            elif figure == "pace":
-                if not row.load.compiled:
-                    continue  # how much slower kernels are without a compiler is no matter of formulas
-                found = tokens_a_second(row.layout, row.load, pace_of(row.model, row.layout, row.load, row.topology))
-            else:
-                found = row.figures["pace"] * row.model.token_flops(row.load.sequence) / 1e12
-            yield Held(row, figure, told, found, row.bands.get(figure))
-
-
-def worst_errors(rows: Sequence[Held]) -> dict[str, float]:
-    """By figure, of the rows that formulas were not fitted to."""
-    known = [row for row in rows if row.band is not None]
-    return {name: max(abs(row.error) for row in known if row.figure == name) for name in FIGURES}

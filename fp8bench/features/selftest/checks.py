@@ -47,7 +47,7 @@ NATIVE = Support(Level.NATIVE, "self-test")
 
 
 @dataclass(frozen=True)
-class Check:
+class SelfCheck:
     """What was checked, whether it held, and what was seen."""
 
     what: str
@@ -55,7 +55,7 @@ class Check:
     seen: str
 
 
-def checks(device: str = "cpu") -> Iterator[Check]:
+def checks(device: str = "cpu") -> Iterator[SelfCheck]:
     """All checks, each as it is done; what is timed is timed on that device."""
     yield rounding()
     yield switches()
@@ -70,7 +70,7 @@ def checks(device: str = "cpu") -> Iterator[Check]:
     yield storage()
 
 
-def rounding() -> Check:
+def rounding() -> SelfCheck:
     """Every FP8 code survives rounding, and every midpoint goes to the even neighbour."""
     import torch
 
@@ -84,10 +84,10 @@ def rounding() -> Check:
         values = torch.cat((finite, middles))
         wrong += int((round_to(values, form) != values.to(dtype).float()).sum())
         total += len(values)
-    return Check("FP8 values and midpoints round as torch's own casts do", wrong == 0, f"{wrong} of {total} differ")
+    return SelfCheck("FP8 values and midpoints round as torch's own casts do", wrong == 0, f"{wrong} of {total} differ")
 
 
-def switches() -> Check:
+def switches() -> SelfCheck:
     """A precision's global switches are put back, also when the measured code raises."""
     import torch
 
@@ -100,7 +100,7 @@ def switches() -> Check:
     except ValueError:
         pass
     after = torch.get_float32_matmul_precision()
-    return Check("the TF32 switch is set and put back after an error", (inside, after) == ("high", before), after)
+    return SelfCheck("the TF32 switch is set and put back after an error", (inside, after) == ("high", before), after)
 
 
 def product(side: int) -> Params:
@@ -119,7 +119,7 @@ def _planted(side: int, extra: int, device: str = "cpu") -> Case:
     return Case("_planted", (*product(side), ("extra", extra)), "fp32", device)
 
 
-def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[Check]:
+def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[SelfCheck]:
     """The same product twice is never called different; one with 10 to 20% of extra work is called slower."""
     side = GPU_SIDE if facts.accelerated else SIDE
     arms = [
@@ -139,10 +139,10 @@ def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[Check]:
         assert concluded is not None
         verdict, interval = concluded.verdict, concluded.ratio
         seen = f"{verdict.value}, {interval.point:.4f} [{interval.low:.4f}, {interval.high:.4f}]"
-        yield Check(name, verdict in allowed, seen)
+        yield SelfCheck(name, verdict in allowed, seen)
 
 
-def phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> Check:
+def phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfCheck:
     """Every phase of a training step is seen, and little is left unattributed."""
     params = (("size", "nano"), ("batch", 2), ("sequence", 96), ("micro_batches", 2), ("data", corpus.identity))
     case = Case("transformer", params, "bf16", facts.key)
@@ -162,12 +162,12 @@ def phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> Check:
     seen = f"{percent(share)} unattributed of {seconds(float(totals(timing).min()))}"
     if missing:
         seen += f"; never seen: {', '.join(missing)}"
-    return Check(
+    return SelfCheck(
         "a training step shows all seven phases and leaves under 5% unattributed", not missing and share < 0.05, seen
     )
 
 
-def crash(worker: ProcessWorker, facts: DeviceFacts) -> Check:
+def crash(worker: ProcessWorker, facts: DeviceFacts) -> SelfCheck:
     """A worker that dies in the middle is noticed, and a fresh one answers."""
     worker.probe()
     assert worker.pid is not None
@@ -175,8 +175,8 @@ def crash(worker: ProcessWorker, facts: DeviceFacts) -> Check:
     try:
         worker.within(60.0).prepare("crash", _planted(64, 0, facts.key), facts)
     except WorkerLost as lost:
-        return Check("a killed worker is noticed and replaced", bool(worker.probe()), str(lost)[:120])
-    return Check("a killed worker is noticed and replaced", False, "the loss went unnoticed")
+        return SelfCheck("a killed worker is noticed and replaced", bool(worker.probe()), str(lost)[:120])
+    return SelfCheck("a killed worker is noticed and replaced", False, "the loss went unnoticed")
 
 
 _PARENT = """
@@ -190,7 +190,7 @@ time.sleep(60)
 """
 
 
-def orphan() -> Check:
+def orphan() -> SelfCheck:
     """Only the parent is killed; the worker must be gone within two seconds."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen(
@@ -200,7 +200,7 @@ def orphan() -> Check:
         pid = int(parent.stdout.readline())
         parent.kill()
         took = wait_until(lambda: not alive(pid), 5.0)
-    return Check("a worker ends within 2 s of its parent's death", took is not None and took <= 2, f"{took} s")
+    return SelfCheck("a worker ends within 2 s of its parent's death", took is not None and took <= 2, f"{took} s")
 
 
 def wait_until(condition: Callable[[], bool], limit: float) -> float | None:
@@ -225,7 +225,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def storage() -> Check:
+def storage() -> SelfCheck:
     """A run file cut in the middle of a line still opens, with what was whole."""
     environment = Environment({"machine": "m"})
     run = Run("selftest", "2026-01-01T00:00:00+00:00", "selftest", Request("gemm"), Plan(()), environment, ())
@@ -236,6 +236,6 @@ def storage() -> Check:
             file.write('{"record": {"case"')
         read = load_run(writer.path)
     same = replace(read, path="", finished=False, troubles=()) == run
-    return Check(
+    return SelfCheck(
         "a run file with a damaged last line opens and says so", same and len(read.troubles) == 1, f"{read.troubles}"
     )

@@ -25,9 +25,9 @@ from typing import Any
 
 from fp8bench import __version__
 from fp8bench.analysis.verdicts import best_phases, conclude, decided
-from fp8bench.errors import StoreError, UnknownName
+from fp8bench.errors import UnknownName
 from fp8bench.features.selftest.checks import GPU_SIDE, NATIVE, SIDE, product
-from fp8bench.files import write_whole
+from fp8bench.files import keeping, write_whole
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import Arm
 from fp8bench.measure.environment import gather
@@ -119,7 +119,7 @@ def uneven(number: int, seconds: float) -> tuple[Plant, ...]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PowerOutcome:
     """One comparison: what it said, how long its three arms took, the ratio it found, its candidate's calls."""
 
     verdict: str
@@ -138,7 +138,7 @@ class Arms:
     operation: str
     step_seconds: float = 0.0
     tiny_seconds: float = 0.0
-    outcomes: dict[Plant, list[Outcome]] = field(default_factory=dict)
+    outcomes: dict[Plant, list[PowerOutcome]] = field(default_factory=dict)
     loads: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -286,7 +286,7 @@ def _trial(
         assert concluded is not None
         verdict, interval = concluded.verdict, concluded.ratio
         result.outcomes.setdefault(plant, []).append(
-            Outcome(
+            PowerOutcome(
                 verdict.value, _cost(timing, reference, control), timing.num_rounds,
                 interval.point, interval.low, interval.high, timing.num_calls,
             )
@@ -314,7 +314,7 @@ def summarise(result: Arms) -> list[PowerRow]:
     return rows
 
 
-def _row(operation: str, effect: float, outcomes: Sequence[Outcome]) -> PowerRow:
+def _row(operation: str, effect: float, outcomes: Sequence[PowerOutcome]) -> PowerRow:
     counts = {verdict: sum(one.verdict == verdict.value for one in outcomes) for verdict in Verdict}
     seconds = [one.seconds for one in outcomes]
     return PowerRow(
@@ -382,9 +382,5 @@ def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> 
             for result in results
         ],
     }  # fmt: skip
-    try:
+    with keeping(f"--json {path}", "Name a file in a folder you may write."):
         write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")
-    except OSError as error:
-        raise StoreError(
-            f"--json {path} cannot be written ({error.strerror}). Name a file in a folder you may write."
-        ) from None

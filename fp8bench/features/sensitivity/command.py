@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
+from fp8bench import units
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_files, check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
-from fp8bench.features.sensitivity.study import By
-from fp8bench.features.sensitivity.view import as_csv, as_json, page_of
+from fp8bench.features.sensitivity.study import By, LayerTrial, Study, Suffers, as_json, as_words, last_of
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model import Request
 from fp8bench.model.request import PERCENT, whole_number
 from fp8bench.model.words import UNTOUCHED
+from fp8bench.report.columns import Col, table
+from fp8bench.report.data.plain import csv_text
+from fp8bench.report.elements import Code, Element, Field, Page, Part, Table, Text, Tone
+from fp8bench.report.panels import show_params, together
 from fp8bench.workloads.model import Model
 
 
@@ -56,7 +63,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, keep, tell. An interrupt ends it early: what was run is told all the same."""
-    from fp8bench.features.sensitivity.job import Question, kept, studied, write_map
+    from fp8bench.features.sensitivity.job import StudyQuestion, kept, studied, write_map
 
     check_outputs(arguments)
     check_files({"--write-map": arguments.write_map})
@@ -72,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         case_timeout=arguments.case_timeout,
     )  # fmt: skip
     gradients = None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100
-    question = Question(request, By(arguments.by), arguments.steps, arguments.tolerance / 100, gradients)
+    question = StudyQuestion(request, By(arguments.by), arguments.steps, arguments.tolerance / 100, gradients)
     with only_once():
         study = studied(question, arguments.store, TERMINAL)
         try:
@@ -84,3 +91,158 @@ def run(arguments: argparse.Namespace) -> int:
     if not study.finished and not study.baseline.failure:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if study.baseline.failure else EXIT_OK
+
+
+_LEGEND = (
+    "loss gap: of the same steps, weights and data, relative to the reference's loss; above 0 is worse",
+    "within the noise: no larger than what another draw of the reference's weights does to its loss",
+    "gradient error: of all gradients of the first step, relative to the reference's; it sees what a loss does not",
+    "order: failed runs, gaps beyond the noise, then gradient errors; together: the root of the sum of squares",
+)
+_TONES = {Suffers.FAILED: Tone.BAD, Suffers.WORSE: Tone.BAD, Suffers.BETTER: Tone.GOOD, Suffers.NOISE: Tone.DOUBT}
+
+
+def page_of(study: Study) -> Page:
+    one = "one layer kind" if study.by is By.KIND else "one layer"
+    what = f"{study.low} ({study.level}) in {one} at a time, {study.reference} in the rest"
+    elements: list[list[Element]] = [[Text(what), Text(_reference(study))]]
+    if study.probes:
+        elements += [[_probes(study)], [Text(words) for words in _groups(study)]]
+    if study.candidates:
+        elements += [[_candidates(study)], list(_suggestion(study))]
+    elements += [[Text(f"stored in {study.path}")]] if study.path else []
+    parts = tuple(Part(f"part-{n}", "", tuple(found)) for n, found in enumerate(elements))
+    title = f"sensitivity of {study.workload} {show_params(study.params)} on {study.device}"
+    return Page(title, "", parts, _LEGEND)
+
+
+def _reference(study: Study) -> str:
+    """Its loss, and what other draws of its weights do to it, which is the noise."""
+    if study.baseline.loss is None:
+        return f"the reference itself failed: {study.baseline.failure or 'it was not run'}"
+    last = last_of(study.steps)
+    words = f"reference: loss {study.baseline.loss:.4f}, the mean of the last {last} of {study.steps} steps"
+    words += " on its one batch" if "make" in dict(study.params) else ""
+    others = [_percent(gap) for one in study.draws if (gap := study.gap(one)) is not None]
+    if others:
+        words += f"; other draws of its weights: {' and '.join(others)}, so that a gap up to {_noise(study)} is noise"
+    return words
+
+
+def _probes(study: Study) -> Table:
+    by_kind = study.by is By.KIND  # then it has no column of its own
+    cols: list[Col[LayerTrial]] = [
+        Col("low" if by_kind else "low layer", lambda trial: trial.name),
+        Col("kind", lambda trial: trial.kind, when=not by_kind),
+        Col("loss gap", lambda trial: _gap(study, trial), number=True),
+        Col("gradient error", lambda trial: units.percent(trial.gradient_error), number=True),
+        Col("verdict", lambda trial: study.suffers(trial).value, tone=lambda trial: _TONES[study.suffers(trial)]),
+        Col("why", lambda trial: trial.failure, below=True),
+    ]
+    return table("probes", "", cols, study.ranking)
+
+
+def _groups(study: Study) -> Iterator[str]:
+    """Attention against feed-forward, first against last."""
+    if study.by is By.KIND:
+        return
+    words = [(one.name, one.name.split(".")) for one in study.probes]
+    kinds = ((one.kind, one.name) for one in study.probes)
+    places = ((".".join(parts[:2]) if len(parts) > 2 else name, name) for name, parts in words)
+    for title, named in (("by kind", kinds), ("by place", places)):
+        found = study.together(together(named))
+        if len(found) > 1:
+            shown = ", ".join(f"{name} {units.percent(error)}" for name, error in found.items())
+            yield f"gradient errors together, {title}: {shown}"
+
+
+def _candidates(study: Study) -> Table:
+    def verdict(trial: LayerTrial) -> Field:
+        if study.keeps(trial):
+            return Field("keeps the loss", tone=Tone.GOOD)
+        lost = "loses too much" if (study.gap(trial) or 0) > study.tolerance else "its gradients are too far off"
+        return Field("failed" if trial.failure else lost, tone=Tone.BAD)
+
+    cols: list[Col[LayerTrial]] = [
+        Col("candidate", lambda trial: trial.name),
+        Col("layers low", lambda trial: str(len(trial.low)), number=True),
+        Col("loss gap", lambda trial: _gap(study, trial), number=True),
+        Col("gradient error", lambda trial: units.percent(trial.gradient_error), number=True,
+            when=study.gradient_tolerance is not None),
+        Col("verdict", verdict),
+        Col("why", lambda trial: trial.failure, below=True),
+    ]  # fmt: skip
+    return table("candidates", "", cols, study.candidates)
+
+
+def _suggestion(study: Study) -> Iterator[Element]:
+    tolerance = units.percentage(100 * study.tolerance)
+    found = study.suggested
+    if study.gradient_tolerance is not None:
+        tolerance += f", and its first gradients within {units.percentage(100 * study.gradient_tolerance)}"
+    if found is None:
+        why = "every map was tried" if study.finished else "it was interrupted before all maps were tried"
+        words = f"no map with {study.low} in some layer keeps the loss within {tolerance}: {why}"
+        if study.undecided:
+            words = f"no map is suggested: every gap lies within the noise of {_noise(study)}, so that no layer can be "
+            words += f"told from another, nor {study.low} from {study.reference}; --steps with more steps may tell"
+        yield Text(words)
+        return
+    gap = study.gap(found)
+    assert gap is not None
+    every = len(study.candidates[0].low)
+    of_all = f" ({len(found.low)} of {every})" if len(found.low) < every else ""
+    yield Text(
+        f"suggested: {study.low} in {found.name}{of_all}. That map was trained: its loss gap is {_percent(gap)}, "
+        f"within the tolerance of {tolerance}"
+    )
+    if study.noise is not None and study.tolerance < study.noise:
+        yield Text(
+            f"mind: the tolerance is below the noise of {_noise(study)}, so that a gap may be within it by chance"
+        )
+    yield Code(command_of(study, found))
+
+
+def command_of(study: Study, found: LayerTrial) -> str:
+    """What measures that map beside the reference: on one line, for who copies it."""
+    params = dict(study.params)
+    own = f"fp8bench profile {shlex.quote(str(params.get('make')))}"
+    words = [own if "make" in params else f"fp8bench suite {study.workload} --set size={params['size']}"]
+    words.append(f"--dtypes {study.low} --reference {study.reference}")
+    if found.precision_map:
+        words.append(f"--precision-map {as_words(found.precision_map)}")
+    return " ".join(words)
+
+
+def _gap(study: Study, trial: LayerTrial) -> str:
+    gap = study.gap(trial)
+    return units.NONE if gap is None else _percent(gap)
+
+
+def _percent(share: float) -> str:
+    """With its sign: '+0.12%'."""
+    text = units.percent(share, 2)
+    return text if text.startswith("-") else f"+{text}"
+
+
+def _noise(study: Study) -> str:
+    return units.percent(study.noise, 2)
+
+
+def as_csv(study: Study) -> str:
+    """A row a run; numbers with all their digits, nothing for what is not known."""
+    rows = list(_rows(study))
+    return csv_text(tuple(rows[0]), rows)
+
+
+def _rows(study: Study) -> Iterator[dict[str, Any]]:
+    parts = (("reference", (study.baseline,)), ("draw", study.draws), ("low", study.ranking))
+    for part, trials in (*parts, ("candidate", study.candidates)):
+        for one in trials:
+            yield {
+                "part": part, "name": one.name, "kind": one.kind, "precision": one.precision,
+                "precision_map": as_words(one.precision_map), "layers_low": len(one.low), "draw": one.draw,
+                "loss": one.loss, "loss_gap": study.gap(one), "noise": study.noise,
+                "gradient_error": one.gradient_error, "says": study.suffers(one).value,
+                "keeps_loss": study.keeps(one) if part == "candidate" else None, "failure": one.failure,
+            }  # fmt: skip

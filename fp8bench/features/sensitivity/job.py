@@ -8,12 +8,12 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fp8bench import __version__
 from fp8bench.errors import StoreError, UsageError, WorkerError, WorkerFault
-from fp8bench.features.sensitivity.study import By, PrecisionMap, Study, Trial, map_of
-from fp8bench.features.sensitivity.view import as_json
-from fp8bench.files import compact, sealed, stamp, unsealed, write_whole
+from fp8bench.features.sensitivity.study import By, LayerTrial, PrecisionMap, Study, as_json, map_of
+from fp8bench.files import compact, keeping, sealed, stamp, unsealed, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import AskedBench, Worker, claimed
@@ -32,7 +32,7 @@ from fp8bench.workloads.model import MADE
 
 
 @dataclass(frozen=True)
-class Question:
+class StudyQuestion:
     """What a person asks: `request` is the run of the two cases, low and reference; `tolerance` is a share."""
 
     request: Request
@@ -42,25 +42,24 @@ class Question:
     gradient_tolerance: float | None = None
 
 
-def studied(question: Question, store: Path, observer: JobObserver) -> Study:
+def studied(question: StudyQuestion, store: Path, observer: JobObserver) -> Study:
     """Train all that a study needs. An interrupt ends it early: the study comes as far as it was."""
     request = question.request
     check(request)
     corpus = prepare_corpus(request.data, store / "data", write=True) if reads_corpus(request) else None
     with claimed(request.isolation), worker_for(request, corpus) as worker:
-        study, bed = opened(question, worker.probe(), corpus.identity if corpus is not None else None, worker)
+        runs = opened(question, worker.probe(), corpus.identity if corpus is not None else None, worker)
         environment = gather(worker.software(), __version__, request.threads, request.imports)
-        study = replace(study, started=now(), environment=environment)
+        runs.add(started=now(), environment=environment)
         try:
             with observer.counting() as tell:
-                for further in run(study, bed, worker, tell):
-                    study = further
+                runs.run(tell)
+            runs.add(finished=not runs.study.baseline.failure)
         except KeyboardInterrupt:
             observer.note("interrupted; what was trained is shown")
-            return study
         finally:
             MADE.clear()  # what makers gave in this process, where there is no other
-        return replace(study, finished=not study.baseline.failure)
+        return runs.study
 
 
 def kept(study: Study, store: Path) -> Study:
@@ -96,10 +95,8 @@ def write_map(study: Study, path: Path) -> None:
 
 def write_map_file(path: Path, head: str, precision_map: PrecisionMap) -> None:
     """A map as --precision-map takes it, with a remark at its head."""
-    try:
+    with keeping(f"--write-map {path}", "Give another file."):
         write_whole(path, "\n".join([f"# {head}", *(f"{key}={mode}" for key, mode in precision_map), ""]))
-    except OSError as error:
-        raise StoreError(f"--write-map {path} cannot be written ({error.strerror}). Give another file.") from None
 
 
 def check(request: Request) -> None:
@@ -123,8 +120,8 @@ def check(request: Request) -> None:
         )
 
 
-def opened(question: Question, facts: Sequence[DeviceFacts], corpus: str | None, worker: Worker) -> tuple[Study, Bed]:
-    """The study before its first run, and what all its runs share. Raises for a precision that the device refuses."""
+def opened(question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: str | None, worker: Worker) -> StudyRuns:
+    """A study before its first run. Raises for a precision that the device refuses."""
     request, limits = question.request, Limits(question.request.case_timeout)
     plan = make_plan(request, facts, corpus)
     (group,) = plan.groups
@@ -138,13 +135,12 @@ def opened(question: Question, facts: Sequence[DeviceFacts], corpus: str | None,
     device = next(one for one in facts if one.key == low.case.device)
     layers = _layers_of(low, device, worker.within(limits.numbers(low.work)))
     high = precision.carried_by or precision.mode
-    bed = Bed(low.case, reference.case, layers, high, device, low.work, question.steps, limits)
     study = Study(
         low.case.workload, low.case.params, device.key, low.case.precision, reference.case.precision,
         low.support.level.value, question.by, question.steps, question.tolerance, request.seed,
-        Trial("reference", "", reference.case.precision), gradient_tolerance=question.gradient_tolerance,
+        LayerTrial("reference", "", reference.case.precision), gradient_tolerance=question.gradient_tolerance,
     )  # fmt: skip
-    return study, bed
+    return StudyRuns(study, low.case, reference.case, layers, high, device, low.work, limits, worker)
 
 
 def _layers_of(planned: PlannedCase, device: DeviceFacts, bench: AskedBench) -> tuple[Layer, ...]:
@@ -161,96 +157,88 @@ DRAWS = 2
 _ALL = "all layers"
 
 
-@dataclass(frozen=True)
-class Bed:
-    """What all runs of a study share: the two cases without a map, the layers, and what high ones have without one."""
+@dataclass
+class StudyRuns:
+    """Asks the worker for one training run after the other; `study` is as far as it has come.
 
+    `low` and `reference` are the two cases without a map, `high` is what layers that stay high have without one.
+    """
+
+    study: Study
     low: Case
     reference: Case
     layers: tuple[Layer, ...]
     high: str
     facts: DeviceFacts
     work: Work
-    steps: int
     limits: Limits
+    worker: Worker
+    done: int = 0
 
-    def alone(self, name: str, names: Sequence[str]) -> tuple[str, PrecisionMap]:
+    def add(self, **found: Any) -> None:
+        self.study = replace(self.study, **found)
+
+    def run(self, tell: Tell) -> None:
+        groups = groups_of(self.layers, self.study.by)
+        total = 1 + DRAWS + len(groups) + 1
+
+        def trained(words: str, trial: LayerTrial, gradients: bool = False, more: int = 0) -> LayerTrial:
+            tell(self.done, total + more, "trainings", f"training with {words}")
+            self.done += 1
+            return self._trained(trial, gradients)
+
+        self.add(baseline=trained("the reference", self.study.baseline))
+        if self.study.baseline.failure:
+            return
+        for draw in range(1, DRAWS + 1):
+            one = replace(self.study.baseline, name=f"draw {draw}", draw=draw, losses=())
+            self.add(draws=(*self.study.draws, trained(f"the reference, draw {draw}", one)))
+        for name, kind, names in groups:
+            one = LayerTrial(name, kind, *self._alone(name, names), names)
+            self.add(probes=(*self.study.probes, trained(f"{name} low", one, gradients=True)))
+        for more, (name, left) in enumerate(self._candidates()):
+            one = LayerTrial(name, "", self.low.precision, self._map_of(left), left)
+            gradients = more == 0 or self.study.gradient_tolerance is not None
+            self.add(candidates=(*self.study.candidates, trained(name, one, gradients, more)))
+            if self.study.keeps(self.study.candidates[-1]):
+                return
+
+    def _candidates(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """All layers low, then without the worst of those that are left."""
+        left = {layer.name: None for layer in self.layers}
+        name = _ALL
+        yield name, tuple(left)
+        for worst in self.study.ranking:
+            name = f"{_ALL} but {worst.name}" if name == _ALL else f"{name}, {worst.name}"
+            for gone in worst.low:
+                del left[gone]
+            if left:
+                yield name, tuple(left)
+
+    def _map_of(self, names: Sequence[str]) -> PrecisionMap:
+        return map_of(self.layers, names, (self.low.precision, self.reference.precision), self.high)
+
+    def _alone(self, name: str, names: Sequence[str]) -> tuple[str, PrecisionMap]:
         """The precision and the map of a case that has these layers low and no others."""
         if self.reference.precision != UNTOUCHED:
             return self.reference.precision, ((name, self.low.precision),)
         # What came untouched has no layers of ours: the others of a converted copy stay as they came.
-        modes = self.low.precision, self.reference.precision
-        return self.low.precision, map_of(self.layers, names, modes, self.high)
+        return self.low.precision, self._map_of(names)
 
-
-def run(study: Study, bed: Bed, worker: Worker, tell: Tell) -> Iterator[Study]:
-    """The study after every run that adds to it."""
-    groups = groups_of(bed.layers, study.by)
-    total = 1 + DRAWS + len(groups) + 1
-    runs = Runs(bed, worker, tell, total)
-    study = replace(study, baseline=runs.trained("the reference", study.baseline))
-    yield study
-    if study.baseline.failure:
-        return
-    for draw in range(1, DRAWS + 1):
-        one = replace(study.baseline, name=f"draw {draw}", draw=draw, losses=())
-        study = replace(study, draws=(*study.draws, runs.trained(f"the reference, draw {draw}", one)))
-        yield study
-    for name, kind, names in groups:
-        one = Trial(name, kind, *bed.alone(name, names), names)
-        study = replace(study, probes=(*study.probes, runs.trained(f"{name} low", one, gradients=True)))
-        yield study
-    yield from _candidates(study, bed, runs)
-
-
-def _candidates(study: Study, bed: Bed, runs: Runs) -> Iterator[Study]:
-    """All layers low, then without the worst of those that are left, until a map keeps the loss."""
-    left = {layer.name: None for layer in bed.layers}
-    modes = bed.low.precision, bed.reference.precision
-    waiting = list(study.ranking)
-    name = _ALL
-    while left:
-        one = Trial(name, "", bed.low.precision, map_of(bed.layers, left, modes, bed.high), tuple(left))
-        every = study.gradient_tolerance is not None
-        trained = runs.trained(name, one, gradients=every or len(left) == len(bed.layers))
-        study = replace(study, candidates=(*study.candidates, trained))
-        yield study
-        if study.keeps(trained) or not waiting:
-            return
-        worst = waiting.pop(0)
-        name = f"{_ALL} but {worst.name}" if name == _ALL else f"{name}, {worst.name}"
-        for gone in worst.low:
-            del left[gone]
-        runs.total += 1
-
-
-@dataclass
-class Runs:
-    """Asks the worker for one training run after the other."""
-
-    bed: Bed
-    worker: Worker
-    tell: Tell
-    total: int
-    done: int = 0
-
-    def trained(self, words: str, trial: Trial, gradients: bool = False) -> Trial:
+    def _trained(self, trial: LayerTrial, gradients: bool) -> LayerTrial:
         """The trial with its losses, and the error of its first gradients; or with the reason why it has none."""
-        self.tell(self.done, self.total, "trainings", f"training with {words}")
-        self.done += 1
-        bed = self.bed
-        case = replace(bed.low, precision=trial.precision, precision_map=trial.precision_map)
-        limit = bed.limits.numbers(bed.work) + bed.limits.first(bed.work, bed.steps)
+        case = replace(self.low, precision=trial.precision, precision_map=trial.precision_map)
+        steps = self.study.steps
+        bench = self.worker.within(self.limits.numbers(self.work) + self.limits.first(self.work, steps))
         try:
             if gradients:
-                error = self.worker.within(limit).gradient_error(case, bed.reference, bed.facts)
-                trial = replace(trial, gradient_error=error)
-            losses = self.worker.within(limit).losses(case, bed.facts, bed.steps, trial.draw)
+                trial = replace(trial, gradient_error=bench.gradient_error(case, self.reference, self.facts))
+            losses = bench.losses(case, self.facts, steps, trial.draw)
         except WorkerError as error:
             if not (isinstance(error, WorkerFault) and error.out_of_memory):
                 self.worker.restart()  # after an error on a GPU nothing in that process works any more
             return replace(trial, failure=str(error))
-        return replace(trial, losses=losses, failure=_unsound(losses, bed.steps))
+        return replace(trial, losses=losses, failure=_unsound(losses, steps))
 
 
 def groups_of(layers: Sequence[Layer], by: By) -> list[tuple[str, str, tuple[str, ...]]]:

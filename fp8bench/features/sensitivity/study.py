@@ -11,9 +11,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from fp8bench.model import Environment, Params
+from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.protocols import Layer, key_of
+from fp8bench.report.data.plain import json_line
 
 _LAST = 5
 
@@ -35,7 +38,7 @@ class Suffers(StrEnum):
 
 
 @dataclass(frozen=True)
-class Trial:
+class LayerTrial:
     """One training run. `low` names the layers that are low; `failure` says why its loss is none.
 
     `precision` and `precision_map` are those of the case that was run, `draw` that of its initial weights.
@@ -79,17 +82,17 @@ class Study:
     steps: int
     tolerance: float
     seed: int
-    baseline: Trial
-    draws: tuple[Trial, ...] = ()
-    probes: tuple[Trial, ...] = ()
-    candidates: tuple[Trial, ...] = ()
+    baseline: LayerTrial
+    draws: tuple[LayerTrial, ...] = ()
+    probes: tuple[LayerTrial, ...] = ()
+    candidates: tuple[LayerTrial, ...] = ()
     finished: bool = False
     started: str = ""
     environment: Environment = field(default_factory=lambda: Environment({}))
     path: str = ""
     gradient_tolerance: float | None = None
 
-    def gap(self, trial: Trial) -> float | None:
+    def gap(self, trial: LayerTrial) -> float | None:
         """How much larger its loss is than the reference's, as a share; infinite beside a loss of 0 that it has not.
 
         None without a loss.
@@ -106,7 +109,7 @@ class Study:
         gaps = [abs(gap) for one in self.draws if (gap := self.gap(one)) is not None]
         return max(gaps, default=None)
 
-    def suffers(self, trial: Trial) -> Suffers:
+    def suffers(self, trial: LayerTrial) -> Suffers:
         """What its gap says, beside the noise."""
         gap = self.gap(trial)
         if gap is None:
@@ -116,17 +119,17 @@ class Study:
         return Suffers.WORSE if gap > 0 else Suffers.BETTER
 
     @property
-    def ranking(self) -> tuple[Trial, ...]:
+    def ranking(self) -> tuple[LayerTrial, ...]:
         """The probes, worst first: failed ones, then gaps beyond the noise, the rest by their first gradients."""
         return tuple(sorted(self.probes, key=self._badness, reverse=True))
 
-    def _badness(self, trial: Trial) -> tuple[bool, float, float]:
+    def _badness(self, trial: LayerTrial) -> tuple[bool, float, float]:
         suffers, gap = self.suffers(trial), self.gap(trial)
         beyond = gap if gap is not None and suffers is Suffers.WORSE else 0.0
         error = trial.gradient_error
         return suffers is Suffers.FAILED, beyond, math.inf if error is None or math.isnan(error) else error
 
-    def keeps(self, trial: Trial) -> bool:
+    def keeps(self, trial: LayerTrial) -> bool:
         """Whether its loss is within the tolerance, and its first gradients are where they have one."""
         gap, error, most = self.gap(trial), trial.gradient_error, self.gradient_tolerance
         exact = most is None or (error is not None and error <= most)
@@ -141,7 +144,7 @@ class Study:
         return bool(trials) and all(self.suffers(one) is Suffers.NOISE for one in trials)
 
     @property
-    def suggested(self) -> Trial | None:
+    def suggested(self) -> LayerTrial | None:
         """The candidate that keeps the loss with as many layers low as any; None if none did or can be told."""
         return None if self.undecided else next((one for one in self.candidates if self.keeps(one)), None)
 
@@ -207,3 +210,20 @@ def _said(layers: Sequence[Layer], found: Mapping[str, str], usual: Mapping[str,
 def as_words(precision_map: PrecisionMap) -> str:
     """As --precision-map takes it."""
     return ",".join(f"{key}={mode}" for key, mode in precision_map)
+
+
+def as_json(study: Study) -> str:
+    """The document on one line: every loss, and beside each run what it says."""
+    document = {"schema": SCHEMA, **encode(study), "noise": encode(study.noise)}
+    document["baseline"] = _told(study, study.baseline)
+    for part in ("draws", "probes", "candidates"):
+        document[part] = [_told(study, one) for one in getattr(study, part)]
+    document["ranking"] = [one.name for one in study.ranking]
+    found = study.suggested
+    document["suggested"] = None if found is None else as_words(found.precision_map)
+    return json_line(document)
+
+
+def _told(study: Study, trial: LayerTrial) -> dict[str, Any]:
+    said = {"loss": trial.loss, "loss_gap": study.gap(trial), "says": study.suffers(trial).value}
+    return {**encode(trial), **{name: encode(value) for name, value in said.items()}}

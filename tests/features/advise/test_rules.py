@@ -10,7 +10,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.features.advise.decide import RULES, predicted
 from fp8bench.features.advise.shape_rules import pays_from
 from fp8bench.features.advise.values import Met
-from fp8bench.features.sensitivity.study import By, Study, Trial
+from fp8bench.features.sensitivity.study import By, LayerTrial, Study
 from fp8bench.model import Level, MemoryUse, OperatorCount, PhaseCount, Share, ShareKind, Shares, Tape
 from fp8bench.model.step import Coverage, HeldProduct, Holder
 from tests.advised import BF16, FP8, NANO, answer, basis, group, record, run, said
@@ -145,12 +145,12 @@ def test_products_of_a_step_against_break_even(side: int, wanted: Met) -> None:
 
 
 def test_another_run_may_lend_its_products() -> None:
-    """Break-even is then that of the lent run; the advice is on the first one alone."""
-    lent = run(*squares(0.5, 0.8, 1.4, 1.9))  # type: ignore[arg-type]
+    """Break-even is then that of the other_runs run; the advice is on the first one alone."""
+    other_runs = run(*squares(0.5, 0.8, 1.4, 1.9))  # type: ignore[arg-type]
     alone = answer(said(model(2048)), "shapes", "nvfp4")  # type: ignore[arg-type]
     assert alone.met is Met.UNKNOWN
     assert alone.measure == "fp8bench suite gemm --dtypes bf16,nvfp4, then fp8bench advise RUN --beside last"
-    found = said(model(2048), lent=((lent, findings(lent)),))  # type: ignore[arg-type]
+    found = said(model(2048), other_runs=((other_runs, findings(other_runs)),))  # type: ignore[arg-type]
     assert answer(found, "shapes", "nvfp4").met is Met.YES and {one.setting for one in found.answers} == {
         model(1)[0].case.setting  # type: ignore[attr-defined]
     }
@@ -166,7 +166,7 @@ def test_what_would_measure_a_profile_is_a_profile() -> None:
     assert answer(found, "learns").measure == "fp8bench train --dtypes bf16,fp8 --seeds 5"
     assert answer(found, "stages").met is Met.UNKNOWN
     other = run(group(forward, workload="model", fp8={**FP8, "cast": 4000}))
-    both = said(group(make, workload="model", fp8=FP8), lent=((other, findings(other)),))
+    both = said(group(make, workload="model", fp8=FP8), other_runs=((other, findings(other)),))
     assert answer(both, "stages").met is Met.NO
     alone = answer(said(group(forward, workload="model", fp8=FP8)), "compile").measure
     assert alone == "fp8bench profile my_pkg:make --forward --dtypes fp8 --compile"
@@ -208,13 +208,14 @@ def study(*gaps: float) -> Study:
     """Losses of candidates, so much above the reference's of 2.0: all layers low, then with the head left high."""
     maps = ((), (("head", "bf16"),), (("head", "bf16"), ("blocks.0", "bf16")))
     low = (("blocks.0.mlp", "head"), ("blocks.0.mlp",), ())
-    made = [Trial(f"c{n}", "", "fp8", maps[n], low[n], losses=(2 * (1 + gap),)) for n, gap in enumerate(gaps)]
-    probes = (Trial("head", "head", "bf16", low=("head",), losses=(2.2,)),
-              Trial("blocks.0.mlp", "mlp", "bf16", low=("blocks.0.mlp",), losses=(2.0,)))  # fmt: skip
+    made = [LayerTrial(f"c{n}", "", "fp8", maps[n], low[n], losses=(2 * (1 + gap),)) for n, gap in enumerate(gaps)]
+    probes = (LayerTrial("head", "head", "bf16", low=("head",), losses=(2.2,)),
+              LayerTrial("blocks.0.mlp", "mlp", "bf16", low=("blocks.0.mlp",), losses=(2.0,)))  # fmt: skip
     return Study(
         "transformer", (("size", "gpt2-124m"),), "cuda:0", "fp8", "bf16", "native", By.LAYER, 50, 0.01, 0,
-        Trial("reference", "", "bf16", losses=(2.0,)), (Trial("draw 1", "", "bf16", draw=1, losses=(2.004,)),),
-        probes, tuple(made), started="2026-01-05", path="study.json",
+        LayerTrial("reference", "", "bf16", losses=(2.0,)),
+        (LayerTrial("draw 1", "", "bf16", draw=1, losses=(2.004,)),), probes, tuple(made), started="2026-01-05",
+        path="study.json",
     )  # fmt: skip
 
 

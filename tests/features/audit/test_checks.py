@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.audit.checks import CHECKS, results, times
-from fp8bench.features.audit.checks.results import Memory
-from fp8bench.features.audit.checks.times import Work, work_of
+from fp8bench.features.audit.checks.results import MemoryCheck
+from fp8bench.features.audit.checks.times import WorkCheck, work_of
 from fp8bench.features.audit.subjects import Shape
 from fp8bench.features.audit.values import AuditOutcome, CallWork, noise_of, spread_of
 from fp8bench.model import Ceilings, Limit, Rate
@@ -110,13 +110,13 @@ def test_what_is_compiled_is_seen_as_what_it_was_made_of() -> None:
     ],
 )
 def test_work_that_is_not_done_or_not_needed(name: str, code: str) -> None:
-    assert codes_of(result_of(_BY_NAME[name], "cpu", [Work])) == code
+    assert codes_of(result_of(_BY_NAME[name], "cpu", [WorkCheck])) == code
 
 
 def test_a_baseline_beside_a_kernel_of_codes() -> None:
     kernel = _BY_NAME["torch's scaled product"]
     beside = Kernel("", kernel.signature, kernel.made, baseline=lambda a, b: a @ b)
-    found = result_of(beside, "cpu", [Work])
+    found = result_of(beside, "cpu", [WorkCheck])
     assert [one.code for one in found.findings] == ["casts-outside"]
     assert [(side, work.products) for side, work, _ in found.work] == [("kernel", 1), ("baseline", 1)]
     assert all(seconds is not None and seconds > 0 for _, _, seconds in found.work)
@@ -160,8 +160,8 @@ def test_a_kernel_that_does_not_wait_for_its_callers_stream(monkeypatch: pytest.
         return lambda: kernel
 
     monkeypatch.setattr(results, "beside", beside)
-    assert codes_of(result_of(Kernel("", _FP8, made(waits=False)), "cpu", [Memory])) == "stream"
-    assert result_of(Kernel("", _FP8, made(waits=True)), "cpu", [Memory]).outcome is AuditOutcome.PASS
+    assert codes_of(result_of(Kernel("", _FP8, made(waits=False)), "cpu", [MemoryCheck])) == "stream"
+    assert result_of(Kernel("", _FP8, made(waits=True)), "cpu", [MemoryCheck]).outcome is AuditOutcome.PASS
 
 
 def test_how_far_times_are_apart() -> None:

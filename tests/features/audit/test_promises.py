@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8bench.features.audit.checks import SUBJECTS
 from fp8bench.features.audit.operands import DATA, rounded, spread
-from fp8bench.features.audit.promises import Judged
+from fp8bench.features.audit.promises import PromiseVerdict
 from fp8bench.features.audit.subjects import Shape, Subject
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import Treatment
@@ -27,7 +27,7 @@ def subject(function: object, kind: str, precision: str) -> Subject:
     return SUBJECTS[AuditKind(kind)](function, signed(kind, precision), CPU)  # type: ignore[arg-type]
 
 
-def judged(audited: Subject, data: str = "normal", shape: Shape = SHAPE) -> Judged:
+def judged(audited: Subject, data: str = "normal", shape: Shape = SHAPE) -> PromiseVerdict:
     matrices = audited.drawn(data, shape, 0)
     (name,) = audited.promises(matrices)
     return audited.promises(matrices)[name].judge(audited.results(audited.arguments(matrices))[name])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8bench.features.audit.checks.results import ManySteps
+from fp8bench.features.audit.checks.results import ManyStepsCheck
 from fp8bench.features.audit.operands import dynamic_map, kept
-from fp8bench.features.audit.promises import Judged
-from fp8bench.features.audit.subjects import Optimizer, Shape
+from fp8bench.features.audit.promises import PromiseVerdict
+from fp8bench.features.audit.subjects import OptimizerSubject, Shape
 from fp8bench.features.audit.values import FlatMoments
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of, result_of
@@ -41,11 +41,11 @@ LATE, SHORT = "a count of steps in bf16", Shape(16, 6, 256)
 _BY_NAME = {one.name: one for one in (*LIES, *HONEST)}
 
 
-def subject(kernel: Kernel) -> Optimizer:
-    return Optimizer(kernel.made(), kernel.signature, CPU)
+def subject(kernel: Kernel) -> OptimizerSubject:
+    return OptimizerSubject(kernel.made(), kernel.signature, CPU)
 
 
-def judged(kernel: Kernel, data: str = "normal", shape: Shape = SHORT) -> Judged:
+def judged(kernel: Kernel, data: str = "normal", shape: Shape = SHORT) -> PromiseVerdict:
     audited = subject(kernel)
     matrices = audited.drawn(data, shape, 0)
     return audited.promises(matrices)["update"].judge(audited.results(audited.arguments(matrices))["update"])
@@ -76,13 +76,13 @@ def test_steps_that_keep_their_promise(kernel: Kernel, data: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [one for one in HONEST if "torchao" in one.name], ids=lambda one: one.name)
 def test_torchaos_do_so_too(kernel: Kernel) -> None:
-    for data in Optimizer.data:
+    for data in OptimizerSubject.data:
         assert judged(kernel, data).code == ""
 
 
 @pytest.mark.slow
 def test_a_count_that_stands_still_shows_in_a_thousand_steps() -> None:
-    found = result_of(_BY_NAME[LATE], "cpu", [ManySteps])
+    found = result_of(_BY_NAME[LATE], "cpu", [ManyStepsCheck])
     assert codes_of(found) == "step-count" and "256" in found.findings[0].why
 
 

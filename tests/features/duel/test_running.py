@@ -11,15 +11,17 @@ from typing import Any, Protocol, cast
 
 import pytest
 
+from fp8bench.cli.main import main
 from fp8bench.cli.outputs import show_view
-from fp8bench.errors import StoreError, UsageError, WorkerFault, WorkerHung, WorkerLost
+from fp8bench.cli.progress import TERMINAL
+from fp8bench.errors import Fp8benchError, StoreError, UsageError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.features.duel import run as duel_commands
-from fp8bench.features.duel.command import TERMINAL, DuelProgress, exit_code
+from fp8bench.features.duel.command import exit_code
 from fp8bench.features.duel.kind import DuelKind, DuelWriter
 from fp8bench.features.duel.run import CaseProgress, CaseRunner, begin_case
-from fp8bench.features.duel.sides import Question
+from fp8bench.features.duel.sides import DuelQuestion
 from fp8bench.features.duel.turns import PartnerWorker, SideWorkers, Start
-from fp8bench.features.duel.values import Duel
+from fp8bench.features.duel.values import Duel, DuelCutOff
 from fp8bench.measure.limits import USUAL
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.model import Case, PlannedCase, Request, Status
@@ -226,15 +228,14 @@ class RunDuel(Protocol):
 def run_duel(tmp_path: Path) -> RunDuel:
     def run(pair: duel_commands.Pair, sessions: int = 3) -> Duel:
         begun = header(request=Request("gemm", rounds=6), cases=tuple(pair[0].cases), sessions=sessions)
-        progress = DuelProgress(None, {})
-        return duel_commands._measured(pair, begun, ("a note",), tmp_path, TERMINAL, progress, 0.0)
+        return duel_commands._measured(pair, begun, ("a note",), tmp_path, TERMINAL, 0.0)
 
     return run
 
 
 def test_several_ranks_are_no_side(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a side of a duel is one process, and this would be 2 ranks on each"):
-        duel_commands.run_duel(Question(), Request("collective", ranks=2), tmp_path, TERMINAL)
+        duel_commands.run_duel(DuelQuestion(), Request("collective", ranks=2), tmp_path, TERMINAL)
 
 
 def test_every_session_has_fresh_processes(run_duel: RunDuel) -> None:
@@ -257,9 +258,9 @@ def test_a_case_that_fails_late_keeps_its_sessions_and_the_others_go_on(run_duel
 
 @pytest.mark.parametrize("line", range(2, 8))
 def test_a_store_that_fails_costs_nobody_the_table(
-    line: int, run_duel: RunDuel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    line: int, run_duel: RunDuel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What was finished before is in the file, and all that was measured is printed."""
+    """What was finished before is in the file, and the error has all that was measured."""
     write, written = DuelWriter._lines, [0]
 
     def full(self: DuelWriter, values: Sequence[dict[str, object]]) -> None:
@@ -269,27 +270,30 @@ def test_a_store_that_fails_costs_nobody_the_table(
         write(self, values)
 
     monkeypatch.setattr(DuelWriter, "_lines", full)
-    with pytest.raises(StoreError, match="the disk is full"):
+    with pytest.raises(Fp8benchError, match="the disk is full") as raised:
         run_duel(started({"fp32": Script(), "bf16": Script()}), 2)
-    out = capsys.readouterr().out
     files = list((tmp_path / "duels").iterdir())
     if line == 2:  # the note, before anything was measured
-        assert (out, files) == ("", [])
+        assert (type(raised.value), files) == (StoreError, [])
         return
-    assert "trouble: the disk is full" in out and "change" in out
+    assert isinstance(raised.value, DuelCutOff) and raised.value.exit_code == 2
+    cut_off = raised.value.duel
+    assert cut_off.troubles == ("the disk is full",) and all(result.sessions for result in cut_off.results)
     (file,) = files
     assert len(DuelKind().load(file).results) == min(line - 3, 2) and not DuelKind().load(file).finished
 
 
 def test_a_side_that_does_not_start_again_ends_it(
-    run_duel: RunDuel, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, run_duel: RunDuel, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """In the second session: the first is kept and told, and the error says which side."""
     one = started({"fp32": Script()})
     fakes(one)[3].last_start = 1
-    with pytest.raises(WorkerLost, match="side B"):
-        run_duel(one)
-    assert "trouble: side B (python): the worker crashed" in capsys.readouterr().out
+    monkeypatch.setattr(duel_commands, "run_duel", lambda *_: run_duel(one))
+    assert main(["duel", "suite", "gemm"]) == 3
+    told = capsys.readouterr()
+    assert "trouble: side B (python): the worker crashed" in told.out and "change" in told.out
+    assert "side B (python): the worker crashed" in told.err
     (file,) = (tmp_path / "duels").iterdir()
     assert [len(result.sessions) for result in DuelKind().load(file).results] == [1]
 

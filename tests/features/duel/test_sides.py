@@ -16,7 +16,7 @@ from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.duel import sides as module
 from fp8bench.features.duel.sides import (
     PACKAGE,
-    Question,
+    DuelQuestion,
     interpreter,
     is_dirty,
     opened,
@@ -63,7 +63,7 @@ def test_the_same_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/mine", "", str(installed)]))
     for imports, here in (((), []), (("module",), [str(tmp_path)])):
-        with opened(Question(), imports) as (before, after, notes):
+        with opened(DuelQuestion(), imports) as (before, after, notes):
             package, *others = before.paths
             assert others == [*here, "/mine"] and after.paths == before.paths
             assert [path.resolve() for path in Path(package).iterdir()] == [PACKAGE]
@@ -74,7 +74,7 @@ def test_the_same_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> None:
     """Those of the repository, wherever they stand on the path; a virtual environment in there is none of them."""
     (project / "src" / "mylib.py").write_text("changed")
-    with opened(Question(against="HEAD"), ("suite.py", "some.module")) as (before, after, notes):
+    with opened(DuelQuestion(against="HEAD"), ("suite.py", "some.module")) as (before, after, notes):
         tree = before.tree
         assert tree is not None and after.tree == project
         assert after.paths[1:] == (str(project), str(project / "src"))
@@ -90,7 +90,7 @@ def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> Non
 def test_a_file_that_a_revision_has_not(project: Path) -> None:
     """Both sides run this tree's, and a note says so. Nothing else has changed, which is said too."""
     (project / "new.py").write_text("")
-    with opened(Question(against="main"), ("new.py", "/elsewhere/other.py")) as (before, _, notes):
+    with opened(DuelQuestion(against="main"), ("new.py", "/elsewhere/other.py")) as (before, _, notes):
         assert before.imports == ("new.py", "/elsewhere/other.py")
         assert [note.partition(":")[0] for note in notes] == ["new.py is not in main", "both sides are the same"]
 
@@ -98,8 +98,8 @@ def test_a_file_that_a_revision_has_not(project: Path) -> None:
 def test_two_changes_at_once_are_refused(project: Path) -> None:
     """Two interpreters and a revision are none: each side says what it is."""
     with pytest.raises(UsageError, match="would change two things at once"):
-        opened(Question(against="HEAD", against_self="HEAD"), ()).__enter__()
-    with opened(Question(sys.executable, sys.executable, "HEAD"), ()) as (before, _, _):
+        opened(DuelQuestion(against="HEAD", against_self="HEAD"), ()).__enter__()
+    with opened(DuelQuestion(sys.executable, sys.executable, "HEAD"), ()) as (before, _, _):
         assert before.python == sys.executable
 
 
@@ -110,10 +110,10 @@ def test_fp8bench_out_of_a_package_folder_has_no_revisions(tmp_path: Path, monke
     monkeypatch.setattr(module, "PACKAGE", package)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(UsageError, match="--against-self wants a git repository"):
-        opened(Question(against_self="HEAD"), ()).__enter__()
+        opened(DuelQuestion(against_self="HEAD"), ()).__enter__()
     git(tmp_path, "init", "-q")
     with pytest.raises(UsageError, match="wants fp8bench to run from a checkout of its repository, and it runs from"):
-        opened(Question(against_self="HEAD"), ()).__enter__()
+        opened(DuelQuestion(against_self="HEAD"), ()).__enter__()
 
 
 def program(folder: Path, text: str) -> str:

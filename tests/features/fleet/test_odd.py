@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 
-from fp8bench.features.fleet.machines import Deviation, Seen
+from fp8bench.features.fleet.machines import Deviation, MachineRun
 from fp8bench.features.fleet.odd import FALSE_ALARMS, LEAST_CHANGE, critical, deviations, seen_from
 from fp8bench.features.fleet.report import of_coverage
 
@@ -75,9 +75,9 @@ def test_rarer_is_farther() -> None:
     assert critical(30, 0.005) < critical(8, 0.005) < critical(4, 0.005)
 
 
-def seen(machine: str, *whole: str) -> Seen:
+def seen(machine: str, *whole: str) -> MachineRun:
     """A run that says nothing but which settings it has."""
-    return Seen(machine, machine, "", (), 0.0, None, (), (), whole, (), {}, {}, {}, ())
+    return MachineRun(machine, machine, "", (), 0.0, None, (), (), whole, (), {}, {}, {}, ())
 
 
 def test_cells_that_are_missing_are_named_in_the_order_of_the_runs() -> None:

@@ -11,7 +11,7 @@ from junitparser import JUnitXml
 
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.features.gate import history as source
-from fp8bench.features.gate.judging import Outcome, SecondLook, first_look, key_of, second_look
+from fp8bench.features.gate.judging import GateOutcome, SecondLook, first_look, key_of, second_look
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Record, Run, Status
 from tests.commands import Say, git
 from tests.histories import history, keep, records, run_at
@@ -65,9 +65,9 @@ def test_a_step_that_cannot_be_measured_again_here(store: Path, fp8bench: Say) -
     assert code == 1 and "not measured again" in out and "suspected" in err
 
 
-@pytest.mark.parametrize(("times", "outcome"), [(1.45, Outcome.REGRESSION), (1.02, Outcome.CLEARED)])
+@pytest.mark.parametrize(("times", "outcome"), [(1.45, GateOutcome.REGRESSION), (1.02, GateOutcome.CLEARED)])
 def test_a_second_look_must_lie_near_the_new_level(
-    store: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: Outcome
+    store: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: GateOutcome
 ) -> None:
     """Whoever measures it: here a run by hand."""
     bf16_history(store, *STEPPED)
@@ -81,16 +81,16 @@ def test_a_second_look_must_lie_near_the_new_level(
     monkeypatch.setattr(source, "measured_again", measured)
     found = source.of_history(store, TERMINAL)
     judged = first_look(found.comparisons)
-    suspects = [one.comparison for one in judged if one.outcome is Outcome.TO_CONFIRM]
+    suspects = [one.comparison for one in judged if one.outcome is GateOutcome.TO_CONFIRM]
     assert suspects and found.confirm is not None
     settled = second_look(judged, found.confirm(suspects))
     assert {one.outcome for one in settled if one.comparison in suspects} == {outcome}
     assert len(asked) == 1 and all(case.startswith("gemm[") and case.endswith("/bf16") for case in asked[0])
 
 
-@pytest.mark.parametrize(("times", "outcome"), [(1.4, Outcome.REGRESSION), (1.0, Outcome.CLEARED)])
+@pytest.mark.parametrize(("times", "outcome"), [(1.4, GateOutcome.REGRESSION), (1.0, GateOutcome.CLEARED)])
 def test_a_duel_with_the_commit_before_the_step(
-    store: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: Outcome
+    store: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: GateOutcome
 ) -> None:
     """Its case is the run's, and its time settles the time over the reference's."""
     bf16_history(store, *STEPPED)
@@ -111,7 +111,7 @@ def test_a_duel_with_the_commit_before_the_step(
     monkeypatch.setattr(source, "duel_with", duel_with)
     found = source.of_history(store, TERMINAL)
     judged = first_look(found.comparisons)
-    suspects = [one.comparison for one in judged if one.outcome is Outcome.TO_CONFIRM]
+    suspects = [one.comparison for one in judged if one.outcome is GateOutcome.TO_CONFIRM]
     assert found.confirm is not None
     settled = second_look(judged, found.confirm(suspects))
     one = next(one for one in settled if one.comparison.metric == "relative_time")

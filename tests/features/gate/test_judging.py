@@ -10,17 +10,17 @@ from scipy.stats import false_discovery_control
 
 from fp8bench.features.gate.judging import (
     LEAST_CASES,
-    Judged,
-    Outcome,
+    GateOutcome,
+    GateVerdict,
+    JudgedFigure,
     SecondLook,
-    Verdict,
     discoveries,
     first_look,
     key_of,
     second_look,
     spread_of,
 )
-from fp8bench.features.gate.thresholds import Rule
+from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.model import Comparison, Direction, Evidence, Interval
 from suites.gate import Setting, false_alarms, found
 from tests.counts import sampled
@@ -56,10 +56,10 @@ def exact(times: float, **changes: object) -> Comparison:
     return figure(times, **{**given, **changes})
 
 
-def settle(first: Comparison, again: Comparison | None, rules: tuple[Rule, ...] = ()) -> Judged:
+def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRule, ...] = ()) -> JudgedFigure:
     """Both looks at one figure."""
     judged = first_look([first], rules)
-    assert judged[0].outcome is Outcome.TO_CONFIRM
+    assert judged[0].outcome is GateOutcome.TO_CONFIRM
     found = {key_of(first): again} if again is not None else {}
     return second_look(judged, SecondLook(found, "again", "" if again else "no device"), rules)[0]
 
@@ -67,25 +67,25 @@ def settle(first: Comparison, again: Comparison | None, rules: tuple[Rule, ...] 
 @pytest.mark.parametrize(
     ("one", "outcome"),
     [
-        (figure(1.0), Outcome.FINE),
-        (figure(0.9), Outcome.BETTER),
-        (figure(1.04), Outcome.FINE),
-        (figure(1.06), Outcome.TO_CONFIRM),
-        (figure(1.06, direction=Direction.UNSURE), Outcome.UNSURE),
-        (figure(2.0, before=1e-6, after=2e-6), Outcome.FINE),
-        (figure(1.06, p_value=0.03), Outcome.UNSURE),
-        (stored(1.04), Outcome.UNSURE),
-        (stored(1.06), Outcome.TO_CONFIRM),
-        (stored(1.2), Outcome.TO_CONFIRM),
-        (stored(1.06, ratio=Interval(1.06, 0.95, 1.2, 0.99)), Outcome.UNSURE),
-        (exact(1.01), Outcome.FINE),
-        (exact(1.03), Outcome.TO_CONFIRM),
-        (figure(1.0, direction=Direction.NONE, before=None), Outcome.NONE),
-        (figure(1.0, direction=Direction.NONE, failed=True), Outcome.FAILED),
-        (figure(2.0, metric="x_error", before=0.0, after=0.1, ratio=None), Outcome.TO_CONFIRM),
+        (figure(1.0), GateOutcome.FINE),
+        (figure(0.9), GateOutcome.BETTER),
+        (figure(1.04), GateOutcome.FINE),
+        (figure(1.06), GateOutcome.TO_CONFIRM),
+        (figure(1.06, direction=Direction.UNSURE), GateOutcome.UNSURE),
+        (figure(2.0, before=1e-6, after=2e-6), GateOutcome.FINE),
+        (figure(1.06, p_value=0.03), GateOutcome.UNSURE),
+        (stored(1.04), GateOutcome.UNSURE),
+        (stored(1.06), GateOutcome.TO_CONFIRM),
+        (stored(1.2), GateOutcome.TO_CONFIRM),
+        (stored(1.06, ratio=Interval(1.06, 0.95, 1.2, 0.99)), GateOutcome.UNSURE),
+        (exact(1.01), GateOutcome.FINE),
+        (exact(1.03), GateOutcome.TO_CONFIRM),
+        (figure(1.0, direction=Direction.NONE, before=None), GateOutcome.NONE),
+        (figure(1.0, direction=Direction.NONE, failed=True), GateOutcome.FAILED),
+        (figure(2.0, metric="x_error", before=0.0, after=0.1, ratio=None), GateOutcome.TO_CONFIRM),
     ],
 )  # fmt: skip
-def test_a_first_look(one: Comparison, outcome: Outcome) -> None:
+def test_a_first_look(one: Comparison, outcome: GateOutcome) -> None:
     """Beyond both thresholds, sure to be worse, and no chance."""
     assert first_look([one])[0].outcome is outcome
 
@@ -94,9 +94,9 @@ def test_chance_among_many() -> None:
     """One p-value of 1% is news alone, and none among a hundred."""
     suspect = figure(1.06, p_value=0.01)
     others = [figure(1.0, case=f"gemm[m={n}]@cpu/bf16") for n in range(99)]
-    assert first_look([suspect])[0].outcome is Outcome.TO_CONFIRM
+    assert first_look([suspect])[0].outcome is GateOutcome.TO_CONFIRM
     judged = first_look([suspect, *others])[0]
-    assert judged.outcome is Outcome.UNSURE and "among 100 figures" in judged.why
+    assert judged.outcome is GateOutcome.UNSURE and "among 100 figures" in judged.why
 
 
 def test_the_rule_of_benjamini_and_hochberg() -> None:
@@ -119,56 +119,57 @@ RELATIVE = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
     ("first", "again", "outcome"),
     [
         # It confirms, clears, or finds that it fails.
-        (figure(1.06), figure(1.07), Outcome.REGRESSION),
-        (figure(1.06), figure(1.02), Outcome.CLEARED),
+        (figure(1.06), figure(1.07), GateOutcome.REGRESSION),
+        (figure(1.06), figure(1.02), GateOutcome.CLEARED),
         # What was seen and is not shown to be absent stays a suspect: an interval too wide, or none.
-        (figure(1.06), figure(1.06, direction=Direction.UNSURE), Outcome.TO_CONFIRM),
+        (figure(1.06), figure(1.06, direction=Direction.UNSURE), GateOutcome.TO_CONFIRM),
         (
             figure(1.11),
             replace(figure(1.1, direction=Direction.UNSURE), ratio=Interval(1.1, 1.1, 1.1, 0.0)),
-            Outcome.TO_CONFIRM,
+            GateOutcome.TO_CONFIRM,
         ),
-        (figure(1.06), FAILED, Outcome.FAILED),
-        (exact(1.05), exact(1.05), Outcome.REGRESSION),
-        (exact(1.05), exact(1.0), Outcome.CLEARED),
+        (figure(1.06), FAILED, GateOutcome.FAILED),
+        (exact(1.05), exact(1.05), GateOutcome.REGRESSION),
+        (exact(1.05), exact(1.0), GateOutcome.CLEARED),
         # Stored numbers never fail below 10%, not when repeated either: a duel may, and a spread that is known.
-        (stored(1.08), stored(1.08), Outcome.TO_CONFIRM),
-        (stored(1.08), stored(1.3), Outcome.REGRESSION),
-        (stored(1.3), stored(1.08), Outcome.TO_CONFIRM),
-        (stored(1.2), stored(1.2), Outcome.REGRESSION),
+        (stored(1.08), stored(1.08), GateOutcome.TO_CONFIRM),
+        (stored(1.08), stored(1.3), GateOutcome.REGRESSION),
+        (stored(1.3), stored(1.08), GateOutcome.TO_CONFIRM),
+        (stored(1.2), stored(1.2), GateOutcome.REGRESSION),
         # Nor do they where others may have made as much of nothing, and they clear what they exclude beside all that.
-        (stored(1.2, **TAKEN), stored(1.2, **TAKEN), Outcome.TO_CONFIRM),
-        (stored(1.2, **TAKEN), stored(1.2), Outcome.REGRESSION),
-        (stored(1.2), stored(1.0), Outcome.TO_CONFIRM),
-        (stored(1.2), stored(0.93), Outcome.CLEARED),
-        (stored(1.2), stored(0.93, others=1.2), Outcome.TO_CONFIRM),
-        (KNOWN, replace(KNOWN, ratio=Interval(1.0, 0.99, 1.01, 0.99), direction=Direction.SAME), Outcome.CLEARED),
+        (stored(1.2, **TAKEN), stored(1.2, **TAKEN), GateOutcome.TO_CONFIRM),
+        (stored(1.2, **TAKEN), stored(1.2), GateOutcome.REGRESSION),
+        (stored(1.2), stored(1.0), GateOutcome.TO_CONFIRM),
+        (stored(1.2), stored(0.93), GateOutcome.CLEARED),
+        (stored(1.2), stored(0.93, others=1.2), GateOutcome.TO_CONFIRM),
+        (KNOWN, replace(KNOWN, ratio=Interval(1.0, 0.99, 1.01, 0.99), direction=Direction.SAME), GateOutcome.CLEARED),
         (
             KNOWN,
             replace(KNOWN, ratio=Interval(1.0, 0.99, 1.01, 0.99), direction=Direction.SAME, others=5.0),
-            Outcome.TO_CONFIRM,
+            GateOutcome.TO_CONFIRM,
         ),
-        (stored(1.08), figure(1.08), Outcome.REGRESSION),
-        (KNOWN, KNOWN, Outcome.REGRESSION),
-        (STEP, STEP, Outcome.REGRESSION),
+        (stored(1.08), figure(1.08), GateOutcome.REGRESSION),
+        (KNOWN, KNOWN, GateOutcome.REGRESSION),
+        (STEP, STEP, GateOutcome.REGRESSION),
         # A relative time is settled by a duel of times, whose difference is in seconds and not in shares.
-        (RELATIVE, figure(1.2), Outcome.REGRESSION),
-        (RELATIVE, figure(1.0), Outcome.CLEARED),
+        (RELATIVE, figure(1.2), GateOutcome.REGRESSION),
+        (RELATIVE, figure(1.0), GateOutcome.CLEARED),
         # Without it what may fail fails.
-        (stored(1.2), None, Outcome.REGRESSION),
+        (stored(1.2), None, GateOutcome.REGRESSION),
     ],
 )
-def test_what_a_second_look_does(first: Comparison, again: Comparison | None, outcome: Outcome) -> None:
+def test_what_a_second_look_does(first: Comparison, again: Comparison | None, outcome: GateOutcome) -> None:
     settled = settle(first, again)
     assert settled.outcome is outcome
-    assert outcome is not Outcome.TO_CONFIRM or again is None or again.why in settled.why
+    assert outcome is not GateOutcome.TO_CONFIRM or again is None or again.why in settled.why
 
 
 def test_without_a_second_look() -> None:
     """What may fail fails and says that nobody confirmed it; the rest stays a suspect."""
     for one, outcome in (
-        (stored(1.2), Outcome.REGRESSION), (stored(1.08), Outcome.TO_CONFIRM), (figure(1.06), Outcome.REGRESSION),
-        (exact(1.05), Outcome.REGRESSION), (stored(1.2, **TAKEN), Outcome.TO_CONFIRM),
+        (stored(1.2), GateOutcome.REGRESSION), (stored(1.08), GateOutcome.TO_CONFIRM),
+        (figure(1.06), GateOutcome.REGRESSION), (exact(1.05), GateOutcome.REGRESSION),
+        (stored(1.2, **TAKEN), GateOutcome.TO_CONFIRM),
     ):  # fmt: skip
         (judged,) = second_look(first_look([one]), SecondLook({}, refused="--no-rerun"))
         assert judged.outcome is outcome and "not measured again: --no-rerun" in judged.why
@@ -177,40 +178,44 @@ def test_without_a_second_look() -> None:
 def test_a_time_is_judged_over_the_reference_where_it_can_be() -> None:
     """Unless a rule speaks of the time itself; in a duel there is no such figure."""
     both = [stored(1.5), stored(1.0, metric="relative_time", unit="x", before=0.5, after=0.5)]
-    assert [one.outcome for one in first_look(both)] == [Outcome.IGNORED, Outcome.UNSURE]
-    assert first_look(both, (Rule("gemm", "time", 0.1),))[0].outcome is Outcome.TO_CONFIRM
-    assert first_look([figure(1.5)])[0].outcome is Outcome.TO_CONFIRM
+    assert [one.outcome for one in first_look(both)] == [GateOutcome.IGNORED, GateOutcome.UNSURE]
+    assert first_look(both, (ThresholdRule("gemm", "time", 0.1),))[0].outcome is GateOutcome.TO_CONFIRM
+    assert first_look([figure(1.5)])[0].outcome is GateOutcome.TO_CONFIRM
 
 
 def test_what_is_ignored_fails_all_the_same_where_the_case_fails() -> None:
     """A rule is about numbers."""
-    rules = (Rule("*", "*", ignored=True),)
-    assert first_look([figure(3.0)], rules)[0].outcome is Outcome.IGNORED
-    assert first_look([figure(1.0, failed=True)], rules)[0].outcome is Outcome.FAILED
+    rules = (ThresholdRule("*", "*", ignored=True),)
+    assert first_look([figure(3.0)], rules)[0].outcome is GateOutcome.IGNORED
+    assert first_look([figure(1.0, failed=True)], rules)[0].outcome is GateOutcome.FAILED
 
 
 @pytest.mark.parametrize(
     ("outcomes", "code", "headline"),
     [
         ((), 0, "no regression"),
-        ((Outcome.FINE, Outcome.TO_CONFIRM, Outcome.CLEARED, Outcome.UNSURE, Outcome.BETTER), 4, "1 to confirm"),
-        ((Outcome.FINE, Outcome.CLEARED, Outcome.UNSURE, Outcome.BETTER), 0, "no regression"),
-        ((Outcome.REGRESSION, Outcome.REGRESSION), 1, "2 regressions"),
-        ((Outcome.REGRESSION, Outcome.TO_CONFIRM), 1, "1 regression and 1 to confirm"),
-        ((Outcome.REGRESSION, Outcome.FAILED), 3, "1 failed and 1 regression"),
+        (
+            (GateOutcome.FINE, GateOutcome.TO_CONFIRM, GateOutcome.CLEARED, GateOutcome.UNSURE, GateOutcome.BETTER),
+            4,
+            "1 to confirm",
+        ),
+        ((GateOutcome.FINE, GateOutcome.CLEARED, GateOutcome.UNSURE, GateOutcome.BETTER), 0, "no regression"),
+        ((GateOutcome.REGRESSION, GateOutcome.REGRESSION), 1, "2 regressions"),
+        ((GateOutcome.REGRESSION, GateOutcome.TO_CONFIRM), 1, "1 regression and 1 to confirm"),
+        ((GateOutcome.REGRESSION, GateOutcome.FAILED), 3, "1 failed and 1 regression"),
     ],
 )
-def test_exit_codes(outcomes: tuple[Outcome, ...], code: int, headline: str) -> None:
+def test_exit_codes(outcomes: tuple[GateOutcome, ...], code: int, headline: str) -> None:
     """The first that fits."""
     judged = tuple(replace(first_look([figure(1.0)])[0], outcome=one) for one in outcomes)
-    verdict = Verdict("b against a", judged)
+    verdict = GateVerdict("b against a", judged)
     assert (verdict.exit_code, verdict.headline) == (code, headline)
 
 
 def test_a_problem_is_never_green() -> None:
     """Nothing measured, or no baseline."""
-    assert Verdict("", problem="no case", code=3).exit_code == 3
-    assert Verdict("", problem="no baseline", code=4).headline == "no baseline to judge by"
+    assert GateVerdict("", problem="no case", code=3).exit_code == 3
+    assert GateVerdict("", problem="no baseline", code=4).headline == "no baseline to judge by"
 
 
 # Of 100 builds with a rate of 1%, more than 4 fail in one of 300 trials; the seed makes it the same every time.

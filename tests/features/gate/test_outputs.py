@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from junitparser import Error, Failure, JUnitXml, Skipped
 from markdown_it import MarkdownIt
 
-from fp8bench.features.gate.judging import Judged, Outcome, Verdict, first_look
+from fp8bench.features.gate.judging import GateOutcome, GateVerdict, JudgedFigure, first_look
 from fp8bench.features.gate.view import MOST_ROWS, as_junit, as_trend, page_of
 from fp8bench.model import Comparison, Direction, Evidence, Interval
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render
 
 
-def judged(outcome: Outcome, case: str = "gemm[m=64]@cpu/bf16", why: str = "", **changes: object) -> Judged:
+def judged(outcome: GateOutcome, case: str = "gemm[m=64]@cpu/bf16", why: str = "", **changes: object) -> JudgedFigure:
     one = Comparison(
         case, case.partition("[")[0], "time", "s", Direction.WORSE, Evidence.PAIRED, 1e-3, 1.2e-3,
         Interval(1.2, 1.18, 1.22, 0.99), 1e-8, ("noisy",),
@@ -27,15 +27,15 @@ def judged(outcome: Outcome, case: str = "gemm[m=64]@cpu/bf16", why: str = "", *
     return replace(found, outcome=outcome, why=why)
 
 
-ALL = Verdict(
+ALL = GateVerdict(
     "HEAD against HEAD~1",
     tuple(judged(outcome, f"{suite}[m=64]@cpu/bf16", f"because {outcome}")
-          for suite in ("gemm", "mlp") for outcome in Outcome),
+          for suite in ("gemm", "mlp") for outcome in GateOutcome),
     ("torch was 2.12 and is 2.13",),
 )  # fmt: skip
 
 
-def parsed(verdict: Verdict, tmp_path_factory: pytest.TempPathFactory) -> JUnitXml:
+def parsed(verdict: GateVerdict, tmp_path_factory: pytest.TempPathFactory) -> JUnitXml:
     file = tmp_path_factory.mktemp("junit") / "out.xml"
     file.write_text(as_junit(verdict), encoding="utf-8", errors="backslashreplace")
     return JUnitXml.fromfile(str(file))
@@ -44,7 +44,7 @@ def parsed(verdict: Verdict, tmp_path_factory: pytest.TempPathFactory) -> JUnitX
 def test_junit(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A test a figure; regressions fail, what failed is in error, what has no number is skipped."""
     xml = parsed(ALL, tmp_path_factory)
-    count = len(Outcome)
+    count = len(GateOutcome)
     assert (xml.tests, xml.failures, xml.errors, xml.skipped) == (2 * count, 2, 2, 4)
     assert [suite.name for suite in xml] == ["gemm", "mlp"]
     for suite in xml:
@@ -57,7 +57,7 @@ def test_junit(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def test_junit_of_a_problem(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Never empty, never green."""
-    xml = parsed(Verdict("", problem="no run", code=4), tmp_path_factory)
+    xml = parsed(GateVerdict("", problem="no run", code=4), tmp_path_factory)
     assert (xml.tests, xml.errors) == (1, 1)
     assert next(iter(next(iter(xml)))).result[0].text == "no run"
 
@@ -65,7 +65,7 @@ def test_junit_of_a_problem(tmp_path_factory: pytest.TempPathFactory) -> None:
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_junit_of_any_words(tmp_path_factory: pytest.TempPathFactory, case: str, why: str) -> None:
     """What XML cannot hold is replaced."""
-    verdict = Verdict("", (judged(Outcome.REGRESSION, f"gemm[{case}]@cpu/bf16", why),), problem=why)
+    verdict = GateVerdict("", (judged(GateOutcome.REGRESSION, f"gemm[{case}]@cpu/bf16", why),), problem=why)
     assert parsed(verdict, tmp_path_factory).failures == 1
     markdown.render(page_of(verdict)).encode()
     render(page_of(verdict))
@@ -77,7 +77,7 @@ def test_markdown() -> None:
     for title in ("2 failed and 2 regressions", "Regressions", "To confirm", "Cleared", "Better", "Unsure, because"):
         assert title in page
     assert "HEAD against HEAD~1" in page and "torch was 2.12" in page
-    many = Verdict("", tuple(judged(Outcome.REGRESSION, f"gemm[m={n}]@cpu/{'x' * 300}") for n in range(5000)))
+    many = GateVerdict("", tuple(judged(GateOutcome.REGRESSION, f"gemm[m={n}]@cpu/{'x' * 300}") for n in range(5000)))
     text = markdown.render(page_of(many))
     assert len(text.encode()) < 1 << 20 and f"and {5000 - MOST_ROWS} more" in text
 
@@ -88,12 +88,14 @@ def test_text() -> None:
     assert all(len(line) <= 100 for line in text.splitlines())
     assert "because regression" in text and "because to confirm" in text and "because unsure (2)" in text
     assert "because fine" not in text and "noisy:" in text
-    assert "no baseline to judge by" in render(page_of(Verdict("", problem="no run", code=4)))
+    assert "no baseline to judge by" in render(page_of(GateVerdict("", problem="no run", code=4)))
 
 
 def test_trend() -> None:
     """github-action-benchmark's own form: name, unit and value of each, and a range where there is an interval."""
-    verdict = Verdict("", (*ALL.judged[:2], judged(Outcome.NONE, after=None), judged(Outcome.FINE, after=float("inf"))))
+    verdict = GateVerdict(
+        "", (*ALL.judged[:2], judged(GateOutcome.NONE, after=None), judged(GateOutcome.FINE, after=float("inf")))
+    )
     rows = json.loads(as_trend(verdict.judged))
     assert len(rows) == 2
     assert rows[0]["name"] == "gemm[m=64]@cpu/bf16 time" and rows[0]["unit"] == "s" and rows[0]["value"] == 1.2e-3

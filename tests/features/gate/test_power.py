@@ -11,9 +11,9 @@ from fp8bench.analysis.steps.change_points import Level, least_step
 from fp8bench.analysis.steps.levels import LEAST_SPREAD
 from fp8bench.features.duel.values import Session
 from fp8bench.features.duel.verdicts import compared
-from fp8bench.features.gate.judging import NIGHTS, Outcome, Sight, Sights, Verdict, first_look
+from fp8bench.features.gate.judging import NIGHTS, GateOutcome, GateVerdict, Sight, Sights, first_look
 from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
-from fp8bench.features.gate.thresholds import Rule
+from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.features.gate.view import page_of, seen, sentence, summary, warnings
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Noise
 from fp8bench.report.page import markdown
@@ -31,7 +31,7 @@ MANY = Noise(0.01, 8, 5, 5)
 
 
 def seen_of(
-    *figures: Comparison, second: Second = Second.AGAIN, rules: tuple[Rule, ...] = (), power: float = 0.8
+    *figures: Comparison, second: Second = Second.AGAIN, rules: tuple[ThresholdRule, ...] = (), power: float = 0.8
 ) -> tuple[Sight, ...]:
     return sights_of(first_look(figures, rules), second, power, required=False).figures
 
@@ -83,7 +83,7 @@ def test_stored_runs() -> None:
     assert all(one.seen < 0.1 for one in seen_of(*dozen, second=Second.DUEL))
     (alone,) = seen_of(dozen[0])
     assert alone.unknown and alone.seen > 0.1 and not alone.enough
-    assert seen_of(dozen[0], rules=(Rule("*", "*", 0.5),))[0].enough is False
+    assert seen_of(dozen[0], rules=(ThresholdRule("*", "*", 0.5),))[0].enough is False
     nothing = few(1.0, ratio=Interval(1.0, 1.0, 1.0, 0.0), noise=Noise(0.003, 0, 1, 1), why="a few rounds each")
     assert seen_of(nothing)[0].seen == math.inf and seen_of(nothing)[0].unknown == "a few rounds each"
 
@@ -91,7 +91,7 @@ def test_stored_runs() -> None:
 def test_what_does_not_vary_or_is_not_judged_is_no_question() -> None:
     """Memory; what a rule ignores; a case that failed."""
     assert seen_of(exact(1.0), figure(1.0, failed=True, direction=Direction.NONE)) == ()
-    assert seen_of(figure(1.0, noise=DUEL), rules=(Rule("*", "*", ignored=True),)) == ()
+    assert seen_of(figure(1.0, noise=DUEL), rules=(ThresholdRule("*", "*", ignored=True),)) == ()
 
 
 def test_a_duel_without_an_interval() -> None:
@@ -165,18 +165,18 @@ def test_the_least_step_is_the_code_s_own() -> None:
     assert least_step(Level(0.01, 100, 100), 1e-6)[0] > least[-1]
 
 
-def verdict(sights: Sights, *outcomes: Outcome, **changes: object) -> Verdict:
+def verdict(sights: Sights, *outcomes: GateOutcome, **changes: object) -> GateVerdict:
     judged = tuple(replace(first_look([figure(1.0)])[0], outcome=one) for one in outcomes)
-    return Verdict("b against a", judged, sights=sights, **changes)  # type: ignore[arg-type]
+    return GateVerdict("b against a", judged, sights=sights, **changes)  # type: ignore[arg-type]
 
 
 def test_how_it_ends() -> None:
     """4 where it is required and something is blind, after what failed and what is worse; a young history passes."""
     blind, young = history((0.05, 30)), history((0.05, 3))
-    assert verdict(blind, Outcome.FINE).exit_code == 4
-    assert "none would have been seen" in verdict(blind, Outcome.FINE).headline
-    assert verdict(replace(blind, required=False), Outcome.FINE).exit_code == 0
-    assert verdict(blind, Outcome.REGRESSION).exit_code == 1 and verdict(blind, Outcome.FAILED).exit_code == 3
+    assert verdict(blind, GateOutcome.FINE).exit_code == 4
+    assert "none would have been seen" in verdict(blind, GateOutcome.FINE).headline
+    assert verdict(replace(blind, required=False), GateOutcome.FINE).exit_code == 0
+    assert verdict(blind, GateOutcome.REGRESSION).exit_code == 1 and verdict(blind, GateOutcome.FAILED).exit_code == 3
     assert verdict(young).exit_code == 0
     too_young = verdict(young, problem="there is nothing to compare with", code=0)
     assert too_young.exit_code == 0 and too_young.headline == "the history is too young"
@@ -195,6 +195,6 @@ def test_words() -> None:
     assert len(told) == 2 and "cannot see its threshold of +5.0%" in told[0] and "no number of them" in told[0]
     assert told[1].startswith("history too young: 1 of 3 figures") and "8 more nights" in told[1]
     assert seen(sights.figures[0]) == "nothing" and "8 more nights" in sentence(sights.figures[0], 0.8)
-    page = page_of(verdict(sights, Outcome.FINE), every=True)
-    assert "could have seen" in render(page_of(verdict(sights, Outcome.FINE)))
+    page = page_of(verdict(sights, GateOutcome.FINE), every=True)
+    assert "could have seen" in render(page_of(verdict(sights, GateOutcome.FINE)))
     assert "What could have been seen in 80 of 100 builds" in markdown.render(page)

@@ -8,7 +8,7 @@ import pytest
 
 from fp8bench.errors import UsageError
 from fp8bench.features.gate.command import read_rules
-from fp8bench.features.gate.thresholds import Rule, check_rules, threshold_of
+from fp8bench.features.gate.thresholds import ThresholdRule, check_rules, threshold_of
 from fp8bench.model import Comparison, Direction, Evidence
 
 
@@ -20,7 +20,7 @@ def figure(case: str = "gemm[m=64,n=64]@cpu/bf16", metric: str = "time", unit: s
 def rules(tmp_path: Path) -> object:
     """The rules of a text."""
 
-    def read(text: str) -> tuple[Rule, ...]:
+    def read(text: str) -> tuple[ThresholdRule, ...]:
         file = tmp_path / "my.yaml"
         file.write_text(text)
         return read_rules(file)

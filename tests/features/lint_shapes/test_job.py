@@ -17,9 +17,9 @@ from fp8bench.features.lint_shapes.command import homeless
 from fp8bench.features.lint_shapes.job import (
     MOST_SHAPES,
     USUAL_MODES,
-    Finding,
     LinearShape,
-    Outcome,
+    ShapeFinding,
+    ShapeOutcome,
     examine,
     modes_of,
     shapes_of_file,
@@ -162,7 +162,7 @@ FACTS = {
 SIDES = (1, 16, 17, 24, 32, 48, 50257, 4096)
 
 
-def lint(shape: LinearShape, mode: str, device: DeviceClass, kind: str = "forward") -> Finding:
+def lint(shape: LinearShape, mode: str, device: DeviceClass, kind: str = "forward") -> ShapeFinding:
     (found,) = examine([shape], [kind], modes_of([mode], [device]), [device])
     return found
 
@@ -189,8 +189,8 @@ def test_what_a_suite_takes_natively_the_lint_takes_and_the_other_way_round(mode
         found = lint(LinearShape("", m, n, k), mode, device)
         support = gemm.support({"m": m, "n": n, "k": k, "product": "forward", "operands": "cast"}, precision, facts)
 
-        assert found.torch.outcome in (Outcome.FITS, Outcome.PAD)
-        assert (found.torch.outcome is Outcome.FITS) == (support.level is Level.NATIVE), (m, n, k)
+        assert found.torch.outcome in (ShapeOutcome.FITS, ShapeOutcome.PAD)
+        assert (found.torch.outcome is ShapeOutcome.FITS) == (support.level is Level.NATIVE), (m, n, k)
 
 
 def test_some_mode_is_native_somewhere_so_that_the_agreement_is_tested() -> None:
@@ -202,7 +202,10 @@ def test_some_mode_is_native_somewhere_so_that_the_agreement_is_tested() -> None
     assert ("fp8", H100) in pairs
     for mode, device in pairs:
         for kind in PRODUCTS:
-            assert lint(LinearShape("", 64, 64, 64), mode, device, kind).torch.outcome is Outcome.FITS, (mode, device)
+            assert lint(LinearShape("", 64, 64, 64), mode, device, kind).torch.outcome is ShapeOutcome.FITS, (
+                mode,
+                device,
+            )
 
 
 @pytest.mark.parametrize("tokens", [24, 32])
@@ -219,7 +222,7 @@ def test_the_mlp_suite_agrees_on_a_whole_block(tokens: int) -> None:
         }
         shapes = [LinearShape("up", tokens, hidden, width), LinearShape("down", tokens, width, hidden)]
         found = examine(shapes, tuple(PRODUCTS), modes_of(["fp8"], [H100]), [H100])
-        fits = all(one.torch.outcome is Outcome.FITS for one in found)
+        fits = all(one.torch.outcome is ShapeOutcome.FITS for one in found)
 
         assert fits == (mlp.support(params, precision, FACTS[H100]).level is Level.NATIVE)
 
@@ -231,7 +234,7 @@ def test_each_product_contracts_over_another_side() -> None:
 
     assert by_kind["forward"].torch.padded == (8192, 50272, 768)
     assert by_kind["input-gradient"].torch.padded == (8192, 768, 50272)
-    assert by_kind["weight-gradient"].torch.outcome is Outcome.FITS
+    assert by_kind["weight-gradient"].torch.outcome is ShapeOutcome.FITS
     odd = lint(LinearShape("out", 100, 768, 768), "fp8", H100, "weight-gradient")
     assert odd.torch.padded == (768, 768, 112)
 
@@ -255,14 +258,14 @@ def test_a_padded_product_fits() -> None:
             for judgement, again in ((found.torch, "torch"), (found.te, "te")):
                 if judgement is not None and judgement.padded is not None:
                     padded = lint(LinearShape("", *judgement.padded), mode, device)
-                    assert getattr(padded, again).outcome is Outcome.FITS, (mode, device, judgement.padded)
+                    assert getattr(padded, again).outcome is ShapeOutcome.FITS, (mode, device, judgement.padded)
 
 
 def test_options_of_modes_count() -> None:
     """E5M2 everywhere has no product on NVIDIA; a weight gradient left in bf16 is none of these products."""
     shape = LinearShape("", 64, 64, 64)
-    assert lint(shape, "fp8:formats=e5m2", H100).torch.outcome is Outcome.REFUSED
-    assert lint(shape, "fp8-e5m2", MI350X).torch.outcome is Outcome.FITS
+    assert lint(shape, "fp8:formats=e5m2", H100).torch.outcome is ShapeOutcome.REFUSED
+    assert lint(shape, "fp8-e5m2", MI350X).torch.outcome is ShapeOutcome.FITS
     modes = modes_of(["fp8:weight-gradient=bf16"], [H100])
     assert [one.kind for one in examine([shape], tuple(PRODUCTS), modes, [H100])] == ["forward", "input-gradient"]
 

@@ -13,19 +13,27 @@ from fp8bench.features.plan_parallel import formulas as memory_module
 from fp8bench.features.plan_parallel.formulas import (
     STATES,
     Checkpointing,
-    Layout,
+    DecoderModel,
     Load,
+    ParallelLayout,
     Topology,
-    Transformer,
     memory_of,
     pace_of,
     tokens_a_second,
 )
-from fp8bench.features.plan_parallel.ranking import held, models, outside, published
+from fp8bench.features.plan_parallel.ranking import (
+    MODELS,
+    PUBLISHED_GPUS,
+    PUBLISHED_SEQUENCES,
+    PUBLISHED_WEIGHTS,
+    WORST_ERRORS,
+    outside,
+)
 from fp8bench.nn.sizes import SIZES
+from tests.features.plan_parallel.published import FIGURES, TABLE, held, published
 
 # Each product reads a byte or two as another number: by hand these stay apart.
-SMALL = Transformer("small", vocabulary=1000, width=64, layers=4, heads=8, key_heads=2, hidden=192)
+SMALL = DecoderModel("small", vocabulary=1000, width=64, layers=4, heads=8, key_heads=2, hidden=192)
 LINKS = Topology(node=4, memory=1e9, inside=1e6, between=1e5, bf16=1e9, fp8=2e9)
 LOAD = Load(sequence=32, local=8)
 
@@ -35,14 +43,14 @@ LOAD = Load(sequence=32, local=8)
 )
 def test_weights_are_those_that_are_published(model: str, weights: int) -> None:
     """To the last one."""
-    assert models()[model].weights == weights
+    assert MODELS[model].weights == weights
 
 
 @pytest.mark.parametrize("name", ["nano", "gpt-350m", "llama-1b"])
 def test_flops_are_those_that_suites_count(name: str) -> None:
     """But for norms, which are no products."""
     size = SIZES[name]
-    model = Transformer(
+    model = DecoderModel(
         name, size.vocabulary, size.width, size.layers, size.heads, size.key_heads, size.hidden, size.modern
     )
     norms = 6.0 * model.width * (2 * model.layers + 1)
@@ -53,7 +61,7 @@ def test_flops_are_those_that_suites_count(name: str) -> None:
 
 def test_every_published_figure_is_within_its_band() -> None:
     """FLOPs within 0.2%, memory of FSDP alone within 5%."""
-    rows = list(held(published()))
+    rows = list(held())
     assert all(one.inside for one in rows), [one for one in rows if not one.inside]
     assert {one.figure for one in rows} == {"memory", "pace", "flops"} and len(rows) > 50
     for one in rows:
@@ -68,15 +76,31 @@ def test_every_published_figure_is_within_its_band() -> None:
 def test_a_compiled_loss_is_what_tells_releases_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the rows of 2025 are off by a third."""
     monkeypatch.setattr(memory_module, "_FUSED_LOGIT", 12)
-    assert {one.row.name for one in held(published()) if not one.inside} == {
+    assert {one.row.name for one in held() if not one.inside} == {
         "8B, FSDP 32, FP8, H200", "8B, FSDP 64, FP8, H200",
     }  # fmt: skip
 
 
+def test_what_is_said_of_published_trainings_is_what_they_say() -> None:
+    """Models, from what to what trainings go, how many figures there are, and by what formulas are off at most."""
+    rows, figures = published(), list(held())
+    assert {name: DecoderModel(name, **fields) for name, fields in TABLE["model"].items()} == MODELS
+    ends = (
+        (PUBLISHED_GPUS, [row.layout.gpus for row in rows]),
+        (PUBLISHED_WEIGHTS, [row.model.weights for row in rows]),
+        (PUBLISHED_SEQUENCES, [row.load.sequence for row in rows]),
+    )
+    assert all((min(values), max(values)) == known for known, values in ends)
+    known = [one for one in figures if one.band is not None]
+    worst = {name: max(abs(one.error) for one in known if one.figure == name) for name in FIGURES}
+    assert len(figures) == 62
+    assert ", ".join(f"{name} by {units.percent(error)}" for name, error in worst.items()) == WORST_ERRORS
+
+
 def test_what_no_published_training_is_like_is_named() -> None:
     """Both ends are still like one."""
-    model = models()["llama3-8b"]
-    assert outside(model, 8, 8192) == outside(models()["llama3-405b"], 1024, 262144) == ()
+    model = MODELS["llama3-8b"]
+    assert outside(model, 8, 8192) == outside(MODELS["llama3-405b"], 1024, 262144) == ()
     assert outside(model, 1 << 20, 8192) == ("1048576 GPUs (published: 8 to 1024)",)
     assert [one.split(" (")[0] for one in outside(SMALL, 4, 128)] == [
         "4 GPUs",
@@ -88,24 +112,26 @@ def test_what_no_published_training_is_like_is_named() -> None:
 def test_a_wrong_formula_leaves_a_band(monkeypatch: pytest.MonkeyPatch) -> None:
     """States of 12 bytes a weight, as if gradients took none."""
     monkeypatch.setattr(memory_module, "STATES", 12)
-    assert {one.row.name for one in held(published()) if not one.inside} >= {"8B, 32k, FP8", "8B, 256k, FP8"}
+    assert {one.row.name for one in held() if not one.inside} >= {"8B, 32k, FP8", "8B, 256k, FP8"}
 
 
 def test_memory_by_hand() -> None:
     """One GPU, and a pipeline of two with two micro-batches."""
     block = 64 * 64 * 2 + 2 * 64 * 16 + 3 * 64 * 192 + 2 * 64
     assert SMALL.block == block and SMALL.weights == 4 * block + 2 * 64000 + 64
-    alone, tokens = memory_of(SMALL, Layout(), LOAD), 256
+    alone, tokens = memory_of(SMALL, ParallelLayout(), LOAD), 256
     assert alone.states == 16 * (4 * block + 2 * 64000) and alone.gathered == 2 * (4 * block + 2 * 64000)
     assert alone.kept == 4 * tokens * 2 * (8 * 64 + 2 * 16 + 4 * 192) and alone.logits == 12 * tokens * 1000
-    piped = memory_of(SMALL, Layout(pipeline=2), replace(LOAD, micro_batches=2, checkpointing=Checkpointing.FULL))
+    piped = memory_of(
+        SMALL, ParallelLayout(pipeline=2), replace(LOAD, micro_batches=2, checkpointing=Checkpointing.FULL)
+    )
     assert piped.states == 16 * (2 * block + 64000) and piped.gathered == 6 * (2 * block + 64000)
     assert piped.kept == 2 * 2 * (tokens / 2) * 2 * 64
 
 
 def test_pace_by_hand() -> None:
     """What TP, FSDP and copies send, counted send by send."""
-    layout = Layout(copies=2, shards=2, tensor=2)
+    layout = ParallelLayout(copies=2, shards=2, tensor=2)
     found = pace_of(SMALL, layout, LOAD, LINKS)
     tokens, stage = 256, (4 * SMALL.block + 2 * 64000) / 2
     gathers_and_sums = sum(tokens * 64 * 2 / 2 for _ in range(4) for _ in ("attn", "mlp") for _ in range(4))
@@ -119,7 +145,7 @@ def test_pace_by_hand() -> None:
 
 def test_a_pipeline_idles_less_in_more_pieces() -> None:
     paces = [
-        pace_of(SMALL, Layout(pipeline=4, virtual=virtual), replace(LOAD, micro_batches=count), LINKS).bubble
+        pace_of(SMALL, ParallelLayout(pipeline=4, virtual=virtual), replace(LOAD, micro_batches=count), LINKS).bubble
         for virtual, count in ((1, 1), (1, 8), (2, 8))
     ]
     assert paces == [3.0, 0.375, 0.1875]
@@ -132,7 +158,7 @@ def test_a_pipeline_idles_less_in_more_pieces() -> None:
 @settings(max_examples=60, deadline=None)
 def test_what_must_hold(shards: int, tensor: int, pipeline: int, level: Checkpointing, count: int) -> None:
     """All states lie somewhere once; computing again takes time and gives memory; FP8 takes no more time."""
-    layout, load = Layout(shards=shards, tensor=tensor, pipeline=pipeline), replace(LOAD, micro_batches=count)
+    layout, load = ParallelLayout(shards=shards, tensor=tensor, pipeline=pipeline), replace(LOAD, micro_batches=count)
     found = memory_of(SMALL, layout, replace(load, checkpointing=level))
     assert found.states * shards * tensor * pipeline >= STATES * (SMALL.weights - SMALL.ends - 64) * 0.99
     more = memory_of(SMALL, replace(layout, shards=2 * shards), load)

@@ -8,13 +8,22 @@ from itertools import product
 import pytest
 
 from fp8bench.features.plan_parallel.formulas import Checkpointing, Load, Topology
-from fp8bench.features.plan_parallel.ranking import USABLE, Asked, Say, checkpointed, layouts, models, ranking, rulings
+from fp8bench.features.plan_parallel.ranking import (
+    MODELS,
+    USABLE,
+    ParallelQuestion,
+    Say,
+    checkpointed,
+    layouts,
+    ranking,
+    rulings,
+)
 
 H100 = Topology(8, 80 * 2**30, 450e9, 50e9, 660e12, 980e12)
 
 
-def asked(model: str = "llama3-8b", gpus: int = 8, batch: int = 64, sequence: int = 8192) -> Asked:
-    return Asked(models()[model], gpus, batch, Load(sequence, 1), H100)
+def asked(model: str = "llama3-8b", gpus: int = 8, batch: int = 64, sequence: int = 8192) -> ParallelQuestion:
+    return ParallelQuestion(MODELS[model], gpus, batch, Load(sequence, 1), H100)
 
 
 @pytest.mark.parametrize(("gpus", "batch"), [(1, 1), (8, 64), (12, 24), (32, 8), (64, 256)])
@@ -57,10 +66,10 @@ def test_more_is_computed_again_only_where_nothing_fits_otherwise() -> None:
 def test_the_matrix() -> None:
     """Small: DDP. 8B on a node: FSDP. 405B on many: TP and PP. Long sequences: CP. Never experts that are not there."""
 
-    def yes(question: Asked) -> set[str]:
+    def yes(question: ParallelQuestion) -> set[str]:
         return {one.kind for one in rulings(question) if one.say is Say.YES}
 
-    small = replace(asked(), model=replace(models()["llama3-8b"], layers=2, vocabulary=8192))
+    small = replace(asked(), model=replace(MODELS["llama3-8b"], layers=2, vocabulary=8192))
     assert yes(small) == {"DDP", "FSDP"}
     assert yes(asked()) == {"FSDP"}
     assert yes(asked("llama3-405b", 512, 512)) == {"TP", "PP"}

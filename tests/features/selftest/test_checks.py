@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8bench.cli.main import main
 from fp8bench.errors import WorkerLost
 from fp8bench.features.selftest import checks
-from fp8bench.features.selftest.checks import Check, alive, wait_until
+from fp8bench.features.selftest.checks import SelfCheck, alive, wait_until
 from fp8bench.formats import quantise
 from fp8bench.measure.handle import Worker
 from fp8bench.model import CELL_PHASES, PHASES, Case, DeviceFacts, Run
@@ -233,7 +233,9 @@ def test_the_report_prints_each_check_and_ends_with_a_code(
     held: bool, code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A line of what, a line of what was seen."""
-    monkeypatch.setattr(checks, "checks", lambda device: iter([Check("one", True, "a"), Check("two", held, "b")]))
+    monkeypatch.setattr(
+        checks, "checks", lambda device: iter([SelfCheck("one", True, "a"), SelfCheck("two", held, "b")])
+    )
     assert main(["selftest"]) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "ok    one" and lines[2] == ("ok    two" if held else "FAIL  two")

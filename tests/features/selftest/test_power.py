@@ -18,9 +18,9 @@ from fp8bench.features.selftest.power import (
     SHARES,
     Arms,
     Operation,
-    Outcome,
     Plant,
     Power,
+    PowerOutcome,
     PowerRow,
     measure_power,
     operations,
@@ -43,8 +43,8 @@ SMALL = ("selftest", "--power", "--trials", "1", "--operation", "small")
 GEMM = CELL_PHASES.index("gemm")
 
 
-def outcome(verdict: Verdict, ratio: float = 1.0, seconds: float = 1.0) -> Outcome:
-    return Outcome(verdict.value, seconds, 24, ratio, ratio - 0.01, ratio + 0.01)
+def outcome(verdict: Verdict, ratio: float = 1.0, seconds: float = 1.0) -> PowerOutcome:
+    return PowerOutcome(verdict.value, seconds, 24, ratio, ratio - 0.01, ratio + 0.01)
 
 
 def by_hand() -> Arms:

@@ -12,7 +12,7 @@ import pytest
 
 from fp8bench.cli.option_types import precision_map
 from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerHung, WorkerLost
-from fp8bench.features.sensitivity.job import DRAWS, Question, groups_of, opened, run, write_map
+from fp8bench.features.sensitivity.job import DRAWS, StudyQuestion, groups_of, opened, write_map
 from fp8bench.features.sensitivity.study import By, Study
 from fp8bench.measure.handle import Worker
 from fp8bench.model import Case, DeviceFacts, Request
@@ -74,10 +74,9 @@ def low_of(case: Case) -> frozenset[str]:
 def studied(trainer: Trainer, by: By = By.LAYER, tolerance: float = 0.05) -> tuple[Study, Told]:
     """The study at its end, and what was told."""
     told: Told = []
-    study, bed = opened(Question(ASKED, by, 5, tolerance), (CPU,), None, trainer)
-    for further in run(study, bed, trainer, lambda *words: told.append(words)):
-        study = further
-    return study, told
+    runs = opened(StudyQuestion(ASKED, by, 5, tolerance), (CPU,), None, trainer)
+    runs.run(lambda *words: told.append(words))
+    return runs.study, told
 
 
 def costs(*bad: str) -> Callable[[frozenset[str]], float]:

@@ -9,28 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.features.sensitivity.study import By, Study, Suffers, Trial, as_words, last_of, map_of, shortened
+from fp8bench.features.sensitivity.study import By, LayerTrial, Study, Suffers, as_words, last_of, map_of, shortened
 from fp8bench.protocols import Layer, key_of
 from fp8bench.registry import workloads
 
-BASE = Trial("reference", "", "bf16", losses=(9.0, 5.0, 4.0, 3.0, 2.0))
+BASE = LayerTrial("reference", "", "bf16", losses=(9.0, 5.0, 4.0, 3.0, 2.0))
 STUDY = Study(
     "transformer", (("size", "nano"),), "cpu", "fp8", "bf16", "emulated", By.LAYER, 5, 0.01, 0, BASE,
     (replace(BASE, draw=1, losses=(2.1,)), replace(BASE, draw=2, losses=(1.94,))),
 )  # fmt: skip
 
 
-def probe(name: str, loss: float | None, error: float | None = 0.1, kind: str = "mlp") -> Trial:
+def probe(name: str, loss: float | None, error: float | None = 0.1, kind: str = "mlp") -> LayerTrial:
     """A layer low: the loss of its only step, or a failure."""
     failure = "" if loss is not None else "crash"
-    return Trial(name, kind, "bf16", ((name, "fp8"),), (name,), 0, () if loss is None else (loss,), error, failure)
+    return LayerTrial(name, kind, "bf16", ((name, "fp8"),), (name,), 0, () if loss is None else (loss,), error, failure)
 
 
 @pytest.mark.parametrize(("steps", "last"), [(1, 1), (4, 1), (5, 1), (9, 1), (10, 2), (50, 10)])
 def test_a_loss_is_the_mean_of_the_last_fifth(steps: int, last: int) -> None:
     """Of one step at least."""
     assert last_of(steps) == last
-    assert Trial("", "", "bf16", losses=(100.0,) * (steps - last) + (2.0,) * last).loss == 2.0
+    assert LayerTrial("", "", "bf16", losses=(100.0,) * (steps - last) + (2.0,) * last).loss == 2.0
 
 
 def test_gaps_are_relative_to_the_reference() -> None:
@@ -38,7 +38,7 @@ def test_gaps_are_relative_to_the_reference() -> None:
     assert STUDY.gap(probe("a", 2.5)) == pytest.approx(0.25)
     assert STUDY.gap(probe("a", 1.5)) == pytest.approx(-0.25)
     assert STUDY.gap(probe("a", None)) is None
-    assert Trial("a", "mlp", "bf16").loss is None
+    assert LayerTrial("a", "mlp", "bf16").loss is None
     assert replace(probe("a", 2.5), failure="the loss is nan in step 3").loss is None
 
 

@@ -10,18 +10,18 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.features.sensitivity.study import By, Study, Trial
-from fp8bench.features.sensitivity.view import as_csv, as_json, page_of
+from fp8bench.features.sensitivity.command import as_csv, page_of
+from fp8bench.features.sensitivity.study import By, LayerTrial, Study, as_json
 from fp8bench.report.terminal.layout import render
 
-BASE = Trial("reference", "", "bf16", losses=(3.0, 2.0))
+BASE = LayerTrial("reference", "", "bf16", losses=(3.0, 2.0))
 LAYERS = ("blocks.0.attn.qkv", "blocks.0.mlp.up", "blocks.1.attn.qkv", "blocks.1.mlp.up", "head")
 MAP = (("head", "fp8"), ("blocks.0.mlp.up", "bf16"))
 
 
-def low(name: str, loss: float, error: float) -> Trial:
+def low(name: str, loss: float, error: float) -> LayerTrial:
     kind = name.split(".")[-2] if "." in name else name
-    return Trial(name, kind, "bf16", ((name, "fp8"),), (name,), 0, (3.0, loss), error)
+    return LayerTrial(name, kind, "bf16", ((name, "fp8"),), (name,), 0, (3.0, loss), error)
 
 
 PROBES = (
@@ -29,8 +29,8 @@ PROBES = (
     replace(low(LAYERS[4], 2.0, 0.3), losses=(), failure="the loss is nan in step 2"),
 )  # fmt: skip
 CANDIDATES = (
-    Trial("all layers", "", "fp8", MAP[:1], LAYERS, 0, (3.0, 2.3), 0.06),
-    Trial("all layers but blocks.0.mlp.up", "", "fp8", MAP, LAYERS[1:], 0, (3.0, 2.01)),
+    LayerTrial("all layers", "", "fp8", MAP[:1], LAYERS, 0, (3.0, 2.3), 0.06),
+    LayerTrial("all layers but blocks.0.mlp.up", "", "fp8", MAP, LAYERS[1:], 0, (3.0, 2.01)),
 )
 STUDY = Study(
     "transformer", (("size", "nano"), ("batch", 2)), "cpu", "fp8", "bf16", "emulated", By.LAYER, 2, 0.01, 0, BASE,

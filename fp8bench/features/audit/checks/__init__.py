@@ -7,17 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fp8bench.features.audit.checks.auditor import Auditor, Check
-from fp8bench.features.audit.checks.results import ManySteps, Memory, Numbers, OddShapes, Relations, SpecialValues
-from fp8bench.features.audit.checks.times import Speed, Work
-from fp8bench.features.audit.subjects import Attention, Cast, Linear, Optimizer, Product, Subject
+from fp8bench.features.audit.checks import results, times
+from fp8bench.features.audit.checks.auditor import AuditCheck, Auditor
+from fp8bench.features.audit.subjects import SUBJECTS
 from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome
 from fp8bench.model import Ceilings, DeviceFacts
-from fp8bench.model.promises import AuditKind, Signature, Takes
+from fp8bench.model.promises import Signature, Takes
 
-SUBJECTS: dict[AuditKind, type[Subject]] = {one.kind: one for one in (Product, Cast, Linear, Attention, Optimizer)}
 # In the order in which they run.
-CHECKS: tuple[type[Check], ...] = (Numbers, ManySteps, Relations, Memory, SpecialValues, OddShapes, Work, Speed)
+CHECKS: tuple[type[AuditCheck], ...] = (*results.CHECKS, *times.CHECKS)
 
 
 def audited(
@@ -26,7 +24,7 @@ def audited(
     signature: Signature,
     facts: DeviceFacts,
     seed: int,
-    checks: Sequence[type[Check]] = CHECKS,
+    checks: Sequence[type[AuditCheck]] = CHECKS,
     ceilings: Ceilings | None = None,
     baseline: Callable[..., Any] | None = None,
 ) -> Audit:
@@ -45,7 +43,7 @@ def audited(
         except Exception as error:  # noqa: BLE001 - foreign code may raise anything, at any time
             found.append(check.unknown(error))
         findings += found or [AuditFinding(check.name, AuditOutcome.PASS)]
-        if isinstance(check, Numbers):
+        if isinstance(check, results.NumbersCheck):
             if any(one.code == "raises" for one in found):
                 break
             auditor.sound = all(one.outcome is AuditOutcome.PASS for one in found)

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from fp8bench.features.audit.promises import Judged, Matrices
+from fp8bench.features.audit.promises import Matrices, PromiseVerdict
 from fp8bench.features.audit.subjects import Shape, Subject
 from fp8bench.features.audit.values import AuditFinding, AuditOutcome, CallWork
 from fp8bench.model import Ceilings
@@ -24,7 +24,7 @@ _SEARCHES = 4
 NORMAL = "normal"
 
 
-class Given(NamedTuple):
+class AuditInput(NamedTuple):
     """What a callable is given: data of a shape, or matrices made of it (`how` says what was done to them)."""
 
     data: str
@@ -59,19 +59,19 @@ class Auditor:
         multiple = self.subject.signature.multiple
         return Shape(*(math.ceil(side / multiple) * multiple for side in shape))
 
-    def words(self, given: Given) -> str:
+    def words(self, given: AuditInput) -> str:
         """'M=64 N=96 K=256, normal'."""
         sides = " ".join(f"{name}={getattr(given.shape, side)}" for side, name in self.subject.sides)
         return ", ".join(filter(None, (sides, given.data, given.how)))
 
-    def matrices(self, given: Given) -> Matrices:
+    def matrices(self, given: AuditInput) -> Matrices:
         return self.subject.drawn(given.data, given.shape, self.seed)
 
     def results(self, matrices: Matrices) -> dict[str, Tensor]:
         """What the callable makes of matrices that it has never seen."""
         return self.subject.results(self.subject.arguments(matrices))
 
-    def judged(self, matrices: Matrices, results: dict[str, Tensor]) -> dict[str, Judged]:
+    def judged(self, matrices: Matrices, results: dict[str, Tensor]) -> dict[str, PromiseVerdict]:
         promises = self.subject.promises(matrices)
         found = {}
         for name, result in results.items():
@@ -80,14 +80,14 @@ class Auditor:
             self._searches[name] += found[name].remark
         return found
 
-    def wrong(self, given: Given) -> dict[str, Judged]:
+    def wrong(self, given: AuditInput) -> dict[str, PromiseVerdict]:
         """What is wrong with the results of one input, by name; remarks too."""
         matrices = self.matrices(given)
         return {name: one for name, one in self.judged(matrices, self.results(matrices)).items() if one.code}
 
-    def smallest(self, given: Given, name: str, judged: Judged) -> Given:
+    def smallest(self, given: AuditInput, name: str, judged: PromiseVerdict) -> AuditInput:
         for shape in map(self.fitting, () if given.how else _SMALLER):
-            smaller = Given(given.data, shape)
+            smaller = AuditInput(given.data, shape)
             try:
                 found = self.wrong(smaller).get(name)
             except Exception:  # noqa: BLE001 - it may refuse what is small
@@ -97,7 +97,7 @@ class Auditor:
         return given
 
 
-class Check(ABC):
+class AuditCheck(ABC):
     """One way to find a lie, by the name that is shown. Its findings are about what was `given`, unless they say of
     another input."""
 
@@ -105,7 +105,7 @@ class Check(ABC):
 
     def __init__(self, auditor: Auditor) -> None:
         self.auditor, self.subject = auditor, auditor.subject
-        self.given: Given | None = None
+        self.given: AuditInput | None = None
 
     @abstractmethod
     def look(self) -> Iterable[AuditFinding]:
@@ -115,21 +115,21 @@ class Check(ABC):
     def applies(self) -> bool:
         return True
 
-    def fail(self, code: str, why: str, given: Given | None = None) -> AuditFinding:
+    def fail(self, code: str, why: str, given: AuditInput | None = None) -> AuditFinding:
         return self._finding(AuditOutcome.FAIL, code, why, given)
 
-    def remark(self, code: str, why: str, given: Given | None = None) -> AuditFinding:
+    def remark(self, code: str, why: str, given: AuditInput | None = None) -> AuditFinding:
         return self._finding(AuditOutcome.PASS, code, why, given)
 
     def unknown(self, error: BaseException) -> AuditFinding:
         """What it raised where it should have answered."""
         return self._finding(AuditOutcome.CANNOT_TELL, "raises", own_words(error), None)
 
-    def _finding(self, outcome: AuditOutcome, code: str, why: str, given: Given | None) -> AuditFinding:
+    def _finding(self, outcome: AuditOutcome, code: str, why: str, given: AuditInput | None) -> AuditFinding:
         about = given or self.given
         return AuditFinding(self.name, outcome, code, why, self.auditor.words(about) if about else "")
 
-    def judged(self, given: Given, name: str, judged: Judged) -> AuditFinding:
+    def judged(self, given: AuditInput, name: str, judged: PromiseVerdict) -> AuditFinding:
         """Of a result that is wrong, with the smallest input that shows the same, or is remarked on."""
         result = "" if len(self.subject.sides) < 3 or name == "product" else f"{name}: "
         about = given if judged.remark else self.auditor.smallest(given, name, judged)

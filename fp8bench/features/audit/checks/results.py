@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.checks.auditor import NORMAL, Check, Given
+from fp8bench.features.audit.checks.auditor import NORMAL, AuditCheck, AuditInput
 from fp8bench.features.audit.promises import Matrices
-from fp8bench.features.audit.subjects import Optimizer
+from fp8bench.features.audit.subjects import OptimizerSubject
 from fp8bench.features.audit.values import AuditFinding, AuditOutcome
 from fp8bench.model.promises import AuditKind
 from fp8bench.user_code import own_words
@@ -25,7 +25,7 @@ _BLOCKS, _BLOCK = "blocks of different sizes", 128
 _MORE = 1.05
 
 
-class Numbers(Check):
+class NumbersCheck(AuditCheck):
     """The check that the others rest on."""
 
     name = "numbers"
@@ -35,7 +35,7 @@ class Numbers(Check):
         said: set[tuple[str, str]] = set()
         for shape in self.auditor.shapes():
             for data in self.subject.data:
-                self.given = Given(data, shape)
+                self.given = AuditInput(data, shape)
                 for name, one in self.auditor.wrong(self.given).items():
                     key = name, one.code if one.remark else "failed"
                     if key not in said:
@@ -45,33 +45,33 @@ class Numbers(Check):
                 return
 
 
-class ManySteps(Check):
+class ManyStepsCheck(AuditCheck):
     """Counts that stand still, and updates that are lost, show late."""
 
     name = "many steps"
 
     def applies(self) -> bool:
-        return self.auditor.sound and isinstance(self.subject, Optimizer)
+        return self.auditor.sound and isinstance(self.subject, OptimizerSubject)
 
     def look(self) -> Iterator[AuditFinding]:
-        assert isinstance(self.subject, Optimizer)
-        self.given = Given(NORMAL, self.subject.many)
+        assert isinstance(self.subject, OptimizerSubject)
+        self.given = AuditInput(NORMAL, self.subject.many)
         for name, one in self.auditor.wrong(self.given).items():
             yield self.judged(self.given, name, one)
-        few = Given(NORMAL, self.subject.held)
+        few = AuditInput(NORMAL, self.subject.held)
         state = self.subject.state_bytes(self.auditor.matrices(few))
         if state is not None and state[0] > _MORE * state[1]:
             why = f"its state takes {state[0]:.3g} bytes an element, and {state[1]:.3g} were promised"
             yield self.remark("state-bytes", why, few)
 
 
-class SpecialValues(Check):
+class SpecialValuesCheck(AuditCheck):
     """A number that is none must not become one."""
 
     name = "special values"
 
     def look(self) -> list[AuditFinding]:
-        given = Given(NORMAL, self.auditor.shapes()[0])
+        given = AuditInput(NORMAL, self.auditor.shapes()[0])
         first, *rest = self.auditor.matrices(given)
         nan, infinity = first.clone(), first.clone()
         nan.view(-1)[0], infinity.view(-1)[0] = math.nan, math.inf
@@ -85,7 +85,7 @@ class SpecialValues(Check):
         return [finding for case in cases for finding in self._looked(*case)]
 
     def _looked(
-        self, given: Given, matrices: Matrices, looks: Callable[[Tensor, Given], Iterator[AuditFinding]]
+        self, given: AuditInput, matrices: Matrices, looks: Callable[[Tensor, AuditInput], Iterator[AuditFinding]]
     ) -> Iterator[AuditFinding]:
         try:
             results = self.auditor.results(matrices)
@@ -96,28 +96,28 @@ class SpecialValues(Check):
         result = next(iter(results.values()))
         yield from looks(result.reshape(-1, result.shape[-1]), given)
 
-    def _nan(self, result: Tensor, given: Given) -> Iterator[AuditFinding]:
+    def _nan(self, result: Tensor, given: AuditInput) -> Iterator[AuditFinding]:
         if not bool(result[0].isnan().any()):
             yield self.fail("nan-lost", "a NaN went in, and its row is all numbers", given)
         elif bool(result[1:].isnan().any()):
             yield self.remark("nan-spreads", "a NaN takes other rows along", given)
 
-    def _infinity(self, result: Tensor, given: Given) -> Iterator[AuditFinding]:
+    def _infinity(self, result: Tensor, given: AuditInput) -> Iterator[AuditFinding]:
         if bool((~result[1:].isfinite()).any()):
             yield self.remark("infinity-spreads", "an infinity takes other rows along", given)
         elif not bool(result[1:].any()):
             yield self.remark("infinity-spreads", "an infinity makes all other rows zero", given)
 
-    def _zeros(self, result: Tensor, given: Given) -> Iterator[AuditFinding]:
+    def _zeros(self, result: Tensor, given: AuditInput) -> Iterator[AuditFinding]:
         if not bool((result == 0).all()):
             yield self.fail("zeros", f"zeros went in, and {float(result.flatten()[0]):g} came out", given)
 
-    def _tiny(self, result: Tensor, given: Given) -> Iterator[AuditFinding]:
+    def _tiny(self, result: Tensor, given: AuditInput) -> Iterator[AuditFinding]:
         if not bool(result.isfinite().all()):
             yield self.fail("subnormal", "subnormal numbers went in, and what came out are no numbers", given)
 
 
-class OddShapes(Check):
+class OddShapesCheck(AuditCheck):
     """Tiles are whole, and matrices are not."""
 
     name = "odd shapes"
@@ -130,7 +130,7 @@ class OddShapes(Check):
         why = ""
         for shape in self.subject.odd:
             for data in (NORMAL, _BLOCKS) if _BLOCKS in self.subject.data else (NORMAL,):
-                given = Given(data, shape)
+                given = AuditInput(data, shape)
                 try:
                     found = [(name, one) for name, one in self.auditor.wrong(given).items() if one.failed]
                 except Exception as error:  # noqa: BLE001 - a refusal is what a size that does not divide may get
@@ -179,7 +179,7 @@ _NOT_CAUSAL = Relation("keys and values in another order", lambda q, k, v: (q, *
 _OF_OPTIMIZERS = (Relation("gradients and weights negated", lambda *both: tuple(-one for one in both), lambda y: -y),)
 
 
-class Relations(Check):
+class RelationsCheck(AuditCheck):
     """What has to hold whatever the precision."""
 
     name = "relations"
@@ -195,9 +195,9 @@ class Relations(Check):
             AuditKind.OPTIMIZER: _OF_OPTIMIZERS,
         }
         shape = self.auditor.shapes()[0]
-        self.given = Given(NORMAL, shape)
+        self.given = AuditInput(NORMAL, shape)
         if self.subject.kind in (AuditKind.PRODUCT, AuditKind.CAST):
-            self.given = Given(_BLOCKS, self.auditor.fitting(shape._replace(k=2 * _BLOCK)))
+            self.given = AuditInput(_BLOCKS, self.auditor.fitting(shape._replace(k=2 * _BLOCK)))
         matrices = self.auditor.matrices(self.given)
         base = self.auditor.results(matrices)
         for words, given, wanted in relations[self.subject.kind]:
@@ -218,13 +218,13 @@ _POISONED = 4
 _BUSY_CYCLES = 100_000_000
 
 
-class Memory(Check):
+class MemoryCheck(AuditCheck):
     """Calls it again and again, and changes what lies around it."""
 
     name = "memory"
 
     def look(self) -> Iterator[AuditFinding]:
-        self.given = Given(NORMAL, self.auditor.shapes()[0])
+        self.given = AuditInput(NORMAL, self.auditor.shapes()[0])
         arguments = self.subject.arguments(self._matrices(NORMAL))
         looks = [self._changed, self._overwritten]
         if self.auditor.sound:
@@ -346,3 +346,6 @@ def beside(device: str) -> Iterator[bool]:
         torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
         yield True
         side.synchronize()
+
+
+CHECKS = (NumbersCheck, ManyStepsCheck, RelationsCheck, MemoryCheck, SpecialValuesCheck, OddShapesCheck)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench import units
-from fp8bench.features.audit.checks.auditor import NORMAL, Check, Given
+from fp8bench.features.audit.checks.auditor import NORMAL, AuditCheck, AuditInput
 from fp8bench.features.audit.operands import TIMED
 from fp8bench.features.audit.promises import Matrices
 from fp8bench.features.audit.subjects import Shape
@@ -80,13 +80,13 @@ _WARM = 3
 _SINGLE = (AuditKind.PRODUCT, AuditKind.ATTENTION)
 
 
-class Work(Check):
+class WorkCheck(AuditCheck):
     """By operators of torch: what a kernel of somebody's own does inside nobody sees."""
 
     name = "work"
 
     def look(self) -> Iterator[AuditFinding]:
-        self.given = Given(NORMAL, self.auditor.fitting(self.subject.timed))
+        self.given = AuditInput(NORMAL, self.auditor.fitting(self.subject.timed))
         matrices = self.auditor.matrices(self.given)
         yield from self._remembered(matrices)
         if self.auditor.baseline is not None:
@@ -141,7 +141,7 @@ _ABOVE, _MARGIN = 2.5, 8.0
 _CLOSE = 1.25
 
 
-class Bound(NamedTuple):
+class RateBound(NamedTuple):
     """So many a second nothing does; `words` say whose figure it rests on."""
 
     rate: float
@@ -173,7 +173,7 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def flops_bound(ceilings: Ceilings | None, precision: str, shape: Shape, device: str) -> Bound:
+def flops_bound(ceilings: Ceilings | None, precision: str, shape: Shape, device: str) -> RateBound:
     """FLOPs a second: of the best product measured in this precision or a wider one, and of torch's own now."""
     here = max(_product(shape, device, dtype) for dtype in (torch.float32, torch.bfloat16))
     rank = precisions.get(precision).rank
@@ -182,7 +182,7 @@ def flops_bound(ceilings: Ceilings | None, precision: str, shape: Shape, device:
     return _bound(max((one for one in wide if one is not None), default=None), here, ceilings, device, "product")
 
 
-def bytes_bound(ceilings: Ceilings | None, size: int, device: str) -> Bound:
+def bytes_bound(ceilings: Ceilings | None, size: int, device: str) -> RateBound:
     """Bytes a second: of the best copy measured in any cache, and of a copy of so many bytes now."""
     source = torch.empty(max(size // 2, 1), dtype=torch.uint8, device=device)
     seconds = fastest({"": partial(torch.clone, source)}, device)[""]
@@ -190,11 +190,11 @@ def bytes_bound(ceilings: Ceilings | None, size: int, device: str) -> Bound:
     return _bound(known, 2 * source.numel() / seconds, ceilings, device, "copy")
 
 
-def _bound(known: float | None, here: float, ceilings: Ceilings | None, device: str, what: str) -> Bound:
+def _bound(known: float | None, here: float, ceilings: Ceilings | None, device: str, what: str) -> RateBound:
     if known is None or ceilings is None:
-        return Bound(_MARGIN * here, f"{_MARGIN:g} times what torch's own {what} does here")
+        return RateBound(_MARGIN * here, f"{_MARGIN:g} times what torch's own {what} does here")
     margin = _CLOSE if ceilings.whole and not device.startswith("cpu") else _ABOVE
-    return Bound(margin * max(known, here), f"{margin:g} times the fastest {what} that was measured here")
+    return RateBound(margin * max(known, here), f"{margin:g} times the fastest {what} that was measured here")
 
 
 def _product(shape: Shape, device: str, dtype: torch.dtype) -> float:
@@ -216,7 +216,7 @@ _SHORT, _SPREAD = 4.0, 0.3
 _CLEARLY = 3.0
 
 
-class Speed(Check):
+class SpeedCheck(AuditCheck):
     """On a busy machine too: what is asked for leaves room."""
 
     name = "speed"
@@ -226,7 +226,7 @@ class Speed(Check):
         shape = self.auditor.fitting(self.subject.timed)
         while (seconds := self._seconds(shape)) < _LONG_ENOUGH and max(shape) < _LARGEST:
             shape = Shape(*(2 * side for side in shape))
-        given = Given(NORMAL, shape)
+        given = AuditInput(NORMAL, shape)
         if why := self._too_fast(shape):
             return [self.fail("too-fast", why, given)]
         found = list(self._by_data(given))
@@ -251,14 +251,14 @@ class Speed(Check):
             "B/s": (moved, lambda: bytes_bound(ceilings, moved, device)),
         }
 
-        def above(count: int, unit: str, bound: Callable[[], Bound]) -> str:
+        def above(count: int, unit: str, bound: Callable[[], RateBound]) -> str:
             own, (most, words) = count / self._seconds(shape), bound()
             return "" if own <= most else f"{units.count(own, unit)}; {units.count(most, unit)} is {words}"
 
         looks = (_always(partial(above, count, unit, bound)) for unit, (count, bound) in bounds.items() if count)
         return next(filter(None, looks), "")
 
-    def _by_data(self, given: Given) -> Iterator[AuditFinding]:
+    def _by_data(self, given: AuditInput) -> Iterator[AuditFinding]:
         """On zeros, ones, integers, uniform and normal numbers, in turns; looked at again while they differ."""
         auditor, device = self.auditor, self.subject.device
         calls = {name: partial(self.subject.raw, self._arguments(name, given.shape)) for name in TIMED}
@@ -284,7 +284,7 @@ class Speed(Check):
         return "" if after >= _AT_LEAST * before else f"{units.seconds(after)}, and {units.seconds(before)} before"
 
     def _arguments(self, data: str, shape: Shape) -> Matrices:
-        return self.subject.arguments(self.auditor.matrices(Given(data, shape)))
+        return self.subject.arguments(self.auditor.matrices(AuditInput(data, shape)))
 
     def _seconds(self, shape: Shape) -> float:
         return fastest({"": partial(self.subject.raw, self._arguments(NORMAL, shape))}, self.subject.device)[""]
@@ -297,3 +297,6 @@ def _always(look: Callable[[], str]) -> str:
         if not (why := look()):
             return ""
     return why
+
+
+CHECKS = (WorkCheck, SpeedCheck)
