@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8bench.store.commit_runs import moment_of
-from fp8bench.store.compacted.compact import CommitRows, Compaction, compact, read_commit
-from fp8bench.store.index.figure_files import Fingerprints, stamps
+from fp8bench.store.compacted.compact import Compaction, Sampled, compact, read_commit
+from fp8bench.store.index.figure_files import CommitFigures, Fingerprints, stamps
 from fp8bench.store.index.tables import Table, read_layout
 from suites.long_history import OPENED, PAIRS, REST, ROUNDS, Cost, Times, cost_of, run_of, write_module, write_store
 
@@ -46,7 +46,7 @@ class Made:
         series, cells = read_layout(self._table.layout)
         self._rows = {(series[rank].metric, *cell): row for row, (rank, cell) in enumerate(cells)}
 
-    def read(self, store: Path, _: Fingerprints, paths: Sequence[Path]) -> CommitRows:
+    def read(self, store: Path, _: Fingerprints, paths: Sequence[Path]) -> CommitFigures[Sampled]:
         """In the place of read_commit."""
         (path,) = paths
         sources, number = stamps(store, paths), int(path.stem.rpartition("-")[2], 16)

@@ -44,8 +44,14 @@ from fp8bench.store.asv.rows import (
     is_measured,
     row_of,
 )
-from fp8bench.store.commit_runs import TrackedRun, remembered, runs_of_commit, series_of_runs, why_not
-from fp8bench.store.points import merged
+from fp8bench.store.commit_runs import (
+    TrackedRun,
+    commit_points,
+    remembered,
+    runs_of_commit,
+    series_of_runs,
+    why_not,
+)
 
 
 def results_of(store: Path) -> Path:
@@ -185,7 +191,7 @@ def nothing_of(commit: str, identity: Identity) -> ResultsFile:
 
 def filled(file: ResultsFile, tracked: Sequence[TrackedRun]) -> ResultsFile:
     """The file with a row for every series; other rows stay."""
-    points = merged([point for one in tracked for point in one.content.points], series_of_runs(tracked))
+    points = commit_points(tracked)
     rows = dict(file.rows)
     for series in series_of_runs(tracked):
         own = {cell: point for (name, cell), point in points.items() if name == series.name}

@@ -12,12 +12,11 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 from fp8bench.errors import StoreError
 from fp8bench.files import PARTIAL, keeping, locked
 from fp8bench.model import Fault
-from fp8bench.store.commit_runs import by_commit, by_place, read_runs
+from fp8bench.store.commit_runs import TrackedRun, by_commit, commit_points
 from fp8bench.store.compacted.archive import Archived, archive, is_whole
 from fp8bench.store.compacted.manifest import (
     ARCHIVE,
@@ -26,7 +25,6 @@ from fp8bench.store.compacted.manifest import (
     Manifest,
     Partition,
     Place,
-    Unit,
     Unreadable,
     load_manifest,
     parquet_of,
@@ -44,17 +42,17 @@ from fp8bench.store.compacted.parquet import (
 )
 from fp8bench.store.compacted.reading import keys_of, stamps_of
 from fp8bench.store.index.figure_files import (
+    CommitFigures,
     Fingerprints,
-    Stamp,
     are_known,
-    are_unchanged,
     as_they_are,
     digest_of,
+    figures_of_runs,
     names_of,
-    stamps,
+    read_stamped,
 )
 from fp8bench.store.index.history import spread
-from fp8bench.store.index.tables import Table, placed, read_layout, table_of, tells
+from fp8bench.store.index.tables import Table, read_layout, table_of, tells
 from fp8bench.store.runs.listing import all_files, index_of, listing
 from fp8bench.store.runs.run_file import safe_folder
 
@@ -81,19 +79,10 @@ class Compaction:
     archived: Archived = field(default_factory=Archived)
 
 
-class CommitRows(NamedTuple):
-    """What the runs of a commit come to: sources, suites, runs, left, and its places, each with the samples of its rows
-    and the ids of its runs."""
-
-    sources: tuple[Stamp, ...]
-    suites: dict[str, str]
-    runs: int
-    left: tuple[str, ...]
-    places: tuple[tuple[Table, list[list[float]], list[str]], ...]
-
-
+# A place with the samples of its rows and the ids of its runs.
+Sampled = tuple[Table, list[list[float]], list[str]]
 # Of the runs of one commit; None where one changes meanwhile.
-Reader = Callable[[Path, Fingerprints, Sequence[Path]], CommitRows | None]
+Reader = Callable[[Path, Fingerprints, Sequence[Path]], CommitFigures[Sampled] | None]
 
 
 def compact(store: Path, observe: Callable[[int, int], None], reader: Reader | None = None) -> Compaction:
@@ -188,13 +177,13 @@ class _Compacting:
                     continue
                 own, places = self._numbered(read)
                 batches += own
-                self.manifest.units[commit] = Unit(*read[:-1], tuple(places))
+                self.manifest.units[commit] = CommitFigures(*read[:-1], tuple(places))
                 touched |= {self.manifest.places[place].partition for place in places}
                 self.result.read += 1
             spool.add(batches)
         return touched
 
-    def _numbered(self, read: CommitRows) -> tuple[list[Batch], list[int]]:
+    def _numbered(self, read: CommitFigures[Sampled]) -> tuple[list[Batch], list[int]]:
         """Rows of a commit, and the numbers of its places, which are new ones."""
         first, self.next = self.next, self.next + len(read.places)
         batches = []
@@ -276,19 +265,15 @@ def _months(commits: Sequence[str], files: dict[str, list[Path]]) -> Iterator[li
         yield list(some)
 
 
-def read_commit(store: Path, known: Fingerprints, paths: Sequence[Path]) -> CommitRows | None:
+def read_commit(store: Path, known: Fingerprints, paths: Sequence[Path]) -> CommitFigures[Sampled] | None:
     """What the runs of a commit come to; None where one changes meanwhile."""
-    before = stamps(store, paths)
-    read = read_runs(paths)
-    if before is None or not are_unchanged(store, before):
-        return None
-    places = []
-    for members in by_place(read.runs):
-        place = placed(members)
-        places.append((table_of(place), [list(one) for one in place.samples], [one.run.id for one in members]))
-    return CommitRows(
-        tuple(before), {name: known[name] for name in sorted(read.suites)}, len(read.runs), read.left, tuple(places)
-    )
+    read, sources = read_stamped(store, paths)
+    return None if sources is None else figures_of_runs(read, sources, known, _sampled)
+
+
+def _sampled(members: Sequence[TrackedRun]) -> Sampled:
+    samples = [list(point.samples) for point in commit_points(members).values()]
+    return table_of(members), samples, [one.run.id for one in members]
 
 
 def _partition(table: Table) -> str:

@@ -20,7 +20,7 @@ from fp8bench.errors import StoreError
 from fp8bench.files import write_whole
 from fp8bench.model import Conditions, trend_name
 from fp8bench.model.codec import SCHEMA
-from fp8bench.store.index.figure_files import Stamp
+from fp8bench.store.index.figure_files import CommitFigures, Stamp
 from fp8bench.store.runs.listing import Listing, index_of
 
 # Raised when the same runs would come to other rows, or be written down in another way.
@@ -71,16 +71,6 @@ class Place(NamedTuple):
     runs: list[str]
 
 
-class Unit(NamedTuple):
-    """The runs of one commit: the files they were read from, what they were asked about, and where their rows are."""
-
-    sources: tuple[Stamp, ...]
-    suites: dict[str, str]
-    runs: int
-    left: tuple[str, ...]
-    places: tuple[int, ...]
-
-
 class LineKey(NamedTuple):
     """What the number of a line stands for: one cell of a series, whatever the machine."""
 
@@ -116,10 +106,10 @@ class Numbered:
 
 @dataclass
 class Manifest:
-    """All of it. `files` are all run files by their names in the store, with size and date, newest first; empty until
-    every commit was looked at."""
+    """All of it. `units` are commits, with the numbers of their places. `files` are all run files by their names in the
+    store, with size and date, newest first; empty until every commit was looked at."""
 
-    units: dict[str, Unit] = field(default_factory=dict)
+    units: dict[str, CommitFigures[int]] = field(default_factory=dict)
     places: dict[int, Place] = field(default_factory=dict)
     partitions: dict[str, Partition] = field(default_factory=dict)
     archives: dict[str, Archive] = field(default_factory=dict)
@@ -253,8 +243,10 @@ def _manifest(plain: dict[str, Any]) -> Manifest:
 
 def _unit(
     plain: dict[str, Any], sources: list[Any], suites: int, runs: int, left: list[str], places: list[int]
-) -> Unit:
-    return Unit(tuple(Stamp(*one) for one in sources), plain["asked"][suites], runs, tuple(left), tuple(places))
+) -> CommitFigures[int]:
+    return CommitFigures(
+        tuple(Stamp(*one) for one in sources), plain["asked"][suites], runs, tuple(left), tuple(places)
+    )
 
 
 def save_manifest(store: Path, manifest: Manifest) -> None:

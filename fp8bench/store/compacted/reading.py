@@ -18,7 +18,6 @@ from fp8bench.store.asv.identity import Home
 from fp8bench.store.compacted.manifest import (
     LineKey,
     Manifest,
-    Unit,
     Unreadable,
     load_manifest,
     parquet_of,
@@ -27,7 +26,7 @@ from fp8bench.store.compacted.manifest import (
     without_runs,
 )
 from fp8bench.store.compacted.parquet import connected, counts_as, duckdb_here, read_columns, rows_of
-from fp8bench.store.index.figure_files import Fingerprints, are_known
+from fp8bench.store.index.figure_files import CommitFigures, Fingerprints, are_known
 from fp8bench.store.index.tables import Rows, Table
 from fp8bench.store.runs.listing import all_files, index_of
 
@@ -61,7 +60,7 @@ class Compacted:
         """Whether the run files are those that were there when all of them were compacted."""
         return bool(self.files) and self.files == self.manifest.files
 
-    def unit(self, commit: str, names: Sequence[str], known: Fingerprints) -> Unit | None:
+    def unit(self, commit: str, names: Sequence[str], known: Fingerprints) -> CommitFigures[int] | None:
         """What was compacted of a commit, if it still counts for these run files."""
         unit = self.manifest.units.get(commit)
         if self.is_alone:

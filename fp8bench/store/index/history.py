@@ -21,22 +21,20 @@ from fp8bench.errors import StoreError
 from fp8bench.model import Ending, Trend
 from fp8bench.store.asv.identity import Home, Identity
 from fp8bench.store.commit_runs import CommitRuns, by_commit, commit_of, files_by_commit, read_runs
-from fp8bench.store.compacted.manifest import Unit
 from fp8bench.store.compacted.reading import Compacted, open_compacted
 from fp8bench.store.index.figure_files import (
     CommitFigures,
     Fingerprints,
     Unfit,
-    are_unchanged,
     figures_file,
     figures_of_runs,
     load_figures,
     names_of,
+    read_stamped,
     save_figures,
-    stamps,
     sweep,
 )
-from fp8bench.store.index.tables import Line, Lines, Table, Trends, home_of, lines_of, names_in
+from fp8bench.store.index.tables import Line, Lines, Table, Trends, home_of, lines_of, names_in, table_of
 from fp8bench.store.runs.listing import Listing, listing
 
 Job = TypeVar("Job")
@@ -184,7 +182,7 @@ def open_history(store: Path, warn: Callable[[int], None]) -> History:
     left = there.left
     for one in figures:
         left.update(one.left)
-    sources = tuple(source for one in figures for source in (one.places if isinstance(one, Unit) else one.tables))
+    sources = tuple(source for one in figures for source in one.places)
     runs, commits = sum(one.runs for one in figures), sum(one.runs > 0 for one in figures)
     troubles = (*unfit, *there.notes(there.refused), *_troubles(store, missing, made, files))
     return History(sources, compacted, runs, commits, left, read, troubles)
@@ -209,7 +207,9 @@ def keep_figures(store: Path, run: Path) -> None:
             read_and_keep(store, commit, paths, known)
 
 
-def _figures(store: Path, known: Fingerprints, job: tuple[str, Sequence[Path], bool]) -> tuple[CommitFigures, str]:
+def _figures(
+    store: Path, known: Fingerprints, job: tuple[str, Sequence[Path], bool]
+) -> tuple[CommitFigures[Table], str]:
     """What the runs of a commit come to, for another process: what they tell stays in the one that reads them."""
     commit, paths, keep = job
     _, figures, unkept = read_and_keep(store, commit, paths, known, keep)
@@ -218,17 +218,16 @@ def _figures(store: Path, known: Fingerprints, job: tuple[str, Sequence[Path], b
 
 def read_and_keep(
     store: Path, commit: str, paths: Sequence[Path], known: Fingerprints, keep: bool = True
-) -> tuple[CommitRuns, CommitFigures, str]:
+) -> tuple[CommitRuns, CommitFigures[Table], str]:
     """Read the runs of a commit, and write down what they come to, whatever was written down before.
 
     Returns what they tell, what they come to, and why that could not be written down, '' if it was.
     """
-    before = stamps(store, paths) if keep else None
-    read = read_runs(paths)
-    figures, unkept = figures_of_runs(read), ""
-    if before is not None and are_unchanged(store, before):
+    read, sources = read_stamped(store, paths) if keep else (read_runs(paths), None)
+    figures, unkept = figures_of_runs(read, sources or (), known, table_of), ""
+    if sources is not None:
         try:
-            save_figures(figures_file(store, commit), figures, read, before, known)
+            save_figures(figures_file(store, commit), figures)
         except OSError as error:
             unkept = error.strerror or str(error)
     return read, figures, unkept
@@ -237,7 +236,7 @@ def read_and_keep(
 def _troubles(
     store: Path,
     missing: Mapping[str, Unfit],
-    made: Mapping[str, tuple[CommitFigures, str]],
+    made: Mapping[str, tuple[CommitFigures[Table], str]],
     files: Mapping[str, Sequence[str]],
 ) -> Iterator[str]:
     folder = figures_file(store, "").parent

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -21,8 +21,7 @@ from fp8bench.analysis.stats import Floats
 from fp8bench.model import Cell, Conditions, Ending, Figure, Point, Scalar, Series, Status, Trend, trend_name
 from fp8bench.store.asv.identity import Home
 from fp8bench.store.asv.rows import cell
-from fp8bench.store.commit_runs import TrackedRun, series_of_runs
-from fp8bench.store.points import merged
+from fp8bench.store.commit_runs import TrackedRun, commit_points, series_of_runs
 
 
 @dataclass(frozen=True)
@@ -35,26 +34,6 @@ class Trends:
     left: Counter[str]
 
 
-class Placed(NamedTuple):
-    """What a commit has come to on one machine under one interpreter.
-
-    `figures` are those of the cells of `series`, which they name by its place there, and `samples` what they are of.
-    `began` is when the oldest of its
-    runs was started, in ms since 1970, and `newest` when the newest was, as that says it. The interpreter goes by the
-    oldest run's name.
-    """
-
-    commit: str
-    date: int | None
-    began: float
-    newest: str
-    machine: Mapping[str, Scalar | None]
-    home: Home
-    series: tuple[Series, ...]
-    figures: tuple[tuple[int, Cell, Figure], ...]
-    samples: tuple[tuple[float, ...], ...]
-
-
 def home_of(own: Home, homes: list[Home]) -> Home:
     """Where a run belongs, among those that are known, which it joins: bin/python and bin/python3 are one."""
     for home in homes:
@@ -64,30 +43,20 @@ def home_of(own: Home, homes: list[Home]) -> Home:
     return own
 
 
-def placed(members: Sequence[TrackedRun]) -> Placed:
-    """What the runs of one commit, machine and interpreter come to, oldest first."""
-    series = series_of_runs(members)
-    ranks = {one.name: rank for rank, one in enumerate(series)}
-    points = merged([point for tracked in members for point in tracked.content.points], series)
-    date = members[0].run.environment.get("commit_date")
-    return Placed(
-        members[0].commit, date if isinstance(date, int) else None, members[0].order[0] * 1000,
-        members[-1].run.started, members[-1].identity.machine, members[0].identity.home, tuple(series),
-        tuple((ranks[name], values, figure_of(members[0], point)) for (name, values), point in points.items()),
-        tuple(point.samples for point in points.values()),
-    )  # fmt: skip
-
-
 def figure_of(tracked: TrackedRun, point: Point) -> Figure:
     """What a point says of its commit, or of the files that a run was made with."""
-    date = tracked.run.environment.get("commit_date")
     value, stats = cell(point.samples)
     low, high = (stats.ci_99_a, stats.ci_99_b) if stats is not None else (-math.inf, math.inf)
     known = math.isfinite(low) and math.isfinite(high) and len(point.samples) > 1
     return Figure(
-        tracked.commit, date if isinstance(date, int) else None, point.version, point.runs, len(point.samples), value,
+        tracked.commit, _commit_date(tracked), point.version, point.runs, len(point.samples), value,
         low if known else None, high if known else None, point.hasty, point.status, point.reason, point.under,
     )  # fmt: skip
+
+
+def _commit_date(tracked: TrackedRun) -> int | None:
+    date = tracked.run.environment.get("commit_date")
+    return date if isinstance(date, int) else None
 
 
 @lru_cache
@@ -140,7 +109,15 @@ class Table:
         return Home(str(self.said["machine"]["machine"]), self.said["python"], self.said["interpreter"])
 
 
-def table_of(place: Placed) -> Table:
+def table_of(members: Sequence[TrackedRun]) -> Table:
+    """What the runs of one commit, machine and interpreter come to, oldest first: a row for each of `commit_points`.
+
+    `began` is when the oldest run was started, in ms since 1970, and `newest` when the newest was, as that says it. The
+    interpreter goes by the oldest run's name.
+    """
+    oldest, newest = members[0], members[-1]
+    points = commit_points(members)
+    figures = [figure_of(oldest, point) for point in points.values()]
     versions: dict[str, int] = {}
     unders: dict[Conditions, int] = {}
     reasons: dict[str, int] = {}
@@ -152,22 +129,21 @@ def table_of(place: Placed) -> Table:
             _VALUE * (figure.value is not None) + _INTERVAL * (figure.low is not None) + _HASTY * figure.hasty
             + _STATUS_FACTOR * _STATUSES.index(figure.status),
         )
-        for _, _, figure in place.figures
+        for figure in figures
     ]  # fmt: skip
     said = {
-        "commit": place.commit, "date": place.date, "began": place.began, "newest": place.newest,
-        "machine": dict(place.machine), "python": place.home.python,
-        "interpreter": place.home.interpreter, "versions": list(versions), "unders": list(unders),
-        "reasons": list(reasons),
+        "commit": oldest.commit, "date": _commit_date(oldest), "began": oldest.order[0] * 1000,
+        "newest": newest.run.started, "machine": dict(newest.identity.machine),
+        "python": oldest.identity.home.python, "interpreter": oldest.identity.home.interpreter,
+        "versions": list(versions), "unders": list(unders), "reasons": list(reasons),
     }  # fmt: skip
-    return Table(said, _layout(place), np.array(rows, dtype=ROW))
+    return Table(said, _layout(series_of_runs(members), points), np.array(rows, dtype=ROW))
 
 
-def _layout(place: Placed) -> bytes:
-    series = [
-        [one.name, one.workload, one.metric, one.unit, one.param_names, one.params, one.version] for one in place.series
-    ]
-    return json.dumps([series, [[rank, cell] for rank, cell, _ in place.figures]], separators=(",", ":")).encode()
+def _layout(series: Sequence[Series], points: Iterable[tuple[str, Cell]]) -> bytes:
+    ranks = {one.name: rank for rank, one in enumerate(series)}
+    plain = [[one.name, one.workload, one.metric, one.unit, one.param_names, one.params, one.version] for one in series]
+    return json.dumps([plain, [[ranks[name], cell] for name, cell in points]], separators=(",", ":")).encode()
 
 
 def read_layout(text: bytes) -> tuple[tuple[Series, ...], tuple[tuple[int, Cell], ...]]:

@@ -25,6 +25,7 @@ from fp8bench.store.compacted import manifest as manifests
 from fp8bench.store.compacted import parquet
 from fp8bench.store.compacted.compact import Compaction, check_compacted, compact
 from fp8bench.store.compacted.manifest import load_manifest, points_of
+from fp8bench.store.index import figure_files
 from fp8bench.store.index import history as index
 from fp8bench.store.index.history import History, open_history
 from fp8bench.store.runs.listing import index_of
@@ -340,7 +341,7 @@ def test_another_version_of_it(tmp_path: Path, name: str, step: int, monkeypatch
 def test_a_run_that_comes_or_goes_on_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is left for the next time, and is told from its file until then."""
     paths = history(tmp_path, 1.0, 1.1)
-    read = compacting.read_runs
+    read = figure_files.read_runs
 
     def meanwhile(some: Any) -> Any:
         if paths[0] in some:
@@ -350,7 +351,7 @@ def test_a_run_that_comes_or_goes_on_meanwhile(tmp_path: Path, monkeypatch: pyte
         return read(some)
 
     with monkeypatch.context() as patch:
-        patch.setattr(compacting, "read_runs", meanwhile)
+        patch.setattr(figure_files, "read_runs", meanwhile)
         assert compacted(tmp_path).busy == 1
     no_figures(tmp_path)
     found = opened(tmp_path)

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from fp8bench.model import Request, Status
 from fp8bench.registry import workloads
-from fp8bench.store.commit_runs import read_runs
+from fp8bench.store.commit_runs import by_place, read_runs
 from fp8bench.store.index import figure_files
-from fp8bench.store.index.figure_files import VERSION, Fingerprints, figures_file, figures_of_runs
+from fp8bench.store.index.figure_files import VERSION, Fingerprints, figures_file
 from fp8bench.store.index.history import History, keep_figures, open_history, read_and_keep
-from fp8bench.store.index.tables import Trends
+from fp8bench.store.index.tables import Trends, table_of
 from fp8bench.store.merge_stores import rebuild
 from fp8bench.store.runs.listing import run_files
 from fp8bench.user_code import import_user_modules
@@ -399,7 +399,6 @@ def test_a_change_of_what_is_told_raises_the_version(tmp_path: Path) -> None:
     path.write_text(as_older(path).read_text().replace('"status":"ok"', '"status":"failed"', 1))
     with forgotten(tmp_path):
         import_user_modules((str(write_module(tmp_path, 2)),))
-        figures = figures_of_runs(read_runs([path]))
-    (table,) = figures.tables
+        (table,) = map(table_of, by_place(read_runs([path]).runs))
     parts = [json.dumps(table.said, sort_keys=True).encode(), table.layout, table.rows.tobytes()]
     assert (VERSION, hashlib.blake2b(b"".join(parts)).hexdigest()[:16]) == (9, "343971f768e72bd2")
