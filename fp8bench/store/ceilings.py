@@ -17,9 +17,8 @@ from pathlib import Path
 from fp8bench.errors import StoreError
 from fp8bench.files import locked, safe, sealed_line, unsealed_line, write_whole
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Scalar
-from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.run import SWITCHES_SET
-from fp8bench.store.kept_lines import Content, Log
+from fp8bench.store.kept_lines import Log
 
 # Raised when something else is measured under the same names.
 _VERSION = 2
@@ -105,17 +104,7 @@ def merge_ceilings(store: Path, other: Path) -> int:
 
 def _log(store: Path, name: str = "history.jsonl") -> Log[Ceilings]:
     """What is in a file of the folder: one value, but for the history."""
-    return Log(store / "ceilings" / name, _said, _written)
-
-
-def _said(content: Content) -> Ceilings:
-    if content["version"] != _VERSION:
-        raise Malformed("is of another version")
-    return decode(Ceilings, content["ceilings"])
-
-
-def _written(found: Ceilings) -> Content:
-    return {"version": _VERSION, "ceilings": encode(found)}
+    return Log(store / "ceilings" / name, {"ceilings": Ceilings}, "ceilings", _VERSION)
 
 
 def _read(log: Log[Ceilings]) -> Ceilings | None:
@@ -133,7 +122,7 @@ def _try_writing(log: Log[Ceilings], found: Ceilings) -> None:
 
 
 def _write(log: Log[Ceilings], found: Ceilings) -> None:
-    write_whole(log.path, f"{sealed_line(_written(found))}\n")
+    write_whole(log.path, f"{sealed_line(log.written(found))}\n")
 
 
 def _settings(environment: Environment, device: DeviceFacts, whole: bool) -> dict[str, Scalar | None]:

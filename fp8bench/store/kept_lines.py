@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.files import Damaged, append_lines, digest_of, keeping, sealed_line, unsealed_line
-from fp8bench.model.codec import SCHEMA, Malformed
+from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 
 T = TypeVar("T")
 Content = dict[str, Any]
@@ -36,25 +36,42 @@ def fitting(word: str, names: Mapping[Path, Sequence[str]]) -> list[Path]:
 
 @dataclass(frozen=True)
 class Log(Generic[T]):
-    """Values with a line each, which is only ever added to; `read` raises for content that is none.
+    """Values with a line each, which is only ever added to: `{"version": 1, WORD: value}`, by the words of `kinds`.
 
     What holds is a matter of which lines there are and not of their order, so that files of two machines merge line by
-    line. A line that cannot be read counts for nothing.
+    line. A line that cannot be read counts for nothing. A value under '' is the whole line, and has no version.
     """
 
     path: Path
-    read: Callable[[Content], T]
-    written: Callable[[T], Content]
+    kinds: Mapping[str, type[T]]
+    called: str
+    version: int | None = None
     remedy: str = "Make room, or choose another --store DIR."
 
-    def lines(self) -> tuple[list[tuple[bytes, T]], list[str]]:
-        """The lines with what they say, and of each that says nothing why; none without a file. Raises OSError."""
-        sound: list[tuple[bytes, T]] = []
+    def read(self, content: Content) -> T:
+        """What a line says. Raises Malformed."""
+        if content.get("version") != self.version:
+            raise Malformed(f"is of version {content.get('version')!r:.20} (this fp8bench reads {self.version})")
+        word = next((word for word in self.kinds if not word or word in content), None)
+        if word is None:
+            raise Malformed(f"is no {self.called}")
+        try:
+            return decode(self.kinds[word], content[word] if word else content)
+        except Malformed as error:
+            raise Malformed(f"is no {self.called} ({error})") from None
+
+    def written(self, value: T) -> Content:
+        word = next(word for word, kind in self.kinds.items() if isinstance(value, kind))
+        return {"version": self.version, word: encode(value)} if word else encode(value)
+
+    def lines(self) -> tuple[list[T], list[str]]:
+        """What the lines say, and of each that says nothing why; none without a file. Raises OSError."""
+        sound: list[T] = []
         troubles = []
         for number, line in enumerate(self.path.read_bytes().split(b"\n") if self.path.exists() else (), 1):
             try:
                 if line.strip():
-                    sound.append((line, self.read(unsealed_line(line)[0])))
+                    sound.append(self.read(unsealed_line(line)[0]))
             except Damaged as error:
                 troubles.append(f"line {number} is not as it was written: {error}")
             except Malformed as error:
@@ -65,25 +82,22 @@ class Log(Generic[T]):
 
     def values(self) -> list[T]:
         try:
-            return [value for _, value in self.lines()[0]]
+            return self.lines()[0]
         except OSError:
             return []
 
     def append(self, values: Iterable[T]) -> None:
         """Write them through to the disk, behind whatever stands there. Raises StoreError."""
-        self._append([sealed_line(self.written(value)) for value in values])
-
-    def merge(self, theirs: Iterable[tuple[bytes, T]]) -> list[T]:
-        """Take in the lines of another log that say what is not here; returns that. Raises StoreError and OSError."""
-        known = {value for _, value in self.lines()[0]}
-        new = {value: line.decode() for line, value in theirs if value not in known}
-        if new:
-            self._append(list(new.values()))
-        return list(new)
-
-    def _append(self, lines: Sequence[str]) -> None:
         with keeping(self.path, self.remedy):
-            append_lines(self.path, lines)
+            append_lines(self.path, [sealed_line(self.written(value)) for value in values])
+
+    def merge(self, theirs: Iterable[T]) -> list[T]:
+        """Take in what another log says and this one does not; returns that. Raises StoreError and OSError."""
+        known = set(self.lines()[0])
+        new = [value for value in dict.fromkeys(theirs) if value not in known]
+        if new:
+            self.append(new)
+        return new
 
 
 class Broken(NamedTuple):

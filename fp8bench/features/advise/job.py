@@ -18,12 +18,10 @@ from fp8bench.features.sensitivity.job import studies_of, write_map_file
 from fp8bench.features.sensitivity.study import as_words
 from fp8bench.features.train.kind import load_training, training_named
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
-from fp8bench.files import append_lines, sealed_line
 from fp8bench.model import Interval, Run
-from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.pipeline import execute, measure_again, now
 from fp8bench.protocols import Observer
-from fp8bench.store.kept_lines import Content, UnknownKind, sheet_of, take_lines
+from fp8bench.store.kept_lines import Log
 from fp8bench.store.runs.listing import load_named, store_of
 
 # Facts of the environment that stand beside a check.
@@ -143,27 +141,17 @@ def checks_of(store: Path) -> Path:
 
 def load_checks(store: Path) -> tuple[tuple[Checked, ...], list[str]]:
     """Oldest first, each once, and what is wrong with lines that were left out: none without the file."""
-    path = checks_of(store)
-    found: dict[Checked, None] = {}
-
-    def take(content: Content) -> None:
-        if content.get("version") != _VERSION:
-            raise UnknownKind
-        if "checked" not in content:
-            raise Malformed("it has no check")
-        found[decode(Checked, content["checked"])] = None
-
     try:
-        sheet = sheet_of(path.read_bytes() if path.exists() else b"")
+        found, troubles = _log(store).lines()
     except OSError as error:
-        raise StoreError(f"{path} cannot be read ({error.strerror}).") from None
-    troubles = take_lines(sheet, take)
-    return tuple(sorted(found, key=lambda one: one.when)), troubles
+        raise StoreError(f"{checks_of(store)} cannot be read ({error.strerror}).") from None
+    each_once = sorted(dict.fromkeys(found), key=lambda one: one.when)
+    return tuple(each_once), [f"{trouble}, and was left out" for trouble in troubles]
 
 
 def keep_checks(store: Path, checked: Sequence[Checked]) -> None:
-    path = checks_of(store)
-    try:
-        append_lines(path, [sealed_line({"version": _VERSION, "checked": encode(one)}) for one in checked])
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written ({error.strerror}). Choose another --store.") from None
+    _log(store).append(checked)
+
+
+def _log(store: Path) -> Log[Checked]:
+    return Log(checks_of(store), {"checked": Checked}, "check", _VERSION, "Choose another --store.")
