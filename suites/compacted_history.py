@@ -105,7 +105,7 @@ def write_compacted(store: Path, commits: int = COMMITS, pairs: int = PAIRS) -> 
 _FIRST = f"""{OPENED}
 def figures(number):
     name = history.names[number * len(history.names) // 11]
-    assert len(history.trends(name.__eq__).trends[0].figures) > 1
+    assert len(history.trends(name.__eq__)[0].figures) > 1
 """
 _MAKING = """
 from suites.compacted_history import write_compacted

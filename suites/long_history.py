@@ -235,7 +235,7 @@ if not found.changes:
 _WORKS = {
     "from the runs": _CHANGES,
     "first open": _CHANGES,
-    "show": f"{OPENED}assert len(history.trends(history.names[0].__eq__).trends[0].figures) > 1",
+    "show": f"{OPENED}assert len(history.trends(history.names[0].__eq__)[0].figures) > 1",
     "list": f"{OPENED}assert len(history.endings(lambda name: True)) > 1",
     "after a run": _CHANGES,
     "after a run of all": _CHANGES,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from fp8bench.model import (
     Case,
@@ -27,7 +28,8 @@ from fp8bench.model import (
 from fp8bench.registry import workloads
 from fp8bench.store.asv.identity import Home
 from fp8bench.store.commit_runs import by_place, commit_points, files_by_commit, read_runs, series_of_runs
-from fp8bench.store.index.tables import Trends, figure_of, home_of, order
+from fp8bench.store.index.history import History
+from fp8bench.store.index.tables import figure_of, home_of, order
 from fp8bench.store.runs.run_file import load_run, start_run
 from fp8bench.store.series import cells_of
 from tests.runs import CPU, NATIVE, run_of
@@ -125,6 +127,19 @@ class _Line:
     rank: int
     newest: str = ""
     figures: list[tuple[float, Figure]] = field(default_factory=list)
+
+
+class Trends(NamedTuple):
+    """What a store holds: trends, of how many runs and commits, and how many runs were left out, and why."""
+
+    trends: tuple[Trend, ...]
+    runs: int
+    commits: int
+    left: Counter[str]
+
+
+def trends_of(history: History, wanted: Callable[[str], bool]) -> Trends:
+    return Trends(history.trends(wanted), history.runs, history.commits, history.left)
 
 
 def read_trends(store: Path, wanted: Callable[[str], bool]) -> Trends:

@@ -203,9 +203,9 @@ def _trends(history: History, word: str, store: Path) -> Sequence[Trend]:
     """The trends of the one series that a word fits, or of all that a pattern with stars fits."""
     if _ANY in word:
         pattern = re.compile(".*".join(map(re.escape, word.lower().split(_ANY))))
-        trends = history.trends(lambda name: pattern.fullmatch(name.lower()) is not None).trends
+        trends = history.trends(lambda name: pattern.fullmatch(name.lower()) is not None)
     else:
-        trends = history.trends(series_meant(word, history, store).__eq__).trends
+        trends = history.trends(series_meant(word, history, store).__eq__)
     if not trends:
         raise UsageError(f"no series is called {word!r:.80}. `fp8bench history list` names them all.")
     return trends

@@ -165,7 +165,7 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
 
     found = opened(store, TERMINAL)
     wanted = series_meant(arguments.series, found, store)
-    trends = found.trends(lambda name: name == wanted).trends
+    trends = found.trends(lambda name: name == wanted)
     commits = {figure.commit for trend in trends for figure in trend.figures}
     lost = gone(commits, Path())
     if lost == commits:

@@ -34,7 +34,7 @@ from fp8bench.store.index.figure_files import (
     save_figures,
     sweep,
 )
-from fp8bench.store.index.tables import Line, Lines, Table, Trends, home_of, lines_of, names_in, table_of
+from fp8bench.store.index.tables import Line, Lines, Table, home_of, lines_of, names_in, table_of
 from fp8bench.store.runs.listing import Listing, listing
 
 Job = TypeVar("Job")
@@ -105,10 +105,10 @@ class History:
     def lines(self) -> Lines:
         return self._lines(lambda _: True)
 
-    def trends(self, wanted: Callable[[str], bool]) -> Trends:
+    def trends(self, wanted: Callable[[str], bool]) -> tuple[Trend, ...]:
         """The trends whose name is wanted, as they are when every run is read."""
         lines = self._lines(wanted)
-        return Trends(tuple(map(lines.trend, lines.lines)), self.runs, self.commits, self.left)
+        return tuple(map(lines.trend, lines.lines))
 
     def is_of(self, trend: Trend, identity: Identity) -> bool:
         """Whether a trend goes on where an identity is of, by whatever name its interpreter was called."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -22,16 +21,6 @@ from fp8bench.model import Cell, Conditions, Ending, Figure, Point, Scalar, Seri
 from fp8bench.store.asv.identity import Home
 from fp8bench.store.asv.rows import cell
 from fp8bench.store.commit_runs import TrackedRun, commit_points, series_of_runs
-
-
-@dataclass(frozen=True)
-class Trends:
-    """What a store holds: trends, of how many runs and commits, and how many runs were left out, and why."""
-
-    trends: tuple[Trend, ...]
-    runs: int
-    commits: int
-    left: Counter[str]
 
 
 def home_of(own: Home, homes: list[Home]) -> Home:
