@@ -236,9 +236,8 @@ class Taken:
     notes: list[str] = field(default_factory=list)
 
 
-def merge_folders(ours: Path, theirs: Path) -> Taken:
+def merge_folders(ours: Path, theirs: Path, taken: Taken) -> Taken:
     """Take what is missing here out of another folder of results, which is only read. For holders of the lock."""
-    taken = Taken()
     for folder in sorted({path.parent for path in theirs.glob("*/*.json")}):
         machine = _take_machine(ours / folder.name, folder, taken)
         for path in results_files(folder):
