@@ -25,9 +25,9 @@ from typing import Any
 
 from fp8bench import __version__
 from fp8bench.analysis.verdicts import best_phases, conclude, decided
-from fp8bench.errors import StoreError, UnknownName
+from fp8bench.errors import UnknownName
 from fp8bench.features.selftest.checks import GPU_SIDE, NATIVE, SIDE, product
-from fp8bench.files import write_whole
+from fp8bench.files import keeping, write_whole
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import Arm
 from fp8bench.measure.environment import gather
@@ -382,9 +382,5 @@ def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> 
             for result in results
         ],
     }  # fmt: skip
-    try:
+    with keeping(f"--json {path}", "Name a file in a folder you may write."):
         write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")
-    except OSError as error:
-        raise StoreError(
-            f"--json {path} cannot be written ({error.strerror}). Name a file in a folder you may write."
-        ) from None

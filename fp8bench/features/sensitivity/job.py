@@ -13,7 +13,7 @@ from fp8bench import __version__
 from fp8bench.errors import StoreError, UsageError, WorkerError, WorkerFault
 from fp8bench.features.sensitivity.study import By, PrecisionMap, Study, Trial, map_of
 from fp8bench.features.sensitivity.view import as_json
-from fp8bench.files import compact, sealed, stamp, unsealed, write_whole
+from fp8bench.files import compact, keeping, sealed, stamp, unsealed, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import AskedBench, Worker, claimed
@@ -96,10 +96,8 @@ def write_map(study: Study, path: Path) -> None:
 
 def write_map_file(path: Path, head: str, precision_map: PrecisionMap) -> None:
     """A map as --precision-map takes it, with a remark at its head."""
-    try:
+    with keeping(f"--write-map {path}", "Give another file."):
         write_whole(path, "\n".join([f"# {head}", *(f"{key}={mode}" for key, mode in precision_map), ""]))
-    except OSError as error:
-        raise StoreError(f"--write-map {path} cannot be written ({error.strerror}). Give another file.") from None
 
 
 def check(request: Request) -> None:
