@@ -22,6 +22,11 @@ _BROKEN = (ValueError, KeyError, TypeError, RecursionError)
 # Of an error's words, and of how a broken line begins.
 _LETTERS, _BEGINNING = 120, 20
 _SCHEMA = re.compile(r'{"schema": ?(\d+)\b')
+# What a store keeps beside its runs, with checksums; of acknowledgements `load_acks` says what is wrong.
+BESIDE_RUNS = (
+    "advice.jsonl", "ceilings/*.json", "ceilings/history.jsonl", "cells/*/attempts.jsonl", "duels/*.jsonl",
+    "plans/*.json", "sensitivity/*.json", "trainings/*/steps.jsonl",
+)  # fmt: skip
 
 
 class UnknownKind(ValueError):

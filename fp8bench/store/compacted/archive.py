@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from fp8bench.errors import StoreError
 from fp8bench.files import keeping, locked, replacing, write_whole
@@ -35,38 +34,29 @@ from fp8bench.store.compacted.manifest import (
     without_runs,
 )
 from fp8bench.store.index.figure_files import digest_of
+from fp8bench.store.kept_lines import BESIDE_RUNS
 from fp8bench.store.runs.listing import all_files, index_of, machine_folder
 from fp8bench.store.runs.run_file import safe_folder
 
 # What commands ask of a store beside its runs. Left out is what is made again (figures, reports, prepared texts), what
 # is of use on its machine alone (checkpoints of trainings, locks), and what nobody knows.
-_BESIDE = (
-    "acks.jsonl", "advice.jsonl", "asv/results/*.json", "asv/results/*/*.json",
-    "ceilings/*.json", "ceilings/history.jsonl", "cells/*/attempts.jsonl", "cells/*/output.txt", "duels/*.jsonl",
-    "plans/*.json", "sensitivity/*.json", "trainings/*/steps.jsonl",
-)  # fmt: skip
+_BESIDE = (*BESIDE_RUNS, "acks.jsonl", "asv/results/*.json", "asv/results/*/*.json", "cells/*/output.txt")
 _RUNS = ("runs/*/*.jsonl", "runs/machine=*/month=*/*.jsonl")
 _MONTH = re.compile(r"(\d{4})(\d{2})\d{2}T")
 
 
-class Stated(NamedTuple):
-    """A file of the store with its size and date."""
-
-    path: str
-    size: int
-    changed_ns: int
-
-
-def stated(store: Path) -> dict[str, list[Stated]]:
-    """The files that a store is made of, by the archives that they belong into, in the order of their names."""
-    found: dict[str, list[Stated]] = {}
+def stated(store: Path) -> dict[str, list[ArchivedFile]]:
+    """The files that a store is made of, without digests, by the archives that they belong into, in the order of their
+    names."""
+    found: dict[str, list[ArchivedFile]] = {}
     beside = (path for pattern in _BESIDE for path in store.glob(pattern))
     for path in sorted({*all_files(store), *beside}):
         name = path.relative_to(store).as_posix()
         with contextlib.suppress(OSError):
             status = path.stat()
             if path.is_file():
-                found.setdefault(_archive(name), []).append(Stated(name, status.st_size, status.st_mtime_ns))
+                file = ArchivedFile(name, "", status.st_size, status.st_mtime_ns)
+                found.setdefault(_archive(name), []).append(file)
     return found
 
 
@@ -113,7 +103,7 @@ def archive(store: Path, manifest: Manifest, result: Archived, save: Callable[[]
         old = manifest.archives.get(name)
         damaged = old is not None and not is_whole(archive_of(store, name), old.size, old.digest)
         result.mended += [name] if damaged else []
-        if old is None or damaged or [(one.path, one.size, one.changed_ns) for one in old.files] != files:
+        if old is None or damaged or [file._replace(digest="") for file in old.files] != files:
             manifest.archives[name], left = write_archive(archive_of(store, name), store, files)
             result.written.append(name)
             result.left += left
@@ -122,7 +112,7 @@ def archive(store: Path, manifest: Manifest, result: Archived, save: Callable[[]
     result.kept = len(manifest.archives) - len(result.written)
 
 
-def write_archive(path: Path, store: Path, files: Sequence[Stated]) -> tuple[Archive, list[str]]:
+def write_archive(path: Path, store: Path, files: Sequence[ArchivedFile]) -> tuple[Archive, list[str]]:
     """Make an archive of files, which takes the place of the one before once all of them were read back from it.
 
     Returns it, and the files that changed meanwhile or cannot be read, which are not in it. Raises StoreError.
@@ -139,7 +129,7 @@ def write_archive(path: Path, store: Path, files: Sequence[Stated]) -> tuple[Arc
                         member = tarfile.TarInfo(one.path)  # without a date and an owner
                         member.size = one.size
                         tar.addfile(member, io.BytesIO(content))
-                        packed.append(ArchivedFile(one.path, hashlib.sha256(content).hexdigest(), *one[1:]))
+                        packed.append(one._replace(digest=hashlib.sha256(content).hexdigest()))
             file.flush()
             os.fsync(file.fileno())
         made = Archive(partial.stat().st_size, digest_of(partial), tuple(packed))
@@ -149,7 +139,7 @@ def write_archive(path: Path, store: Path, files: Sequence[Stated]) -> tuple[Arc
     return made, [one.path for one in files if one.path not in there]
 
 
-def _unchanged(path: Path, one: Stated) -> bytes | None:
+def _unchanged(path: Path, one: ArchivedFile) -> bytes | None:
     try:
         content, status = path.read_bytes(), path.stat()
     except OSError:
