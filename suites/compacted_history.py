@@ -50,7 +50,6 @@ class Made:
         """In the place of read_commit."""
         (path,) = paths
         sources, number = stamps(store, paths), int(path.stem.rpartition("-")[2], 16)
-        assert sources is not None
         rows, samples = self._table.rows.copy(), list(self._samples)
         for (metric, precision), figures in self._figures(number).items():
             places = [self._rows[metric, precision, size] for size in range(1, 1 + self._pairs)]

@@ -113,31 +113,23 @@ def figures_of_runs(
 
 def read_stamped(store: Path, paths: Sequence[Path]) -> tuple[CommitRuns, list[Stamp] | None]:
     """Read the runs of a commit, and say which files those were; None where one changed meanwhile."""
-    before = stamps(store, paths)
+    before: list[Stamp] = []
+    with contextlib.suppress(OSError):
+        before = stamps(store, paths)
     read = read_runs(paths)
-    return read, before if before is not None and are_unchanged(store, before) else None
+    with contextlib.suppress(OSError):
+        if as_they_are(store, paths, before) == before:
+            return read, before
+    return read, None
 
 
-def stamps(store: Path, paths: Sequence[Path]) -> list[Stamp] | None:
-    """The run files as they are; None where one cannot be read."""
+def stamps(store: Path, paths: Sequence[Path]) -> list[Stamp]:
+    """The run files as they are. Raises OSError."""
     found = []
-    for path in paths:
-        try:
-            status = path.stat()
-            (name,) = names_of(store, [path])
-            found.append(Stamp(name, status.st_size, status.st_mtime_ns, digest_of(path)))
-        except OSError:
-            return None
+    for path, name in zip(paths, names_of(store, paths), strict=True):
+        status = path.stat()
+        found.append(Stamp(name, status.st_size, status.st_mtime_ns, digest_of(path)))
     return found
-
-
-def are_unchanged(store: Path, sources: Sequence[Stamp]) -> bool:
-    """Whether run files have the size and the date that they had."""
-    try:
-        now = [(store / one.name).stat() for one in sources]
-    except OSError:
-        return False
-    return [(one.st_size, one.st_mtime_ns) for one in now] == [(one.size, one.changed_ns) for one in sources]
 
 
 def digest_of(path: Path) -> str:
