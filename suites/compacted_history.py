@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fp8bench.store.commit_runs import moment_of
 from fp8bench.store.compacted.compact import Compaction, Sampled, compact, read_commit
 from fp8bench.store.index.figure_files import CommitFigures, Fingerprints, stamps
-from fp8bench.store.index.tables import Table, read_layout
+from fp8bench.store.index.tables import FigureTable, read_layout
 from suites.long_history import OPENED, PAIRS, REST, ROUNDS, Cost, Times, cost_of, run_of, write_module, write_store
 
 # With 1,001 points each that have a number, and as many rows that have none.
@@ -61,7 +61,7 @@ class Made:
                 rows["low"][places], rows["high"][places] = middle[:, 0], middle[:, -1]
             for place, values in zip(places, figures.tolist(), strict=True):
                 samples[place] = values
-        table = Table({**self._table.said, **_said(number)}, self._table.layout, rows)
+        table = FigureTable({**self._table.said, **_said(number)}, self._table.layout, rows)
         return self._read._replace(sources=tuple(sources), places=((table, samples, [run_of(number, ()).id]),))
 
     def _figures(self, number: int) -> dict[tuple[str, str], Floats]:

@@ -22,7 +22,7 @@ from fp8bench.store.acks import Undo, acks_of, append_acks, load_acks
 from fp8bench.store.asv.identity import Identity, resolved
 from fp8bench.store.commit_runs import files_by_commit, tracked_run
 from fp8bench.store.compacted.compact import Compaction, compact
-from fp8bench.store.index.figure_files import Memory
+from fp8bench.store.index.figure_files import StepMemory
 from fp8bench.store.index.history import History, open_history
 from fp8bench.store.points import cell_of
 from fp8bench.store.runs.listing import POINTS, all_files, closed_folders
@@ -80,7 +80,7 @@ def compacted(store: Path, observer: JobObserver) -> Compaction:
 
 def all_changes(history: History, store: Path, observer: JobObserver) -> Found:
     """The changes of all trends, those that were acknowledged among them; of counts the operators that changed."""
-    memory = Memory(store)
+    memory = StepMemory(store)
     changes = changes_of(stretches(history), memory.steps_of_many)
     for trouble in memory.troubles:
         observer.note(trouble)

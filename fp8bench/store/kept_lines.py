@@ -1,6 +1,6 @@
 """Files of JSON lines, whatever they keep: found by a word, headed by a schema, read without what is broken in them.
 
-A `Log` has lines in any order, each of which stands for itself; all others are a `Sheet`, whose lines are numbered.
+A `Log` has lines in any order, each of which stands for itself; all others are a `FileLines`, whose lines are numbered.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Broken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sheet:
+class FileLines:
     """A file's lines that are as they were written, by their numbers, in the order in which they were; and the others.
 
     `troubles` are sentences on what no line by itself tells: lines that are gone, stand twice or elsewhere. `lost` says
@@ -130,7 +130,7 @@ class Sheet:
     sums: tuple[str, ...] = ()
 
 
-class _Line(NamedTuple):
+class _SealedLine(NamedTuple):
     """A line with its checksum: `rank` counts lines as they were written, `number` as they stand."""
 
     rank: int
@@ -139,7 +139,7 @@ class _Line(NamedTuple):
     sum: str
 
 
-def lines_of(path: Path, called: str) -> Sheet:
+def lines_of(path: Path, called: str) -> FileLines:
     """What is in a file. Raises RunNotFound where it cannot be read."""
     try:
         return sheet_of(path.read_bytes())
@@ -147,17 +147,17 @@ def lines_of(path: Path, called: str) -> Sheet:
         raise RunNotFound(f"{called} {path} cannot be read ({error.strerror}).") from None
 
 
-def sheet_of(content: bytes) -> Sheet:
+def sheet_of(content: bytes) -> FileLines:
     broken: list[Broken] = []
     free: list[tuple[int, Content]] = []
-    sealed: list[_Line] = []
+    sealed: list[_SealedLine] = []
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             one, checksum = unsealed_line(line)
             if (rank := one.pop("line", 0)) and checksum:
-                sealed.append(_Line(rank, number, one, checksum))
+                sealed.append(_SealedLine(rank, number, one, checksum))
             elif sealed:  # no version that writes none goes on behind one that does
                 raise Damaged("it has no checksum, as those before it have")
             else:
@@ -171,12 +171,12 @@ def sheet_of(content: bytes) -> Sheet:
     if not (lost or troubles or all(as_ended)):
         troubles, lost = ["its end was written behind other lines than these"], True
     lines = (*free, *((one.number, one.content) for one in in_order))
-    return Sheet(lines, tuple(broken), tuple(troubles), lost, bool(sealed), tuple(one.sum for one in in_order))
+    return FileLines(lines, tuple(broken), tuple(troubles), lost, bool(sealed), tuple(one.sum for one in in_order))
 
 
-def _once(lines: Sequence[_Line]) -> tuple[list[_Line], list[str]]:
+def _once(lines: Sequence[_SealedLine]) -> tuple[list[_SealedLine], list[str]]:
     """Each line once and in the order in which it was written, and a sentence on each that stands elsewhere."""
-    kept: dict[int, _Line] = {}
+    kept: dict[int, _SealedLine] = {}
     troubles = []
     for line in lines:
         before = kept.setdefault(line.rank, line)
@@ -187,7 +187,7 @@ def _once(lines: Sequence[_Line]) -> tuple[list[_Line], list[str]]:
     return sorted(kept.values()), troubles
 
 
-def _gone(lines: Sequence[_Line], broken: Sequence[Broken]) -> Iterator[str]:
+def _gone(lines: Sequence[_SealedLine], broken: Sequence[Broken]) -> Iterator[str]:
     """A sentence on lines that are not even there as broken ones."""
     rank = number = 0
     for line in lines:
@@ -197,7 +197,7 @@ def _gone(lines: Sequence[_Line], broken: Sequence[Broken]) -> Iterator[str]:
         rank, number = line.rank, line.number
 
 
-def _as_ended(lines: Sequence[_Line], end: _Line) -> bool:
+def _as_ended(lines: Sequence[_SealedLine], end: _SealedLine) -> bool:
     """Whether a line that ends a file has the digest of those before it, where it has any."""
     digest = end.content.pop("digest", None) if "end" in end.content else None
     return digest is None or digest == digest_of(one.sum for one in lines if one.rank < end.rank)
@@ -214,14 +214,14 @@ def check_schema(content: Content, path: Path) -> None:
         )
 
 
-def refuse_newer(sheet: Sheet, path: Path) -> None:
+def refuse_newer(sheet: FileLines, path: Path) -> None:
     """Raises StoreError where a broken line says that a newer version wrote it, whose checksums may be others."""
     for one in sheet.broken:
         if (said := _SCHEMA.match(one.begins)) is not None:
             check_schema({"schema": int(said[1])}, path)
 
 
-def headed(sheet: Sheet, path: Path, what: str, made: Callable[[Any], T]) -> T:
+def headed(sheet: FileLines, path: Path, what: str, made: Callable[[Any], T]) -> T:
     """What is `made` of the first line's content under `what`; raises StoreError where it is no header."""
     refuse_newer(sheet, path)
     try:
@@ -234,7 +234,7 @@ def headed(sheet: Sheet, path: Path, what: str, made: Callable[[Any], T]) -> T:
         raise StoreError(f"{path} is no {what}: its first line is no header ({str(error)[:_LETTERS]}).") from None
 
 
-def take_lines(sheet: Sheet, take: Callable[[Content], None], but: int = 0) -> list[str]:
+def take_lines(sheet: FileLines, take: Callable[[Content], None], but: int = 0) -> list[str]:
     """Hand over what each line has, except for the line `but`; what is wrong with those that were left out."""
     troubles = [(one.number, one.why) for one in sheet.broken if one.number != but]
     for number, content in sheet.lines:

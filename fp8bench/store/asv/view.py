@@ -35,8 +35,8 @@ from fp8bench.store.asv.identity import Identity, identify, resolved
 from fp8bench.store.asv.rows import (
     MOST_COMBINATIONS,
     NOT_MEASURED,
+    AsvRow,
     Figures,
-    Row,
     asv_statistics,
     by_combination,
     cell,
@@ -200,7 +200,7 @@ def filled(file: ResultsFile, tracked: Sequence[TrackedRun]) -> ResultsFile:
     return replace(file, rows=rows)
 
 
-def _row(series: Series, points: Mapping[Cell, Point], started: int, before: Row | None) -> Row:
+def _row(series: Series, points: Mapping[Cell, Point], started: int, before: AsvRow | None) -> AsvRow:
     """One row: a point where there is one, what stood there before where there is none, else not measured.
 
     Samples stand in the file only where asv was asked to record them: the runs have them all.
@@ -256,7 +256,7 @@ def merge_files(ours: ResultsFile, theirs: ResultsFile) -> ResultsFile:
     )  # fmt: skip
 
 
-def merge_rows(ours: Row, theirs: Row) -> Row:
+def merge_rows(ours: AsvRow, theirs: AsvRow) -> AsvRow:
     """Our row with the combinations that it lacks. Rows of different versions do not mix: ours stays as it is."""
     if ours.version != theirs.version or len(ours.params) != len(theirs.params):
         return ours

@@ -27,7 +27,7 @@ from fp8bench.store.compacted.manifest import (
     Archive,
     ArchivedFile,
     Manifest,
-    Unreadable,
+    UnreadableIndex,
     archive_of,
     load_manifest,
     points_of,
@@ -196,7 +196,7 @@ def restore(store: Path) -> Restored:
         raise StoreError(f"nothing was compacted of {store}. There is nothing to write its files from.") from None
     except OSError as error:
         raise StoreError(f"{index_of(store)} cannot be read ({error.strerror}).") from None
-    except Unreadable as error:
+    except UnreadableIndex as error:
         raise without_runs(store, error) from None
     result = Restored()
     with locked(points_of(store), _LOCK_SECONDS):
@@ -255,6 +255,6 @@ def archived_files(store: Path) -> dict[str, ArchivedFile]:
     try:
         archives = load_manifest(store).archives
         whole = [one for name, one in archives.items() if is_whole(archive_of(store, name), one.size, one.digest)]
-    except (OSError, Unreadable):
+    except (OSError, UnreadableIndex):
         return {}
     return {file.path: file for one in whole for file in one.files}

@@ -22,10 +22,10 @@ from fp8bench.store.compacted.manifest import (
     ARCHIVE,
     MAKE_ROOM,
     Archive,
+    CompactedPlace,
     Manifest,
     Partition,
-    Place,
-    Unreadable,
+    UnreadableIndex,
     load_manifest,
     parquet_of,
     points_of,
@@ -34,7 +34,7 @@ from fp8bench.store.compacted.manifest import (
     without_runs,
 )
 from fp8bench.store.compacted.parquet import (
-    Batch,
+    RowBatch,
     Spool,
     batch_of,
     counts_as,
@@ -52,7 +52,7 @@ from fp8bench.store.index.figure_files import (
     read_stamped,
 )
 from fp8bench.store.index.history import spread
-from fp8bench.store.index.tables import Table, read_layout, table_of, tells
+from fp8bench.store.index.tables import FigureTable, read_layout, table_of, tells
 from fp8bench.store.runs.listing import all_files, index_of, listing
 from fp8bench.store.runs.run_file import safe_folder
 
@@ -80,7 +80,7 @@ class Compaction:
 
 
 # A place with the samples of its rows and the ids of its runs.
-Sampled = tuple[Table, list[list[float]], list[str]]
+Sampled = tuple[FigureTable, list[list[float]], list[str]]
 # Of the runs of one commit; None where one changes meanwhile.
 Reader = Callable[[Path, Fingerprints, Sequence[Path]], CommitFigures[Sampled] | None]
 
@@ -170,7 +170,7 @@ class _Compacting:
             some = commits[begin : begin + _AT_ONCE]
             self.observe(self.result.read + self.result.busy, count)
             jobs = [self.files[commit] for commit in some]
-            batches: list[Batch] = []
+            batches: list[RowBatch] = []
             for commit, read in zip(some, spread(partial(self.reader, self.store, self.known), jobs), strict=True):
                 if read is None:
                     self.result.busy += 1
@@ -183,7 +183,7 @@ class _Compacting:
             spool.add(batches)
         return touched
 
-    def _numbered(self, read: CommitFigures[Sampled]) -> tuple[list[Batch], list[int]]:
+    def _numbered(self, read: CommitFigures[Sampled]) -> tuple[list[RowBatch], list[int]]:
         """Rows of a commit, and the numbers of its places, which are new ones."""
         first, self.next = self.next, self.next + len(read.places)
         batches = []
@@ -194,7 +194,7 @@ class _Compacting:
                 "unders": [self.manifest.unders.number(list(map(list, under))) for under in table.said["unders"]],
             }  # fmt: skip
             silent = [line for line, tell in zip(lines, tells(table.rows["flags"]), strict=True) if not tell]
-            self.manifest.places[number] = Place(
+            self.manifest.places[number] = CompactedPlace(
                 said, self.manifest.layouts.number(table.layout.decode()), self.manifest.silents.number(silent),
                 _partition(table), runs,
             )  # fmt: skip
@@ -250,11 +250,11 @@ def _begun(store: Path) -> Manifest:
     """What was compacted before; nothing where that does not serve. Raises StoreError for a newer fp8bench's."""
     try:
         return load_manifest(store)
-    except (OSError, Unreadable) as error:
-        if isinstance(error, Unreadable) and error.newer:
+    except (OSError, UnreadableIndex) as error:
+        if isinstance(error, UnreadableIndex) and error.newer:
             said = f"{index_of(store)} does not serve: {error}. Upgrade fp8bench, or delete {points_of(store)}."
             raise StoreError(said) from None
-        if isinstance(error, Unreadable) and not all_files(store):
+        if isinstance(error, UnreadableIndex) and not all_files(store):
             raise without_runs(store, error) from None
         return Manifest()
 
@@ -276,7 +276,7 @@ def _sampled(members: Sequence[TrackedRun]) -> Sampled:
     return table_of(members), samples, [one.run.id for one in members]
 
 
-def _partition(table: Table) -> str:
+def _partition(table: FigureTable) -> str:
     """The folder of a place: its machine, and the month in which the oldest of its runs began (UTC)."""
     try:
         month = f"{datetime.fromtimestamp(table.said['began'] / 1000, UTC):%Y-%m}"
@@ -291,7 +291,7 @@ def check_compacted(store: Path) -> tuple[list[Fault], int]:
         written = load_manifest(store).written(store)
     except FileNotFoundError:
         return [], 0
-    except (OSError, Unreadable) as error:
+    except (OSError, UnreadableIndex) as error:
         why = error.strerror if isinstance(error, OSError) else error
         remedy = _AGAIN if all_files(store) else "Get it from a copy; the fp8bench that wrote it restores its runs"
         return [Fault(str(index_of(store)), f"it does not serve ({why})", remedy)], 0

@@ -32,7 +32,7 @@ from fp8bench.files import compact, sealed, unsealed, write_whole
 from fp8bench.model import Fault
 from fp8bench.model.codec import SCHEMA
 from fp8bench.store.commit_runs import CommitRuns, TrackedRun, by_place, read_runs
-from fp8bench.store.index.tables import ROW, Table, table_of
+from fp8bench.store.index.tables import ROW, FigureTable, table_of
 from fp8bench.store.series import fingerprint
 
 P = TypeVar("P")
@@ -144,7 +144,7 @@ def names_of(store: Path, paths: Iterable[Path]) -> list[str]:
     return [str(path)[begin:] for path in paths]
 
 
-def save_figures(path: Path, figures: CommitFigures[Table]) -> None:
+def save_figures(path: Path, figures: CommitFigures[FigureTable]) -> None:
     """Write a file in one step. Raises OSError."""
     head = {
         "schema": SCHEMA, "sources": figures.sources, "suites": figures.suites, "runs": figures.runs,
@@ -170,7 +170,9 @@ def sweep(store: Path, commits: Collection[str]) -> None:
                 path.unlink()
 
 
-def load_figures(store: Path, commit: str, runs: Sequence[Path], known: Fingerprints) -> CommitFigures[Table] | Unfit:
+def load_figures(
+    store: Path, commit: str, runs: Sequence[Path], known: Fingerprints
+) -> CommitFigures[FigureTable] | Unfit:
     """What the file of a commit says, if it still counts for these run files."""
     path = figures_file(store, commit)
     try:
@@ -236,13 +238,13 @@ def as_they_are(store: Path, runs: Sequence[Path], before: Sequence[Stamp]) -> l
     return found
 
 
-def _tables(heads: Iterable[dict[str, Any]], body: memoryview) -> Iterator[Table]:
+def _tables(heads: Iterable[dict[str, Any]], body: memoryview) -> Iterator[FigureTable]:
     place = 0
     for said in heads:
         end = place + said["layout"]
         layout = bytes(body[place:end])
         place = end + said["rows"] * ROW.itemsize
-        yield Table(said, layout, np.frombuffer(body[end:place], dtype=ROW))
+        yield FigureTable(said, layout, np.frombuffer(body[end:place], dtype=ROW))
 
 
 def check_figures(store: Path, commit: str, paths: Sequence[Path], runs: Sequence[TrackedRun]) -> Iterator[Fault]:
@@ -259,7 +261,7 @@ def check_figures(store: Path, commit: str, paths: Sequence[Path], runs: Sequenc
             yield Fault(str(path), "it says otherwise than the runs that it was made of", _AGAIN)
 
 
-def _said(tables: Iterable[Table]) -> list[tuple[bytes, bytes]]:
+def _said(tables: Iterable[FigureTable]) -> list[tuple[bytes, bytes]]:
     return sorted((table.layout, table.rows.tobytes()) for table in tables)
 
 
@@ -271,7 +273,7 @@ _WORTH_KEEPING = 100
 
 
 @dataclass
-class Memory:
+class StepMemory:
     """The steps of series that were looked at before. `troubles` are sentences on what did not serve."""
 
     store: Path
@@ -343,7 +345,7 @@ def _digest_of_code() -> bytes:
 
 
 def check_steps(store: Path) -> Iterator[Fault]:
-    path = Memory(store).path
+    path = StepMemory(store).path
     try:
         unsealed(json.loads(path.read_bytes()))
     except FileNotFoundError:

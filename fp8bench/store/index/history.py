@@ -34,7 +34,7 @@ from fp8bench.store.index.figure_files import (
     save_figures,
     sweep,
 )
-from fp8bench.store.index.tables import Line, Lines, Table, home_of, lines_of, names_in, table_of
+from fp8bench.store.index.tables import FigureTable, Line, TrendLines, home_of, lines_of, names_in, table_of
 from fp8bench.store.runs.listing import Listing, listing
 
 Job = TypeVar("Job")
@@ -87,7 +87,7 @@ class History:
     had to be read.
     """
 
-    sources: tuple[Table | int, ...]
+    sources: tuple[FigureTable | int, ...]
     compacted: Compacted | None
     runs: int
     commits: int
@@ -98,11 +98,11 @@ class History:
     @cached_property
     def names(self) -> list[str]:
         """What the trends are called, sorted; one name may be that of several places."""
-        names = names_in(source for source in self.sources if isinstance(source, Table))
+        names = names_in(source for source in self.sources if isinstance(source, FigureTable))
         return sorted(names | self.compacted.names(self._places) if self.compacted is not None else names)
 
     @cached_property
-    def lines(self) -> Lines:
+    def lines(self) -> TrendLines:
         return self._lines(lambda _: True)
 
     def trends(self, wanted: Callable[[str], bool]) -> tuple[Trend, ...]:
@@ -130,7 +130,7 @@ class History:
     @cached_property
     def _homes(self) -> tuple[Home, ...]:
         homes: list[Home] = []
-        own = (one.home if isinstance(one, Table) else self._compacted.home(one) for one in self.sources)
+        own = (one.home if isinstance(one, FigureTable) else self._compacted.home(one) for one in self.sources)
         for home in dict.fromkeys(own):
             home_of(home, homes)
         return tuple(homes)
@@ -151,9 +151,9 @@ class History:
         for portion in range(portions):
             yield frozenset(names[portion::portions]).__contains__
 
-    def _lines(self, wanted: Callable[[str], bool]) -> Lines:
+    def _lines(self, wanted: Callable[[str], bool]) -> TrendLines:
         kept = self.compacted.tables(self._places, wanted) if self.compacted is not None else {}
-        tables = [one if isinstance(one, Table) else kept.get(one) for one in self.sources]
+        tables = [one if isinstance(one, FigureTable) else kept.get(one) for one in self.sources]
         return lines_of([one for one in tables if one is not None], wanted, self._homes)
 
 
@@ -209,7 +209,7 @@ def keep_figures(store: Path, run: Path) -> None:
 
 def _figures(
     store: Path, known: Fingerprints, job: tuple[str, Sequence[Path], bool]
-) -> tuple[CommitFigures[Table], str]:
+) -> tuple[CommitFigures[FigureTable], str]:
     """What the runs of a commit come to, for another process: what they tell stays in the one that reads them."""
     commit, paths, keep = job
     _, figures, unkept = read_and_keep(store, commit, paths, known, keep)
@@ -218,7 +218,7 @@ def _figures(
 
 def read_and_keep(
     store: Path, commit: str, paths: Sequence[Path], known: Fingerprints, keep: bool = True
-) -> tuple[CommitRuns, CommitFigures[Table], str]:
+) -> tuple[CommitRuns, CommitFigures[FigureTable], str]:
     """Read the runs of a commit, and write down what they come to, whatever was written down before.
 
     Returns what they tell, what they come to, and why that could not be written down, '' if it was.
@@ -236,7 +236,7 @@ def read_and_keep(
 def _troubles(
     store: Path,
     missing: Mapping[str, Unfit],
-    made: Mapping[str, tuple[CommitFigures[Table], str]],
+    made: Mapping[str, tuple[CommitFigures[FigureTable], str]],
     files: Mapping[str, Sequence[str]],
 ) -> Iterator[str]:
     folder = figures_file(store, "").parent

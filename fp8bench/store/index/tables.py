@@ -86,7 +86,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Table:
+class FigureTable:
     """A place's figures: what is said of it, its layout as text, and a row for each cell of the layout."""
 
     said: dict[str, Any]
@@ -98,7 +98,7 @@ class Table:
         return Home(str(self.said["machine"]["machine"]), self.said["python"], self.said["interpreter"])
 
 
-def table_of(members: Sequence[TrackedRun]) -> Table:
+def table_of(members: Sequence[TrackedRun]) -> FigureTable:
     """What the runs of one commit, machine and interpreter come to, oldest first: a row for each of `commit_points`.
 
     `began` is when the oldest run was started, in ms since 1970, and `newest` when the newest was, as that says it. The
@@ -126,7 +126,7 @@ def table_of(members: Sequence[TrackedRun]) -> Table:
         "python": oldest.identity.home.python, "interpreter": oldest.identity.home.interpreter,
         "versions": list(versions), "unders": list(unders), "reasons": list(reasons),
     }  # fmt: skip
-    return Table(said, _layout(series_of_runs(members), points), np.array(rows, dtype=ROW))
+    return FigureTable(said, _layout(series_of_runs(members), points), np.array(rows, dtype=ROW))
 
 
 def _layout(series: Sequence[Series], points: Iterable[tuple[str, Cell]]) -> bytes:
@@ -210,7 +210,7 @@ class Comparable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lines:
+class TrendLines:
     """All lines, sorted as trends are; all rows, and of each the table from whose texts it takes its words.
 
     `alike` is one number for each version with conditions.
@@ -254,7 +254,7 @@ class Lines:
         return tuple(map(figure_at, self.rows[places].tolist(), texts))
 
 
-class _Part(NamedTuple):
+class _TablePart(NamedTuple):
     """The rows of a table that are wanted, by their places, and the line that each of them belongs to."""
 
     places: Places
@@ -262,21 +262,21 @@ class _Part(NamedTuple):
 
 
 @dataclass
-class _Reading:
+class _TablesReading:
     """Tables that are being put together: lines by home, series and cell, as far as their names are wanted."""
 
     wanted: Callable[[str], bool]
     homes: list[Home] = field(default_factory=list)
     keys: dict[tuple[Home, str, Cell], int] = field(default_factory=dict)
     layouts: dict[bytes, Layout] = field(default_factory=dict)
-    parts: dict[tuple[Home, bytes], _Part] = field(default_factory=dict)
+    parts: dict[tuple[Home, bytes], _TablePart] = field(default_factory=dict)
 
-    def layout(self, table: Table) -> Layout:
+    def layout(self, table: FigureTable) -> Layout:
         if table.layout not in self.layouts:
             self.layouts[table.layout] = read_layout(table.layout)
         return self.layouts[table.layout]
 
-    def part(self, table: Table) -> _Part:
+    def part(self, table: FigureTable) -> _TablePart:
         home = home_of(table.home, self.homes)
         found = self.parts.get((home, table.layout))
         if found is None:
@@ -285,11 +285,11 @@ class _Reading:
             places = [place for place, name in names if self.wanted(name)]
             keys = [(home, series[cells[place][0]].name, cells[place][1]) for place in places]
             lines = [self.keys.setdefault(key, len(self.keys)) for key in keys]
-            found = self.parts[home, table.layout] = _Part(np.array(places, np.int64), np.array(lines, np.int64))
+            found = self.parts[home, table.layout] = _TablePart(np.array(places, np.int64), np.array(lines, np.int64))
         return found
 
 
-def names_in(tables: Iterable[Table]) -> set[str]:
+def names_in(tables: Iterable[FigureTable]) -> set[str]:
     telling: dict[bytes, NDArray[np.bool_]] = {}
     for table in tables:
         rows = tells(table.rows["flags"])
@@ -301,16 +301,16 @@ def names_in(tables: Iterable[Table]) -> set[str]:
     return found
 
 
-def lines_of(tables: Sequence[Table], wanted: Callable[[str], bool], homes: Sequence[Home] = ()) -> Lines:
+def lines_of(tables: Sequence[FigureTable], wanted: Callable[[str], bool], homes: Sequence[Home] = ()) -> TrendLines:
     """The wanted lines out of the tables of all commits, which come in the order of the commits' first runs.
 
     `homes` are those that are known, in their order; a table's own joins them.
     """
-    reading = _Reading(wanted, list(homes))
+    reading = _TablesReading(wanted, list(homes))
     parts = [reading.part(table) for table in tables]
     if not reading.keys:
         nothing = np.zeros(0, np.int64)
-        return Lines((), np.zeros(0, ROW), nothing, (), nothing)
+        return TrendLines((), np.zeros(0, ROW), nothing, (), nothing)
     dates = [one.said["date"] if one.said["date"] is not None else one.said["began"] for one in tables]
     by_date = sorted(range(len(tables)), key=dates.__getitem__)  # of one moment the earlier commit first
     owners = np.concatenate([parts[place].lines for place in by_date])
@@ -321,10 +321,10 @@ def lines_of(tables: Sequence[Table], wanted: Callable[[str], bool], homes: Sequ
     bounds = np.concatenate(([0], np.cumsum(np.bincount(owners))))
     texts = tuple(read_texts(table.said) for table in tables)
     lines = tuple(_lines(reading, tables, parts, bounds, np.logical_or.reduceat(tells(rows["flags"]), bounds[:-1])))
-    return Lines(lines, rows, owned, texts, _alike(rows, owned, texts))
+    return TrendLines(lines, rows, owned, texts, _alike(rows, owned, texts))
 
 
-def _rows(table: Table, part: _Part) -> Rows:
+def _rows(table: FigureTable, part: _TablePart) -> Rows:
     """The wanted rows as so many bytes each: numpy would copy field by field."""
     whole = table.rows.view(f"V{ROW.itemsize}")
     found: Rows = whole if len(part.places) == len(whole) else whole[part.places]
@@ -332,7 +332,11 @@ def _rows(table: Table, part: _Part) -> Rows:
 
 
 def _lines(
-    reading: _Reading, tables: Sequence[Table], parts: Sequence[_Part], bounds: Places, telling: NDArray[np.bool_]
+    reading: _TablesReading,
+    tables: Sequence[FigureTable],
+    parts: Sequence[_TablePart],
+    bounds: Places,
+    telling: NDArray[np.bool_],
 ) -> list[Line]:
     """The lines that tell something, sorted as trends are, each as its newest run has it."""
     newest = np.zeros((len(reading.keys), 2), np.int64)

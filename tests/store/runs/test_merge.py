@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fp8bench.errors import StoreError
 from fp8bench.store.asv.files import ResultsFile, load_results, save_benchmarks, save_machine, save_results
-from fp8bench.store.asv.rows import Row
+from fp8bench.store.asv.rows import AsvRow
 from fp8bench.store.asv.view import Taken, merge_files, merge_folders, merge_rows
 from fp8bench.store.merge_stores import find_store, merge_runs
 from fp8bench.store.runs.listing import run_files
@@ -166,9 +166,9 @@ def test_stores_are_found_and_our_own_is_refused(tmp_path: Path) -> None:
         find_store(tmp_path / "nothing", ours)
 
 
-def row(values: tuple[float | None, ...], params: tuple[tuple[str, ...], ...] = (("'a'", "'b'"),)) -> Row:
+def row(values: tuple[float | None, ...], params: tuple[tuple[str, ...], ...] = (("'a'", "'b'"),)) -> AsvRow:
     nothing = (None,) * len(values)
-    return Row(params, "1", values, nothing, nothing, 5)
+    return AsvRow(params, "1", values, nothing, nothing, 5)
 
 
 def test_rows_take_what_they_lack() -> None:
@@ -205,12 +205,12 @@ def test_a_row_with_nothing_new_stays_equal() -> None:
     ],
     ids=["version", "parameters", "too many"],
 )
-def test_rows_that_do_not_fit_are_left_out(ours: Row, theirs: Row) -> None:
+def test_rows_that_do_not_fit_are_left_out(ours: AsvRow, theirs: AsvRow) -> None:
     """Another version, other parameters, or more combinations together than anybody measures."""
     assert merge_rows(ours, theirs) == ours
 
 
-def results(folder: Path, rows: dict[str, Row], python: str = PYTHON, number: int = 1, **params: object) -> Path:
+def results(folder: Path, rows: dict[str, AsvRow], python: str = PYTHON, number: int = 1, **params: object) -> Path:
     """A file of asv's for one commit."""
     name = f"existing-py{python}".replace("/", "_")
     path = folder / "box" / f"{commit(number)[:8]}-{name}.json"
