@@ -155,23 +155,23 @@ def sheet_of(content: bytes) -> FileLines:
         if not line.strip():
             continue
         try:
-            one, checksum = unsealed_line(line)
-            if (rank := one.pop("line", 0)) and checksum:
-                sealed.append(_SealedLine(rank, number, one, checksum))
+            plain, checksum = unsealed_line(line)
+            if (rank := plain.pop("line", 0)) and checksum:
+                sealed.append(_SealedLine(rank, number, plain, checksum))
             elif sealed:  # no version that writes none goes on behind one that does
                 raise Damaged("it has no checksum, as those before it have")
             else:
-                free.append((number, one))
+                free.append((number, plain))
         except (ValueError, RecursionError) as error:
             broken.append(Broken(number, line[:_BEGINNING].decode(errors="replace"), str(error)[:_LETTERS]))
     in_order, troubles = _once(sealed)
     troubles += _gone(in_order, broken)
     lost = bool(in_order) and in_order[-1].rank > len(in_order)
-    as_ended = [_as_ended(in_order, one) for one in in_order]
+    as_ended = [_as_ended(in_order, line) for line in in_order]
     if not (lost or troubles or all(as_ended)):
         troubles, lost = ["its end was written behind other lines than these"], True
-    lines = (*free, *((one.number, one.content) for one in in_order))
-    return FileLines(lines, tuple(broken), tuple(troubles), lost, bool(sealed), tuple(one.sum for one in in_order))
+    lines = (*free, *((line.number, line.content) for line in in_order))
+    return FileLines(lines, tuple(broken), tuple(troubles), lost, bool(sealed), tuple(line.sum for line in in_order))
 
 
 def _once(lines: Sequence[_SealedLine]) -> tuple[list[_SealedLine], list[str]]:
@@ -200,7 +200,7 @@ def _gone(lines: Sequence[_SealedLine], broken: Sequence[Broken]) -> Iterator[st
 def _as_ended(lines: Sequence[_SealedLine], end: _SealedLine) -> bool:
     """Whether a line that ends a file has the digest of those before it, where it has any."""
     digest = end.content.pop("digest", None) if "end" in end.content else None
-    return digest is None or digest == digest_of(one.sum for one in lines if one.rank < end.rank)
+    return digest is None or digest == digest_of(line.sum for line in lines if line.rank < end.rank)
 
 
 def check_schema(content: Content, path: Path) -> None:
@@ -216,8 +216,8 @@ def check_schema(content: Content, path: Path) -> None:
 
 def refuse_newer(sheet: FileLines, path: Path) -> None:
     """Raises StoreError where a broken line says that a newer version wrote it, whose checksums may be others."""
-    for one in sheet.broken:
-        if (said := _SCHEMA.match(one.begins)) is not None:
+    for broken in sheet.broken:
+        if (said := _SCHEMA.match(broken.begins)) is not None:
             check_schema({"schema": int(said[1])}, path)
 
 

@@ -41,7 +41,7 @@ def find_store(folder: Path, ours: Path) -> Path:
     """The store that a folder is, or that lies in it. Raises StoreError where there is none, or it is our own."""
     try:
         places = (folder, folder / ours.name, folder / ".fp8bench")
-        found = next((one for one in places if (one / "runs").is_dir()), None)
+        found = next((place for place in places if (place / "runs").is_dir()), None)
         if found is None:
             what = "has neither runs nor .fp8bench/runs in it" if folder.is_dir() else "is no directory"
             raise StoreError(f"{folder} is no store: it {what}. Give another machine's .fp8bench, or what it lies in.")

@@ -46,7 +46,6 @@ from fp8bench.store.index.figure_files import (
     Fingerprints,
     are_known,
     as_they_are,
-    digest_of,
     figures_of_runs,
     names_of,
     read_stamped,
@@ -143,7 +142,7 @@ class _Compacting:
         bad = set()
         for name, one in self.manifest.partitions.items():
             path = parquet_of(self.store, name)
-            if not counts_as(path, one) or digest_of(path) != one.digest:
+            if not counts_as(path, one) or not is_whole(path, one):
                 bad.add(name)
         self.result.mended = sorted(bad)
         return bad
@@ -313,6 +312,6 @@ def _why_not(path: Path, file: Partition | Archive) -> str:
             return "it is not there"
         if isinstance(file, Partition) and not counts_as(path, file):
             return "it is not the file that was written"
-        return "" if is_whole(path, file.size, file.digest) else "it does not hold what was written into it"
+        return "" if is_whole(path, file) else "it does not hold what was written into it"
     except OSError as error:
         return f"it cannot be read ({error.strerror})"

@@ -125,11 +125,11 @@ def read_stamped(store: Path, paths: Sequence[Path]) -> tuple[CommitRuns, list[S
 
 def stamps(store: Path, paths: Sequence[Path]) -> list[Stamp]:
     """The run files as they are. Raises OSError."""
-    found = []
+    current = []
     for path, name in zip(paths, names_of(store, paths), strict=True):
         status = path.stat()
-        found.append(Stamp(name, status.st_size, status.st_mtime_ns, digest_of(path)))
-    return found
+        current.append(Stamp(name, status.st_size, status.st_mtime_ns, digest_of(path)))
+    return current
 
 
 def digest_of(path: Path) -> str:
@@ -149,9 +149,9 @@ def save_figures(path: Path, figures: CommitFigures[FigureTable]) -> None:
     head = {
         "schema": SCHEMA, "sources": figures.sources, "suites": figures.suites, "runs": figures.runs,
         "left": figures.left,
-        "tables": [{**one.said, "layout": len(one.layout), "rows": len(one.rows)} for one in figures.places],
+        "tables": [{**table.said, "layout": len(table.layout), "rows": len(table.rows)} for table in figures.places],
     }  # fmt: skip
-    _write(path, head, b"".join(part for one in figures.places for part in (one.layout, one.rows.tobytes())))
+    _write(path, head, b"".join(part for table in figures.places for part in (table.layout, table.rows.tobytes())))
 
 
 def _write(path: Path, head: Mapping[str, Any], tables: bytes | memoryview) -> None:
@@ -180,7 +180,7 @@ def load_figures(
         if isinstance(content, Unfit):
             return content
         head, body = content
-        before = [Stamp(*one) for one in head["sources"]]
+        before = [Stamp(*stamp) for stamp in head["sources"]]
         sources = as_they_are(store, runs, before)
         if sources is None or head["schema"] != SCHEMA:
             return Unfit.STALE
@@ -216,7 +216,7 @@ def sources_of(store: Path, commit: str) -> list[Stamp]:
     """The run files that the figures of a commit were made of, as they were; none where nobody knows."""
     try:
         content = _read(figures_file(store, commit))
-        return [] if isinstance(content, Unfit) else [Stamp(*one) for one in content[0]["sources"]]
+        return [] if isinstance(content, Unfit) else [Stamp(*stamp) for stamp in content[0]["sources"]]
     except (OSError, KeyError, TypeError, ValueError):
         return []
 
@@ -226,16 +226,16 @@ def as_they_are(store: Path, runs: Sequence[Path], before: Sequence[Stamp]) -> l
 
     A copy, or what git checked out again, has the content and another date.
     """
-    if sorted(one.name for one in before) != sorted(names_of(store, runs)):
+    if sorted(stamp.name for stamp in before) != sorted(names_of(store, runs)):
         return None
-    found = []
-    for one in before:
-        path = store / one.name
+    current = []
+    for stamp in before:
+        path = store / stamp.name
         status = path.stat()
-        if status.st_size != one.size or (status.st_mtime_ns != one.changed_ns and digest_of(path) != one.digest):
+        if status.st_size != stamp.size or (status.st_mtime_ns != stamp.changed_ns and digest_of(path) != stamp.digest):
             return None
-        found.append(one._replace(changed_ns=status.st_mtime_ns))
-    return found
+        current.append(stamp._replace(changed_ns=status.st_mtime_ns))
+    return current
 
 
 def _tables(heads: Iterable[dict[str, Any]], body: memoryview) -> Iterator[FigureTable]:
@@ -256,7 +256,7 @@ def check_figures(store: Path, commit: str, paths: Sequence[Path], runs: Sequenc
     if found is Unfit.TORN:
         yield Fault(str(path), "it is not what was written", _AGAIN)
     elif isinstance(found, CommitFigures):
-        made = map(table_of, by_place(sorted(runs, key=lambda one: one.order)))
+        made = map(table_of, by_place(sorted(runs, key=lambda run: run.order)))
         if _said(made) != _said(found.places):
             yield Fault(str(path), "it says otherwise than the runs that it was made of", _AGAIN)
 
