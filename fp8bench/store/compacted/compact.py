@@ -29,7 +29,6 @@ from fp8bench.store.compacted.manifest import (
     load_manifest,
     parquet_of,
     points_of,
-    same_stamps,
     save_manifest,
     without_runs,
 )
@@ -152,8 +151,6 @@ class _Compacting:
         unit = self.manifest.units.get(commit)
         if unit is None or not are_known(unit.suites, self.known, richer=True):
             return False
-        if same_stamps(unit.sources, names_of(self.store, paths), self.before):
-            return True
         try:
             sources = as_they_are(self.store, paths, unit.sources)
         except OSError:
