@@ -101,12 +101,12 @@ def _checksum(text: bytes) -> str:
 
 
 @contextlib.contextmanager
-def keeping(what: object, remedy: str, kind: type[StoreError] = StoreError) -> Iterator[None]:
+def keeping(what: object, remedy: str = "", kind: type[StoreError] = StoreError) -> Iterator[None]:
     """What the disk does not take is an error in a sentence."""
     try:
         yield
     except OSError as error:
-        raise kind(f"{what} cannot be written ({error.strerror}). {remedy}") from None
+        raise kind(f"{what} cannot be written ({error.strerror}). {remedy}".rstrip()) from None
 
 
 def make_store(store: Path) -> None:

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8bench.store.commit_runs import moment_of
-from fp8bench.store.compacted.compact import CommitRows, Compaction, compact, read_commit
-from fp8bench.store.index.figure_files import Fingerprints, stamps
-from fp8bench.store.index.tables import Table, read_layout
+from fp8bench.store.compacted.compact import Compaction, Sampled, compact, read_commit
+from fp8bench.store.index.figure_files import CommitFigures, Fingerprints, stamps
+from fp8bench.store.index.tables import FigureTable, read_layout
 from suites.long_history import OPENED, PAIRS, REST, ROUNDS, Cost, Times, cost_of, run_of, write_module, write_store
 
 # With 1,001 points each that have a number, and as many rows that have none.
@@ -46,11 +46,10 @@ class Made:
         series, cells = read_layout(self._table.layout)
         self._rows = {(series[rank].metric, *cell): row for row, (rank, cell) in enumerate(cells)}
 
-    def read(self, store: Path, _: Fingerprints, paths: Sequence[Path]) -> CommitRows:
+    def read(self, store: Path, _: Fingerprints, paths: Sequence[Path]) -> CommitFigures[Sampled]:
         """In the place of read_commit."""
         (path,) = paths
         sources, number = stamps(store, paths), int(path.stem.rpartition("-")[2], 16)
-        assert sources is not None
         rows, samples = self._table.rows.copy(), list(self._samples)
         for (metric, precision), figures in self._figures(number).items():
             places = [self._rows[metric, precision, size] for size in range(1, 1 + self._pairs)]
@@ -62,7 +61,7 @@ class Made:
                 rows["low"][places], rows["high"][places] = middle[:, 0], middle[:, -1]
             for place, values in zip(places, figures.tolist(), strict=True):
                 samples[place] = values
-        table = Table({**self._table.said, **_said(number)}, self._table.layout, rows)
+        table = FigureTable({**self._table.said, **_said(number)}, self._table.layout, rows)
         return self._read._replace(sources=tuple(sources), places=((table, samples, [run_of(number, ()).id]),))
 
     def _figures(self, number: int) -> dict[tuple[str, str], Floats]:
@@ -105,7 +104,7 @@ def write_compacted(store: Path, commits: int = COMMITS, pairs: int = PAIRS) -> 
 _FIRST = f"""{OPENED}
 def figures(number):
     name = history.names[number * len(history.names) // 11]
-    assert len(history.trends(name.__eq__).trends[0].figures) > 1
+    assert len(history.trends(name.__eq__)[0].figures) > 1
 """
 _MAKING = """
 from suites.compacted_history import write_compacted

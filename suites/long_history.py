@@ -203,7 +203,7 @@ class Cost(NamedTuple):
 _MEASURED = """
 import resource, sys, time
 from pathlib import Path
-from fp8bench.store.index.figure_files import Memory
+from fp8bench.store.index.figure_files import StepMemory
 from fp8bench.store.index.history import keep_figures, open_history
 from fp8bench.registry import workloads
 from fp8bench.user_code import import_user_modules
@@ -228,14 +228,14 @@ print(cpu, wall, 1024 * max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru
 """
 OPENED = "history = open_history(store, lambda runs: None)\n"
 _CHANGES = f"""{OPENED}
-found = changes_of(stretches(history), Memory(store).steps_of_many)
+found = changes_of(stretches(history), StepMemory(store).steps_of_many)
 if not found.changes:
     sys.exit("no change was found")
 """
 _WORKS = {
     "from the runs": _CHANGES,
     "first open": _CHANGES,
-    "show": f"{OPENED}assert len(history.trends(history.names[0].__eq__).trends[0].figures) > 1",
+    "show": f"{OPENED}assert len(history.trends(history.names[0].__eq__)[0].figures) > 1",
     "list": f"{OPENED}assert len(history.endings(lambda name: True)) > 1",
     "after a run": _CHANGES,
     "after a run of all": _CHANGES,

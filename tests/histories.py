@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from fp8bench.model import (
     Case,
@@ -26,8 +27,9 @@ from fp8bench.model import (
 )
 from fp8bench.registry import workloads
 from fp8bench.store.asv.identity import Home
-from fp8bench.store.commit_runs import by_place, files_by_commit, read_runs
-from fp8bench.store.index.tables import Trends, home_of, order, placed
+from fp8bench.store.commit_runs import by_place, commit_points, files_by_commit, read_runs, series_of_runs
+from fp8bench.store.index.history import History
+from fp8bench.store.index.tables import figure_of, home_of, order
 from fp8bench.store.runs.run_file import load_run, start_run
 from fp8bench.store.series import cells_of
 from tests.runs import CPU, NATIVE, run_of
@@ -127,6 +129,19 @@ class _Line:
     figures: list[tuple[float, Figure]] = field(default_factory=list)
 
 
+class Trends(NamedTuple):
+    """What a store holds: trends, of how many runs and commits, and how many runs were left out, and why."""
+
+    trends: tuple[Trend, ...]
+    runs: int
+    commits: int
+    left: Counter[str]
+
+
+def trends_of(history: History, wanted: Callable[[str], bool]) -> Trends:
+    return Trends(history.trends(wanted), history.runs, history.commits, history.left)
+
+
 def read_trends(store: Path, wanted: Callable[[str], bool]) -> Trends:
     """All trends whose name is wanted, sorted, by reading every run: what an opened history must say too."""
     lines: dict[tuple[Home, str, Cell], _Line] = {}
@@ -139,16 +154,18 @@ def read_trends(store: Path, wanted: Callable[[str], bool]) -> Trends:
         runs += len(read.runs)
         commits += bool(read.runs)
         for members in by_place(read.runs):
-            place = placed(members)
-            when = place.date if place.date is not None else place.began
-            home = home_of(place.home, homes)
-            for rank, values, figure in place.figures:
-                trend = Trend(place.series[rank], values, place.machine, home.python, ())
+            oldest, newest = members[0], members[-1]
+            series = {one.name: (rank, one) for rank, one in enumerate(series_of_runs(members))}
+            home = home_of(oldest.identity.home, homes)
+            for (name, values), point in commit_points(members).items():
+                figure, (rank, definition) = figure_of(oldest, point), series[name]
+                when = figure.date if figure.date is not None else oldest.order[0] * 1000
+                trend = Trend(definition, values, newest.identity.machine, home.python, ())
                 if not wanted(trend.name):
                     continue
                 line = lines.setdefault((home, trend.series.name, values), _Line(trend, rank))
-                if place.newest > line.newest:
-                    line.trend, line.rank, line.newest = trend, rank, place.newest
+                if newest.run.started > line.newest:
+                    line.trend, line.rank, line.newest = trend, rank, newest.run.started
                 line.figures.append((when, figure))
     found = sorted((line for line in lines.values() if _tells(line)), key=lambda one: order(one.trend, one.rank))
     return Trends(tuple(map(_in_order, found)), runs, commits, left)

@@ -27,7 +27,7 @@ from fp8bench.model import Environment, Record, Request, Run, Scalar, Status
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import workloads
 from fp8bench.store.asv.files import ResultsFile, save_results
-from fp8bench.store.asv.rows import Row
+from fp8bench.store.asv.rows import AsvRow
 from fp8bench.store.asv.view import results_of
 from fp8bench.store.commit_runs import tracked_run
 from fp8bench.store.series import series_of
@@ -419,7 +419,7 @@ def test_where_asv_appends_it_is_not_given_what_it_has(
         texts = tuple(tuple(map(repr, values)) for values in series.params)
         places = list(itertools.product(*series.params))
         samples = tuple((0.002,) if recorded and place == CELL else None for place in places)
-        row = Row(texts, series.version, (0.002,) * len(places), (None,) * len(places), samples)
+        row = AsvRow(texts, series.version, (0.002,) * len(places), (None,) * len(places), samples)
         told = tracked_run(first)
         assert told is not None
         path = results_of(tmp_path) / "box" / told.identity.file_name(COMMIT)

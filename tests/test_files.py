@@ -65,7 +65,7 @@ from pathlib import Path
 from fp8bench.errors import AsvFileAbsent
 from fp8bench.files import locked
 from fp8bench.store.asv.files import ResultsFile, load_results, save_results
-from fp8bench.store.asv.rows import Row
+from fp8bench.store.asv.rows import AsvRow
 from dataclasses import replace
 path, mine = Path(sys.argv[1]), sys.argv[2]
 for number in range(50):
@@ -74,7 +74,7 @@ for number in range(50):
             file = load_results(path)
         except AsvFileAbsent:
             file = ResultsFile("0" * 40, "env", 0, {"machine": "box"}, "3.11", {}, {}, {})
-        row = Row((), "1", (float(number),), (None,), (None,))
+        row = AsvRow((), "1", (float(number),), (None,), (None,))
         save_results(path, replace(file, rows={**file.rows, f"{mine}.{number}": row}))
 """
 

@@ -22,7 +22,7 @@ from fp8bench.store.acks import Undo, acks_of, append_acks, load_acks
 from fp8bench.store.asv.identity import Identity, resolved
 from fp8bench.store.commit_runs import files_by_commit, tracked_run
 from fp8bench.store.compacted.compact import Compaction, compact
-from fp8bench.store.index.figure_files import Memory
+from fp8bench.store.index.figure_files import StepMemory
 from fp8bench.store.index.history import History, open_history
 from fp8bench.store.points import cell_of
 from fp8bench.store.runs.listing import POINTS, all_files, closed_folders
@@ -80,7 +80,7 @@ def compacted(store: Path, observer: JobObserver) -> Compaction:
 
 def all_changes(history: History, store: Path, observer: JobObserver) -> Found:
     """The changes of all trends, those that were acknowledged among them; of counts the operators that changed."""
-    memory = Memory(store)
+    memory = StepMemory(store)
     changes = changes_of(stretches(history), memory.steps_of_many)
     for trouble in memory.troubles:
         observer.note(trouble)
@@ -203,9 +203,9 @@ def _trends(history: History, word: str, store: Path) -> Sequence[Trend]:
     """The trends of the one series that a word fits, or of all that a pattern with stars fits."""
     if _ANY in word:
         pattern = re.compile(".*".join(map(re.escape, word.lower().split(_ANY))))
-        trends = history.trends(lambda name: pattern.fullmatch(name.lower()) is not None).trends
+        trends = history.trends(lambda name: pattern.fullmatch(name.lower()) is not None)
     else:
-        trends = history.trends(series_meant(word, history, store).__eq__).trends
+        trends = history.trends(series_meant(word, history, store).__eq__)
     if not trends:
         raise UsageError(f"no series is called {word!r:.80}. `fp8bench history list` names them all.")
     return trends

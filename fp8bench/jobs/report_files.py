@@ -14,8 +14,8 @@ from pathlib import Path
 from fp8bench import units
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.metric import unit_of_series
-from fp8bench.errors import Fp8benchError, StoreError, UsageError
-from fp8bench.files import write_whole
+from fp8bench.errors import Fp8benchError, UsageError
+from fp8bench.files import keeping, write_whole
 from fp8bench.jobs.kinds import kinds
 from fp8bench.model import Figure, Level, Run, Trend, trend_name
 from fp8bench.report.data.run import all_as_csv
@@ -154,10 +154,8 @@ def _within(path: str, store: Path) -> str:
 
 def _write(path: Path, text: str) -> None:
     """In one step: a browser may be reading the one before."""
-    try:
+    with keeping(f"the report {path}"):
         write_whole(path, text)
-    except OSError as error:
-        raise StoreError(f"the report {path} cannot be written ({error.strerror}).") from None
 
 
 MOST_COMMITS = 100
@@ -178,7 +176,7 @@ def past_of(runs: Sequence[Run], store: Path) -> tuple[PastSeries, ...]:
         return ()
     names = {trend_name(*one) for one in wanted}
     history = open_history(store, lambda _: None)
-    trends = history.trends(names.__contains__).trends
+    trends = history.trends(names.__contains__)
     series = [_series(trend, [one for one in tracked if history.is_of(trend, one.identity)]) for trend in trends]
     return tuple(one for one in series if one is not None and one.figures)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from fp8bench.errors import StoreError
 from fp8bench.model import Ack
-from fp8bench.model.codec import Malformed, decode, encode
-from fp8bench.store.kept_lines import Content, Log
+from fp8bench.store.kept_lines import Log
 
 VERSION = 1
 
@@ -44,8 +43,8 @@ def load_acks(store: Path) -> Acks:
         lines, troubles = _log(store).lines()
     except OSError as error:
         return Acks(troubles=(f"it cannot be read ({error.strerror}), so that nothing counts as acknowledged",))
-    undone = {said.id for _, said in lines if isinstance(said, Undo)}
-    acks = {said.id: said for _, said in reversed(lines) if isinstance(said, Ack) and said.id not in undone}
+    undone = {said.id for said in lines if isinstance(said, Undo)}
+    acks = {said.id: said for said in reversed(lines) if isinstance(said, Ack) and said.id not in undone}
     return Acks(
         tuple(sorted(acks.values(), key=lambda ack: (ack.when, ack.id))),
         tuple(f"{trouble}, and acknowledges nothing" for trouble in troubles),
@@ -66,17 +65,5 @@ def merge_acks(store: Path, other: Path) -> int:
 
 
 def _log(store: Path) -> Log[Ack | Undo]:
-    return Log(acks_of(store), _read, _written, "Make room, or acknowledge where the store may be written.")
-
-
-def _read(content: Content) -> Ack | Undo:
-    if content.get("version") != VERSION:
-        raise Malformed(f"is of version {content.get('version')!r:.20} (this fp8bench reads {VERSION})")
-    try:
-        return decode(Undo, content["undo"]) if "undo" in content else decode(Ack, content.get("ack"))
-    except Malformed as error:
-        raise Malformed(f"is no acknowledgement ({error})") from None
-
-
-def _written(said: Ack | Undo) -> Content:
-    return {"version": VERSION, "ack" if isinstance(said, Ack) else "undo": encode(said)}
+    remedy = "Make room, or acknowledge where the store may be written."
+    return Log(acks_of(store), {"undo": Undo, "ack": Ack}, "acknowledgement", VERSION, remedy)

@@ -17,9 +17,8 @@ from pathlib import Path
 from fp8bench.errors import StoreError
 from fp8bench.files import locked, safe, sealed_line, unsealed_line, write_whole
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Scalar
-from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.run import SWITCHES_SET
-from fp8bench.store.kept_lines import Content, Log
+from fp8bench.store.kept_lines import Log
 
 # Raised when something else is measured under the same names.
 _VERSION = 2
@@ -42,7 +41,7 @@ def ceilings_of(
     finds what the first one kept.
     """
     with locked(store / "ceilings"):
-        kept = ((_read(_log(store, _name(environment, device, whole))), whole) for whole in (True, False))
+        kept = ((_read(_log(store, machine_file(environment, device, whole))), whole) for whole in (True, False))
         known = next((one for one, whole in kept if one is not None and one.whole is whole), None)
         return known if known is not None or measure is None else _keep(store, environment, device, measure())
 
@@ -59,7 +58,7 @@ def new_ceilings(
     and whom to hand each piece that it measures, which is then on the disk.
     """
     with locked(store / "ceilings"):
-        begun = _log(store, _BEGUN + _name(environment, device, True))
+        begun = _log(store, _BEGUN + machine_file(environment, device, True))
         found = _keep(store, environment, device, measure(_read(begun), partial(_try_writing, begun)))
         with contextlib.suppress(OSError):
             begun.path.unlink()
@@ -70,7 +69,7 @@ def _keep(store: Path, environment: Environment, device: DeviceFacts, found: Cei
     """With the moment and the settings; whole ones are one more of their history, too."""
     under = tuple((name, one) for name, one in _settings(environment, device, True).items() if one is not None)
     kept = replace(found, when=datetime.now(UTC).isoformat(timespec="seconds"), under=under)
-    log = _log(store, _name(environment, device, found.whole))
+    log = _log(store, machine_file(environment, device, found.whole))
     before = _read(log)
     if found.whole:  # those of an fp8bench that kept no history are the first of it
         first = [before] if before is not None and before not in history_of_ceilings(store) else []
@@ -105,17 +104,7 @@ def merge_ceilings(store: Path, other: Path) -> int:
 
 def _log(store: Path, name: str = "history.jsonl") -> Log[Ceilings]:
     """What is in a file of the folder: one value, but for the history."""
-    return Log(store / "ceilings" / name, _said, _written)
-
-
-def _said(content: Content) -> Ceilings:
-    if content["version"] != _VERSION:
-        raise Malformed("is of another version")
-    return decode(Ceilings, content["ceilings"])
-
-
-def _written(found: Ceilings) -> Content:
-    return {"version": _VERSION, "ceilings": encode(found)}
+    return Log(store / "ceilings" / name, {"ceilings": Ceilings}, "ceilings", _VERSION)
 
 
 def _read(log: Log[Ceilings]) -> Ceilings | None:
@@ -133,7 +122,7 @@ def _try_writing(log: Log[Ceilings], found: Ceilings) -> None:
 
 
 def _write(log: Log[Ceilings], found: Ceilings) -> None:
-    write_whole(log.path, f"{sealed_line(_written(found))}\n")
+    write_whole(log.path, f"{sealed_line(log.written(found))}\n")
 
 
 def _settings(environment: Environment, device: DeviceFacts, whole: bool) -> dict[str, Scalar | None]:
@@ -141,12 +130,7 @@ def _settings(environment: Environment, device: DeviceFacts, whole: bool) -> dic
     return {name: environment.get(name) for name in names} | {"device": device.key, "name": device.name}
 
 
-def machine_file(environment: Environment, device: DeviceFacts) -> str:
-    """What is kept of a device under the software and the settings of a run has such a name."""
-    return _name(environment, device, True)
-
-
-def _name(environment: Environment, device: DeviceFacts, whole: bool) -> str:
-    """Other software or other settings are another file."""
+def machine_file(environment: Environment, device: DeviceFacts, whole: bool = True) -> str:
+    """The name of a file on a device: other software is another file, and where it is `whole` other settings are."""
     words = [str(one) for one in _settings(environment, device, whole).values() if one not in (None, "")]
     return f"{safe(' '.join([*(['whole'] if whole else []), *words]))}.json"

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8bench.errors import Fp8benchError, RunNotFound, StoreError
-from fp8bench.model import Plan, Run, Series
+from fp8bench.model import Cell, Plan, Point, Run, Series
 from fp8bench.store.asv.identity import Identity, from_facts
-from fp8bench.store.points import RunPoints, followed
+from fp8bench.store.points import RunPoints, followed, merged
 from fp8bench.store.runs.listing import Listing, each_once, find_run, index_of, listing, run_files, without_runs
 from fp8bench.store.runs.run_file import load_head, load_sheet
 
@@ -222,6 +222,11 @@ def by_place(tracked: Iterable[TrackedRun]) -> list[tuple[TrackedRun, ...]]:
 def series_of_runs(tracked: Sequence[TrackedRun]) -> list[Series]:
     """The series of all runs, each once, the newest definition of it."""
     return list({one.name: one for each in tracked for one in each.content.series}.values())
+
+
+def commit_points(tracked: Sequence[TrackedRun]) -> dict[tuple[str, Cell], Point]:
+    """What runs of one commit, machine and interpreter come to, oldest first, by series and cell."""
+    return merged([point for one in tracked for point in one.content.points], series_of_runs(tracked))
 
 
 def moment_of(text: str) -> datetime:

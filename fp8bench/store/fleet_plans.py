@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 
 from fp8bench.errors import StoreError, UsageError
@@ -174,7 +173,7 @@ def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run]) -> CellS
 
 
 def _attempts(folder: Path) -> Log[Attempt]:
-    return Log(folder / "attempts.jsonl", partial(decode, Attempt), encode)
+    return Log(folder / "attempts.jsonl", {"": Attempt}, "attempt")
 
 
 def _is_running(folder: Path) -> bool:

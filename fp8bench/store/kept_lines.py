@@ -1,6 +1,6 @@
 """Files of JSON lines, whatever they keep: found by a word, headed by a schema, read without what is broken in them.
 
-A `Log` has lines in any order, each of which stands for itself; all others are a `Sheet`, whose lines are numbered.
+A `Log` has lines in any order, each of which stands for itself; all others are a `FileLines`, whose lines are numbered.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.files import Damaged, append_lines, digest_of, keeping, sealed_line, unsealed_line
-from fp8bench.model.codec import SCHEMA, Malformed
+from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 
 T = TypeVar("T")
 Content = dict[str, Any]
@@ -22,6 +22,11 @@ _BROKEN = (ValueError, KeyError, TypeError, RecursionError)
 # Of an error's words, and of how a broken line begins.
 _LETTERS, _BEGINNING = 120, 20
 _SCHEMA = re.compile(r'{"schema": ?(\d+)\b')
+# What a store keeps beside its runs, with checksums; of acknowledgements `load_acks` says what is wrong.
+BESIDE_RUNS = (
+    "advice.jsonl", "ceilings/*.json", "ceilings/history.jsonl", "cells/*/attempts.jsonl", "duels/*.jsonl",
+    "plans/*.json", "sensitivity/*.json", "trainings/*/steps.jsonl",
+)  # fmt: skip
 
 
 class UnknownKind(ValueError):
@@ -36,25 +41,42 @@ def fitting(word: str, names: Mapping[Path, Sequence[str]]) -> list[Path]:
 
 @dataclass(frozen=True)
 class Log(Generic[T]):
-    """Values with a line each, which is only ever added to; `read` raises for content that is none.
+    """Values with a line each, which is only ever added to: `{"version": 1, WORD: value}`, by the words of `kinds`.
 
     What holds is a matter of which lines there are and not of their order, so that files of two machines merge line by
-    line. A line that cannot be read counts for nothing.
+    line. A line that cannot be read counts for nothing. A value under '' is the whole line, and has no version.
     """
 
     path: Path
-    read: Callable[[Content], T]
-    written: Callable[[T], Content]
+    kinds: Mapping[str, type[T]]
+    called: str
+    version: int | None = None
     remedy: str = "Make room, or choose another --store DIR."
 
-    def lines(self) -> tuple[list[tuple[bytes, T]], list[str]]:
-        """The lines with what they say, and of each that says nothing why; none without a file. Raises OSError."""
-        sound: list[tuple[bytes, T]] = []
+    def read(self, content: Content) -> T:
+        """What a line says. Raises Malformed."""
+        if content.get("version") != self.version:
+            raise Malformed(f"is of version {content.get('version')!r:.20} (this fp8bench reads {self.version})")
+        word = next((word for word in self.kinds if not word or word in content), None)
+        if word is None:
+            raise Malformed(f"is no {self.called}")
+        try:
+            return decode(self.kinds[word], content[word] if word else content)
+        except Malformed as error:
+            raise Malformed(f"is no {self.called} ({error})") from None
+
+    def written(self, value: T) -> Content:
+        word = next(word for word, kind in self.kinds.items() if isinstance(value, kind))
+        return {"version": self.version, word: encode(value)} if word else encode(value)
+
+    def lines(self) -> tuple[list[T], list[str]]:
+        """What the lines say, and of each that says nothing why; none without a file. Raises OSError."""
+        sound: list[T] = []
         troubles = []
         for number, line in enumerate(self.path.read_bytes().split(b"\n") if self.path.exists() else (), 1):
             try:
                 if line.strip():
-                    sound.append((line, self.read(unsealed_line(line)[0])))
+                    sound.append(self.read(unsealed_line(line)[0]))
             except Damaged as error:
                 troubles.append(f"line {number} is not as it was written: {error}")
             except Malformed as error:
@@ -65,25 +87,22 @@ class Log(Generic[T]):
 
     def values(self) -> list[T]:
         try:
-            return [value for _, value in self.lines()[0]]
+            return self.lines()[0]
         except OSError:
             return []
 
     def append(self, values: Iterable[T]) -> None:
         """Write them through to the disk, behind whatever stands there. Raises StoreError."""
-        self._append([sealed_line(self.written(value)) for value in values])
-
-    def merge(self, theirs: Iterable[tuple[bytes, T]]) -> list[T]:
-        """Take in the lines of another log that say what is not here; returns that. Raises StoreError and OSError."""
-        known = {value for _, value in self.lines()[0]}
-        new = {value: line.decode() for line, value in theirs if value not in known}
-        if new:
-            self._append(list(new.values()))
-        return list(new)
-
-    def _append(self, lines: Sequence[str]) -> None:
         with keeping(self.path, self.remedy):
-            append_lines(self.path, lines)
+            append_lines(self.path, [sealed_line(self.written(value)) for value in values])
+
+    def merge(self, theirs: Iterable[T]) -> list[T]:
+        """Take in what another log says and this one does not; returns that. Raises StoreError and OSError."""
+        known = set(self.lines()[0])
+        new = [value for value in dict.fromkeys(theirs) if value not in known]
+        if new:
+            self.append(new)
+        return new
 
 
 class Broken(NamedTuple):
@@ -95,7 +114,7 @@ class Broken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sheet:
+class FileLines:
     """A file's lines that are as they were written, by their numbers, in the order in which they were; and the others.
 
     `troubles` are sentences on what no line by itself tells: lines that are gone, stand twice or elsewhere. `lost` says
@@ -111,7 +130,7 @@ class Sheet:
     sums: tuple[str, ...] = ()
 
 
-class _Line(NamedTuple):
+class _SealedLine(NamedTuple):
     """A line with its checksum: `rank` counts lines as they were written, `number` as they stand."""
 
     rank: int
@@ -120,7 +139,7 @@ class _Line(NamedTuple):
     sum: str
 
 
-def lines_of(path: Path, called: str) -> Sheet:
+def lines_of(path: Path, called: str) -> FileLines:
     """What is in a file. Raises RunNotFound where it cannot be read."""
     try:
         return sheet_of(path.read_bytes())
@@ -128,36 +147,36 @@ def lines_of(path: Path, called: str) -> Sheet:
         raise RunNotFound(f"{called} {path} cannot be read ({error.strerror}).") from None
 
 
-def sheet_of(content: bytes) -> Sheet:
+def sheet_of(content: bytes) -> FileLines:
     broken: list[Broken] = []
     free: list[tuple[int, Content]] = []
-    sealed: list[_Line] = []
+    sealed: list[_SealedLine] = []
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            one, checksum = unsealed_line(line)
-            if (rank := one.pop("line", 0)) and checksum:
-                sealed.append(_Line(rank, number, one, checksum))
+            plain, checksum = unsealed_line(line)
+            if (rank := plain.pop("line", 0)) and checksum:
+                sealed.append(_SealedLine(rank, number, plain, checksum))
             elif sealed:  # no version that writes none goes on behind one that does
                 raise Damaged("it has no checksum, as those before it have")
             else:
-                free.append((number, one))
+                free.append((number, plain))
         except (ValueError, RecursionError) as error:
             broken.append(Broken(number, line[:_BEGINNING].decode(errors="replace"), str(error)[:_LETTERS]))
     in_order, troubles = _once(sealed)
     troubles += _gone(in_order, broken)
     lost = bool(in_order) and in_order[-1].rank > len(in_order)
-    as_ended = [_as_ended(in_order, one) for one in in_order]
+    as_ended = [_as_ended(in_order, line) for line in in_order]
     if not (lost or troubles or all(as_ended)):
         troubles, lost = ["its end was written behind other lines than these"], True
-    lines = (*free, *((one.number, one.content) for one in in_order))
-    return Sheet(lines, tuple(broken), tuple(troubles), lost, bool(sealed), tuple(one.sum for one in in_order))
+    lines = (*free, *((line.number, line.content) for line in in_order))
+    return FileLines(lines, tuple(broken), tuple(troubles), lost, bool(sealed), tuple(line.sum for line in in_order))
 
 
-def _once(lines: Sequence[_Line]) -> tuple[list[_Line], list[str]]:
+def _once(lines: Sequence[_SealedLine]) -> tuple[list[_SealedLine], list[str]]:
     """Each line once and in the order in which it was written, and a sentence on each that stands elsewhere."""
-    kept: dict[int, _Line] = {}
+    kept: dict[int, _SealedLine] = {}
     troubles = []
     for line in lines:
         before = kept.setdefault(line.rank, line)
@@ -168,7 +187,7 @@ def _once(lines: Sequence[_Line]) -> tuple[list[_Line], list[str]]:
     return sorted(kept.values()), troubles
 
 
-def _gone(lines: Sequence[_Line], broken: Sequence[Broken]) -> Iterator[str]:
+def _gone(lines: Sequence[_SealedLine], broken: Sequence[Broken]) -> Iterator[str]:
     """A sentence on lines that are not even there as broken ones."""
     rank = number = 0
     for line in lines:
@@ -178,10 +197,10 @@ def _gone(lines: Sequence[_Line], broken: Sequence[Broken]) -> Iterator[str]:
         rank, number = line.rank, line.number
 
 
-def _as_ended(lines: Sequence[_Line], end: _Line) -> bool:
+def _as_ended(lines: Sequence[_SealedLine], end: _SealedLine) -> bool:
     """Whether a line that ends a file has the digest of those before it, where it has any."""
     digest = end.content.pop("digest", None) if "end" in end.content else None
-    return digest is None or digest == digest_of(one.sum for one in lines if one.rank < end.rank)
+    return digest is None or digest == digest_of(line.sum for line in lines if line.rank < end.rank)
 
 
 def check_schema(content: Content, path: Path) -> None:
@@ -195,14 +214,14 @@ def check_schema(content: Content, path: Path) -> None:
         )
 
 
-def refuse_newer(sheet: Sheet, path: Path) -> None:
+def refuse_newer(sheet: FileLines, path: Path) -> None:
     """Raises StoreError where a broken line says that a newer version wrote it, whose checksums may be others."""
-    for one in sheet.broken:
-        if (said := _SCHEMA.match(one.begins)) is not None:
+    for broken in sheet.broken:
+        if (said := _SCHEMA.match(broken.begins)) is not None:
             check_schema({"schema": int(said[1])}, path)
 
 
-def headed(sheet: Sheet, path: Path, what: str, made: Callable[[Any], T]) -> T:
+def headed(sheet: FileLines, path: Path, what: str, made: Callable[[Any], T]) -> T:
     """What is `made` of the first line's content under `what`; raises StoreError where it is no header."""
     refuse_newer(sheet, path)
     try:
@@ -215,7 +234,7 @@ def headed(sheet: Sheet, path: Path, what: str, made: Callable[[Any], T]) -> T:
         raise StoreError(f"{path} is no {what}: its first line is no header ({str(error)[:_LETTERS]}).") from None
 
 
-def take_lines(sheet: Sheet, take: Callable[[Content], None], but: int = 0) -> list[str]:
+def take_lines(sheet: FileLines, take: Callable[[Content], None], but: int = 0) -> list[str]:
     """Hand over what each line has, except for the line `but`; what is wrong with those that were left out."""
     troubles = [(one.number, one.why) for one in sheet.broken if one.number != but]
     for number, content in sheet.lines:

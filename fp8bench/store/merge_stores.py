@@ -6,9 +6,10 @@ Runs that are new are copied, longer ones appended, and nothing is ever rewritte
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from fp8bench.errors import StoreError
@@ -20,26 +21,27 @@ from fp8bench.store.ceilings import merge_ceilings
 from fp8bench.store.commit_runs import by_place, commit_of, files_by_commit, read_runs, series_of_runs
 from fp8bench.store.index.figure_files import Fingerprints
 from fp8bench.store.index.history import read_and_keep
-from fp8bench.store.runs.listing import id_of, is_beginning, listing, machine_folder, run_files
+from fp8bench.store.runs.listing import Listing, id_of, is_beginning, listing, machine_folder, run_files
 from fp8bench.store.runs.run_file import load_run, lock_run
 
 
 @dataclass
-class Merged:
-    """What became of the other store's runs; `failed` and `notes` are sentences, `same` counts what was here before."""
+class Merged(Taken):
+    """What was taken of another store: runs that were `copied`, or appended to ours; how many were the `same`, and how
+    many acknowledgements and ceilings are new. `files` are asv's."""
 
     copied: list[Path] = field(default_factory=list)
     extended: list[Path] = field(default_factory=list)
     same: int = 0
-    failed: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    acks: int = 0
+    ceilings: int = 0
 
 
 def find_store(folder: Path, ours: Path) -> Path:
     """The store that a folder is, or that lies in it. Raises StoreError where there is none, or it is our own."""
     try:
         places = (folder, folder / ours.name, folder / ".fp8bench")
-        found = next((one for one in places if (one / "runs").is_dir()), None)
+        found = next((place for place in places if (place / "runs").is_dir()), None)
         if found is None:
             what = "has neither runs nor .fp8bench/runs in it" if folder.is_dir() else "is no directory"
             raise StoreError(f"{folder} is no store: it {what}. Give another machine's .fp8bench, or what it lies in.")
@@ -57,21 +59,26 @@ def merge_runs(ours: Path, theirs: Path) -> Merged:
     here, there = listing(ours), listing(theirs)
     known = {id_of(path): path for path in (*here.refused, *here.files)}
     merged.failed += [f"{note}." for note in there.notes(there.refused)]
-    for path in reversed(there.files):
-        try:
-            _take(path, known.get(id_of(path)), ours, merged)
-        except StoreError as error:
-            merged.failed.append(str(error))
-        except OSError as error:
-            merged.failed.append(f"{path} was not taken ({error.strerror}).")
+    merged.failed += take_each(there, partial(_take, known, ours, merged))
     return merged
 
 
-def _take(path: Path, here: Path | None, ours: Path, merged: Merged) -> None:
-    """One run of theirs; `here` is our file of its id."""
+def take_each(there: Listing, take_one: Callable[[Path], None]) -> Iterator[str]:
+    """Have the runs of another store taken, oldest first; a sentence on each that was not."""
+    for path in reversed(there.files):
+        try:
+            take_one(path)
+        except StoreError as error:
+            yield str(error)
+        except OSError as error:
+            yield f"{path} was not taken ({error.strerror})."
+
+
+def _take(known: Mapping[str, Path], ours: Path, merged: Merged, path: Path) -> None:
+    """One run of theirs; `known` are our files by their ids."""
     content = _whole(path, merged)
     load_run(path)  # what is no run file raises
-    target = here or ours / "runs" / machine_folder(path) / path.name
+    target = known.get(id_of(path)) or ours / "runs" / machine_folder(path) / path.name
     came = take(path, content, target)
     if came is Came.SAME:
         merged.same += 1
@@ -179,29 +186,14 @@ def _newest(store: Path, series: Iterable[Series]) -> list[Series]:
     return list(found.values())
 
 
-@dataclass(frozen=True)
-class Joined:
-    """What was done: runs, asv's files, acknowledgements, ceilings, and the view."""
-
-    runs: Merged
-    taken: Taken
-    acks: int
-    ceilings: int
-    view: Rebuilt
-    failed: tuple[str, ...]
-
-
-def join(store: Path, other: Path) -> Joined:
-    """Take in `other`, which is only read."""
-    acks = ceilings = 0
+def join(store: Path, other: Path) -> tuple[Merged, Rebuilt]:
+    """Take in `other`, which is only read, and make the view of its runs."""
     with locked(store / "asv"):
-        runs = merge_runs(store, other)
-        taken = merge_folders(results_of(store), results_of(other))
-        failed = [*runs.failed, *taken.failed]
+        merged = merge_runs(store, other)
+        merge_folders(results_of(store), results_of(other), merged)
         try:
-            acks = merge_acks(store, other)
-            ceilings = merge_ceilings(store, other)
+            merged.acks = merge_acks(store, other)
+            merged.ceilings = merge_ceilings(store, other)
         except (StoreError, OSError) as error:
-            failed.append(str(error))
-    view = rebuild(store, {commit_of(path) for path in (*runs.copied, *runs.extended)})
-    return Joined(runs, taken, acks, ceilings, view, (*failed, *view.failed))
+            merged.failed.append(str(error))
+    return merged, rebuild(store, {commit_of(path) for path in (*merged.copied, *merged.extended)})

@@ -15,7 +15,7 @@ from pathlib import Path
 from fp8bench.model import Fault, Plan, Run
 from fp8bench.store.asv.files import ResultsFile
 from fp8bench.store.asv.identity import from_facts, resolved
-from fp8bench.store.asv.rows import NOT_MEASURED, Row, by_combination, is_measured, numbers
+from fp8bench.store.asv.rows import NOT_MEASURED, AsvRow, by_combination, is_measured, numbers
 from fp8bench.store.asv.view import filled, nothing_of, results_of
 from fp8bench.store.commit_runs import TrackedRun, by_commit, by_place, checked_run, gone
 from fp8bench.store.compacted.archive import archived_files, sha256_of
@@ -181,7 +181,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
-def _agrees(row: Row | None, expected: Row) -> bool:
+def _agrees(row: AsvRow | None, expected: AsvRow) -> bool:
     """Whether a row says nothing else. A failure may stand where a number was: `asv run` keeps the last word."""
     wanted = numbers(expected)
     if row is None or not wanted:
@@ -192,7 +192,7 @@ def _agrees(row: Row | None, expected: Row) -> bool:
     return row.version == expected.version and same
 
 
-def _is_behind(row: Row, name: str, tracked: Sequence[TrackedRun]) -> bool:
+def _is_behind(row: AsvRow, name: str, tracked: Sequence[TrackedRun]) -> bool:
     """Whether a row says what the runs said that had begun when it was written.
 
     A later `asv run` that was interrupted, saved nothing, or had a --bench that leaves the row out, is only missing.
@@ -204,7 +204,7 @@ def _is_behind(row: Row, name: str, tracked: Sequence[TrackedRun]) -> bool:
     return then is not None and bool(numbers(then)) and _agrees(row, then)
 
 
-def _lacks(row: Row | None, expected: Row) -> bool:
+def _lacks(row: AsvRow | None, expected: AsvRow) -> bool:
     """Whether there are numbers that a row does not have: `asv run --bench` writes only what it was asked for."""
     known = by_combination(row) if row is not None else {}
     return any(not is_measured(known.get(texts, NOT_MEASURED)) for texts in numbers(expected))

@@ -23,7 +23,7 @@ from fp8bench.store.asv.files import (
 )
 from fp8bench.store.asv.rows import numbers
 from fp8bench.store.commit_runs import moment_of
-from fp8bench.store.kept_lines import sheet_of
+from fp8bench.store.kept_lines import BESIDE_RUNS, sheet_of
 from fp8bench.store.runs.listing import all_files, closed_folders
 from fp8bench.store.runs.run_file import file_name, load_sheet, missing_groups
 
@@ -32,11 +32,6 @@ _CLOCKS_DIFFER = timedelta(minutes=1)
 _REBUILD = "`fp8bench history rebuild` makes it again"
 _LOOK = "Look whether it is of use, and delete it"
 _MOST_TROUBLES = 3
-# What lies beside the runs, and has checksums where this version wrote it.
-_SEALED = (
-    "advice.jsonl", "ceilings/*.json", "ceilings/history.jsonl", "cells/*/attempts.jsonl", "duels/*.jsonl",
-    "plans/*.json", "sensitivity/*.json", "trainings/*/steps.jsonl", "trainings/*/places.json",
-)  # fmt: skip
 T = TypeVar("T")
 # What sentences of errors go on with behind the file's name.
 _VERBS = ("is ", "was ", "cannot ")
@@ -140,7 +135,8 @@ def check_surroundings(store: Path) -> list[Fault]:
     faults += [_foreign(path) for path in sorted((store / "runs").glob("*/*.jsonl")) if path.is_dir()]
     words = "it may not be read, and nothing is known of the runs in it"
     faults += [Fault(str(path), words, "Make it readable (chmod u+rx)") for path in closed_folders(store)]
-    for path in sorted(path for pattern in _SEALED for path in store.glob(pattern)):
+    patterns = (*BESIDE_RUNS, "trainings/*/places.json")
+    for path in sorted(path for pattern in patterns for path in store.glob(pattern)):
         faults += _unsealed(path)
     remedy = "Acknowledge again what alarms and should not, and delete the line"
     return faults + [Fault(str(acks_of(store)), trouble, remedy) for trouble in load_acks(store).troubles]

@@ -25,7 +25,7 @@ from fp8bench.store.asv.files import (
     save_machine,
     save_results,
 )
-from fp8bench.store.asv.rows import Row, cell
+from fp8bench.store.asv.rows import AsvRow, cell
 from tests.counts import counts
 
 COMMIT = "66fd6b5c" + "0123456789abcdef" * 2
@@ -133,9 +133,9 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes
     values, stats = zip(*cells, (float("nan"), None), strict=True)
     samples = (None, (1e-3, 2.0, 3), None, None)
     rows = {
-        "gemm.Gemm.track_time": Row(params, "1", values, stats, samples, 1767323045000, 0.5),
-        "gemm.Gemm.track_peak": Row((), "2", (5,), (None,), (None,), 1767323045000),
-        "gemm.Gemm.track_error": Row((("1",),), None, (None,), (None,), (None,), None, None, "eJw="),
+        "gemm.Gemm.track_time": AsvRow(params, "1", values, stats, samples, 1767323045000, 0.5),
+        "gemm.Gemm.track_peak": AsvRow((), "2", (5,), (None,), (None,), 1767323045000),
+        "gemm.Gemm.track_error": AsvRow((("1",),), None, (None,), (None,), (None,), None, None, "eJw="),
     }
     machine = {"machine": "box", "os": "Linux", "cpu": "a cpu", "num_cpu": "2"}
     file = ResultsFile(COMMIT, "existing-py_python", 1767268800000, {**machine, "python": "3.11"}, "3.11", {"a": "1"},

@@ -165,7 +165,7 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
 
     found = opened(store, TERMINAL)
     wanted = series_meant(arguments.series, found, store)
-    trends = found.trends(lambda name: name == wanted).trends
+    trends = found.trends(lambda name: name == wanted)
     commits = {figure.commit for trend in trends for figure in trend.figures}
     lost = gone(commits, Path())
     if lost == commits:
@@ -233,20 +233,20 @@ def _merge(arguments: argparse.Namespace) -> int:
     store = arguments.store
     other = find_store(arguments.folder, store)
     existing_store(other, TERMINAL, reading=True)
-    done = join(store, other)
+    merged, view = join(store, other)
     counts = {
-        "runs that are new here": len(done.runs.copied),
-        "runs that had gone on there": len(done.runs.extended),
-        "runs that were here already": done.runs.same,
-        "asv's files that are new or have more in them": len(done.taken.files),
-        **({"acknowledgements that are new here": done.acks} if done.acks else {}),
-        **({"ceilings that are new here": done.ceilings} if done.ceilings else {}),
-        "asv's files made again from the runs": len(done.view.files),
+        "runs that are new here": len(merged.copied),
+        "runs that had gone on there": len(merged.extended),
+        "runs that were here already": merged.same,
+        "asv's files that are new or have more in them": len(merged.files),
+        **({"acknowledgements that are new here": merged.acks} if merged.acks else {}),
+        **({"ceilings that are new here": merged.ceilings} if merged.ceilings else {}),
+        "asv's files made again from the runs": len(view.files),
     }
     tell(arguments, partial(joined_page, f"{store}: took in {other}", counts))
-    _complain_of([*done.runs.notes, *done.taken.notes])
-    _complain_of(f"{path.name} was broken, and was set aside in {path.parent}" for path in done.view.aside)
-    return _complain_of(done.failed)
+    _complain_of(merged.notes)
+    _complain_of(f"{path.name} was broken, and was set aside in {path.parent}" for path in view.aside)
+    return _complain_of([*merged.failed, *view.failed])
 
 
 def _complain_of(sentences: Iterable[str]) -> int:

@@ -19,10 +19,9 @@ from fp8bench.features.sensitivity.study import as_words
 from fp8bench.features.train.kind import load_training, training_named
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.model import Interval, Run
-from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.pipeline import execute, measure_again, now
 from fp8bench.protocols import Observer
-from fp8bench.store.kept_lines import Content, Log
+from fp8bench.store.kept_lines import Log
 from fp8bench.store.runs.listing import load_named, store_of
 
 # Facts of the environment that stand beside a check.
@@ -140,24 +139,19 @@ def checks_of(store: Path) -> Path:
     return store / "advice.jsonl"
 
 
-def _log(store: Path) -> Log[Checked]:
-    return Log(checks_of(store), _read, lambda check: {"version": _VERSION, "checked": encode(check)})
-
-
-def _read(content: Content) -> Checked:
-    if content.get("version") != _VERSION:
-        raise Malformed("is of another version")
-    return decode(Checked, content.get("checked"))
-
-
 def load_checks(store: Path) -> tuple[tuple[Checked, ...], list[str]]:
     """Oldest first, each once, and what is wrong with lines that were left out: none without the file."""
     try:
-        lines, troubles = _log(store).lines()
+        found, troubles = _log(store).lines()
     except OSError as error:
         raise StoreError(f"{checks_of(store)} cannot be read ({error.strerror}).") from None
-    return tuple(sorted(dict.fromkeys(check for _, check in lines), key=lambda check: check.when)), troubles
+    each_once = sorted(dict.fromkeys(found), key=lambda one: one.when)
+    return tuple(each_once), [f"{trouble}, and was left out" for trouble in troubles]
 
 
-def keep_checks(store: Path, checks: Sequence[Checked]) -> None:
-    _log(store).append(checks)
+def keep_checks(store: Path, checked: Sequence[Checked]) -> None:
+    _log(store).append(checked)
+
+
+def _log(store: Path) -> Log[Checked]:
+    return Log(checks_of(store), {"checked": Checked}, "check", _VERSION, "Choose another --store.")

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.errors import StoreError
 from fp8bench.files import PARTIAL, is_locked, keeping, locked, make_store
 from fp8bench.model import Run
 from fp8bench.model.run import FleetPlan
 from fp8bench.store.fleet_plans import keep_plan, number_of
-from fp8bench.store.merge_stores import Came, find_store, take
+from fp8bench.store.merge_stores import Came, find_store, take, take_each
 from fp8bench.store.runs.listing import collected_folder, id_of, listing
 from fp8bench.store.runs.run_file import folder_name, load_run, missing_groups
 
@@ -69,13 +70,7 @@ def _from(store: Path, plan: FleetPlan | None, out: Path, known: dict[str, Path]
     made.failed += list(_foreign(store, set(there.everything)))
     if not there.everything:
         made.failed.append(f"{store} has no runs: nothing came of the machine that it belongs to.")
-    for path in reversed(there.files):
-        try:
-            _take(path, plan, out, known, made)
-        except (StoreError, RunNotFound) as error:
-            made.failed.append(str(error))
-        except OSError as error:
-            made.failed.append(f"{path} was not taken ({error.strerror}).")
+    made.failed += take_each(there, partial(_take, plan, out, known, made))
 
 
 def _foreign(store: Path, runs: set[Path]) -> Iterator[str]:
@@ -87,7 +82,7 @@ def _foreign(store: Path, runs: set[Path]) -> Iterator[str]:
             yield f"{path} {what}. It was not taken."
 
 
-def _take(path: Path, plan: FleetPlan | None, out: Path, known: dict[str, Path], made: Collected) -> None:
+def _take(plan: FleetPlan | None, out: Path, known: dict[str, Path], made: Collected, path: Path) -> None:
     running, content, run = is_locked(path), path.read_bytes(), load_run(path)
     if not run.started:
         raise StoreError(f"{path} was not taken: {run.troubles[0]}, and so is which machine it is of.")

@@ -162,7 +162,7 @@ def _with_relative(changes: Sequence[Change], history: History) -> set[tuple[obj
     def wanted(name: str) -> bool:
         return f".track_{RELATIVE}(" in name and name.partition(".")[0] in suites
 
-    return {_place(trend) for trend in history.trends(wanted).trends if trend.measured}
+    return {_place(trend) for trend in history.trends(wanted) if trend.measured}
 
 
 def _notes(found: Found) -> Iterator[str]:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.analysis.metric import Metric, Reference
-from fp8bench.errors import StoreError, UsageError
-from fp8bench.files import check_folder, safe, write_whole
+from fp8bench.errors import UsageError
+from fp8bench.files import check_folder, keeping, safe, write_whole
 from fp8bench.model import Environment, Finding, Record, Run, Scalar, Status
 from fp8bench.model.specs import STEP, TIME, Rank
 from fp8bench.report.panels import together
@@ -138,10 +138,8 @@ def write_scalars(folder: Path, name: str, at: int, points: Iterable[tuple[int, 
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
         records.write(Event(wall_time=at, step=place, summary=summary).SerializeToString())
     file = folder / f"events.out.tfevents.{at:010d}.fp8bench.{safe(name)}"
-    try:
+    with keeping(file):
         write_whole(file, content.getvalue())
-    except OSError as error:
-        raise StoreError(f"{file} cannot be written ({error.strerror}).") from None
     return file
 
 

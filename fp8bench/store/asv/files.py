@@ -27,7 +27,7 @@ from fp8bench.model import Scalar, Series
 from fp8bench.model.codec import Malformed
 from fp8bench.store.asv.rows import (
     COLUMNS,
-    Row,
+    AsvRow,
     are_params,
     read_row,
     write_row,
@@ -250,7 +250,7 @@ class ResultsFile:
     python: str
     requirements: Mapping[str, Any]
     env_vars: Mapping[str, Scalar | None]
-    rows: Mapping[str, Row]
+    rows: Mapping[str, AsvRow]
     durations: Mapping[str, Any] = field(default_factory=dict)
     columns: tuple[str, ...] = COLUMNS
     others: Mapping[str, Any] = field(default_factory=dict)
@@ -298,7 +298,7 @@ def _file(content: Mapping[str, Any], path: Path) -> ResultsFile:
     _check_head(content, path)
     _check_columns(content)
     columns = tuple(content["result_columns"])
-    rows: dict[str, Row] = {}
+    rows: dict[str, AsvRow] = {}
     broken: dict[str, Any] = {}
     troubles = []
     for name, cells in content["results"].items():

@@ -42,7 +42,7 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Row:
+class AsvRow:
     """One benchmark's results. `values`, `stats` and `samples` have one entry for each combination of `params`.
 
     `params` are texts as asv has them (repr of each value: "'fp8'", "256"). A value is None where the benchmark failed
@@ -73,7 +73,7 @@ Figures = tuple[float | None, Stats | None, tuple[float, ...] | None]
 NOT_MEASURED: Figures = (math.nan, None, None)
 
 
-def by_combination(row: Row) -> dict[tuple[str, ...], Figures]:
+def by_combination(row: AsvRow) -> dict[tuple[str, ...], Figures]:
     """What a row says of each combination, by its texts: what a grid was may have changed since."""
     figures = zip(row.values, row.stats, row.samples, strict=True)
     return dict(zip(itertools.product(*row.params), figures, strict=True))
@@ -85,11 +85,11 @@ def row_of(
     figures: Mapping[tuple[str, ...], Figures],
     started_at: int | None,
     duration: float | None,
-) -> Row:
+) -> AsvRow:
     """A row of what is known of each combination, by its texts; others were not measured."""
     cells = [figures.get(texts, NOT_MEASURED) for texts in itertools.product(*params)]
     values, stats, samples = zip(*cells, strict=True) if cells else ((), (), ())
-    return Row(params, version, values, stats, samples, started_at, duration)
+    return AsvRow(params, version, values, stats, samples, started_at, duration)
 
 
 def is_measured(figures: Figures) -> bool:
@@ -97,7 +97,7 @@ def is_measured(figures: Figures) -> bool:
     return figures[0] is None or not math.isnan(figures[0])
 
 
-def numbers(row: Row) -> dict[tuple[str, ...], float]:
+def numbers(row: AsvRow) -> dict[tuple[str, ...], float]:
     """The numbers in a row, by the texts of their combinations."""
     return {texts: value for texts, (value, *_) in by_combination(row).items() if value is not None and value == value}
 
@@ -156,7 +156,7 @@ def _ranks(count: int) -> tuple[float, float]:
     return cast("tuple[float, float]", asv_statistics().quantile_ci(range(count), 0.5, _COVERAGE)[1])
 
 
-def read_row(columns: Sequence[str], cells: object) -> Row:
+def read_row(columns: Sequence[str], cells: object) -> AsvRow:
     """A row from its cells; raises Malformed for what no benchmark gives."""
     if not isinstance(cells, list):
         raise Malformed(f"expected a list, found {shown(cells)}")
@@ -178,7 +178,7 @@ def read_row(columns: Sequence[str], cells: object) -> Row:
         if 0 < one.count(None) < len(one):  # asv fails on an interval without quartiles
             raise Malformed("some statistics of a value are missing")
     samples = column("samples", lambda one: isinstance(one, list) and all(map(_is_number, one)))
-    return Row(
+    return AsvRow(
         params,
         _single(named, "version", lambda one: isinstance(one, str)),
         column("result"),
@@ -219,7 +219,7 @@ def _is_count(plain: object) -> bool:
     return type(plain) is int and abs(plain) < 1 << 63
 
 
-def write_row(row: Row, columns: Sequence[str]) -> list[Any]:
+def write_row(row: AsvRow, columns: Sequence[str]) -> list[Any]:
     """A row as asv writes it: shortened, statistics and duration to 5 digits."""
     nothing = (None,) * len(fields(Stats))
     by_name = zip(*(astuple(one) if one else nothing for one in row.stats), strict=True)

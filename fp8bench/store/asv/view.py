@@ -35,8 +35,8 @@ from fp8bench.store.asv.identity import Identity, identify, resolved
 from fp8bench.store.asv.rows import (
     MOST_COMBINATIONS,
     NOT_MEASURED,
+    AsvRow,
     Figures,
-    Row,
     asv_statistics,
     by_combination,
     cell,
@@ -44,8 +44,14 @@ from fp8bench.store.asv.rows import (
     is_measured,
     row_of,
 )
-from fp8bench.store.commit_runs import TrackedRun, remembered, runs_of_commit, series_of_runs, why_not
-from fp8bench.store.points import merged
+from fp8bench.store.commit_runs import (
+    TrackedRun,
+    commit_points,
+    remembered,
+    runs_of_commit,
+    series_of_runs,
+    why_not,
+)
 
 
 def results_of(store: Path) -> Path:
@@ -185,7 +191,7 @@ def nothing_of(commit: str, identity: Identity) -> ResultsFile:
 
 def filled(file: ResultsFile, tracked: Sequence[TrackedRun]) -> ResultsFile:
     """The file with a row for every series; other rows stay."""
-    points = merged([point for one in tracked for point in one.content.points], series_of_runs(tracked))
+    points = commit_points(tracked)
     rows = dict(file.rows)
     for series in series_of_runs(tracked):
         own = {cell: point for (name, cell), point in points.items() if name == series.name}
@@ -194,7 +200,7 @@ def filled(file: ResultsFile, tracked: Sequence[TrackedRun]) -> ResultsFile:
     return replace(file, rows=rows)
 
 
-def _row(series: Series, points: Mapping[Cell, Point], started: int, before: Row | None) -> Row:
+def _row(series: Series, points: Mapping[Cell, Point], started: int, before: AsvRow | None) -> AsvRow:
     """One row: a point where there is one, what stood there before where there is none, else not measured.
 
     Samples stand in the file only where asv was asked to record them: the runs have them all.
@@ -230,9 +236,8 @@ class Taken:
     notes: list[str] = field(default_factory=list)
 
 
-def merge_folders(ours: Path, theirs: Path) -> Taken:
+def merge_folders(ours: Path, theirs: Path, taken: Taken) -> Taken:
     """Take what is missing here out of another folder of results, which is only read. For holders of the lock."""
-    taken = Taken()
     for folder in sorted({path.parent for path in theirs.glob("*/*.json")}):
         machine = _take_machine(ours / folder.name, folder, taken)
         for path in results_files(folder):
@@ -251,7 +256,7 @@ def merge_files(ours: ResultsFile, theirs: ResultsFile) -> ResultsFile:
     )  # fmt: skip
 
 
-def merge_rows(ours: Row, theirs: Row) -> Row:
+def merge_rows(ours: AsvRow, theirs: AsvRow) -> AsvRow:
     """Our row with the combinations that it lacks. Rows of different versions do not mix: ours stays as it is."""
     if ours.version != theirs.version or len(ours.params) != len(theirs.params):
         return ours

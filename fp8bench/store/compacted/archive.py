@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from fp8bench.errors import StoreError
 from fp8bench.files import keeping, locked, replacing, write_whole
@@ -28,45 +27,37 @@ from fp8bench.store.compacted.manifest import (
     Archive,
     ArchivedFile,
     Manifest,
-    Unreadable,
+    Partition,
+    UnreadableIndex,
     archive_of,
     load_manifest,
     points_of,
     without_runs,
 )
 from fp8bench.store.index.figure_files import digest_of
+from fp8bench.store.kept_lines import BESIDE_RUNS
 from fp8bench.store.runs.listing import all_files, index_of, machine_folder
 from fp8bench.store.runs.run_file import safe_folder
 
 # What commands ask of a store beside its runs. Left out is what is made again (figures, reports, prepared texts), what
 # is of use on its machine alone (checkpoints of trainings, locks), and what nobody knows.
-_BESIDE = (
-    "acks.jsonl", "advice.jsonl", "asv/results/*.json", "asv/results/*/*.json",
-    "ceilings/*.json", "ceilings/history.jsonl", "cells/*/attempts.jsonl", "cells/*/output.txt", "duels/*.jsonl",
-    "plans/*.json", "sensitivity/*.json", "trainings/*/steps.jsonl",
-)  # fmt: skip
+_BESIDE = (*BESIDE_RUNS, "acks.jsonl", "asv/results/*.json", "asv/results/*/*.json", "cells/*/output.txt")
 _RUNS = ("runs/*/*.jsonl", "runs/machine=*/month=*/*.jsonl")
 _MONTH = re.compile(r"(\d{4})(\d{2})\d{2}T")
 
 
-class Stated(NamedTuple):
-    """A file of the store with its size and date."""
-
-    path: str
-    size: int
-    changed_ns: int
-
-
-def stated(store: Path) -> dict[str, list[Stated]]:
-    """The files that a store is made of, by the archives that they belong into, in the order of their names."""
-    found: dict[str, list[Stated]] = {}
+def stated(store: Path) -> dict[str, list[ArchivedFile]]:
+    """The files that a store is made of, without digests, by the archives that they belong into, in the order of their
+    names."""
+    found: dict[str, list[ArchivedFile]] = {}
     beside = (path for pattern in _BESIDE for path in store.glob(pattern))
     for path in sorted({*all_files(store), *beside}):
         name = path.relative_to(store).as_posix()
         with contextlib.suppress(OSError):
             status = path.stat()
             if path.is_file():
-                found.setdefault(_archive(name), []).append(Stated(name, status.st_size, status.st_mtime_ns))
+                file = ArchivedFile(name, "", status.st_size, status.st_mtime_ns)
+                found.setdefault(_archive(name), []).append(file)
     return found
 
 
@@ -82,13 +73,13 @@ def _archive(name: str) -> str:
 def belongs(name: str) -> bool:
     """Whether a name, which may be somebody else's, is that of a file of a store."""
     path = PurePosixPath(name)
-    fits = (len(path.parts) == one.count("/") + 1 and path.match(one) for one in (*_RUNS, *_BESIDE))
+    fits = (len(path.parts) == pattern.count("/") + 1 and path.match(pattern) for pattern in (*_RUNS, *_BESIDE))
     return ".." not in path.parts and "\0" not in name and any(fits)
 
 
-def is_whole(path: Path, size: int, digest: str) -> bool:
+def is_whole(path: Path, written: Partition | Archive) -> bool:
     """Whether a compacted file is what was written, bit for bit. Raises OSError."""
-    return path.is_file() and path.stat().st_size == size and digest_of(path) == digest
+    return path.is_file() and path.stat().st_size == written.size and digest_of(path) == written.digest
 
 
 @dataclass
@@ -111,18 +102,18 @@ def archive(store: Path, manifest: Manifest, result: Archived, save: Callable[[]
         archive_of(store, name).unlink(missing_ok=True)
     for name, files in there.items():
         old = manifest.archives.get(name)
-        damaged = old is not None and not is_whole(archive_of(store, name), old.size, old.digest)
+        damaged = old is not None and not is_whole(archive_of(store, name), old)
         result.mended += [name] if damaged else []
-        if old is None or damaged or [(one.path, one.size, one.changed_ns) for one in old.files] != files:
+        if old is None or damaged or [file._replace(digest="") for file in old.files] != files:
             manifest.archives[name], left = write_archive(archive_of(store, name), store, files)
             result.written.append(name)
             result.left += left
             save()
-    result.files = sum(len(one.files) for one in manifest.archives.values())
+    result.files = sum(len(packed.files) for packed in manifest.archives.values())
     result.kept = len(manifest.archives) - len(result.written)
 
 
-def write_archive(path: Path, store: Path, files: Sequence[Stated]) -> tuple[Archive, list[str]]:
+def write_archive(path: Path, store: Path, files: Sequence[ArchivedFile]) -> tuple[Archive, list[str]]:
     """Make an archive of files, which takes the place of the one before once all of them were read back from it.
 
     Returns it, and the files that changed meanwhile or cannot be read, which are not in it. Raises StoreError.
@@ -139,7 +130,7 @@ def write_archive(path: Path, store: Path, files: Sequence[Stated]) -> tuple[Arc
                         member = tarfile.TarInfo(one.path)  # without a date and an owner
                         member.size = one.size
                         tar.addfile(member, io.BytesIO(content))
-                        packed.append(ArchivedFile(one.path, hashlib.sha256(content).hexdigest(), *one[1:]))
+                        packed.append(one._replace(digest=hashlib.sha256(content).hexdigest()))
             file.flush()
             os.fsync(file.fileno())
         made = Archive(partial.stat().st_size, digest_of(partial), tuple(packed))
@@ -149,13 +140,13 @@ def write_archive(path: Path, store: Path, files: Sequence[Stated]) -> tuple[Arc
     return made, [one.path for one in files if one.path not in there]
 
 
-def _unchanged(path: Path, one: Stated) -> bytes | None:
+def _unchanged(path: Path, file: ArchivedFile) -> bytes | None:
     try:
         content, status = path.read_bytes(), path.stat()
     except OSError:
         return None
     there = (len(content), status.st_size, status.st_mtime_ns)
-    return content if there == (one.size, one.size, one.changed_ns) else None
+    return content if there == (file.size, file.size, file.changed_ns) else None
 
 
 def contents(
@@ -206,13 +197,13 @@ def restore(store: Path) -> Restored:
         raise StoreError(f"nothing was compacted of {store}. There is nothing to write its files from.") from None
     except OSError as error:
         raise StoreError(f"{index_of(store)} cannot be read ({error.strerror}).") from None
-    except Unreadable as error:
+    except UnreadableIndex as error:
         raise without_runs(store, error) from None
     result = Restored()
     with locked(points_of(store), _LOCK_SECONDS):
-        for name, one in manifest.archives.items():
+        for name, packed in manifest.archives.items():
             try:
-                _put_back(store, archive_of(store, name), one, result)
+                _put_back(store, archive_of(store, name), packed, result)
             except StoreError as error:
                 result.damaged.append(str(error).rstrip("."))
             except OSError as error:
@@ -225,46 +216,46 @@ def restore(store: Path) -> Restored:
 
 def _put_back(store: Path, path: Path, archive: Archive, result: Restored) -> None:
     """Write what is not here of an archive; nothing of a damaged one. Raises StoreError for that, and OSError."""
-    if not is_whole(path, archive.size, archive.digest):
+    if not is_whole(path, archive):
         raise StoreError(f"{path} is not the file that was written, and none of its files is taken")
     # An index from elsewhere must not say where else on this machine to write.
-    foreign = [one.path for one in archive.files if not belongs(one.path)]
+    foreign = [file.path for file in archive.files if not belongs(file.path)]
     if foreign:
         raise StoreError(f"{path} has a file {foreign[0]!r:.80}, which is none of a store. Get it once more.")
-    wanted = {one.path for one in archive.files if _is_wanted(store, one, result)}
+    wanted = {file.path for file in archive.files if _is_wanted(store, file, result)}
     for file, content in contents(path, archive, wanted) if wanted else ():
         write_whole(store / file.path, content)
         _date(store / file.path, file)
         result.written += 1
 
 
-def _is_wanted(store: Path, one: ArchivedFile, result: Restored) -> bool:
-    path = store / one.path
+def _is_wanted(store: Path, file: ArchivedFile, result: Restored) -> bool:
+    path = store / file.path
     try:
         status = path.stat()
-        same = (status.st_size, status.st_mtime_ns) == (one.size, one.changed_ns) or sha256_of(path) == one.digest
+        same = (status.st_size, status.st_mtime_ns) == (file.size, file.changed_ns) or sha256_of(path) == file.digest
     except FileNotFoundError:
         return True
     if same:
-        _date(path, one)
+        _date(path, file)
         result.there += 1
     else:
-        result.own.append(one.path)
+        result.own.append(file.path)
     return False
 
 
-def _date(path: Path, one: ArchivedFile) -> None:
+def _date(path: Path, file: ArchivedFile) -> None:
     """What was compacted knows a run file by its size and date; a copy of other dates is read, and slower."""
     with contextlib.suppress(OSError):
-        if path.stat().st_mtime_ns != one.changed_ns:
-            os.utime(path, ns=(one.changed_ns, one.changed_ns))
+        if path.stat().st_mtime_ns != file.changed_ns:
+            os.utime(path, ns=(file.changed_ns, file.changed_ns))
 
 
 def archived_files(store: Path) -> dict[str, ArchivedFile]:
     """The files in archives that are what was written, by their names in the store."""
     try:
         archives = load_manifest(store).archives
-        whole = [one for name, one in archives.items() if is_whole(archive_of(store, name), one.size, one.digest)]
-    except (OSError, Unreadable):
+        whole = [packed for name, packed in archives.items() if is_whole(archive_of(store, name), packed)]
+    except (OSError, UnreadableIndex):
         return {}
-    return {file.path: file for one in whole for file in one.files}
+    return {file.path: file for packed in whole for file in packed.files}

@@ -12,52 +12,45 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 from fp8bench.errors import StoreError
 from fp8bench.files import PARTIAL, keeping, locked
 from fp8bench.model import Fault
-from fp8bench.store.commit_runs import by_commit, by_place, read_runs
-from fp8bench.store.compacted.archive import Archived, archive, contents, is_whole
+from fp8bench.store.commit_runs import TrackedRun, by_commit, commit_points
+from fp8bench.store.compacted.archive import Archived, archive, is_whole
 from fp8bench.store.compacted.manifest import (
     ARCHIVE,
     MAKE_ROOM,
     Archive,
+    CompactedPlace,
     Manifest,
     Partition,
-    Place,
-    Unit,
-    Unreadable,
+    UnreadableIndex,
     load_manifest,
     parquet_of,
     points_of,
-    same_stamps,
     save_manifest,
     without_runs,
 )
 from fp8bench.store.compacted.parquet import (
-    Batch,
+    RowBatch,
     Spool,
     batch_of,
-    check_file,
-    connected,
     counts_as,
-    duckdb_here,
     need_duckdb,
 )
 from fp8bench.store.compacted.reading import keys_of, stamps_of
 from fp8bench.store.index.figure_files import (
+    CommitFigures,
     Fingerprints,
-    Stamp,
     are_known,
-    are_unchanged,
     as_they_are,
-    digest_of,
+    figures_of_runs,
     names_of,
-    stamps,
+    read_stamped,
 )
 from fp8bench.store.index.history import spread
-from fp8bench.store.index.tables import Table, placed, read_layout, table_of, tells
+from fp8bench.store.index.tables import FigureTable, read_layout, table_of, tells
 from fp8bench.store.runs.listing import all_files, index_of, listing
 from fp8bench.store.runs.run_file import safe_folder
 
@@ -84,19 +77,10 @@ class Compaction:
     archived: Archived = field(default_factory=Archived)
 
 
-class CommitRows(NamedTuple):
-    """What the runs of a commit come to: sources, suites, runs, left, and its places, each with the samples of its rows
-    and the ids of its runs."""
-
-    sources: tuple[Stamp, ...]
-    suites: dict[str, str]
-    runs: int
-    left: tuple[str, ...]
-    places: tuple[tuple[Table, list[list[float]], list[str]], ...]
-
-
+# A place with the samples of its rows and the ids of its runs.
+Sampled = tuple[FigureTable, list[list[float]], list[str]]
 # Of the runs of one commit; None where one changes meanwhile.
-Reader = Callable[[Path, Fingerprints, Sequence[Path]], CommitRows | None]
+Reader = Callable[[Path, Fingerprints, Sequence[Path]], CommitFigures[Sampled] | None]
 
 
 def compact(store: Path, observe: Callable[[int, int], None], reader: Reader | None = None) -> Compaction:
@@ -157,7 +141,7 @@ class _Compacting:
         bad = set()
         for name, one in self.manifest.partitions.items():
             path = parquet_of(self.store, name)
-            if not counts_as(path, one) or digest_of(path) != one.digest:
+            if not counts_as(path, one) or not is_whole(path, one):
                 bad.add(name)
         self.result.mended = sorted(bad)
         return bad
@@ -167,8 +151,6 @@ class _Compacting:
         unit = self.manifest.units.get(commit)
         if unit is None or not are_known(unit.suites, self.known, richer=True):
             return False
-        if same_stamps(unit.sources, names_of(self.store, paths), self.before):
-            return True
         try:
             sources = as_they_are(self.store, paths, unit.sources)
         except OSError:
@@ -184,20 +166,20 @@ class _Compacting:
             some = commits[begin : begin + _AT_ONCE]
             self.observe(self.result.read + self.result.busy, count)
             jobs = [self.files[commit] for commit in some]
-            batches: list[Batch] = []
+            batches: list[RowBatch] = []
             for commit, read in zip(some, spread(partial(self.reader, self.store, self.known), jobs), strict=True):
                 if read is None:
                     self.result.busy += 1
                     continue
                 own, places = self._numbered(read)
                 batches += own
-                self.manifest.units[commit] = Unit(*read[:-1], tuple(places))
+                self.manifest.units[commit] = CommitFigures(*read[:-1], tuple(places))
                 touched |= {self.manifest.places[place].partition for place in places}
                 self.result.read += 1
             spool.add(batches)
         return touched
 
-    def _numbered(self, read: CommitRows) -> tuple[list[Batch], list[int]]:
+    def _numbered(self, read: CommitFigures[Sampled]) -> tuple[list[RowBatch], list[int]]:
         """Rows of a commit, and the numbers of its places, which are new ones."""
         first, self.next = self.next, self.next + len(read.places)
         batches = []
@@ -208,7 +190,7 @@ class _Compacting:
                 "unders": [self.manifest.unders.number(list(map(list, under))) for under in table.said["unders"]],
             }  # fmt: skip
             silent = [line for line, tell in zip(lines, tells(table.rows["flags"]), strict=True) if not tell]
-            self.manifest.places[number] = Place(
+            self.manifest.places[number] = CompactedPlace(
                 said, self.manifest.layouts.number(table.layout.decode()), self.manifest.silents.number(silent),
                 _partition(table), runs,
             )  # fmt: skip
@@ -264,11 +246,11 @@ def _begun(store: Path) -> Manifest:
     """What was compacted before; nothing where that does not serve. Raises StoreError for a newer fp8bench's."""
     try:
         return load_manifest(store)
-    except (OSError, Unreadable) as error:
-        if isinstance(error, Unreadable) and error.newer:
+    except (OSError, UnreadableIndex) as error:
+        if isinstance(error, UnreadableIndex) and error.newer:
             said = f"{index_of(store)} does not serve: {error}. Upgrade fp8bench, or delete {points_of(store)}."
             raise StoreError(said) from None
-        if isinstance(error, Unreadable) and not all_files(store):
+        if isinstance(error, UnreadableIndex) and not all_files(store):
             raise without_runs(store, error) from None
         return Manifest()
 
@@ -279,22 +261,18 @@ def _months(commits: Sequence[str], files: dict[str, list[Path]]) -> Iterator[li
         yield list(some)
 
 
-def read_commit(store: Path, known: Fingerprints, paths: Sequence[Path]) -> CommitRows | None:
+def read_commit(store: Path, known: Fingerprints, paths: Sequence[Path]) -> CommitFigures[Sampled] | None:
     """What the runs of a commit come to; None where one changes meanwhile."""
-    before = stamps(store, paths)
-    read = read_runs(paths)
-    if before is None or not are_unchanged(store, before):
-        return None
-    places = []
-    for members in by_place(read.runs):
-        place = placed(members)
-        places.append((table_of(place), [list(one) for one in place.samples], [one.run.id for one in members]))
-    return CommitRows(
-        tuple(before), {name: known[name] for name in sorted(read.suites)}, len(read.runs), read.left, tuple(places)
-    )
+    read, sources = read_stamped(store, paths)
+    return None if sources is None else figures_of_runs(read, sources, known, _sampled)
 
 
-def _partition(table: Table) -> str:
+def _sampled(members: Sequence[TrackedRun]) -> Sampled:
+    samples = [list(point.samples) for point in commit_points(members).values()]
+    return table_of(members), samples, [one.run.id for one in members]
+
+
+def _partition(table: FigureTable) -> str:
     """The folder of a place: its machine, and the month in which the oldest of its runs began (UTC)."""
     try:
         month = f"{datetime.fromtimestamp(table.said['began'] / 1000, UTC):%Y-%m}"
@@ -309,7 +287,7 @@ def check_compacted(store: Path) -> tuple[list[Fault], int]:
         written = load_manifest(store).written(store)
     except FileNotFoundError:
         return [], 0
-    except (OSError, Unreadable) as error:
+    except (OSError, UnreadableIndex) as error:
         why = error.strerror if isinstance(error, OSError) else error
         remedy = _AGAIN if all_files(store) else "Get it from a copy; the fp8bench that wrote it restores its runs"
         return [Fault(str(index_of(store)), f"it does not serve ({why})", remedy)], 0
@@ -324,28 +302,13 @@ def check_compacted(store: Path) -> tuple[list[Fault], int]:
     return faults, len(written)
 
 
-def _why_not(path: Path, one: Partition | Archive) -> str:
+def _why_not(path: Path, file: Partition | Archive) -> str:
+    """What is wrong with a compacted file, which was read back when it was written: its digest stands for all of it."""
     try:
         if not path.exists():
             return "it is not there"
-        if isinstance(one, Partition) and not counts_as(path, one):
+        if isinstance(file, Partition) and not counts_as(path, file):
             return "it is not the file that was written"
-        if not is_whole(path, one.size, one.digest):
-            return "it does not hold what was written into it"
-        if not _has_all(path, one):
-            return "it lacks rows that were written into it"
+        return "" if is_whole(path, file) else "it does not hold what was written into it"
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
-    except StoreError as error:
-        return str(error).removeprefix(f"{path} ").partition(". ")[0]
-    return ""
-
-
-def _has_all(path: Path, one: Partition | Archive) -> bool:
-    """Whether everything is in it, each value and byte of which is read. Raises StoreError."""
-    if isinstance(one, Archive):
-        return sum(1 for _ in contents(path, one)) == len(one.files)
-    if duckdb_here() is None:
-        return True
-    with connected() as connection:
-        return check_file(path, connection) == (one.rows, one.total)

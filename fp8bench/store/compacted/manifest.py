@@ -20,7 +20,7 @@ from fp8bench.errors import StoreError
 from fp8bench.files import write_whole
 from fp8bench.model import Conditions, trend_name
 from fp8bench.model.codec import SCHEMA
-from fp8bench.store.index.figure_files import Stamp
+from fp8bench.store.index.figure_files import CommitFigures, Stamp
 from fp8bench.store.runs.listing import Listing, index_of
 
 # Raised when the same runs would come to other rows, or be written down in another way.
@@ -58,7 +58,7 @@ class Archive(NamedTuple):
     files: tuple[ArchivedFile, ...]
 
 
-class Place(NamedTuple):
+class CompactedPlace(NamedTuple):
     """What a commit has come to in one place: texts with numbers for machine and conditions, its cells, its file.
 
     `silent` numbers the list of lines that have neither a number nor a failure here; `runs` are ids.
@@ -69,16 +69,6 @@ class Place(NamedTuple):
     silent: int
     partition: str
     runs: list[str]
-
-
-class Unit(NamedTuple):
-    """The runs of one commit: the files they were read from, what they were asked about, and where their rows are."""
-
-    sources: tuple[Stamp, ...]
-    suites: dict[str, str]
-    runs: int
-    left: tuple[str, ...]
-    places: tuple[int, ...]
 
 
 class LineKey(NamedTuple):
@@ -116,11 +106,11 @@ class Numbered:
 
 @dataclass
 class Manifest:
-    """All of it. `files` are all run files by their names in the store, with size and date, newest first; empty until
-    every commit was looked at."""
+    """All of it. `units` are commits, with the numbers of their places. `files` are all run files by their names in the
+    store, with size and date, newest first; empty until every commit was looked at."""
 
-    units: dict[str, Unit] = field(default_factory=dict)
-    places: dict[int, Place] = field(default_factory=dict)
+    units: dict[str, CommitFigures[int]] = field(default_factory=dict)
+    places: dict[int, CompactedPlace] = field(default_factory=dict)
     partitions: dict[str, Partition] = field(default_factory=dict)
     archives: dict[str, Archive] = field(default_factory=dict)
     layouts: Numbered = field(default_factory=Numbered)
@@ -191,7 +181,7 @@ def archive_of(store: Path, name: str) -> Path:
     return store / f"{name}.tar.gz"
 
 
-class Unreadable(ValueError):
+class UnreadableIndex(ValueError):
     """Why an index does not serve; `newer` where a newer fp8bench wrote it."""
 
     def __init__(self, why: str, newer: bool = False) -> None:
@@ -199,7 +189,7 @@ class Unreadable(ValueError):
         self.newer = newer
 
 
-def without_runs(store: Path, why: Unreadable) -> StoreError:
+def without_runs(store: Path, why: UnreadableIndex) -> StoreError:
     """An index that does not serve, where there are no runs to make it again from."""
     return StoreError(
         f"{index_of(store)} does not serve: {why}. Nothing writes the runs of {store} back from it but the fp8bench "
@@ -208,12 +198,12 @@ def without_runs(store: Path, why: Unreadable) -> StoreError:
 
 
 def load_manifest(store: Path) -> Manifest:
-    """What the index says. Raises FileNotFoundError, OSError, or Unreadable with the reason."""
+    """What the index says. Raises FileNotFoundError, OSError, or UnreadableIndex with the reason."""
     return read_manifest(index_of(store).read_bytes())
 
 
 def read_manifest(content: bytes) -> Manifest:
-    """What the bytes of an index say. Raises Unreadable with the reason."""
+    """What the bytes of an index say. Raises UnreadableIndex with the reason."""
     first, _, body = content.partition(b"\n")
     words = first.removeprefix(_MAGIC).split()
     try:
@@ -225,22 +215,22 @@ def read_manifest(content: bytes) -> Manifest:
         plain = json.loads(body)
         _check("schema", plain["schema"], SCHEMA)
         return _manifest(plain)
-    except Unreadable:
+    except UnreadableIndex:
         raise
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        raise Unreadable("it is not what was written") from None
+        raise UnreadableIndex("it is not what was written") from None
 
 
 def _check(what: str, found: int, meant: int) -> None:
     if found != meant:
-        raise Unreadable(f"it is of {what} {found}, and this fp8bench reads {meant}", found > meant)
+        raise UnreadableIndex(f"it is of {what} {found}, and this fp8bench reads {meant}", found > meant)
 
 
 def _manifest(plain: dict[str, Any]) -> Manifest:
     layouts, silents, lines, unders, machines = (Numbered(plain[name]) for name in _NUMBERED)
     return Manifest(
         {commit: _unit(plain, *unit) for commit, unit in plain["units"].items()},
-        {int(number): Place(*place) for number, place in plain["places"].items()},
+        {int(number): CompactedPlace(*place) for number, place in plain["places"].items()},
         {name: Partition(*one) for name, one in plain["partitions"].items()},
         {
             name: Archive(size, digest, tuple(ArchivedFile(*file) for file in files))
@@ -253,8 +243,10 @@ def _manifest(plain: dict[str, Any]) -> Manifest:
 
 def _unit(
     plain: dict[str, Any], sources: list[Any], suites: int, runs: int, left: list[str], places: list[int]
-) -> Unit:
-    return Unit(tuple(Stamp(*one) for one in sources), plain["asked"][suites], runs, tuple(left), tuple(places))
+) -> CommitFigures[int]:
+    return CommitFigures(
+        tuple(Stamp(*one) for one in sources), plain["asked"][suites], runs, tuple(left), tuple(places)
+    )
 
 
 def save_manifest(store: Path, manifest: Manifest) -> None:

@@ -42,7 +42,7 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
 
 
-class Batch(NamedTuple):
+class RowBatch(NamedTuple):
     """Rows with the samples behind each of them, end to end, and how many each has."""
 
     columns: dict[str, NDArray[Any]]
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
     counts: NDArray[np.int64]
 
 
-def batch_of(place: int, lines: Sequence[int], rows: Rows, samples: Sequence[Sequence[float]]) -> Batch:
+def batch_of(place: int, lines: Sequence[int], rows: Rows, samples: Sequence[Sequence[float]]) -> RowBatch:
     counts = np.array([len(one) for one in samples], np.int64)
     flat = np.array([value for one in samples for value in one], np.float64)
     columns: dict[str, NDArray[Any]] = {
@@ -58,7 +58,7 @@ def batch_of(place: int, lines: Sequence[int], rows: Rows, samples: Sequence[Seq
         **{column: np.ascontiguousarray(rows[name]) for column, name in _OF_ROW.items()},
         "samples_crc": crcs(flat, counts),
     }  # fmt: skip
-    return Batch({**columns, CHECK: checks(columns)}, flat, counts)
+    return RowBatch({**columns, CHECK: checks(columns)}, flat, counts)
 
 
 def crcs(samples: NDArray[np.float64], counts: NDArray[np.int64]) -> NDArray[np.uint32]:
@@ -285,7 +285,7 @@ class Spool:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def add(self, batches: Sequence[Batch]) -> None:
+    def add(self, batches: Sequence[RowBatch]) -> None:
         if not batches:
             return
         columns: dict[str, Any] = {

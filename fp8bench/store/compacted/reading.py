@@ -18,8 +18,7 @@ from fp8bench.store.asv.identity import Home
 from fp8bench.store.compacted.manifest import (
     LineKey,
     Manifest,
-    Unit,
-    Unreadable,
+    UnreadableIndex,
     load_manifest,
     parquet_of,
     points_of,
@@ -27,8 +26,8 @@ from fp8bench.store.compacted.manifest import (
     without_runs,
 )
 from fp8bench.store.compacted.parquet import connected, counts_as, duckdb_here, read_columns, rows_of
-from fp8bench.store.index.figure_files import Fingerprints, are_known
-from fp8bench.store.index.tables import Rows, Table
+from fp8bench.store.index.figure_files import CommitFigures, Fingerprints, are_known
+from fp8bench.store.index.tables import FigureTable, Rows
 from fp8bench.store.runs.listing import all_files, index_of
 
 # So many rows are read at once.
@@ -61,7 +60,7 @@ class Compacted:
         """Whether the run files are those that were there when all of them were compacted."""
         return bool(self.files) and self.files == self.manifest.files
 
-    def unit(self, commit: str, names: Sequence[str], known: Fingerprints) -> Unit | None:
+    def unit(self, commit: str, names: Sequence[str], known: Fingerprints) -> CommitFigures[int] | None:
         """What was compacted of a commit, if it still counts for these run files."""
         unit = self.manifest.units.get(commit)
         if self.is_alone:
@@ -88,7 +87,7 @@ class Compacted:
     def rows(self, places: Sequence[int]) -> int:
         return sum(len(self._lines(self.manifest.places[place].layout)) for place in places)
 
-    def tables(self, places: Sequence[int], wanted: Wanted) -> dict[int, Table]:
+    def tables(self, places: Sequence[int], wanted: Wanted) -> dict[int, FigureTable]:
         """The tables of some places, with the wanted rows alone. Raises StoreError."""
         shapes = self._shapes(places, wanted)
         by_partition: dict[str, list[int]] = {}
@@ -109,7 +108,7 @@ class Compacted:
                 group, expected = [], 0.0
         rows |= self._read(group, by_partition, shapes, chosen) if group else {}
         return {
-            place: Table(self._said(place), shapes[self.manifest.places[place].layout].layout, rows[place])
+            place: FigureTable(self._said(place), shapes[self.manifest.places[place].layout].layout, rows[place])
             for place in places
             if place in rows
         }
@@ -190,7 +189,7 @@ def open_compacted(store: Path) -> tuple[Compacted | None, tuple[str, ...]]:
         return None, ()
     except OSError as error:
         return None, (f"{index_of(store)} cannot be read ({error.strerror}); the runs are read instead",)
-    except Unreadable as error:
+    except UnreadableIndex as error:
         if not all_files(store):
             raise without_runs(store, error) from None
         again = "" if error.newer else "; `fp8bench store compact` makes it again"

@@ -16,12 +16,12 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,10 +31,11 @@ from fp8bench.analysis.steps.change_points import Step, Values, steps_of_many
 from fp8bench.files import compact, sealed, unsealed, write_whole
 from fp8bench.model import Fault
 from fp8bench.model.codec import SCHEMA
-from fp8bench.store.commit_runs import CommitRuns, TrackedRun, by_place
-from fp8bench.store.index.tables import ROW, Table, placed, table_of
+from fp8bench.store.commit_runs import CommitRuns, TrackedRun, by_place, read_runs
+from fp8bench.store.index.tables import ROW, FigureTable, table_of
 from fp8bench.store.series import fingerprint
 
+P = TypeVar("P")
 # Raised when the same runs would come to other figures, or be written down in another way.
 VERSION = 9
 _SUFFIX = ".figures"
@@ -70,13 +71,15 @@ def are_known(suites: Mapping[str, str], known: Fingerprints, richer: bool = Fal
     return all(known[name] in (before, *([UNKNOWN] if richer else [])) for name, before in suites.items())
 
 
-@dataclass(frozen=True)
-class CommitFigures:
-    """What the runs of one commit come to: how many tell something, why others do not, and a table for each place."""
+class CommitFigures(NamedTuple, Generic[P]):
+    """What the runs of one commit come to: the files they were read from, the suites they were asked about, how many
+    tell something, why others do not, and for each place a table, or where one is kept."""
 
+    sources: tuple[Stamp, ...]
+    suites: dict[str, str]
     runs: int
     left: tuple[str, ...]
-    tables: tuple[Table, ...]
+    places: tuple[P, ...]
 
 
 class Unfit(Enum):
@@ -100,31 +103,33 @@ def figures_file(store: Path, commit: str) -> Path:
     return store / "figures" / f"{name}{_SUFFIX}"
 
 
-def figures_of_runs(read: CommitRuns) -> CommitFigures:
-    tables = tuple(table_of(placed(members)) for members in by_place(read.runs))
-    return CommitFigures(len(read.runs), read.left, tables)
+def figures_of_runs(
+    read: CommitRuns, sources: Iterable[Stamp], known: Fingerprints, made: Callable[[Sequence[TrackedRun]], P]
+) -> CommitFigures[P]:
+    """With what is `made` of the runs of each place."""
+    suites = {name: known[name] for name in sorted(read.suites)}
+    return CommitFigures(tuple(sources), suites, len(read.runs), read.left, tuple(map(made, by_place(read.runs))))
 
 
-def stamps(store: Path, paths: Sequence[Path]) -> list[Stamp] | None:
-    """The run files as they are; None where one cannot be read."""
-    found = []
-    for path in paths:
-        try:
-            status = path.stat()
-            (name,) = names_of(store, [path])
-            found.append(Stamp(name, status.st_size, status.st_mtime_ns, digest_of(path)))
-        except OSError:
-            return None
-    return found
+def read_stamped(store: Path, paths: Sequence[Path]) -> tuple[CommitRuns, list[Stamp] | None]:
+    """Read the runs of a commit, and say which files those were; None where one changed meanwhile."""
+    before: list[Stamp] = []
+    with contextlib.suppress(OSError):
+        before = stamps(store, paths)
+    read = read_runs(paths)
+    with contextlib.suppress(OSError):
+        if as_they_are(store, paths, before) == before:
+            return read, before
+    return read, None
 
 
-def are_unchanged(store: Path, sources: Sequence[Stamp]) -> bool:
-    """Whether run files have the size and the date that they had."""
-    try:
-        now = [(store / one.name).stat() for one in sources]
-    except OSError:
-        return False
-    return [(one.st_size, one.st_mtime_ns) for one in now] == [(one.size, one.changed_ns) for one in sources]
+def stamps(store: Path, paths: Sequence[Path]) -> list[Stamp]:
+    """The run files as they are. Raises OSError."""
+    current = []
+    for path, name in zip(paths, names_of(store, paths), strict=True):
+        status = path.stat()
+        current.append(Stamp(name, status.st_size, status.st_mtime_ns, digest_of(path)))
+    return current
 
 
 def digest_of(path: Path) -> str:
@@ -139,16 +144,14 @@ def names_of(store: Path, paths: Iterable[Path]) -> list[str]:
     return [str(path)[begin:] for path in paths]
 
 
-def save_figures(
-    path: Path, figures: CommitFigures, read: CommitRuns, sources: Sequence[Stamp], known: Fingerprints
-) -> None:
+def save_figures(path: Path, figures: CommitFigures[FigureTable]) -> None:
     """Write a file in one step. Raises OSError."""
     head = {
-        "schema": SCHEMA, "sources": sources, "suites": {name: known[name] for name in sorted(read.suites)},
-        "runs": figures.runs, "left": figures.left,
-        "tables": [{**one.said, "layout": len(one.layout), "rows": len(one.rows)} for one in figures.tables],
+        "schema": SCHEMA, "sources": figures.sources, "suites": figures.suites, "runs": figures.runs,
+        "left": figures.left,
+        "tables": [{**table.said, "layout": len(table.layout), "rows": len(table.rows)} for table in figures.places],
     }  # fmt: skip
-    _write(path, head, b"".join(part for one in figures.tables for part in (one.layout, one.rows.tobytes())))
+    _write(path, head, b"".join(part for table in figures.places for part in (table.layout, table.rows.tobytes())))
 
 
 def _write(path: Path, head: Mapping[str, Any], tables: bytes | memoryview) -> None:
@@ -167,7 +170,9 @@ def sweep(store: Path, commits: Collection[str]) -> None:
                 path.unlink()
 
 
-def load_figures(store: Path, commit: str, runs: Sequence[Path], known: Fingerprints) -> CommitFigures | Unfit:
+def load_figures(
+    store: Path, commit: str, runs: Sequence[Path], known: Fingerprints
+) -> CommitFigures[FigureTable] | Unfit:
     """What the file of a commit says, if it still counts for these run files."""
     path = figures_file(store, commit)
     try:
@@ -175,7 +180,7 @@ def load_figures(store: Path, commit: str, runs: Sequence[Path], known: Fingerpr
         if isinstance(content, Unfit):
             return content
         head, body = content
-        before = [Stamp(*one) for one in head["sources"]]
+        before = [Stamp(*stamp) for stamp in head["sources"]]
         sources = as_they_are(store, runs, before)
         if sources is None or head["schema"] != SCHEMA:
             return Unfit.STALE
@@ -184,7 +189,8 @@ def load_figures(store: Path, commit: str, runs: Sequence[Path], known: Fingerpr
         if sources != before:
             with contextlib.suppress(OSError):
                 _write(path, {**head, "sources": sources}, body)
-        return _figures(head, body)
+        tables = tuple(_tables(head["tables"], body))
+        return CommitFigures(tuple(sources), head["suites"], head["runs"], tuple(head["left"]), tables)
     except OSError:
         return Unfit.ABSENT
     except (KeyError, TypeError, ValueError, IndexError):
@@ -210,7 +216,7 @@ def sources_of(store: Path, commit: str) -> list[Stamp]:
     """The run files that the figures of a commit were made of, as they were; none where nobody knows."""
     try:
         content = _read(figures_file(store, commit))
-        return [] if isinstance(content, Unfit) else [Stamp(*one) for one in content[0]["sources"]]
+        return [] if isinstance(content, Unfit) else [Stamp(*stamp) for stamp in content[0]["sources"]]
     except (OSError, KeyError, TypeError, ValueError):
         return []
 
@@ -220,27 +226,25 @@ def as_they_are(store: Path, runs: Sequence[Path], before: Sequence[Stamp]) -> l
 
     A copy, or what git checked out again, has the content and another date.
     """
-    if sorted(one.name for one in before) != sorted(names_of(store, runs)):
+    if sorted(stamp.name for stamp in before) != sorted(names_of(store, runs)):
         return None
-    found = []
-    for one in before:
-        path = store / one.name
+    current = []
+    for stamp in before:
+        path = store / stamp.name
         status = path.stat()
-        if status.st_size != one.size or (status.st_mtime_ns != one.changed_ns and digest_of(path) != one.digest):
+        if status.st_size != stamp.size or (status.st_mtime_ns != stamp.changed_ns and digest_of(path) != stamp.digest):
             return None
-        found.append(one._replace(changed_ns=status.st_mtime_ns))
-    return found
+        current.append(stamp._replace(changed_ns=status.st_mtime_ns))
+    return current
 
 
-def _figures(head: dict[str, Any], body: memoryview) -> CommitFigures:
-    tables = []
+def _tables(heads: Iterable[dict[str, Any]], body: memoryview) -> Iterator[FigureTable]:
     place = 0
-    for said in head["tables"]:
+    for said in heads:
         end = place + said["layout"]
         layout = bytes(body[place:end])
         place = end + said["rows"] * ROW.itemsize
-        tables.append(Table(said, layout, np.frombuffer(body[end:place], dtype=ROW)))
-    return CommitFigures(head["runs"], tuple(head["left"]), tuple(tables))
+        yield FigureTable(said, layout, np.frombuffer(body[end:place], dtype=ROW))
 
 
 def check_figures(store: Path, commit: str, paths: Sequence[Path], runs: Sequence[TrackedRun]) -> Iterator[Fault]:
@@ -252,13 +256,13 @@ def check_figures(store: Path, commit: str, paths: Sequence[Path], runs: Sequenc
     if found is Unfit.TORN:
         yield Fault(str(path), "it is not what was written", _AGAIN)
     elif isinstance(found, CommitFigures):
-        made = figures_of_runs(CommitRuns(tuple(sorted(runs, key=lambda one: one.order)), ()))
-        if _said(made) != _said(found):
+        made = map(table_of, by_place(sorted(runs, key=lambda run: run.order)))
+        if _said(made) != _said(found.places):
             yield Fault(str(path), "it says otherwise than the runs that it was made of", _AGAIN)
 
 
-def _said(figures: CommitFigures) -> list[tuple[bytes, bytes]]:
-    return sorted((one.layout, one.rows.tobytes()) for one in figures.tables)
+def _said(tables: Iterable[FigureTable]) -> list[tuple[bytes, bytes]]:
+    return sorted((table.layout, table.rows.tobytes()) for table in tables)
 
 
 STEPS_VERSION = 1
@@ -269,7 +273,7 @@ _WORTH_KEEPING = 100
 
 
 @dataclass
-class Memory:
+class StepMemory:
     """The steps of series that were looked at before. `troubles` are sentences on what did not serve."""
 
     store: Path
@@ -341,7 +345,7 @@ def _digest_of_code() -> bytes:
 
 
 def check_steps(store: Path) -> Iterator[Fault]:
-    path = Memory(store).path
+    path = StepMemory(store).path
     try:
         unsealed(json.loads(path.read_bytes()))
     except FileNotFoundError:

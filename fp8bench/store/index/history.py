@@ -21,22 +21,20 @@ from fp8bench.errors import StoreError
 from fp8bench.model import Ending, Trend
 from fp8bench.store.asv.identity import Home, Identity
 from fp8bench.store.commit_runs import CommitRuns, by_commit, commit_of, files_by_commit, read_runs
-from fp8bench.store.compacted.manifest import Unit
 from fp8bench.store.compacted.reading import Compacted, open_compacted
 from fp8bench.store.index.figure_files import (
     CommitFigures,
     Fingerprints,
     Unfit,
-    are_unchanged,
     figures_file,
     figures_of_runs,
     load_figures,
     names_of,
+    read_stamped,
     save_figures,
-    stamps,
     sweep,
 )
-from fp8bench.store.index.tables import Line, Lines, Table, Trends, home_of, lines_of, names_in
+from fp8bench.store.index.tables import FigureTable, Line, TrendLines, home_of, lines_of, names_in, table_of
 from fp8bench.store.runs.listing import Listing, listing
 
 Job = TypeVar("Job")
@@ -89,7 +87,7 @@ class History:
     had to be read.
     """
 
-    sources: tuple[Table | int, ...]
+    sources: tuple[FigureTable | int, ...]
     compacted: Compacted | None
     runs: int
     commits: int
@@ -100,17 +98,17 @@ class History:
     @cached_property
     def names(self) -> list[str]:
         """What the trends are called, sorted; one name may be that of several places."""
-        names = names_in(source for source in self.sources if isinstance(source, Table))
+        names = names_in(source for source in self.sources if isinstance(source, FigureTable))
         return sorted(names | self.compacted.names(self._places) if self.compacted is not None else names)
 
     @cached_property
-    def lines(self) -> Lines:
+    def lines(self) -> TrendLines:
         return self._lines(lambda _: True)
 
-    def trends(self, wanted: Callable[[str], bool]) -> Trends:
+    def trends(self, wanted: Callable[[str], bool]) -> tuple[Trend, ...]:
         """The trends whose name is wanted, as they are when every run is read."""
         lines = self._lines(wanted)
-        return Trends(tuple(map(lines.trend, lines.lines)), self.runs, self.commits, self.left)
+        return tuple(map(lines.trend, lines.lines))
 
     def is_of(self, trend: Trend, identity: Identity) -> bool:
         """Whether a trend goes on where an identity is of, by whatever name its interpreter was called."""
@@ -132,7 +130,7 @@ class History:
     @cached_property
     def _homes(self) -> tuple[Home, ...]:
         homes: list[Home] = []
-        own = (one.home if isinstance(one, Table) else self._compacted.home(one) for one in self.sources)
+        own = (one.home if isinstance(one, FigureTable) else self._compacted.home(one) for one in self.sources)
         for home in dict.fromkeys(own):
             home_of(home, homes)
         return tuple(homes)
@@ -153,9 +151,9 @@ class History:
         for portion in range(portions):
             yield frozenset(names[portion::portions]).__contains__
 
-    def _lines(self, wanted: Callable[[str], bool]) -> Lines:
+    def _lines(self, wanted: Callable[[str], bool]) -> TrendLines:
         kept = self.compacted.tables(self._places, wanted) if self.compacted is not None else {}
-        tables = [one if isinstance(one, Table) else kept.get(one) for one in self.sources]
+        tables = [one if isinstance(one, FigureTable) else kept.get(one) for one in self.sources]
         return lines_of([one for one in tables if one is not None], wanted, self._homes)
 
 
@@ -184,7 +182,7 @@ def open_history(store: Path, warn: Callable[[int], None]) -> History:
     left = there.left
     for one in figures:
         left.update(one.left)
-    sources = tuple(source for one in figures for source in (one.places if isinstance(one, Unit) else one.tables))
+    sources = tuple(source for one in figures for source in one.places)
     runs, commits = sum(one.runs for one in figures), sum(one.runs > 0 for one in figures)
     troubles = (*unfit, *there.notes(there.refused), *_troubles(store, missing, made, files))
     return History(sources, compacted, runs, commits, left, read, troubles)
@@ -209,7 +207,9 @@ def keep_figures(store: Path, run: Path) -> None:
             read_and_keep(store, commit, paths, known)
 
 
-def _figures(store: Path, known: Fingerprints, job: tuple[str, Sequence[Path], bool]) -> tuple[CommitFigures, str]:
+def _figures(
+    store: Path, known: Fingerprints, job: tuple[str, Sequence[Path], bool]
+) -> tuple[CommitFigures[FigureTable], str]:
     """What the runs of a commit come to, for another process: what they tell stays in the one that reads them."""
     commit, paths, keep = job
     _, figures, unkept = read_and_keep(store, commit, paths, known, keep)
@@ -218,17 +218,16 @@ def _figures(store: Path, known: Fingerprints, job: tuple[str, Sequence[Path], b
 
 def read_and_keep(
     store: Path, commit: str, paths: Sequence[Path], known: Fingerprints, keep: bool = True
-) -> tuple[CommitRuns, CommitFigures, str]:
+) -> tuple[CommitRuns, CommitFigures[FigureTable], str]:
     """Read the runs of a commit, and write down what they come to, whatever was written down before.
 
     Returns what they tell, what they come to, and why that could not be written down, '' if it was.
     """
-    before = stamps(store, paths) if keep else None
-    read = read_runs(paths)
-    figures, unkept = figures_of_runs(read), ""
-    if before is not None and are_unchanged(store, before):
+    read, sources = read_stamped(store, paths) if keep else (read_runs(paths), None)
+    figures, unkept = figures_of_runs(read, sources or (), known, table_of), ""
+    if sources is not None:
         try:
-            save_figures(figures_file(store, commit), figures, read, before, known)
+            save_figures(figures_file(store, commit), figures)
         except OSError as error:
             unkept = error.strerror or str(error)
     return read, figures, unkept
@@ -237,7 +236,7 @@ def read_and_keep(
 def _troubles(
     store: Path,
     missing: Mapping[str, Unfit],
-    made: Mapping[str, tuple[CommitFigures, str]],
+    made: Mapping[str, tuple[CommitFigures[FigureTable], str]],
     files: Mapping[str, Sequence[str]],
 ) -> Iterator[str]:
     folder = figures_file(store, "").parent

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -21,38 +20,7 @@ from fp8bench.analysis.stats import Floats
 from fp8bench.model import Cell, Conditions, Ending, Figure, Point, Scalar, Series, Status, Trend, trend_name
 from fp8bench.store.asv.identity import Home
 from fp8bench.store.asv.rows import cell
-from fp8bench.store.commit_runs import TrackedRun, series_of_runs
-from fp8bench.store.points import merged
-
-
-@dataclass(frozen=True)
-class Trends:
-    """What a store holds: trends, of how many runs and commits, and how many runs were left out, and why."""
-
-    trends: tuple[Trend, ...]
-    runs: int
-    commits: int
-    left: Counter[str]
-
-
-class Placed(NamedTuple):
-    """What a commit has come to on one machine under one interpreter.
-
-    `figures` are those of the cells of `series`, which they name by its place there, and `samples` what they are of.
-    `began` is when the oldest of its
-    runs was started, in ms since 1970, and `newest` when the newest was, as that says it. The interpreter goes by the
-    oldest run's name.
-    """
-
-    commit: str
-    date: int | None
-    began: float
-    newest: str
-    machine: Mapping[str, Scalar | None]
-    home: Home
-    series: tuple[Series, ...]
-    figures: tuple[tuple[int, Cell, Figure], ...]
-    samples: tuple[tuple[float, ...], ...]
+from fp8bench.store.commit_runs import TrackedRun, commit_points, series_of_runs
 
 
 def home_of(own: Home, homes: list[Home]) -> Home:
@@ -64,30 +32,20 @@ def home_of(own: Home, homes: list[Home]) -> Home:
     return own
 
 
-def placed(members: Sequence[TrackedRun]) -> Placed:
-    """What the runs of one commit, machine and interpreter come to, oldest first."""
-    series = series_of_runs(members)
-    ranks = {one.name: rank for rank, one in enumerate(series)}
-    points = merged([point for tracked in members for point in tracked.content.points], series)
-    date = members[0].run.environment.get("commit_date")
-    return Placed(
-        members[0].commit, date if isinstance(date, int) else None, members[0].order[0] * 1000,
-        members[-1].run.started, members[-1].identity.machine, members[0].identity.home, tuple(series),
-        tuple((ranks[name], values, figure_of(members[0], point)) for (name, values), point in points.items()),
-        tuple(point.samples for point in points.values()),
-    )  # fmt: skip
-
-
 def figure_of(tracked: TrackedRun, point: Point) -> Figure:
     """What a point says of its commit, or of the files that a run was made with."""
-    date = tracked.run.environment.get("commit_date")
     value, stats = cell(point.samples)
     low, high = (stats.ci_99_a, stats.ci_99_b) if stats is not None else (-math.inf, math.inf)
     known = math.isfinite(low) and math.isfinite(high) and len(point.samples) > 1
     return Figure(
-        tracked.commit, date if isinstance(date, int) else None, point.version, point.runs, len(point.samples), value,
+        tracked.commit, _commit_date(tracked), point.version, point.runs, len(point.samples), value,
         low if known else None, high if known else None, point.hasty, point.status, point.reason, point.under,
     )  # fmt: skip
+
+
+def _commit_date(tracked: TrackedRun) -> int | None:
+    date = tracked.run.environment.get("commit_date")
+    return date if isinstance(date, int) else None
 
 
 @lru_cache
@@ -128,7 +86,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Table:
+class FigureTable:
     """A place's figures: what is said of it, its layout as text, and a row for each cell of the layout."""
 
     said: dict[str, Any]
@@ -140,7 +98,15 @@ class Table:
         return Home(str(self.said["machine"]["machine"]), self.said["python"], self.said["interpreter"])
 
 
-def table_of(place: Placed) -> Table:
+def table_of(members: Sequence[TrackedRun]) -> FigureTable:
+    """What the runs of one commit, machine and interpreter come to, oldest first: a row for each of `commit_points`.
+
+    `began` is when the oldest run was started, in ms since 1970, and `newest` when the newest was, as that says it. The
+    interpreter goes by the oldest run's name.
+    """
+    oldest, newest = members[0], members[-1]
+    points = commit_points(members)
+    figures = [figure_of(oldest, point) for point in points.values()]
     versions: dict[str, int] = {}
     unders: dict[Conditions, int] = {}
     reasons: dict[str, int] = {}
@@ -152,22 +118,21 @@ def table_of(place: Placed) -> Table:
             _VALUE * (figure.value is not None) + _INTERVAL * (figure.low is not None) + _HASTY * figure.hasty
             + _STATUS_FACTOR * _STATUSES.index(figure.status),
         )
-        for _, _, figure in place.figures
+        for figure in figures
     ]  # fmt: skip
     said = {
-        "commit": place.commit, "date": place.date, "began": place.began, "newest": place.newest,
-        "machine": dict(place.machine), "python": place.home.python,
-        "interpreter": place.home.interpreter, "versions": list(versions), "unders": list(unders),
-        "reasons": list(reasons),
+        "commit": oldest.commit, "date": _commit_date(oldest), "began": oldest.order[0] * 1000,
+        "newest": newest.run.started, "machine": dict(newest.identity.machine),
+        "python": oldest.identity.home.python, "interpreter": oldest.identity.home.interpreter,
+        "versions": list(versions), "unders": list(unders), "reasons": list(reasons),
     }  # fmt: skip
-    return Table(said, _layout(place), np.array(rows, dtype=ROW))
+    return FigureTable(said, _layout(series_of_runs(members), points), np.array(rows, dtype=ROW))
 
 
-def _layout(place: Placed) -> bytes:
-    series = [
-        [one.name, one.workload, one.metric, one.unit, one.param_names, one.params, one.version] for one in place.series
-    ]
-    return json.dumps([series, [[rank, cell] for rank, cell, _ in place.figures]], separators=(",", ":")).encode()
+def _layout(series: Sequence[Series], points: Iterable[tuple[str, Cell]]) -> bytes:
+    ranks = {one.name: rank for rank, one in enumerate(series)}
+    plain = [[one.name, one.workload, one.metric, one.unit, one.param_names, one.params, one.version] for one in series]
+    return json.dumps([plain, [[ranks[name], cell] for name, cell in points]], separators=(",", ":")).encode()
 
 
 def read_layout(text: bytes) -> tuple[tuple[Series, ...], tuple[tuple[int, Cell], ...]]:
@@ -245,7 +210,7 @@ class Comparable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lines:
+class TrendLines:
     """All lines, sorted as trends are; all rows, and of each the table from whose texts it takes its words.
 
     `alike` is one number for each version with conditions.
@@ -289,7 +254,7 @@ class Lines:
         return tuple(map(figure_at, self.rows[places].tolist(), texts))
 
 
-class _Part(NamedTuple):
+class _TablePart(NamedTuple):
     """The rows of a table that are wanted, by their places, and the line that each of them belongs to."""
 
     places: Places
@@ -297,21 +262,21 @@ class _Part(NamedTuple):
 
 
 @dataclass
-class _Reading:
+class _TablesReading:
     """Tables that are being put together: lines by home, series and cell, as far as their names are wanted."""
 
     wanted: Callable[[str], bool]
     homes: list[Home] = field(default_factory=list)
     keys: dict[tuple[Home, str, Cell], int] = field(default_factory=dict)
     layouts: dict[bytes, Layout] = field(default_factory=dict)
-    parts: dict[tuple[Home, bytes], _Part] = field(default_factory=dict)
+    parts: dict[tuple[Home, bytes], _TablePart] = field(default_factory=dict)
 
-    def layout(self, table: Table) -> Layout:
+    def layout(self, table: FigureTable) -> Layout:
         if table.layout not in self.layouts:
             self.layouts[table.layout] = read_layout(table.layout)
         return self.layouts[table.layout]
 
-    def part(self, table: Table) -> _Part:
+    def part(self, table: FigureTable) -> _TablePart:
         home = home_of(table.home, self.homes)
         found = self.parts.get((home, table.layout))
         if found is None:
@@ -320,11 +285,11 @@ class _Reading:
             places = [place for place, name in names if self.wanted(name)]
             keys = [(home, series[cells[place][0]].name, cells[place][1]) for place in places]
             lines = [self.keys.setdefault(key, len(self.keys)) for key in keys]
-            found = self.parts[home, table.layout] = _Part(np.array(places, np.int64), np.array(lines, np.int64))
+            found = self.parts[home, table.layout] = _TablePart(np.array(places, np.int64), np.array(lines, np.int64))
         return found
 
 
-def names_in(tables: Iterable[Table]) -> set[str]:
+def names_in(tables: Iterable[FigureTable]) -> set[str]:
     telling: dict[bytes, NDArray[np.bool_]] = {}
     for table in tables:
         rows = tells(table.rows["flags"])
@@ -336,16 +301,16 @@ def names_in(tables: Iterable[Table]) -> set[str]:
     return found
 
 
-def lines_of(tables: Sequence[Table], wanted: Callable[[str], bool], homes: Sequence[Home] = ()) -> Lines:
+def lines_of(tables: Sequence[FigureTable], wanted: Callable[[str], bool], homes: Sequence[Home] = ()) -> TrendLines:
     """The wanted lines out of the tables of all commits, which come in the order of the commits' first runs.
 
     `homes` are those that are known, in their order; a table's own joins them.
     """
-    reading = _Reading(wanted, list(homes))
+    reading = _TablesReading(wanted, list(homes))
     parts = [reading.part(table) for table in tables]
     if not reading.keys:
         nothing = np.zeros(0, np.int64)
-        return Lines((), np.zeros(0, ROW), nothing, (), nothing)
+        return TrendLines((), np.zeros(0, ROW), nothing, (), nothing)
     dates = [one.said["date"] if one.said["date"] is not None else one.said["began"] for one in tables]
     by_date = sorted(range(len(tables)), key=dates.__getitem__)  # of one moment the earlier commit first
     owners = np.concatenate([parts[place].lines for place in by_date])
@@ -356,10 +321,10 @@ def lines_of(tables: Sequence[Table], wanted: Callable[[str], bool], homes: Sequ
     bounds = np.concatenate(([0], np.cumsum(np.bincount(owners))))
     texts = tuple(read_texts(table.said) for table in tables)
     lines = tuple(_lines(reading, tables, parts, bounds, np.logical_or.reduceat(tells(rows["flags"]), bounds[:-1])))
-    return Lines(lines, rows, owned, texts, _alike(rows, owned, texts))
+    return TrendLines(lines, rows, owned, texts, _alike(rows, owned, texts))
 
 
-def _rows(table: Table, part: _Part) -> Rows:
+def _rows(table: FigureTable, part: _TablePart) -> Rows:
     """The wanted rows as so many bytes each: numpy would copy field by field."""
     whole = table.rows.view(f"V{ROW.itemsize}")
     found: Rows = whole if len(part.places) == len(whole) else whole[part.places]
@@ -367,7 +332,11 @@ def _rows(table: Table, part: _Part) -> Rows:
 
 
 def _lines(
-    reading: _Reading, tables: Sequence[Table], parts: Sequence[_Part], bounds: Places, telling: NDArray[np.bool_]
+    reading: _TablesReading,
+    tables: Sequence[FigureTable],
+    parts: Sequence[_TablePart],
+    bounds: Places,
+    telling: NDArray[np.bool_],
 ) -> list[Line]:
     """The lines that tell something, sorted as trends are, each as its newest run has it."""
     newest = np.zeros((len(reading.keys), 2), np.int64)

@@ -38,7 +38,7 @@ from fp8bench.model import (
     Timing,
 )
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
-from fp8bench.store.kept_lines import Content, Sheet, UnknownKind, check_schema, lines_of, refuse_newer, take_lines
+from fp8bench.store.kept_lines import Content, FileLines, UnknownKind, check_schema, lines_of, refuse_newer, take_lines
 
 # Of nanoseconds, bytes and other counts.
 _MOST = 1 << 62
@@ -101,7 +101,7 @@ def _unsound(timing: Timing) -> str:
 
 
 @dataclass
-class _Reading:
+class _RunReading:
     """What the lines of a file have given so far."""
 
     run: Run | None = None
@@ -120,14 +120,14 @@ def load_run(path: Path) -> Run:
     return load_sheet(path)[0]
 
 
-def load_sheet(path: Path) -> tuple[Run, Sheet]:
+def load_sheet(path: Path) -> tuple[Run, FileLines]:
     """The same, and the lines of the file."""
     sheet = lines_of(path, "the run file")
     if not (sheet.lines or sheet.broken):
         raise StoreError(f"{path} is no run file: it is empty.")
     refuse_newer(sheet, path)
     header, run, why = _find_header(sheet, path)
-    reading = _Reading(run)
+    reading = _RunReading(run)
     reading.troubles += take_lines(sheet, partial(_take, reading), header)
     if run is None:
         which = f"line {header}, the header, is broken ({why})" if header else ""
@@ -151,7 +151,7 @@ def load_head(path: Path) -> Run:
     return load_run(path)
 
 
-def _find_header(sheet: Sheet, path: Path) -> tuple[int, Run | None, str]:
+def _find_header(sheet: FileLines, path: Path) -> tuple[int, Run | None, str]:
     """The number of the first line that is a header, wherever it stands, and the run that it begins.
 
     Without one: the number of the line that would have been it (0 if none looks like it), None, and what is wrong.
@@ -170,7 +170,7 @@ def _find_header(sheet: Sheet, path: Path) -> tuple[int, Run | None, str]:
     return next(iter([*said, *(one for one in suspects if one[0] == first)]), (0, None, ""))
 
 
-def _take(reading: _Reading, content: Content) -> None:
+def _take(reading: _RunReading, content: Content) -> None:
     """One line's content into the reading."""
     if "record" in content:
         reading.records.append(_record(content["record"]))
@@ -195,7 +195,7 @@ def _take(reading: _Reading, content: Content) -> None:
         raise UnknownKind
 
 
-def _run(reading: _Reading, path: Path) -> Run:
+def _run(reading: _RunReading, path: Path) -> Run:
     records, troubles = reading.records, reading.troubles
     run = reading.run
     if run is None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
 from fp8bench.model.codec import Malformed
 from fp8bench.store.asv.files import ResultsFile, load_results, save_results
-from fp8bench.store.asv.rows import COLUMNS, Row, Stats, cell
+from fp8bench.store.asv.rows import COLUMNS, AsvRow, Stats, cell
 
 COMMIT = "66fd6b5c" + "0123456789abcdef" * 2
 ENV = "existing-py_bin_python3"
@@ -55,7 +55,7 @@ def by_us(path: Path, *benchmarks: tuple[str, list[list[str]], list[Any]], keep:
         cells = [cell(one) if isinstance(one, list) else (one, None) for one in samples]
         kept = tuple(tuple(one) if keep and isinstance(one, list) else None for one in samples)
         values, stats = zip(*cells, strict=True)
-        rows[name] = Row(tuple(map(tuple, params)), "1", values, stats, kept, STARTED_MS, 0.123456789)
+        rows[name] = AsvRow(tuple(map(tuple, params)), "1", values, stats, kept, STARTED_MS, 0.123456789)
     durations = {"<build>": 1.25}
     file = ResultsFile(COMMIT, ENV, 1767268800000, PARAMS, "3.11", {}, {}, rows, durations)
     save_results(path, file)
@@ -167,7 +167,7 @@ def test_statistics_are_those_of_asv(samples: list[float]) -> None:
 def test_a_row_has_an_entry_for_each_combination() -> None:
     """One that has not would be cut by asv without a word."""
     with pytest.raises(Malformed, match="2 values, 1 statistics and 1 lists of samples for 1 combinations"):
-        Row((), "1", (1.0, 2.0), (None,), (None,))
+        AsvRow((), "1", (1.0, 2.0), (None,), (None,))
 
 
 def with_rows(**rows: Any) -> Change:

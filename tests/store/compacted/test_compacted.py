@@ -25,6 +25,7 @@ from fp8bench.store.compacted import manifest as manifests
 from fp8bench.store.compacted import parquet
 from fp8bench.store.compacted.compact import Compaction, check_compacted, compact
 from fp8bench.store.compacted.manifest import load_manifest, points_of
+from fp8bench.store.index import figure_files
 from fp8bench.store.index import history as index
 from fp8bench.store.index.history import History, open_history
 from fp8bench.store.runs.listing import index_of
@@ -32,7 +33,7 @@ from fp8bench.user_code import import_user_modules
 from suites.compacted_history import WORKS, make, measure, write_compacted
 from suites.long_history import write_module, write_store
 from tests.counts import sampled
-from tests.histories import history, keep, read_trends, records, run_at
+from tests.histories import history, keep, read_trends, records, run_at, trends_of
 from tests.own_suites import forgotten
 
 STORED = Path(__file__).resolve().parents[2] / "golden" / "stored" / "runs"
@@ -57,8 +58,8 @@ def told(found: History) -> Any:
         (line.trend, lines.trend(line), [(one.places.tolist(), one.values.tobytes()) for one in lines.comparable(line)])
         for line in lines.lines
     ]
-    one = [found.trends(name.__eq__).trends for name in found.names[:2]]
-    return found.trends(every), found.names, found.endings(every), same, one, found.runs, found.commits, found.left
+    one = [found.trends(name.__eq__) for name in found.names[:2]]
+    return trends_of(found, every), found.names, found.endings(every), same, one
 
 
 def words(value: Any) -> str:
@@ -78,7 +79,7 @@ def same(store: Path) -> Compaction:
     no_figures(store)
     fast = opened(store)
     assert fast.read == 0 and not fast.troubles and words(told(fast)) == slow
-    assert words(fast.trends(every).trends) == words(read_trends(store, every).trends)
+    assert words(fast.trends(every)) == words(read_trends(store, every).trends)
     again = compacted(store)
     assert not again.written and not again.read and (again.runs, again.rows) == (done.runs, done.rows)
     return done
@@ -118,7 +119,7 @@ def test_many_kinds_of_runs(tmp_path: Path) -> None:
     assert files[0].startswith("machine=another-s-one/month=2026-01")
     query = "SELECT * FROM read_parquet(?, hive_partitioning = true)"
     rows = duckdb.execute(query, [f"{points_of(tmp_path)}/**/*.parquet"]).df()
-    figures = [figure for trend in opened(tmp_path).trends(every).trends for figure in trend.measured]
+    figures = [figure for trend in opened(tmp_path).trends(every) for figure in trend.measured]
     values = sorted(figure.value for figure in figures if math.isfinite(figure.value or 0.0))
     assert len(rows) == done.rows and sorted(filter(math.isfinite, rows.value)) == values
     assert set(rows.machine_name) == {"box", "another's one"} and set(rows.status) == {one.value for one in Status}
@@ -156,7 +157,7 @@ def any_runs(store: Path, runs: list[tuple[int, float, Status, bool, str, str, i
         paths.append(keep(store, replace(run, id=f"{hour:08x}")))
         if hour == len(runs) // 2:
             same(store)
-            compacted_then = words(opened(store).trends(every).trends)
+            compacted_then = words(opened(store).trends(every))
     for path, (*_, damage) in zip(paths, runs, strict=True):
         match damage:
             case "torn":
@@ -168,11 +169,11 @@ def any_runs(store: Path, runs: list[tuple[int, float, Status, bool, str, str, i
             case "foreign":
                 path.with_name(f"y{path.name}").write_text('{"schema": 99}\n')
     if not any(path.is_file() for path in (store / "runs").rglob("*")):  # then what was compacted is all that is known
-        assert words(opened(store).trends(every).trends) == compacted_then
+        assert words(opened(store).trends(every)) == compacted_then
         with pytest.raises(StoreError, match="has no runs any more"):
             compacted(store)
         return
-    assert words(opened(store).trends(every).trends) == words(read_trends(store, every).trends)
+    assert words(opened(store).trends(every)) == words(read_trends(store, every).trends)
     same(store)
 
 
@@ -205,11 +206,11 @@ def test_only_what_changed_is_written(tmp_path: Path) -> None:
     keep(tmp_path, run_at(1, 9))
     no_figures(tmp_path)
     found = opened(tmp_path)
-    assert found.read == 2 and found.trends(every) == read_trends(tmp_path, every)
+    assert found.read == 2 and trends_of(found, every) == read_trends(tmp_path, every)
     again = compacted(tmp_path)
     assert again.written == ["machine=box/month=2026-01"] and again.read == 1 and again.kept == 1
     no_figures(tmp_path)
-    assert opened(tmp_path).read == 0 and opened(tmp_path).trends(every) == read_trends(tmp_path, every)
+    assert opened(tmp_path).read == 0 and trends_of(opened(tmp_path), every) == read_trends(tmp_path, every)
 
 
 def test_a_run_that_is_gone_is_gone(tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ def test_a_run_that_is_gone_is_gone(tmp_path: Path) -> None:
     last = keep(tmp_path, run_at(2, 800))
     compacted(tmp_path)
     last.unlink()
-    assert opened(tmp_path).trends(every) == read_trends(tmp_path, every)
+    assert trends_of(opened(tmp_path), every) == read_trends(tmp_path, every)
     compacted(tmp_path)
     assert len(list(points_of(tmp_path).rglob("*.parquet"))) == 1 and same(tmp_path).runs == 2
 
@@ -340,7 +341,7 @@ def test_another_version_of_it(tmp_path: Path, name: str, step: int, monkeypatch
 def test_a_run_that_comes_or_goes_on_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is left for the next time, and is told from its file until then."""
     paths = history(tmp_path, 1.0, 1.1)
-    read = compacting.read_runs
+    read = figure_files.read_runs
 
     def meanwhile(some: Any) -> Any:
         if paths[0] in some:
@@ -350,11 +351,11 @@ def test_a_run_that_comes_or_goes_on_meanwhile(tmp_path: Path, monkeypatch: pyte
         return read(some)
 
     with monkeypatch.context() as patch:
-        patch.setattr(compacting, "read_runs", meanwhile)
+        patch.setattr(figure_files, "read_runs", meanwhile)
         assert compacted(tmp_path).busy == 1
     no_figures(tmp_path)
     found = opened(tmp_path)
-    assert found.read == 2 and found.trends(every) == read_trends(tmp_path, every)
+    assert found.read == 2 and trends_of(found, every) == read_trends(tmp_path, every)
     assert compacted(tmp_path).read == 2
 
 
@@ -419,7 +420,7 @@ def test_its_files_are_what_compacting_runs_makes(folder: Path, monkeypatch: pyt
     assert not figures.exists()
     told = [open_history(folder / one, lambda runs: None) for one in ("whole", "made")]
     assert [one.read for one in told] == [0, 0]
-    assert told[0].trends(lambda _: True) == told[1].trends(lambda _: True)
+    assert trends_of(told[0], lambda _: True) == trends_of(told[1], lambda _: True)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from fp8bench.errors import StoreError
 from fp8bench.store.compacted.archive import restore
 from fp8bench.store.compacted.manifest import load_manifest, points_of
 from fp8bench.store.runs.listing import all_files, index_of
-from tests.histories import history, keep, read_trends, run_at, tree
+from tests.histories import history, keep, read_trends, run_at, tree, trends_of
 from tests.store.compacted.test_compacted import compacted, every, no_figures, opened, same, told, words
 
 PROCESS = """
@@ -190,7 +190,7 @@ def test_a_clock_that_was_set_back(tmp_path: Path) -> None:
     keep(tmp_path, run_at(1, 10))
     done = same(tmp_path)
     assert done.written == ["machine=box/month=2026-01"] and not done.kept and not left_behind(tmp_path)
-    assert done.rows == 2 * 28 and opened(tmp_path).trends(every) == read_trends(tmp_path, every)
+    assert done.rows == 2 * 28 and trends_of(opened(tmp_path), every) == read_trends(tmp_path, every)
 
 
 def test_runs_that_were_taken_away(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fp8bench.analysis.steps.changes import changes_of, find_changes
 from fp8bench.jobs.history import stretches
 from fp8bench.model import Request, Status
 from fp8bench.store.index import figure_files as memory
-from fp8bench.store.index.figure_files import Memory
+from fp8bench.store.index.figure_files import StepMemory
 from fp8bench.store.index.history import open_history
 from tests.histories import history, keep, read_trends, records, run_at
 
@@ -47,33 +47,33 @@ def test_the_same_is_found_and_looked_at_once(tmp_path: Path, looked: list[int])
     series = made()
     right = steps_of_many(series)
     assert any(right) and not all(right)
-    assert Memory(tmp_path).steps_of_many(series) == right
-    assert Memory(tmp_path).steps_of_many(series) == right
+    assert StepMemory(tmp_path).steps_of_many(series) == right
+    assert StepMemory(tmp_path).steps_of_many(series) == right
     series[3] = np.append(series[3], 1.0)
-    assert Memory(tmp_path).steps_of_many(series) == steps_of_many(series)
+    assert StepMemory(tmp_path).steps_of_many(series) == steps_of_many(series)
     assert looked == [8, 1]
 
 
 def test_series_are_told_apart_by_every_bit(tmp_path: Path) -> None:
     """And by nothing else: not by their order, nor by how they lie in memory."""
     series = made()
-    Memory(tmp_path).steps_of_many(series)
+    StepMemory(tmp_path).steps_of_many(series)
     series[0] = np.nextafter(series[0], 2.0)
-    assert Memory(tmp_path).steps_of_many(series[::-1]) == steps_of_many(series[::-1])
+    assert StepMemory(tmp_path).steps_of_many(series[::-1]) == steps_of_many(series[::-1])
     strided = [np.repeat(one, 2)[::2] for one in series]
-    assert Memory(tmp_path).steps_of_many(strided) == steps_of_many(series)
+    assert StepMemory(tmp_path).steps_of_many(strided) == steps_of_many(series)
 
 
 def test_nothing_to_look_at(tmp_path: Path) -> None:
     """Then nothing is written either."""
-    assert Memory(tmp_path).steps_of_many([]) == [] and not list(tmp_path.iterdir())
+    assert StepMemory(tmp_path).steps_of_many([]) == [] and not list(tmp_path.iterdir())
 
 
 def test_other_code_finds_anew(tmp_path: Path, looked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A changed constant of the change points is other steps."""
-    Memory(tmp_path).steps_of_many(made())
+    StepMemory(tmp_path).steps_of_many(made())
     monkeypatch.setattr(memory, "_digest_of_code", lambda: b"another")
-    Memory(tmp_path).steps_of_many(made())
+    StepMemory(tmp_path).steps_of_many(made())
     assert looked == [8, 8]
 
 
@@ -100,17 +100,17 @@ def test_a_broken_file_is_begun_anew_and_that_is_said_once(tmp_path: Path, damag
     """Whatever is wrong in it."""
     series = made(200)
     right = steps_of_many(series)
-    first = Memory(tmp_path)
+    first = StepMemory(tmp_path)
     first.steps_of_many(series)
     DAMAGES[damage](first.path)
-    second, third = Memory(tmp_path), Memory(tmp_path)
+    second, third = StepMemory(tmp_path), StepMemory(tmp_path)
     assert second.steps_of_many(series) == right and len(second.troubles) == 1 and "anew" in second.troubles[0]
     assert third.steps_of_many(series) == right and not third.troubles
 
 
 def test_an_older_file_is_made_anew_without_a_word(tmp_path: Path, looked: list[int]) -> None:
     """Its steps may be others."""
-    one = Memory(tmp_path)
+    one = StepMemory(tmp_path)
     one.steps_of_many(made())
     change(one.path, version=0, steps={"a": 1})
     for _ in range(2):
@@ -120,7 +120,7 @@ def test_an_older_file_is_made_anew_without_a_word(tmp_path: Path, looked: list[
 
 def test_a_newer_file_is_left_alone(tmp_path: Path) -> None:
     """Whoever wrote it will want it."""
-    one = Memory(tmp_path)
+    one = StepMemory(tmp_path)
     one.steps_of_many(made())
     change(one.path, version=99)
     content = one.path.read_bytes()
@@ -132,10 +132,10 @@ def test_a_store_that_may_not_be_written(tmp_path: Path) -> None:
     """What cannot be kept is said where looking takes a while."""
     (tmp_path / "figures" / "steps.json").mkdir(parents=True)
     (tmp_path / "a file").touch()
-    few, many = Memory(tmp_path), Memory(tmp_path / "a file" / "below")
+    few, many = StepMemory(tmp_path), StepMemory(tmp_path / "a file" / "below")
     assert few.steps_of_many(made()) == steps_of_many(made()) and len(few.troubles) == 1
     assert many.steps_of_many(made(200)) == steps_of_many(made(200)) and "200 series" in many.troubles[-1]
-    quiet = Memory(tmp_path / "a file" / "below")
+    quiet = StepMemory(tmp_path / "a file" / "below")
     quiet.steps_of_many(made())
     assert not any("series" in trouble for trouble in quiet.troubles)
 
@@ -144,14 +144,14 @@ def test_what_nobody_asks_for_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A series gets a new digest with every commit."""
     monkeypatch.setattr(memory, "_MOST_OTHERS", 20)
     for seed in range(5):
-        Memory(tmp_path).steps_of_many(made(seed=seed))
-    assert 8 <= len(json.loads(Memory(tmp_path).path.read_text())["steps"]) <= 28
+        StepMemory(tmp_path).steps_of_many(made(seed=seed))
+    assert 8 <= len(json.loads(StepMemory(tmp_path).path.read_text())["steps"]) <= 28
 
 
 def test_many_at_once(tmp_path: Path) -> None:
     """Nobody fails for somebody else; what the last one knew is kept."""
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda seed: Memory(tmp_path).steps_of_many(made(seed=seed % 4)), range(16)))
+        found = list(pool.map(lambda seed: StepMemory(tmp_path).steps_of_many(made(seed=seed % 4)), range(16)))
     assert all(one == steps_of_many(made(seed=seed % 4)) for seed, one in enumerate(found))
 
 
@@ -168,4 +168,4 @@ def test_changes_of_a_history_are_those_of_its_trends(tmp_path: Path) -> None:
     right = find_changes(read_trends(tmp_path, lambda _: True).trends)
     assert right.changes and right.left
     for _ in range(2):
-        assert changes_of(stretches(found), Memory(tmp_path).steps_of_many) == right
+        assert changes_of(stretches(found), StepMemory(tmp_path).steps_of_many) == right

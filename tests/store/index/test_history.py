@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 
 from fp8bench.model import Request, Status
 from fp8bench.registry import workloads
-from fp8bench.store.commit_runs import read_runs
+from fp8bench.store.commit_runs import by_place, read_runs
 from fp8bench.store.index import figure_files
-from fp8bench.store.index.figure_files import VERSION, Fingerprints, figures_file, figures_of_runs
+from fp8bench.store.index.figure_files import VERSION, Fingerprints, figures_file
 from fp8bench.store.index.history import History, keep_figures, open_history, read_and_keep
-from fp8bench.store.index.tables import Trends
+from fp8bench.store.index.tables import table_of
 from fp8bench.store.merge_stores import rebuild
 from fp8bench.store.runs.listing import run_files
 from fp8bench.user_code import import_user_modules
 from suites.long_history import write_module, write_store
-from tests.histories import commit, history, keep, read_trends, records, run_at
+from tests.histories import Trends, commit, history, keep, read_trends, records, run_at, trends_of
 from tests.older import as_older
 from tests.own_suites import forgotten
 
@@ -51,16 +51,16 @@ def same(store: Path) -> Trends:
     """What both ways say, which must be the same: with a file of figures for each commit, with some, and with none."""
     slow = read_trends(store, every)
     for _ in range(2):
-        assert opened(store).trends(every) == slow
+        assert trends_of(opened(store), every) == slow
     files = sorted((store / "figures").glob("*"))
     for path in files[::2]:
         path.unlink()
     again = opened(store)
-    assert again.trends(every) == slow and not again.troubles
+    assert trends_of(again, every) == slow and not again.troubles
     assert opened(store).read == 0
     assert again.names == sorted({trend.name for trend in slow.trends})
     for name in again.names[:3]:
-        assert again.trends(name.__eq__) == read_trends(store, name.__eq__)
+        assert trends_of(again, name.__eq__) == read_trends(store, name.__eq__)
     return slow
 
 
@@ -115,7 +115,7 @@ def test_an_empty_store(tmp_path: Path) -> None:
     """Nothing in it is nothing said."""
     (tmp_path / "runs").mkdir()
     found = opened(tmp_path)
-    assert found.trends(every) == read_trends(tmp_path, every) and not found.lines.lines
+    assert trends_of(found, every) == read_trends(tmp_path, every) and not found.lines.lines
 
 
 def test_endings(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_endings(tmp_path: Path) -> None:
     keep(tmp_path, run_at(2, records=tuple(records(status=Status.FAILED))))
     keep(tmp_path, run_at(3, records=tuple(records(status=Status.FAILED))))
     found = opened(tmp_path)
-    endings = [trend.ending for trend in found.trends(every).trends]
+    endings = [trend.ending for trend in found.trends(every)]
     assert [replace(one.trend, figures=()) for one in endings] == [one.trend for one in found.endings(every)]
     assert [one[1:] for one in endings] == [one[1:] for one in found.endings(every)]
     assert {ending.points for ending in endings} == {0, 2, 4}
@@ -173,20 +173,20 @@ def test_a_run_that_went_on_is_read_again(tmp_path: Path) -> None:
         file.write('{"note":"more"}\n')
     paths[1].write_bytes(paths[1].read_bytes().replace(b"1103000", b"9103000"))
     found = opened(tmp_path)
-    assert found.read == 2 and found.trends(every) == read_trends(tmp_path, every)
+    assert found.read == 2 and trends_of(found, every) == read_trends(tmp_path, every)
 
 
 def test_a_copied_store_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy, or what git has checked out, has other dates and the same content, which is looked at once."""
     history(tmp_path / "a", 1.0, 1.1)
-    slow = opened(tmp_path / "a").trends(every)
+    slow = trends_of(opened(tmp_path / "a"), every)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     for path in run_files(tmp_path / "b"):
         os.utime(path, ns=(1, 1))
     found = opened(tmp_path / "b")
-    assert found.read == 0 and found.trends(every) == slow
+    assert found.read == 0 and trends_of(found, every) == slow
     monkeypatch.setattr(figure_files, "digest_of", lambda _: "nobody asks for it again")
-    assert opened(tmp_path / "b").trends(every) == slow and opened(tmp_path / "b").read == 0
+    assert trends_of(opened(tmp_path / "b"), every) == slow and opened(tmp_path / "b").read == 0
 
 
 def test_a_run_that_is_gone_is_forgotten(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_run_that_is_gone_is_forgotten(tmp_path: Path) -> None:
     paths[1].unlink()
     paths[2].unlink()
     found = opened(tmp_path)
-    assert found.runs == 2 and found.trends(every) == read_trends(tmp_path, every)
+    assert found.runs == 2 and trends_of(found, every) == read_trends(tmp_path, every)
     assert not figures_file(tmp_path, commit(1)[:8]).exists()
 
 
@@ -214,7 +214,7 @@ def test_a_suite_that_changes_its_grid_is_asked_again(tmp_path: Path, monkeypatc
     for one in (points._check, points._series, points._metrics, points._cells):
         one.cache_clear()
     found = opened(tmp_path)
-    names = {trend.cell[0] for trend in found.trends(every).trends}
+    names = {trend.cell[0] for trend in found.trends(every)}
     for one in (points._check, points._series, points._metrics, points._cells):
         one.cache_clear()
     assert found.read == 2 and names == {"fp32"}
@@ -244,7 +244,7 @@ def test_two_names_of_one_interpreter(tmp_path: Path) -> None:
             keep(store, run_at(0, hour, facts={"asv_python": str(binaries / name), "interpreter": file}))
     older = same(stores[1])
     (binaries / "python").unlink()
-    assert opened(stores[1]).trends(every) == older
+    assert trends_of(opened(stores[1]), every) == older
     merged, apart = same(stores[0]), same(stores[2])
     assert len(apart.trends) == 2 * len(merged.trends) == 2 * len(older.trends)
     assert merged.trends[0].figures[0].runs == older.trends[0].figures[0].runs == 2
@@ -270,12 +270,12 @@ def damaged(content: bytes) -> Iterator[bytes]:
 def test_a_torn_file_is_made_anew_and_that_is_said_once(tmp_path: Path, way: int) -> None:
     """From its runs; those of the others are not read."""
     history(tmp_path, 1.0, 1.1)
-    slow = opened(tmp_path).trends(every)
+    slow = trends_of(opened(tmp_path), every)
     path = figures_file(tmp_path, commit(1)[:8])
     whole = path.read_bytes()
     path.write_bytes(next(itertools.islice(damaged(whole), way, None)))
     first, second = opened(tmp_path), opened(tmp_path)
-    assert first.trends(every) == second.trends(every) == slow
+    assert trends_of(first, every) == trends_of(second, every) == slow
     assert first.read == 1 and len(first.troubles) == 1 and path.name in first.troubles[0]
     assert second.read == 0 and not second.troubles and path.read_bytes() == whole
 
@@ -285,15 +285,15 @@ def test_a_newer_file_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     history(tmp_path, 1.0)
     path = figures_file(tmp_path, commit(0)[:8])
     monkeypatch.setattr(figure_files, "VERSION", figure_files.VERSION + 1)
-    slow = opened(tmp_path).trends(every)
+    slow = trends_of(opened(tmp_path), every)
     newer = path.read_bytes()
     monkeypatch.undo()
     found = opened(tmp_path)
-    assert found.trends(every) == slow and path.read_bytes() == newer
+    assert trends_of(found, every) == slow and path.read_bytes() == newer
     assert len(found.troubles) == 1 and "newer" in found.troubles[0]
     monkeypatch.setattr(figure_files, "VERSION", figure_files.VERSION + 2)
     again = opened(tmp_path)
-    assert again.trends(every) == slow and not again.troubles and path.read_bytes() != newer
+    assert trends_of(again, every) == slow and not again.troubles and path.read_bytes() != newer
 
 
 def test_a_store_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_a_store_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     history(tmp_path, 1.0, 1.1)
     (tmp_path / "figures").write_text("a file where the folder should be")
     found = opened(tmp_path)
-    assert found.trends(every) == read_trends(tmp_path, every) and not found.troubles
+    assert trends_of(found, every) == read_trends(tmp_path, every) and not found.troubles
     monkeypatch.setattr("fp8bench.store.index.history._WORTH_KEEPING", 1)
     (trouble,) = opened(tmp_path).troubles
     assert "2 runs" in trouble and "figures" in trouble
@@ -312,7 +312,7 @@ def test_many_at_once(tmp_path: Path) -> None:
     """Each sees the whole, and what they leave is whole, without half a file beside it."""
     history(tmp_path, 1.0, 1.1, 1.2)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: opened(tmp_path).trends(every), range(8)))
+        found = list(pool.map(lambda _: trends_of(opened(tmp_path), every), range(8)))
     assert all(one == found[0] for one in found) and found[0] == read_trends(tmp_path, every)
     assert opened(tmp_path).read == 0
     assert [path for path in (tmp_path / "figures").iterdir() if path.suffix != ".figures"] == []
@@ -350,7 +350,7 @@ def test_keeping_after_a_run(tmp_path: Path) -> None:
 def test_rebuilding_makes_them_anew(tmp_path: Path) -> None:
     """Whatever was in them: that mends what nobody else notices."""
     history(tmp_path, 1.0, 1.1)
-    slow = opened(tmp_path).trends(every)
+    slow = trends_of(opened(tmp_path), every)
     shutil.copy(figures_file(tmp_path, commit(0)[:8]), tmp_path / "kept")
     content = (tmp_path / "kept").read_bytes()
     heard, *_ = read_and_keep(tmp_path, commit(0)[:8], [], Fingerprints())
@@ -358,7 +358,7 @@ def test_rebuilding_makes_them_anew(tmp_path: Path) -> None:
     rebuild(tmp_path)
     assert figures_file(tmp_path, commit(0)[:8]).read_bytes() == content
     again = opened(tmp_path)
-    assert again.read == 0 and again.trends(every) == slow
+    assert again.read == 0 and trends_of(again, every) == slow
 
 
 def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
     store = tmp_path / "deep" / "store"
     for read in (1, 0):
         found = opened(store)
-        assert found.read == read and found.trends(every) == read_trends(store, every)
+        assert found.read == read and trends_of(found, every) == read_trends(store, every)
     assert [one.name for one in tmp_path.iterdir()] == ["deep"] and len(list((store / "figures").iterdir())) == 1
 
 
@@ -399,7 +399,6 @@ def test_a_change_of_what_is_told_raises_the_version(tmp_path: Path) -> None:
     path.write_text(as_older(path).read_text().replace('"status":"ok"', '"status":"failed"', 1))
     with forgotten(tmp_path):
         import_user_modules((str(write_module(tmp_path, 2)),))
-        figures = figures_of_runs(read_runs([path]))
-    (table,) = figures.tables
+        (table,) = map(table_of, by_place(read_runs([path]).runs))
     parts = [json.dumps(table.said, sort_keys=True).encode(), table.layout, table.rows.tobytes()]
     assert (VERSION, hashlib.blake2b(b"".join(parts)).hexdigest()[:16]) == (9, "343971f768e72bd2")

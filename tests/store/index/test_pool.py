@@ -12,7 +12,7 @@ import pytest
 
 from fp8bench.store.index import history as processes
 from fp8bench.store.index.history import open_history, spread
-from tests.histories import history, read_trends
+from tests.histories import history, read_trends, trends_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -75,7 +75,7 @@ def test_a_long_history_is_read_the_same_way(tmp_path: Path) -> None:
     """By several processes, which keep what they find."""
     history(tmp_path, *(1.0 + 0.01 * number for number in range(30)))
     found = open_history(tmp_path, lambda _: None)
-    assert found.read == 30 and found.trends(lambda _: True) == read_trends(tmp_path, lambda _: True)
+    assert found.read == 30 and trends_of(found, lambda _: True) == read_trends(tmp_path, lambda _: True)
     assert open_history(tmp_path, lambda _: None).read == 0
 
 

@@ -73,7 +73,7 @@ def links(path: Path) -> Path:
 def numbers(store: Path) -> tuple[object, int, dict[str, int]]:
     """All that a history has, from the files of figures, which must be what the runs say."""
     found = open_history(store, lambda _: None)
-    trends = found.trends(lambda _: True).trends
+    trends = found.trends(lambda _: True)
     assert trends == read_trends(store, lambda _: True).trends
     return trends, found.runs, dict(found.left)
 

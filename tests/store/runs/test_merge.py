@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fp8bench.errors import StoreError
 from fp8bench.store.asv.files import ResultsFile, load_results, save_benchmarks, save_machine, save_results
-from fp8bench.store.asv.rows import Row
-from fp8bench.store.asv.view import merge_files, merge_folders, merge_rows
+from fp8bench.store.asv.rows import AsvRow
+from fp8bench.store.asv.view import Taken, merge_files, merge_folders, merge_rows
 from fp8bench.store.merge_stores import find_store, merge_runs
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_head, load_run, lock_run
@@ -166,9 +166,9 @@ def test_stores_are_found_and_our_own_is_refused(tmp_path: Path) -> None:
         find_store(tmp_path / "nothing", ours)
 
 
-def row(values: tuple[float | None, ...], params: tuple[tuple[str, ...], ...] = (("'a'", "'b'"),)) -> Row:
+def row(values: tuple[float | None, ...], params: tuple[tuple[str, ...], ...] = (("'a'", "'b'"),)) -> AsvRow:
     nothing = (None,) * len(values)
-    return Row(params, "1", values, nothing, nothing, 5)
+    return AsvRow(params, "1", values, nothing, nothing, 5)
 
 
 def test_rows_take_what_they_lack() -> None:
@@ -205,12 +205,12 @@ def test_a_row_with_nothing_new_stays_equal() -> None:
     ],
     ids=["version", "parameters", "too many"],
 )
-def test_rows_that_do_not_fit_are_left_out(ours: Row, theirs: Row) -> None:
+def test_rows_that_do_not_fit_are_left_out(ours: AsvRow, theirs: AsvRow) -> None:
     """Another version, other parameters, or more combinations together than anybody measures."""
     assert merge_rows(ours, theirs) == ours
 
 
-def results(folder: Path, rows: dict[str, Row], python: str = PYTHON, number: int = 1, **params: object) -> Path:
+def results(folder: Path, rows: dict[str, AsvRow], python: str = PYTHON, number: int = 1, **params: object) -> Path:
     """A file of asv's for one commit."""
     name = f"existing-py{python}".replace("/", "_")
     path = folder / "box" / f"{commit(number)[:8]}-{name}.json"
@@ -228,21 +228,21 @@ def test_folders_of_results(ours: Path, theirs: Path) -> None:
     save_benchmarks(ours / "benchmarks.json", {"x": {"name": "x", "params": [], "unit": "ours"}})
     save_benchmarks(theirs / "benchmarks.json", {one: {"name": one, "params": [], "unit": "theirs"} for one in "xyz"})
     before = tree(theirs)
-    taken = merge_folders(ours, theirs)
+    taken = merge_folders(ours, theirs, Taken())
     assert not taken.failed and not taken.notes and tree(theirs) == before
     assert load_results(path).rows["x"].values == (1.0, 2.0) and load_results(path).rows["y"].values == (3.0, 4.0)
     assert load_results(ours / "box" / other.name).rows["z"].values == (5.0, 6.0)
     known = json.loads((ours / "benchmarks.json").read_text())
     assert {name: known[name]["unit"] for name in "xyz"} == {"x": "ours", "y": "theirs", "z": "theirs"}
     after = tree(ours)
-    assert not merge_folders(ours, theirs).files and tree(ours) == after
+    assert not merge_folders(ours, theirs, Taken()).files and tree(ours) == after
 
 
 def test_one_machine_is_one_line_after_merging(ours: Path, theirs: Path) -> None:
     """asv tells series apart by what is said of the machine: ours holds. Other hardware is worth a word."""
     results(ours, {"x": row((1.0, 2.0))})
     path = results(theirs, {"x": row((1.0, 2.0))}, number=2, os="Linux 7", cpu="another", gpu="H200")
-    taken = merge_folders(ours, theirs)
+    taken = merge_folders(ours, theirs, Taken())
     assert load_results(ours / "box" / path.name).params["os"] == MACHINE["os"]
     assert load_results(ours / "box" / path.name).params["gpu"] == "H200"
     assert len(taken.notes) == 1 and "the cpu 'another' there and 'AMD EPYC' here" in taken.notes[0]
@@ -261,7 +261,7 @@ def test_broken_files_there_are_named_and_left(ours: Path, theirs: Path) -> None
     misplaced.write_text(half.read_text())
     mine = results(ours, {"x": row((1.0, 2.0))}, number=2)
     mine.write_text("[]")
-    taken = merge_folders(ours, theirs)
+    taken = merge_folders(ours, theirs, Taken())
     assert (
         len(taken.failed) == 2 and str(broken) in "".join(taken.failed) and "another machine" in "".join(taken.failed)
     )
