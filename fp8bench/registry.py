@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from fp8bench.errors import Fp8benchError, UnknownName, UsageError
-from fp8bench.feature_list import feature_parts
 from fp8bench.model import Scalar
 from fp8bench.protocols import Backend, Device, Precision, Workload
 
@@ -26,16 +25,12 @@ _KINDS = {"name": str, "summary": str, "version": str, "rank": int, "kind": str}
 class Registry(Generic[T]):
     """The leaves of one kind, in the order they were found.
 
-    `base` is the class they derive from, `words` the attributes each must have; the first is its name. Features have
-    leaves in their module `part`, if that is given.
+    `base` is the class they derive from, `words` the attributes each must have; the first is its name.
     """
 
-    def __init__(
-        self, kind: str, package: str, base: type = object, words: tuple[str, ...] = (), part: str = ""
-    ) -> None:
+    def __init__(self, kind: str, package: str, base: type = object, words: tuple[str, ...] = ()) -> None:
         self.kind = kind
         self.package = package
-        self._part = part
         self._base = base
         self._words = words
         self._leaves: dict[str, type[T]] = {}
@@ -133,7 +128,6 @@ class Registry(Generic[T]):
         modules = [f"{self.package}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
         for module in modules:
             importlib.import_module(module)
-        modules += [module.__name__ for module in feature_parts(self._part)] if self._part else []
         # Some may have been imported before, in any order; that of lists and of `suite all` is always the same.
         place = {module: index for index, module in enumerate(modules)}
         self._leaves = dict(sorted(self._leaves.items(), key=lambda pair: place.get(pair[1].__module__, len(modules))))

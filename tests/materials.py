@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, Status, Verdict, Work
 from fp8bench.report.elements import Element, Page, Part
-from fp8bench.report.material import Material, PastSeries, material_of
-from fp8bench.report.page.section import sections
+from fp8bench.report.page.section import Material, PastSeries, material_of, sections
 from fp8bench.report.terminal import layout
 from tests.runs import EMULATED, NATIVE, REFUSED, case, error, measured, memory, phases, run_of, samples, transformer
 
@@ -25,7 +24,7 @@ def material(*made: Made, past: tuple[PastSeries, ...] = ()) -> Material:
 
 def built(name: str, *made: Made, past: tuple[PastSeries, ...] = ()) -> Part | None:
     """What a section makes of these runs."""
-    return sections.get(name).build(material(*made, past=past))
+    return sections()[name].build(material(*made, past=past))
 
 
 def part(name: str, *made: Made, past: tuple[PastSeries, ...] = ()) -> Part:

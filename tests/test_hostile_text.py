@@ -15,7 +15,8 @@ from fp8bench.features.gate.judging import GateVerdict as GateVerdict
 from fp8bench.features.gate.judging import first_look
 from fp8bench.features.gate.view import as_junit
 from fp8bench.model import Comparison, Direction, Evidence
-from fp8bench.report.comparisons import as_csv
+from fp8bench.report.comparisons import rows_of
+from fp8bench.report.data.plain import csv_text
 from fp8bench.report.elements import Code, Column, Facts, Field, Items, Page, Part, Table, Text
 from fp8bench.report.page import html, markdown
 from fp8bench.report.terminal.layout import render
@@ -104,7 +105,7 @@ def test_no_renderer_passes_it_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert obeyed(render(page, color=True)) == {"\x1b"} and "\x1b[31mred" not in render(page, color=True)
     assert not obeyed(markdown.render(page), "\t")
     assert not obeyed(html.render(page), "\t", "\u00a0", "\ufffd")
-    assert not obeyed(as_csv([comparison()]))
+    assert not obeyed(csv_text(*rows_of([comparison()])))
     complain(f"{NASTY}\n  {NASTY}")
     assert not obeyed(capsys.readouterr().err)
 

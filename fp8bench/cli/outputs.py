@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.streams import say
 from fp8bench.errors import NotPrinted, UsageError
 from fp8bench.model import Run
 from fp8bench.report.data.boards import check_tensorboard, check_wandb
+from fp8bench.report.data.plain import Rows, csv_text, json_line
 from fp8bench.report.elements import Page
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render, wrap
@@ -25,7 +26,6 @@ from fp8bench.store.runs.listing import store_of
 
 if TYPE_CHECKING:
     from fp8bench.jobs.after_run import Wanted
-    from fp8bench.jobs.kinds import View
 
 # Longer lines are hard to read.
 _WIDEST = 160
@@ -101,44 +101,40 @@ def wanted_of(arguments: argparse.Namespace) -> Wanted:
 def tell(
     arguments: argparse.Namespace,
     page: Callable[[], Page],
-    as_json: Callable[[], str] = str,
-    as_csv: Callable[[], str] = str,
+    value: Callable[[], Any] = dict,
+    rows: Callable[[], Rows] = lambda: ((), ()),
     whole: Callable[[], Page] | None = None,
     again: str = "",
 ) -> None:
-    """What was found, as it was asked for: JSON or rows on stdout instead of the page, and the files that are wanted.
+    """What was found, as it was asked for: a page, its value as JSON, its rows as CSV, and the files that are wanted.
 
     `whole` is the page for Markdown, where that has more; `again` says how to repeat a file that cannot be written.
     """
     given = vars(arguments)
-    rows, text = as_csv() if given.get("csv") is not None else "", ""
+    table, text = csv_text(*rows()) if given.get("csv") is not None else "", ""
     if given.get("md") is not None:
         text = markdown.render((whole or page)())
-    with write_outputs({"--csv": (given.get("csv"), rows), "--md": (given.get("md"), text)}, again):
+    with write_outputs({"--csv": (given.get("csv"), table), "--md": (given.get("md"), text)}, again):
         if given.get("csv") == "-":
-            say(rows)
+            say(table)
         else:
-            say(as_json() if given.get("json") else render(page(), *stdout_look(given.get("explain", False))))
-
-
-def show_view(view: View, arguments: argparse.Namespace) -> None:
-    tell(arguments, view.page, view.as_json, view.as_csv)
+            say(json_line(value()) if given.get("json") else render(page(), *stdout_look(given.get("explain", False))))
 
 
 def print_run(run: Run, arguments: argparse.Namespace) -> None:
     """The run as it was asked for. A CSV file that cannot be written costs nobody the table."""
     from fp8bench.analysis.findings import findings
     from fp8bench.jobs.report_files import place_of_report
-    from fp8bench.report.data.run import as_csv, as_json
+    from fp8bench.report.data.run import run_rows, run_value
     from fp8bench.report.terminal.run import page_of
 
     found = findings(run)
     page = partial(page_of, run, found, stdout_look()[0], place_of_report(run))
-    rows = partial(as_csv, run, found, getattr(arguments, "csv_wide", False))
+    rows = partial(run_rows, [(run, found)], getattr(arguments, "csv_wide", False))
     again = f" `fp8bench show {run.id}{in_store(run)} --csv FILE` repeats it."
     its_own = argparse.Namespace(**{**vars(arguments), "md": None})  # that is the report's
     try:
-        tell(its_own, page, partial(as_json, run, found), rows, again=again)
+        tell(its_own, page, partial(run_value, run, found), rows, again=again)
     except NotPrinted as error:
         raise NotPrinted(f"{error} The run is kept in {run.path}.") from None
 

@@ -44,7 +44,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.pipeline import now
 from fp8bench.plan.make import devices_asked
 from fp8bench.registry import precisions
-from fp8bench.report.ceilings import UNITS, lines_of, shape_words, since_words, spread_words
+from fp8bench.report.topics.roofline import UNITS, lines_of, shape_words, since_words, spread_words
 from fp8bench.store.ceilings import history_of_ceilings, new_ceilings
 from fp8bench.store.runs.run_file import check_store, load_run, start_run
 

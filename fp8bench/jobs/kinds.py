@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from fp8bench.feature_list import feature_parts
+from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Page
 
 K = TypeVar("K")
@@ -19,13 +20,12 @@ K = TypeVar("K")
 RUN = "run"
 
 
-@dataclass(frozen=True)
-class View:
-    """What is shown of something: a page, and what programs get of it."""
+class View(NamedTuple):
+    """What is shown of something: a page for people, and for programs a value and rows."""
 
     page: Callable[[], Page]
-    as_json: Callable[[], str] = str
-    as_csv: Callable[[], str] = str
+    value: Callable[[], Any] = dict
+    rows: Callable[[], Rows] = lambda: ((), ())
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,6 @@ class KeptTable:
     of: str = RUN
     metavar: str = ""
     rows: bool = True
-
-
-@dataclass(frozen=True)
-class Report:
-    """A report's page and its table."""
-
-    page: Page
-    rows: str
 
 
 @dataclass(frozen=True)
@@ -86,7 +78,8 @@ class Kind(ABC, Generic[K]):
         """What makes its line in the list of what is kept, newest first; raises StoreError for what is damaged."""
         yield from ()
 
-    def report(self, kept: K) -> Report | None:
+    def report(self, kept: K) -> View | None:
+        """Its report's page and table."""
         return None
 
     def exports(self, kept: K) -> Exports | None:

@@ -18,12 +18,12 @@ from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.files import keeping, write_whole
 from fp8bench.jobs.kinds import kinds
 from fp8bench.model import Figure, Level, Run, Trend, trend_name
-from fp8bench.report.data.run import all_as_csv
+from fp8bench.report.data.plain import Rows, csv_text
+from fp8bench.report.data.run import run_rows
 from fp8bench.report.elements import Page
-from fp8bench.report.material import PastFigure, PastSeries, material_of
 from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.markdown import render as as_markdown
-from fp8bench.report.page.section import gather, page_of
+from fp8bench.report.page.section import PastFigure, PastSeries, material_of, page_of
 from fp8bench.store.commit_runs import TrackedRun, tracked_run, why_not
 from fp8bench.store.index.history import open_history
 from fp8bench.store.index.tables import figure_of
@@ -62,7 +62,7 @@ def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
             continue
         if len(words) > 1:
             raise UsageError(f"{word} is a {kind.name}, which has a report of its own. Name it alone.")
-        return _written(report.page, report.rows, folder_of_kept(path, store), pages)
+        return _written(report.page(), report.rows(), folder_of_kept(path, store), pages)
     runs = [load_named(word, store) for word in words]
     each_once(dict.fromkeys(Path(run.path) for run in runs)).none_refused()
     ids = [run.id for run in runs]
@@ -92,8 +92,8 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
     found = [findings(run) for run in runs]
     past = past_of(runs, store)
     runs = [replace(run, path=_within(run.path, store)) for run in runs]
-    page = page_of(material_of(runs, found, past, gather(runs, store)))
-    rows = all_as_csv(list(zip(runs, found, strict=True)), pages.wide)
+    page = page_of(material_of(runs, found, past, store))
+    rows = run_rows(list(zip(runs, found, strict=True)), pages.wide)
     return _written(page, rows, folder_of(runs, store), pages)
 
 
@@ -101,10 +101,10 @@ def folder_of_kept(path: Path, store: Path) -> Path:
     return store / "reports" / path.parent.name
 
 
-def _written(page: Page, rows: str, folder: Path, pages: Pages) -> Path:
+def _written(page: Page, rows: Rows, folder: Path, pages: Pages) -> Path:
     text = as_html(page)
     _write(folder / PAGE, text)
-    _write(folder / ROWS, rows)
+    _write(folder / ROWS, csv_text(*rows))
     if pages.html is not None:
         _write(pages.html, text)
     if pages.markdown is not None:

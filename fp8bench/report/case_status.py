@@ -47,6 +47,11 @@ def emulated(result: Result) -> bool:
     return result.record.support.level is Level.EMULATED
 
 
+def cost_tone(result: Result) -> Tone:
+    """Of a figure that is what emulating costs, and says nothing of the precision."""
+    return Tone.DOUBT if emulated(result) else Tone.PLAIN
+
+
 def standing(result: Result) -> Standing:
     """What may be said of a case, the gravest first."""
     if result.record.status is not Status.OK:

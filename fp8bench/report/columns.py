@@ -70,9 +70,9 @@ def table(
     return Table(name, caption, tuple(column for column, _ in shown), rows, main, folded)
 
 
-def case_cols(panel: Panel, heading: str = "group") -> tuple[Col[Any], Col[Any]]:
+def case_cols(heading: str = "group") -> tuple[Col[Any], Col[Any]]:
     """Of rows that begin with a group and its result."""
-    return Col(heading, lambda row: panel.place(row[0]), shared=True), Col("case", lambda row: row[1].mode)
+    return Col(heading, lambda row: row[0].place, shared=True), Col("case", lambda row: row[1].mode)
 
 
 def with_figures(table: Table, members: Iterable[Member]) -> Table:
@@ -103,7 +103,7 @@ def figure_col(spec: MetricSpec, of: Callable[[T], Content]) -> Col[T]:
 def other_tables(panel: Panel) -> Iterator[Table]:
     """Tables of figures alone, where any case has one."""
     for name in together((spec.table, spec) for spec in METRICS.values() if spec.table not in ("", *TABLES)):
-        cases = table(name, name, case_cols(panel), panel.members)
+        cases = table(name, name, case_cols(), panel.members)
         made = with_figures(cases, panel.members)
         if len(made.columns) > len(cases.columns):
             yield made

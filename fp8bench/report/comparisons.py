@@ -1,4 +1,4 @@
-"""A comparison of two sides: its words, as a page, as one JSON document, and as CSV with a row a figure."""
+"""A comparison of two sides: its words, as a page, and for programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8bench.model import Comparison, Direction, Evidence, Interval, Label
 from fp8bench.model.codec import encode
 from fp8bench.model.specs import BAND, COUNTS, spec_of
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import csv_text, json_line
+from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Items, Page, Part, Text, Tone
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.legend import LABELS
@@ -161,8 +161,8 @@ def _table(shown: Sequence[Comparison]) -> Iterator[Element]:
     yield table("comparisons", "", cols, shown)
 
 
-def as_json(compared: Compared) -> str:
-    document = {
+def value_of(compared: Compared) -> dict[str, Any]:
+    return {
         "a": _side(compared.before),
         "b": _side(compared.after),
         "differing": encode(compared.differing),
@@ -170,7 +170,6 @@ def as_json(compared: Compared) -> str:
         "only_a": list(compared.only_before),
         "only_b": list(compared.only_after),
     }
-    return json_line(document)
 
 
 def _side(side: Side) -> dict[str, Any]:
@@ -178,12 +177,13 @@ def _side(side: Side) -> dict[str, Any]:
     return {"name": side.name, "runs": runs}
 
 
-def as_csv(comparisons: Iterable[Comparison]) -> str:
-    return csv_text(COLUMNS, (_row(one) for one in comparisons))
-
-
-def _row(one: Comparison) -> dict[str, Any]:
-    plain = encode(one)
-    interval, _, _ = plain.pop("ratio") or {}, plain.pop("noise"), plain.pop("others")
-    ends = {"ratio": interval.get("point"), **{name: interval.get(name) for name in ("low", "high", "level")}}
-    return {**plain, **ends, "labels": " ".join(one.labels), "failed": "yes" if one.failed else "no"}
+def rows_of(comparisons: Iterable[Comparison]) -> Rows:
+    """A row a figure."""
+    encoded = ((one, encode(one)) for one in comparisons)
+    return COLUMNS, (
+        {
+            **row, **(ratio := row["ratio"] or {}), "ratio": ratio.get("point"), "labels": " ".join(one.labels),
+            "failed": "yes" if one.failed else "no",
+        }
+        for one, row in encoded
+    )  # fmt: skip

@@ -207,7 +207,7 @@ def _alone(panel: Panel, mode: str) -> Iterator[Text]:
 def _single(panel: Panel, group: ResultGroup, result: Result, ratio: EnergyRatio) -> str:
     """'bf16 takes 0.613x [0.599, 0.625] of fp32's energy on gemm m=512 (1.90 J a step against 3.10 J, ...)'."""
     own, other = figures_of(result), figures_of(group.lead) if group.lead else None
-    subject = f"{panel.case.workload} {panel.place(group)}".rstrip()
+    subject = f"{panel.case.workload} {group.place}".rstrip()
     against = f" ({_against(own, other)})" if own is not None and other is not None else ""
     speed = speed_up(result)
     alone = f"; at the same power its speed would give {units.ratio(1 / speed.point)}" if speed else ""

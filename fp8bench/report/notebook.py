@@ -15,11 +15,12 @@ from fp8bench.analysis.shares import parts_of
 from fp8bench.model import Case, Finding, Interval, Record, Run, Timing, Verdict
 from fp8bench.model.specs import STEP
 from fp8bench.report.case_status import inverse, show_speed
-from fp8bench.report.data.run import as_csv
+from fp8bench.report.data.plain import Rows, csv_text, frame
+from fp8bench.report.data.run import run_rows
 from fp8bench.report.page.drawing.labels import escaped
 from fp8bench.report.panels import shared_params, show_params
 from fp8bench.report.topics.break_even import BreakEvenRow, break_even_rows
-from fp8bench.report.topics.shares import ShareRow, share_rows
+from fp8bench.report.topics.shares import rows_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,7 +51,7 @@ class RunFrames:
         """The tidy rows: just what reading the run's CSV gives."""
         import pandas as pd
 
-        return pd.read_csv(io.StringIO(as_csv(self.run, findings(self.run))), low_memory=False)
+        return pd.read_csv(io.StringIO(csv_text(*run_rows([(self.run, findings(self.run))]))), low_memory=False)
 
     @cached_property
     def samples(self) -> pd.DataFrame:
@@ -65,32 +66,25 @@ class RunFrames:
         frame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(SAMPLE_COLUMNS))
         return frame.astype(dict.fromkeys(_REPEATED, "category"))
 
-    @cached_property
-    def statistics(self) -> pd.DataFrame:
+    @frame
+    def statistics(self) -> Rows:
         """What the data of each group are made of before any scaling: a row for each kind, role and format."""
-        import pandas as pd
-
-        rows = [
+        return STATISTICS_COLUMNS, [
             (record.case.id, one.kind, one.role, one.count, one.amax, *outside)
             for record in self.run.records
             for one in record.statistics
             for outside in one.outside or ((None, None, None),)
         ]
-        return pd.DataFrame(rows, columns=list(STATISTICS_COLUMNS))
 
-    @cached_property
-    def break_even(self) -> pd.DataFrame:
-        import pandas as pd
+    @frame
+    def break_even(self) -> Rows:
+        rows = break_even_rows(self.run, findings(self.run))
+        return BreakEvenRow._fields, [(*row[:3], show_params(row.held), *row[4:]) for row in rows]
 
-        rows = [(*row[:3], show_params(row.held), *row[4:]) for row in break_even_rows(self.run, findings(self.run))]
-        return pd.DataFrame(rows, columns=list(BreakEvenRow._fields))
-
-    @cached_property
-    def energy(self) -> pd.DataFrame:
+    @frame
+    def energy(self) -> Rows:
         """Every energy window, of steps and of phases, with the idle power before and after the windows of its case."""
-        import pandas as pd
-
-        rows = [
+        return ENERGY_COLUMNS, [
             (
                 record.case.id, record.case.mode, use.source, number, one.steps, one.seconds, one.joules, one.intervals,
                 one.uncertainty, one.sm_clock, one.temperature, use.idle_before, use.idle_after, phase,
@@ -100,14 +94,10 @@ class RunFrames:
             for phase, windows in ((STEP, use.windows), *((part.phase, part.windows) for part in use.phases))
             for number, one in enumerate(windows)
         ]  # fmt: skip
-        return pd.DataFrame(rows, columns=list(ENERGY_COLUMNS))
 
-    @cached_property
-    def shares(self) -> pd.DataFrame:
-        import pandas as pd
-
-        rows = share_rows(parts_of(self.run, findings(self.run)))
-        return pd.DataFrame(rows, columns=list(ShareRow._fields))
+    @frame
+    def shares(self) -> Rows:
+        return rows_of(parts_of(self.run, findings(self.run)))
 
 
 def _samples(record: Record, arm: str, timing: Timing) -> pd.DataFrame:

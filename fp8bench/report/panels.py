@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from fp8bench import units
 from fp8bench.analysis.metric import Metric, Reference
@@ -68,10 +68,14 @@ class Result:
 
 @dataclass(frozen=True)
 class ResultGroup:
-    """The results of one group, in the order of the plan, and the mode of its reference ('' without one)."""
+    """The results of one group, in the order of the plan, and the mode of its reference ('' without one).
+
+    `place` are the parameters that tell it from the others of its panel: 'm=256 n=256'; '' where there is but one.
+    """
 
     results: tuple[Result, ...]
     reference: str
+    place: str = ""
 
     @property
     def case(self) -> Case:
@@ -81,6 +85,22 @@ class ResultGroup:
     def lead(self) -> Result | None:
         """The reference's result, if it has one here."""
         return next((one for one in self.results if one.mode == self.reference), None)
+
+
+class NamedCase(NamedTuple):
+    """A result with its group, and what it is called within their panel."""
+
+    group: ResultGroup
+    result: Result
+
+    @property
+    def place(self) -> str:
+        return self.group.place
+
+    @property
+    def name(self) -> str:
+        """'m=256 n=256 bf16'; the precision alone where there is one group."""
+        return f"{self.group.place} {self.result.mode}".strip()
 
 
 @dataclass(frozen=True)
@@ -98,38 +118,26 @@ class Panel:
         return self.groups[0].reference
 
     @cached_property
-    def members(self) -> tuple[tuple[ResultGroup, Result], ...]:
-        """Each result with its group."""
-        return tuple((group, result) for group in self.groups for result in group.results)
+    def members(self) -> tuple[NamedCase, ...]:
+        return tuple(NamedCase(group, result) for group in self.groups for result in group.results)
 
     @property
     def results(self) -> tuple[Result, ...]:
         return tuple(result for _, result in self.members)
 
+    def known(self, of: Callable[[Result], V | None]) -> list[tuple[ResultGroup, Result, V]]:
+        """The cases of which there is such a value, each with its group."""
+        return [(group, one, value) for group, one in self.members if (value := of(one)) is not None]
+
     @cached_property
     def shared(self) -> Params:
-        """The parameters all groups have in common. Every place asks for them, and there may be thousands."""
+        """The parameters all groups have in common."""
         return shared_params([group.case.params for group in self.groups])
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:
         """What was measured beside times, in the order it was first met."""
         return tuple(dict.fromkeys(one.metric for result in self.results for one in result.record.measurements))
-
-    def place(self, group: ResultGroup) -> str:
-        """The parameters that tell a group from the others: 'm=256 n=256'; '' where there is but one group.
-
-        A quiet axis that others have set is said of it, too: 'cache=hot'.
-        """
-        own = [pair for pair in group.case.params if pair not in self.shared]
-        quiet = [pair for pair in self._quiet if pair[0] not in dict(own)]
-        return show_params([*own, *quiet]) or ("as usual" if len(self.groups) > 1 else "")
-
-    @cached_property
-    def _quiet(self) -> Params:
-        """Quiet axes that some group has set and that tell groups apart, each with its usual value."""
-        named = {name for group in self.groups for name, _ in group.case.params} - {name for name, _ in self.shared}
-        return tuple((name, usual) for name, usual in QUIET.items() if name in named)
 
 
 def metrics_within(group: ResultGroup, result: Result) -> Iterator[Metric]:
@@ -183,7 +191,20 @@ def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:
         leads = (result.mode for result in results if result.record.is_reference)
         groups.append(ResultGroup(tuple(results), next(leads, planned.get(setting, ""))))
     alike = groupby(groups, key=lambda group: (group.case.workload, group.case.device, group.reference))
-    return tuple(Panel(tuple(members)) for _, members in alike)
+    return tuple(Panel(_placed(tuple(members))) for _, members in alike)
+
+
+def _placed(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
+    """With their places; a quiet axis that others have set is said of a group, too: 'cache=hot'."""
+    shared = shared_params([group.case.params for group in groups])
+    named = {name for group in groups for name, _ in group.case.params} - {name for name, _ in shared}
+    placed = []
+    for group in groups:
+        own = dict(pair for pair in group.case.params if pair not in shared)
+        usual = {name: value for name, value in QUIET.items() if name in named and name not in own}
+        words = show_params([*own.items(), *usual.items()]) or ("as usual" if len(groups) > 1 else "")
+        placed.append(replace(group, place=words))
+    return tuple(placed)
 
 
 def shared_params(all_params: Sequence[Params]) -> Params:

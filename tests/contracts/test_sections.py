@@ -17,7 +17,7 @@ from tests.counts import counts
 from tests.materials import LONG, Made, many, material, nothing, shapes, skipped, strange
 from tests.runs import gemm, measured, transformer, wild_runs
 
-NAMES = sections.names()
+SECTIONS = sections()
 SHAPES = [{"m": m, "n": n, "k": 64} for m in (1, 64) for n in (64, 128)]
 RUNS: dict[str, Callable[[], list[Made]]] = {
     "gemm": lambda: [gemm()],
@@ -66,14 +66,14 @@ def check(*made: Made) -> None:
     assert len(mains) <= 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SECTIONS)
 def test_a_section_says_what_it_is(name: str) -> None:
-    section = sections.get(name)
-    assert section.name == name and section.title and type(section).__doc__
+    section = SECTIONS[name]
+    assert section.name == name and section.title and section.elements.__name__ == f"{name.replace('-', '_')}_section"
 
 
 def test_ranks_are_each_taken_once() -> None:
-    ranks = Counter(sections.get(name).rank for name in NAMES)
+    ranks = Counter(section.rank for section in SECTIONS.values())
     assert not [rank for rank, number in ranks.items() if number > 1]
 
 
@@ -85,14 +85,14 @@ def test_a_page_keeps_every_promise(runs: str) -> None:
 @pytest.mark.parametrize("runs", RUNS)
 def test_a_part_is_its_section_s(runs: str) -> None:
     """Its name is the section's, so that a link to it stays good."""
-    for name in NAMES:
-        part = sections.get(name).build(material(*RUNS[runs]()))
+    for name, section in SECTIONS.items():
+        part = section.build(material(*RUNS[runs]()))
         assert part is None or part.name == name
 
 
 def test_names_stay_as_they_are() -> None:
     """Escaping is the renderer's: a section shortens nothing, and drops no letter."""
-    assert LONG in str(sections.get("phases").build(material(strange())))
+    assert LONG in str(SECTIONS["phases"].build(material(strange())))
 
 
 @counts(200, 2000)

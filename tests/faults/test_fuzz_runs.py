@@ -13,7 +13,8 @@ import pytest
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError
 from fp8bench.model import Environment
-from fp8bench.report.data.run import as_csv, as_json
+from fp8bench.report.data.plain import csv_text, json_line
+from fp8bench.report.data.run import run_rows, run_value
 from fp8bench.report.terminal import run as text
 from fp8bench.store.runs.run_file import load_run, missing_groups, start_run
 from tests.counts import counts
@@ -105,7 +106,7 @@ def test_whatever_happened_to_a_run_file_it_is_refused_or_shown(count: int, whol
             continue
         try:
             found = findings(run)
-            outputs = (text.render(run, found), as_json(run, found), as_csv(run, found))
+            outputs = (text.render(run, found), json_line(run_value(run, found)), csv_text(*run_rows([(run, found)])))
             missing_groups(run)
         except Exception as error:
             kept = tmp_path / "failing.jsonl"

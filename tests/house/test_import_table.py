@@ -28,7 +28,7 @@ TABLE: dict[str, frozenset[str]] = {
     "model": frozenset({"errors", "units"}),
     "files": frozenset({"errors", "model"}),
     "protocols": FLOOR,
-    "registry": FLOOR | {"protocols", "feature_list"},
+    "registry": FLOOR | {"protocols"},
     "user_code": FLOOR | NAMES,
     "suites": FLOOR | NAMES,
     "formats": FLOOR | {"protocols"},
@@ -46,7 +46,7 @@ TABLE: dict[str, frozenset[str]] = {
     "worker": FLOOR | NAMES | TENSORS | {"profiler", "tape", "user_code"},
     "store": FLOOR | NAMES | {"analysis", "plan"},
     "measure": FLOOR | NAMES | {"store", "user_code", "worker"},
-    "report": FLOOR | NAMES | {"analysis", "formats"},
+    "report": FLOOR | NAMES | {"analysis", "formats", "feature_list"},
     "pipeline": PARENT,
     "jobs": PARENT
     | TENSORS

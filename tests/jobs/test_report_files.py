@@ -16,7 +16,7 @@ from fp8bench.errors import StoreError
 from fp8bench.jobs import report_files
 from fp8bench.jobs.report_files import Pages, folder_of, past_of, write_report
 from fp8bench.model import Environment, Request, Run
-from fp8bench.report.material import PastSeries
+from fp8bench.report.page.section import PastSeries
 from fp8bench.store.runs.run_file import load_run, start_run
 from tests.energies import use
 from tests.histories import commit, history, keep, records, run_at

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -26,12 +25,13 @@ from fp8bench.model import CELL_PHASES, Comparison, Direction, Evidence, Run, sp
 from fp8bench.model.codec import decode, encode
 from fp8bench.model.specs import METRICS, Better, MetricSpec, Rank, taken
 from fp8bench.report.data.boards import figures
-from fp8bench.report.data.run import as_csv, as_json
+from fp8bench.report.data.plain import csv_text
+from fp8bench.report.data.run import run_rows, run_value
 from fp8bench.report.elements import Table
 from fp8bench.report.notebook import RunFrames
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.run import render
-from fp8bench.report.topics.results import Results
+from fp8bench.report.topics.results import results_section
 from fp8bench.store import points
 from fp8bench.store.points import followed
 from fp8bench.store.series import UNITS
@@ -144,13 +144,13 @@ def test_tables_and_rows_have_it(spec: MetricSpec) -> None:
     text = render(kept, said, 200)
     (heads,) = [line for line in text.splitlines() if " half" in line]
     assert ("verdict" in heads) is (spec.table == "cases") and "1.00 KiB" in text and "2.00 KiB" in text
-    tables = [one for one in Results().elements(material((kept, said))) if isinstance(one, Table)]
+    tables = [one for one in results_section(material((kept, said))) if isinstance(one, Table)]
     (shown,) = [one for one in tables if "half" in [column.title for column in one.columns]]
     assert "1.00 KiB" in [field.text for row in shown.rows for field in row]
-    rows = [row for row in csv.DictReader(io.StringIO(as_csv(kept, said))) if row["metric"] == spec]
+    rows = [row for row in csv.DictReader(io.StringIO(csv_text(*run_rows([(kept, said)])))) if row["metric"] == spec]
     assert [(row["unit"], row["median_in_unit"]) for row in rows] == [("B", "2048.0"), ("B", "1024.0")]
-    assert "reserve_B" in as_csv(kept, said, wide=True).splitlines()[0].split(",")
-    assert json.loads(as_json(kept, said))["records"][1]["metrics"][spec] == 1024.0
+    assert "reserve_B" in csv_text(*run_rows([(kept, said)], wide=True)).splitlines()[0].split(",")
+    assert run_value(kept, said)["records"][1]["metrics"][spec] == 1024.0
     frame = RunFrames(kept).results
     assert list(frame[frame.metric == spec].median_in_unit) == [2048.0, 1024.0]
     assert [one.value for one in figures(kept, said) if "/reserve_bytes " in one.tag] == [2048.0, 1024.0]

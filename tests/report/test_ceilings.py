@@ -9,7 +9,7 @@ import pytest
 
 from fp8bench.analysis.ceiling_history import Pace, since
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Limit, Rate
-from fp8bench.report.ceilings import lines_of
+from fp8bench.report.topics.roofline import lines_of
 from fp8bench.store.ceilings import new_ceilings
 from tests.commands import Say
 from tests.facts import CPU

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,8 @@ from fp8bench.model import Finding, Label, Run, Verdict
 from fp8bench.model.specs import STEP
 from fp8bench.model.words import REMARKS
 from fp8bench.report.case_status import doubts, named_labels
-from fp8bench.report.data.run import as_csv, as_json, columns_of, rows, widened
+from fp8bench.report.data.plain import csv_text
+from fp8bench.report.data.run import columns_of, rows, run_value, widened
 from fp8bench.report.elements import Items, Table, Text, Tone
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal.run import render
@@ -68,14 +68,14 @@ def test_csv_has_machine_words_and_reasons_in_a_column_of_their_own() -> None:
     assert step["bf16"]["labels"] == "noisy throttled" and step["bf16"]["why"] == WHY
     assert step["bf16"]["label_reasons"] == "throttled: hw-thermal, sw-thermal"
     assert (step["fp32"]["labels"], step["fp32"]["label_reasons"]) == (None, None)
-    assert '"throttled: hw-thermal, sw-thermal"' in as_csv(run, findings)
+    assert '"throttled: hw-thermal, sw-thermal"' in csv_text(columns_of(run), rows(run, findings))
     _, wide = widened(rows(run, findings))
     assert [one["label_reasons"] for one in wide] == [None, "throttled: hw-thermal, sw-thermal"]
 
 
 def test_json_has_them_as_pairs() -> None:
     """With the labels that took the verdict."""
-    finding = json.loads(as_json(*hot()))["records"][1]["finding"]
+    finding = run_value(*hot())["records"][1]["finding"]
     assert finding["labels"] == ["noisy", "throttled"] and finding["hard"] == ["throttled"]
     assert finding["label_reasons"] == [["throttled", "hw-thermal, sw-thermal"]] and finding["verdict"] == "unsure"
 
@@ -159,7 +159,7 @@ def test_eager_quantisers_are_told_with_the_reason_they_ran_so() -> None:
     (step,) = [row for row in found if (row["phase"], row["metric"]) == (STEP, "time")]
     assert (step["labels"], step["label_reasons"], step["why"]) == ("eager-quantiser", f"eager-quantiser: {why}", why)
     assert all(row["why"] is None for row in found if row["phase"] not in (STEP, None))
-    record = json.loads(as_json(run, findings))["records"][-1]
+    record = run_value(run, findings)["records"][-1]
     assert record["finding"]["labels"] == ["eager-quantiser"]
     assert record["timing"]["eager"] == why and record["timing"]["fused"] is False
     remarks = [one.text for items in of_kind(part("environment", (run, findings)), Items) for one in items.items]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import Environment, Run, Scalar
-from fp8bench.report.material import LONGEST_LABEL, labels_of, material_of
+from fp8bench.report.page.section import LONGEST_LABEL, labels_of, material_of
 from tests.runs import gemm, run_of, transformer
 
 

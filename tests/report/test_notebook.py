@@ -15,7 +15,8 @@ import pytest
 import fp8bench
 from fp8bench import api
 from fp8bench.model import Case, Run, Timing
-from fp8bench.report.data.run import as_csv, rows
+from fp8bench.report.data.plain import csv_text
+from fp8bench.report.data.run import rows, run_rows
 from fp8bench.report.notebook import ENERGY_COLUMNS, SAMPLE_COLUMNS, STATISTICS_COLUMNS, RunFrames, short_names
 from tests.energies import energetic
 from tests.runs import measured
@@ -85,7 +86,7 @@ def frames() -> RunFrames:
 
 def test_results_are_what_reading_the_csv_gives(frames: RunFrames) -> None:
     """To the type of every column, so that what was written for one works with the other."""
-    read = pd.read_csv(io.StringIO(as_csv(*measured())))
+    read = pd.read_csv(io.StringIO(csv_text(*run_rows([measured()]))))
     pd.testing.assert_frame_equal(frames.results, read, check_exact=True)
 
 

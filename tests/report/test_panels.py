@@ -29,4 +29,4 @@ def test_a_group_is_told_by_what_it_has_and_others_have_not(
     """The usual value of a quiet axis, too, where another group has an unusual one."""
     run, findings = shapes(*wanted)
     (panel,) = panels_of(run, findings)
-    assert [panel.place(group) for group in panel.groups] == places
+    assert [group.place for group in panel.groups] == places

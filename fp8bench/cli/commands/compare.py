@@ -29,12 +29,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read both sides, hold them against each other, tell. What it finds is no failure: `gate` judges."""
     from fp8bench.jobs.compare import compared_sides
-    from fp8bench.report.comparisons import as_csv, as_json, page_of
+    from fp8bench.report.comparisons import page_of, rows_of, value_of
 
     check_outputs(arguments)
     compared = compared_sides(arguments.before, arguments.after, arguments.store, TERMINAL)
     tell(
-        arguments, partial(page_of, compared), partial(as_json, compared), partial(as_csv, compared.comparisons),
+        arguments, partial(page_of, compared), partial(value_of, compared), partial(rows_of, compared.comparisons),
         whole=partial(page_of, compared, everything=True),
     )  # fmt: skip
     return EXIT_OK

@@ -18,7 +18,6 @@ from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, StoreError, U
 from fp8bench.files import is_locked
 from fp8bench.jobs.kinds import kinds
 from fp8bench.registry import workloads
-from fp8bench.report import ceilings
 from fp8bench.report.terminal.history import (
     faults_page,
     joined_page,
@@ -181,22 +180,24 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
 
 
 def _ceilings(arguments: argparse.Namespace, store: Path) -> int:
+    from fp8bench.report.topics.roofline import ceilings_page
+
     found = history_of_ceilings(store)
     if not found:
         say_folded([f"{store}: no ceilings yet. Measure them, in less than a minute: fp8bench doctor --ceilings"])
         return EXIT_OK
-    tell(arguments, partial(ceilings.page_of, found, str(store)))
+    tell(arguments, partial(ceilings_page, found, str(store)))
     return EXIT_OK
 
 
 def _regressions(arguments: argparse.Namespace, store: Path) -> int:
     """Tell the open changes; the exit code says whether one of them alarms."""
     from fp8bench.jobs.history import all_changes, opened
-    from fp8bench.report.terminal.changes import changes_json, page_of
+    from fp8bench.report.terminal.changes import page_of, value_of
 
     found = all_changes(opened(store, TERMINAL), store, TERMINAL)
     page = partial(page_of, found, str(store), arguments.all, options_of(arguments))
-    tell(arguments, page, partial(changes_json, found))
+    tell(arguments, page, partial(value_of, found))
     return EXIT_REGRESSION if any(change.alarms for change in found.changes) else EXIT_OK
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 from fp8bench.analysis.shares import parts_of, refuse_none
 from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import check_outputs, print_run, show_view, wanted_of
+from fp8bench.cli.outputs import check_outputs, print_run, tell, wanted_of
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
 from fp8bench.jobs.kinds import RUN, KeptTable, Kind, View, feature_tables, kinds
 from fp8bench.model import Run
+from fp8bench.model.codec import encode
 from fp8bench.store.runs.listing import find_run, load_named
 
 
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         _refuse_other_tables(arguments, word, kind.name)
         _refuse(arguments, word, kind.name, kind.refused)
         kept = kind.load(path)
-        _show(arguments, kind.name, kept, lambda: show_view(kind.view(kept), arguments))
+        _show(arguments, kind.name, kept, lambda: tell(arguments, *kind.view(kept)))
         told = kept_exported(kind, kept, path, store, wanted_of(arguments), complain)
     return EXIT_OK if told else EXIT_INTERRUPTED
 
@@ -59,7 +60,7 @@ def _show(arguments: argparse.Namespace, of: str, kept: Any, whole: Callable[[],
     for table in wanted:
         if not table.rows:
             _refuse(arguments, f"what --{table.name} prints", "table", ("csv",))
-        show_view(table.view(kept, getattr(arguments, table.name), arguments.store), arguments)
+        tell(arguments, *table.view(kept, getattr(arguments, table.name), arguments.store))
     if not wanted:
         whole()
 
@@ -95,7 +96,7 @@ def _tape(run: Run, value: str, store: Path) -> View:
 
     found = tapes_of(run)
     page = partial(tape.page_of, f"the operators of a step of run {run.id}", found)
-    return View(page, partial(tape.as_json, found), partial(tape.as_csv, found))
+    return View(page, lambda: {"tapes": encode(found)}, partial(tape.tape_rows, found))
 
 
 def _shares(run: Run, value: str, store: Path) -> View:
@@ -104,8 +105,7 @@ def _shares(run: Run, value: str, store: Path) -> View:
 
     refuse_none(run)
     found = parts_of(run, findings(run))
-    rows = partial(shares.as_csv, found)
-    return View(partial(shares.page_of, run, found), partial(shares.as_json, found), rows)
+    return View(partial(shares.page_of, run, found), partial(shares.value_of, found), partial(shares.rows_of, found))
 
 
 _OF_RUNS = (

@@ -10,6 +10,7 @@ from fp8bench.cli.options import request_of, shared
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK
+from fp8bench.model.codec import encode
 from fp8bench.store.runs.listing import load_named
 
 
@@ -34,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.tape import beside, tapes_now, tapes_of
-    from fp8bench.report.topics.tape import as_csv, as_json, page_against, page_of
+    from fp8bench.report.topics.tape import page_against, page_of, tape_rows
 
     check_outputs(arguments)
     against = arguments.against
@@ -46,5 +47,5 @@ def run(arguments: argparse.Namespace) -> int:
         before = tapes_of(load_named(against, arguments.store), against)
         taped = beside(tapes_now(request, arguments.store, TERMINAL), before)
         page = partial(page_against, f"{title}, against {against}", taped)
-    tell(arguments, page, partial(as_json, taped), partial(as_csv, taped))
+    tell(arguments, page, lambda: {"tapes": encode(taped)}, partial(tape_rows, taped))
     return EXIT_OK if any(one.tape is not None for one in taped) else EXIT_FAILED

@@ -11,7 +11,7 @@ from fp8bench.cli.outputs import check_files, check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
 from fp8bench.features.advise.values import Checked
-from fp8bench.features.advise.view import as_json, page_of, score_as_json, score_page
+from fp8bench.features.advise.view import page_of, score_page, score_value, value_of
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import PERCENT, whole_number
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.beside or any(getattr(arguments, name) is not None for name in others):
             raise UsageError("--score is of all checks of the store: leave the run and all options of it out.")
         checks, troubles = load_checks(arguments.store)
-        tell(arguments, partial(score_page, checks, troubles), partial(score_as_json, checks))
+        tell(arguments, partial(score_page, checks, troubles), partial(score_value, checks))
         return EXIT_OK
     if arguments.run is None:
         raise UsageError("no run was named. Give an id, a path, or 'last'; or --score.")
@@ -75,5 +75,5 @@ def run(arguments: argparse.Namespace) -> int:
             done = checked(basis, found, arguments.check, arguments.store, observer)
     costs = costs_of(basis) if arguments.training is not None or arguments.price is not None else ()
     page = partial(page_of, found, done, costs, arguments.price, notes)
-    tell(arguments, page, partial(as_json, found, done, costs, arguments.price))
+    tell(arguments, page, partial(value_of, found, done, costs, arguments.price))
     return EXIT_FAILED if any(one.measured is None for one in done) else EXIT_OK

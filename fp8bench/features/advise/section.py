@@ -9,30 +9,21 @@ from fp8bench.features.advise.basis import Basis
 from fp8bench.features.advise.decide import advised
 from fp8bench.features.advise.view import advice_elements, checklist
 from fp8bench.report.elements import Element, Text, Tone
-from fp8bench.report.material import Material
-from fp8bench.report.page.section import Section, sections
+from fp8bench.report.page.section import Material, section
 
 
-@sections.register("advice")
-class AdviceSection(Section):
-    """Of each run by itself: by what is in it alone, so that the same runs give the same page."""
-
-    name = "advice"
-    title = "When to use FP8"
-    lead = (
-        "Each question with this machine's figure and the row that it rests on; yes speaks for the lower precision. "
-        "No figure of another machine is used. fp8bench advise RUN adds studies and trainings of the store, and "
-        "its --check measures what is predicted here."
-    )
-    rank = 68
-
-    def elements(self, material: Material) -> Iterator[Element]:
-        for number, entry in enumerate(material.entries):
-            found = advised(Basis(entry.run, entry.findings))
-            if not found.answers:
-                continue
-            if entry.label:
-                yield Text(entry.label, Tone.STRONG)
-            yield from advice_elements(found)
-            for table in checklist(found, shared=False):
-                yield replace(table, name=f"{table.name}-{number}", folded=True)
+@section("advice", "When to use FP8", 68)
+def advice_section(material: Material) -> Iterator[Element]:
+    """Each question with this machine's figure and the row that it rests on; yes speaks for the lower precision. No
+    figure of another machine is used. fp8bench advise RUN adds studies and trainings of the store, and its --check
+    measures what is predicted here.
+    """
+    for number, entry in enumerate(material.entries):
+        found = advised(Basis(entry.run, entry.findings))
+        if not found.answers:
+            continue
+        if entry.label:
+            yield Text(entry.label, Tone.STRONG)
+        yield from advice_elements(found)
+        for table in checklist(found, shared=False):
+            yield replace(table, name=f"{table.name}-{number}", folded=True)

@@ -11,7 +11,6 @@ from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Answer,
 from fp8bench.model import Interval, Level
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
@@ -206,15 +205,17 @@ def score_page(checked: Sequence[Checked], troubles: Sequence[str] = ()) -> Page
     return Page("the advisor's score", "", (Part("score", "", (*elements, *map(Text, troubles))),))
 
 
-def as_json(advised: Advised, checked: Sequence[Checked], costs: Sequence[Cost], price: float | None) -> str:
+def value_of(
+    advised: Advised, checked: Sequence[Checked], costs: Sequence[Cost], price: float | None
+) -> dict[str, Any]:
     told = [{**encode(one), "money": encode(one.money(price)) if price is not None else None} for one in costs]
-    return json_line({"schema": SCHEMA, **encode(advised), "checked": _hits(checked), "costs": told})
+    return {"schema": SCHEMA, **encode(advised), "checked": _hits(checked), "costs": told}
 
 
-def score_as_json(checked: Sequence[Checked]) -> str:
+def score_value(checked: Sequence[Checked]) -> dict[str, Any]:
     told = [one for one in checked if one.hit is not None]
     hits = sum(one.hit is True for one in told)
-    return json_line({"schema": SCHEMA, "hits": hits, "checks": len(told), "checked": _hits(checked)})
+    return {"schema": SCHEMA, "hits": hits, "checks": len(told), "checked": _hits(checked)}
 
 
 def _hits(checked: Sequence[Checked]) -> list[dict[str, Any]]:

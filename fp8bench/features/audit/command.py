@@ -52,7 +52,6 @@ from fp8bench.plan.make import device_named
 from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import Page, Part, Text, Tone, printable
 from fp8bench.report.panels import together
 from fp8bench.store.ceilings import ceilings_of
@@ -107,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     facts, found = audit(arguments.target, _signature(arguments), arguments.device, settings, arguments.store, TERMINAL)
     with write_outputs({"--junit": (arguments.junit, as_junit(found))}):
         document = {"device": encode(facts), "outcome": found.outcome.value, **encode(found)}
-        tell(arguments, partial(page_of, facts, found), partial(json_line, document))
+        tell(arguments, partial(page_of, facts, found), lambda: document)
     return _EXITS[found.outcome]
 
 

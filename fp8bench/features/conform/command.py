@@ -21,7 +21,6 @@ from fp8bench.model.raw import Settings
 from fp8bench.plan.make import device_named
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import Items, Page, Part, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.words.naming import listed
@@ -62,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     conforms = all(mode.conforms for mode in found)
     modes = [{**encode(mode), "conforms": mode.conforms} for mode in found]
     document = {"device": encode(facts), "conforms": conforms, "modes": modes}
-    tell(arguments, partial(page_of, facts, found), partial(json_line, document))
+    tell(arguments, partial(page_of, facts, found), lambda: document)
     if not conforms:
         return EXIT_REGRESSION
     return EXIT_OK if any(mode.compared for mode in found) else EXIT_FAILED

@@ -6,7 +6,7 @@ import argparse
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import request_of, shared
-from fp8bench.cli.outputs import check_outputs, show_view
+from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION
 from fp8bench.features.duel.kind import DuelKind
@@ -68,9 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             duel = run_duel(question, request_of(arguments), arguments.store, TERMINAL)
         except DuelCutOff as cut_off:
-            show_view(DuelKind().view(cut_off.duel), argparse.Namespace())
+            tell(argparse.Namespace(), *DuelKind().view(cut_off.duel))
             raise
-        show_view(DuelKind().view(duel), arguments)
+        tell(arguments, *DuelKind().view(duel))
     return exit_code(duel)
 
 

@@ -113,9 +113,9 @@ class DuelKind(Kind[Duel]):
         )  # fmt: skip
 
     def view(self, kept: Duel) -> View:
-        from fp8bench.features.duel.view import as_json, page_of
+        from fp8bench.features.duel.view import page_of, value_of
 
-        return View(partial(page_of, kept), partial(as_json, kept))
+        return View(partial(page_of, kept), partial(value_of, kept))
 
 
 KINDS = (DuelKind(),)

@@ -13,7 +13,6 @@ from fp8bench.model import Comparison, Direction, Level, Status
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.specs import TIME
 from fp8bench.report.comparisons import TONES, counted, direction, label_legend, signed, value
-from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import Column, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import show_params, together
 from fp8bench.report.terminal.layout import list_of
@@ -130,5 +129,5 @@ def _ending(duel: Duel) -> Iterator[Text]:
     yield Text(f"stored in {duel.path}" if duel.path else "this duel was not stored")
 
 
-def as_json(duel: Duel) -> str:
-    return json_line({"schema": SCHEMA, **encode(duel), "comparisons": encode(comparisons_of(duel))})
+def value_of(duel: Duel) -> dict[str, object]:
+    return {"schema": SCHEMA, **encode(duel), "comparisons": encode(comparisons_of(duel))}

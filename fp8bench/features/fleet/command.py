@@ -17,6 +17,7 @@ from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
 from fp8bench.features.fleet.engines import ENGINES, Order, crew, start
 from fp8bench.features.fleet.exports import FORMS, Tasks, Volume, text_for
+from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
 from fp8bench.report.page.html import render
@@ -139,8 +140,8 @@ def _status(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     from fp8bench.features.fleet import view  # heavy
 
     states = states_of(plan, arguments.store)
-    rows = partial(view.status_csv, plan, states)
-    tell(arguments, partial(view.status_page, plan, states), partial(view.status_json, plan, states), rows)
+    page, rows = partial(view.status_page, plan, states), partial(view.status_rows, plan, states)
+    tell(arguments, page, lambda: {"plan": encode(plan), "cells": encode(states)}, rows)
     return _code(states)
 
 
@@ -234,7 +235,7 @@ def _report(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         html = render(page(drawn=True))
     with write_outputs({"--html": (arguments.html, html)}):
-        tell(arguments, page, partial(view.report_json, report), partial(view.report_csv, report))
+        tell(arguments, page, partial(encode, report), partial(view.report_rows, report))
     if arguments.html is not None:
         complain(f"the page is {arguments.html}")
     return EXIT_FAILED if report.alarms else EXIT_OK

@@ -8,19 +8,20 @@ from pathlib import Path
 from fp8bench.errors import UsageError
 from fp8bench.jobs.kinds import KeptTable, View
 from fp8bench.model import Run
+from fp8bench.model.codec import encode
 from fp8bench.store.runs.listing import store_of
 
 
 def machines(run: Run, value: str, store: Path) -> View:
     """As `fleet report` has them."""
     from fp8bench.features.fleet.report import fleet_of
-    from fp8bench.features.fleet.view import report_csv, report_json, report_page
+    from fp8bench.features.fleet.view import report_page, report_rows
 
     found = fleet_of([run], store_of(Path(run.path)) or store)
     if found is None:
         raise UsageError(f"the run {run.id} is no cell of a fleet's plan. Leave --fleet out.")
     page = partial(report_page, found, f"plan {run.fleet_plan}")
-    return View(page, partial(report_json, found), partial(report_csv, found))
+    return View(page, partial(encode, found), partial(report_rows, found))
 
 
 TABLES = (

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import TYPE_CHECKING
 
 from fp8bench import units
 from fp8bench.features.fleet.machines import FleetFigure, FleetReport, Machine, MachineAlarm, MachineKind
 from fp8bench.features.fleet.odd import FALSE_ALARMS, LEAST_MACHINES
-from fp8bench.model.codec import encode
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import csv_text, json_line
+from fp8bench.report.data.plain import Rows, frame
 from fp8bench.report.elements import Axis, Bars, Element, Field, Items, Mark, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 _HONEST = units.percent(1 - FALSE_ALARMS, 0)
 LEGEND = (
@@ -129,43 +122,36 @@ class FleetFrames:
 
     report: FleetReport
 
-    @cached_property
-    def cases(self) -> pd.DataFrame:
+    @frame
+    def cases(self) -> Rows:
         """A row for each case on each machine, as the CSV has them."""
-        return _frame(CASE_COLUMNS, case_rows(self.report))
+        return report_rows(self.report)
 
-    @cached_property
-    def machines(self) -> pd.DataFrame:
+    @frame
+    def machines(self) -> Rows:
         """A row a machine, with what it is named for."""
-        named = named_for(self.report)
-        rows = (
-            {**vars(machine), "kinds": ", ".join(machine.kinds), "named_for": named.get(machine.name, "")}
+        names, named = [field.name for field in fields(Machine)], named_for(self.report)
+        return [*names, "named_for"], [
+            {**{name: getattr(machine, name) for name in names}, "kinds": ", ".join(machine.kinds),
+             "named_for": named.get(machine.name, "")}
             for machine in self.report.machines
-        )
-        return _frame([*(field.name for field in fields(Machine)), "named_for"], rows)
+        ]  # fmt: skip
 
-    @cached_property
-    def kinds(self) -> pd.DataFrame:
+    @frame
+    def kinds(self) -> Rows:
         """A row for each field by which a kind of machines is told from others."""
-        rows = (
+        return ("kind", "machines", "of", "field", "value"), [
             (kind.name, ", ".join(kind.machines), of, name, value)
             for kind in self.report.kinds
             for of, pairs in (("hardware", kind.hardware), ("software", kind.software))
             for name, value in pairs
-        )
-        return _frame(("kind", "machines", "of", "field", "value"), rows)
+        ]
 
-    @cached_property
-    def alarms(self) -> pd.DataFrame:
+    @frame
+    def alarms(self) -> Rows:
         """A row for each thing that a machine is named for."""
-        rows = ((alarm.machine, alarm.what.value, alarm.words) for alarm in self.report.alarms)
-        return _frame([field.name for field in fields(MachineAlarm)], rows)
-
-
-def _frame(columns: Sequence[str], rows: Iterable[object]) -> pd.DataFrame:
-    import pandas as pd
-
-    return pd.DataFrame(list(rows), columns=list(columns))
+        alarms = [(alarm.machine, alarm.what.value, alarm.words) for alarm in self.report.alarms]
+        return [field.name for field in fields(MachineAlarm)], alarms
 
 
 _TONES = {CellStatus.DONE: Tone.GOOD, CellStatus.FAILED: Tone.BAD}
@@ -206,13 +192,17 @@ def status_page(plan: FleetPlan, states: Sequence[CellState]) -> Page:
 CASE_COLUMNS = ("kind", "machine", "case", "seconds", "change", "score", "odd", "named_for")
 
 
-def report_json(report: FleetReport) -> str:
-    return json_line(encode(report))
-
-
-def report_csv(report: FleetReport) -> str:
+def report_rows(report: FleetReport) -> Rows:
     """A row for each case on each machine, with '' as the case for the middle over all of them."""
-    return csv_text(CASE_COLUMNS, list(case_rows(report)))
+    named = named_for(report)
+    return CASE_COLUMNS, [
+        dict(zip(CASE_COLUMNS, (
+            figure.kind, machine, figure.case, figure.seconds.get(machine),
+            *((own.change, own.score, own.odd) if own else (None, None, None)), named.get(machine, ""),
+        ), strict=True))
+        for figure in report.figures for machine in sorted({*figure.seconds, *figure.deviations})
+        for own in [figure.deviations.get(machine)]
+    ]  # fmt: skip
 
 
 def named_for(report: FleetReport) -> dict[str, str]:
@@ -221,32 +211,17 @@ def named_for(report: FleetReport) -> dict[str, str]:
     return {machine: ", ".join(dict.fromkeys(words)) for machine, words in named.items()}
 
 
-def case_rows(report: FleetReport) -> Iterator[dict[str, object]]:
-    named = named_for(report)
-    for figure in report.figures:
-        for machine in sorted({*figure.seconds, *figure.deviations}):
-            own = figure.deviations.get(machine)
-            yield dict(zip(CASE_COLUMNS, (
-                figure.kind, machine, figure.case, figure.seconds.get(machine),
-                *((own.change, own.score, own.odd) if own else (None, None, None)), named.get(machine, ""),
-            ), strict=True))  # fmt: skip
-
-
-def status_json(plan: FleetPlan, states: Sequence[CellState]) -> str:
-    return json_line({"plan": encode(plan), "cells": [encode(state) for state in states]})
-
-
-def status_csv(plan: FleetPlan, states: Sequence[CellState]) -> str:
+def status_rows(plan: FleetPlan, states: Sequence[CellState]) -> Rows:
     """A row a cell; `seconds` are those of its last attempt."""
-    of: dict[str, Callable[[CellState], object]] = {
-        "plan": lambda state: plan.id, "cell": lambda state: state.number,
-        "setting": lambda state: state.cell.setting, "status": lambda state: state.status.value,
-        "run": lambda state: state.run, "machine": lambda state: state.machine,
-        "attempts": lambda state: len(state.attempts),
-        "seconds": lambda state: state.attempts[-1].seconds if state.attempts else None,
-        "why": lambda state: state.why,
-    }  # fmt: skip
-    return csv_text([*of], [{name: value(state) for name, value in of.items()} for state in states])
+    rows = [
+        {
+            "plan": plan.id, "cell": state.number, "setting": state.cell.setting, "status": state.status.value,
+            "run": state.run, "machine": state.machine, "attempts": len(state.attempts),
+            "seconds": state.attempts[-1].seconds if state.attempts else None, "why": state.why,
+        }
+        for state in states
+    ]  # fmt: skip
+    return tuple(rows[0]), rows
 
 
 def report_page(report: FleetReport, name: str, drawn: bool = False) -> Page:

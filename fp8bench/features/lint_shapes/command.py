@@ -15,7 +15,7 @@ from fp8bench.features.lint_shapes.job import Judgement, LinearShape, ShapeFindi
 from fp8bench.formats.product_rules import Sides, conditions
 from fp8bench.model.request import whole_number
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import csv_text, json_line
+from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     tell(
         arguments, partial(page_of, found.title, found.findings),
-        partial(as_json, found.source, found.findings), partial(as_csv, found.findings),
+        partial(value_of, found.source, found.findings), partial(rows_of, found.findings),
     )  # fmt: skip
     return EXIT_FAILED if homeless(found.findings) else EXIT_OK
 
@@ -207,24 +207,24 @@ def _name(finding: ShapeFinding) -> str:
     return f"{finding.shape.name} {finding.kind}"
 
 
-def as_json(source: str, findings: Sequence[ShapeFinding]) -> str:
-    """The document on one line; `source` is the model or the file."""
+def value_of(source: str, findings: Sequence[ShapeFinding]) -> dict[str, object]:
+    """`source` is the model or the file."""
     found = [
         {**_product(one), "torch": _judgement(one.torch), "transformer_engine": one.te and _judgement(one.te)}
         for one in findings
     ]
-    return json_line({"source": source, "fits": not homeless(findings), "findings": found})
+    return {"source": source, "fits": not homeless(findings), "findings": found}
 
 
-def as_csv(findings: Sequence[ShapeFinding]) -> str:
-    """The rows under their column names; shares are shares, nothing stands for what is not."""
+def rows_of(findings: Sequence[ShapeFinding]) -> Rows:
+    """Shares are shares, nothing stands for what is not."""
     rows = [
         {**_product(one), "by": by, **_told(judgement)}
         for one in findings
         for by, judgement in (("torch", one.torch), ("Transformer Engine", one.te))
         if judgement is not None
     ]
-    return csv_text(tuple(rows[0]), rows)
+    return tuple(rows[0]), rows
 
 
 def _product(finding: ShapeFinding) -> dict[str, object]:

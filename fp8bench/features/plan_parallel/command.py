@@ -46,7 +46,7 @@ from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
 from fp8bench.nn.sizes import SIZES
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import csv_text, json_line
+from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Field, Page, Part, Table, Text, Tone
 
 _AUTO = "auto"
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
             "multiple of them."
         )
     page = partial(page_of, asked, plans[: arguments.top])
-    tell(arguments, page, partial(as_json, asked, plans), partial(as_csv, asked, plans))
+    tell(arguments, page, partial(value_of, asked, plans), partial(rows_of, asked, plans))
     return EXIT_OK if plans[0].fits else EXIT_FAILED
 
 
@@ -226,16 +226,14 @@ def _matrix(asked: ParallelQuestion) -> Table:
     return table("matrix", "", cols, rulings(asked))
 
 
-def as_json(asked: ParallelQuestion, plans: Sequence[Planned]) -> str:
-    ways = [_row(asked, one) for one in plans]
-    matrix = [encode(one) for one in rulings(asked)]
-    beyond = outside(asked.model, asked.gpus, asked.load.sequence)
-    return json_line({"asked": encode(asked), "outside": beyond, "ways": ways, "matrix": matrix})
+def value_of(asked: ParallelQuestion, plans: Sequence[Planned]) -> dict[str, object]:
+    beyond, matrix = outside(asked.model, asked.gpus, asked.load.sequence), encode(rulings(asked))
+    return {"asked": encode(asked), "outside": beyond, "ways": rows_of(asked, plans)[1], "matrix": matrix}
 
 
-def as_csv(asked: ParallelQuestion, plans: Sequence[Planned]) -> str:
-    rows = [_row(asked, one) for one in plans]
-    return csv_text(tuple(rows[0]), rows)
+def rows_of(asked: ParallelQuestion, plans: Sequence[Planned]) -> Rows:
+    rows = [_row(asked, way) for way in plans]
+    return tuple(rows[0]), rows
 
 
 def _row(asked: ParallelQuestion, way: Planned) -> dict[str, object]:

@@ -6,7 +6,6 @@ import argparse
 import shlex
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from fp8bench import units
 from fp8bench.cli import option_types as types
@@ -14,13 +13,13 @@ from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_files, check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
-from fp8bench.features.sensitivity.study import By, LayerTrial, Study, Suffers, as_json, as_words, last_of
+from fp8bench.features.sensitivity.study import By, LayerTrial, Study, Suffers, as_words, last_of, value_of
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model import Request
 from fp8bench.model.request import PERCENT, whole_number
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import csv_text
+from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Code, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import show_params, together
 from fp8bench.workloads.model import Model
@@ -85,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             study = kept(study, arguments.store)
         finally:  # what the store does not take is told at least
-            tell(arguments, partial(page_of, study), partial(as_json, study), partial(as_csv, study))
+            tell(arguments, partial(page_of, study), partial(value_of, study), partial(rows_of, study))
             if arguments.write_map is not None:
                 write_map(study, arguments.write_map)
     if not study.finished and not study.baseline.failure:
@@ -229,20 +228,17 @@ def _noise(study: Study) -> str:
     return units.percent(study.noise, 2)
 
 
-def as_csv(study: Study) -> str:
+def rows_of(study: Study) -> Rows:
     """A row a run; numbers with all their digits, nothing for what is not known."""
-    rows = list(_rows(study))
-    return csv_text(tuple(rows[0]), rows)
-
-
-def _rows(study: Study) -> Iterator[dict[str, Any]]:
     parts = (("reference", (study.baseline,)), ("draw", study.draws), ("low", study.ranking))
-    for part, trials in (*parts, ("candidate", study.candidates)):
-        for one in trials:
-            yield {
-                "part": part, "name": one.name, "kind": one.kind, "precision": one.precision,
-                "precision_map": as_words(one.precision_map), "layers_low": len(one.low), "draw": one.draw,
-                "loss": one.loss, "loss_gap": study.gap(one), "noise": study.noise,
-                "gradient_error": one.gradient_error, "says": study.suffers(one).value,
-                "keeps_loss": study.keeps(one) if part == "candidate" else None, "failure": one.failure,
-            }  # fmt: skip
+    rows = [
+        {
+            "part": part, "name": trial.name, "kind": trial.kind, "precision": trial.precision,
+            "precision_map": as_words(trial.precision_map), "layers_low": len(trial.low), "draw": trial.draw,
+            "loss": trial.loss, "loss_gap": study.gap(trial), "noise": study.noise,
+            "gradient_error": trial.gradient_error, "says": study.suffers(trial).value,
+            "keeps_loss": study.keeps(trial) if part == "candidate" else None, "failure": trial.failure,
+        }
+        for part, trials in (*parts, ("candidate", study.candidates)) for trial in trials
+    ]  # fmt: skip
+    return tuple(rows[0]), rows

@@ -12,7 +12,7 @@ from typing import Any
 
 from fp8bench import __version__
 from fp8bench.errors import StoreError, UsageError, WorkerError, WorkerFault
-from fp8bench.features.sensitivity.study import By, LayerTrial, PrecisionMap, Study, as_json, map_of
+from fp8bench.features.sensitivity.study import By, LayerTrial, PrecisionMap, Study, map_of, value_of
 from fp8bench.files import compact, keeping, sealed, stamp, unsealed, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
@@ -65,7 +65,7 @@ def studied(question: StudyQuestion, store: Path, observer: JobObserver) -> Stud
 def kept(study: Study, store: Path) -> Study:
     path = store / "sensitivity" / f"{stamp(study.started)}-{secrets.token_hex(4)}.json"
     try:
-        write_whole(path, compact(sealed(json.loads(as_json(study)))) + "\n")
+        write_whole(path, compact(sealed(value_of(study))) + "\n")
     except OSError as error:
         raise StoreError(
             f"the study cannot be kept in {path} ({error.strerror}). Choose another --store DIR."

@@ -16,7 +16,6 @@ from typing import Any
 from fp8bench.model import Environment, Params
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.protocols import Layer, key_of
-from fp8bench.report.data.plain import json_line
 
 _LAST = 5
 
@@ -212,8 +211,8 @@ def as_words(precision_map: PrecisionMap) -> str:
     return ",".join(f"{key}={mode}" for key, mode in precision_map)
 
 
-def as_json(study: Study) -> str:
-    """The document on one line: every loss, and beside each run what it says."""
+def value_of(study: Study) -> dict[str, Any]:
+    """Every loss, and beside each run what it says."""
     document = {"schema": SCHEMA, **encode(study), "noise": encode(study.noise)}
     document["baseline"] = _told(study, study.baseline)
     for part in ("draws", "probes", "candidates"):
@@ -221,7 +220,7 @@ def as_json(study: Study) -> str:
     document["ranking"] = [one.name for one in study.ranking]
     found = study.suggested
     document["suggested"] = None if found is None else as_words(found.precision_map)
-    return json_line(document)
+    return document
 
 
 def _told(study: Study, trial: LayerTrial) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import cast
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import asked_in, check_alone, shared
-from fp8bench.cli.outputs import check_outputs, in_store, show_view, tell, wanted_of
+from fp8bench.cli.outputs import check_outputs, in_store, tell, wanted_of
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName
 from fp8bench.features.train.arms import check_training
@@ -133,7 +133,7 @@ def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
             yield observer
     except NotKept as error:
         kept = cast(KeptTraining, error.run)
-        show_view(TrainingKind().view(kept), arguments)
+        tell(arguments, *TrainingKind().view(kept))
         _tell_how_to_go_on(kept, arguments)
         raise
 
@@ -143,7 +143,7 @@ def _ended(kept: KeptTraining, arguments: argparse.Namespace) -> int:
 
     if not kept.finished:
         _tell_how_to_go_on(kept, arguments)
-    show_view(TrainingKind().view(kept), arguments)
+    tell(arguments, *TrainingKind().view(kept))
     if not kept.finished:
         return EXIT_INTERRUPTED
     path, wanted = Path(kept.path), wanted_of(arguments)

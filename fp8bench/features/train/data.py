@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ from fp8bench.features.train.words import of_arm, verdict
 from fp8bench.files import safe
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.data.boards import attach, begun_at, sending, told_of, write_scalars
-from fp8bench.report.data.plain import cell, csv_text, json_line, more_csv
+from fp8bench.report.data.plain import Rows, cell
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,18 +53,17 @@ _NAMES: Mapping[type, tuple[str, ...]] = {
 }
 
 
-def as_json(kept: KeptTraining, found: Verdicts) -> str:
-    """The document on one line: the training, every line, and what is said of each arm."""
+def value_of(kept: KeptTraining, found: Verdicts) -> dict[str, Any]:
+    """The training, every line, and what is said of each arm."""
     said = {one.arm.name: {**encode(one), "words": verdict(one, found)} for one in found.arms if not one.arm.skip}
     bands = {name: encode(getattr(found, name)) for name in ("seed_band", "repeat_band")}
     arms = {one.arm.name: encode(row_of(one, found)) for one in summaries_of(kept, found)}
-    document = {
+    return {
         "schema": SCHEMA, "training": encode(kept.training), "finished": kept.finished, "arms": arms,
         "verdicts": said, **bands, "bands": list(bands_of(found)), "notes": list(notes_of(kept, found)),
         "lines": [{"line": type(line).__name__, **encode(line)} for line in kept.lines],
         "troubles": list(kept.troubles),
     }  # fmt: skip
-    return json_line(document)
 
 
 def row_of(summary: ArmSummary, found: Verdicts) -> dict[str, Any]:
@@ -73,9 +73,9 @@ def row_of(summary: ArmSummary, found: Verdicts) -> dict[str, Any]:
     return {**figures_of(summary, found), "verdict": verdict, "words": of_arm(summary, found)}
 
 
-def as_csv(kept: KeptTraining, found: Verdicts) -> str:
+def rows_of(kept: KeptTraining, found: Verdicts) -> Rows:
     """What every arm came to, a row a figure, and then a row a figure of every line; numbers with all their digits."""
-    return csv_text(COLUMNS, _summaries(kept, found)) + more_csv(_rows(kept))
+    return COLUMNS, chain(_summaries(kept, found), _rows(kept))
 
 
 def _summaries(kept: KeptTraining, found: Verdicts) -> Iterator[dict[str, Any]]:

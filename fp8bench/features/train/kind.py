@@ -32,9 +32,8 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.files import LineWriter, compact, digest_of, lock, sealed, stamp, unsealed, unsealed_line, write_whole
-from fp8bench.jobs.kinds import Exports, KeptTable, Kind, Report, View
+from fp8bench.jobs.kinds import Exports, KeptTable, Kind, View
 from fp8bench.model.codec import SCHEMA, decode, encode
-from fp8bench.report.data.plain import json_line
 from fp8bench.store.kept_lines import Content, UnknownKind, fitting, headed, lines_of, sheet_of, take_lines
 
 STREAM = "steps.jsonl"
@@ -277,24 +276,24 @@ class TrainingKind(Kind[KeptTraining]):
         return load_training(path)
 
     def view(self, kept: KeptTraining) -> View:
-        from fp8bench.features.train.data import as_csv, as_json
+        from fp8bench.features.train.data import rows_of, value_of
         from fp8bench.features.train.verdicts.verdicts import verdicts_of
         from fp8bench.features.train.view import page_of
 
         found = verdicts_of(kept.training, kept.lines)
-        return View(partial(page_of, kept, found), partial(as_json, kept, found), partial(as_csv, kept, found))
+        return View(partial(page_of, kept, found), partial(value_of, kept, found), partial(rows_of, kept, found))
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
         return (partial(_line, path) for path in training_files(store))
 
-    def report(self, kept: KeptTraining) -> Report:
-        from fp8bench.features.train.data import as_csv
+    def report(self, kept: KeptTraining) -> View:
+        from fp8bench.features.train.data import rows_of
         from fp8bench.features.train.page import page_of
         from fp8bench.features.train.verdicts.verdicts import verdicts_of
 
         found = verdicts_of(kept.training, kept.lines)
         few = replace(kept, lines=tuple(line for line in kept.lines if not isinstance(line, LayerReading)))
-        return Report(page_of(kept, found), as_csv(few, found))
+        return View(partial(page_of, kept, found), rows=partial(rows_of, few, found))
 
     def exports(self, kept: KeptTraining) -> Exports:
         from fp8bench.features.train.data import send_training, write_training
@@ -322,7 +321,7 @@ def histories(kept: KeptTraining, arm: str, store: Path) -> View:
     from fp8bench.features.train.view import histories_page
 
     found = histories_of(kept.training, kept.lines, arm)
-    return View(partial(histories_page, kept.training, arm, found), lambda: json_line([encode(one) for one in found]))
+    return View(partial(histories_page, kept.training, arm, found), partial(encode, found))
 
 
 KINDS = (TrainingKind(),)

@@ -32,7 +32,7 @@ _UNIT_WORDS = {"s": "_seconds", "B": "_bytes", "J": "_joules", "W": "_watts"}
 
 
 @dataclass(frozen=True)
-class Figure:
+class BoardScalar:
     """`tag` is the same for all precisions of a group, so that their curves share a chart; `mode` tells them apart."""
 
     mode: str
@@ -40,7 +40,7 @@ class Figure:
     value: float
 
 
-def figures(run: Run, findings: Mapping[str, Finding]) -> Iterator[Figure]:
+def figures(run: Run, findings: Mapping[str, Finding]) -> Iterator[BoardScalar]:
     """What each case that was measured has come to. SI units and plain ratios; what is not finite is left out."""
     from fp8bench.analysis.metrics import metrics_of  # heavy, and the door knows boards
 
@@ -50,7 +50,7 @@ def figures(run: Run, findings: Mapping[str, Finding]) -> Iterator[Figure]:
             told = metrics_of(record, findings.get(record.case.id), references.get(record.case.setting))
             for name, value in (pair for metric in told if metric.rank is Rank.MAIN for pair in _named(metric)):
                 if value is not None and math.isfinite(value):
-                    yield Figure(record.case.mode, _tag(record, name), value)
+                    yield BoardScalar(record.case.mode, _tag(record, name), value)
 
 
 def _tag(record: Record, name: str) -> str:

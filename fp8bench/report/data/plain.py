@@ -1,37 +1,50 @@
-"""Text for other programs: a table as CSV, a document as JSON."""
+"""What other programs get: a table as CSV or as a frame, a document as JSON."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from fp8bench.report.elements import printable
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Columns, and what stands in each row under them; a row that is a tuple has its cells as `cell` gives them already.
+Row = Mapping[str, Any] | tuple[Any, ...]
+Rows = tuple[Sequence[str], Iterable[Row]]
 # As they are typed anywhere, and with the wide signs of East Asian keyboards.
 _BEGIN_FORMULAS = frozenset("=+-@\uff1d\uff0b\uff0d\uff20")
 
 
-def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+def csv_text(columns: Sequence[str], rows: Iterable[Row]) -> str:
     """Rows under their column names (RFC 4180, but lines end as everywhere else); nothing for what is not known.
 
     A text is one line, and one that a spreadsheet would run as a formula gets an apostrophe in front, as one types it
     there.
     """
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: cell(value) for name, value in row.items()} for row in rows)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(row if isinstance(row, tuple) else [cell(row.get(name)) for name in columns] for row in rows)
     return text.getvalue()
 
 
-def more_csv(rows: Iterable[Iterable[Any]]) -> str:
-    """Further rows, of cells in the order of the columns: of half a million, names would take most of the time."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
+def frame(rows: Callable[[Any], Rows]) -> cached_property[pd.DataFrame]:
+    """A property that is a pandas frame of these rows, made when it is first asked for."""
+
+    def made(owner: Any) -> pd.DataFrame:
+        import pandas as pd
+
+        columns, found = rows(owner)
+        return pd.DataFrame(list(found), columns=list(columns))
+
+    made.__doc__ = rows.__doc__
+    return cached_property(made)
 
 
 def cell(value: Any) -> Any:

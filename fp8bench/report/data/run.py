@@ -18,7 +18,7 @@ from fp8bench.model import Finding, Provenance, Record, Run, Scalar, specs
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.specs import ENERGY, STEP, TIME, Rank, spec_of
 from fp8bench.report.case_status import emulated
-from fp8bench.report.data.plain import csv_text, json_line
+from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import printable
 from fp8bench.report.panels import Figures, Result, ResultGroup, metrics_within, panels_of, show_params
 from fp8bench.report.topics.break_even import BreakEvenRow, break_even_rows
@@ -49,9 +49,9 @@ _OF_A_FIGURE = (
 )  # fmt: skip
 
 
-def columns_of(run: Run) -> tuple[str, ...]:
-    """The columns of a run's rows, in order: those of every run, and one for each parameter of its cases."""
-    names = dict.fromkeys(name for record in run.records for name, _ in record.case.params)
+def columns_of(*runs: Run) -> tuple[str, ...]:
+    """The columns of the rows of some runs, in order: those of every run, and one for each parameter of their cases."""
+    names = dict.fromkeys(name for run in runs for record in run.records for name, _ in record.case.params)
     return (*_CASE_COLUMNS, *(f"param_{name}" for name in names), *_FIGURE_COLUMNS)
 
 
@@ -194,42 +194,23 @@ def _columns_of_figure(row: Mapping[str, Cell]) -> TidyRow:
     return {f"{name}_best{unit}": row["best_in_unit"], f"{name}_median{unit}": row["median_in_unit"]}
 
 
-def as_csv(run: Run, findings: Mapping[str, Finding], wide: bool = False) -> str:
-    return all_as_csv([(run, findings)], wide)
-
-
-def all_as_csv(pairs: Sequence[tuple[Run, Mapping[str, Finding]]], wide: bool = False) -> str:
+def run_rows(pairs: Sequence[tuple[Run, Mapping[str, Finding]]], wide: bool = False) -> Rows:
     """The rows of several runs below each other: tidy ones, or one a case if they are to be wide."""
     tidy = [row for run, findings in pairs for row in rows(run, findings)]
-    return csv_text(*widened(tidy)) if wide else csv_text(_together([columns_of(run) for run, _ in pairs]), tidy)
+    return widened(tidy) if wide else (columns_of(*(run for run, _ in pairs)) if pairs else (), tidy)
 
 
-def as_json(run: Run, findings: Mapping[str, Finding]) -> str:
+def run_value(run: Run, findings: Mapping[str, Finding]) -> dict[str, Any]:
     """All that its file holds, beside each record what its samples say and the figures of its step, and where
     precisions begin to pay; infinities and NaN are text."""
     header = {field.name: encode(getattr(run, field.name)) for field in fields(run) if field.name != "records"}
-    metrics = {
-        result.record.case.id: {
-            name: encode(one.value) for name, one in Figures(group, result).items() if one.value is not None
-        }
-        for panel in panels_of(run, findings)
-        for group, result in panel.members
-    }
-    records = [_record(one, findings.get(one.case.id)) | {"metrics": metrics[one.case.id]} for one in run.records]
+    said = {}
+    for group, result in (member for panel in panels_of(run, findings) for member in panel.members):
+        told = result.finding and {**encode(result.finding), "verdict_words": result.finding.verdict_words}
+        # Its case is the record's.
+        found = told and {name: value for name, value in told.items() if name != "case"}
+        figures = {name: encode(one.value) for name, one in Figures(group, result).items() if one.value is not None}
+        said[result.record.case.id] = {"finding": found, "metrics": figures}
+    records = [{**encode(record), **said[record.case.id]} for record in run.records]
     sweeps = [{**row._asdict(), "held": dict(row.held)} for row in break_even_rows(run, findings)]
-    return json_line({"schema": SCHEMA, **header, "records": records, "break_even": sweeps})
-
-
-def _together(columns: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    if not columns:
-        return ()
-    shared = [name for name in columns[0] if not name.startswith("param_")]
-    place = shared.index("params") + 1
-    names = dict.fromkeys(name for one in columns for name in one if name.startswith("param_"))
-    return (*shared[:place], *names, *shared[place:])
-
-
-def _record(record: Record, finding: Finding | None) -> dict[str, Any]:
-    """A record with its finding, whose case is the record's."""
-    said = finding and {**encode(finding), "verdict_words": finding.verdict_words}
-    return {**encode(record), "finding": said and {name: value for name, value in said.items() if name != "case"}}
+    return {"schema": SCHEMA, **header, "records": records, "break_even": sweeps}

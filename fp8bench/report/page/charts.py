@@ -88,6 +88,14 @@ def grouped(marks: Iterable[tuple[str, Mark]]) -> tuple[tuple[str, tuple[Mark, .
     return tuple((heading, tuple(members)) for heading, members in together(marks).items())
 
 
+def against(reference: str, marks: Sequence[tuple[str, Mark]]) -> tuple[tuple[str, tuple[Mark, ...]], ...]:
+    """The same of marks that are called after their precisions; where each has one of one, a heading for all."""
+    groups, modes = grouped(marks), {mark.label for _, mark in marks}
+    if len(modes) > 1 or len(groups) == 1:
+        return groups
+    return ((f"{modes.pop()} over {reference}", tuple(replace(mark, label=heading) for heading, mark in marks)),)
+
+
 def lasting(result: Result) -> bool:
     return result.best is not None and 0 < result.best < math.inf
 

@@ -99,7 +99,11 @@ def _element(element: Element) -> Iterator[str]:
             yield _table((Column("what"), Column("is")), [(Field(name), Field(what)) for name, what in element.pairs])
         case Verdicts():
             columns = [Column("precision"), *map(Column, element.questions)]
-            yield _table(columns, [(Field(label), *map(_told, fields)) for label, fields in element.rows])
+            rows = [
+                (Field(label), *(replace(one, text=": ".join(filter(None, (one.text, one.hint)))) for one in fields))
+                for label, fields in element.rows
+            ]
+            yield _table(columns, rows)
         case Code():
             yield _code(element.text)
         case Table():
@@ -108,10 +112,6 @@ def _element(element: Element) -> Iterator[str]:
             yield _table(element.columns, element.rows)
         case _:
             yield from _chart(element)
-
-
-def _told(field: Field) -> Field:
-    return replace(field, text=f"{field.text}: {field.hint}") if field.hint else field
 
 
 def _chart(chart: AnyChart) -> Iterator[str]:

@@ -1,30 +1,35 @@
-"""The interface of a report's sections, their registry, and the page that they make.
+"""What a report is made from, what a section of it is, where sections are found, and the page that they make.
 
-A section turns material into elements, and knows no output format. It is a decorated class in the module of its topic
-(fp8bench/report/topics), or the module `section` of a feature.
+The material are runs with their findings, a label for each, and the history of their cases. A section turns it into
+elements, and knows no output format. It is a decorated function in the module of its topic (fp8bench/report/topics),
+or in the module `section` of a feature.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+import pkgutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from fp8bench import units
-from fp8bench.model import Run
+from fp8bench.feature_list import feature_parts
+from fp8bench.model import Finding, Run
 from fp8bench.model.codec import SCHEMA
-from fp8bench.registry import Registry
-from fp8bench.report.case_status import emulated
+from fp8bench.report import topics
+from fp8bench.report.case_status import cost_tone, emulated
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Chart, Element, Field, Page, Part, Text, Tone
-from fp8bench.report.material import Material
 from fp8bench.report.page.charts import numbers_table, worth_drawing
-from fp8bench.report.panels import Result
+from fp8bench.report.panels import NamedCase, Panel, Result, panels_of
 from fp8bench.report.words.naming import (
-    NamedCase,
+    COMMIT_LETTERS,
     commit_of,
     counts,
     devices_of,
@@ -38,45 +43,56 @@ from fp8bench.report.words.naming import (
 
 T = TypeVar("T")
 N = TypeVar("N", bound=float)
+Elements = Callable[["Material"], Iterator[Element]]
 # Of a table with several rows a case.
 MOST_ROWS = 300
 
 
-class Section(ABC):
-    """`rank` orders sections from the top of the page down; one that `repeats` draws what stands in the main table.
+@dataclass(frozen=True)
+class Section:
+    """A part of the report: `elements` has what there is to show of a material, nothing where that says nothing.
 
-    The `lead` says how to read what follows under the title; where there is but a sentence it has nothing to say.
+    `rank` orders sections from the top of the page down; one that `repeats` draws what stands in the main table. The
+    `lead` says how to read what follows under the title; where there is but a sentence it has nothing to say.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    rank: ClassVar[int]
-    lead: ClassVar[str] = ""
-    repeats: ClassVar[bool] = False
-
-    @abstractmethod
-    def elements(self, material: Material) -> Iterable[Element]:
-        """What there is to show of this material; nothing where the section has nothing to say."""
-
-    def gathered(self, runs: Sequence[Run], store: Path) -> object | None:
-        """What it reads of a store beside the runs of a report: the material's `gathered`, by the section's name."""
-        return None
-
-    def lead_of(self, material: Material) -> str:
-        """Where the lead depends on what there is to show."""
-        return self.lead
+    name: str
+    title: str
+    rank: int
+    elements: Elements
+    lead: str | Callable[[Material], str] = ""
+    repeats: bool = False
 
     def build(self, material: Material) -> Part | None:
         elements = tuple(self.elements(material))
         if not elements:
             return None
-        lead = "" if all(isinstance(one, Text) for one in elements) else self.lead_of(material)
-        return Part(self.name, self.title, elements, lead)
+        lead = self.lead if isinstance(self.lead, str) else self.lead(material)
+        return Part(self.name, self.title, elements, "" if all(isinstance(one, Text) for one in elements) else lead)
 
 
-sections: Registry[Section] = Registry(
-    "section", "fp8bench.report.topics", Section, ("name", "title", "rank"), part="section"
-)
+_sections: dict[str, Section] = {}
+
+
+def section(
+    name: str, title: str, rank: int, lead: str | Callable[[Material], str] = "", repeats: bool = False
+) -> Callable[[Elements], Elements]:
+    """Decorates what yields a section's elements; its docstring is the lead, unless that is given."""
+
+    def register(elements: Elements) -> Elements:
+        said = lead or " ".join((elements.__doc__ or "").split())
+        _sections[name] = Section(name, title, rank, elements, said, repeats)
+        return elements
+
+    return register
+
+
+def sections() -> dict[str, Section]:
+    """By name, in the order of their ranks."""
+    for module in pkgutil.iter_modules(topics.__path__):
+        importlib.import_module(f"{topics.__name__}.{module.name}")
+    list(feature_parts("section"))
+    return {one.name: one for one in sorted(_sections.values(), key=lambda one: one.rank)}
 
 
 def case_field(case: NamedCase) -> Field:
@@ -91,7 +107,7 @@ PRECISION: Col[Any] = Col("precision", lambda row: case_field(row[0]), hint="and
 
 def told(result: Result, words: str) -> tuple[str, Tone]:
     """The words and, of an emulation, that it is one, in grey."""
-    return (f"{words} (emulated)", Tone.DOUBT) if emulated(result) else (words, Tone.PLAIN)
+    return f"{words} (emulated)" if emulated(result) else words, cost_tone(result)
 
 
 def number(
@@ -120,8 +136,7 @@ def table_of_cases(
 
 
 def parts_of(material: Material) -> tuple[Part, ...]:
-    ordered = sorted((sections.get(name) for name in sections.names()), key=lambda section: section.rank)
-    built = ((section, section.build(material)) for section in ordered)
+    built = ((section, section.build(material)) for section in sections().values())
     settled = (replace(part, elements=tuple(_settled(part, section.repeats))) for section, part in built if part)
     return tuple(part for part in settled if part.elements)
 
@@ -140,11 +155,6 @@ _MOST_SUITES = 4
 _MOST_DEVICES = 3
 _MOST_LABELS = 8
 _LONGEST_NAME = 60
-
-
-def gather(runs: Sequence[Run], store: Path) -> dict[str, object]:
-    found = {name: sections.get(name).gathered(runs, store) for name in sections.names()}
-    return {name: one for name, one in found.items() if one is not None}
 
 
 def page_of(material: Material) -> Page:
@@ -194,3 +204,145 @@ def _footer(runs: Sequence[Run]) -> Iterator[str]:
         by = f"fp8bench {version}" if version else "an fp8bench that its file no longer names"
         kept = f", kept in {run.path}" if run.path else ", not stored"
         yield f"Run {run.id or 'without an id'}, measured with {by}, schema {SCHEMA}{kept}."
+
+
+LONGEST_LABEL = 40
+_LABEL_SUITES = 3
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of a report. `label` tells it from the others ('cuda:0', 'a1b2c3d4', 'box 2'); '' where it is alone."""
+
+    run: Run
+    findings: Mapping[str, Finding]
+    label: str = ""
+
+    @cached_property
+    def panels(self) -> tuple[Panel, ...]:
+        """What every section reads, made once."""
+        return panels_of(self.run, self.findings)
+
+
+@dataclass(frozen=True)
+class PastFigure:
+    """What one commit has come to: the median of its samples with their interval.
+
+    `when` is the commit's date in words; `order` puts those of several series into one row. A `hasty` figure is of a
+    few rounds only. `unkept` is that of a run at hand whose files differed from the commit.
+    """
+
+    when: str
+    commit: str
+    value: float
+    low: float | None
+    high: float | None
+    samples: int
+    hasty: bool = False
+    unkept: bool = False
+    order: float = 0.0
+
+
+@dataclass(frozen=True)
+class PastSeries:
+    """The history of one case's metric on one machine, oldest first.
+
+    `unit` is an axis's ('s', 'B', 'x', '' for a relative error) or a metric's ('%', 'dB'). `place` are the parameters
+    that tell the case from its suite's others. `incomparable` counts figures of other versions of the suite, which are
+    left out.
+    """
+
+    name: str
+    unit: str
+    figures: tuple[PastFigure, ...]
+    suite: str = ""
+    metric: str = ""
+    precision: str = ""
+    place: str = ""
+    machine: str = ""
+    emulated: bool = False
+    incomparable: int = 0
+
+
+@dataclass(frozen=True)
+class Material:
+    """Runs side by side, in the order they were named; most reports have one.
+
+    `store` is where they lie, for sections that read what lies beside them.
+    """
+
+    entries: tuple[Entry, ...]
+    past: tuple[PastSeries, ...] = ()
+    store: Path | None = None
+
+    @property
+    def alone(self) -> bool:
+        return len(self.entries) == 1
+
+    def panels(self) -> Iterator[tuple[Entry, Panel]]:
+        return ((entry, panel) for entry in self.entries for panel in entry.panels)
+
+
+def material_of(
+    runs: Sequence[Run],
+    findings: Sequence[Mapping[str, Finding]],
+    past: tuple[PastSeries, ...] = (),
+    store: Path | None = None,
+) -> Material:
+    labelled = zip(runs, findings, labels_of(runs), strict=True)
+    return Material(tuple(Entry(run, found, label) for run, found, label in labelled), past, store)
+
+
+def labels_of(runs: Sequence[Run]) -> list[str]:
+    """The shortest words that tell the runs apart, '' for one that is alone.
+
+    What differs is tried in the order in which it explains numbers: one thing, then two of them, then the id, which
+    always differs unless a run is named twice.
+    """
+    if len(runs) < 2:
+        return [""] * len(runs)
+    sources = [tuple(shortened(source(run), LONGEST_LABEL) for run in runs) for source in _SOURCES]
+    chosen = [words for words in sources if all(words)]
+    pairs = [
+        tuple(f"{one}, {other}" for one, other in zip(*two, strict=True))
+        for two in combinations([words for words in chosen if len(set(words)) > 1], 2)
+    ]
+    ids = tuple(run.id or "run" for run in runs)
+    return list(next((words for words in (*chosen, *pairs) if len(set(words)) == len(runs)), _numbered(ids)))
+
+
+def _suites(run: Run) -> str:
+    found = suites_of(run)
+    return ", ".join(found) if len(found) <= _LABEL_SUITES else many(len(found), "suite")
+
+
+_SOURCES: tuple[Callable[[Run], str], ...] = (
+    lambda run: ", ".join(devices_of(run)),
+    lambda run: fact(run, "commit")[:COMMIT_LETTERS],
+    lambda run: fact(run, "machine"),
+    lambda run: f"torch {fact(run, 'torch')}" if fact(run, "torch") else "",
+    _suites,
+    lambda run: ",".join(dict.fromkeys(record.case.mode for record in run.records)),
+)
+
+
+def _numbered(words: Sequence[str]) -> tuple[str, ...]:
+    numbers = (words[: place + 1].count(word) for place, word in enumerate(words))
+    return tuple(f"{word} ({n})" if words.count(word) > 1 else word for word, n in zip(words, numbers, strict=True))
+
+
+def titled_panels(material: Material) -> Iterator[tuple[str, Panel]]:
+    """Every panel under a short title: the suite, and device, run and reference where those tell it from others."""
+    panels = list(material.panels())
+    suites = [_panel_title(material, entry, panel) for entry, panel in panels]
+    counts = Counter(suites)
+    for (_, panel), title in zip(panels, suites, strict=True):
+        against = f" against {panel.reference}" if counts[title] > 1 and panel.reference else ""
+        yield title + against, panel
+
+
+def _panel_title(material: Material, entry: Entry, panel: Panel) -> str:
+    words = panel.case.workload
+    if len({one.case.device for one in entry.panels}) > 1:
+        words += f" on {panel.case.device}"
+    return words if material.alone or not entry.label else f"{words}, {entry.label}"

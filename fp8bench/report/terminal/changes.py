@@ -12,7 +12,6 @@ from fp8bench.analysis.steps.changes import Change, Found, State
 from fp8bench.model import Label
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.comparisons import signed
-from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import Code, Column, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.history import count_of, value, where
@@ -71,21 +70,18 @@ def _what_to_do(change: Change, options: str) -> Iterator[Element]:
     yield Code(f"fp8bench history ack {name}{options}")
 
 
-def changes_json(found: Found) -> str:
-    changes = [_plain(change) for change in found.changes]
-    return json_line({
+def value_of(found: Found) -> dict[str, object]:
+    changes = [
+        {
+            "series": one.trend.name, "machine": one.trend.machine["machine"], "python": one.trend.python,
+            "version": one.version, **encode(one.comparison), "first": one.first, "commits": one.commits,
+            "unmeasured": one.unmeasured, "state": one.state.value, "ack": encode(one.ack),
+        }
+        for one in found.changes
+    ]  # fmt: skip
+    return {
         "schema": SCHEMA, "looked_at": found.looked_at, "counted": found.counted, "left": dict(found.left),
         "changes": changes,
-    })  # fmt: skip
-
-
-def _plain(change: Change) -> dict[str, object]:
-    trend = change.trend
-    return {
-        "series": trend.name, "machine": trend.machine["machine"], "python": trend.python,
-        "version": change.version, **encode(change.comparison), "first": change.first, "commits": change.commits,
-        "unmeasured": change.unmeasured, "state": change.state.value,
-        "ack": None if change.ack is None else encode(change.ack),
     }  # fmt: skip
 
 

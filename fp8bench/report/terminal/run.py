@@ -38,13 +38,13 @@ from fp8bench.report.panels import (
 from fp8bench.report.terminal import layout
 from fp8bench.report.topics import rank_boards, roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
-from fp8bench.report.topics.coverage import elements as coverage
 from fp8bench.report.topics.energy import energy, energy_of_phases
 from fp8bench.report.topics.memory import PEAK, capacity, counted, memory, share_of, tells_memory
 from fp8bench.report.topics.numbers import data
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.ranks import ranks
 from fp8bench.report.topics.results import main_table, noise_floor
+from fp8bench.report.topics.shares import coverage_elements
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import LEGEND, about_tensors, tensors
 from fp8bench.report.words import legend, speed
@@ -79,7 +79,7 @@ def page_of(run: Run, findings: Mapping[str, Finding], width: int, report: str =
 
 
 def _parts(panel: Panel, run: Run, width: int) -> Iterator[Part]:
-    if covered := tuple(coverage(panel)):
+    if covered := tuple(coverage_elements(panel)):
         yield Part("coverage", "coverage", covered)
     title = heading(panel.case.workload, panel.shared, panel.case.device, run.devices)
     glance: list[Element] = list(rank_boards.boards(panel))
@@ -138,7 +138,7 @@ def _numbers(panel: Panel) -> list[tuple[str, str]]:
             for one in group.results
             if one.finding and one.finding.typical and not emulated(one)
         ]
-        place = f" at {panel.place(group)}" if len(panel.groups) > 1 else ""
+        place = f" at {group.place}" if len(panel.groups) > 1 else ""
         lines += [(f"{label}{place}", ", ".join(texts)) for label, texts in together(told).items()]
     return lines
 
@@ -155,7 +155,7 @@ def _conditions(record: Record, run: Run) -> Iterator[str]:
 def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
     """(about, text, place) of everything that was skipped, failed or has no clear verdict."""
     for group in panel.groups:
-        place = panel.place(group)
+        place = group.place
         for result in group.results:
             record, finding = result.record, result.finding
             if record.status is not Status.OK:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,13 +31,12 @@ from fp8bench.report.energies import (
     sources_of,
     validity_of,
 )
-from fp8bench.report.material import Material
-from fp8bench.report.page.charts import grouped, phase_parts, stacked
-from fp8bench.report.page.section import MOST_ROWS, PRECISION, Section, sections
-from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, merge_notes
+from fp8bench.report.page.charts import against, phase_parts, stacked
+from fp8bench.report.page.section import MOST_ROWS, PRECISION, Material, section
+from fp8bench.report.panels import Figures, NamedCase, Panel, Result, ResultGroup, merge_notes
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
-from fp8bench.report.words.naming import NamedCase, listed, named_cases
+from fp8bench.report.words.naming import listed
 
 # A step of one phase and little else has no parts worth a chart.
 _LEAST_PHASES = 2
@@ -64,7 +62,7 @@ def energy(panel: Panel) -> Iterator[Element]:
     caption = f"energy of a step, by {named_source(sources[0])}"
     if len(sources) > 1:
         caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
-    known = [(group, one, found) for group, one in panel.members if (found := figures_of(one))]
+    known = panel.known(figures_of)
     first = {name for _, _, found in known for name, _ in found.per[:1]}
     counts = [spec for spec, _ in ENERGY_PER.values() if spec in first]
     columns = (
@@ -75,7 +73,7 @@ def energy(panel: Panel) -> Iterator[Element]:
         *([Column("source")] if len(sources) > 1 else []),
     )  # fmt: skip
     rows = tuple(
-        (Field(panel.place(group)), *_energy_row(group, one, found, counts), Field(found.source))[: len(columns)]
+        (Field(group.place), *_energy_row(group, one, found, counts), Field(found.source))[: len(columns)]
         for group, one, found in known
     )
     yield with_figures(Table("energy", caption, columns, rows), ((group, one) for group, one, _ in known))
@@ -109,7 +107,7 @@ def energy_of_phases(panel: Panel) -> Iterator[Element]:
     if not names:
         return
     cols: list[Col[tuple[ResultGroup, Result, dict[str, PhaseJoules]]]] = [
-        *case_cols(panel),
+        *case_cols(),
         *(Col(PHASE_TITLES[name], partial(_of_phase, name=name), number=True) for name in names),
     ]  # fmt: skip
     yield table("phase-energy", "joules per step of each phase by itself; (estimated) by share of time", cols, known)
@@ -181,35 +179,30 @@ _WINDOW: tuple[Col[_Window], ...] = (
 )  # fmt: skip
 
 
-@sections.register("energy")
-class Energy(Section):
-    """Joules of a step, over the reference's, by phase, and the windows they rest on; or why nobody knows."""
-
-    name = "energy"
-    title = "Energy"
-    lead = (
+def _lead(material: Material) -> str:
+    sources = sources_of(one for _, panel in timed_panels(material) for one in panel.results)
+    differ = ", whose figures do not compare" if len(sources) > 1 else ""
+    return (
         "What the device took while steps ran in windows of their own, after the timing; idling is what it takes with "
-        "the same states in memory and nothing to do. Ranges are those of windows, and no confidence intervals."
+        "the same states in memory and nothing to do. Ranges are those of windows, and no confidence intervals. "
+        f"Read from {listed([*map(named_source, sources)])}{differ}."
+        if sources
+        else ""
     )
-    rank = 97
 
-    def elements(self, material: Material) -> Iterator[Element]:
-        panels = list(timed_panels(material))
-        parts = phase_parts(one for _, panel in panels for one in panel.results)
-        for title, panel in panels:
-            yield from _panel(title, panel, parts)
-        for text in dict.fromkeys(text for entry in material.entries for text in absences(entry.run)):
-            yield Text(f"{text.replace('energy: n', 'N', 1)}.", Tone.DOUBT)
 
-    def lead_of(self, material: Material) -> str:
-        """With the sources, whose figures do not compare."""
-        sources = sources_of(one for _, panel in timed_panels(material) for one in panel.results)
-        differ = ", whose figures do not compare" if len(sources) > 1 else ""
-        return f"{self.lead} Read from {listed([*map(named_source, sources)])}{differ}." if sources else ""
+@section("energy", "Energy", 97, lead=_lead)
+def energy_section(material: Material) -> Iterator[Element]:
+    panels = list(timed_panels(material))
+    parts = phase_parts(one for _, panel in panels for one in panel.results)
+    for title, panel in panels:
+        yield from _panel(title, panel, parts)
+    for text in dict.fromkeys(text for entry in material.entries for text in absences(entry.run)):
+        yield Text(f"{text.replace('energy: n', 'N', 1)}.", Tone.DOUBT)
 
 
 def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Element]:
-    found = [(case, figures) for case in named_cases(panel) if (figures := figures_of(case.result)) is not None]
+    found = [(case, figures) for case in panel.members if (figures := figures_of(case.result)) is not None]
     if found:
         yield Items(tuple(Text(f"{one.text}.", one.tone) for one in energy_sentences(panel)))
     for kind, cost, words in (("energy", False, "energy of a step"), ("energy-cost", True, "what emulating costs")):
@@ -218,7 +211,7 @@ def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Eleme
             yield _joules(kind, f"{title}: {words}", members)
     yield from _ratios(title, panel, found)
     yield from _phases(title, [one for one in found if not emulated(one[0].result)], parts)
-    notes = ((modes, doubt, panel.place(group)) for group in panel.groups for modes, doubt in missing_within(group))
+    notes = ((modes, doubt, group.place) for group in panel.groups for modes, doubt in missing_within(group))
     doubts = merge_notes(notes, len(panel.groups))
     if doubts:
         yield Items(tuple(Text(f"{one.removeprefix('- ')}.", Tone.DOUBT) for one in doubts))
@@ -251,7 +244,7 @@ def _named(case: NamedCase, figures: EnergyFigures) -> str:
 
 def _ratios(title: str, panel: Panel, found: Sequence[_Measured]) -> Iterator[Bars]:
     """Bars from 1x: to the left of it a case takes less than the reference."""
-    marks = [(case, mark) for case, _ in found if (mark := _mark(case)) is not None]
+    marks = [(case.place, mark) for case, _ in found if (mark := _mark(case)) is not None]
     if not marks:
         return
     words = (
@@ -260,11 +253,7 @@ def _ratios(title: str, panel: Panel, found: Sequence[_Measured]) -> Iterator[Ba
     )
     name = f"energy-ratio-{panel.case.workload}"
     heading = f"{title}: energy over that of {panel.reference}"
-    groups = grouped((case.place, mark) for case, mark in marks)
-    if len({case.result.mode for case, _ in marks}) == 1 < len(groups):  # a heading for all, as each has one bar
-        bars = tuple(replace(mark, label=case.place) for case, mark in marks)
-        groups = ((f"{marks[0][1].label} over {panel.reference}", bars),)
-    yield Bars(name, heading, words, Axis("energy vs reference", "x"), groups, 1.0)
+    yield Bars(name, heading, words, Axis("energy vs reference", "x"), against(panel.reference, marks), 1.0)
 
 
 def _mark(case: NamedCase) -> Mark | None:
@@ -291,15 +280,11 @@ def _phases(title: str, found: Sequence[_Measured], parts: Mapping[str, str]) ->
     heading = f"{title}: energy by phase ({'estimated' if estimated else 'each measured by itself'})"
     words = _ESTIMATE if estimated else _BY_ITSELF
     yield stacked(f"energy-phases-{workload}", heading, words, axis, "share of the energy", parts, rows)
-    phases = [_Phase(case, one) for case, _, told in known for one in told.phases if _asked(case)]
+    asked = ((case, told) for case, _, told in known if (use := case.result.record.energy) and use.phases)
+    phases = [_Phase(case, one) for case, told in asked for one in told.phases]
     if phases:
         name, caption = f"energy-of-phases-{workload}", f"{title}: joules of phases"
         yield table(name, caption, _PHASE, phases[:MOST_ROWS], folded=True, kept=())
-
-
-def _asked(case: NamedCase) -> bool:
-    use = case.result.record.energy
-    return use is not None and bool(use.phases)
 
 
 def _parts(told: PhaseEnergies) -> dict[str, float]:

@@ -13,8 +13,7 @@ from fp8bench.model.codec import SCHEMA
 from fp8bench.model.run import SWITCHES_SET
 from fp8bench.report.case_status import Standing, standing
 from fp8bench.report.elements import Code, Column, Element, Facts, Field, Items, Table, Text, Tone
-from fp8bench.report.material import Entry, Material
-from fp8bench.report.page.section import Section, sections
+from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import Result, floor_of, together
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import commit_of, counts, fact, listed, many, missing_of, notes_of, when
@@ -28,28 +27,23 @@ _OF_GPUS = (("cuDNN", "cudnn"), ("cuBLASLt", "cublaslt"))
 _LOST = "the header of its file is lost: what was asked, planned and run on is not known"
 
 
-@sections.register("environment")
-class EnvironmentSection(Section):
-    """Machine, software and noise; then what was emulated, refused or labelled, and what was noted meanwhile."""
-
-    name = "environment"
-    title = "Environment, and how to reproduce"
-    rank = 900
-
-    def elements(self, material: Material) -> Iterator[Element]:
-        if not material.entries:
-            return
-        yield Facts(tuple(_facts(material.entries[0]))) if material.alone else _side_by_side(material.entries)
-        for entry in material.entries:
-            yield from _remarks(entry)
-        yield Text("How to measure it again", Tone.STRONG)
-        for entry in material.entries:
-            yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
-            yield _command(entry.run)
-        kept = [entry.run for entry in material.entries if entry.run.path]
-        if kept:
-            yield Text("This page again, from the samples:")
-            yield Code(_again(kept))
+@section("environment", "Environment, and how to reproduce", 900)
+def environment_section(material: Material) -> Iterator[Element]:
+    if not material.entries:
+        return
+    yield Facts(tuple(_facts(material.entries[0]))) if material.alone else _side_by_side(material.entries)
+    for entry in material.entries:
+        yield from _remarks(entry)
+    yield Text("How to measure it again", Tone.STRONG)
+    for entry in material.entries:
+        yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
+        known = filter(None, (entry.run.command, *(one.command for one in entry.run.resumptions)))
+        lost = Text("The command is lost with the header of the file.", Tone.DOUBT)
+        yield Code(commands) if (commands := "\n".join(known)) else lost
+    kept = [entry.run for entry in material.entries if entry.run.path]
+    if kept:
+        yield Text("This page again, from the samples:")
+        yield Code(_again(kept))
 
 
 def _side_by_side(entries: Sequence[Entry]) -> Table:
@@ -82,7 +76,8 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
         ("load at start", _with(fact(run, "load_1min"), "mean of ", "1 minute" if fact(run, "load_1min") else "")),
         ("commit", fact(run, "commit") + (_DIRTY if commit_of(run).endswith(_DIRTY) else "")),
         ("started", when(run)),
-        ("timed", f"{units.clock(seconds)} inside timed slots" if (seconds := _timed(run.records)) else ""),
+        ("timed", f"{units.clock(seconds)} inside timed slots"
+         if (seconds := sum(slot.wall_seconds for timing in _timings(run.records) for slot in timing.slots)) else ""),
         ("cases", counts(run)),
         ("noise floor (A/A)", "; ".join(f"{name} {', '.join(dict.fromkeys(seen))}" for name, seen in floors.items())),
         ("fp8bench", fact(run, "fp8bench")),
@@ -136,11 +131,6 @@ def _processors(run: Run) -> str:
     total, own, governor = (fact(run, name) for name in ("cpu_count", "cpu_affinity", "cpu_governor"))
     number = f"{own} of {total}" if own and total and own != total else total
     return ", ".join(part for part in (number, f"governor {governor}" if governor else "") if part)
-
-
-def _timed(records: Iterable[Record]) -> float:
-    """Seconds inside slots, those of the reference's second entry too."""
-    return sum(slot.wall_seconds for timing in _timings(records) for slot in timing.slots)
 
 
 def _vectors(records: Iterable[Record]) -> str:
@@ -218,8 +208,3 @@ def _again(runs: Sequence[Run]) -> str:
     if len(stores) == 1 and stores != {Path(_DEFAULT_STORE)}:
         words += ["--store", str(stores.pop())]
     return shlex.join(words)
-
-
-def _command(run: Run) -> Element:
-    known = [command for command in (run.command, *(one.command for one in run.resumptions)) if command]
-    return Code("\n".join(known)) if known else Text("The command is lost with the header of the file.", Tone.DOUBT)

@@ -27,16 +27,15 @@ from fp8bench.model.specs import (
     MetricSpec,
     memory_of_role,
 )
-from fp8bench.report.case_status import emulated
+from fp8bench.report.case_status import cost_tone, emulated
 from fp8bench.report.columns import Col, case_cols, figure_col, table, with_figures
-from fp8bench.report.elements import Axis, Bars, Element, Field, Items, Mark, Stacks, Table, Text, Tone
-from fp8bench.report.material import Material, titled_panels
+from fp8bench.report.elements import Axis, Bars, Element, Field, Items, Mark, Stacks, Table, Text
 from fp8bench.report.page.charts import grouped, stacked
-from fp8bench.report.page.section import PRECISION, Section, number, sections, told
-from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, show_params, together, value_of
+from fp8bench.report.page.section import PRECISION, Material, number, section, titled_panels, told
+from fp8bench.report.panels import Figures, NamedCase, Panel, Result, ResultGroup, show_params, together, value_of
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS, PHASE_TITLES, PHASE_WORDS
-from fp8bench.report.words.naming import NamedCase, listed, named_cases, phase_order, phase_words
+from fp8bench.report.words.naming import listed, phase_order, phase_words
 
 PEAK = "peak_memory"
 # A saving of less is called none.
@@ -175,11 +174,9 @@ def _elsewhere(case: NamedCase) -> str:
     return f"and its highest point is in {PHASE_WORDS.get(phase, (phase, False))[0]}"
 
 
-def searched(panel: Panel) -> Iterator[tuple[ResultGroup, Result, Capacity]]:
+def searched(panel: Panel) -> list[tuple[ResultGroup, Result, Capacity]]:
     """The cases whose largest batch was looked for, one group of those that differ in batch alone."""
-    for group, result in panel.members:
-        if result.record.capacity is not None:
-            yield group, result, result.record.capacity
+    return panel.known(lambda one: one.record.capacity)
 
 
 def batch_title(found: Capacity) -> str:
@@ -243,7 +240,7 @@ def memory(panel: Panel) -> Iterator[Element]:
         return
     present, others = {role for one in panel.results for role in roles_of(one)}, counted(panel)
     roles = [role for role in MemoryRole if role in present]
-    known = [(group, one, use) for group, one in panel.members if (use := use_of(one.record))]
+    known = panel.known(lambda one: use_of(one.record))
     scale, unit = units.binary_unit(max(use.peak for _, _, use in known))
 
     def shown(size: float) -> str:
@@ -252,30 +249,25 @@ def memory(panel: Panel) -> Iterator[Element]:
         return units.significant(size / scale) if size / scale >= 0.01 else "<0.01"
 
     cols: list[Col[tuple[ResultGroup, Result, MemoryUse, Figures]]] = [
-        *case_cols(panel), Col("peak", lambda row: row[2].peak, number=True, show=shown),
+        *case_cols(), Col("peak", lambda row: row[2].peak, number=True, show=shown),
         Col(f"vs {panel.reference or 'reference'}", lambda row: share_of(*row[:2]), number=True, unit="x"),
         *(Col(MEMORY_TITLES[role], partial(_figure, name=memory_of_role(role)), number=True, show=shown)
           for role in roles),
-        Col("in", lambda row: _phase(row[2])),
+        Col("in", lambda row: PHASE_TITLES.get(phase := next(iter(highest_in(row[2])), units.NONE), phase)),
         *(Col(spec.heading, partial(_figure, name=spec), number=True, show=shown) for spec in others),
     ]  # fmt: skip
     rows = [(*case, Figures(*case[:2])) for case in known]
     yield table("memory", f"memory at the highest point of a step, in {unit}", cols, rows)
-    yield from map(Text, sentences(panel, named_cases(panel)))
+    yield from map(Text, sentences(panel, panel.members))
 
 
 def _figure(row: tuple[ResultGroup, Result, MemoryUse, Figures], name: str) -> float | None:
     return row[3][name].value
 
 
-def _phase(use: MemoryUse) -> str:
-    phase = next(iter(highest_in(use)), units.NONE)
-    return PHASE_TITLES.get(phase, phase)
-
-
 def capacity(panel: Panel) -> Iterator[Element]:
     """The largest batches that fit, and what it comes to; nothing where nobody asked."""
-    found = list(searched(panel))
+    found = searched(panel)
     if not found:
         return
     cols: list[Col[tuple[ResultGroup, Result, Capacity, Figures]]] = [
@@ -300,34 +292,28 @@ def _against(result: Result, share: Interval | None) -> str:
 _Row = tuple[NamedCase, MemoryUse, Figures]
 
 
-@sections.register("memory")
-class Memory(Section):
-    """Bars of peak memory, cut into what it is for where that is known; a sentence for every precision."""
+def _lead(material: Material) -> str:
+    """With the words of the device's own count."""
+    results = (result for _, panel in timed_panels(material) for result in panel.results)
+    measured = (result.record.measurement(PEAK) for result in results)
+    described = next((one.description for one in measured if one and one.description), "")
+    words = described or "memory at the highest point of a step"
+    return f"{words[:1].upper()}{words[1:]}; from a pass of its own, which is not timed."
 
-    name = "memory"
-    title = "Memory"
-    rank = 90
 
-    def elements(self, material: Material) -> Iterator[Element]:
-        panels = [
-            (title, panel, [case for case in named_cases(panel) if peak_of(case.result) is not None])
-            for title, panel in timed_panels(material)
-        ]
-        known = {role for _, _, cases in panels if _known(cases) for case in cases for role in _parts(case)}
-        # The same parts everywhere, so that a role has one colour on the whole page; in short, for the key.
-        parts = {role.value: MEMORY_WORDS[role].replace(" copies of", "") for role in MemoryRole if role in known}
-        for title, panel, cases in panels:
-            yield from _panel(title, panel, cases, parts) if cases else ()
-        for place, (title, panel) in enumerate(titled_panels(material)):
-            yield from _largest(title, panel, place)
-
-    def lead_of(self, material: Material) -> str:
-        """With the words of the device's own count."""
-        results = (result for _, panel in timed_panels(material) for result in panel.results)
-        measured = (result.record.measurement(PEAK) for result in results)
-        described = next((one.description for one in measured if one and one.description), "")
-        words = described or "memory at the highest point of a step"
-        return f"{words[:1].upper()}{words[1:]}; from a pass of its own, which is not timed."
+@section("memory", "Memory", 90, lead=_lead)
+def memory_section(material: Material) -> Iterator[Element]:
+    panels = [
+        (title, panel, [case for case in panel.members if peak_of(case.result) is not None])
+        for title, panel in timed_panels(material)
+    ]
+    known = {role for _, _, cases in panels if _known(cases) for case in cases for role in _parts(case)}
+    # The same parts everywhere, so that a role has one colour on the whole page; in short, for the key.
+    parts = {role.value: MEMORY_WORDS[role].replace(" copies of", "") for role in MemoryRole if role in known}
+    for title, panel, cases in panels:
+        yield from _panel(title, panel, cases, parts) if cases else ()
+    for place, (title, panel) in enumerate(titled_panels(material)):
+        yield from _largest(title, panel, place)
 
 
 def _panel(title: str, panel: Panel, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Iterator[Element]:
@@ -400,26 +386,23 @@ def _counted(row: _Row, spec: MetricSpec) -> Field:
 
 
 def _largest(name: str, panel: Panel, place: int) -> Iterator[Element]:
-    found = list(searched(panel))
+    found = searched(panel)
     if not found:
         return
     cols: list[Col[tuple[ResultGroup, Result, Capacity]]] = [
         Col("precision", lambda row: ", ".join(filter(None, (row[1].mode, place_of(panel, row[0], row[2])))),
-            tone=_tone, hint=PRECISION.hint),
-        Col("largest", lambda row: Field(show_batch(row[2]), row[2].batch, _tone(row)), number=True),
+            tone=lambda row: cost_tone(row[1]), hint=PRECISION.hint),
+        Col("largest", lambda row: Field(show_batch(row[2]), row[2].batch, cost_tone(row[1])), number=True),
         Col(f"vs {panel.reference}", _versus, number=True, unit="x"),
-        Col("tokens a step", lambda row: row[2].tokens or None, number=True, show=units.whole, tone=_tone),
-        Col("peak memory", lambda row: row[2].peak, number=True, unit="B", tone=_tone),
+        Col("tokens a step", lambda row: row[2].tokens or None, number=True, show=units.whole,
+            tone=lambda row: cost_tone(row[1])),
+        Col("peak memory", lambda row: row[2].peak, number=True, unit="B", tone=lambda row: cost_tone(row[1])),
         Col("does not fit", lambda row: why_no_larger(row[2])),
     ]  # fmt: skip
     yield table(f"capacity-{panel.case.workload}-{place}", f"{name}: {batch_title(found[0][2])}", cols, found)
     yield from (Text(text) for text in batch_sentences(panel))
 
 
-def _tone(row: tuple[ResultGroup, Result, Capacity]) -> Tone:
-    return Tone.DOUBT if emulated(row[1]) else Tone.PLAIN
-
-
 def _versus(row: tuple[ResultGroup, Result, Capacity]) -> Field:
     share = share_within(*row[:2])
-    return Field(EMULATED if emulated(row[1]) else units.speed_up(share), share, _tone(row))
+    return Field(EMULATED if emulated(row[1]) else units.speed_up(share), share, cost_tone(row[1]))

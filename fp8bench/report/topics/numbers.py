@@ -12,13 +12,12 @@ from fp8bench.model import LayerScale, Measurement, TensorStatistics
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Axis, Bars, Element, Field, Mark, Table, Text, Tone
-from fp8bench.report.material import Material, titled_panels
 from fp8bench.report.page.charts import grouped
-from fp8bench.report.page.section import PRECISION, Section, sections, table_of_cases
-from fp8bench.report.panels import Panel, Result, error_name, main_error, show_value, together, value_of
+from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
+from fp8bench.report.panels import NamedCase, Panel, Result, error_name, main_error, show_value, together, value_of
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words import legend
-from fp8bench.report.words.naming import NamedCase, listed, named_cases
+from fp8bench.report.words.naming import listed
 
 # Measurements in these units are no errors: memory and times have sections of their own.
 _OTHER_UNITS = ("B", "s")
@@ -78,27 +77,19 @@ def _outside(one: TensorStatistics, name: str) -> Field:
     return Field(" / ".join(units.share(share) for share in pair) if any(pair) else units.NONE, sum(pair))
 
 
-@sections.register("numbers")
-class Numbers(Section):
-    """Errors by metric and precision; values by layer kind and role, and the formats they do not fit."""
-
-    name = "numbers"
-    title = "What it costs in numbers"
-    lead = (
-        "Errors against the reference that each suite names, relative: 0 is exact. An emulated precision is right "
-        "here: its values are rounded as hardware would round them."
-    )
-    rank = 100
-
-    def elements(self, material: Material) -> Iterator[Element]:
-        for title, panel in timed_panels(material):
-            yield from _errors(title, panel)
-        panels = titled_panels(material)
-        tables = [one for title, panel in panels for one in data(panel, f"data-{panel.case.workload}", title)]
-        if tables:
-            yield Text("What the data are made of", Tone.STRONG)
-            yield Text(f"{legend.DATA[:1].upper()}{legend.DATA[1:]}.")
-        yield from tables
+@section("numbers", "What it costs in numbers", 100)
+def numbers_section(material: Material) -> Iterator[Element]:
+    """Errors against the reference that each suite names, relative: 0 is exact. An emulated precision is right here:
+    its values are rounded as hardware would round them.
+    """
+    for title, panel in timed_panels(material):
+        yield from _errors(title, panel)
+    panels = titled_panels(material)
+    tables = [one for title, panel in panels for one in data(panel, f"data-{panel.case.workload}", title)]
+    if tables:
+        yield Text("What the data are made of", Tone.STRONG)
+        yield Text(f"{legend.DATA[:1].upper()}{legend.DATA[1:]}.")
+    yield from tables
 
 
 def _errors(title: str, panel: Panel) -> Iterator[Element]:
@@ -106,7 +97,7 @@ def _errors(title: str, panel: Panel) -> Iterator[Element]:
     if not by_mode:
         return
     shown = main_error(panel)
-    found = ((case, case.result.record.measurement(shown)) for case in named_cases(panel))
+    found = ((case, case.result.record.measurement(shown)) for case in panel.members)
     marks = [(case, one, value) for case, one in found if one and (value := value_of(one)) is not None]
     if sum(0 < value < math.inf for *_, value in marks) > 1:
         yield _bars(title, panel, shown, marks)
@@ -187,20 +178,12 @@ def _field(row: tuple[str, dict[str, list[Measurement]]], metric: str) -> Field 
     return Field(text, worst, Tone.PLAIN if math.isfinite(worst) else Tone.BAD)
 
 
-@sections.register("scales")
-class Scales(Section):
-    """A table for each panel: what every layer's tensors were multiplied by, and how often that was renewed."""
-
-    name = "scales"
-    title = "Scales from data"
-    lead = (
-        "Found in untimed steps on a state of its own, and as they were after the last timed step. A scale is the "
-        "largest value of its format over amax: what exceeds amax later saturates."
-    )
-    rank = 105
-
-    def elements(self, material: Material) -> Iterator[Element]:
-        for title, panel in titled_panels(material):
-            cases = ((case.name, [(case, one) for one in case.result.record.scales]) for case in named_cases(panel))
-            name, words = f"scales-{panel.case.workload}", "scales by layer and role"
-            yield from table_of_cases(name, title, words, _SCALES, cases, "The run's file has them.")
+@section("scales", "Scales from data", 105)
+def scales_section(material: Material) -> Iterator[Element]:
+    """Found in untimed steps on a state of its own, and as they were after the last timed step. A scale is the largest
+    value of its format over amax: what exceeds amax later saturates.
+    """
+    for title, panel in titled_panels(material):
+        cases = ((case.name, [(case, one) for one in case.result.record.scales]) for case in panel.members)
+        name, words = f"scales-{panel.case.workload}", "scales by layer and role"
+        yield from table_of_cases(name, title, words, _SCALES, cases, "The run's file has them.")

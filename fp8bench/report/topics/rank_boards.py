@@ -12,11 +12,10 @@ from fp8bench.analysis.middles import Untold
 from fp8bench.analysis.ranks import frontier
 from fp8bench.analysis.scaling import efficiency, sent_by_rank
 from fp8bench.model import specs
-from fp8bench.report.case_status import emulated, status_words, tone_of
+from fp8bench.report.case_status import cost_tone, emulated, status_words, tone_of
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Field, Table, Text, Tone
-from fp8bench.report.material import Material, titled_panels
-from fp8bench.report.page.section import Section, sections
+from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, show_params, together
 from fp8bench.report.topics.ranks import FUNCTIONAL, cheapest, reasons
 from fp8bench.report.words.naming import common_tone
@@ -197,22 +196,15 @@ def _strong(result: Result) -> Field:
     if isinstance(found.strong, Untold):
         return Field(found.strong.word, None, Tone.DOUBT, found.strong.why)
     span = units.span(found.strong[1:], lambda one: units.percent(one, 0))
-    return Field(span, found.strong.value, Tone.DOUBT if emulated(result) else Tone.PLAIN)
+    return Field(span, found.strong.value, cost_tone(result))
 
 
-@sections.register("rank-boards")
-class RankBoards(Section):
-    """Nothing of cases that one process ran."""
-
-    name = "rank-boards"
-    title = "At a glance"
-    lead = "The section Ranks has skew, waiting, overlap and efficiency."
-    rank = 12
-
-    def elements(self, material: Material) -> Iterator[Element]:
-        panels = [one for one in titled_panels(material) if any(boards(one[1]))]
-        for number, (title, panel) in enumerate(panels, 1):
-            for board in boards(panel):
-                caption = board.caption if len(panels) == 1 else f"{title}: {board.caption}"
-                yield replace(board, name=f"{board.name}-{number}", caption=caption)
-            yield from map(Text, remarks(panel))
+@section("rank-boards", "At a glance", 12)
+def rank_boards_section(material: Material) -> Iterator[Element]:
+    """The section Ranks has skew, waiting, overlap and efficiency."""
+    panels = [one for one in titled_panels(material) if any(boards(one[1]))]
+    for number, (title, panel) in enumerate(panels, 1):
+        for board in boards(panel):
+            caption = board.caption if len(panels) == 1 else f"{title}: {board.caption}"
+            yield replace(board, name=f"{board.name}-{number}", caption=caption)
+        yield from map(Text, remarks(panel))

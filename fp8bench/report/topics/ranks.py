@@ -15,11 +15,10 @@ from fp8bench.analysis.ranks import RankTimes, frontier, memory_skew, rank_times
 from fp8bench.analysis.scaling import Efficiency, efficiency
 from fp8bench.model import MemoryUse, Timing, specs
 from fp8bench.model.ranks import Overlap, Sent, Transfer
-from fp8bench.report.case_status import emulated
+from fp8bench.report.case_status import cost_tone
 from fp8bench.report.columns import Col, case_cols, figure_col, table
 from fp8bench.report.elements import Axis, Element, Field, Lines, Mark, Point, Scatter, Table, Text, Tone
-from fp8bench.report.material import Material, titled_panels
-from fp8bench.report.page.section import Section, sections
+from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, together
 
 _RATES = (specs.ALGBW, specs.BUSBW, specs.EFFECTIVE_BUSBW)
@@ -62,7 +61,7 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
         return
     yield from (one for one in (_times(panel), _memory(panel), _wire(panel)) if one.rows)
     yield from map(Text, cheapest(panel))
-    found = [(group, one, found) for group, one in panel.members if (found := efficiency(one.record)) is not None]
+    found = panel.known(lambda one: efficiency(one.record))
     if found:
         yield _efficiencies(panel, found)
         figures = ((one.mode, figure) for _, one, found in found for figure in (found.strong, found.weak))
@@ -73,22 +72,18 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
         yield Text(FUNCTIONAL)
 
 
-def _tone(row: tuple[object, Result, *tuple[object, ...]]) -> Tone:
-    return Tone.DOUBT if emulated(row[1]) else Tone.PLAIN
-
-
 def _efficiencies(panel: Panel, found: Sequence[tuple[ResultGroup, Result, Efficiency]]) -> Table:
     cols: list[Col[tuple[ResultGroup, Result, Efficiency]]] = [
-        *case_cols(panel, ""),
+        *case_cols(""),
         Col("one rank", lambda row: row[2].seconds.whole, number=True, unit="s",
             hint="a step of the whole batch by one rank, the others waiting"),
         Col("its share", lambda row: row[2].seconds.share, number=True, unit="s",
             hint="a step of one rank's share of the batch by one rank"),
         Col("together", lambda row: row[2].seconds.together, number=True, unit="s",
             hint="a step of the whole batch by all ranks"),
-        Col("strong", lambda row: within(row[2].strong, units.percent, 100, _tone(row)), number=True, unit="%",
+        Col("strong", lambda row: within(row[2].strong, units.percent, 100, cost_tone(row[1])), number=True, unit="%",
             hint="one rank over ranks times together; between: what rounds leave"),
-        Col("weak", lambda row: within(row[2].weak, units.percent, 100, _tone(row)), number=True, unit="%",
+        Col("weak", lambda row: within(row[2].weak, units.percent, 100, cost_tone(row[1])), number=True, unit="%",
             hint="its share over together; between: what rounds leave"),
     ]  # fmt: skip
     return table("scaling", f"scaling efficiency of {panel.case.ranks} ranks", cols, found)
@@ -96,7 +91,7 @@ def _efficiencies(panel: Panel, found: Sequence[tuple[ResultGroup, Result, Effic
 
 def _sent(panel: Panel) -> Table:
     cols: list[Col[tuple[ResultGroup, Result, Sequence[Sent]]]] = [
-        *case_cols(panel, ""),
+        *case_cols(""),
         Col("operation", lambda row: row[2][0].operation), Col("dtype", lambda row: row[2][0].dtype),
         Col("calls", lambda row: max(row[2], key=_bytes).calls, number=True, show=str,
             hint="of the rank that sends most by it"),
@@ -116,9 +111,8 @@ def _bytes(sent: Sent) -> float:
 
 
 def _times(panel: Panel) -> Table:
-    timed = [(group, one, timing) for group, one in panel.members if (timing := one.record.timing) is not None]
     cols: list[Col[tuple[ResultGroup, Result, Timing, Sequence[RankTimes]]]] = [
-        *case_cols(panel, ""),
+        *case_cols(""),
         Col("slowest", lambda row: max(one.step for one in row[3]), number=True, unit="s",
             hint="median of the rank that was slowest on the whole"),
         Col("fastest", lambda row: min(one.step for one in row[3]), number=True, unit="s"),
@@ -127,6 +121,7 @@ def _times(panel: Panel) -> Table:
         Col("waiting", lambda row: None if true_communication(row[2]) is None else max(one.waiting for one in row[3]),
             number=True, unit="s", hint="of the rank that waits most"),
     ]  # fmt: skip
+    timed = panel.known(lambda one: one.record.timing)
     rows = [(*case, times) for case in timed if (times := rank_times(case[2]))]
     return table("ranks", f"{panel.case.ranks} ranks", cols, rows)
 
@@ -138,7 +133,7 @@ def _memory(panel: Panel) -> Table:
     """A column a rank, where they are few."""
     each = range(panel.case.ranks) if panel.case.ranks <= _MOST_COLUMNS else ()
     cols: list[Col[_WithMemory]] = [
-        *case_cols(panel, ""),
+        *case_cols(""),
         *(Col(f"rank {rank}", partial(_peak, rank=rank), number=True, unit="B") for rank in each),
         Col("most", lambda row: max(one.peak for one in row[2].ranks), number=True, unit="B", when=not each),
         Col("least", lambda row: min(one.peak for one in row[2].ranks), number=True, unit="B", when=not each),
@@ -158,20 +153,19 @@ _Wire = tuple[ResultGroup, Result, Transfer, Figures]
 def _wire(panel: Panel) -> Table:
     errors = (("SQNR", "sqnr_db", "dB"), ("saturated", "saturated_ppm", "ppm"), ("flushed", "flushed_percent", "%"))
     cols: list[Col[_Wire]] = [
-        *case_cols(panel, ""),
+        *case_cols(""),
         figure_col(specs.WIRE_BYTES, lambda row: Field(
             units.size(row[2].wire), row[2].wire, hint="counted" if row[2].counted else "a ring's share")),
         figure_col(specs.LOGICAL_BYTES, lambda row: row[2].logical),
         *(figure_col(spec, partial(_rate, spec=spec)) for spec in _RATES),
         *(Col(heading, partial(_error, name=name), number=True, unit=unit) for heading, name, unit in errors),
     ]  # fmt: skip
-    members = ((group, one, one.record.transfer) for group, one in panel.members)
-    rows = [(group, one, sent, Figures(group, one)) for group, one, sent in members if sent is not None]
+    rows = [(*case, Figures(*case[:2])) for case in panel.known(lambda one: one.record.transfer)]
     return table("wire", "bytes on the wire beside the error", cols, rows)
 
 
 def _rate(row: _Wire, spec: specs.MetricSpec) -> Field:
-    return Field(row[3].shown(spec), row[3][spec].value, _tone(row))
+    return Field(row[3].shown(spec), row[3][spec].value, cost_tone(row[1]))
 
 
 def _error(row: _Wire, name: str) -> Field:
@@ -226,7 +220,7 @@ def cheapest(panel: Panel) -> Iterator[str]:
 
 def _overlaps(panel: Panel) -> Table:
     cols: list[Col[tuple[ResultGroup, Result, Overlap, OverlapFigures]]] = [
-        *case_cols(panel, ""),
+        *case_cols(""),
         Col("products", lambda row: _middle(row[2].compute), number=True, unit="s"),
         Col("communication", lambda row: _middle(row[2].communication), number=True, unit="s"),
         Col("both at once", lambda row: _middle(row[2].both), number=True, unit="s"),
@@ -236,7 +230,7 @@ def _overlaps(panel: Panel) -> Table:
         figure_col(specs.EXPOSED, lambda row: within(row[3].exposed, units.seconds)),
         figure_col(specs.HIDDEN_COMMUNICATION, lambda row: within(row[3].hidden, units.percent, times=100)),
     ]  # fmt: skip
-    known = [(group, one, overlap) for group, one in panel.members if (overlap := one.record.overlap) is not None]
+    known = panel.known(lambda one: one.record.overlap)
     rows = [(*case, found) for case in known if (found := overlap_of(case[1].record)) is not None]
     return table("overlap", "communication beside products", cols, rows)
 
@@ -246,20 +240,18 @@ def _middle(seconds: Sequence[float]) -> float | None:
 
 
 def _no_overlaps(panel: Panel) -> Iterator[str]:
-    told = [(one.mode, found) for _, one in panel.members if (found := overlap_of(one.record)) is not None]
-    figures = ((mode, one) for mode, found in told for one in (found.exposed, found.hidden) if one != WAITING)
+    told = panel.known(lambda one: overlap_of(one.record))
+    figures = ((one.mode, each) for _, one, found in told for each in (found.exposed, found.hidden) if each != WAITING)
     yield from reasons("overlap", figures)
 
 
 def _bubbles(panel: Panel) -> Iterator[str]:
-    for group, result in panel.members:
-        found = bubble(result.record)
-        if found is not None:
-            who = " at ".join(filter(None, (result.mode, panel.place(group))))
-            yield (
-                f"{who}: for {found.measured * 100:.0f}% of the time that they compute "
-                f"ranks wait or send; of equal stages that send in no time it is {found.ideal * 100:.0f}%."
-            )
+    for group, result, found in panel.known(lambda one: bubble(one.record)):
+        who = " at ".join(filter(None, (result.mode, group.place)))
+        yield (
+            f"{who}: for {found.measured * 100:.0f}% of the time that they compute "
+            f"ranks wait or send; of equal stages that send in no time it is {found.ideal * 100:.0f}%."
+        )
 
 
 def _measured(result: Result, name: str) -> Field:
@@ -267,28 +259,20 @@ def _measured(result: Result, name: str) -> Field:
     return Field(units.NONE) if found is None else Field(units.shown(found.samples[0], found.unit), found.samples[0])
 
 
-@sections.register("ranks")
-class Ranks(Section):
-    """Nothing of cases that one process ran."""
-
-    name = "ranks"
-    title = "Ranks"
-    lead = (
-        "A step is over when its slowest rank is. What a collective takes is the least that any rank was in it: the "
-        "others waited for whoever came last."
-    )
-    rank = 98
-
-    def elements(self, material: Material) -> Iterator[Element]:
-        for number, (title, panel) in enumerate(titled_panels(material), 1):
-            yield from _costs(number, panel)
-            yield from _over_time(number, panel)
-            for element in ranks(panel):
-                if not isinstance(element, Table):
-                    yield element
-                    continue
-                caption, long = f"{title}: {element.caption}", len(element.rows) > _MOST_ROWS
-                yield replace(element, name=f"{element.name}-{number}", caption=caption, folded=long)
+@section("ranks", "Ranks", 98)
+def ranks_section(material: Material) -> Iterator[Element]:
+    """A step is over when its slowest rank is. What a collective takes is the least that any rank was in it: the others
+    waited for whoever came last.
+    """
+    for number, (title, panel) in enumerate(titled_panels(material), 1):
+        yield from _costs(number, panel)
+        yield from _over_time(number, panel)
+        for element in ranks(panel):
+            if not isinstance(element, Table):
+                yield element
+                continue
+            caption, long = f"{title}: {element.caption}", len(element.rows) > _MOST_ROWS
+            yield replace(element, name=f"{element.name}-{number}", caption=caption, folded=long)
 
 
 def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
@@ -308,14 +292,13 @@ def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
 
 def _over_time(number: int, panel: Panel) -> Iterator[Lines]:
     """Each rank's median of a round, of the case whose ranks are furthest apart."""
-    timed = [(group, one, one.record.timing) for group, one in panel.members if one.record.timing is not None]
-    apart = [(skew(timing), group, result, timing) for group, result, timing in timed]
-    told = [one for one in apart if one[0] is not None]
-    if not told:
+    timed = panel.known(lambda one: one.record.timing)
+    apart = [(far, *case) for case in timed if (far := skew(case[2])) is not None]
+    if not apart:
         return
-    _, group, result, timing = max(told, key=lambda one: one[0] or 0.0)
+    _, group, result, timing = max(apart, key=lambda case: case[0])
     rounds = round_times(timing)
-    where = " at ".join(filter(None, (result.mode, panel.place(group))))
+    where = " at ".join(filter(None, (result.mode, group.place)))
     series = tuple(
         (f"rank {rank}", tuple(Mark(f"rank {rank}, round {place}", value) for place, value in enumerate(times, 1)))
         for rank, times in enumerate(rounds)

@@ -1,19 +1,24 @@
-"""Every case in one table, short for a terminal, and on the page the truth that the charts are drawn from."""
+"""Every case in one table, short for a terminal, and on the page the truth that the charts are drawn from; and every
+sample that medians and intervals were made of.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from fp8bench import units
-from fp8bench.model import Params, Status, Verdict
+from fp8bench.analysis.samples import step_samples
+from fp8bench.model import Label, Params, Status, Verdict
 from fp8bench.model.specs import ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
 from fp8bench.report import case_status
+from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, figure_col, in_table, other_tables, table, with_figures
-from fp8bench.report.elements import Element, Field, Table, Text, Tone
-from fp8bench.report.material import Entry, Material
-from fp8bench.report.page.section import Section, number, sections
+from fp8bench.report.elements import Axis, Element, Field, Items, Strips, Table, Text, Tone
+from fp8bench.report.page.section import Entry, Material, number, section
 from fp8bench.report.panels import (
     Figures,
     Panel,
@@ -25,9 +30,9 @@ from fp8bench.report.panels import (
     show_params,
     together,
 )
-from fp8bench.report.topics.tensors import about_tensors
+from fp8bench.report.topics.tensors import about_tensors, timed_panels
 from fp8bench.report.words import legend
-from fp8bench.report.words.naming import attention_of, cache_of, replays_of
+from fp8bench.report.words.naming import attention_of, cache_of, listed, many, replays_of
 from fp8bench.report.words.speed import over_values, would_have_seen
 
 _COST = "the cost of emulation, not of the precision"
@@ -42,7 +47,7 @@ def main_table(panel: Panel) -> Table:
     """Case by case: verdict, speed-up, times, error, throughput. What has no room left is told last."""
     error, floors = main_error(panel), len(panel.groups) > 1
     cols: list[Col[_Case]] = [
-        Col("group", lambda row: f"{panel.place(row[0])}  noise floor (A/A): {noise_floor(row[0])}" * floors,
+        Col("group", lambda row: f"{row[0].place}  noise floor (A/A): {noise_floor(row[0])}" * floors,
             shared=True),
         Col("case", lambda row: row[1].mode),
         Col("verdict", lambda row: case_status.status_words(row[1]), tone=_tone),
@@ -85,7 +90,7 @@ def noise_floor(group: ResultGroup) -> str:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _ShownCase:
     """A case with all that it stands under, and what its run says of its step."""
 
     entry: Entry
@@ -96,45 +101,42 @@ class _Row:
 
     def figure(self, name: str, best: bool = False) -> Field:
         metric = self.figures[name]
-        tone, hint = (Tone.DOUBT, _COST) if case_status.emulated(self.result) else (Tone.PLAIN, "")
-        value = metric.best if best else metric.value
-        return number(value, metric.spec.shown, tone, hint)
+        value, hint = metric.best if best else metric.value, _COST if case_status.emulated(self.result) else ""
+        return number(value, metric.spec.shown, case_status.cost_tone(self.result), hint)
 
 
-@sections.register("results")
-class Results(Section):
-    """One row a case, those that were skipped or failed too."""
+def _lead(material: Material) -> str:
+    results = [result for _, panel, _, result in _cases(material) if not about_tensors(panel)]
+    notes = [
+        "Speed-up: above 1x is faster. Best: a step that nothing disturbs, with a hot cache unless it says cache=."
+    ]
+    if any(case_status.standing(result) is case_status.Standing.DOUBTED for result in results):
+        notes.append("'Perhaps': a label casts doubt on it.")
+    if any(map(case_status.emulated, results)):
+        notes.append("Emulated cases are right in numbers and have no speed: their time and memory are its cost.")
+    return " ".join(notes)
 
-    name = "results"
-    title = "Results"
-    rank = 30
 
-    def elements(self, material: Material) -> Iterator[Element]:
-        cases = [case for case in _cases(material) if not about_tensors(case[1])]
-        if cases:
-            by_suite = together((panel.case.workload, group.case.params) for _, panel, group, _ in cases)
-            # What all cases of a suite have in common, on whatever device and in whatever run.
-            shared = {suite: shared_params([*dict.fromkeys(every)]) for suite, every in by_suite.items()}
-            yield _table([_row(*case, shared[case[1].case.workload]) for case in cases], material.alone)
-            words = "; ".join(f"{suite} {show_params(params)}" for suite, params in shared.items() if params)
-            yield from [Text(f"The same in every row: {words}.")] if words else []
-            panels = {id(panel): panel for _, panel, _, _ in cases}  # not by value: that reads all samples
-            for panel in panels.values():
-                yield from other_tables(panel)
-                yield from (Text(f"{panel.case.workload}: {one}.") for one in over_values(panel))
-        elif not any(_cases(material)):
-            yield Text("There are no cases.", Tone.DOUBT)
-
-    def lead_of(self, material: Material) -> str:
-        results = [result for _, panel, _, result in _cases(material) if not about_tensors(panel)]
-        notes = [
-            "Speed-up: above 1x is faster. Best: a step that nothing disturbs, with a hot cache unless it says cache=."
+@section("results", "Results", 30, lead=_lead)
+def results_section(material: Material) -> Iterator[Element]:
+    cases = [case for case in _cases(material) if not about_tensors(case[1])]
+    if cases:
+        by_suite = together((panel.case.workload, group.case.params) for _, panel, group, _ in cases)
+        # What all cases of a suite have in common, on whatever device and in whatever run.
+        shared = {suite: shared_params([*dict.fromkeys(every)]) for suite, every in by_suite.items()}
+        rows = [
+            _ShownCase(entry, panel, one, _own(one, shared[panel.case.workload]), Figures(group, one))
+            for entry, panel, group, one in cases
         ]
-        if any(case_status.standing(result) is case_status.Standing.DOUBTED for result in results):
-            notes.append("'Perhaps': a label casts doubt on it.")
-        if any(map(case_status.emulated, results)):
-            notes.append("Emulated cases are right in numbers and have no speed: their time and memory are its cost.")
-        return " ".join(notes)
+        yield _table(rows, material.alone)
+        words = "; ".join(f"{suite} {show_params(params)}" for suite, params in shared.items() if params)
+        yield from [Text(f"The same in every row: {words}.")] if words else []
+        panels = {id(panel): panel for _, panel, _, _ in cases}  # not by value: that reads all samples
+        for panel in panels.values():
+            yield from other_tables(panel)
+            yield from (Text(f"{panel.case.workload}: {one}.") for one in over_values(panel))
+    elif not any(_cases(material)):
+        yield Text("There are no cases.", Tone.DOUBT)
 
 
 def _cases(material: Material) -> Iterator[tuple[Entry, Panel, ResultGroup, Result]]:
@@ -142,12 +144,11 @@ def _cases(material: Material) -> Iterator[tuple[Entry, Panel, ResultGroup, Resu
         yield from ((entry, panel, group, result) for group, result in panel.members)
 
 
-def _row(entry: Entry, panel: Panel, group: ResultGroup, result: Result, shared: Params) -> _Row:
-    own = show_params(pair for pair in result.record.case.params if pair not in shared)
-    return _Row(entry, panel, result, own or units.NONE, Figures(group, result))
+def _own(result: Result, shared: Params) -> str:
+    return show_params(pair for pair in result.record.case.params if pair not in shared) or units.NONE
 
 
-def _table(rows: Sequence[_Row], alone: bool) -> Table:
+def _table(rows: Sequence[_ShownCase], alone: bool) -> Table:
     """The columns that say something; suite, run and device only where there are several."""
     several = {
         "run": not alone,
@@ -159,7 +160,7 @@ def _table(rows: Sequence[_Row], alone: bool) -> Table:
     return table("results-table", "All cases", shown, rows, main=True, kept=_NAMES)
 
 
-def _columns(rows: Sequence[_Row]) -> Iterator[Col[_Row]]:
+def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
     found = (row.figures[row.figures.rate] for row in rows)
     rates = {rate.unit for rate in found if rate.value is not None}
     errors = together((metric, row.panel.case.workload) for row in rows if (metric := main_error(row.panel)))
@@ -168,16 +169,19 @@ def _columns(rows: Sequence[_Row]) -> Iterator[Col[_Row]]:
     yield Col("device", lambda row: row.panel.case.device)
     yield Col("suite", lambda row: row.panel.case.workload)
     yield Col("setting", _setting, hint="what tells a group of cases from the others; hover for all parameters")
-    yield Col("verdict", _verdict, hint=legend.VERDICT.removeprefix("verdict: "))
+    yield Col("verdict", lambda row: Field(case_status.status_words(row.result), tone=case_status.tone_of(row.result),
+              hint=_why(row.result)), hint=legend.VERDICT.removeprefix("verdict: "))  # fmt: skip
     words = "step time of the reference / that of the case: above 1x is faster"
-    yield Col("speed-up", _speed_up, number=True, unit="x", hint=words)
+    yield Col("speed-up", lambda row: number(speed.point if (speed := case_status.speed_up(row.result)) else None,
+              units.speed_up, case_status.tone_of(row.result)), number=True, unit="x", hint=words)  # fmt: skip
     words = "of the speed-up; sorts by width: the surest first"
     yield Col("interval", _interval, number=True, unit="x", hint=words)
     yield Col("over all calls", _typical, number=True, unit="x", hint="the speed-up by the mean over all calls")
     words = "of cases called the same: with 1 in so many calls that takes twice as long they would not have been"
     yield Col("slow calls seen", _seen, number=True, hint=words)
     words = ", ".join(f"{metric} ({', '.join(dict.fromkeys(suites))})" for metric, suites in errors.items())
-    yield Col("error", _error, number=True, hint=words)
+    yield Col("error", lambda row: number(row.figures[main_error(row.panel)].value, units.relative_error,
+              hint=main_error(row.panel)), number=True, hint=words)  # fmt: skip
     yield from map(_of_spec, (PEAK_MEMORY, ENERGY))
     words = legend.BEST.partition(";")[0].partition(": ")[2]
     yield Col("best", lambda row: row.figure(TIME, best=True), number=True, unit="s", hint=words)
@@ -188,56 +192,43 @@ def _columns(rows: Sequence[_Row]) -> Iterator[Col[_Row]]:
               show=units.percent, hint=words)  # fmt: skip
     unit = rates.pop() if len(rates) == 1 else ""
     yield Col("throughput", lambda row: row.figure(row.figures.rate), number=True, unit=unit, hint="at the median")
-    yield Col("how", _how, hint="native: the hardware does it; emulated: right in numbers, without a speed; refused")
+    yield Col("how", lambda row: Field(row.result.record.support.level.value, tone=case_status.cost_tone(row.result),
+              hint=row.result.record.support.reason),
+              hint="native: the hardware does it; emulated: right in numbers, without a speed; refused")  # fmt: skip
     words = "which of torch's kernels computed it, as an untimed step showed"
     yield Col("attention", lambda row: attention_of(row.result.record), hint=words)
     yield Col("labels", _labels, hint="reasons for doubt, and what else one should know")
 
 
-def _of_spec(spec: MetricSpec) -> Col[_Row]:
-    return figure_col(spec, partial(_Row.figure, name=spec))
+def _of_spec(spec: MetricSpec) -> Col[_ShownCase]:
+    return figure_col(spec, partial(_ShownCase.figure, name=spec))
 
 
-def _verdict(row: _Row) -> Field:
-    result = row.result
-    return Field(case_status.status_words(result), tone=case_status.tone_of(result), hint=_why(result))
-
-
-def _how(row: _Row) -> Field:
-    support, tone = row.result.record.support, Tone.DOUBT if case_status.emulated(row.result) else Tone.PLAIN
-    return Field(support.level.value, tone=tone, hint=support.reason)
-
-
-def _labels(row: _Row) -> Field:
+def _labels(row: _ShownCase) -> Field:
     meanings = (case_status.meaning(label, row.result) for label in row.result.labels)
     return Field(", ".join(case_status.named_labels(row.result)), hint="; ".join(meanings))
 
 
-def _setting(row: _Row) -> Field:
+def _setting(row: _ShownCase) -> Field:
     """What tells it from others; in the hint all of it, and how its cache came to be so."""
     record = row.result.record
     words = filter(None, (show_params(record.case.params), cache_of(record, row.entry.run.devices)))
     return Field(row.setting, hint="; ".join(words))
 
 
-def _speed_up(row: _Row) -> Field:
-    speed = case_status.speed_up(row.result)
-    return number(speed.point if speed else None, units.speed_up, case_status.tone_of(row.result))
-
-
-def _interval(row: _Row) -> Field:
+def _interval(row: _ShownCase) -> Field:
     speed = case_status.speed_up(row.result)
     return Field(units.NONE) if speed is None else number(speed.half_width, lambda _: case_status.bounds(speed))
 
 
-def _typical(row: _Row) -> Field:
+def _typical(row: _ShownCase) -> Field:
     typical = case_status.inverse(row.result.finding.typical if row.result.finding else None)
     if typical is None or case_status.speed_up(row.result) is None:
         return Field(units.NONE)
     return number(typical.point, lambda _: case_status.show_speed(typical))
 
 
-def _seen(row: _Row) -> Field | None:
+def _seen(row: _ShownCase) -> Field | None:
     finding = row.result.finding
     if finding is None or finding.verdict is not Verdict.SAME:
         return None
@@ -246,14 +237,102 @@ def _seen(row: _Row) -> Field | None:
     )
 
 
-def _error(row: _Row) -> Field:
-    """Right even where it is emulated."""
-    metric = main_error(row.panel)
-    return number(row.figures[metric].value, units.relative_error, hint=metric)
-
-
 def _why(result: Result) -> str:
     """The reason it was not measured, or is not to be trusted."""
     if result.record.status is not Status.OK:
         return result.record.reason
     return "; ".join(part for part in (*case_status.doubts(result), result.record.detail) if part)
+
+
+# What a look at the samples themselves can confirm or clear.
+_UNSTEADY = (Label.BIMODAL, Label.DRIFT, Label.NOISY)
+_MOST_ROWS = 250
+# Percent above the median: further out an axis would hide what the other points have to say.
+_FAR = 100.0
+
+
+@dataclass(frozen=True)
+class _Strip:
+    name: str
+    result: Result
+    percent: tuple[float, ...]  # of each round, above (or below) the median
+
+    @property
+    def unsteady(self) -> tuple[Label, ...]:
+        return tuple(label for label in _UNSTEADY if label in self.result.labels)
+
+    @property
+    def label(self) -> str:
+        words = [*self.unsteady, *(["emulated"] if emulated(self.result) else [])]
+        return f"{self.name} ({', '.join(words)})" if words else self.name
+
+    @property
+    def tone(self) -> Tone:
+        doubtful = self.result.finding is not None and self.result.finding.doubtful
+        return Tone.DOUBT if doubtful or emulated(self.result) else Tone.PLAIN
+
+    @property
+    def spread(self) -> float:
+        if len(self.percent) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.percent, n=4, method="inclusive")
+        return high - low
+
+
+@section("samples", "Samples", 120)
+def samples_section(material: Material) -> Iterator[Element]:
+    """Each point is one round: the fastest call of the case in it, as a distance from the case's median. Two clusters
+    are two states of the machine or of the code. A long tail to the right is other work on the machine: it hardly
+    touches the best case, which verdicts rest on.
+    """
+    rows = sorted(_rows(material), key=lambda row: not row.unsteady)  # a stable sort: else as in the table
+    kinds = [[row for row in rows[:_MOST_ROWS] if emulated(row.result) is cost] for cost in (False, True)]
+    yield from (_strips(found) for found in kinds if found)
+    if len(rows) > _MOST_ROWS:
+        yield Text(f"{len(rows) - _MOST_ROWS} more cases are not shown here; their samples are in the run.")
+    yield from _words(rows)
+
+
+def _rows(material: Material) -> Iterator[_Strip]:
+    for title, panel in timed_panels(material):
+        for case in panel.members:
+            timing = case.result.record.timing
+            finite = [one for one in step_samples(timing) if math.isfinite(one)] if timing is not None else []
+            middle = statistics.median(finite) if finite else 0.0
+            if middle > 0:
+                yield _Strip(f"{title} {case.name}", case.result, tuple(100 * (one / middle - 1) for one in finite))
+
+
+def _strips(rows: Sequence[_Strip]) -> Strips:
+    shown = tuple((row.label, tuple(one for one in row.percent if one <= _FAR), row.tone) for row in rows)
+    cost = emulated(rows[0].result)
+    name, whose = ("samples-of-emulations", "emulated case") if cost else ("samples-by-case", "case")
+    title, axis = f"Rounds of each {whose}, relative to its median", Axis("distance from the case's median", "%")
+    return Strips(name, title, _description(rows), axis, shown, folded=cost)
+
+
+def _description(rows: Sequence[_Strip]) -> str:
+    widest = max(rows, key=lambda row: row.spread)
+    words = (
+        f"{many(len(rows), 'case')}. The middle half of the rounds spans most in {widest.name}: "
+        f"{units.significant(widest.spread)}% of the median."
+    )
+    far = [(one, row) for row in rows for one in row.percent if one > _FAR]
+    if not far:
+        return words
+    most, case = max(far, key=lambda pair: pair[0])
+    return (
+        f"{words} {many(len(far), 'round')} took more than twice the median, which is not drawn; "
+        f"the longest took {units.ratio(1 + most / 100)} of it, in {case.name}."
+    )
+
+
+def _words(rows: Sequence[_Strip]) -> Iterator[Element]:
+    named = {label: [row.name for row in rows if label in row.unsteady] for label in _UNSTEADY}
+    items = [
+        Text(f"{label} ({listed(names)}): {legend.LABELS[label]}.", Tone.DOUBT)
+        for label, names in named.items()
+        if names
+    ]
+    if items:
+        yield Items(tuple(items))

@@ -1,4 +1,4 @@
-"""Phases under the roofs of what their device does at most: what bounds them, and what a precision could give."""
+"""What a device does at most, and phases under these roofs: what bounds them, and what a precision could give."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from fp8bench import units
+from fp8bench.analysis.ceiling_history import Pace, Since, alike, since
 from fp8bench.analysis.datasheet import datasheet_of, kind_of_path
 from fp8bench.analysis.roofline import Bound, Gain, PhaseRoof, gain_of, phase_roofs, roofs_of
-from fp8bench.model import Run
+from fp8bench.model import Ceilings, Limit, Rate, Run
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
-from fp8bench.report.columns import Col
-from fp8bench.report.elements import Axis, Element, Items, Point, Scatter, Text
-from fp8bench.report.material import Material, titled_panels
+from fp8bench.report.columns import Col, table
+from fp8bench.report.elements import Axis, Element, Items, Page, Part, Point, Scatter, Table, Text, Tone
 from fp8bench.report.page.charts import worth_drawing
-from fp8bench.report.page.section import PRECISION, Section, sections, table_of_cases
-from fp8bench.report.panels import Panel, Result, ResultGroup, together
-from fp8bench.report.words.naming import NamedCase, listed, named_cases, phase_words
+from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
+from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, together
+from fp8bench.report.terminal.history import count_of
+from fp8bench.report.words.naming import listed, phase_words
 
 # Phases that take less of a step than this are left out of sentences.
 _LEAST_SHARE = 0.02
@@ -37,7 +38,7 @@ def bound_words(roof: PhaseRoof) -> str:
 def sentences(panel: Panel) -> Iterator[str]:
     """Of each case what its phases wait for, then of each native precision what it could give."""
     for group in panel.groups:
-        place = f" at {panel.place(group)}" if len(panel.groups) > 1 else ""
+        place = f" at {group.place}" if len(panel.groups) > 1 else ""
         for result in group.results:
             if (found := _bounds(result)) and not emulated(result):
                 yield f"{result.mode}{place} is {found}."
@@ -132,39 +133,26 @@ def _gain(reference: str, place: str, result: Result, gain: Gain) -> str:
     )
 
 
-@sections.register("roofline")
-class Roofline(Section):
-    """For each panel the phases that multiply under both roofs, what bounds them all in words, and a table."""
-
-    name = "roofline"
-    title = "Roofline"
-    lead = (
-        "FLOPs, bytes and launches as the tape counted them, over best-case seconds, beside the most that the device "
-        "was seen to do here and what its datasheet says. Emulated cases are left out: their time says nothing of a "
-        "device's formats."
-    )
-    rank = 76
-
-    def elements(self, material: Material) -> Iterator[Element]:
-        for title, panel in titled_panels(material):
-            cases = [case for case in named_cases(panel) if _known(case)]
-            if cases:
-                yield from _panel(title, panel, cases)
-            elif any(one.record.ceiling and one.record.ceiling.rates for one in panel.results):
-                yield from (Text(f"{title}: {one}") for one in sources(panel.results))
-        told = [
-            how_to_know((one for panel in entry.panels for one in panel.results), entry.run)
-            for entry in material.entries
-        ]
-        yield from map(Text, dict.fromkeys(filter(None, told)))
-
-
-def _known(case: NamedCase) -> bool:
-    return not emulated(case.result) and any(one.bound for one in _roofs(case))
+@section("roofline", "Roofline", 76)
+def roofline_section(material: Material) -> Iterator[Element]:
+    """FLOPs, bytes and launches as the tape counted them, over best-case seconds, beside the most that the device was
+    seen to do here and what its datasheet says. Emulated cases are left out: their time says nothing of a device's
+    formats.
+    """
+    for title, panel in titled_panels(material):
+        cases = [case for case in panel.members if any(roof.bound for roof in _roofs(case))]
+        if cases:
+            yield from _panel(title, panel, cases)
+        elif any(one.record.ceiling and one.record.ceiling.rates for one in panel.results):
+            yield from (Text(f"{title}: {one}") for one in sources(panel.results))
+    told = [
+        how_to_know((one for panel in entry.panels for one in panel.results), entry.run) for entry in material.entries
+    ]
+    yield from map(Text, dict.fromkeys(filter(None, told)))
 
 
 def _roofs(case: NamedCase) -> tuple[PhaseRoof, ...]:
-    return phase_roofs(case.result.record, case.result.finding)
+    return () if emulated(case.result) else phase_roofs(case.result.record, case.result.finding)
 
 
 def _panel(title: str, panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Element]:
@@ -212,7 +200,9 @@ def _chart(title: str, cases: Sequence[NamedCase]) -> Scatter:
              for kind in kinds if kind in roofs.products and roofs.memory]  # fmt: skip
     places = [point.x for point in points if point.x] + [rate / memory for _, rate, memory in drawn]
     span = (min(places) / _BEYOND, max(places) * _BEYOND) if places else (1.0, 1.0)
-    lines = [(name, corner) for name, rate, memory in drawn for corner in _roof(rate, memory, span)]
+    # Memory's slope up to the ridge, then the rate of products.
+    lines = [(name, corner) for name, rate, memory in drawn
+             for corner in ((span[0], span[0] * memory), (rate / memory, rate), (span[1], rate))]  # fmt: skip
     points += [Point(name, "", x, y) for name, (x, y) in lines]
     return Scatter(
         f"roofline-{cases[0].result.record.case.workload}", f"{title}: roofline",
@@ -227,6 +217,96 @@ def _label(case: NamedCase, roof: PhaseRoof) -> str:
     return ", ".join(filter(None, (phase_words(roof.count.phase), case.place)))
 
 
-def _roof(rate: float, memory: float, span: tuple[float, float]) -> tuple[tuple[float, float], ...]:
-    """The corners of a roof: memory's slope up to the ridge, then the rate of products."""
-    return (span[0], span[0] * memory), (rate / memory, rate), (span[1], rate)
+UNITS = {**dict.fromkeys(Limit, "B/s"), Limit.PRODUCT: "FLOP/s", Limit.LAUNCH: "launches/s"}
+_TONES = {Pace.SLOWER: Tone.BAD, Pace.FASTER: Tone.GOOD, Pace.UNCLEAR: Tone.DOUBT}
+_LEGEND = (
+    "before: all earlier measurements under the same software and settings; change: from the middle one",
+    "slower, faster: more than 5% beyond all of them; unclear: runs of one measurement differ by more than 5%",
+)
+
+
+def lines_of(found: Ceilings, history: Sequence[Ceilings] = ()) -> Iterator[str]:
+    """When and under which settings, then a line a rate, with what it was before under the same ones."""
+    settings = settings_words(found)
+    yield f"measured {found.when}{f' ({settings})' if settings else ''}; other software or settings need their own"
+    earlier, names = alike(found, history), list(map(rate_words, found.rates))
+    longest = max(map(len, names), default=0)
+    for name, rate in zip(names, found.rates, strict=True):
+        one = since(rate, earlier)
+        yield f"{name:<{longest}}  {_said(rate)}{f'; {since_words(one)}' if one is not None else ''}"
+
+
+def settings_words(found: Ceilings) -> str:
+    """'machine box, torch 2.13.0, threads 1'."""
+    return ", ".join(f"{name} {value}" for name, value in found.under if name not in ("device", "name"))
+
+
+def rate_words(rate: Rate) -> str:
+    """'product bf16'."""
+    return f"{rate.limit.value} {rate.precision}".strip()
+
+
+def since_words(one: Since) -> str:
+    """'slower than before: -12.0% against 425 GFLOP/s, the middle of 3'."""
+    words = {Pace.SLOWER: "slower than before", Pace.FASTER: "faster than before"}.get(one.pace, one.pace.value)
+    assert one.rate.value is not None
+    count = f", the middle of {len(one.before)}" if len(one.before) > 1 else ""
+    middle = units.count(one.middle, UNITS[one.rate.limit])
+    return f"{words}: {units.change(one.rate.value / one.middle)} against {middle}{count}"
+
+
+def spread_words(rate: Rate) -> str:
+    """'spread 1.5% over 5 runs', and what that means where it is wide."""
+    bound = "" if rate.steady else ": no bound"
+    return f"spread {units.percent(rate.spread)} over {len(rate.runs)} runs{bound}"
+
+
+def shape_words(rate: Rate) -> str:
+    if rate.limit is Limit.LAUNCH:
+        return "one element"
+    size = "x".join(map(str, rate.shape)) if rate.limit is Limit.PRODUCT else f"arrays of {units.size(rate.shape[0])}"
+    return f"{size}, the best of {rate.searched} searched"
+
+
+def _said(rate: Rate) -> str:
+    if rate.value is None:
+        return f"not measured: {rate.why}"
+    each = f", {units.seconds(1 / rate.value)} each" if rate.limit is Limit.LAUNCH else ""
+    rated = units.count(rate.value, UNITS[rate.limit])
+    return f"{rated}{each}; {spread_words(rate)}; {shape_words(rate)}"
+
+
+def ceilings_page(history: Sequence[Ceilings], store: str) -> Page:
+    """A part for each device with its settings: its newest rates beside those of before."""
+    parts = [
+        Part("ceilings", _title(some), (_table(some),))
+        for some in together(((one.device, one.under), one) for one in history).values()
+    ]
+    return Page(
+        f"{store}: {count_of(len(history), 'measurement')} of what devices do at most", "", tuple(parts), _LEGEND
+    )
+
+
+def _title(some: Sequence[Ceilings]) -> str:
+    """'AMD EPYC (torch 2.13.0, threads 1): 3 measurements, 2026-11-20 to 2026-11-23'."""
+    days = dict.fromkeys(one.when[:10] for one in (some[0], some[-1]))
+    return f"{some[-1].device} ({settings_words(some[-1])}): {count_of(len(some), 'measurement')}, {' to '.join(days)}"
+
+
+def _table(some: Sequence[Ceilings]) -> Table:
+    newest = some[-1]
+    cols: list[Col[tuple[Rate, Since | None]]] = [
+        Col("rate", lambda row: rate_words(row[0])),
+        Col("before", lambda row: units.span(row[1].before, partial(_shown, row)) if row[1] else None),
+        Col("last", lambda row: _shown(row, row[0].value), number=True),
+        Col("change", lambda row: units.change((row[0].value or 0.0) / row[1].middle) if row[1] else None, number=True),
+        Col("is", lambda row: row[1].pace.value if row[1] else row[0].why,
+            tone=lambda row: _TONES.get(row[1].pace, Tone.PLAIN) if row[1] else Tone.PLAIN),
+    ]  # fmt: skip
+    earlier = alike(newest, some)
+    rows = [(rate, since(rate, earlier) if rate.value is not None else None) for rate in newest.rates]
+    return table("ceilings", "", cols, rows)
+
+
+def _shown(row: tuple[Rate, Since | None], value: float | None) -> str:
+    return units.count(value, UNITS[row[0].limit])

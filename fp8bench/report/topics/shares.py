@@ -1,22 +1,25 @@
-"""What each kind of work and each module takes of a step, where a run has looked for it."""
+"""What each kind of work and each module takes of a step, where a run has looked for it; and how much of a model's
+products its cases convert, and what not and why.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.shares import StepParts, parts_of_record
 from fp8bench.model import UNATTRIBUTED, Provenance, Run, SharesFrom
 from fp8bench.model.codec import encode
-from fp8bench.report.data.plain import csv_text, json_line
+from fp8bench.model.step import Coverage
+from fp8bench.report.columns import Col, table
+from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Axis, Column, Element, Field, Items, Page, Part, Stacks, Table, Text, Tone
-from fp8bench.report.material import Material, titled_panels
 from fp8bench.report.page.charts import stacked
-from fp8bench.report.page.section import Section, sections
-from fp8bench.report.panels import together
-from fp8bench.report.words.naming import NamedCase, named_cases
+from fp8bench.report.page.section import Material, section, titled_panels
+from fp8bench.report.panels import NamedCase, Panel, together
+from fp8bench.report.words.naming import listed
 
 # So many modules are told by name.
 MOST_MODULES = 20
@@ -26,6 +29,9 @@ _LEGEND = (
     "cast: between dtypes of floating-point numbers; copy: without one; gather: by index",
     "module: its path in the model, and the model's class for what is done between its modules",
 )
+_OF_CSV = (
+    "case", "precision", "kind", "module", "direction", "what", "calls", "share", "seconds", "provenance", "of",
+)  # fmt: skip
 _Known = tuple[NamedCase, StepParts]
 _MOST_KINDS, _OTHERS = 6, "others"
 
@@ -80,72 +86,42 @@ def _cell(one: StepParts, share: float | None) -> Field:
     return Field(f"{units.percent(share)}{seconds}", share)
 
 
-class ShareRow(NamedTuple):
-    """A part of a step: `seconds` are estimated, its share of the step's best case."""
-
-    case: str
-    precision: str
-    kind: str
-    module: str
-    direction: str
-    what: str
-    calls: int
-    share: float
-    seconds: float | None
-    provenance: str
-    of: str
-
-
-def share_rows(parts: Sequence[StepParts]) -> Iterator[ShareRow]:
-    """Those of every case, the longest part first, what is left of its step last."""
-    for one in parts:
-        of = one.shares.of if one.shares is not None else SharesFrom.OPERATORS
-        for row in one.rows:
-            yield ShareRow(
-                one.case.id, one.case.mode, row.kind, row.module, row.direction, row.what, row.calls, row.share,
-                row.seconds, Provenance.ESTIMATED.value, of.value,
-            )  # fmt: skip
-
-
-def as_json(parts: Sequence[StepParts]) -> str:
+def value_of(parts: Sequence[StepParts]) -> dict[str, object]:
     """Every case with its parts and what is left of its step, or why nobody knows them."""
-    return json_line({
+    return {
         "shares": [
             {"case": one.case.id, "precision": one.case.mode, "why": one.why, "seconds": one.seconds,
              "of": one.shares.of.value if one.shares is not None else None, "remarks": list(one.remarks),
              "parts": [encode(row) for row in one.rows]}
             for one in parts
         ]
-    })  # fmt: skip
+    }  # fmt: skip
 
 
-def as_csv(parts: Sequence[StepParts]) -> str:
-    """A row a part."""
-    return csv_text(ShareRow._fields, (row._asdict() for row in share_rows(parts)))
+def rows_of(parts: Sequence[StepParts]) -> Rows:
+    """A row a part of a case, the longest first, what is left of its step last; `seconds` are estimated by shares."""
+    return _OF_CSV, [
+        {
+            **encode(row), "case": one.case.id, "precision": one.case.mode, "provenance": Provenance.ESTIMATED.value,
+            "of": (one.shares.of if one.shares is not None else SharesFrom.OPERATORS).value,
+        }
+        for one in parts for row in one.rows
+    ]  # fmt: skip
 
 
-@sections.register("shares")
-class ShareSection(Section):
-    """A bar for each case, cut into kinds of work, and the modules that take most."""
-
-    name = "shares"
-    title = "What a step is made of"
-    lead = (
-        "Shares come from a pass of its own that looks at every operator of a step, or every kernel of a device; times "
-        "are estimates: those shares of the best case, which nobody looked into. Unattributed is the host, between "
-        "operators."
-    )
-    rank = 62
-
-    def elements(self, material: Material) -> Iterator[Element]:
-        for title, panel in titled_panels(material):
-            found = [
-                (case, parts)
-                for case in named_cases(panel)
-                if (parts := parts_of_record(case.result.record, case.result.finding)).shares is not None
-            ]
-            if found:
-                yield from _panel(title, found)
+@section("shares", "What a step is made of", 62)
+def shares_section(material: Material) -> Iterator[Element]:
+    """Shares come from a pass of its own that looks at every operator of a step, or every kernel of a device; times are
+    estimates: those shares of the best case, which nobody looked into. Unattributed is the host, between operators.
+    """
+    for title, panel in titled_panels(material):
+        found = [
+            (case, parts)
+            for case in panel.members
+            if (parts := parts_of_record(case.result.record, case.result.finding)).shares is not None
+        ]
+        if found:
+            yield from _panel(title, found)
 
 
 def _panel(title: str, found: Sequence[_Known]) -> Iterator[Element]:
@@ -153,8 +129,8 @@ def _panel(title: str, found: Sequence[_Known]) -> Iterator[Element]:
     if timed := [(case, parts) for case, parts in found if parts.seconds]:
         yield _chart(f"shares-{workload}", title, timed)
     captions = f"{title}: a step by kind of work", f"{title}: the modules that take most"
-    for table in tables_of([(_name(case, parts), parts) for case, parts in found], captions):
-        yield replace(table, name=f"share-{table.name}-{workload}")
+    for shown in tables_of([(_name(case, parts), parts) for case, parts in found], captions):
+        yield replace(shown, name=f"share-{shown.name}-{workload}")
     remarks = together((remark, case.name) for case, parts in found for remark in parts.remarks)
     if remarks:
         yield Items(tuple(Text(f"{', '.join(names)}: {remark}", Tone.DOUBT) for remark, names in remarks.items()))
@@ -182,3 +158,95 @@ def _chart(name: str, title: str, timed: Sequence[_Known]) -> Stacks:
     axis = Axis("best case of a step, parted by estimated shares", "s")
     words = {kind: kind for kind in dict.fromkeys(drawn.values())}
     return stacked(name, f"{title}: a step by kind of work", said, axis, "share of the step", words, rows)
+
+
+_KINDS = {
+    "linear": "linear layers", "conv1d": "Conv1D (GPT-2's linear layers)", "conv2d": "convolutions",
+    "experts": "experts (a matrix for each)", "head": "the head",
+}  # fmt: skip
+_OUTSIDE = "outside of layers"
+
+
+def coverages(panel: Panel) -> list[tuple[str, Coverage]]:
+    """Each that cases of a panel have, with their modes: 'bf16, fp8'."""
+    known = [(one.record.coverage, one.mode) for one in panel.results]
+    found = together((coverage, mode) for coverage, mode in known if coverage is not None)
+    return [(", ".join(dict.fromkeys(modes)), coverage) for coverage, modes in found.items()]
+
+
+def coverage_sentence(modes: str, coverage: Coverage) -> str:
+    """'92.1% of the FLOPs of a step's products are converted in bf16, fp8: 1.2 GFLOP of 1.3 GFLOP', without an end."""
+    words = f"{units.percent(coverage.share)} of the FLOPs of a step's products are converted in {modes}"
+    return f"{words}: {units.count(coverage.converted_flops, 'FLOP')} of {units.count(coverage.flops, 'FLOP')}"
+
+
+def coverage_elements(panel: Panel, number: int = 0) -> Iterator[Element]:
+    for place, (modes, coverage) in enumerate(coverages(panel)):
+        name = f"{number}-{place}" if number or place else "kinds"
+        yield Text(f"{coverage_sentence(modes, coverage)}.", Tone.STRONG)
+        yield _kinds(f"coverage-{name}", modes, coverage)
+        left = _left(coverage)
+        if left:
+            yield _reasons(f"coverage-left-{name}", modes, left, coverage)
+        if remarks := list(_remarks(coverage)):
+            yield Items(tuple(map(Text, remarks)))
+
+
+def _kinds(name: str, modes: str, coverage: Coverage) -> Table:
+    cols: list[Col[tuple[str, int | None, int, int]]] = [
+        Col("products of", lambda row: row[0]),
+        Col("weights", lambda row: row[1], number=True, show=str),
+        Col("FLOPs", lambda row: row[2], number=True, show=units.count),
+        Col("share", lambda row: _over(row[2], coverage.flops), number=True, show=units.percent),
+        Col("converted", lambda row: _over(row[3], row[2]), number=True, show=units.percent),
+    ]
+    counts = Counter(one.kind for one in coverage.holders)
+    rows: list[tuple[str, int | None, int, int]] = [
+        (_KINDS.get(kind, kind), counts[kind], *flops) for kind, flops in coverage.by_kind().items()
+    ]
+    rows += [(_OUTSIDE, None, sum(one.flops or 0 for one in coverage.others), 0)] if coverage.others else []
+    return table(name, f"what is converted in {modes}", cols, rows)
+
+
+def _left(coverage: Coverage) -> list[tuple[str, list[str], int]]:
+    """What is not converted by its reason, the most FLOPs first: (reason, names, FLOPs)."""
+    names, flops = defaultdict[str, list[str]](list), defaultdict[str, int](int)
+    for holder in coverage.holders:
+        if not holder.converted:
+            names[holder.reason].append(holder.name)
+            flops[holder.reason] += holder.flops
+    for other in coverage.others:
+        names[other.reason].append(other.weight or other.module or other.operator)
+        flops[other.reason] += other.flops or 0
+    return sorted(((why, names[why], flops[why]) for why in names), key=lambda one: -one[2])
+
+
+def _reasons(name: str, modes: str, left: Sequence[tuple[str, list[str], int]], coverage: Coverage) -> Table:
+    cols: list[Col[tuple[str, list[str], int]]] = [
+        Col("not converted", lambda row: listed(list(dict.fromkeys(row[1])), 3)),
+        Col("share", lambda row: _over(row[2], coverage.flops), number=True, show=units.percent),
+        Col("why", lambda row: row[0], below=True),
+    ]
+    return table(name, f"what is not converted in {modes}, and why", cols, left)
+
+
+def _remarks(coverage: Coverage) -> Iterator[str]:
+    yield from coverage.remarks
+    if coverage.loss:
+        yield f"backward begins from {coverage.loss}"
+    wanted = together((one.native, one.name) for one in coverage.holders if one.converted and one.native)
+    for why, names in wanted.items():
+        yield f"{listed(names, 3)}: {why}"
+    if coverage.unknown:
+        yield f"{coverage.unknown} calls of operators without a formula are in no sum"
+
+
+def _over(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+@section("coverage", "Coverage", 5)
+def coverage_section(material: Material) -> Iterator[Element]:
+    """Which of a model's products its cases make in another precision; counted in a step that nobody timed."""
+    for number, (_, panel) in enumerate(material.panels()):
+        yield from coverage_elements(panel, number)

@@ -16,9 +16,9 @@ from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.report.case_status import Standing, doubts, inverse, show_speed, speed_up, standing, tone_of
 from fp8bench.report.columns import with_figures
 from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Mark, Point, Scatter, Table, Tone
-from fp8bench.report.material import Material, titled_panels
+from fp8bench.report.page.charts import against
 from fp8bench.report.page.drawing.limits import BARS
-from fp8bench.report.page.section import Section, sections
+from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Panel, Result, main_error, together, value_of
 from fp8bench.report.topics.tensors import about_tensors, timed_panels
 from fp8bench.report.words.naming import listed, many
@@ -32,11 +32,7 @@ _REFERENCE = Interval(1.0, 1.0, 1.0, 1.0)
 
 def sustained(panel: Panel) -> Iterator[Table]:
     """What each case sustains, beside its time in slots; nothing where nobody asked."""
-    known = [
-        (group, one, found)
-        for group, one in panel.members
-        if (found := sustained_figures(one.record, one.finding)) is not None
-    ]
+    known = panel.known(lambda one: sustained_figures(one.record, one.finding))
     if not known:
         return
     columns = (
@@ -48,7 +44,7 @@ def sustained(panel: Panel) -> Iterator[Table]:
         ratio = sustained_ratio(one.record, group.lead.record if group.lead else None)
         word = "reference" if one.record.is_reference else units.NONE
         settled = "cannot be told" if found.settled is None else f"{found.settled} settled"
-        words = (panel.place(group), one.mode, units.seconds(found.seconds),
+        words = (group.place, one.mode, units.seconds(found.seconds),
                  show_speed(inverse(ratio)) or word, units.change(found.change), units.count(found.clock, "Hz"),
                  units.count(found.watts, "W"), f"{found.turns}, {settled}")  # fmt: skip
         rows.append(tuple(map(Field, words)))
@@ -77,26 +73,18 @@ class _Case:
         return " ".join(part for part in (self.title, self.setting, self.result.mode) if part)
 
 
-@sections.register("speedup")
-class SpeedUp(Section):
-    """Bars from 1x, then speed against error; a chart never holds speeds over two references."""
-
-    name = "speedup"
-    title = "Speed-up"
-    lead = (
+def _lead(material: Material) -> str:
+    return (
         "To the right of 1x is faster than the reference; whiskers are 99% intervals, of fewer than "
         f"{LEAST_ROUNDS} rounds their range. Grey ones are in doubt, and emulated cases have no speed."
-    )
-    rank = 40
-    repeats = True
+    ) + (_AGAINST if any(_scatters(_cases(material))) else "")
 
-    def elements(self, material: Material) -> Iterator[Element]:
-        cases = list(_cases(material))
-        yield from _charts([case for case in cases if speed_up(case.result) is not None])
-        yield from _scatters(cases)
 
-    def lead_of(self, material: Material) -> str:
-        return self.lead + (_AGAINST if any(_scatters(_cases(material))) else "")
+@section("speedup", "Speed-up", 40, lead=_lead, repeats=True)
+def speedup_section(material: Material) -> Iterator[Element]:
+    cases = list(_cases(material))
+    yield from _charts([case for case in cases if speed_up(case.result) is not None])
+    yield from _scatters(cases)
 
 
 def _cases(material: Material) -> Iterator[_Case]:
@@ -105,7 +93,7 @@ def _cases(material: Material) -> Iterator[_Case]:
         for group, result in () if about_tensors(panel) else panel.members:
             error = value_of(result.record.measurement(metric)) if metric else None
             run = f"{entry.label} {panel.case.device}"
-            yield _Case(run, title, panel.reference or "the reference", panel.place(group), result, metric,
+            yield _Case(run, title, panel.reference or "the reference", group.place, result, metric,
                         math.nan if error is None else error)  # fmt: skip
 
 
@@ -124,30 +112,24 @@ def _charts(bars: Sequence[_Case]) -> Iterator[Bars]:
 
 
 def _chart(name: str, by_title: Mapping[str, Sequence[_Case]]) -> Bars:
-    groups = [group for suite, bars in by_title.items() for group in _groups(suite, bars, len(by_title) > 1)]
+    groups = [
+        (" ".join(filter(None, (suite if len(by_title) > 1 else "", heading))), marks)
+        for suite, bars in by_title.items()
+        for heading, marks in against(bars[0].reference, [(bar.setting, _mark(bar)) for bar in bars])
+    ]
     bars = [bar for members in by_title.values() for bar in members]
     own = " of its run" if len({bar.run for bar in bars}) > 1 else ""
     title = f"Speed-up over {bars[0].reference}{own}: {listed(list(by_title), len(by_title))}"
     return Bars(name, title, _description(bars), Axis(f"speed-up over {bars[0].reference}", "x"), tuple(groups), 1.0)
 
 
-def _groups(suite: str, bars: Sequence[_Case], named: bool) -> Iterator[tuple[str, tuple[Mark, ...]]]:
-    """A heading a setting; where each setting has one bar, a heading a suite is enough."""
-    by_setting = together((bar.setting, bar) for bar in bars)
-    modes = list(dict.fromkeys(bar.result.mode for bar in bars))
-    alone = len(modes) == 1 and len(by_setting) > 1
-    for heading, members in {f"{modes[0]} over {bars[0].reference}": bars}.items() if alone else by_setting.items():
-        marks = tuple(_mark(bar, bar.setting if alone else bar.result.mode) for bar in members)
-        yield " ".join(filter(None, (suite if named else "", heading))), marks
-
-
-def _mark(bar: _Case, label: str) -> Mark:
+def _mark(bar: _Case) -> Mark:
     speed = bar.speed or _REFERENCE
     low, high = (bound if math.isfinite(bound) else None for bound in (speed.low, speed.high))
     tone = tone_of(bar.result)
     shown = f"{bar.result.mode} {units.speed_up(speed.point)} as fast as {bar.reference}"
     why = "; ".join(doubts(bar.result))
-    return Mark(label or bar.result.mode, speed.point, low, high, tone, f"{shown}; {why}" if why else shown)
+    return Mark(bar.result.mode, speed.point, low, high, tone, f"{shown}; {why}" if why else shown)
 
 
 def _description(bars: Sequence[_Case]) -> str:
@@ -222,19 +204,11 @@ def _ranges(spots: Sequence[_Case], outdone: Mapping[_Case, _Case], metric: str)
     return " ".join(sentences)
 
 
-@sections.register("sustained")
-class SustainedTimes(Section):
-    """Nothing where nobody asked for it."""
-
-    name = "sustained"
-    title = "Sustained"
-    lead = (
-        "Each case ran for seconds at a time, in balanced orders, after it had run until clock and temperature stood "
-        "still (or for half as long where the device tells neither). The speed-up is by rounds of turns."
-    )
-    rank = 96
-
-    def elements(self, material: Material) -> Iterator[Element]:
-        for title, panel in timed_panels(material):
-            for table in sustained(panel):
-                yield replace(table, name=f"sustained-{panel.case.workload}", caption=title)
+@section("sustained", "Sustained", 96)
+def sustained_section(material: Material) -> Iterator[Element]:
+    """Each case ran for seconds at a time, in balanced orders, after it had run until clock and temperature stood still
+    (or for half as long where the device tells neither). The speed-up is by rounds of turns.
+    """
+    for title, panel in timed_panels(material):
+        for table in sustained(panel):
+            yield replace(table, name=f"sustained-{panel.case.workload}", caption=title)

@@ -1,21 +1,24 @@
-"""What a step does, as it was counted operator by operator: FLOPs, bytes and launches, and the operators themselves."""
+"""What a step does, operator by operator: FLOPs, bytes and launches as they were counted; and where traces were
+recorded, the operators and kernels that its time goes to.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.tapes import Row, Taped, intensity_of, narrow_over_wide, share_of, side_by_side
-from fp8bench.model import PhaseCount, Tape
+from fp8bench.model import OperatorTime, PhaseCount, Tape
 from fp8bench.model.codec import encode
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import csv_text, json_line
+from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
-from fp8bench.report.material import Material, titled_panels
-from fp8bench.report.page.section import PRECISION, Section, sections, table_of_cases
-from fp8bench.report.panels import together
-from fp8bench.report.words.naming import NamedCase, named_cases, phase_words
+from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
+from fp8bench.report.panels import NamedCase, Panel, together
+from fp8bench.report.words.naming import listed, phase_order, phase_words
 
 _WIDTHS = (8, 4, 32)
 _LEGEND = (
@@ -108,21 +111,15 @@ def _sums(row: Row, place: int) -> str | None:
     return f"{flops}{units.size(one.bytes)} in {one.calls}"
 
 
-def as_json(taped: Sequence[Taped]) -> str:
-    """Every tape with its sums by phase and its operators."""
-    return json_line({"tapes": [encode(one) for one in taped]})
-
-
-def as_csv(taped: Sequence[Taped]) -> str:
+def tape_rows(taped: Sequence[Taped]) -> Rows:
     """FLOPs, bytes and launches are those of one call; FLOPs are empty where nobody knows them."""
-    rows = [
+    return _OF_CSV, (
         {
             **encode(operator), "setting": one.setting, "tape": one.name, "inputs": " ".join(operator.inputs),
             "outputs": " ".join(operator.outputs),
         }
         for one in taped if one.tape is not None for operator in one.tape.operators
-    ]  # fmt: skip
-    return csv_text(_OF_CSV, rows)
+    )  # fmt: skip
 
 
 _Counted = tuple[NamedCase, Tape | PhaseCount]
@@ -149,31 +146,21 @@ def _cols() -> Iterator[Col[_Counted]]:
         yield Col(f"{bits} bits", partial(_share, bits=bits), number=True, show=units.percent, hint=words)
 
 
-@sections.register("tape")
-class StepCounts(Section):
-    """A table for each panel; operators stand in `show RUN --tape`."""
-
-    name = "tape"
-    title = "What a step does"
-    lead = (
-        "Counted operator by operator in an untimed step; nothing is declared by the suite but what says so. "
-        "`fp8bench show RUN --tape` has the operators."
-    )
-    rank = 77
-
-    def elements(self, material: Material) -> Iterator[Element]:
-        for title, panel in titled_panels(material):
-            cases = [(case, case.result.record.tape) for case in named_cases(panel)]
-            taped = [(case, tape) for case, tape in cases if tape is not None and tape.phases]
-            rows = ((case.name, _counted(case, tape)) for case, tape in taped)
-            name, words = f"tape-{panel.case.workload}", "counts of a step, by phase"
-            yield from table_of_cases(name, title, words, [*_cols()], rows, "The CSV has them.")
-            said = tuple(Text(f"{case.name}: {words}") for case, tape in taped for words in remarks(tape))
-            yield from [Items(said)] if said else []
-
-
-def _counted(case: NamedCase, tape: Tape) -> list[_Counted]:
-    return [(case, tape), *((case, one) for one in tape.phases)]
+@section("tape", "What a step does", 77)
+def tape_section(material: Material) -> Iterator[Element]:
+    """Counted operator by operator in an untimed step; nothing is declared by the suite but what says so. `fp8bench
+    show RUN --tape` has the operators.
+    """
+    for title, panel in titled_panels(material):
+        cases = [(case, case.result.record.tape) for case in panel.members]
+        taped = [(case, tape) for case, tape in cases if tape is not None and tape.phases]
+        rows: list[tuple[str, list[_Counted]]] = [
+            (case.name, [(case, tape), *((case, one) for one in tape.phases)]) for case, tape in taped
+        ]
+        name, words = f"tape-{panel.case.workload}", "counts of a step, by phase"
+        yield from table_of_cases(name, title, words, [*_cols()], rows, "The CSV has them.")
+        said = tuple(Text(f"{case.name}: {words}") for case, tape in taped for words in remarks(tape))
+        yield from [Items(said)] if said else []
 
 
 def _intensity(row: _Counted) -> float | None:
@@ -181,3 +168,85 @@ def _intensity(row: _Counted) -> float | None:
     if isinstance(count, Tape):
         return intensity_of(count)
     return count.flops / count.bytes if count.flops and count.bytes else None
+
+
+# Of each phase so many, and what takes less of a step only where it is its phase's first.
+MOST = 5
+LEAST_SHARE = 0.01
+REST = "all else"
+REST_HINT = "operators that are not listed, and the time that lies in none: Python's, and waiting"
+
+
+class _ShownOperator(NamedTuple):
+    case: NamedCase
+    operator: OperatorTime
+    whole: float
+
+
+@section("operators", "Operators and kernels", 130)
+def operators_section(material: Material) -> Iterator[Element]:
+    """Own time in one step, without that of what it calls; from traces of a few steps, in a pass that is not timed.
+    Recording makes steps longer, those of many small operators most: shares say more than times.
+    """
+    found = [element for title, panel in titled_panels(material) for element in _panel(title, panel)]
+    yield from found
+    if found:
+        yield Text(_where(material))
+
+
+def _panel(title: str, panel: Panel) -> Iterator[Element]:
+    # Those whose figures are of some step.
+    cases = [case for case in panel.members if 0 < _whole(case.result.record.operators) < math.inf]
+    on_device = any(one.on_device for case in cases for one in case.result.record.operators)
+    of = "the host's time of the traced step" if on_device else "the traced step"
+    cols: list[Col[_ShownOperator]] = [
+        PRECISION,
+        Col("phase", lambda row: phase_words(row.operator.phase)),
+        Col("operator or kernel" if on_device else "operator", _name),
+        Col("calls", lambda row: row.operator.calls, number=True,
+            show=lambda calls: units.whole(int(calls)) if calls.is_integer() else units.significant(calls),
+            hint="in one step; those that begin in the phase"),
+        Col("own time", lambda row: row.operator.seconds, number=True, unit="s", hint="in one step of the trace"),
+        Col("share", lambda row: row.operator.seconds / row.whole, number=True, show=units.percent, hint=f"of {of}"),
+    ]  # fmt: skip
+    name, words = f"operators-{panel.case.workload}", "what takes most of each phase"
+    rows = ((case.name, [*_rows(case)]) for case in cases)
+    yield from table_of_cases(name, title, words, cols, rows, "They have their traces.")
+
+
+def _whole(operators: Sequence[OperatorTime]) -> float:
+    """Seconds of the traced step: all of the host's time is some row's."""
+    return sum(one.seconds for one in operators if not one.on_device)
+
+
+def _rows(case: NamedCase) -> Iterator[_ShownOperator]:
+    """The first ones of each phase, on each side; what is below them goes into the rest."""
+    operators = case.result.record.operators
+    whole = _whole(operators)
+    for phase in sorted({one.phase for one in operators}, key=phase_order):
+        for on_device in (True, False):
+            found = [one for one in operators if (one.phase, one.on_device) == (phase, on_device)]
+            named = [one for one in found if one.name]
+            shown = [one for place, one in enumerate(named[:MOST]) if not place or one.seconds >= LEAST_SHARE * whole]
+            for one in shown:
+                yield _ShownOperator(case, one, whole)
+            others = [one for one in found if one not in shown]
+            rest = sum(one.seconds for one in others)
+            if rest >= LEAST_SHARE * whole:
+                calls = sum(one.calls for one in others)
+                yield _ShownOperator(case, OperatorTime(phase, "", calls, rest, on_device), whole)
+
+
+def _name(row: _ShownOperator) -> Field:
+    rest = f"{REST} on the device" if row.operator.on_device else REST
+    return Field(row.operator.name) if row.operator.name else Field(rest, hint=REST_HINT)
+
+
+def _where(material: Material) -> str:
+    asked = [entry.run.request.trace for entry in material.entries if any(one.trace for one in entry.run.records)]
+    folders = list(dict.fromkeys(folder for folder in asked if folder is not None))
+    lie = f"The traces lie in {listed(folders)}, a folder a case. " if folders else ""
+    return (
+        f"{lie}ui.perfetto.dev and chrome://tracing open them; so does TensorBoard with torch-tb-profiler, whose page "
+        "needs internet access in the browser."
+    )

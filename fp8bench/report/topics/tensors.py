@@ -15,8 +15,7 @@ from fp8bench.protocols import Precision
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Field, Table, Text, Tone
-from fp8bench.report.material import Material, titled_panels
-from fp8bench.report.page.section import Section, sections
+from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Panel, Result, ResultGroup, together, value_of
 from fp8bench.report.terminal.layout import GAP, INDENT
 from fp8bench.report.words.naming import listed
@@ -123,7 +122,7 @@ def tensor_name(panel: Panel, group: ResultGroup) -> str:
     """What a group's tensor is called, with what else tells it from others of that name."""
     own = dict(group.case.params)
     if _NAME not in own:
-        return panel.place(group) or panel.case.workload
+        return group.place or panel.case.workload
     alike = [other for other in panel.groups if dict(other.case.params).get(_NAME) == own[_NAME]]
     if len(alike) == 1:
         return str(own[_NAME])
@@ -229,25 +228,17 @@ def _fitting(widths: Sequence[int], room: int) -> list[list[int]]:
     return [[place] for place in places]
 
 
-@sections.register("tensors")
-class Tensors(Section):
-    """SQNR by format and scaling, tensor by tensor; what tells more about it on hovering."""
-
-    name = "tensors"
-    title = "What is left of a tensor"
-    lead = (
-        "SQNR in dB: the power of a tensor over that of its error. 6 dB more is half the error; 0 dB means that "
-        "nothing is left. The largest values decide it: what happens to small ones shows in the worst rows and blocks, "
-        "and in what underflows. Times have no part here: the suite cast is about them."
-    )
-    rank = 45
-
-    def elements(self, material: Material) -> Iterator[Element]:
-        panels = [(title, panel) for title, panel in titled_panels(material) if about_tensors(panel)]
-        for title, panel in panels:
-            for group in panel.groups:
-                yield from _grid(title, tensor_name(panel, group), group)
-        yield from (_all_figures(title, panel) for title, panel in panels)
+@section("tensors", "What is left of a tensor", 45)
+def tensors_section(material: Material) -> Iterator[Element]:
+    """SQNR in dB: the power of a tensor over that of its error. 6 dB more is half the error; 0 dB means that nothing is
+    left. The largest values decide it: what happens to small ones shows in the worst rows and blocks, and in what
+    underflows. Times have no part here: the suite cast is about them.
+    """
+    panels = [(title, panel) for title, panel in titled_panels(material) if about_tensors(panel)]
+    for title, panel in panels:
+        for group in panel.groups:
+            yield from _grid(title, tensor_name(panel, group), group)
+    yield from (_all_figures(title, panel) for title, panel in panels)
 
 
 def _grid(title: str, tensor: str, group: ResultGroup) -> Iterator[Element]:

@@ -21,8 +21,7 @@ from fp8bench.report.case_status import (
 )
 from fp8bench.report.elements import Element, Field, Items, Text, Tone, Verdicts
 from fp8bench.report.energies import ratio_against
-from fp8bench.report.material import Entry, Material
-from fp8bench.report.page.section import Section, sections
+from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import Panel, Result, ResultGroup, main_error, together, value_of
 from fp8bench.report.topics.memory import share_of
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_panels
@@ -47,7 +46,7 @@ _Case = tuple[Panel, ResultGroup, Result]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReportedCase:
     """One case with where it stands: its panel's error metric, and what its group is called."""
 
     result: Result
@@ -64,17 +63,17 @@ class Outcome:
         return shortened(self.result.record.reason, LONGEST_REASON) or "no reason was given"
 
 
-def outcomes(panels: Iterable[Panel]) -> list[Outcome]:
+def outcomes(panels: Iterable[Panel]) -> list[ReportedCase]:
     """Every case, in order."""
     return [
-        Outcome(result, setting_of(panel, group), metric)
+        ReportedCase(result, setting_of(group), metric)
         for panel in panels
         for metric in [main_error(panel)]
         for group, result in panel.members
     ]
 
 
-def failures(found: Sequence[Outcome]) -> list[str]:
+def failures(found: Sequence[ReportedCase]) -> list[str]:
     """'FAILED: fp8 on gemm m=512: out of memory, even alone', loud."""
     failed = [one for one in found if standing(one.result) is Standing.FAILED]
     told = []
@@ -86,7 +85,7 @@ def failures(found: Sequence[Outcome]) -> list[str]:
     return told
 
 
-def skips(found: Sequence[Outcome]) -> list[str]:
+def skips(found: Sequence[ReportedCase]) -> list[str]:
     """'nvfp4 was skipped in 3 cases of gemm: no hardware for FP4'."""
     skipped = [one for one in found if standing(one.result) is Standing.SKIPPED]
     told = []
@@ -98,7 +97,7 @@ def skips(found: Sequence[Outcome]) -> list[str]:
     return told
 
 
-def emulations(found: Sequence[Outcome], name_devices: bool = False) -> list[str]:
+def emulations(found: Sequence[ReportedCase], name_devices: bool = False) -> list[str]:
     """'fp8 is emulated on this CPU: its numbers are right (product_error 3.7e-02), its time says nothing ...'."""
     emulated = [one for one in found if standing(one.result) is Standing.EMULATED]
     by_mode = together(((one.result.mode, one.result.record.case.device), one) for one in emulated).values()
@@ -115,7 +114,7 @@ def emulations(found: Sequence[Outcome], name_devices: bool = False) -> list[str
     return told
 
 
-def _place(alike: Sequence[Outcome], found: Sequence[Outcome], name_devices: bool) -> str:
+def _place(alike: Sequence[ReportedCase], found: Sequence[ReportedCase], name_devices: bool) -> str:
     """'on this CPU'; with the suites, where another one has the mode natively."""
     first = alike[0].result.record.case
     here = "this CPU" if first.device == "cpu" else "this device"
@@ -126,7 +125,7 @@ def _place(alike: Sequence[Outcome], found: Sequence[Outcome], name_devices: boo
     return f"on {first.device if name_devices else here}{f' in {listed(list(suites))}' if others else ''}"
 
 
-def _errors(alike: Iterable[Outcome]) -> dict[tuple[str, str], list[float]]:
+def _errors(alike: Iterable[ReportedCase]) -> dict[tuple[str, str], list[float]]:
     """The errors of each suite, by suite and metric."""
     return together(
         ((one.suite, one.metric), value)
@@ -135,11 +134,11 @@ def _errors(alike: Iterable[Outcome]) -> dict[tuple[str, str], list[float]]:
     )
 
 
-def _finite(alike: Iterable[Outcome]) -> bool:
+def _finite(alike: Iterable[ReportedCase]) -> bool:
     return all(math.isfinite(value) for values in _errors(alike).values() for value in values)
 
 
-def _numbers(alike: Sequence[Outcome]) -> str:
+def _numbers(alike: Sequence[ReportedCase]) -> str:
     """That the numbers count, with the errors of a few suites."""
     errors = _errors(alike)
     if not _finite(alike):
@@ -154,27 +153,20 @@ def _numbers(alike: Sequence[Outcome]) -> str:
     return f"its numbers are right ({listed(shown)})"
 
 
-@sections.register("verdict")
-class VerdictSection(Section):
-    """For every precision a word a question, then a sentence a suite, failures first; nothing but the verdicts."""
+def _lead(material: Material) -> str:
+    speeds = [speed for _, panel in timed_panels(material) for one in panel.results if (speed := speed_up(one))]
+    results = [one for _, panel in timed_panels(material) for one in panel.results]
+    said = [f"[low, high]: {words}." if (words := what_intervals_hold(results)) else ""]
+    said += [f"{legend.RANGE}." if any(speed.level == 0 for speed in speeds) else ""]
+    return " ".join(filter(None, ["Speed against the reference: above 1x is faster.", *said])) if speeds else ""
 
-    name = "verdict"
-    title = "Verdict"
-    lead = "Speed against the reference: above 1x is faster."
-    rank = 10
 
-    def elements(self, material: Material) -> Iterator[Element]:
-        rows = tuple(row for entry in material.entries for row in _rows(entry))
-        strip = [Verdicts(("speed", "error", "memory", "energy"), rows[:_MOST])] if rows else []
-        told = [element for entry in material.entries for element in _entry(entry, material.alone)]
-        yield from [*strip, *told] or [Text("There is no run.")]
-
-    def lead_of(self, material: Material) -> str:
-        speeds = [speed for _, panel in timed_panels(material) for one in panel.results if (speed := speed_up(one))]
-        results = [one for _, panel in timed_panels(material) for one in panel.results]
-        said = [f"[low, high]: {words}." if (words := what_intervals_hold(results)) else ""]
-        said += [f"{legend.RANGE}." if any(speed.level == 0 for speed in speeds) else ""]
-        return " ".join(filter(None, [self.lead, *said])) if speeds else ""
+@section("verdict", "Verdict", 10, lead=_lead)
+def verdict_section(material: Material) -> Iterator[Element]:
+    rows = tuple(row for entry in material.entries for row in _rows(entry))
+    strip = [Verdicts(("speed", "error", "memory", "energy"), rows[:_MOST])] if rows else []
+    told = [element for entry in material.entries for element in _entry(entry, material.alone)]
+    yield from [*strip, *told] or [Text("There is no run.")]
 
 
 def _rows(entry: Entry) -> Iterator[tuple[str, tuple[Field, ...]]]:

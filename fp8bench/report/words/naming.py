@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from fp8bench import units
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Record, Run, Status
 from fp8bench.protocols.axes import CACHE, CACHE_TIMES, COLD, HOT
 from fp8bench.report.elements import Tone
-from fp8bench.report.panels import Panel, Result, ResultGroup, show_params
+from fp8bench.report.panels import ResultGroup, show_params
 
 COMMIT_LETTERS = 8
 
@@ -139,27 +138,9 @@ def missing_of(run: Run) -> str:
     return f"{words}; --resume {run.id} measures them"
 
 
-@dataclass(frozen=True)
-class NamedCase:
-    """A result with its name within its panel; `place` is what tells its group from the others."""
-
-    name: str
-    place: str
-    group: ResultGroup
-    result: Result
-
-
-def named_cases(panel: Panel) -> Iterator[NamedCase]:
-    """All cases of a panel: 'm=256 n=256 bf16'; the precision alone where there is one group."""
-    for group in panel.groups:
-        place = panel.place(group)
-        for result in group.results:
-            yield NamedCase(f"{place} {result.mode}".strip(), place, group, result)
-
-
-def setting_of(panel: Panel, group: ResultGroup) -> str:
+def setting_of(group: ResultGroup) -> str:
     """'m=256 n=256 k=256', what tells a group from its neighbours; of a group that is alone its sizes."""
-    return panel.place(group) or sizes(group.case)
+    return group.place or sizes(group.case)
 
 
 def sizes(case: Case) -> str:

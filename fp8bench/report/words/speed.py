@@ -33,7 +33,7 @@ _WITHIN = f"within {units.percent(SAME, 0)}"
 
 
 @dataclass(frozen=True)
-class Kind:
+class ComparedAs:
     """One way in which a case may compare: the verdict, and whether it is in doubt."""
 
     standing: Standing
@@ -50,20 +50,10 @@ class Kind:
         return perhaps + ("as fast" if self.verdict is Verdict.SAME else self.verdict.value)
 
 
-KINDS = (
-    *(Kind(Standing(verdict.value), verdict) for verdict in (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)),
-    *(Kind(Standing.DOUBTED, verdict) for verdict in (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)),
-    Kind(Standing.UNSURE, Verdict.UNSURE),
-    Kind(Standing.UNTIMED, Verdict.NONE),
-)
-
-
-def kind_of(result: Result) -> Kind:
+def kind_of(result: Result) -> ComparedAs:
     """How a native case that ran compares."""
-    found = standing(result)
-    if found is Standing.UNTIMED or result.finding is None:
-        return Kind(Standing.UNTIMED, Verdict.NONE)
-    return Kind(found, result.finding.verdict)
+    found, timed = standing(result), result.finding
+    return ComparedAs(found, Verdict.NONE if found is Standing.UNTIMED or timed is None else timed.verdict)
 
 
 def said_once(panels: Iterable[Panel]) -> frozenset[Label]:
@@ -87,7 +77,7 @@ def comparisons(panel: Panel, device: str = "", said: frozenset[Label] = frozens
 
 def _comparison(panel: Panel, mode: str, where: str, said: frozenset[Label]) -> Text:
     found = [
-        (setting_of(panel, group), result, group.lead)
+        (setting_of(group), result, group.lead)
         for group, result in panel.members
         if result.mode == mode and standing(result) in _COMPARED
     ]
@@ -116,7 +106,7 @@ def _single(
     return f"{_claim(kind, result, reference, subject)}{clauses}{_doubt(kind, [result], said)}{_pace([result])}"
 
 
-def _claim(kind: Kind, result: Result, reference: str, subject: str) -> str:
+def _claim(kind: ComparedAs, result: Result, reference: str, subject: str) -> str:
     """The sentence without reasons."""
     speed = show_speed_up(result)
     if speed and kind.verdict is Verdict.FASTER:
@@ -133,7 +123,7 @@ def _several(results: Sequence[tuple[str, Result]], reference: str, suite: str, 
     """'bf16 is faster than fp32 in 4 of 5 cases of gemm, 1.21x to 2.10x (median 1.84x); slower in 1 (m=1: 0.940x)'."""
     found = together((kind_of(pair[1]), pair) for pair in results)
     parts: list[str] = []
-    for kind in filter(found.get, KINDS):
+    for kind in sorted(found, key=lambda kind: (_COMPARED.index(kind.standing), [*Verdict].index(kind.verdict))):
         members, head = found[kind], f"{kind.words} in {len(found[kind])}"
         if not parts:
             some = f"{len(members)} of {len(results)}"
@@ -143,7 +133,7 @@ def _several(results: Sequence[tuple[str, Result]], reference: str, suite: str, 
     return "; ".join(parts) + _pace([result for _, result in results])
 
 
-def _opening(kind: Kind, mode: str, reference: str) -> str:
+def _opening(kind: ComparedAs, mode: str, reference: str) -> str:
     if kind.standing is Standing.UNTIMED:
         return f"{mode} was not timed"
     if kind.standing is Standing.UNSURE:
@@ -151,7 +141,7 @@ def _opening(kind: Kind, mode: str, reference: str) -> str:
     return f"{mode} is {kind.words} {'as' if kind.verdict is Verdict.SAME else 'than'} {reference}"
 
 
-def _speeds(kind: Kind, members: Sequence[tuple[str, Result]]) -> str:
+def _speeds(kind: ComparedAs, members: Sequence[tuple[str, Result]]) -> str:
     """Of a few cases each one with its place, of more the range."""
     if kind.verdict is Verdict.SAME:
         return f" ({_WITHIN})"
@@ -191,7 +181,7 @@ def span(speeds: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high} (median {middle})"
 
 
-def _doubt(kind: Kind, results: Sequence[Result], said: frozenset[Label]) -> str:
+def _doubt(kind: ComparedAs, results: Sequence[Result], said: frozenset[Label]) -> str:
     """Why it says 'perhaps', or why nothing is clear."""
     reasons, because = "", _because(results, said)
     if kind.standing is Standing.DOUBTED:
@@ -250,7 +240,8 @@ def over_values(panel: Panel) -> Iterator[str]:
     """
     alike = together((_rest(one), one) for one in panel.results if one.best and not emulated(one))
     for (mode, rest), results in alike.items():
-        kinds = dict.fromkeys(str(_kind(one)) for one in results)
+        # The default is no parameter of a case.
+        kinds = dict.fromkeys(str(dict(one.record.case.params).get(VALUES.name, VALUES.default[0])) for one in results)
         if len(kinds) < 2:
             continue
         times = [one.best for one in results if one.best]
@@ -259,11 +250,6 @@ def over_values(panel: Panel) -> Iterator[str]:
             told.append(f"speed-up {units.span(speeds, units.speed_up)}")
         place = show_params(pair for pair in rest if pair not in panel.shared)
         yield f"{' '.join(filter(None, (mode, place)))} by values ({', '.join(kinds)}): {'; '.join(told)}"
-
-
-def _kind(result: Result) -> Scalar:
-    """The default is no parameter of a case."""
-    return dict(result.record.case.params).get(VALUES.name, VALUES.default[0])
 
 
 def _rest(result: Result) -> tuple[str, tuple[tuple[str, Scalar], ...]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -38,7 +37,8 @@ from fp8bench.model import (
     Timing,
 )
 from fp8bench.model.codec import decode
-from fp8bench.report.comparisons import as_csv, as_json, page_of
+from fp8bench.report.comparisons import page_of, rows_of, value_of
+from fp8bench.report.data.plain import csv_text
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render
 from tests.runs import CPU, NATIVE, case, run_of
@@ -335,10 +335,10 @@ def test_a_few_rounds_have_no_interval() -> None:
 def test_outputs_say_the_same() -> None:
     """JSON, CSV and Markdown hold every comparison."""
     compared = held([run(1)], [run(2, 1.5)])
-    document = json.loads(as_json(compared))
+    document = value_of(compared)
     assert tuple(decode(Comparison, one) for one in document["comparisons"]) == compared.comparisons
     assert document["a"]["runs"][0]["id"] == "00000001" and document["only_a"] == []
-    rows = list(csv.DictReader(io.StringIO(as_csv(compared.comparisons))))
+    rows = list(csv.DictReader(io.StringIO(csv_text(*rows_of(compared.comparisons)))))
     assert [row["metric"] for row in rows] == [one.metric for one in compared.comparisons]
     assert float(rows[3]["ratio"]) == compared.comparisons[3].ratio.point  # type: ignore[union-attr]
     assert rows[1]["p_value"] == "" and rows[0]["failed"] == "no"

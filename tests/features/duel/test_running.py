@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import pytest
 
 from fp8bench.cli.main import main
-from fp8bench.cli.outputs import show_view
+from fp8bench.cli.outputs import tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import Fp8benchError, StoreError, UsageError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.features.duel import run as duel_commands
@@ -305,7 +305,7 @@ def test_an_interrupt_keeps_what_was_finished(run_duel: RunDuel, capsys: pytest.
     assert not found.finished and exit_code(found) == 130
     assert [len(result.sessions) for result in found.results] == [2, 1]
     assert "interrupted; what was finished is kept in" in capsys.readouterr().err
-    show_view(DuelKind().view(found), Namespace())
+    tell(Namespace(), *DuelKind().view(found))
     assert "2 of 2 cases have fewer sessions than were planned" in capsys.readouterr().out
 
 
@@ -345,7 +345,7 @@ def test_sides_that_have_loaded_nothing_of_the_repository_are_told(
 def test_markdown_for_a_pull_request(run_duel: RunDuel, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """In a file of its own, beside the tables on stdout."""
     file = tmp_path / "page.md"
-    show_view(DuelKind().view(run_duel(started({"fp32": Script()}))), Namespace(md=file))
+    tell(Namespace(md=file), *DuelKind().view(run_duel(started({"fp32": Script()}))))
     page = file.read_text()
     assert page.startswith("# duel ") and "| worse |" in page.replace("\N{BLACK DOWN-POINTING TRIANGLE} ", "")
     assert "worse" in capsys.readouterr().out
@@ -353,7 +353,7 @@ def test_markdown_for_a_pull_request(run_duel: RunDuel, capsys: pytest.CaptureFi
 
 def test_json_holds_samples_and_comparisons(run_duel: RunDuel, capsys: pytest.CaptureFixture[str]) -> None:
     """One document on one line."""
-    show_view(DuelKind().view(run_duel(started({"fp32": Script()}))), Namespace(json=True))
+    tell(Namespace(json=True), *DuelKind().view(run_duel(started({"fp32": Script()}))))
     document = json.loads(capsys.readouterr().out)
     assert document["comparisons"][0]["ratio"]["point"] == pytest.approx(1.2)
     assert len(document["results"][0]["sessions"][2]["after"][1]["slots"]) == 6

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from dataclasses import replace
 
 import pytest
 
-from fp8bench.features.sensitivity.command import as_csv, page_of
-from fp8bench.features.sensitivity.study import By, LayerTrial, Study, as_json
+from fp8bench.features.sensitivity.command import page_of, rows_of
+from fp8bench.features.sensitivity.study import By, LayerTrial, Study, value_of
+from fp8bench.report.data.plain import csv_text
 from fp8bench.report.terminal.layout import render
 
 BASE = LayerTrial("reference", "", "bf16", losses=(3.0, 2.0))
@@ -113,7 +113,7 @@ def test_a_study_cut_short_tells_what_there_is() -> None:
 def test_json_has_everything_and_what_it_says() -> None:
     """Strictly: NaN is text."""
     diverged = replace(PROBES[4], losses=(3.0, math.nan))
-    document = json.loads(as_json(replace(STUDY, probes=(*PROBES[:4], diverged))))
+    document = value_of(replace(STUDY, probes=(*PROBES[:4], diverged)))
     assert document["noise"] == pytest.approx(0.015) and document["suggested"] == "head=fp8,blocks.0.mlp.up=bf16"
     assert document["ranking"][:2] == ["head", "blocks.0.mlp.up"]
     assert document["probes"][1]["loss_gap"] == pytest.approx(0.1) and document["probes"][1]["says"] == "worse"
@@ -123,7 +123,7 @@ def test_json_has_everything_and_what_it_says() -> None:
 
 def test_csv_has_a_row_a_run() -> None:
     """The worst layers first, as in the table."""
-    rows = list(csv.DictReader(io.StringIO(as_csv(STUDY))))
+    rows = list(csv.DictReader(io.StringIO(csv_text(*rows_of(STUDY)))))
     assert [row["part"] for row in rows] == ["reference", "draw", "draw", *["low"] * 5, "candidate", "candidate"]
     assert (rows[3]["name"], rows[3]["says"], rows[3]["loss"], rows[3]["keeps_loss"]) == ("head", "failed", "", "")
     assert float(rows[4]["loss_gap"]) == pytest.approx(0.1) and rows[4]["failure"] == ""

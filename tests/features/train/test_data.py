@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import sys
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from fp8bench.features.train import words
-from fp8bench.features.train.data import TrainingFrames, as_csv, as_json, send_training, series_of, write_training
+from fp8bench.features.train.data import TrainingFrames, rows_of, send_training, series_of, value_of, write_training
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
     WATCHED_SECONDS,
@@ -33,6 +32,7 @@ from fp8bench.features.train.verdicts.summary import figures_of, summaries_of
 from fp8bench.features.train.verdicts.verdicts import Verdicts, verdicts_of
 from fp8bench.features.train.view import arm_cols, page_of
 from fp8bench.model import MemoryUse
+from fp8bench.report.data.plain import csv_text
 from tests.learning_curves import OTHER_SEED, REPEAT, lines, training
 
 GAPS = {
@@ -80,7 +80,7 @@ def test_numbers_are_those_of_the_verdict(kept: KeptTraining, found: Verdicts) -
 
 def test_rows_say_what_the_table_says(kept: KeptTraining, found: Verdicts) -> None:
     """To the word: verdicts, bands, notes; and the numbers that it rounds."""
-    rows = list(csv.DictReader(io.StringIO(as_csv(kept, found))))
+    rows = list(csv.DictReader(io.StringIO(csv_text(*rows_of(kept, found)))))
     summary = {(row["arm"], row["figure"]): row["value"] for row in rows if row["line"] == "Summary"}
     for one in summaries_of(kept, found):
         cells = [col.field(one).text for col in arm_cols(found)]
@@ -100,7 +100,7 @@ def test_rows_say_what_the_table_says(kept: KeptTraining, found: Verdicts) -> No
 
 
 def test_the_document_has_the_same(kept: KeptTraining, found: Verdicts) -> None:
-    document = json.loads(as_json(kept, found))
+    document = value_of(kept, found)
     arms = document["arms"]
     assert arms["fp8"]["words"] == words.verdict(found.arms[0], found) == document["verdicts"]["fp8"]["words"]
     assert arms["fp8"]["verdict"] == "worse" and arms["bf16"]["verdict"] is None
@@ -206,5 +206,5 @@ def test_an_arm_that_was_not_trained_is_said_so(kept: KeptTraining) -> None:
     arms = tuple(replace(arm, skip="no units") if arm.role is ArmRole.CANDIDATE else arm for arm in kept.training.arms)
     own = KeptTraining(replace(kept.training, arms=arms), (), True, "x")
     said = verdicts_of(own.training, own.lines)
-    assert "no units" in as_csv(own, said) and json.loads(as_json(own, said))["arms"]["fp8"]["verdict"] is None
+    assert "no units" in csv_text(*rows_of(own, said)) and value_of(own, said)["arms"]["fp8"]["verdict"] is None
     assert series_of(own) == {}

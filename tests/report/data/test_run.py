@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from fp8bench.model import Finding, Interval, Level, Measurement, Run, Verdict
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.model.specs import STEP
-from fp8bench.report.data.run import TidyRow, all_as_csv, as_csv, as_json, columns_of, rows, widened
+from fp8bench.report.data.plain import csv_text, json_line
+from fp8bench.report.data.run import TidyRow, columns_of, rows, run_rows, run_value, widened
 from tests.runs import gemm, measured, transformer, wild_runs
 
 NATIVE_CASE = "m=64,operands=cast]@cpu/bf16{head=fp32}"
@@ -25,7 +26,7 @@ NATIVE_CASE = "m=64,operands=cast]@cpu/bf16{head=fp32}"
 def test_it_is_the_tidy_rows_under_their_columns() -> None:
     """Numbers come back to the last digit; what is missing is empty."""
     run, findings = measured()
-    text = as_csv(run, findings)
+    text = csv_text(*run_rows([(run, findings)]))
     read = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     assert tuple(read[0]) == columns_of(run)
     expected = [["" if cell is None else str(cell) for cell in row.values()] for row in rows(run, findings)]
@@ -36,7 +37,7 @@ def test_lines_end_as_everywhere_else_and_one_line_is_one_row() -> None:
     """Also where a reason has quotes, commas and line ends of its own."""
     run, findings = measured()
     records = tuple(replace(one, reason='a "b",\r\nc\x00\x1b[31m' if one.reason else "") for one in run.records)
-    text = as_csv(replace(run, records=records), findings)
+    text = csv_text(*run_rows([(replace(run, records=records), findings)]))
     assert "\r" not in text and "\x00" not in text and text.endswith("\n") and not text.endswith("\n\n")
     assert text.count("\n") == len(rows(run, findings)) + 1
     assert '"a ""b"",  c  [31m"' in text
@@ -45,10 +46,10 @@ def test_lines_end_as_everywhere_else_and_one_line_is_one_row() -> None:
 def test_columns_do_not_depend_on_what_became_of_a_run() -> None:
     """So that files of many runs stand below each other."""
     run, findings = measured()
-    first = as_csv(run, findings).splitlines()[0]
-    assert as_csv(run, {}).splitlines()[0] == first
+    first, _ = run_rows([(run, findings)])
+    assert run_rows([(run, {})])[0] == first
     nothing: Run = replace(run, records=())
-    assert as_csv(nothing, {}).splitlines() == [",".join(name for name in first.split(",") if "param_" not in name)]
+    assert run_rows([(nothing, {})]) == (tuple(name for name in first if "param_" not in name), [])
 
 
 def test_one_row_a_case_and_every_figure_in_a_column_of_its_own() -> None:
@@ -90,13 +91,12 @@ def test_a_row_has_what_there_is_of_its_case() -> None:
 def test_runs_stand_below_each_other() -> None:
     """Tidy or wide, with the columns of both; cases of the same name in two runs are two."""
     pairs = [gemm(), transformer()]
-    read = list(csv.DictReader(io.StringIO(all_as_csv(pairs, wide=True))))
+    read = list(csv.DictReader(io.StringIO(csv_text(*run_rows(pairs, wide=True)))))
     assert len(read) == sum(len(run.records) for run, _ in pairs)
-    tidy = list(csv.DictReader(io.StringIO(all_as_csv(pairs))))
+    tidy = list(csv.DictReader(io.StringIO(csv_text(*run_rows(pairs)))))
     assert [row["case"] for row in tidy] == [row["case"] for run, found in pairs for row in rows(run, found)]
     assert {"param_m", "param_layers"} <= set(tidy[0])
-    assert all_as_csv([gemm()]) == as_csv(*gemm())
-    assert all_as_csv([]) == "\n"
+    assert csv_text(*run_rows([])) == "\n"
 
 
 def strict(text: str) -> Any:
@@ -113,7 +113,7 @@ def test_it_holds_the_whole_run(make: Any) -> None:
     """Header, records as in its file, with every raw sample, and beside each its finding if it has one: they come back
     as they were."""
     run, findings = make()
-    text = as_json(run, findings)
+    text = json_line(run_value(run, findings))
     document = strict(text)
     assert text.isascii() and text.endswith("}\n") and text.count("\n") == 1
     assert document.pop("schema") == SCHEMA and document.pop("break_even") == []
@@ -125,14 +125,14 @@ def test_it_holds_the_whole_run(make: Any) -> None:
         assert plain == encode(record) and (said is None) == (found is None)
         if found is not None:
             assert "case" not in said and decode(Finding, {**said, "case": plain["case"]}) == found
-    assert {plain["finding"] for plain in strict(as_json(run, {}))["records"]} == {None}
+    assert {plain["finding"] for plain in run_value(run, {})["records"]} == {None}
 
 
 def test_what_json_has_no_word_for_is_text() -> None:
     run, findings = measured()
     measurement = Measurement("product_error", "ratio", (float("inf"), float("-inf"), float("nan")))
     run = replace(run, records=(replace(run.records[0], measurements=(measurement,)),))
-    plain = strict(as_json(run, findings))["records"][0]
+    plain = strict(json_line(run_value(run, findings)))["records"][0]
     assert plain["measurements"][0]["samples"] == ["inf", "-inf", "nan"]
 
 
@@ -140,7 +140,7 @@ def test_what_json_has_no_word_for_is_text() -> None:
 @given(wild_runs())
 def test_any_run_is_strict_json(wild: tuple[Run, dict[str, Finding]]) -> None:
     run, findings = wild
-    assert len(strict(as_json(run, findings))["records"]) == len(run.records)
+    assert len(strict(json_line(run_value(run, findings)))["records"]) == len(run.records)
 
 
 @pytest.fixture(scope="module")

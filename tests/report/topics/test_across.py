@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fp8bench.model import DeviceFacts, Label, Level, Support, Verdict
 from fp8bench.report.elements import Bars, Table, Text, Tone
-from fp8bench.report.topics.across import NO_VERDICT
+from fp8bench.report.topics.history import NO_VERDICT
 from tests.materials import Made, nothing, of_kind, part, recased
 from tests.runs import gemm, judged, run_of, transformer
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 
 import pytest
@@ -12,7 +11,8 @@ import pytest
 from fp8bench.analysis.break_even import SizedRatio, break_even
 from fp8bench.model import Interval, Label, Scalar
 from fp8bench.model.specs import STEP
-from fp8bench.report.data.run import as_csv, as_json
+from fp8bench.report.data.plain import csv_text
+from fp8bench.report.data.run import run_rows, run_value
 from fp8bench.report.elements import Scatter, Table, Text, Tone
 from fp8bench.report.notebook import RunFrames
 from fp8bench.report.page import markdown
@@ -151,22 +151,22 @@ def test_what_has_no_ratio_says_why() -> None:
 def test_csv_json_and_frames_have_them() -> None:
     """In CSV a row of no case, so that rows of cases stay as they are; one row a case has none."""
     wanted = of_bf16(TWICE)
-    told = [row for row in csv.DictReader(io.StringIO(as_csv(*TWICE))) if row["metric"] == "break_even"]
+    told = [row for row in csv.DictReader(io.StringIO(csv_text(*run_rows([TWICE])))) if row["metric"] == "break_even"]
     assert [row for row in told if row["mode"] == "bf16"] == told[:2] and {row["case"] for row in told} == {""}
     for row, one in zip(told, wanted, strict=False):
         numbers = [float(row[name]) for name in ("median_in_unit", "size_low", "size_high")]
         assert numbers == [one.size, one.low, one.high]
         assert (row["axis"], row["param_n"], row["param_m"], row["phase"]) == ("m", "64", "", "")
         assert (row["reference_mode"], row["verdict"], row["provenance"]) == ("fp32", one.pays, "derived")
-    assert "break_even" not in as_csv(*TWICE, wide=True)
-    document = json.loads(as_json(*TWICE))["break_even"]
+    assert "break_even" not in csv_text(*run_rows([TWICE], wide=True))
+    document = run_value(*TWICE)["break_even"]
     assert [one["size"] for one in document if one["mode"] == "bf16"] == [one.size for one in wanted]
     assert document[0]["held"] == dict(HELD)
 
 
 def test_a_run_without_a_sweep_has_none() -> None:
     made = shapes(params(16), params(32))
-    assert not [*break_even_rows(*made)] and json.loads(as_json(*made))["break_even"] == []
+    assert not [*break_even_rows(*made)] and run_value(*made)["break_even"] == []
     assert RunFrames(made[0]).break_even.empty
 
 

@@ -34,7 +34,7 @@ def profiled(coverage: Coverage | None = COVERAGE) -> Run:
 
 def test_the_page_says_what_is_converted_and_what_not_and_why() -> None:
     run = profiled()
-    part = sections.get("coverage").build(material((run, findings(run))))
+    part = sections()["coverage"].build(material((run, findings(run))))
     assert part is not None
     said, kinds, left, remarks = part.elements
     modes = ", ".join(dict.fromkeys(one.case.mode for one in run.records[1:]))
@@ -66,7 +66,7 @@ def test_the_terminal_begins_with_it() -> None:
 
 def test_runs_of_suites_have_none() -> None:
     run = profiled(None)
-    assert sections.get("coverage").build(material((run, findings(run)))) is None
+    assert sections()["coverage"].build(material((run, findings(run)))) is None
     assert "coverage" not in render(run, findings(run))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from fp8bench.model import Environment
 from fp8bench.report.elements import Axis, Lines, Table, Text, Tone
-from fp8bench.report.material import PastFigure, PastSeries
+from fp8bench.report.page.section import PastFigure, PastSeries
 from fp8bench.report.topics.history import NONE_YET
 from tests.materials import Made, of_kind, part
 from tests.runs import transformer

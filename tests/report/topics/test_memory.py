@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import Capacity, Finding, MemoryRole, MemoryUse, PhaseMemory, Record, Run, Status
-from fp8bench.report.data.run import as_csv, rows, widened
+from fp8bench.report.data.run import rows, widened
 from fp8bench.report.elements import Axis, Bars, Items, Stacks, Table, Text, Tone
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal.run import render
 from fp8bench.report.topics.memory import capacity, highest_in, sentences
 from fp8bench.report.topics.memory import memory as memory_of
-from fp8bench.report.words.naming import named_cases
 from tests.materials import Made, built, of_kind, part, strange, told
 from tests.runs import EMULATED, NATIVE, case, gemm, memory, run_of, transformer
 
@@ -56,7 +55,7 @@ def usual() -> Made:
 def said(run: Run, findings: Mapping[str, Finding]) -> list[str]:
     """The sentences of the first panel."""
     panel = panels_of(run, findings)[0]
-    return list(sentences(panel, named_cases(panel)))
+    return list(sentences(panel, panel.members))
 
 
 def test_the_table_has_a_column_for_each_role_that_occurs() -> None:
@@ -110,7 +109,7 @@ def test_of_several_groups_the_largest_is_explained() -> None:
     ]  # fmt: skip
     bf16, fp8 = said(*with_uses(*uses, made=(run, findings)))
     panel = panels_of(run, findings)[0]
-    name = panel.place(panel.groups[2])
+    name = panel.groups[2].place
     assert bf16 == f"bf16 takes 0.500x of fp32's memory: at {name} weights are 0.500x (4.00 MiB)."
     assert fp8.startswith("fp8 takes 1.000x to 1.125x of fp32's memory: nothing is saved, because it is emulated")
     assert fp8.endswith(f"; at {name} weights stay (8.00 MiB), workspace adds 1.00 MiB.")
@@ -158,7 +157,7 @@ def test_rows_by_role_and_by_phase() -> None:
     assert found[-1]["why"] == "no resident memory: nobody may"
     wide = widened(rows(run, findings))[1][0]
     assert (wide["memory_optimizer_B"], wide["cast_peak_memory_B"], wide["reserved_memory_B"]) == (80 * MIB, 7, 999)
-    assert "memory_optimizer" in as_csv(run, findings)
+    assert "memory_optimizer" in {row["metric"] for row in rows(run, findings)}
 
 
 def test_a_case_that_failed_says_nothing_of_its_memory() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fp8bench.model import OperatorTime, Request
 from fp8bench.report.elements import Table, Text
 from fp8bench.report.page.section import MOST_ROWS
-from fp8bench.report.topics.operators import MOST
+from fp8bench.report.topics.tape import MOST
 from tests.materials import Made, built, many, of_kind, part
 from tests.runs import transformer
 

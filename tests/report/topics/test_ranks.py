@@ -12,11 +12,11 @@ from fp8bench.model import Case, MemoryUse, Record, Run, Segments, SlotSample, S
 from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, Scaling, Sent, Transfer
 from fp8bench.report.data.run import rows, widened
 from fp8bench.report.elements import Scatter, Table, Text
-from fp8bench.report.material import material_of
+from fp8bench.report.page.section import material_of
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal.run import render
-from fp8bench.report.topics.rank_boards import EMULATED_RATES, POOLED, UNBEATEN, RankBoards, boards, remarks
-from fp8bench.report.topics.ranks import FUNCTIONAL, Ranks, ranks, wire_costs
+from fp8bench.report.topics.rank_boards import EMULATED_RATES, POOLED, UNBEATEN, boards, rank_boards_section, remarks
+from fp8bench.report.topics.ranks import FUNCTIONAL, ranks, ranks_section, wire_costs
 from tests.runs import EMULATED, NATIVE, error, run_of
 
 MS = 1_000_000
@@ -113,7 +113,7 @@ def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
         [record("fp32", "fp8_ring", 6.0, 1.0, scaling=known), record("bf16", "fp8_ring", 6.0, 1.0, scaling=apart)]
     )
     (panel,) = panels_of(run, findings(run))
-    on_page = list(Ranks().elements(material_of([run], [findings(run)])))
+    on_page = list(ranks_section(material_of([run], [findings(run)])))
     for elements in (list(ranks(panel)), on_page):
         (table,) = (one for one in elements if isinstance(one, Table) and one.name.startswith("scaling"))
         assert [[field.text for field in row[-2:]] for row in table.rows] == [
@@ -201,7 +201,7 @@ def test_ways_of_training_are_a_row_each() -> None:
 
 def test_the_page_has_boards_ahead_of_all_cases() -> None:
     run = made()
-    elements = list(RankBoards().elements(material_of([run], [findings(run)])))
+    elements = list(rank_boards_section(material_of([run], [findings(run)])))
     assert [one.name for one in elements if isinstance(one, Table)] == ["board-all_reduce-1"]
     assert [one.text for one in elements if isinstance(one, Text)] == [UNBEATEN, POOLED, EMULATED_RATES, FUNCTIONAL]
 
@@ -219,7 +219,7 @@ def test_a_pipeline_says_what_of_it_is_idle() -> None:
 
 def test_the_page_has_a_picture() -> None:
     run = made()
-    elements = list(Ranks().elements(material_of([run], [findings(run)])))
+    elements = list(ranks_section(material_of([run], [findings(run)])))
     (chart,) = (one for one in elements if isinstance(one, Scatter))
     assert {(point.series, point.x, point.y) for point in chart.points} == {
         ("bf16", 3000.0, 50.0), *((way, wire, sqnr) for way, (wire, sqnr) in WAYS.items()),

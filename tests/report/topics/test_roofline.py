@@ -12,7 +12,7 @@ from fp8bench.report.elements import Items, Scatter, Table, Text
 from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal.run import render
-from fp8bench.report.topics.roofline import Roofline, how_to_know, sentences
+from fp8bench.report.topics.roofline import how_to_know, roofline_section, sentences
 from tests.materials import Made, built, material, of_kind, part, told
 from tests.rooflines import CEILING, made
 
@@ -41,7 +41,7 @@ def test_without_ceilings_somebody_is_told_how_to_know() -> None:
     words = sentences_of((run, findings))
     assert words.startswith("What bounds each phase is not known yet: `fp8bench doctor --ceilings` measures")
     assert " ".join(render(run, findings).split()).count("fp8bench doctor --ceilings") == 1
-    (element,) = Roofline().elements(material((run, findings)))
+    (element,) = roofline_section(material((run, findings)))
     assert words in str(element)
     other = replace(run, request=Request("transformer", threads=2), command="fp8bench suite transformer --store kept")
     assert "`fp8bench doctor --ceilings --threads 2`, with the same --store, measures" in sentences_of(

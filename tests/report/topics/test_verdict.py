@@ -11,7 +11,7 @@ from fp8bench.model import Finding, Label, Level, Record, Run, Status, Support, 
 from fp8bench.report.elements import Items, Text, Tone, Verdicts
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal.run import render
-from fp8bench.report.topics.verdict import LONGEST_REASON, Outcome, emulations, failures, outcomes, skips
+from fp8bench.report.topics.verdict import LONGEST_REASON, ReportedCase, emulations, failures, outcomes, skips
 from fp8bench.report.words.legend import ERRORS, error_word
 from tests.materials import Made, built, nothing, of_kind, part, recased, skipped
 from tests.runs import EMULATED, NATIVE, REFUSED, case, error, gemm, judged, run_of, transformer
@@ -116,7 +116,7 @@ def test_devices_are_named_where_there_are_several() -> None:
     ]
 
 
-def of(*records: Record) -> list[Outcome]:
+def of(*records: Record) -> list[ReportedCase]:
     """The outcomes of a run of these records; those that ran have a time."""
     findings = {one.case.id: Finding(one.case, Verdict.NONE, 1e-3) for one in records if one.status is Status.OK}
     return outcomes(panels_of(run_of(list(records)), findings))
@@ -127,7 +127,7 @@ def emulated(precision: str, suite: str = "gemm", value: float | None = 0.037, d
     return Record(one, EMULATED, Status.OK, measurements=() if value is None else (error("product_error", value),))
 
 
-def made(make: tuple[Run, dict[str, Finding]]) -> list[Outcome]:
+def made(make: tuple[Run, dict[str, Finding]]) -> list[ReportedCase]:
     return outcomes(panels_of(*make))
 
 
@@ -168,7 +168,7 @@ def test_a_skip_says_its_reason_once() -> None:
     ],
     ids=["of one suite", "none", "of two suites", "of more"],
 )  # fmt: skip
-def test_an_emulation_is_right_in_numbers_and_has_no_speed(found: list[Outcome], errors: str) -> None:
+def test_an_emulation_is_right_in_numbers_and_has_no_speed(found: list[ReportedCase], errors: str) -> None:
     right = f"fp8 is emulated on this CPU: its numbers are right{errors}"
     assert emulations(found) == [f"{right}, its time says nothing about speed"]
 

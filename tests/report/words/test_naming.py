@@ -29,14 +29,14 @@ from tests.runs import case, gemm, run_of, samples, transformer
 
 def test_a_group_is_called_what_tells_it_from_its_neighbours() -> None:
     (panel,) = panels_of(*gemm())
-    assert [setting_of(panel, group) for group in panel.groups] == [
+    assert [setting_of(group) for group in panel.groups] == [
         "m=256 n=256 k=256", "m=512 n=512 k=512", "m=1 n=2048 k=2048",
     ]  # fmt: skip
 
 
 def test_a_group_that_is_alone_is_called_by_its_sizes() -> None:
     (panel,) = panels_of(*transformer())
-    assert setting_of(panel, panel.groups[0]) == "layers=4 width=256 heads=4 context=256 batch=4"
+    assert setting_of(panel.groups[0]) == "layers=4 width=256 heads=4 context=256 batch=4"
 
 
 def test_sizes_are_numbers_alone() -> None:

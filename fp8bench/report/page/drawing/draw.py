@@ -10,7 +10,7 @@ from typing import Any
 from fp8bench import units
 from fp8bench.report.elements import AnyChart, Bars, Heat, Lines, Scatter, Stacks, Strips, Waterfall
 from fp8bench.report.page.drawing.labels import shortened, worded
-from fp8bench.report.page.drawing.limits import CELLS, TABBED, cells_drawn, described
+from fp8bench.report.page.drawing.limits import CELLS, TABBED, cells_drawn, placeless
 from fp8bench.report.page.drawing.plots import draw_lines, draw_scatter
 from fp8bench.report.page.drawing.rows import draw_bars, draw_stacks, draw_strips, draw_waterfall
 from fp8bench.report.page.drawing.scale import shown
@@ -42,6 +42,9 @@ class _Grid:
 def draw_heat(sheet: Sheet, chart: Heat) -> float:
     cells = cells_drawn(chart)
     values = [value for row in cells for value in row if value is not None]
+    every = [value for row in chart.values for value in row if value is not None]
+    missing = placeless(every, log=True)
+    sheet.omit(missing, len(every) - missing - len(values))
     if not values:
         return 0.0
     grid = _grid(sheet, chart, values, _key(sheet, chart))
@@ -157,7 +160,7 @@ def draw(chart: AnyChart) -> str:
         end = _DRAWN_BY[type(chart)](sheet, chart)
         if not end:
             sheet.text(0, 14, "Nothing to draw: no value here has a place on the axis.", "quiet")
-        drawn.append(sheet.svg(end or 28, described(chart)))
+        drawn.append(sheet.svg(end or 28))
         if sheet.grown:
             break
     return "\n".join(drawn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from fp8bench.report.elements import AnyChart, Bars, Heat, Lines, Mark, Point, Scatter, Stacks, Strips, Waterfall
+from fp8bench.report.elements import Bars, Heat, Mark, Point, Scatter, Stacks, Strips
 from fp8bench.report.panels import together
 
 BARS = 25
@@ -79,52 +79,10 @@ def points_drawn(placed: list[Point]) -> list[Point]:
     return placed[:: max(1, -(-len(placed) // POINTS))]
 
 
-def described(chart: AnyChart) -> str:
-    """The description of a chart, with what the drawing does not show."""
-    sentences = [chart.description.strip()]
-    if isinstance(chart, Strips) and any(len(samples) > DOTS for _, samples, _ in strip_rows(chart)[:ROWS]):
-        sentences.append(f"Of more than {DOTS} samples {DOTS} are drawn, chosen evenly over their sorted order.")
-    missing, left = _undrawn(chart)
-    if missing:
-        numbers = "1 number is" if missing == 1 else f"{missing} numbers are"
-        sentences.append(f"{numbers} not finite or without a place on the axis, and not drawn.")
-    if left > 0:
-        sentences.append(f"{left} more {'is' if left == 1 else 'are'} in the table only.")
-    return " ".join(filter(None, sentences))
-
-
-def _undrawn(chart: AnyChart) -> tuple[int, int]:
-    """How many numbers have no place on an axis, and how many bars, rows, cells or marks with one find no room."""
-    match chart:
-        case Bars():
-            log, marks = on_ratios(chart), [mark for _, own in chart.groups for mark in own]
-            return _placeless(_numbers(marks), log), sum(drawable(mark.value, log) for mark in marks) - BARS
-        case Stacks():
-            parts = [value for _, values in chart.rows for value in values if value]
-            return _placeless(parts, log=True), len(stack_rows(chart)) - ROWS
-        case Waterfall():
-            missing = _placeless(mark.value for mark in chart.changes)
-            return missing, len(chart.changes) - missing - ROWS
-        case Strips():
-            samples = (value for _, samples, _ in chart.rows for value in samples)
-            return _placeless(samples), len(strip_rows(chart)) - ROWS
-        case Heat():
-            cells = [value for row in chart.values for value in row if value is not None]
-            missing = _placeless(cells, log=True)
-            return missing, len(cells) - missing - sum(value is not None for row in cells_drawn(chart) for value in row)
-        case Lines():
-            marks = [mark for _, own in chart.series for mark in own if mark is not None]
-            seen = [mark for _, own in chart.series[:SERIES] for mark in own[-PLACES:] if mark is not None]
-            placed, drawn = (sum(drawable(mark.value) for mark in own) for own in (marks, seen))
-            return _placeless(_numbers(marks)), placed - drawn
-        case Scatter():
-            points = points_placed(chart)
-            return len(chart.points) - len(points), len(points) - len(points_drawn(points))
-
-
-def _numbers(marks: Iterable[Mark]) -> list[float]:
+def numbers_of(marks: Iterable[Mark]) -> list[float]:
     return [value for mark in marks for value in (mark.value, mark.low, mark.high) if value is not None]
 
 
-def _placeless(values: Iterable[float], log: bool = False) -> int:
+def placeless(values: Iterable[float], log: bool = False) -> int:
+    """How many of them have no place on an axis."""
     return sum(not drawable(value, log) for value in values)

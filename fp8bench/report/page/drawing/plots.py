@@ -15,6 +15,8 @@ from fp8bench.report.page.drawing.limits import (
     POINTED,
     SERIES,
     drawable,
+    numbers_of,
+    placeless,
     points_drawn,
     points_placed,
 )
@@ -36,6 +38,9 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
         (name, [mark if mark is not None and drawable(mark.value) else None for mark in marks[-PLACES:]])
         for name, marks in chart.series[:SERIES]
     ]
+    every = [mark for _, own in chart.series for mark in own if mark is not None]
+    drawn = sum(mark is not None for _, marks in series for mark in marks)
+    sheet.omit(placeless(numbers_of(every)), sum(drawable(mark.value) for mark in every) - drawn)
     values = [value for _, marks in series for mark in marks if mark for value in (mark.value, *ends(mark))]
     if not values:
         return 0.0
@@ -156,7 +161,9 @@ class _Frame:
 
 
 def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
-    points = points_drawn(points_placed(chart))
+    placed = points_placed(chart)
+    points = points_drawn(placed)
+    sheet.omit(len(chart.points) - len(placed), len(placed) - len(points))
     if not points:
         return 0.0
     names = list(dict.fromkeys(point.series for point in points))

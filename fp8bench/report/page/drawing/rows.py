@@ -15,13 +15,16 @@ from fp8bench import units
 from fp8bench.report.elements import Axis, Bars, Mark, Stacks, Strips, Tone, Waterfall
 from fp8bench.report.page.drawing.labels import ends, hint, shortened, worded
 from fp8bench.report.page.drawing.limits import (
+    BARS,
     DOTS,
     ROWS,
     SERIES,
     bars_drawn,
     drawable,
+    numbers_of,
     on_ratios,
     part_drawable,
+    placeless,
     stack_rows,
     strip_rows,
 )
@@ -135,13 +138,15 @@ _THINNEST = 2.0
 
 def draw_bars(sheet: Sheet, chart: Bars) -> float:
     """From the start; as dots where the axis has no place for one, as errors have none on a logarithmic axis."""
-    groups = bars_drawn(chart)
+    groups, log = bars_drawn(chart), on_ratios(chart)
     marks = [mark for _, group in groups for mark in group]
+    every = [mark for _, group in chart.groups for mark in group]
+    sheet.omit(placeless(numbers_of(every), log), sum(drawable(mark.value, log) for mark in every) - BARS)
     if not marks:
         return 0.0
     labels = [(heading, [mark.label for mark in group]) for heading, group in groups]
     rows = arranged(sheet, labels, 22.0 if sheet.narrow else 28.0)
-    start = chart.start if drawable(chart.start, on_ratios(chart)) else None
+    start = chart.start if drawable(chart.start, log) else None
     scale = _scale(chart, marks, start, sheet, rows.left)
     end = foot(sheet, scale, chart.axis, rows)
     for mark, row in zip(marks, rows.rows, strict=True):
@@ -204,9 +209,10 @@ def _box(sheet: Sheet, style: str, row: Row, start: float, end: float, back: boo
 
 def draw_waterfall(sheet: Sheet, chart: Waterfall) -> float:
     """A bar for either whole, and between them each change where the one before it ended."""
+    changes, unit = [mark for mark in chart.changes if drawable(mark.value)], chart.axis.unit
+    sheet.omit(len(chart.changes) - len(changes), len(changes) - ROWS)
     if not all(drawable(whole) and whole >= 0 for _, whole in (chart.before, chart.after)):
         return 0.0
-    changes, unit = [mark for mark in chart.changes if drawable(mark.value)], chart.axis.unit
     before, after = (Mark(label, whole, tone=Tone.STRONG) for label, whole in (chart.before, chart.after))
     marks = [before, *changes[:ROWS], after]
     rows = arranged(sheet, [("", [mark.label for mark in marks])], 22.0 if sheet.narrow else 28.0)
@@ -234,7 +240,9 @@ _RESTS = ("unattributed", "the rest")
 
 
 def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
-    rows = stack_rows(chart)[:ROWS]
+    rows = stack_rows(chart)
+    sheet.omit(placeless((value for _, values in chart.rows for value in values if value), log=True), len(rows) - ROWS)
+    rows = rows[:ROWS]
     if not rows:
         return 0.0
     keys = [("hatch" if chart.parts[n] in _RESTS else "box", _style(chart, n), chart.parts[n]) for n in chart.present]
@@ -287,7 +295,11 @@ _PLACES = (0.0, -4.5, 4.5, -9.0, 9.0)
 
 
 def draw_strips(sheet: Sheet, chart: Strips) -> float:
-    rows = strip_rows(chart)[:ROWS]
+    rows = strip_rows(chart)
+    missing, left = placeless(value for _, samples, _ in chart.rows for value in samples), len(rows) - ROWS
+    rows = rows[:ROWS]
+    many = f"Of more than {DOTS} samples {DOTS} are drawn, chosen evenly over their sorted order."
+    sheet.omit(missing, left, many if any(len(samples) > DOTS for _, samples, _ in rows) else "")
     if not rows:
         return 0.0
     places = arranged(sheet, [("", [label for label, _, _ in rows])], 32.0)

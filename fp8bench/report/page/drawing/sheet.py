@@ -40,6 +40,7 @@ class Sheet:
         self._drawn: list[tuple[int, str]] = []  # elements with their layers
         self._markers: dict[str, str] = {}  # ids by their paths
         self._role = "img"
+        self._omitted: list[str] = []  # what is said of what is not drawn
 
     @property
     def grown(self) -> bool:
@@ -93,7 +94,16 @@ class Sheet:
         """About how wide a text comes out."""
         return width(text, self.size, bold)
 
-    def svg(self, height: float, description: str) -> str:
+    def omit(self, missing: int, left: int, note: str = "") -> None:
+        """So many numbers have no place on the axis, and so many marks with one find no room."""
+        self._omitted += [note] if note else []
+        if missing:
+            numbers = "1 number is" if missing == 1 else f"{missing} numbers are"
+            self._omitted.append(f"{numbers} not finite or without a place on the axis, and not drawn.")
+        if left > 0:
+            self._omitted.append(f"{left} more {'is' if left == 1 else 'are'} in the table only.")
+
+    def svg(self, height: float) -> str:
         """The sheet as an element of a page, cut off at `height`."""
         paths = "".join(f'<path id="{name}" d="{path}"/>' for path, name in self._markers.items())
         content = [f"<defs>{paths}</defs>"] if paths else []
@@ -102,6 +112,7 @@ class Sheet:
         style = f' style="min-width:{self.width:.0f}px"' if self.grown else ""
         form = "narrow" if self.narrow else "only" if self.grown else "wide"
         lines = "\n".join(content)
+        description = " ".join(filter(None, (self._chart.description.strip(), *self._omitted)))
         return (
             f'<svg class="of-{type(self._chart).__name__.lower()} {form}" id="{self._name}" role="{self._role}"'
             f' aria-labelledby="{self._name}-title" aria-describedby="{self._name}-desc"'
