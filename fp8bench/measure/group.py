@@ -21,7 +21,6 @@ from fp8bench.measure.fresh import Choose, fastest_again
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
-from fp8bench.measure.phase_windows import PhaseWindowPass
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.replays import ReplayPass
 from fp8bench.measure.rounds import Judge, Session
@@ -32,7 +31,7 @@ from fp8bench.measure.windows import WindowPass, WindowRule
 from fp8bench.model import Ceilings, DeviceFacts, Fresh, Group, Level, Record
 from fp8bench.model.stopping import Settling, StoppingRule
 from fp8bench.protocols import Observer
-from fp8bench.registry import precisions
+from fp8bench.registry import precisions, workloads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,17 +93,13 @@ class GroupMeasurement:
         if reference is not led:
             self._unpair()
         if reference is not None:
-            passes.statistics(reference)
-        passes.products(self._alive())
+            passes.ask("statistics", [reference])
+        passes.ask("products", self._alive())
         passes.effects(self._alive())
         passes.transfers(self._alive())
-        passes.coverage(self._alive())
+        passes.ask("coverage", [one for one in self._alive() if workloads.get(one.planned.case.workload).examined])
         passes.memory(self._alive(), self._meter)
-        if self._other is not None and (self._method.tapes or self._method.shares):
-            untimed = Passes(self._other, self._facts, self._method.limits, self._observer)
-            untimed.operators(self._alive(), self._method.tapes and self._method.tapes_apart, self._method.shares)
-        if self._method.tapes and not self._method.tapes_apart:
-            passes.tapes([one for one in self._alive() if not one.planned.work.setup_seconds])
+        self._look_at_operators(passes)
         if self._method.capacity is not None:
             limits, rule = self._method.limits, self._method.capacity
             searching = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
@@ -114,6 +109,17 @@ class GroupMeasurement:
         for one in self._alive():
             one.note(ceiling=ceiling_of(one.planned, self._method.ceilings.get(one.planned.case.device)))
         return tuple(one.record(one is reference, one.planned.skip) for one in self._outcomes)
+
+    def _look_at_operators(self, passes: Passes) -> None:
+        """The operators of every case, and what they take of its step, from a worker that times nothing else."""
+        method = self._method
+        if self._other is not None and (method.tapes or method.shares):
+            untimed = Passes(self._other, self._facts, method.limits, self._observer)
+            untimed.ask("tape", self._alive() if method.tapes and method.tapes_apart else ())
+            untimed.ask("shares", self._alive() if method.shares else ())
+            untimed.leave_gpus(self._alive())
+        if method.tapes and not method.tapes_apart:
+            passes.ask("tape", [one for one in self._alive() if not one.planned.work.setup_seconds])
 
     def _try_products(self) -> None:
         """Where products are native, or a backend's, they are tried before they are timed; a wrong one is refused."""
@@ -290,10 +296,11 @@ class GroupMeasurement:
         """What each phase takes by itself, of the cases whose steps have joules."""
         rule, meter = self._method.windows, self._meter
         assert rule is not None and meter is not None
-        found = PhaseWindowPass(
-            meter, rule.windows, self._seed + 2,
+        windows = WindowPass(
+            meter, rule, self._seed + 2,
             lambda arm, share: self._observer.working(arm.planned.case, "measuring energy of phases", share),
-        ).measure([arm for _, arm in due], self._worker)  # fmt: skip
+        )  # fmt: skip
+        found = windows.phases([arm for _, arm in due], self._worker)
         limits = meter.power_limits()
         for outcome, arm in due:
             if outcome.draft.energy is not None:
