@@ -309,7 +309,6 @@ def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Li
 
 
 def now() -> str:
-    """The moment, as runs and duels say when they began."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 

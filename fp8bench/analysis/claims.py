@@ -209,7 +209,6 @@ def _rounding(names: Iterable[str]) -> float:
 
 
 def _of_products(record: Record) -> str:
-    """What its products ran on, if not on its precision; '' where they did, or nobody knows."""
     products, mode = record.products, record.case.mode
     if products is None:
         return ""
@@ -238,7 +237,6 @@ def _bits_of(precision: str) -> int:
 
 
 def _treatments(precision: str) -> Sequence[Treatment]:
-    """Of a recipe that is known here."""
     try:
         recipe = getattr(precisions.get(precision), "recipe", None)
     except UsageError:

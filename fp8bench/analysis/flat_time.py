@@ -91,7 +91,6 @@ def _best(timing: Timing) -> float:
 
 
 def _error(timing: Timing) -> float:
-    """The standard error of the best case's logarithm."""
     return stats.best_case(verdicts.cells(timing, min(len(slot.calls_ns) for slot in timing.slots))).error
 
 

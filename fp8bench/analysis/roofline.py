@@ -120,7 +120,6 @@ class PhaseRoof:
 
     @property
     def of_sheet(self) -> float | None:
-        """The same by the datasheet."""
         return max(self.sheet.values()) / self.seconds if self.sheet else None
 
 
@@ -231,6 +230,5 @@ def _steadiness(ceiling: Ceiling | None) -> dict[str, bool]:
 
 
 def _products(roofs: Sequence[PhaseRoof]) -> list[PhaseRoof]:
-    """The phases that a step's products are in."""
     flops = sum(one.count.flops for one in roofs)
     return [one for one in roofs if one.count.flops > _LEAST_OF_PRODUCTS * flops]

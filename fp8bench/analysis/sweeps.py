@@ -106,5 +106,4 @@ def _ratio(own: Told, base: Told) -> Interval | str:
 
 
 def _sound(ratio: Interval) -> bool:
-    """Whether all of it is a ratio of times."""
     return 0 < ratio.low <= ratio.point <= ratio.high < float("inf")

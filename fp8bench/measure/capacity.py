@@ -147,7 +147,6 @@ class BatchSearch:
     restart: Callable[[], None]
 
     def found(self) -> Capacity:
-        """The answer, or why there is none."""
         axis, start = self.batches.axis, self.batches.start
         attempts: list[Attempt] = []
         grain = 1
@@ -194,7 +193,6 @@ class BatchSearch:
         raise NoSearch(f"no multiples of {_COARSEST} or less suit the precision")
 
     def _top(self, grain: int) -> int:
-        """The most grains that the axis takes."""
         low, high = 0, LARGEST_BATCH // grain + 1
         while high - low > 1:
             middle = (low + high) // 2

@@ -100,7 +100,6 @@ class Replay:
                         call.free(registers)
 
     def restore(self) -> None:
-        """What it writes is as it was before the phase."""
         for one in self.rewritten:
             one.memory.copy_(one.before)
 

@@ -64,7 +64,6 @@ class PhaseClock(Markers[Marker]):
 
     @property
     def now(self) -> Callable[[], Any]:
-        """Where stamps come from."""
         return self._now
 
     def begin(self) -> None:

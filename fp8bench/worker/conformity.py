@@ -107,7 +107,6 @@ class _Compared:
             yield self._cast(f"{role}, beyond its range", role, x * 2.0**20, "unscaled")
 
     def products(self) -> Iterator[Conformity]:
-        """All three of a linear layer."""
         for product in PRODUCTS:
             for m, n, k in SHAPES:
                 yield from self._product(product, m, n, k)
@@ -190,7 +189,6 @@ class _Compared:
 
 
 def _told(found: Conformity, differ: Tensor, steps: Tensor, made: Tensor, wanted: Tensor) -> Conformity:
-    """With how many differ, the most, and the first of them."""
     place = tuple(int(one) for one in differ.nonzero()[0])
     first = FirstElement(place, float(made[place]), float(wanted[place]))
     return replace(
@@ -199,5 +197,4 @@ def _told(found: Conformity, differ: Tensor, steps: Tensor, made: Tensor, wanted
 
 
 def _refusal(error: Exception) -> str:
-    """The first line of what torch says."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:_LINE]

@@ -23,7 +23,6 @@ def cublaslt_version() -> int | None:
 
 
 def torch_build() -> dict[str, Scalar | None]:
-    """What torch was built as, and the libraries that it multiplies and convolves with."""
     import torch
 
     cudnn = torch.backends.cudnn

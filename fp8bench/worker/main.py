@@ -140,12 +140,10 @@ def serve(connection: Connection, opened: Open, told: Callable[[str], None]) -> 
 
 
 def main(opened: Open = Bench) -> None:
-    """Take the two descriptors off the command line and serve."""
     run(Connection(int(sys.argv[1])), int(sys.argv[2]), opened)
 
 
 def run(connection: Connection, lifeline: int, opened: Open, told: Callable[[str], None] = lambda name: None) -> None:
-    """Serve at one end of a connection for as long as the lifeline holds."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     faulthandler.enable()
     die_with_parent(lifeline, connection)

@@ -50,8 +50,6 @@ Make = Callable[[Told | None], Callable[[], Prepared]]
 
 
 def of_workload(workload: Workload, make_setup: Callable[[], Setup]) -> Make:
-    """How a workload's state is made."""
-
     def make(told: Told | None) -> Callable[[], Prepared]:
         setup = make_setup() if told is None else listening(make_setup(), told)
 

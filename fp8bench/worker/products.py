@@ -33,7 +33,6 @@ _MOST = 256
 
 
 def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts: DeviceFacts) -> Products:
-    """Of the first step of a state."""
     from fp8bench.numerics.operands import ProductWatch
 
     setup = make_setup()

@@ -33,8 +33,6 @@ _NAMED = "TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"
 
 @dataclass(frozen=True)
 class _Steps:
-    """Steps of one state."""
-
     run: Callable[[Phases], object]
     wait: Callable[[], None]
     facts: DeviceFacts

@@ -43,7 +43,6 @@ def installed() -> tuple[tuple[str, str], ...]:
 
 
 def why_not(name: str) -> str:
-    """Why an installed backend cannot be used; '' if it can."""
     try:
         backends.get(name).imported()
     except BackendMissing as error:

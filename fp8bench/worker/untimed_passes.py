@@ -70,17 +70,14 @@ class UntimedPasses:
             return errors_of(workload.error(setup()))
 
     def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
-        """The values that one case works on."""
         with self._apart(case, facts) as (workload, _, setup):
             return statistics_of(workload.statistics(setup()))
 
     def products(self, case: Case, facts: DeviceFacts) -> Products:
-        """How many operators a step runs, and what its products run on."""
         with self._apart(case, facts) as (workload, _, setup):
             return products_of_step(workload, setup, facts)
 
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
-        """Whether what a step gives changes with what it is given."""
         with self._apart(case, facts) as (workload, device, setup):
             found = effect_of(workload, setup(), device, facts.index)
         gc.collect(1)
@@ -88,7 +85,6 @@ class UntimedPasses:
         return found
 
     def tape(self, case: Case, facts: DeviceFacts) -> Tape:
-        """The operators of a step."""
         with self._apart(case, facts) as (workload, device, setup):
             stamper = device.stamper(facts.index)
             found = tape_pass.tape_of_step(workload, setup(), precisions.get(case.precision), stamper)
@@ -96,7 +92,6 @@ class UntimedPasses:
         return found
 
     def shares(self, case: Case, facts: DeviceFacts) -> Shares:
-        """What parts of a step take how much of it."""
         with self._apart(case, facts) as (workload, device, setup):
             found = shares_pass.shares_of_step(workload, setup(), device)
         gc.collect(1)

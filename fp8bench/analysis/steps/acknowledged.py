@@ -27,7 +27,6 @@ def acknowledged(found: Found, acks: Sequence[Ack]) -> Found:
 
 
 def ack_of(change: Change, when: str, because: str) -> Ack:
-    """A new ack that covers a change."""
     trend, one = change.trend, change.comparison
     assert one.before is not None and one.after is not None
     return Ack(

@@ -69,7 +69,6 @@ class Meter(AbstractContextManager["Meter"]):
 
     @property
     def kind(self) -> SourceKind:
-        """The kind of its source."""
         return self.source.kind if self.source else SourceKind.NONE
 
     @property
@@ -99,7 +98,6 @@ class Meter(AbstractContextManager["Meter"]):
         return self._power_limits
 
     def close(self) -> None:
-        """Lets the device go."""
         self.device.close()
 
     def __exit__(self, *exc: object) -> None:
@@ -177,7 +175,6 @@ def nvml_meter(
     library: Library = LIBRARY,
     energy: bool = True,
 ) -> Meter:
-    """The meter of the device that CUDA knows by that identity."""
     try:
         device = NvmlDevice(identity, environ, library)
     except NoReading as failure:
@@ -191,7 +188,6 @@ def nvml_meter(
 
 
 def amd_meter(identity: Identity, clock: Clock = HOST, library: AmdLibrary | None = None, energy: bool = True) -> Meter:
-    """The meter of the device that HIP knows by that identity."""
     try:
         device = AmdDevice(identity, library or amd_smi.LIBRARY)
     except NoReading as failure:
