@@ -17,13 +17,12 @@ from fp8bench.measure.arm import Arm, ArmFailed, CompilingFailed, guarding
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.ceilings import ceiling_of
 from fp8bench.measure.device_watch import Watch
-from fp8bench.measure.fresh import Choose, fastest_again
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.replays import ReplayPass
-from fp8bench.measure.rounds import Judge, Session
+from fp8bench.measure.rounds import Choose, Judge, Session
 from fp8bench.measure.sensors.looks import Looks
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.settle import Settler
@@ -249,8 +248,8 @@ class GroupMeasurement:
 
     def _fastest_again(self, session: Session, watch: Watch | None) -> tuple[Arm, Fresh] | None:
         assert self._method.choose is not None
-        return fastest_again(
-            session, self._method.choose, self._worker, self._method.rule, self._seed + 1,
+        return session.fastest_again(
+            self._method.choose, self._worker, self._method.rule, self._seed + 1,
             lambda arm, share: self._observer.working(arm.planned.case, "timing the fastest again", share),
             watch.look if watch else None,
         )  # fmt: skip

@@ -29,18 +29,18 @@ from fp8bench.protocols import Phases, SilentPhases, Stamper, Workload
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import import_user_modules, modules_under
-from fp8bench.worker import caches, ceilings, fusing
+from fp8bench.worker import ceilings, fusing
 from fp8bench.worker.beside import none_left_by_a_fault, running, still_running
 from fp8bench.worker.bits import bits_of
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
 from fp8bench.worker.conformity import conformities
 from fp8bench.worker.faults import Fault
 from fp8bench.worker.finite import FiniteState
-from fp8bench.worker.gpu_libraries import torch_build
-from fp8bench.worker.prepared import Prepared, State, begins_alone
+from fp8bench.worker.prepared import Prepared, State, begins_alone, bytes_of, flush_of, rotation
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import apart, aside
 from fp8bench.worker.switches import recorded, refuse_bent, switches, unchanged, under
+from fp8bench.worker.torch_state import torch_build
 from fp8bench.worker.trial import Trials, installed, why_not
 from fp8bench.worker.untimed_passes import UntimedPasses
 
@@ -112,8 +112,8 @@ class Bench(UntimedPasses):
         with under(precision), unchanged(), aside(), none_left_by_a_fault():
             begun = partial(self._begun, workload, case, facts)
             first = begun()
-            states = caches.rotation(first, begun, facts, device) if cache == ROTATING else (first,)
-        flush = caches.flush_of(facts) if cache == COLD else None
+            states = rotation(first, begun, facts, device) if cache == ROTATING else (first,)
+        flush = flush_of(facts) if cache == COLD else None
         device.synchronise(facts.index)
         stamper = device.stamper(facts.index)
         started = running() - before
@@ -133,7 +133,7 @@ class Bench(UntimedPasses):
 
     def rotation(self, key: str) -> Rotation:
         prepared = self._prepared[key]
-        return Rotation(len(prepared.states), caches.bytes_of(prepared.state))
+        return Rotation(len(prepared.states), bytes_of(prepared.state))
 
     def calibrate(self, case: Case, facts: DeviceFacts) -> None:
         """Find the case's scales in data, where it asks for them. Whatever else needs them does so too."""

@@ -1,10 +1,15 @@
-"""What torch's public functions do not tell of its switches, or do not put back: read and written below them."""
+"""What torch's public functions do not tell of its switches and its build, or do not put back: read and written below
+them."""
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from fp8bench.model import Scalar
 
 
 def unmixed(read: Callable[[], Any]) -> Any:
@@ -127,3 +132,31 @@ def pools_memory() -> bool:
 
     asks = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)
     return asks is None or bool(asks())  # torch 2.11 sets it and does not say; no torch starts without
+
+
+_MAPS = Path("/proc/self/maps")
+
+
+def cublaslt_version() -> int | None:
+    """As cuBLASLt counts it: 130100 is 13.1.0; None where torch has not loaded it, or the system does not say."""
+    try:
+        lines = _MAPS.read_text().splitlines()
+        path = next(line[line.index("/") :] for line in lines if "/libcublasLt.so" in line)
+        asked = ctypes.CDLL(path).cublasLtGetVersion
+    except (OSError, StopIteration, AttributeError):
+        return None
+    asked.restype = ctypes.c_size_t
+    return int(asked())
+
+
+def torch_build() -> dict[str, Scalar | None]:
+    import torch
+
+    cudnn = torch.backends.cudnn
+    return {
+        "torch": str(torch.__version__),
+        "torch_git": torch.version.git_version,
+        "torch_config": torch.__config__.show().strip(),
+        "cudnn": cudnn.version() if torch.cuda.is_available() else None,  # type: ignore[no-untyped-call]
+        "cublaslt": cublaslt_version(),
+    }

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from fp8bench.measure.sensors import amd_smi, hwmon, rapl
+from fp8bench.measure.sensors import amd_smi, rapl
 from fp8bench.measure.sensors import nvml_queries as queries
 from fp8bench.measure.sensors.amd_smi import AmdDevice, AmdLibrary
 from fp8bench.measure.sensors.energy import Energy, NoWindow, Window
@@ -161,7 +161,7 @@ def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energ
         return amd_meter(identity, energy=energy)
     if facts.kind == "xpu":
         return counted_meter(
-            lambda: (hwmon.gpu_domain(),), SourceKind.COUNTER, AbsentDevice(_NO_DRIVER.format("an Intel GPU")), energy
+            lambda: (rapl.gpu_domain(),), SourceKind.COUNTER, AbsentDevice(_NO_DRIVER.format("an Intel GPU")), energy
         )
     if facts.kind != "cuda":
         return _absent(f"nothing is known that reads the energy of {facts.kind} devices")
