@@ -62,7 +62,7 @@ class Method:
 
 @dataclass
 class GroupMeasurement:
-    """The state of measuring one group; `run` is the whole of it. `_other` is a worker in which nothing is timed."""
+    """The state of measuring one group; `run` is the whole of it. Nothing is timed in `_other` any more."""
 
     _group: Group
     _facts: Mapping[str, DeviceFacts]
@@ -98,19 +98,20 @@ class GroupMeasurement:
         passes.transfers(self._alive())
         passes.ask("coverage", [one for one in self._alive() if workloads.get(one.planned.case.workload).examined])
         passes.memory(self._alive(), self._meter)
-        self._look_at_operators(passes)
         if self._method.capacity is not None:
             limits, rule = self._method.limits, self._method.capacity
             searching = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
             searching.search([one for one in self._outcomes if one.may_fit])
         if self._method.traces is not None:
             passes.traces(self._alive(), self._method.traces)
+        self._look_at_operators(passes)
         for one in self._alive():
             one.note(ceiling=ceiling_of(one.planned, self._method.ceilings.get(one.planned.case.device)))
         return tuple(one.record(one is reference, one.planned.skip) for one in self._outcomes)
 
     def _look_at_operators(self, passes: Passes) -> None:
-        """The operators of every case, and what they take of its step, from a worker that times nothing else."""
+        """The operators of every case, and what they take of its step, last of all: a mode that sees them may leave its
+        process slower."""
         method = self._method
         if self._other is not None and (method.tapes or method.shares):
             untimed = Passes(self._other, self._facts, method.limits, self._observer)
