@@ -91,12 +91,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         calls = [_resolved(call) for call in self._calls]
         return Replay(tuple(_freeing(calls)), self._registers, rewritten, tuple(self._generators), self._bytes)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        if any(kind is not Tensor and hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # its own operators, on the tensors inside, come here next
+    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if self._why:
             return func(*args, **named)
         given = tensors_within((args, named))
