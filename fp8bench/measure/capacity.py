@@ -224,14 +224,12 @@ class CapacityPass:
     def search(self, outcomes: Sequence[CaseOutcome]) -> None:
         """One case after the other; one whose search comes to nothing stands all the same, with the reason."""
         for outcome in outcomes:
-            outcome.note(capacity=self._searched(outcome.planned))
+            facts = self._facts[outcome.planned.case.device]
+            batches = _OfCase(outcome.planned, facts, self._worker, self._limits, self._observer, self._rule)
+            room = self._rule.limit or facts.memory_bytes
+            outcome.note(capacity=BatchSearch(batches, self._rule.limit, room, self._worker.restart).found())
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             self._worker.restart()  # who counts on a GPU may stay attached to a process, and would slow its launches
-
-    def _searched(self, planned: PlannedCase) -> Capacity:
-        facts, limit = self._facts[planned.case.device], self._rule.limit
-        batches = _OfCase(planned, facts, self._worker, self._limits, self._observer, self._rule)
-        return BatchSearch(batches, limit, limit or facts.memory_bytes, self._worker.restart).found()
 
 
 @dataclass(frozen=True)

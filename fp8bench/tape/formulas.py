@@ -102,10 +102,6 @@ def _lstm(times: int, *weights: str) -> tuple[str, Formula]:
     return "input", flops
 
 
-def _rotated(named: Named) -> int:
-    return 2 * _elements(named["x"]) * int(named["matrix"].shape[-1])
-
-
 _SDPA = "_scaled_dot_product_{}attention{}"
 FORMULAS: dict[str, tuple[str, Formula]] = {
     **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), _product("self", "mat2")),
@@ -133,7 +129,8 @@ FORMULAS: dict[str, tuple[str, Formula]] = {
     "mkldnn_rnn_layer": _lstm(1, "weight0", "weight1"),
     "mkldnn_rnn_layer_backward": _lstm(2, "weight1", "weight2"),
     "fp8bench::short_product": ("a", lambda named: 2 * _elements(named["a"]) * int(named["b"].shape[0])),
-    **dict.fromkeys(("fp8bench::rotated", "fp8bench::rotated_and_looked_at"), ("matrix", _rotated)),
+    **dict.fromkeys(("fp8bench::rotated", "fp8bench::rotated_and_looked_at"),
+                    ("matrix", lambda named: 2 * _elements(named["x"]) * int(named["matrix"].shape[-1]))),
 }  # fmt: skip
 
 # Operators that multiply no tensor with another but number by number, beside those that torch has tags for.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -149,8 +148,10 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         if spec not in memory.registers:  # a view that autograd has made, past operators
             source = Register(next(iter(memory.registers.values())))
             memory.registers[spec] = self._registers
-            view = Call(partial(_viewed, spec), (source,), {}, True, (), ((0, self._registers),))
-            self._calls.append(view)
+            made = ((0, self._registers),)
+            self._calls.append(
+                Call(lambda of: _lying(spec, of.untyped_storage(), of.device), (source,), {}, True, (), made)
+            )
             self._registers += 1
         return Register(memory.registers[spec])
 
@@ -226,10 +227,6 @@ def _spec_of(tensor: Tensor) -> _Spec:
 
 def _weakly(storage: torch.UntypedStorage) -> StorageWeakRef:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
-def _viewed(spec: _Spec, of: Tensor) -> Tensor:
-    return _lying(spec, of.untyped_storage(), of.device)
 
 
 def _lying(spec: _Spec, storage: torch.UntypedStorage, device: torch.device) -> Tensor:

@@ -37,8 +37,11 @@ def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts:
     from fp8bench.numerics.operands import ProductWatch
 
     setup = make_setup()
-    formats, native = formats_of(workload, setup.case, facts), _is_native_recipe(setup, facts)
-    looking = _Looking(formats, _reads_float32(setup, facts), native)
+    formats, precision = formats_of(workload, setup.case, facts), precisions.get(setup.case.precision)
+    is_native = precision.support(facts).level is Level.NATIVE
+    # An emulation has no codes that products could take. TF32 units round what they read, which are float32 tensors.
+    native = is_native and isinstance(getattr(precision, "recipe", None), Recipe)
+    looking = _Looking(formats, is_native and precision.float32_products != "highest", native)
     state = workload.prepare(setup)
     given = Given(state)
     with ProductWatch(looking.looks) as watch:
@@ -47,7 +50,7 @@ def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts:
     kernels = _kernels(partial(step, workload, state, setup.scales), facts) if native else ()
     del state, given
     low = looking.low or looking.wide
-    like = product_like(precisions.get(setup.case.precision), facts) if looking.count or kernels else ""
+    like = product_like(precision, facts) if looking.count or kernels else ""
     unknown = not formats or (not low and looking.count > _MOST)
     return Products(
         looking.count, None if unknown else low, tuple(looking.seen), watch.operators, tuple(watch.attention),
@@ -68,19 +71,6 @@ def formats_of(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Form
             named = [one.fmt for one in on_device(recipe, facts).treatments]
         found.update(dict.fromkeys(named))
     return tuple(found)
-
-
-def _reads_float32(setup: Setup, facts: DeviceFacts) -> bool:
-    """TF32 units round what they read: their operands are float32 tensors."""
-    precision = precisions.get(setup.case.precision)
-    return precision.float32_products != "highest" and precision.support(facts).level is Level.NATIVE
-
-
-def _is_native_recipe(setup: Setup, facts: DeviceFacts) -> bool:
-    """Whether products take codes: an emulation has none."""
-    precision = precisions.get(setup.case.precision)
-    is_recipe = isinstance(getattr(precision, "recipe", None), Recipe)
-    return is_recipe and precision.support(facts).level is Level.NATIVE
 
 
 def _kernels(run: Callable[[Any], None], facts: DeviceFacts) -> tuple[str, ...]:

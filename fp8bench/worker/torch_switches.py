@@ -118,7 +118,7 @@ def _of_libraries() -> Iterator[Switch]:
     yield from _flag("the path finder of einsum", "opt_einsum.enabled")
     yield from _flag("the strategy of einsum", "opt_einsum.strategy")
     yield Switch(
-        "NNPACK", torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled, usual=True, bends=_is_off,
+        "NNPACK", torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled, usual=True, bends=partial(_is_not, True),
         names=("torch.backends.nnpack.set_flags", "torch.backends.nnpack.flags"),
         mend="torch.backends.nnpack.set_flags(True)",
     )  # fmt: skip
@@ -300,10 +300,6 @@ def _flag(name: str, path: str, usual: Any = Unset, bends: bool = False) -> Iter
 
 def _is_not(usual: Any, value: Any) -> bool:
     return bool(value != usual)
-
-
-def _is_off(value: bool) -> bool:
-    return not value
 
 
 def _several(holder: Any, words: list[str]) -> tuple[Any, ...]:
