@@ -157,26 +157,15 @@ class Passes:
         Not for want of memory, though: a reference in fp64 may need more than the step.
         """
         for outcome in outcomes:
-            case = outcome.planned.case
-            self._observer.working(case, "checking numbers", 1.0)
-            try:
-                limit = self._limits.numbers(outcome.planned.work)
-                errors = self._worker.within(limit).error(case, self._facts[case.device])
-            except WorkerError as cause:
-                why = f"no numerical error: {cause}"
-                if exhausted(cause):
-                    outcome.lacks(why)
+            with self._asking(outcome, "checking numbers", "numerical error", fails=True) as (bench, case, facts):
+                errors = bench.error(case, facts)
+                if isinstance(errors, str):
+                    outcome.lacks(f"no numerical error: {errors}")
                     continue
-                self._worker.restart()
-                outcome.fail(why, cause)
-                continue
-            if isinstance(errors, str):
-                outcome.lacks(f"no numerical error: {errors}")
-                continue
-            wrong = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
-            outcome.failure = f"its numbers are not finite: {', '.join(wrong)}" if wrong else ""
-            found = (Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
-            outcome.note(measurements=(*outcome.draft.measurements, *found))
+                wrong = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
+                outcome.failure = f"its numbers are not finite: {', '.join(wrong)}" if wrong else ""
+                found = (Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
+                outcome.note(measurements=(*outcome.draft.measurements, *found))
 
     def transfers(self, outcomes: Sequence[CaseOutcome]) -> None:
         """What steps of several ranks move, and how far that hides; cases of one rank are not asked."""
@@ -240,8 +229,11 @@ class Passes:
         return replace(found, why="; ".join(filter(None, (found.why, f"no memory of the process: {read.reason}"))))
 
     @contextmanager
-    def _asking(self, outcome: CaseOutcome, doing: str, lacking: str) -> Iterator[tuple[AskedBench, Case, DeviceFacts]]:
-        """Whom to ask about what; the case stands all the same where there is no answer, with the reason."""
+    def _asking(
+        self, outcome: CaseOutcome, doing: str, lacking: str, fails: bool = False
+    ) -> Iterator[tuple[AskedBench, Case, DeviceFacts]]:
+        """Whom to ask about what; the case stands all the same where there is no answer, with the reason, or `fails`
+        where that is not for want of memory."""
         case = outcome.planned.case
         if doing:
             self._observer.working(case, doing, 1.0)
@@ -249,6 +241,12 @@ class Passes:
             limit = self._limits.numbers(outcome.planned.work)
             yield self._worker.within(limit), case, self._facts[case.device]
         except WorkerError as cause:
-            if not exhausted(cause):
-                self._worker.restart()
-            outcome.lacks(f"no {lacking}: {cause}")
+            why = f"no {lacking}: {cause}"
+            if exhausted(cause):
+                outcome.lacks(why)
+                return
+            self._worker.restart()
+            if fails:
+                outcome.fail(why, cause)
+            else:
+                outcome.lacks(why)
