@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.nn.holders import CONV2D, EXPERTS, Held, Stacked
-from fp8bench.tape.formulas import flops_of
+from fp8bench.tape.formulas import Named, Product, convolved, convolved_back, flops_of
 from fp8bench.tape.module_paths import RunningModules
 from fp8bench.tape.recorder import Call, OperatorTape, arguments_of, name_of, tensors_in
 
@@ -31,9 +31,6 @@ _MADE = (
     "made in the first step, after copies were converted and optimizers begun: {}; let make() call the model once, so "
     "that they are there"
 )
-Named = Mapping[str, Any]
-# M, N, K and how many of them, of (..., M, K) times (..., K, N).
-Product = tuple[int, int, int, int]
 
 
 def _matrices(left: str, right: str) -> Callable[[Named], list[Product]]:
@@ -49,35 +46,14 @@ def _grouped(named: Named) -> list[Product]:
     return [(left.shape[-2], right.shape[-1], left.shape[-1], 1)]
 
 
-def _convolved(named: Named) -> list[Product]:
-    outputs, window, places, groups = _sides(named, named[""])
-    return [(places, outputs, window, groups)]
-
-
-def _convolved_back(named: Named) -> list[Product]:
-    outputs, window, places, groups = _sides(named, named["grad_output"])
-    for_input, for_weight = named["output_mask"][:2]
-    products = [((places, window, outputs, groups), for_input), ((outputs, window, places, groups), for_weight)]
-    return [product for product, wanted in products if wanted]
-
-
-def _sides(named: Named, out: Any) -> tuple[int, int, int, int]:
-    """Of each group: outputs, the numbers of a window, places; and how many groups there are."""
-    weight, x = named["weight"], named.get("input", named.get("self"))
-    places, groups = (x if named.get("transposed") else out), int(named.get("groups", 1))
-    return (
-        weight.shape[0] // groups, math.prod(weight.shape[1:]), places.shape[0] * math.prod(places.shape[2:]), groups
-    )  # fmt: skip
-
-
 # Of each operator that multiplies matrices, by name.
 SHAPES: dict[str, Callable[[Named], list[Product]]] = {
     **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), _matrices("self", "mat2")),
     **dict.fromkeys(("addmm", "_addmm_activation"), _matrices("mat1", "mat2")),
     **dict.fromkeys(("baddbmm",), _matrices("batch1", "batch2")),
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped),
-    **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"), _convolved),
-    "convolution_backward": _convolved_back,
+    **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"), convolved),
+    "convolution_backward": convolved_back,
 }  # fmt: skip
 
 
