@@ -92,7 +92,7 @@ def phases_at_most(group: Group) -> int:
 
 
 @dataclass
-class Found:
+class WindowsFound:
     """What one arm, or one phase of it, has come to so far."""
 
     windows: list[EnergyWindow] = field(default_factory=list)
@@ -124,9 +124,9 @@ class WindowPass:
     _tell: Callable[[Arm, float], None]
     _clock: Callable[[], float] = time.monotonic
 
-    def measure(self, arms: Sequence[Arm], worker: Worker) -> dict[str, Found]:
+    def measure(self, arms: Sequence[Arm], worker: Worker) -> dict[str, WindowsFound]:
         """What was found of each arm, by its key. A case that fails here keeps its time: only this has a reason."""
-        found = {arm.key: Found() for arm in arms}
+        found = {arm.key: WindowsFound() for arm in arms}
         metered = self._meter.kind is not SourceKind.NONE
         if not metered and not self._rule.turn_seconds:
             for of_arm in found.values():
@@ -157,7 +157,7 @@ class WindowPass:
         One that cannot be done by itself, or whose numbers are spoilt by it, has a reason instead.
         """
         turns = [(arm, phase) for arm in arms for phase in dict.fromkeys(arm.timing().segments.phases)]
-        found = {(arm.key, phase): Found() for arm, phase in turns}
+        found = {(arm.key, phase): WindowsFound() for arm, phase in turns}
         self._in_turns(turns, found, worker, self._phase_window, "{phase} of {mode} ended this: {cause}")
         return {
             arm.key: tuple(
@@ -167,8 +167,8 @@ class WindowPass:
         }
 
     def _in_turns(
-        self, every: Sequence[Turn], found: Mapping[tuple[str, str], Found], worker: Worker,
-        window: Callable[[Arm, str, Worker, Found], None], ended: str,
+        self, every: Sequence[Turn], found: Mapping[tuple[str, str], WindowsFound], worker: Worker,
+        window: Callable[[Arm, str, Worker, WindowsFound], None], ended: str,
     ) -> None:  # fmt: skip
         """All of them once a round of windows, an emulation in the first alone, in orders that are random and balanced.
         A fault ends all that are left."""
@@ -188,7 +188,7 @@ class WindowPass:
                     found[left.key, name].reasons.append(why)
                 return
 
-    def _window(self, arm: Arm, phase: str, worker: Worker, found: Found) -> None:
+    def _window(self, arm: Arm, phase: str, worker: Worker, found: WindowsFound) -> None:
         """One window of one arm, after it has run for a while; what is no longer finite does not count."""
         turn_seconds = 0.0 if arm.emulated else self._rule.turn_seconds
         steps = max(1, round(CHUNK_SECONDS / arm.step_seconds))
@@ -214,7 +214,7 @@ class WindowPass:
             hertz = clock.number if isinstance(clock, Reading) else None
             found.turns.append(SustainedTurn(steps, tuple(seconds), settling, hertz, watts))
 
-    def _phase_window(self, arm: Arm, phase: str, worker: Worker, found: Found) -> None:
+    def _phase_window(self, arm: Arm, phase: str, worker: Worker, found: WindowsFound) -> None:
         if found.reasons:
             return  # it would say the same again
         held = _held(arm, phase, worker)

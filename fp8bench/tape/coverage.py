@@ -151,7 +151,7 @@ def coverage_of(
     """
     before = dict(model.named_parameters())
     tape, second = _followed(model, held, step), _followed(model, held, step)
-    found = _Sums(model, tape)
+    found = _CoveredSums(model, tape)
     for call, place, node in zip(tape.calls, tape.places, tape.nodes, strict=True):
         found.add(call, place, node)
     if not found.flops and not found.others:
@@ -197,7 +197,7 @@ def _multiplied(tape: _Places) -> tuple[int, Counter[tuple[str, str]]]:
 _NO_PRODUCT = "no-product"
 
 
-class _Sums:
+class _CoveredSums:
     """FLOPs and products of each weight, and of all that is outside. `by_hand` are weights that are multiplied by
     there: what holds them is passed by."""
 
@@ -252,7 +252,7 @@ def _why(operator: str, count: int | None, weight: str) -> str:
     return "no layer's: a function multiplies tensors that are no weight of a layer here"
 
 
-def _holder(held: Held, found: _Sums, tape: _Places, multiple: int) -> Holder:
+def _holder(held: Held, found: _CoveredSums, tape: _Places, multiple: int) -> Holder:
     products, calls = tuple(found.products[id(held)]), tape.modules.called[id(held)]
     rule, reason = held.rule, held.reason
     if not reason and not calls:
@@ -263,7 +263,7 @@ def _holder(held: Held, found: _Sums, tape: _Places, multiple: int) -> Holder:
     )  # fmt: skip
 
 
-def _not_called(held: Held, found: _Sums, tape: _Places) -> tuple[str, str]:
+def _not_called(held: Held, found: _CoveredSums, tape: _Places) -> tuple[str, str]:
     if id(held) in tape.modules.missed:
         return "operator", "it is multiplied in a way that is not x times a weight (an einsum, or a sum with it)"
     if held.kind == EXPERTS:

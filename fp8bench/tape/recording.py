@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8bench.numerics.operands import OperatorWatch, tensors_within
-from fp8bench.tape.replay import Call, CannotReplay, Check, Register, Replay, Rewritten, bits_of
+from fp8bench.tape.replay import BitsCheck, CannotReplay, Register, Replay, ReplayedCall, Rewritten, bits_of
 
 # These give a tensor other memory.
 _MOVING = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
@@ -74,7 +74,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         self._phase, self._stack, self._most, self._check = phase, stack, most_bytes, check
         self._memories: dict[int, _Memory] = {}
         self._given: dict[_Memory, None] = {}
-        self._calls: list[Call] = []
+        self._calls: list[ReplayedCall] = []
         self._registers = 0
         self._bytes = 0
         self._generators: dict[torch.Generator, None] = {}
@@ -114,10 +114,10 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         drawing = self._drawing(func, kwargs)
         states = tuple((one, one.get_state()) for one in drawing) if self._check else ()
         result = func(*args, **kwargs)
-        check = Check(bits_of(func, result, written), states) if self._check else None
+        check = BitsCheck(bits_of(func, result, written), states) if self._check else None
         places = tuple(self._made(tensors_within(result)))
         self._calls.append(
-            Call(func, tuple(noted[0]), noted[1], False, tuple(map(self._noted, written)), places, (), check)
+            ReplayedCall(func, tuple(noted[0]), noted[1], False, tuple(map(self._noted, written)), places, (), check)
         )
         return result
 
@@ -150,7 +150,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
             memory.registers[spec] = self._registers
             made = ((0, self._registers),)
             self._calls.append(
-                Call(lambda of: _lying(spec, of.untyped_storage(), of.device), (source,), {}, True, (), made)
+                ReplayedCall(lambda of: _lying(spec, of.untyped_storage(), of.device), (source,), {}, True, (), made)
             )
             self._registers += 1
         return Register(memory.registers[spec])
@@ -233,7 +233,7 @@ def _lying(spec: _Spec, storage: torch.UntypedStorage, device: torch.device) -> 
     return torch.empty(0, dtype=spec.dtype, device=device).set_(storage, spec.offset, spec.size, spec.stride)
 
 
-def _resolved(call: Call) -> Call:
+def _resolved(call: ReplayedCall) -> ReplayedCall:
     """With the memory that is kept by now in place of what the phase was given."""
     args, kwargs = _with_given(list(call.args)), {name: _with_given(one) for name, one in call.kwargs.items()}
     filled = bool(_registers_in((args, list(kwargs.values()))))
@@ -256,7 +256,7 @@ def _registers_in(part: Any) -> list[int]:
     return []
 
 
-def _freeing(calls: Sequence[Call]) -> Iterator[Call]:
+def _freeing(calls: Sequence[ReplayedCall]) -> Iterator[ReplayedCall]:
     """Each with the registers that nobody is given after it."""
     last: dict[int, int] = {}
     for number, call in enumerate(calls):

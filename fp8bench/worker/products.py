@@ -43,7 +43,7 @@ def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts:
     native = is_native and isinstance(getattr(precision, "recipe", None), Recipe)
     looking = _Looking(formats, is_native and precision.float32_products != "highest", native)
     state = workload.prepare(setup)
-    given = Given(state)
+    given = GivenState(state)
     with ProductWatch(looking.looks) as watch:
         step(workload, state, setup.scales, PhaseClock(devices.get(facts.kind).stamper(facts.index)))
     found = given.after_step()
@@ -167,7 +167,7 @@ _PIECE = 1 << 20
 _MOST_SHAPES = 32
 
 
-class Given:
+class GivenState:
     """What a state that has been prepared is given, in sums by shape: the same in every precision, up to rounding.
 
     They are those of the tensors that the step which follows does not write, or trains: what else lies there may be

@@ -32,7 +32,7 @@ _NAMED = "TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _LookedAtSteps:
     run: Callable[[Phases], object]
     wait: Callable[[], None]
     facts: DeviceFacts
@@ -61,7 +61,7 @@ def shares_of_step(workload: Workload, setup: Setup, device: Device) -> Shares:
     with _kernels_named():
         state = workload.prepare(setup)
         index = setup.facts.index
-        steps = _Steps(
+        steps = _LookedAtSteps(
             lambda phases: step(workload, state, setup.scales, phases), lambda: device.synchronise(index),
             setup.facts,
         )  # fmt: skip
@@ -72,7 +72,7 @@ def shares_of_step(workload: Workload, setup: Setup, device: Device) -> Shares:
         return _of_kernels(steps, state) if setup.facts.accelerated else _of_operators(steps, state)
 
 
-def _of_operators(steps: _Steps, state: Any) -> Shares:
+def _of_operators(steps: _LookedAtSteps, state: Any) -> Shares:
     from fp8bench.tape.timed_calls import OperatorTimes, shares_of
 
     mode = OperatorTimes(modules_of(state), steps.clock)
@@ -85,7 +85,7 @@ def _of_operators(steps: _Steps, state: Any) -> Shares:
     return shares_of(looked[1:] or looked, plain[1:] or plain)
 
 
-def _of_kernels(steps: _Steps, state: Any) -> Shares:
+def _of_kernels(steps: _LookedAtSteps, state: Any) -> Shares:
     from fp8bench.tape.profiled import seconds_by_operator
     from fp8bench.tape.timed_calls import OperatorTimes, shares_of_kernels
 
@@ -102,7 +102,7 @@ def _of_kernels(steps: _Steps, state: Any) -> Shares:
     return shares_of_kernels(mode.calls, inside, outside, median(plain))
 
 
-def _of_compiled(steps: _Steps) -> Shares:
+def _of_compiled(steps: _LookedAtSteps) -> Shares:
     from torch.profiler import record_function
 
     from fp8bench.tape.profiled import profiled

@@ -38,7 +38,7 @@ from fp8bench.worker.trace_operators import operators_of
 from fp8bench.worker.tracing import record, write
 
 
-class Kept(NamedTuple):
+class KeptState(NamedTuple):
     """A state that is looked at from outside."""
 
     device: Device
@@ -51,7 +51,7 @@ class UntimedPasses:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, KeptState] = {}
         self._calibrations = Calibrations()
         self._used: tuple[Device, int] | None = None
         # Ranks take the same number of steps: none looks for leaks until it has seen enough.
@@ -119,7 +119,7 @@ class UntimedPasses:
         if isinstance(use, str):
             return use
         if key:
-            self._kept[key] = Kept(device, state)
+            self._kept[key] = KeptState(device, state)
         del state
         gc.collect(1)
         device.empty_cache()

@@ -16,7 +16,7 @@ from fp8bench.model import Finding, GivenTensors, Label, Request, Verdict
 from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules
 from fp8bench.worker import products
-from fp8bench.worker.products import Given
+from fp8bench.worker.products import GivenState
 from tests.own_suites import forgotten
 
 pytestmark = pytest.mark.usefixtures("short_slots")
@@ -109,7 +109,7 @@ def test_a_handicap_is_told_beside_the_case(how: str, found: dict[tuple[str, str
 
 
 def summed(state: Any, step: Any = lambda: None) -> tuple[GivenTensors, ...]:
-    looked = Given(state)
+    looked = GivenState(state)
     step()
     return looked.after_step()
 
