@@ -31,17 +31,13 @@ from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import import_user_modules, modules_under
 from fp8bench.worker import ceilings, fusing
 from fp8bench.worker.beside import none_left_by_a_fault, running, still_running
-from fp8bench.worker.bits import bits_of
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
-from fp8bench.worker.conformity import conformities
 from fp8bench.worker.faults import Fault
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.prepared import Prepared, State, begins_alone, bytes_of, flush_of, rotation
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import apart, aside
 from fp8bench.worker.switches import recorded, refuse_bent, switches, unchanged, under
-from fp8bench.worker.torch_state import torch_build
-from fp8bench.worker.trial import Trials, installed, why_not
 from fp8bench.worker.untimed_passes import UntimedPasses
 
 
@@ -50,6 +46,8 @@ class Bench(UntimedPasses):
 
     def __init__(self, settings: Settings) -> None:
         import torch
+
+        from fp8bench.worker.trial import Trials
 
         super().__init__(settings)
         self._prepared: dict[str, Prepared] = {}
@@ -72,12 +70,16 @@ class Bench(UntimedPasses):
         torch.set_num_threads(self._threads_before)
 
     def probe(self) -> tuple[DeviceFacts, ...]:
+        from fp8bench.worker.trial import installed
+
         packages = installed()
         found = (facts for kind in devices.names() for facts in devices.get(kind).available())
         return tuple(replace(facts, packages=packages) for facts in found)
 
     def backend(self, name: str) -> str:
         """Why a backend that is installed cannot be used, '' if it can. Imports it."""
+        from fp8bench.worker.trial import why_not
+
         return why_not(name)
 
     def trial(self, case: Case, facts: DeviceFacts) -> str:
@@ -91,6 +93,8 @@ class Bench(UntimedPasses):
 
     def software(self) -> dict[str, Scalar | None]:
         """torch's build, and what every switch was at before anything was measured."""
+        from fp8bench.worker.torch_state import torch_build
+
         return {**torch_build(), **self._switches}
 
     def versions(self, suites: tuple[str, ...]) -> dict[str, str]:
@@ -227,6 +231,8 @@ class Bench(UntimedPasses):
         return ceilings.one_more(self._selected(facts), facts, rate, seconds)
 
     def conform(self, mode: str, facts: DeviceFacts) -> tuple[Conformity, ...]:
+        from fp8bench.worker.conformity import conformities
+
         device, precision = self._selected(facts), precisions.get(mode)
         with under(precision), unchanged(), apart():
             found = conformities(precision, facts, self._settings.seed)
@@ -234,6 +240,8 @@ class Bench(UntimedPasses):
         return found
 
     def bits(self, facts: DeviceFacts) -> tuple[OperationBits, ...]:
+        from fp8bench.worker.bits import bits_of
+
         device = self._selected(facts)
         with unchanged(), apart():
             return bits_of(device, facts)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8bench.model import DeviceFacts, Phase
 from fp8bench.model.raw import Filling, RawReplay, RawSlot, RawStep, StateCheck
@@ -25,7 +25,7 @@ from fp8bench.protocols import (
     Workload,
 )
 from fp8bench.protocols.axes import CACHE_TIMES
-from fp8bench.worker import fusing, timed_steps
+from fp8bench.worker import fusing
 from fp8bench.worker.beside import Beside, everything_is_known
 from fp8bench.worker.checked_results import wrong_of
 from fp8bench.worker.clock import PhaseClock, agreeing
@@ -37,6 +37,9 @@ from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import apart, silent_step
 from fp8bench.worker.switches import collected_by_hand, unchanged, under
 from fp8bench.worker.tape_pass import uncompiled
+
+if TYPE_CHECKING:
+    from fp8bench.worker.timed_steps import Slot
 
 
 def begins_alone() -> None:
@@ -247,6 +250,8 @@ class Prepared:
 
     def told_apart(self, calls: int, discard: int) -> str:
         """How slots of steps differ from others whose operators are counted; '' if they do not, or nobody knows."""
+        from fp8bench.worker import timed_steps
+
         turns, state = self._next, self.states[0]
         self._next = lambda: state
         try:
@@ -254,9 +259,10 @@ class Prepared:
         finally:
             self._next = turns
 
-    def _looked_at(self, state: State, calls: int, discard: int, timed: bool) -> timed_steps.Slot | None:
+    def _looked_at(self, state: State, calls: int, discard: int, timed: bool) -> Slot | None:
         """A slot whose steps are timed as all are, or counted as well; None where these are compiled."""
         from fp8bench.tape.recorder import OperatorTape
+        from fp8bench.worker.timed_steps import as_they_were, slot_of
 
         answer: list[Any] = []
         compiled: list[Any] = []
@@ -272,12 +278,10 @@ class Prepared:
                 answer.append(self.workload.step(held, phase))
             compiled.extend(called)
 
-        with apart(), timed_steps.as_they_were(state.held, state.finite.inputs) as left:
+        with apart(), as_they_were(state.held, state.finite.inputs) as left:
             slot = self._slot(step, calls, discard, None)
             seconds = [one.seconds for one in modes or slot.steps]
-            return (
-                None if compiled else timed_steps.slot_of(seconds, len(modes[-1].calls) if modes else 0, left(answer))
-            )
+            return None if compiled else slot_of(seconds, len(modes[-1].calls) if modes else 0, left(answer))
 
     def check(self) -> StateCheck:
         """What the steps have left, as the workload sees it, and whether it is finite."""

@@ -11,13 +11,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from fp8bench.formats.grids import FORMATS, Format
 from fp8bench.formats.hardware import multiplied_bits
 from fp8bench.formats.recipe_support import on_device
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.model import Case, DeviceFacts, GivenTensors, Level, Products
+from fp8bench.nn.arithmetics import RecipeArithmetic
+from fp8bench.numerics.conformity import looks_like
+from fp8bench.numerics.operands import ProductWatch, has_dtype_of, is_of
 from fp8bench.protocols import Precision, Role, Setup, Workload
 from fp8bench.protocols.workload import key_of
 from fp8bench.registry import devices, precisions
@@ -26,16 +32,11 @@ from fp8bench.worker.state_tensors import tensors_of, version_of
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.tracing import record
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 # Of products that all are of other formats no more are looked at, about a second's work.
 _MOST = 256
 
 
 def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts: DeviceFacts) -> Products:
-    from fp8bench.numerics.operands import ProductWatch
-
     setup = make_setup()
     formats, precision = formats_of(workload, setup.case, facts), precisions.get(setup.case.precision)
     is_native = precision.support(facts).level is Level.NATIVE
@@ -90,11 +91,6 @@ _LAYER = "fingerprint"
 
 def product_like(precision: Precision, facts: DeviceFacts) -> str:
     """In what precision a product of a precision's arithmetic really is, if not in its recipe's; '' if in that."""
-    import torch
-
-    from fp8bench.nn.arithmetics import RecipeArithmetic
-    from fp8bench.numerics.conformity import looks_like
-
     recipe = getattr(precision, "recipe", None)
     if not isinstance(recipe, Recipe):
         return ""
@@ -143,10 +139,6 @@ class _Looking:
 
     def looks(self, operands: Sequence[Any]) -> None:
         """Backward calls it from a thread of its own, one product after the other."""
-        import torch
-
-        from fp8bench.numerics.operands import has_dtype_of, is_of
-
         if self.low or self.count > _MOST:
             return
         self.count += 1
@@ -196,8 +188,6 @@ class GivenState:
 
     def _sums(self, tensor: Any) -> tuple[float, float, int] | None:
         """Of numbers, of their squares, and how many are subnormal; None where not all are finite, or time is out."""
-        import torch
-
         total, squares, subnormals = 0.0, 0.0, 0
         for piece in tensor.detach().reshape(-1).split(_PIECE):
             if time.thread_time() > self._end:

@@ -16,10 +16,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+import torch
+
 from fp8bench.model import DeviceFacts
 from fp8bench.model.step import Shares, SharesFrom
 from fp8bench.profiler import recorded
 from fp8bench.protocols import Device, Phases, Setup, SilentPhases, Workload
+from fp8bench.tape.profiled import profiled, seconds_by_operator
+from fp8bench.tape.timed_calls import OperatorTimes, shares_of, shares_of_kernels
 from fp8bench.worker.state_tensors import modules_of
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.tape_pass import uncompiled
@@ -42,8 +46,6 @@ class _LookedAtSteps:
     def clock(self) -> Callable[[], int]:
         """Nanoseconds. Of a step that is all one thread's they are its own, which nobody else's work makes longer;
         torch's profiler has no such clock."""
-        import torch
-
         alone = not self.facts.accelerated and not self.profiled and torch.get_num_threads() == 1
         return time.thread_time_ns if alone else time.perf_counter_ns
 
@@ -73,8 +75,6 @@ def shares_of_step(workload: Workload, setup: Setup, device: Device) -> Shares:
 
 
 def _of_operators(steps: _LookedAtSteps, state: Any) -> Shares:
-    from fp8bench.tape.timed_calls import OperatorTimes, shares_of
-
     mode = OperatorTimes(modules_of(state), steps.clock)
     looked, plain = [], []
     for _ in _few():
@@ -86,9 +86,6 @@ def _of_operators(steps: _LookedAtSteps, state: Any) -> Shares:
 
 
 def _of_kernels(steps: _LookedAtSteps, state: Any) -> Shares:
-    from fp8bench.tape.profiled import seconds_by_operator
-    from fp8bench.tape.timed_calls import OperatorTimes, shares_of_kernels
-
     mode = OperatorTimes(modules_of(state), ranged=True)
     plain = [steps.plain() for _ in _few()]
 
@@ -104,8 +101,6 @@ def _of_kernels(steps: _LookedAtSteps, state: Any) -> Shares:
 
 def _of_compiled(steps: _LookedAtSteps) -> Shares:
     from torch.profiler import record_function
-
-    from fp8bench.tape.profiled import profiled
 
     phases = traced_phases(record_function)
     steps.plain()  # compiles what no step has compiled yet

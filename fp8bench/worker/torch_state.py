@@ -9,6 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.nn import attention
+from torch.utils._device import DeviceContext
+
 from fp8bench.model import Scalar
 
 
@@ -21,15 +25,11 @@ def unmixed(read: Callable[[], Any]) -> Any:
 
 
 def freeze(frozen: bool) -> None:
-    import torch
-
     own: Any = torch.backends
     setattr(own.m, "__allow_nonbracketed_mutation_flag", not frozen)
 
 
 def function_modes() -> list[Any]:
-    import torch
-
     if not torch._C._len_torch_function_stack():
         return []
     return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
@@ -39,28 +39,20 @@ def default_device() -> Any:
     """None if none was set: one that was, be it the processor, stands in the way of every call."""
     if not function_modes():
         return None
-    from torch.utils._device import DeviceContext
-
     return next((mode.device for mode in function_modes() if isinstance(mode, DeviceContext)), None)
 
 
 def saved_hooks() -> Any:
-    import torch
-
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def put_back_saved_hooks(old: Any) -> None:
-    import torch
-
     while (top := saved_hooks()) is not None and top != old:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def native_off() -> tuple[tuple[str, str], ...]:
     """What of torch's operators written in Python is turned off: languages, operators, kinds of devices."""
-    import torch
-
     native: Any = torch.backends.python_native
     state = native._get_filter_state()
     if not (state._dsl_names or state._op_symbols or state._dispatch_keys):
@@ -70,8 +62,6 @@ def native_off() -> tuple[tuple[str, str], ...]:
 
 
 def put_back_native(old: tuple[tuple[str, str], ...]) -> None:
-    import torch
-
     native = torch.backends.python_native
     words = {"operator": "operations", "device": "dispatch_keys"}
     now = native_off()
@@ -84,8 +74,6 @@ def put_back_native(old: tuple[tuple[str, str], ...]) -> None:
 
 
 def activate(implementation: str | None) -> None:
-    from torch.nn import attention
-
     if implementation is None:
         attention.restore_flash_attention_impl()
     else:
@@ -113,23 +101,17 @@ def set_default_compiler(old: Any) -> None:
 
 
 def set_stream(handle: int) -> None:
-    import torch
-
     cuda: Any = torch.cuda
     cuda.set_stream(cuda.ExternalStream(handle) if handle else cuda.default_stream())
 
 
 def once_used(read: Callable[[], Any], before: Any) -> Any:
     """What is read, once the GPU is in use; asking would begin to use it."""
-    import torch
-
     cuda: Any = torch.cuda
     return read() if cuda.is_initialized() else before
 
 
 def pools_memory() -> bool:
-    import torch
-
     asks = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)
     return asks is None or bool(asks())  # torch 2.11 sets it and does not say; no torch starts without
 
@@ -150,8 +132,6 @@ def cublaslt_version() -> int | None:
 
 
 def torch_build() -> dict[str, Scalar | None]:
-    import torch
-
     cudnn = torch.backends.cudnn
     return {
         "torch": str(torch.__version__),

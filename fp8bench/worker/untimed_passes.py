@@ -25,13 +25,11 @@ from fp8bench.model.raw import Settings
 from fp8bench.model.step import Coverage
 from fp8bench.protocols import Device, Setup, Workload
 from fp8bench.registry import devices, precisions, workloads
-from fp8bench.worker import shares_pass, tape_pass
+from fp8bench.worker import tape_pass
 from fp8bench.worker.beside import Beside
 from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
 from fp8bench.worker.memory_pass import memory_of_step, of_workload, try_batch
-from fp8bench.worker.products import products_of_step
 from fp8bench.worker.static_scales import Calibrations, step
-from fp8bench.worker.step_effect import effect_of
 from fp8bench.worker.step_guards import apart
 from fp8bench.worker.switches import unchanged, under
 from fp8bench.worker.trace_operators import operators_of
@@ -74,10 +72,14 @@ class UntimedPasses:
             return statistics_of(workload.statistics(setup()))
 
     def products(self, case: Case, facts: DeviceFacts) -> Products:
+        from fp8bench.worker.products import products_of_step
+
         with self._apart(case, facts) as (workload, _, setup):
             return products_of_step(workload, setup, facts)
 
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
+        from fp8bench.worker.step_effect import effect_of
+
         with self._apart(case, facts) as (workload, device, setup):
             found = effect_of(workload, setup(), device, facts.index)
         gc.collect(1)
@@ -92,8 +94,10 @@ class UntimedPasses:
         return found
 
     def shares(self, case: Case, facts: DeviceFacts) -> Shares:
+        from fp8bench.worker.shares_pass import shares_of_step
+
         with self._apart(case, facts) as (workload, device, setup):
-            found = shares_pass.shares_of_step(workload, setup(), device)
+            found = shares_of_step(workload, setup(), device)
         gc.collect(1)
         device.empty_cache()
         return found
