@@ -91,7 +91,7 @@ def _one_process() -> Iterator[None]:
 
 def _forked() -> None:
     if _inside:
-        PhaseClock.end = lambda *arguments: os._exit(0)  # type: ignore[assignment, method-assign]
+        PhaseClock.end = lambda *arguments: os._exit(0)  # type: ignore[method-assign]
 
 
 os.register_at_fork(after_in_child=_forked)
