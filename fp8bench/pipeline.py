@@ -157,8 +157,6 @@ def _measure(
     measured: list[Record] = []
     quantisers = quantisers_for(run.request.quick, os.environ)
     lost: dict[str, str] = {}
-    # What is measured again is timed again: its operators are known.
-    untimed = other if run.origin != AGAIN and run.request.ranks is None else None
     try:
         ceilings = _ceilings(run, groups, store, worker, observer)
         for place, group in enumerate(groups):
@@ -166,6 +164,7 @@ def _measure(
                 writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
                 noted.add(stem)
             budget = share_of(run.request.budget, start, len(groups) - place)
+            untimed = _untimed(run, group, worker if group is groups[-1] else None, other)
             done = _group(group, run, budget, worker, meters, observer, quantisers, ceilings, lost, untimed)
             known = with_reruns(done, run, store)
             measured += [replace(one, sessions=sessions.get(one.case.id, ())) for one in known]
@@ -309,8 +308,16 @@ def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Li
 
 
 def now() -> str:
-    """The moment, as runs and duels say when they began."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _untimed(run: Run, group: Group, last: Worker | None, other: Worker) -> Worker | None:
+    """Who counts the operators of a group: a worker that times nothing, or the one that has timed the `last` group and
+    times nothing any more, unless the other one is there already. What is compiled is counted elsewhere."""
+    if run.origin == AGAIN or run.request.ranks is not None:
+        return None  # what is measured again is timed again: its operators are known
+    compiled = run.request.shares or any(one.work.setup_seconds for one in group.cases)
+    return other if last is None or compiled or other.pid is not None else last
 
 
 def share_of(budget: float | None, start: float, left: int) -> float | None:

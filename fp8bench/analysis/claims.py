@@ -29,6 +29,7 @@ from fp8bench.registry import precisions
 # times fewer FLOPs than are counted. Bytes came to 0.4 times the best copy, and those of 16-bit tensors may be counted
 # in fp32's four.
 MARGIN = 2.5
+# More bits than any kernel's: of the elements of a precision that is not known here.
 _ANY = 64
 # Where the tape has fewer FLOPs than are declared by more than this, the declared ones were not done. Where it has so
 # many times more, it is another step: recomputed activations make 4/3 of it, scores of a masked square 2.
@@ -209,7 +210,6 @@ def _rounding(names: Iterable[str]) -> float:
 
 
 def _of_products(record: Record) -> str:
-    """What its products ran on, if not on its precision; '' where they did, or nobody knows."""
     products, mode = record.products, record.case.mode
     if products is None:
         return ""
@@ -220,7 +220,8 @@ def _of_products(record: Record) -> str:
         return f"{ran}: values of {mode}'s formats, and none as its codes"
     if products.looks_like:
         return f"the numbers of a product are those of {products.looks_like}"
-    foreign = foreign_kernel(products.kernels, _bits_of(record.case.precision)) if products.kernels else ""
+    bits = max((one.fmt.bits for one in _treatments(record.case.precision)), default=_ANY)
+    foreign = foreign_kernel(products.kernels, bits) if products.kernels else ""
     return f"its products ran in the kernel {foreign}" if foreign else ""
 
 
@@ -232,13 +233,7 @@ def _in_fp64(record: Record) -> str:
     return f"{units.count(flops, 'FLOP')} of its {units.count(record.tape.flops, 'FLOP')} a step are in fp64"
 
 
-def _bits_of(precision: str) -> int:
-    """The most bits of a recipe's elements; of a precision that is not known here more than any kernel's."""
-    return max((one.fmt.bits for one in _treatments(precision)), default=_ANY)
-
-
 def _treatments(precision: str) -> Sequence[Treatment]:
-    """Of a recipe that is known here."""
     try:
         recipe = getattr(precisions.get(precision), "recipe", None)
     except UsageError:

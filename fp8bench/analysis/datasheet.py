@@ -54,7 +54,6 @@ def kind_of_path(path: str) -> str:
 
 @cache
 def datasheets() -> tuple[Datasheet, ...]:
-    """All that are known."""
     text = files(__package__).joinpath("datasheet.toml").read_text(encoding="utf-8")
     return tuple(datasheet_from(one) for one in tomllib.loads(text)["device"])
 

@@ -38,7 +38,6 @@ class Range:
         return self.high - self.low
 
     def widened(self, share: float) -> Range:
-        """With either end off by so much."""
         return Range(self.middle, self.low * (1 - share), self.high * (1 + share))
 
 
@@ -178,7 +177,6 @@ def _sound(use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
 
 
 def sound_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow, ...]:
-    """Those that are numbers."""
     return tuple(
         one for one in windows if one.steps > 0 and all(1e-30 < number < 1e30 for number in (one.seconds, one.joules))
     )

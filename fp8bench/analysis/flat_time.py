@@ -79,7 +79,8 @@ def _flat(small: Record, large: Record) -> str:
         return ""
     if after > _AT_MOST * before:
         return ""
-    error = _ERRORS * math.hypot(*(_error(one) for one in (small.timing, large.timing)))
+    fewest = ((one, min(len(slot.calls_ns) for slot in one.slots)) for one in (small.timing, large.timing))
+    error = _ERRORS * math.hypot(*(stats.best_case(verdicts.cells(one, calls)).error for one, calls in fewest))
     grown = math.log(after / before)
     if grown - error > 0 or grown + error > math.log(_AT_MOST):
         return ""
@@ -88,11 +89,6 @@ def _flat(small: Record, large: Record) -> str:
 
 def _best(timing: Timing) -> float:
     return sum(seconds for _, seconds in verdicts.best_phases(timing))
-
-
-def _error(timing: Timing) -> float:
-    """The standard error of the best case's logarithm."""
-    return stats.best_case(verdicts.cells(timing, min(len(slot.calls_ns) for slot in timing.slots))).error
 
 
 def _is_busy(record: Record, threads: int) -> bool:

@@ -73,7 +73,6 @@ class Metric:
 
     @property
     def shown(self) -> str:
-        """Its value as text."""
         return self.spec.shown(self.value)
 
 

@@ -46,7 +46,6 @@ def metrics_of(record: Record, finding: Finding | None, reference: Reference | N
 
 
 def _clocked(record: Record, metric: Metric) -> Metric:
-    """With how many rounds and calls it rests on."""
     timing = record.timing
     return metric if timing is None else replace(metric, rounds=timing.num_rounds, count=timing.num_calls)
 

@@ -51,7 +51,6 @@ def middle(values: Sequence[float]) -> Middle | None:
 
 
 def figure_of(spec: MetricSpec, found: Middle | Untold, times: float = 1.0) -> Metric:
-    """As a figure of a case: with its bounds, or with the reason."""
     if isinstance(found, Untold):
         return Metric(spec, why=found.why)
     return Metric(spec, found.value * times, bounds=(found.low * times, found.high * times))

@@ -23,7 +23,6 @@ class Bubble:
 
 
 def microbatches_of(record: Record) -> int | None:
-    """Of a pipeline; None of what is none."""
     found = dict(record.case.params).get("microbatches")
     return found if isinstance(found, int) else None
 

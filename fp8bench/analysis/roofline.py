@@ -6,7 +6,7 @@ And by Amdahl's law what a precision could give at most on a step. Values to val
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -120,7 +120,6 @@ class PhaseRoof:
 
     @property
     def of_sheet(self) -> float | None:
-        """The same by the datasheet."""
         return max(self.sheet.values()) / self.seconds if self.sheet else None
 
 
@@ -210,17 +209,14 @@ def gain_of(record: Record, finding: Finding, reference: Record, lead: Finding) 
     least, at_best = (measured.product_seconds(one) for one in paths)
     if not least or not at_best or not after:
         return None
+    kinds = {kind_of_path(path) for found in paths for path, _ in found}
     casts = [one for one in own if one.count.phase == Phase.CAST]
     return Gain(
         before / lead.best_seconds, least / before, lead.best_seconds / (lead.best_seconds - before + at_best),
         before / after, before / (after + sum(one.seconds for one in casts)),
         sum(one.count.bytes for one in casts), sum(one.count.bytes for one in own_products),
-        all(steady for kind, steady in _steadiness(record.ceiling).items() if kind in {*_kinds(paths)}),
+        all(steady for kind, steady in _steadiness(record.ceiling).items() if kind in kinds),
     )  # fmt: skip
-
-
-def _kinds(paths: Iterable[Iterable[tuple[str, int]]]) -> Iterator[str]:
-    return (kind_of_path(path) for found in paths for path, _ in found)
 
 
 def _steadiness(ceiling: Ceiling | None) -> dict[str, bool]:
@@ -231,6 +227,5 @@ def _steadiness(ceiling: Ceiling | None) -> dict[str, bool]:
 
 
 def _products(roofs: Sequence[PhaseRoof]) -> list[PhaseRoof]:
-    """The phases that a step's products are in."""
     flops = sum(one.count.flops for one in roofs)
     return [one for one in roofs if one.count.flops > _LEAST_OF_PRODUCTS * flops]

@@ -23,7 +23,6 @@ _ROUNDING = 1e-9
 
 
 def step_samples(timing: Timing) -> tuple[float, ...]:
-    """Seconds of a step, one figure a round."""
     return tuple(_rounds(timing).sum(axis=1).tolist()) if timing.slots else ()
 
 

@@ -67,7 +67,6 @@ class StepParts:
 
     @property
     def remarks(self) -> Iterator[str]:
-        """What a reader must know of them."""
         if self.shares is None:
             return
         if self.emulated:
@@ -89,12 +88,10 @@ def _kind_in_words(part: Share) -> str:
 
 
 def parts_of(run: Run, findings: Mapping[str, Finding]) -> list[StepParts]:
-    """Those of a run's cases."""
     return [parts_of_record(one, findings.get(one.case.id)) for one in run.records]
 
 
 def parts_of_record(record: Record, finding: Finding | None) -> StepParts:
-    """Those of one."""
     why = "" if record.shares is not None else record.reason or record.detail or "none were looked for"
     seconds = None if finding is None else finding.best_seconds
     return StepParts(record.case, record.shares, why, seconds, record.support.level is Level.EMULATED)

@@ -139,7 +139,6 @@ def _weighted(values: Floats, taken: Counts) -> Floats:
 
 
 def spread(values: Floats) -> float:
-    """Relative distance between the quartiles: (q75 - q25) / median."""
     low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
     return float((high - low) / middle) if middle > 0 else 0.0
 

@@ -102,9 +102,5 @@ def _ratio(own: Told, base: Told) -> Interval | str:
         ratio = best_ratio([record.timing, base[0].timing], rounds) if rounds else None
     else:
         ratio = None
-    return ratio if ratio is not None and _sound(ratio) else f"no rounds in common with {base[0].case.mode}"
-
-
-def _sound(ratio: Interval) -> bool:
-    """Whether all of it is a ratio of times."""
-    return 0 < ratio.low <= ratio.point <= ratio.high < float("inf")
+    sound = ratio is not None and 0 < ratio.low <= ratio.point <= ratio.high < float("inf")
+    return ratio if ratio is not None and sound else f"no rounds in common with {base[0].case.mode}"

@@ -28,7 +28,6 @@ def bits_of(path: str) -> int:
 
 
 def share_of(tape: Tape, bits: int) -> float | None:
-    """The share of a tape's FLOPs that multiply elements so wide; None where it multiplies nothing."""
     wanted = sum(flops for path, flops in tape.by_path.items() if bits_of(path) == bits)
     return wanted / tape.flops if tape.flops else None
 

@@ -48,7 +48,6 @@ class LiveLine:
         return (columns_of(self._stream) or _FALLBACK_COLUMNS) - 1 if self._stream is not None else 0
 
     def show(self, text: str) -> None:
-        """That text, cut where the terminal ends."""
         self._write(_ERASE + printable(text)[: self.room])
         self._drawn = True
 

@@ -72,7 +72,6 @@ def _others(run: Run, store: Path, commit: str, appending: bool) -> list[Point]:
 
 
 def _not_of(commit: str, run: Run) -> str:
-    """Why what a run measured is not of a commit; '' if it is."""
     here = run.environment.get("commit")
     if isinstance(here, str) and here != commit:
         return f"asv saves it as commit {commit[:8]}, and commit {here[:8]} is checked out: give --set-commit-hash that"

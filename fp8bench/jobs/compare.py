@@ -18,7 +18,6 @@ from fp8bench.store.runs.run_file import load_run
 
 
 def compared_sides(before: str, after: str, store: Path, observer: JobObserver) -> Compared:
-    """What two words come to. Raises RunNotFound, UsageError where both mean the same."""
     old, new = (read_runs(runs_meant(word, store), observer) for word in (before, after))
     return compared_of(before, old, after, new, observer)
 

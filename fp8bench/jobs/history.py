@@ -10,8 +10,16 @@ from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 
-from fp8bench.analysis.steps.acknowledged import ack_of, acknowledged
-from fp8bench.analysis.steps.changes import Change, Found, State, Stretch, changes_of, find_changes
+from fp8bench.analysis.steps.changes import (
+    Change,
+    Found,
+    State,
+    Stretch,
+    ack_of,
+    acknowledged,
+    changes_of,
+    find_changes,
+)
 from fp8bench.analysis.tapes import what_changed
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.observer import JobObserver

@@ -131,7 +131,6 @@ def typed_from_here(page: Path) -> str:
 
 
 def place_of_report(run: Run) -> str:
-    """Where the report of a stored run is; '' for none."""
     store = store_of(Path(run.path)) if run.path else None
     page = folder_of([run], store) / PAGE if store is not None else None
     return typed_from_here(page) if page is not None and page.is_file() else ""

@@ -49,7 +49,6 @@ def execute_sessions(
 
 
 def _waited(run: Run, apart: float, observer: Observer, number: int, sessions: int) -> bool:
-    """False where somebody interrupts."""
     until, case = time.monotonic() + apart, run.plan.groups[0].cases[0].case
     try:
         while (left := until - time.monotonic()) > 0:

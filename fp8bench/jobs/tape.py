@@ -9,7 +9,7 @@ from fp8bench.analysis.tapes import Taped
 from fp8bench.errors import UsageError, WorkerError
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.limits import Limits
-from fp8bench.model import PlannedCase, Record, Request, Run, Tape
+from fp8bench.model import PlannedCase, Request, Run, Tape
 from fp8bench.pipeline import worker_for
 from fp8bench.plan.asked_suites import reads_corpus
 from fp8bench.plan.corpus import prepare_corpus
@@ -47,18 +47,18 @@ def _taped(one: PlannedCase, tape: Tape | None, why: str = "") -> Taped:
 def tapes_of(run: Run, name: str = "") -> list[Taped]:
     """Those that a run has kept; it is told by this name."""
     found = [
-        Taped(one.case.setting, one.case.mode, one.tape, _why_none(one), one.work.flops, name) for one in run.records
-    ]
+        Taped(
+            one.case.setting, one.case.mode, one.tape,
+            "" if one.tape is not None else one.reason or one.detail or "none was recorded", one.work.flops, name,
+        )
+        for one in run.records
+    ]  # fmt: skip
     if not any(one.tape for one in found):
         raise UsageError(
             f"the run {run.id} has no tape: it was measured before there were any, or with "
             "FP8BENCH_TAPE=off. Measure it again, with --tape."
         )
     return found
-
-
-def _why_none(record: Record) -> str:
-    return "" if record.tape is not None else record.reason or record.detail or "none was recorded"
 
 
 def beside(now: Sequence[Taped], before: Sequence[Taped]) -> list[Taped]:

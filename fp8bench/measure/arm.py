@@ -253,12 +253,10 @@ class Arm:
         self.varying = True
 
     def told(self) -> dict[str, Any]:
-        """What a record has of the arm alone."""
         names = ("scales", "not_finite", "rotation")
         return {"timing": self.timing(), **{name: getattr(self, name) for name in names}}
 
     def timing(self) -> Timing:
-        """What the arm has given so far, frozen."""
         segments = self.segmentation.segments if self.segmentation else Segments((), ())
         codes = Counter(self.segmentation.codes if self.segmentation else ())
         entries = tuple((CELL_PHASES[code], count) for code, count in sorted(codes.items()))

@@ -147,7 +147,6 @@ class BatchSearch:
     restart: Callable[[], None]
 
     def found(self) -> Capacity:
-        """The answer, or why there is none."""
         axis, start = self.batches.axis, self.batches.start
         attempts: list[Attempt] = []
         grain = 1
@@ -194,7 +193,6 @@ class BatchSearch:
         raise NoSearch(f"no multiples of {_COARSEST} or less suit the precision")
 
     def _top(self, grain: int) -> int:
-        """The most grains that the axis takes."""
         low, high = 0, LARGEST_BATCH // grain + 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -226,14 +224,12 @@ class CapacityPass:
     def search(self, outcomes: Sequence[CaseOutcome]) -> None:
         """One case after the other; one whose search comes to nothing stands all the same, with the reason."""
         for outcome in outcomes:
-            outcome.note(capacity=self._searched(outcome.planned))
+            facts = self._facts[outcome.planned.case.device]
+            batches = _OfCase(outcome.planned, facts, self._worker, self._limits, self._observer, self._rule)
+            room = self._rule.limit or facts.memory_bytes
+            outcome.note(capacity=BatchSearch(batches, self._rule.limit, room, self._worker.restart).found())
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             self._worker.restart()  # who counts on a GPU may stay attached to a process, and would slow its launches
-
-    def _searched(self, planned: PlannedCase) -> Capacity:
-        facts, limit = self._facts[planned.case.device], self._rule.limit
-        batches = _OfCase(planned, facts, self._worker, self._limits, self._observer, self._rule)
-        return BatchSearch(batches, limit, limit or facts.memory_bytes, self._worker.restart).found()
 
 
 @dataclass(frozen=True)

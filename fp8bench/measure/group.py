@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from fp8bench.errors import WorkerError
@@ -17,22 +17,20 @@ from fp8bench.measure.arm import Arm, ArmFailed, CompilingFailed, guarding
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.ceilings import ceiling_of
 from fp8bench.measure.device_watch import Watch
-from fp8bench.measure.fresh import Choose, fastest_again
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
-from fp8bench.measure.phase_windows import PhaseWindowPass
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.replays import ReplayPass
-from fp8bench.measure.rounds import Judge, Session
+from fp8bench.measure.rounds import Choose, Judge, Session
 from fp8bench.measure.sensors.looks import Looks
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.settle import Settler
 from fp8bench.measure.windows import WindowPass, WindowRule
-from fp8bench.model import Ceilings, DeviceFacts, Fresh, Group, Level, Record
+from fp8bench.model import Ceilings, DeviceFacts, Group, Level, Record
 from fp8bench.model.stopping import Settling, StoppingRule
 from fp8bench.protocols import Observer
-from fp8bench.registry import precisions
+from fp8bench.registry import precisions, workloads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +62,7 @@ class Method:
 
 @dataclass
 class GroupMeasurement:
-    """The state of measuring one group; `run` is the whole of it. `_other` is a worker in which nothing is timed."""
+    """The state of measuring one group; `run` is the whole of it. Nothing is timed in `_other` any more."""
 
     _group: Group
     _facts: Mapping[str, DeviceFacts]
@@ -94,26 +92,34 @@ class GroupMeasurement:
         if reference is not led:
             self._unpair()
         if reference is not None:
-            passes.statistics(reference)
-        passes.products(self._alive())
+            passes.ask("statistics", [reference])
+        passes.ask("products", self._alive())
         passes.effects(self._alive())
         passes.transfers(self._alive())
-        passes.coverage(self._alive())
+        passes.ask("coverage", [one for one in self._alive() if workloads.get(one.planned.case.workload).examined])
         passes.memory(self._alive(), self._meter)
-        if self._other is not None and (self._method.tapes or self._method.shares):
-            untimed = Passes(self._other, self._facts, self._method.limits, self._observer)
-            untimed.operators(self._alive(), self._method.tapes and self._method.tapes_apart, self._method.shares)
-        if self._method.tapes and not self._method.tapes_apart:
-            passes.tapes([one for one in self._alive() if not one.planned.work.setup_seconds])
         if self._method.capacity is not None:
             limits, rule = self._method.limits, self._method.capacity
             searching = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
             searching.search([one for one in self._outcomes if one.may_fit])
         if self._method.traces is not None:
             passes.traces(self._alive(), self._method.traces)
+        self._look_at_operators(passes)
         for one in self._alive():
             one.note(ceiling=ceiling_of(one.planned, self._method.ceilings.get(one.planned.case.device)))
         return tuple(one.record(one is reference, one.planned.skip) for one in self._outcomes)
+
+    def _look_at_operators(self, passes: Passes) -> None:
+        """The operators of every case, and what they take of its step, last of all: a mode that sees them may leave its
+        process slower."""
+        method = self._method
+        if self._other is not None and (method.tapes or method.shares):
+            untimed = Passes(self._other, self._facts, method.limits, self._observer)
+            untimed.ask("tape", self._alive() if method.tapes and method.tapes_apart else ())
+            untimed.ask("shares", self._alive() if method.shares else ())
+            untimed.leave_gpus(self._alive())
+        if method.tapes and not method.tapes_apart:
+            passes.ask("tape", [one for one in self._alive() if not one.planned.work.setup_seconds])
 
     def _try_products(self) -> None:
         """Where products are native, or a backend's, they are tried before they are timed; a wrong one is refused."""
@@ -191,6 +197,9 @@ class GroupMeasurement:
     def _of(self, arm: Arm) -> CaseOutcome:
         return next(one for one in self._outcomes if one.planned is arm.planned)
 
+    def _telling(self, doing: str) -> Callable[[Arm, float], None]:
+        return lambda arm, share: self._observer.working(arm.planned.case, doing, share)
+
     def _measure_session(self, session: Session, sessions: int) -> None:
         for arm in session.arms:
             doing = "finding scales" if arm.planned.case.static else "preparing"
@@ -200,12 +209,15 @@ class GroupMeasurement:
             self._worker, method.quantisers, lambda arm, doing: self._observer.working(arm.planned.case, doing, 0.0)
         )
         watch = self._watch(session)
+        after = watch.look if watch else None
         stopped = session.run(
             self._worker, method.rule.after(time.monotonic() - self._start, sessions), method.judge, self._seed,
-            lambda arm, share: self._observer.working(arm.planned.case, "measuring", share),
-            after=watch.look if watch else None,
+            self._telling("measuring"), after=after,
         )  # fmt: skip
-        chosen = self._fastest_again(session, watch) if method.choose is not None else None
+        chosen = None
+        if method.choose is not None:
+            tell = self._telling("timing the fastest again")
+            chosen = session.fastest_again(method.choose, self._worker, method.rule, self._seed + 1, tell, after)
         if watch:
             watch.end()
         session.check(self._worker)
@@ -235,19 +247,9 @@ class GroupMeasurement:
         """The device's time of steps without their launches, last of all: states are not as they were afterwards."""
         arms = [arm for arm in session.arms if arm is not session.control]
         due = [arm for arm in arms if arm.queues and self._of(arm).draft.replays is None]
-        found = ReplayPass(
-            self._seed, lambda arm, share: self._observer.working(arm.planned.case, "replaying steps", share)
-        ).measure(due, self._worker)
+        found = ReplayPass(self._seed, self._telling("replaying steps")).measure(due, self._worker)
         for arm in due:
             self._of(arm).note(replays=found[arm.key])
-
-    def _fastest_again(self, session: Session, watch: Watch | None) -> tuple[Arm, Fresh] | None:
-        assert self._method.choose is not None
-        return fastest_again(
-            session, self._method.choose, self._worker, self._method.rule, self._seed + 1,
-            lambda arm, share: self._observer.working(arm.planned.case, "timing the fastest again", share),
-            watch.look if watch else None,
-        )  # fmt: skip
 
     def _warm_up(self, first: Arm, device: Looks) -> Settling | None:
         """The reference runs until its device has settled; an emulation's time is no speed."""
@@ -277,27 +279,17 @@ class GroupMeasurement:
             return
         due = [(outcome, arm) for outcome, arm in measured if not (outcome.draft.energy or outcome.draft.sustained)]
         doing = "running for seconds" if rule.turn_seconds else "measuring energy"
-        windows = WindowPass(
-            self._meter, rule, self._seed, lambda arm, share: self._observer.working(arm.planned.case, doing, share)
-        )  # fmt: skip
+        windows = WindowPass(self._meter, rule, self._seed, self._telling(doing))
         found = windows.measure([arm for _, arm in due], self._worker)
         for outcome, arm in due:
             outcome.note(energy=found[arm.key].use if rule.energy else None, sustained=tuple(found[arm.key].turns))
         if rule.phases:
-            self._look_at_phases([(outcome, arm) for outcome, arm in due if found[arm.key].windows])
-
-    def _look_at_phases(self, due: Sequence[tuple[CaseOutcome, Arm]]) -> None:
-        """What each phase takes by itself, of the cases whose steps have joules."""
-        rule, meter = self._method.windows, self._meter
-        assert rule is not None and meter is not None
-        found = PhaseWindowPass(
-            meter, rule.windows, self._seed + 2,
-            lambda arm, share: self._observer.working(arm.planned.case, "measuring energy of phases", share),
-        ).measure([arm for _, arm in due], self._worker)  # fmt: skip
-        limits = meter.power_limits()
-        for outcome, arm in due:
-            if outcome.draft.energy is not None:
-                outcome.note(energy=replace(outcome.draft.energy, phases=found[arm.key], power_limits=limits))
+            due = [(outcome, arm) for outcome, arm in due if found[arm.key].windows]
+            phases = WindowPass(self._meter, rule, self._seed + 2, self._telling("measuring energy of phases"))
+            parts, limits = phases.phases([arm for _, arm in due], self._worker), self._meter.power_limits()
+            for outcome, arm in due:
+                if outcome.draft.energy is not None:
+                    outcome.note(energy=replace(outcome.draft.energy, phases=parts[arm.key], power_limits=limits))
 
     def _smaller(
         self, leader: CaseOutcome | None, with_control: bool, candidates: list[CaseOutcome]

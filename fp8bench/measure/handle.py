@@ -98,7 +98,6 @@ class Worker(ABC):
         return self.within(START_SECONDS).software()
 
     def modules_under(self, folder: Path) -> tuple[str, ...]:
-        """The modules that the worker has loaded from below a folder."""
         return self.within(HANG_SECONDS).modules_under(str(folder))
 
     def release(self, key: str) -> tuple[str, ...]:
@@ -202,7 +201,6 @@ class ProcessWorker(Worker):
         return WorkerProcess(self._python, self._module, self._environment())
 
     def _begin(self, process: WorkerProcess) -> None:
-        """What a fresh process is told first."""
         self._exchange(process, START_SECONDS, "open", self._settings)
 
     def _environment(self) -> dict[str, str]:
@@ -249,7 +247,6 @@ class ProcessWorker(Worker):
 
 
 def _numbered(answer: Any) -> tuple[int, tuple[Any, ...]]:
-    """The number of the request that is answered, and the reply."""
     match answer:
         case (int(number), ("ok", _) | ("fault", str(), str(), str(), bool()) as reply):
             return number, reply

@@ -26,7 +26,6 @@ class Orders(Generic[T]):
         self._left: list[list[int]] = []
 
     def next(self, arms: Sequence[T]) -> list[T]:
-        """The arms of a round, in their order."""
         if not self._left or self._arms != list(arms):
             self._arms = list(arms)
             self._left = self._block(len(arms))

@@ -38,7 +38,6 @@ from fp8bench.model.ranks import FailedRank
 from fp8bench.model.readings import Reading
 from fp8bench.model.specs import spec_of
 from fp8bench.protocols import Observer
-from fp8bench.registry import workloads
 
 OUT_OF_MEMORY = "out of memory, even alone"
 
@@ -55,25 +54,13 @@ class CaseOutcome:
         self.draft = Record(self.planned.case, self.planned.support, Status.OK, self.planned.work)
 
     def note(self, **known: Any) -> None:
-        """Something has come to be known of it."""
         self.draft = replace(self.draft, **known)
 
     def forget(self) -> None:
-        """Whatever was measured beside others, which begins again."""
-        self.note(
-            timing=None,
-            control=None,
-            paired_with=None,
-            paired=True,
-            stopped="",
-            energy=None,
-            watch=None,
-            replays=None,
-            sustained=(),
-            fresh=None,
-            late_flops=None,
-            effect=None,
-        )
+        """Whatever was measured, which begins again; not why it failed."""
+        failed = self.draft
+        self.__post_init__()
+        self.note(detail=failed.detail, failed_rank=failed.failed_rank)
 
     @property
     def may_fit(self) -> bool:
@@ -122,7 +109,6 @@ class TraceFolder:
     stamp: int
 
     def file_of(self, case: Case) -> str:
-        """The file of a case, within the folder."""
         return f"{name_of(case)}/{_TRACE_WORKER}.{self.stamp}{_SUFFIX}"
 
 
@@ -138,6 +124,18 @@ def trace_folder(run: Run) -> TraceFolder | None:
 _PEAK_MEMORY = "tensor memory allocated through torch, the state included, at the highest point of a step"
 
 
+# What the bench is asked about one case, and a record has the answer to by the same name: what the observer is told
+# meanwhile, and what a case without an answer lacks.
+QUESTIONS: Mapping[str, tuple[str, str]] = {
+    "statistics": ("", "statistics of the data"),
+    "products": ("looking at products", "look at its products"),
+    "effect": ("checking what steps do", "look at what a step does"),
+    "coverage": ("counting what is converted", "coverage"),
+    "tape": ("counting operators", "tape"),
+    "shares": ("finding its parts", "shares"),
+}
+
+
 @dataclass(frozen=True)
 class Passes:
     """Asks the worker, and writes down in the outcomes what it says, or why it says nothing."""
@@ -147,87 +145,52 @@ class Passes:
     _limits: Limits
     _observer: Observer
 
+    def ask(self, question: str, outcomes: Sequence[CaseOutcome]) -> None:
+        """One of the questions; a case without an answer stands all the same."""
+        for outcome in outcomes:
+            with self._asking(outcome, *QUESTIONS[question]) as (bench, case, facts):
+                outcome.note(**{question: getattr(bench, question)(case, facts)})
+
     def errors(self, outcomes: Sequence[CaseOutcome]) -> None:
         """Numerical errors of every case. Whose numbers cannot be had fails.
 
         Not for want of memory, though: a reference in fp64 may need more than the step.
         """
         for outcome in outcomes:
-            case = outcome.planned.case
-            self._observer.working(case, "checking numbers", 1.0)
-            try:
-                limit = self._limits.numbers(outcome.planned.work)
-                errors = self._worker.within(limit).error(case, self._facts[case.device])
-            except WorkerError as cause:
-                why = f"no numerical error: {cause}"
-                if exhausted(cause):
-                    outcome.lacks(why)
+            with self._asking(outcome, "checking numbers", "numerical error", fails=True) as (bench, case, facts):
+                errors = bench.error(case, facts)
+                if isinstance(errors, str):
+                    outcome.lacks(f"no numerical error: {errors}")
                     continue
-                self._worker.restart()
-                outcome.fail(why, cause)
-                continue
-            if isinstance(errors, str):
-                outcome.lacks(f"no numerical error: {errors}")
-                continue
-            wrong = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
-            outcome.failure = f"its numbers are not finite: {', '.join(wrong)}" if wrong else ""
-            found = (Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
-            outcome.note(measurements=(*outcome.draft.measurements, *found))
-
-    def statistics(self, reference: CaseOutcome) -> None:
-        """What the data are, asked of one case; they describe those of all, so that they do not fail that one."""
-        with self._asking(reference, "statistics of the data") as (bench, case, facts):
-            reference.note(statistics=bench.statistics(case, facts))
-
-    def products(self, outcomes: Sequence[CaseOutcome]) -> None:
-        """What the products of every case ran on; a case of which nobody can say it stands all the same."""
-        for outcome in outcomes:
-            self._observer.working(outcome.planned.case, "looking at products", 1.0)
-            with self._asking(outcome, "look at its products") as (bench, case, facts):
-                outcome.note(products=bench.products(case, facts))
+                wrong = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
+                outcome.failure = f"its numbers are not finite: {', '.join(wrong)}" if wrong else ""
+                found = (Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
+                outcome.note(measurements=(*outcome.draft.measurements, *found))
 
     def transfers(self, outcomes: Sequence[CaseOutcome]) -> None:
         """What steps of several ranks move, and how far that hides; cases of one rank are not asked."""
-        for outcome in outcomes:
-            if outcome.planned.case.ranks < 2:
-                continue
-            self._observer.working(outcome.planned.case, "counting what is sent", 1.0)
+        for outcome in (one for one in outcomes if one.planned.case.ranks > 1):
             limit = self._limits.numbers(outcome.planned.work)
-            with self._asking(outcome, "bytes on the wire") as (_, case, facts):
+            with self._asking(outcome, "counting what is sent", "bytes on the wire") as (_, case, facts):
                 outcome.note(transfer=self._worker.ask(limit, "transfer", case, facts))
                 outcome.note(overlap=self._worker.ask(limit, "overlap", case, facts))
-            with self._asking(outcome, "parts of a step") as (_, case, facts):
+            with self._asking(outcome, "", "parts of a step") as (_, case, facts):
                 if (parts := self._worker.ask(limit, "step_parts", case, facts)) is not None:
                     sent, overlap, scaling = parts
                     outcome.note(sent=sent, overlap=overlap, scaling=scaling)
 
     def effects(self, outcomes: Sequence[CaseOutcome]) -> None:
-        """Whether steps do anything; a case of which nobody can tell stands all the same."""
-        for outcome in (one for one in outcomes if one.draft.effect is None):
-            if outcome.planned.work.setup_seconds:
-                outcome.note(effect=StepEffect(None, "its state is compiled, which takes too long for this"))
-                continue
-            self._observer.working(outcome.planned.case, "checking what steps do", 1.0)
-            with self._asking(outcome, "look at what a step does") as (bench, case, facts):
-                outcome.note(effect=bench.effect(case, facts))
-
-    def coverage(self, outcomes: Sequence[CaseOutcome]) -> None:
-        """How much of a model of one's own its cases convert; a case without it stands all the same."""
         for outcome in outcomes:
-            if workloads.get(outcome.planned.case.workload).examined:
-                self._observer.working(outcome.planned.case, "counting what is converted", 1.0)
-                with self._asking(outcome, "coverage") as (bench, case, facts):
-                    outcome.note(coverage=bench.coverage(case, facts))
+            if outcome.draft.effect is None and outcome.planned.work.setup_seconds:
+                outcome.note(effect=StepEffect(None, "its state is compiled, which takes too long for this"))
+        self.ask("effect", [one for one in outcomes if one.draft.effect is None])
 
     def memory(self, outcomes: Sequence[CaseOutcome], meter: Meter | None = None) -> None:
-        """Memory at the highest point of a step; a case without it stands all the same.
-
-        The driver's count of the worker's process comes from the meter, where there is a driver.
-        """
+        """Memory at the highest point of a step. The driver's count of the worker's process comes from the meter, where
+        there is a driver."""
         device = None if meter is None or isinstance(meter.device, AbsentDevice) else meter.device
         for outcome in outcomes:
-            self._observer.working(outcome.planned.case, "measuring memory", 1.0)
-            with self._asking(outcome, "peak memory") as (bench, case, facts):
+            with self._asking(outcome, "measuring memory", "peak memory") as (bench, case, facts):
                 key = f"memory of {case.id}" if device is not None else ""
                 found = bench.memory(case, facts, key)
                 if device is not None:
@@ -238,42 +201,21 @@ class Passes:
                     continue
                 peak = Measurement(specs.PEAK_MEMORY, "B", (float(found.peak),), description=_PEAK_MEMORY)
                 outcome.note(memory=found, measurements=(*outcome.draft.measurements, peak))
-        if any(
-            (one.draft.effect or one.draft.memory) and self._facts[one.planned.case.device].accelerated
-            for one in outcomes
-        ):
-            self._worker.restart()  # torch's profiler was on in it, and nobody knows that it leaves no trace
-
-    def operators(self, outcomes: Sequence[CaseOutcome], tapes: bool, shares: bool) -> None:
-        """The operators of every case, and what they take of its step, from a worker that times nothing else; a case
-        without them stands.
-
-        On a GPU that worker ends with the group: it would be another process on the device while others are timed.
-        """
-        self.tapes(outcomes if tapes else ())
-        for outcome in outcomes if shares else ():
-            self._observer.working(outcome.planned.case, "finding its parts", 1.0)
-            with self._asking(outcome, "shares") as (bench, case, facts):
-                outcome.note(shares=bench.shares(case, facts))
-        if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
-            self._worker.restart()
-
-    def tapes(self, outcomes: Sequence[CaseOutcome]) -> None:
-        """The operators of a step of every case."""
-        for outcome in outcomes:
-            self._observer.working(outcome.planned.case, "counting operators", 1.0)
-            with self._asking(outcome, "tape") as (bench, case, facts):
-                outcome.note(tape=bench.tape(case, facts))
+        # torch's profiler was on in it, and nobody knows that it leaves no trace
+        self.leave_gpus([one for one in outcomes if one.draft.effect or one.draft.memory])
 
     def traces(self, outcomes: Sequence[CaseOutcome], folder: TraceFolder) -> None:
-        """A few steps of every case into a file of its own; a case without it stands all the same."""
+        """A few steps of every case into a file of its own."""
         for outcome in outcomes:
-            self._observer.working(outcome.planned.case, "recording a trace", 1.0)
-            with self._asking(outcome, "trace") as (bench, case, facts):
+            with self._asking(outcome, "recording a trace", "trace") as (bench, case, facts):
                 name = folder.file_of(case)
                 outcome.note(operators=bench.trace(case, facts, str(folder.path / name)), trace=name)
-        if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
-            # A GPU's profiler stays attached to a process that has used it, and would slow its launches down.
+        # A GPU's profiler stays attached to a process that has used it, and would slow its launches down.
+        self.leave_gpus(outcomes)
+
+    def leave_gpus(self, outcomes: Sequence[CaseOutcome]) -> None:
+        """The worker ends, if any of these was on a GPU: there is none of it on the device while others are timed."""
+        if any(self._facts[one.planned.case.device].accelerated for one in outcomes):
             self._worker.restart()
 
     def _seen_from_outside(self, found: MemoryUse | str, device: Looks) -> MemoryUse | str:
@@ -287,13 +229,24 @@ class Passes:
         return replace(found, why="; ".join(filter(None, (found.why, f"no memory of the process: {read.reason}"))))
 
     @contextmanager
-    def _asking(self, outcome: CaseOutcome, what: str) -> Iterator[tuple[AskedBench, Case, DeviceFacts]]:
-        """Whom to ask about what; the case stands all the same where there is no answer, with the reason."""
+    def _asking(
+        self, outcome: CaseOutcome, doing: str, lacking: str, fails: bool = False
+    ) -> Iterator[tuple[AskedBench, Case, DeviceFacts]]:
+        """Whom to ask about what; the case stands all the same where there is no answer, with the reason, or `fails`
+        where that is not for want of memory."""
         case = outcome.planned.case
+        if doing:
+            self._observer.working(case, doing, 1.0)
         try:
             limit = self._limits.numbers(outcome.planned.work)
             yield self._worker.within(limit), case, self._facts[case.device]
         except WorkerError as cause:
-            if not exhausted(cause):
-                self._worker.restart()
-            outcome.lacks(f"no {what}: {cause}")
+            why = f"no {lacking}: {cause}"
+            if exhausted(cause):
+                outcome.lacks(why)
+                return
+            self._worker.restart()
+            if fails:
+                outcome.fail(why, cause)
+            else:
+                outcome.lacks(why)

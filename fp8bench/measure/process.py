@@ -69,7 +69,6 @@ class WorkerProcess:
         return True
 
     def receive(self) -> Any:
-        """The next answer."""
         return plain_value(self._connection.recv_bytes())
 
     def close(self) -> None:
@@ -93,7 +92,6 @@ class WorkerProcess:
         return self._popen.poll() == -signal.SIGKILL
 
     def end_in_words(self) -> str:
-        """What the exit status and the last words of a process that has vanished say."""
         try:
             status = self._popen.wait(_POLITE_SECONDS)
         except subprocess.TimeoutExpired:

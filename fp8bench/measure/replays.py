@@ -78,7 +78,6 @@ class ReplayPass:
 
 
 def _loads(arm: Arm) -> str:
-    """What comes ahead of each of its replays."""
     return workloads.get(arm.planned.case.workload).loads
 
 

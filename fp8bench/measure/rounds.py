@@ -10,20 +10,22 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8bench.measure.arm import Arm, ArmFailed, Tell, guarding
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.orders import Orders
 from fp8bench.measure.quantisers import Quantisers
-from fp8bench.model import Timing
-from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
+from fp8bench.model import Fresh, Timing
+from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_CANDIDATES, StoppingRule
 
 # Refilling a cache of some megabytes takes a fraction of a millisecond: of longer steps it is below the band.
 WARMED_BELOW_SECONDS = 100e-3
 
 # Says whether a candidate's question is answered by what it, the reference and the control have given so far.
 Judge = Callable[[Timing, Timing, Timing | None], bool]
+# Which of these timings is fastest beside the reference's and its control's; None where none is faster.
+Choose = Callable[[Sequence[Timing], Timing, Timing | None], int | None]
 
 
 @dataclass
@@ -103,6 +105,37 @@ class Session:
             why = rule.ended(rounds, clock() - start)
             if why:
                 return why
+
+    def fastest_again(
+        self,
+        choose: Choose,
+        worker: Worker,
+        rule: StoppingRule,
+        seed: int,
+        tick: Callable[[Arm, float], None],
+        after: Callable[[Arm], None] | None,
+    ) -> tuple[Arm, Fresh] | None:
+        """The arm that was chosen, with as many rounds of it, the reference and its control as it had before.
+
+        A figure that was chosen for being the best is too good: of equal candidates the one that noise favoured is
+        chosen, and its own samples say so. Rounds after the choice do not know of it.
+        """
+        candidates = [arm for arm in self.candidates if not arm.emulated]
+        lead, control = self.reference, self.control
+        if lead is None or lead.emulated or len(candidates) < LEAST_CANDIDATES:
+            return None
+        chosen = choose(
+            [arm.timing() for arm in candidates], lead.timing(), control.timing() if control is not None else None
+        )
+        if chosen is None:
+            return None
+        winner = candidates[chosen]
+        lead, again = replace(lead, slots=[]), replace(winner, slots=[])
+        control = replace(control, slots=[]) if control is not None else None
+        fixed = StoppingRule(fixed=len(winner.slots), ceiling=rule.ceiling)
+        Session(lead, control, [again]).run(worker, fixed, lambda *timings: False, seed, tick, after=after)
+        beside = control.timing() if control is not None else None
+        return winner, Fresh(again.timing(), lead.timing(), beside, len(candidates))
 
     def _questions(self) -> list[Arm]:
         """The arms whose comparison with the reference is open: native candidates, else the control.

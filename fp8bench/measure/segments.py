@@ -35,7 +35,6 @@ class Segmentation:
 
 
 def block_length(step_ns: int) -> int:
-    """Nanoseconds of a block in a step of that length."""
     return max(LEAST_BLOCK_NS, step_ns // MOST_BLOCKS)
 
 
@@ -61,7 +60,6 @@ def by_phase(codes: Sequence[int]) -> Segmentation:
 
 
 def by_phase_totals(codes: Sequence[int], intervals_ns: Sequence[int]) -> tuple[int, ...]:
-    """Total nanoseconds of each phase of CELL_PHASES."""
     totals = [0] * len(CELL_PHASES)
     for code, interval in zip(codes, intervals_ns, strict=True):
         totals[code] += interval

@@ -1,4 +1,5 @@
-"""Windows in which one case runs over and over: so that a counter of energy can be read, and for what it sustains.
+"""Windows in which one case, or a phase of it, runs over and over: so that a counter of energy can be read, and for
+what it sustains.
 
 The states are those that were timed, still in memory beside each other. Cases take turns in random order, so that a
 device that warms up warms up for all of them; before each window a case runs for a while, so that clocks and power are
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fp8bench.errors import WorkerError
@@ -21,16 +22,19 @@ from fp8bench.measure.sensors.mean_power import SHORTEST
 from fp8bench.measure.sensors.meter import CAP, Meter
 from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.measure.settle import Settler
-from fp8bench.model import PHASES, EnergyUse, EnergyWindow, Group, Level, Request, SustainedTurn
+from fp8bench.model import PHASES, EnergyUse, EnergyWindow, Group, Level, PhaseEnergy, Request, SustainedTurn
+from fp8bench.model.raw import RawReplay
 from fp8bench.model.readings import Reading, Unavailable
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.stopping import STRETCH, Settling
-from fp8bench.protocols.axes import CACHE, COLD
+from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import workloads
 
 # So many steps are asked for at a time that the worker is away for about as long.
 CHUNK_SECONDS = 0.25
 _WARM_SECONDS = 0.3
+# What may be kept for a phase, of the device's memory: the states of all cases are still there.
+_SHARE_OF_MEMORY = 0.25
 _FLUSHED = "a window holds steps alone, and a cold cache has to be flushed between them: measure it with cache=hot"
 # Fewer turns have no interval.
 _TURNS, _TURNS_QUICK = 4, 3
@@ -83,25 +87,31 @@ def windows_of(group: Group, rule: WindowRule) -> int:
 
 
 def phases_at_most(group: Group) -> int:
-    """How many phases a step of a group may have, what is in none included."""
     history = workloads.get(group.cases[0].case.workload).history
     return len(history.phases if history is not None and history.phases else PHASES) + 1
 
 
 @dataclass
-class Found:
-    """What one arm has come to so far."""
+class WindowsFound:
+    """What one arm, or one phase of it, has come to so far."""
 
     windows: list[EnergyWindow] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     turns: list[SustainedTurn] = field(default_factory=list)
     use: EnergyUse = field(default_factory=lambda: EnergyUse(SourceKind.NONE))
 
+    @property
+    def why(self) -> str:
+        return "; ".join(dict.fromkeys(self.reasons))
+
     def concluded(self, source: str, before: Energy | Unavailable, after: Energy | Unavailable) -> EnergyUse:
-        idles = [f"idle power: {one.reason}" for one in (before, after) if isinstance(one, Unavailable)]
-        why = "; ".join(dict.fromkeys([*self.reasons, *idles]))
+        self.reasons += [f"idle power: {one.reason}" for one in (before, after) if isinstance(one, Unavailable)]
         idle_before, idle_after = (one.watts if isinstance(one, Energy) else None for one in (before, after))
-        return EnergyUse(source, tuple(self.windows), idle_before, idle_after, why)
+        return EnergyUse(source, tuple(self.windows), idle_before, idle_after, self.why)
+
+
+# An arm in a window of its own, and which phase of its step; '' is all of it.
+Turn = tuple[Arm, str]
 
 
 @dataclass(frozen=True)
@@ -114,9 +124,9 @@ class WindowPass:
     _tell: Callable[[Arm, float], None]
     _clock: Callable[[], float] = time.monotonic
 
-    def measure(self, arms: Sequence[Arm], worker: Worker) -> dict[str, Found]:
+    def measure(self, arms: Sequence[Arm], worker: Worker) -> dict[str, WindowsFound]:
         """What was found of each arm, by its key. A case that fails here keeps its time: only this has a reason."""
-        found = {arm.key: Found() for arm in arms}
+        found = {arm.key: WindowsFound() for arm in arms}
         metered = self._meter.kind is not SourceKind.NONE
         if not metered and not self._rule.turn_seconds:
             for of_arm in found.values():
@@ -130,17 +140,8 @@ class WindowPass:
         if not arms:
             return found
         before = self._meter.idle(self._rule.idle_seconds) if metered else None
-        turns = self._turns(arms)
-        for place, arm in enumerate(turns):
-            self._tell(arm, place / len(turns))
-            try:
-                self._window(arm, worker, found[arm.key])
-            except WorkerError as cause:
-                # Whatever it was, the states of all may be gone: the windows that are there have to do.
-                worker.restart()
-                for one in turns[place:]:
-                    found[one.key].reasons.append(f"{arm.planned.case.mode} ended the windows: {cause}")
-                break
+        each = {(arm.key, ""): found[arm.key] for arm in arms}
+        self._in_turns([(arm, "") for arm in arms], each, worker, self._window, "{mode} ended the windows: {cause}")
         after = self._meter.idle(self._rule.idle_seconds) if metered else None
         for of_arm in (found[arm.key] for arm in arms):
             if before is None or after is None:
@@ -149,15 +150,45 @@ class WindowPass:
                 of_arm.use = replace(of_arm.concluded(source, before, after), power_limits=self._meter.power_limits())
         return found
 
-    def _turns(self, arms: Sequence[Arm]) -> list[Arm]:
-        """Every arm once a round of windows, in orders that are random and balanced."""
-        turns: list[Arm] = []
-        orders: Orders[Arm] = Orders(random.Random(self._seed))
-        for number in range(self._rule.windows):
-            turns += orders.next([arm for arm in arms if number == 0 or not arm.emulated])
-        return turns
+    def phases(self, arms: Sequence[Arm], worker: Worker) -> dict[str, tuple[PhaseEnergy, ...]]:
+        """Those of each arm's phases by themselves, by its key, in the order that its steps have them; in the same
+        states and under the same rules, after the windows of whole steps.
 
-    def _window(self, arm: Arm, worker: Worker, found: Found) -> None:
+        One that cannot be done by itself, or whose numbers are spoilt by it, has a reason instead.
+        """
+        turns = [(arm, phase) for arm in arms for phase in dict.fromkeys(arm.timing().segments.phases)]
+        found = {(arm.key, phase): WindowsFound() for arm, phase in turns}
+        self._in_turns(turns, found, worker, self._phase_window, "{phase} of {mode} ended this: {cause}")
+        return {
+            arm.key: tuple(
+                PhaseEnergy(phase, tuple(one.windows), one.why) for (key, phase), one in found.items() if key == arm.key
+            )
+            for arm in arms
+        }
+
+    def _in_turns(
+        self, every: Sequence[Turn], found: Mapping[tuple[str, str], WindowsFound], worker: Worker,
+        window: Callable[[Arm, str, Worker, WindowsFound], None], ended: str,
+    ) -> None:  # fmt: skip
+        """All of them once a round of windows, an emulation in the first alone, in orders that are random and balanced.
+        A fault ends all that are left."""
+        turns: list[Turn] = []
+        orders: Orders[Turn] = Orders(random.Random(self._seed))
+        for number in range(self._rule.windows):
+            turns += orders.next([turn for turn in every if number == 0 or not turn[0].emulated])
+        for place, (arm, phase) in enumerate(turns):
+            self._tell(arm, place / len(turns))
+            try:
+                window(arm, phase, worker, found[arm.key, phase])
+            except WorkerError as cause:
+                # Whatever it was, the states of all may be gone: the windows that are there have to do.
+                worker.restart()
+                why = ended.format(mode=arm.planned.case.mode, phase=phase, cause=cause)
+                for left, name in turns[place:]:
+                    found[left.key, name].reasons.append(why)
+                return
+
+    def _window(self, arm: Arm, phase: str, worker: Worker, found: WindowsFound) -> None:
         """One window of one arm, after it has run for a while; what is no longer finite does not count."""
         turn_seconds = 0.0 if arm.emulated else self._rule.turn_seconds
         steps = max(1, round(CHUNK_SECONDS / arm.step_seconds))
@@ -177,11 +208,31 @@ class WindowPass:
         if isinstance(energy, Unavailable):
             found.reasons.append(energy.reason)
         else:
-            found.windows.append(kept_window(energy, done))
+            found.windows.append(_kept_window(energy, done))
         if turn_seconds:
             watts = energy.watts if isinstance(energy, Energy) else None
             hertz = clock.number if isinstance(clock, Reading) else None
             found.turns.append(SustainedTurn(steps, tuple(seconds), settling, hertz, watts))
+
+    def _phase_window(self, arm: Arm, phase: str, worker: Worker, found: WindowsFound) -> None:
+        if found.reasons:
+            return  # it would say the same again
+        held = _held(arm, phase, worker)
+        if held.why:
+            found.reasons.append(held.why)
+            return
+        times = max(1, round(CHUNK_SECONDS / max(held.seconds, 1e-7)))
+        limit, chunks, seconds = arm.limits.slot(held.seconds, times), 0, 0.0
+        with self._meter.window() as window:
+            while not window.enough or (seconds < SHORTEST and not window.failed):
+                seconds += worker.within(limit).loop_phase(arm.key, times)
+                chunks += 1
+        wrong = worker.within(limit).drop_phase(arm.key)
+        energy = window.energy
+        if wrong or isinstance(energy, Unavailable):
+            found.reasons.append(wrong or str(energy))
+        else:
+            found.windows.append(_kept_window(energy, times * chunks))
 
     def _settled(self, arm: Arm, worker: Worker, turn_seconds: float) -> Settling | None:
         """The case runs ahead of its window: before a turn until the device has settled, or for half a turn blindly."""
@@ -194,8 +245,19 @@ class WindowPass:
         return None
 
 
-def kept_window(energy: Energy, steps: int) -> EnergyWindow:
-    """What is kept of a window that has a number."""
+def _held(arm: Arm, phase: str, worker: Worker) -> RawReplay:
+    """The phase, done for a while by now; or why it is not."""
+    static = arm.planned.case.static
+    if arm.cache == ROTATING:
+        return RawReplay(why="its states rotate, and a phase done again would find its own in the caches")
+    if static is not None and static.refresh:
+        return RawReplay(why="its scales are renewed every so many steps")
+    most = round(_SHARE_OF_MEMORY * arm.facts.memory_bytes)
+    held: RawReplay = worker.within(arm.limits.numbers(arm.planned.work)).hold_phase(arm.key, phase, most)
+    return held
+
+
+def _kept_window(energy: Energy, steps: int) -> EnergyWindow:
     watched = {name: read.number for name, read in energy.watched.items() if isinstance(read, Reading)}
     throttle, stretch = watched.get("throttle"), energy.stretch
     return EnergyWindow(

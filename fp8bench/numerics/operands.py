@@ -6,7 +6,7 @@ Another sees what a step does that a device alone cannot do again: a replay has 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,8 +35,12 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "e2m1": "float4_e2m1fn_x2"}
 
 
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the operators that run in its body, and leaves them as they are."""
+    """Sees the operators that run in its body, and leaves them as they are: each is handed to `see`, which runs it.
 
+    With `unwraps` one on a tensor that wraps others is not: its own operators, on the tensors inside, come next.
+    """
+
+    unwraps: ClassVar[bool] = True
     supports_higher_order_operators = True
 
     @classmethod
@@ -55,10 +59,23 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for kind in types if self.unwraps else ():
+            if kind is not Tensor and hasattr(kind, "__tensor_flatten__"):
+                return NotImplemented
+        return self.see(func, args, kwargs or {})
+
+    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return func(*args, **named)
+
 
 class ProductWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     """Counts the operators that run in its body, and names the kernels of attention; `looks` is given the operands of
     each product."""
+
+    unwraps = False
 
     def __init__(self, looks: Callable[[Sequence[Tensor]], None]) -> None:
         super().__init__()
@@ -66,9 +83,7 @@ class ProductWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         self.operators = 0
         self.attention: dict[str, None] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         name = getattr(func, "overloadpacket", func).__name__
         place = slice(0, 4) if name.startswith(_ATTENTION) else _OPERANDS.get(name)
         self.operators += 1
@@ -76,7 +91,7 @@ class ProductWatch(OperatorWatch):  # type: ignore[no-untyped-call]
             self.attention[kernel] = None
         if place is not None:
             self._looks(tuple(_tensors(args[place])))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **named)
 
 
 def _attention(operator: str) -> str:
@@ -185,15 +200,15 @@ def needs_host(step: Callable[[], object]) -> str:
 class _HostParts(OperatorWatch):  # type: ignore[no-untyped-call]
     """Watches for numbers that go to the device or come from it: a replay has those of the step it was made of."""
 
+    unwraps = False
+
     def __init__(self) -> None:
         super().__init__()
         self.why = ""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.why = self.why or moved(str(func), tensors_within((args, kwargs)), tensors_within(result))
+    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        result = func(*args, **named)
+        self.why = self.why or moved(str(func), tensors_within((args, named)), tensors_within(result))
         return result
 
 

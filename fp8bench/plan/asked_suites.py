@@ -54,5 +54,4 @@ def _suites(word: str) -> Sequence[str]:
 
 
 def reads_corpus(request: Request) -> bool:
-    """Whether any suite of the request reads the text."""
     return any(workloads.get(name).uses_corpus for name in suites_of(request))

@@ -81,7 +81,6 @@ def encoded(text: bytes, merges: Sequence[Pair]) -> bytes:
 
 
 def token_bytes(merges: Sequence[Pair]) -> list[bytes]:
-    """What each token stands for."""
     known = [bytes([byte]) for byte in range(BYTES)]
     for first, second in merges:
         known.append(known[first] + known[second])

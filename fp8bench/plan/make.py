@@ -159,7 +159,6 @@ def check_limit(limit: int | None, facts: DeviceFacts) -> None:
 
 
 def _of_ranks(ranks: int, chosen: Sequence[DeviceFacts]) -> list[str]:
-    """What to know of a run of several processes."""
     notes = [
         f"{ranks} ranks: the slowest rank's time counts, call by call; no energy, tapes and ceilings: they are of one"
     ]
@@ -294,7 +293,6 @@ def _is_native(planned: PlannedCase) -> bool:
 
 
 def _mapped(part: _Part, planned: PlannedCase, facts: DeviceFacts) -> PlannedCase:
-    """The case with the map of its suite, if there is one."""
     case = planned.case
     return _case(part.workload, case.params, facts, case.precision, part.layers) if part.layers else planned
 

@@ -81,7 +81,6 @@ def mapped_support(
 
 
 def modes_of(workload: Workload, case: Case) -> dict[str, None]:
-    """The precisions that the layers of a case have, each once."""
     keys = dict(case.precision_map)
     own = precisions.get(case.precision)
     found: dict[str, None] = {}

@@ -71,7 +71,6 @@ def _put_there_by_others(file: Path) -> bool:
 
 
 def cannot_resume(what: str, why: str, advice: str) -> UsageError:
-    """What a refusal says: why, and what to do."""
     return UsageError(f"{what} cannot be resumed here: {why}. {advice}")
 
 
@@ -100,7 +99,6 @@ def _differences(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment
 
 
 def surroundings_differ(first: Environment, second: Environment) -> Iterable[str]:
-    """What machine, software or commit was, and is, where they differ."""
     for name in _SAME:
         before, now = first.get(name), second.get(name)
         if before != now:

@@ -8,22 +8,21 @@ The sides of products come from the same arguments that FLOPs are counted from.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.nn.holders import CONV2D, EXPERTS, Held, Stacked
-from fp8bench.tape.formulas import flops_of
+from fp8bench.tape.formulas import Named, Product, convolved, convolved_back, flops_of
+from fp8bench.tape.module_paths import RunningModules
 from fp8bench.tape.recorder import Call, OperatorTape, arguments_of, name_of, tensors_in
 
 # FLOPs of two steps that differ by less are those of steps alike: what is dealt out to experts moves with the weights.
@@ -32,9 +31,6 @@ _MADE = (
     "made in the first step, after copies were converted and optimizers begun: {}; let make() call the model once, so "
     "that they are there"
 )
-Named = Mapping[str, Any]
-# M, N, K and how many of them, of (..., M, K) times (..., K, N).
-Product = tuple[int, int, int, int]
 
 
 def _matrices(left: str, right: str) -> Callable[[Named], list[Product]]:
@@ -50,35 +46,14 @@ def _grouped(named: Named) -> list[Product]:
     return [(left.shape[-2], right.shape[-1], left.shape[-1], 1)]
 
 
-def _convolved(named: Named) -> list[Product]:
-    outputs, window, places, groups = _sides(named, named[""])
-    return [(places, outputs, window, groups)]
-
-
-def _convolved_back(named: Named) -> list[Product]:
-    outputs, window, places, groups = _sides(named, named["grad_output"])
-    for_input, for_weight = named["output_mask"][:2]
-    products = [((places, window, outputs, groups), for_input), ((outputs, window, places, groups), for_weight)]
-    return [product for product, wanted in products if wanted]
-
-
-def _sides(named: Named, out: Any) -> tuple[int, int, int, int]:
-    """Of each group: outputs, the numbers of a window, places; and how many groups there are."""
-    weight, x = named["weight"], named.get("input", named.get("self"))
-    places, groups = (x if named.get("transposed") else out), int(named.get("groups", 1))
-    return (
-        weight.shape[0] // groups, math.prod(weight.shape[1:]), places.shape[0] * math.prod(places.shape[2:]), groups
-    )  # fmt: skip
-
-
 # Of each operator that multiplies matrices, by name.
 SHAPES: dict[str, Callable[[Named], list[Product]]] = {
     **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), _matrices("self", "mat2")),
     **dict.fromkeys(("addmm", "_addmm_activation"), _matrices("mat1", "mat2")),
     **dict.fromkeys(("baddbmm",), _matrices("batch1", "batch2")),
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped),
-    **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"), _convolved),
-    "convolution_backward": _convolved_back,
+    **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"), convolved),
+    "convolution_backward": convolved_back,
 }  # fmt: skip
 
 
@@ -89,11 +64,6 @@ def products_of(call: Call) -> list[HeldProduct]:
         return []
     named = {**arguments_of(call), "": next(tensors_in(call.result), None)}
     return [HeldProduct(m, n, k, times, call.backward) for m, n, k, times in shapes(named)]
-
-
-_number = torch._C._autograd._get_sequence_nr
-_node = torch._C._current_autograd_node
-_task = torch._C._current_graph_task_id
 
 
 @dataclass(frozen=True)
@@ -107,13 +77,50 @@ class _Place:
 _NOWHERE = _Place()
 
 
-@dataclass
-class _Open:
-    """A module, or a product with a weight, that is running; `task` is the backward pass that it runs in, if any."""
+class _HeldModules(RunningModules[_Place]):
+    """Modules of a model by their paths and weights, and products with one weight of a stack."""
 
-    place: _Place
-    task: int
-    listening: ExitStack = field(default_factory=ExitStack)
+    def __init__(self, model: nn.Module, held: Sequence[Held]) -> None:
+        whole = {one.module: one for one in held if one.kind != EXPERTS and one.parameter == "weight"}
+        places = {module: _Place(path, whole.get(module)) for path, module in model.named_modules()}
+        super().__init__(places.get, _NOWHERE)
+        # Weights that torch has multiplied by in a way that could not be told.
+        self.missed: set[int] = set()
+        self.called: Counter[int] = Counter()
+        self._stacks: dict[nn.Module, dict[str, Held]] = defaultdict(dict)
+        for one in held:
+            if one.kind == EXPERTS:
+                self._stacks[one.module][one.parameter] = one
+        self._listening: list[ExitStack] = []
+
+    def go_in(self, label: _Place) -> None:
+        self.called[id(label.held)] += 1
+        super().go_in(label)
+
+    def _enter(self, module: nn.Module, given: Any) -> None:
+        super()._enter(module, given)
+        if (stacks := self._stacks.get(module)) is None:
+            return
+        path = self._running[-1].label.path
+
+        def around(name: str, told: bool, run: Callable[[], Any]) -> Any:
+            if not told:
+                self.missed.add(id(stacks[name]))
+                return run()
+            self.go_in(_Place(path, stacks[name]))
+            try:
+                return run()
+            finally:
+                self.go_out()
+
+        self._listening.append(ExitStack())
+        weights = {name: one.weight for name, one in stacks.items()}
+        self._listening[-1].enter_context(Stacked(weights, around=around))
+
+    def _leave(self, module: nn.Module, given: Any, result: Any) -> None:
+        if module in self._stacks:
+            self._listening.pop().close()
+        super()._leave(module, given, result)
 
 
 class _Places(OperatorTape):  # type: ignore[no-untyped-call]
@@ -121,93 +128,16 @@ class _Places(OperatorTape):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module, held: Sequence[Held]) -> None:
         super().__init__()
+        self.modules = _HeldModules(model, held)
         self.places: list[_Place] = []
         # The node of the graph that each call belongs to, in backward; None in forward.
         self.nodes: list[int | None] = []
-        # Weights that torch has multiplied by in a way that could not be told.
-        self.missed: set[int] = set()
-        self.called: Counter[int] = Counter()
-        self._running: list[_Open] = []
-        # From the number of a node on: the place that it was made in.
-        self._from: list[int] = [0]
-        self._made_in: list[_Place] = [_NOWHERE]
-        self._paths = {module: path for path, module in model.named_modules()}
-        self._whole = {one.module: one for one in held if one.kind != EXPERTS and one.parameter == "weight"}
-        self._stacks: dict[nn.Module, dict[str, Held]] = defaultdict(dict)
-        for one in held:
-            if one.kind == EXPERTS:
-                self._stacks[one.module][one.parameter] = one
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        node: Any = _node()
-        number = None if node is None else node._sequence_nr()
-        place = self._place(number)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        new = len(self.calls) - len(self.places)
-        self.places += [place] * new
-        self.nodes += [number] * new
-        return result
-
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        before = register_module_forward_pre_hook(self._begin)
-        after = register_module_forward_hook(self._end, always_call=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
-
-    def _place(self, node: int | None) -> _Place:
-        """Where the operator that comes runs: in a module's forward pass, or in backward of what one has made."""
-        if self._running and (node is None or self._running[-1].task == _task()):
-            return self._running[-1].place
-        return _NOWHERE if node is None else self._made_in[bisect_right(self._from, node) - 1]
-
-    def _begin(self, module: nn.Module, given: Any) -> None:
-        path = self._paths.get(module)
-        if path is None:
-            return
-        self._go_in(_Place(path, self._whole.get(module)))
-        stacks = self._stacks.get(module)
-        if stacks:
-            weights = {name: one.weight for name, one in stacks.items()}
-
-            def around(name: str, told: bool, run: Callable[[], Any]) -> Any:
-                if not told:
-                    self.missed.add(id(stacks[name]))
-                    return run()
-                self._go_in(_Place(path, stacks[name]))
-                try:
-                    return run()
-                finally:
-                    self._go_out()
-
-            self._running[-1].listening.enter_context(Stacked(weights, around=around))
-
-    def _end(self, module: nn.Module, given: Any, result: Any) -> None:
-        if module in self._paths:
-            self._go_out()
-
-    def _go_in(self, place: _Place) -> None:
-        self._mark(place)
-        self.called[id(place.held)] += 1
-        self._running.append(_Open(place, _task()))
-
-    def _go_out(self) -> None:
-        self._running.pop().listening.close()
-        self._mark(self._running[-1].place if self._running else _NOWHERE)
-
-    def _mark(self, place: _Place) -> None:
-        """Nodes that are made from here on are made there."""
-        number = _number()
-        while self._from[-1:] >= [number]:  # none was made since
-            self._from.pop()
-            self._made_in.pop()
-        self._from.append(number)
-        self._made_in.append(place)
+    def called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        place, node, _ = self.modules.now()
+        self.places.append(place)
+        self.nodes.append(None if node is None else node._sequence_nr())
+        return super().called(func, args, named)
 
 
 def coverage_of(
@@ -221,7 +151,7 @@ def coverage_of(
     """
     before = dict(model.named_parameters())
     tape, second = _followed(model, held, step), _followed(model, held, step)
-    found = _Sums(model, tape)
+    found = _CoveredSums(model, tape)
     for call, place, node in zip(tape.calls, tape.places, tape.nodes, strict=True):
         found.add(call, place, node)
     if not found.flops and not found.others:
@@ -236,7 +166,7 @@ def coverage_of(
 
 def _followed(model: nn.Module, held: Sequence[Held], step: Callable[[], object]) -> _Places:
     tape = _Places(model, held)
-    with tape.following(), torch.autograd.set_multithreading_enabled(False), tape:
+    with tape.modules.watched(), torch.autograd.set_multithreading_enabled(False), tape:
         step()
     return tape
 
@@ -267,7 +197,7 @@ def _multiplied(tape: _Places) -> tuple[int, Counter[tuple[str, str]]]:
 _NO_PRODUCT = "no-product"
 
 
-class _Sums:
+class _CoveredSums:
     """FLOPs and products of each weight, and of all that is outside. `by_hand` are weights that are multiplied by
     there: what holds them is passed by."""
 
@@ -322,8 +252,8 @@ def _why(operator: str, count: int | None, weight: str) -> str:
     return "no layer's: a function multiplies tensors that are no weight of a layer here"
 
 
-def _holder(held: Held, found: _Sums, tape: _Places, multiple: int) -> Holder:
-    products, calls = tuple(found.products[id(held)]), tape.called[id(held)]
+def _holder(held: Held, found: _CoveredSums, tape: _Places, multiple: int) -> Holder:
+    products, calls = tuple(found.products[id(held)]), tape.modules.called[id(held)]
     rule, reason = held.rule, held.reason
     if not reason and not calls:
         rule, reason = _not_called(held, found, tape)
@@ -333,8 +263,8 @@ def _holder(held: Held, found: _Sums, tape: _Places, multiple: int) -> Holder:
     )  # fmt: skip
 
 
-def _not_called(held: Held, found: _Sums, tape: _Places) -> tuple[str, str]:
-    if id(held) in tape.missed:
+def _not_called(held: Held, found: _CoveredSums, tape: _Places) -> tuple[str, str]:
+    if id(held) in tape.modules.missed:
         return "operator", "it is multiplied in a way that is not x times a weight (an einsum, or a sum with it)"
     if held.kind == EXPERTS:
         return _NO_PRODUCT, "nothing is multiplied by it"

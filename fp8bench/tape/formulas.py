@@ -25,6 +25,8 @@ from fp8bench.tape.recorder import Call, TensorSeen, arguments_of, name_of, oper
 # multiplies in.
 Named = Mapping[str, Any]
 Formula = Callable[[Named], int]
+# M, N, K and how many of them, of (..., M, K) times (..., K, N).
+Product = tuple[int, int, int, int]
 
 
 def _elements(tensor: TensorSeen) -> int:
@@ -54,20 +56,31 @@ def _grouped(left: str, right: str) -> tuple[str, Formula]:
     return left, flops
 
 
-def _convolved(named: Named) -> int:
+def _multiplied(products: Callable[[Named], list[Product]]) -> Formula:
+    return lambda named: sum(2 * m * n * k * times for m, n, k, times in products(named))
+
+
+def convolved(named: Named) -> list[Product]:
     """Windows over the edge counted whole. Weights lie as (out, in / groups, window), turned where it is transposed."""
-    weight, x, out = named["weight"], named.get("input", named.get("self")), named[""]
-    places = x if named.get("transposed") else out
-    once: int = 2 * int(places.shape[0]) * math.prod(places.shape[2:]) * _elements(weight)
-    return once
+    outputs, window, places, groups = _sides(named, named[""])
+    return [(places, outputs, window, groups)]
 
 
-def _convolved_back(named: Named) -> int:
+def convolved_back(named: Named) -> list[Product]:
     """As much for each gradient that is asked for, of the input and of the weight."""
-    out, x, wanted = named["grad_output"], named["input"], named["output_mask"]
-    places = x if named["transposed"] else out
-    once: int = 2 * int(places.shape[0]) * math.prod(places.shape[2:]) * _elements(named["weight"])
-    return once * (bool(wanted[0]) + bool(wanted[1]))
+    outputs, window, places, groups = _sides(named, named["grad_output"])
+    for_input, for_weight = named["output_mask"][:2]
+    products = [((places, window, outputs, groups), for_input), ((outputs, window, places, groups), for_weight)]
+    return [product for product, wanted in products if wanted]
+
+
+def _sides(named: Named, out: Any) -> tuple[int, int, int, int]:
+    """Of each group: outputs, the numbers of a window, places; and how many groups there are."""
+    weight, x = named["weight"], named.get("input", named.get("self"))
+    places, groups = (x if named.get("transposed") else out), int(named.get("groups", 1))
+    return (
+        weight.shape[0] // groups, math.prod(weight.shape[1:]), places.shape[0] * math.prod(places.shape[2:]), groups
+    )  # fmt: skip
 
 
 def _pairs(named: Named) -> float:
@@ -102,10 +115,6 @@ def _lstm(times: int, *weights: str) -> tuple[str, Formula]:
     return "input", flops
 
 
-def _rotated(named: Named) -> int:
-    return 2 * _elements(named["x"]) * int(named["matrix"].shape[-1])
-
-
 _SDPA = "_scaled_dot_product_{}attention{}"
 FORMULAS: dict[str, tuple[str, Formula]] = {
     **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), _product("self", "mat2")),
@@ -122,9 +131,9 @@ FORMULAS: dict[str, tuple[str, Formula]] = {
     "_scaled_grouped_mm": _grouped("self", "mat2"),
     "_scaled_grouped_mm_v2": _grouped("self", "mat2"),
     **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution",
-                     "convolution_overrideable"), ("weight", _convolved)),
-    "convolution_backward": ("weight", _convolved_back),
-    "convolution_backward_overrideable": ("weight", _convolved_back),
+                     "convolution_overrideable"), ("weight", _multiplied(convolved))),
+    "convolution_backward": ("weight", _multiplied(convolved_back)),
+    "convolution_backward_overrideable": ("weight", _multiplied(convolved_back)),
     **{_SDPA.format(kernel, end): formula
        for end, formula in (("", _FORWARD), ("_backward", _BACKWARD))
        for kernel in ("flash_", "efficient_", "cudnn_", "fused_")},
@@ -133,7 +142,8 @@ FORMULAS: dict[str, tuple[str, Formula]] = {
     "mkldnn_rnn_layer": _lstm(1, "weight0", "weight1"),
     "mkldnn_rnn_layer_backward": _lstm(2, "weight1", "weight2"),
     "fp8bench::short_product": ("a", lambda named: 2 * _elements(named["a"]) * int(named["b"].shape[0])),
-    **dict.fromkeys(("fp8bench::rotated", "fp8bench::rotated_and_looked_at"), ("matrix", _rotated)),
+    **dict.fromkeys(("fp8bench::rotated", "fp8bench::rotated_and_looked_at"),
+                    ("matrix", lambda named: 2 * _elements(named["x"]) * int(named["matrix"].shape[-1]))),
 }  # fmt: skip
 
 # Operators that multiply no tensor with another but number by number, beside those that torch has tags for.

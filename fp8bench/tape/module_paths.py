@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,47 +26,44 @@ _LABEL = "fp8bench.module"
 # Nodes that keep a parameter's gradient are made by none.
 _OF_NO_MODULE = 2**64 - 1
 OUTSIDE = ""
+# What a module is known by.
+L = TypeVar("L")
 
 
-class _Made:
+class _Made(Generic[L]):
     """Numbers of the nodes that one task has made, in stretches, each by the module that ran."""
 
-    def __init__(self, first: int) -> None:
-        self.first = first
+    def __init__(self, first: int, outside: L) -> None:
+        self.first, self._outside = first, outside
         self._ends: list[int] = []
-        self._paths: list[str] = []
+        self._makers: list[L] = []
 
-    def until(self, number: int, path: str) -> None:
+    def until(self, number: int, maker: L) -> None:
         if number > (self._ends[-1] if self._ends else self.first):
             self._ends.append(number)
-            self._paths.append(path)
+            self._makers.append(maker)
 
-    def path_of(self, number: int) -> str:
+    def maker_of(self, number: int) -> L:
         place = bisect_right(self._ends, number)
-        return self._paths[place] if place < len(self._ends) else OUTSIDE
+        return self._makers[place] if place < len(self._ends) else self._outside
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class _Running:
+class _Running(Generic[L]):
     """A module whose forward runs: the task that it runs in, and the number of the first node that it may make."""
 
-    path: str
+    label: L
     task: int
     first: int
 
 
-class ModulePaths:
-    """Knows where a step is while `watched` goes on. Models are named from `roots` on, others as they turn up.
+class RunningModules(Generic[L]):
+    """Knows where a step is while `watched` goes on, by the labels of modules; one without a label is passed by."""
 
-    A path is that of `named_modules`; of a root itself the name of its class.
-    """
-
-    def __init__(self, roots: Iterable[nn.Module] = ()) -> None:
-        self._names: dict[nn.Module, str] = {}
-        for root in roots:
-            self._name(root)
-        self._running: list[_Running] = []
-        self._made: dict[int, _Made] = {}
+    def __init__(self, label_of: Callable[[nn.Module], L | None], outside: L) -> None:
+        self._label_of, self._outside = label_of, outside
+        self._running: list[_Running[L]] = []
+        self._made: dict[int, _Made[L]] = {}
         # In which task the backward pass of a task was begun: a block that is computed again makes nodes in one.
         self._begun_in = {_FORWARD: _FORWARD}
         self._last_task = _FORWARD
@@ -81,15 +78,23 @@ class ModulePaths:
             finally:
                 self._running.clear()
 
-    def now(self) -> tuple[str, str, bool]:
-        """The module that an operator runs for, the node of the backward pass that runs, and whether one does."""
+    def now(self) -> tuple[L, Any, bool]:
+        """What an operator runs for, the node of the backward pass that runs if any does outside of a module that is
+        computed again, and whether one does."""
         task = self._seen_task()
         if self._running and self._running[-1].task == task:
-            return self._running[-1].path, "", task != _FORWARD
-        if task == _FORWARD:
-            return OUTSIDE, "", False
-        node: Any = _node()
-        return (OUTSIDE, "", True) if node is None else (self._path_of(node, task), node.name(), True)
+            return self._running[-1].label, None, task != _FORWARD
+        node: Any = None if task == _FORWARD else _node()
+        return self._outside if node is None else self._maker_of(node, task), node, task != _FORWARD
+
+    def go_in(self, label: L) -> None:
+        """What runs from here on runs for that, until it goes out."""
+        task, number = self._hand_over()
+        self._running.append(_Running(label, task, number))
+
+    def go_out(self) -> _Running[L]:
+        self._hand_over()
+        return self._running.pop()
 
     def _seen_task(self) -> int:
         task = _task()
@@ -98,46 +103,38 @@ class ModulePaths:
         self._last_task = task
         return task
 
-    def _path_of(self, node: Any, task: int) -> str:
-        label = node.metadata.get(_LABEL)
-        if label is not None:
-            return str(label)
+    def _maker_of(self, node: Any, task: int) -> L:
+        if _LABEL in node.metadata:
+            label: L = node.metadata[_LABEL]
+            return label
         number = node._sequence_nr()
         for maker in (self._begun_in[task], _FORWARD):
             made = self._made.get(maker)
             if made is not None and number >= made.first:
-                return made.path_of(number)
-        return OUTSIDE
-
-    def _name(self, root: nn.Module) -> None:
-        for name, module in root.named_modules():
-            self._names.setdefault(module, name or type(module).__name__)
+                return made.maker_of(number)
+        return self._outside
 
     def _enter(self, module: nn.Module, given: Any) -> None:
-        if module not in self._names:
-            self._name(module)
-        task, number = self._seen_task(), _next_number()
-        self._hand_over(task, number)
-        self._running.append(_Running(self._names[module], task, number))
+        label = self._label_of(module)
+        if label is not None:
+            self.go_in(label)
 
     def _leave(self, module: nn.Module, given: Any, result: Any) -> None:
-        if not self._running:  # it was begun before anybody watched
-            return
-        task, number = self._seen_task(), _next_number()
-        self._hand_over(task, number)
-        left = self._running.pop()
-        self._label(result, left)
+        if self._running and self._label_of(module) is not None:  # else it was begun before anybody watched
+            self._label(result, self.go_out())
 
-    def _hand_over(self, task: int, number: int) -> None:
-        """Nodes made until now belong to whoever has run until now."""
+    def _hand_over(self) -> tuple[int, int]:
+        """Nodes made until now belong to whoever has run until now; the task, and the number of the next node."""
+        task, number = self._seen_task(), _next_number()
         made = self._made.get(task)
         if made is None:
-            made = self._made[task] = _Made(number)
+            made = self._made[task] = _Made(number, self._outside)
         running = self._running[-1] if self._running else None
-        made.until(number, running.path if running is not None and running.task == task else OUTSIDE)
+        made.until(number, running.label if running is not None and running.task == task else self._outside)
+        return task, number
 
-    def _label(self, result: Any, left: _Running) -> None:
-        """Leave its module's name on each node that was made since a module began, as far as its result leads there."""
+    def _label(self, result: Any, left: _Running[L]) -> None:
+        """Leave its module's label on each node that was made since it began, as far as its result leads there."""
         waiting: list[Any] = [one.grad_fn for one in _tensors(result)]
         made, seen = self._made[left.task], set()
         while waiting:
@@ -146,8 +143,30 @@ class ModulePaths:
                 continue
             seen.add(node)
             number = node._sequence_nr()
-            node.metadata.setdefault(_LABEL, left.path if number == _OF_NO_MODULE else made.path_of(number))
+            node.metadata.setdefault(_LABEL, left.label if number == _OF_NO_MODULE else made.maker_of(number))
             waiting += [further for further, _ in node.next_functions]
+
+
+class ModulePaths(RunningModules[str]):
+    """By their paths. Models are named from `roots` on, others as they turn up.
+
+    A path is that of `named_modules`; of a root itself the name of its class.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module] = ()) -> None:
+        self._names: dict[nn.Module, str] = {}
+        for root in roots:
+            self._name(root)
+        super().__init__(self._path_of, OUTSIDE)
+
+    def _path_of(self, module: nn.Module) -> str:
+        if module not in self._names:
+            self._name(module)
+        return self._names[module]
+
+    def _name(self, root: nn.Module) -> None:
+        for name, module in root.named_modules():
+            self._names.setdefault(module, name or type(module).__name__)
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:

@@ -45,14 +45,14 @@ _WITH = "fused with "
 
 
 @dataclass(frozen=True)
-class Found:
+class ProfiledParts:
     """Parts of a step that torch's profiler has recorded, and how many kernels hold casts among other work."""
 
     parts: tuple[Share, ...]
     fused: int
 
 
-def profiled(events: Iterable[Event], steps: int = 1) -> Found:
+def profiled(events: Iterable[Event], steps: int = 1) -> ProfiledParts:
     """What each of so many steps is made of. Where a device has kernels, they are what counts."""
     sums: dict[tuple[Kind, bool], tuple[float, int]] = {}
     fused: set[str] = set()
@@ -65,7 +65,7 @@ def profiled(events: Iterable[Event], steps: int = 1) -> Found:
         Share(kind, "", backward, seconds / steps, max(1, round(calls / steps)), what)
         for ((kind, what), backward), (seconds, calls) in sums.items()
     ]
-    return Found(tuple(sorted(parts, key=lambda part: -part.seconds)), len(fused))
+    return ProfiledParts(tuple(sorted(parts, key=lambda part: -part.seconds)), len(fused))
 
 
 def seconds_by_operator(events: Iterable[Event]) -> tuple[dict[int, float], dict[str, float]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import Enum
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,59 +54,6 @@ class Call(NamedTuple):
     result: Any
 
 
-class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Knows the phase that `phases` say the step is in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # A plain object's, not a thread's: backward may run on another one.
-        self._open = [UNATTRIBUTED]
-        self._phase = UNATTRIBUTED
-        self.phases = Markers(lambda name: TellingMarker(name, self._open, self.enter))
-
-    def enter(self, phase: str) -> None:
-        self._phase = phase
-
-
-class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
-    """Records every operator of its body, with the phase that `phases` say it runs in, and the seconds of them all."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """What is compiled runs as the operators that it was made of: fused kernels are no operators."""
-        return False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Call] = []
-        self.seconds = 0.0
-        self._routes: dict[Any, Route] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        named = kwargs or {}
-        for kind in types:
-            if kind is not Tensor and hasattr(kind, "__tensor_flatten__"):
-                return NotImplemented  # its own operators, on the tensors inside, come here next
-        route = self._routes.get(func)
-        if route is None:
-            route = self._routes[func] = route_of(func)
-        if route is Route.COMPOSITE:  # without gradients some arrive whole that are taken apart elsewhere
-            with self:
-                result = func.decompose(*args, **named)
-            if result is not NotImplemented:
-                return result
-        elif route is Route.SILENT:
-            return func(*args, **named)
-        given, seen = tuple(map(_seen, args)), {name: _seen(one) for name, one in named.items()}
-        begun = perf_counter()
-        result = func(*args, **named)
-        self.seconds += perf_counter() - begun
-        self.calls.append(Call(func, self._phase, _task() != _NO_TASK, given, seen, _seen(result)))
-        return result
-
-
 class Route(Enum):
     """What a mode does about an operator. A SILENT one does nothing to numbers: a view, or a word of torch's own."""
 
@@ -124,6 +71,61 @@ def route_of(func: Any) -> Route:
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE):
         return Route.COMPOSITE
     return Route.SILENT if func.is_view else Route.RECORDED
+
+
+class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
+    """Knows the phase that `phases` say the step is in, and hands what does something to `called`; `views`, too."""
+
+    views: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A plain object's, not a thread's: backward may run on another one.
+        self._open = [UNATTRIBUTED]
+        self._phase = UNATTRIBUTED
+        self.phases = Markers(lambda name: TellingMarker(name, self._open, self.enter))
+        self._routes: dict[Any, Route] = {}
+
+    def enter(self, phase: str) -> None:
+        self._phase = phase
+
+    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        route = self._routes.get(func)
+        if route is None:
+            route = self._routes[func] = route_of(func)
+        if route is Route.COMPOSITE:  # without gradients some arrive whole that are taken apart elsewhere
+            with self:
+                result = func.decompose(*args, **named)
+            if result is not NotImplemented:
+                return result
+        elif route is Route.SILENT and not (self.views and getattr(func, "is_view", False)):
+            return func(*args, **named)
+        return self.called(func, args, named)
+
+    def called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return func(*args, **named)
+
+
+class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
+    """Records every operator of its body, with the phase that `phases` say it runs in, and the seconds of them all."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled runs as the operators that it was made of: fused kernels are no operators."""
+        return False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.seconds = 0.0
+
+    def called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        given, seen = tuple(map(_seen, args)), {name: _seen(one) for name, one in named.items()}
+        begun = perf_counter()
+        result = func(*args, **named)
+        self.seconds += perf_counter() - begun
+        self.calls.append(Call(func, self._phase, _task() != _NO_TASK, given, seen, _seen(result)))
+        return result
 
 
 def _seen(value: Any) -> Any:

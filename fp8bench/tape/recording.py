@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8bench.numerics.operands import OperatorWatch, tensors_within
-from fp8bench.tape.replay import Call, CannotReplay, Check, Register, Replay, Rewritten, bits_of
+from fp8bench.tape.replay import BitsCheck, CannotReplay, Register, Replay, ReplayedCall, Rewritten, bits_of
 
 # These give a tensor other memory.
 _MOVING = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
@@ -75,7 +74,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         self._phase, self._stack, self._most, self._check = phase, stack, most_bytes, check
         self._memories: dict[int, _Memory] = {}
         self._given: dict[_Memory, None] = {}
-        self._calls: list[Call] = []
+        self._calls: list[ReplayedCall] = []
         self._registers = 0
         self._bytes = 0
         self._generators: dict[torch.Generator, None] = {}
@@ -91,12 +90,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         calls = [_resolved(call) for call in self._calls]
         return Replay(tuple(_freeing(calls)), self._registers, rewritten, tuple(self._generators), self._bytes)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        if any(kind is not Tensor and hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # its own operators, on the tensors inside, come here next
+    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if self._why:
             return func(*args, **named)
         given = tensors_within((args, named))
@@ -120,10 +114,10 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         drawing = self._drawing(func, kwargs)
         states = tuple((one, one.get_state()) for one in drawing) if self._check else ()
         result = func(*args, **kwargs)
-        check = Check(bits_of(func, result, written), states) if self._check else None
+        check = BitsCheck(bits_of(func, result, written), states) if self._check else None
         places = tuple(self._made(tensors_within(result)))
         self._calls.append(
-            Call(func, tuple(noted[0]), noted[1], False, tuple(map(self._noted, written)), places, (), check)
+            ReplayedCall(func, tuple(noted[0]), noted[1], False, tuple(map(self._noted, written)), places, (), check)
         )
         return result
 
@@ -154,8 +148,10 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         if spec not in memory.registers:  # a view that autograd has made, past operators
             source = Register(next(iter(memory.registers.values())))
             memory.registers[spec] = self._registers
-            view = Call(partial(_viewed, spec), (source,), {}, True, (), ((0, self._registers),))
-            self._calls.append(view)
+            made = ((0, self._registers),)
+            self._calls.append(
+                ReplayedCall(lambda of: _lying(spec, of.untyped_storage(), of.device), (source,), {}, True, (), made)
+            )
             self._registers += 1
         return Register(memory.registers[spec])
 
@@ -233,15 +229,11 @@ def _weakly(storage: torch.UntypedStorage) -> StorageWeakRef:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
-def _viewed(spec: _Spec, of: Tensor) -> Tensor:
-    return _lying(spec, of.untyped_storage(), of.device)
-
-
 def _lying(spec: _Spec, storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=spec.dtype, device=device).set_(storage, spec.offset, spec.size, spec.stride)
 
 
-def _resolved(call: Call) -> Call:
+def _resolved(call: ReplayedCall) -> ReplayedCall:
     """With the memory that is kept by now in place of what the phase was given."""
     args, kwargs = _with_given(list(call.args)), {name: _with_given(one) for name, one in call.kwargs.items()}
     filled = bool(_registers_in((args, list(kwargs.values()))))
@@ -264,7 +256,7 @@ def _registers_in(part: Any) -> list[int]:
     return []
 
 
-def _freeing(calls: Sequence[Call]) -> Iterator[Call]:
+def _freeing(calls: Sequence[ReplayedCall]) -> Iterator[ReplayedCall]:
     """Each with the registers that nobody is given after it."""
     last: dict[int, int] = {}
     for number, call in enumerate(calls):

@@ -29,7 +29,7 @@ class Register:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class BitsCheck:
     """What a call gave in the step, bit for bit, and the state of the random numbers that it drew from."""
 
     bits: tuple[int, ...]
@@ -37,7 +37,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ReplayedCall:
     """One operator. Its arguments are as in the step, registers in place of what calls before it have made.
 
     `results` are the registers that tensors of its result go to, by their place; `frees` those that no later call is
@@ -51,7 +51,7 @@ class Call:
     written: tuple[Any, ...] = ()
     results: tuple[tuple[int, int], ...] = ()
     frees: tuple[int, ...] = ()
-    check: Check | None = None
+    check: BitsCheck | None = None
 
     def into(self, registers: list[Tensor | None]) -> Any:
         if self.filled:
@@ -83,7 +83,7 @@ class Rewritten:
 class Replay:
     """A phase of a step. `bytes` are those of all that it keeps."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[ReplayedCall, ...]
     registers: int
     rewritten: tuple[Rewritten, ...]
     generators: tuple[torch.Generator, ...]
@@ -100,7 +100,6 @@ class Replay:
                         call.free(registers)
 
     def restore(self) -> None:
-        """What it writes is as it was before the phase."""
         for one in self.rewritten:
             one.memory.copy_(one.before)
 

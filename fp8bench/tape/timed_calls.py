@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fp8bench.model.step import Share, ShareKind, Shares, SharesFrom
 from fp8bench.tape.formulas import CONVERTING, Where, kind_of
 from fp8bench.tape.module_paths import ModulePaths
-from fp8bench.tape.recorder import PhasedWatch, Route, operator_name, route_of
+from fp8bench.tape.recorder import PhasedWatch, operator_name
 
 _task = torch._C._current_graph_task_id
 # The name of a range around an operator, with its number, in a trace.
@@ -46,6 +46,8 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
     With `ranged` each operator lies in a range of torch's profiler that has its number.
     """
 
+    views = True
+
     def __init__(
         self, roots: Iterable[nn.Module] = (), clock: Callable[[], int] = perf_counter_ns, ranged: bool = False
     ) -> None:
@@ -55,7 +57,6 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
         # The task in which an optimizer's step goes on: a backward pass that such a step begins has another.
         self._optimizing: int | None = None
         self._clock = clock
-        self._routes: dict[Any, tuple[bool, bool, bool]] = {}
         self._range: Callable[[str], Any] = _range if ranged else lambda name: _EMPTY
 
     @contextmanager
@@ -79,34 +80,18 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
     def _optimizer_ends(self, *given: object) -> None:
         self._optimizing = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        named = kwargs or {}
-        for kind in types:
-            if kind is not Tensor and hasattr(kind, "__tensor_flatten__"):
-                return NotImplemented  # its own operators, on the tensors inside, come here next
-        known = self._routes.get(func)
-        if known is None:
-            known = self._routes[func] = _known(func)
-        composite, silent, converting = known
-        if composite:
-            with self:
-                result = func.decompose(*args, **named)
-            if result is not NotImplemented:
-                return result
-        elif silent:
-            return func(*args, **named)
+    def called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         module, node, backward = self._paths.now()
         optimizing = self._optimizing is not None and self._optimizing == _task() and not (module and not backward)
-        dtypes = _dtype(args[1] if len(args) > 1 and func is not _TO else args[0]) if converting else None
+        source = args[1] if len(args) > 1 and func is not _TO else args[0] if args else None
+        dtypes = _dtype(source) if operator_name(func) in CONVERTING else None
         with self._range(f"{RANGE}{len(self.calls)}"):
             begun = self._clock()
             result = func(*args, **named)
             ended = self._clock()
         self.calls.append(
             TimedCall(
-                func, module, backward, self._phase, node, optimizing,
+                func, module, backward, self._phase, "" if node is None else node.name(), optimizing,
                 None if dtypes is None else (dtypes, _dtype(result) or dtypes), ended - begun,
             )
         )  # fmt: skip
@@ -115,13 +100,6 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
 
 _TO = torch.ops.aten._to_copy.default
 _EMPTY = nullcontext()
-
-
-def _known(func: Any) -> tuple[bool, bool, bool]:
-    """Whether an operator is made of others, does nothing to tensors, and may convert."""
-    route = route_of(func)
-    silent = route is Route.SILENT and not getattr(func, "is_view", False)
-    return route is Route.COMPOSITE, silent, operator_name(func) in CONVERTING
 
 
 def _dtype(value: Any) -> torch.dtype | None:

@@ -29,19 +29,15 @@ from fp8bench.protocols import Phases, SilentPhases, Stamper, Workload
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import import_user_modules, modules_under
-from fp8bench.worker import caches, ceilings, fusing
+from fp8bench.worker import ceilings, fusing
 from fp8bench.worker.beside import none_left_by_a_fault, running, still_running
-from fp8bench.worker.bits import bits_of
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
-from fp8bench.worker.conformity import conformities
 from fp8bench.worker.faults import Fault
 from fp8bench.worker.finite import FiniteState
-from fp8bench.worker.gpu_libraries import torch_build
-from fp8bench.worker.prepared import Prepared, State, begins_alone
+from fp8bench.worker.prepared import Prepared, State, begins_alone, bytes_of, flush_of, rotation
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import apart, aside
 from fp8bench.worker.switches import recorded, refuse_bent, switches, unchanged, under
-from fp8bench.worker.trial import Trials, installed, why_not
 from fp8bench.worker.untimed_passes import UntimedPasses
 
 
@@ -50,6 +46,8 @@ class Bench(UntimedPasses):
 
     def __init__(self, settings: Settings) -> None:
         import torch
+
+        from fp8bench.worker.trial import Trials
 
         super().__init__(settings)
         self._prepared: dict[str, Prepared] = {}
@@ -72,13 +70,16 @@ class Bench(UntimedPasses):
         torch.set_num_threads(self._threads_before)
 
     def probe(self) -> tuple[DeviceFacts, ...]:
-        """Every device on this machine."""
+        from fp8bench.worker.trial import installed
+
         packages = installed()
         found = (facts for kind in devices.names() for facts in devices.get(kind).available())
         return tuple(replace(facts, packages=packages) for facts in found)
 
     def backend(self, name: str) -> str:
         """Why a backend that is installed cannot be used, '' if it can. Imports it."""
+        from fp8bench.worker.trial import why_not
+
         return why_not(name)
 
     def trial(self, case: Case, facts: DeviceFacts) -> str:
@@ -92,6 +93,8 @@ class Bench(UntimedPasses):
 
     def software(self) -> dict[str, Scalar | None]:
         """torch's build, and what every switch was at before anything was measured."""
+        from fp8bench.worker.torch_state import torch_build
+
         return {**torch_build(), **self._switches}
 
     def versions(self, suites: tuple[str, ...]) -> dict[str, str]:
@@ -113,8 +116,8 @@ class Bench(UntimedPasses):
         with under(precision), unchanged(), aside(), none_left_by_a_fault():
             begun = partial(self._begun, workload, case, facts)
             first = begun()
-            states = caches.rotation(first, begun, facts, device) if cache == ROTATING else (first,)
-        flush = caches.flush_of(facts) if cache == COLD else None
+            states = rotation(first, begun, facts, device) if cache == ROTATING else (first,)
+        flush = flush_of(facts) if cache == COLD else None
         device.synchronise(facts.index)
         stamper = device.stamper(facts.index)
         started = running() - before
@@ -125,7 +128,6 @@ class Bench(UntimedPasses):
         gc.collect()
 
     def _begun(self, workload: Workload, case: Case, facts: DeviceFacts) -> State:
-        """A state that has run its first step."""
         setup = self._setup(case, facts)
         held = workload.prepare(setup)
         finite = FiniteState(held)
@@ -134,9 +136,8 @@ class Bench(UntimedPasses):
         return State(held, setup.scales, finite, (setup.arithmetic, *setup.layers.values()))
 
     def rotation(self, key: str) -> Rotation:
-        """How many states its calls take in turn."""
         prepared = self._prepared[key]
-        return Rotation(len(prepared.states), caches.bytes_of(prepared.state))
+        return Rotation(len(prepared.states), bytes_of(prepared.state))
 
     def calibrate(self, case: Case, facts: DeviceFacts) -> None:
         """Find the case's scales in data, where it asks for them. Whatever else needs them does so too."""
@@ -149,7 +150,6 @@ class Bench(UntimedPasses):
         return fusing.waiting(), fusing.why_eager()
 
     def compiler(self, facts: DeviceFacts) -> str:
-        """Whether quantisers compile for a device, in words."""
         self._selected(facts)
         with unchanged(), aside():
             return fusing.tried(facts.key)
@@ -166,43 +166,33 @@ class Bench(UntimedPasses):
         gc.collect()
 
     def slot(self, key: str, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
-        """Run `discard` calls and then `calls` timed ones, back to back."""
         return self._prepared_as(key).slot(calls, discard, filling)
 
     def capture(self, key: str) -> str:
-        """Why a step of a state cannot be done again in one launch; '' where it can from here on."""
         return self._prepared_as(key).capture()
 
     def replay(self, key: str, calls: int, discard: int, filling: Filling | None) -> RawSlot:
-        """As `slot`, of steps that are done again in one launch each."""
         return self._prepared_as(key).replayed(calls, discard, filling)
 
     def loop(self, key: str, steps: int) -> float:
-        """Run so many steps back to back; the seconds of all. Somebody else looks at the device meanwhile."""
         return self._prepared_as(key).loop(steps)
 
     def hold_phase(self, key: str, phase: str, most_bytes: int) -> RawReplay:
-        """Keep one phase of a state's step, so that it can be done over and over by itself; or say why it cannot."""
         return self._prepared_as(key).hold_phase(phase, most_bytes)
 
     def loop_phase(self, key: str, times: int) -> float:
-        """Do the phase that is kept so often; the seconds of all. Somebody else looks at the device meanwhile."""
         return self._prepared_as(key).loop_phase(times)
 
     def drop_phase(self, key: str) -> str:
-        """Give back what is kept for a phase; what doing it has spoilt."""
         return self._prepared_as(key).drop_phase()
 
     def late_flops(self, key: str) -> int | None:
-        """What a state's steps multiply now, where that is known."""
         return self._prepared_as(key).late_flops()
 
     def told_apart(self, key: str, calls: int, discard: int) -> str:
-        """How a state's timed steps differ from counted ones, '' where they do not."""
         return self._prepared_as(key).told_apart(calls, discard)
 
     def check(self, key: str) -> StateCheck:
-        """What is wrong with a state after its steps."""
         return self._prepared_as(key).check()
 
     def scales(self, key: str) -> tuple[LayerScale, ...]:
@@ -223,7 +213,6 @@ class Bench(UntimedPasses):
         return tuple(still_running(started))
 
     def overheads(self, facts: DeviceFacts) -> Overheads:
-        """What looking costs with that device's clock."""
         return calibrate(self._selected(facts), facts.index)
 
     def answers(self, facts: DeviceFacts) -> None:
@@ -235,7 +224,6 @@ class Bench(UntimedPasses):
         return ceilings.quick(self._selected(facts), facts, seconds)
 
     def ceiling_rates(self, facts: DeviceFacts) -> tuple[Rate, ...]:
-        """What whole ceilings of a device have, unmeasured."""
         return tuple(ceilings.wanted_rates(facts))
 
     def ceiling(self, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
@@ -243,7 +231,8 @@ class Bench(UntimedPasses):
         return ceilings.one_more(self._selected(facts), facts, rate, seconds)
 
     def conform(self, mode: str, facts: DeviceFacts) -> tuple[Conformity, ...]:
-        """Every cast and product of a precision, by the device's kernels and by the emulation."""
+        from fp8bench.worker.conformity import conformities
+
         device, precision = self._selected(facts), precisions.get(mode)
         with under(precision), unchanged(), apart():
             found = conformities(precision, facts, self._settings.seed)
@@ -251,13 +240,13 @@ class Bench(UntimedPasses):
         return found
 
     def bits(self, facts: DeviceFacts) -> tuple[OperationBits, ...]:
-        """What bits a device gives for fixed numbers."""
+        from fp8bench.worker.bits import bits_of
+
         device = self._selected(facts)
         with unchanged(), apart():
             return bits_of(device, facts)
 
     def bare_loop(self, case: Case, facts: DeviceFacts, steps: int, rounds: int) -> tuple[list[float], list[float]]:
-        """Seconds a step in the harness and in a bare loop, alternating, one pair a round."""
         key = f"bare-loop:{case.id}"
         self.prepare(key, case, facts)
         try:

@@ -50,7 +50,6 @@ def everything_is_known() -> bool:
 
 
 def running() -> Beside:
-    """All there are now."""
     thread = None if _everything else threading.get_native_id()
     below = () if _childless() else _below(os.getpid(), thread)
     return Beside(frozenset(threading.enumerate()), frozenset(below))

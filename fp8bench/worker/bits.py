@@ -7,17 +7,16 @@ comes of them, one computes wrongly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from fp8bench.model import DeviceFacts
 from fp8bench.model.run import OperationBits
 from fp8bench.protocols import Device
 from fp8bench.worker.state_bits import digest
 
-if TYPE_CHECKING:
-    from torch import Tensor, dtype
-
-    Operation = Callable[[Tensor, Tensor, dtype], Tensor]
+Operation = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 TIMES = 2
 _ROWS, _COLUMNS, _STEPS = 32, 64, 3
@@ -28,8 +27,6 @@ _LARGEST = 448.0
 
 def bits_of(device: Device, facts: DeviceFacts) -> tuple[OperationBits, ...]:
     """Of every operation, in the order of the dtypes; one that the device has not is left out."""
-    import torch
-
     place = torch.device(facts.kind, facts.index) if facts.kind != "cpu" else torch.device("cpu")
     left, right = (_numbers(seed).to(place) for seed in (1, 2))
     found = []
@@ -67,7 +64,6 @@ def _added(own: Tensor) -> Tensor:
 
 def _gathered(own: Tensor) -> Tensor:
     """Of values in FP8, as bytes: gloo sends no others."""
-    import torch
     import torch.distributed as dist
 
     codes = own.to(torch.float8_e4m3fn).view(torch.uint8)
@@ -78,8 +74,6 @@ def _gathered(own: Tensor) -> Tensor:
 
 def _numbers(seed: int) -> Tensor:
     """Multiples of 1/64 from -16 to 16: exact in float32, and drawn as whole numbers, which no vector width changes."""
-    import torch
-
     random = torch.Generator().manual_seed(seed)
     return torch.randint(-1024, 1025, (_ROWS, _COLUMNS), generator=random).to(torch.float32) * (_STEP / 4)
 
@@ -88,9 +82,7 @@ def _hexadecimal(found: Tensor) -> str:
     return f"{digest(found.clone()):016x}"  # of all its memory, which has to be its own
 
 
-def _operations() -> Iterator[tuple[dtype, str, Operation]]:
-    import torch
-
+def _operations() -> Iterator[tuple[torch.dtype, str, Operation]]:
     numbers = {"product": _product, "sum": _sum, "softmax": _softmax, "cast": _cast, "training step": _trained}
     for wide in (torch.float32, torch.bfloat16, torch.float16):
         yield from ((wide, name, operation) for name, operation in numbers.items())
@@ -99,35 +91,31 @@ def _operations() -> Iterator[tuple[dtype, str, Operation]]:
         yield narrow, "product", _scaled
 
 
-def _product(a: Tensor, b: Tensor, dtype: dtype) -> Tensor:
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype).T
 
 
-def _sum(a: Tensor, b: Tensor, dtype: dtype) -> Tensor:
+def _sum(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return (a * b).to(dtype).sum(1)
 
 
-def _softmax(a: Tensor, b: Tensor, dtype: dtype) -> Tensor:
+def _softmax(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return (a * b).to(dtype).softmax(1)
 
 
-def _cast(a: Tensor, b: Tensor, dtype: dtype) -> Tensor:
+def _cast(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     quotients = a / (b.abs() + _STEP)
     return quotients.clamp(-_LARGEST, _LARGEST).to(dtype) if dtype.itemsize == 1 else quotients.to(dtype)
 
 
-def _scaled(a: Tensor, b: Tensor, dtype: dtype) -> Tensor:
+def _scaled(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """A product of FP8 operands; two in e5m2 have no kernel."""
-    import torch
-
     one, other = torch.ones((), device=a.device), torch.float8_e4m3fn
     return torch._scaled_mm(a.to(dtype), b.to(other).T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
 
-def _trained(a: Tensor, b: Tensor, dtype: dtype) -> Tensor:
+def _trained(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """The losses of a few steps of descent in a small network, and its last weights: errors of any of it add up."""
-    import torch
-
     inputs, wanted = a.to(dtype), b.to(dtype)
     scale = inputs.shape[1] ** -0.5
     weights = [(one * scale * _STEP).detach().requires_grad_() for one in (inputs.T @ wanted, wanted.T @ inputs)]

@@ -58,7 +58,6 @@ def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> 
 
 
 def _searched(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
-    """The best of all shapes, and how many were tried."""
     return _timed(rate, shapes_of(rate.limit, facts), facts, partial(device.synchronise, facts.index), seconds, 0)
 
 

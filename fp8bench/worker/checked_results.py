@@ -28,22 +28,18 @@ def errors_of(given: object) -> dict[str, float]:
 
 
 def statistics_of(given: object) -> tuple[TensorStatistics, ...]:
-    """Values of their own, with plain fields."""
     return tuple(map(_statistics, _iterable(given, "statistics() returned", "a tuple of TensorStatistics")))
 
 
 def wrong_of(given: object) -> str:
-    """What is wrong, '' if nothing is."""
     return _text(given, "what check() returns ('' if nothing is wrong)")
 
 
 def losses_of(given: object) -> tuple[float, ...]:
-    """Numbers, which may be NaN."""
     return tuple(_number(one, "a loss") for one in _iterable(given, "losses() returned", "numbers, one a step"))
 
 
 def gradient_error_of(given: object) -> float | None:
-    """A number, or nothing."""
     return None if given is None else _number(given, "what gradient_error() returns")
 
 

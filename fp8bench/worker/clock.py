@@ -9,7 +9,8 @@ measured here too: the marker, the stamp, the event pair, and the whole harness 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,7 +65,6 @@ class PhaseClock(Markers[Marker]):
 
     @property
     def now(self) -> Callable[[], Any]:
-        """Where stamps come from."""
         return self._now
 
     def begin(self) -> None:
@@ -164,3 +164,35 @@ def loop_pairs(
                     bare()
                 outside.append((time.process_time() - start) / steps)
     return inside, outside
+
+
+# Daemons that set the time make the system's clock faster or slower by up to 0.05%, some for a while by more.
+MOST_APART = 0.02
+# That of the hardware, which nobody sets. Kept from the start: what is replaced later is not asked.
+_READ, _RAW = time.clock_gettime_ns, getattr(time, "CLOCK_MONOTONIC_RAW", time.CLOCK_MONOTONIC)
+
+
+class ClocksDisagree(RuntimeError):
+    """A clock that times does not go like the hardware's."""
+
+
+@contextmanager
+def agreeing(clocks: Mapping[str, Callable[[], float]]) -> Iterator[None]:
+    """Raise if one of some clocks, in nanoseconds, does not count the body's time as the hardware's does.
+
+    Identity is watched, too (user_code/switches.py); but a clock may have been replaced before anybody looked.
+
+    Each is read between two readings of that one, so that a process that is interrupted here accuses nobody.
+    """
+    before = {name: (_READ(_RAW), clock(), _READ(_RAW)) for name, clock in clocks.items()}
+    yield
+    for name, clock in clocks.items():
+        first, began, then = before[name]
+        earliest, ended, latest = _READ(_RAW), clock(), _READ(_RAW)
+        counted, least, most = ended - began, earliest - then, latest - first
+        if not least * (1 - MOST_APART) <= counted <= most * (1 + MOST_APART):
+            raise ClocksDisagree(
+                f"{name} counted {counted * 1e-9:.6f} s where the hardware's clock counted {most * 1e-9:.6f} s: "
+                "something has replaced a clock of this process, or is setting the system's. Times are none then: end "
+                "it, and measure again."
+            )

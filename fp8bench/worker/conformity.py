@@ -5,7 +5,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from fp8bench.formats.grids import E2M1, FORMATS, Format, Overflow
 from fp8bench.formats.recipe_support import on_device
@@ -15,9 +17,6 @@ from fp8bench.model.promises import Conformity, Difference, FirstElement
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS, TURNED
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # M, N, K: a square, in which a transposition shows as such, and a long sum. Multiples of every block.
 SHAPES = ((128, 128, 128), (128, 256, 2048))
@@ -65,8 +64,6 @@ def _emulated(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmet
         raise NotImplementedError(f"{precision.mode} has no emulation: it is no recipe, and no format of its name")
 
     def rounded(tensor: Tensor, role: Role) -> Tensor:
-        import torch
-
         return tensor.to(torch.float32) if fmt is None else values(tensor, fmt, overflow=Overflow.INFINITY)
 
     return lambda: EmulatedArithmetic(carrier, rounded)
@@ -107,23 +104,18 @@ class _Compared:
             yield self._cast(f"{role}, beyond its range", role, x * 2.0**20, "unscaled")
 
     def products(self) -> Iterator[Conformity]:
-        """All three of a linear layer."""
         for product in PRODUCTS:
             for m, n, k in SHAPES:
                 yield from self._product(product, m, n, k)
 
     def _drawn(self, name: str, rows: int, columns: int) -> Tensor:
         """Gaussian, its rows of different sizes, in the carrier; the same for a name and a seed everywhere."""
-        import torch
-
         generator = torch.Generator("cpu").manual_seed(self._seed + zlib.crc32(f"{name} {rows}x{columns}".encode()))
         sizes = torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator))
         drawn = torch.randn(rows, columns, generator=generator) * sizes
         return drawn.to(self._native().carrier)
 
     def _cast(self, words: str, role: Role, x: Tensor, how: str) -> Conformity:
-        import torch
-
         from fp8bench.numerics.conformity import differing, explain_cast, most_steps
 
         what, shape, fmt = f"cast of {words}", f"{x.shape[0]}x{x.shape[1]}", self._formats[role]
@@ -144,8 +136,6 @@ class _Compared:
         return _told(Conformity(self.mode, what, shape, difference, why), differ, steps, made, wanted)
 
     def _product(self, product: str, m: int, n: int, k: int) -> Iterator[Conformity]:
-        import torch
-
         native, emulated = self._native(), self._emulated()
         what, shape = f"{product} product", f"{m}x{n}x{k}"
         try:
@@ -175,8 +165,6 @@ class _Compared:
         return found
 
     def _held(self, what: str, shape: str, made: Tensor, wanted: Tensor, values: list[Tensor]) -> Conformity:
-        import torch
-
         from fp8bench.numerics.conformity import Sums, differing, explain_product, steps_between
 
         differ = differing(made, wanted)
@@ -190,7 +178,6 @@ class _Compared:
 
 
 def _told(found: Conformity, differ: Tensor, steps: Tensor, made: Tensor, wanted: Tensor) -> Conformity:
-    """With how many differ, the most, and the first of them."""
     place = tuple(int(one) for one in differ.nonzero()[0])
     first = FirstElement(place, float(made[place]), float(wanted[place]))
     return replace(
@@ -199,5 +186,4 @@ def _told(found: Conformity, differ: Tensor, steps: Tensor, made: Tensor, wanted
 
 
 def _refusal(error: Exception) -> str:
-    """The first line of what torch says."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:_LINE]

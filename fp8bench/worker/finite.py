@@ -33,7 +33,6 @@ class Lost(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of all elements that were looked at."""
         return self.lost / self.looked if self.looked else 0.0
 
     def __str__(self) -> str:
@@ -74,7 +73,6 @@ class FiniteState:
                 self._made[view] = version_of(tensor)
 
     def lost(self, state: object) -> Lost:
-        """What steps have left that is not finite."""
         count, looked, where = 0, 0, ""
         whole = self._whole
         for tensor in self._looked_at(state):
@@ -150,7 +148,6 @@ def _not_finite(tensor: Any) -> Any:
 
 
 def _below_all(tensor: Any) -> Any:
-    """Where it is -inf."""
     import torch
 
     return (tensor if tensor.dtype.itemsize > 1 else tensor.to(torch.float32)) == float("-inf")

@@ -41,7 +41,6 @@ def compile_waiting() -> None:
 
 
 def why_eager() -> str:
-    """Why some stay eager, '' if none does."""
     if reasons := tuple(_kernels().refused.values()):
         return f"compiling failed: {_one_line(reasons[0])}"
     return ""
@@ -54,7 +53,6 @@ def calls() -> tuple[int, dict[int, int]]:
 
 
 def since(before: tuple[int, dict[int, int]]) -> tuple[int, dict[int, int]]:
-    """The same, since then."""
     eager, fused = calls()
     return eager - before[0], {bits: more for bits, count in fused.items() if (more := count - before[1].get(bits, 0))}
 

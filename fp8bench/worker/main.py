@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fp8bench import __version__
 from fp8bench.model import Scalar
@@ -93,10 +93,6 @@ def keep_from_children(lifeline: int, connection: Connection) -> None:
     os.register_at_fork(after_in_child=forked)
 
 
-def _leave(*arguments: object) -> NoReturn:
-    os._exit(0)
-
-
 # Opens what answers: a bench, or one that does more.
 Open = Callable[[Settings], Bench]
 
@@ -131,7 +127,7 @@ def serve(connection: Connection, opened: Open, told: Callable[[str], None]) -> 
         told(name)
         bench, reply = answer(bench, name, arguments, opened)
         if os.getpid() != ourselves:
-            _leave()  # a workload has forked, and this is the child
+            os._exit(0)  # a workload has forked, and this is the child
         if name == "open":
             # What is imported by now lives as long as this process: looking through it for garbage takes 0.1 s a time.
             gc.collect()
@@ -140,12 +136,10 @@ def serve(connection: Connection, opened: Open, told: Callable[[str], None]) -> 
 
 
 def main(opened: Open = Bench) -> None:
-    """Take the two descriptors off the command line and serve."""
     run(Connection(int(sys.argv[1])), int(sys.argv[2]), opened)
 
 
 def run(connection: Connection, lifeline: int, opened: Open, told: Callable[[str], None] = lambda name: None) -> None:
-    """Serve at one end of a connection for as long as the lifeline holds."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     faulthandler.enable()
     die_with_parent(lifeline, connection)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fp8bench.model import Phase
+from fp8bench.model import DeviceFacts, Phase
 from fp8bench.model.raw import Filling, RawReplay, RawSlot, RawStep, StateCheck
 from fp8bench.model.readings import Read, Reading, grown
 from fp8bench.protocols import (
@@ -24,18 +24,22 @@ from fp8bench.protocols import (
     Stamper,
     Workload,
 )
-from fp8bench.worker import fusing, timed_steps
+from fp8bench.protocols.axes import CACHE_TIMES
+from fp8bench.worker import fusing
 from fp8bench.worker.beside import Beside, everything_is_known
 from fp8bench.worker.checked_results import wrong_of
-from fp8bench.worker.clock import PhaseClock
+from fp8bench.worker.clock import PhaseClock, agreeing
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.host_counters import counters
 from fp8bench.worker.phase_replays import HeldPhase, held_phase
-from fp8bench.worker.second_clock import agreeing
+from fp8bench.worker.state_tensors import address_of, tensors_of
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import apart, silent_step
 from fp8bench.worker.switches import collected_by_hand, unchanged, under
 from fp8bench.worker.tape_pass import uncompiled
+
+if TYPE_CHECKING:
+    from fp8bench.worker.timed_steps import Slot
 
 
 def begins_alone() -> None:
@@ -50,6 +54,43 @@ class State(NamedTuple):
     scales: ScaleBook | None
     finite: FiniteState
     arithmetics: tuple[Arithmetic, ...]
+
+
+# Beyond that preparing takes longer than measuring.
+MOST_STATES = 256
+
+
+def flush_of(facts: DeviceFacts) -> Callable[[], Any]:
+    """What writes over all of the cache, in order with the device's other work.
+
+    It reads what it writes: zeros alone may go past a cache. Integers, which no precision's switch concerns.
+    """
+    import torch
+
+    covering = torch.zeros(CACHE_TIMES * facts.cache_bytes // 4, dtype=torch.int32, device=facts.key)
+    return partial(covering.add_, 1)
+
+
+def bytes_of(state: object) -> int:
+    """Of the memory that its tensors lie in, each once."""
+    return sum({address_of(part): part.untyped_storage().nbytes() for part in tensors_of(state)}.values())
+
+
+def rotation(first: State, make: Callable[[], State], facts: DeviceFacts, device: Device) -> tuple[State, ...]:
+    """The first state and as many more as it takes until each has left the cache when its turn comes again.
+
+    At least one more; fewer than needed where memory ends.
+    """
+    wanted = max(2, math.ceil(CACHE_TIMES * facts.cache_bytes / max(bytes_of(first.held), 1)))
+    found = [first]
+    while len(found) < min(wanted, MOST_STATES):
+        try:
+            found.append(make())
+        except Exception as error:
+            if not device.is_out_of_memory(error):
+                raise
+            break
+    return tuple(found)
 
 
 @dataclass
@@ -209,6 +250,8 @@ class Prepared:
 
     def told_apart(self, calls: int, discard: int) -> str:
         """How slots of steps differ from others whose operators are counted; '' if they do not, or nobody knows."""
+        from fp8bench.worker import timed_steps
+
         turns, state = self._next, self.states[0]
         self._next = lambda: state
         try:
@@ -216,9 +259,10 @@ class Prepared:
         finally:
             self._next = turns
 
-    def _looked_at(self, state: State, calls: int, discard: int, timed: bool) -> timed_steps.Slot | None:
+    def _looked_at(self, state: State, calls: int, discard: int, timed: bool) -> Slot | None:
         """A slot whose steps are timed as all are, or counted as well; None where these are compiled."""
         from fp8bench.tape.recorder import OperatorTape
+        from fp8bench.worker.timed_steps import as_they_were, slot_of
 
         answer: list[Any] = []
         compiled: list[Any] = []
@@ -234,12 +278,10 @@ class Prepared:
                 answer.append(self.workload.step(held, phase))
             compiled.extend(called)
 
-        with apart(), timed_steps.as_they_were(state.held, state.finite.inputs) as left:
+        with apart(), as_they_were(state.held, state.finite.inputs) as left:
             slot = self._slot(step, calls, discard, None)
             seconds = [one.seconds for one in modes or slot.steps]
-            return (
-                None if compiled else timed_steps.slot_of(seconds, len(modes[-1].calls) if modes else 0, left(answer))
-            )
+            return None if compiled else slot_of(seconds, len(modes[-1].calls) if modes else 0, left(answer))
 
     def check(self) -> StateCheck:
         """What the steps have left, as the workload sees it, and whether it is finite."""

@@ -6,48 +6,52 @@ the kernels that multiply. An emulation multiplies wide values, and may; native 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from fp8bench.formats.grids import FORMATS, Format
 from fp8bench.formats.hardware import multiplied_bits
 from fp8bench.formats.recipe_support import on_device
 from fp8bench.formats.recipes import Accumulator, Recipe
-from fp8bench.model import Case, DeviceFacts, Level, Products
+from fp8bench.model import Case, DeviceFacts, GivenTensors, Level, Products
+from fp8bench.nn.arithmetics import RecipeArithmetic
+from fp8bench.numerics.conformity import looks_like
+from fp8bench.numerics.operands import ProductWatch, has_dtype_of, is_of
 from fp8bench.protocols import Precision, Role, Setup, Workload
 from fp8bench.protocols.workload import key_of
 from fp8bench.registry import devices, precisions
 from fp8bench.worker.clock import PhaseClock
-from fp8bench.worker.given import Given
+from fp8bench.worker.state_tensors import tensors_of, version_of
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.tracing import record
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Of products that all are of other formats no more are looked at, about a second's work.
 _MOST = 256
 
 
 def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts: DeviceFacts) -> Products:
-    """Of the first step of a state."""
-    from fp8bench.numerics.operands import ProductWatch
-
     setup = make_setup()
-    formats, native = formats_of(workload, setup.case, facts), _is_native_recipe(setup, facts)
-    looking = _Looking(formats, _reads_float32(setup, facts), native)
+    formats, precision = formats_of(workload, setup.case, facts), precisions.get(setup.case.precision)
+    is_native = precision.support(facts).level is Level.NATIVE
+    # An emulation has no codes that products could take. TF32 units round what they read, which are float32 tensors.
+    native = is_native and isinstance(getattr(precision, "recipe", None), Recipe)
+    looking = _Looking(formats, is_native and precision.float32_products != "highest", native)
     state = workload.prepare(setup)
-    given = Given(state)
+    given = GivenState(state)
     with ProductWatch(looking.looks) as watch:
         step(workload, state, setup.scales, PhaseClock(devices.get(facts.kind).stamper(facts.index)))
     found = given.after_step()
     kernels = _kernels(partial(step, workload, state, setup.scales), facts) if native else ()
     del state, given
     low = looking.low or looking.wide
-    like = product_like(precisions.get(setup.case.precision), facts) if looking.count or kernels else ""
+    like = product_like(precision, facts) if looking.count or kernels else ""
     unknown = not formats or (not low and looking.count > _MOST)
     return Products(
         looking.count, None if unknown else low, tuple(looking.seen), watch.operators, tuple(watch.attention),
@@ -70,19 +74,6 @@ def formats_of(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Form
     return tuple(found)
 
 
-def _reads_float32(setup: Setup, facts: DeviceFacts) -> bool:
-    """TF32 units round what they read: their operands are float32 tensors."""
-    precision = precisions.get(setup.case.precision)
-    return precision.float32_products != "highest" and precision.support(facts).level is Level.NATIVE
-
-
-def _is_native_recipe(setup: Setup, facts: DeviceFacts) -> bool:
-    """Whether products take codes: an emulation has none."""
-    precision = precisions.get(setup.case.precision)
-    is_recipe = isinstance(getattr(precision, "recipe", None), Recipe)
-    return is_recipe and precision.support(facts).level is Level.NATIVE
-
-
 def _kernels(run: Callable[[Any], None], facts: DeviceFacts) -> tuple[str, ...]:
     """The names of the kernels that multiply in a few profiled steps on a GPU; none if no kernel was seen."""
     if not facts.accelerated:
@@ -100,11 +91,6 @@ _LAYER = "fingerprint"
 
 def product_like(precision: Precision, facts: DeviceFacts) -> str:
     """In what precision a product of a precision's arithmetic really is, if not in its recipe's; '' if in that."""
-    import torch
-
-    from fp8bench.nn.arithmetics import RecipeArithmetic
-    from fp8bench.numerics.conformity import looks_like
-
     recipe = getattr(precision, "recipe", None)
     if not isinstance(recipe, Recipe):
         return ""
@@ -153,10 +139,6 @@ class _Looking:
 
     def looks(self, operands: Sequence[Any]) -> None:
         """Backward calls it from a thread of its own, one product after the other."""
-        import torch
-
-        from fp8bench.numerics.operands import has_dtype_of, is_of
-
         if self.low or self.count > _MOST:
             return
         self.count += 1
@@ -168,3 +150,56 @@ class _Looking:
         else:
             reads = self.reads_float32 and any(one.dtype == torch.float32 for one in operands)
             self.low = reads or any(is_of(one, fmt) for one, fmt in pairs)
+
+
+# Of processor time, to look at what a state is given; of one that takes longer nothing is said.
+SECONDS = 0.5
+_PIECE = 1 << 20
+# The largest shapes, which take the time.
+_MOST_SHAPES = 32
+
+
+class GivenState:
+    """What a state that has been prepared is given, in sums by shape: the same in every precision, up to rounding.
+
+    They are those of the tensors that the step which follows does not write, or trains: what else lies there may be
+    memory without numbers.
+    """
+
+    def __init__(self, state: object) -> None:
+        self._end = time.thread_time() + SECONDS
+        tensors = [one for one in tensors_of(state, until=self._end) if _has_numbers(one)]
+        self._before = [(one, version_of(one), sums) for one in tensors if (sums := self._sums(one))]
+        self._left = self._end - time.thread_time()
+
+    def after_step(self) -> tuple[GivenTensors, ...]:
+        """Its tensors by shape, the largest first."""
+        found: dict[tuple[int, ...], GivenTensors] = {}
+        self._end = time.thread_time() + self._left
+        for tensor, version, sums in self._before:
+            trained = tensor.is_leaf and tensor.requires_grad
+            if trained or (version_of(tensor) == version and self._sums(tensor) == sums):
+                shape = tuple(tensor.shape)
+                old = found.get(shape, GivenTensors(shape))
+                total, squares, subnormals = (a + b for a, b in zip(old.sums, sums, strict=True))
+                found[shape] = GivenTensors(shape, old.tensors + 1, total, squares, int(subnormals))
+        late = time.thread_time() > self._end
+        return () if late else tuple(sorted(found.values(), key=lambda one: -one.elements)[:_MOST_SHAPES])
+
+    def _sums(self, tensor: Any) -> tuple[float, float, int] | None:
+        """Of numbers, of their squares, and how many are subnormal; None where not all are finite, or time is out."""
+        total, squares, subnormals = 0.0, 0.0, 0
+        for piece in tensor.detach().reshape(-1).split(_PIECE):
+            if time.thread_time() > self._end:
+                return None
+            total += float(piece.sum(dtype=torch.float64))
+            squares += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
+            if tensor.dtype is not torch.float16:  # which no processor multiplies in
+                subnormals += int(((piece.abs() < torch.finfo(piece.dtype).tiny) & (piece != 0)).sum())
+        return (total, squares, subnormals) if squares < float("inf") else None
+
+
+def _has_numbers(tensor: Any) -> bool:
+    """Numbers of two bytes or more, and not a view that has some of them more than once."""
+    wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and tensor.numel() > 1
+    return bool(wide and tensor.numel() * tensor.dtype.itemsize <= tensor.untyped_storage().nbytes())

@@ -16,10 +16,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+import torch
+
 from fp8bench.model import DeviceFacts
 from fp8bench.model.step import Shares, SharesFrom
 from fp8bench.profiler import recorded
 from fp8bench.protocols import Device, Phases, Setup, SilentPhases, Workload
+from fp8bench.tape.profiled import profiled, seconds_by_operator
+from fp8bench.tape.timed_calls import OperatorTimes, shares_of, shares_of_kernels
 from fp8bench.worker.state_tensors import modules_of
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.tape_pass import uncompiled
@@ -32,9 +36,7 @@ _NAMED = "TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"
 
 
 @dataclass(frozen=True)
-class _Steps:
-    """Steps of one state."""
-
+class _LookedAtSteps:
     run: Callable[[Phases], object]
     wait: Callable[[], None]
     facts: DeviceFacts
@@ -44,8 +46,6 @@ class _Steps:
     def clock(self) -> Callable[[], int]:
         """Nanoseconds. Of a step that is all one thread's they are its own, which nobody else's work makes longer;
         torch's profiler has no such clock."""
-        import torch
-
         alone = not self.facts.accelerated and not self.profiled and torch.get_num_threads() == 1
         return time.thread_time_ns if alone else time.perf_counter_ns
 
@@ -63,7 +63,7 @@ def shares_of_step(workload: Workload, setup: Setup, device: Device) -> Shares:
     with _kernels_named():
         state = workload.prepare(setup)
         index = setup.facts.index
-        steps = _Steps(
+        steps = _LookedAtSteps(
             lambda phases: step(workload, state, setup.scales, phases), lambda: device.synchronise(index),
             setup.facts,
         )  # fmt: skip
@@ -74,9 +74,7 @@ def shares_of_step(workload: Workload, setup: Setup, device: Device) -> Shares:
         return _of_kernels(steps, state) if setup.facts.accelerated else _of_operators(steps, state)
 
 
-def _of_operators(steps: _Steps, state: Any) -> Shares:
-    from fp8bench.tape.timed_calls import OperatorTimes, shares_of
-
+def _of_operators(steps: _LookedAtSteps, state: Any) -> Shares:
     mode = OperatorTimes(modules_of(state), steps.clock)
     looked, plain = [], []
     for _ in _few():
@@ -87,10 +85,7 @@ def _of_operators(steps: _Steps, state: Any) -> Shares:
     return shares_of(looked[1:] or looked, plain[1:] or plain)
 
 
-def _of_kernels(steps: _Steps, state: Any) -> Shares:
-    from fp8bench.tape.profiled import seconds_by_operator
-    from fp8bench.tape.timed_calls import OperatorTimes, shares_of_kernels
-
+def _of_kernels(steps: _LookedAtSteps, state: Any) -> Shares:
     mode = OperatorTimes(modules_of(state), ranged=True)
     plain = [steps.plain() for _ in _few()]
 
@@ -104,10 +99,8 @@ def _of_kernels(steps: _Steps, state: Any) -> Shares:
     return shares_of_kernels(mode.calls, inside, outside, median(plain))
 
 
-def _of_compiled(steps: _Steps) -> Shares:
+def _of_compiled(steps: _LookedAtSteps) -> Shares:
     from torch.profiler import record_function
-
-    from fp8bench.tape.profiled import profiled
 
     phases = traced_phases(record_function)
     steps.plain()  # compiles what no step has compiled yet

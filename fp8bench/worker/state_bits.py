@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from fp8bench.worker.finite import converts
 
 # Elements, or words, at a time.
@@ -23,8 +25,6 @@ _SUMS, _SIGNED = 4, 1 << 16
 
 def digest(tensor: Any) -> int:
     """The same for the same bits; for others by a chance of one in 2**63."""
-    import torch
-
     found = 0
     for piece in _flat(tensor, torch.uint8).split(8 * _PIECE):
         whole = piece.numel() // 8 * 8
@@ -38,8 +38,6 @@ def digest(tensor: Any) -> int:
 
 def sketch(tensor: Any) -> Any:
     """Sums of the memory's numbers under random signs: of two tensors they are as far apart as these, about."""
-    import torch
-
     signs, found = _signs(tensor.device), torch.zeros(_SUMS, dtype=torch.float64, device=tensor.device)
     for number, piece in enumerate(_flat(tensor, _numbers_as(tensor.dtype)).split(_SIGNED)):
         numbers = piece if piece.dtype is torch.float64 else piece.to(torch.float32)
@@ -55,8 +53,6 @@ def other_numbers(tensor: Any, others: bool = True) -> Iterator[None]:
     What is not finite stays: a mask is none without its infinities. All is put back: others may hold the same tensor.
     Without `others` that is all there is to it.
     """
-    import torch
-
     flat = _flat(tensor, torch.uint8)
     before = flat.clone()
     try:
@@ -68,8 +64,6 @@ def other_numbers(tensor: Any, others: bool = True) -> Iterator[None]:
 
 
 def _replace_numbers(tensor: Any) -> None:
-    import torch
-
     random = torch.Generator(tensor.device).manual_seed(1)
     dtype = _numbers_as(tensor.dtype)
     with torch.no_grad():
@@ -82,16 +76,12 @@ def _replace_numbers(tensor: Any) -> None:
 
 def _numbers_as(dtype: Any) -> Any:
     """The dtype to read numbers in: whole numbers of the same size where torch converts no others."""
-    import torch
-
     if dtype.is_floating_point and (dtype.itemsize > 1 or converts(dtype)):
         return dtype
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(dtype.itemsize, torch.int64)
 
 
 def _within_range(piece: Any, random: Any) -> Any:
-    import torch
-
     numbers = piece if piece.dtype is torch.float64 else piece.to(torch.float32)
     finite = numbers.isfinite()
     if not bool(finite.any()):
@@ -105,22 +95,16 @@ def _within_range(piece: Any, random: Any) -> Any:
 
 def _flat(tensor: Any, dtype: Any) -> Any:
     """All of the memory, in elements of that dtype, with a version of its own."""
-    import torch
-
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
 @functools.lru_cache(maxsize=1)
 def _weights(device: Any, count: int) -> Any:
     """A sum of words alone would not tell in which order they lie."""
-    import torch
-
     return torch.arange(1, 2 * count, 2, dtype=torch.int64, device=device)
 
 
 @functools.lru_cache(maxsize=1)
 def _signs(device: Any) -> Any:
-    import torch
-
     random = torch.Generator().manual_seed(2)
     return (torch.randint(2, (_SIGNED, _SUMS), generator=random) * 2 - 1).to(device, torch.float64)

@@ -69,7 +69,6 @@ class _Steps:
         self.returned: Any = None
 
     def take(self) -> None:
-        """One more."""
         self.returned = None
         self._clock.begin()
         self.returned = take_step(self._workload, self.state, self._setup.scales, self._clock)
@@ -100,7 +99,6 @@ class _Steps:
         return memories_of(self.state, self.returned)
 
     def seen(self) -> list[_Seen]:
-        """All of it."""
         found, end = [], time.thread_time() + LONGEST_SECONDS
         for address, tensors in self.memories().items():
             _in_time(end)

@@ -18,7 +18,6 @@ from fp8bench.model import Scalar
 from fp8bench.model.run import SWITCH, SWITCHES_SET
 from fp8bench.protocols import Precision, float32_products
 from fp8bench.user_code.switches import Switch, Unset, now, of_the_process, plain, put_back
-from fp8bench.worker.torch_switches import of_torch
 
 _MOST_NAMED = 8
 
@@ -69,6 +68,8 @@ def collected_by_hand() -> Iterator[None]:
 @functools.cache
 def switches() -> tuple[Switch, ...]:
     """Torch's first."""
+    from fp8bench.worker.torch_switches import of_torch
+
     return (*of_torch(), *of_the_process())
 
 

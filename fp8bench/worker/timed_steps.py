@@ -14,6 +14,8 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
+
 from fp8bench import units
 from fp8bench.worker.state_bits import other_numbers, sketch
 from fp8bench.worker.step_effect import LONGEST_SECONDS, memories_of
@@ -90,8 +92,6 @@ def as_they_were(state: object, inputs: set[int]) -> Iterator[Callable[[object],
     Yields what tells, at the end of the body, what has been done to the state, and is in an answer. Nothing of a large
     state: it goes on.
     """
-    import torch
-
     memories = memories_of(state)
     if sum(some[0].untyped_storage().nbytes() for some in memories.values()) > MOST_BYTES:
         yield lambda answer: []

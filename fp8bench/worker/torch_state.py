@@ -1,10 +1,19 @@
-"""What torch's public functions do not tell of its switches, or do not put back: read and written below them."""
+"""What torch's public functions do not tell of its switches and its build, or do not put back: read and written below
+them."""
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch.nn import attention
+from torch.utils._device import DeviceContext
+
+from fp8bench.model import Scalar
 
 
 def unmixed(read: Callable[[], Any]) -> Any:
@@ -16,15 +25,11 @@ def unmixed(read: Callable[[], Any]) -> Any:
 
 
 def freeze(frozen: bool) -> None:
-    import torch
-
     own: Any = torch.backends
     setattr(own.m, "__allow_nonbracketed_mutation_flag", not frozen)
 
 
 def function_modes() -> list[Any]:
-    import torch
-
     if not torch._C._len_torch_function_stack():
         return []
     return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
@@ -34,28 +39,20 @@ def default_device() -> Any:
     """None if none was set: one that was, be it the processor, stands in the way of every call."""
     if not function_modes():
         return None
-    from torch.utils._device import DeviceContext
-
     return next((mode.device for mode in function_modes() if isinstance(mode, DeviceContext)), None)
 
 
 def saved_hooks() -> Any:
-    import torch
-
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def put_back_saved_hooks(old: Any) -> None:
-    import torch
-
     while (top := saved_hooks()) is not None and top != old:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def native_off() -> tuple[tuple[str, str], ...]:
     """What of torch's operators written in Python is turned off: languages, operators, kinds of devices."""
-    import torch
-
     native: Any = torch.backends.python_native
     state = native._get_filter_state()
     if not (state._dsl_names or state._op_symbols or state._dispatch_keys):
@@ -65,8 +62,6 @@ def native_off() -> tuple[tuple[str, str], ...]:
 
 
 def put_back_native(old: tuple[tuple[str, str], ...]) -> None:
-    import torch
-
     native = torch.backends.python_native
     words = {"operator": "operations", "device": "dispatch_keys"}
     now = native_off()
@@ -79,8 +74,6 @@ def put_back_native(old: tuple[tuple[str, str], ...]) -> None:
 
 
 def activate(implementation: str | None) -> None:
-    from torch.nn import attention
-
     if implementation is None:
         attention.restore_flash_attention_impl()
     else:
@@ -108,22 +101,42 @@ def set_default_compiler(old: Any) -> None:
 
 
 def set_stream(handle: int) -> None:
-    import torch
-
     cuda: Any = torch.cuda
     cuda.set_stream(cuda.ExternalStream(handle) if handle else cuda.default_stream())
 
 
 def once_used(read: Callable[[], Any], before: Any) -> Any:
     """What is read, once the GPU is in use; asking would begin to use it."""
-    import torch
-
     cuda: Any = torch.cuda
     return read() if cuda.is_initialized() else before
 
 
 def pools_memory() -> bool:
-    import torch
-
     asks = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)
     return asks is None or bool(asks())  # torch 2.11 sets it and does not say; no torch starts without
+
+
+_MAPS = Path("/proc/self/maps")
+
+
+def cublaslt_version() -> int | None:
+    """As cuBLASLt counts it: 130100 is 13.1.0; None where torch has not loaded it, or the system does not say."""
+    try:
+        lines = _MAPS.read_text().splitlines()
+        path = next(line[line.index("/") :] for line in lines if "/libcublasLt.so" in line)
+        asked = ctypes.CDLL(path).cublasLtGetVersion
+    except (OSError, StopIteration, AttributeError):
+        return None
+    asked.restype = ctypes.c_size_t
+    return int(asked())
+
+
+def torch_build() -> dict[str, Scalar | None]:
+    cudnn = torch.backends.cudnn
+    return {
+        "torch": str(torch.__version__),
+        "torch_git": torch.version.git_version,
+        "torch_config": torch.__config__.show().strip(),
+        "cudnn": cudnn.version() if torch.cuda.is_available() else None,  # type: ignore[no-untyped-call]
+        "cublaslt": cublaslt_version(),
+    }

@@ -6,6 +6,10 @@ from collections.abc import Callable, Iterator
 from functools import partial, reduce
 from typing import Any
 
+import torch
+from torch.nn import attention
+from torch.nn.modules import module
+
 from fp8bench.user_code.switches import NotInUse, Switch, Unset, attribute
 from fp8bench.worker import torch_state as state
 
@@ -27,8 +31,6 @@ def of_torch() -> Iterator[Switch]:
 
 def _of_modes() -> Iterator[Switch]:
     """What every operator runs under."""
-    import torch
-
     autograd = torch._C._autograd
     yield Switch(
         "torch's lock on its flags", torch.backends.flags_frozen, state.freeze, usual=False, bends=bool,
@@ -82,8 +84,6 @@ _OLDER = {"cpu": "cpu_", "cuda": ""}
 
 def _of_numbers() -> Iterator[Switch]:
     """What numbers are by default, how many threads work on them, and what is done to the smallest."""
-    import torch
-
     yield _call(
         "the default dtype", torch.get_default_dtype, "torch.set_default_dtype", usual=torch.float32,
         names=("torch.set_default_dtype", "torch.set_default_tensor_type"),
@@ -103,8 +103,6 @@ def _of_numbers() -> Iterator[Switch]:
 
 def _of_libraries() -> Iterator[Switch]:
     """Which library computes, and how it may."""
-    import torch
-
     cuda = torch.backends.cuda
     yield from _flag("oneDNN", "mkldnn.enabled", True, bends=True)
     yield from _flag("oneDNN's deterministic algorithms", "mkldnn.deterministic", False)
@@ -118,7 +116,7 @@ def _of_libraries() -> Iterator[Switch]:
     yield from _flag("the path finder of einsum", "opt_einsum.enabled")
     yield from _flag("the strategy of einsum", "opt_einsum.strategy")
     yield Switch(
-        "NNPACK", torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled, usual=True, bends=_is_off,
+        "NNPACK", torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled, usual=True, bends=partial(_is_not, True),
         names=("torch.backends.nnpack.set_flags", "torch.backends.nnpack.flags"),
         mend="torch.backends.nnpack.set_flags(True)",
     )  # fmt: skip
@@ -140,9 +138,6 @@ def _of_libraries() -> Iterator[Switch]:
 
 
 def _of_attention() -> Iterator[Switch]:
-    import torch
-    from torch.nn import attention
-
     cuda = torch.backends.cuda
     for words, name in (
         ("flash attention", "flash"), ("memory-efficient attention", "mem_efficient"),
@@ -169,8 +164,6 @@ def _of_attention() -> Iterator[Switch]:
 
 
 def _of_modules_and_compilers() -> Iterator[Switch]:
-    from torch.nn.modules import module
-
     hooks = [value for name, value in vars(module).items() if name.startswith("_global_") and isinstance(value, dict)]
 
     def put_back(old: tuple[dict[int, Any], ...]) -> None:
@@ -193,8 +186,6 @@ def _of_modules_and_compilers() -> Iterator[Switch]:
 
 def _of_gpus() -> Iterator[Switch]:
     """Asked only where there is one, and only once it is in use: asking would begin to use it."""
-    import torch
-
     if not torch.cuda.is_available():
         return
     cuda, tunable, libraries = torch.cuda, torch.cuda.tunable, torch.backends.cuda
@@ -226,8 +217,6 @@ def _of_gpus() -> Iterator[Switch]:
 
 def _of_products() -> Iterator[Switch]:
     """How numbers are multiplied and summed. Of float32 the switches of older days first, which write newer ones."""
-    import torch
-
     yield Switch(
         "float32 products", partial(state.unmixed, torch.get_float32_matmul_precision),
         torch.set_float32_matmul_precision,
@@ -273,8 +262,6 @@ def _call(
 ) -> Switch:  # fmt: skip
     """A switch that a function of torch sets. With a value that is `usual` no other will do; `recorded_as` is one that
     is only usual."""
-    import torch
-
     write: Any = reduce(getattr, path.split(".")[1:], torch)
     arguments = ", ".join(map(repr, (*first, usual)))
     bends = None if usual is Unset else partial(_is_not, usual)
@@ -286,8 +273,6 @@ def _call(
 
 def _flag(name: str, path: str, usual: Any = Unset, bends: bool = False) -> Iterator[Switch]:
     """A switch that is an attribute below torch.backends; none where this torch does not have it."""
-    import torch
-
     *above, word = path.split(".")
     holder = reduce(getattr, above, torch.backends)
     if hasattr(holder, word):
@@ -300,10 +285,6 @@ def _flag(name: str, path: str, usual: Any = Unset, bends: bool = False) -> Iter
 
 def _is_not(usual: Any, value: Any) -> bool:
     return bool(value != usual)
-
-
-def _is_off(value: bool) -> bool:
-    return not value
 
 
 def _several(holder: Any, words: list[str]) -> tuple[Any, ...]:

@@ -154,7 +154,6 @@ class _Timeline:
         return total
 
     def total(self, phase: str) -> int:
-        """All the time in a phase."""
         return self.within(phase, self._times[0], self._times[-1]) if self._times else 0
 
 

@@ -12,7 +12,9 @@ import contextlib
 import math
 import os
 from importlib import metadata
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from fp8bench.errors import BackendMissing
 from fp8bench.formats.recipe_support import on_device
@@ -22,9 +24,6 @@ from fp8bench.model.raw import PRODUCTS_VARIABLE
 from fp8bench.nn.shared_precisions import recipe_of
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentPhases
 from fp8bench.registry import backends, precisions
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _TOKENS, _INPUTS, _OUTPUTS = 512, 256, 384
 # Of the sum of magnitudes: bfloat16's rounding and sums in 14 bits take 0.3%, an operand's other scale much more.
@@ -43,7 +42,6 @@ def installed() -> tuple[tuple[str, str], ...]:
 
 
 def why_not(name: str) -> str:
-    """Why an installed backend cannot be used; '' if it can."""
     try:
         backends.get(name).imported()
     except BackendMissing as error:
@@ -86,8 +84,6 @@ def _tried(precision: Precision, facts: DeviceFacts) -> str:
 
 def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFacts) -> str:
     """What is wrong with the three products of one layer; '' if nothing. The largest error stands in it."""
-    import torch
-
     random = torch.Generator(facts.key).manual_seed(0)
 
     whole = arithmetic.whole(torch.nn.Parameter(torch.zeros(_OUTPUTS, _INPUTS, device=facts.key))) is not None
@@ -125,8 +121,6 @@ def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFac
 
 def _of_operands(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, float]:
     """Of each product the largest difference from that of the same codes in fp64."""
-    import torch
-
     a, b, g = (
         arithmetic.cast(one, role)
         for one, role in ((x, Role.INPUT), (weight, Role.WEIGHT), (gradient, Role.GRADIENT))
@@ -148,8 +142,6 @@ def _of_parts(
     arithmetic: Arithmetic, a: Operand, g: Operand, sources: tuple[Tensor, Tensor, Tensor]
 ) -> dict[str, float]:
     """The same of both products for several weights: here two, the second of which is the first upside down."""
-    import torch
-
     from fp8bench.nn.linear import beside, turned_parts
 
     def exact(one: Operand) -> Tensor:
@@ -182,8 +174,6 @@ def _of_parts(
 
 def _of_whole(arithmetic: Arithmetic, recipe: Recipe, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, float]:
     """The same of a layer that shows no codes, against fp8bench's emulation of its recipe."""
-    import torch
-
     from fp8bench.nn.arithmetics import RecipeArithmetic
     from fp8bench.nn.linear import linear
 
@@ -200,8 +190,6 @@ def _of_whole(arithmetic: Arithmetic, recipe: Recipe, x: Tensor, weight: Tensor,
 
 def _relative(found: Tensor, wanted: Tensor) -> float:
     """The difference of two matrices as a share of the second; NaN where that is nothing."""
-    import torch
-
     exact = wanted.detach().to(torch.float64)
     norm = float(exact.norm())
     return float((found.detach().to(torch.float64) - exact).norm()) / norm if norm > 0 else math.nan

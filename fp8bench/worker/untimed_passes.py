@@ -25,20 +25,18 @@ from fp8bench.model.raw import Settings
 from fp8bench.model.step import Coverage
 from fp8bench.protocols import Device, Setup, Workload
 from fp8bench.registry import devices, precisions, workloads
-from fp8bench.worker import shares_pass, tape_pass
+from fp8bench.worker import tape_pass
 from fp8bench.worker.beside import Beside
 from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
 from fp8bench.worker.memory_pass import memory_of_step, of_workload, try_batch
-from fp8bench.worker.products import products_of_step
 from fp8bench.worker.static_scales import Calibrations, step
-from fp8bench.worker.step_effect import effect_of
 from fp8bench.worker.step_guards import apart
 from fp8bench.worker.switches import unchanged, under
 from fp8bench.worker.trace_operators import operators_of
 from fp8bench.worker.tracing import record, write
 
 
-class Kept(NamedTuple):
+class KeptState(NamedTuple):
     """A state that is looked at from outside."""
 
     device: Device
@@ -51,7 +49,7 @@ class UntimedPasses:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, KeptState] = {}
         self._calibrations = Calibrations()
         self._used: tuple[Device, int] | None = None
         # Ranks take the same number of steps: none looks for leaks until it has seen enough.
@@ -70,17 +68,18 @@ class UntimedPasses:
             return errors_of(workload.error(setup()))
 
     def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
-        """The values that one case works on."""
         with self._apart(case, facts) as (workload, _, setup):
             return statistics_of(workload.statistics(setup()))
 
     def products(self, case: Case, facts: DeviceFacts) -> Products:
-        """How many operators a step runs, and what its products run on."""
+        from fp8bench.worker.products import products_of_step
+
         with self._apart(case, facts) as (workload, _, setup):
             return products_of_step(workload, setup, facts)
 
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
-        """Whether what a step gives changes with what it is given."""
+        from fp8bench.worker.step_effect import effect_of
+
         with self._apart(case, facts) as (workload, device, setup):
             found = effect_of(workload, setup(), device, facts.index)
         gc.collect(1)
@@ -88,7 +87,6 @@ class UntimedPasses:
         return found
 
     def tape(self, case: Case, facts: DeviceFacts) -> Tape:
-        """The operators of a step."""
         with self._apart(case, facts) as (workload, device, setup):
             stamper = device.stamper(facts.index)
             found = tape_pass.tape_of_step(workload, setup(), precisions.get(case.precision), stamper)
@@ -96,9 +94,10 @@ class UntimedPasses:
         return found
 
     def shares(self, case: Case, facts: DeviceFacts) -> Shares:
-        """What parts of a step take how much of it."""
+        from fp8bench.worker.shares_pass import shares_of_step
+
         with self._apart(case, facts) as (workload, device, setup):
-            found = shares_pass.shares_of_step(workload, setup(), device)
+            found = shares_of_step(workload, setup(), device)
         gc.collect(1)
         device.empty_cache()
         return found
@@ -124,7 +123,7 @@ class UntimedPasses:
         if isinstance(use, str):
             return use
         if key:
-            self._kept[key] = Kept(device, state)
+            self._kept[key] = KeptState(device, state)
         del state
         gc.collect(1)
         device.empty_cache()

@@ -114,6 +114,11 @@ LAZY = HEAVY | {
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
 # What runs in the worker of an audit.
 AUDITING = ("checks", "model", "operands", "promises", "steps", "subjects")
+# What a bench imports when it is asked for it, since its parent imports the bench.
+ONCE_ASKED = (
+    "bits", "conformity", "products", "shares_pass", "state_bits", "step_effect", "timed_steps", "torch_state",
+    "torch_switches", "trial",
+)  # fmt: skip
 HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.analysis.stats", frozenset({"numpy"})),
     ("fp8bench.features.gate.command", frozenset({"yaml"})),
@@ -129,6 +134,7 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     *((f"fp8bench.features.train.lab.{light}", frozenset[str]()) for light in ("lab", "rank_lab")),
     ("fp8bench.features.train.lab.", frozenset({"numpy", "torch"})),
     ("fp8bench.tape.", frozenset({"torch"})),
+    *((f"fp8bench.worker.{name}", frozenset({"torch"})) for name in ONCE_ASKED),
     *((f"fp8bench.features.audit.{name}", frozenset({"torch"})) for name in AUDITING),
     ("fp8bench.features.", frozenset({"numpy"})),
     ("fp8bench.report.page.drawing.", frozenset({"matplotlib"})),

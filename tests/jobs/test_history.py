@@ -9,8 +9,7 @@ from typing import cast
 
 import pytest
 
-from fp8bench.analysis.steps.acknowledged import ack_of
-from fp8bench.analysis.steps.changes import Found, find_changes
+from fp8bench.analysis.steps.changes import Found, ack_of, find_changes
 from fp8bench.jobs.history import kept_acks
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import OperatorCount, PhaseCount, Record, Tape

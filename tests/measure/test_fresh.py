@@ -10,8 +10,8 @@ from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import decided
 from fp8bench.analysis.winners import fastest
 from fp8bench.errors import WorkerFault
-from fp8bench.measure.fresh import Choose
 from fp8bench.measure.group import GroupMeasurement, Method
+from fp8bench.measure.rounds import Choose
 from fp8bench.model import Level, PlannedCase, Record, Verdict
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver

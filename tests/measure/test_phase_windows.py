@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp8bench.errors import WorkerLost
-from fp8bench.measure.phase_windows import PhaseWindowPass
+from fp8bench.measure.windows import WindowPass, WindowRule
 from fp8bench.model import Level, PhaseEnergy
 from tests.fakes import CAST, GEMM, MS, UNATTRIBUTED, Fault, Script, arm
 from tests.measure.powered import PHASE_WATTS, Power, Runner
@@ -25,7 +25,7 @@ def measured(
     arms = [arm(mode, (levels or {}).get(mode, Level.NATIVE)) for mode in scripts]
     for one in arms:
         one.prepare(worker)
-    found = PhaseWindowPass(power.meter(), windows, 0, lambda arm, share: None).measure(arms, worker)
+    found = WindowPass(power.meter(), WindowRule(windows), 0, lambda arm, share: None).phases(arms, worker)
     return {one.planned.case.mode: {part.phase: part for part in found[one.key]} for one in arms}, worker
 
 

@@ -19,7 +19,7 @@ from fp8bench.numerics.operands import moved
 from fp8bench.protocols import Device, Phases, Setup, Stamper, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import devices, workloads
-from fp8bench.worker import caches
+from fp8bench.worker import prepared
 from fp8bench.worker.bench import Bench
 
 KIB = 1 << 10
@@ -104,7 +104,7 @@ def test_hot_and_cold_have_one_state(bench: Bench) -> None:
         bench.release("key")
 
 
-@pytest.mark.parametrize(("cache_bytes", "states"), [(1 << 40, caches.MOST_STATES), (64, 2)])
+@pytest.mark.parametrize(("cache_bytes", "states"), [(1 << 40, prepared.MOST_STATES), (64, 2)])
 def test_the_number_of_states_is_bounded(bench: Bench, cache_bytes: int, states: int) -> None:
     """Of small states there are as many as can be prepared in a while; of large ones two, or nothing would rotate."""
     bench.prepare("key", case("rotating"), replace(FACTS, cache_bytes=cache_bytes))
@@ -153,7 +153,7 @@ def test_a_cold_cache_is_written_over_before_every_call(bench: Bench) -> None:
 
 def test_flushing_is_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the slot it is: how long calls waited for a core is not known, since the flush may have."""
-    monkeypatch.setattr(caches, "flush_of", lambda facts: lambda: time.sleep(0.1))
+    monkeypatch.setattr("fp8bench.worker.bench.flush_of", lambda facts: lambda: time.sleep(0.1))
     bench.prepare("key", case("cold"), FACTS)
     slot = bench.slot("key", 3, 0)
     assert min(step.seconds for step in slot.steps) < 0.1 < 0.3 < slot.wall_seconds

@@ -15,8 +15,8 @@ from fp8bench.measure.tapes import VARIABLE as TAPE
 from fp8bench.model import Finding, GivenTensors, Label, Request, Verdict
 from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules
-from fp8bench.worker import given
-from fp8bench.worker.given import Given
+from fp8bench.worker import products
+from fp8bench.worker.products import GivenState
 from tests.own_suites import forgotten
 
 pytestmark = pytest.mark.usefixtures("short_slots")
@@ -109,7 +109,7 @@ def test_a_handicap_is_told_beside_the_case(how: str, found: dict[tuple[str, str
 
 
 def summed(state: Any, step: Any = lambda: None) -> tuple[GivenTensors, ...]:
-    looked = Given(state)
+    looked = GivenState(state)
     step()
     return looked.after_step()
 
@@ -149,5 +149,5 @@ def test_subnormals_are_those_of_the_dtype(dtype: torch.dtype, count: int) -> No
 
 def test_what_is_not_finite_or_takes_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert summed([torch.tensor([1.0, float("-inf")]), torch.zeros(3, dtype=torch.int64)]) == ()
-    monkeypatch.setattr(given, "SECONDS", 0.0)
+    monkeypatch.setattr(products, "SECONDS", 0.0)
     assert summed([torch.ones(4)]) == ()

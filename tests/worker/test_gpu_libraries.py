@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fp8bench.model.raw import Settings
-from fp8bench.worker import gpu_libraries
+from fp8bench.worker import torch_state
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.gpu_libraries import cublaslt_version
+from fp8bench.worker.torch_state import cublaslt_version
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
@@ -21,7 +21,7 @@ def test_a_library_that_is_loaded_is_asked(tmp_path: Path, monkeypatch: pytest.M
     code = b"#include <stddef.h>\nsize_t cublasLtGetVersion(void) { return 130100; }"
     subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", str(library)], input=code, check=True)
     maps.write_text(f"7f00-7f01 r-xp 00000000 08:01 1 /lib/libc.so.6\n7f02-7f03 r-xp 00000000 08:01 2    {library}\n")
-    monkeypatch.setattr(gpu_libraries, "_MAPS", maps)
+    monkeypatch.setattr(torch_state, "_MAPS", maps)
     assert cublaslt_version() == 130100
 
 
@@ -29,9 +29,9 @@ def test_a_library_that_is_loaded_is_asked(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_not_there_has_no_version(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     maps = tmp_path / "maps"
     maps.write_text(line)
-    monkeypatch.setattr(gpu_libraries, "_MAPS", maps)
+    monkeypatch.setattr(torch_state, "_MAPS", maps)
     assert cublaslt_version() is None
-    monkeypatch.setattr(gpu_libraries, "_MAPS", tmp_path / "nothing")
+    monkeypatch.setattr(torch_state, "_MAPS", tmp_path / "nothing")
     assert cublaslt_version() is None
 
 
@@ -39,7 +39,7 @@ def test_a_run_says_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the library tells it."""
     told = Bench(Settings())
     try:
-        monkeypatch.setattr(gpu_libraries, "cublaslt_version", lambda: 130100)
+        monkeypatch.setattr(torch_state, "cublaslt_version", lambda: 130100)
         assert told.software()["cublaslt"] == 130100
     finally:
         told.close()

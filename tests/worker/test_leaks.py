@@ -8,8 +8,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from fp8bench.worker import leaks
-from fp8bench.worker.leaks import growth, leak_of
+from fp8bench.worker.memory_pass import LONGEST_SECONDS, growth, leak_of
 
 KIB = 1024
 
@@ -70,4 +69,4 @@ def test_garbage_in_cycles_is_no_leak() -> None:
 
 def test_of_steps_that_take_long_nothing_is_said() -> None:
     """They are not run again."""
-    assert leak_of(lambda: pytest.fail("not to be run"), "cpu", leaks.LONGEST_SECONDS + 1) is None
+    assert leak_of(lambda: pytest.fail("not to be run"), "cpu", LONGEST_SECONDS + 1) is None

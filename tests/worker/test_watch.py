@@ -21,7 +21,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules
 from fp8bench.user_code.switches import now
-from fp8bench.worker.second_clock import ClocksDisagree, agreeing
+from fp8bench.worker.clock import ClocksDisagree, agreeing
 from fp8bench.worker.switches import refuse_bent, switches
 from tests.own_suites import forgotten
 

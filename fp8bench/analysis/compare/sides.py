@@ -57,7 +57,6 @@ class Side:
 
 
 def side_of(name: str, seen: Sequence[Seen]) -> Side:
-    """The side that some runs make, with what their samples say."""
     ordered = sorted(seen, key=lambda pair: pair[0].started)
     sightings: dict[str, list[Sighting]] = {}
     for run, findings in ordered:
@@ -80,7 +79,6 @@ class Differing:
 
 
 def differing(before: Sequence[Run], after: Sequence[Run]) -> tuple[Differing, ...]:
-    """All facts that differ, those of the hardware first."""
     old, new = _all_facts(before), _all_facts(after)
     names = [name for name in {**old, **new} if old.get(name) != new.get(name) and not _told_once(name, old, new)]
     found = [

@@ -242,5 +242,4 @@ def _t_of(deviations: float, freedom: int) -> float:
 
 
 def _z_of(t: float, freedom: int) -> float:
-    """The other way round."""
     return math.sqrt(freedom * math.log1p(t**2 / freedom)) * (8 * freedom + 1) / (8 * freedom + 3)

@@ -31,7 +31,6 @@ class Batch:
 
     @property
     def inside(self) -> NDArray[np.bool_]:
-        """Which values of the table count."""
         found: NDArray[np.bool_] = np.arange(self.values.shape[1]) < self.lengths[:, None]
         return found
 
@@ -75,7 +74,6 @@ def partition(batch: Batch, by_length: float) -> list[list[int]]:
 
 
 def _back(last: Counts, cut: int) -> list[int]:
-    """The cuts that lead to the last one."""
     cuts = []
     while cut > 0:
         cuts.append(cut)

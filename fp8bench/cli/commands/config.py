@@ -14,7 +14,6 @@ from fp8bench.plan.make import check_names
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of `suite`, and where the file goes."""
     suite.add(parser)
     parser.description = (
         "Writes a file of options in YAML: those that are given here as they are given, all others as comments with "

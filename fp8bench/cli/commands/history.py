@@ -251,7 +251,6 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _complain_of(sentences: Iterable[str]) -> int:
-    """Say each on stderr; returns the exit code of what could not be done."""
     said = list(sentences)
     for sentence in said:
         complain(sentence)

@@ -78,7 +78,6 @@ def _refuse(arguments: argparse.Namespace, name: str, what: str, options: Iterab
 
 
 def _check_meant(word: str, meant: Sequence[tuple[Kind[Any], Path]], store: Path) -> None:
-    """Raise where the beginning of an id is that of something else, too."""
     kind, path = meant[0]
     names = kind.names(path)
     if word in names or not any(name.startswith(word) for name in names):

@@ -87,7 +87,6 @@ class DriverLibrary(ABC):
             raise NoReading(self.hung) from failure
 
     def give_up(self, why: str) -> None:
-        """Nothing is asked any more."""
         self.hung = self.hung or f"{why}, and is left alone since"
 
     def _initialise(self) -> None:

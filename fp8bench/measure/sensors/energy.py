@@ -60,7 +60,6 @@ class Energy:
 
     @property
     def watts(self) -> float:
-        """The mean power."""
         return self.stretch.watts
 
     @property
@@ -91,7 +90,6 @@ class Window:
 
     @property
     def failed(self) -> bool:
-        """Whether there will be no number."""
         return bool(self._sampler.failure)
 
     def __enter__(self) -> Self:

@@ -29,7 +29,6 @@ class HostDevice(AbsentDevice):
 
     @property
     def tells(self) -> bool:
-        """Whether there is anything to read."""
         return bool(self._clocks or self._heats)
 
     def glance(self) -> Readings:
@@ -50,8 +49,6 @@ def _sensors(root: Path) -> Iterator[Path]:
 
 
 def _highest(files: list[Path], factor: float, unit: str) -> Read:
-    """Of all that can be read."""
-
     def read() -> Reading:
         found = []
         for file in files:

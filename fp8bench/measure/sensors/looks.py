@@ -164,7 +164,6 @@ class DriverDevice(Looks):
         return self.library.call(function, self.handle, *arguments)
 
     def _attempt(self, query: Query) -> Read:
-        """One value, in the calling thread."""
         handles = {About.SYSTEM: (), About.DEVICE: (self.handle,), About.PART: (self.part,)}
         handle = handles[query.about]
         return attempt(lambda: query.read(lambda function, *rest: self.library.call(function, *handle, *rest)))

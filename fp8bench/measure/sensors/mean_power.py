@@ -57,7 +57,6 @@ class Stretch:
 
     @property
     def watts(self) -> float:
-        """The mean power in between."""
         return self.joules / self.seconds
 
 
@@ -118,7 +117,6 @@ class PowerSample:
 
 
 def sufficient(samples: Sequence[PowerSample], start: float, settle: float) -> bool:
-    """Whether there is enough for a mean."""
     counted = _counted(samples, start, settle)
     return len(counted) >= FEWEST and counted[-1].at - counted[0].at >= SHORTEST
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from fp8bench.measure.sensors import amd_smi, hwmon, rapl
+from fp8bench.measure.sensors import amd_smi, rapl
 from fp8bench.measure.sensors import nvml_queries as queries
 from fp8bench.measure.sensors.amd_smi import AmdDevice, AmdLibrary
 from fp8bench.measure.sensors.energy import Energy, NoWindow, Window
@@ -69,7 +69,6 @@ class Meter(AbstractContextManager["Meter"]):
 
     @property
     def kind(self) -> SourceKind:
-        """The kind of its source."""
         return self.source.kind if self.source else SourceKind.NONE
 
     @property
@@ -99,7 +98,6 @@ class Meter(AbstractContextManager["Meter"]):
         return self._power_limits
 
     def close(self) -> None:
-        """Lets the device go."""
         self.device.close()
 
     def __exit__(self, *exc: object) -> None:
@@ -163,7 +161,7 @@ def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energ
         return amd_meter(identity, energy=energy)
     if facts.kind == "xpu":
         return counted_meter(
-            lambda: (hwmon.gpu_domain(),), SourceKind.COUNTER, AbsentDevice(_NO_DRIVER.format("an Intel GPU")), energy
+            lambda: (rapl.gpu_domain(),), SourceKind.COUNTER, AbsentDevice(_NO_DRIVER.format("an Intel GPU")), energy
         )
     if facts.kind != "cuda":
         return _absent(f"nothing is known that reads the energy of {facts.kind} devices")
@@ -177,7 +175,6 @@ def nvml_meter(
     library: Library = LIBRARY,
     energy: bool = True,
 ) -> Meter:
-    """The meter of the device that CUDA knows by that identity."""
     try:
         device = NvmlDevice(identity, environ, library)
     except NoReading as failure:
@@ -191,7 +188,6 @@ def nvml_meter(
 
 
 def amd_meter(identity: Identity, clock: Clock = HOST, library: AmdLibrary | None = None, energy: bool = True) -> Meter:
-    """The meter of the device that HIP knows by that identity."""
     try:
         device = AmdDevice(identity, library or amd_smi.LIBRARY)
     except NoReading as failure:

@@ -42,7 +42,6 @@ def _scaled(function: str, factor: float, unit: str, *arguments: Any) -> Way:
 
 
 def _first_of(*reads: Way) -> Way:
-    """The first of several ways that works."""
     return lambda ask: first_of(*(partial(read, ask) for read in reads))
 
 
@@ -80,7 +79,6 @@ def _listed(ask: Ask) -> tuple[list[tuple[int, int]], str]:
 
 
 def others(pid: int) -> tuple[Query, ...]:
-    """Who else has work on the device."""
     return others_queries(pid, _listed)
 
 
@@ -138,7 +136,6 @@ AVERAGE_POWER = _scaled("nvmlDeviceGetPowerUsage", _MILLI, "W")
 
 
 def instant_power(ask: Ask) -> Reading:
-    """The power just now."""
     return positive(field(ask, _POWER_INSTANT) * _MILLI, "W", f"field {_POWER_INSTANT} (instant)")
 
 

@@ -1,4 +1,4 @@
-"""RAPL: what the processor counts of its own energy, as Linux shows it under /sys/class/powercap."""
+"""What hardware counts of its own energy in files of Linux: processors (RAPL), and Intel's GPUs."""
 
 from __future__ import annotations
 
@@ -112,3 +112,28 @@ def _why_absent(cpuinfo: Path) -> str:
         if any(line.startswith("flags") and "hypervisor" in line.split() for line in text.splitlines()):
             return "this is a virtual machine, and its hypervisor does not pass RAPL on"
     return "this kernel or container does not show RAPL, or the CPU has none"
+
+
+HWMON = Path("/sys/class/hwmon")
+_DRIVERS = ("i915", "xe")
+
+
+def gpu_domain(root: Path = HWMON) -> Domain:
+    """The counter of the only Intel GPU, in microjoules. Raises NoReading, also where there are several.
+
+    torch tells no address of a device, and another one's energy would be taken for its own. The first counter is the
+    whole card's, or the package's where the driver has one for it alone. It has 64 bits and wraps nowhere.
+    """
+    found = []
+    for sensors in sorted(root.glob("hwmon*")):
+        with suppress(NoReading):
+            if text_of(sensors / "name") in _DRIVERS and (sensors / "energy1_input").exists():
+                found.append(sensors)
+    if not found:
+        raise NoReading(f"{root} has no energy counter of an Intel GPU (drivers {' and '.join(_DRIVERS)})")
+    if len(found) > 1:
+        raise NoReading(f"{len(found)} Intel GPUs count their energy, and torch does not tell which of them this is")
+    domain = Domain(f"{text_of(found[0] / 'name')} {found[0].name}", found[0] / "energy1_input", None)
+    if not text_of(domain.counter).isdecimal():
+        raise NoReading(f"the energy counter of {domain.name} says {text_of(domain.counter)[:40]!r}, no number")
+    return domain

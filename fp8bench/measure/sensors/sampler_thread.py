@@ -109,7 +109,6 @@ class Source:
 
     @property
     def counts(self) -> bool:
-        """Whether it is a counter."""
         return self.kind in (SourceKind.COUNTER, SourceKind.RAPL)
 
 
@@ -153,7 +152,6 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
 
     def start(self) -> None:
-        """The thread begins to look."""
         self._thread.start()
 
     def resolved(self) -> bool:

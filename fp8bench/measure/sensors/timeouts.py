@@ -82,5 +82,4 @@ def within(seconds: float, function: Callable[[], T], name: str) -> T:
 
 
 def silence(name: str, seconds: float) -> str:
-    """Why there is no answer, in words."""
     return f"{name} gave no answer for {seconds:g} s"

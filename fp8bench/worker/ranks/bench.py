@@ -18,7 +18,6 @@ from fp8bench.model.run import OperationBits
 from fp8bench.protocols import Device
 from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.bits import bits_of_ranks
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.ranks.heart import Heart
 from fp8bench.worker.ranks.overlap import Rounds, Together, overlap_rounds, step_rounds
@@ -104,6 +103,8 @@ class RankBench(Bench):
 
     def bits(self, facts: DeviceFacts) -> tuple[OperationBits, ...]:
         """Of this rank's device, and of what all ranks come to."""
+        from fp8bench.worker.bits import bits_of_ranks
+
         whose = f"{facts.key} of rank {self._rank} of {self._size}"
         own = tuple(replace(one, device=whose) for one in super().bits(facts))
         return (*own, *bits_of_ranks(facts))

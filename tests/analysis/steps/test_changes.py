@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.analysis.steps.acknowledged import ack_of, acknowledged, covers
 from fp8bench.analysis.steps.changes import (
     BELOW_ZERO,
     TOO_FEW,
@@ -16,6 +15,9 @@ from fp8bench.analysis.steps.changes import (
     Change,
     Found,
     State,
+    ack_of,
+    acknowledged,
+    covers,
     find_changes,
 )
 from fp8bench.features.gate.command import read_rules

@@ -76,7 +76,7 @@ def test_a_device_whose_bits_fail_is_measured_all_the_same(
     def fails(*arguments: object) -> None:
         raise ValueError("no bits")
 
-    monkeypatch.setattr("fp8bench.worker.bench.bits_of", fails)
+    monkeypatch.setattr("fp8bench.worker.bits.bits_of", fails)
     _, run = measured(plan, 1, tmp_path, QUIET, "")
     assert run.finished and run.bits == ()
 
