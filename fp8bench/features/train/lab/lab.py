@@ -45,7 +45,7 @@ class NotBuilt(RuntimeError):
 class Lab(Bench):
     """The trainers of a seed by the names of their arms."""
 
-    _task: SeedTask | None = None
+    _task: SeedTask  # of the seed that was begun
     _rank = 0
 
     def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
@@ -97,7 +97,6 @@ class Lab(Bench):
     def loop(self, key: str, steps: int) -> float:
         """So many further steps of an arm as its last ones, back to back; the seconds of all. Nothing of them is kept,
         and the arm is not what it was."""
-        assert self._task is not None
         trainer, facts, silent = self._trainer(key), self._task.facts, SilentPhases()
         device = self._selected(facts)
         with self._running(trainer.precision):
@@ -122,7 +121,6 @@ class Lab(Bench):
         from fp8bench.features.train.lab.checkpoint import read
         from fp8bench.features.train.lab.trainer import Trainer
 
-        assert self._task is not None
         memory = read(folder, self._task, self._rank, arm)[arm] if folder else None
         with self._running():
             trainer = Trainer(replace(self._task, settings=settings), trial)
@@ -141,7 +139,6 @@ class Lab(Bench):
         kept of them."""
         from fp8bench.features.train.lab.checkpoint import write
 
-        assert self._task is not None
         lost = self._lost()
         kept = {name: one for name, one in self._trainers.items() if name not in lost}
         write(folder, self._task, kept, self._rank)
@@ -165,7 +162,6 @@ class Lab(Bench):
     def _read(self, folder: str) -> dict[str, dict[str, Any]]:
         from fp8bench.features.train.lab.checkpoint import read
 
-        assert self._task is not None
         return read(folder, self._task, self._rank)
 
     def close(self) -> None:
@@ -183,7 +179,6 @@ class Lab(Bench):
         """Under a precision, with the process's switches and random state as they were afterwards."""
         import torch
 
-        assert self._task is not None
         facts = self._task.facts
         self._selected(facts)
         gpus = [facts.index] if facts.accelerated else []
