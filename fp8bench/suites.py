@@ -37,11 +37,12 @@ from fp8bench.protocols import (
     Workload,
 )
 from fp8bench.protocols.axes import Axis, Option, one_of, whole_number
+from fp8bench.protocols.workload import StepParts
 from fp8bench.registry import backends, devices, precisions, workloads
 
 __all__ = [
     "Arithmetic", "Axis", "Backend", "CannotCapture", "CannotLimit", "Case", "Device", "DeviceFacts", "Grid", "Layer",
     "Level", "MemoryCourse", "MemoryMeter", "MemoryRole", "Operand", "Option", "Params", "Phases", "Precision",
-    "Role", "Scalar", "Setup", "SilentPhases", "Stamper", "StaticScales", "Support", "TensorScale", "TensorStatistics",
-    "Work", "Workload", "backends", "devices", "one_of", "precisions", "whole_number", "workloads",
+    "Role", "Scalar", "Setup", "SilentPhases", "Stamper", "StaticScales", "StepParts", "Support", "TensorScale",
+    "TensorStatistics", "Work", "Workload", "backends", "devices", "one_of", "precisions", "whole_number", "workloads",
 ]  # fmt: skip

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from fp8bench.features.train.health.health import RULES, Health
-from fp8bench.features.train.lab.evaluate import Windows
+from fp8bench.features.train.lab.evaluate import TokenWindows
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.texts import prepare_text
@@ -36,10 +36,10 @@ from fp8bench.features.train.values import (
     Arm,
     ArmRole,
     LayerReading,
-    Line,
     SeedTask,
     StepFigure,
     StepRow,
+    StreamLine,
     TrainingEvent,
     TrainingText,
 )
@@ -104,7 +104,7 @@ def ill(seeds: range) -> list[Study]:
     ]  # fmt: skip
 
 
-def train(study: Study, text: TrainingText) -> Iterator[Line]:
+def train(study: Study, text: TrainingText) -> Iterator[StreamLine]:
     """The lines of a study, slice by slice, all arms in random order."""
     SIZES.setdefault(TINY, _TINY)
     torch.set_num_threads(1)
@@ -133,7 +133,7 @@ def train(study: Study, text: TrainingText) -> Iterator[Line]:
 def _change_text(trainer: Any, text: TrainingText) -> None:
     """From the sources of a program to prose."""
     assert text.other is not None
-    trainer._windows = Windows(text.other, SEQUENCE, "cpu", trainer._windows._vocabulary)
+    trainer._windows = TokenWindows(text.other, SEQUENCE, "cpu", trainer._windows._vocabulary)
 
 
 def keep(study: Study, folder: Path) -> None:
@@ -151,7 +151,7 @@ def keep(study: Study, folder: Path) -> None:
     partial.rename(path)
 
 
-def kept(study: Study, folder: Path) -> list[Line]:
+def kept(study: Study, folder: Path) -> list[StreamLine]:
     """The lines of a study as far as it was trained: a training that was cut off has been well, or ill, until then."""
     path = _path(study, folder)
     partial = sorted(folder.glob(f"{path.stem}.*"), key=lambda one: one.stat().st_size)
@@ -169,7 +169,7 @@ def _path(study: Study, folder: Path) -> Path:
     return folder / f"{study.name}.jsonl.gz"
 
 
-def _lines(path: Path) -> Iterator[Line]:
+def _lines(path: Path) -> Iterator[StreamLine]:
     with gzip.open(path, "rt") as file, contextlib.suppress(EOFError):
         for text in file:
             if text.endswith("]\n"):
@@ -237,7 +237,7 @@ def upper_bound(events: int, trials: int, level: float = 0.95) -> float:
     return high
 
 
-def alarms_of(study: Study, lines: Sequence[Line]) -> list[TrainingEvent]:
+def alarms_of(study: Study, lines: Sequence[StreamLine]) -> list[TrainingEvent]:
     """The alarms of a training, its lines given in slices as they came."""
     health = Health(study.arms, study.settings())
     found: list[TrainingEvent] = []
@@ -301,7 +301,7 @@ def judge_ill(folder: Path) -> list[IllRow]:
     return rows
 
 
-def _loss_jump(lines: Sequence[Line], onset: int) -> int | None:
+def _loss_jump(lines: Sequence[StreamLine], onset: int) -> int | None:
     """How many steps after the onset the loss of the ill arm is a fifth above its median of 20 steps."""
     losses = {line.step: line.loss for line in lines if isinstance(line, StepRow) and line.arm == "ill"}
     for step in range(onset, max(losses, default=0) + 1):

@@ -33,8 +33,8 @@ from fp8bench.features.train import words
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.texts import prepare_text
-from fp8bench.features.train.values import Arm, ArmRole, Line, SeedTask, StepRow, Training, TrainingText
-from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Curve, Judged, Learned, Pair, Why, judge
+from fp8bench.features.train.values import Arm, ArmRole, SeedTask, StepRow, StreamLine, Training, TrainingText
+from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Curve, JudgedArm, Learned, Pair, Why, judge
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict, adjusted_speed, verdicts_of
 from fp8bench.model import DeviceFacts, Environment
 from fp8bench.model.raw import Settings
@@ -113,7 +113,7 @@ def noises(only: str = "") -> dict[str, Noise]:
     return {name: noise for name, noise in found.items() if only in name}
 
 
-def judged(noise: Noise, studies: int, spread: float, seeds: int = SEEDS, shift: float = 0.0) -> Iterator[Judged]:
+def judged(noise: Noise, studies: int, spread: float, seeds: int = SEEDS, shift: float = 0.0) -> Iterator[JudgedArm]:
     """What is said of studies whose arm lies above its reference by `shift`. The same ones each time."""
     gaps = shift + spread * noise(np.random.default_rng(seeds), studies, seeds)
     for study in gaps.tolist():
@@ -215,7 +215,7 @@ class Told:
 
 def study(
     lab: Lab, facts: DeviceFacts, text: TrainingText, arms: tuple[Arm, ...], rate: float, seed: int
-) -> tuple[Training, list[Line]]:
+) -> tuple[Training, list[StreamLine]]:
     """Train the reference and these in five seeds beside each other."""
     settings, lines = replace(SETTINGS, rate=rate), []
     request = TrainingRequest(("bf16",), settings=settings, steps=TRAINED_STEPS, seeds=SEEDS, seed=seed)

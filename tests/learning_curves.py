@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from fp8bench.features.train.request import TrainingRequest
-from fp8bench.features.train.values import Arm, ArmRole, Line, StepRow, TokenSpan, Training, TrainingText, Validation
+from fp8bench.features.train.values import (
+    Arm,
+    ArmRole,
+    StepRow,
+    StreamLine,
+    TokenSpan,
+    Training,
+    TrainingText,
+    Validation,
+)
 from fp8bench.model import Environment
 from tests.facts import CPU
 
@@ -43,12 +52,12 @@ def curve(steps: int, end: float, start: float = 5.5) -> list[float]:
 def lines(
     gaps: Mapping[str, Sequence[float]], steps: int = 100, held: Mapping[str, Sequence[float]] | None = None,
     seconds: Mapping[str, float] | None = None,
-) -> tuple[Line, ...]:  # fmt: skip
+) -> tuple[StreamLine, ...]:  # fmt: skip
     """Arms whose losses lie above the reference's by these shares, seed by seed, on training and on held-out text.
 
     The reference's differ from seed to seed. Times are those of a step of each arm.
     """
-    found: list[Line] = []
+    found: list[StreamLine] = []
     seeds = max(map(len, gaps.values()))
     held, seconds = {**gaps, **(held or {})}, seconds or {}
     for seed in range(seeds):

@@ -17,10 +17,10 @@ from fp8bench.features.train.values import (
     ArmCost,
     ArmState,
     KeptTraining,
-    Line,
     SeedTask,
     StepFigure,
     StepRow,
+    StreamLine,
     TokenSpan,
     Training,
     TrainingEvent,
@@ -84,7 +84,7 @@ class FakeLab(Worker):
     def _try_alone(self, task: SeedTask, memory_limit: int | None) -> int:
         return 1000 * task.settings.batch
 
-    def _advance(self, arm: str, steps: int) -> tuple[Line, ...]:
+    def _advance(self, arm: str, steps: int) -> tuple[StreamLine, ...]:
         assert self.task is not None and steps > 0
         first = self.steps[arm]
         self.steps[arm] = first + steps
@@ -158,14 +158,14 @@ class NotedTraining(TrainingObserver):
     def working(self, arm: str, doing: str) -> None:
         self.doings.append(f"{doing} of {arm}")
 
-    def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
+    def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
         self.places.append((number, step))
 
     def note(self, sentence: str) -> None:
         self.notes.append(sentence)
 
 
-def said(kept: KeptTraining) -> list[Line]:
+def said(kept: KeptTraining) -> list[StreamLine]:
     """The lines of a training without what says when it was gone on with, and without times and memory."""
     return [
         replaced(line) for line in kept.lines
@@ -173,7 +173,7 @@ def said(kept: KeptTraining) -> list[Line]:
     ]  # fmt: skip
 
 
-def replaced(line: Line) -> Line:
+def replaced(line: StreamLine) -> StreamLine:
     if isinstance(line, ArmCost):
         return replace(line, memory=None, energy=None, why="")
     if isinstance(line, StepFigure) and line.name in ("memory", WATCHED_SECONDS):

@@ -13,9 +13,7 @@ from functools import cache, partial
 from fp8bench.analysis.energy import EnergyFigures, energy_figures, energy_ratio, energy_samples, why_no_energy
 from fp8bench.analysis.energy_validity import energy_validity
 from fp8bench.analysis.metric import EnergyConditions, Metric, Reference, Samples, Told, capacity_ratio, why_no_larger
-from fp8bench.analysis.overlaps import overlap_metrics
 from fp8bench.analysis.phase_energy import PhaseEnergies, per_work, phase_energies
-from fp8bench.analysis.pipelines import pipeline_metrics
 from fp8bench.analysis.ranks import rank_metrics
 from fp8bench.analysis.roofline import phase_roofs
 from fp8bench.analysis.samples import (
@@ -26,7 +24,6 @@ from fp8bench.analysis.samples import (
     relative_samples,
     step_samples,
 )
-from fp8bench.analysis.scaling import scaling_metrics
 from fp8bench.analysis.sustained import sustained_figures, sustained_ratio, sustained_samples
 from fp8bench.analysis.tapes import coverage_metrics, tape_metrics
 from fp8bench.analysis.verdicts import best_phases, totals
@@ -324,5 +321,5 @@ def _data(told: Told) -> Iterator[Metric]:
 # In the order of a case's rows.
 MEASURES: list[Callable[[Told], Iterator[Metric]]] = [
     _step_time, _replays, _means, _sustained, _relative, _phases, _by_work, tape_metrics, coverage_metrics, _by_tape,
-    _measurements, rank_metrics, overlap_metrics, pipeline_metrics, scaling_metrics, _energy, _memory, _capacity, _data,
+    _measurements, rank_metrics, _energy, _memory, _capacity, _data,
 ]  # fmt: skip

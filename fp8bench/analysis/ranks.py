@@ -1,14 +1,81 @@
-"""What several ranks took: how far apart they are, and what of a collective is waiting."""
+"""What several ranks took: how far apart they are, what of a collective is waiting, how much of what they send hides
+behind products, and what they gain over one that takes the same step alone.
+
+Of a handful of rounds a figure is their middle with its interval, or the reason why there is none.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
+from fp8bench import units
 from fp8bench.analysis.metric import Metric, Told
-from fp8bench.model import MemoryUse, Timing, specs
+from fp8bench.model import MemoryUse, Record, Timing, specs
+from fp8bench.model.ranks import Overlap, Transfer
+from fp8bench.model.specs import MetricSpec
+
+# How often, at the least, an interval of rounds holds the middle that endless rounds would have.
+CONFIDENCE = 0.9
+# Products and communication in turn take as long as both alone, or they disturb each other and nothing can be told.
+SUM_MAY_BE = (0.9, 1.1)
+# A wider interval says nothing: of `exposed` as a share of both at once, of `hidden` as it is, of an efficiency as a
+# share of it (80% that may be 60% or 100%).
+EXPOSED_WITHIN = 0.25
+HIDDEN_WITHIN = 0.5
+EFFICIENCY_WITHIN = 0.5
+
+
+class Middle(NamedTuple):
+    """The median of rounds with its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Untold(NamedTuple):
+    """Why a figure is not told, and a word for it that stands in its place."""
+
+    word: str
+    why: str
+
+
+FEW = Untold("few", "rounds are too few to say within what it is")
+OFF = Untold(
+    "off", "both in turn do not take {} to {} of the sum of both alone: they disturb each other".format(*SUM_MAY_BE)
+)
+SHORT = Untold("short", "both at once take less time than one of them alone: something else disturbs the rounds")
+WIDE_OVERLAP = Untold(
+    "wide",
+    f"rounds leave exposed time within more than {EXPOSED_WITHIN:.0%} of both at once, the hidden share within more "
+    f"than {100 * HIDDEN_WITHIN:.0f} points",
+)
+WIDE_EFFICIENCY = Untold("wide", f"rounds leave an efficiency within more than {EFFICIENCY_WITHIN:.0%} of it")
+WAITING = Untold(units.NONE, "what a pipeline exposes is its waiting, too")
+UNPAIRED = Untold(units.NONE, "one rank and all of them were not measured in the same rounds")
+
+
+def middle(values: Sequence[float]) -> Middle | Untold:
+    """The median between two of the values, which lie so far out that CONFIDENCE holds whatever their distribution.
+
+    So of 5 the smallest and the largest (94%), of 8 the second of either end (93%). Untold of fewer, or of a value that
+    is no number.
+    """
+    ordered, count = sorted(values), len(values)
+    if not all(map(math.isfinite, ordered)):
+        return FEW
+    outside, place = 0.0, 0
+    while place < count:
+        outside += 2 * math.comb(count, place) / 2**count
+        if outside > 1 - CONFIDENCE:
+            break
+        place += 1
+    return Middle(statistics.median(ordered), ordered[place - 1], ordered[-place]) if place else FEW
 
 
 @dataclass(frozen=True)
@@ -77,33 +144,6 @@ def frontier(ways: Sequence[tuple[float, float]]) -> tuple[int, ...]:
     )
 
 
-def rank_metrics(told: Told) -> Iterator[Metric]:
-    """Figures of several ranks. Rates of emulated cases are what emulating costs."""
-    timing, use, transfer = told.record.timing, told.record.memory, told.record.transfer
-    if timing is not None and (apart := skew(timing)) is not None:
-        yield Metric(specs.RANK_SKEW, apart * 100)
-        true = true_communication(timing)
-        if true is not None:
-            yield Metric(specs.COMMUNICATION, true)
-        for one in rank_times(timing):
-            yield Metric(specs.RANK_TIME, one.step, of_rank=one.rank)
-            if true is not None:
-                yield Metric(specs.RANK_COMMUNICATION, one.communication, of_rank=one.rank)
-                yield Metric(specs.RANK_WAITING, one.waiting, of_rank=one.rank)
-    if use is not None and (apart := memory_skew(use)) is not None:
-        yield Metric(specs.MEMORY_SKEW, apart * 100)
-        for held in use.ranks:
-            yield Metric(specs.RANK_MEMORY, float(held.peak), of_rank=held.rank)
-    if transfer is None:
-        return
-    yield Metric(specs.WIRE_BYTES, transfer.wire, samples=partial(tuple, (transfer.wire,)))
-    yield Metric(specs.LOGICAL_BYTES, transfer.logical)
-    if told.finding is not None and (seconds := told.finding.median_seconds):
-        yield Metric(specs.ALGBW, transfer.payload / seconds)
-        yield Metric(specs.BUSBW, transfer.payload / seconds * transfer.bus_factor)
-        yield Metric(specs.EFFECTIVE_BUSBW, transfer.logical / seconds * transfer.bus_factor)
-
-
 def calls_of(timing: Timing) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
     """Steps of all ranks, and their communication, call by call, in nanoseconds."""
     for slot in timing.slots:
@@ -111,3 +151,167 @@ def calls_of(timing: Timing) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
             steps = zip(*(one.step_ns for one in slot.ranks), strict=True)
             communication = zip(*(one.communication_ns for one in slot.ranks), strict=True)
             yield from zip(steps, communication, strict=True)
+
+
+class Bubble(NamedTuple):
+    """Time that stages wait or send over the time that they compute, and (p-1)/m of p stages and m microbatches.
+
+    The latter is what GPipe and 1F1B have where stages take equally long and sending takes no time.
+    """
+
+    measured: float
+    ideal: float
+
+
+def microbatches_of(record: Record) -> int | None:
+    """Of a pipeline; None of what is none."""
+    found = dict(record.case.params).get("microbatches")
+    return found if isinstance(found, int) else None
+
+
+def bubble(record: Record) -> Bubble | None:
+    """Over all ranks, the median of calls; None of what is no pipeline."""
+    microbatches = microbatches_of(record)
+    if record.timing is None or microbatches is None:
+        return None
+    shares = [
+        sum(communication) / busy
+        for steps, communication in calls_of(record.timing)
+        if (busy := sum(steps) - sum(communication)) > 0
+    ]
+    return Bubble(statistics.median(shares), (record.case.ranks - 1) / microbatches) if shares else None
+
+
+class OverlapFigures(NamedTuple):
+    """Seconds of a step that communication adds to products (`exposed`), and the share of it that hides (`hidden`).
+
+    Either may be negative, and no figure is cut to what one would like: what would mislead is not told. The check sum
+    is the time of both in turn over the sum of both alone.
+    """
+
+    exposed: Middle | Untold
+    hidden: Middle | Untold
+    check_sum: float | None = None
+
+
+class _Round(NamedTuple):
+    compute: float
+    communication: float
+    both: float
+    in_turn: float
+
+
+def overlap_figures(found: Overlap) -> OverlapFigures:
+    """Round by round: what is slow for a while is so on both sides of a difference, and falls out."""
+    rounds = tuple(map(_Round, found.compute, found.communication, found.both, found.in_turn))
+    if found.why or not rounds or not all(one.compute > 0 and one.communication > 0 for one in rounds):
+        why = Untold(units.NONE, found.why or "no round of it was kept")
+        return OverlapFigures(why, why)
+    check = statistics.median(one.in_turn / (one.compute + one.communication) for one in rounds)
+    if not SUM_MAY_BE[0] <= check <= SUM_MAY_BE[1]:
+        return OverlapFigures(OFF, OFF, check)
+    exposed = middle([one.both - one.compute for one in rounds])
+    beyond = middle([one.both - max(one.compute, one.communication) for one in rounds])
+    hidden = middle([1 - (one.both - one.compute) / one.communication for one in rounds])
+    if isinstance(exposed, Untold) or isinstance(beyond, Untold) or isinstance(hidden, Untold):
+        return OverlapFigures(FEW, FEW, check)
+    if beyond.high < 0:
+        return OverlapFigures(SHORT, SHORT, check)
+    most = EXPOSED_WITHIN * statistics.median(one.both for one in rounds)
+    return OverlapFigures(
+        WIDE_OVERLAP if exposed.high - exposed.low > most else exposed,
+        WIDE_OVERLAP if hidden.high - hidden.low > HIDDEN_WITHIN else hidden,
+        check,
+    )
+
+
+def overlap_of(record: Record) -> OverlapFigures | None:
+    """Of a case. A step of a pipeline is longer than its products by its waiting too: of its sending no share hides."""
+    if record.overlap is None:
+        return None
+    found = overlap_figures(record.overlap)
+    if isinstance(found.exposed, Untold) or microbatches_of(record) is None:
+        return found
+    return found._replace(hidden=WAITING)
+
+
+class Efficiency(NamedTuple):
+    """`strong` is what is left of n ranks' speed-up by n, `weak` what is left of one rank's pace while each has as much
+    to do. Neither is cut to 1."""
+
+    strong: Middle | Untold
+    weak: Middle | Untold
+
+
+def efficiency(record: Record) -> Efficiency | None:
+    """Round by round, of which each has one rank's step and all ranks': what is slow for a while is so on both sides
+    of a ratio, and falls out. None where one rank did not take such a step."""
+    rounds = record.scaling
+    if rounds is None:
+        return None
+    strong = _share(rounds.whole, rounds.together, 1 / record.case.ranks)
+    return Efficiency(strong, _share(rounds.share, rounds.together))
+
+
+def _share(alone: Sequence[float], together: Sequence[float], times: float = 1.0) -> Middle | Untold:
+    """One rank's step over that of all."""
+    if not alone or len(alone) != len(together) or not all(one > 0 for one in (*alone, *together)):
+        return UNPAIRED  # they are no rounds of the same run
+    found = middle([one / all_ranks * times for one, all_ranks in zip(alone, together, strict=True)])
+    wide = isinstance(found, Middle) and found.high - found.low > EFFICIENCY_WITHIN * found.value
+    return WIDE_EFFICIENCY if wide else found
+
+
+def sent_by_rank(record: Record) -> tuple[float, ...]:
+    """Bytes that each rank sends in a step, by its number; () where they are not counted."""
+    if not record.sent:
+        return ()
+    return tuple(sum(one.bytes for one in record.sent if one.rank == rank) for rank in range(record.case.ranks))
+
+
+def rank_metrics(told: Told) -> Iterator[Metric]:
+    """Figures of several ranks. Rates of emulated cases are what emulating costs."""
+    record = told.record
+    if record.timing is not None and (apart := skew(record.timing)) is not None:
+        yield Metric(specs.RANK_SKEW, apart * 100)
+        true = true_communication(record.timing)
+        if true is not None:
+            yield Metric(specs.COMMUNICATION, true)
+        for one in rank_times(record.timing):
+            yield Metric(specs.RANK_TIME, one.step, of_rank=one.rank)
+            if true is not None:
+                yield Metric(specs.RANK_COMMUNICATION, one.communication, of_rank=one.rank)
+                yield Metric(specs.RANK_WAITING, one.waiting, of_rank=one.rank)
+    if record.memory is not None and (apart := memory_skew(record.memory)) is not None:
+        yield Metric(specs.MEMORY_SKEW, apart * 100)
+        for held in record.memory.ranks:
+            yield Metric(specs.RANK_MEMORY, float(held.peak), of_rank=held.rank)
+    if record.transfer is not None:
+        yield from _transfer_metrics(record.transfer, told.finding.median_seconds if told.finding else None)
+    if (overlap := overlap_of(record)) is not None:
+        yield _figure_of(specs.EXPOSED, overlap.exposed)
+        yield _figure_of(specs.HIDDEN_COMMUNICATION, overlap.hidden, 100.0)
+    if (idle := bubble(record)) is not None:
+        yield Metric(specs.BUBBLE, idle.measured * 100)
+        yield Metric(specs.IDEAL_BUBBLE, idle.ideal * 100)
+    if (gain := efficiency(record)) is not None:
+        yield _figure_of(specs.STRONG_SCALING, gain.strong, 100)
+        yield _figure_of(specs.WEAK_SCALING, gain.weak, 100)
+    if sent := sent_by_rank(record):
+        yield Metric(specs.WIRE_BYTES, float(max(sent)))
+
+
+def _transfer_metrics(transfer: Transfer, seconds: float | None) -> Iterator[Metric]:
+    yield Metric(specs.WIRE_BYTES, transfer.wire, samples=partial(tuple, (transfer.wire,)))
+    yield Metric(specs.LOGICAL_BYTES, transfer.logical)
+    if seconds:
+        yield Metric(specs.ALGBW, transfer.payload / seconds)
+        yield Metric(specs.BUSBW, transfer.payload / seconds * transfer.bus_factor)
+        yield Metric(specs.EFFECTIVE_BUSBW, transfer.logical / seconds * transfer.bus_factor)
+
+
+def _figure_of(spec: MetricSpec, found: Middle | Untold, times: float = 1.0) -> Metric:
+    """With its bounds, or with the reason why there is none."""
+    if isinstance(found, Untold):
+        return Metric(spec, why=found.why)
+    return Metric(spec, found.value * times, bounds=(found.low * times, found.high * times))

@@ -173,7 +173,6 @@ class Passes:
             limit = self._limits.numbers(outcome.planned.work)
             with self._asking(outcome, "counting what is sent", "bytes on the wire") as (_, case, facts):
                 outcome.note(transfer=self._worker.ask(limit, "transfer", case, facts))
-                outcome.note(overlap=self._worker.ask(limit, "overlap", case, facts))
             with self._asking(outcome, "", "parts of a step") as (_, case, facts):
                 if (parts := self._worker.ask(limit, "step_parts", case, facts)) is not None:
                     sent, overlap, scaling = parts

@@ -22,56 +22,49 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class AllGather:
+class Exchange:
+    """What a rank brings. It hands a share of that to the network for others."""
+
+    payload: Tensor
+
+    def sent(self, size: int) -> float:
+        """Bytes that go round once: all ranks but the last send a part of them on."""
+        return self.bytes * (size - 1) / size
+
+    @property
+    def bytes(self) -> int:
+        return self.payload.numel() * self.payload.element_size()
+
+
+class AllGather(Exchange):
     """Everybody gets everybody's, by rank."""
 
-    payload: Tensor
-
     def sent(self, size: int) -> float:
-        return (size - 1) * _bytes(self.payload)
+        return self.bytes * (size - 1)
 
 
-@dataclass(frozen=True)
-class AllToAll:
+class AllToAll(Exchange):
     """The n-th row goes to rank n; everybody gets a row from each, by rank."""
 
-    rows: Tensor
 
-    def sent(self, size: int) -> float:
-        return _bytes(self.rows) * (size - 1) / size
-
-
-@dataclass(frozen=True)
-class Shift:
+class Shift(Exchange):
     """To the next rank; what the one before gave comes."""
 
-    payload: Tensor
-
     def sent(self, size: int) -> float:
-        return _bytes(self.payload)
+        return self.bytes
 
 
-@dataclass(frozen=True)
-class Largest:
+class Largest(Exchange):
     """The largest over all ranks, element by element."""
 
-    values: Tensor
-
     def sent(self, size: int) -> float:
-        return 2 * _bytes(self.values) * (size - 1) / size
+        return 2 * super().sent(size)
 
 
-@dataclass(frozen=True)
-class FromFirst:
-    """Rank 0's, to everybody. Of what is sent each rank's share: where it goes round, all but the last send it on."""
-
-    payload: Tensor
-
-    def sent(self, size: int) -> float:
-        return _bytes(self.payload) * (size - 1) / size
+class FromFirst(Exchange):
+    """Rank 0's, to everybody."""
 
 
-Exchange = AllGather | AllToAll | Shift | Largest | FromFirst
 Program = Generator[Exchange, Any, T]
 
 
@@ -109,22 +102,17 @@ def simulated(programs: Sequence[Program[T]], counted: Counted | None = None) ->
 
 
 def _exchanged(asked: Sequence[Exchange]) -> list[Any]:
-    size = len(asked)
+    size, payloads = len(asked), [one.payload for one in asked]
     match asked[0]:
         case AllGather():
-            gathered = [one.payload for one in asked if isinstance(one, AllGather)]
-            return [gathered] * size
+            return [payloads] * size
         case AllToAll():
-            rows = [one.rows for one in asked if isinstance(one, AllToAll)]
-            return [torch.stack([given[rank] for given in rows]) for rank in range(size)]
+            return [torch.stack([rows[rank] for rows in payloads]) for rank in range(size)]
         case Shift():
-            payloads = [one.payload for one in asked if isinstance(one, Shift)]
             return [payloads[rank - 1] for rank in range(size)]
-        case FromFirst(payload):
-            return [payload] * size
-        case Largest():
-            values = [one.values for one in asked if isinstance(one, Largest)]
-            return [torch.stack(values).amax(0)] * size
+        case FromFirst():
+            return [payloads[0]] * size
+    return [torch.stack(payloads).amax(0)] * size
 
 
 class Waits(Protocol):
@@ -186,32 +174,26 @@ def _asked(exchange: Exchange, group: ProcessGroup | None, alone: bool) -> tuple
     """What to wait for before the answer may be read: nothing where torch has waited itself (not `alone`)."""
     import torch.distributed as dist
 
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size, payload = dist.get_rank(group), dist.get_world_size(group), exchange.payload
     match exchange:
-        case AllGather(payload):
+        case AllGather():
             gathered = [torch.empty_like(payload) for _ in range(size)]
             return _sent(dist.all_gather(gathered, payload.contiguous(), group, alone)), gathered
-        case AllToAll(rows):
-            received = torch.empty_like(rows)
-            return _sent(dist.all_to_all_single(received, rows.contiguous(), group=group, async_op=alone)), received
-        case Shift(payload):
+        case AllToAll():
+            received = torch.empty_like(payload)
+            return _sent(dist.all_to_all_single(received, payload.contiguous(), group=group, async_op=alone)), received
+        case Shift():
             received = torch.empty_like(payload)
             both = [
                 dist.P2POp(dist.isend, payload.contiguous(), group=group, group_peer=(rank + 1) % size),
                 dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
             ]
             return dist.batch_isend_irecv(both), received
-        case FromFirst(payload):
-            whole = payload.clone()
-            return _sent(dist.broadcast(whole, group=group, group_src=0, async_op=alone)), whole
-        case Largest(values):
-            largest = values.clone()
-            return _sent(dist.all_reduce(largest, dist.ReduceOp.MAX, group, alone)), largest
+    whole = payload.clone()
+    if isinstance(exchange, FromFirst):
+        return _sent(dist.broadcast(whole, group=group, group_src=0, async_op=alone)), whole
+    return _sent(dist.all_reduce(whole, dist.ReduceOp.MAX, group, alone)), whole
 
 
 def _sent(work: Waits | None) -> Sequence[Waits]:
     return () if work is None else (work,)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

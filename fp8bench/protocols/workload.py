@@ -114,15 +114,17 @@ class Covered(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """What a step of several ranks takes by itself: with the others, without what it sends, the sending alone; and one
-    rank's step of the whole batch and of its share. `sent` is what this rank sends in one."""
+    """What a step of several ranks takes by itself: without what it sends, the sending alone, and both.
 
-    sent: tuple[Sent, ...]
-    together: Callable[[], object]
+    Without `together` they are no step: products, and what begins a communication and returns what to `wait()` for.
+    `sent` is what this rank sends in a step. `alone` are one rank's steps of the whole batch and of its share.
+    """
+
     compute: Callable[[], object]
-    communicate: Callable[[], object]
-    whole: Callable[[], object]
-    share: Callable[[], object]
+    communicate: Callable[[], Any]
+    together: Callable[[], object] | None = None
+    sent: tuple[Sent, ...] = ()
+    alone: tuple[Callable[[], object], Callable[[], object]] | None = None
 
 
 class Workload(ABC):
@@ -243,19 +245,14 @@ class Workload(ABC):
         """What a step moves between ranks; None where that is not what it is about. Asked of several ranks alone."""
         return None
 
-    def together(self, setup: Setup) -> tuple[Callable[[], object], Callable[[], Any]] | str | None:
-        """What computes, and what begins a communication and returns what to `wait()` for: one may hide the other. Why
-        it cannot, where that is known; None where that is not what a step is about."""
+    def step_parts(self, setup: Setup) -> StepParts | str | None:
+        """What a step of several ranks is made of: one part may hide the other. Why it cannot, where that is known;
+        None where that is not what a step is about."""
         return None
 
     def sent_by(self, case: Case) -> Params:
-        """The parameters that what a case sends depends on: how far that hides is measured once of cases that send the
-        same."""
+        """The parameters that what a case sends depends on: its parts are measured once of cases that send the same."""
         return case.params
-
-    def step_parts(self, setup: Setup) -> StepParts | None:
-        """What a step of several ranks is made of, where it is one that one rank can take too."""
-        return None
 
     def check(self, state: Any) -> str:
         """What is wrong with a state after all its steps ('the loss went up'); '' if nothing is.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from fp8bench.model import Case, DeviceFacts, Params, Scalar, Support, Work
 from fp8bench.model.ranks import Transfer
 from fp8bench.protocols import Grid, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.workload import StepParts
 from fp8bench.registry import workloads
 from fp8bench.units import EXACT_DB
 
@@ -167,7 +168,7 @@ class Collective(Workload):
         """What is not FP8 is the same beside every way of it."""
         return tuple(one for one in case.params if case.precision == "fp8" or one[0] not in _OF_FP8)
 
-    def together(self, setup: Setup) -> tuple[Callable[[], object], Callable[[], Any]] | str:
+    def step_parts(self, setup: Setup) -> StepParts | str:
         """Products, and the collective, which need not be waited for: of FP8 its first exchange of codes."""
         import torch
 
@@ -179,8 +180,8 @@ class Collective(Workload):
         a = torch.randn(512, 512, device=setup.facts.key)
         kind, given, rank, size = state.kind, state.given, state.rank, state.size
         if isinstance(kind, Plain):
-            return lambda: torch.mm(a, a), lambda: kind.begun(given, size)
-        return lambda: torch.mm(a, a), lambda: kind.begun(given, rank, size)
+            return StepParts(lambda: torch.mm(a, a), lambda: kind.begun(given, size))
+        return StepParts(lambda: torch.mm(a, a), lambda: kind.begun(given, rank, size))
 
 
 def _parts(setup: Setup) -> tuple[Plain | InFP8, Tensor, int, int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
-from fp8bench.nn.parallel.ways import OPTIONS, WAYS, Asked, Job
+from fp8bench.nn.parallel.ways import OPTIONS, WAYS, Job, ParallelCase
 from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_layers
 from fp8bench.protocols import Layer, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
@@ -108,7 +108,7 @@ class Parallel(Workload):
             return refused(f"{way.name} has no {foreign[0]}={options[foreign[0]]}: it takes {takes}")
         if precision.whole_layers:
             return refused(f"{precision.mode} has layers of its own, which no way divides: leave the backend out")
-        asked = Asked(_config(params), int(params["batch"]), facts.ranks, precision, options, facts)
+        asked = ParallelCase(_config(params), int(params["batch"]), facts.ranks, precision, options, facts)
         why = way.refused(asked)
         return refused(why) if why else precision.support(facts)
 
@@ -138,7 +138,7 @@ class Parallel(Workload):
         import torch.distributed as dist
 
         from fp8bench.nn.parallel.model import silent_group
-        from fp8bench.nn.parallel.wire import Wire
+        from fp8bench.nn.parallel.wire import StepWire
 
         def stepping(state: ParallelState) -> Callable[[], object]:
             return partial(state.trained, SilentPhases())
@@ -146,12 +146,11 @@ class Parallel(Workload):
         together, size = self.prepare(setup), dist.get_world_size()
         for _ in range(_STEPS_BEFORE):
             together.trained(SilentPhases())
-        with Wire() as wire:
+        with StepWire() as wire:
             together.trained(SilentPhases())
-        return StepParts(
-            wire.sent(dist.get_rank()), stepping(together), stepping(self._state(setup, silent_group())),
-            wire.send_again, stepping(self._alone(setup)), stepping(self._alone(setup, parts=size)),
-        )  # fmt: skip
+        alone = stepping(self._alone(setup)), stepping(self._alone(setup, parts=size))
+        silent = stepping(self._state(setup, silent_group()))
+        return StepParts(silent, wire.send_again, stepping(together), wire.sent(dist.get_rank()), alone)
 
     def _state(self, setup: Setup, group: ProcessGroup | None, plain: bool = False) -> ParallelState:
         from fp8bench.nn.parallel.step import begun

@@ -10,17 +10,19 @@ from dataclasses import dataclass
 import pytest
 
 from fp8bench.analysis.metric import Told
-from fp8bench.analysis.middles import FEW, Middle, Untold
-from fp8bench.analysis.overlaps import (
+from fp8bench.analysis.ranks import (
+    FEW,
     HIDDEN_WITHIN,
     OFF,
     SHORT,
     WAITING,
-    WIDE,
+    WIDE_OVERLAP,
+    Middle,
     OverlapFigures,
+    Untold,
     overlap_figures,
-    overlap_metrics,
     overlap_of,
+    rank_metrics,
 )
 from fp8bench.model import Record, Status
 from fp8bench.model.ranks import Overlap
@@ -77,9 +79,9 @@ def test_rounds_that_leave_it_open_tell_nothing() -> None:
     """Medians say that half of it hides; rounds say -49% to 149%. Of a long step exposed time is known all the same."""
     both = tuple(one * 1e-3 for one in (32.1, 39.9, 40.0, 40.0, 40.1, 47.9))
     found = overlap_figures(Overlap((36e-3,) * 6, (8e-3,) * 6, both, (44e-3,) * 6))
-    assert found.exposed is WIDE is found.hidden
+    assert found.exposed is WIDE_OVERLAP is found.hidden
     long = overlap_figures(Overlap((0.36,) * 6, (8e-3,) * 6, tuple(one + 0.324 for one in both), (0.368,) * 6))
-    assert told(long.exposed) == pytest.approx(4e-3) and long.hidden is WIDE
+    assert told(long.exposed) == pytest.approx(4e-3) and long.hidden is WIDE_OVERLAP
 
 
 def test_an_overlap_whose_rounds_are_gone_is_none() -> None:
@@ -96,7 +98,7 @@ def test_figures_have_their_bounds_or_their_reason() -> None:
 
     def of(parts: Overlap) -> list[object]:
         record = Record(case("collective", "bf16", {}), NATIVE, Status.OK, overlap=parts)
-        return [one for metric in overlap_metrics(Told(record)) for one in (metric.value, metric.bounds, metric.why)]
+        return [one for metric in rank_metrics(Told(record)) for one in (metric.value, metric.bounds, metric.why)]
 
     both = tuple(one * 1e-3 for one in (39.0, 39.5, 40.0, 40.0, 40.5, 41.0))
     found = of(Overlap((36e-3,) * 6, (8e-3,) * 6, both, (44e-3,) * 6))

@@ -9,8 +9,16 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.analysis.metric import Told
-from fp8bench.analysis.middles import FEW, Middle
-from fp8bench.analysis.scaling import UNPAIRED, WIDE, WITHIN, efficiency, scaling_metrics, sent_by_rank
+from fp8bench.analysis.ranks import (
+    EFFICIENCY_WITHIN,
+    FEW,
+    UNPAIRED,
+    WIDE_EFFICIENCY,
+    Middle,
+    efficiency,
+    rank_metrics,
+    sent_by_rank,
+)
 from fp8bench.model import Record, Status
 from fp8bench.model.ranks import Scaling, Sent
 from tests.runs import NATIVE, case
@@ -28,7 +36,7 @@ def test_an_efficiency_has_its_interval() -> None:
     sent = (Sent(0, "send", "uint8", 1, 8.0), Sent(1, "send", "uint8", 2, 16.0), Sent(1, "reduce", "float32", 1, 4.0))
     together = (5.0, 5.5, 6.0, 6.0, 6.5, 7.0)
     made = record((10.0,) * 6, (5.0,) * 6, together, sent=sent)
-    strong, weak, wire = scaling_metrics(Told(made))
+    strong, weak, wire = rank_metrics(Told(made))
     assert (strong.name, weak.name, wire.name, wire.value) == ("strong_scaling", "weak_scaling", "wire_bytes", 20.0)
     assert strong.value == pytest.approx(1000 / 12) and strong.bounds == pytest.approx((1000 / 14, 100.0))
     assert weak.value == pytest.approx(500 / 6) and weak.bounds == pytest.approx((500 / 7, 100.0))
@@ -54,7 +62,7 @@ def test_what_is_slow_for_a_while_is_so_on_both_sides() -> None:
         (((), (), ()), UNPAIRED),
         (((0.0,) * 6, (0.0,) * 6, (6.0,) * 6), UNPAIRED),
         (((math.nan,) * 6, (math.nan,) * 6, (6.0,) * 6), UNPAIRED),
-        (((10.0,) * 6, (5.0,) * 6, (4.0, 5.0, 6.0, 6.0, 7.0, 8.0)), WIDE),
+        (((10.0,) * 6, (5.0,) * 6, (4.0, 5.0, 6.0, 6.0, 7.0, 8.0)), WIDE_EFFICIENCY),
     ],
 )
 def test_no_bare_figure_looks_certain(parts: tuple[tuple[float, ...], ...], why: object) -> None:
@@ -62,7 +70,7 @@ def test_no_bare_figure_looks_certain(parts: tuple[tuple[float, ...], ...], why:
     made = record(*parts)
     found = efficiency(made)
     assert found is not None and found.strong == why == found.weak
-    assert [(one.value, one.bounds, bool(one.why)) for one in scaling_metrics(Told(made))] == [(None, None, True)] * 2
+    assert [(one.value, one.bounds, bool(one.why)) for one in rank_metrics(Told(made))] == [(None, None, True)] * 2
 
 
 @pytest.mark.parametrize(("noise", "told"), [(0.02, (0.99, 1.0)), (0.5, (0.0, 0.2))])
@@ -82,4 +90,4 @@ def test_the_truth_lies_within_what_is_told(noise: float, told: tuple[float, flo
     assert told[0] <= len(shares) / TRIALS <= told[1]
     if told[0]:
         assert sum(one.low <= 0.8 <= one.high for one in shares) / len(shares) > 0.9
-    assert all(one.high - one.low <= WITHIN * one.value for one in shares)
+    assert all(one.high - one.low <= EFFICIENCY_WITHIN * one.value for one in shares)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8bench.features.train.lab import models
-from fp8bench.features.train.lab.evaluate import Windows
+from fp8bench.features.train.lab.evaluate import TokenWindows
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import TokenSpan
 from fp8bench.formats.recipes import Recipe
@@ -62,7 +62,7 @@ def test_a_pass_is_what_a_gpu_takes(arch: str, gpu: str, mode: str, stage: Stage
         model = models.built(
             settings, config, lambda name: carrier if layers[name].high else arithmetic.layer(name), arithmetic.carrier
         )
-    windows = Windows(TokenSpan(corpus.path, 0, 10_000), config.sequence, facts.key, config.vocabulary)
+    windows = TokenWindows(TokenSpan(corpus.path, 0, 10_000), config.sequence, facts.key, config.vocabulary)
     ledger = stage.ledger(facts)
     with precision.scope():
         for step in range(2):  # in the first one what is made once may be waited for

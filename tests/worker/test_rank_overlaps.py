@@ -9,8 +9,8 @@ import pytest
 
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.worker.ranks import overlap
-from fp8bench.worker.ranks.bench import RankBench
-from fp8bench.worker.ranks.overlap import Rounds, Together, rounds
+from fp8bench.worker.ranks.bench import RankBench, StepAnswer
+from fp8bench.worker.ranks.overlap import RankMeeting, rounds
 from tests.fakes import CPU
 
 
@@ -22,17 +22,18 @@ def _case(precision: str, way: str, elements: int = 64) -> Case:
 def test_a_plain_collective_is_measured_once_beside_all_ways_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
 
-    def measure(bench: RankBench, case: Case, facts: DeviceFacts) -> Rounds:
+    def measure(bench: RankBench, case: Case, facts: DeviceFacts) -> StepAnswer:
         measured.append(case)
-        return {"compute": [float(len(measured))]}
+        return (), {"compute": [float(len(measured))]}
 
-    monkeypatch.setattr(RankBench, "_overlap", measure)
+    monkeypatch.setattr(RankBench, "_step_parts", measure)
     bench = RankBench.__new__(RankBench)
-    bench._overlaps = {}
-    plain = [bench.overlap(_case("bf16", way), CPU) for way in ("fp8_gather", "fp8_ring")]
-    assert plain == [{"compute": [1.0]}] * 2 and len(measured) == 1
+    bench._parts = {}
+    plain = [bench.step_parts(_case("bf16", way), CPU) for way in ("fp8_gather", "fp8_ring")]
+    assert plain == [((), {"compute": [1.0]})] * 2 and len(measured) == 1
     others = [_case("bf16", "fp8_ring", 128), _case("fp32", "fp8_ring"), _case("fp8", "fp8_ring"), _case("fp8", "pre")]
-    assert [bench.overlap(one, CPU) for one in others] == [{"compute": [float(turn)]} for turn in (2, 3, 4, 5)]
+    found = [bench.step_parts(one, CPU) for one in others]
+    assert found == [((), {"compute": [float(turn)]}) for turn in (2, 3, 4, 5)]
 
 
 @pytest.mark.parametrize(("seconds", "count"), [(1.0, 6), (0.01, 15)])
@@ -44,7 +45,7 @@ def test_rounds_are_as_many_of_each_part_in_the_same_order_on_all_ranks(
     names, ran = ["one", "two", "both", "in_turn"], {0: list[str](), 1: list[str]()}
     for said in ran.values():
         parts = {name: partial(said.append, name) for name in names}
-        found = rounds(parts, Together(lambda: None, partial(said.append, "met")), 7)
+        found = rounds(parts, RankMeeting(lambda: None, partial(said.append, "met")), 7)
         assert {name: len(times) for name, times in found.items()} == dict.fromkeys(names, count)
     assert ran[0] == ran[1] and ran[0][:3] == ["one", "two", "met"] and ran[0].count("met") == 4 * count
     order = random.Random(7)

@@ -22,7 +22,7 @@ from fp8bench.features.train.kind import plain, training_named
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest, asked
 from fp8bench.features.train.run import resume as go_on_training
 from fp8bench.features.train.run import train as train_all
-from fp8bench.features.train.values import Arm, ArmRole, KeptTraining, Line, TrainingObserver
+from fp8bench.features.train.values import Arm, ArmRole, KeptTraining, StreamLine, TrainingObserver
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.files import append
 from fp8bench.measure.environment import command_line
@@ -102,7 +102,7 @@ def watch(
     optimizer: torch.optim.Optimizer,
     path: str | Path | None = None,
     *,
-    told: Callable[[Sequence[Line]], None] | None = None,
+    told: Callable[[Sequence[StreamLine]], None] | None = None,
     name: str = "own",
     stride: int = 10,
     tokens: int = 0,
@@ -123,7 +123,7 @@ def watch(
     with ExitStack() as stack:
         keep = _Kept(Path(path), stack) if path is not None else None
 
-        def tell(lines: Sequence[Line]) -> None:
+        def tell(lines: Sequence[StreamLine]) -> None:
             every = (*lines, *rules.see(lines)) if rules is not None else lines
             if keep is not None:
                 keep(every)
@@ -142,7 +142,7 @@ class _Kept:
         except OSError as error:
             raise StoreError(f"{path} cannot be made ({error.strerror}). Give another file.") from None
 
-    def __call__(self, lines: Sequence[Line]) -> None:
+    def __call__(self, lines: Sequence[StreamLine]) -> None:
         if self._file is None:
             return
         text = "".join(json.dumps(plain(line), separators=(",", ":"), allow_nan=False) + "\n" for line in lines)

@@ -23,11 +23,10 @@ from fp8bench.features.train.values import (
     Arm,
     ArmCost,
     KeptTraining,
-    L,
     LayerReading,
-    Line,
     StepFigure,
     StepRow,
+    StreamLine,
     TrainingEvent,
     Validation,
 )
@@ -103,7 +102,7 @@ def _arm(arm: Arm) -> dict[str, Any]:
     return {"arm": arm.name, "precision": arm.precision, "role": arm.role.value}
 
 
-def _figures(line: Line) -> Iterator[tuple[str, Any]]:
+def _figures(line: StreamLine) -> Iterator[tuple[str, Any]]:
     if isinstance(line, TrainingEvent):
         yield line.kind, cell(line.words)
         return
@@ -159,7 +158,7 @@ def series_of(kept: KeptTraining) -> dict[Key, Curve]:
     }
 
 
-def _scalars(line: Line, native: bool) -> Iterator[tuple[str, float]]:
+def _scalars(line: StreamLine, native: bool) -> Iterator[tuple[str, float]]:
     match line:
         case StepRow():
             for field in fields(line):
@@ -226,6 +225,20 @@ def send_training(kept: KeptTraining, found: Verdicts, project: str, files: Iter
 _REPEATED = ("arm", "layer", "role", "of", "name", "kind", "tensor")
 
 
+def _lines(kept: KeptTraining, kind: type[StreamLine]) -> pd.DataFrame:
+    import pandas as pd
+
+    found = kept.of(kind)
+    columns = {field.name: [getattr(line, field.name) for line in found] for field in fields(kind)}
+    return pd.DataFrame(columns).astype({name: "category" for name in _REPEATED if name in columns})
+
+
+def _frame(kind: type[StreamLine], words: str) -> cached_property[pd.DataFrame]:
+    found = cached_property(lambda frames: _lines(frames.training, kind))
+    found.__doc__ = words
+    return found
+
+
 @dataclass(frozen=True)
 class TrainingFrames:
     """A training and its lines, a frame for each kind of them, made when it is first asked for; docs/outputs.md says
@@ -253,20 +266,10 @@ class TrainingFrames:
             for one in summaries_of(kept, found)
         )
 
-    @cached_property
-    def steps(self) -> pd.DataFrame:
-        """A row a step of an arm in a seed."""
-        return _lines(self.training, StepRow)
-
-    @cached_property
-    def readings(self) -> pd.DataFrame:
-        """A row a tensor of a layer in a watched step."""
-        return _lines(self.training, LayerReading)
-
-    @cached_property
-    def figures(self) -> pd.DataFrame:
-        """A row a further figure of a watched step."""
-        return _lines(self.training, StepFigure)
+    steps = _frame(StepRow, "A row a step of an arm in a seed.")
+    readings = _frame(LayerReading, "A row a tensor of a layer in a watched step.")
+    figures = _frame(StepFigure, "A row a further figure of a watched step.")
+    events = _frame(TrainingEvent, "A row for whatever happened.")
 
     @cached_property
     def validations(self) -> pd.DataFrame:
@@ -282,16 +285,3 @@ class TrainingFrames:
 
         found = [(one.arm, *figure) for one in self.training.of(ArmCost) for figure in costs_of(one)]
         return pd.DataFrame(found, columns=["arm", "figure", "value"])
-
-    @cached_property
-    def events(self) -> pd.DataFrame:
-        """A row for whatever happened."""
-        return _lines(self.training, TrainingEvent)
-
-
-def _lines(kept: KeptTraining, kind: type[L]) -> pd.DataFrame:
-    import pandas as pd
-
-    found = kept.of(kind)
-    columns = {field.name: [getattr(line, field.name) for line in found] for field in fields(kind)}
-    return pd.DataFrame(columns).astype({name: "category" for name in _REPEATED if name in columns})

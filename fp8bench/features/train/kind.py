@@ -24,14 +24,25 @@ from fp8bench.features.train.values import (
     ArmCost,
     KeptTraining,
     LayerReading,
-    Line,
     StepFigure,
     StepRow,
+    StreamLine,
     Training,
     TrainingEvent,
     Validation,
 )
-from fp8bench.files import LineWriter, compact, digest_of, lock, sealed, stamp, unsealed, unsealed_line, write_whole
+from fp8bench.files import (
+    LineWriter,
+    compact,
+    digest_of,
+    keeping,
+    lock,
+    sealed,
+    stamp,
+    unsealed,
+    unsealed_line,
+    write_whole,
+)
 from fp8bench.jobs.kinds import Exports, KeptTable, Kind, View
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.store.kept_lines import Content, UnknownKind, fitting, headed, lines_of, sheet_of, take_lines
@@ -46,10 +57,11 @@ _KINDS: dict[str, type] = {
 }  # fmt: skip
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _KEPT_CHECKPOINTS = 2
+_MAKE_ROOM = "What was kept before is in it; make room, or choose another --store DIR."
 
 
 @dataclass(frozen=True)
-class Place:
+class ResumePlace:
     """Where a training may go on: before a step of a seed, counted from 0, with so many bytes of its stream.
 
     `folder` is that of the checkpoint, '' before the first step of a seed, which needs none. `out` are the arms that
@@ -70,35 +82,35 @@ class TrainingWriter(LineWriter):
     """An open stream, locked until it is closed, and the places that its training may go on from."""
 
     called: str = "the training's file"
-    places: tuple[Place, ...] = ()
+    places: tuple[ResumePlace, ...] = ()
 
-    def append(self, lines: Sequence[Line]) -> None:
+    def append(self, lines: Sequence[StreamLine]) -> None:
         self._lines([plain(line) for line in lines])
 
     def checkpoint(self, number: int, step: int) -> Path:
         """A folder that is not there yet, for a checkpoint before that step."""
         folder = self.path.parent.resolve() / _CHECKPOINTS / f"{number}-{step}"
-        with self._room():
+        with keeping(self.path.parent, _MAKE_ROOM):
             folder.parent.mkdir(exist_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
         return folder
 
-    def folder_of(self, place: Place) -> Path:
+    def folder_of(self, place: ResumePlace) -> Path:
         return self.path.parent.resolve() / _CHECKPOINTS / place.folder
 
     def keep(self, number: int, step: int, folder: Path | None, out: Sequence[tuple[str, str]]) -> None:
         """From now on the training may go on here; of what was kept before, the checkpoint before this one stays."""
         name = folder.name if folder is not None else ""
-        place = Place(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
+        place = ResumePlace(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
         before = [one for one in self.places if (one.number, one.step) < (number, step) and one.number == number]
         begun, checkpoints = before[:1], before[1:][1 - _KEPT_CHECKPOINTS :]
-        with self._room():
+        with keeping(self.path.parent, _MAKE_ROOM):
             self._write((*begun, *checkpoints, place))
 
-    def go_back(self, place: Place) -> None:
+    def go_back(self, place: ResumePlace) -> None:
         """Cut the stream to what it had there, but for the events that are no step's: when it was gone on with, say."""
         places = tuple(one for one in self.places if (one.number, one.step) <= (place.number, place.step))
-        with self._room():
+        with keeping(self.path.parent, _MAKE_ROOM):
             if places != self.places:  # else what is trained again would be taken for what they name
                 self._write(places)
             cut = self.path.read_bytes()[place.length :].split(b"\n")
@@ -108,20 +120,10 @@ class TrainingWriter(LineWriter):
             self._recount()
         self._lines([_content(line) for line in told])
 
-    def _write(self, places: tuple[Place, ...]) -> None:
+    def _write(self, places: tuple[ResumePlace, ...]) -> None:
         write_whole(self.path.with_name(_PLACES), compact(sealed({"places": encode(places)})))
         self.places = places
         remove_others(self.path.parent, places)
-
-    @contextlib.contextmanager
-    def _room(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StoreError(
-                f"{self.path.parent} cannot be written ({error.strerror}). What was kept before is in it; make room, "
-                "or choose another --store DIR."
-            ) from None
 
 
 # What happened to the training and not in a step, which is not made again with the steps.
@@ -133,7 +135,7 @@ def _content(line: bytes) -> Content:
     return {name: value for name, value in content.items() if name in _KINDS}
 
 
-def plain(line: Line) -> dict[str, Any]:
+def plain(line: StreamLine) -> dict[str, Any]:
     """A line of a stream as a JSON value: what it is, and that."""
     return {_NAMES[type(line)]: encode(line)}
 
@@ -165,12 +167,12 @@ def reopen_training(path: Path) -> TrainingWriter:
     return writer
 
 
-def _places(path: Path) -> tuple[Place, ...]:
+def _places(path: Path) -> tuple[ResumePlace, ...]:
     """The places to which the stream is as it was then; where none is, before the first step of the first seed."""
     kept = path.with_name(_PLACES)
     try:
         plain = json.loads(kept.read_text())
-        known = decode(tuple[Place, ...], plain if isinstance(plain, list) else unsealed(plain)["places"])
+        known = decode(tuple[ResumePlace, ...], plain if isinstance(plain, list) else unsealed(plain)["places"])
     except FileNotFoundError:
         known = ()
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -179,11 +181,11 @@ def _places(path: Path) -> tuple[Place, ...]:
             "the first step."
         ) from None
     stream = path.read_bytes()
-    begun = Place(0, 0, stream.find(b"\n") + 1)
+    begun = ResumePlace(0, 0, stream.find(b"\n") + 1)
     return tuple(one for one in known if _reaches(stream, one)) or (begun,)
 
 
-def _reaches(stream: bytes, place: Place) -> bool:
+def _reaches(stream: bytes, place: ResumePlace) -> bool:
     """Whether a stream has all that it had at a place, as it was then."""
     if place.length > len(stream):
         return False
@@ -191,7 +193,7 @@ def _reaches(stream: bytes, place: Place) -> bool:
     return not place.digest or (not before.lost and digest_of(before.sums) == place.digest)
 
 
-def remove_others(folder: Path, places: Iterable[Place]) -> None:
+def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:
     """Remove checkpoints that no place names: older ones, and what a kill has left half done."""
     named = {one.folder for one in places}
     for path in (folder / _CHECKPOINTS).glob("*"):
@@ -244,7 +246,7 @@ def load_training(path: Path) -> KeptTraining:
     """Read a training. Broken lines are left out and named in `troubles`; raises StoreError where it is none."""
     sheet = lines_of(path, "the training's file")
     training = headed(sheet, path, "training", partial(decode, Training))
-    lines: list[Line] = []
+    lines: list[StreamLine] = []
     ends = []
 
     def take(content: Content) -> None:
@@ -252,7 +254,7 @@ def load_training(path: Path) -> KeptTraining:
         if name == "end":
             ends.append(plain)
         elif name in _KINDS:
-            lines.append(cast(Line, decode(_KINDS[name], plain)))
+            lines.append(cast(StreamLine, decode(_KINDS[name], plain)))
         else:
             raise UnknownKind
 
@@ -300,10 +302,7 @@ class TrainingKind(Kind[KeptTraining]):
         from fp8bench.features.train.verdicts.verdicts import verdicts_of
 
         found = verdicts_of(kept.training, kept.lines)
-        return Exports(
-            lambda folder: write_training(kept, found, folder),
-            lambda project, files: send_training(kept, found, project, files),
-        )
+        return Exports(partial(write_training, kept, found), partial(send_training, kept, found))
 
 
 def _line(path: Path) -> str:

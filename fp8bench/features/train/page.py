@@ -67,18 +67,19 @@ _ARMS = (
 def page_of(kept: KeptTraining, found: Verdicts) -> Page:
     """The whole report; nothing in it tells of the machine or the time at which it is rendered."""
     training = kept.training
-    curves = curves_of(kept.lines, training.request.steps)
+    curves, ends = curves_of(kept.lines, training.request.steps), ends_of(training.request.steps)
+    means = _windows(curves, ends)
     parts = (
         Part("verdict", "Does it still learn?", tuple(_verdicts(kept, found, curves)), _LEAD),
         Part("curves", "Losses", (
-            *gap_curves(kept, curves), *loss_curves(kept, curves), *held_out_curves(kept),
-            *loss_by_time(kept, curves),
+            *gap_curves(kept, means, ends), *loss_curves(kept, means, ends), *held_out_curves(kept),
+            *loss_by_time(kept, curves, means, ends),
         )),
         Part("memory", "Memory by what it is for", tuple(_memory(kept))),
         Part("texts", "Other looks at the trained model", tuple(_looks(kept))),
         Part("health", "What happened", tuple(_events(kept))),
         Part("tensors", "Tensors by layer", (*worst_readings(kept), *maps(kept))),
-        Part("figures", "Gradients, updates and rates", tuple(figure_curves(kept, curves))),
+        Part("figures", "Gradients, updates and rates", tuple(figure_curves(kept, curves, ends))),
     )  # fmt: skip
     settled = (replace(part, elements=tuple(filter(_worth_showing, part.elements))) for part in parts)
     shown = tuple(part for part in settled if part.elements)
@@ -262,16 +263,16 @@ def ends_of(steps: int) -> tuple[int, ...]:
     return tuple(sorted({window + round(one * (steps - window) / max(1, count - 1)) for one in range(count)} | {steps}))
 
 
-def loss_curves(kept: KeptTraining, curves: Curves) -> Iterator[Element]:
+def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
     """The mean over seeds of each arm, and between which values the reference lies under all seeds it was given."""
     steps, arms = kept.training.request.steps, kept.training.arms
-    ends = ends_of(steps)
-    band = _windows(curves, [arm.name for arm in arms if arm.role in (ArmRole.REFERENCE, ArmRole.OTHER_SEED)], ends)
+    names = {arm.name for arm in arms if arm.role in (ArmRole.REFERENCE, ArmRole.OTHER_SEED)}
+    band = [values for (name, _), values in means.items() if name in names]
     series = []
     for arm in arms:
         if not arm.is_band:
-            own = _windows(curves, [arm.name], ends)
-            beside = band if arm.role is ArmRole.REFERENCE else {}
+            own = [values for (name, _), values in means.items() if name == arm.name]
+            beside = band if arm.role is ArmRole.REFERENCE else []
             series.append((arm.name, tuple(_loss(own, beside, place) for place in range(len(ends)))))
     words = (
         f"Means over seeds, each of the {many(last_of(steps), 'step')} before its place. The band is from the least to "
@@ -283,17 +284,15 @@ def loss_curves(kept: KeptTraining, curves: Curves) -> Iterator[Element]:
     )  # fmt: skip
 
 
-def gap_curves(kept: KeptTraining, curves: Curves) -> Iterator[Element]:
+def gap_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
     """By what share each arm's loss lies above the reference's in the same seed, with the interval over seeds."""
     steps, arms = kept.training.request.steps, kept.training.arms
-    ends = ends_of(steps)
     reference = next(arm.name for arm in arms if arm.role is ArmRole.REFERENCE)
-    base = _windows(curves, [reference], ends)
+    base = {seed: values for (name, seed), values in means.items() if name == reference}
     series = []
     for arm in arms:
         if arm.role is ArmRole.CANDIDATE:
-            own = _windows(curves, [arm.name], ends)
-            both = [(own[arm.name, seed], base[reference, seed]) for _, seed in own if (reference, seed) in base]
+            both = [(own, base[seed]) for (name, seed), own in means.items() if name == arm.name and seed in base]
             series.append((arm.name, tuple(_gap(both, place) for place in range(len(ends)))))
     margin = units.percent(kept.training.request.margin)
     words = (
@@ -339,20 +338,18 @@ def _means(arms: Iterable[str], seen: Iterable[tuple[str, P, float]], places: Se
         yield arm, tuple(Mark("", fmean(own)) if (own := known.get((arm, place))) else None for place in places)
 
 
-def loss_by_time(kept: KeptTraining, curves: Curves) -> Iterator[Element]:
+def loss_by_time(kept: KeptTraining, curves: Curves, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
     """Native arms alone: the time of an emulation means nothing. Watched steps count as the median one."""
-    steps = kept.training.request.steps
-    ends = ends_of(steps)
     points, joined = [], []
     for arm in kept.training.arms:
-        curve = curves.get((arm.name, kept.training.request.seed))
+        key = arm.name, kept.training.request.seed
+        curve = curves.get(key)
         timed = [row.seconds for row in curve.rows if row.seconds > 0] if curve is not None else []
         if curve is None or not timed or not arm.native or arm.is_band:
             continue
         usual = median(timed)
         elapsed = list(accumulate(row.seconds or usual for row in curve.rows))
-        means = _windows(curves, [arm.name], ends)[arm.name, kept.training.request.seed]
-        for end, loss in zip(ends, means, strict=True):
+        for end, loss in zip(ends, means[key], strict=True):
             if math.isfinite(loss):
                 points.append(Point(arm.name, many(end, "step"), elapsed[end - 1], loss))
         joined.append(arm.name)
@@ -363,14 +360,12 @@ def loss_by_time(kept: KeptTraining, curves: Curves) -> Iterator[Element]:
         )  # fmt: skip
 
 
-def figure_curves(kept: KeptTraining, curves: Curves) -> Iterator[Element]:
+def figure_curves(kept: KeptTraining, curves: Curves, ends: Sequence[int]) -> Iterator[Element]:
     """What else every step says, of the first seed, one chart a figure; a figure that never changes has none."""
-    seed, steps = kept.training.request.seed, kept.training.request.steps
-    ends = ends_of(steps)
     for name, title, value in _FIGURES:
         series = []
         for arm in kept.training.arms:
-            curve = curves.get((arm.name, seed))
+            curve = curves.get((arm.name, kept.training.request.seed))
             if curve is not None and not arm.is_band:
                 own = {end: value(curve.rows[end - 1]) for end in ends if end <= len(curve.rows)}
                 marks = (Mark("", own[end]) if math.isfinite(own.get(end, math.nan)) else None for end in ends)
@@ -382,13 +377,12 @@ def figure_curves(kept: KeptTraining, curves: Curves) -> Iterator[Element]:
             )  # fmt: skip
 
 
-def _windows(curves: Curves, arms: Iterable[str], ends: Sequence[int]) -> Windows:
-    """Of each curve of these arms the mean before each end; NaN where it has not come so far, or is not finite."""
-    wanted, found = set(arms), {}
+def _windows(curves: Curves, ends: Sequence[int]) -> Windows:
+    """Of each curve the mean before each end; NaN where it has not come so far, or is not finite."""
+    found = {}
     for key, curve in curves.items():
-        if key[0] in wanted:
-            window, values = last_of(curve.steps), curve.losses
-            found[key] = [_mean(values[max(0, end - window) : end]) if end <= len(values) else math.nan for end in ends]
+        window, values = last_of(curve.steps), curve.losses
+        found[key] = [_mean(values[max(0, end - window) : end]) if end <= len(values) else math.nan for end in ends]
     return found
 
 
@@ -396,8 +390,8 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
 
 
-def _loss(own: Windows, band: Windows, place: int) -> Mark | None:
-    found, around = ([one[place] for one in each.values() if math.isfinite(one[place])] for each in (own, band))
+def _loss(own: Sequence[Sequence[float]], band: Sequence[Sequence[float]], place: int) -> Mark | None:
+    found, around = ([one[place] for one in each if math.isfinite(one[place])] for each in (own, band))
     if not found:
         return None
     return Mark("", fmean(found), *((min(around), max(around)) if len(around) > 1 else ()))

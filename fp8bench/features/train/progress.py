@@ -16,8 +16,8 @@ from fp8bench.cli.progress import REDRAW_SECONDS, LiveBlock, is_watched, time_le
 from fp8bench.cli.streams import complain
 from fp8bench.features.train.values import (
     Arm,
-    Line,
     StepRow,
+    StreamLine,
     Training,
     TrainingEvent,
     TrainingObserver,
@@ -46,10 +46,12 @@ class _Watching(TrainingObserver):
         self._training, self._begun = training, self._clock()
         self._arms = {arm.name: ArmNow(arm) for arm in training.arms if not arm.skip}
 
-    def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
+    def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
         if number != self._number:
             self._number = number
-            self._arms = {name: _in_next_seed(now) for name, now in self._arms.items()}
+            for name, now in self._arms.items():
+                ended = now.ended if now.ended.startswith(_OUT) else ""
+                self._arms[name] = replace(now, parts=_NO_PARTS, loss=None, held_out=None, ended=ended)
         for line in lines:
             if line.arm in self._arms:
                 self._arms[line.arm] = _with(self._arms[line.arm], line, self._training.request.steps)
@@ -76,14 +78,7 @@ class _Watching(TrainingObserver):
         return f"seed {number + 1}/{request.seeds}, step {step}/{request.steps}{left}"
 
 
-def _in_next_seed(now: ArmNow) -> ArmNow:
-    ended = now.ended if now.ended.startswith(_OUT) else ""
-    return ArmNow(
-        now.arm, tokens=now.tokens, seconds=now.seconds, alarms=now.alarms, last_alarm=now.last_alarm, ended=ended
-    )
-
-
-def _with(now: ArmNow, line: Line, steps: int) -> ArmNow:
+def _with(now: ArmNow, line: StreamLine, steps: int) -> ArmNow:
     """What it has come to with one line more."""
     match line:
         case StepRow():
@@ -107,7 +102,7 @@ class TrainingLines(_Watching):
         super().__init__(say, clock)
         self._told: tuple[int, int] | None = None
 
-    def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
+    def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
         super().trained(number, step, lines)
         where = self._where(number, step)
         losses = ", ".join(f"{now.arm.name} {now.loss:.3f}" for now in self._shown)
@@ -132,7 +127,7 @@ class TrainingBoard(_Watching):
     def working(self, arm: str, doing: str) -> None:
         self._block.show(f"{doing} of {arm}")
 
-    def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
+    def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
         super().trained(number, step, lines)
         where = self._where(number, step)
         if self._shown and self._clock() - self._shown_at >= REDRAW_SECONDS:
@@ -152,6 +147,7 @@ class TrainingBoard(_Watching):
 
 # Losses are drawn in so many bars of eight heights, each the mean of its part of all steps.
 PARTS = 24
+_NO_PARTS = ((0.0, 0),) * PARTS
 BARS, _NOT_FINITE, _NOT_YET = "▁▂▃▄▅▆▇█", "x", " "
 
 
@@ -164,7 +160,7 @@ class ArmNow:
     """
 
     arm: Arm
-    parts: tuple[tuple[float, int], ...] = ((0.0, 0),) * PARTS
+    parts: tuple[tuple[float, int], ...] = _NO_PARTS
     loss: float | None = None
     held_out: float | None = None
     tokens: int = 0

@@ -11,15 +11,14 @@ from fp8bench.errors import RanksDisagree
 from fp8bench.features.train.values import (
     ArmCost,
     LayerReading,
-    Line,
     RankLines,
     StepFigure,
     StepRow,
+    StreamLine,
     TrainingEvent,
     Validation,
 )
-from fp8bench.measure.ranks.merge import Merges
-from fp8bench.model.ranks import RankMemory
+from fp8bench.measure.ranks.merge import Merges, most_memory
 from fp8bench.units import EXACT_DB
 
 T = TypeVar("T")
@@ -29,7 +28,7 @@ _DIGESTS = 1 << 63
 _LARGEST = ("output_amax", "attention_score", "batch_norm_drift", "memory", "watched_seconds")
 
 
-def steps(answers: Sequence[RankLines]) -> tuple[Line, ...]:
+def steps(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
     """The lines of some steps. Raises RanksDisagree where ranks no longer train the same model on parts of one text."""
     _check_batches(answers)
     _check_same(answers)
@@ -43,12 +42,10 @@ def looks(answers: Sequence[tuple[Validation, ...]]) -> tuple[Validation, ...]:
 
 def most(answers: Sequence[ArmCost]) -> ArmCost:
     """That of the rank that takes most, with that of each; of one that could not say the reason."""
-    told = [one.memory for one in answers if one.memory is not None]
-    if len(told) < len(answers):
+    whole = most_memory([one.memory or one.why for one in answers])
+    if isinstance(whole, str):
         return next(one for one in answers if one.memory is None)
-    each = tuple(RankMemory(rank, one.peak, one.roles) for rank, one in enumerate(told))
-    most, memory = max(zip(answers, told, strict=True), key=lambda one: one[1].peak)
-    return replace(most, memory=replace(memory, ranks=each))
+    return next(replace(one, memory=whole) for one in answers if one.memory and one.memory.peak == whole.peak)
 
 
 def _check_same(answers: Sequence[RankLines]) -> None:
@@ -72,7 +69,7 @@ def _check_batches(answers: Sequence[RankLines]) -> None:
             raise RanksDisagree(f"in step {step} what the ranks have read is not the batch, each sequence once")
 
 
-def _merged_lines(answers: Sequence[tuple[Line, ...]]) -> Iterator[Line]:
+def _merged_lines(answers: Sequence[tuple[StreamLine, ...]]) -> Iterator[StreamLine]:
     for rank, lines in enumerate(answers):
         if [type(one) for one in lines] != [type(one) for one in answers[0]]:
             raise RanksDisagree(f"rank 0 and rank {rank} do not say the same kinds of things")
@@ -160,7 +157,7 @@ def _largest(values: Sequence[float | None]) -> float | None:
     return max((one for one in values if one is not None), default=None)
 
 
-_MERGED: dict[type, Callable[..., Line]] = {
+_MERGED: dict[type, Callable[..., StreamLine]] = {
     StepRow: _row, LayerReading: _reading, StepFigure: _figure, TrainingEvent: _event,
 }  # fmt: skip
 

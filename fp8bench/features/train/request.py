@@ -89,16 +89,10 @@ def refuse_ranks(request: Any) -> None:
 class TrainerSettings:
     """How a model is trained. An arm may have some of these otherwise (`Arm.settings`), by the same names.
 
-    `batch` and `sequence` of 0 are the model's own. The rate rises over the share `warmup` of all steps and then falls
-    along a cosine to the share `floor` of itself; `rates` multiplies it by kinds of parameters ('embedding', 'norm',
-    'head'; 'layer' are the other matrices). `attention` is 'auto' (torch's own, in the dtype that values travel in),
-    'rounded' (both of its products, and the scores, in the arm's precision) or 'prescaled' (the same of queries that
-    are divided by the root of the head width before, so that fewer scores are beyond the format). `loss_scale` is
-    'auto' (the precision's own), 'dynamic' (halved when gradients overflow, doubled after `scale_growth` steps in which
-    none did), or a number. `gradients`, `master` and `optimizer_states` are what these are kept in. `on_nan` is what is
-    done about a step that is not finite. `nudge` disturbs an arm as rounding does, so that a study can be held against
-    itself: 'ulp' moves the initial weights by one unit in the last place, 'order' sums in another order. `handicap`
-    multiplies the rate, to plant a loss. `parallel` is how ranks train together, `amax_group` whose amax gives scales.
+    `attention` of 'auto' is torch's own, in the dtype that values travel in; 'prescaled' divides queries by the root of
+    the head width before they are rounded, so that fewer scores are beyond the format. `nudge` disturbs an arm as
+    rounding does, so that a study can be held against itself: 'ulp' moves the initial weights by one unit in the last
+    place, 'order' sums in another order. `handicap` multiplies the rate, to plant a loss.
     """
 
     model: str = option(
@@ -196,14 +190,7 @@ SETTINGS_RULES: Mapping[str, Rule] = {name: one.rule for name, one in options_of
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """What a person asks of `fp8bench train`, as given. `margin` is a share; `sweep` maps settings, or options of a
-    precision, to values. `data` and `other_data` are texts; `tokens` is 'bytes', or 'bpe:1024' by so many merges.
-
-    `stride` is how many steps lie between two that are watched, `evaluate` between two looks at the held-out text,
-    `keep` between two checkpoints. `try_fix`: an arm's first alarm has its remedies tried. `max_batch` asks for the
-    largest batch of each arm; `memory_limit` are the bytes that it has to fit into, and all arms of a seed, which else
-    are trained in pairs. `energy`: where a device can tell it. So many `ranks` train every arm together.
-    """
+    """What a person asks of `fp8bench train`, as given. `margin` is a share of the reference's loss."""
 
     dtypes: tuple[str, ...] = _as_in_a_run(("bf16", "fp8"), "dtypes", group="")
     reference: str | None = _as_in_a_run(None, "reference", group=WHAT)

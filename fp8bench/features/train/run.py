@@ -18,7 +18,7 @@ from fp8bench import __version__
 from fp8bench.errors import NotKept, StoreError, WorkerError, WorkerFault
 from fp8bench.features.train.arms import Turns, arms_of_seed, check_training, device_of, make_arms, supported, turns_of
 from fp8bench.features.train.kind import (
-    Place,
+    ResumePlace,
     TrainingWriter,
     load_head,
     load_training,
@@ -31,7 +31,7 @@ from fp8bench.features.train.lab.models import config_of
 from fp8bench.features.train.lab.rank_lab import MODULE as RANK_MODULE
 from fp8bench.features.train.ranks_merge import MERGES
 from fp8bench.features.train.request import SETTINGS_RULES, TrainingRequest
-from fp8bench.features.train.seed import FIRST_SECONDS, Pace, SeedRun, lab_of
+from fp8bench.features.train.seed import FIRST_SECONDS, SeedRun, StepPace, lab_of
 from fp8bench.features.train.texts import prepare_text
 from fp8bench.features.train.values import (
     Arm,
@@ -176,9 +176,9 @@ def _trained(
     training: Training, writer: TrainingWriter, worker: Worker, observer: TrainingObserver, resumed: bool = False
 ) -> KeptTraining:
     """The seeds one after the other, from the last place that was kept."""
-    place = writer.places[-1] if writer.places else Place(0, 0, 0)
+    place = writer.places[-1] if writer.places else ResumePlace(0, 0, 0)
     first, at_begin = place.number, place.number == place.step == 0
-    out, pace, fresh = dict(place.out), Pace(), not resumed or at_begin
+    out, pace, fresh = dict(place.out), StepPace(), not resumed or at_begin
     observer.begun(training)
     try:
         _measure_memory(training, worker, writer, observer)

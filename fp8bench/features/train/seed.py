@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from fp8bench.errors import StoreError, WorkerError, WorkerFault
 from fp8bench.features.train.arms import Turn, arms_of_seed
-from fp8bench.features.train.health.health import AFTER, Health, Trial, outcome, trials_of
-from fp8bench.features.train.kind import Place, TrainingWriter, load_training
+from fp8bench.features.train.health.health import AFTER, Health, RemedyTrial, outcome, trials_of
+from fp8bench.features.train.kind import ResumePlace, TrainingWriter, load_training
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
@@ -25,10 +25,10 @@ from fp8bench.features.train.values import (
     Arm,
     ArmRole,
     ArmState,
-    Line,
     SeedTask,
     StepFigure,
     StepRow,
+    StreamLine,
     Training,
     TrainingEvent,
     TrainingObserver,
@@ -45,7 +45,7 @@ _FAILURES = 2
 
 
 @dataclass
-class Pace:
+class StepPace:
     """The most seconds that a step has taken so far: what says when a worker hangs."""
 
     slowest: float = 0.0
@@ -84,7 +84,7 @@ class SeedRun:
     worker: Worker
     writer: TrainingWriter
     observer: TrainingObserver
-    pace: Pace
+    pace: StepPace
     out: dict[str, str]
     _failures: dict[str, int] = field(default_factory=dict)
     _health: Health = field(init=False)
@@ -103,13 +103,8 @@ class SeedRun:
                 self._go_back(lost)
 
     @property
-    def number(self) -> int:
-        """That of the seed."""
-        return self.turn.number
-
-    @property
     def seed(self) -> int:
-        return self.training.request.seed + self.number
+        return self.training.request.seed + self.turn.number
 
     @property
     def _again(self) -> str:
@@ -121,7 +116,7 @@ class SeedRun:
     def task(self) -> SeedTask:
         """The arms that were there when the seed began, also those that went out since: checkpoints are of them all."""
         gone = dict(self.writer.places[0].out)
-        return self.training.task(tuple(arm for arm in self.turn.arms if arm.name not in gone), self.number)
+        return self.training.task(tuple(arm for arm in self.turn.arms if arm.name not in gone), self.turn.number)
 
     @property
     def _alive(self) -> list[Arm]:
@@ -134,7 +129,7 @@ class SeedRun:
             states = lab.begin(self.task)
         place = self._restored(lab)
         self.writer.go_back(place)
-        self._health = Health(arms_of_seed(self.training.arms, self.number), self.training.request.settings)
+        self._health = Health(arms_of_seed(self.training.arms, self.turn.number), self.training.request.settings)
         if place.step or not self.turn.first:
             lines = [line for line in load_training(self.writer.path).lines if line.seed == self.seed]
             self._health.see(lines)
@@ -146,7 +141,7 @@ class SeedRun:
                 lab.drop(arm.name)
         return place.step
 
-    def _restored(self, lab: Lab) -> Place:
+    def _restored(self, lab: Lab) -> ResumePlace:
         first, *checkpoints = self.writer.places
         for place in reversed(checkpoints):
             try:
@@ -182,7 +177,7 @@ class SeedRun:
             if arm.name != self._again:
                 self._keep_lines(self._asked(arm, 0, "validate", arm.name), step)
 
-    def _first_lines(self, states: Sequence[ArmState]) -> Iterator[Line]:
+    def _first_lines(self, states: Sequence[ArmState]) -> Iterator[StreamLine]:
         """What each arm keeps between two steps, by what it is for, and whether no reference is beside it."""
         for state in states:
             for role, size in state.bytes_per_parameter:
@@ -191,7 +186,7 @@ class SeedRun:
             words = "it does not fit into memory beside the reference, so that their times do not compare"
             yield TrainingEvent(self.turn.arms[0].name, self.seed, 0, UNPAIRED, words)
 
-    def _new(self, lines: Sequence[Line]) -> Iterator[Line]:
+    def _new(self, lines: Sequence[StreamLine]) -> Iterator[StreamLine]:
         """The lines; of the reference, where it is trained once more, the times for the arm beside it."""
         for line in lines:
             if line.arm != self._again or not self._again:
@@ -208,13 +203,13 @@ class SeedRun:
             self.pace.took(time.monotonic() - began, steps)
         return answer
 
-    def _keep_lines(self, lines: Sequence[Line], step: int) -> None:
+    def _keep_lines(self, lines: Sequence[StreamLine], step: int) -> None:
         lines = tuple(self._new(lines))
         alarms = self._health.see(lines)
         lines = (*lines, *alarms)
         with held_back():
             self.writer.append(lines)
-        self.observer.trained(self.number, step, lines)
+        self.observer.trained(self.turn.number, step, lines)
         if self.training.request.try_fix:
             for alarm in alarms:
                 self._try_fix(alarm, step)
@@ -229,7 +224,7 @@ class SeedRun:
         trials = trials_of(alarm, arm, task.settings)
         begun = self._branched(arm, trials, alarm.step)
         until = min(task.steps, alarm.step + AFTER)
-        lines: dict[Trial, list[Line]] = {trial: [] for trial in trials}
+        lines: dict[RemedyTrial, list[StreamLine]] = {trial: [] for trial in trials}
         for start in range(begun, until, SLICE):
             count = min(SLICE, until - start)
             for trial in trials:
@@ -239,7 +234,7 @@ class SeedRun:
         before = load_training(self.writer.path).lines
         self._keep_lines((outcome(alarm, begun, before, lines),), step)
 
-    def _branched(self, arm: Arm, trials: Sequence[Trial], until: int) -> int:
+    def _branched(self, arm: Arm, trials: Sequence[RemedyTrial], until: int) -> int:
         """Build the trials from the newest checkpoint until that step that is sound and has the arm, else from the
         first step; the step that they come to next."""
         kept = [self.writer.folder_of(place) for place in reversed(self.writer.places[1:]) if place.step <= until]

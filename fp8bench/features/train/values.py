@@ -130,7 +130,19 @@ class Training:
 
 
 @dataclass(frozen=True)
-class StepRow:
+class StreamLine:
+    """A line of the stream of a training: what was seen of an arm in a step of a seed, '' for the training itself."""
+
+    arm: str
+    seed: int
+    step: int
+
+
+L = TypeVar("L", bound=StreamLine)
+
+
+@dataclass(frozen=True)
+class StepRow(StreamLine):
     """What every step says. Norms are of all parameters together.
 
     `gradient_norm` is before clipping, `clipped` the share of it that clipping took away. `update_ratio` is the norm of
@@ -138,9 +150,6 @@ class StepRow:
     not the step's alone. `skipped` says that the weights stayed as they were, because something was not finite.
     """
 
-    arm: str
-    seed: int
-    step: int
     loss: float
     rate: float
     gradient_norm: float
@@ -154,7 +163,7 @@ class StepRow:
 
 
 @dataclass(frozen=True)
-class LayerReading:
+class LayerReading(StreamLine):
     """What a watched step says of one tensor of one layer: shares are of all its elements.
 
     `role` is one of Role: input, weight, gradient (of the output). `scale` multiplies values before they are rounded,
@@ -165,9 +174,6 @@ class LayerReading:
     rounded. Values that are not finite, before or after, are counted in `not_finite`, and stand in no other figure.
     """
 
-    arm: str
-    seed: int
-    step: int
     layer: str
     role: str
     amax: float
@@ -197,31 +203,25 @@ UNPAIRED = "unpaired"
 
 
 @dataclass(frozen=True)
-class StepFigure:
+class StepFigure(StreamLine):
     """A further figure of a watched step by its name, of a layer or, without one, of all.
 
     'update_ratio' and 'gradient_snr' of a weight, 'noise_scale' (in tokens), 'output_amax', 'attention_score',
     'embedding_spread', 'batch_norm_drift', 'memory' (bytes, of all arms together), WATCHED_SECONDS.
     """
 
-    arm: str
-    seed: int
-    step: int
     name: str
     value: float
     layer: str = ""
 
 
 @dataclass(frozen=True)
-class Validation:
+class Validation(StreamLine):
     """The loss on text that was never trained on, per token; `of` says which text and how it was read.
 
     'held-out', 'other-text', 'position:0-127', 'quantised:fp8'. `bytes` is what the tokens stand for, if that is known.
     """
 
-    arm: str
-    seed: int
-    step: int
     of: str
     loss: float
     tokens: int
@@ -243,16 +243,13 @@ FALLBACK = "fallback"
 
 
 @dataclass(frozen=True)
-class TrainingEvent:
+class TrainingEvent(StreamLine):
     """Something that happened in a step: 'not-finite', 'alarm', 'tried-fix', 'scale-halved', 'rate-lowered', 'stopped',
     'resumed', 'pairs' (not all arms fit into memory), UNPAIRED, FALLBACK.
 
     `layer` and `tensor` say where, `values` what was seen there, `remedy` what may help.
     """
 
-    arm: str
-    seed: int
-    step: int
     kind: str
     words: str
     layer: str = ""
@@ -262,7 +259,7 @@ class TrainingEvent:
 
 
 @dataclass(frozen=True)
-class ArmCost:
+class ArmCost(StreamLine):
     """What one arm takes, found in a pass of its own; a pass is a line.
 
     `kept` are the bytes that lie in memory between two steps by what they are for, as counted; `memory` is that of a
@@ -270,8 +267,6 @@ class ArmCost:
     like the last ones. `why` says why there is nothing of what was looked for.
     """
 
-    arm: str
-    seed: int
     step: int = 0
     kept: tuple[tuple[str, int], ...] = ()
     memory: MemoryUse | None = None
@@ -288,17 +283,12 @@ def _exponential(value: float) -> float:
         return math.inf
 
 
-# A line of the stream of a training, whatever it says.
-Line = StepRow | LayerReading | StepFigure | Validation | TrainingEvent | ArmCost
-L = TypeVar("L", StepRow, LayerReading, StepFigure, Validation, TrainingEvent, ArmCost)
-
-
 @dataclass(frozen=True)
 class KeptTraining:
     """A training as it was read from a store: its lines as far as they go. `troubles` name what could not be read."""
 
     training: Training
-    lines: tuple[Line, ...]
+    lines: tuple[StreamLine, ...]
     finished: bool
     path: str
     troubles: tuple[str, ...] = ()
@@ -316,7 +306,7 @@ class RankLines:
     `faults` are what this rank has found wrong itself.
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[StreamLine, ...]
     same: tuple[tuple[str, int], ...] = ()
     batches: tuple[tuple[int, int, int], ...] = ()
     shares: int = 1
@@ -332,7 +322,7 @@ class TrainingObserver:
     def working(self, arm: str, doing: str) -> None:
         """Something is done with an arm that is no step of it."""
 
-    def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
+    def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
         """Lines of one arm were kept; so far is it in its seed, which are counted from 0."""
 
     def note(self, sentence: str) -> None:

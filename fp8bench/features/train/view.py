@@ -35,7 +35,7 @@ from fp8bench.features.train.verdicts.verdicts import Verdicts
 from fp8bench.model import Capacity, Level
 from fp8bench.protocols import Role
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Column, Field, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Field, Page, Part, Text, Tone
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics.memory import batch_title, show_batch
 from fp8bench.report.words.naming import listed, many
@@ -229,20 +229,18 @@ def looks_of(kept: KeptTraining) -> Iterator[Part]:
     shown = list(dict.fromkeys(one.of for one in last if not one.of.startswith(POSITION)))
     places = list(dict.fromkeys(one.of for one in last if one.of.startswith(POSITION)))
     shown += [places[0], places[-1]] if len(places) > 1 else []
-    columns = (Column("arm"), *(Column(of, number=True) for of in shown))
-    arms = [arm.name for arm in kept.training.arms if arm.role is not ArmRole.REPEAT]
-    rows = tuple(
-        (Field(arm), *(_look([one for one in last if (one.arm, one.of) == (arm, of)]) for of in shown))
-        for arm in arms if any(one.arm == arm for one in last)
-    )  # fmt: skip
-    if rows:
-        yield Part("looks", _LOOKS, (Table("looks", "", columns, rows),))
+    cols: list[Col[str]] = [Col("arm", str), *(Col(of, partial(_look, last, of), number=True) for of in shown)]
+    seen = {one.arm for one in last}
+    arms = [arm.name for arm in kept.training.arms if arm.role is not ArmRole.REPEAT and arm.name in seen]
+    if arms:
+        yield Part("looks", _LOOKS, (table("looks", "", cols, arms),))
 
 
-def _look(seen: Sequence[Validation]) -> Field:
+def _look(last: Sequence[Validation], of: str, arm: str) -> Field | None:
     """'2.513 (12.3)': a loss and its perplexity, by byte too where a token is more than one."""
+    seen = [one for one in last if (one.arm, one.of) == (arm, of)]
     if not seen:
-        return Field(units.NONE)
+        return None
     loss = math.fsum(one.loss for one in seen) / len(seen)
     sizes = [one.bytes for one in seen]
     whole = None if None in sizes else sum(filter(None, sizes))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 
 from fp8bench import units
 from fp8bench.features.train.values import ArmRole, KeptTraining, TrainingEvent
-from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, Judged, Learned, Why
+from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, JudgedArm, Learned, Why
 from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, SeedBand, Verdicts
 from fp8bench.model import Interval
@@ -61,7 +61,7 @@ def failures(kept: KeptTraining, found: Verdicts, wanted: Collection[str]) -> It
                 yield f"{event.arm}, seed {event.seed}, step {event.step}: {event.words}"
 
 
-def inconclusive(judged: Judged) -> str:
+def inconclusive(judged: JudgedArm) -> str:
     """Why, and how many more seeds would do."""
     more = f"{judged.more_seeds} more would do" if judged.more_seeds else "no number of seeds that is known would do"
     if judged.why in (Why.SAME_BITS, Why.FALLBACK):

@@ -27,11 +27,8 @@ def merged(name: str, answers: Sequence[Any], more: Merges = MappingProxyType({}
 
     `more` says it for the requests of a bench that is not the worker's own.
     """
-    return {**_MERGED, **more}.get(name, _first)(answers)
-
-
-def _first(answers: Sequence[Any]) -> Any:
-    return answers[0]
+    merges = {**_MERGED, **more}
+    return merges[name](answers) if name in merges else answers[0]
 
 
 def slowest(slots: Sequence[RawSlot]) -> RawSlot:
@@ -74,7 +71,7 @@ def _agreed(answers: Sequence[Mapping[str, float] | str]) -> Mapping[str, float]
     return first
 
 
-def _most_memory(answers: Sequence[MemoryUse | str]) -> MemoryUse | str:
+def most_memory(answers: Sequence[MemoryUse | str]) -> MemoryUse | str:
     """Of the rank that takes most, with that of each."""
     told = [one for one in answers if isinstance(one, MemoryUse)]
     if len(told) < len(answers):
@@ -128,31 +125,19 @@ def _smallest(answers: Sequence[int | None]) -> int | None:
     return None if None in answers else max(one for one in answers if one is not None)
 
 
-def _overlap(answers: Sequence[Mapping[str, Sequence[float]] | str | None]) -> Overlap | None:
-    """Each round of each part ends with its slowest rank."""
-    told = [one for one in answers if one is not None and not isinstance(one, str)]
-    if len(told) < len(answers):
-        return next((Overlap(why=one) for one in answers if isinstance(one, str)), None)
-    last = {name: _slowest_rounds([one[name] for one in told]) for name in told[0]}
-    return Overlap(last["compute"], last["communication"], last["both"], last["in_turn"])
-
-
 StepAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
 
 
-def _step_parts(answers: Sequence[StepAnswer | None]) -> tuple[tuple[Sent, ...], Overlap, Scaling] | None:
-    """What every rank sends; of each round of each part the slowest rank's time."""
-    told = [one for one in answers if one is not None]
+def _step_parts(answers: Sequence[StepAnswer | str | None]) -> tuple[tuple[Sent, ...], Overlap, Scaling | None] | None:
+    """What every rank sends. Each round of each part ends with its slowest rank."""
+    told = [one for one in answers if one is not None and not isinstance(one, str)]
     if len(told) < len(answers):
-        return None
-    sent = tuple(one for own, _ in told for one in own)
-    seconds = {name: _slowest_rounds([rounds[name] for _, rounds in told]) for name in told[0][1]}
+        return next((((), Overlap(why=one), None) for one in answers if isinstance(one, str)), None)
+    sent, ranks = tuple(one for own, _ in told for one in own), [rounds for _, rounds in told]
+    seconds = {name: tuple(map(max, zip(*(one[name] for one in ranks), strict=True))) for name in ranks[0]}
+    scaling = Scaling(seconds["whole"], seconds["share"], seconds["both"]) if "whole" in seconds else None
     overlap = Overlap(seconds["compute"], seconds["communication"], seconds["both"], seconds["in_turn"])
-    return sent, overlap, Scaling(seconds["whole"], seconds["share"], seconds["both"])
-
-
-def _slowest_rounds(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    return tuple(map(max, zip(*ranks, strict=True)))
+    return sent, overlap, scaling
 
 
 _MERGED: Merges = {
@@ -163,8 +148,7 @@ _MERGED: Merges = {
     "bits": _bits,
     "probe": _devices,
     "error": _agreed,
-    "memory": _most_memory,
-    "overlap": _overlap,
+    "memory": most_memory,
     "step_parts": _step_parts,
     "check": _checked,
     "release": _left,

@@ -26,7 +26,7 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 @dataclass
-class Group:
+class RankGroup:
     """The ranks that share a model's blocks, this one among them. `phase` has the markers of the step that runs."""
 
     handle: dist.ProcessGroup
@@ -97,22 +97,22 @@ def _exchanged(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
     return y
 
 
-def copied(x: Tensor, group: Group) -> Tensor:
+def copied(x: Tensor, group: RankGroup) -> Tensor:
     """To all ranks, which have it already; their gradients are added up."""
     return _exchanged(x, lambda whole: whole.view_as(whole), group.added)
 
 
-def added(x: Tensor, group: Group) -> Tensor:
+def added(x: Tensor, group: RankGroup) -> Tensor:
     """Of all ranks; the gradient is everybody's."""
     return _exchanged(x, group.added, lambda gradient: gradient)
 
 
-def gathered(x: Tensor, group: Group) -> Tensor:
+def gathered(x: Tensor, group: RankGroup) -> Tensor:
     """The tokens of all ranks; of the gradients' sum each gets its own."""
     return _exchanged(x, group.gathered, group.scattered)
 
 
-def scattered(x: Tensor, group: Group) -> Tensor:
+def scattered(x: Tensor, group: RankGroup) -> Tensor:
     """Of the sum of all ranks this one's tokens; gradients are gathered."""
     return _exchanged(x, group.scattered, group.gathered)
 
@@ -188,7 +188,7 @@ class FP8Wire:
         return on_this_rank(program, None, phase.communication, self.group)
 
 
-class FP8Group(Group):
+class FP8Group(RankGroup):
     """A group that adds up, gathers and scatters in FP8, and hands back what it was given in."""
 
     def __post_init__(self) -> None:
@@ -214,8 +214,7 @@ class WireWitness:
 
     def look(self, own: Tensor, got: Tensor, program: OfRank) -> None:
         """All ranks look at every exchange: they ask each other."""
-        everybody = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.all_gather(everybody, own, group=self._group)
+        everybody = RankGroup(self._group).everybodys(own)
         wanted = simulated([program(one, rank) for rank, one in enumerate(everybody)])[self._group.rank()]
         wrong = int((got != wanted).sum())
         if wrong and not self._wrong:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel.exchanges import Group
+from fp8bench.nn.parallel.exchanges import RankGroup
 from fp8bench.nn.parallel.model import ParallelModel, ScaleWitness, Witness
 from fp8bench.nn.parallel.tensor_parallel import TensorCut
 from fp8bench.nn.parallel.ways import Job
@@ -50,7 +50,7 @@ class FSDPModel(ParallelModel):
                 self._scales_are_known()
 
     def full_weights(self) -> dict[str, Tensor]:
-        group, parts = Group(self.group), zip(self.names, self.weights, strict=True)
+        group, parts = RankGroup(self.group), zip(self.names, self.weights, strict=True)
         return {name: torch.cat(group.everybodys(part.contiguous())) for name, part in parts}
 
     def _scales_are_known(self) -> None:

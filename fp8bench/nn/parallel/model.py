@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from fp8bench.model import MemoryRole
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parallel.exchanges import FP8Wire, first_of_all, said_by_all
+from fp8bench.nn.parallel.exchanges import FP8Wire, WireWitness, first_of_all, said_by_all
 from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
 from fp8bench.protocols import Phases, Role
 
@@ -133,55 +132,37 @@ class AloneModel(ParallelModel):
 Shared = Callable[[str], Collection[Role]]
 
 
-class Witness(Protocol):
-    """Looks on while a rank takes steps."""
-
-    def mistake(self) -> str:
-        """The first that any rank has made, the same on all ranks, which ask together; '' where there is none."""
-
-
-class _Cast(NamedTuple):
-    """The largest magnitude of what a rank cast, and what it multiplied it by."""
-
-    amax: Tensor
-    scale: Tensor
-
-
 class _SeenScale:
-    """A scale's source that tells what it gave for which tensor. What is cast again is not another cast."""
+    """The source of an operand's scale that tells what it gave for which tensor, and what it should have given.
 
-    def __init__(self, source: NextScale) -> None:
-        self._source = source
-        self.casts: list[_Cast] = []
+    `shared` says that ranks share it. What is cast again is not another cast.
+    """
+
+    def __init__(self, source: NextScale, treatment: Treatment, delayed: Delayed | None, shared: bool) -> None:
+        self._source, self._treatment, self._delayed, self.shared = source, treatment, delayed, shared
+        self.magnitudes: list[Tensor] = []
+        self.scales: list[Tensor] = []
 
     def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
         found = self._source.next(x, again, amax)
         if not again:
-            self.casts.append(_Cast(largest_magnitude(x), found.scale.clone()))
+            self.magnitudes.append(largest_magnitude(x))
+            self.scales.append(found.scale.clone())
         return found
 
     @property
     def last(self) -> ScalePair | None:
         return self._source.last
 
-
-class _Source(NamedTuple):
-    """Of one operand of a layer: its scale's source, what it should be, and whether ranks share it."""
-
-    seen: _SeenScale
-    treatment: Treatment
-    delayed: Delayed | None
-    shared: bool
-
     def expected(self, magnitudes: list[Tensor]) -> Iterator[Tensor]:
         """The scale of each cast, of tensors with these largest magnitudes."""
-        assert self.treatment.scaling is not None
-        history = DelayedScale(self.delayed, self.treatment.fmt) if self.delayed else None
+        assert self._treatment.scaling is not None
+        history = DelayedScale(self._delayed, self._treatment.fmt) if self._delayed else None
         for one in magnitudes:
             if history is not None:
                 yield history.next(one, amax=one).scale.clone()
             else:
-                yield current_scale(one, self.treatment.fmt, self.treatment.scaling.rounding)[0]
+                yield current_scale(one, self._treatment.fmt, self._treatment.scaling.rounding)[0]
 
 
 class ScaleWitness:
@@ -197,36 +178,41 @@ class ScaleWitness:
     ) -> None:
         """`sharing` are the ranks that share scales with this one, where these are not all."""
         self._group, self._sharing = group, sharing or range(group.size())
-        self._sources: dict[tuple[str, Role], _Source] = {}
+        self._sources: dict[tuple[str, Role], _SeenScale] = {}
         for path, layer in layers.items():
             own = layer.arithmetic
             if not (isinstance(own, RecipeArithmetic) and own.recipe.per_tensor and own.scales):
                 continue
             for role, source in own.scales.items():
-                treatment, seen = own.treatments[role], _SeenScale(source)
-                self._sources[path, role] = _Source(seen, treatment, own.recipe.delayed, role in shared(path))
-            scales = {role: self._sources[path, role].seen for role in own.scales}
+                seen = _SeenScale(source, own.treatments[role], own.recipe.delayed, role in shared(path))
+                self._sources[path, role] = seen
+            scales = {role: self._sources[path, role] for role in own.scales}
             layer.arithmetic = type(own)(own.recipe, own.carrier, own.name, scales)
 
     def mistake(self) -> str:
-        own = {" ".join(key): [float(one.amax) for one in source.seen.casts] for key, source in self._sources.items()}
+        """The first that any rank has made, the same on all ranks, which ask together; '' where there is none."""
+        own = {" ".join(key): list(map(float, source.magnitudes)) for key, source in self._sources.items()}
         return first_of_all(self._mistake(said_by_all(own, self._group)), self._group)
 
     def _mistake(self, everybody: list[dict[str, list[float]]]) -> str:
         for key, source in self._sources.items():
-            casts = source.seen.casts
-            magnitudes = [one.amax for one in casts]
+            magnitudes = source.magnitudes
             if source.shared:
                 of_ranks = [everybody[rank].get(" ".join(key), []) for rank in self._sharing]
                 if len({len(one) for one in of_ranks}) > 1:
                     return f"casts the {key[1]} of {key[0]} as often as no other rank does"
                 largest = map(max, zip(*of_ranks, strict=True))
                 magnitudes = [x.new_tensor(one) for x, one in zip(magnitudes, largest, strict=True)]
-            for number, (cast, scale) in enumerate(zip(casts, source.expected(magnitudes), strict=True), 1):
-                if not torch.equal(cast.scale, scale):
+            pairs = zip(source.scales, source.expected(magnitudes), strict=True)
+            for number, (own, scale) in enumerate(pairs, 1):
+                if not torch.equal(own, scale):
                     whose = "all ranks' shares" if source.shared else "its own tensors"
                     return (
-                        f"multiplies the {key[1]} of {key[0]} by {float(cast.scale):g} in cast {number}, where the "
+                        f"multiplies the {key[1]} of {key[0]} by {float(own):g} in cast {number}, where the "
                         f"largest magnitudes of {whose} ask for {float(scale):g}"
                     )
         return ""
+
+
+# What looks on while a rank takes steps.
+Witness = ScaleWitness | WireWitness

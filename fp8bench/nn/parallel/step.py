@@ -43,7 +43,7 @@ _RATE = 3e-4
 _PLAIN_RATE = 0.05
 
 
-class Update(NamedTuple):
+class WeightUpdate(NamedTuple):
     """Of what steps of ranks have changed in a weight, beside those of one rank: the square of the distance, that of
     one rank's change, and the product of both."""
 
@@ -68,14 +68,14 @@ class Apart:
 
     loss: float
     weight: float
-    updates: Mapping[str, Update]
+    updates: Mapping[str, WeightUpdate]
 
     @property
-    def update(self) -> Update:
-        return Update(*map(sum, zip(*self.updates.values(), strict=True)))
+    def update(self) -> WeightUpdate:
+        return WeightUpdate(*map(sum, zip(*self.updates.values(), strict=True)))
 
     @property
-    def furthest(self) -> tuple[str, Update]:
+    def furthest(self) -> tuple[str, WeightUpdate]:
         return max(self.updates.items(), key=lambda one: one[1].error)
 
     def figures(self) -> dict[str, float]:
@@ -86,7 +86,7 @@ class Apart:
         }  # fmt: skip
 
 
-class Limits(NamedTuple):
+class MostApart(NamedTuple):
     """Of the relative distance of all that steps change, of that of the weight furthest away, and of how far the gain
     is from 1."""
 
@@ -94,10 +94,10 @@ class Limits(NamedTuple):
     furthest: float
     gain: float
 
-    def and_of(self, other: Limits) -> Limits:
+    def and_of(self, other: MostApart) -> MostApart:
         """Of two roundings that know nothing of each other: distances add up by their squares, gains as they are."""
         distances = math.hypot(self.update, other.update), math.hypot(self.furthest, other.furthest)
-        return Limits(*distances, self.gain + other.gain)
+        return MostApart(*distances, self.gain + other.gain)
 
     def why_not(self, apart: Apart) -> str:
         """What of it is too much to be rounding; '' where nothing is."""
@@ -116,26 +116,26 @@ class Limits(NamedTuple):
         return "; ".join(told)
 
 
-_EXACT, _IN_16_BITS, _NARROWER = Limits(1e-3, 1e-3, 1e-3), Limits(0.03, 0.04, 0.01), Limits(0.65, 0.9, 0.21)
-_FP8_SENT, _FP8_BY_BLOCKS = Limits(0.12, 0.15, 0.01), Limits(0.2, 0.25, 0.02)
-_FP8_TOKENS_SENT, _FP8_BY_TENSORS = _FP8_BY_BLOCKS, Limits(0.4, 0.5, 0.08)
+_EXACT, _IN_16_BITS, _NARROWER = MostApart(1e-3, 1e-3, 1e-3), MostApart(0.03, 0.04, 0.01), MostApart(0.65, 0.9, 0.21)
+_FP8_SENT, _FP8_BY_BLOCKS = MostApart(0.12, 0.15, 0.01), MostApart(0.2, 0.25, 0.02)
+_FP8_TOKENS_SENT, _FP8_BY_TENSORS = _FP8_BY_BLOCKS, MostApart(0.4, 0.5, 0.08)
 _BYTE = 8
 
 
-def most_apart(precisions: Iterable[Precision], wire: str) -> Limits:
+def most_apart(precisions: Iterable[Precision], wire: str) -> MostApart:
     """The limits of a case whose products are made in these precisions, and what is sent is `wire` ('' if that is no
     choice)."""
     made = max(map(_of_products, precisions))
     return made.and_of(_FP8_TOKENS_SENT) if wire == "fp8" else max(made, _of_wire(wire))
 
 
-def _of_wire(wire: str) -> Limits:
+def _of_wire(wire: str) -> MostApart:
     if wire in ("", "fp32", "stream", "torchao_fp32"):
         return _EXACT
     return _IN_16_BITS if wire == "bf16" else _FP8_SENT
 
 
-def _of_products(precision: Precision) -> Limits:
+def _of_products(precision: Precision) -> MostApart:
     recipe = getattr(precision, "recipe", None)
     if recipe is None:
         return _EXACT if precision.name == "fp32" else _IN_16_BITS
@@ -203,6 +203,6 @@ def agreement(together: ParallelState, alone: ParallelState, steps: int) -> Apar
     return Apart(float(max(gaps)), float(largest), {name: _update(*both) for name, both in updates.items()})
 
 
-def _update(found: Tensor, wanted: Tensor) -> Update:
+def _update(found: Tensor, wanted: Tensor) -> WeightUpdate:
     squared = (found - wanted).square().sum(), wanted.square().sum(), (found * wanted).sum()
-    return Update(*map(float, squared))
+    return WeightUpdate(*map(float, squared))

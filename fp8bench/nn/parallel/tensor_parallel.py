@@ -21,7 +21,7 @@ from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.attention import SelfAttention
 from fp8bench.nn.gpt import GPT, Block, loss_of
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parallel.exchanges import FP8Group, Group, added, copied, gathered, scattered
+from fp8bench.nn.parallel.exchanges import FP8Group, RankGroup, added, copied, gathered, scattered
 from fp8bench.nn.parallel.model import ParallelModel
 from fp8bench.nn.parallel.ways import OF_GROUP, OUTPUTS, OWN, Cut, Job, cut_of, cuts
 from fp8bench.nn.sizes import GPTConfig
@@ -81,11 +81,11 @@ def scaled_together(arithmetic: Arithmetic, roles: Iterable[Role], largest: Larg
     return type(arithmetic)(arithmetic.recipe, arithmetic.carrier, arithmetic.name, scales)
 
 
-Exchange = Callable[[Tensor, Group], Tensor]
+Exchange = Callable[[Tensor, RankGroup], Tensor]
 
 
 def share_blocks(
-    model: GPT, config: GPTConfig, group: Group, enter: Exchange = copied, leave: Exchange = added, amax: str = OWN
+    model: GPT, config: GPTConfig, group: RankGroup, enter: Exchange = copied, leave: Exchange = added, amax: str = OWN
 ) -> None:
     """Leave this rank its share of every block, with scales of its own shares or of whole tensors; and have what a
     part of a block is given, and what comes of it, exchanged. Its layers keep their paths in the model."""
@@ -120,8 +120,8 @@ class TensorCut(ParallelModel):
         super().__init__(named, job.loss_scale)
         self.group = job.group
 
-    def _group(self, job: Job) -> Group:
-        return Group(job.group)
+    def _group(self, job: Job) -> RankGroup:
+        return RankGroup(job.group)
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self._shared.phase = phase
@@ -146,9 +146,9 @@ class SequenceCut(TensorCut):
     enter = staticmethod(gathered)
     leave = staticmethod(scattered)
 
-    def _group(self, job: Job) -> Group:
+    def _group(self, job: Job) -> RankGroup:
         if job.options["wire"] != "fp8":
-            return Group(job.group)
+            return RankGroup(job.group)
         group = FP8Group(job.group)
         self.fp8_wire = group.wire
         return group

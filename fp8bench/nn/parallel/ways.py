@@ -40,7 +40,7 @@ _TORCHAO = ("torchao_fp32", "torchao_fp8")
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParallelCase:
     """One case as a rule sees it; `batch` is in sequences of all ranks together."""
 
     config: GPTConfig
@@ -79,7 +79,7 @@ class Way:
 
     name: str
     summary: str
-    refused: Callable[[Asked], str]
+    refused: Callable[[ParallelCase], str]
     model: Callable[[Job], ParallelModel]
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     least_ranks: int = 2
@@ -143,7 +143,7 @@ def _made_by(kind: str) -> Callable[[Job], ParallelModel]:
     return model
 
 
-def _unshared(asked: Asked) -> str:
+def _unshared(asked: ParallelCase) -> str:
     if asked.batch % asked.ranks:
         return (
             f"{asked.batch} sequences are no equal share for each of {asked.ranks} ranks: choose a multiple of "
@@ -152,7 +152,7 @@ def _unshared(asked: Asked) -> str:
     return ""
 
 
-def _unequal_rows(asked: Asked) -> str:
+def _unequal_rows(asked: ParallelCase) -> str:
     config, ranks, wire = asked.config, asked.ranks, asked.options["wire"]
     rows = {"the vocabulary": config.vocabulary, "the width": config.width, "the hidden width": config.hidden}
     if not config.modern:
@@ -170,14 +170,14 @@ def _unequal_rows(asked: Asked) -> str:
     return _unshared(asked)
 
 
-def _unowned(asked: Asked) -> str:
+def _unowned(asked: ParallelCase) -> str:
     tensors = 6 * asked.config.layers
     if asked.ranks > tensors:
         return f"{asked.ranks} ranks have no weight each: the blocks of this model have {tensors}"
     return _unshared(asked)
 
 
-def _unstaged(asked: Asked, fewest: int = 1) -> str:
+def _unstaged(asked: ParallelCase, fewest: int = 1) -> str:
     parts = int(asked.options["microbatches"])
     if asked.config.layers % asked.ranks:
         return f"{asked.config.layers} layers have no equal share for each of {asked.ranks} ranks: choose another size"
@@ -188,20 +188,20 @@ def _unstaged(asked: Asked, fewest: int = 1) -> str:
     return ""
 
 
-def _uncut(asked: Asked, ranks: int) -> str:
+def _uncut(asked: ParallelCase, ranks: int) -> str:
     if asked.options["amax"] == OF_GROUP and asked.precision.tensor_scale is TensorScale.NONE:
         return f"{asked.precision.name} has no scale of a tensor that ranks could share: choose amax=own"
     return uncuttable(asked.config, ranks)
 
 
-def _uncut_tokens(asked: Asked) -> str:
+def _uncut_tokens(asked: ParallelCase) -> str:
     tokens = asked.config.sequence
     if tokens % asked.ranks:
         return f"{tokens} tokens have no equal share for each of {asked.ranks} ranks"
     return _uncut(asked, asked.ranks)
 
 
-def _unpaired(asked: Asked) -> str:
+def _unpaired(asked: ParallelCase) -> str:
     pairs, left = divmod(asked.ranks, 2)
     if left or asked.batch % pairs:
         return f"{asked.batch} sequences have no equal share for each pair of {asked.ranks} ranks"

@@ -59,7 +59,7 @@ class NotCounted(RuntimeError):
     """An operation between ranks of which nobody has said what it sends."""
 
 
-class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepWire(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation between ranks while it is open: torch's own (c10d), and those of DTensor.
 
     What a rank sends of one is what a ring sends, which a backend need not take.

@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fp8bench import units
-from fp8bench.analysis.middles import Untold
-from fp8bench.analysis.ranks import frontier
-from fp8bench.analysis.scaling import efficiency, sent_by_rank
+from fp8bench.analysis.ranks import Untold, efficiency, frontier, sent_by_rank
 from fp8bench.model import specs
 from fp8bench.report.case_status import cost_tone, emulated, status_words, tone_of
 from fp8bench.report.columns import Col, table

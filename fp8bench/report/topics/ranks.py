@@ -8,13 +8,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fp8bench import units
-from fp8bench.analysis.middles import Middle, Untold
-from fp8bench.analysis.overlaps import OFF, WAITING, OverlapFigures, overlap_of
-from fp8bench.analysis.pipelines import bubble
-from fp8bench.analysis.ranks import RankTimes, frontier, memory_skew, rank_times, round_times, skew, true_communication
-from fp8bench.analysis.scaling import Efficiency, efficiency
+from fp8bench.analysis.ranks import (
+    OFF,
+    WAITING,
+    Efficiency,
+    Middle,
+    OverlapFigures,
+    RankTimes,
+    Untold,
+    bubble,
+    efficiency,
+    frontier,
+    memory_skew,
+    overlap_of,
+    rank_times,
+    round_times,
+    skew,
+    true_communication,
+)
 from fp8bench.model import MemoryUse, Timing, specs
-from fp8bench.model.ranks import Overlap, Sent, Transfer
+from fp8bench.model.ranks import Overlap, Scaling, Sent, Transfer
 from fp8bench.report.case_status import cost_tone
 from fp8bench.report.columns import Col, case_cols, figure_col, table
 from fp8bench.report.elements import Axis, Element, Field, Lines, Mark, Point, Scatter, Table, Text, Tone
@@ -61,10 +74,10 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
         return
     yield from (one for one in (_times(panel), _memory(panel), _wire(panel)) if one.rows)
     yield from map(Text, cheapest(panel))
-    found = panel.known(lambda one: efficiency(one.record))
-    if found:
-        yield _efficiencies(panel, found)
-        figures = ((one.mode, figure) for _, one, found in found for figure in (found.strong, found.weak))
+    if (gains := _efficiencies(panel)).rows:
+        yield gains
+        known = ((one.mode, gain) for _, one in panel.members if (gain := efficiency(one.record)) is not None)
+        figures = ((mode, figure) for mode, gain in known for figure in gain)
         yield from map(Text, reasons("efficiency", figures))
     yield from (one for one in (_sent(panel), _overlaps(panel)) if one.rows)
     yield from map(Text, (*_no_overlaps(panel), *_bubbles(panel)))
@@ -72,21 +85,23 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
         yield Text(FUNCTIONAL)
 
 
-def _efficiencies(panel: Panel, found: Sequence[tuple[ResultGroup, Result, Efficiency]]) -> Table:
-    cols: list[Col[tuple[ResultGroup, Result, Efficiency]]] = [
+def _efficiencies(panel: Panel) -> Table:
+    cols: list[Col[tuple[ResultGroup, Result, Scaling, Efficiency]]] = [
         *case_cols(""),
-        Col("one rank", lambda row: row[2].seconds.whole, number=True, unit="s",
+        Col("one rank", lambda row: _middle(row[2].whole), number=True, unit="s",
             hint="a step of the whole batch by one rank, the others waiting"),
-        Col("its share", lambda row: row[2].seconds.share, number=True, unit="s",
+        Col("its share", lambda row: _middle(row[2].share), number=True, unit="s",
             hint="a step of one rank's share of the batch by one rank"),
-        Col("together", lambda row: row[2].seconds.together, number=True, unit="s",
+        Col("together", lambda row: _middle(row[2].together), number=True, unit="s",
             hint="a step of the whole batch by all ranks"),
-        Col("strong", lambda row: within(row[2].strong, units.percent, 100, cost_tone(row[1])), number=True, unit="%",
+        Col("strong", lambda row: within(row[3].strong, units.percent, 100, cost_tone(row[1])), number=True, unit="%",
             hint="one rank over ranks times together; between: what rounds leave"),
-        Col("weak", lambda row: within(row[2].weak, units.percent, 100, cost_tone(row[1])), number=True, unit="%",
+        Col("weak", lambda row: within(row[3].weak, units.percent, 100, cost_tone(row[1])), number=True, unit="%",
             hint="its share over together; between: what rounds leave"),
     ]  # fmt: skip
-    return table("scaling", f"scaling efficiency of {panel.case.ranks} ranks", cols, found)
+    known = panel.known(lambda result: result.record.scaling)
+    rows = [(*case, gain) for case in known if (gain := efficiency(case[1].record)) is not None]
+    return table("scaling", f"scaling efficiency of {panel.case.ranks} ranks", cols, rows)
 
 
 def _sent(panel: Panel) -> Table:

@@ -15,18 +15,18 @@ from fp8bench.model.codec import PlainUnpickler
 from fp8bench.model.ranks import MEETING, Sent, Transfer
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import OperationBits
-from fp8bench.protocols import Device
 from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import PhaseClock
-from fp8bench.worker.ranks.heart import Heart
-from fp8bench.worker.ranks.overlap import Rounds, Together, overlap_rounds, step_rounds
-from fp8bench.worker.ranks.start_line import StartLine
+from fp8bench.worker.ranks.heart import Heart, StartLine
+from fp8bench.worker.ranks.overlap import RankMeeting, Rounds, step_rounds
 from fp8bench.worker.ranks.strangers import watch_groups
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+# What a rank sends in a step, and seconds of each round of what a step is made of; or why nobody can tell.
+StepAnswer = tuple[tuple[Sent, ...], Rounds] | str | None
 # Beginnings of the variables that launchers and libraries of communication are set by.
 RECORDED = (
     "OMP_",
@@ -65,7 +65,7 @@ class RankBench(Bench):
         self._clock = partial(PhaseClock, told=heart.phase)
         self._unmarked = heart.markers
         self._alone = False
-        self._overlaps: dict[Case, Rounds | str | None] = {}
+        self._parts: dict[Case, StepAnswer] = {}
         self._size, self._rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
         # Lists of objects that ranks send each other are pickles: what anybody has sent runs nothing.
         dist.distributed_c10d._unpickler = PlainUnpickler
@@ -114,27 +114,17 @@ class RankBench(Bench):
         with self._apart(case, facts) as (workload, _, setup):
             return workload.transfer(setup())
 
-    def overlap(self, case: Case, facts: DeviceFacts) -> Rounds | str | None:
-        """Seconds of each round of products, communication, both at once and both in turn, of this rank; or why not."""
+    def step_parts(self, case: Case, facts: DeviceFacts) -> StepAnswer:
+        """Once of cases that send the same."""
         alike = replace(case, params=workloads.get(case.workload).sent_by(case))
-        if alike not in self._overlaps:
-            self._overlaps[alike] = self._overlap(case, facts)
-        return self._overlaps[alike]
+        if alike not in self._parts:
+            self._parts[alike] = self._step_parts(case, facts)
+        return self._parts[alike]
 
-    def _overlap(self, case: Case, facts: DeviceFacts) -> Rounds | str | None:
-        with self._apart(case, facts) as (workload, device, setup):
-            parts = workload.together(setup())
-            if parts is None or isinstance(parts, str):
-                return parts
-            return overlap_rounds(*parts, self._beginning(device, facts), self._settings.seed)
-
-    def step_parts(self, case: Case, facts: DeviceFacts) -> tuple[tuple[Sent, ...], Rounds] | None:
-        """What this rank sends in a step, and seconds of each round of what a step is made of."""
+    def _step_parts(self, case: Case, facts: DeviceFacts) -> StepAnswer:
         with self._apart(case, facts) as (workload, device, setup):
             parts = workload.step_parts(setup())
-            if parts is None:
-                return None
-            return parts.sent, step_rounds(parts, self._beginning(device, facts), self._settings.seed)
-
-    def _beginning(self, device: Device, facts: DeviceFacts) -> Together:
-        return Together(partial(device.synchronise, facts.index), self._meet)
+            if parts is None or isinstance(parts, str):
+                return parts
+            beginning = RankMeeting(partial(device.synchronise, facts.index), self._meet)
+            return parts.sent, step_rounds(parts, beginning, self._settings.seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fp8bench.protocols.workload import StepParts
 
@@ -19,56 +19,49 @@ _LEAST_SECONDS = 3e-3
 _MADE_OF_OTHERS = {"both", "in_turn"}
 
 
-class Together(NamedTuple):
+class RankMeeting(NamedTuple):
     """How a rank waits for its device, and for the other ranks."""
 
     synchronise: Callable[[], None]
     meet: Callable[[], None]
 
 
-def overlap_rounds(
-    compute: Callable[[], object], communicate: Callable[[], Any], together: Together, seed: int
-) -> Rounds:
-    """Seconds of products, of a communication, of both at once and of both in turn."""
-    synchronise = together.synchronise
-    times = _times(compute, synchronise)
-
-    def products() -> None:
-        for _ in range(times):
-            compute()
-
-    def alone() -> None:
-        communicate().wait()
-
-    def both() -> None:
-        sent = communicate()
-        products()
-        sent.wait()
-
-    def in_turn() -> None:
-        products()
-        synchronise()
-        alone()
-
-    return rounds({"compute": products, "communication": alone, "both": both, "in_turn": in_turn}, together, seed)
-
-
-def step_rounds(parts: StepParts, together: Together, seed: int) -> Rounds:
-    """Seconds of a step of all ranks and of what it is made of, and of one rank's while the others wait."""
+def step_rounds(parts: StepParts, together: RankMeeting, seed: int) -> Rounds:
+    """Seconds of the parts of a step, of both at once and in turn, and of one rank's steps while the others wait."""
     import torch.distributed as dist
+
+    if parts.together is None:
+        parts = _repeated(parts, together.synchronise)
+    assert parts.together is not None
 
     def in_turn() -> None:
         parts.compute()
         together.synchronise()
         parts.communicate()
 
-    first = dist.get_rank() == 0
-    alone = {"whole": parts.whole, "share": parts.share} if first else dict.fromkeys(("whole", "share"), _nothing)
     ours = {"compute": parts.compute, "communication": parts.communicate, "both": parts.together, "in_turn": in_turn}
-    return rounds({**ours, **alone}, together, seed)
+    if parts.alone is not None:
+        ours["whole"], ours["share"] = parts.alone if dist.get_rank() == 0 else (_nothing, _nothing)
+    return rounds(ours, together, seed)
 
 
-def rounds(parts: Mapping[str, Callable[[], object]], together: Together, seed: int) -> Rounds:
+def _repeated(parts: StepParts, synchronise: Callable[[], None]) -> StepParts:
+    """Beside a communication that goes on by itself, as many products as last long enough."""
+    times = _times(parts.compute, synchronise)
+
+    def products() -> None:
+        for _ in range(times):
+            parts.compute()
+
+    def both() -> None:
+        sent = parts.communicate()
+        products()
+        sent.wait()
+
+    return StepParts(products, lambda: parts.communicate().wait(), both)
+
+
+def rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, seed: int) -> Rounds:
     """Seconds of each part in each round, which all ranks begin together. The order is the same on all of them."""
     order, found = random.Random(seed), {name: list[float]() for name in parts}
     for name, part in parts.items():  # for whatever comes first

@@ -15,7 +15,7 @@ from fp8bench.features.advise.cost_rules import costs_of
 from fp8bench.features.advise.decide import advised, harm_of, predicted
 from fp8bench.features.advise.speed_rules import bound_of
 from fp8bench.features.advise.values import AdviceKind, Cost, Met
-from fp8bench.features.train.values import KeptTraining, Line
+from fp8bench.features.train.values import KeptTraining, StreamLine
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.model import Interval, Label, Level, Phase, Share, ShareKind, Shares, Verdict
 from fp8bench.model.step import Coverage
@@ -261,7 +261,7 @@ def falling(pace: float) -> list[float]:
 def trained(*paces: float, spread: float = 0.0, steps: int = STEPS) -> Trained:
     """fp8 at these paces, a seed each; losses of a seed differ by the spread."""
     draw = random.Random(0)
-    found: list[Line] = []
+    found: list[StreamLine] = []
     for seed, pace in enumerate(paces):
         shift = 1 + draw.gauss(0, spread)
         own = 1 + 1e-4 * seed  # seeds whose references have the same losses are one
@@ -325,7 +325,7 @@ def test_intervals_hold_the_truth() -> None:
     """Of 40 trainings whose seeds differ by 0.4% of the loss: 95% of the intervals of five seeds, within its noise."""
     held = 0
     for trial in range(40):
-        draw, found = random.Random(trial), list[Line]()
+        draw, found = random.Random(trial), list[StreamLine]()
         for seed in range(5):
             own, shift = 1 + 1e-4 * seed, 1 + draw.gauss(0, 0.004)
             found += rows("bf16", seed, [loss * own for loss in falling(1.0)])
@@ -338,7 +338,7 @@ def test_intervals_hold_the_truth() -> None:
 
 def late(gap: float, begins: int, steps: int = 200) -> Trained:
     """fp8 whose loss lies above bf16's from that step on, in five seeds; before it by noise of either sign."""
-    found: list[Line] = []
+    found: list[StreamLine] = []
     for seed in range(5):
         base = curve(steps, 2.0 + 0.01 * seed)
         noise = 1 + 0.001 * (-1) ** seed

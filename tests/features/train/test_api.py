@@ -17,7 +17,7 @@ from fp8bench.errors import RunNotFound, UnknownName, UsageError
 from fp8bench.features.train import run as job
 from fp8bench.features.train.command import request_from
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import LayerReading, Line, StepRow
+from fp8bench.features.train.values import LayerReading, StepRow, StreamLine
 from tests.features.train.lab.labs import hooks_of
 from tests.trainings import FakeLab, NotedTraining, strikes
 
@@ -124,7 +124,7 @@ def test_hugging_face(tmp_path: Path) -> None:
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=1, n_head=2)
     )
-    lines: list[Line] = []
+    lines: list[StreamLine] = []
     settings = transformers.TrainingArguments(
         output_dir=str(tmp_path / "out"), max_steps=6, per_device_train_batch_size=4, logging_steps=1, use_cpu=True,
         report_to=[], save_strategy="no", disable_tqdm=True,
@@ -163,7 +163,7 @@ def test_lightning(tmp_path: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
-    module, lines = Module(), list[Line]()
+    module, lines = Module(), list[StreamLine]()
     data = torch.utils.data.TensorDataset(torch.randn(32, 6, generator=torch.Generator().manual_seed(1)))
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", accumulate_grad_batches=2, logger=False, enable_checkpointing=False,

@@ -22,9 +22,9 @@ from fp8bench.features.train.values import (
     ArmRole,
     KeptTraining,
     LayerReading,
-    Line,
     StepFigure,
     StepRow,
+    StreamLine,
     TrainingEvent,
     Validation,
 )
@@ -40,7 +40,7 @@ GAPS = {
 }  # fmt: skip
 STEPS = 40
 ALARM = TrainingEvent("fp8", 2, 30, "alarm", "scales fall", "head", "input", (), "raise margin")
-MORE: tuple[Line, ...] = (
+MORE: tuple[StreamLine, ...] = (
     ALARM, ALARM, TrainingEvent("", 0, 10, "resumed", "gone on with"),
     *(StepFigure("fp8", seed, 0, BYTES_PER_PARAMETER, size, of) for seed in (0, 1)
       for of, size in (("weights", 4.0), ("moments", 8.0))),

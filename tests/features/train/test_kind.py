@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.features.train.kind import (
-    Place,
+    ResumePlace,
     TrainingWriter,
     find_training,
     load_training,
@@ -29,8 +28,8 @@ from fp8bench.features.train.kind import (
 from fp8bench.features.train.values import (
     ArmCost,
     LayerReading,
-    Line,
     StepFigure,
+    StreamLine,
     TrainingEvent,
     Validation,
 )
@@ -40,7 +39,7 @@ from tests.commands import environment
 from tests.older import as_older
 from tests.trainings import row_of, training
 
-LINES: tuple[Line, ...] = (
+LINES: tuple[StreamLine, ...] = (
     row_of("fp8", 0, 3),
     replace(row_of("fp8", 0, 4), loss=float("nan"), gradient_norm=float("inf"), skipped=True),
     LayerReading("fp8", 0, 4, "blocks.0.mlp.up", "input", 3.5, 1e-9, 0.1, 0.7, 0.25, lag=None, signal_to_noise=31.5),
@@ -76,7 +75,7 @@ def writer(tmp_path: Path) -> Iterator[TrainingWriter]:
 
 def test_every_kind_of_line_comes_back(writer: TrainingWriter) -> None:
     """With numbers that JSON has no word for, and the training itself."""
-    assert {type(line) for line in LINES} == set(get_args(Line))
+    assert {type(line) for line in LINES} == set(StreamLine.__subclasses__())
     writer.append(LINES)
     unfinished = load_training(writer.path)
     writer.finish("finished")
@@ -164,7 +163,7 @@ def test_places_that_cannot_be_read_are_not_guessed(writer: TrainingWriter) -> N
         reopen_training(writer.path)
     kept.unlink()
     again = reopen_training(writer.path)
-    assert again.places == (Place(0, 0, len(writer.path.read_bytes().splitlines(keepends=True)[0])),)
+    assert again.places == (ResumePlace(0, 0, len(writer.path.read_bytes().splitlines(keepends=True)[0])),)
     again.close()
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.features.train.page import ends_of, page_of
-from fp8bench.features.train.values import ArmCost, KeptTraining, LayerReading, Line, TrainingEvent, Validation
+from fp8bench.features.train.values import ArmCost, KeptTraining, LayerReading, StreamLine, TrainingEvent, Validation
 from fp8bench.features.train.verdicts.curves import curves_of
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.model import Capacity, MemoryUse
@@ -18,7 +18,9 @@ from tests.learning_curves import CANDIDATE, lines, training
 GAPS = {"fp8": [0.02, 0.03, 0.025, 0.02, 0.03], "bf16 other seed": [0.01, -0.02, 0.03, 0.0, 0.01]}
 
 
-def page(*more: Line, steps: int = 100, seeds: int = 5, finished: bool = True, said: tuple[Line, ...] = ()) -> Page:
+def page(
+    *more: StreamLine, steps: int = 100, seeds: int = 5, finished: bool = True, said: tuple[StreamLine, ...] = ()
+) -> Page:
     held = said or lines(GAPS, steps)
     kept = KeptTraining(training(steps=steps, seeds=seeds), (*held, *more), finished, "x/steps.jsonl")
     return page_of(kept, verdicts_of(kept.training, kept.lines))

@@ -19,7 +19,7 @@ import pytest
 
 from fp8bench.cli import progress as live
 from fp8bench.features.train.progress import PARTS, ArmNow, TrainingBoard, TrainingLines, board_of
-from fp8bench.features.train.values import Line, TrainingEvent, Validation
+from fp8bench.features.train.values import StreamLine, TrainingEvent, Validation
 from fp8bench.report.elements import Table, Tone
 from tests.cli.test_progress import Clock, Screen
 from tests.commands import environment
@@ -35,7 +35,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def rows(seed: int, first: int, last: int, arms: Sequence[str] = ("bf16", "fp8")) -> list[Line]:
+def rows(seed: int, first: int, last: int, arms: Sequence[str] = ("bf16", "fp8")) -> list[StreamLine]:
     return [row_of(arm, seed, step) for arm in arms for step in range(first, last)]
 
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from fp8bench.errors import RanksDisagree
-from fp8bench.features.train.lab.readings import Cast, figures_of, read, reading_of
+from fp8bench.features.train.lab.readings import TensorCast, figures_of, read, reading_of
 from fp8bench.features.train.ranks_merge import MERGES
 from fp8bench.features.train.values import (
     ArmCost,
     LayerReading,
-    Line,
     RankLines,
     StepFigure,
     StepRow,
+    StreamLine,
     TrainingEvent,
     Validation,
 )
@@ -31,7 +31,7 @@ merged = partial(merged_with, more=MERGES)
 ROW = StepRow("fp8", 0, 3, 2.5, 1e-3, 0.7, 0.0, 10.0, 1e-3, 1.0, 64, 0.5)
 
 
-def said(*lines: Line, weights: int = 1, own: int = 0, whole: int = 0, shares: int = 2) -> RankLines:
+def said(*lines: StreamLine, weights: int = 1, own: int = 0, whole: int = 0, shares: int = 2) -> RankLines:
     return RankLines(lines, (("the weights", weights),), ((3, own, whole),), shares)
 
 
@@ -72,7 +72,7 @@ def test_a_reading_is_that_of_all_parts_together() -> None:
 
     def reading(x: torch.Tensor) -> LayerReading:
         left = (x * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale
-        cast = Cast(E4M3, Scaling(0, 0), scale, left)
+        cast = TensorCast(E4M3, Scaling(0, 0), scale, left)
         (found,) = read([figures_of(x, cast)])
         return reading_of("fp8", 0, 3, "a", "input", found, 90.0)
 

@@ -13,7 +13,7 @@ import pytest
 from fp8bench import files
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerFault, WorkerLost
 from fp8bench.features.train import run as job
-from fp8bench.features.train.kind import Place, TrainingWriter, load_training, reopen_training, training_files
+from fp8bench.features.train.kind import ResumePlace, TrainingWriter, load_training, reopen_training, training_files
 from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import (
     REFERENCE_SECONDS,
@@ -431,7 +431,7 @@ def test_two_processes_never_write_one_training(trained: Trained, store: Path) -
     """The second one is told."""
     half, _, _ = trained(FakeLab(strikes("fp8", 7, KeyboardInterrupt())), small())
     writer = reopen_training(Path(half.path))
-    assert replace(writer.places[-1], digest="") == Place(0, 6, writer.places[-1].length, "0-6")
+    assert replace(writer.places[-1], digest="") == ResumePlace(0, 6, writer.places[-1].length, "0-6")
     with pytest.raises(StoreError, match="another process is writing the training"):
         trained(FakeLab())
     writer.close()

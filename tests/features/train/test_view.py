@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from fp8bench.features.train.kind import start_training
-from fp8bench.features.train.values import WATCHED_SECONDS, Arm, KeptTraining, LayerReading, Line, StepFigure, StepRow
+from fp8bench.features.train.values import (
+    WATCHED_SECONDS,
+    Arm,
+    KeptTraining,
+    LayerReading,
+    StepFigure,
+    StepRow,
+    StreamLine,
+)
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.features.train.view import page_of
 from fp8bench.report.elements import Text
@@ -19,7 +27,7 @@ from tests.learning_curves import training
 
 def test_what_watching_took_is_said() -> None:
     """The slower part of it: a watched step of 15 ms where others take 10, every tenth, is 5% of each."""
-    lines: list[Line] = []
+    lines: list[StreamLine] = []
     for arm, watched in (("bf16", 0.015), ("fp8", 0.012)):
         for step in range(30):
             seconds = 0.0 if step % 10 == 0 else 0.01

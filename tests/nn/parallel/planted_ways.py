@@ -69,18 +69,18 @@ def other_scale(times: float) -> Callable[[Job], ParallelModel]:
 
     def model(job: Job) -> ParallelModel:
         from fp8bench.nn.parallel import tensor_parallel
-        from fp8bench.nn.parallel.exchanges import Group
+        from fp8bench.nn.parallel.exchanges import RankGroup
         from fp8bench.nn.parallel.fsdp import TensorFSDP
 
-        class Wrong(Group):
+        class Wrong(RankGroup):
             def largest(self, x: Tensor) -> Tensor:
                 return super().largest(x) * (times if self.rank else 1)
 
-        tensor_parallel.Group, kept = Wrong, tensor_parallel.Group  # type: ignore[misc]
+        tensor_parallel.RankGroup, kept = Wrong, tensor_parallel.RankGroup  # type: ignore[misc]
         try:
             return (TensorFSDP if job.group.size() == 4 else tensor_parallel.TensorCut)(job)
         finally:
-            tensor_parallel.Group = kept  # type: ignore[misc]
+            tensor_parallel.RankGroup = kept  # type: ignore[misc]
 
     return model
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fp8bench.nn.parallel.exchanges import Group
+from fp8bench.nn.parallel.exchanges import RankGroup
 
 T = TypeVar("T")
 
@@ -51,8 +51,8 @@ class Place:
         return self.board.size
 
 
-class ThreadedGroup(Group):
-    """The exchanges of Group by a board; counts the bytes that are handed over, by exchange."""
+class ThreadedGroup(RankGroup):
+    """The exchanges of RankGroup by a board; counts the bytes that are handed over, by exchange."""
 
     handle: Any
 

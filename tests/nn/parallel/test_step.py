@@ -19,7 +19,7 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.batches import TokenLoader
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel.model import AloneModel
-from fp8bench.nn.parallel.step import Apart, ParallelState, Update, agreement, begun, most_apart
+from fp8bench.nn.parallel.step import Apart, ParallelState, WeightUpdate, agreement, begun, most_apart
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.registry import precisions
 from tests.facts import CPU
@@ -73,14 +73,14 @@ def test_the_limits_are_those_of_what_rounds_most(modes: tuple[str, ...], wire: 
 def test_each_limit_is_held_and_named() -> None:
     """All weights together, one alone, and what is twice as large everywhere; noise shortens by half its square."""
     limits = most_apart([precisions.get("fp8")], "fp32")
-    updates = {"a": Update(1.0, 100.0, 100.0), "b": Update(0.01, 1.0, 1.0)}
+    updates = {"a": WeightUpdate(1.0, 100.0, 100.0), "b": WeightUpdate(0.01, 1.0, 1.0)}
     assert limits.why_not(Apart(0.0, 0.0, updates)) == ""
-    one = limits.why_not(Apart(0.0, 0.0, updates | {"b": Update(0.36, 1.0, 1.0)}))
+    one = limits.why_not(Apart(0.0, 0.0, updates | {"b": WeightUpdate(0.36, 1.0, 1.0)}))
     assert one == "the relative distance of the change of b is 0.6, and at most 0.5 of it may be rounding"
-    every = limits.why_not(Apart(0.0, 0.0, {"a": Update(1.0, 100.0, 110.0)}))
+    every = limits.why_not(Apart(0.0, 0.0, {"a": WeightUpdate(1.0, 100.0, 110.0)}))
     assert every == "the distance from 1 of their gain 1.1 is 0.1, and at most 0.08 of it may be rounding"
-    assert "all weights' changes is 0.5," in limits.why_not(Apart(0.0, 0.0, {"a": Update(25.0, 100.0, 100.0)}))
-    assert limits.why_not(Apart(0.0, 0.0, {"a": Update(math.nan, 1.0, 1.0)}))
+    assert "all weights' changes is 0.5," in limits.why_not(Apart(0.0, 0.0, {"a": WeightUpdate(25.0, 100.0, 100.0)}))
+    assert limits.why_not(Apart(0.0, 0.0, {"a": WeightUpdate(math.nan, 1.0, 1.0)}))
     for known in (most_apart([precisions.get(mode)], "") for mode in ("fp32", "bf16", "fp8", "mxfp8", "nvfp4")):
         assert known.gain > 0.99 * known.update**2 / 2 and known.update <= known.furthest
 

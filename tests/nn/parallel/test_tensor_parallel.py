@@ -29,7 +29,7 @@ Updates = dict[str, Tensor]
 
 @pytest.fixture(autouse=True)
 def threads_as_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_parallel, "Group", ThreadedGroup)
+    monkeypatch.setattr(tensor_parallel, "RankGroup", ThreadedGroup)
 
 
 def arithmetic(mode: str) -> Arithmetic:

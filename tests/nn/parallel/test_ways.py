@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8bench.nn.parallel.ways import WAYS, Asked, cut_of, cuts
+from fp8bench.nn.parallel.ways import WAYS, ParallelCase, cut_of, cuts
 from fp8bench.nn.sizes import SIZES, GPTConfig, of_config
 from fp8bench.registry import precisions
 from tests.facts import CPU
@@ -50,7 +50,7 @@ def refusal(
     batch: int = 8,
     **options: str,
 ) -> str:
-    return WAYS[way].refused(Asked(config, batch, ranks, precisions.get(mode), options, CPU))
+    return WAYS[way].refused(ParallelCase(config, batch, ranks, precisions.get(mode), options, CPU))
 
 
 def test_what_cannot_be_cut_is_refused_with_the_number() -> None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8bench.features.train.health import steps, tensors
-from fp8bench.features.train.health.steps import Alarm, Remedy, Rule, WatchedArm
+from fp8bench.features.train.health.steps import HealthAlarm, HealthRule, Remedy, WatchedArm
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import Arm, ArmRole, Line, StepRow, TrainingEvent
+from fp8bench.features.train.values import Arm, ArmRole, StepRow, StreamLine, TrainingEvent
 from fp8bench.model import Scalar
 from fp8bench.registry import precisions
 
-RULES: tuple[type[Rule[Any]], ...] = (*steps.RULES, *tensors.RULES)
+RULES: tuple[type[HealthRule[Any]], ...] = (*steps.RULES, *tensors.RULES)
 # An episode ends, and another alarm may be raised, when a rule has found nothing for so many steps.
 REST = 50
 
@@ -28,11 +28,11 @@ class Health:
     def __init__(self, arms: Sequence[Arm], settings: TrainerSettings | None = None) -> None:
         self._arms = {arm.name: arm for arm in arms}
         self._settings = settings or TrainerSettings()
-        self._rules: dict[tuple[int, str], list[Rule[Any]]] = {}
+        self._rules: dict[tuple[int, str], list[HealthRule[Any]]] = {}
         self._seeds: set[int] = set()
         self._last: dict[tuple[int, str, str, str, str], int] = {}
 
-    def see(self, lines: Iterable[Line]) -> tuple[TrainingEvent, ...]:
+    def see(self, lines: Iterable[StreamLine]) -> tuple[TrainingEvent, ...]:
         """The alarms of the next lines. Those of one rule in one step are one, about the tensor it saw first."""
         found: dict[tuple[str, int, int, str], tuple[TrainingEvent, int]] = {}
         for line in lines:
@@ -48,7 +48,7 @@ class Health:
         others = {more: f", and {more} tensor{'s' if more > 1 else ''} more" for _, more in found.values() if more}
         return tuple(replace(event, words=event.words + others.get(more, "")) for event, more in found.values())
 
-    def _rules_of(self, seed: int, arm: str) -> list[Rule[Any]]:
+    def _rules_of(self, seed: int, arm: str) -> list[HealthRule[Any]]:
         """The rules that read the lines of an arm: its own, and those that compare others with it."""
         if seed not in self._seeds:
             self._seeds.add(seed)
@@ -67,13 +67,13 @@ class Health:
             return WatchedArm(arm.name, slowest=slowest)
         return WatchedArm(arm.name, named.get(ArmRole.REFERENCE, ""), named.get(ArmRole.OTHER_SEED, ""), slowest)
 
-    def _is_new(self, rule: Rule[Any], alarm: Alarm, seed: int, step: int) -> bool:
+    def _is_new(self, rule: HealthRule[Any], alarm: HealthAlarm, seed: int, step: int) -> bool:
         key = seed, rule.arm.name, rule.name, alarm.layer, alarm.tensor
         before = self._last.get(key)
         self._last[key] = step
         return before is None or step - before > REST
 
-    def _event(self, rule: Rule[Any], alarm: Alarm, seed: int, step: int) -> TrainingEvent:
+    def _event(self, rule: HealthRule[Any], alarm: HealthAlarm, seed: int, step: int) -> TrainingEvent:
         arm = self._arms[rule.arm.name]
         remedies = [one for one in rule.remedies if _can(one, arm, self._settings, alarm.layer)]
         return TrainingEvent(
@@ -132,7 +132,7 @@ _BETTER = 0.01
 
 
 @dataclass(frozen=True)
-class Trial:
+class RemedyTrial:
     """The arm with a remedy, or as it was: a name of its own, its precision, and all of its settings."""
 
     remedy: str
@@ -140,17 +140,17 @@ class Trial:
     settings: TrainerSettings
 
 
-def trials_of(alarm: TrainingEvent, arm: Arm, settings: TrainerSettings) -> tuple[Trial, ...]:
+def trials_of(alarm: TrainingEvent, arm: Arm, settings: TrainerSettings) -> tuple[RemedyTrial, ...]:
     """The arm as it was, and with every remedy that changes it; one that changes what states are kept in cannot be
     tried in the middle of a training."""
     rule = next(one for one in RULES if one.name == rule_of(alarm))
     own = arm.taken(settings)
-    found = [Trial("", _called(arm, "as it was", arm.precision), own)]
+    found = [RemedyTrial("", _called(arm, "as it was", arm.precision), own)]
     for remedy in rule.remedies:
         precision, changed = helped(arm.precision, own, remedy, alarm.layer)
         kept = ("master", "gradients", "optimizer_states")
         if (precision, changed) != (arm.precision, own) and all(getattr(changed, a) == getattr(own, a) for a in kept):
-            found.append(Trial(remedy.value, _called(arm, remedy.value, precision), changed))
+            found.append(RemedyTrial(remedy.value, _called(arm, remedy.value, precision), changed))
     return tuple(found)
 
 
@@ -163,7 +163,7 @@ def rule_of(alarm: TrainingEvent) -> str:
 
 
 def outcome(
-    alarm: TrainingEvent, step: int, before: Iterable[Line], trials: Mapping[Trial, Sequence[Line]]
+    alarm: TrainingEvent, step: int, before: Iterable[StreamLine], trials: Mapping[RemedyTrial, Sequence[StreamLine]]
 ) -> TrainingEvent:
     """Which remedies helped, by how much: the alarm stays away, or the loss is lower than that of the arm as it was.
 
@@ -174,7 +174,7 @@ def outcome(
     again = {trial: _alarmed(alarm, trial, known, lines) for trial, lines in trials.items()}
     gains = {trial: _gain(losses[trial], losses[as_it_was]) for trial in trials}
 
-    def helps(trial: Trial) -> bool:
+    def helps(trial: RemedyTrial) -> bool:
         cured = again[as_it_was] and not again[trial] and gains[trial] > -_BETTER
         return cured or (gains[trial] > _BETTER and again[trial] <= again[as_it_was])
 
@@ -190,14 +190,16 @@ def outcome(
     )  # fmt: skip
 
 
-def _alarmed(alarm: TrainingEvent, trial: Trial, known: Sequence[Line], lines: Sequence[Line]) -> bool:
+def _alarmed(
+    alarm: TrainingEvent, trial: RemedyTrial, known: Sequence[StreamLine], lines: Sequence[StreamLine]
+) -> bool:
     """Whether the rule alarms in a trial, too, about the same layer."""
     health = Health((trial.arm,), trial.settings)
     health.see(replace(line, arm=trial.arm.name) for line in known)
     return any((rule_of(one), one.layer) == (rule_of(alarm), alarm.layer) for one in health.see(lines))
 
 
-def _loss(lines: Sequence[Line]) -> float:
+def _loss(lines: Sequence[StreamLine]) -> float:
     """The mean of the last steps; infinite where one of them is not finite, or there are none."""
     losses = [line.loss for line in lines if isinstance(line, StepRow)][-LAST:]
     mean = math.fsum(losses) / len(losses) if losses else math.inf

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
+from statistics import fmean, median
 from types import UnionType
 from typing import ClassVar, Generic, TypeVar
 
@@ -35,7 +36,7 @@ class WatchedArm:
 
 
 @dataclass(frozen=True)
-class Alarm:
+class HealthAlarm:
     """What a rule saw: a sentence, and the layer and tensor if it was one's. `figures` are what decided."""
 
     words: str
@@ -44,7 +45,7 @@ class Alarm:
     figures: Params = ()
 
 
-class Rule(ABC, Generic[L]):
+class HealthRule(ABC, Generic[L]):
     """One way for a training not to be well.
 
     `window` says how far back it looks, `threshold` from which figure on it alarms, and `reason` why from that one. It
@@ -63,7 +64,7 @@ class Rule(ABC, Generic[L]):
         self.arm = arm
 
     @abstractmethod
-    def see(self, line: L) -> Alarm | None:
+    def see(self, line: L) -> HealthAlarm | None:
         """The next line of its kind; an alarm as long as it is not well."""
 
 
@@ -82,13 +83,7 @@ class Remedy(StrEnum):
     LOOK_AT_LAYER = "look at how this layer is made: its gain, its momentum, whether anything reaches it"
 
 
-def middle(values: Iterable[float]) -> float:
-    ranked = sorted(values)
-    half = len(ranked) // 2
-    return ranked[half] if len(ranked) % 2 else (ranked[half - 1] + ranked[half]) / 2
-
-
-class GradientSpike(Rule[StepRow]):
+class GradientSpike(HealthRule[StepRow]):
     """The norm of all gradients is suddenly many times what it was, and further from that than noise has been."""
 
     name = "gradient-norm-spike"
@@ -116,7 +111,7 @@ class GradientSpike(Rule[StepRow]):
         self._losses: deque[float] = deque(maxlen=self.keep)
         self._multiples: deque[float] = deque(maxlen=self.longer)
 
-    def see(self, line: StepRow) -> Alarm | None:
+    def see(self, line: StepRow) -> HealthAlarm | None:
         norm, loss, norms, losses = line.gradient_norm, line.loss, self._norms, self._losses
         if not math.isfinite(norm + loss):
             return None
@@ -125,8 +120,8 @@ class GradientSpike(Rule[StepRow]):
         losses.append(loss)
         return found
 
-    def _judged(self, norm: float, loss: float) -> Alarm | None:
-        usual = middle(self._norms)
+    def _judged(self, norm: float, loss: float) -> HealthAlarm | None:
+        usual = median(self._norms)
         multiple = norm / max(usual, 1e-300)
         if multiple > self.times_with_loss:
             most = max(max(self._norms) / max(usual, 1e-300), *self._multiples, math.sqrt(self.times))
@@ -135,16 +130,16 @@ class GradientSpike(Rule[StepRow]):
                     f"the gradient norm is {norm:.3g}, {multiple:.1f} times its median of {usual:.3g}, at a loss "
                     f"of {loss:.4g}"
                 )
-                return Alarm(words, figures=(("norm", norm), ("median", usual), ("loss", loss)))
+                return HealthAlarm(words, figures=(("norm", norm), ("median", usual), ("loss", loss)))
         self._multiples.append(multiple)
         return None
 
     def _is_far(self, loss: float) -> bool:
-        usual = middle(self._losses)
+        usual = median(self._losses)
         return loss - usual > self.far * (max(self._losses) - usual)
 
 
-class UpdateBurst(Rule[StepRow]):
+class UpdateBurst(HealthRule[StepRow]):
     """Updates become large beside the weights: a loss that jumps comes after that, not before."""
 
     name = "update-norm-burst"
@@ -161,19 +156,19 @@ class UpdateBurst(Rule[StepRow]):
         super().__init__(arm)
         self._ratios: deque[float] = deque(maxlen=self.keep)
 
-    def see(self, line: StepRow) -> Alarm | None:
+    def see(self, line: StepRow) -> HealthAlarm | None:
         ratio, before = line.update_ratio, self._ratios
         if line.skipped or not math.isfinite(ratio):
             return None
-        usual = middle(before) if len(before) >= self.fewest else math.inf
+        usual = median(before) if len(before) >= self.fewest else math.inf
         before.append(ratio)
         if ratio <= self.times * usual:
             return None
         words = f"the update is {ratio:.3g} of the weights, their median is {usual:.3g}: the loss may jump next"
-        return Alarm(words, figures=(("ratio", ratio), ("median", usual)))
+        return HealthAlarm(words, figures=(("ratio", ratio), ("median", usual)))
 
 
-class Plateau(Rule[StepRow]):
+class Plateau(HealthRule[StepRow]):
     """The loss stands still although gradients are as large as they were and the rate is high: nothing is learned.
 
     Where losses are so noisy that their means can lie near each other by chance, nothing is said.
@@ -201,7 +196,7 @@ class Plateau(Rule[StepRow]):
         self._norms: list[float] = []
         self._rates: list[float] = []
 
-    def see(self, line: StepRow) -> Alarm | None:
+    def see(self, line: StepRow) -> HealthAlarm | None:
         if not (math.isfinite(line.loss) and math.isfinite(line.gradient_norm)):
             return None
         self._losses.append(line.loss)
@@ -214,20 +209,20 @@ class Plateau(Rule[StepRow]):
             return None
         part = length // self.parts
         losses = self._losses[-length:]
-        means = [_mean(losses[start : start + part]) for start in range(0, length, part)]
-        size = abs(_mean(means) or 1.0)
+        means = [fmean(losses[start : start + part]) for start in range(0, length, part)]
+        size = abs(fmean(means) or 1.0)
         spread, error = (max(means) - min(means)) / size, _noise(losses) / math.sqrt(part) / size
-        norm, before = middle(self._norms[-length:]), middle(self._norms[-2 * length : -length])
+        norm, before = median(self._norms[-length:]), median(self._norms[-2 * length : -length])
         if spread > self.flat or error > self.noise or norm < self.gradients * before:
             return None
         words = (
-            f"the loss has stood at {_mean(means):.4g} for {length} steps (within {spread:.2%}), and the gradient norm "
+            f"the loss has stood at {fmean(means):.4g} for {length} steps (within {spread:.2%}), and the gradient norm "
             f"at {norm:.3g}, which was {before:.3g} before"
         )
-        return Alarm(words, figures=(("spread", spread), ("norm", norm), ("norm_before", before)))
+        return HealthAlarm(words, figures=(("spread", spread), ("norm", norm), ("norm_before", before)))
 
 
-class NotFinite(Rule[StepRow]):
+class NotFiniteStep(HealthRule[StepRow]):
     """A loss or a norm is infinite or no number."""
 
     name = "not-finite"
@@ -245,7 +240,7 @@ class NotFinite(Rule[StepRow]):
         super().__init__(arm)
         self._skipped = 0
 
-    def see(self, line: StepRow) -> Alarm | None:
+    def see(self, line: StepRow) -> HealthAlarm | None:
         self._skipped = self._skipped + 1 if line.skipped else 0
         figures = {name: getattr(line, name) for name in ("loss", "gradient_norm", "parameter_norm")}
         wrong = [name for name, value in figures.items() if not math.isfinite(value)]
@@ -256,10 +251,10 @@ class NotFinite(Rule[StepRow]):
         words = f"the {first.replace('_', ' ')} is {figures[first]}"
         if scaled:
             words += f" in {self._skipped} steps in a row, at a loss scale of {line.loss_scale:g}"
-        return Alarm(words, figures=((first, str(figures[first])), ("loss_scale", line.loss_scale)))
+        return HealthAlarm(words, figures=((first, str(figures[first])), ("loss_scale", line.loss_scale)))
 
 
-class LossGap(Rule[StepRow]):
+class LossGap(HealthRule[StepRow]):
     """The arm's loss stays behind the reference's by more than another seed would."""
 
     name = "loss-gap"
@@ -281,7 +276,7 @@ class LossGap(Rule[StepRow]):
         self._seeds: deque[float] = deque(maxlen=self.keep)
         self._band = 0.0
 
-    def see(self, line: StepRow) -> Alarm | None:
+    def see(self, line: StepRow) -> HealthAlarm | None:
         own, reference, other = self.arm.name, self.arm.reference, self.arm.other_seed
         if not reference:
             return None
@@ -297,23 +292,19 @@ class LossGap(Rule[StepRow]):
         self._seeds.append((at.get(other, base) - base) / abs(base))
         if len(self._gaps) < self.keep:
             return None
-        gap, self._band = _mean(self._gaps), max(self._band, abs(_mean(self._seeds)))
+        gap, self._band = fmean(self._gaps), max(self._band, abs(fmean(self._seeds)))
         if gap <= max(self.margin, self._band):
             return None
         words = (
             f"the loss is {gap:.1%} behind that of {reference} over {self.keep} steps; another seed has been at most "
             f"{self._band:.1%} away"
         )
-        return Alarm(words, figures=(("gap", gap), ("band", self._band)))
-
-
-def _mean(values: Sequence[float] | deque[float]) -> float:
-    return math.fsum(values) / len(values)
+        return HealthAlarm(words, figures=(("gap", gap), ("band", self._band)))
 
 
 def _noise(values: Sequence[float]) -> float:
     """The standard deviation of values around whatever course they take, by their neighbours' differences."""
-    return 1.4826 * middle(abs(after - before) for before, after in pairwise(values)) / math.sqrt(2)
+    return 1.4826 * median(abs(after - before) for before, after in pairwise(values)) / math.sqrt(2)
 
 
-RULES = (GradientSpike, Plateau, UpdateBurst, NotFinite, LossGap)
+RULES = (GradientSpike, Plateau, UpdateBurst, NotFiniteStep, LossGap)

@@ -6,9 +6,10 @@ import math
 from abc import abstractmethod
 from collections import defaultdict, deque
 from itertools import pairwise
+from statistics import median
 from typing import Any, ClassVar
 
-from fp8bench.features.train.health.steps import Alarm, Remedy, Rule, WatchedArm, middle
+from fp8bench.features.train.health.steps import HealthAlarm, HealthRule, Remedy, WatchedArm
 from fp8bench.features.train.values import LayerReading, StepFigure
 from fp8bench.model import Params
 from fp8bench.protocols import Role
@@ -20,7 +21,7 @@ Before = deque[LayerReading]
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-127, 2.0**127
 
 
-class TensorRule(Rule[LayerReading]):
+class TensorRule(HealthRule[LayerReading]):
     """A rule over the readings of every tensor by itself: `judge` gets one, and the `keep` before it of that tensor."""
 
     reads = LayerReading
@@ -30,11 +31,11 @@ class TensorRule(Rule[LayerReading]):
         super().__init__(arm)
         self._before: dict[tuple[str, str], deque[LayerReading]] = defaultdict(lambda: deque(maxlen=self.keep))
 
-    def see(self, line: LayerReading) -> Alarm | None:
+    def see(self, line: LayerReading) -> HealthAlarm | None:
         before = self._before[line.layer, line.role]
         found = self.judge(line, before)
         before.append(line)
-        return None if found is None else Alarm(found[0], line.layer, line.role, found[1])
+        return None if found is None else HealthAlarm(found[0], line.layer, line.role, found[1])
 
     @abstractmethod
     def judge(self, reading: LayerReading, before: deque[LayerReading]) -> tuple[str, Params] | None:
@@ -62,7 +63,7 @@ class _Jump(TensorRule):
         known = [one for one in (octaves(old.scale) for old in before) if one is not None]
         if now is None or len(known) < self.fewest:
             return None
-        moved = self.sign * (now - middle(known))
+        moved = self.sign * (now - median(known))
         far = self.gradients if reading.role == Role.GRADIENT else self.far
         if moved < far or min(self.sign * (now - old) for old in known) < 2:
             return None
@@ -113,7 +114,7 @@ class ScaleUnsettled(TensorRule):
         turns = sum(old * move < 0 and min(abs(old), abs(move)) >= self.swing for old, move in pairwise(moves))
         if turns < self.turns:
             return None
-        far = middle(abs(one) for one in moves)
+        far = median(abs(one) for one in moves)
         words = (
             f"the scale of {_of(reading)} turned {turns} times in {len(known)} readings, by {far:.1f} octaves a time"
         )
@@ -175,7 +176,7 @@ class OverflowBurst(TensorRule):
     remedies = (Remedy.RAISE_MARGIN, Remedy.SHORTER_HISTORY, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
-        usual = middle(one.saturated for one in before) if before else 0.0
+        usual = median(one.saturated for one in before) if before else 0.0
         if reading.saturated < self.share or reading.saturated < self.times * usual:
             return None
         words = f"{reading.saturated:.1%} of {_of(reading)} is beyond its format; {usual:.2%} was usual"
@@ -202,7 +203,7 @@ class UnderflowCreep(TensorRule):
         if len(first) < self.keep:
             first.append(reading.underflow)
             return None
-        usual = middle(first)
+        usual = median(first)
         last = [one.underflow for one in (*list(before)[-2:], reading)]
         if min(last) < usual + self.rise:
             return None
@@ -254,7 +255,7 @@ def _of(reading: LayerReading) -> str:
     return f"{reading.layer}'s {reading.role}"
 
 
-class FigureRule(Rule[StepFigure]):
+class FigureRule(HealthRule[StepFigure]):
     """A rule over one figure, of every layer by itself; `keep` of them are kept."""
 
     reads = StepFigure
@@ -265,13 +266,13 @@ class FigureRule(Rule[StepFigure]):
         super().__init__(arm)
         self._last: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=self.keep))
 
-    def see(self, line: StepFigure) -> Alarm | None:
+    def see(self, line: StepFigure) -> HealthAlarm | None:
         if line.name != self.figure:
             return None
         last = self._last[line.layer]
         last.append(line.value)
         words = self.judge(line, last)
-        return Alarm(words, line.layer, figures=((self.figure, line.value),)) if words else None
+        return HealthAlarm(words, line.layer, figures=((self.figure, line.value),)) if words else None
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
         """The sentence if this is not well; `last` ends with it."""
@@ -297,7 +298,7 @@ class EmbeddingCollapse(FigureRule):
         return f"the rows of {line.layer or 'the embedding'} spread {line.value:.3g}, once {largest:.3g}: they collapse"
 
 
-class LayerStill(Rule[Any]):
+class LayerStill(HealthRule[Any]):
     """The weights of one layer hardly change while those of the others do: no gradient reaches them.
 
     Embeddings are left out: of a large vocabulary few rows are in a batch.
@@ -318,7 +319,7 @@ class LayerStill(Rule[Any]):
         self._embeddings: set[str] = set()
         self._low: dict[str, int] = defaultdict(int)
 
-    def see(self, line: LayerReading | StepFigure) -> Alarm | None:
+    def see(self, line: LayerReading | StepFigure) -> HealthAlarm | None:
         if isinstance(line, LayerReading):
             if line.role == Role.WEIGHT:
                 self._moved.setdefault(line.layer, math.nan)
@@ -329,13 +330,13 @@ class LayerStill(Rule[Any]):
         if line.name != "update_ratio" or not matrix or not math.isfinite(line.value):
             return None
         self._moved[line.layer] = line.value
-        usual = middle(one for one in self._moved.values() if math.isfinite(one))
+        usual = median(one for one in self._moved.values() if math.isfinite(one))
         low = line.value < self.share * min(1.0, self.arm.slowest) * usual
         self._low[line.layer] = self._low[line.layer] + 1 if low else 0
         if self._low[line.layer] < self.keep:
             return None
         words = f"a step changes {line.layer} by {line.value:.2g} of itself, and the other layers by {usual:.2g}"
-        return Alarm(words, line.layer, figures=(("update_ratio", line.value), ("median", usual)))
+        return HealthAlarm(words, line.layer, figures=(("update_ratio", line.value), ("median", usual)))
 
 
 class AttentionOverflow(FigureRule):
@@ -379,7 +380,7 @@ class BatchNormDrift(FigureRule):
         return f"running statistics of {line.layer} are {far} from those of its batches, {len(last)} readings in a row"
 
 
-RULES: tuple[type[Rule[Any]], ...] = (
+RULES: tuple[type[HealthRule[Any]], ...] = (
     ScaleFall, ScaleRise, ScaleUnsettled, ScaleAtEdge, Lag, OverflowBurst, UnderflowCreep, WeightsBehind,
     NotFiniteTensor, EmbeddingCollapse, AttentionOverflow, BatchNormDrift, LayerStill,
 )  # fmt: skip

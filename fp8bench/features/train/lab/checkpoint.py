@@ -1,4 +1,4 @@
-"""The master weights: what is kept of the parameters from one step to the next."""
+"""A checkpoint: the state of each arm in a file of its own, and a head that says of what training they are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8bench.errors import StoreError
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import SeedTask
-from fp8bench.files import PARTIAL, sealed, unsealed, write_whole
+from fp8bench.files import PARTIAL, keeping, sealed, unsealed, write_whole
 
 _HEAD = "checkpoint.json"
 _VERSION = 1
@@ -48,28 +48,21 @@ class _Digesting:
         return self._digest.hexdigest()
 
 
-def not_finite(trainers: Mapping[str, Trainer]) -> tuple[str, ...]:
-    return tuple(name for name, one in trainers.items() if not _finite(one.memory()))
-
-
 def write(folder: str, task: SeedTask, trainers: Mapping[str, Trainer], rank: int) -> None:
     """Keep the state of these arms, of one rank. Raises StoreError."""
     memories = {name: one.memory() for name, one in trainers.items()}
     target = Path(folder)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
-        partial.mkdir(parents=True)
-        files = {}
-        for number, (name, memory) in enumerate(memories.items()):
-            files[name] = _written(partial / f"{number}.pt", memory)
-        head = {"version": _VERSION, "task": _plan(task), "rank": rank, "arms": files}
-        write_whole(partial / _HEAD, json.dumps(sealed(head), indent=1))
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-    except OSError as error:
-        raise StoreError(
-            f"the checkpoint {target} cannot be written ({error.strerror}). Make room, and resume."
-        ) from None
+        with keeping(f"the checkpoint {target}", "Make room, and resume."):
+            partial.mkdir(parents=True)
+            files = {}
+            for number, (name, memory) in enumerate(memories.items()):
+                files[name] = _written(partial / f"{number}.pt", memory)
+            head = {"version": _VERSION, "task": _plan(task), "rank": rank, "arms": files}
+            write_whole(partial / _HEAD, json.dumps(sealed(head), indent=1))
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -86,26 +79,12 @@ def _written(path: Path, memory: dict[str, Any]) -> dict[str, str]:
     return {"file": path.name, "sha256": digesting.digest}
 
 
-def read(folder: str, task: SeedTask, rank: int) -> dict[str, dict[str, Any]]:
-    """The state of every arm that was kept. Raises StoreError for whatever is not as written."""
-    return {name: _loaded(*file) for name, file in _files(Path(folder), task, rank).items()}
-
-
-def give_back(memories: Mapping[str, dict[str, Any]], trainers: Mapping[str, Trainer]) -> None:
-    """Every arm goes on from its state; one of which nothing was kept has stopped."""
-    for name, trainer in trainers.items():
-        if name in memories:
-            trainer.recall(memories[name])
-        else:
-            trainer.stopped = True
-
-
-def memory_of(folder: str, task: SeedTask, arm: str, rank: int) -> dict[str, Any]:
-    """The state of one arm. Raises StoreError where it was not kept, or is not as written."""
+def read(folder: str, task: SeedTask, rank: int, arm: str = "") -> dict[str, dict[str, Any]]:
+    """The state of every arm that was kept, or of one. Raises StoreError for what is not there, or not as written."""
     files = _files(Path(folder), task, rank)
-    if arm not in files:
+    if arm and arm not in files:
         raise StoreError(f"the checkpoint {folder} has nothing of {arm}: its numbers were not finite then.")
-    return _loaded(*files[arm])
+    return {name: _loaded(*file) for name, file in files.items() if arm in ("", name)}
 
 
 def _files(place: Path, task: SeedTask, rank: int) -> dict[str, tuple[Path, str]]:
@@ -146,9 +125,10 @@ def _plan(task: SeedTask) -> str:
     ).hexdigest()
 
 
-def _finite(memory: Any) -> bool:
+def finite(memory: Any) -> bool:
+    """Whether all of a state is."""
     if isinstance(memory, Tensor):
         return not memory.is_floating_point() or bool(memory.to(torch.float32).isfinite().all())
     if isinstance(memory, dict):
-        return all(map(_finite, memory.values()))
-    return all(map(_finite, memory)) if isinstance(memory, list) else True
+        return all(map(finite, memory.values()))
+    return all(map(finite, memory)) if isinstance(memory, list) else True

@@ -6,8 +6,7 @@ arms of a seed. However a step is cut into micro-batches, its windows are the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +30,7 @@ DIGESTS = 1 << 63
 _DRAWS_BITS, _WORDS = 192, 4
 
 
-class Windows:
+class TokenWindows:
     """Windows of so many tokens of a text, each with the tokens that follow, on a device."""
 
     def __init__(self, text: TokenSpan, length: int, device: str, vocabulary: int) -> None:
@@ -126,7 +125,7 @@ class Evaluation:
     def _windows(self, span: TokenSpan) -> list[Batch]:
         length = self._config.sequence
         batch = max(self._config.batch, _TOKENS_A_PASS // length)
-        windows = Windows(span, length, self._facts.key, self._config.vocabulary)
+        windows = TokenWindows(span, length, self._facts.key, self._config.vocabulary)
         return windows.in_order(batch, max(_LEAST_WINDOWS, _TOKENS // length))
 
     def look(self, model: LanguageModel, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
@@ -158,17 +157,3 @@ class Evaluation:
                 lengths += self._lengths[targets].sum(0)
         stood_for = None if self._lengths is None else lengths.tolist()
         return _Sums(losses.tolist(), stood_for, sum(len(tokens) for tokens, _ in batches))
-
-
-@contextmanager
-def undisturbed(model: LanguageModel, arithmetics: Iterable[Arithmetic]) -> Iterator[None]:
-    """In eval mode, without gradients; what casts remember is put back at the end: looking changes no step to come."""
-    before = [(one, {name: kept.clone() for name, kept in one.memory().items()}) for one in arithmetics]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train()
-        for one, memory in before:
-            one.recall(memory)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import Arm, ArmCost, ArmState, Line, SeedTask, Validation
+from fp8bench.features.train.values import Arm, ArmCost, ArmState, SeedTask, StreamLine, Validation
 from fp8bench.model.raw import StateCheck
 from fp8bench.protocols import Device, Phases, Precision, SilentPhases
 from fp8bench.registry import precisions
@@ -45,7 +45,7 @@ class NotBuilt(RuntimeError):
 class Lab(Bench):
     """The trainers of a seed by the names of their arms."""
 
-    _task: SeedTask | None = None
+    _task: SeedTask  # of the seed that was begun
     _rank = 0
 
     def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
@@ -88,7 +88,7 @@ class Lab(Bench):
         with self._running(precisions.get(arm.precision)):
             return try_batch(made_alone(task, arm), device, task.facts.index, memory_limit)
 
-    def advance(self, arm: str, steps: int) -> tuple[Line, ...]:
+    def advance(self, arm: str, steps: int) -> tuple[StreamLine, ...]:
         """Go on by so many steps: what they say. An arm that has stopped, or is done, says nothing."""
         trainer = self._trainer(arm)
         with self._running(trainer.precision):
@@ -97,7 +97,6 @@ class Lab(Bench):
     def loop(self, key: str, steps: int) -> float:
         """So many further steps of an arm as its last ones, back to back; the seconds of all. Nothing of them is kept,
         and the arm is not what it was."""
-        assert self._task is not None
         trainer, facts, silent = self._trainer(key), self._task.facts, SilentPhases()
         device = self._selected(facts)
         with self._running(trainer.precision):
@@ -119,11 +118,10 @@ class Lab(Bench):
     def branch(self, folder: str, arm: str, trial: Arm, settings: TrainerSettings) -> int:
         """Another arm, which goes on from what a folder keeps of one that is there, with a precision and settings of
         its own; from the first step where `folder` is ''. Returns the step that comes next."""
-        from fp8bench.features.train.lab.checkpoint import memory_of
+        from fp8bench.features.train.lab.checkpoint import read
         from fp8bench.features.train.lab.trainer import Trainer
 
-        assert self._task is not None
-        memory = memory_of(folder, self._task, arm, self._rank) if folder else None
+        memory = read(folder, self._task, self._rank, arm)[arm] if folder else None
         with self._running():
             trainer = Trainer(replace(self._task, settings=settings), trial)
         if memory is not None:
@@ -141,28 +139,29 @@ class Lab(Bench):
         kept of them."""
         from fp8bench.features.train.lab.checkpoint import write
 
-        assert self._task is not None
         lost = self._lost()
         kept = {name: one for name, one in self._trainers.items() if name not in lost}
         write(folder, self._task, kept, self._rank)
         return lost
 
     def _lost(self) -> tuple[str, ...]:
-        from fp8bench.features.train.lab.checkpoint import not_finite
+        from fp8bench.features.train.lab.checkpoint import finite
 
-        return not_finite(self._trainers)
+        return tuple(name for name, one in self._trainers.items() if not finite(one.memory()))
 
     def restore(self, folder: str) -> tuple[tuple[str, int], ...]:
         """Go on from what a folder keeps: the step that each arm comes to next. An arm it does not keep has stopped."""
-        from fp8bench.features.train.lab.checkpoint import give_back
-
-        give_back(self._read(folder), self._trainers)
+        memories = self._read(folder)
+        for name, trainer in self._trainers.items():
+            if name in memories:
+                trainer.recall(memories[name])
+            else:
+                trainer.stopped = True
         return tuple((name, one.step) for name, one in self._trainers.items())
 
     def _read(self, folder: str) -> dict[str, dict[str, Any]]:
         from fp8bench.features.train.lab.checkpoint import read
 
-        assert self._task is not None
         return read(folder, self._task, self._rank)
 
     def close(self) -> None:
@@ -180,7 +179,6 @@ class Lab(Bench):
         """Under a precision, with the process's switches and random state as they were afterwards."""
         import torch
 
-        assert self._task is not None
         facts = self._task.facts
         self._selected(facts)
         gpus = [facts.index] if facts.accelerated else []

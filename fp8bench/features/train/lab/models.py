@@ -98,46 +98,37 @@ def check(settings: TrainerSettings) -> None:
 
 def check_ranks(settings: TrainerSettings, ranks: int) -> None:
     """Raise UsageError for what so many ranks cannot train together."""
-    if settings.parallel == "tp":
-        _check_cut(settings, ranks)
-        return
-    batch = config_of(settings, 1).batch
-    if batch % ranks:
+    given, cut, sharded = settings, settings.parallel == "tp", settings.parallel == "fsdp"
+    shared, compiled = not cut and given.amax_group != "own", given.compile == "yes"
+    batch = config_of(given, 1).batch
+    if not cut and batch % ranks:
         raise UsageError(
             f"{ranks} ranks cannot share a micro-batch of {batch} equally. Give a --batch that is a multiple of "
             f"{ranks}."
         )
-    if settings.arch == "cnn":
-        raise _not_with_ranks("--arch cnn", "its batch norm would know a rank's own part of a batch alone")
-    if settings.gradients != "fp32":
-        raise _not_with_ranks(f"--gradients {settings.gradients}", "what ranks average are float32 gradients")
-    if settings.compile == "yes" and settings.parallel == "fsdp":
-        why = "a compiled graph has weights that are taken away between two steps"
-        raise _not_with_ranks("--compile yes", why, "--parallel fsdp")
-    if settings.amax_group != "own":
-        advice = "add --amax-group own, or leave it out"
-        if settings.arch == "moe":
-            why = f"experts cast on some ranks and not on others, so that no largest magnitude is that of all: {advice}"
-            raise _not_with_ranks("--arch moe", why)
-        if settings.compile == "yes":
-            why = f"the largest magnitudes of all ranks are sent between casts: {advice}"
-            raise _not_with_ranks("--compile yes", why)
-
-
-def _check_cut(settings: TrainerSettings, ranks: int) -> None:
-    for option, usual, why in (
-        ("arch", "gpt", "heads and hidden features of gpt's blocks are what is cut"),
-        ("gradients", "fp32", "of a gradient that is cut a rank would have a scale of its own"),
-        ("compile", "no", "sums are sent between the parts of a block"),
-    ):
-        if (given := getattr(settings, option)) != usual:
-            raise _not_with_ranks(f"--{option} {given}", f"{why}. Choose --{option} {usual}", "--parallel tp")
-    if why := uncuttable(config_of(settings, 1), ranks):
-        raise UsageError(f"--parallel tp cannot cut {settings.model} for --ranks {ranks}: {why}, or fewer ranks.")
-
-
-def _not_with_ranks(option: str, why: str, way: str = "--ranks") -> UsageError:
-    return UsageError(f"{option} does not go with {way}: {why}.")
+    advice = "add --amax-group own, or leave it out"
+    refusals = (
+        (cut and given.arch != "gpt", f"--arch {given.arch}", "--parallel tp",
+         "heads and hidden features of gpt's blocks are what is cut. Choose --arch gpt"),
+        (cut and given.gradients != "fp32", f"--gradients {given.gradients}", "--parallel tp",
+         "of a gradient that is cut a rank would have a scale of its own. Choose --gradients fp32"),
+        (cut and compiled, "--compile yes", "--parallel tp",
+         "sums are sent between the parts of a block. Choose --compile no"),
+        (given.arch == "cnn", "--arch cnn", "--ranks", "its batch norm would know a rank's own part of a batch alone"),
+        (given.gradients != "fp32", f"--gradients {given.gradients}", "--ranks",
+         "what ranks average are float32 gradients"),
+        (compiled and sharded, "--compile yes", "--parallel fsdp",
+         "a compiled graph has weights that are taken away between two steps"),
+        (shared and given.arch == "moe", "--arch moe", "--ranks",
+         f"experts cast on some ranks and not on others, so that no largest magnitude is that of all: {advice}"),
+        (shared and compiled, "--compile yes", "--ranks",
+         f"the largest magnitudes of all ranks are sent between casts: {advice}"),
+    )  # fmt: skip
+    for wrong, option, way, why in refusals:
+        if wrong:
+            raise UsageError(f"{option} does not go with {way}: {why}.")
+    if cut and (why := uncuttable(config_of(given, 1), ranks)):
+        raise UsageError(f"--parallel tp cannot cut {given.model} for --ranks {ranks}: {why}, or fewer ranks.")
 
 
 def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:

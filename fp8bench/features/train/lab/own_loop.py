@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.optimizer import joint
-from fp8bench.features.train.lab.readings import read
-from fp8bench.features.train.lab.watched_step import Watch, WatchedStep
-from fp8bench.features.train.values import Line, StepRow
+from fp8bench.features.train.lab.readings import Figures, read
+from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep
+from fp8bench.features.train.values import StepRow, StreamLine
 
 # Micro-batches are counted as they come: there may be several.
 _SEVERAL = 2
@@ -25,10 +25,7 @@ class _Row(NamedTuple):
     """A step whose numbers nobody has waited for."""
 
     step: int
-    loss: Tensor
-    gradient_norm: Tensor
-    parameter_norm: Tensor | float
-    update_ratio: Tensor | float
+    figures: Figures
     rate: float
     seconds: float
 
@@ -45,7 +42,7 @@ class OwnLoop:
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        told: Callable[[Sequence[Line]], None],
+        told: Callable[[Sequence[StreamLine]], None],
         name: str = "own",
         stride: int = 10,
         tokens: int = 0,
@@ -58,7 +55,7 @@ class OwnLoop:
             raise UsageError("the module has no parameter that is trained: there is nothing to watch.")
         self._module, self._optimizer, self._told = module, optimizer, told
         self._name, self._stride, self._tokens, self._scaler = name, stride, tokens, scaler
-        self._watch = Watch(module, name)
+        self._watch = ModelWatch(module, name)
         self._step, self._began = 0, 0.0
         self._losses: list[Tensor] = []
         self._rows: list[_Row] = []
@@ -87,9 +84,7 @@ class OwnLoop:
 
     def loss(self, value: Tensor | float) -> None:
         """Say the loss of a micro-batch: for a module that gives back something else."""
-        self._losses.append(
-            torch.as_tensor(value, device=next(iter(self._watch.parameters.values())).device).detach().reshape(())
-        )
+        self._losses.append(torch.as_tensor(value, device=self._watch.device).detach().reshape(()))
 
     def _begin(self) -> None:
         if self._step % self._stride == 0:
@@ -144,9 +139,9 @@ class OwnLoop:
             ratio = joint(moved) / joint(sizes)
         if self._norm is not None and self._losses:
             loss, rate = torch.stack(self._losses).mean(), float(optimizer.param_groups[0]["lr"])
-            watched = self._seen is not None
-            took = 0.0 if watched else seconds
-            self._rows.append(_Row(self._step, loss, self._norm, self._size, ratio, rate, took))
+            took = 0.0 if self._seen is not None else seconds
+            figures = Figures(loss=loss, gradient_norm=self._norm, parameter_norm=self._size, update_ratio=ratio)
+            self._rows.append(_Row(self._step, figures, rate, took))
         self._attached.close()
         if self._seen is not None:
             self._tell(tuple(self._watch.lines(self._step, self._seen)))
@@ -154,14 +149,14 @@ class OwnLoop:
         self._step += 1
         self._begin()
 
-    def _tell(self, lines: Sequence[Line]) -> None:
+    def _tell(self, lines: Sequence[StreamLine]) -> None:
         """The rows since the last time, and lines of the step that is watched."""
         scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
-        numbers = read([{str(place): one for place, one in enumerate(row[1:5])} for row in self._rows])
+        numbers = read([row.figures for row in self._rows])
         rows = [
             StepRow(
-                self._name, 0, row.step, found["0"], row.rate, found["1"], 0.0, found["2"], found["3"], scale,
-                self._tokens, row.seconds,
+                self._name, 0, row.step, found["loss"], row.rate, found["gradient_norm"], 0.0,
+                found["parameter_norm"], found["update_ratio"], scale, self._tokens, row.seconds,
             )
             for row, found in zip(self._rows, numbers, strict=True)
         ]  # fmt: skip

@@ -42,7 +42,6 @@ class RankLab(RankBench, Lab):
         trainer = self._trainer(arm)
         first = trainer.step
         lines = super().advance(arm, steps)
-        assert self._task is not None
         looked_at = [step for step in range(first, trainer.step) if step % self._task.stride == 0]
         batches = tuple((step, *trainer.read(step)) for step in looked_at)
         weights, faults = trainer.weights_digest()

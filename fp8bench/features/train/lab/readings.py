@@ -42,7 +42,7 @@ _CARRIERS = {torch.bfloat16: BF16, torch.float16: FP16}
 
 
 @dataclass(frozen=True)
-class Cast:
+class TensorCast:
     """What became of a tensor: its elements' format and what scales them, as far as they are known.
 
     `scale` multiplied it where that does not come from the tensor alone. `left` are the values that a product takes;
@@ -60,26 +60,26 @@ def waits_for(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def cast_of(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role) -> Cast:
+def cast_of(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role) -> TensorCast:
     if operand.data.dtype == source.dtype and operand.data.data_ptr() == source.data_ptr():
-        return Cast(_CARRIERS.get(source.dtype))
+        return TensorCast(_CARRIERS.get(source.dtype))
     left = arithmetic.restore(operand, torch.float32)
     if isinstance(arithmetic, RecipeArithmetic):
         treatment = arithmetic.treatments[role]
-        return Cast(treatment.fmt, treatment.scaling, arithmetic.last_scale(role), left)
-    return Cast(_CARRIERS.get(operand.data.dtype), left=left)
+        return TensorCast(treatment.fmt, treatment.scaling, arithmetic.last_scale(role), left)
+    return TensorCast(_CARRIERS.get(operand.data.dtype), left=left)
 
 
-def figures_of(x: Tensor, cast: Cast | None = None) -> Figures:
+def figures_of(x: Tensor, cast: TensorCast | None = None) -> Figures:
     """All figures of a tensor, and of its cast if there was one. On a GPU nothing waits for it."""
     if not x.numel():
         return {}
-    rows, cast = as_rows(x), cast or Cast()
+    rows, cast = as_rows(x), cast or TensorCast()
     quick = _quick(rows, cast) if waits_for(x) else None
     return _counted(rows, cast) if quick is None else quick
 
 
-def _quick(x: Tensor, cast: Cast) -> Figures | None:
+def _quick(x: Tensor, cast: TensorCast) -> Figures | None:
     """Those of healthy values, where a look at the least and the largest spares most of the work; else None.
 
     Magnitudes are looked at as the integers that order them: of bfloat16 those have half as many bits. Nothing is
@@ -116,7 +116,7 @@ def _quick(x: Tensor, cast: Cast) -> Figures | None:
     return found | _range(values, amax, cast)
 
 
-def _counted(x: Tensor, cast: Cast) -> Figures:
+def _counted(x: Tensor, cast: TensorCast) -> Figures:
     """Those of any values, in few kernels, without a look at any of them; of a large tensor piece by piece."""
     left = None if cast.left is None else as_rows(cast.left)
     rows = max(1, _PIECE // x.shape[1])
@@ -159,7 +159,7 @@ def _merged(parts: Sequence[Figures]) -> Figures:
     return {name: ways.get(name, torch.sum)(value) for name, value in every.items()} | merged
 
 
-def _range(x: Tensor, amax: float | None, cast: Cast) -> Figures:
+def _range(x: Tensor, amax: float | None, cast: TensorCast) -> Figures:
     """How much of a format's range the values take up, and what they are multiplied by for it.
 
     `amax` is their largest magnitude, if it is known and all of them are finite.

@@ -20,7 +20,7 @@ from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.gpt import GPT, LanguageModel
 from fp8bench.nn.moments import bucketed
-from fp8bench.nn.parallel.exchanges import Group
+from fp8bench.nn.parallel.exchanges import RankGroup
 from fp8bench.nn.parallel.tensor_parallel import cut_roles, scaled_together, share_blocks
 from fp8bench.nn.parallel.ways import cut_of
 from fp8bench.nn.sizes import GPTConfig
@@ -88,7 +88,7 @@ class Alone:
 class Together(Alone):
     """Several ranks, which are a group."""
 
-    def __init__(self, group: Group, own_amax: bool) -> None:
+    def __init__(self, group: RankGroup, own_amax: bool) -> None:
         self._group, self.shares_scales = group, not own_amax
 
     def _over_ranks(self, amax: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Together(Alone):
 class DataParallel(Together):
     """Every rank has the whole model, and reads an equal part of every micro-batch."""
 
-    def __init__(self, group: Group, own_amax: bool) -> None:
+    def __init__(self, group: RankGroup, own_amax: bool) -> None:
         super().__init__(group, own_amax)
         self.shares, self.share = group.size, group.rank
 
@@ -247,7 +247,7 @@ class TensorParallel(Together):
     """Ranks have heads and hidden features of every block each, and read whole batches. What lies between the parts of
     the blocks all have and compute alike, bit for bit: a sum that one of them has not got shows there."""
 
-    def __init__(self, group: Group, config: GPTConfig, own_amax: bool) -> None:
+    def __init__(self, group: RankGroup, config: GPTConfig, own_amax: bool) -> None:
         super().__init__(group, own_amax)
         self._config, self._incomplete = config, False
 
@@ -299,7 +299,7 @@ def together_of(settings: TrainerSettings, config: GPTConfig, facts: DeviceFacts
     if facts.ranks == 1:
         return Alone()
     assert dist.group.WORLD is not None
-    group, own_amax = Group(dist.group.WORLD), settings.amax_group == "own"
+    group, own_amax = RankGroup(dist.group.WORLD), settings.amax_group == "own"
     if settings.parallel == "tp":
         return TensorParallel(group, config, own_amax)
     return (FullySharded if settings.parallel == "fsdp" else DataParallel)(group, own_amax)

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.features.train.lab import models
-from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, Windows, undisturbed
+from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, TokenWindows
 from fp8bench.features.train.lab.optimizer import AdamW, joint, loss_scale_of, own_seed, seed_of, share_of_rate
 from fp8bench.features.train.lab.together import digest_of, together_of
-from fp8bench.features.train.lab.watched_step import Finder, Place, Watch, WatchedStep, whole_words
+from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, whole_words
 from fp8bench.features.train.values import (
     FALLBACK,
     WATCHED_SECONDS,
     Arm,
     ArmState,
-    Line,
     SeedTask,
     StepFigure,
     StepRow,
+    StreamLine,
     TrainingEvent,
     Validation,
 )
@@ -71,12 +71,12 @@ class Trainer:
         self._model = self._made(task.facts)
         self._parameters = dict(self._model.named_parameters())
         self._weights = CachedWeights(self._model)
-        self._windows = Windows(task.text.train, self._config.sequence, task.facts.key, self._config.vocabulary)
+        self._windows = TokenWindows(task.text.train, self._config.sequence, task.facts.key, self._config.vocabulary)
         self._evaluation = Evaluation(task.text, self._config, self._layers, task.facts, self.together.scaled)
         self._forward = self._compiled() if settings.compile == "yes" else self._model
         self._optimizer = AdamW(self.together.own(self._parameters), settings)
         self._loss_scale = loss_scale_of(settings, self.precision.loss_scale)
-        self._watch = Watch(
+        self._watch = ModelWatch(
             self._model, arm.name, task.seed, self.tokens // settings.micro_batches, inside=settings.compile == "no"
         )
 
@@ -159,7 +159,7 @@ class Trainer:
             MemoryRole.OPTIMIZER: moments,
         }
 
-    def advance(self, phase: Phases = _SILENT, watched: bool = True) -> Iterator[Line]:
+    def advance(self, phase: Phases = _SILENT, watched: bool = True) -> Iterator[StreamLine]:
         """One step; nothing where the arm has stopped or is done. Not `watched`: whichever step it is."""
         if self.stopped or self.step == self._task.steps:
             return
@@ -294,7 +294,7 @@ class Trainer:
     def _event(self, kind: str, words: str) -> TrainingEvent:
         return TrainingEvent(self.arm.name, self._task.seed, self.step, kind, words)
 
-    def _place(self, scale: float, before: _Remembered) -> Place | None:
+    def _place(self, scale: float, before: _Remembered) -> FaultyTensor | None:
         """Where the step first was not finite, by doing it once more; what it remembers is as after the first time."""
         self._recall(before)
         finder = Finder()
@@ -323,11 +323,18 @@ class Trainer:
             buffer.copy_(remembered.statistics[name])
 
     def validate(self) -> tuple[Validation, ...]:
-        """The losses on text that was not trained on; once all steps are done, in every way that is looked at."""
-        who = self.arm.name, self._task.seed, self.step
-        aside = undisturbed(self._model, self._arithmetics.values())
-        with self._present(_SILENT), aside, self._weights.cast(_SILENT):
-            return tuple(self._evaluation.look(self._model, who, last=self.step == self._task.steps))
+        """The losses on text that was not trained on; once all steps are done, in every way that is looked at.
+
+        What casts remember is put back: looking changes no step to come.
+        """
+        who, before = (self.arm.name, self._task.seed, self.step), self._remembered()
+        self._model.eval()
+        try:
+            with self._present(_SILENT), torch.no_grad(), self._weights.cast(_SILENT):
+                return tuple(self._evaluation.look(self._model, who, last=self.step == self._task.steps))
+        finally:
+            self._model.train()
+            self._recall(before)
 
     def memory(self) -> dict[str, Any]:
         """All that the steps to come depend on."""
@@ -339,7 +346,7 @@ class Trainer:
             "rate": self._rate,
             "skipped": self._skipped,
             "remembered": self._remembered()._asdict(),
-            "watched": self._watch.memory(),
+            "watched": dict(self._watch.scales),
         }
 
     def take_over(self, other: Trainer, memory: dict[str, Any]) -> None:
@@ -372,7 +379,7 @@ class Trainer:
             for one, kept in zip(tensors, memory["optimizer"][name], strict=True):
                 one.copy_(kept)
         self._recall(_Remembered(**memory["remembered"]))
-        self._watch.recall(memory["watched"])
+        self._watch.scales = dict(memory["watched"])
 
 
 def _alike(one: Arithmetic, other: Arithmetic) -> bool:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.features.train.lab.readings import (
-    Cast,
     Figures,
     Number,
+    TensorCast,
     attention_score,
     batch_norm_drift,
     begin_peak,
@@ -33,7 +33,7 @@ from fp8bench.features.train.lab.readings import (
     reading_of,
     running_mean,
 )
-from fp8bench.features.train.values import LayerReading, Line, StepFigure
+from fp8bench.features.train.values import LayerReading, StepFigure, StreamLine
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.model import Params
 from fp8bench.nn.attention import Core, SelfAttention
@@ -42,28 +42,38 @@ from fp8bench.nn.whole_layers import WholeLayers
 from fp8bench.protocols import Arithmetic, Operand, Role, WatchedArithmetic
 
 
-class Watch:
-    """Of one model in one arm and seed. All that it keeps from a watched step to the next are scales."""
+class ModelWatch:
+    """Of one model in one arm and seed: what of it is watched, found once for all steps.
+
+    All that it keeps from a watched step to the next are `scales`.
+    """
 
     def __init__(self, model: nn.Module, arm: str = "", seed: int = 0, examples: int = 1, inside: bool = True) -> None:
         """`examples` are those of a micro-batch: in them the noise scale is told. Not `inside`: weights alone."""
         self._arm, self._seed, self._examples = arm, seed, examples
-        self._parts = Parts(model, inside)
-        self._scales: dict[str, float] = {}
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        return self._parts.parameters
+        self.scales: dict[str, float] = {}
+        found = {one: path for path, one in reversed([*_uncompiled(model, "")])} if inside else {}
+        self.modules = [(path, one) for one, path in found.items() if _is_watched(one)]
+        self.inside = bool(found)
+        self.parameters = {
+            path.removeprefix("_orig_mod."): one for path, one in model.named_parameters() if one.requires_grad
+        }
+        self.weights = {
+            path.removesuffix(".weight"): one for path, one in self.parameters.items() if one.ndim >= _MATRIX
+        }
+        tables = {path for path, one in model.named_modules() if isinstance(one, nn.Embedding)}
+        self.embeddings = {path for path in self.weights if path in tables or path.split(".")[-1] == "embedding"}
+        self.device = next(iter(self.parameters.values())).device
 
     @contextmanager
     def step(self, micro_batches: int = 1) -> Iterator[WatchedStep]:
         """Watch for the body, and leave nothing attached."""
         with ExitStack() as stack:
-            yield WatchedStep(self._parts, stack, micro_batches)
+            yield WatchedStep(self, stack, micro_batches)
 
-    def lines(self, step: int, found: WatchedStep) -> Iterator[Line]:
+    def lines(self, step: int, found: WatchedStep) -> Iterator[StreamLine]:
         """What was seen in a step. Waits for the device, once."""
-        noise = found.noise.figures()
+        noise = found.noise()
         numbers = iter(read([*found.tensors.values(), *noise.values(), *({"": one} for one in found.named.values())]))
         for layer, role in found.tensors:
             yield self._reading(step, layer, role, next(numbers))
@@ -72,26 +82,21 @@ class Watch:
         for name, layer, value in told:
             yield StepFigure(self._arm, self._seed, step, name, value, layer)
 
-    def memory(self) -> dict[str, float]:
-        return dict(self._scales)
-
-    def recall(self, memory: Mapping[str, float]) -> None:
-        self._scales = dict(memory)
-
     def _reading(self, step: int, layer: str, role: str, numbers: Mapping[str, float]) -> LayerReading:
         key = f"{layer} {role}"
-        found = reading_of(self._arm, self._seed, step, layer, role, numbers, self._scales.get(key))
+        found = reading_of(self._arm, self._seed, step, layer, role, numbers, self.scales.get(key))
         if "scale" in numbers or "octaves" in numbers:
-            self._scales[key] = found.scale
+            self.scales[key] = found.scale
         return found
 
 
+_MATRIX = 2
 # What a tensor was multiplied by, found where it is wanted.
 Scale = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Place:
+class FaultyTensor:
     """The first tensor that was not finite: a parameter's or a layer's by its path in the model.
 
     `amax` is the largest of its finite magnitudes, `share` how many of its elements are not finite. `scale` is what it
@@ -100,7 +105,7 @@ class Place:
 
     layer: str
     tensor: str
-    backward: bool
+    direction: str
     amax: float
     share: float
     scale: float | None
@@ -108,24 +113,22 @@ class Place:
     @property
     def words(self) -> str:
         scaled = "" if self.scale is None else f", scaled by {self.scale:g}"
-        direction = "backward" if self.backward else "forward"
         return (
-            f"the {self.tensor} of {self.layer}, in {direction}: {self.share:.3%} of it is not finite, the rest is up "
-            f"to {self.amax:g}{scaled}"
+            f"the {self.tensor} of {self.layer}, in {self.direction}: {self.share:.3%} of it is not finite, the rest "
+            f"is up to {self.amax:g}{scaled}"
         )
 
     @property
     def values(self) -> Params:
-        direction = "backward" if self.backward else "forward"
         scale = () if self.scale is None else (("scale", self.scale),)
-        return ("direction", direction), ("amax", self.amax), ("share", self.share), *scale
+        return ("direction", self.direction), ("amax", self.amax), ("share", self.share), *scale
 
 
 class Finder:
     """Looks at tensors until one is not finite. It waits for each of them."""
 
     def __init__(self) -> None:
-        self.place: Place | None = None
+        self.place: FaultyTensor | None = None
 
     def see(self, layer: str, tensor: str, x: Tensor, backward: bool = False, scale: Scale | None = None) -> None:
         if self.place is not None or not x.is_floating_point():
@@ -135,7 +138,8 @@ class Finder:
         if bool(finite.all()):
             return
         amax = float(values[finite].abs().max()) if bool(finite.any()) else 0.0
-        self.place = Place(layer, tensor, backward, amax, 1 - float(finite.double().mean()), scale and scale())
+        direction, share = "backward" if backward else "forward", 1 - float(finite.double().mean())
+        self.place = FaultyTensor(layer, tensor, direction, amax, share, scale and scale())
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -181,7 +185,7 @@ class Finder:
             self.see(name, f"{role.value} as it was rounded", rounded, backward, wanted)
 
 
-def whole_words(place: Place | None, loss: float, norm: float) -> str:
+def whole_words(place: FaultyTensor | None, loss: float, norm: float) -> str:
     """What was not finite, and where."""
     if math.isfinite(loss + norm):
         what = "the weights are not after an update"
@@ -192,51 +196,37 @@ def whole_words(place: Place | None, loss: float, norm: float) -> str:
     return f"{what}; first was {place.words}"
 
 
-_MATRIX = 2
-
-
-class Parts:
-    """What of a model is watched: found once, for all steps."""
-
-    def __init__(self, model: nn.Module, inside: bool = True) -> None:
-        """Not `inside`: its weights alone."""
-        found = {one: path for path, one in reversed([*_uncompiled(model, "")])} if inside else {}
-        self.modules = [(path, one) for one, path in found.items() if _is_watched(one)]
-        self.inside = bool(found)
-        self.parameters = {
-            path.removeprefix("_orig_mod."): one for path, one in model.named_parameters() if one.requires_grad
-        }
-        self.weights = {
-            path.removesuffix(".weight"): one for path, one in self.parameters.items() if one.ndim >= _MATRIX
-        }
-        tables = {path for path, one in model.named_modules() if isinstance(one, nn.Embedding)}
-        self.embeddings = {path for path in self.weights if path in tables or path.split(".")[-1] == "embedding"}
-        self.device = next(iter(self.parameters.values())).device
-
-
 class WatchedStep:
-    """Figures of tensors by layer and role, and others by name and layer, as far as the step has come."""
+    """Figures of tensors by layer and role, and others by name and layer, as far as the step has come.
 
-    def __init__(self, parts: Parts, stack: ExitStack, micro_batches: int) -> None:
+    Of gradients there are sums over those that arrive, a micro-batch after the other, and of those together. A step of
+    one micro-batch says nothing of their noise, and neither do gradients that are taken away as soon as they are there.
+    """
+
+    def __init__(self, watch: ModelWatch, stack: ExitStack, micro_batches: int) -> None:
         """Attached until the stack is unwound."""
         self.tensors: dict[tuple[str, str], Figures] = {}
         self.named: dict[tuple[str, str], Number] = {}
-        self.noise = GradientNoise(parts.parameters)
-        self._parts = parts
-        if micro_batches > 1 and parts.inside:
-            self.noise.attach(stack)
-        begin_peak(parts.device)
-        for path, module in parts.modules:
+        self._watch = watch
+        self._arrived = dict.fromkeys(watch.parameters, 0)
+        self._squares: dict[str, Tensor] = {}
+        self._totals: dict[str, Tensor] = {}
+        hooked: Mapping[str, Any] = watch.parameters if micro_batches > 1 and watch.inside else {}
+        for name, parameter in hooked.items():
+            stack.callback(parameter.register_hook(partial(self._arrives, name)).remove)
+            stack.callback(parameter.register_post_accumulate_grad_hook(partial(self._is_added, name)).remove)
+        begin_peak(watch.device)
+        for path, module in watch.modules:
             self._attach(path, module, stack)
 
     @torch.no_grad()
     def updated(self, moved: Mapping[str, Tensor], sizes: Mapping[str, Tensor]) -> None:
         """The weights were changed: norms of the changes and of the weights, by parameter."""
-        self.named["memory", ""] = bytes_in_use(self._parts.device)
-        for layer, weight in self._parts.weights.items():
+        self.named["memory", ""] = bytes_in_use(self._watch.device)
+        for layer, weight in self._watch.weights.items():
             self._see(layer, Role.WEIGHT, weight)
-        for layer in self._parts.embeddings:
-            self.named["embedding_spread", layer] = embedding_spread(self._parts.weights[layer])
+        for layer in self._watch.embeddings:
+            self.named["embedding_spread", layer] = embedding_spread(self._watch.weights[layer])
         for path, norm in moved.items():
             self.named["update_ratio", path.removesuffix(".weight")] = norm / sizes[path]
 
@@ -284,10 +274,28 @@ class WatchedStep:
             with torch.no_grad():
                 self.named["batch_norm_drift", path] = batch_norm_drift(given[0], mean, channels_last=own)
 
-    def _see(self, layer: str, role: str, x: Tensor, cast: Callable[[Tensor], Cast] | None = None) -> None:
+    def _see(self, layer: str, role: str, x: Tensor, cast: Callable[[Tensor], TensorCast] | None = None) -> None:
         if (layer, role) not in self.tensors and x.is_floating_point() and x.numel() > 1:
             with torch.no_grad():
                 self.tensors[layer, str(role)] = figures_of(x, cast and cast(x))
+
+    def _arrives(self, name: str, gradient: Tensor) -> None:
+        self._arrived[name] += 1
+        before = self._watch.parameters[name].grad
+        if self._arrived[name] > 1 and before is not None:
+            first = _square(before) if self._arrived[name] == 2 else self._squares[name]
+            self._squares[name] = first + _square(gradient)
+
+    def _is_added(self, name: str, parameter: Tensor) -> None:
+        if self._arrived[name] > 1 and parameter.grad is not None:
+            self._totals[name] = _square(parameter.grad)
+
+    def noise(self) -> dict[str, Figures]:
+        """Sums by parameter, of those with two micro-batches or more."""
+        return {
+            name: {"count": self._arrived[name], "squares": squares, "total": self._totals[name]}
+            for name, squares in self._squares.items()
+        }
 
 
 def _has_weights(module: nn.Module) -> bool:
@@ -312,51 +320,13 @@ def _uncompiled(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]
         yield from _uncompiled(child, f"{path}.{name}".lstrip("."))
 
 
-class GradientNoise:
-    """Sums over the gradients that arrive at some parameters, a micro-batch after the other, and of those together.
-
-    A step of one micro-batch says nothing, and neither do gradients that are taken away as soon as they are there.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._counts = dict.fromkeys(parameters, 0)
-        self._squares: dict[str, Tensor] = {}
-        self._totals: dict[str, Tensor] = {}
-
-    def attach(self, stack: ExitStack) -> None:
-        for name, parameter in self._parameters.items():
-            if parameter.requires_grad:
-                hooks: Any = parameter  # torch's have no types
-                stack.callback(hooks.register_hook(partial(self._arrives, name)).remove)
-                stack.callback(hooks.register_post_accumulate_grad_hook(partial(self._is_added, name)).remove)
-
-    def _arrives(self, name: str, gradient: Tensor) -> None:
-        self._counts[name] += 1
-        before = self._parameters[name].grad
-        if self._counts[name] > 1 and before is not None:
-            first = _square(before) if self._counts[name] == 2 else self._squares[name]
-            self._squares[name] = first + _square(gradient)
-
-    def _is_added(self, name: str, parameter: Tensor) -> None:
-        if self._counts[name] > 1 and parameter.grad is not None:
-            self._totals[name] = _square(parameter.grad)
-
-    def figures(self) -> dict[str, Figures]:
-        """By parameter, those with two micro-batches or more."""
-        return {
-            name: {"count": self._counts[name], "squares": squares, "total": self._totals[name]}
-            for name, squares in self._squares.items()
-        }
-
-
 def _square(gradient: Tensor) -> Tensor:
     squared: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).to(torch.float64).square()
     return squared
 
 
 @dataclass(frozen=True)
-class Noise:
+class GradientNoise:
     """Of n gradients of equally many examples: the variance of one around their mean, and the square of the true mean,
     both without bias. Of many parameters they add up."""
 
@@ -376,10 +346,10 @@ class Noise:
         return max(self.variance, 0.0) / self.signal if self.signal > 0 else math.inf
 
 
-def noise_of(count: float, squares: float, total: float) -> Noise:
+def noise_of(count: float, squares: float, total: float) -> GradientNoise:
     """From the sum of the gradients' squares and the square of their sum."""
     variance = (squares - total / count) / (count - 1)
-    return Noise(variance, total / count**2 - variance / count)
+    return GradientNoise(variance, total / count**2 - variance / count)
 
 
 def noise_figures(found: Mapping[str, Mapping[str, float]], examples: int) -> Iterator[tuple[str, str, float]]:
@@ -389,6 +359,6 @@ def noise_figures(found: Mapping[str, Mapping[str, float]], examples: int) -> It
         return
     for name, one in every.items():
         yield "gradient_snr", name, one.ratio
-    joint = Noise(sum(one.variance for one in every.values()), sum(one.signal for one in every.values()))
+    joint = GradientNoise(sum(one.variance for one in every.values()), sum(one.signal for one in every.values()))
     yield "gradient_snr", "", joint.ratio
     yield "noise_scale", "", examples * joint.scale

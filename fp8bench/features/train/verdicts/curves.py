@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from fp8bench.analysis.compare.interval import quantile
-from fp8bench.features.train.values import REFERENCE_SECONDS, Line, StepFigure, StepRow, TrainingEvent, Validation
+from fp8bench.features.train.values import REFERENCE_SECONDS, StepFigure, StepRow, StreamLine, TrainingEvent, Validation
 from fp8bench.model import Interval
 
 HELD_OUT = "held-out"
@@ -92,7 +92,7 @@ def last_of(steps: int) -> int:
     return max(1, steps // _TENTHS)
 
 
-def curves_of(lines: Iterable[Line], steps: int) -> dict[Key, Curve]:
+def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
     """Every arm in every seed. Of lines for the same step the last one counts."""
     rows: dict[Key, dict[int, StepRow]] = defaultdict(dict)
     held_out: dict[Key, dict[int, float]] = defaultdict(dict)
@@ -193,7 +193,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedArm:
     """What the pairs of one arm say. `more_seeds` would do; None where no number of them is known to."""
 
     learned: Learned
@@ -215,11 +215,11 @@ def gap_of(gaps: Sequence[float]) -> Gap | None:
     return Gap(point, count, deviation, decides, shown)
 
 
-def judge(pairs: Sequence[Pair], margin: float) -> Judged:
+def judge(pairs: Sequence[Pair], margin: float) -> JudgedArm:
     """The verdict on pairs, none of which diverged."""
     gap = gap_of([pair.gap for pair in pairs])
     held_out = gap_of([pair.held_out for pair in pairs if pair.held_out is not None])
-    found = Judged(Learned.INCONCLUSIVE, gap, held_out)
+    found = JudgedArm(Learned.INCONCLUSIVE, gap, held_out)
     if gap is None or gap.decides is None or gap.pairs < LEAST_PAIRS:
         return replace(found, why=Why.FEW_PAIRS, more_seeds=LEAST_PAIRS - len(pairs))
     if held_out is None or held_out.decides is None or held_out.pairs < LEAST_PAIRS:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.train.values import Arm, LayerReading, Line, Training
+from fp8bench.features.train.values import Arm, LayerReading, StreamLine, Training
 from fp8bench.formats.recipes import FORMATS_BY_ROLE, Amax, Delayed
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
@@ -60,7 +60,7 @@ class Replayed:
     idle: float
 
 
-def traces_of(training: Training, lines: Iterable[Line], arm: Arm) -> tuple[Trace, ...]:
+def traces_of(training: Training, lines: Iterable[StreamLine], arm: Arm) -> tuple[Trace, ...]:
     """What a training kept of all tensors that an arm casts, in all seeds. Refused unless every cast was recorded."""
     batches = arm.taken(training.request.settings).micro_batches
     if batches > 1:
@@ -122,7 +122,7 @@ def best_of(found: Sequence[Replayed]) -> Delayed:
     return min(dict.fromkeys(one.delayed for one in found), key=cost)
 
 
-def histories_of(training: Training, lines: Iterable[Line], name: str) -> tuple[Replayed, ...]:
+def histories_of(training: Training, lines: Iterable[StreamLine], name: str) -> tuple[Replayed, ...]:
     """Every way on the amaxes of the arm with that name, by way and role, in its own formats if it has a choice."""
     arms = {arm.name: arm for arm in training.arms}
     if name not in arms:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fp8bench.analysis.compare.interval import quantile
-from fp8bench.features.train.values import FALLBACK, UNPAIRED, Arm, ArmRole, Line, Training
+from fp8bench.features.train.values import FALLBACK, UNPAIRED, Arm, ArmRole, StreamLine, Training
 from fp8bench.features.train.verdicts.curves import (
     LEAST_PAIRS,
     SHOWN,
     Curve,
-    Judged,
+    JudgedArm,
     Key,
     Learned,
     Pair,
@@ -48,7 +48,7 @@ class ArmVerdict:
     """
 
     arm: Arm
-    judged: Judged
+    judged: JudgedArm
     pairs: tuple[Pair, ...] = ()
     voids: tuple[tuple[int, Void], ...] = ()
     diverged_in: tuple[int, ...] = ()
@@ -111,7 +111,7 @@ def least_fall(margin: float) -> float:
     return max(_LEAST_FALL, margin / (margin + _LOST))
 
 
-def verdicts_of(training: Training, lines: Iterable[Line]) -> Verdicts:
+def verdicts_of(training: Training, lines: Iterable[StreamLine]) -> Verdicts:
     request = training.request
     curves = curves_of(lines, request.steps)
     seeds = tuple(range(request.seed, request.seed + request.seeds))
@@ -144,9 +144,9 @@ def _of_arm(
     )  # fmt: skip
     judged = judge(pairs, margin)
     if diverged:
-        judged = Judged(Learned.DIVERGED, judged.gap, judged.held_out)
+        judged = JudgedArm(Learned.DIVERGED, judged.gap, judged.held_out)
     elif not learned:
-        judged = Judged(Learned.DID_NOT_LEARN)
+        judged = JudgedArm(Learned.DID_NOT_LEARN)
     elif why := _not_what_it_is_called(reference, arm, pairs, curves):
         judged = replace(judged, learned=Learned.INCONCLUSIVE, why=why, more_seeds=None)
         learned = False

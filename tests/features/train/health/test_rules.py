@@ -11,7 +11,7 @@ import pytest
 
 from fp8bench.features.train.health.health import REST, RULES, Health
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import Arm, ArmRole, LayerReading, Line, StepFigure, StepRow
+from fp8bench.features.train.values import Arm, ArmRole, LayerReading, StepFigure, StepRow, StreamLine
 
 ARM = Arm("bf16", "bf16", ArmRole.REFERENCE)
 FP8 = Arm("fp8", "fp8-delayed")
@@ -47,7 +47,7 @@ def figures(name: str, values: Iterable[float]) -> Iterator[StepFigure]:
         yield StepFigure("bf16", 0, 10 * number, name, value, "blocks.0")
 
 
-def updates(share: Callable[[int], float]) -> Iterator[Line]:
+def updates(share: Callable[[int], float]) -> Iterator[StreamLine]:
     """What updates are of three matrices, the first of them times `share`; a norm and an embedding do as they like."""
     for number in range(12):
         for layer, times in (("blocks.0", share(number)), ("blocks.1", 1.0), ("head", 0.5)):
@@ -59,14 +59,14 @@ def updates(share: Callable[[int], float]) -> Iterator[Line]:
             yield StepFigure("bf16", 0, 10 * number, "update_ratio", 1e-6, layer)
 
 
-def alarms(lines: Iterable[Line], *arms: Arm) -> list[tuple[str, int]]:
+def alarms(lines: Iterable[StreamLine], *arms: Arm) -> list[tuple[str, int]]:
     """Rules and steps of the alarms, each a whole sentence."""
     found = Health(arms or (ARM,)).see(lines)
     assert all(one.kind == "alarm" and one.words and one.words[-1] != "." for one in found)
     return [(str(dict(one.values)["rule"]), one.step) for one in found]
 
 
-def gap(share: float, other: float = 0.01) -> Iterator[Line]:
+def gap(share: float, other: float = 0.01) -> Iterator[StreamLine]:
     """Three arms, slice by slice: a candidate behind the reference, and another seed."""
     arms = {"bf16": 0.0, "fp8": share, "bf16, other seed": other}
     noise = random.Random(2)
@@ -82,7 +82,7 @@ def falls_until(step: int) -> float:
 
 
 # What is ill from a step on: the alarm, and the step it is raised in.
-ILL: dict[str, tuple[Callable[[], Iterable[Line]], int]] = {
+ILL: dict[str, tuple[Callable[[], Iterable[StreamLine]], int]] = {
     "gradient-norm-spike": (lambda: rows(80, gradient_norm=lambda step: 18.0 if step == 60 else 1.0), 60),
     "update-norm-burst": (lambda: rows(60, update_ratio=lambda step: 5e-3 if step >= 40 else 1e-3), 40),
     "plateau": (lambda: rows(400, loss=falls_until), 289),
@@ -103,7 +103,7 @@ ILL: dict[str, tuple[Callable[[], Iterable[Line]], int]] = {
     "layer-stands-still": (lambda: updates(lambda number: 0.02 if number >= 4 else 1.0), 60),
 }
 
-WELL: dict[str, Callable[[], Iterable[Line]]] = {
+WELL: dict[str, Callable[[], Iterable[StreamLine]]] = {
     "a training that learns": lambda: rows(2000),
     "a batch that is ten times as steep": lambda: rows(80, gradient_norm=lambda step: 10.0 if step == 60 else 1.0),
     "a batch of rare text among few tokens": lambda: rows(
@@ -206,7 +206,7 @@ def test_arms_and_seeds_are_apart() -> None:
     """What is usual in one arm or seed is not in the other."""
     quiet = list(rows(40, "bf16", gradient_norm=lambda step: 1.0))
     loud = list(rows(40, "fp8", gradient_norm=lambda step: 9.0))
-    mixed: list[Line] = [line for pair in zip(quiet, loud, strict=True) for line in pair]
+    mixed: list[StreamLine] = [line for pair in zip(quiet, loud, strict=True) for line in pair]
     again = [replace(row, seed=1, gradient_norm=100.0) for row in quiet]
     assert alarms([*mixed, *again], ARM, FP8) == []
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.features.train.health.health import Health, Trial, outcome, trials_of
+from fp8bench.features.train.health.health import Health, RemedyTrial, outcome, trials_of
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import Arm, LayerReading, Line, StepRow, TrainingEvent
+from fp8bench.features.train.values import Arm, LayerReading, StepRow, StreamLine, TrainingEvent
 
 ARM = Arm("fp8", "fp8-delayed:history=16", settings=(("rate", 0.01),))
 SETTINGS = TrainerSettings()
@@ -20,12 +20,12 @@ BEHIND = [
 ]
 
 
-def alarm_of(lines: Sequence[Line]) -> TrainingEvent:
+def alarm_of(lines: Sequence[StreamLine]) -> TrainingEvent:
     (event,) = Health((ARM,)).see(lines)
     return event
 
 
-def stream(trial: Trial, loss: float, lag: float = 0.0) -> list[Line]:
+def stream(trial: RemedyTrial, loss: float, lag: float = 0.0) -> list[StreamLine]:
     """What a trial says from step 30 to 90."""
     row = StepRow(trial.arm.name, 0, 30, loss, 1e-3, 1.0, 0.0, 50.0, 1e-3, 1.0, 1024, 0.01)
     rows = [replace(row, step=step) for step in range(30, 90)]

@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import Arm, Line, SeedTask, StepRow, TokenSpan, TrainingText
+from fp8bench.features.train.values import Arm, SeedTask, StepRow, StreamLine, TokenSpan, TrainingText
 from fp8bench.model.raw import Settings
 from fp8bench.plan.corpus import Corpus
 from tests.facts import CPU
@@ -38,7 +38,7 @@ def lab_of(task: SeedTask) -> Lab:
     return lab
 
 
-def rows(lines: Sequence[Line]) -> list[StepRow]:
+def rows(lines: Sequence[StreamLine]) -> list[StepRow]:
     """Those of the steps, without the time that they took."""
     return [replace(one, seconds=0.0) for one in lines if isinstance(one, StepRow)]
 

@@ -13,7 +13,7 @@ import torch
 
 from fp8bench.features.train.lab.together import DataParallel, FullySharded, TensorParallel
 from fp8bench.features.train.lab.trainer import Trainer
-from fp8bench.features.train.values import Arm, Line, SeedTask
+from fp8bench.features.train.values import Arm, SeedTask, StreamLine
 from fp8bench.nn.sizes import SIZES
 from fp8bench.nn.tensor_scales import backward_is_running
 from tests.features.train.lab.labs import TINY
@@ -133,7 +133,7 @@ def _move(trainer: Trainer) -> None:
     weight[5] = torch.nextafter(weight[5], torch.tensor(9.0))
 
 
-def _advanced(self: Trainer, *arguments: Any, **named: Any) -> Iterator[Line]:
+def _advanced(self: Trainer, *arguments: Any, **named: Any) -> Iterator[StreamLine]:
     planted = self._task.seed if _RANK == 1 and self.arm.role == "candidate" else 0
     # One that is to die once leaves a word that it has.
     died = Path(os.environ.get("PLANTED_RANKS", "")) / f"died-{planted}"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.lab.optimizer import LossScale, loss_scale_of
 from fp8bench.features.train.lab.watched_step import Finder
-from fp8bench.features.train.values import Line, TrainingEvent
+from fp8bench.features.train.values import StreamLine, TrainingEvent
 from fp8bench.nn.linear import Linear
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import SilentPhases
@@ -32,7 +32,7 @@ def spoil(lab: Lab, arm: str, name: str, factor: float) -> None:
         lab._trainers[arm]._parameters[name].mul_(factor)
 
 
-def events(lines: tuple[Line, ...]) -> list[TrainingEvent]:
+def events(lines: tuple[StreamLine, ...]) -> list[TrainingEvent]:
     return [one for one in lines if isinstance(one, TrainingEvent)]
 
 
@@ -184,7 +184,7 @@ def test_the_scale_of_that_moment_is_told() -> None:
         with finder.attached(model):
             model(*pair)
         place = finder.place
-        assert place is not None and (place.layer, place.tensor, place.backward) == (layer, "input", False)
+        assert place is not None and (place.layer, place.tensor, place.direction) == (layer, "input", "forward")
         assert (place.amax, place.share) == (2.0, 1 / 1024) and place.scale == pytest.approx(scale)
         assert f"the input of {layer}, in forward: 0.098% of it is not finite" in place.words
         assert type(model.first.arithmetic) is type(model.second.arithmetic), "nothing stays attached"

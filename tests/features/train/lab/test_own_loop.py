@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fp8bench
 from fp8bench.errors import StoreError, UnknownName, UsageError
 from fp8bench.features.train.lab.own_loop import loss_of
-from fp8bench.features.train.values import LayerReading, Line, StepFigure, StepRow, TrainingEvent
+from fp8bench.features.train.values import LayerReading, StepFigure, StepRow, StreamLine, TrainingEvent
 from tests.features.train.lab.labs import hooks_of
 
 
@@ -37,7 +37,7 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(self.norm(x)), tokens)
 
 
-Lines = list[Line]
+Lines = list[StreamLine]
 
 
 def trained(
@@ -74,7 +74,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def of(kind: type, lines: Sequence[Line]) -> list[Any]:
+def of(kind: type, lines: Sequence[StreamLine]) -> list[Any]:
     return [line for line in lines if isinstance(line, kind)]
 
 

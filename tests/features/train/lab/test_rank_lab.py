@@ -14,7 +14,7 @@ from fp8bench.features.train.lab.rank_lab import MODULE
 from fp8bench.features.train.ranks_merge import MERGES
 from fp8bench.features.train.request import PARALLEL
 from fp8bench.features.train.seed import lab_of as asked
-from fp8bench.features.train.values import Arm, LayerReading, Line, SeedTask, StepFigure, StepRow, TrainingEvent
+from fp8bench.features.train.values import Arm, LayerReading, SeedTask, StepFigure, StepRow, StreamLine, TrainingEvent
 from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model.raw import Settings
 from fp8bench.nn.sizes import SIZES
@@ -46,16 +46,16 @@ def ranks() -> Iterator[RanksWorker]:
         yield worker
 
 
-def losses(lines: tuple[Line, ...]) -> list[float]:
+def losses(lines: tuple[StreamLine, ...]) -> list[float]:
     return [row.loss for row in rows(lines)]
 
 
-def numbers(lines: tuple[Line, ...]) -> list[float]:
+def numbers(lines: tuple[StreamLine, ...]) -> list[float]:
     """Of each step its loss and its norms, which count every parameter once."""
     return [one for row in rows(lines) for one in (row.loss, row.gradient_norm, row.parameter_norm, row.update_ratio)]
 
 
-def readings(lines: tuple[Line, ...], step: int) -> dict[tuple[str, str], LayerReading]:
+def readings(lines: tuple[StreamLine, ...], step: int) -> dict[tuple[str, str], LayerReading]:
     return {(one.layer, one.role): one for one in lines if isinstance(one, LayerReading) and one.step == step}
 
 
@@ -129,14 +129,14 @@ def test_rows_of_a_rank_are_updated_as_those_of_the_whole_model(corpus: Corpus, 
     assert found[0] == found[1] and len(found[0]) > 100
 
 
-def _without_norms(line: Line) -> Line:
+def _without_norms(line: StreamLine) -> StreamLine:
     """They are sums in another order."""
     if isinstance(line, StepRow):
         return replace(line, gradient_norm=0.0, parameter_norm=0.0, update_ratio=0.0)
     return replace(line, value=0.0) if isinstance(line, StepFigure) and line.name == "update_ratio" else line
 
 
-def _timeless(lines: tuple[Line, ...]) -> list[Line]:
+def _timeless(lines: tuple[StreamLine, ...]) -> list[StreamLine]:
     """Without times and the process's memory."""
     timed = ("memory", "watched_seconds")
     kept = (one for one in lines if getattr(one, "name", "") not in timed)

@@ -12,8 +12,8 @@ from torch import nn
 
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.lab.readings import attention_score, batch_norm_drift, embedding_spread
-from fp8bench.features.train.lab.watched_step import Noise, Parts, Watch, WatchedStep, noise_of
-from fp8bench.features.train.values import Arm, LayerReading, Line, StepFigure, StepRow
+from fp8bench.features.train.lab.watched_step import GradientNoise, ModelWatch, WatchedStep, noise_of
+from fp8bench.features.train.values import Arm, LayerReading, StepFigure, StepRow, StreamLine
 from fp8bench.features.train.verdicts.histories import scales_of
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.formats.recipes import Delayed
@@ -32,24 +32,24 @@ ARMS = (
 LAYERS = ("blocks.0.attn.qkv", "blocks.0.attn.out", "blocks.0.mlp.up", "blocks.0.mlp.down", "head")
 
 
-def advanced(lab: Lab, steps: int) -> list[Line]:
+def advanced(lab: Lab, steps: int) -> list[StreamLine]:
     return [line for arm in ARMS for line in lab.advance(arm.name, steps)]
 
 
 @pytest.fixture(scope="module")
-def lines(corpus: Corpus) -> list[Line]:
+def lines(corpus: Corpus) -> list[StreamLine]:
     """Of a training that is watched in every second step."""
     return advanced(lab_of(replace(task_of(corpus, *ARMS, steps=5), stride=2)), 5)
 
 
-def test_nobody_sees_in_the_losses_that_it_is_watched(lines: list[Line], corpus: Corpus) -> None:
+def test_nobody_sees_in_the_losses_that_it_is_watched(lines: list[StreamLine], corpus: Corpus) -> None:
     """Not a bit: with delayed scales, stochastic rounding, dropout, blocks that are computed again, a loss scale."""
     unwatched = rows(advanced(lab_of(replace(task_of(corpus, *ARMS, steps=5), stride=1000)), 5))
     assert list(map(repr, rows(lines))) == list(map(repr, unwatched)) and len(unwatched) == 25  # a NaN is its like
     assert all((row.seconds == 0) == (row.step % 2 == 0) for row in lines if isinstance(row, StepRow))
 
 
-def test_every_layer_says_what_it_casts(lines: list[Line]) -> None:
+def test_every_layer_says_what_it_casts(lines: list[StreamLine]) -> None:
     """Once for each role, in watched steps, whatever the micro-batches and how often a block is computed."""
     found = [line for line in lines if isinstance(line, LayerReading)]
     keys = [(one.arm, one.step, one.layer, one.role) for one in found]
@@ -63,7 +63,7 @@ def test_every_layer_says_what_it_casts(lines: list[Line]) -> None:
     assert {one.layer for one in found if one.arm == "moe" and one.role == "input"} > {"blocks.0.mlp.experts.7.up"}
 
 
-def test_scales_are_those_of_the_casts(lines: list[Line]) -> None:
+def test_scales_are_those_of_the_casts(lines: list[StreamLine]) -> None:
     """The first delayed ones are 1; those of blocks differ; bf16 has none."""
     found = {(one.arm, one.step, one.layer, one.role): one for one in lines if isinstance(one, LayerReading)}
     first, later = (found["delayed", step, "blocks.0.mlp.up", "input"] for step in (0, 4))
@@ -95,7 +95,7 @@ def test_amaxes_of_every_step_replayed_give_the_scales_that_there_were(corpus: C
         assert [one.scale for one in course] == wanted.tolist()
 
 
-def test_what_else_a_watched_step_says(lines: list[Line]) -> None:
+def test_what_else_a_watched_step_says(lines: list[StreamLine]) -> None:
     """By name and layer."""
     found = {
         (one.arm, one.name, one.layer): one.value for one in lines if isinstance(one, StepFigure) and one.step == 4
@@ -135,7 +135,7 @@ def small_model() -> nn.Module:
 def test_nothing_stays_attached_whatever_happens(corpus: Corpus) -> None:
     """Neither after a step, nor after one that has failed in the middle."""
     model = small_model()
-    watch = Watch(model)
+    watch = ModelWatch(model)
     with watch.step(micro_batches=2):
         assert hooks_of(model) > 4
     assert hooks_of(model) == 0
@@ -154,7 +154,7 @@ def test_noise_of_gradients_is_that_of_their_definition() -> None:
     """Over the gradients of single micro-batches, taken one by one."""
     model, batches = small_model(), [torch.randn(5, 8) for _ in range(4)]
     alone = [torch.autograd.grad(model(batch).square().mean(), list(model.parameters())) for batch in batches]
-    watch = Watch(model, examples=5)
+    watch = ModelWatch(model, examples=5)
     with watch.step(micro_batches=4) as seen:
         for batch in batches:
             (model(batch).square().mean() / 4).backward()
@@ -168,7 +168,7 @@ def test_noise_of_gradients_is_that_of_their_definition() -> None:
         signals.append(float(every.mean(0).square().sum()) - variance / 4)
         ratio = math.sqrt(max(signals[-1], 0) / variance)
         assert found["gradient_snr", name] == pytest.approx(ratio, rel=1e-3)  # float32's own of a difference
-    joint = Noise(sum(variances), sum(signals))
+    joint = GradientNoise(sum(variances), sum(signals))
     assert found["gradient_snr", ""] == pytest.approx(joint.ratio, rel=1e-3)
     assert found["noise_scale", ""] == pytest.approx(5 * joint.scale, rel=1e-3)
 
@@ -205,7 +205,7 @@ def test_a_module_of_anybody_is_watched_by_what_goes_through_it() -> None:
     model = small_model()
     x = torch.randn(12, 8)
     with ExitStack() as stack:
-        seen = WatchedStep(Parts(model), stack, 1)
+        seen = WatchedStep(ModelWatch(model), stack, 1)
         with torch.no_grad():
             model(x)
         assert not seen.tensors
@@ -216,4 +216,4 @@ def test_a_module_of_anybody_is_watched_by_what_goes_through_it() -> None:
     assert ("batch_norm_drift", "1") in seen.named and ("output_amax", "3") in seen.named
     compiled = nn.Sequential(small_model(), nn.Linear(1, 2))
     compiled[0].compile(backend="eager")
-    assert [path for path, _ in Parts(compiled).modules] == ["1"]
+    assert [path for path, _ in ModelWatch(compiled).modules] == ["1"]

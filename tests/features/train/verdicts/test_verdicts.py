@@ -16,8 +16,8 @@ from fp8bench.features.train.values import (
     UNPAIRED,
     Arm,
     KeptTraining,
-    Line,
     StepRow,
+    StreamLine,
     TrainingEvent,
     Validation,
 )
@@ -37,13 +37,15 @@ WORSE = {"fp8": [0.030, 0.031, 0.029, 0.032, 0.030]}
 SAME = {"fp8": [0.001, -0.001, 0.002, -0.002, 0.0]}
 
 
-def judged(found: tuple[Line, ...]) -> tuple[ArmVerdict, Verdicts]:
+def judged(found: tuple[StreamLine, ...]) -> tuple[ArmVerdict, Verdicts]:
     """The verdict on the only candidate."""
     among = verdicts_of(training(), found)
     return among.arms[0], among
 
 
-def changed(found: tuple[Line, ...], change: Callable[[StepRow], StepRow | None], arm: str = "fp8") -> tuple[Line, ...]:
+def changed(
+    found: tuple[StreamLine, ...], change: Callable[[StepRow], StepRow | None], arm: str = "fp8"
+) -> tuple[StreamLine, ...]:
     """The rows of one arm changed, or left out."""
     told = (change(line) if isinstance(line, StepRow) and line.arm == arm else line for line in found)
     return tuple(line for line in told if line is not None)
@@ -182,7 +184,7 @@ def test_copies_of_a_seed_are_one_seed() -> None:
 def test_losses_near_zero_and_other_numbers_of_tokens_do_not_compare() -> None:
     """A share of next to nothing says nothing, nor does an arm that saw more text."""
     learned_by_heart = [*curve(90, 0.001), *[0.001] * 10]
-    told: list[Line] = []
+    told: list[StreamLine] = []
     for seed in range(5):
         told += [*rows("bf16", seed, learned_by_heart), *rows("fp8", seed, [2 * one for one in learned_by_heart])]
     assert judged(tuple(told))[0].voids[0] == (0, Void.NEARLY_ZERO)
