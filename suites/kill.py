@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fp8bench.model import Run, Status
@@ -254,7 +254,7 @@ def main() -> int:
     def report(tally: Tally) -> str:
         """The tally as JSON, with what it was made under."""
         command = f"python -m suites.kill --kills {tally.kills.total()} --seed {asked.seed}"
-        result = {"command": command, **asdict(tally), "seconds": round(time.monotonic() - begun, 1), **conditions()}
+        result = {"command": command, **vars(tally), "seconds": round(time.monotonic() - begun, 1), **conditions()}
         text = json.dumps(result, indent=1)
         if asked.json:
             asked.json.write_text(text + "\n")
