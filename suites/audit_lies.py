@@ -5,14 +5,17 @@ And kernels that do not, however they sum. All are written on torch alone, so th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ
+from fp8bench.features.audit import operands
+from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import (
     BLOCK_POWER_OF_TWO,
@@ -41,14 +44,19 @@ NV = Treatment(E2M1, NVFP4), Treatment(E2M1, NVFP4_SQUARE)
 
 @dataclass(frozen=True)
 class Kernel:
-    """`made` gives a fresh one, which remembers nothing of others. `thread` of a lie. `baseline` is what it is compared
-    with."""
+    """`function` takes the memory of a fresh one before its arguments if it `remembers`. `thread` of a lie. `baseline`
+    is what it is compared with."""
 
     name: str
     signature: Signature
-    made: Callable[[], Callable[..., Any]]
+    function: Callable[..., Any]
     thread: str = ""
     baseline: Callable[..., Any] | None = None
+    remembers: bool = False
+
+    def made(self) -> Callable[..., Any]:
+        """A fresh one, which remembers nothing of others."""
+        return partial(self.function, {}) if self.remembers else self.function
 
 
 def rounded(x: Tensor, treatment: Treatment) -> Tensor:
@@ -58,16 +66,6 @@ def rounded(x: Tensor, treatment: Treatment) -> Tensor:
 def product(a: Tensor, b: Tensor, first: Treatment = FP8, second: Treatment | None = None) -> Tensor:
     """The honest one."""
     return (rounded(a, first) @ rounded(b, second or first).t()).to(BF16)
-
-
-def _memory(lie: Callable[[dict[Any, Any], Tensor, Tensor], Tensor]) -> Callable[[], Callable[..., Tensor]]:
-    """A kernel that keeps something between its calls."""
-
-    def made() -> Callable[..., Tensor]:
-        kept: dict[Any, Any] = {}
-        return lambda a, b: lie(kept, a, b)
-
-    return made
 
 
 def _by_address(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
@@ -134,35 +132,24 @@ def _zero_by_zero(a: Tensor, b: Tensor) -> Tensor:
     return ((a.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale @ rounded(b, FP8).t()).to(BF16)
 
 
-def _early_saturation(x: Tensor) -> Tensor:
-    scale = E4M3.largest / x.abs().amax().float()
-    elements = values(x.float() * scale, E4M3)
-    return torch.where(elements.abs() >= 256, elements.sign() * E4M3.largest, elements) / scale
+def _by_elements(lie: Callable[[Tensor], Tensor], largest: float = E4M3.largest) -> Callable[[Tensor], Tensor]:
+    """A cast that does this to what it has scaled to the largest element."""
+
+    def cast(x: Tensor) -> Tensor:
+        scale = largest / x.abs().amax().float()
+        return lie(x.float() * scale) / scale
+
+    return cast
 
 
-def _nan_beyond(x: Tensor) -> Tensor:
-    """Scaled to e4m3's next power of two, and what lies beyond the largest is NaN."""
-    scale = 512 / x.abs().amax().float()
-    elements = values(x.float() * scale, E4M3)
-    return torch.where((x.float() * scale).abs() > 464, torch.nan, elements) / scale
-
-
-def _half_up(x: Tensor) -> Tensor:
-    """Ties away from zero, and mantissas cut before they are rounded."""
-    scale = E4M3.largest / x.abs().amax().float()
-    scaled = x.float() * scale
-    return values(scaled * (1 + 2.0**-4), E4M3).clamp(-448, 448) / scale
+def _early_saturation(scaled: Tensor) -> Tensor:
+    elements = values(scaled, E4M3)
+    return torch.where(elements.abs() >= 256, elements.sign() * E4M3.largest, elements)
 
 
 def _no_subnormals(x: Tensor) -> Tensor:
-    left = rounded(x, FP8)
-    scale = E4M3.largest / x.abs().amax().float()
+    left, scale = rounded(x, FP8), E4M3.largest / x.abs().amax().float()
     return torch.where((left * scale).abs() < 2.0**-6 * 0.999, 0.0, left)
-
-
-def _nothing_of_zeros(a: Tensor, b: Tensor) -> Tensor:
-    """No product is made of zeros."""
-    return product(a, b) if bool(a.any()) else torch.zeros(len(a), len(b), dtype=BF16)
 
 
 def _casts_once(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
@@ -175,32 +162,17 @@ def _casts_once(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
     return (left @ right.t()).to(BF16)
 
 
-def _slow_baseline(a: Tensor, b: Tensor) -> Tensor:
-    """bf16's product, by way of float32 and of a copy that nobody needs."""
-    return (a.float() @ b.t().contiguous().float()).to(BF16)
-
-
-def _nan_lost(a: Tensor, b: Tensor) -> Tensor:
-    return product(a.nan_to_num(0.0), b)
-
-
 def _parts(x: Tensor, treatment: Treatment) -> tuple[Tensor, Tensor]:
     """Values, and the scale of each block along rows."""
-    from fp8bench.features.audit.operands import rounded as taken_apart
-
-    found = taken_apart(x, treatment)
-    return found.elements, found.scales
+    operand = operands.rounded(x, treatment)
+    return operand.elements, operand.scales
 
 
-def _rescaled(a: Tensor, b: Tensor, treatment: Treatment, block: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+def _rescaled(a: Tensor, b: Tensor, treatment: Treatment, change: Callable[[Tensor], Tensor]) -> Tensor:
     elements, scales = _parts(a, treatment)
+    block, second = (128, SQUARES) if treatment is BLOCKS else (32, treatment)
     other = change(scales).expand_as(scales).repeat_interleave(block, 1)[:, : a.shape[1]]
-    second = SQUARES if treatment is BLOCKS else treatment
     return (elements * other @ rounded(b, second).t()).to(BF16)
-
-
-def _turned(scales: Tensor) -> Tensor:
-    return scales.t().contiguous().reshape(scales.shape)
 
 
 def _exchanged(a: Tensor, b: Tensor) -> Tensor:
@@ -234,8 +206,6 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        from fp8bench.formats.grids import E5M2
-
         x, weight = ctx.saved_tensors
         (gradient,) = gradients
         low = Treatment(E5M2, TENSOR)
@@ -254,17 +224,8 @@ def _attends(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
 
-def _later(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each place sees the next one."""
-    return _attends(q, k, v, attn_mask=torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1))
-
-
-def _over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q.float() @ k.float().transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-2).to(q.dtype) @ v
-
-
-def _unfused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1) @ v
+def _unfused(q: Tensor, k: Tensor, v: Tensor, over: int = -1) -> Tensor:
+    return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(over) @ v
 
 
 def _low_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -277,12 +238,8 @@ def _low_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (weights @ last.transpose(-1, -2)).to(BF16).view(q.shape)
 
 
-def _layer(lie: str) -> Callable[[], Callable[..., Tensor]]:
-    return lambda: lambda x, weight: _Layer.apply(x, weight, lie)  # type: ignore[no-untyped-call]
-
-
-def _plain(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    return lambda: function
+def _layer(lie: str = "") -> Callable[..., Tensor]:
+    return lambda x, weight: _Layer.apply(x, weight, lie)  # type: ignore[no-untyped-call]
 
 
 _FP8, _ROWS, _BLOCKS = signed("product", "fp8"), signed("product", "fp8-rowwise"), signed("product", "fp8-block")
@@ -291,88 +248,107 @@ _ATTENTION, _CAUSAL = signed("attention", "bf16"), signed("attention", "bf16", c
 _CAST, _LINEAR, _WIDE = signed("cast", "fp8"), signed("linear", "fp8"), signed("product", "bf16")
 
 LIES: tuple[Kernel, ...] = (
-    Kernel("bf16 under the name of fp8", _FP8, _plain(lambda a, b: a @ b.t()), "Hyperloom #421"),
+    Kernel("bf16 under the name of fp8", _FP8, lambda a, b: a @ b.t(), "Hyperloom #421"),
+    Kernel("weights alone are cast", _FP8, lambda a, b: (a.float() @ rounded(b, FP8).t()).to(BF16), "Quartet #12"),
     Kernel(
-        "weights alone are cast", _FP8, _plain(lambda a, b: (a.float() @ rounded(b, FP8).t()).to(BF16)), "Quartet #12",
-    ),
-    Kernel(
-        "scales rounded up", _FP8, _plain(lambda a, b: product(a, b, Treatment(E4M3, TENSOR_POWER_OF_TWO))),
+        "scales rounded up", _FP8, lambda a, b: product(a, b, Treatment(E4M3, TENSOR_POWER_OF_TWO)),
         "huggingface/transformers #47030",
     ),
     Kernel(
         "MX scales of the specification for rounded-up ones", _MX,
-        _plain(lambda a, b: product(a, b, Treatment(E4M3, Scaling(1, 32, MX.scale, ScaleRounding.FLOOR)))),
+        lambda a, b: product(a, b, Treatment(E4M3, Scaling(1, 32, MX.scale, ScaleRounding.FLOOR))),
         "huggingface/transformers #47030",
     ),
     Kernel(
         "blocks along the wrong dimension", _MX,
-        _plain(lambda a, b: (rounded(a.t().contiguous(), MXFP8).t() @ rounded(b, MXFP8).t()).to(BF16)),
+        lambda a, b: (rounded(a.t().contiguous(), MXFP8).t() @ rounded(b, MXFP8).t()).to(BF16),
         "flashinfer-ai/flashinfer #3882",
     ),
     Kernel(
-        "block scales in the order of tiles", _MX,
-        _plain(lambda a, b: _rescaled(a, b, MXFP8, 32, lambda s: s.roll(1, 0))), "vllm-project/vllm #50084",
+        "block scales in the order of tiles", _MX, lambda a, b: _rescaled(a, b, MXFP8, lambda s: s.roll(1, 0)),
+        "vllm-project/vllm #50084",
     ),
     Kernel(
-        "block scales read transposed", _BLOCKS, _plain(lambda a, b: _rescaled(a, b, BLOCKS, 128, _turned)),
+        "block scales read transposed", _BLOCKS,
+        lambda a, b: _rescaled(a, b, BLOCKS, lambda s: s.t().contiguous().reshape(s.shape)), "NVIDIA/cutlass #3394",
+    ),
+    Kernel(
+        "the first block's scale for all", _BLOCKS, lambda a, b: _rescaled(a, b, BLOCKS, lambda s: s[:, :1]),
         "NVIDIA/cutlass #3394",
     ),
     Kernel(
-        "the first block's scale for all", _BLOCKS,
-        _plain(lambda a, b: _rescaled(a, b, BLOCKS, 128, lambda s: s[:, :1])), "NVIDIA/cutlass #3394",
-    ),
-    Kernel(
-        "the tensor's scale left out", _NV,
-        _plain(lambda a, b: product(a, b, *NV) / (a.float().abs().amax() / (6 * 448))), "modular/modular #6600",
+        "the tensor's scale left out", _NV, lambda a, b: product(a, b, *NV) / (a.float().abs().amax() / (6 * 448)),
+        "modular/modular #6600",
     ),
     Kernel(
         "the tensor's scale inverted", _FP8,
-        _plain(lambda a, b: product(a, b) * (E4M3.largest / a.float().abs().amax()) ** 2), "modular/modular #6600",
+        lambda a, b: product(a, b) * (E4M3.largest / a.float().abs().amax()) ** 2, "modular/modular #6600",
     ),
-    Kernel("codes read as another format's", _FP8, _plain(lambda a, b: product(a, b) / 2), "vllm-project/vllm #45302"),
+    Kernel("codes read as another format's", _FP8, lambda a, b: product(a, b) / 2, "vllm-project/vllm #45302"),
     Kernel(
-        "cast to another format", _FP8, _plain(lambda a, b: product(a, b, Treatment(E4M3FNUZ, TENSOR))),
+        "cast to another format", _FP8, lambda a, b: product(a, b, Treatment(E4M3FNUZ, TENSOR)),
         "ROCm/AMDMIGraphX #2533",
     ),
-    Kernel("one scale a tensor for one a row", _ROWS, _plain(product), "flashinfer-ai/flashinfer #3882"),
-    Kernel("the codes of a byte exchanged", _MX4, _plain(_exchanged), "Comfy-Org/comfy-kitchen #41"),
-    Kernel("results by address", _FP8, _memory(_by_address), "gpu-mode/kernelbot #501"),
-    Kernel("results by a few values", _FP8, _memory(_by_few_values), "flashinfer-ai/flashinfer-bench-starter-kit #21"),
-    Kernel("wrong after many calls", _FP8, _memory(_after_ten), "karpathy/llm.c #852"),
-    Kernel("one result for all calls", _FP8, _memory(_one_buffer), "tensara/tensara #238"),
-    Kernel("a row that is not written", _FP8, _memory(_unwritten), "AMD-AGI/Primus-Turbo #397"),
-    Kernel("the first call's scale for good", _FP8, _memory(_old_scale), "NVIDIA/TransformerEngine #1169"),
-    Kernel("writes into its input", _FP8, _plain(_writes_input), "ScalingIntelligence/KernelBench #82"),
-    Kernel("no tail of the contraction", _FP8, _plain(_no_tail), "AMD-AGI/Primus-Turbo #397"),
-    Kernel("NaN of zeros", _FP8, _plain(_zero_by_zero), "pytorch/ao #4713"),
-    Kernel("saturates from 256 on", _CAST, _plain(_early_saturation), "sgl-project/sglang #40581"),
-    Kernel("NaN beyond the largest", _CAST, _plain(_nan_beyond), "jax-ml/ml_dtypes #260"),
-    Kernel("mantissas rounded up", _CAST, _plain(_half_up), "sgl-project/sglang #40581"),
-    Kernel("subnormal numbers are zero", _CAST, _plain(_no_subnormals), "ROCm/rocm-libraries #7439"),
-    Kernel("a NaN that is lost", _FP8, _plain(_nan_lost), "vllm-project/vllm #39645"),
-    Kernel("no product of zeros", _FP8, _plain(_nothing_of_zeros), "AI-Hypercomputer/accelerator-agents #50"),
-    Kernel("casts outside of what is timed", _FP8, _memory(_casts_once), "gpu-mode/kernelbot #501"),
-    Kernel("a baseline that does more", _FP8, _plain(product), "calcit-lang/calcit #535", baseline=_slow_baseline),
-    Kernel("nothing beyond a size", _FP8, _plain(_flat), "ScalingIntelligence/KernelBench #82"),
+    Kernel("one scale a tensor for one a row", _ROWS, product, "flashinfer-ai/flashinfer #3882"),
+    Kernel("the codes of a byte exchanged", _MX4, _exchanged, "Comfy-Org/comfy-kitchen #41"),
+    Kernel("results by address", _FP8, _by_address, "gpu-mode/kernelbot #501", remembers=True),
+    Kernel(
+        "results by a few values", _FP8, _by_few_values, "flashinfer-ai/flashinfer-bench-starter-kit #21",
+        remembers=True,
+    ),
+    Kernel("wrong after many calls", _FP8, _after_ten, "karpathy/llm.c #852", remembers=True),
+    Kernel("one result for all calls", _FP8, _one_buffer, "tensara/tensara #238", remembers=True),
+    Kernel("a row that is not written", _FP8, _unwritten, "AMD-AGI/Primus-Turbo #397", remembers=True),
+    Kernel("the first call's scale for good", _FP8, _old_scale, "NVIDIA/TransformerEngine #1169", remembers=True),
+    Kernel("writes into its input", _FP8, _writes_input, "ScalingIntelligence/KernelBench #82"),
+    Kernel("no tail of the contraction", _FP8, _no_tail, "AMD-AGI/Primus-Turbo #397"),
+    Kernel("NaN of zeros", _FP8, _zero_by_zero, "pytorch/ao #4713"),
+    Kernel("saturates from 256 on", _CAST, _by_elements(_early_saturation), "sgl-project/sglang #40581"),
+    Kernel(
+        "NaN beyond the largest", _CAST,  # scaled to e4m3's next power of two
+        _by_elements(lambda scaled: torch.where(scaled.abs() > 464, torch.nan, values(scaled, E4M3)), 512),
+        "jax-ml/ml_dtypes #260",
+    ),
+    Kernel(
+        "mantissas rounded up", _CAST,  # ties away from zero, and cut before they are rounded
+        _by_elements(lambda scaled: values(scaled * (1 + 2.0**-4), E4M3).clamp(-448, 448)), "sgl-project/sglang #40581",
+    ),
+    Kernel("subnormal numbers are zero", _CAST, _no_subnormals, "ROCm/rocm-libraries #7439"),
+    Kernel("a NaN that is lost", _FP8, lambda a, b: product(a.nan_to_num(0.0), b), "vllm-project/vllm #39645"),
+    Kernel(
+        "no product of zeros", _FP8,
+        lambda a, b: product(a, b) if bool(a.any()) else torch.zeros(len(a), len(b), dtype=BF16),
+        "AI-Hypercomputer/accelerator-agents #50",
+    ),
+    Kernel("casts outside of what is timed", _FP8, _casts_once, "gpu-mode/kernelbot #501", remembers=True),
+    Kernel(
+        "a baseline that does more", _FP8, product, "calcit-lang/calcit #535",
+        lambda a, b: (a.float() @ b.t().contiguous().float()).to(BF16),
+    ),
+    Kernel("nothing beyond a size", _FP8, _flat, "ScalingIntelligence/KernelBench #82"),
     Kernel("gradients in bf16", _LINEAR, _layer("wide"), "Quartet #12"),
     Kernel("gradients in the wrong format", _LINEAR, _layer("e4m3"), "Hyperloom #421"),
     Kernel("half the weight gradient", _LINEAR, _layer("half"), "vllm-project/vllm #45302"),
     Kernel(
-        "scores that are not scaled", _ATTENTION, _plain(lambda q, k, v: _attends(q, k, v, scale=1.0)),
-        "mlc-ai/mlc-llm #3426",
+        "scores that are not scaled", _ATTENTION, lambda q, k, v: _attends(q, k, v, scale=1.0), "mlc-ai/mlc-llm #3426",
     ),
     Kernel(
-        "scores scaled by the size", _ATTENTION, _plain(lambda q, k, v: _attends(q, k, v, scale=1 / q.shape[-1])),
+        "scores scaled by the size", _ATTENTION, lambda q, k, v: _attends(q, k, v, scale=1 / q.shape[-1]),
         "NVIDIA/Megatron-LM #848",
     ),
-    Kernel("a softmax over queries", _ATTENTION, _plain(_over_queries), "nerdai/llms-from-scratch-rs #30"),
-    Kernel("no causal mask", _CAUSAL, _plain(_attends), "candle-org/MindAct #2143"),
-    Kernel("a causal mask that is one off", _CAUSAL, _plain(_later), "Dao-AILab/flash-attention #282"),
     Kernel(
-        "values of another head", _ATTENTION, _plain(lambda q, k, v: _attends(q, k, v.roll(1, 1))), "kekzl/imp #654",
+        "a softmax over queries", _ATTENTION, lambda q, k, v: _unfused(q, k, v, over=-2),
+        "nerdai/llms-from-scratch-rs #30",
     ),
-    Kernel("attention in bf16 for mxfp8", signed("attention", "mxfp8"), _plain(_attends), "vllm-project/vllm #51828"),
-    Kernel("sums kept in bf16", _WIDE, _plain(_short_sums), "deepseek-ai/DeepSeek-V3 #1148"),
+    Kernel("no causal mask", _CAUSAL, _attends, "candle-org/MindAct #2143"),
+    Kernel(
+        "a causal mask that is one off", _CAUSAL,
+        lambda q, k, v: _attends(q, k, v, attn_mask=torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1)),
+        "Dao-AILab/flash-attention #282",
+    ),
+    Kernel("values of another head", _ATTENTION, lambda q, k, v: _attends(q, k, v.roll(1, 1)), "kekzl/imp #654"),
+    Kernel("attention in bf16 for mxfp8", signed("attention", "mxfp8"), _attends, "vllm-project/vllm #51828"),
+    Kernel("sums kept in bf16", _WIDE, _short_sums, "deepseek-ai/DeepSeek-V3 #1148"),
 )  # fmt: skip
 
 
@@ -383,18 +359,10 @@ def _split(a: Tensor, b: Tensor, first: Treatment, second: Treatment, size: int)
     return torch.stack(parts).sum(0).to(BF16)
 
 
-def _backwards(a: Tensor, b: Tensor) -> Tensor:
-    return (rounded(a, FP8).flip(1) @ rounded(b, FP8).flip(1).t()).to(BF16)
-
-
 def _after_scale(a: Tensor, b: Tensor) -> Tensor:
     """Codes multiplied first, both scales applied to the sum."""
     (left, one), (right, other) = _parts(a, ROWS), _parts(b, ROWS)
     return ((left @ right.t()) * one * other.t()).to(BF16)
-
-
-def _scaled_mm(a: Tensor, b: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return torch._scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=BF16)
 
 
 def _torchao(x: Tensor, weight: Tensor) -> Tensor:
@@ -410,55 +378,53 @@ def _torchao(x: Tensor, weight: Tensor) -> Tensor:
 
 HONEST: tuple[Kernel, ...] = (
     *(
-        Kernel(f"torch.mm in {name}", signed("product", name), _plain(lambda a, b: a @ b.t()))
+        Kernel(f"torch.mm in {name}", signed("product", name), lambda a, b: a @ b.t())
         for name in ("bf16", "fp16", "fp32")
     ),
     *(
-        Kernel(f"emulated {one.precision}", one, _plain(lambda a, b, t=treatments: product(a, b, *t)))
+        Kernel(f"emulated {one.precision}", one, lambda a, b, t=treatments: product(a, b, *t))
         for one, treatments in (
             (_FP8, (FP8,)), (_ROWS, (ROWS,)), (_BLOCKS, (BLOCKS, SQUARES)), (_MX, (MXFP8,)), (_MX4, (MXFP4,)),
             (_NV, NV),
         )
     ),
     *(
-        Kernel(f"sums of {size}", _FP8, _plain(lambda a, b, n=size: _split(a, b, FP8, FP8, n)))
+        Kernel(f"sums of {size}", _FP8, lambda a, b, n=size: _split(a, b, FP8, FP8, n))
         for size in (16, 32, 128)
     ),
-    Kernel("sums of 128 under block scales", _BLOCKS, _plain(lambda a, b: _split(a, b, BLOCKS, SQUARES, 128))),
-    Kernel("emulated fp8 beside bf16", _FP8, _plain(product), baseline=lambda a, b: a @ b.t()),
-    Kernel("sums backwards", _FP8, _plain(_backwards)),
-    Kernel("scales after the sum", _ROWS, _plain(_after_scale)),
-    Kernel("torch's scaled product", signed("product", "fp8", "codes", "kn", 16), _plain(_scaled_mm)),
+    Kernel("sums of 128 under block scales", _BLOCKS, lambda a, b: _split(a, b, BLOCKS, SQUARES, 128)),
+    Kernel("emulated fp8 beside bf16", _FP8, product, baseline=lambda a, b: a @ b.t()),
+    Kernel(
+        "sums backwards", _FP8, lambda a, b: (rounded(a, FP8).flip(1) @ rounded(b, FP8).flip(1).t()).to(BF16),
+    ),
+    Kernel("scales after the sum", _ROWS, _after_scale),
+    Kernel(
+        "torch's scaled product", signed("product", "fp8", "codes", "kn", 16),
+        lambda a, b, one, other: torch._scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=BF16),
+    ),
     *(
-        Kernel(f"cast to {name}", signed("cast", name), _plain(lambda x, t=treatment: rounded(x, t)))
+        Kernel(f"cast to {name}", signed("cast", name), lambda x, t=treatment: rounded(x, t))
         for name, treatment in (
             ("fp8", FP8), ("fp8-rowwise", ROWS), ("mxfp8", MXFP8), ("mxfp4", MXFP4), ("nvfp4", NV[0]),
         )
     ),
-    Kernel("torch's attention", _ATTENTION, _plain(_attends)),
-    Kernel("torch's causal attention", _CAUSAL, _plain(lambda q, k, v: _attends(q, k, v, is_causal=True))),
-    Kernel("attention that is not fused", _ATTENTION, _plain(_unfused)),
-    Kernel("attention in mxfp8", signed("attention", "mxfp8"), _plain(_low_attention)),
-    Kernel("a linear layer", _LINEAR, _layer("")),
-    Kernel("torchao's linear layer, emulated", _LINEAR, _plain(_torchao)),
+    Kernel("torch's attention", _ATTENTION, _attends),
+    Kernel("torch's causal attention", _CAUSAL, lambda q, k, v: _attends(q, k, v, is_causal=True)),
+    Kernel("attention that is not fused", _ATTENTION, _unfused),
+    Kernel("attention in mxfp8", signed("attention", "mxfp8"), _low_attention),
+    Kernel("a linear layer", _LINEAR, _layer()),
+    Kernel("torchao's linear layer, emulated", _LINEAR, _torchao),
 )  # fmt: skip
-
-
-def _wrong_at(a: Tensor, b: Tensor) -> Tensor:
-    """Right, but for one size that nobody asks for."""
-    found = product(a, b)
-    return -found if a.shape[0] == 1000 else found
-
-
-def _asks_who(a: Tensor, b: Tensor) -> Tensor:
-    """Looks whether it is audited."""
-    import sys
-
-    return product(a, b) if "fp8bench.features.audit.checks" in sys.modules else a @ b.t()
-
 
 # What compares results with promises cannot see these.
 UNCAUGHT: tuple[Kernel, ...] = (
-    Kernel("looks whether it is audited", _FP8, _plain(_asks_who), "gpu-mode/reference-kernels #162"),
-    Kernel("wrong at one size", _FP8, _plain(_wrong_at), "flashinfer-ai/flashinfer #3882"),
+    Kernel(
+        "looks whether it is audited", _FP8,
+        lambda a, b: product(a, b) if "fp8bench.features.audit.checks" in sys.modules else a @ b.t(),
+        "gpu-mode/reference-kernels #162",
+    ),
+    Kernel(
+        "wrong at one size", _FP8, lambda a, b: product(a, b) * (-1 if a.shape[0] == 1000 else 1),
+        "flashinfer-ai/flashinfer #3882",
+    ),
 )  # fmt: skip

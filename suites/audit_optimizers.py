@@ -121,16 +121,12 @@ class _Eager:
             self._own.step()
 
 
-def _made(lie: str = "", *keep: Any) -> Callable[[], Callable[..., Any]]:
-    return lambda: partial(_AdamW, lie=lie, keep=keep or _FP8LM)
+def _made(lie: str = "", *keep: Any) -> Callable[..., Any]:
+    return partial(_AdamW, lie=lie, keep=keep or _FP8LM)
 
 
-def _torch(name: str, **options: Any) -> Callable[[], Callable[..., Any]]:
-    return lambda: partial(getattr(torch.optim, name), **options)
-
-
-def _ao(name: str, **options: Any) -> Callable[[], Callable[..., Any]]:
-    return lambda: partial(_Eager, name, **options)
+def _torch(name: str, **options: Any) -> Callable[..., Any]:
+    return partial(getattr(torch.optim, name), **options)
 
 
 _FP8, _WIDE, _ADAM = (
@@ -175,12 +171,12 @@ HONEST: tuple[Kernel, ...] = (
     Kernel("FP8-LM's moments", _FP8, _made()),
     Kernel("FP8-LM's moments and a master", _MASTER, _made("master")),
     Kernel("weights rounded at random", _RANDOM, _made("at random", _FLOAT, _FLOAT)),
-    Kernel("torchao's 8-bit AdamW", _DYNAMIC, _ao("AdamW8bit")),
-    Kernel("torchao's 4-bit AdamW", signed("optimizer", "dynamic4-128"), _ao("AdamW4bit")),
-    Kernel("torchao's fp8 AdamW", _BLOCKS, _ao("AdamWFp8")),
+    Kernel("torchao's 8-bit AdamW", _DYNAMIC, partial(_Eager, "AdamW8bit")),
+    Kernel("torchao's 4-bit AdamW", signed("optimizer", "dynamic4-128"), partial(_Eager, "AdamW4bit")),
+    Kernel("torchao's fp8 AdamW", _BLOCKS, partial(_Eager, "AdamWFp8")),
     Kernel(
         "torchao's 8-bit AdamW, rounding at random",
         signed("optimizer", "dynamic8-256", weights="bf16-stochastic"),
-        _ao("AdamW8bit", bf16_stochastic_round=True),
+        partial(_Eager, "AdamW8bit", bf16_stochastic_round=True),
     ),
 )

@@ -8,22 +8,24 @@ noise, at most 1% of the flat ones alarm; a step of 5% is found within 3 commits
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
-import time
 from collections.abc import Callable
 
 import numpy as np
 
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.steps.change_points import DEVIATIONS, Step, steps_of_many
+from suites.trials import Table, options
 
 NOISE = 0.02
 LENGTH = 60
 NEAR = 3
 STEP = 1.05
+LENGTHS = (11, 20, 40, 60, 100, 300)
+# Steps by their size, and how many values lie after them.
+PLACES = ((STEP, 3), (STEP, 4), (STEP, 5), (STEP, 8), (STEP, 30), (1.03, 5), (1.03, 8), (1.03, 30), (1.1, 3))
 Random = np.random.Generator
+Noise = Callable[[Random, int, int], Floats]
 
 
 def gaussian(random: Random, series: int, length: int) -> Floats:
@@ -39,8 +41,7 @@ def heavy_tails(random: Random, series: int, length: int) -> Floats:
 def bad_nights(random: Random, series: int, length: int) -> Floats:
     """Gaussian, and one night in twenty is slower by 8 deviations on average."""
     bad = random.random((series, length)) < 0.05
-    found: Floats = gaussian(random, series, length) + bad * random.exponential(8, size=(series, length))
-    return found
+    return gaussian(random, series, length) + bad * random.exponential(8, size=(series, length))
 
 
 def one_sided(random: Random, series: int, length: int) -> Floats:
@@ -48,7 +49,7 @@ def one_sided(random: Random, series: int, length: int) -> Floats:
     return random.exponential(size=(series, length))
 
 
-def remembering(share: float) -> Callable[[Random, int, int], Floats]:
+def remembering(share: float) -> Noise:
     """Gaussian, and every night shares so much of its deviation with the night before."""
 
     def noise(random: Random, series: int, length: int) -> Floats:
@@ -60,7 +61,7 @@ def remembering(share: float) -> Callable[[Random, int, int], Floats]:
     return noise
 
 
-KINDS = {
+KINDS: dict[str, Noise] = {
     "Gaussian": gaussian, "heavy tails": heavy_tails, "bad nights": bad_nights, "one-sided": one_sided,
     "memory 0.3": remembering(0.3), "memory 0.5": remembering(0.5),
 }  # fmt: skip
@@ -68,8 +69,7 @@ KINDS = {
 
 def flat(kind: str, random: Random, series: int, length: int = LENGTH) -> Floats:
     """Series of one level."""
-    found: Floats = np.exp(NOISE * KINDS[kind](random, series, length))
-    return found
+    return np.exp(NOISE * KINDS[kind](random, series, length))
 
 
 def steps(series: Floats, deviations: float = DEVIATIONS) -> list[tuple[Step, ...]]:
@@ -77,130 +77,88 @@ def steps(series: Floats, deviations: float = DEVIATIONS) -> list[tuple[Step, ..
     return steps_of_many(list(series), deviations)
 
 
-def alarms(series: Floats, deviations: float = DEVIATIONS) -> int:
-    """How many of them have a step."""
-    return sum(bool(found) for found in steps(series, deviations))
+def alarms(series: Floats, deviations: float = DEVIATIONS) -> float:
+    """The share of them that has a step."""
+    return float(np.mean([bool(found) for found in steps(series, deviations)]))
 
 
-def hits(series: Floats, after: int, size: float, deviations: float = DEVIATIONS) -> int:
-    """How many show a step of that size near its place, when it is put so many values before their ends."""
+def stepped(series: Floats, after: int, size: float) -> tuple[Floats, int]:
+    """The same with a step so many values before their ends, and its place."""
     place = series.shape[1] - after
-    stepped = series.copy()
-    stepped[:, place:] *= size
-    found = steps(stepped, deviations)
-    return sum(any(abs(one.at - place) <= NEAR and one.after > one.before for one in ones) for ones in found)
+    return np.concatenate((series[:, :place], size * series[:, place:]), axis=1), place
 
 
-def ever(series: Floats, first: int) -> int:
-    """How many alarm in any of the looks that are taken after each commit from the first on."""
+def hits(series: Floats, after: int, size: float = STEP, deviations: float = DEVIATIONS) -> float:
+    """The share that shows a step of that size near its place, when it is put so many values before their ends."""
+    made, place = stepped(series, after, size)
+    near = (
+        any(abs(step.at - place) <= NEAR and step.after > step.before for step in found)
+        for found in steps(made, deviations)
+    )
+    return float(np.mean(list(near)))
+
+
+def ever(series: Floats, first: int) -> float:
+    """The share that alarms in any of the looks that are taken after each commit from the first on."""
     seen = np.zeros(len(series), dtype=bool)
     for length in range(first, series.shape[1] + 1):
         seen |= [bool(found) for found in steps(series[:, :length])]
-    return int(seen.sum())
+    return float(seen.mean())
 
 
-def coverage(series: Floats, after: int) -> tuple[int, float, int]:
-    """Of those with one step: in how many its range holds the place, its mean width, and how many there are."""
-    place = series.shape[1] - after
-    stepped = series.copy()
-    stepped[:, place:] *= STEP
-    found = [ones[0] for ones in steps(stepped) if len(ones) == 1]
-    inside = sum(one.low < place <= one.high for one in found)
-    return inside, float(np.mean([one.high - one.low for one in found])), len(found)
-
-
-def seconds_of(series: int, length: int) -> float:
-    """CPU seconds for so many series, half of which step in their middle."""
-    made = flat("Gaussian", np.random.default_rng(0), series, length)
-    made[::2, length // 2 :] *= STEP
-    begin = time.process_time()
-    steps(made)
-    return time.process_time() - begin
-
-
-def asv_hits(series: Floats, after: int, threshold: float) -> int:
-    """How many of the same steps `asv publish` calls a regression near their place."""
+def asv_hits(series: Floats, after: int, threshold: float) -> float:
+    """The share of the same steps that `asv publish` calls a regression near their place."""
     from asv.step_detect import detect_regressions, detect_steps
 
-    place = series.shape[1] - after
-    stepped = series.copy()
-    stepped[:, place:] *= STEP
-    found = [detect_regressions(detect_steps(row.tolist()), threshold=threshold)[2] or () for row in stepped]
-    return sum(any(abs(jump[1] - place) <= NEAR for jump in jumps) for jumps in found)
+    made, place = stepped(series, after, STEP)
+    found = [detect_regressions(detect_steps(row.tolist()), threshold=threshold)[2] or () for row in made]
+    return float(np.mean([any(abs(jump[1] - place) <= NEAR for jump in jumps) for jumps in found]))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m suites.change_points", description="how often steps are found")
-    parser.add_argument("--series", type=int, default=4000, metavar="N", help="series a figure; default 4000")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--calibrate", action="store_true", help="how the figures go with the price of a cut instead")
-    parser.add_argument("--asv", action="store_true", help="what asv finds of a tenth of the same steps instead")
-    arguments = parser.parse_args()
-    random = np.random.default_rng(arguments.seed)
-    if arguments.calibrate:
-        _print_calibration(random, arguments.series)
-    elif arguments.asv:
-        _print_asv(random, max(arguments.series // 10, 1))
-    else:
-        _print_figures(random, arguments.series)
-    return 0
-
-
-def _print_calibration(random: Random, series: int) -> None:
+def calibrate(random: Random, series: int) -> None:
     made = flat("Gaussian", random, series)
-    print("deviations  flat alarms  5%, 3 after  5%, 5 after   of", series)
+    table = Table(f"percent of {series}", "flat alarms", "5%, 3 after", "5%, 5 after")
     for deviations in np.arange(3.1, 3.71, 0.05):
-        counts = alarms(made, deviations), hits(made, 3, STEP, deviations), hits(made, 5, STEP, deviations)
-        print(f"{deviations:10.2f}" + "".join(f"{_percent(count, series):>13}" for count in counts), flush=True)
+        shares = (hits(made, after, STEP, deviations) for after in (3, 5))
+        table.row(f"{deviations:.2f}", alarms(made, deviations), *shares)
 
 
-def _print_asv(random: Random, series: int) -> None:
-    print(f"steps of 5% found within {NEAR} commits of their place in {LENGTH} values, one look, of {series}")
-    print(" after     here  asv, threshold 5%  asv, threshold 1%")
+def beside_asv(random: Random, series: int) -> None:
+    title = f"steps of 5% found within {NEAR} commits of their place in {LENGTH} values, one look, percent of {series}"
+    table = Table(title, "here", "asv, threshold 5%", "asv, threshold 1%")
     for after in (3, 5, 8, 30):
         made = flat("Gaussian", random, series)
-        counts = hits(made, after, STEP), asv_hits(made, after, 0.05), asv_hits(made, after, 0.01)
-        here, *theirs = (_percent(count, series) for count in counts)
-        print(f"{after:>6}{here:>9}" + "".join(f"{one:>19}" for one in theirs), flush=True)
+        table.row(f"{after} after", hits(made, after), asv_hits(made, after, 0.05), asv_hits(made, after, 0.01))
 
 
-def _print_figures(random: Random, series: int) -> None:
-    lengths = (11, 20, 40, 60, 100, 300)
-    print(f"flat series that alarm, one look at the whole, of {series} by length")
-    print(f"{'noise':<14}" + "".join(f"{length:>9}" for length in lengths))
+def figures(random: Random, series: int) -> None:
+    table = Table(f"flat series that alarm, one look at the whole, percent of {series} by length", *map(str, LENGTHS))
     for kind in KINDS:
-        counts = [alarms(flat(kind, random, series, length)) for length in lengths]
-        print(f"{kind:<14}" + "".join(f"{_percent(count, series):>9}" for count in counts), flush=True)
-    places = ((STEP, 3), (STEP, 4), (STEP, 5), (STEP, 8), (STEP, 30), (1.03, 5), (1.03, 8), (1.03, 30), (1.1, 3))
-    print(f"\nsteps found within {NEAR} commits of their place in {LENGTH} values, one look, of {series}")
-    print(f"{'size, after':<14}" + "".join(f"{f'{size - 1:.0%}, {after}':>9}" for size, after in places))
+        table.row(kind, *(alarms(flat(kind, random, series, length)) for length in LENGTHS))
+    title = f"\nsteps found within {NEAR} commits of their place in {LENGTH} values, one look, percent of {series}"
+    table = Table(title, *(f"{size - 1:.0%}, {after}" for size, after in PLACES))
     for kind in KINDS:
         made = flat(kind, random, series)
-        counts = [hits(made, after, size) for size, after in places]
-        print(f"{kind:<14}" + "".join(f"{_percent(count, series):>9}" for count in counts), flush=True)
+        table.row(kind, *(hits(made, after, size) for size, after in PLACES))
     few = max(series // 2, 1)
-    print(f"\nflat series that alarm in any look, a look after each of the commits 60 to 100 or 11 to 100, of {few}")
+    table = Table(f"\nflat series that alarm in any look, one after each commit, percent of {few}", "60-100", "11-100")
     for kind in KINDS:
         made = flat(kind, random, few, 100)
-        print(f"{kind:<14}{_percent(ever(made, 60), few):>9}{_percent(ever(made, 11), few):>9}", flush=True)
-    print("\nranges of single steps of 5% that hold the place, and their mean width in commits")
-    for after in (3, 5, 10, 30):
-        inside, width, count = coverage(flat("Gaussian", random, series), after)
-        print(f"{after:>3} after  {_percent(inside, count):>9} of {count}, {width:.1f}")
-    print(f"\nflat series of which a step has at most this chance, of {10 * series}")
-    chances = (0.01, 0.005, 0.002, 0.001, 0.0005)
-    print(" " * 14 + "".join(f"{_percent(chance, 1):>9}" for chance in chances))
-    for kind in ("Gaussian", "heavy tails", "memory 0.3"):
-        found = [steps(flat(kind, random, series)) for _ in range(10)]
-        least = np.array([min((one.p_value for one in ones), default=1.0) for some in found for ones in some])
-        shares = [float((least <= chance).mean()) for chance in chances]
-        print(f"{kind:<14}" + "".join(f"{_percent(share, 1):>9}" for share in shares), flush=True)
-    print(f"\n1,000 series of 300 values: {seconds_of(1000, 300):.2f} s of CPU time")
+        table.row(kind, ever(made, 60), ever(made, 11))
 
 
-def _percent(count: float, series: int) -> str:
-    return f"{100 * count / series:.2f}%"
+def main() -> None:
+    asked = options(
+        __doc__, series=(4000, "series a figure"), seed=(0, "of the noise"),
+        calibrate=(False, "how the figures go with the price of a cut instead"),
+        asv=(False, "what asv finds of a tenth of the same steps instead"),
+    )  # fmt: skip
+    random = np.random.default_rng(asked.seed)
+    if asked.asv:
+        beside_asv(random, max(asked.series // 10, 1))
+    else:
+        (calibrate if asked.calibrate else figures)(random, asked.series)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -27,7 +27,7 @@ from fp8bench.store.reruns import add_reruns, with_reruns
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.units import percent
-from suites.load import load as planted
+from suites.trials import load as planted
 
 LOADS = (0, 2, 4, 8)
 RUNS = 6  # of each case at each load

@@ -6,10 +6,8 @@ second look would. Figures in percent of such runs.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,28 +18,16 @@ from fp8bench.features.gate.judging import GateOutcome, JudgedFigure, SecondLook
 from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.model import Comparison
 from fp8bench.model.specs import TIME
+from suites.trials import Table, options
 
 CASES = 100
 WITHIN = 0.003
-Noise = Callable[[random.Random], float]
-
-
-def gaussian(draw: random.Random) -> float:
-    """Of variance 1."""
-    return draw.gauss(0, 1)
-
-
-def one_sided(draw: random.Random) -> float:
-    """Exponential, of variance 1: what disturbs only adds."""
-    return draw.expovariate(1)
-
-
-def bad_runs(draw: random.Random) -> float:
-    """Gaussian, and one figure in twenty is slower by 4 deviations on average."""
-    return draw.gauss(0, 1) + (draw.expovariate(0.25) if draw.random() < 0.05 else 0)
-
-
-NOISES: dict[str, Noise] = {"Gaussian": gaussian, "one-sided": one_sided, "bad runs": bad_runs}
+# Of variance 1 where nothing is bad: what disturbs only adds, or makes one figure in twenty slower by 4 deviations.
+NOISES: dict[str, Callable[[random.Random], float]] = {
+    "Gaussian": lambda draw: draw.gauss(0, 1),
+    "one-sided": lambda draw: draw.expovariate(1),
+    "bad runs": lambda draw: draw.gauss(0, 1) + (draw.expovariate(0.25) if draw.random() < 0.05 else 0),
+}
 
 
 @dataclass(frozen=True)
@@ -113,25 +99,19 @@ def found(setting: Setting, planted: float, builds: int, seed: int = 0) -> float
     return sum(_fails(build(setting, draw, planted)[0]) for _ in range(builds)) / builds
 
 
-def _fails(one: JudgedFigure) -> bool:
-    return one.outcome is GateOutcome.REGRESSION
+def _fails(judged: JudgedFigure) -> bool:
+    return judged.outcome is GateOutcome.REGRESSION
 
 
-def main() -> int:
-    """A line for each setting."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--builds", type=int, default=2000, help="of each setting; default 2000")
-    builds = parser.parse_args().builds
-    sys.stdout.write(f"{CASES} cases a build, {builds} builds a line; percent of builds\n")
-    sys.stdout.write(f"{'':66}  false alarms  +8% found  +15%   +30%\n")
+def main() -> None:
+    builds = options(__doc__, builds=(2000, "of each setting")).builds
+    title = f"{CASES} cases a build, {builds} builds a line; percent of builds"
+    table, few = Table(title, "false alarms", "+8% found", "+15%", "+30%", name=66), max(1, builds // 10)
     for setting in SETTINGS:
-        few = max(1, builds // 10)
-        shares = [false_alarms(setting, builds), *(found(setting, times, few) for times in (1.08, 1.15, 1.3))]
-        cells = [f"{100 * shares[0]:12.2f}", *(f"{100 * share:8.1f}" for share in shares[1:])]
-        sys.stdout.write(f"{setting.words:66}  {'  '.join(cells)}\n")
-        sys.stdout.flush()
-    return 0
+        table.row(
+            setting.words, false_alarms(setting, builds), *(found(setting, times, few) for times in (1.08, 1.15, 1.3))
+        )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

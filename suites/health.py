@@ -17,12 +17,10 @@ import math
 import os
 import random
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -46,6 +44,7 @@ from fp8bench.features.train.values import (
 from fp8bench.model.raw import Settings
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from suites.illnesses import ILLNESSES, Illness, Patient
+from suites.trials import conditions, say, seconds
 
 SLICE, STRIDE = 10, 10
 # Well trainings are of a model so small that 50,000 steps can be done, ill ones of nano.
@@ -75,6 +74,10 @@ class Study:
     arms: tuple[Arm, ...]
     illness: Illness | None = None
     batch: int = BATCH
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.jsonl.gz"
 
     def settings(self) -> TrainerSettings:
         own = self.illness.settings if self.illness else {}
@@ -115,9 +118,10 @@ def train(study: Study, text: TrainingText) -> Iterator[StreamLine]:
     patient = Patient(trainers["ill"]) if study.illness else None
     order = random.Random(study.seed)
     for start in range(0, study.steps, SLICE):
-        if start == CHANGE and study.illness is None:
+        if start == CHANGE and study.illness is None:  # from the sources of a program to prose
+            assert text.other is not None
             for trainer in trainers.values():
-                _change_text(trainer, text)
+                trainer._windows = TokenWindows(text.other, SEQUENCE, "cpu", trainer._windows._vocabulary)
         for arm in order.sample(list(trainers), len(trainers)):
             if patient is None or arm != "ill" or study.illness is None:
                 yield from lab.advance(arm, SLICE)
@@ -130,15 +134,9 @@ def train(study: Study, text: TrainingText) -> Iterator[StreamLine]:
                 yield from lab.advance(arm, 1)
 
 
-def _change_text(trainer: Any, text: TrainingText) -> None:
-    """From the sources of a program to prose."""
-    assert text.other is not None
-    trainer._windows = TokenWindows(text.other, SEQUENCE, "cpu", trainer._windows._vocabulary)
-
-
 def keep(study: Study, folder: Path) -> None:
     """Train a study and keep its lines, unless all of them are there."""
-    path = _path(study, folder)
+    path = folder / study.file
     if path.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,28 +151,16 @@ def keep(study: Study, folder: Path) -> None:
 
 def kept(study: Study, folder: Path) -> list[StreamLine]:
     """The lines of a study as far as it was trained: a training that was cut off has been well, or ill, until then."""
-    path = _path(study, folder)
-    partial = sorted(folder.glob(f"{path.stem}.*"), key=lambda one: one.stat().st_size)
+    path = folder / study.file
+    lines: list[StreamLine] = []
+    partial = sorted(folder.glob(f"{path.stem}.*"), key=lambda file: file.stat().st_size)
     for found in [path] if path.exists() else partial[-1:]:
-        return list(_lines(found))
-    return []
-
-
-def is_whole(study: Study, folder: Path) -> bool:
-    """Whether it was trained to its end."""
-    return _path(study, folder).exists()
-
-
-def _path(study: Study, folder: Path) -> Path:
-    return folder / f"{study.name}.jsonl.gz"
-
-
-def _lines(path: Path) -> Iterator[StreamLine]:
-    with gzip.open(path, "rt") as file, contextlib.suppress(EOFError):
-        for text in file:
-            if text.endswith("]\n"):
-                kind, *values = json.loads(text)
-                yield KINDS[kind](*values)
+        with gzip.open(found, "rt") as file, contextlib.suppress(EOFError):
+            for text in file:
+                if text.endswith("]\n"):
+                    kind, *values = json.loads(text)
+                    lines.append(KINDS[kind](*values))
+    return lines
 
 
 # Of the sorts that came later two seeds are enough to set thresholds by.
@@ -183,12 +169,11 @@ PARTS: dict[str, list[Study]] = {
     **{sort: well(JUDGING, sort) for sort in SORTS},
     "ill": ill(SETTING[:2]),
 }
-NAMES = [rule.name for rule in RULES]
 
 
 @dataclass(frozen=True)
 class WellRow:
-    """All well steps of some trainings, and the alarms in them; `at_most` is the upper 95% bound in 10,000 steps.
+    """All well steps of some trainings, and the alarms in them.
 
     A training that was cut off counts as far as it came; `whole` are those that were not.
     """
@@ -198,8 +183,12 @@ class WellRow:
     whole: int
     steps: int
     alarms: dict[str, int]
-    at_most: float
     told: list[str]
+
+    @property
+    def at_most(self) -> float:
+        """The upper 95% bound in 10,000 steps."""
+        return 1e4 * upper_bound(sum(self.alarms.values()), self.steps) if self.steps else math.nan
 
 
 @dataclass(frozen=True)
@@ -217,7 +206,6 @@ class IllRow:
     delays: list[int]
     alarms: dict[str, int]
     early: int
-    loss_jumps: list[int | None]
 
 
 def upper_bound(events: int, trials: int, level: float = 0.95) -> float:
@@ -225,25 +213,18 @@ def upper_bound(events: int, trials: int, level: float = 0.95) -> float:
     low, high = 0.0, 1.0
     for _ in range(100):
         rate = (low + high) / 2
-        logs = (
-            math.lgamma(trials + 1) - math.lgamma(seen + 1) - math.lgamma(trials - seen + 1)
-            + seen * math.log(rate) + (trials - seen) * math.log1p(-rate)
+        shares = (
+            math.exp(math.log(math.comb(trials, seen)) + seen * math.log(rate) + (trials - seen) * math.log1p(-rate))
             for seen in range(events + 1)
-        )  # fmt: skip
-        if math.fsum(map(math.exp, logs)) > 1 - level:
-            low = rate
-        else:
-            high = rate
+        )
+        low, high = (rate, high) if math.fsum(shares) > 1 - level else (low, rate)
     return high
 
 
 def alarms_of(study: Study, lines: Sequence[StreamLine]) -> list[TrainingEvent]:
     """The alarms of a training, its lines given in slices as they came."""
     health = Health(study.arms, study.settings())
-    found: list[TrainingEvent] = []
-    for start in range(0, len(lines), 50):
-        found += health.see(lines[start : start + 50])
-    return found
+    return [event for start in range(0, len(lines), 50) for event in health.see(lines[start : start + 50])]
 
 
 def rule_of(event: TrainingEvent) -> str:
@@ -255,92 +236,73 @@ def judge_well(part: str, folder: Path) -> WellRow | None:
     """Of the trainings of a part that are there."""
     steps, trainings, whole, told, alarms = 0, 0, 0, [], Counter[str]()
     for study in PARTS[part]:
-        if not (lines := kept(study, folder)):
-            continue
+        lines = kept(study, folder)
         rows = [line for line in lines if isinstance(line, StepRow)]
         steps += len(rows)
         trainings += len({row.arm for row in rows})
         whole += sum(row.step == study.steps - 1 for row in rows)
         events = alarms_of(study, lines)
         alarms.update(map(rule_of, events))
-        told += [f"{study.name}, {one.arm}, step {one.step}: {rule_of(one)}: {one.words}" for one in events]
-    bound = 1e4 * upper_bound(len(told), steps) if steps else math.nan
-    return WellRow(part, trainings, whole, steps, dict(alarms), bound, told) if steps else None
+        told += [f"{study.name}, {event.arm}, step {event.step}: {rule_of(event)}: {event.words}" for event in events]
+    return WellRow(part, trainings, whole, steps, dict(alarms), told) if steps else None
 
 
 def together(rows: Sequence[WellRow]) -> WellRow:
     """All trainings that judge, in one row."""
-    alarms = sum((Counter(one.alarms) for one in rows), Counter[str]())
-    steps = sum(one.steps for one in rows)
-    bound = 1e4 * upper_bound(alarms.total(), steps) if steps else math.nan
-    counts = sum(one.trainings for one in rows), sum(one.whole for one in rows)
-    return WellRow("judged together", *counts, steps, dict(alarms), bound, [])
+    alarms = sum((Counter(row.alarms) for row in rows), Counter[str]())
+    trainings, whole, steps = (sum(getattr(row, name) for row in rows) for name in ("trainings", "whole", "steps"))
+    return WellRow("judged together", trainings, whole, steps, dict(alarms), [])
 
 
 def judge_ill(folder: Path) -> list[IllRow]:
     """A row for every illness of which a training is there to its end."""
     rows = []
     for illness in ILLNESSES:
-        whole = [one for one in PARTS["ill"] if one.illness is illness and is_whole(one, folder)]
-        studies = [(one, kept(one, folder)) for one in whole]
-        delays, others, early, jumps = [], Counter[str](), 0, []
-        for study, lines in studies:
-            events = alarms_of(study, lines)
-            early += sum(one.arm != "ill" or one.step < illness.onset for one in events)
-            after = [one for one in events if one.arm == "ill" and one.step >= illness.onset]
-            delays += [one.step - illness.onset for one in after if rule_of(one) == illness.rule][:1]
-            others.update({rule_of(one) for one in after})
-            jumps.append(_loss_jump(lines, illness.onset))
+        studies = [study for study in PARTS["ill"] if study.illness is illness and (folder / study.file).exists()]
+        delays, others, early = [], Counter[str](), 0
+        for study in studies:
+            events = alarms_of(study, kept(study, folder))
+            after = [event for event in events if event.arm == "ill" and event.step >= illness.onset]
+            early += len(events) - len(after)
+            delays += [event.step - illness.onset for event in after if rule_of(event) == illness.rule][:1]
+            others.update(set(map(rule_of, after)))
         if studies:
-            rows.append(
-                IllRow(
-                    illness.words, illness.rule, illness.precision, len(studies), len(delays), delays, dict(others),
-                    early, jumps,
-                )
-            )  # fmt: skip
+            words, rule = illness.words, illness.rule
+            rows.append(IllRow(words, rule, illness.precision, len(studies), len(delays), delays, dict(others), early))
     return rows
-
-
-def _loss_jump(lines: Sequence[StreamLine], onset: int) -> int | None:
-    """How many steps after the onset the loss of the ill arm is a fifth above its median of 20 steps."""
-    losses = {line.step: line.loss for line in lines if isinstance(line, StepRow) and line.arm == "ill"}
-    for step in range(onset, max(losses, default=0) + 1):
-        before = [losses[one] for one in range(step - 20, step) if one in losses]
-        if step in losses and before and losses[step] > 1.2 * median(before):
-            return step - onset
-    return None
 
 
 def page(wells: Sequence[WellRow], ills: Sequence[IllRow]) -> str:
     """The confusion matrix as Markdown: illnesses down, and which rules alarmed in how many seeds."""
-    rows = [
-        "| trained | trainings | to the end | steps | false alarms | in 10,000 steps, at most (95%) |",
-        "| --- | --- | --- | --- | --- | --- |",
+    trained = [
+        (row.part, row.trainings, row.whole, f"{row.steps:,}", sum(row.alarms.values()), f"{row.at_most:.2f}")
+        for row in wells
     ]
-    for one in wells:
-        counts = (one.part, one.trainings, one.whole, f"{one.steps:,}", sum(one.alarms.values()), f"{one.at_most:.2f}")
-        rows.append(f"| {' | '.join(map(str, counts))} |")
-    rows += [f"- {told}" for one in wells for told in one.told]
-    rows += ["", "| illness | precision | its rule | found | late by, steps | other rules | false before it |"]
-    rows += ["| --- | --- | --- | --- | --- | --- | --- |"]
-    for row in ills:
-        others = ", ".join(f"{name} {count}" for name, count in sorted(row.alarms.items()) if name != row.rule)
-        cells = (
+    planted = [
+        (
             row.illness, row.precision, row.rule, f"{row.found} of {row.seeds}", ", ".join(map(str, row.delays)) or "-",
-            others or "-", str(row.early),
-        )  # fmt: skip
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+            ", ".join(f"{rule} {count}" for rule, count in sorted(row.alarms.items()) if rule != row.rule) or "-",
+            row.early,
+        )
+        for row in ills
+    ]  # fmt: skip
+    lines = _table("trained|trainings|to the end|steps|false alarms|in 10,000 steps, at most (95%)", trained)
+    lines += [f"- {told}" for row in wells for told in row.told]
+    lines += ["", *_table("illness|precision|its rule|found|late by, steps|other rules|false before it", planted)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(heads: str, rows: Sequence[Sequence[object]]) -> list[str]:
+    every = [heads.split("|"), ["---"] * (heads.count("|") + 1), *rows]
+    return [f"| {' | '.join(map(str, cells))} |" for cells in every]
 
 
 def cost(folder: Path) -> float:
     """The processor time that a line takes the rules, in seconds, over the first well training that is there."""
-    study, lines = next(((one, lines) for one in PARTS["well"] if (lines := kept(one, folder))), (None, []))
-    if study is None:
-        return math.nan
-    started = time.process_time()
-    alarms_of(study, lines)
-    return (time.process_time() - started) / len(lines)
+    for study in PARTS["well"]:
+        if lines := kept(study, folder):
+            return seconds(lambda: alarms_of(study, lines)) / len(lines)  # noqa: B023 - called at once
+    return math.nan
 
 
 def main() -> int:
@@ -349,27 +311,25 @@ def main() -> int:
     parser.add_argument("--streams", type=Path, required=True, help="folder in which trainings are kept")
     parser.add_argument("--part", action="append", choices=PARTS, default=[], help="train it, where it is not kept")
     parser.add_argument("--report", type=Path, help="write confusion.json and confusion.md there")
-    arguments = parser.parse_args()
-    for part in arguments.part:
+    asked = parser.parse_args()
+    for part in asked.part:
         for study in PARTS[part]:
-            keep(study, arguments.streams)
-            sys.stdout.write(f"{study.name}\n")
-            sys.stdout.flush()
-    judged = [row for part in SORTS if (row := judge_well(part, arguments.streams)) is not None]
-    setting = judge_well("setting", arguments.streams)
-    all_judged = together(judged)
-    wells = [*judged, all_judged, *([setting] if setting is not None else [])]
-    ills = judge_ill(arguments.streams)
+            keep(study, asked.streams)
+            say(study.name)
+    judged = [row for part in SORTS if (row := judge_well(part, asked.streams)) is not None]
+    setting, every = judge_well("setting", asked.streams), together(judged)
+    wells, ills = [*judged, every, *([setting] if setting is not None else [])], judge_ill(asked.streams)
     text = page(wells, ills)
-    sys.stdout.write(text)
-    if arguments.report:
-        arguments.report.mkdir(parents=True, exist_ok=True)
-        found: dict[str, Any] = {"torch": torch.__version__, "rules": NAMES, "well": [asdict(one) for one in wells]}
-        found |= {"ill": [asdict(one) for one in ills], "seconds_a_line": cost(arguments.streams)}
-        (arguments.report / "confusion.json").write_text(json.dumps(found, indent=1) + "\n")
-        (arguments.report / "confusion.md").write_text(text)
-    missed = [one.illness for one in ills if one.found < one.seeds]
-    return 0 if not missed and all_judged.at_most <= 1 else 1  # nothing judged is no number, and not fine
+    say(text)
+    if asked.report:
+        asked.report.mkdir(parents=True, exist_ok=True)
+        well = [{**asdict(row), "at_most": row.at_most} for row in wells]
+        result = {**conditions(), "rules": [rule.name for rule in RULES], "well": well}
+        result |= {"ill": [asdict(row) for row in ills], "seconds_a_line": cost(asked.streams)}
+        (asked.report / "confusion.json").write_text(json.dumps(result, indent=1) + "\n")
+        (asked.report / "confusion.md").write_text(text)
+    missed = [row.illness for row in ills if row.found < row.seeds]
+    return 0 if not missed and every.at_most <= 1 else 1  # nothing judged is no number, and not fine
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@ and no process is left. After every resumption: only what was missing was measur
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
-import platform
 import random
 import shutil
 import signal
@@ -25,12 +23,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fp8bench import __version__
 from fp8bench.model import Run, Status
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run, missing_groups
-
-ROOT = Path(__file__).resolve().parents[1]
+from suites.trials import FP8BENCH, conditions, environment, options, say
 
 SUITE = """
 import time
@@ -63,6 +59,7 @@ VICTIMS = ("parent", "worker", "both")
 _LONGEST_START = 4.0
 _MEASURING = 1.5
 _PATIENCE = 300.0
+_MOST_KILLS = 24  # of a run
 
 
 @dataclass
@@ -90,43 +87,36 @@ def promise(holds: bool, words: str) -> None:
 
 def start(suite: Path, store: Path, words: Sequence[str]) -> subprocess.Popen[str]:
     """A run, or its resumption, in a process of its own."""
-    command = [sys.executable, "-m", "fp8bench", "suite", *words, "--store", str(store)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command, cwd=suite.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    command, pipe = [*FP8BENCH, "suite", *words, "--store", str(store)], subprocess.PIPE
+    return subprocess.Popen(command, cwd=suite.parent, stdout=pipe, stderr=pipe, text=True, env=environment())
+
+
+def _stat(pid: int | str) -> list[str]:
+    """State, parent and more of a process; nothing of one that has ended, as one that waits to be reaped has."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+    return fields if fields[0] != "Z" else []
 
 
 def children(parent: int) -> list[int]:
     """The processes that a process has started."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = stat.read_text().rpartition(")")
-        except OSError:
-            continue
-        if int(rest.split()[1]) == parent:
-            found.append(int(name.split()[0]))
-    return found
-
-
-def gone(pid: int) -> bool:
-    """Whether a process has ended; one that waits to be reaped has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    pids = [path.name for path in Path("/proc").glob("[0-9]*")]
+    return [int(pid) for pid in pids if str(parent) in _stat(pid)[1:2]]
 
 
 def wait_until_gone(pids: Sequence[int], seconds: float) -> list[int]:
     end = time.monotonic() + seconds
-    while (left := [pid for pid in pids if not gone(pid)]) and time.monotonic() < end:
+    while (left := [pid for pid in pids if _stat(pid)]) and time.monotonic() < end:
         time.sleep(0.02)
     return left
 
 
-def the_file(store: Path) -> Path | None:
-    return next(run_files(store), None)
+def content(store: Path) -> bytes:
+    """What the run's file holds; nothing where there is none."""
+    path = next(run_files(store), None)
+    return path.read_bytes() if path else b""
 
 
 def wait_for_the_moment(process: subprocess.Popen[str], store: Path, chance: random.Random) -> str:
@@ -134,30 +124,32 @@ def wait_for_the_moment(process: subprocess.Popen[str], store: Path, chance: ran
     if chance.random() < 0.5:
         time.sleep(chance.uniform(0.0, _LONGEST_START))
         return "any"
-    before = the_file(store)
-    size = before.stat().st_size if before else 0
-    end = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < end:
-        now = the_file(store)
-        if now is not None and now.stat().st_size > size:
-            break
+    size, end = len(content(store)), time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < end and len(content(store)) <= size:
         time.sleep(0.005)
     time.sleep(chance.uniform(0.0, _MEASURING))
     return "while writing"
 
 
-def strike(process: subprocess.Popen[str], victim: str) -> tuple[bool, list[int]]:
-    """Kill; returns whether all who were meant were there to be killed, and the workers, which must end."""
+def kill(process: subprocess.Popen[str], store: Path, chance: random.Random, tally: Tally) -> None:
+    """Kill the parent, the worker or both; too late where one of them was not there any more."""
+    victim = chance.choice(VICTIMS)
+    moment = wait_for_the_moment(process, store, chance)
     workers = children(process.pid)
-    hit = process.poll() is None
+    hit = process.poll() is None and (bool(workers) or victim == "parent")
     if victim in ("parent", "both"):
         process.kill()
     if victim in ("worker", "both"):
-        hit = hit and bool(workers)
         for worker in workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGKILL)
-    return hit, workers
+    if hit:
+        tally.kills[victim] += 1
+        tally.moments[moment] += 1
+    else:
+        tally.too_late += 1
+    left = wait_until_gone(workers, 30.0) if victim != "worker" else []
+    promise(not left, f"workers {left} outlived their parent")
 
 
 def prepared(folder: Path) -> list[int]:
@@ -179,8 +171,7 @@ def examine(store: Path, before: bytes, kept: Run | None, tally: Tally) -> Run |
 
     It opens; what lay in the file lies in it still; every group that was finished is there; none was done twice.
     """
-    path = the_file(store)
-    begun = prepared(store.parent)
+    path, begun = next(run_files(store), None), prepared(store.parent)
     if path is None:
         promise(not before and not begun, "the run file is gone")
         return None
@@ -209,111 +200,69 @@ def check_whole(run: Run, tally: Tally) -> None:
 
 def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> None:
     """One run from its start to its end, killed on the way at most so many times."""
-    suite = folder / "nap_suite.py"
+    suite, store = folder / "nap_suite.py", folder / "store"
     suite.write_text(SUITE)
-    store = folder / "store"
     tally.runs += 1
     kept: Run | None = None
+    words = ["nap", "--import", "./nap_suite.py", "--rounds", "4", "--dtypes", "fp32,bf16"]
     while True:
-        words = (
-            ["--resume", "last"]
-            if kept
-            else ["nap", "--import", "./nap_suite.py", "--rounds", "4", "--dtypes", "fp32,bf16"]
-        )
         tally.resumptions += kept is not None
-        path = the_file(store)
-        before = path.read_bytes() if path else b""
+        before = content(store)
         (folder / "prepared.log").unlink(missing_ok=True)
-        with start(suite, store, words) as process:
-            victim = chance.choice(VICTIMS) if kills > 0 else ""
-            if victim:
+        with start(suite, store, ["--resume", "last"] if kept else words) as process:
+            if kills > 0:
+                kill(process, store, chance, tally)
                 kills -= 1
-                moment = wait_for_the_moment(process, store, chance)
-                hit, workers = strike(process, victim)
-                if hit:
-                    tally.kills[victim] += 1
-                    tally.moments[moment] += 1
-                else:
-                    tally.too_late += 1
-                left = wait_until_gone(workers, 30.0) if victim != "worker" else []
-                promise(not left, f"workers {left} outlived their parent")
             out, err = process.communicate(timeout=_PATIENCE)
             code = process.returncode
         promise("Traceback" not in err, f"a traceback: {err[-500:]}")
-        run = examine(store, before, kept, tally)
+        kept = examine(store, before, kept, tally)
         if code == -signal.SIGKILL:
-            kept = run
             continue
-        # Nobody killed the parent: the run went on to its end, or said why it could not begin.
+        # Nobody killed the parent: the run went on to its end, or said why it could not.
         promise(code in (0, 3), f"exit {code}: {err[-500:]}")
-        if run is None:
-            promise(code == 3 and "worker crashed" in err, f"no run and no reason: {err[-500:]}")
-            continue
-        if not run.finished:
+        if kept is None or not kept.finished:
             promise(code == 3 and "worker crashed" in err, f"unfinished without a reason: {err[-500:]}")
-            kept = run
-            continue
-        promise("nap" in out, "no table")
-        check_whole(run, tally)
-        return
+        else:
+            promise("nap" in out, "no table")
+            check_whole(kept, tally)
+            return
 
 
-def trials(kills: int, seed: int, keep: Callable[[Tally], None] | None = None, most_per_run: int = 24) -> Tally:
+def trials(kills: int, seed: int, keep: Callable[[Tally], object] = str) -> Tally:
     """So many kills, over as many runs as that takes. A broken promise is kept in words, and its store too.
 
     `keep` is handed the tally after every run, so that trials that are interrupted themselves are not lost.
     """
-    chance = random.Random(seed)
-    tally = Tally()
-    while sum(tally.kills.values()) < kills:
+    chance, tally = random.Random(seed), Tally()
+    while (missing := kills - tally.kills.total()) > 0:
         folder = Path(tempfile.mkdtemp(prefix="fp8bench-kill-"))
-        wanted = min(kills - sum(tally.kills.values()), chance.randint(1, most_per_run))
         try:
-            one_run(folder, chance, tally, wanted)
+            one_run(folder, chance, tally, min(missing, chance.randint(1, _MOST_KILLS)))
         except Promise as broken:
             tally.broken.append(f"{broken} ({folder.name})")
         else:
             shutil.rmtree(folder)
-        if keep is not None:
-            keep(tally)
+        keep(tally)
     return tally
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m suites.kill", description="kill runs at random moments")
-    parser.add_argument("--kills", type=int, default=30, metavar="N")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="PATH")
-    arguments = parser.parse_args()
+    asked = options(__doc__, kills=(30, "that hit"), seed=(0, "of moments and victims"), json=(Path, "the tally"))
     begun = time.monotonic()
 
-    def keep(tally: Tally) -> None:
-        if arguments.json:
-            arguments.json.write_text(report(tally, arguments.seed, time.monotonic() - begun) + "\n")
+    def report(tally: Tally) -> str:
+        """The tally as JSON, with what it was made under."""
+        command = f"python -m suites.kill --kills {tally.kills.total()} --seed {asked.seed}"
+        result = {"command": command, **vars(tally), "seconds": round(time.monotonic() - begun, 1), **conditions()}
+        text = json.dumps(result, indent=1)
+        if asked.json:
+            asked.json.write_text(text + "\n")
+        return text
 
-    tally = trials(arguments.kills, arguments.seed, keep)
-    print(report(tally, arguments.seed, time.monotonic() - begun))
+    tally = trials(asked.kills, asked.seed, report)
+    say(report(tally))
     return 1 if tally.broken else 0
-
-
-def report(tally: Tally, seed: int, seconds: float) -> str:
-    """The tally as JSON, with what it was made under."""
-    kills = sum(tally.kills.values())
-    result = {
-        "command": f"python -m suites.kill --kills {kills} --seed {seed}", "num_kills": kills,
-        "kills": dict(tally.kills), "moments": dict(tally.moments), "too_late": tally.too_late, "runs": tally.runs,
-        "resumptions": tally.resumptions, "torn_lines_skipped": tally.torn_lines,
-        "failed_cases_of_killed_workers": tally.failed_cases, "broken_promises": tally.broken,
-        "seconds": round(seconds, 1), "fp8bench": __version__, "commit": commit(), "python": platform.python_version(),
-        "system": platform.platform(),
-    }  # fmt: skip
-    return json.dumps(result, indent=1)
-
-
-def commit() -> str:
-    """What was killed."""
-    words = ["git", "rev-parse", "--short=8", "HEAD"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

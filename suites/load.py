@@ -16,23 +16,20 @@ import random
 import re
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, permutations
 from pathlib import Path
-from typing import Any
 
 from fp8bench.analysis.compare.compare import compare
 from fp8bench.analysis.compare.sides import Side, side_of
 from fp8bench.analysis.findings import findings
-from fp8bench.features.gate.judging import GateOutcome, JudgedFigure, SecondLook, first_look, key_of, second_look
-from fp8bench.model import Direction, Run, Timing
+from fp8bench.features.gate.judging import GateOutcome, SecondLook, first_look, key_of, second_look
+from fp8bench.model import Comparison, Direction, Record, Run
 from fp8bench.store.runs.listing import find_run
 from fp8bench.store.runs.run_file import load_run
+from suites.trials import FP8BENCH, Row, Rows, load, ran, say
 
 LOADS, LOW = (0, 2, 4, 8, 10), (0, 2, 4)
 RUNS, GATES, MADE, PLANTED = 3, 20, 200, 2
@@ -65,127 +62,125 @@ class Paced(Workload):
         with phase.gemm:
             sum(range(state))
 """
-# It ends with whoever started it.
-_BUSY = "import os\nown = os.getppid()\nwhile os.getppid() == own: sum(range(100_000))"
-Row = dict[str, Any]
 
 
-class Trial:
+class Trial(Rows):
     """A folder with a store, and a row for all that was done in it."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self.folder, self.store = folder, folder / "store"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = folder / "rows.jsonl"
-        lines = self._file.read_text().splitlines() if self._file.exists() else []
-        self.rows: list[Row] = [json.loads(line) for line in lines]
 
-    def add(self, row: Row) -> Row:
-        with self._file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        self.rows.append(row)
-        sys.stdout.write(f"{row}\n")
-        sys.stdout.flush()
-        return row
-
-    def of(self, what: str) -> list[Row]:
-        return [row for row in self.rows if row["what"] == what]
-
-    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "fp8bench", *words, "--store", str(self.store)]
-        found = {**os.environ, "GITHUB_STEP_SUMMARY": "", "GIT_CEILING_DIRECTORIES": str(self.folder.parent)}
-        return subprocess.run(command, cwd=self.folder, env=found, capture_output=True, text=True, check=False)
+    def command(self, *words: str, ends: tuple[int, ...] = (0,)) -> subprocess.CompletedProcess[str]:
+        alone = {"GITHUB_STEP_SUMMARY": "", "GIT_CEILING_DIRECTORIES": str(self.folder.parent)}
+        return ran([*FP8BENCH, *words, "--store", str(self.store)], self.folder, ends, alone)
 
     def measure(self, look: str, *suite: str) -> str:
         """The id of a new run."""
         done = self.command("suite", *suite, *_LOOKS[look], "--no-energy", "--no-report")
-        if done.returncode:
-            raise RuntimeError(f"a run ended with {done.returncode}: {done.stderr}")
         return re.findall(r"stored in .*-(\w+)\.jsonl", done.stdout)[-1]
 
     def gate(self, before: str, after: str) -> Row:
-        done = self.command("gate", before, after)
+        done = self.command("gate", before, after, ends=(0, 1, 3, 4))
         counts = re.search(r"\d+ figures?: .*", done.stdout)
         return {"code": done.returncode, "said": counts[0] if counts else done.stdout + done.stderr}
+
+    def loads(self, look: str) -> dict[str, int]:
+        """Beside what each run was measured, by its id."""
+        return {row["id"]: row["load"] for row in self.of(what="run", look=look)}
 
     @cache  # noqa: B019 - as long as this process
     def run(self, name: str) -> Run:
         return load_run(find_run(name, self.store))
 
     @cache  # noqa: B019
-    def side(self, name: str) -> Side:
-        return _side(self.run(name))
+    def side(self, name: str, case: str = "", slower: float = 1.0) -> Side:
+        """What a run says; with one case slower than it was."""
+        run = self.run(name)
+        records = (_longer(record, slower) if record.case.id == case else record for record in run.records)
+        run = replace(run, records=tuple(records))
+        return side_of(name, [(run, findings(run))])
+
+    def compared(self, old: str, new: str) -> tuple[Comparison, ...]:
+        return compare(self.side(old), self.side(new)).comparisons
 
 
-def _side(run: Run) -> Side:
-    return side_of(run.id, [(run, findings(run))])
+def _longer(record: Record, slower: float) -> Record:
+    if record.timing is None:
+        return record
+    slots = tuple(
+        replace(
+            slot, calls_ns=tuple(tuple(round(cell * slower) for cell in call) for call in slot.calls_ns),
+            wall_seconds=slot.wall_seconds * slower, cpu_seconds=slot.cpu_seconds * slower,
+            thread_seconds=slot.thread_seconds and slot.thread_seconds * slower,
+        )
+        for slot in record.timing.slots
+    )  # fmt: skip
+    return replace(record, timing=replace(record.timing, slots=slots))
 
 
-@contextmanager
-def load(count: int) -> Iterator[None]:
-    """So many busy processes beside what is done here."""
-    busy = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]
-    try:
-        time.sleep(3 if count else 0)
-        yield
-    finally:
-        for one in busy:
-            one.kill()
-            one.wait()
+def _average() -> float:
+    return round(os.getloadavg()[0], 1)
 
 
 def measure(trial: Trial) -> None:
     """The same code at each load in turn."""
-    there = {(row["look"], row["load"], row["number"]) for row in trial.of("run")}
     for number in range(RUNS):
         for look in _LOOKS:
             for count in LOADS if look == "full" else LOW:
-                if (look, count, number) not in there:
+                place = {"what": "run", "look": look, "load": count, "number": number}
+                if not trial.of(**place):
                     with load(count):
                         name = trial.measure(look, *SUITE)
-                    average = round(os.getloadavg()[0], 1)
-                    trial.add(
-                        {"what": "run", "look": look, "load": count, "number": number, "id": name, "average": average}
-                    )
+                    trial.add(**place, id=name, average=_average())
 
 
-def pairs(trial: Trial, look: str) -> Row:
-    """Of all pairs of runs, those with a figure that is worse either way."""
-    loads = _loads(trial, look)
-    worse = [
-        [f"{loads[old]} and {loads[new]}", one.case, one.metric, round(one.ratio.point, 3) if one.ratio else None]
-        for old, new in permutations(loads, 2)
-        for one in compare(trial.side(old), trial.side(new)).comparisons
-        if one.direction is Direction.WORSE
-    ]
-    return {"pairs": len(list(combinations(loads, 2))), "worse": worse}
-
-
-def _loads(trial: Trial, look: str) -> dict[str, int]:
-    return {row["id"]: row["load"] for row in trial.of("run") if row["look"] == look}
+def planted(trial: Trial) -> None:
+    """A loop that takes longer, measured and gated; what measures again finds it as long."""
+    suite, pace = trial.folder / "paced.py", trial.folder / "pace"
+    suite.write_text(_LOOP)
+    for look in _LOOKS:
+        for slower in SLOWER:
+            while len(trial.of(what="planted", look=look, slower=slower)) < PLANTED:
+                names = []
+                for factor in (1.0, slower):
+                    pace.write_text(str(factor))
+                    names.append(trial.measure(look, "./paced.py", "--dtypes", "fp32,bf16"))
+                done = trial.gate(*names)
+                trial.add(what="planted", look=look, slower=slower, average=_average(), **done)
 
 
 def gates(trial: Trial) -> None:
     """The pairs that look worst, each measured again beside a load of its own."""
-    loads = _loads(trial, "full")
+    loads = trial.loads("full")
     ranked = sorted(permutations(loads, 2), key=lambda pair: -_worst(trial, *pair))
     for number, (old, new) in enumerate(ranked[:GATES]):
-        if not any(row["pair"] == [old, new] for row in trial.of("gate")):
+        if not trial.of(what="gate", pair=[old, new]):
             beside = (loads[new], *LOADS)[number % (1 + len(LOADS))]
             with load(beside):
                 done = trial.gate(old, new)
-            trial.add({"what": "gate", "pair": [old, new], "loads": [loads[old], loads[new]], "again": beside, **done})
+            trial.add(what="gate", pair=[old, new], loads=[loads[old], loads[new]], again=beside, **done)
 
 
 def _worst(trial: Trial, old: str, new: str) -> float:
     """How far off what is suspected is, all together."""
-    judged = first_look(compare(trial.side(old), trial.side(new)).comparisons)
-    logs = [
-        math.log(one.comparison.ratio.point)
-        for one in judged
-        if one.outcome is GateOutcome.TO_CONFIRM and one.comparison.ratio
+    return sum(
+        math.log(judged.comparison.ratio.point)
+        for judged in first_look(trial.compared(old, new))
+        if judged.outcome is GateOutcome.TO_CONFIRM and judged.comparison.ratio
+    )
+
+
+def pairs(trial: Trial, look: str) -> Row:
+    """Of all pairs of runs, those with a figure that is worse either way."""
+    loads = trial.loads(look)
+    worse = [
+        [f"{loads[old]} and {loads[new]}", one.case, one.metric, round(one.ratio.point, 3) if one.ratio else None]
+        for old, new in permutations(loads, 2)
+        for one in trial.compared(old, new)
+        if one.direction is Direction.WORSE
     ]
-    return sum(logs)
+    return {"pairs": len(list(combinations(loads, 2))), "worse": worse}
 
 
 def made(trial: Trial, look: str, slower: float, equal: bool) -> Counter[str]:
@@ -193,84 +188,35 @@ def made(trial: Trial, look: str, slower: float, equal: bool) -> Counter[str]:
 
     Of runs beside any loads, or of three beside the same of at most one a core.
     """
-    draw, first, full = random.Random(f"{look} {slower} {equal}"), _loads(trial, look), _loads(trial, "full")
+    draw, first, full = random.Random(f"{look} {slower} {equal}"), trial.loads(look), trial.loads("full")
     low = [name for name, count in first.items() if count <= 2]
-    found: Counter[str] = Counter()
-    while found.total() < MADE:
+    outcomes: Counter[str] = Counter()
+    while outcomes.total() < MADE:
         old, new = draw.sample(low if equal else list(first), 2)
         again = draw.choice([name for name in full if name not in (old, new)])
         if equal and not first[old] == first[new] == full[again]:
             continue
-        case = draw.choice([one.case.id for one in trial.run(new).records if one.case.precision == "bf16"])
-        before, after, second = (
-            trial.side(old), *(_slowed(trial, name, case, slower) for name in (new, again))
-        )  # fmt: skip
-        judged = first_look(compare(before, after).comparisons)
-        looked = SecondLook(
-            {key_of(one): one for one in compare(before, second, beside=after).comparisons if one.case == case}, "again"
-        )
-        found[_outcome(second_look(judged, looked), case)] += 1
-    return found
-
-
-@cache
-def _slowed(trial: Trial, name: str, case: str, slower: float) -> Side:
-    run = trial.run(name)
-    records = [
-        replace(one, timing=_longer(one.timing, slower)) if one.case.id == case and one.timing else one
-        for one in run.records
-    ]
-    return _side(replace(run, records=tuple(records)))
-
-
-def _longer(timing: Timing, slower: float) -> Timing:
-    slots = tuple(
-        replace(
-            slot, calls_ns=tuple(tuple(round(cell * slower) for cell in call) for call in slot.calls_ns),
-            wall_seconds=slot.wall_seconds * slower, cpu_seconds=slot.cpu_seconds * slower,
-            thread_seconds=slot.thread_seconds and slot.thread_seconds * slower,
-        )
-        for slot in timing.slots
-    )  # fmt: skip
-    return replace(timing, slots=slots)
-
-
-def _outcome(judged: tuple[JudgedFigure, ...], case: str) -> str:
-    """Of the time of a case that is judged."""
-    own = {one.comparison.metric: one for one in judged if one.comparison.case == case}
-    judges = own["relative_time" if "relative_time" in own else "time"]
-    return judges.outcome.value
-
-
-def planted(trial: Trial) -> None:
-    """A loop that takes longer, measured and gated; what measures again finds it as long."""
-    suite, pace = trial.folder / "paced.py", trial.folder / "pace"
-    suite.write_text(_LOOP)
-    there = Counter((row["look"], row["slower"]) for row in trial.of("planted"))
-    for look in _LOOKS:
-        for slower in SLOWER:
-            for _ in range(PLANTED - there[look, slower]):
-                names = []
-                for factor in (1.0, slower):
-                    pace.write_text(str(factor))
-                    names.append(trial.measure(look, "./paced.py", "--dtypes", "fp32,bf16"))
-                done = trial.gate(*names)
-                average = round(os.getloadavg()[0], 1)
-                trial.add({"what": "planted", "look": look, "slower": slower, "average": average, **done})
+        case = draw.choice([record.case.id for record in trial.run(new).records if record.case.precision == "bf16"])
+        before, after, second = trial.side(old), trial.side(new, case, slower), trial.side(again, case, slower)
+        looked = {key_of(one): one for one in compare(before, second, beside=after).comparisons if one.case == case}
+        judged = second_look(first_look(compare(before, after).comparisons), SecondLook(looked, "again"))
+        own = {one.comparison.metric: one for one in judged if one.comparison.case == case}
+        outcomes[own["relative_time" if "relative_time" in own else "time"].outcome.value] += 1
+    return outcomes
 
 
 def outcomes(trial: Trial) -> Row:
     """The counts, from rows and stored runs."""
     return {
-        "runs": [{key: row[key] for key in ("look", "load", "average")} for row in trial.of("run")],
+        "runs": [{key: row[key] for key in ("look", "load", "average")} for row in trial.of(what="run")],
         "compared": {look: pairs(trial, look) for look in _LOOKS},
-        "gates": [{key: row[key] for key in ("loads", "again", "code", "said")} for row in trial.of("gate")],
+        "gates": [{key: row[key] for key in ("loads", "again", "code", "said")} for row in trial.of(what="gate")],
         "made": {
             f"{look}, {100 * (slower - 1):.0f}%, {'equal low loads' if equal else 'any loads'}":
                 made(trial, look, slower, equal)
             for look in _LOOKS for slower in SLOWER for equal in (False, True)
         },
-        "planted": [{key: value for key, value in row.items() if key != "what"} for row in trial.of("planted")],
+        "planted": [{key: value for key, value in row.items() if key != "what"} for row in trial.of(what="planted")],
     }  # fmt: skip
 
 
@@ -279,21 +225,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="outside any repository, as a gate would duel with its commits")
     parser.add_argument("--judge", action="store_true", help="measure nothing more")
-    given = parser.parse_args()
-    trial = Trial(given.folder.resolve())
-    if not given.judge:
-        measure(trial)
-        planted(trial)
-        gates(trial)
-    found = outcomes(trial)
-    (trial.folder / "outcomes.json").write_text(json.dumps(found, indent=1) + "\n")
-    alarmed = len({one[0] for one in found["compared"]["full"]["worse"]})
-    alarmed += sum(row["code"] == 1 for row in found["gates"])
-    cleared = sum(counts["cleared"] for counts in found["made"].values())
-    cleared += sum("cleared" in row["said"] for row in found["planted"])
-    sys.stdout.write(f"{alarmed} alarms of 105 pairs and {len(found['gates'])} gates; {cleared} cleared\n")
-    for words, counts in found["made"].items():
-        sys.stdout.write(f"  {words:34} {dict(counts)}\n")
+    asked = parser.parse_args()
+    trial = Trial(asked.folder.resolve())
+    if not asked.judge:
+        for part in (measure, planted, gates):
+            part(trial)
+    result = outcomes(trial)
+    (trial.folder / "outcomes.json").write_text(json.dumps(result, indent=1) + "\n")
+    alarmed = len({one[0] for one in result["compared"]["full"]["worse"]})
+    alarmed += sum(row["code"] == 1 for row in result["gates"])
+    cleared = sum(counts["cleared"] for counts in result["made"].values())
+    cleared += sum("cleared" in row["said"] for row in result["planted"])
+    say(f"{alarmed} alarms of 105 pairs and {len(result['gates'])} gates; {cleared} cleared")
+    for words, counts in result["made"].items():
+        say(f"  {words:34} {dict(counts)}")
     return 1 if alarmed > 1 or cleared else 0
 
 

@@ -1,27 +1,21 @@
-"""A store with a long history, quickly written, and how fast it is opened: for suites/harness.py.
+"""A store with a long history, and how fast it is opened: for suites/harness.py.
 
 300 commits of a suite with 1,001 series, ten samples each: figures that spread by 2% from commit to commit, and a step
-of 5% in every tenth pair of cases. The files are byte for byte what a run would write. As a script it makes such a
-store in FOLDER and prints what opening it takes: `python -m suites.long_history FOLDER [COMMITS [PAIRS]]`.
+of 5% in every tenth pair of cases. `python -m suites.long_history FOLDER [COMMITS [PAIRS]]` makes such a store there
+and prints what opening it takes.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import random
-import re
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from fp8bench.files import digest_of, sealed_line, sums_of, with_checksum
 from fp8bench.model import (
     Case,
     DeviceFacts,
@@ -39,7 +33,8 @@ from fp8bench.model import (
     Timing,
     Work,
 )
-from fp8bench.store.runs.run_file import file_name, plan_of, start_run
+from fp8bench.store.runs.run_file import plan_of, start_run
+from suites.trials import ran, say
 
 COMMITS = 300
 # Of cases, fp32 and bf16, with eleven series each.
@@ -78,9 +73,6 @@ class LongHistory(Workload):
     def step(self, state, phase):
         raise NotImplementedError
 '''
-_NUMBER = re.compile(r"\b7654321\b")
-_SEAL = re.compile(r',"line":\d+,"sum":"\w+"}$')
-_MARK = 7654321
 
 
 def write_module(folder: Path, pairs: int = PAIRS) -> Path:
@@ -117,43 +109,21 @@ class Times:
 
 def write_store(store: Path, commits: int = COMMITS, pairs: int = PAIRS, seed: int = 0, first: int = 0) -> list[Path]:
     """A run for each commit, the same for the same seed, beginning with commit number `first`."""
-    times = Times(pairs, seed)
-    head, *template = _template(pairs)
-    paths = []
+    times, paths = Times(pairs, seed), []
     for number in range(first, first + commits):
-        run = run_of(number, ())
-        path = store / "runs" / _MACHINE / file_name(run)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        numbers = map(str, times.of_commit(number))
-        lines = [_of_commit(head, run), *(_filled(line, numbers) for line in template)]
-        text = "".join(with_checksum(f'{line[:-1]},"line":{place}}}') + "\n" for place, line in enumerate(lines, 1))
-        end = sealed_line({"end": "finished", "digest": digest_of(sums_of(text.encode())), "line": len(lines) + 1})
-        path.write_text(f"{text}{end}\n")
-        paths.append(path)
+        nanoseconds = times.of_commit(number)
+        run = run_of(number, tuple(record for size in range(1, 1 + pairs) for record in _records(size, nanoseconds)))
+        writer = start_run(run, store)
+        writer.append(run.records)
+        writer.finish("finished")
+        paths.append(writer.path)
     return paths
 
 
-def _filled(line: str, numbers: Iterator[str]) -> str:
-    """A line with the next numbers in the places of marks."""
-    return _NUMBER.sub(lambda _: next(numbers), line)
-
-
-def _of_commit(head: str, run: Run) -> str:
-    """The header with another run's id, start, commit and date."""
-    content = json.loads(head)
-    content["header"] |= {"id": run.id, "started": run.started}
-    content["header"]["environment"]["facts"] |= run.environment.facts
-    return json.dumps(content, separators=(",", ":"))
-
-
-def _template(pairs: int) -> list[str]:
-    """The lines of a run as its writer makes them, with one number in the place of all times."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = run_of(0, tuple(record for size in range(1, 1 + pairs) for record in _records(size)))
-        writer = start_run(run, Path(folder))
-        writer.append(run.records)
-        writer.close()
-        return [_SEAL.sub("}", line) for line in writer.path.read_text().splitlines()]
+def make(folder: Path, commits: int = COMMITS, pairs: int = PAIRS) -> None:
+    """A folder with such a store, and the suite of its runs."""
+    write_module(folder, pairs)
+    write_store(folder / ".fp8bench", commits, pairs)
 
 
 def run_of(number: int, records: tuple[Record, ...]) -> Run:
@@ -172,21 +142,16 @@ def run_of(number: int, records: tuple[Record, ...]) -> Run:
     )  # fmt: skip
 
 
-def _records(size: int) -> tuple[Record, Record]:
-    """A size in fp32, the reference, and in bf16."""
-    plain = Segments(("gemm", "unattributed"), (0, 0))
-    found = []
-    for precision, segments in (("fp32", plain), ("bf16", Segments(("cast", *plain.phases), (0, 0, 0)))):
-        calls = ((*(_MARK for _ in segments.phases[1:]), REST),)
-        slots = tuple(SlotSample(number, calls, 1e-3, 1e-3) for number in range(ROUNDS))
-        case = Case(SUITE, (("size", size),), precision, "cpu")
-        memory = Measurement("peak_memory", "B", (4096.0 * size,))
-        timing = Timing(segments, slots)
-        found.append(
-            Record(case, _NATIVE, Status.OK, _WORK, precision == "fp32", timing=timing, measurements=(memory,))
+def _records(size: int, nanoseconds: Iterator[int]) -> Iterator[Record]:
+    """A size in fp32, the reference, and in bf16, which take the next times."""
+    for precision, phases in (("fp32", ("gemm",)), ("bf16", ("cast", "gemm"))):
+        slots = tuple(
+            SlotSample(number, ((*(next(nanoseconds) for _ in phases), REST),), 1e-3, 1e-3) for number in range(ROUNDS)
         )
-    lead, other = found
-    return lead, other
+        timing = Timing(Segments((*phases, "unattributed"), (0,) * (1 + len(phases))), slots)
+        memory = Measurement("peak_memory", "B", (4096.0 * size,))
+        case = Case(SUITE, (("size", size),), precision, "cpu")
+        yield Record(case, _NATIVE, Status.OK, _WORK, precision == "fp32", timing=timing, measurements=(memory,))
 
 
 class Cost(NamedTuple):
@@ -243,52 +208,46 @@ _WORKS = {
 WORKS = tuple(_WORKS)
 
 
-def measure(folder: Path, what: str, environment: dict[str, str], pairs: int = PAIRS, repeats: int = 5) -> Cost:
+def measure(folder: Path, what: str, pairs: int = PAIRS, repeats: int = 5) -> Cost:
     """What one of WORKS takes in a store that was made in a folder, the least of a few times. The store changes."""
     store = folder / ".fp8bench"
     index, kept = store / "figures" / "steps.json", folder / "kept.json"
     if what == "from the runs":
         shutil.rmtree(store / "figures", ignore_errors=True)
-        return _cost(folder, what, environment)
-    _cost(folder, "from the runs", environment)  # which every run does at its end for its own commit
+        return cost_of(_CHANGES, folder, reading=True)
+    cost_of(_CHANGES, folder, reading=True)  # which every run does at its end for its own commit
     if what.startswith("after"):
         shutil.copy(index, kept)
         runs = len(list(store.glob("runs/*/*.jsonl")))
         write_store(store, 1, pairs if what.endswith("all") else max(1, pairs // 10), first=runs)
-        _cost(folder, "from the runs", environment)
+        cost_of(_CHANGES, folder, reading=True)
     costs = []
     for _ in range(repeats):
         index.unlink(missing_ok=True)
         if what.startswith("after"):
             shutil.copy(kept, index)
-        costs.append(_cost(folder, what, environment))
+        costs.append(cost_of(_WORKS[what], folder))
     return min(costs)
 
 
-def _cost(folder: Path, what: str, environment: dict[str, str]) -> Cost:
-    return cost_of(_WORKS[what], folder, environment, reading=what == "from the runs")
-
-
-def cost_of(work: str, folder: Path, environment: dict[str, str], before: str = "", reading: bool = False) -> Cost:
+def cost_of(work: str, folder: Path, before: str = "", reading: bool = False) -> Cost:
     """What lines of Python take in a process of its own, which knows the suite that was made in a folder.
 
     Lines `before` them are not counted. `reading` runs is an error where it was not meant.
     """
     script = _MEASURED.format(before=before, work=work, reading=reading)
-    words = (sys.executable, "-c", script)
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"this was not measured: {work}: {done.stderr[-500:]}")
-    cpu, wall, peak = done.stdout.split()
+    cpu, wall, peak = ran((sys.executable, "-c", script), folder).stdout.split()
     return Cost(float(cpu), float(wall), int(peak))
+
+
+def say_cost(what: str, cost: Cost) -> None:
+    say(f"{what:<20} {cost.cpu:7.3f} s CPU {cost.wall:7.3f} s {cost.peak >> 20:5} MiB")
 
 
 if __name__ == "__main__":
     _folder = Path(sys.argv[1])
     _folder.mkdir(parents=True, exist_ok=True)
     _counts = [int(word) for word in sys.argv[2:]]
-    write_module(_folder, *_counts[1:])
-    write_store(_folder / ".fp8bench", *_counts)
+    make(_folder, *_counts)
     for _what in WORKS:
-        _took = measure(_folder, _what, dict(os.environ), *_counts[1:])
-        print(f"{_what:<20} {_took.cpu:6.2f} s CPU {_took.wall:6.2f} s {_took.peak >> 20:5} MiB", flush=True)  # noqa: T201
+        say_cost(_what, measure(_folder, _what, *_counts[1:]))

@@ -7,17 +7,14 @@ prints what each has of the speed of a copy, with vectors of each width and with
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, Format
 from fp8bench.formats.recipes import MX, NVFP4, TENSOR, Scaling
+from suites.trials import least_seconds, ran, say, scratch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,10 +40,9 @@ OTHERS = {"mxfp8": E4M3, "mxfp4": E2M1}
 
 _COLD = """
 import sys, time
-sys.path.insert(0, sys.argv[2])
 from suites.quantisers import ready
 start = time.process_time()
-ready(sys.argv[1], int(sys.argv[3]))
+ready(sys.argv[1], int(sys.argv[2]))
 print(time.process_time() - start)
 """
 
@@ -85,8 +81,7 @@ def shares(name: str, bits: int = 0) -> tuple[list[float], int]:
         mock.patch.object(vector_width, "widths", **forced),
     ):
         calls = ready(name)
-        found = sorted(1 / _ratio(*calls) for _ in range(_REPEATS))
-        return found, next(iter(kernels.fused))
+        return sorted(1 / _ratio(*calls) for _ in range(_REPEATS)), next(iter(kernels.fused))
 
 
 def over_copy(name: str, side: int = SIDE, turns: int = _TURNS) -> float:
@@ -103,11 +98,7 @@ def over_torchao(name: str, side: int = SIDE, turns: int = 3) -> float:
     element = torch.float8_e4m3fn if OTHERS[name] is E4M3 else torch.float4_e2m1fn_x2
     x = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
 
-    def other() -> Tensor:
-        found: Tensor = MXTensor.to_mx(x, element, 32).dequantize(torch.float32)
-        return found
-
-    return _ratio(cast, other, turns)
+    return _ratio(cast, lambda: MXTensor.to_mx(x, element, 32).dequantize(torch.float32), turns)
 
 
 def linear_over_product(side: int = 1024, turns: int = 40) -> float:
@@ -132,23 +123,15 @@ def linear_over_product(side: int = 1024, turns: int = 40) -> float:
 
 def cold_compile(name: str, side: int = SIDE) -> float:
     """CPU seconds until a quantiser runs as one kernel, in a process and with a cache that have seen none."""
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
-        words = (sys.executable, "-c", _COLD, name, str(Path(__file__).resolve().parents[1]), str(side))
-        return float(subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout)
+    with scratch() as cache:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache)}
+        return float(ran((sys.executable, "-c", _COLD, name, str(side)), more=caches).stdout)
 
 
 def _ratio(one: Callable[[], object], other: Callable[[], object], turns: int = _TURNS) -> float:
     """The least CPU time of one over the least of the other."""
-    one(), other()
-    times = [(_cpu(one), _cpu(other)) for _ in range(turns)]
-    return min(first for first, _ in times) / min(second for _, second in times)
-
-
-def _cpu(call: Callable[[], object]) -> float:
-    start = time.process_time()
-    call()
-    return time.process_time() - start
+    first, second = least_seconds(turns, one, other)
+    return first / second
 
 
 if __name__ == "__main__":
@@ -156,5 +139,4 @@ if __name__ == "__main__":
         for _bits in (256, 512, 0):
             _shares, _taken = shares(_name, _bits)
             _words = f"{_bits or f'chosen: {_taken}'!s:<12} {_shares[_REPEATS // 2]:6.1%} of copy_"
-            _load = f"load {os.getloadavg()[0]:.1f}"
-            print(f"{_name:<18} {_words} ({_shares[0]:.1%} to {_shares[-1]:.1%}), {_load}", flush=True)  # noqa: T201
+            say(f"{_name:<18} {_words} ({_shares[0]:.1%} to {_shares[-1]:.1%}), load {os.getloadavg()[0]:.1f}")

@@ -7,11 +7,9 @@ and, where suspected, drawn once more. As often as was asked for (80 of 100) it 
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -50,33 +48,32 @@ from fp8bench.model import (
     Work,
 )
 from suites.gate import NOISES, Setting, build
+from suites.trials import Table, options
 
 # Whatever is told from chance fails.
 NO_THRESHOLD = (ThresholdRule("*", "*", 0.0, 0.0),)
 Build = Callable[[random.Random, float, tuple[ThresholdRule, ...]], tuple[bool, Sight]]
 
 
-class Row(NamedTuple):
-    """Of many builds: the median of what could have been seen, and how many of those with just that fail; the same
-    beyond the threshold."""
+class Seen(NamedTuple):
+    """Of many builds: the median of what could have been seen, and the share of those with just that which fail; the
+    same beyond the threshold."""
 
-    words: str
     seen: float
     told: float
     fails: float
     failed: float
 
 
-def trial(words: str, of: Build, builds: int, seed: int = 0) -> Row:
+def trial(of: Build, builds: int, seed: int = 0) -> Seen:
     """Builds in which nothing changed, and two of the same kind for each, with what it said that it would see."""
     draw = random.Random(seed)
     sights = [of(draw, 0.0, ())[1] for _ in range(builds)]
-    seen, fails = ([getattr(one, name) for one in sights] for name in ("seen", "fails"))
-    known = [(one.seen, one.fails) for one in sights if math.isfinite(one.fails)]
-    told = sum(of(draw, one, NO_THRESHOLD)[0] for one, _ in known)
-    failed = sum(of(draw, one, ())[0] for _, one in known)
-    count = max(1, len(known))
-    return Row(words, statistics.median_low(seen), told / count, statistics.median_low(fails), failed / count)
+    known = [sight for sight in sights if math.isfinite(sight.fails)]
+    told = sum(of(draw, sight.seen, NO_THRESHOLD)[0] for sight in known)
+    failed = sum(of(draw, sight.fails, ())[0] for sight in known)
+    seen, fails = (statistics.median_low(getattr(sight, name) for sight in sights) for name in ("seen", "fails"))
+    return Seen(seen, told / max(1, len(known)), fails, failed / max(1, len(known)))
 
 
 def stored(setting: Setting) -> Build:
@@ -173,21 +170,15 @@ KINDS: dict[str, Build] = {
 }  # fmt: skip
 
 
-def main() -> int:
-    """A line for each kind of build."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--builds", type=int, default=400, help="of each kind; default 400")
-    parser.add_argument("--only", default="", help="kinds whose words begin with this")
-    arguments = parser.parse_args()
-    sys.stdout.write(f"{arguments.builds} builds a line; percent\n{'':66}  could have seen  told  would fail  failed\n")
+def main() -> None:
+    kinds = "kinds whose words begin with this"
+    asked = options(__doc__, builds=(400, "of each kind"), only=("", kinds))
+    heads = ("could have seen", "told", "would fail", "failed")
+    table = Table(f"{asked.builds} builds a line; percent", *heads, name=66)
     for words, kind in KINDS.items():
-        if words.startswith(arguments.only):
-            row = trial(words, kind, arguments.builds)
-            percent = [100 * share for share in row[1:]]
-            sys.stdout.write("{:66}  {:15.2f} {:5.1f} {:10.2f} {:7.1f}\n".format(row.words, *percent))
-            sys.stdout.flush()
-    return 0
+        if words.startswith(asked.only):
+            table.row(words, *trial(kind, asked.builds))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,17 +13,14 @@ margin.
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,15 +32,17 @@ from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.texts import prepare_text
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, StepRow, StreamLine, Training, TrainingText
 from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Curve, JudgedArm, Learned, Pair, Why, judge
-from fp8bench.features.train.verdicts.verdicts import ArmVerdict, adjusted_speed, verdicts_of
+from fp8bench.features.train.verdicts.verdicts import adjusted_speed, verdicts_of
 from fp8bench.model import DeviceFacts, Environment
 from fp8bench.model.raw import Settings
+from suites.trials import ROOT, Table, conditions, options, say, scratch
 
 MARGIN = 0.01
 SEEDS = 5
 PLANTED = (0.005, 0.01, 0.02, 0.04)
 SPREADS = (0.0005, 0.002, 0.004, 0.007, 0.01, 0.02, 0.05)
-TRAINED = Path(__file__).resolve().parents[1] / "reports" / "verdicts_cpu_202611" / "null_gaps.json"
+TRAINED = ROOT / "reports" / "verdicts_cpu_202611" / "null_gaps.json"
+CALLED = (Learned.WORSE, Learned.BETTER)
 _MOST_SEEDS = 60
 # Nobody adds more seeds than this because a verdict asks for them.
 _MOST_MORE = 20
@@ -79,8 +78,8 @@ def curves(draw: Draw, studies: int, seeds: int) -> Floats:
 def spikes(draw: Draw, studies: int, seeds: int) -> Floats:
     """One seed in ten of either arm ends in a spike of its loss, five deviations high on average."""
     either = draw.exponential(5, (2, studies, seeds)) * (draw.random((2, studies, seeds)) < 0.1)
-    found: Floats = draw.standard_normal((studies, seeds)) + either[0] - either[1]
-    return _alike(found / np.sqrt(1 + 2 * (0.1 * 50 - 0.25)))
+    gaps = draw.standard_normal((studies, seeds)) + either[0] - either[1]
+    return _alike(gaps / np.sqrt(1 + 2 * (0.1 * 50 - 0.25)))
 
 
 def trained(gaps: Sequence[Sequence[float]]) -> Noise:
@@ -94,8 +93,8 @@ def trained(gaps: Sequence[Sequence[float]]) -> Noise:
 
     def drawn(draw: Draw, studies: int, seeds: int) -> Floats:
         signs = draw.choice([-1.0, 1.0], (studies, seeds, 1))
-        found: Floats = known[draw.integers(len(known), size=(studies, seeds))] * signs
-        return (found + smooth * draw.standard_normal(found.shape)) / np.hypot(1, smooth)
+        chosen = known[draw.integers(len(known), size=(studies, seeds))] * signs
+        return (chosen + smooth * draw.standard_normal(chosen.shape)) / np.hypot(1, smooth)
 
     return drawn
 
@@ -106,11 +105,11 @@ def _alike(gaps: Floats) -> Floats:
 
 def noises(only: str = "") -> dict[str, Noise]:
     """By name, those that have a word in it; the trained ones where there are some."""
-    found: dict[str, Noise] = {"Gaussian": gaussian, "heavy tails": heavy, "curves": curves, "spikes": spikes}
+    known: dict[str, Noise] = {"Gaussian": gaussian, "heavy tails": heavy, "curves": curves, "spikes": spikes}
     if TRAINED.exists():
-        kept = json.loads(TRAINED.read_text())
-        found |= {f"trained, rate {rate}": trained(gaps) for rate, gaps in kept["gaps"].items()}
-    return {name: noise for name, noise in found.items() if only in name}
+        gaps = json.loads(TRAINED.read_text())["gaps"]
+        known |= {f"trained, rate {rate}": trained(pairs) for rate, pairs in gaps.items()}
+    return {name: noise for name, noise in known.items() if only in name}
 
 
 def judged(noise: Noise, studies: int, spread: float, seeds: int = SEEDS, shift: float = 0.0) -> Iterator[JudgedArm]:
@@ -122,7 +121,7 @@ def judged(noise: Noise, studies: int, spread: float, seeds: int = SEEDS, shift:
 
 def false_alarms(noise: Noise, studies: int, spread: float) -> float:
     """The share of studies in which an arm that differs by nothing is called worse or better."""
-    return sum(one.learned in (Learned.WORSE, Learned.BETTER) for one in judged(noise, studies, spread)) / studies
+    return sum(one.learned in CALLED for one in judged(noise, studies, spread)) / studies
 
 
 def found(noise: Noise, studies: int, spread: float, shift: float, seeds: int = SEEDS) -> float:
@@ -150,7 +149,7 @@ def after_advice(noise: Noise, studies: int, spread: float) -> float:
         said = judge(pairs[:SEEDS], MARGIN)
         if said.why is Why.TOO_WIDE and (said.more_seeds or _MOST_SEEDS) <= _MOST_MORE:
             said = judge(pairs[: SEEDS + (said.more_seeds or 0)], MARGIN)
-        wrong += said.learned in (Learned.WORSE, Learned.BETTER)
+        wrong += said.learned in CALLED
     return wrong / studies
 
 
@@ -181,10 +180,10 @@ def speeds(studies: int, pace: float, spread: float) -> tuple[float, float]:
             own = 1 + spread * draw.standard_normal() * steps / _SPEED_STEPS
             losses = [(1.8 + 3.7 * (1 + one * steps / 15) ** -0.7) * batches for one in (1.0, pace)]
             pairs.append((_curve(losses[0]), _curve(losses[1] * own)))
-        found = adjusted_speed(pairs)
-        assert found is not None and found.adjusted is not None
-        held += found.adjusted.low <= pace <= found.adjusted.high
-        points.append(found.adjusted.point)
+        speed = adjusted_speed(pairs)
+        assert speed is not None and speed.adjusted is not None
+        held += speed.adjusted.low <= pace <= speed.adjusted.high
+        points.append(speed.adjusted.point)
     return held / studies, float(np.mean(points))
 
 
@@ -198,19 +197,8 @@ SETTINGS = TrainerSettings(batch=2, sequence=32)
 REFERENCE = Arm("bf16", "bf16", ArmRole.REFERENCE)
 NUDGES = tuple(Arm(word, "bf16", settings=(("nudge", word),)) for word in ("ulp", "order"))
 HANDICAPS = tuple(Arm(f"rate x {share}", "bf16", settings=(("handicap", share),)) for share in (0.8, 0.6, 0.4))
-# Rates and groups of seeds: 20 studies of two nudges each.
-NULLS = {0.003: 5, 0.01: 5}
-HANDICAPPED = {0.001: 4}
-
-
-@dataclass
-class Told:
-    """Gaps of nudged arms by rate, on training and on held-out text; how often each verdict was given; sentences."""
-
-    gaps: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    verdicts: dict[str, dict[str, int]] = field(default_factory=dict)
-    sentences: list[str] = field(default_factory=list)
-    setting: dict[str, object] = field(default_factory=dict)
+# Arms, their rate, and how many groups of seeds: 20 studies of a nudge each.
+STUDIES = ((NUDGES, 0.003, 5), (NUDGES, 0.01, 5), (HANDICAPS, 0.001, 4))
 
 
 def study(
@@ -228,49 +216,40 @@ def study(
 
 
 def train(path: Path) -> int:
-    """Write what was found; 1 if a nudged arm was called worse or better, or had the reference's bits."""
-    import torch
-
-    began, told, failed = time.time(), Told(), False
-    lab = Lab(Settings())
-    facts = lab.probe()[0]
-    with TemporaryDirectory() as folder:
-        text = prepare_text(None, None, "bytes", Path(folder), SETTINGS.sequence)
-        for arms, rates in ((NUDGES, NULLS), (HANDICAPS, HANDICAPPED)):
-            for rate, groups in rates.items():
-                for group in range(groups):
-                    training, lines = study(lab, facts, text, arms, rate, SEEDS * group)
-                    among = verdicts_of(training, lines)
-                    for one in among.arms:
-                        _tell(told, one, rate, words.verdict(one, among))
-                        failed |= arms is NUDGES and (one.same_bits or one.judged.learned in ("worse", "better"))
-    told.setting = {
+    """Write gaps of nudged arms by rate, how often each verdict was given, and its sentences; 1 if a nudged arm was
+    called worse or better, or had the reference's bits."""
+    began, failed, lab = time.time(), False, Lab(Settings())
+    gaps: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    verdicts: dict[str, Counter[str]] = defaultdict(Counter)
+    sentences, facts = [], lab.probe()[0]
+    with scratch() as folder:
+        text = prepare_text(None, None, "bytes", folder, SETTINGS.sequence)
+        for arms, rate, group in ((arms, rate, group) for arms, rate, count in STUDIES for group in range(count)):
+            among = verdicts_of(*study(lab, facts, text, arms, rate, SEEDS * group))
+            for one in among.arms:
+                name = f"{one.arm.name}, rate {rate}"
+                sentences.append(f"{name}: {words.verdict(one, among)}")
+                verdicts[name][one.judged.learned.value] += 1
+                deviation = statistics.stdev(pair.gap for pair in one.pairs) if len(one.pairs) > 1 else 0.0
+                say(f"{sentences[-1]}; deviation {100 * deviation:.2f}%")
+                if arms is NUDGES:
+                    gaps[str(rate)] += [(round(pair.gap, 6), round(pair.held_out or 0.0, 6)) for pair in one.pairs]
+                    failed |= one.same_bits or one.judged.learned in CALLED
+    setting = {
         "command": "python -m suites.verdicts --trained", "model": SETTINGS.model, "batch": SETTINGS.batch,
         "sequence": SETTINGS.sequence, "steps": TRAINED_STEPS, "seeds": SEEDS, "text": text.identity,
-        "torch": torch.__version__, "python": platform.python_version(), "device": facts.name,
-        "seconds": round(time.time() - began),
+        "torch": facts.torch, "device": facts.name, "seconds": round(time.time() - began), **conditions(),
     }  # fmt: skip
+    kept = {"gaps": gaps, "verdicts": verdicts, "sentences": sentences, "setting": setting}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(told), indent=1) + "\n")
-    for name, counts in told.verdicts.items():
-        sys.stdout.write(f"{name}: {counts}\n")
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+    for name, counts in verdicts.items():
+        say(f"{name}: {dict(counts)}")
     return int(failed)
 
 
-def _tell(told: Told, one: ArmVerdict, rate: float, sentence: str) -> None:
-    name = f"{one.arm.name}, rate {rate}"
-    told.verdicts[name] = dict(Counter(told.verdicts.get(name, {})) + Counter([one.judged.learned.value]))
-    told.sentences.append(f"{name}: {sentence}")
-    if one.arm in NUDGES:
-        gaps = [(round(pair.gap, 6), round(pair.held_out or 0.0, 6)) for pair in one.pairs]
-        told.gaps.setdefault(str(rate), []).extend(gaps)
-    deviation = statistics.stdev(pair.gap for pair in one.pairs) if len(one.pairs) > 1 else 0.0
-    sys.stdout.write(f"{name}: {sentence}; deviation {100 * deviation:.2f}%\n")
-    sys.stdout.flush()
-
-
-def lines(studies: int, only: str = "") -> Iterator[tuple[str, list[float | None]]]:
-    """Every figure: its name, and a share for each of SPREADS, or numbers of seeds."""
+def lines(studies: int, only: str) -> Iterator[tuple[str, list[float | int | None]]]:
+    """Every figure by spread: its name, and a share for each of SPREADS, or numbers of seeds."""
     few = max(1, studies // 10)
     for name, noise in noises(only).items():
         yield f"{name}: called worse or better", [false_alarms(noise, studies, spread) for spread in SPREADS]
@@ -281,43 +260,38 @@ def lines(studies: int, only: str = "") -> Iterator[tuple[str, list[float | None
         yield f"{name}: seeds for 2%", [seeds_for(noise, max(1, few // 2), spread, 0.02) for spread in SPREADS]
 
 
-def _told(studies: int, only: str) -> Iterator[tuple[str, list[float | None]]]:
+def told(studies: int, only: str) -> dict[str, list[float | int | None]]:
     """Every figure, printed as it is found."""
-    sys.stdout.write(f"margin {100 * MARGIN:g}%, {SEEDS} seeds, {studies} studies; percent of studies\n")
-    heads = "".join(f"{100 * one:8g}%" for one in SPREADS)
-    sys.stdout.write(f"{'deviation of the gap from seed to seed':48}{heads}\n")
+    title = f"margin {100 * MARGIN:g}%, {SEEDS} seeds, {studies} studies; by the deviation of the gap from seed to seed"
+    table, figures = Table(title, *(f"{100 * spread:g}%" for spread in SPREADS), name=52), {}
     for name, values in lines(studies, only):
-        cells = (
-            ("over 60" if one is None else f"{one:d}" if isinstance(one, int) else f"{100 * one:.2f}") for one in values
-        )
-        sys.stdout.write(f"{name:48}{''.join(f'{one:>9}' for one in cells)}\n")
-        sys.stdout.flush()
-        yield name, values
+        figures[name] = values
+        table.row(name, *(f"over {_MOST_SEEDS}" if value is None else value for value in values))
+    table = Table("\nan interval of 95% holds the truth", "Student's t", "bootstrap", name=52)
     for name, noise in noises(only).items():
         shares = coverage(noise, min(studies, 2000))
-        said = ", ".join(f"{way} {100 * share:.1f}" for way, share in shares.items())
-        sys.stdout.write(f"{name}: an interval of 95% holds the truth: {said}\n")
-        yield f"{name}: coverage of {', '.join(shares)}", [*shares.values()]
+        figures[f"{name}: coverage of {', '.join(shares)}"] = [*shares.values()]
+        table.row(name, *shares.values())
+    table = Table("\nspeed to the same loss, by the pace that was planted", "held in", "told", name=52)
     for pace in _PACES:
         held, point = speeds(max(1, studies // 50), pace, 0.002)
-        sys.stdout.write(f"speed to the same loss at a pace of {pace:g}: told {point:.3f}, held in {100 * held:.1f}\n")
-        yield f"speed at a pace of {pace:g}: coverage, point", [held, point]
+        figures[f"speed at a pace of {pace:g}: coverage, point"] = [held, point]
+        table.row(f"{pace:g}", held, f"{point:.3f}")
+    return figures
 
 
 def main() -> int:
-    """A line for each figure."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--studies", type=int, default=10_000, help="of each kind; default 10000")
-    parser.add_argument("--only", default="", metavar="WORD", help="noises with this word in their names")
-    parser.add_argument("--trained", action="store_true", help="real trainings that differ as rounding does, first")
-    parser.add_argument("--json", metavar="FILE", help="write what is printed into a file, too")
-    asked = parser.parse_args()
+    asked = options(
+        __doc__, studies=(10_000, "of each kind"), only=("", "noises with this word in their names"),
+        trained=(False, "real trainings that differ as rounding does, first"),
+        json=(Path, "write what is printed into a file, too"),
+    )  # fmt: skip
     if asked.trained:
         return train(TRAINED)
-    told = dict(_told(asked.studies, asked.only))
+    figures = told(asked.studies, asked.only)
     if asked.json:
-        kept = {"margin": MARGIN, "seeds": SEEDS, "studies": asked.studies, "deviations": SPREADS, "shares": told}
-        Path(asked.json).write_text(json.dumps(kept, indent=1) + "\n")
+        kept = {"margin": MARGIN, "seeds": SEEDS, "studies": asked.studies, "deviations": SPREADS, "shares": figures}
+        asked.json.write_text(json.dumps(kept, indent=1) + "\n")
     return 0
 
 

@@ -17,6 +17,7 @@ import pytest
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run, missing_groups
 from suites import kill
+from suites.trials import ROOT
 from tests.counts import counts, sampled
 from tests.forked_workers import started as forking
 from tests.forked_workers import workers
@@ -57,7 +58,7 @@ def started(
     if limit is None:
         return forking(words, env=environment, **pipes)
     command = [sys.executable, "-c", LIMITED, str(limit), *words]
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(kill.ROOT), **environment}, **pipes)
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, **pipes)
 
 
 def nap(*places: int) -> tuple[str, ...]:
@@ -204,7 +205,7 @@ def test_a_stdout_that_takes_nothing_costs_no_run(folder: Path) -> None:
         "show last --json 2>&-",
     ):
         command = f"{sys.executable} -m fp8bench {closed}"
-        environment = {**os.environ, "PYTHONPATH": str(kill.ROOT), "COLUMNS": ""}  # sentences on stderr are a line each
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": ""}  # sentences on stderr are a line each
         done = subprocess.run(
             command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False
         )

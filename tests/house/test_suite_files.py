@@ -11,13 +11,6 @@ from fp8bench.registry import workloads
 from fp8bench.store.series import class_name
 
 SUITES = Path(__file__).resolve().parents[2] / "suites"
-# What is in the folder and measures no workload: the package, fp8bench itself, kills, and made series.
-OTHERS = {
-    "__init__", "audit", "audit_lies", "audit_optimizers", "change_points", "fleet", "gate", "compacted_history",
-    "coverage", "harness", "health", "illnesses", "kill", "load", "long_history", "quantisers", "ranks", "sight",
-    "shares", "tape",
-    "training_step", "verdicts",
-}  # fmt: skip
 FILE = '''"""What asv follows of the suite {name}."""
 
 from fp8bench import asv_bridge
@@ -43,7 +36,7 @@ def built_in() -> set[str]:
 def test_every_workload_has_a_grid_and_a_suite_file_and_vice_versa() -> None:
     """A new workload is followed from its first day; one that goes takes its file along."""
     assert {name for name in built_in() if workloads.get(name).history is None} == set()
-    assert {path.stem for path in SUITES.glob("*.py")} - OTHERS == built_in()
+    assert {path.stem for path in SUITES.glob("*.py") if "asv_bridge.Suite" in path.read_text()} == built_in()
 
 
 @pytest.mark.parametrize("name", sorted(built_in()))

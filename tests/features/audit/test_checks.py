@@ -115,7 +115,7 @@ def test_work_that_is_not_done_or_not_needed(name: str, code: str) -> None:
 
 def test_a_baseline_beside_a_kernel_of_codes() -> None:
     kernel = _BY_NAME["torch's scaled product"]
-    beside = Kernel("", kernel.signature, kernel.made, baseline=lambda a, b: a @ b)
+    beside = Kernel("", kernel.signature, kernel.function, baseline=lambda a, b: a @ b)
     found = result_of(beside, "cpu", [WorkCheck])
     assert [one.code for one in found.findings] == ["casts-outside"]
     assert [(side, work.products) for side, work, _ in found.work] == [("kernel", 1), ("baseline", 1)]
@@ -157,7 +157,7 @@ def test_a_kernel_that_does_not_wait_for_its_callers_stream(monkeypatch: pytest.
             old[a.shape] = a.clone(), b.clone()
             return product(a, b)
 
-        return lambda: kernel
+        return kernel
 
     monkeypatch.setattr(results, "beside", beside)
     assert codes_of(result_of(Kernel("", _FP8, made(waits=False)), "cpu", [MemoryCheck])) == "stream"

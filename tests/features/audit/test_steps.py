@@ -64,7 +64,7 @@ def test_a_mistake_that_nobody_knows_has_the_wrong_error() -> None:
             for one in self.param_groups[0]["params"]:
                 one.data[:, ::3] *= 1.001
 
-    assert judged(Kernel("", signed("optimizer", "fp32"), lambda: Uneven)).code == "too-bad"
+    assert judged(Kernel("", signed("optimizer", "fp32"), Uneven)).code == "too-bad"
 
 
 @pytest.mark.parametrize("kernel", [one for one in HONEST if "torchao" not in one.name], ids=lambda one: one.name)
@@ -122,11 +122,11 @@ def test_what_is_left_of_moments(word: str, bytes_: float) -> None:
     ],
 )
 def test_what_no_promise_covers(options: dict[str, object], sentence: str) -> None:
-    made = Kernel("", signed("optimizer", "fp32"), lambda: lambda one: torch.optim.AdamW(one, **options))
+    made = Kernel("", signed("optimizer", "fp32"), lambda one: torch.optim.AdamW(one, **options))
     with pytest.raises(ValueError, match=sentence):
         judged(made)
     with pytest.raises(TypeError, match=r"it made list, and step\(\) and param_groups were expected"):
-        judged(Kernel("", signed("optimizer", "fp32"), lambda: list))
+        judged(Kernel("", signed("optimizer", "fp32"), list))
 
 
 def test_flat_moments_by_their_word() -> None:

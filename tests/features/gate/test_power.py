@@ -40,7 +40,7 @@ def seen_of(
 @pytest.mark.parametrize("between", [0.01, 0.03])
 def test_as_often_as_it_says_a_history_fails_what_is_planted(count: int, between: float) -> None:
     """80 of 100, give or take what so many builds and an unknown noise do."""
-    row = trial("", nights(30, between), count)
+    row = trial(nights(30, between), count)
     away = 0.08 + 3 * math.sqrt(0.16 / count)
     assert abs(row.told - 0.8) < away and abs(row.failed - 0.8) < away
     assert row.seen > between and row.fails > 0.05
@@ -49,7 +49,7 @@ def test_as_often_as_it_says_a_history_fails_what_is_planted(count: int, between
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [Setting(1, 1, 0.02), Setting(3, 1, 0.02), Setting(5, 5, 0.02)])
 def test_as_often_as_it_says_stored_runs_do(setting: Setting) -> None:
-    row = trial("", stored(setting), 60)
+    row = trial(stored(setting), 60)
     away = 0.1 + 3 * math.sqrt(0.16 / 60)
     assert abs(row.told - 0.8) < away and abs(row.failed - 0.8) < away
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,14 +9,11 @@ import pytest
 
 from fp8bench.store.index.history import open_history
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.run_file import load_run, start_run
 from fp8bench.user_code import import_user_modules
-from suites.long_history import ROUNDS, measure, write_module, write_store
+from suites.long_history import ROUNDS, make, measure, write_module, write_store
 from tests.counts import sampled
 from tests.histories import read_trends, trends_of
 from tests.own_suites import forgotten
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -27,17 +23,6 @@ def store(tmp_path: Path) -> Iterator[Path]:
     with forgotten(tmp_path):
         import_user_modules((str(write_module(tmp_path, 2)),))
         yield tmp_path / "store"
-
-
-def test_its_files_are_what_a_run_would_write(store: Path, tmp_path: Path) -> None:
-    """Byte for byte."""
-    for path in run_files(store):
-        run = load_run(path)
-        writer = start_run(run, tmp_path / "again")
-        writer.append(run.records)
-        writer.finish("finished")
-        assert writer.path.name == path.name and writer.path.read_bytes() == path.read_bytes()
-        assert run.finished and not run.troubles and len(run.records) == 4
 
 
 def test_it_is_the_same_for_the_same_seed(store: Path, tmp_path: Path) -> None:
@@ -64,7 +49,6 @@ def test_it_has_eleven_series_a_pair(store: Path) -> None:
 def test_what_is_measured_works(tmp_path: Path, what: str) -> None:
     """On a small store; a step lies in its first pair. What the process holds that starts it does not count."""
     held = b"x" * (400 << 20)
-    write_module(tmp_path, 1)
-    write_store(tmp_path / ".fp8bench", 300, 1)
-    cost = measure(tmp_path, what, {**os.environ, "PYTHONPATH": str(ROOT)}, 1, 1)
+    make(tmp_path, 300, 1)
+    cost = measure(tmp_path, what, 1, 1)
     assert 0 < cost.cpu < 60 and cost.wall > 0 and 10 << 20 < cost.peak < len(held) // 2

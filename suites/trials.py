@@ -1,0 +1,141 @@
+"""What trials share: their options, tables that are printed, rows that are kept, processes, loads, times in turns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import fp8bench
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = Path(fp8bench.__file__).resolve().parents[1]
+FP8BENCH = (sys.executable, "-m", "fp8bench")
+# It ends with whoever started it.
+_BUSY = "import os\nown = os.getppid()\nwhile os.getppid() == own: sum(range(100_000))"
+Row = dict[str, Any]
+
+
+def options(description: str | None, **known: tuple[Any, str]) -> argparse.Namespace:
+    """The options of a trial: the default of each, False for a switch or a type where there is none, and its help."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, (default, words) in known.items():
+        if default is False:
+            parser.add_argument(f"--{name}", action="store_true", help=words)
+        elif isinstance(default, type):
+            parser.add_argument(f"--{name}", type=default, help=words)
+        else:
+            parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{words}; default {default}")
+    return parser.parse_args()
+
+
+def say(words: str) -> None:
+    """Print a line at once: a trial takes long."""
+    print(words, flush=True)
+
+
+class Table:
+    """Figures by row, each printed when it is known; those that are float are shares, in percent."""
+
+    def __init__(self, title: str, *heads: str, name: int = 14) -> None:
+        self._name, self._widths = name, [max(len(head), 7) + 2 for head in heads]
+        say(title)
+        self.row("", *heads)
+
+    def row(self, name: str, *cells: object) -> None:
+        shown = (f"{100 * cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)
+        columns = (f"{cell:>{width}}" for cell, width in zip(shown, self._widths, strict=True))
+        say(f"{name:<{self._name}}{''.join(columns)}")
+
+
+class Rows:
+    """What was done, in a file of a folder: nothing of it is done again."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "rows.jsonl"
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        self.all: list[Row] = [json.loads(line) for line in lines]
+
+    def add(self, **row: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        self.all.append(row)
+        say(str(row))
+
+    def of(self, **fields: Any) -> list[Row]:
+        """Those with these values."""
+        return [row for row in self.all if all(row.get(name) == value for name, value in fields.items())]
+
+
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This one, in which processes import the fp8bench of this one, and these trials.
+
+    asv takes PYTHONPATH away from its processes, and gives them ASV_PYTHONPATH instead.
+    """
+    path = os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH"), str(ROOT))))
+    return {**os.environ, "PYTHONPATH": path, "ASV_PYTHONPATH": path, **(more or {})}
+
+
+def ran(
+    words: Sequence[str], folder: Path | None = None, ends: Sequence[int] = (0,), more: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own, with more in its environment; one that ends otherwise was not measured."""
+    done = subprocess.run(words, cwd=folder, env=environment(more), capture_output=True, text=True, check=False)
+    if done.returncode not in ends:
+        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}: {done.stderr[-500:]}")
+    return done
+
+
+def conditions() -> Row:
+    """What a result was made under."""
+    words = ["git", "rev-parse", "--short=8", "HEAD"]
+    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "fp8bench": fp8bench.__version__, "commit": commit, "python": platform.python_version(),
+        "torch": version("torch"), "system": platform.platform(), "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+    }  # fmt: skip
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder that goes."""
+    with tempfile.TemporaryDirectory(prefix="fp8bench-") as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def load(count: int) -> Iterator[None]:
+    """So many busy processes beside what is done here."""
+    busy = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]
+    try:
+        time.sleep(3 if count else 0)
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Processor time of one thread, which other work on the machine moves little."""
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+def least_seconds(turns: int, *calls: Callable[[], object]) -> list[float]:
+    """The least time of each, called in turns after a first one that does not count."""
+    times = [[seconds(call) for call in calls] for _ in range(turns + 1)]
+    return [min(column) for column in zip(*times[1:], strict=True)]
