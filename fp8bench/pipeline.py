@@ -191,7 +191,7 @@ def _ceilings(
     """What each device can do at most, with the threads of this run, where it is known or measured now."""
     if run.request.ranks is not None:  # several processes share what one would find
         return {}
-    first = {one.case.device: one.case for group in reversed(groups) for one in reversed(group.cases) if one.runs}
+    first = {case.case.device: case.case for group in reversed(groups) for case in reversed(group.cases) if case.runs}
 
     def measured(device: DeviceFacts) -> Ceilings:
         observer.working(first[device.key], "measuring what this machine can do, once", 0.0)
@@ -262,9 +262,9 @@ def _opened(
     examine(plan, facts, worker, Limits(request.case_timeout))
     used = {planned.case.device for group in plan for planned in group.cases if planned.runs}
     environment = gather(worker.software(), __version__, request.threads, request.imports, folder=folder)
-    for one in facts:
-        if one.key in used:
-            environment = environment.also(device_state_of(one, meters.of(one)))
+    for fact in facts:
+        if fact.key in used:
+            environment = environment.also(device_state_of(fact, meters.of(fact)))
     return Run(
         id=secrets.token_hex(4),
         started=now(),
@@ -273,7 +273,7 @@ def _opened(
         plan=plan,
         environment=environment,
         devices=facts,
-        overheads=tuple((one.key, worker.within(START_SECONDS).overheads(one)) for one in facts if one.key in used),
+        overheads=tuple((fact.key, worker.within(START_SECONDS).overheads(fact)) for fact in facts if fact.key in used),
     )
 
 
@@ -285,7 +285,7 @@ def _bits(run: Run, worker: Worker) -> tuple[OperationBits, ...]:
     used = {planned.case.device for group in run.plan for planned in group.cases if planned.runs}
     asked = worker.within(START_SECONDS)
     try:
-        return tuple(bits for one in run.devices if one.key in used for bits in asked.bits(one))
+        return tuple(bits for device in run.devices if device.key in used for bits in asked.bits(device))
     except WorkerError:
         worker.restart()
         return ()
@@ -293,8 +293,8 @@ def _bits(run: Run, worker: Worker) -> tuple[OperationBits, ...]:
 
 def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Limits) -> None:
     """Raise for cases of which only the worker can tell that they cannot be, before anything is kept."""
-    devices = {one.key: one for one in facts}
-    for planned in (one for group in plan for one in group.cases if one.runs):
+    devices = {fact.key: fact for fact in facts}
+    for planned in (case for group in plan for case in group.cases if case.runs):
         if workloads.get(planned.case.workload).examined:
             try:
                 worker.within(limits.numbers(planned.work)).examine(planned.case, devices[planned.case.device])
@@ -316,7 +316,7 @@ def _untimed(run: Run, group: Group, last: Worker | None, other: Worker) -> Work
     times nothing any more, unless the other one is there already. What is compiled is counted elsewhere."""
     if run.origin == AGAIN or run.request.ranks is not None:
         return None  # what is measured again is timed again: its operators are known
-    compiled = run.request.shares or any(one.work.setup_seconds for one in group.cases)
+    compiled = run.request.shares or any(case.work.setup_seconds for case in group.cases)
     return other if last is None or compiled or other.pid is not None else last
 
 
@@ -329,7 +329,7 @@ def _group(
     group: Group, run: Run, budget: float | None, worker: Worker, meters: Meters, observer: Observer,
     quantisers: Quantisers, ceilings: Mapping[str, Ceilings], lost: dict[str, str], untimed: Worker | None,
 ) -> tuple[Record, ...]:  # fmt: skip
-    request, facts = run.request, {one.key: one for one in run.devices}
+    request, facts = run.request, {device.key: device for device in run.devices}
     windows = window_rule_for(request) if request.ranks is None else None
     if not workloads.get(group.cases[0].case.workload).fused:
         windows, quantisers = None, Quantisers("the suite is about numbers, and compiles none")

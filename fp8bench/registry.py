@@ -180,7 +180,7 @@ class PrecisionRegistry(Registry[Precision]):
 
 
 def _options(leaf: type[Precision]) -> str:
-    words = ", ".join(one.name for one in leaf.options)
+    words = ", ".join(option.name for option in leaf.options)
     return f"{leaf.name} takes {words}." if words else f"{leaf.name} takes no options."
 
 

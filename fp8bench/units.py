@@ -56,7 +56,7 @@ def significant(value: float, digits: int = 3) -> str:
 def _scale_of(value: float, digits: int, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
     """The largest unit in which the rounded value is at least 1, so that 0.9996 ms is '1.00 ms', not '1000 us'."""
     just_one = 1 - 0.5 * 10.0**-digits
-    return next((one for one in scales if abs(value) >= one[0] * just_one), scales[-1])
+    return next((scale for scale in scales if abs(value) >= scale[0] * just_one), scales[-1])
 
 
 def _prefixed(value: float | None, base: str, digits: int) -> str:

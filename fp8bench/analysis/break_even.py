@@ -100,9 +100,9 @@ def _band(ordered: Sequence[SizedRatio]) -> tuple[list[float], Floats, Floats, F
     speeds = [one.ratio.inverse for one in ordered]
     middle, low, high = (
         np.interp(at, known, np.log(values))
-        for values in zip(*((one.point, one.low, one.high) for one in speeds), strict=True)
+        for values in zip(*((speed.point, speed.low, speed.high) for speed in speeds), strict=True)
     )
-    beside = _beside(known, np.log([one.point for one in speeds])) + BAND
+    beside = _beside(known, np.log([speed.point for speed in speeds])) + BAND
     sizes = [float(value) for value in np.exp(at)]
     sizes[::_STEPS] = [float(one.size) for one in ordered]
     return sizes, low - beside, middle, high + beside

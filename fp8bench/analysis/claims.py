@@ -60,7 +60,7 @@ def claims_of(record: Record, reference: Record | None) -> Iterator[Labelled]:
     yield from _no_work(record)
     yield from _above_ceiling(record)
     mismatches = [*_work_mismatch(record), *_other_work(record, reference)]  # of both the graver one is told
-    yield from sorted(mismatches, key=lambda one: not one.hard)[:1]
+    yield from sorted(mismatches, key=lambda mismatch: not mismatch.hard)[:1]
     yield from _fallback(record, reference)
     yield from handicaps_of(record, reference)
 
@@ -148,14 +148,16 @@ def _phases_above(record: Record, ceiling: Ceiling) -> Iterator[str]:
                 "the compiler left work out"
             )
         return
-    fewer = {one.phase for one in record.tape.operators if _FEWER in one.operator}
+    fewer = {operator.phase for operator in record.tape.operators if _FEWER in operator.operator}
     for phase, seconds in verdicts.best_phases(record.timing):
         count = record.tape.of(phase)
         if count is None or not seconds:
             continue
         own = bounds.product_seconds(count.by_path)
         if record.case.device == "cpu":
-            products = {one.operator for one in record.tape.operators if one.phase == phase and one.flops}
+            products = {
+                operator.operator for operator in record.tape.operators if operator.phase == phase and operator.flops
+            }
             plain = own is not None and bool(products) and products <= _PLAIN and {*dict(count.by_path)} == {"fp32"}
             margin = PLAIN_MARGIN if plain else MARGIN
         else:
@@ -203,7 +205,9 @@ def _too_small_errors(record: Record) -> str:
 
 def _rounding(names: Iterable[str]) -> float:
     """By how much the finest of these precisions rounds values; 0 where that is not known of one of them."""
-    formats = [[FORMATS[name]] if name in FORMATS else [one.fmt for one in _treatments(name)] for name in names]
+    formats = [
+        [FORMATS[name]] if name in FORMATS else [treatment.fmt for treatment in _treatments(name)] for name in names
+    ]
     if not all(formats):
         return 0.0
     return _ROUNDS * 2.0 ** -max(one.mantissa_bits for several in formats for one in several)
@@ -220,7 +224,7 @@ def _of_products(record: Record) -> str:
         return f"{ran}: values of {mode}'s formats, and none as its codes"
     if products.looks_like:
         return f"the numbers of a product are those of {products.looks_like}"
-    bits = max((one.fmt.bits for one in _treatments(record.case.precision)), default=_ANY)
+    bits = max((treatment.fmt.bits for treatment in _treatments(record.case.precision)), default=_ANY)
     foreign = foreign_kernel(products.kernels, bits) if products.kernels else ""
     return f"its products ran in the kernel {foreign}" if foreign else ""
 

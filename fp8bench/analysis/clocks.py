@@ -31,7 +31,7 @@ def clock_offset(
     by cycles of the clock stands beside both.
     """
     own, *others = (_clocks(timing) for timing in (case, *entries))
-    rounds = [number for number in own if others and all(number in one for one in others)]
+    rounds = [number for number in own if others and all(number in other for other in others)]
     if len(rounds) < LEAST_LOOKS:
         return
     apart = [math.log(own[one]) - fmean(math.log(other[one]) for other in others) for one in rounds]

@@ -74,9 +74,9 @@ def datasheet_of(device: str) -> Datasheet | None:
     if "MIG" in device:
         return None
     found = [
-        (len(words), one)
-        for one in datasheets()
-        for words in one.match
+        (len(words), datasheet)
+        for datasheet in datasheets()
+        for words in datasheet.match
         if re.search(rf"\b{re.escape(words)}\b", device)
     ]
     return max(found, key=lambda pair: pair[0])[1] if found else None

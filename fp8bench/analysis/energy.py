@@ -98,16 +98,16 @@ def energy_figures(record: Record) -> EnergyFigures | None:
     if use is None or not windows:
         return None
     joules = energy_samples(use)
-    gross, seconds = _range(joules), _range([one.seconds / one.steps for one in windows])
-    known = [one.uncertainty for one in windows if one.uncertainty is not None and 0 <= one.uncertainty < 1]
+    gross, seconds = _range(joules), _range([window.seconds / window.steps for window in windows])
+    known = [window.uncertainty for window in windows if window.uncertainty is not None and 0 <= window.uncertainty < 1]
     uncertainty = max(known) if len(known) == len(windows) else None
     idle, net, why = _net(use, windows, (uncertainty or 0.0) * gross.middle)
-    clocks = [one.sm_clock for one in windows if one.sm_clock is not None]
+    clocks = [window.sm_clock for window in windows if window.sm_clock is not None]
     return EnergyFigures(
-        use.source, windows, gross, seconds, statistics.median(one.joules / one.seconds for one in windows), idle, net,
-        why, uncertainty,
+        use.source, windows, gross, seconds, statistics.median(window.joules / window.seconds for window in windows),
+        idle, net, why, uncertainty,
         statistics.median(clocks) if clocks else None,
-        max((one.temperature for one in windows if one.temperature is not None), default=None),
+        max((window.temperature for window in windows if window.temperature is not None), default=None),
         tuple((spec, gross.middle * many / known) for count, (spec, many) in ENERGY_PER.items()
               if (known := getattr(record.work, count))),
     )  # fmt: skip
@@ -178,7 +178,9 @@ def _sound(use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
 
 def sound_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow, ...]:
     return tuple(
-        one for one in windows if one.steps > 0 and all(1e-30 < number < 1e30 for number in (one.seconds, one.joules))
+        window
+        for window in windows
+        if window.steps > 0 and all(1e-30 < number < 1e30 for number in (window.seconds, window.joules))
     )
 
 
@@ -195,7 +197,8 @@ def _net(use: EnergyUse, windows: Sequence[EnergyWindow], unsure: float) -> tupl
         return None, None, use.why or f"the idle power {missing} its windows was not measured"
     idle = statistics.fmean(idles)
     low, middle, high = (
-        [(one.joules - watts * one.seconds) / one.steps for one in windows] for watts in (max(idles), idle, min(idles))
+        [(window.joules - watts * window.seconds) / window.steps for window in windows]
+        for watts in (max(idles), idle, min(idles))
     )
     net = Range(statistics.median(middle), min(low), max(high))
     if net.low <= unsure:
@@ -231,7 +234,7 @@ def _reasons(energy: EnergyUse) -> Iterator[str]:
     if worst > MOST_UNCERTAIN:
         yield f"a window is sure to +-{units.percent(worst)} only"
     joules = [window.joules / window.steps for window in windows if window.steps > 0]
-    if len(joules) < len(windows) or not all(0 < one < math.inf for one in joules):
+    if len(joules) < len(windows) or not all(0 < joule < math.inf for joule in joules):
         yield "a window has no energy"
     elif (apart := (max(joules) - min(joules)) / statistics.median(joules)) > MOST_APART:
         yield f"its windows are {units.percent(apart)} apart"

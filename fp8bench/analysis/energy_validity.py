@@ -34,9 +34,9 @@ def energy_validity(record: Record) -> EnergyValidity | None:
     if use.source not in COUNTERS:
         return EnergyValidity.NO_COUNTER
     few = TICK_INTERVALS in use.why and not use.windows
-    if few or any(one.intervals < LEAST_INTERVALS for one in use.windows):
+    if few or any(window.intervals < LEAST_INTERVALS for window in use.windows):
         return EnergyValidity.TOO_FEW_TICKS
-    seen = functools.reduce(operator.or_, (one.throttle or 0 for one in use.windows), 0)
+    seen = functools.reduce(operator.or_, (window.throttle or 0 for window in use.windows), 0)
     if any(name not in CHOSEN for name in reasons_in(seen)):
         return EnergyValidity.THROTTLED
     if len(use.power_limits) > 1:

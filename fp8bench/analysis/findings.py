@@ -80,7 +80,9 @@ def find(
         aa = verdicts.noise(reference.timing, reference.control)
         hard = hard_labels(reference.timing, reference.watch, aa, reference.case.device)
         emulated = reference.support.level is Level.EMULATED
-        together = [one.timing for one in records if one.timing and one.paired and one.paired_with is None]
+        together = [
+            record.timing for record in records if record.timing and record.paired and record.paired_with is None
+        ]
         place = _beyond_noise([*together, reference.control], aa)
         whole = verdicts.whole_steps(reference.timing, reference.control)
         best = sum(seconds for _, seconds in verdicts.best_phases(reference.timing, whole))
@@ -115,7 +117,7 @@ def _chosen(records: Sequence[Record], found: list[Finding], shared: _Standard) 
 
 def _beyond_noise(timings: Sequence[Timing | None], aa: Interval | None) -> PlaceEffect | None:
     """What a place in the rounds of these does, if it is more than identical code differs by."""
-    found = place_effect([one for one in timings if one is not None])
+    found = place_effect([timing for timing in timings if timing is not None])
     floor = max(verdicts.BAND, aa.reach if aa is not None else 0.0)
     return found if found is not None and abs(found.ratio.point - 1) > floor else None
 
@@ -155,10 +157,10 @@ def _finding(
     labels = labels_of(record, finding, standard.timing, aa, place, claims)
     finding = replace(
         finding,
-        labels=tuple(one.label for one in labels),
-        label_reasons=tuple((one.label, one.reason) for one in labels if one.reason),
+        labels=tuple(label.label for label in labels),
+        label_reasons=tuple((label.label, label.reason) for label in labels if label.reason),
     )
-    return _withheld(finding, [one for one in labels if one.hard], standard.hard)
+    return _withheld(finding, [label for label in labels if label.hard], standard.hard)
 
 
 def _times(timing: Timing, record: Record, whole: bool | None, overheads: Overheads | None) -> Finding:
@@ -342,8 +344,8 @@ def _withheld(finding: Finding, own: Sequence[Labelled], of_reference: Sequence[
     return replace(_unsure(finding, f"{'; '.join(whys)}: times measured so get no verdict"), hard=hard)
 
 
-def _told(one: Labelled) -> str:
-    return f"{one.label} ({one.reason})" if one.reason else str(one.label)
+def _told(labelled: Labelled) -> str:
+    return f"{labelled.label} ({labelled.reason})" if labelled.reason else str(labelled.label)
 
 
 def _below_floor(timing: Timing, phases: tuple[tuple[str, float], ...], overheads: Overheads | None) -> tuple[str, ...]:

@@ -133,17 +133,19 @@ def _far_below(record: Record, reference: Record) -> Iterator[str]:
 def _of_ceiling(record: Record) -> tuple[float, float]:
     """The least that the products of a step's matrices take over what their phase took, and the least of each."""
     tape, ceiling, timing = record.tape, record.ceiling, record.timing
-    products = [one for one in tape.operators if one.flops and one.phase == Phase.GEMM] if tape else []
+    products = (
+        [operator for operator in tape.operators if operator.flops and operator.phase == Phase.GEMM] if tape else []
+    )
     if tape is None or tape.fused or ceiling is None or timing is None or not products:
         return 0.0, 0.0
     seconds = dict(verdicts.best_phases(timing)).get(Phase.GEMM, 0.0)
-    if not seconds or any("convolution" in one.operator for one in products):  # whose kernels differ by dtype
+    if not seconds or any("convolution" in product.operator for product in products):  # whose kernels differ by dtype
         return 0.0, 0.0
     bounds, memory = bounds_of(ceiling), ceiling.bytes or math.inf
-    rates = [bounds.products.get(kind_of_path(one.path)) or ceiling.flops or math.inf for one in products]
+    rates = [bounds.products.get(kind_of_path(product.path)) or ceiling.flops or math.inf for product in products]
     pairs = zip(products, rates, strict=True)
     least = sum(one.calls * max((one.flops or 0) / rate, one.bytes / memory) for one, rate in pairs)
-    return least / seconds, least / sum(one.calls for one in products)
+    return least / seconds, least / sum(product.calls for product in products)
 
 
 def _moves_more(tape: Tape, reference: Tape) -> Iterator[str]:
@@ -165,10 +167,10 @@ def _numbers(tape: Tape) -> float:
 def _copied(tape: Tape) -> float:
     """The numbers that copies read and write, casts included."""
     found = 0.0
-    for one in tape.operators:
-        if one.operator in _COPIES and one.outputs:
-            widths = [bits_of(words.partition("[")[0]) or 8 for words in (*one.inputs, *one.outputs)]
-            found += 8 * one.calls * one.bytes * len(widths) / sum(widths)
+    for operator in tape.operators:
+        if operator.operator in _COPIES and operator.outputs:
+            widths = [bits_of(words.partition("[")[0]) or 8 for words in (*operator.inputs, *operator.outputs)]
+            found += 8 * operator.calls * operator.bytes * len(widths) / sum(widths)
     return found
 
 

@@ -80,13 +80,15 @@ def disturbed_slots(timing: Timing, ahead: float) -> int:
 def are_held_up(*timings: Timing) -> bool:
     """Whether some of the rounds that make the best case of one of these were, since too few were undisturbed."""
     return any(
-        len(one.slots) - disturbed_slots(one, AHEAD) < stats.fastest_of(len(one.slots)) for one in timings if one.slots
+        len(timing.slots) - disturbed_slots(timing, AHEAD) < stats.fastest_of(len(timing.slots))
+        for timing in timings
+        if timing.slots
     )
 
 
 def _on_core(slot: SlotSample) -> float:
     """How long the process should have had a core: of several ranks the slowest one's, by whose counters it goes."""
-    last = max(slot.ranks, key=lambda one: sum(one.step_ns), default=None)
+    last = max(slot.ranks, key=lambda rank: sum(rank.step_ns), default=None)
     return slot.wall_seconds - (0.0 if last is None else sum(last.communication_ns) * 1e-9)
 
 

@@ -195,12 +195,13 @@ def _scaled(samples: Samples, many: float, count: float) -> tuple[float, ...]:
 
 def _measurements(told: Told) -> Iterator[Metric]:
     """What the suite measured, and the highest point of memory."""
-    for one in told.record.measurements:
-        spec = spec_of(one.metric)
+    for measurement in told.record.measurements:
+        spec = spec_of(measurement.metric)
         yield Metric(
-            spec if spec.unit == one.unit else replace(spec, unit=one.unit),
-            statistics.median(one.samples) if one.samples else None, phase=one.phase or STEP,
-            provenance=one.provenance, count=len(one.samples), samples=partial(tuple, one.samples),
+            spec if spec.unit == measurement.unit else replace(spec, unit=measurement.unit),
+            statistics.median(measurement.samples) if measurement.samples else None, phase=measurement.phase or STEP,
+            provenance=measurement.provenance, count=len(measurement.samples),
+            samples=partial(tuple, measurement.samples),
         )  # fmt: skip
 
 
@@ -272,10 +273,10 @@ def _memory(told: Told) -> Iterator[Metric]:
         return
     for role, size in use.roles:
         yield _size(spec_of(memory_of_role(role)), size, provenance=Provenance.DERIVED)
-    for one in use.phases:
-        yield _size(_detail(specs.PEAK_MEMORY), one.allocated, one.phase)
-        if one.reserved is not None:
-            yield _size(specs.RESERVED_MEMORY, one.reserved, one.phase)
+    for phase in use.phases:
+        yield _size(_detail(specs.PEAK_MEMORY), phase.allocated, phase.phase)
+        if phase.reserved is not None:
+            yield _size(specs.RESERVED_MEMORY, phase.reserved, phase.phase)
     for spec, counted in ((specs.RESERVED_MEMORY, use.reserved), (specs.PROCESS_MEMORY, use.process)):
         if counted is not None:
             yield _size(spec, counted)
@@ -306,16 +307,16 @@ def _capacity(told: Told) -> Iterator[Metric]:
 
 def _data(told: Told) -> Iterator[Metric]:
     """What the data are made of, before any scaling."""
-    for one in told.record.statistics:
-        figures = {specs.VALUES: float(one.count), specs.AMAX: one.amax}
-        for name, above, vanishing in one.outside:
+    for statistic in told.record.statistics:
+        figures = {specs.VALUES: float(statistic.count), specs.AMAX: statistic.amax}
+        for name, above, vanishing in statistic.outside:
             figures |= {
                 replace(spec, name=spec.replace("*", name)): share
                 for spec, share in ((specs.SHARE_ABOVE, above), (specs.SHARE_VANISHING, vanishing))
             }
         for spec, value in figures.items():
-            about = one.kind, one.role
-            yield Metric(spec, value, phase=None, about=about, provenance=_MEASURED, count=one.count)
+            about = statistic.kind, statistic.role
+            yield Metric(spec, value, phase=None, about=about, provenance=_MEASURED, count=statistic.count)
 
 
 # In the order of a case's rows.

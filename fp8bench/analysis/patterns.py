@@ -37,9 +37,9 @@ def pattern(timing: Timing) -> str:
     if longer < LEAST_RATIO:
         return ""
     # A call far beyond the slow ones is one from which somebody took the core: nobody knows which it was.
-    known = [np.where(one < _FAR * np.median(slow), one, np.nan) for one in slots]
+    known = [np.where(slot < _FAR * np.median(slow), slot, np.nan) for slot in slots]
     classes: list[Any] = [np.ma.masked_invalid(one) > (fast[-1] + slow[0]) / 2 for one in known]
-    share = sum(int(one.filled(False).sum()) for one in classes) / max(1, sum(one.count() for one in classes))
+    share = sum(int(cls.filled(False).sum()) for cls in classes) / max(1, sum(cls.count() for cls in classes))
     return f"about {_of(share)} {_place(classes)} {longer:.1f} times as long"
 
 
@@ -57,7 +57,7 @@ def _place(classes: Sequence[Any]) -> str:
     fewest = min(map(len, classes))
     if fewest < 2:
         return "calls take"
-    table = np.ma.stack([one[:fewest] for one in classes])
+    table = np.ma.stack([cls[:fewest] for cls in classes])
     for axis, words in ((1, "rounds take in all their calls"), (0, "calls, always the same ones of a slot, take")):
         shares = table.mean(axis=axis)
         if float(np.minimum(shares, 1 - shares).mean()) < _STRAYS:

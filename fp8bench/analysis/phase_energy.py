@@ -81,7 +81,7 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
     if figures is None or record.energy is None:
         return None
     estimated = dict(_estimated(figures, finding))
-    asked = {one.phase: one for one in record.energy.phases}
+    asked = {phase.phase: phase for phase in record.energy.phases}
     measured = {phase: found for phase, one in asked.items() if (found := _measured(one)) is not None}
     whys = {phase: _why_not(one) for phase, one in asked.items() if phase not in measured}
     held = _held_against_step(figures, measured, estimated, finding) if measured else PhaseEnergies(())
@@ -106,19 +106,19 @@ def _measured(asked: PhaseEnergy) -> PhaseJoules | None:
     windows = sound_windows(asked.windows)
     if not windows:
         return None
-    joules = [one.joules / one.steps for one in windows]
+    joules = [window.joules / window.steps for window in windows]
     middle = statistics.median(joules)
     if max(joules) - min(joules) > MOST_APART * middle:
         return None
-    unsure = [one.uncertainty or 0.0 for one in windows]
+    unsure = [window.uncertainty or 0.0 for window in windows]
     ends = list(zip(joules, unsure, strict=True))
     found = Range(middle, min(one * (1 - share) for one, share in ends), max(one * (1 + share) for one, share in ends))
-    seconds = [one.seconds / one.steps for one in windows]
+    seconds = [window.seconds / window.steps for window in windows]
     return PhaseJoules(asked.phase, middle, found, statistics.median(seconds), max(seconds) - min(seconds))
 
 
 def _why_not(asked: PhaseEnergy) -> str:
-    joules = [one.joules / one.steps for one in sound_windows(asked.windows)]
+    joules = [window.joules / window.steps for window in sound_windows(asked.windows)]
     if not joules:
         return asked.why or "no window was measured, and nothing says why"
     return f"its windows are {units.percent((max(joules) - min(joules)) / statistics.median(joules))} apart"
@@ -134,9 +134,9 @@ def _held_against_step(
     step, gross = figures.seconds.middle, figures.gross.widened(figures.uncertainty or 0.0)
     rest = step - by_themselves
     residual = Range(
-        gross.middle - sum(one.middle for one in ranges),
-        gross.low - sum(one.high for one in ranges),
-        gross.high - sum(one.low for one in ranges),
+        gross.middle - sum(span.middle for span in ranges),
+        gross.low - sum(span.high for span in ranges),
+        gross.high - sum(span.low for span in ranges),
     )
     elsewhere = sum(joules for phase, joules in estimated.items() if phase not in measured)
     in_step = step * (1 - elsewhere / figures.gross.middle)

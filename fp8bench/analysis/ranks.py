@@ -118,8 +118,8 @@ def skew(timing: Timing) -> float | None:
 
 def memory_skew(use: MemoryUse) -> float | None:
     """How much more the rank takes that takes most than the one that takes least, as a share of it."""
-    most = max((one.peak for one in use.ranks), default=0)
-    return (most - min(one.peak for one in use.ranks)) / most if most else None
+    most = max((rank.peak for rank in use.ranks), default=0)
+    return (most - min(rank.peak for rank in use.ranks)) / most if most else None
 
 
 def round_times(timing: Timing) -> tuple[tuple[float, ...], ...]:
@@ -148,8 +148,8 @@ def calls_of(timing: Timing) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
     """Steps of all ranks, and their communication, call by call, in nanoseconds."""
     for slot in timing.slots:
         if slot.ranks:
-            steps = zip(*(one.step_ns for one in slot.ranks), strict=True)
-            communication = zip(*(one.communication_ns for one in slot.ranks), strict=True)
+            steps = zip(*(rank.step_ns for rank in slot.ranks), strict=True)
+            communication = zip(*(rank.communication_ns for rank in slot.ranks), strict=True)
             yield from zip(steps, communication, strict=True)
 
 
@@ -277,11 +277,11 @@ def rank_metrics(told: Told) -> Iterator[Metric]:
         true = true_communication(record.timing)
         if true is not None:
             yield Metric(specs.COMMUNICATION, true)
-        for one in rank_times(record.timing):
-            yield Metric(specs.RANK_TIME, one.step, of_rank=one.rank)
+        for time_ in rank_times(record.timing):
+            yield Metric(specs.RANK_TIME, time_.step, of_rank=time_.rank)
             if true is not None:
-                yield Metric(specs.RANK_COMMUNICATION, one.communication, of_rank=one.rank)
-                yield Metric(specs.RANK_WAITING, one.waiting, of_rank=one.rank)
+                yield Metric(specs.RANK_COMMUNICATION, time_.communication, of_rank=time_.rank)
+                yield Metric(specs.RANK_WAITING, time_.waiting, of_rank=time_.rank)
     if record.memory is not None and (apart := memory_skew(record.memory)) is not None:
         yield Metric(specs.MEMORY_SKEW, apart * 100)
         for held in record.memory.ranks:

@@ -59,12 +59,12 @@ def learned(case: str, seen: Mapping[str, Seen]) -> Reruns | None:
     """What is known of a case by its own runs and by those of the others; None where that is too little."""
     own = seen.get(case, Seen())
     others = [one for name, one in seen.items() if name != case and one.freedom]
-    freedom = sum(one.freedom for one in others)
+    freedom = sum(other.freedom for other in others)
     if own.freedom + freedom < LEAST_FREEDOM:
         return None
     prior = min(_PRIOR, freedom)
     known = own.freedom + prior
-    runs = own.runs + sum(one.runs for one in others)
+    runs = own.runs + sum(other.runs for other in others)
     return Reruns(math.sqrt((own.squares + prior * _usual(others)) / known), known, runs)
 
 

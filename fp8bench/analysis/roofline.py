@@ -145,7 +145,7 @@ class Gain:
 
 def bounds_of(ceiling: Ceiling) -> Roofs:
     """What nothing can be above: rates whose runs agree, and copies where they are fastest."""
-    steady = [one for one in ceiling.rates if one.steady]
+    steady = [rate for rate in ceiling.rates if rate.steady]
     found = _measured(replace(ceiling, rates=tuple(steady)))
     return Roofs("measured here", found.products if found else {}, ceiling.bytes)
 
@@ -206,15 +206,15 @@ def gain_of(record: Record, finding: Finding, reference: Record, lead: Finding) 
     own_products, products = _products(own), _products(base)
     before, after = (sum(one.seconds for one in found) for found in (products, own_products))
     paths = [[path for one in found for path in one.count.by_path] for found in (products, own_products)]
-    least, at_best = (measured.product_seconds(one) for one in paths)
+    least, at_best = (measured.product_seconds(path) for path in paths)
     if not least or not at_best or not after:
         return None
     kinds = {kind_of_path(path) for found in paths for path, _ in found}
     casts = [one for one in own if one.count.phase == Phase.CAST]
     return Gain(
         before / lead.best_seconds, least / before, lead.best_seconds / (lead.best_seconds - before + at_best),
-        before / after, before / (after + sum(one.seconds for one in casts)),
-        sum(one.count.bytes for one in casts), sum(one.count.bytes for one in own_products),
+        before / after, before / (after + sum(cast.seconds for cast in casts)),
+        sum(cast.count.bytes for cast in casts), sum(product.count.bytes for product in own_products),
         all(steady for kind, steady in _steadiness(record.ceiling).items() if kind in kinds),
     )  # fmt: skip
 
@@ -222,10 +222,12 @@ def gain_of(record: Record, finding: Finding, reference: Record, lead: Finding) 
 def _steadiness(ceiling: Ceiling | None) -> dict[str, bool]:
     """Of each kind of products whether the runs of its best rate agree."""
     rates = ceiling.rates if ceiling is not None else ()
-    known = sorted((one for one in rates if one.runs and one.limit is Limit.PRODUCT), key=lambda one: one.value or 0.0)
+    known = sorted(
+        (rate for rate in rates if rate.runs and rate.limit is Limit.PRODUCT), key=lambda rate: rate.value or 0.0
+    )
     return {kind_of_path(one.precision): one.steady for one in known}
 
 
 def _products(roofs: Sequence[PhaseRoof]) -> list[PhaseRoof]:
-    flops = sum(one.count.flops for one in roofs)
-    return [one for one in roofs if one.count.flops > _LEAST_OF_PRODUCTS * flops]
+    flops = sum(roof.count.flops for roof in roofs)
+    return [roof for roof in roofs if roof.count.flops > _LEAST_OF_PRODUCTS * flops]

@@ -45,10 +45,10 @@ class StepParts:
         shares = self.shares
         if shares is None:
             return
-        for one in shares.parts:
-            direction = "backward" if one.backward else "forward" if one.module else ""
+        for part in shares.parts:
+            direction = "backward" if part.backward else "forward" if part.module else ""
             yield Part(
-                one.kind.value, one.module, direction, one.what, one.calls, *self._of(one.seconds / shares.whole)
+                part.kind.value, part.module, direction, part.what, part.calls, *self._of(part.seconds / shares.whole)
             )
         yield Part(UNATTRIBUTED, "", "", "", 0, *self._of(shares.unattributed))
 
@@ -88,7 +88,7 @@ def _kind_in_words(part: Share) -> str:
 
 
 def parts_of(run: Run, findings: Mapping[str, Finding]) -> list[StepParts]:
-    return [parts_of_record(one, findings.get(one.case.id)) for one in run.records]
+    return [parts_of_record(record, findings.get(record.case.id)) for record in run.records]
 
 
 def parts_of_record(record: Record, finding: Finding | None) -> StepParts:
@@ -99,7 +99,7 @@ def parts_of_record(record: Record, finding: Finding | None) -> StepParts:
 
 def refuse_none(run: Run) -> None:
     """Raise UsageError for a run whose steps' parts nobody has looked for."""
-    if not any(one.shares for one in run.records):
+    if not any(record.shares for record in run.records):
         raise UsageError(
             f"the run {run.id} does not know what parts of its steps take. Measure it again, with --shares."
         )

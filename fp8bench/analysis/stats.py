@@ -88,8 +88,8 @@ def ratio(case: Resampled, references: Sequence[Resampled], level: float = 0.99)
     Several entries of one reference count by their geometric mean: pooling their rounds instead would give the
     reference more rounds to be fast in, and so a bias.
     """
-    point = case.point - float(np.mean([one.point for one in references]))
-    logs = case.resampled - np.mean([one.resampled for one in references], axis=0)
+    point = case.point - float(np.mean([reference.point for reference in references]))
+    logs = case.resampled - np.mean([reference.resampled for reference in references], axis=0)
     tail = (1 - level) / 2
     low, high = np.quantile(logs, [tail, 1 - tail])
     return Interval(math.exp(point), math.exp(min(low, point)), math.exp(max(high, point)), level)

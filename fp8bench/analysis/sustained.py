@@ -47,7 +47,7 @@ def sustained_figures(record: Record, finding: Finding | None) -> Sustained | No
     courses = [turn.settling for turn in turns if turn.settling is not None]
     return Sustained(
         median(seconds), min(seconds), max(seconds), len(turns),
-        sum(one.settled for one in courses) if courses else None,
+        sum(course.settled for course in courses) if courses else None,
         _middle([turn.clock for turn in turns]), _middle([turn.watts for turn in turns]),
         median(seconds) / slots if slots else None,
     )  # fmt: skip
@@ -83,5 +83,5 @@ def _step_seconds(turn: SustainedTurn) -> float:
 
 
 def _middle(values: Sequence[float | None]) -> float | None:
-    known = [one for one in values if one is not None]
+    known = [value for value in values if value is not None]
     return median(known) if known else None

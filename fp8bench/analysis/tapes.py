@@ -77,29 +77,29 @@ def product_work(tape: Tape, reference: Tape | None = None) -> ProductWork:
 
 
 def _products(tape: Tape) -> list[OperatorCount]:
-    return [one for one in tape.operators if one.flops and one.phase != Phase.CAST]
+    return [operator for operator in tape.operators if operator.flops and operator.phase != Phase.CAST]
 
 
 def _again(tape: Tape) -> int:
     """FLOPs of products in a backward pass that are those of the forward pass."""
     products = _products(tape)
-    forward = {(one.operator, one.inputs) for one in products if not one.backward}
-    again = (one for one in products if one.backward and (one.operator, one.inputs) in forward)
+    forward = {(product.operator, product.inputs) for product in products if not product.backward}
+    again = (product for product in products if product.backward and (product.operator, product.inputs) in forward)
     return sum(one.calls * (one.flops or 0) for one in again)
 
 
 def _filled(tape: Tape, reference: Tape) -> int:
     """FLOPs of products whose sides are a little longer than the reference's, each held against its own."""
-    own, others = ([one for one in _products(some) for _ in range(one.calls)] for some in (tape, reference))
+    own, others = ([product for product in _products(some) for _ in range(product.calls)] for some in (tape, reference))
     if len(own) != len(others):
         return 0
     pairs = zip(own, others, strict=True)
     return sum((one.flops or 0) - (other.flops or 0) for one, other in pairs if _is_longer(_sides(one), _sides(other)))
 
 
-def _sides(one: OperatorCount) -> list[int]:
+def _sides(operator: OperatorCount) -> list[int]:
     """Those of the first two tensors: matrices, or stacks of them."""
-    shapes = [found[1] for words in one.inputs if (found := _SIDES.search(words))]
+    shapes = [found[1] for words in operator.inputs if (found := _SIDES.search(words))]
     return [int(side) for shape in shapes[:2] for side in shape.split(",")]
 
 
@@ -166,9 +166,9 @@ class Sums:
     flops: int | None = 0
     bytes: int = 0
 
-    def __add__(self, one: OperatorCount) -> Sums:
-        flops = None if self.flops is None or one.flops is None else self.flops + one.calls * one.flops
-        return Sums(self.calls + one.calls, flops, self.bytes + one.calls * one.bytes)
+    def __add__(self, operator: OperatorCount) -> Sums:
+        flops = None if self.flops is None or operator.flops is None else self.flops + operator.calls * operator.flops
+        return Sums(self.calls + operator.calls, flops, self.bytes + operator.calls * operator.bytes)
 
 
 @dataclass(frozen=True)
@@ -210,9 +210,9 @@ def side_by_side(tapes: Sequence[Tape]) -> list[Row]:
     """Operators by phase, those that multiply or move most first."""
     found: dict[tuple[str, str, bool], list[Sums]] = {}
     for place, tape in enumerate(tapes):
-        for one in tape.operators:
-            sums = found.setdefault((one.phase, one.operator, one.backward), [Sums()] * len(tapes))
-            sums[place] = sums[place] + one
+        for operator in tape.operators:
+            sums = found.setdefault((operator.phase, operator.operator, operator.backward), [Sums()] * len(tapes))
+            sums[place] = sums[place] + operator
     rows = [Row(*key, tuple(sums)) for key, sums in found.items()]
     phases = list(CELL_PHASES)
     return sorted(

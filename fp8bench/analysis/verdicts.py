@@ -119,7 +119,7 @@ def best_ratio(
 def comparable(timings: Sequence[Timing], rounds: Sequence[int], whole: bool | None) -> list[stats.Floats]:
     calls = _fewest_calls(*timings)
     samples = [cells(timing, calls, rounds) for timing in timings]
-    parts = [_parts(one) for one in samples]
+    parts = [_parts(sample) for sample in samples]
     whole = make_up(timings, rounds, BAND) if whole is None else whole
     if whole or max(parts) > _FINER * min(parts):
         return [cells(timing, calls, rounds, whole=True) for timing in timings]
@@ -252,7 +252,7 @@ def conclude(
     typical = mean_ratio([case, *entries], rounds, level)
     if held_up and ratio.level:
         ratio = _range(ratio, typical, level if reach else 0.0)
-    sound = [one for one in sessions if 0 < one.low <= one.point <= one.high < math.inf]
+    sound = [session for session in sessions if 0 < session.low <= session.point <= session.high < math.inf]
     ratio = _reaching(_hull([*sound, ratio]), reach / math.sqrt(1 + len(sound)))
     verdict = rule(ratio, band_of(aa), same) if len(rounds) >= LEAST_FOR_VERDICT else Verdict.UNSURE
     return Conclusion(verdict if agrees(verdict, ratio, typical) else Verdict.UNSURE, ratio, typical, aa, whole)
@@ -260,8 +260,12 @@ def conclude(
 
 def _hull(ratios: Sequence[Interval]) -> Interval:
     """From the least to the most that any of them says; the level is that of the last."""
-    point = math.exp(float(np.mean([math.log(one.point) for one in ratios]))) if len(ratios) > 1 else ratios[-1].point
-    return replace(ratios[-1], point=point, low=min(one.low for one in ratios), high=max(one.high for one in ratios))
+    point = (
+        math.exp(float(np.mean([math.log(ratio.point) for ratio in ratios]))) if len(ratios) > 1 else ratios[-1].point
+    )
+    return replace(
+        ratios[-1], point=point, low=min(ratio.low for ratio in ratios), high=max(ratio.high for ratio in ratios)
+    )
 
 
 def _range(ratio: Interval, typical: Interval, level: float) -> Interval:
@@ -276,7 +280,7 @@ def best_log(case: Timing, reference: Timing, control: Timing | None) -> float |
     if len(rounds) < LEAST_ROUNDS:
         return None
     samples = comparable([case, *entries], rounds, _floor(entries, rounds, case)[1])
-    own, *others = (float(stats.best_by_segment(one).sum()) for one in samples)
+    own, *others = (float(stats.best_by_segment(sample).sum()) for sample in samples)
     return math.log(own) - float(np.mean(np.log(others))) if own > 0 and min(others) > 0 else None
 
 

@@ -313,7 +313,7 @@ class _Option:
         if not name or set(name) & set("=,"):
             raise self._refused(key, f"expected a plain name before the colon, got {name!r}")
         values = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        return f"{name}={','.join(self._given(one) for one in values)}"
+        return f"{name}={','.join(self._given(value) for value in values)}"
 
     def _given(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):

@@ -58,7 +58,7 @@ def axis(text: str) -> tuple[str, tuple[str, ...]]:
 
 def layers(text: str) -> tuple[tuple[str, str], ...]:
     """Layers and their precisions: 'LAYER=DTYPE,...'."""
-    split = (one.partition("=") for one in text.split(","))
+    split = (word.partition("=") for word in text.split(","))
     pairs = tuple((layer.strip(), dtype.strip()) for layer, _, dtype in split)
     if not all(map(all, pairs)):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form LAYER=DTYPE,LAYER=DTYPE")
@@ -166,7 +166,7 @@ def asks(kind: type, *without: str) -> Callable[[F], F]:
 
     def named(function: F) -> F:
         signature = inspect.signature(function)
-        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         more = [
             inspect.Parameter(word, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
             for word, one in keywords_of(kind).items() if word not in {*without, *signature.parameters}
@@ -180,7 +180,7 @@ def asks(kind: type, *without: str) -> Callable[[F], F]:
 def keywords_of(kind: type) -> dict[str, Field[Any]]:
     """The fields of a request by the words of a call."""
     words = words_of(kind)
-    return {words[one.name]: one for one in fields(kind)}
+    return {words[field.name]: field for field in fields(kind)}
 
 
 def asked(kind: type, given: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -193,12 +193,12 @@ def asked(kind: type, given: Mapping[str, Any], what: str) -> dict[str, Any]:
     return {known[word].name: _as_field(known[word], options[known[word].name], value) for word, value in given.items()}
 
 
-def _as_field(one: Field[Any], said: Option, value: Any) -> Any:
+def _as_field(field: Field[Any], said: Option, value: Any) -> Any:
     if said.parse == "size":
         return in_bytes(value)
     if said.parse in ("axis", "precision_map"):
         return pairs(value, texts if said.parse == "axis" else lambda same: same)
-    return names(value) if str(one.type).startswith("tuple[str") else plain(value)
+    return names(value) if str(field.type).startswith("tuple[str") else plain(value)
 
 
 def names(given: object) -> tuple[str, ...]:

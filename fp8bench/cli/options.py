@@ -56,17 +56,17 @@ _SHARED: dict[str, dict[str, Any]] = {
 def arguments_of(kind: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
     """What argparse is told of the fields of a request, by the words of the command line, with the group of each."""
     found = {}
-    for one in fields(kind):
-        said = options_of(kind).get(one.name)
+    for field in fields(kind):
+        said = options_of(kind).get(field.name)
         if said is None or not said.group:
             continue
-        word = (said.called or one.name).replace("_", "-")
-        known: dict[str, Any] = {"dest": one.name, "help": _words(one, said)}
-        if isinstance(one.default, bool):
-            word = f"no-{word}" if one.default else word
-            known |= {"action": "store_false" if one.default else "store_true"}
+        word = (said.called or field.name).replace("_", "-")
+        known: dict[str, Any] = {"dest": field.name, "help": _words(field, said)}
+        if isinstance(field.default, bool):
+            word = f"no-{word}" if field.default else word
+            known |= {"action": "store_false" if field.default else "store_true"}
         else:
-            known |= {"default": one.default, "metavar": said.metavar, **_parser_of(str(one.type), said)}
+            known |= {"default": field.default, "metavar": said.metavar, **_parser_of(str(field.type), said)}
         found[f"--{word}"] = (said.group, known)
     return found
 
@@ -94,9 +94,9 @@ _READERS: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
 }  # fmt: skip
 
 
-def _words(one: Field[Any], said: Option) -> str:
+def _words(field: Field[Any], said: Option) -> str:
     """The help, with the names or the default that it asks for."""
-    words = said.help.replace("{default}", f"{one.default}")
+    words = said.help.replace("{default}", f"{field.default}")
     return words.replace("{backends}", ", ".join((AUTO, *backends.names()))) if "{backends}" in words else words
 
 
@@ -128,7 +128,7 @@ def check_alone(words: Sequence[str], beside: Collection[str], given: Sequence[s
 
 def request_of(arguments: argparse.Namespace) -> Request:
     """What the arguments ask for: every field of a request that the command has an option for."""
-    given = {one.name: getattr(arguments, one.name) for one in fields(Request) if hasattr(arguments, one.name)}
+    given = {field.name: getattr(arguments, field.name) for field in fields(Request) if hasattr(arguments, field.name)}
     axes: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.axes:
         axes[name] = (*axes.get(name, ()), *values)

@@ -157,7 +157,7 @@ def magnitudes_left(
     scaled = _scaled(magnitudes, fmt, scaling, tensor_scale, apart)
     # An infinite element stays one under these scales, and so does its value either way.
     elements = _elements(scaled, fmt, scaling, random, saturate=scaling.rounding not in _NEVER_ABOVE)
-    return [one * scaled.left for one in elements]
+    return [element * scaled.left for element in elements]
 
 
 def block_elements(
@@ -177,7 +177,11 @@ def block_elements(
     """
     scaled = _scaled([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, apart=False, inside=inside)
     elements = _elements(scaled, fmt, scaling, random, saturate=True)
-    return [signed(one, lane, fmt) for one, lane in zip(elements, lanes, strict=True)], scaled.scales, scaled.above
+    return (
+        [signed(element, lane, fmt) for element, lane in zip(elements, lanes, strict=True)],
+        scaled.scales,
+        scaled.above,
+    )
 
 
 class _Scaled(NamedTuple):
@@ -202,16 +206,16 @@ def _scaled(
     if scaling.scale is None:
         factor = kept(float_factor(amax, fmt, scaling.rounding))
         scales = kept(factor.reciprocal())
-        return _Scaled([one * factor for one in magnitudes], scales, None, scales)
+        return _Scaled([magnitude * factor for magnitude in magnitudes], scales, None, scales)
     if scaling.scale is E8M0:
         scales, inverse = map(kept, mx_scale(amax, fmt, scaling.rounding))
-        return _Scaled([one * inverse for one in magnitudes], scales, None, scales)
+        return _Scaled([magnitude * inverse for magnitude in magnitudes], scales, None, scales)
     # From the blocks' amaxes: a pass over the tensor less than if it were asked for its own.
     above = nvfp4_tensor_scale(amax.amax()) if tensor_scale is None else tensor_scale
     scales = nvfp4_block_scale(amax, above, scaling.rounding)
     left = kept(scales * above)
     divisor = torch.where(left == 0, torch.inf, left)  # under a scale of zero every element is zero, with its sign
-    return _Scaled([one / divisor for one in magnitudes], scales, above, left)
+    return _Scaled([magnitude / divisor for magnitude in magnitudes], scales, above, left)
 
 
 def _elements(scaled: _Scaled, fmt: Format, scaling: Scaling, random: Lanes | None, saturate: bool) -> list[Tensor]:

@@ -73,27 +73,27 @@ def joined(values: Sequence[Tensor], target: torch.dtype, exact: bool = False) -
     if len(values) == 1:
         return values[0]
     if target is torch.float32:
-        return _joined_floats([one.view(torch.int32) for one in values])
-    kept = values if exact else [quantised(one, BF16, overflow=Overflow.INFINITY) for one in values]
+        return _joined_floats([value.view(torch.int32) for value in values])
+    kept = values if exact else [quantised(value, BF16, overflow=Overflow.INFINITY) for value in values]
     low, high = (one.view(torch.int32) for one in kept)
     return low.bitwise_right_shift(_HALF).bitwise_and(_LOW_HALF).bitwise_or(high.bitwise_and(_HIGH_HALF))
 
 
 def joined_magnitudes(values: Sequence[Tensor], given: Tensor, target: torch.dtype, exact: bool = False) -> Tensor:
     """The same of magnitudes, which get the signs of the words that they come from."""
-    bits = [one.view(torch.int32) for one in values]
+    bits = [value.view(torch.int32) for value in values]
     if len(values) == 1:
         return bits[0].bitwise_or(given.to(torch.float32).view(torch.int32).bitwise_and(_SIGN)).view(torch.float32)
     if target is torch.float32:
         signs = given.bitwise_left_shift(_HALF), given
-        return _joined_floats([one.bitwise_or(by.bitwise_and(_SIGN)) for one, by in zip(bits, signs, strict=True)])
+        return _joined_floats([bit.bitwise_or(by.bitwise_and(_SIGN)) for bit, by in zip(bits, signs, strict=True)])
     low, high = bits if exact else map(_nearest_bf16, bits)
     low = low.bitwise_right_shift(_HALF).bitwise_and(_LOW_HALF)
     return low.bitwise_or(high.bitwise_and(_HIGH_HALF)).bitwise_or(given.bitwise_and(_BOTH_SIGNS))
 
 
 def _joined_floats(bits: list[Tensor]) -> Tensor:
-    low, high = (one.to(torch.int64) for one in bits)
+    low, high = (bit.to(torch.int64) for bit in bits)
     return low.bitwise_and(_LOW_WORD).bitwise_or(high.bitwise_left_shift(_WORD))
 
 
@@ -243,10 +243,10 @@ class ValuesKernel(Kernel):
     def _elements(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
         drawn: Sequence[Tensor | None] = random or [None] * len(values)
         if factor is None:
-            return [self._rounded(one, by) for one, by in zip(values, drawn, strict=True)]
+            return [self._rounded(value, by) for value, by in zip(values, drawn, strict=True)]
         # Columns have factors of their own: those of two neighbours stand in a word, too.
         factors = float_lanes(factor) if self.layout is Layout.COLUMNS else [factor] * len(values)
-        rounded = [self._rounded(one * by, draw) for one, by, draw in zip(values, factors, drawn, strict=True)]
+        rounded = [self._rounded(value * by, draw) for value, by, draw in zip(values, factors, drawn, strict=True)]
         return [one * by.reciprocal() for one, by in zip(rounded, factors, strict=True)]
 
     def _rounded(self, values: Tensor, random: Tensor | None) -> Tensor:
@@ -258,9 +258,9 @@ class ValuesKernel(Kernel):
         assert self.scaling is not None
         left = []
         blocks = magnitudes_left if self.fmt.signed_zero else block_values
-        for lane, one in enumerate(values):
+        for lane, value in enumerate(values):
             drawn = [random[lane].unsqueeze(-1)] if random else None
-            left += blocks([one.unsqueeze(-1)], self.fmt, self.scaling, factor, drawn)
+            left += blocks([value.unsqueeze(-1)], self.fmt, self.scaling, factor, drawn)
         return [one.squeeze(-1) for one in left]
 
     def _random(self, given: Tensor, key: Tensor) -> list[Tensor]:

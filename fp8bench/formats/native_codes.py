@@ -278,7 +278,7 @@ class Called(NamedTuple):
 
 def call(kernel: Kernel, *tensors: Tensor) -> None:
     """By one kernel if it has been compiled, else as many operations."""
-    small = max(one.numel() for one in tensors) <= MOST_ELEMENTS
+    small = max(tensor.numel() for tensor in tensors) <= MOST_ELEMENTS
     found = operators.KERNELS.get(kernel) if small else None
     (kernel if found is None else found.run)(*tensors)
 

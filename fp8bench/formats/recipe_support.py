@@ -43,7 +43,7 @@ def in_formats_of(device: DeviceClass, recipe: Recipe) -> Recipe:
     """The same for a class of devices: FP8 without blocks is e4m3fnuz and e5m2fnuz on MI300."""
     if device is not MI300X or recipe.in_blocks:
         return recipe
-    made = [replace(one, fmt=_FNUZ.get(one.fmt, one.fmt)) for one in recipe.treatments]
+    made = [replace(treatment, fmt=_FNUZ.get(treatment.fmt, treatment.fmt)) for treatment in recipe.treatments]
     return replace(recipe, input=made[0], weight=made[1], gradient=made[2])
 
 
@@ -55,7 +55,7 @@ def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
         return emulated_because(f"sums of {recipe.accumulator_bits} bits are a model, which no kernel follows")
     meant = on_device(recipe, facts)
     products = [Product(_SIDE, _SIDE, _SIDE, a, b) for a, b in meant.products]
-    schemes = {one.scheme for one in products}
+    schemes = {product.scheme for product in products}
     scheme = schemes.pop() if len(schemes) == 1 else None
     if scheme is None:
         return emulated_everywhere(facts, words)
@@ -92,8 +92,8 @@ def _intel_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts
 
 def _against(products: list[Product], device: DeviceClass) -> str:
     """The first thing that a class of devices, or torch there, has against products; '' if nothing."""
-    lacking = next((why for one in products if (why := missing(one, device))), None)
-    against = lacking or next(chain.from_iterable(objections(one, device) for one in products), None)
+    lacking = next((why for product in products if (why := missing(product, device))), None)
+    against = lacking or next(chain.from_iterable(objections(product, device) for product in products), None)
     return against.why if against else ""
 
 
@@ -101,7 +101,7 @@ def _objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> s
     if facts.capability is None:
         return f"{scheme} needs a compute capability, and this device states none"
     device = nvidia_class(facts.capability)
-    lacking = any(missing(one, device) for one in products)
+    lacking = any(missing(product, device) for product in products)
     if why := _against(products, device):
         return f"{why}; this device has {'.'.join(map(str, facts.capability))}" if lacking else why
     if scheme is Scheme.MXFP4:

@@ -209,13 +209,14 @@ class Recipe:
     def per_tensor(self) -> bool:
         """Whether every role has one float32 scale a tensor."""
         return all(
-            one.scaling is not None and one.scaling.rows == 0 and one.scaling.scale is None for one in self.treatments
+            treatment.scaling is not None and treatment.scaling.rows == 0 and treatment.scaling.scale is None
+            for treatment in self.treatments
         )
 
     @property
     def in_blocks(self) -> bool:
         """Whether some role has a scale for less than a row."""
-        return any(one.scaling is not None and one.scaling.columns > 0 for one in self.treatments)
+        return any(treatment.scaling is not None and treatment.scaling.columns > 0 for treatment in self.treatments)
 
     @property
     def products(self) -> tuple[tuple[Treatment, Treatment], ...]:
@@ -226,8 +227,8 @@ class Recipe:
     @property
     def keeps_source(self) -> bool:
         """Whether the other orientation of an operand needs a cast of its own."""
-        turned = all(one.scaling is None or one.scaling.turns for one in self.treatments)
-        stochastic = any(one.stochastic for one in self.treatments)
+        turned = all(treatment.scaling is None or treatment.scaling.turns for treatment in self.treatments)
+        stochastic = any(treatment.stochastic for treatment in self.treatments)
         return self.hadamard or self.high_weight_gradient or stochastic or not turned
 
 

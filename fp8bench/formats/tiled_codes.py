@@ -139,7 +139,7 @@ class TiledCodesKernel(Kernel):
             kept, inverse = mx_scale(amax, self.fmt, scaling.rounding)
             found = [elements(torch.where(kept.isnan(), 0.0, given), self.fmt, inverse).view(torch.uint8)]
         else:
-            lanes = [one.to(torch.float32) for one in self._lanes(given)]
+            lanes = [lane.to(torch.float32) for lane in self._lanes(given)]
             above = others[0] if others else None
             left, kept, _ = block_elements(lanes, self.fmt, scaling, above, drawn, _INSIDE)
             found = [encoded(torch.where(kept.isnan(), 0.0, one), self.fmt) for one in left]
@@ -162,7 +162,7 @@ class TiledCodesKernel(Kernel):
         every = (torch.arange(one, dtype=torch.int32, device=key.device) for one in (rows, columns))
         numbered = next(every).view(*down, given.shape[5], 1, 1, 1) * columns + next(every).view(*across, -1)
         index = self.places.ordered(numbered)
-        return [drawn_bits(one, key) for one in self._lanes(index)]
+        return [drawn_bits(lane, key) for lane in self._lanes(index)]
 
     def examples(self) -> list[Tensor]:
         (high, wide), device = self.places.least, torch.device(self.device)
@@ -270,8 +270,8 @@ def _scale_tensors(made: list[_Tiled], sources: list[Tensor], draw: Draw | None,
     above = [one.above for one in made if one.above is not None]
     keys = [one.key for one in made if one.key is not None]
     if above and not amaxes:
-        amaxes = [largest_magnitude(one) for one in sources]
-    parts = [one.view(-1) for one in amaxes] if above else []
+        amaxes = [largest_magnitude(source) for source in sources]
+    parts = [amax.view(-1) for amax in amaxes] if above else []
     if parts or draw is not None:
         last, after, steps = (None, None, ()) if draw is None else draw
         torch.ops.fp8bench.tensor_scales(parts, above, last, after, keys, steps)

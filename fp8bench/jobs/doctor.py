@@ -45,21 +45,21 @@ def examine(calibrate: bool) -> Iterator[str]:
         yield f"machine   {environment.get('machine')}, {environment.get('system')}"
         yield from _processor(environment.facts)
         yield f"switches  {environment.get(SWITCHES_SET) or 'all as torch and the system set them'}"
-        for one in facts:
+        for fact in facts:
             yield ""
-            yield from _device(one)
-            yield from (f"  backend {line}" for line in backend_lines(worker, one))
-            with meter_for(one) as meter:  # trying a source of energy takes up to 3 s
+            yield from _device(fact)
+            yield from (f"  backend {line}" for line in backend_lines(worker, fact))
+            with meter_for(fact) as meter:  # trying a source of energy takes up to 3 s
                 yield from (f"  {line}" for line in device_lines(meter))
-        if not any(one.accelerated for one in facts):
+        if not any(fact.accelerated for fact in facts):
             yield ""
             yield f"GPU       none: torch {environment.get('torch')} sees no CUDA device; {driver_state()}"
         yield f"compiler  {compiler_state(worker, facts)}"
         yield f"boards    {boards()}"
         if calibrate:
             yield ""
-            for one in (one for one in facts if not one.unusable):
-                yield from _overheads(worker, one)
+            for fact in (fact for fact in facts if not fact.unusable):
+                yield from _overheads(worker, fact)
             yield from _harness(facts)
 
 
@@ -116,11 +116,11 @@ def compiler_state(worker: Worker, facts: Sequence[DeviceFacts]) -> str:
     if quantisers.why_eager:
         return f"not tried: {quantisers.why_eager}"
     found = []
-    for one in (one for one in facts if not one.unusable):
+    for fact in (fact for fact in facts if not fact.unusable):
         try:
-            found.append(f"{one.key}: {worker.within(COMPILE_SECONDS).compiler(one)}")
+            found.append(f"{fact.key}: {worker.within(COMPILE_SECONDS).compiler(fact)}")
         except WorkerError as error:
-            found.append(f"{one.key}: compiling ended the worker: {error}")
+            found.append(f"{fact.key}: compiling ended the worker: {error}")
     return "; ".join(found)
 
 
@@ -153,7 +153,7 @@ def _overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
 
 def _harness(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
     """The nano transformer's step inside the harness against the same step in a bare loop, as paired CPU time."""
-    cpu = next(one for one in facts if one.kind == "cpu")
+    cpu = next(fact for fact in facts if fact.kind == "cpu")
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(None, Path(folder))
         request = Request("transformer", ("bf16",), ("cpu",), axes=(("size", ("nano",)),))
@@ -178,9 +178,9 @@ def listing(what: str, imports: tuple[str, ...], name: str | None = None) -> Ite
     with ProcessWorker(Settings(imports=imports)) as worker:
         facts = worker.probe()
     if what == "devices":
-        for one in facts:
-            yield f"{one.key:<8} {one.name}, {size(one.memory_bytes)}"
-        missing = [kind for kind in devices.names() if all(one.kind != kind for one in facts)]
+        for fact in facts:
+            yield f"{fact.key:<8} {fact.name}, {size(fact.memory_bytes)}"
+        missing = [kind for kind in devices.names() if all(fact.kind != kind for fact in facts)]
         yield from (f"{kind:<8} none on this machine" for kind in missing)
     elif what == "backends":
         yield from (f"{one:<8} {backends.get(one).summary}" for one in backends.names())
@@ -188,7 +188,7 @@ def listing(what: str, imports: tuple[str, ...], name: str | None = None) -> Ite
     elif what == "dtypes":
         yield from _dtypes(facts) if name is None else _dtype(precisions.get(name), facts)
     else:
-        chosen = next((one for one in facts if one.accelerated), facts[0])
+        chosen = next((fact for fact in facts if fact.accelerated), facts[0])
         for name in suites_of(Request(what)):
             yield from _axes(name, chosen)
 
@@ -220,7 +220,7 @@ def _dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
     """A line for each, short enough for any terminal: what every device makes of it."""
     for name in by_rank():
         precision = precisions.get(name)
-        levels = ", ".join(f"{precision.support(one).level} on {one.key}" for one in facts)
+        levels = ", ".join(f"{precision.support(fact).level} on {fact.key}" for fact in facts)
         also = f"  (also {', '.join(_aliases(name))})" if _aliases(name) else ""
         line = f"{name:<12} {levels}{also}"
         yield f"{line}  {shortened(precision.summary, 78 - len(line))}" if len(line) < _ROOM else line
@@ -231,10 +231,10 @@ def _dtype(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Iterator[str
     aliases = _aliases(precision.name)
     also = f" (also {', '.join(aliases)})" if aliases else ""
     yield f"{precision.name}{also}: {precision.summary}"
-    for one in facts:
-        support = precision.support(one)
+    for fact in facts:
+        support = precision.support(fact)
         note = "" if support.level is Level.NATIVE and not support.reason else f": {support.reason}"
-        yield f"    on {one.key} {support.level.value}{note}"
+        yield f"    on {fact.key} {support.level.value}{note}"
     words = [f"{option.name}={option.default}" for option in precision.options]
     for word, option in zip(words, precision.options, strict=True):
         also = f" (also {', '.join(option.aliases)})" if option.aliases else ""

@@ -114,7 +114,7 @@ def kept_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
     def name_of(python: str) -> str:
         return python if python in named.values() else named.get(resolved(python), python)
 
-    return [replace(one, python=name_of(one.python)) for one in found.acks]
+    return [replace(ack, python=name_of(ack.python)) for ack in found.acks]
 
 
 def series_meant(word: str, history: History, store: Path) -> str:

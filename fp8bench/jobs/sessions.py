@@ -40,7 +40,7 @@ def execute_sessions(
         run = execute(request, store, observer, command, note=note, sessions=known)
         if not run.finished or number + 1 == sessions or not _waited(run, apart, observer, number + 2, sessions):
             break
-        alone = replace(run, records=tuple(replace(one, sessions=(), reruns=None) for one in run.records))
+        alone = replace(run, records=tuple(replace(record, sessions=(), reruns=None) for record in run.records))
         ratios = ((case, found.ratio) for case, found in findings(alone).items())
         known = known | {
             case: (*known.get(case, ()), ratio) for case, ratio in ratios if ratio is not None and ratio.level

@@ -23,9 +23,9 @@ def tapes_now(request: Request, store: Path, observer: JobObserver) -> list[Tape
     found: list[Taped] = []
     with worker_for(request, corpus) as worker, observer.counting() as tell:
         facts = worker.probe()
-        known = {one.key: one for one in facts}
+        known = {fact.key: fact for fact in facts}
         plan = make_plan(request, facts, corpus.identity if corpus else None)
-        planned = [one for group in plan for one in group.cases]
+        planned = [case for group in plan for case in group.cases]
         for one in planned:
             tell(len(found), len(planned), "cases", one.case.id)
             if one.runs:
@@ -40,18 +40,19 @@ def tapes_now(request: Request, store: Path, observer: JobObserver) -> list[Tape
     return found
 
 
-def _taped(one: PlannedCase, tape: Tape | None, why: str = "") -> Taped:
-    return Taped(one.case.setting, one.case.mode, tape, why, one.work.flops)
+def _taped(planned: PlannedCase, tape: Tape | None, why: str = "") -> Taped:
+    return Taped(planned.case.setting, planned.case.mode, tape, why, planned.work.flops)
 
 
 def tapes_of(run: Run, name: str = "") -> list[Taped]:
     """Those that a run has kept; it is told by this name."""
     found = [
         Taped(
-            one.case.setting, one.case.mode, one.tape,
-            "" if one.tape is not None else one.reason or one.detail or "none was recorded", one.work.flops, name,
+            record.case.setting, record.case.mode, record.tape,
+            "" if record.tape is not None else record.reason or record.detail or "none was recorded",
+            record.work.flops, name,
         )
-        for one in run.records
+        for record in run.records
     ]  # fmt: skip
     if not any(one.tape for one in found):
         raise UsageError(

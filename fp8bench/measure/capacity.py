@@ -50,12 +50,16 @@ class Search:
     @property
     def fitting(self) -> Attempt | None:
         """The largest that has fitted."""
-        return max((one for one in self.attempts if one.fits), key=lambda one: one.number, default=None)
+        return max(
+            (attempt for attempt in self.attempts if attempt.fits), key=lambda attempt: attempt.number, default=None
+        )
 
     @property
     def failing(self) -> Attempt | None:
         """The smallest that has not."""
-        return min((one for one in self.attempts if not one.fits), key=lambda one: one.number, default=None)
+        return min(
+            (attempt for attempt in self.attempts if not attempt.fits), key=lambda attempt: attempt.number, default=None
+        )
 
     def run(self, attempt: Callable[[int], Attempt]) -> None:
         """Attempts until what fits and what does not are neighbours, or the smallest fails, or the top fits."""
@@ -90,7 +94,7 @@ class Search:
 
     def _guess(self) -> int | None:
         """The largest number that fits by the line through the two largest that somebody counted; None without one."""
-        counted = sorted((one.number, one.taken) for one in self.attempts if one.taken is not None)
+        counted = sorted((attempt.number, attempt.taken) for attempt in self.attempts if attempt.taken is not None)
         if self.room is None or len(counted) < 2:
             return None
         (first, less), (second, more) = counted[-2:]

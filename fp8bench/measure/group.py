@@ -136,13 +136,13 @@ class GroupMeasurement:
 
     def _unpair(self) -> None:
         """The reference failed by its numbers: where not all shared a session, nobody shared rounds with the next."""
-        if all(one.draft.paired and one.draft.paired_with is None for one in self._outcomes):
+        if all(outcome.draft.paired and outcome.draft.paired_with is None for outcome in self._outcomes):
             return
-        for one in self._outcomes:
-            one.note(paired=False, paired_with=None, control=None, fresh=None)
+        for outcome in self._outcomes:
+            outcome.note(paired=False, paired_with=None, control=None, fresh=None)
 
     def _alive(self) -> list[CaseOutcome]:
-        return [one for one in self._outcomes if one.planned.runs and not one.failure]
+        return [outcome for outcome in self._outcomes if outcome.planned.runs and not outcome.failure]
 
     def _reference(self) -> CaseOutcome | None:
         """The planned reference, or the highest precision left where it cannot run."""
@@ -195,7 +195,7 @@ class GroupMeasurement:
         )
 
     def _of(self, arm: Arm) -> CaseOutcome:
-        return next(one for one in self._outcomes if one.planned is arm.planned)
+        return next(outcome for outcome in self._outcomes if outcome.planned is arm.planned)
 
     def _telling(self, doing: str) -> Callable[[Arm, float], None]:
         return lambda arm, share: self._observer.working(arm.planned.case, doing, share)
@@ -298,7 +298,7 @@ class GroupMeasurement:
         if leader is None:
             return []
         if len(candidates) > 1:
-            return [(leader, with_control, [one]) for one in candidates]
+            return [(leader, with_control, [candidate]) for candidate in candidates]
         if with_control:
             return [(leader, False, candidates)]
         if candidates:

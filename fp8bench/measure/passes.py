@@ -214,7 +214,7 @@ class Passes:
 
     def leave_gpus(self, outcomes: Sequence[CaseOutcome]) -> None:
         """The worker ends, if any of these was on a GPU: there is none of it on the device while others are timed."""
-        if any(self._facts[one.planned.case.device].accelerated for one in outcomes):
+        if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             self._worker.restart()
 
     def _seen_from_outside(self, found: MemoryUse | str, device: Looks) -> MemoryUse | str:

@@ -117,7 +117,7 @@ def how_it_ended(status: int) -> str:
     """An exit status in words: 'exited with status 7', 'was ended by SIGSEGV'."""
     if status >= 0:
         return f"exited with status {status}"
-    known = {one.value: one.name for one in signal.Signals}  # real-time signals have numbers only
+    known = {Signal.value: Signal.name for Signal in signal.Signals}  # real-time signals have numbers only
     how = f"was ended by {known.get(-status, f'signal {-status}')}"
     return how + " (the system ends processes so when memory runs out)" * (-status == signal.SIGKILL)
 

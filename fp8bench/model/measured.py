@@ -79,7 +79,8 @@ class Ceilings:
 
     def rate(self, limit: Limit, precision: str = "") -> Rate | None:
         """None where it was not measured."""
-        return next((one for one in self.rates if one.runs and (one.limit, one.precision) == (limit, precision)), None)
+        wanted = limit, precision
+        return next((rate for rate in self.rates if rate.runs and (rate.limit, rate.precision) == wanted), None)
 
     def bound(self, limit: Limit, precision: str = "") -> float | None:
         """What nothing can be above; None where nobody knows, or runs differ too much."""
@@ -88,7 +89,7 @@ class Ceilings:
 
     def times(self, threads: int) -> Ceilings:
         """A quick look, of so many threads, if none ever waits for another one."""
-        many = (replace(rate, runs=tuple(one * threads for one in rate.runs)) for rate in self.rates)
+        many = (replace(rate, runs=tuple(run * threads for run in rate.runs)) for rate in self.rates)
         return replace(self, rates=tuple(many))
 
 

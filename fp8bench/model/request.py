@@ -103,19 +103,19 @@ def option(
 
 
 def options_of(kind: type) -> dict[str, Option]:
-    return {one.name: one.metadata["option"] for one in fields(kind) if "option" in one.metadata}
+    return {field.name: field.metadata["option"] for field in fields(kind) if "option" in field.metadata}
 
 
 def words_of(kind: type) -> dict[str, str]:
     """What Python calls each field of a request: as the command line does, where it has no other use for the word."""
-    names = [one.name for one in fields(kind)]
+    names = [field.name for field in fields(kind)]
     called = {name: one.called for name, one in options_of(kind).items() if not keyword.iskeyword(one.called)}
     return {name: word if (word := called.get(name)) and word not in names else name for name in names}
 
 
 def check_fields(asked: Any, rules: Mapping[str, Rule]) -> None:
     """Raise UsageError for the first field that is not what its rule says; None may stand where it is the default."""
-    defaults, words = {one.name: one.default for one in fields(asked)}, words_of(type(asked))
+    defaults, words = {field.name: field.default for field in fields(asked)}, words_of(type(asked))
     for name, rule in rules.items():
         value = getattr(asked, name)
         left_out = value is None and defaults[name] is None

@@ -120,7 +120,7 @@ class Slopes:
 
 def slopes(looks: Sequence[ClockLook]) -> Slopes:
     """Over the last stretch; unknown as long as there is none."""
-    last = [one for one in looks if one.at >= looks[-1].at - STRETCH]
+    last = [look for look in looks if look.at >= looks[-1].at - STRETCH]
     if not looks or looks[-1].at - looks[0].at < STRETCH:
         return Slopes(None, None)
     clocks = [(one.at, one.clock) for one in last if one.clock is not None and 0 < one.clock < math.inf]

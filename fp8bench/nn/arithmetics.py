@@ -103,9 +103,15 @@ class RecipeArithmetic(Arithmetic):
         self.treatments = dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))
         if scales is None:
             delayed = recipe.delayed
-            scales = {role: DelayedScale(delayed, one.fmt) for role, one in self.treatments.items()} if delayed else {}
+            scales = (
+                {role: DelayedScale(delayed, treatment.fmt) for role, treatment in self.treatments.items()}
+                if delayed
+                else {}
+            )
         self.scales = scales
-        self._draws = {role: _Draws(f"{name}/{role}") for role, one in self.treatments.items() if one.stochastic}
+        self._draws = {
+            role: _Draws(f"{name}/{role}") for role, treatment in self.treatments.items() if treatment.stochastic
+        }
         self._signs = _number(f"{name}/signs")
 
     @property
@@ -134,8 +140,8 @@ class RecipeArithmetic(Arithmetic):
 
     def _remembering(self) -> dict[str, DelayedScale | _Draws]:
         """By role. Scales from data belong to their book."""
-        scales = {f"{role}.scale": one for role, one in self.scales.items() if isinstance(one, DelayedScale)}
-        return {**scales, **{f"{role}.draws": one for role, one in self._draws.items()}}
+        scales = {f"{role}.scale": scale for role, scale in self.scales.items() if isinstance(scale, DelayedScale)}
+        return {**scales, **{f"{role}.draws": draw for role, draw in self._draws.items()}}
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self.operand(tensor, role, _again(role))

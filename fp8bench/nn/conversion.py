@@ -106,7 +106,7 @@ class Conversion:
         return Products(self._arithmetics[id(held)], lambda: self.phase, self._rows)
 
     def _listening(self, module: nn.Module, parameters: Sequence[Held]) -> Callable[..., Any]:
-        products = {one.parameter: self._products(one) for one in parameters}
+        products = {parameter.parameter: self._products(parameter) for parameter in parameters}
         own = module.forward
 
         def forward(*arguments: Any, **options: Any) -> Any:

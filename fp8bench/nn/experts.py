@@ -77,7 +77,7 @@ class Experts(nn.Module):
         layers = [layer for expert in self.experts for layer in (expert.up, expert.down)]
         common = layers[0].arithmetic
         sides = (side for layer in layers[:2] for side in layer.weight.shape)
-        alike = all(one.arithmetic is common for one in layers)
+        alike = all(layer.arithmetic is common for layer in layers)
         return common.groups > 0 and alike and not any(side % common.groups for side in sides)
 
     def _grouped(self, x: Tensor, sizes: list[int], ends: Tensor, phase: Phases) -> Tensor:
@@ -85,11 +85,11 @@ class Experts(nn.Module):
         arithmetic = self.experts[0].up.arithmetic
 
         def through(x: Tensor, layers: list[Linear]) -> Tensor:
-            weights, given = [one.weight for one in layers], [one.operands for one in layers]
+            weights, given = [layer.weight for layer in layers], [layer.operands for layer in layers]
             return grouped_linear(x, weights, sizes, ends, arithmetic, phase, given)
 
-        hidden = self.experts[0].between(through(x, [one.up for one in self.experts]))
-        return through(hidden, [one.down for one in self.experts])
+        hidden = self.experts[0].between(through(x, [expert.up for expert in self.experts]))
+        return through(hidden, [expert.down for expert in self.experts])
 
 
 class MixtureGPT(GPT):
@@ -100,10 +100,12 @@ class MixtureGPT(GPT):
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
         loss = super().forward(tokens, targets, phase, reduction)
-        parts = [one.balance for one in self.modules() if isinstance(one, Experts) and one.balance is not None]
-        for one in self.modules():
-            if isinstance(one, Experts):
-                one.balance = None
+        parts = [
+            module.balance for module in self.modules() if isinstance(module, Experts) and module.balance is not None
+        ]
+        for module in self.modules():
+            if isinstance(module, Experts):
+                module.balance = None
         if reduction != "mean" or not self.training:
             return loss
         balance = BALANCE * torch.stack(parts).sum()

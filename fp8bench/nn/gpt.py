@@ -130,7 +130,7 @@ class GPT(LanguageModel):
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
         self.positions = None if config.modern else nn.Parameter(torch.randn(config.sequence, config.width) * 0.01)
         blocks = [within(choose, f"blocks.{number}") for number in range(config.layers)]
-        self.blocks = nn.ModuleList(Block(config, one, core, dropout, feed_forward) for one in blocks)
+        self.blocks = nn.ModuleList(Block(config, block, core, dropout, feed_forward) for block in blocks)
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
         self.register_buffer("rotation", rotations(config.sequence, config.head_width) if config.modern else None)

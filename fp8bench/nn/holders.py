@@ -62,7 +62,7 @@ class Held:
     def layer(self, keys: Collection[str] = ()) -> Layer:
         """As precision maps know it: by that of its paths which the longest key of the map names."""
         layers = list(_layers(self))
-        keyed = [(key_of(one, keys) or "", one) for one in layers]
+        keyed = [(key_of(layer, keys) or "", layer) for layer in layers]
         named = [(len(key), one) for key, one in keyed if key != one.kind]
         return max(named, key=lambda pair: pair[0])[1] if named else layers[0]
 
@@ -224,11 +224,11 @@ def _head_of(model: nn.Module, paths: dict[nn.Module, list[str]]) -> nn.Module |
     said = says() if callable(says) else None
     if isinstance(said, nn.Module) and said in paths:
         return said
-    tables = {id(one.weight) for one in paths if isinstance(one, nn.Embedding)}
-    layers = [one for one in paths if _kind_of(one)[0]]
-    tied = next((one for one in layers if id(getattr(one, "weight", None)) in tables), None)
+    tables = {id(path.weight) for path in paths if isinstance(path, nn.Embedding)}
+    layers = [path for path in paths if _kind_of(path)[0]]
+    tied = next((layer for layer in layers if id(getattr(layer, "weight", None)) in tables), None)
     # 'classifier.1' too: the last layer of a head that is more than one.
-    so_called = [one for one in layers if set(paths[one][0].split(".")[-2:]) & set(_HEADS)]
+    so_called = [layer for layer in layers if set(paths[layer][0].split(".")[-2:]) & set(_HEADS)]
     return tied or (so_called[-1] if so_called else None)
 
 
@@ -284,7 +284,7 @@ class Stacked(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, named = _by_place(func, args, kwargs or {})
-        place = next((place for place, one in enumerate(args) if self._name(one)), None)
+        place = next((place for place, arg in enumerate(args) if self._name(arg)), None)
         if place is None:
             return func(*args, **named)
         name = self._name(args[place])
@@ -303,7 +303,7 @@ class Stacked(TorchFunctionMode):
         return next((name for name, one in self._known if one is value), "") if isinstance(value, Tensor) else ""
 
     def _note(self, name: str, place: int, args: tuple[Any, ...], result: Any) -> None:
-        others = any(isinstance(one, Tensor) and one.is_floating_point() for at, one in enumerate(args) if at != place)
+        others = any(isinstance(arg, Tensor) and arg.is_floating_point() for at, arg in enumerate(args) if at != place)
         if others:
             return
         for one in result if isinstance(result, list | tuple) else (result,):
@@ -324,7 +324,7 @@ def _may_be_told(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], pla
     if (
         func in _SUMS
         or any(one is not None for one in named.values())
-        or not all(isinstance(one, Tensor) for one in args[:2])
+        or not all(isinstance(arg, Tensor) for arg in args[:2])
     ):
         return False
     weight, other = args[place], args[1 - place]

@@ -262,8 +262,8 @@ def both_of(arithmetic: Arithmetic, weight: Tensor, amax: Tensor | None = None) 
 
 def beside(operands: Sequence[Operand]) -> Operand:
     """Those of all weights as one: (weights, rows, columns), with as many scales."""
-    scales = [one.scale for one in operands if one.scale is not None]
-    return Operand(torch.stack([one.data for one in operands]), torch.stack(scales) if scales else None)
+    scales = [operand.scale for operand in operands if operand.scale is not None]
+    return Operand(torch.stack([operand.data for operand in operands]), torch.stack(scales) if scales else None)
 
 
 def turned_parts(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role, sizes: Sequence[int]) -> Operand:
@@ -271,6 +271,6 @@ def turned_parts(arithmetic: Arithmetic, operand: Operand, source: Tensor, role:
     if not arithmetic.keeps_source:
         return arithmetic.turn(operand, source, role)
     parts = [arithmetic.turn(operand, part, role) for part in torch.split_with_sizes(source, list(sizes))]
-    scales = [one.scale for one in parts if one.scale is not None]
-    data = torch.cat([one.data for one in parts], dim=1)
+    scales = [part.scale for part in parts if part.scale is not None]
+    data = torch.cat([part.data for part in parts], dim=1)
     return Operand(data, torch.cat(scales) if scales else None, role is Role.GRADIENT)

@@ -147,7 +147,7 @@ class Bucket:
     def keep(self, first: list[Tensor], second: list[Tensor]) -> None:
         """Both moments cast to what they are kept in, where that is not fp32."""
         first_kept, second_kept = (
-            [storage.keep(one) for storage, one in zip(storages, moments, strict=True)]
+            [storage.keep(moment) for storage, moment in zip(storages, moments, strict=True)]
             for storages, moments in zip(self._storages, (first, second), strict=True)
         )
         self._kept = first_kept, second_kept

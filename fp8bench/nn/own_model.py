@@ -42,7 +42,7 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, list | tuple):
         parts = zip(getattr(value, "_fields", range(len(value))), value, strict=True)
     elif is_dataclass(value) and not isinstance(value, type):
-        parts = ((one.name, getattr(value, one.name)) for one in fields(value))
+        parts = ((field.name, getattr(value, field.name)) for field in fields(value))
     else:
         return
     for name, part in parts:
@@ -96,7 +96,10 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
             wrong = wrong or str(error)
         else:
             return places, named
-    takes = ", ".join(name for name, one in signature.parameters.items() if one.default is one.empty) or "nothing"
+    takes = (
+        ", ".join(name for name, parameter in signature.parameters.items() if parameter.default is parameter.empty)
+        or "nothing"
+    )
     if not wrong:
         raise UsageError(f"a batch of type {type(batch).__name__} was given and {_name(model)} takes ({takes}): {_ASK}")
     given = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"{len(batch)} things by place"
@@ -117,7 +120,7 @@ def _ways(batch: Any, takes_one: bool) -> Iterator[tuple[tuple[Any, ...], dict[s
 
 
 def _check_devices(model: nn.Module, batch: Any) -> None:
-    home = next((one.device for one in model.parameters()), None)
+    home = next((parameter.device for parameter in model.parameters()), None)
     for name, tensor in tensors_in(batch):
         if home is not None and tensor.device != home:
             raise UsageError(
@@ -329,7 +332,7 @@ class OwnModel:
     def _unscale(self, phase: Phases) -> None:
         if self._loss_scale != 1.0:
             with phase.accumulate:
-                gradients = [one.grad for one in self.parameters.values() if one.grad is not None]
+                gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
                 torch._foreach_mul_(gradients, 1.0 / self._loss_scale)
 
     def _compiled(self, draws_alike: bool) -> Call:

@@ -124,7 +124,7 @@ class RecipePrecision(Precision):
 
     @property
     def remembers(self) -> bool:
-        return self.recipe.delayed is not None or any(one.stochastic for one in self.recipe.treatments)
+        return self.recipe.delayed is not None or any(treatment.stochastic for treatment in self.recipe.treatments)
 
     def own_support(self, facts: DeviceFacts) -> Support:
         return recipe_support(self.recipe, self.words, facts)

@@ -93,16 +93,16 @@ def backward_is_running() -> bool:
 def largest_magnitudes(tensors: list[Tensor]) -> Sequence[Tensor]:
     """The same of several, in one call where a call of the device's is dear."""
     if not tensors or tensors[0].device.type == "cpu":
-        return [largest_magnitude(one) for one in tensors]  # norms of many take 37 times as long there
+        return [largest_magnitude(tensor) for tensor in tensors]  # norms of many take 37 times as long there
     return torch._foreach_norm(tensors, math.inf, dtype=torch.float32)
 
 
 def kept_scales(book: ScaleBook, layer: str, treatments: Mapping[Role, Treatment]) -> dict[Role, StaticScale]:
     found = {}
-    for role, one in treatments.items():
-        assert one.scaling is not None
+    for role, treatment in treatments.items():
+        assert treatment.scaling is not None
         known = None if book.known is None else book.known.get((layer, role.value))
-        found[role] = StaticScale(book, one.fmt, one.scaling.rounding, known)
+        found[role] = StaticScale(book, treatment.fmt, treatment.scaling.rounding, known)
         book.keep(layer, role.value, found[role].state)
     return found
 

@@ -31,7 +31,9 @@ class WindowMLP(LanguageModel):
         gain = config.layers**-0.5
         parts = [within(choose, f"blocks.{number}") for number in range(config.layers)]
         self.norms = nn.ModuleList(Norm(config.width, config.modern) for _ in parts)
-        self.blocks = nn.ModuleList(FeedForward(config.width, config.hidden, config.modern, gain, one) for one in parts)
+        self.blocks = nn.ModuleList(
+            FeedForward(config.width, config.hidden, config.modern, gain, part) for part in parts
+        )
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
 
@@ -83,7 +85,7 @@ class TextCNN(LanguageModel):
         self.carrier, self.dropout = carrier, dropout
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * _EMBEDDING)
         parts = [within(choose, f"blocks.{number}") for number in range(config.layers)]
-        self.blocks = nn.ModuleList(CausalBlock(config.width, one) for one in parts)
+        self.blocks = nn.ModuleList(CausalBlock(config.width, part) for part in parts)
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
 

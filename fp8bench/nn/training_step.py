@@ -140,7 +140,7 @@ class _Adam:
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self._parameters = parameters
-        self._moments = [(torch.zeros_like(one), torch.zeros_like(one)) for one in parameters]
+        self._moments = [(torch.zeros_like(parameter), torch.zeros_like(parameter)) for parameter in parameters]
         self._steps = 0
 
     @torch.no_grad()

@@ -115,8 +115,11 @@ class WholeLayers(Arithmetic):
 
 def surrounded(model: nn.Module) -> None:
     """Have each forward pass of a model run in what its whole layers need around it: once, and not once a layer."""
-    arithmetics = (one.arithmetic for one in model.modules() if isinstance(one, Linear))
-    around = next((one.around for one in arithmetics if isinstance(one, WholeLayers) and one.around), None)
+    arithmetics = (module.arithmetic for module in model.modules() if isinstance(module, Linear))
+    around = next(
+        (arithmetic.around for arithmetic in arithmetics if isinstance(arithmetic, WholeLayers) and arithmetic.around),
+        None,
+    )
     if around is None:
         return
     inner = model.forward
@@ -135,7 +138,7 @@ class CachedWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        linear = [one for one in model.modules() if isinstance(one, Linear)]
+        linear = [module for module in model.modules() if isinstance(module, Linear)]
         self._layers = [one for one in linear if one.arithmetic.casts]
         self._whole = [one.arithmetic for one in linear if isinstance(one.arithmetic, WholeLayers)]
 

@@ -65,7 +65,7 @@ def signal_values(signal: str, seed: int, rank: int, count: int) -> Tensor:
 
 def expected(collective: str, sources: Sequence[Tensor], rank: int) -> Tensor:
     """What a rank must get, in float64, from what all bring."""
-    exact = [one.double() for one in sources]
+    exact = [source.double() for source in sources]
     size = len(exact)
     match collective:
         case "all_reduce":

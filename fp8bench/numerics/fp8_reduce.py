@@ -128,7 +128,7 @@ def transported(part: Tensor) -> Program[Reduced]:
     own = largest_scale(part.abs().amax().reshape(1))
     codes = yield AllGather(E4M3().encode(part * own))
     scales = yield AllGather(own)
-    values = [E4M3().decode(one) / scale for one, scale in zip(codes, scales, strict=True)]
+    values = [E4M3().decode(code) / scale for code, scale in zip(codes, scales, strict=True)]
     return Reduced(torch.cat(values), torch.cat(codes))
 
 
@@ -166,8 +166,8 @@ def ring(values: Tensor, wire: Wire, rank: int, size: int, whole: bool = True) -
 def _added(values: list[Tensor]) -> Tensor:
     """In the order of ranks, in float32, so that everybody gets the same bits."""
     total = values[0].clone()
-    for one in values[1:]:
-        total += one
+    for value in values[1:]:
+        total += value
     return total
 
 

@@ -216,7 +216,7 @@ def moved(operator: str, given: Iterable[Any], results: Iterable[Any]) -> str:
     """What an operator moved between host and device, if anything. A number that a kernel is called with is none, nor
     is one that it gives beside results on the device: the seed of attention's dropout."""
     places = {one.device.type for one in given if one.dim() or "copy" in operator}
-    after = {one.device.type for one in results}
+    after = {result.device.type for result in results}
     if "cpu" in places and after - {"cpu"}:
         return f"its step takes data from the host ({operator}), and a replay would take the same again"
     if places - {"cpu"} and (after == {"cpu"} or "_local_scalar_dense" in operator):
@@ -225,4 +225,4 @@ def moved(operator: str, given: Iterable[Any], results: Iterable[Any]) -> str:
 
 
 def tensors_within(parts: object) -> list[Tensor]:
-    return [one for one in tree_leaves(parts) if isinstance(one, Tensor)]
+    return [leaf for leaf in tree_leaves(parts) if isinstance(leaf, Tensor)]

@@ -22,7 +22,7 @@ def cell_of(group: Group, facts: Sequence[DeviceFacts] = ()) -> Cell:
     """What a group is as a cell; without facts it is not known what for."""
     cases = tuple(planned.case.id for planned in group.cases)
     first = group.cases[0].case
-    device = next((one for one in facts if one.key == first.device), None)
+    device = next((fact for fact in facts if fact.key == first.device), None)
     if device is None or not device.accelerated:
         return Cell(group.setting, cases, "" if device is None else device.kind)
     return Cell(group.setting, cases, kind_of(device.name), device.index + first.ranks)

@@ -107,11 +107,15 @@ def sound_layers(workload: Workload, layers: object) -> tuple[Layer, ...]:
     """The layers, if each has a name of its own and a kind that a precision map can be written with."""
     if not isinstance(layers, tuple):
         raise _cannot(workload, f"layers() gave {layers!r:.120}, and must give a tuple of Layer")
-    for one in layers:
-        if not isinstance(one, Layer) or not all(map(_word, (one.name, one.kind))) or one.high not in (True, False):
+    for layer in layers:
+        if (
+            not isinstance(layer, Layer)
+            or not all(map(_word, (layer.name, layer.kind)))
+            or layer.high not in (True, False)
+        ):
             words = "name and kind must be text without commas, blanks, '=' and empty parts between points"
-            raise _cannot(workload, f"layers() gave {one!r:.120}, which is no Layer, or whose {words}")
-    if len({one.name for one in layers}) < len(layers):
+            raise _cannot(workload, f"layers() gave {layer!r:.120}, which is no Layer, or whose {words}")
+    if len({layer.name for layer in layers}) < len(layers):
         raise _cannot(workload, "two of its layers have the same name")
     return layers
 

@@ -228,13 +228,13 @@ def _part(request: Request, workload: Workload, layers: Sequence[Layer], compare
 def devices_asked(request: Request, facts: Sequence[DeviceFacts]) -> list[DeviceFacts]:
     """The devices asked for; by default the first GPU, else the processor. 'cuda' is every GPU's first."""
     if not request.devices:
-        return [next((one for one in facts if one.accelerated), facts[0])]
+        return [next((fact for fact in facts if fact.accelerated), facts[0])]
     return list(dict.fromkeys(device_named(word, facts) for word in request.devices))
 
 
 def device_named(word: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
     """One of a machine's devices by its key; 'cuda' is the first of its kind."""
-    known = {one.key: one for one in facts}
+    known = {fact.key: fact for fact in facts}
     key = f"{word}:0" if word != "cpu" and ":" not in word else word
     if key not in known:
         raise UnknownName("device on this machine", word, known)
@@ -303,7 +303,7 @@ def _case(workload: Workload, params: Params, facts: DeviceFacts, name: str, lay
     answers = [layered_support(workload, named, precisions.get(name), facts)]
     answers += mapped_support(workload, named, facts, layers)
     # A case is as native as the least native of its layers.
-    support = max((sound_support(workload, one) for one in answers), key=lambda one: _WORST_LAST.index(one.level))
+    support = max((sound_support(workload, answer) for answer in answers), key=lambda one: _WORST_LAST.index(one.level))
     support = replace(support, backend=who_multiplies(name, support.level, facts))
     if facts.unusable:
         support = Support(Level.REFUSED, facts.unusable)

@@ -106,7 +106,7 @@ def with_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tup
             f"Add a dtype that has ({', '.join(known)}), or leave it out."
         )
     changed = tuple(
-        replace(group, cases=tuple(_scaled(one, rule) if one.case in having else one for one in group.cases))
+        replace(group, cases=tuple(_scaled(case, rule) if case.case in having else case for case in group.cases))
         for group in groups
     )
     return changed, tuple(_notes(groups, taken))

@@ -62,8 +62,8 @@ def _put_there_by_others(file: Path) -> bool:
     A temporary folder goes with its run, and then whoever is first can make another one by its name.
     """
     others = False
-    for one in (path := Path(os.path.abspath(file)), *path.parents):  # noqa: PTH100 - links are theirs, too
-        status = one.lstat()
+    for parent in (path := Path(os.path.abspath(file)), *path.parents):  # noqa: PTH100 - links are theirs, too
+        status = parent.lstat()
         if status.st_mode & stat.S_ISVTX:
             return others
         others = others or status.st_uid not in (0, os.geteuid())
@@ -88,9 +88,9 @@ def foreign(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Env
 
 def _differences(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> Iterable[str]:
     yield from surroundings_differ(run.environment, environment)
-    here = {one.key: one for one in facts}
+    here = {fact.key: fact for fact in facts}
     for key in dict.fromkeys(planned.case.device for group in run.plan for planned in group.cases):
-        before_facts = next((one for one in run.devices if one.key == key), None)
+        before_facts = next((device for device in run.devices if device.key == key), None)
         if before_facts is None or key not in here:
             yield f"there is no device {key}"
         elif before_facts.name != here[key].name:

@@ -137,7 +137,11 @@ def course(events: Iterable[Event]) -> MemoryCourse | None:
         stretch.read(number, event)
     if stretch.peak is None:
         return None
-    held = [one for one in stretch.blocks if one.born <= stretch.at and (one.gone is None or one.gone > stretch.at)]
+    held = [
+        block
+        for block in stretch.blocks
+        if block.born <= stretch.at and (block.gone is None or block.gone > stretch.at)
+    ]
     phases = tuple(PhaseMemory(phase, most) for phase, most in stretch.phases.items())
     return MemoryCourse(stretch.peak, tuple(_as_held(one, stretch.backwards) for one in held), phases)
 

@@ -135,8 +135,8 @@ class AllocatorMeter(MemoryMeter):
         if not phases:
             return None
         seen = None if events is None else _seen(events)
-        reserved = max(one.reserved or 0 for one in phases)
-        most = MemoryCourse(max(one.allocated for one in phases), (), phases, reserved)
+        reserved = max(phase.reserved or 0 for phase in phases)
+        most = MemoryCourse(max(phase.allocated for phase in phases), (), phases, reserved)
         return replace(most, why=_UNHEARD) if seen is None else replace(most, held=seen.held)
 
     def _live(self) -> frozenset[int]:

@@ -52,7 +52,7 @@ class Precision(ABC):
     backend: Backend | None = None
 
     def __init__(self, chosen: Mapping[str, Scalar] | None = None) -> None:
-        defaults = {one.name: one.parse(one.default) for one in self.options}
+        defaults = {option.name: option.parse(option.default) for option in self.options}
         self.chosen: Mapping[str, Scalar] = {**defaults, **(chosen or {})}
 
     def by(self, backend: Backend) -> Self:
@@ -71,7 +71,7 @@ class Precision(ABC):
 
     @property
     def plain_mode(self) -> str:
-        given = [(one, self.chosen[one.name]) for one in self.options]
+        given = [(option, self.chosen[option.name]) for option in self.options]
         words = [f"{one.name}={value}" for one, value in given if value != one.parse(one.default)]
         return ":".join([self.name, *words])
 

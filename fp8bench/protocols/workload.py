@@ -75,7 +75,7 @@ class Setup:
     @property
     def settles(self) -> bool:
         """Whether errors are those of a second pass: the first one fills what an arithmetic remembers."""
-        return any(one.settles for one in (self.arithmetic, *self.layers.values()))
+        return any(layer.settles for layer in (self.arithmetic, *self.layers.values()))
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def bounds(speed: Interval) -> str:
 
 def what_intervals_hold(results: Iterable[Result]) -> str:
     """'99% of these rounds', '99% of reruns, by 12 earlier runs, hull of 3 sessions'; '' where there is no interval."""
-    told = [one.record for one in results if (speed := speed_up(one)) is not None and speed.level]
+    told = [result.record for result in results if (speed := speed_up(result)) is not None and speed.level]
     runs = [one.reruns.runs for one in told if one.reruns is not None]
     words = [f"99% of reruns, by {_range(runs)} earlier runs"] if runs else []
     words += ["99% of these rounds"] if len(runs) < len(told) else []

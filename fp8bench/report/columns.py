@@ -78,11 +78,11 @@ def case_cols(heading: str = "group") -> tuple[Col[Any], Col[Any]]:
 def with_figures(table: Table, members: Iterable[Member]) -> Table:
     """The table of some cases, a row each, and in it the figures whose specs name it, as far as any case has them."""
     wanted = in_table(table.name)
-    figures = [Figures(*one) for one in members] if wanted else []
-    known = [spec for spec in wanted if any(one[spec].value is not None for one in figures)]
+    figures = [Figures(*member) for member in members] if wanted else []
+    known = [spec for spec in wanted if any(figure[spec].value is not None for figure in figures)]
     rows = (
-        (*row, *(Field(one[spec].shown, one[spec].value) for spec in known))
-        for row, one in zip(table.rows, figures, strict=True)
+        (*row, *(Field(figure[spec].shown, figure[spec].value) for spec in known))
+        for row, figure in zip(table.rows, figures, strict=True)
     )
     return replace(table, columns=(*table.columns, *map(column_of, known)), rows=tuple(rows)) if known else table
 

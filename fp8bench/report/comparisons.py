@@ -45,8 +45,8 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def value(one: Comparison, number: float | None) -> str:
-    return spec_of(one.metric).shown(number, one.unit)
+def value(comparison: Comparison, number: float | None) -> str:
+    return spec_of(comparison.metric).shown(number, comparison.unit)
 
 
 def signed(interval: Interval | None) -> str:
@@ -60,11 +60,11 @@ def signed(interval: Interval | None) -> str:
     return f"{units.change(interval.point)} [{units.change(interval.low)}, {units.change(interval.high)}]"
 
 
-def direction(one: Comparison) -> str:
+def direction(comparison: Comparison) -> str:
     """'worse', 'failed', '-'."""
-    if one.failed:
+    if comparison.failed:
         return "FAILED"
-    return units.NONE if one.direction is Direction.NONE else one.direction.value
+    return units.NONE if comparison.direction is Direction.NONE else comparison.direction.value
 
 
 def setting_of(case: str) -> tuple[str, str]:
@@ -75,7 +75,7 @@ def setting_of(case: str) -> tuple[str, str]:
 
 def counted(comparisons: Iterable[Comparison]) -> str:
     """'12 figures: 1 worse, 2 better, 9 same'."""
-    counts = Counter(direction(one) for one in comparisons)
+    counts = Counter(direction(comparison) for comparison in comparisons)
     words = {"FAILED": "failed", units.NONE: "without a ratio"}
     order = ["FAILED", *(one.value for one in Direction if one is not Direction.NONE), units.NONE]
     parts = [f"{counts[name]} {words.get(name, name)}" for name in order if counts[name]]
@@ -84,11 +84,15 @@ def counted(comparisons: Iterable[Comparison]) -> str:
 
 
 def reasons(comparisons: Iterable[Comparison]) -> dict[str, int]:
-    return dict(Counter(one.why for one in comparisons if one.direction is Direction.UNSURE and one.why))
+    return dict(
+        Counter(
+            comparison.why for comparison in comparisons if comparison.direction is Direction.UNSURE and comparison.why
+        )
+    )
 
 
 def label_legend(comparisons: Iterable[Comparison]) -> list[str]:
-    used = {label for one in comparisons for label in one.labels}
+    used = {label for comparison in comparisons for label in comparison.labels}
     return [f"{label.value}: {LABELS[label]}" for label in Label if label.value in used]
 
 
@@ -179,7 +183,7 @@ def _side(side: Side) -> dict[str, Any]:
 
 def rows_of(comparisons: Iterable[Comparison]) -> Rows:
     """A row a figure."""
-    encoded = ((one, encode(one)) for one in comparisons)
+    encoded = ((comparison, encode(comparison)) for comparison in comparisons)
     return COLUMNS, (
         {
             **row, **(ratio := row["ratio"] or {}), "ratio": ratio.get("point"), "labels": " ".join(one.labels),

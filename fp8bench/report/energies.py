@@ -63,7 +63,7 @@ def ratio_against(result: Result, reference: Result | None) -> EnergyRatio | Non
 
 
 def sources_of(results: Iterable[Result]) -> list[str]:
-    return list(dict.fromkeys(found.source for one in results if (found := figures_of(one)) is not None))
+    return list(dict.fromkeys(found.source for result in results if (found := figures_of(result)) is not None))
 
 
 def named_source(source: str) -> str:
@@ -82,16 +82,18 @@ def missing_within(group: ResultGroup) -> list[tuple[str, str]]:
     Also that steps took another time in the windows than in slots: no energy of those slots is known then.
     """
     return _by_doubt(
-        (one, words) for one in group.results for words in (*_missing(one), *_at_another_pace(one), *_of_phases(one))
+        (result, words)
+        for result in group.results
+        for words in (*_missing(result), *_at_another_pace(result), *_of_phases(result))
     )
 
 
 def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
     """The same, and why comparisons are not clear."""
     unclear = (
-        (one, f"energy unclear: {ratio.why}")
-        for one in group.results
-        if (ratio := ratio_against(one, group.lead)) is not None and ratio.demand is Demand.UNCLEAR
+        (result, f"energy unclear: {ratio.why}")
+        for result in group.results
+        if (ratio := ratio_against(result, group.lead)) is not None and ratio.demand is Demand.UNCLEAR
     )
     return [*missing_within(group), *_by_doubt(unclear)]
 
@@ -143,14 +145,16 @@ def _of_phases(result: Result) -> Iterator[str]:
     if found.void:
         yield f"energy of phases is void: {found.void}"
         return
-    for one in found.phases:
-        if one.why and one.phase != UNATTRIBUTED:
-            yield f"energy of {one.phase} is an estimate: {one.why}"
+    for phase in found.phases:
+        if phase.why and phase.phase != UNATTRIBUTED:
+            yield f"energy of {phase.phase} is an estimate: {phase.why}"
 
 
 def absences(run: Run) -> list[str]:
     """'energy: not measured on cpu: <why>' for every device of which nobody can tell it; none where nobody asked."""
-    found = together((one.case.device, (one.energy.source, why_no_energy(one))) for one in run.records if one.energy)
+    found = together(
+        (record.case.device, (record.energy.source, why_no_energy(record))) for record in run.records if record.energy
+    )
     return [
         f"energy: not measured on {device}: {'; '.join(dict.fromkeys(why for _, why in known))}"
         for device, known in found.items()
@@ -173,7 +177,7 @@ def energy_clause(pairs: Sequence[tuple[Result, Result | None]]) -> str:
 
 def energy_sentences(panel: Panel) -> list[Text]:
     """One for each precision: what it takes of the reference's energy, and what its speed alone would give."""
-    modes = dict.fromkeys(one.mode for one in panel.results if figures_of(one) is not None)
+    modes = dict.fromkeys(result.mode for result in panel.results if figures_of(result) is not None)
     return [text for mode in modes for text in _of_mode(panel, mode)]
 
 
@@ -195,7 +199,7 @@ def _of_mode(panel: Panel, mode: str) -> Iterator[Text]:
 
 def _alone(panel: Panel, mode: str) -> Iterator[Text]:
     """A mode that is compared with nothing: an emulation; or the reference, where it is alone."""
-    known = [(one, figures) for one in panel.results if (figures := figures_of(one)) is not None]
+    known = [(result, figures) for result in panel.results if (figures := figures_of(result)) is not None]
     joules = [figures.gross.middle for one, figures in known if one.mode == mode]
     shown = units.span(joules, units.joules)
     if any(emulated(one) for one, _ in known if one.mode == mode):
@@ -227,8 +231,8 @@ def _against(own: EnergyFigures, base: EnergyFigures) -> str:
 
 def _several(mode: str, reference: str, ratios: Sequence[EnergyRatio]) -> str:
     """'bf16 takes 0.55x to 0.61x of fp32's energy in 4 cases: less in 3, not clear in 1'."""
-    counts = {demand: sum(one.demand is demand for one in ratios) for demand in Demand}
+    counts = {demand: sum(ratio.demand is demand for ratio in ratios) for demand in Demand}
     words = {Demand.LESS: "less", Demand.MORE: "more", Demand.UNCLEAR: "not clear"}
     told = ", ".join(f"{words[demand]} in {number}" for demand, number in counts.items() if number)
-    points = units.span((one.point for one in ratios), units.ratio)
+    points = units.span((ratio.point for ratio in ratios), units.ratio)
     return f"{mode} takes {points} of {reference}'s energy in {len(ratios)} cases: {told}"

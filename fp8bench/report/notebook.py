@@ -70,10 +70,10 @@ class RunFrames:
     def statistics(self) -> Rows:
         """What the data of each group are made of before any scaling: a row for each kind, role and format."""
         return STATISTICS_COLUMNS, [
-            (record.case.id, one.kind, one.role, one.count, one.amax, *outside)
+            (record.case.id, statistic.kind, statistic.role, statistic.count, statistic.amax, *outside)
             for record in self.run.records
-            for one in record.statistics
-            for outside in one.outside or ((None, None, None),)
+            for statistic in record.statistics
+            for outside in statistic.outside or ((None, None, None),)
         ]
 
     @frame
@@ -86,13 +86,14 @@ class RunFrames:
         """Every energy window, of steps and of phases, with the idle power before and after the windows of its case."""
         return ENERGY_COLUMNS, [
             (
-                record.case.id, record.case.mode, use.source, number, one.steps, one.seconds, one.joules, one.intervals,
-                one.uncertainty, one.sm_clock, one.temperature, use.idle_before, use.idle_after, phase,
+                record.case.id, record.case.mode, use.source, number, window.steps, window.seconds, window.joules,
+                window.intervals, window.uncertainty, window.sm_clock, window.temperature, use.idle_before,
+                use.idle_after, phase,
             )
             for record in self.run.records
             if (use := record.energy) is not None
             for phase, windows in ((STEP, use.windows), *((part.phase, part.windows) for part in use.phases))
-            for number, one in enumerate(windows)
+            for number, window in enumerate(windows)
         ]  # fmt: skip
 
     @frame

@@ -84,7 +84,7 @@ class ResultGroup:
     @property
     def lead(self) -> Result | None:
         """The reference's result, if it has one here."""
-        return next((one for one in self.results if one.mode == self.reference), None)
+        return next((result for result in self.results if result.mode == self.reference), None)
 
 
 class NamedCase(NamedTuple):
@@ -137,7 +137,9 @@ class Panel:
     @cached_property
     def metrics(self) -> tuple[str, ...]:
         """What was measured beside times, in the order it was first met."""
-        return tuple(dict.fromkeys(one.metric for result in self.results for one in result.record.measurements))
+        return tuple(
+            dict.fromkeys(measurement.metric for result in self.results for measurement in result.record.measurements)
+        )
 
 
 def metrics_within(group: ResultGroup, result: Result) -> Iterator[Metric]:
@@ -256,15 +258,17 @@ def show_value(measurement: Measurement) -> str:
     return spec_of(measurement.metric).shown(value_of(measurement), measurement.unit)
 
 
-def error_name(one: Measurement) -> str:
+def error_name(measurement: Measurement) -> str:
     """Its metric and phase. A loss is right by chance now and then: of one batch and draw of weights that is said."""
-    told = one.phase or ("one draw" if one.metric == LOSS_ERROR and len(one.samples) == 1 else "")
-    return f"{one.metric} ({told})" if told else one.metric
+    told = measurement.phase or (
+        "one draw" if measurement.metric == LOSS_ERROR and len(measurement.samples) == 1 else ""
+    )
+    return f"{measurement.metric} ({told})" if told else measurement.metric
 
 
 def floor_of(results: Iterable[Result]) -> str:
     """The A/A floor of some cases, from the lowest to the highest; '' where none was measured."""
-    floors = (one.finding.floor for one in results if one.finding and one.finding.floor is not None)
+    floors = (result.finding.floor for result in results if result.finding and result.finding.floor is not None)
     return units.span(floors, lambda floor: f"+-{units.percent(floor)}")
 
 

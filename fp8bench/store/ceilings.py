@@ -67,7 +67,9 @@ def new_ceilings(
 
 def _keep(store: Path, environment: Environment, device: DeviceFacts, found: Ceilings) -> Ceilings:
     """With the moment and the settings; whole ones are one more of their history, too."""
-    under = tuple((name, one) for name, one in _settings(environment, device, True).items() if one is not None)
+    under = tuple(
+        (name, setting) for name, setting in _settings(environment, device, True).items() if setting is not None
+    )
     kept = replace(found, when=datetime.now(UTC).isoformat(timespec="seconds"), under=under)
     log = _log(store, machine_file(environment, device, found.whole))
     before = _read(log)
@@ -132,5 +134,5 @@ def _settings(environment: Environment, device: DeviceFacts, whole: bool) -> dic
 
 def machine_file(environment: Environment, device: DeviceFacts, whole: bool = True) -> str:
     """The name of a file on a device: other software is another file, and where it is `whole` other settings are."""
-    words = [str(one) for one in _settings(environment, device, whole).values() if one not in (None, "")]
+    words = [str(setting) for setting in _settings(environment, device, whole).values() if setting not in (None, "")]
     return f"{safe(' '.join([*(['whole'] if whole else []), *words]))}.json"

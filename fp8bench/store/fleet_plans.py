@@ -126,7 +126,7 @@ def keep_plan(plan: FleetPlan, store: Path) -> None:
 def plans_of(store: Path) -> tuple[FleetPlan, ...]:
     """Those that lie beside the runs of a store, oldest first. Raises UsageError for a file that is none."""
     plans = (read_plan(path) for path in sorted((store / _PLANS).glob("*.json")))
-    return tuple(sorted(plans, key=lambda one: one.created))
+    return tuple(sorted(plans, key=lambda plan: plan.created))
 
 
 def is_whole(run: Run) -> bool:

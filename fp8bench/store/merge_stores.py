@@ -165,7 +165,7 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
                     made.failed.append(str(error))
         made.left.update(read.left)
         made.runs += len(read.runs)
-        series |= {one.name: one for one in series_of_runs(read.runs)}
+        series |= {run.name: run for run in series_of_runs(read.runs)}
     with locked(store / "asv"):
         define(results_of(store), _newest(store, series.values()), made.aside)
     made.files, made.failed = list(dict.fromkeys(made.files)), list(dict.fromkeys(made.failed))
@@ -182,7 +182,7 @@ def _newest(store: Path, series: Iterable[Series]) -> list[Series]:
         if wanted <= seen:
             break
         tracked = read_runs([path]).runs
-        found |= {one.name: one for one in series_of_runs(tracked) if one.workload in wanted - seen}
+        found |= {run.name: run for run in series_of_runs(tracked) if run.workload in wanted - seen}
     return list(found.values())
 
 

@@ -207,7 +207,7 @@ def _conditions(workload: Workload, run: Run) -> Conditions:
 
 
 def _main_device(run: Run) -> DeviceFacts | None:
-    return next((one for one in run.devices if one.accelerated), next(iter(run.devices), None))
+    return next((device for device in run.devices if device.accelerated), next(iter(run.devices), None))
 
 
 # What depends on a workload's class alone: a commit may have hundreds of runs.

@@ -45,7 +45,7 @@ def _learned(name: str, seen: Mapping[str, Seen]) -> Reruns | None:
 
 def add_reruns(records: Sequence[Record], run: Run, store: Path) -> None:
     """What a group came to is one run more of each case, unless rounds were too few."""
-    logs = {_name(one, records, run): log for one in records if (log := _log(one, records)) is not None}
+    logs = {_name(record, records, run): log for record in records if (log := _log(record, records)) is not None}
     path = _path(records, run, store)
     with contextlib.suppress(OSError, StoreError):
         if logs:

@@ -185,7 +185,7 @@ def _wrong_words(grid: Grid) -> Iterator[str]:
         yield f"time cannot be told per {grid.per!r}; it can per {', '.join(PER)}"
     if not grid.dtypes or len(set(grid.dtypes)) < len(grid.dtypes):
         yield f"its dtypes are {', '.join(grid.dtypes) or 'none'}; name at least one, and each once"
-    if len(set(grid.ranks)) < len(grid.ranks) or any(type(one) is not int or one < 1 for one in grid.ranks):
+    if len(set(grid.ranks)) < len(grid.ranks) or any(type(rank) is not int or rank < 1 for rank in grid.ranks):
         yield f"its numbers of ranks are {grid.ranks!r:.80}, and must be whole numbers from 1, each once"
     for name in grid.dtypes:
         if precisions.canonical(name) != name:

@@ -74,7 +74,7 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
         for members in by_place(oldest_first):
             lacking += [_judged(fault, soundness) for fault in _lacking(results, members, of_commits)]
         faults += check_figures(store, commit, paths, list(kept.values()))
-    known = [one for one in machines.values() if one is not None]
+    known = [machine for machine in machines.values() if machine is not None]
     across = [*_untold(store, unknown, old, len(there.everything)), *check_steps(store)]
     across += [*_gone(store, runs.values(), folder), *_copies(known), *_gpus(store, known)]
     broken_of_view = {fault.path for fault in of_view if fault.broken}
@@ -82,7 +82,7 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
     sound = sum(str(path) not in broken_of_view for path in listed)
     count = sum(map(len, by_files.values()))
     of_points, whole = check_compacted(store)
-    compacted = {"compacted files": (max(0, whole - sum(one.broken for one in of_points)), whole)} if whole else {}
+    compacted = {"compacted files": (max(0, whole - sum(point.broken for point in of_points)), whole)} if whole else {}
     return Verified(
         (*faults, *check_surroundings(store), *of_view, *_folded(results, lacking), *across, *of_points),
         {"run files": (count - broken, count), "asv's files": (sound, len(listed)), **compacted},
@@ -242,13 +242,13 @@ def known_of(run: Run) -> Known | None:
     identity = from_facts(run.environment.facts)
     if identity is None:
         return None
-    gpu = next((one.name for one in run.devices if one.accelerated), None)
+    gpu = next((device.name for device in run.devices if device.accelerated), None)
     return Known(run.id, run.path, str(identity.machine["machine"]), samples_of(run), gpu)
 
 
 def samples_of(run: Run) -> int | None:
     """A digest of all times of a run, in this process; None where it has none."""
-    times = tuple((one.case.id, one.timing.slots) for one in run.records if one.timing is not None)
+    times = tuple((record.case.id, record.timing.slots) for record in run.records if record.timing is not None)
     return hash(times) if times else None
 
 

@@ -74,7 +74,7 @@ class Traffic:
                 self.written += tensors
         given = {one.storage for one in (*self.read, *self.written)}
         results = list(tensors_in(call.result))
-        made = [one for one in results if one.storage not in given]
+        made = [result for result in results if result.storage not in given]
         self.made = made
         is_view = bool(results) and not made and not self.written
         if is_view or self._name in MAKE_ROOM or self._name in _SAY_NOTHING:
@@ -124,7 +124,11 @@ def _changed(call: Call) -> dict[str, bool]:
     """The arguments that a call writes to, and whether they are there for its result alone."""
     schema = getattr(call.operator, "_schema", None)
     arguments = schema.arguments if schema is not None else ()
-    return {one.name: one.kwarg_only for one in arguments if one.alias_info is not None and one.alias_info.is_write}
+    return {
+        argument.name: argument.kwarg_only
+        for argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
 
 
 _WORDS = {

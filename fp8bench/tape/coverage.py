@@ -114,7 +114,7 @@ class _HeldModules(RunningModules[_Place]):
                 self.go_out()
 
         self._listening.append(ExitStack())
-        weights = {name: one.weight for name, one in stacks.items()}
+        weights = {name: stack.weight for name, stack in stacks.items()}
         self._listening[-1].enter_context(Stacked(weights, around=around))
 
     def _leave(self, module: nn.Module, given: Any, result: Any) -> None:
@@ -158,7 +158,7 @@ def coverage_of(
         raise UsageError(f"a step of {type(model).__name__} multiplies no matrices: there is nothing to convert")
     holders = (_holder(one, found, tape, multiple) for one in held)
     others = sorted(found.others.values(), key=lambda other: -(other.flops or 0))
-    kept = (one for one in holders if one.rule != _NO_PRODUCT)
+    kept = (holder for holder in holders if holder.rule != _NO_PRODUCT)
     made = [name for name, _ in model.named_parameters() if name not in before]
     remarks = [_MADE.format(_some(made))] if made else _unlike(tape, second)
     return Coverage(tuple(kept), tuple(others), found.flops, loss, tuple(remarks))
@@ -280,7 +280,7 @@ def unfit(held: Held, products: Sequence[HeldProduct], multiple: int) -> str:
     """
     if held.kind == CONV2D and multiple > 1:
         return "torch has no convolution in formats this narrow: values are rounded, and convolved in fp32"
-    wrong = {size for one in products for size in (one.k, one.n) if size % multiple}
+    wrong = {size for product in products for size in (product.k, product.n) if size % multiple}
     if not wrong:
         return ""
     names = dict(zip(held.sides, "NK", strict=True))

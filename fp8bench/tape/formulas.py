@@ -240,8 +240,11 @@ def _multiplies_nothing(operator: Any, name: str) -> bool:
     if name.removesuffix("_") in _NOTHING or base in _NOTHING or operator.is_view:
         return True
     packets = [getattr(torch.ops.aten, one, None) for one in (name, base)]
-    overloads = [operator, *(getattr(one, word) for one in packets if one is not None for word in one.overloads())]
-    return any(tag.name in _TAGS for one in overloads for tag in one.tags)
+    overloads = [
+        operator,
+        *(getattr(packet, word) for packet in packets if packet is not None for word in packet.overloads()),
+    ]
+    return any(tag.name in _TAGS for overload in overloads for tag in overload.tags)
 
 
 KEEPS_GRADIENTS = "AccumulateGrad"
@@ -352,4 +355,4 @@ def kind_of_name(name: str, where: Where) -> tuple[ShareKind, str]:
 
 def converts(dtypes: tuple[torch.dtype, torch.dtype] | None) -> bool:
     """Whether it goes from one dtype of floating-point numbers to another."""
-    return dtypes is not None and dtypes[0] != dtypes[1] and all(one.is_floating_point for one in dtypes)
+    return dtypes is not None and dtypes[0] != dtypes[1] and all(dtype.is_floating_point for dtype in dtypes)

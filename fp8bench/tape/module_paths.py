@@ -135,7 +135,7 @@ class RunningModules(Generic[L]):
 
     def _label(self, result: Any, left: _Running[L]) -> None:
         """Leave its module's label on each node that was made since it began, as far as its result leads there."""
-        waiting: list[Any] = [one.grad_fn for one in _tensors(result)]
+        waiting: list[Any] = [tensor.grad_fn for tensor in _tensors(result)]
         made, seen = self._made[left.task], set()
         while waiting:
             node = waiting.pop()
@@ -175,4 +175,4 @@ def _tensors(result: Any) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors([getattr(leaf, one.name) for one in dataclasses.fields(leaf)])
+            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])

@@ -82,7 +82,7 @@ def seconds_by_operator(events: Iterable[Event]) -> tuple[dict[int, float], dict
 
 
 def _rows(events: Sequence[Event]) -> Iterator[tuple[Kind, bool, float, str]]:
-    if any(_is(one, _ON_DEVICE) for one in events):
+    if any(_is(event, _ON_DEVICE) for event in events):
         for kernel, launch in _launched(events):
             name = str(kernel.get("name"))
             known = launch.kind if launch is not None and not _FUSED.match(name) else None
@@ -123,9 +123,9 @@ def _launched(events: Sequence[Event]) -> Iterator[tuple[Event, _Event | None]]:
 
 def _by_thread(events: Iterable[Event], kinds: Sequence[str]) -> dict[object, list[Event]]:
     found: dict[object, list[Event]] = defaultdict(list)
-    for one in events:
-        if _is(one, kinds):
-            found[one.get("tid")].append(one)
+    for event in events:
+        if _is(event, kinds):
+            found[event.get("tid")].append(event)
     return found
 
 
@@ -236,4 +236,4 @@ def _parts(words: str) -> Iterator[str]:
 @cache
 def _operators() -> frozenset[str]:
     names = torch._C._dispatch_get_all_op_names()
-    return frozenset(one.removeprefix("aten::").partition(".")[0] for one in names if one.startswith("aten::"))
+    return frozenset(name.removeprefix("aten::").partition(".")[0] for name in names if name.startswith("aten::"))

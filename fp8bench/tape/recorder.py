@@ -147,7 +147,7 @@ def tensors_in(value: Any) -> Iterator[TensorSeen]:
 def arguments_of(call: Call) -> dict[str, Any]:
     """Its arguments by the names of its schema; those of what has none by their places."""
     schema = getattr(call.operator, "_schema", None)
-    names = [one.name for one in schema.arguments] if schema is not None else map(str, range(len(call.given)))
+    names = [argument.name for argument in schema.arguments] if schema is not None else map(str, range(len(call.given)))
     return {**dict(zip(names, call.given, strict=False)), **call.named}
 
 

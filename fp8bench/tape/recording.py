@@ -123,7 +123,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def _drawing(self, func: Any, kwargs: Mapping[str, Any]) -> list[torch.Generator]:
         """Where an operator takes random numbers from, as far as the host has them; all are put back after replays."""
-        own = [one for one in kwargs.values() if isinstance(one, torch.Generator)]
+        own = [kwarg for kwarg in kwargs.values() if isinstance(kwarg, torch.Generator)]
         found = own
         if not own and torch.Tag.nondeterministic_seeded in func.tags:
             found = [torch.default_generator]
@@ -235,7 +235,7 @@ def _lying(spec: _Spec, storage: torch.UntypedStorage, device: torch.device) -> 
 
 def _resolved(call: ReplayedCall) -> ReplayedCall:
     """With the memory that is kept by now in place of what the phase was given."""
-    args, kwargs = _with_given(list(call.args)), {name: _with_given(one) for name, one in call.kwargs.items()}
+    args, kwargs = _with_given(list(call.args)), {name: _with_given(kwarg) for name, kwarg in call.kwargs.items()}
     filled = bool(_registers_in((args, list(kwargs.values()))))
     written = tuple(_with_given(list(call.written)))
     return replace(call, args=tuple(args), kwargs=kwargs, filled=filled, written=written)

@@ -103,7 +103,7 @@ _EMPTY = nullcontext()
 
 
 def _dtype(value: Any) -> torch.dtype | None:
-    return next((one.dtype for one in tree_leaves(value) if isinstance(one, Tensor)), None)
+    return next((leaf.dtype for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), None)
 
 
 def _range(name: str) -> Any:
@@ -123,7 +123,7 @@ def shares_of(steps: Sequence[Sequence[TimedCall]], plain: Sequence[float]) -> S
     """
     calls, nanoseconds = _typical(steps)
     calling = min(nanoseconds, default=0.0)
-    return Shares(put_together(calls, [(one - calling) * 1e-9 for one in nanoseconds]), median(plain))
+    return Shares(put_together(calls, [(nanosecond - calling) * 1e-9 for nanosecond in nanoseconds]), median(plain))
 
 
 def shares_of_kernels(

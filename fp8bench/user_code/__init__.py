@@ -114,7 +114,7 @@ def own_words(error: BaseException) -> str:
     words = ": ".join(part for part in (kind, text) if part)
     ours = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(importlib.__file__).parent}{os.sep}", "<")
     others = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(ours)]
-    theirs = [one for one in others if "site-packages" not in Path(one.filename).parts] or others
+    theirs = [other for other in others if "site-packages" not in Path(other.filename).parts] or others
     return f"{words} ({Path(theirs[0].filename).name}, line {theirs[0].lineno})" if theirs else words
 
 

@@ -117,7 +117,7 @@ _CLOCKS = (
 _HANDLED = tuple(
     signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "ALRM", "VTALRM", "PROF", "USR1", "USR2")
 )
-_NO_HANDLER = {one.value: one for one in signal.Handlers}
+_NO_HANDLER = {Handler.value: Handler for Handler in signal.Handlers}
 _TIMERS = {"real": signal.ITIMER_REAL, "virtual": signal.ITIMER_VIRTUAL, "profiling": signal.ITIMER_PROF}
 
 

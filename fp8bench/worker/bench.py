@@ -199,7 +199,10 @@ class Bench(UntimedPasses):
         """The scales that a state has from data, or that a backend keeps for it, as they are after its steps."""
         prepared = self._prepared[key]
         states = prepared.scales.states() if prepared.scales is not None else ()
-        return (*states, *(scale for one in prepared.states[0].arithmetics for scale in one.layer_scales()))
+        return (
+            *states,
+            *(scale for arithmetic in prepared.states[0].arithmetics for scale in arithmetic.layer_scales()),
+        )
 
     def release(self, key: str) -> tuple[str, ...]:
         """Forget a state and give its memory back; returns what it leaves running. Unknown keys are fine."""

@@ -61,7 +61,7 @@ def still_running(started: Beside, grace: float = GRACE_SECONDS) -> list[str]:
     torch's own do not count.
     """
     end = time.monotonic() + grace
-    left = [one for one in started.threads if not _of_torch(one)]
+    left = [thread for thread in started.threads if not _of_torch(thread)]
     for one in left:
         one.join(max(0.0, end - time.monotonic()))
     return [one.name for one in left if one.is_alive()] + _ended(started.processes)
@@ -82,7 +82,7 @@ def _of_torch(thread: threading.Thread) -> bool:
     """Also the one that watches progress bars, which torch's compiler starts where tqdm is installed: it sleeps."""
     target = getattr(thread, "_target", None)
     modules = str(getattr(target, "__module__", "")), type(thread).__module__
-    return any(one.startswith(("torch", "tqdm._monitor")) for one in modules) or thread in _compilers()
+    return any(module.startswith(("torch", "tqdm._monitor")) for module in modules) or thread in _compilers()
 
 
 def _compilers() -> Collection[threading.Thread]:

@@ -126,6 +126,7 @@ def _trained(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
             gradients = torch.autograd.grad(loss, weights)
             losses.append(loss.detach().reshape(1))
             weights = [
-                (one - _STEP * grad).detach().requires_grad_() for one, grad in zip(weights, gradients, strict=True)
+                (weight - _STEP * grad).detach().requires_grad_()
+                for weight, grad in zip(weights, gradients, strict=True)
             ]
-    return torch.cat([*losses, *(one.detach().reshape(-1) for one in weights)])
+    return torch.cat([*losses, *(weight.detach().reshape(-1) for weight in weights)])

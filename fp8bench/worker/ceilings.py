@@ -39,7 +39,7 @@ def wanted_rates(facts: DeviceFacts, limits: Sequence[Limit] = tuple(Limit)) -> 
     """What there is to measure, of all that a device does natively."""
     native = [name for name in DTYPES if precisions.get(name).support(facts).level is Level.NATIVE]
     products = [Rate(Limit.PRODUCT, name) for name in native if Limit.PRODUCT in limits]
-    return products + [Rate(one) for one in limits if one is not Limit.PRODUCT and shapes_of(one, facts)]
+    return products + [Rate(limit) for limit in limits if limit is not Limit.PRODUCT and shapes_of(limit, facts)]
 
 
 def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:

@@ -45,9 +45,9 @@ def _native(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic
         raise NotImplementedError(f"not native here: {precision.support(facts).reason}")
     from fp8bench.formats.codes import DTYPES
 
-    for one in precision.recipe.treatments:
-        if one.fmt.name not in DTYPES and one.fmt is not E2M1:
-            raise NotImplementedError(f"torch has no kernel that takes {one.fmt.name}")
+    for treatment in precision.recipe.treatments:
+        if treatment.fmt.name not in DTYPES and treatment.fmt is not E2M1:
+            raise NotImplementedError(f"torch has no kernel that takes {treatment.fmt.name}")
     return lambda: precision.native(facts).layer(_LAYER)
 
 
@@ -86,7 +86,7 @@ class _Compared:
         plain = FORMATS.get(precision.name, FORMATS["tf32"])  # of what has no format of its own nothing is cast
         self._formats: dict[Role, Format] = dict.fromkeys(Role, plain)
         self._formats.update(
-            zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), (one.fmt for one in treatments), strict=False)
+            zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), (treatment.fmt for treatment in treatments), strict=False)
         )
         self._bits = 24
         if isinstance(recipe, Recipe) and recipe.accumulator is not Accumulator.FP32:
@@ -144,7 +144,7 @@ class _Compared:
             known = operands if native.casts else self._operands(emulated, "cpu", product, m, n, k)
             holder = native if native.casts else emulated
             values = [holder.restore(one, torch.float32).cpu() for one in known]
-            a, b = (Operand(value, gradient=one.gradient) for value, one in zip(values, operands, strict=True))
+            a, b = (Operand(value, gradient=operand.gradient) for value, operand in zip(values, operands, strict=True))
             results = [
                 (dtype, native.product(operands[0], operands[1], dtype).cpu(), emulated.product(a, b, dtype))
                 for dtype in (native.carrier, torch.float32)
@@ -170,7 +170,7 @@ class _Compared:
         differ = differing(made, wanted)
         if not bool(differ.any()):
             return Conformity(self.mode, what, shape, Difference.NONE, total=made.numel())
-        a, b = (one.to(torch.float64) for one in values)
+        a, b = (value.to(torch.float64) for value in values)
         difference, why = explain_product(made, Sums(a, b, made.dtype, self._bits))
         return _told(
             Conformity(self.mode, what, shape, difference, why), differ, steps_between(made, wanted), made, wanted

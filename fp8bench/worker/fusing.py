@@ -73,7 +73,7 @@ def tried(device: str) -> str:
     before = calls()
     values(torch.ones(64, device=device), E4M3)
     bits = [str(one) for one in since(before)[1] if one]
-    return f"a quantiser compiles in {seconds:.1f} s" + "".join(f", with vectors of {one} bits" for one in bits)
+    return f"a quantiser compiles in {seconds:.1f} s" + "".join(f", with vectors of {bit} bits" for bit in bits)
 
 
 def _kernels() -> Any:

@@ -280,14 +280,14 @@ class Prepared:
 
         with apart(), as_they_were(state.held, state.finite.inputs) as left:
             slot = self._slot(step, calls, discard, None)
-            seconds = [one.seconds for one in modes or slot.steps]
+            seconds = [mode.seconds for mode in modes or slot.steps]
             return None if compiled else slot_of(seconds, len(modes[-1].calls) if modes else 0, left(answer))
 
     def check(self) -> StateCheck:
         """What the steps have left, as the workload sees it, and whether it is finite."""
         with unchanged(), apart():
             checks = [self._checked(state) for state in self.states]
-        return next((one for one in checks if one.wrong), max(checks, key=lambda one: one.not_finite))
+        return next((check for check in checks if check.wrong), max(checks, key=lambda check: check.not_finite))
 
     def _checked(self, state: State) -> StateCheck:
         wrong = wrong_of(self.workload.check(state.held))

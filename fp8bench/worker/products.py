@@ -69,7 +69,7 @@ def formats_of(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Form
         recipe = getattr(precisions.get(name), "recipe", None)
         named = [FORMATS[name]] if name in FORMATS else []
         if isinstance(recipe, Recipe):
-            named = [one.fmt for one in on_device(recipe, facts).treatments]
+            named = [treatment.fmt for treatment in on_device(recipe, facts).treatments]
         found.update(dict.fromkeys(named))
     return tuple(found)
 
@@ -142,13 +142,13 @@ class _Looking:
         if self.low or self.count > _MOST:
             return
         self.count += 1
-        self.seen.update(dict.fromkeys(str(one.dtype).removeprefix("torch.") for one in operands))
-        pairs = [(one, fmt) for one in operands for fmt in self.formats]
+        self.seen.update(dict.fromkeys(str(operand.dtype).removeprefix("torch.") for operand in operands))
+        pairs = [(operand, fmt) for operand in operands for fmt in self.formats]
         if self.takes_codes:
             self.low = any(has_dtype_of(one, fmt) for one, fmt in pairs)
             self.wide = self.wide or (not self.low and any(is_of(one, fmt) for one, fmt in pairs))
         else:
-            reads = self.reads_float32 and any(one.dtype == torch.float32 for one in operands)
+            reads = self.reads_float32 and any(operand.dtype == torch.float32 for operand in operands)
             self.low = reads or any(is_of(one, fmt) for one, fmt in pairs)
 
 
@@ -169,7 +169,7 @@ class GivenState:
     def __init__(self, state: object) -> None:
         self._end = time.thread_time() + SECONDS
         tensors = [one for one in tensors_of(state, until=self._end) if _has_numbers(one)]
-        self._before = [(one, version_of(one), sums) for one in tensors if (sums := self._sums(one))]
+        self._before = [(tensor, version_of(tensor), sums) for tensor in tensors if (sums := self._sums(tensor))]
         self._left = self._end - time.thread_time()
 
     def after_step(self) -> tuple[GivenTensors, ...]:

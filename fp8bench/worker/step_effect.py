@@ -103,7 +103,7 @@ class _Steps:
         for address, tensors in self.memories().items():
             _in_time(end)
             first, version = tensors[0], max(map(version_of, tensors))
-            count, floating = max(one.numel() for one in tensors), first.dtype.is_floating_point
+            count, floating = max(tensor.numel() for tensor in tensors), first.dtype.is_floating_point
             found.append(_Seen(address, digest(first), version, count, floating))
         return found
 
@@ -152,10 +152,12 @@ def _effect(steps: _Steps) -> StepEffect:
     if not given:
         return StepEffect(None, "it is given no tensor that could be changed")
     idle = not results and _idle(steps)
-    if not idle and not any(one.floating or one.elements > 1 for one in results):  # a truth value need not change
+    if not idle and not any(
+        result.floating or result.elements > 1 for result in results
+    ):  # a truth value need not change
         return StepEffect(None, "nothing that it gives is kept in its state, or returned")
     floating, others = ({one.address for one in given if one.floating is kind} for kind in (True, False))
-    in_place = {one.address for one in results if one not in before} & {one.address for one in before}
+    in_place = {result.address for result in results if result not in before} & {one.address for one in before}
     for chosen, results_too in ((floating, False), (others, False), (in_place, True)):
         if chosen and _changes(steps, chosen, taken, results_too):
             return StepEffect(True)  # also of what others than torch have launched, which nobody counts

@@ -172,7 +172,7 @@ def _of_modules_and_compilers() -> Iterator[Switch]:
             holder.update(kept)
 
     yield Switch(
-        "hooks of all modules", lambda: tuple(dict(one) for one in hooks) if any(hooks) else ((),) * len(hooks),
+        "hooks of all modules", lambda: tuple(dict(hook) for hook in hooks) if any(hooks) else ((),) * len(hooks),
         put_back, usual=((),) * len(hooks), bends=any, mend="remove the hooks",
     )  # fmt: skip
     yield Switch("the stance of torch.compile", state.stance, state.set_stance, names=("torch.compiler.set_stance",))

@@ -59,7 +59,7 @@ def mended(events: Iterable[Event]) -> list[Event]:
 
 def _open_at(stretches: Sequence[Stretch], times: Iterable[int]) -> dict[int, list[Stretch]]:
     """For each time those that have begun before it and end after it."""
-    waiting = sorted(stretches, key=lambda one: one.start, reverse=True)
+    waiting = sorted(stretches, key=lambda stretch: stretch.start, reverse=True)
     now_open: list[Stretch] = []
     found = {}
     for time in sorted(times):
@@ -120,12 +120,12 @@ class _Timeline:
     """Which phase a step is in at any time: the one opened last that is still open."""
 
     def __init__(self, steps: Sequence[Stretch], ranges: Sequence[Stretch]) -> None:
-        whole = [Stretch(UNATTRIBUTED, one.start, one.end) for one in steps]
-        phases = [Stretch(one.name.removeprefix(RANGE), one.start, one.end) for one in ranges]
+        whole = [Stretch(UNATTRIBUTED, step.start, step.end) for step in steps]
+        phases = [Stretch(span.name.removeprefix(RANGE), span.start, span.end) for span in ranges]
         edges: list[tuple[int, int, int, Stretch]] = []
-        for one in (*whole, *phases):
-            if one.start < one.end:  # at one time, what ends comes first, and what lasts longer lies outside
-                edges += [(one.start, 1, -one.end, one), (one.end, 0, 0, one)]
+        for phase in (*whole, *phases):
+            if phase.start < phase.end:  # at one time, what ends comes first, and what lasts longer lies outside
+                edges += [(phase.start, 1, -phase.end, phase), (phase.end, 0, 0, phase)]
         edges.sort(key=lambda edge: edge[:3])
         self._times: list[int] = []
         self._names: list[str] = []
@@ -194,8 +194,8 @@ def _host(events: Iterable[Event], phases: _Timeline) -> _Tally:
             by_thread[event.get("tid")].append(_stretch(event))
     for operators in by_thread.values():
         operators.sort(key=lambda one: (one.start, -one.end))
-        for one in operators:
-            tally.add(phases.at(one.start), one.name, 1, 0)
+        for operator in operators:
+            tally.add(phases.at(operator.start), operator.name, 1, 0)
         for one, start, end in _innermost(operators):
             phase = phases.at(one.start)
             tally.add(phase, one.name, 0, phases.within(phase, start, end))
@@ -215,12 +215,12 @@ def _innermost(operators: Sequence[Stretch]) -> Iterator[tuple[Stretch, int, int
                 yield done, reached, done.end
                 reached = done.end
 
-    for one in operators:
-        yield from leave(one.start)
-        if stack and one.start > reached:
-            yield stack[-1], reached, one.start
-        reached = max(reached, one.start)
-        stack.append(one)
+    for operator in operators:
+        yield from leave(operator.start)
+        if stack and operator.start > reached:
+            yield stack[-1], reached, operator.start
+        reached = max(reached, operator.start)
+        stack.append(operator)
     yield from leave(None)
 
 

@@ -125,7 +125,7 @@ class Accumulate(Workload):
 
         dtype = torch.float32 if setup.case.param("gradients") == "fp32" else torch.bfloat16
         micro_batches = [
-            [(one * setup.loss_scale).to(dtype) for one in gradients] for gradients in _micro_batches(setup)
+            [(gradient * setup.loss_scale).to(dtype) for gradient in gradients] for gradients in _micro_batches(setup)
         ]
         arithmetic = setup.arithmetic
         if arithmetic.plain:
@@ -163,7 +163,7 @@ class Accumulate(Workload):
         from fp8bench.numerics.ranges import statistics_of
 
         kind = ("gradients", Role.GRADIENT.value)
-        return statistics_of((*kind, one) for gradients in _micro_batches(setup) for one in gradients)
+        return statistics_of((*kind, gradient) for gradients in _micro_batches(setup) for gradient in gradients)
 
 
 def _micro_batches(setup: Setup) -> list[list[Tensor]]:

@@ -200,7 +200,7 @@ def _watch_core(state: Exercise, params: Mapping[str, Scalar], ledger: Ledger) -
     with torch.no_grad():
         if isinstance(layer, SelfAttention):
             heads = tuple(layer.heads(state.inputs[0], SilentPhases()))
-        q, k, v = (one.float() for one in heads)
+        q, k, v = (head.float() for head in heads)
         if params["scores"] == "low-prescaled":
             q = q * int(params["head_width"]) ** -0.5
         for kind, tensor in (("q", q), ("k", k), ("v", v)):

@@ -145,7 +145,7 @@ class Collective(Workload):
         exact = expected(str(setup.case.param("collective")), sources, state.rank)
         noise = (state.got.cpu().double() - exact).square().sum()
         sums = torch.stack(
-            [torch.as_tensor(one).double().cpu().reshape(()) for one in (noise, exact.square().sum(), *shares)]
+            [torch.as_tensor(share).double().cpu().reshape(()) for share in (noise, exact.square().sum(), *shares)]
         )
         return _figures(sums.to(setup.facts.key), state.size)
 
@@ -166,7 +166,7 @@ class Collective(Workload):
 
     def sent_by(self, case: Case) -> Params:
         """What is not FP8 is the same beside every way of it."""
-        return tuple(one for one in case.params if case.precision == "fp8" or one[0] not in _OF_FP8)
+        return tuple(param for param in case.params if case.precision == "fp8" or param[0] not in _OF_FP8)
 
     def step_parts(self, setup: Setup) -> StepParts | str:
         """Products, and the collective, which need not be waited for: of FP8 its first exchange of codes."""

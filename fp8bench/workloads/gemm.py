@@ -87,16 +87,19 @@ class Gemm(Workload):
         operands = _chosen(params["operands"], _OPERANDS if name == "sweep" else ("cast",))
         if name in MODELS:
             return tuple(
-                (("layer", f"{shape}/{layer}"), *_params(*sides_of(one, int(params["tokens"]), *features), one, how))
+                (
+                    ("layer", f"{shape}/{layer}"),
+                    *_params(*sides_of(product, int(params["tokens"]), *features), product, how),
+                )
                 for layer, features in MODELS[shape].items()
-                for one in products
+                for product in products
                 for how in operands
             )
         if name == "sweep":
             sizes = tuple(_sweep(swept or _SIDES, _sides(str(params["base"])), int(params["factor"])))
         else:
             sizes = (_sides(shape),)
-        return tuple(_params(*sides, one, how) for how in operands for one in products for sides in sizes)
+        return tuple(_params(*sides, product, how) for how in operands for product in products for sides in sizes)
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         m, n, k = (int(params[name]) for name in "mnk")

@@ -36,7 +36,7 @@ class OptimizerState:
     buckets: list[Bucket]
 
     def parameters(self) -> list[Tensor]:
-        return [one for bucket in self.buckets for one in bucket.parameters]
+        return [parameter for bucket in self.buckets for parameter in bucket.parameters]
 
     def moments(self) -> tuple[list[Tensor], list[Tensor]]:
         pairs = [bucket.restored() for bucket in self.buckets]
@@ -45,7 +45,7 @@ class OptimizerState:
     def take(self, gradients: list[Tensor]) -> None:
         import torch
 
-        torch._foreach_copy_([one for bucket in self.buckets for one in bucket.gradients], gradients)
+        torch._foreach_copy_([gradient for bucket in self.buckets for gradient in bucket.gradients], gradients)
 
 
 @workloads.register("optimizer")
@@ -118,7 +118,7 @@ class Optimizer(Workload):
         small = _small(setup)
         exact, source = _begin(small, _plain(), fused=True)
         state, _ = _begin(small, _storages(small), fused=small.case.param("fused") == "yes")
-        start = [one.clone() for one in exact.parameters()]
+        start = [parameter.clone() for parameter in exact.parameters()]
         with one_thread():
             for _ in range(STEPS_OF_ERROR):
                 gradients = source.draw()
@@ -187,9 +187,9 @@ def _begin(setup: Setup, storages: tuple[Storage, Storage], fused: bool) -> tupl
         one.mul_(spread[1] * 2**0.5).add_(1).clamp_(min=0).mul_(scale**2)
         for one, scale in zip(source.normal(), source.scales, strict=True)
     ]
-    gradients = [torch.zeros_like(one) for one in weights]
+    gradients = [torch.zeros_like(weight) for weight in weights]
     buckets = [
         Bucket(weights[part], gradients[part], first[part], second[part], storages, STEPS_BEFORE, fused)
-        for part in bucketed([one.numel() for one in weights], BUCKET_ELEMENTS)
+        for part in bucketed([weight.numel() for weight in weights], BUCKET_ELEMENTS)
     ]
     return OptimizerState(buckets), source

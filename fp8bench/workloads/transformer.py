@@ -226,7 +226,10 @@ class Transformer(Workload):
         model(*_loader(setup).next(), SilentPhases()).backward()
         roles = list(Role)
         return tuple(
-            sorted(ledger.statistics(), key=lambda one: (self.layer_kinds.index(one.kind), roles.index(Role(one.role))))
+            sorted(
+                ledger.statistics(),
+                key=lambda statistic: (self.layer_kinds.index(statistic.kind), roles.index(Role(statistic.role))),
+            )
         )
 
 

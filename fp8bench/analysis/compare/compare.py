@@ -40,7 +40,7 @@ class Compared:
     @property
     def comparable(self) -> bool:
         """Whether any figure has a number on both sides."""
-        return any(one.before is not None and one.after is not None for one in self.comparisons)
+        return any(comparison.before is not None and comparison.after is not None for comparison in self.comparisons)
 
     @property
     def hardware(self) -> tuple[Differing, ...]:
@@ -117,9 +117,9 @@ def _longer(side: Sequence[Sighting]) -> float:
     return wall / max(wall - waited, wall * _LEAST_SHARE) if wall else 1.0
 
 
-def _held_up(one: Sighting) -> float:
+def _held_up(sighting: Sighting) -> float:
     """The share of slots whose wall clock ran ahead of the processor's time."""
-    timing = one.record.timing
+    timing = sighting.record.timing
     return disturbed_slots(timing, AHEAD) / len(timing.slots) if timing is not None and timing.slots else 0.0
 
 
@@ -233,6 +233,6 @@ def _middle(side: Sequence[Estimate]) -> float:
 
 def _labels(sightings: Sequence[Sighting]) -> tuple[str, ...]:
     """That the sides were not measured together, and what was to be doubted in any of the runs."""
-    found = {label for one in sightings if one.finding is not None for label in one.finding.labels}
+    found = {label for sighting in sightings if sighting.finding is not None for label in sighting.finding.labels}
     found.add(Label.CROSS_RUN)
     return tuple(label.value for label in Label if label in found)

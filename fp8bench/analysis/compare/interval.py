@@ -140,7 +140,7 @@ def _of_few(before: Sequence[Estimate], after: Sequence[Estimate], point: float)
 
 def _interval(*logs: float) -> Interval:
     """Of the logarithms of its point and ends; math.exp refuses what is beyond a float's range."""
-    point, low, high = (math.exp(min(one, 700.0)) for one in logs)
+    point, low, high = (math.exp(min(log, 700.0)) for log in logs)
     return Interval(point, low, high, FINAL_LEVEL)
 
 

@@ -130,12 +130,15 @@ def _facts(run: Run) -> Iterator[tuple[str, Scalar | None]]:
             yield name, value
     for name in _ASKED:
         yield f"asked: {name}", getattr(run.request, name)
-    for one in run.devices:
-        yield f"device {one.key}", f"{one.name}, {one.memory_bytes >> 20} MiB" if one.accelerated else one.name
-        if one.accelerated:
-            yield f"driver's cuda of {one.key}", one.cuda or one.hip
+    for device in run.devices:
+        yield (
+            f"device {device.key}",
+            f"{device.name}, {device.memory_bytes >> 20} MiB" if device.accelerated else device.name,
+        )
+        if device.accelerated:
+            yield f"driver's cuda of {device.key}", device.cuda or device.hip
 
 
 def _shown(values: Sequence[Scalar | None]) -> str:
     """'2.13.0', 'none', '2.12.0 and 2.13.0'."""
-    return " and ".join("none" if one is None else " ".join(str(one).split()) for one in values) or "none"
+    return " and ".join("none" if value is None else " ".join(str(value).split()) for value in values) or "none"

@@ -91,10 +91,10 @@ def steps_of_many(series: Sequence[Values], deviations: float = DEVIATIONS) -> l
     """
     found: list[tuple[Step, ...]] = [()] * len(series)
     arrays = [np.asarray(one, dtype=np.float64) for one in series]
-    for one in arrays:
-        if not (np.isfinite(one).all() and (one > 0).all()):
+    for array in arrays:
+        if not (np.isfinite(array).all() and (array > 0).all()):
             raise ValueError("a value is not above 0, or not finite: its logarithm says nothing of a level")
-    long_enough = [number for number, one in enumerate(arrays) if len(one) >= LEAST_VALUES]
+    long_enough = [number for number, array in enumerate(arrays) if len(array) >= LEAST_VALUES]
     long_enough.sort(key=lambda number: len(arrays[number]))
     for begin in range(0, len(long_enough), _AT_ONCE):
         chosen = long_enough[begin : begin + _AT_ONCE]

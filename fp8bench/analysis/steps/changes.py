@@ -185,8 +185,8 @@ def _of_one_step(mean: Change, fast: Change) -> bool:
     return max(begins) < min(places.get(one.comparison.until, -1) for one in (mean, fast))
 
 
-def _place(one: Change) -> tuple[object, ...]:
-    return one.trend.series.workload, one.trend.cell, one.trend.machine.get("machine"), one.trend.python
+def _place(change: Change) -> tuple[object, ...]:
+    return change.trend.series.workload, change.trend.cell, change.trend.machine.get("machine"), change.trend.python
 
 
 def _uneven(change: Change, other: Change) -> Change:
@@ -198,8 +198,8 @@ def _uneven(change: Change, other: Change) -> Change:
     return replace(change, comparison=comparison, state=change.state if stands else State.CONTRADICTED)
 
 
-def _moved(one: Change) -> str:
-    return units.change(one.comparison.ratio.point if one.comparison.ratio else None)
+def _moved(change: Change) -> str:
+    return units.change(change.comparison.ratio.point if change.comparison.ratio else None)
 
 
 def _stretches(trend: Trend) -> list[Stretch]:

@@ -79,8 +79,8 @@ class ComparedCase:
         """Whether it and its reference have a speed."""
         records = (self.record, self.lead)
         return not self.emulated and all(
-            one is not None and one.status is Status.OK and one.timing is not None and one.timing.slots
-            for one in records
+            record is not None and record.status is Status.OK and record.timing is not None and record.timing.slots
+            for record in records
         )
 
     @property
@@ -209,11 +209,11 @@ def part_ratio(own: Timing, phases: Collection[str], base: Timing, theirs: Colle
         verdicts.cells(timing, calls, rounds)[:, [name in wanted for name in timing.segments.phases]]
         for timing, wanted in ((own, phases), (base, theirs))
     ]
-    if not all(one.size and one.sum(axis=1).min() > 0 for one in samples):
+    if not all(sample.size and sample.sum(axis=1).min() > 0 for sample in samples):
         return None
     first, second = map(stats.best_case, samples)
     if len(rounds) < LEAST_ROUNDS:
-        return stats.extent(stats.ratio(first, [second]), [one.sum(axis=1) for one in samples])
+        return stats.extent(stats.ratio(first, [second]), [sample.sum(axis=1) for sample in samples])
     return stats.ratio(first, [second], verdicts.FINAL_LEVEL)
 
 
@@ -240,7 +240,7 @@ class Basis:
     @cached_property
     def known(self) -> tuple[ComparedCase, ...]:
         """Those of other runs, too."""
-        return (*self.besides, *(one for run, found in self.other_runs for one in _besides(run, found)))
+        return (*self.besides, *(compared for run, found in self.other_runs for compared in _besides(run, found)))
 
     def differing(self, pair: ComparedCase, axis: str) -> list[ComparedCase]:
         """The same mode where that parameter alone is another one, by its value."""
@@ -270,7 +270,7 @@ def _besides(run: Run, findings: Mapping[str, Finding]) -> tuple[ComparedCase, .
 
 
 def _of_group(records: list[Record], findings: Mapping[str, Finding]) -> Iterator[ComparedCase]:
-    known = tuple((one, findings.get(one.case.id)) for one in records)
+    known = tuple((record, findings.get(record.case.id)) for record in records)
     lead, lead_finding = next((pair for pair in known if pair[0].is_reference), (None, None))
     yield from (ComparedCase(one, finding, lead, lead_finding, known) for one, finding in known if not one.is_reference)
 
@@ -347,9 +347,9 @@ def amdahl(share: float, ratio: float) -> float:
     return 1 / left if left > 0 else math.inf
 
 
-def mapped(one: Interval, by: Callable[[float], float]) -> Interval:
+def mapped(interval: Interval, by: Callable[[float], float]) -> Interval:
     """What an interval becomes by a function that only rises."""
-    return Interval(by(one.point), by(one.low), by(one.high), one.level)
+    return Interval(by(interval.point), by(interval.low), by(interval.high), interval.level)
 
 
 def times(gain: Interval) -> str:

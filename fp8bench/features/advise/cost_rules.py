@@ -186,7 +186,7 @@ _NO_LOSS = (Learned.DIVERGED, Learned.DID_NOT_LEARN)
 
 def costs_of(basis: Basis) -> tuple[Cost, ...]:
     """Of every case whose step trains a model, beside its reference."""
-    return tuple(_cost(one, basis) for one in basis.besides if one.trains)
+    return tuple(_cost(compared, basis) for compared in basis.besides if compared.trains)
 
 
 def _cost(pair: ComparedCase, basis: Basis) -> Cost:
@@ -290,7 +290,7 @@ def _log_steps(trained: Trained | None, arm: ArmVerdict | None) -> tuple[_Drawn 
     if len(arm.pairs) < LEAST_PAIRS:
         return None, f"{LEAST_PAIRS} seeds are needed, and there are {len(arm.pairs)}"
     curves = curves_of(trained.kept.lines, trained.kept.training.request.steps)
-    pairs = [(curves[trained.found.reference, one.seed], curves[arm.arm.name, one.seed]) for one in arm.pairs]
+    pairs = [(curves[trained.found.reference, pair.seed], curves[arm.arm.name, pair.seed]) for pair in arm.pairs]
 
     @cache
     def of(chosen: tuple[int, ...]) -> float | None:

@@ -36,9 +36,9 @@ def advice_of(basis: Basis, answers: Sequence[Answer]) -> tuple[Advice, ...]:
     for answer in answers:
         by_case.setdefault((answer.setting, answer.mode), {})[answer.rule] = answer
     found: list[Advice] = []
-    for one in basis.besides:
-        here = by_case.get((one.record.case.setting, one.mode), {})
-        found += [_of_speed(one, basis, here), *_routed(one, basis, here), *_scheduled(one, basis, here)]
+    for compared in basis.besides:
+        here = by_case.get((compared.record.case.setting, compared.mode), {})
+        found += [_of_speed(compared, basis, here), *_routed(compared, basis, here), *_scheduled(compared, basis, here)]
     return tuple(_merged(found))
 
 
@@ -283,7 +283,7 @@ RULES = (*speed_rules.RULES, *shape_rules.RULES, *cost_rules.RULES)
 
 def advised(basis: Basis) -> Advised:
     """Every rule asked of every case that is no reference."""
-    asked = (rule.answer(one, basis) for one in basis.besides for rule in RULES)
+    asked = (rule.answer(compared, basis) for compared in basis.besides for rule in RULES)
     answers = tuple(answer for answer in asked if answer is not None)
     advice = sorted((*advice_of(basis, answers), *projections(basis)), key=_rank)
     return Advised(basis.run.id, tuple(advice), answers, basis.least)

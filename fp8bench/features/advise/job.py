@@ -51,7 +51,7 @@ def _refuse_foreign(run: Run, other: Run) -> None:
     names = {device.key: device.name for device in run.devices}
     for what, own, theirs in (
         *((name, run.environment.get(name), other.environment.get(name)) for name in ("machine", "torch")),
-        *((f"device {one.key}", names.get(one.key, one.name), one.name) for one in other.devices),
+        *((f"device {device.key}", names.get(device.key, device.name), device.name) for device in other.devices),
     ):
         if own != theirs:
             raise UsageError(
@@ -101,10 +101,10 @@ def checked(basis: Basis, found: Advised, most: int, store: Path, observer: Obse
 def _measured(run: Run, advice: Advice, store: Path, observer: Observer) -> Run:
     """The same group once more in fresh processes; with a map of layers, or in another mode, as a run of its own."""
     command = f"fp8bench advise {run.id} --check"
-    timed = any(one.case.id == advice.case for one in run.records)
+    timed = any(record.case.id == advice.case for record in run.records)
     if timed and not advice.precision_map:
         return measure_again(run, {advice.case}, store, observer, command)
-    case = next(one.case for one in run.records if one.case.setting == advice.settings[0])
+    case = next(record.case for record in run.records if record.case.setting == advice.settings[0])
     own = {name: str(value) for name, value in case.params}
     axes = tuple((name, (own[name],) if name in own else values) for name, values in run.request.axes)
     request = replace(

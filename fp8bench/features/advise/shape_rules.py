@@ -98,12 +98,16 @@ def products_of(pair: ComparedCase) -> list[tuple[int, int, int, int]]:
 
 def _taped(operators: Iterable[OperatorCount]) -> Iterator[tuple[int, int, int, int]]:
     """Of products of two matrices: M, N, K from their FLOPs and what comes out."""
-    for one in operators:
-        shape = _SHAPE.search(one.outputs[0]) if one.path and one.flops and len(one.outputs) == 1 else None
+    for operator in operators:
+        shape = (
+            _SHAPE.search(operator.outputs[0])
+            if operator.path and operator.flops and len(operator.outputs) == 1
+            else None
+        )
         sides = [int(side) for side in shape[1].split(",")] if shape else []
-        if len(sides) == 2 and one.flops:
+        if len(sides) == 2 and operator.flops:
             m, n = sides
-            yield m, n, one.flops // (2 * m * n), one.calls * one.flops
+            yield m, n, operator.flops // (2 * m * n), operator.calls * operator.flops
 
 
 def _large(pair: ComparedCase, basis: Basis) -> Reply | str | None:
@@ -193,13 +197,15 @@ _KINDS = ("forward", "input-gradient", "weight-gradient")
 
 def projections(basis: Basis) -> Iterator[Advice]:
     """Of every training step with a native reference, for modes that products alone were timed in."""
-    leads = {one.lead.case.id: one for one in basis.besides if one.lead is not None and one.trains}
+    leads = {
+        compared.lead.case.id: compared for compared in basis.besides if compared.lead is not None and compared.trains
+    }
     timed = {(one.mode, one.record.case.device) for one in basis.known if one.speed is not None}
-    for one in leads.values():
-        assert one.lead is not None
-        here = {record.case.mode for record, _ in one.group}
+    for lead in leads.values():
+        assert lead.lead is not None
+        here = {record.case.mode for record, _ in lead.group}
         for mode, device in sorted(timed):
-            if device == one.lead.case.device and mode not in here and (found := _projected(one, mode, basis)):
+            if device == lead.lead.case.device and mode not in here and (found := _projected(lead, mode, basis)):
                 yield found
 
 

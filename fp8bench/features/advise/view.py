@@ -51,8 +51,8 @@ def advice_elements(advised: Advised) -> Iterator[Element]:
 def short_names(advised: Advised) -> Callable[[str], str]:
     """Settings and cases without the parameters that all of their suite have in common."""
     inside: dict[str, list[set[str]]] = {}
-    for one in advised.answers:
-        suite, _, rest = one.setting.partition("[")
+    for answer in advised.answers:
+        suite, _, rest = answer.setting.partition("[")
         inside.setdefault(suite, []).append(set(rest.rpartition("]")[0].split(",")))
     shared = {suite: set.intersection(*found) for suite, found in inside.items()}
 
@@ -123,14 +123,17 @@ def checklist(advised: Advised, shared: bool) -> Iterator[Table]:
     named = short_names(advised)
     # 'gemm on cpu' of 'gemm[m=64]@cpu'.
     by_place = together(
-        (f"{one.setting.partition('[')[0]} on {one.setting.rpartition('@')[2]}", one) for one in advised.answers
+        (f"{answer.setting.partition('[')[0]} on {answer.setting.rpartition('@')[2]}", answer)
+        for answer in advised.answers
     )
     for number, (place, answers) in enumerate(by_place.items(), 1):
         columns = (
             Column("precision", shared=shared), Column("question"), Column("here"),
             Column("figure", below=shared), Column("evidence", below=shared),
         )  # fmt: skip
-        by_row = together(((one.mode, one.figure if _open(one) else one.rule), one) for one in answers)
+        by_row = together(
+            ((answer.mode, answer.figure if _open(answer) else answer.rule), answer) for answer in answers
+        )
         rows = tuple(_row(found, named) for found in by_row.values())
         yield Table(f"checklist-{number}", f"{place}: when to use a lower precision", columns, rows)
 
@@ -140,12 +143,12 @@ def _open(answer: Answer) -> bool:
 
 
 def _row(answers: Sequence[Answer], named: Callable[[str], str]) -> tuple[Field, ...]:
-    (met, count), *_ = Counter(one.met for one in answers).most_common()
-    first = next(one for one in answers if one.met is met)
+    (met, count), *_ = Counter(answer.met for answer in answers).most_common()
+    first = next(answer for answer in answers if answer.met is met)
     words = met.value + (f" ({count} of {len(answers)})" if count < len(answers) else "")
-    grounds = [f"{one.figure} in {named(one.row)}" for one in first.grounds[:_MOST_GROUNDS]]
-    questions = dict.fromkeys(one.question for one in answers)
-    settings = dict.fromkeys(one.setting for one in answers)
+    grounds = [f"{ground.figure} in {named(ground.row)}" for ground in first.grounds[:_MOST_GROUNDS]]
+    questions = dict.fromkeys(answer.question for answer in answers)
+    settings = dict.fromkeys(answer.setting for answer in answers)
     told = first.figure if len(settings) == 1 or _open(first) else f"{first.figure} at {named(first.setting)}"
     measure = f"measure it: {first.measure}" if first.measure and not _open(first) else units.NONE
     return (
@@ -208,7 +211,7 @@ def score_page(checked: Sequence[Checked], troubles: Sequence[str] = ()) -> Page
 def value_of(
     advised: Advised, checked: Sequence[Checked], costs: Sequence[Cost], price: float | None
 ) -> dict[str, Any]:
-    told = [{**encode(one), "money": encode(one.money(price)) if price is not None else None} for one in costs]
+    told = [{**encode(cost), "money": encode(cost.money(price)) if price is not None else None} for cost in costs]
     return {"schema": SCHEMA, **encode(advised), "checked": _hits(checked), "costs": told}
 
 

@@ -195,13 +195,15 @@ def sound(signature: Signature, facts: DeviceFacts) -> Signature:
     """With the precision's name in full; UsageError for one that promises nothing that could be held against it."""
     if signature.kind is AuditKind.OPTIMIZER:
         moments = signature.precision, signature.second_moment
-        first, second = (one if one in ("", "same") else _moments(one, facts) for one in moments)
+        first, second = (moment if moment in ("", "same") else _moments(moment, facts) for moment in moments)
         return replace(signature, precision=first, second_moment=second)
     if signature.kind is AuditKind.MODEL and not signature.precision:
         return signature
     name = _known(signature.precision, facts)
     recipe = getattr(precisions.get(name), "recipe", None)
-    if signature.takes == "codes" and (recipe is None or not {one.fmt for one in recipe.treatments[:2]} <= _IN_TORCH):
+    if signature.takes == "codes" and (
+        recipe is None or not {treatment.fmt for treatment in recipe.treatments[:2]} <= _IN_TORCH
+    ):
         raise UsageError(f"torch has no dtype for {name}'s codes: its products take values. Leave --takes out.")
     if signature.kind is AuditKind.CAST and name == "fp32":
         raise UsageError("nothing is cast in fp32: give the precision that it casts to.")
@@ -247,8 +249,8 @@ def page_of(facts: DeviceFacts, audit: Audit) -> Page:
     signature, times = audit.signature, dict(audit.times)
     precision = f" in {signature.precision}" * bool(signature.precision)
     title = f"audit of {audit.target}: {signature.kind.value}{precision} on {facts.key} ({facts.name})"
-    failed = [one for one in audit.findings if one.outcome is not AuditOutcome.PASS]
-    remarks = [one for one in audit.findings if one.outcome is AuditOutcome.PASS and one.code]
+    failed = [finding for finding in audit.findings if finding.outcome is not AuditOutcome.PASS]
+    remarks = [finding for finding in audit.findings if finding.outcome is AuditOutcome.PASS and finding.code]
     parts = [Part("layers", _covered(audit), (table("layers", "", _LAYERS, audit.layers),))] if audit.layers else []
     parts.append(Part("checks", "", (table("checks", "", _CHECKS, _by_check(audit).items()),)))
     if failed:
@@ -305,7 +307,7 @@ _LAYERS: tuple[Col[AuditedLayer], ...] = (
 
 def _covered(audit: Audit) -> str:
     """How much was converted, by number and, where the model was run, by FLOPs."""
-    low, flops = sum(one.low for one in audit.layers), sum(one.flops for one in audit.layers)
+    low, flops = sum(layer.low for layer in audit.layers), sum(layer.flops for layer in audit.layers)
     share = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
     return f"{low} of {len(audit.layers)} layers converted{share}"
 

@@ -124,11 +124,13 @@ def _behind_odd(model: nn.Module, path: str = "", stopped: str = "") -> Iterator
 def untied(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[tuple[str, str]]:
     """Converted layers with the values of an embedding whose weight is another: a tie that converting has cut."""
     tables = [(name, one.weight) for name, one in model.named_modules() if isinstance(one, nn.Embedding)]
-    for one in (one for one in layers if one.low and one.weight.device.type != "meta"):
+    for layer in (layer for layer in layers if layer.low and layer.weight.device.type != "meta"):
         for name, table in tables:
-            alike = one.weight is not table and one.weight.shape == table.shape and one.weight.dtype == table.dtype
-            if alike and bool(table.any()) and torch.equal(one.weight.detach(), table.detach()):
-                yield one.name, name
+            alike = (
+                layer.weight is not table and layer.weight.shape == table.shape and layer.weight.dtype == table.dtype
+            )
+            if alike and bool(table.any()) and torch.equal(layer.weight.detach(), table.detach()):
+                yield layer.name, name
 
 
 def runs_as(x: Tensor, weight: Tensor, product: Tensor, facts: DeviceFacts) -> str:
@@ -206,15 +208,17 @@ def audited_model(target: str, model: nn.Module, batch: Any, signature: Signatur
         failed.append(AuditFinding(_NUMBERS, AuditOutcome.CANNOT_TELL, "raises", str(error)))
     reasons = left_out(model, layers)
     rows = []
-    for one in layers:
-        rule, reason = reasons.get(one.name, ("", ""))
-        sides = tuple(one.weight.shape)
-        rows.append(AuditedLayer(one.name, one.what, sides, one.low, one.runs, one.flops, reason, rule, one.also))
+    for layer in layers:
+        rule, reason = reasons.get(layer.name, ("", ""))
+        sides = tuple(layer.weight.shape)
+        rows.append(
+            AuditedLayer(layer.name, layer.what, sides, layer.low, layer.runs, layer.flops, reason, rule, layer.also)
+        )
     checks = {_COVERAGE: [*_conversion(rows), *_ties(model, layers)]}
     if batch is not None:
         checks[_NUMBERS] = failed or list(_numbers(rows, signature.precision))
     findings = [one for name, found in checks.items() for one in found or [AuditFinding(name, AuditOutcome.PASS)]]
-    looked_at, seconds = sum(bool(one.runs) for one in layers), time.perf_counter() - started
+    looked_at, seconds = sum(bool(layer.runs) for layer in layers), time.perf_counter() - started
     return Audit(target, signature, tuple(findings), looked_at, seconds, layers=tuple(rows))
 
 
@@ -232,19 +236,19 @@ def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Aud
 def _finding(
     check: str, code: str, why: str, rows: Sequence[AuditedLayer], outcome: AuditOutcome = AuditOutcome.FAIL
 ) -> AuditFinding:
-    names = ", ".join(one.name for one in rows[:_SHOWN])
+    names = ", ".join(row.name for row in rows[:_SHOWN])
     more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
     return AuditFinding(check, outcome, code, why, names + more)
 
 
 def _conversion(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
-    if not any(one.low for one in rows):
+    if not any(row.low for row in rows):
         why = f"none of {len(rows)} layers is of a class of low precision"
         yield _finding(_COVERAGE, "nothing-converted", why, rows)
         return
     by_rule: dict[str, list[AuditedLayer]] = {}
-    for one in (one for one in rows if one.rule):
-        by_rule.setdefault(one.rule, []).append(one)
+    for row in (row for row in rows if row.rule):
+        by_rule.setdefault(row.rule, []).append(row)
     for rule in (one for one in _SILENT if one in by_rule):
         alike = by_rule.pop(rule)
         why = f"{alike[0].reason}; {len(alike)} such layers were left as they were"
@@ -261,7 +265,7 @@ def _ties(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[AuditFindi
 
 
 def _numbers(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFinding]:
-    low = [one for one in rows if one.low]
+    low = [row for row in rows if row.low]
     if high := [one for one in low if one.runs in _HIGH]:
         as_ = "its operands as they came" if high[0].runs == HIGH else f"in {high[0].runs}"
         yield _finding(_NUMBERS, "not-cast", f"a {high[0].what} multiplies {as_}, and promises otherwise", high)

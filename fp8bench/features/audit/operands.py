@@ -399,7 +399,7 @@ def dynamic_map(bits: int, both: bool) -> Tensor:
         steps = 2 ** (place + (not both))
         edges = torch.linspace(0.1, 1, steps + 1)
         middles = (10.0 ** (place - octaves + 1) * ((edges[1:] + edges[:-1]) / 2)).tolist()
-        found += [*middles, *(-one for one in middles if both)]
+        found += [*middles, *(-middle for middle in middles if both)]
     return torch.tensor(sorted(found))
 
 

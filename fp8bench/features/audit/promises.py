@@ -64,7 +64,7 @@ class Promise(Protocol):
     def judge(self, found: Tensor, search: bool = True) -> PromiseVerdict:
         """What became of it. Not to `search`: what has the right error is let be without looking for mistakes."""
 
-    def agrees(self, one: Tensor, other: Tensor) -> bool:
+    def agrees(self, tensor: Tensor, other: Tensor) -> bool:
         """Whether two results may be the same one."""
 
 
@@ -102,10 +102,10 @@ class ProductPromise:
         code, why = self._explained(wide, found, sums)
         return PromiseVerdict(code, why, error, expected) if code else in_band(error, expected, why)
 
-    def agrees(self, one: Tensor, other: Tensor) -> bool:
+    def agrees(self, tensor: Tensor, other: Tensor) -> bool:
         """Summed in two orders."""
-        sums = self._sums(one.dtype)
-        return sums.near(one.to(torch.float64), other.to(torch.float64), 2 * sums.bound)
+        sums = self._sums(tensor.dtype)
+        return sums.near(tensor.to(torch.float64), other.to(torch.float64), 2 * sums.bound)
 
     def _sums(self, dtype: torch.dtype) -> Sums:
         return Sums(self.a.values.to(torch.float64), self.b.values.to(torch.float64), dtype)
@@ -186,9 +186,9 @@ class CastPromise:
         steps = torch.exp2(largest.log2().floor() - fmt.mantissa_bits)
         return bool(((elements - kept.elements).abs() <= _STEP * steps).all())
 
-    def agrees(self, one: Tensor, other: Tensor) -> bool:
+    def agrees(self, tensor: Tensor, other: Tensor) -> bool:
         """Up to the last bits of their scales."""
-        return torch.equal(one, other) or bool(((one - other).abs() <= _LAST_BITS * other.abs()).all())
+        return torch.equal(tensor, other) or bool(((tensor - other).abs() <= _LAST_BITS * other.abs()).all())
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class AttentionPromise:
         exact, wanted = self._exact(), self._promised()
         error = relative_frobenius(found, exact)
         ways = wanted, self._promised(weights=True), self._promised(weights=True, scores=True)
-        expected = [relative_frobenius(one.to(found.dtype), exact) for one in ways]
+        expected = [relative_frobenius(way.to(found.dtype), exact) for way in ways]
         low, high = _JUST * min(expected), max(*expected, _LAST_BITS) / _JUST
         lossy = self.treatment is not None and self.treatment.fmt.bits <= 8
         if (not lossy or low <= error) and error <= high:
@@ -217,9 +217,9 @@ class AttentionPromise:
         band = in_band(error, high if error > high or not lossy else low)
         return PromiseVerdict(error=error, expected=high) if band.code == "too-good" and not lossy else band
 
-    def agrees(self, one: Tensor, other: Tensor) -> bool:
-        allowed = 2 * max(relative_frobenius(self._promised(weights=True).to(one.dtype), self._exact()), _LAST_BITS)
-        return relative_frobenius(one, other.to(torch.float64)) <= allowed
+    def agrees(self, tensor: Tensor, other: Tensor) -> bool:
+        allowed = 2 * max(relative_frobenius(self._promised(weights=True).to(tensor.dtype), self._exact()), _LAST_BITS)
+        return relative_frobenius(tensor, other.to(torch.float64)) <= allowed
 
     def _exact(self) -> Tensor:
         q, k, v = (one.to(torch.float64) for one in self.given)
@@ -286,7 +286,7 @@ def _along_last(x: Tensor, treatment: Treatment | None) -> Tensor:
     if treatment is None:
         return x.to(torch.float64)
     heads = x.reshape(-1, *x.shape[-2:])
-    cast = torch.stack([rounded(one.contiguous(), treatment).values for one in heads])
+    cast = torch.stack([rounded(head.contiguous(), treatment).values for head in heads])
     return cast.view(x.shape).to(torch.float64)
 
 

@@ -275,9 +275,9 @@ class OptimizerPromise:
                 code = "too-good"
         return PromiseVerdict(code, why, error, errors[0])
 
-    def agrees(self, one: Tensor, other: Tensor) -> bool:
+    def agrees(self, tensor: Tensor, other: Tensor) -> bool:
         most = max(relative_frobenius(found, self._exact) for found in self._promised)
-        return relative_frobenius(one, other) <= 2 * most + self._noise
+        return relative_frobenius(tensor, other) <= 2 * most + self._noise
 
     @cached_property
     def _exact(self) -> Tensor:
@@ -348,7 +348,7 @@ def optimizer_promise(
     if flat is not None and (start.numel() < _SMALL or start.numel() % flat.block):
         ways.append(replace(plain, first=same, second=same))
     if word is KeptWeights.SCALED:
-        ways += [replace(one, weights=half(ScaleRounding.POWER_OF_TWO)) for one in (plain, *ways)]
+        ways += [replace(way, weights=half(ScaleRounding.POWER_OF_TWO)) for way in (plain, *ways)]
     unfused = (Unfused(rule, hyper, dtype),) if word is KeptWeights.BF16 and precision == "bf16" else ()
     likely = {other: (kept(other, facts)[0], kept(other, facts, signed=False)[0]) for other in _OTHERS}
     for cast, rounding in otherwise_scaled(precision, facts):

@@ -82,7 +82,7 @@ class Subject(ABC):
 
     def arguments(self, matrices: Matrices) -> Matrices:
         """What the callable is given for them, on its device."""
-        return tuple(one.to(self.device, copy=True) for one in matrices)
+        return tuple(matrix.to(self.device, copy=True) for matrix in matrices)
 
     def results(self, arguments: Matrices) -> dict[str, Tensor]:
         """What it makes of them, by name; on the processor, and nobody else's memory."""

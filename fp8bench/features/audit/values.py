@@ -51,7 +51,7 @@ class AuditFinding:
 
 def worst(findings: Iterable[AuditFinding]) -> AuditOutcome:
     """FAIL if any failed, CANNOT TELL if any could not, or there is none."""
-    outcomes = {one.outcome for one in findings}
+    outcomes = {finding.outcome for finding in findings}
     if AuditOutcome.FAIL not in outcomes and outcomes != {AuditOutcome.PASS}:
         return AuditOutcome.CANNOT_TELL
     return AuditOutcome.FAIL if AuditOutcome.FAIL in outcomes else AuditOutcome.PASS
@@ -121,7 +121,7 @@ class Audit:
     @property
     def low_flops(self) -> int:
         """Of the products of layers that promise low precision."""
-        return sum(one.flops for one in self.layers if one.low)
+        return sum(layer.flops for layer in self.layers if layer.low)
 
     @property
     def outcome(self) -> AuditOutcome:

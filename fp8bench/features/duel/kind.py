@@ -41,7 +41,9 @@ class DuelWriter(LineWriter):
 
 def start_duel(duel: Duel, store: Path) -> DuelWriter:
     path = store / "duels" / f"{stamp(duel.started)}-{duel.id}.jsonl"
-    header = {one.name: encode(getattr(duel, one.name)) for one in fields(duel) if one.name not in _NOT_IN_HEADER}
+    header = {
+        field.name: encode(getattr(duel, field.name)) for field in fields(duel) if field.name not in _NOT_IN_HEADER
+    }
     return DuelWriter.started(path, {"schema": SCHEMA, "duel": header})
 
 

@@ -50,7 +50,7 @@ class SideWorkers:
 
     @property
     def facts(self) -> dict[str, DeviceFacts]:
-        return {one.key: one for one in self.devices}
+        return {device.key: device for device in self.devices}
 
     def meet(self, request: Request, suites: Sequence[str], corpus: str | None) -> None:
         self.devices = self.workers[0].probe()

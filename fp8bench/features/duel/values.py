@@ -75,7 +75,7 @@ class Duel:
 
     @property
     def ok(self) -> bool:
-        return any(one.measured for one in self.results) and not any(one.failed for one in self.results)
+        return any(result.measured for result in self.results) and not any(result.failed for result in self.results)
 
 
 class DuelCutOff(Fp8benchError):

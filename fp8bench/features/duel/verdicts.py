@@ -160,7 +160,7 @@ def _rounds(session: Session) -> list[int]:
 def _logs(session: Session, whole: bool) -> NDArray[np.float64]:
     """The logarithms of each entry's best case, and of the mean over all its calls, over their common rounds."""
     timings, rounds = [*session.before, *session.after], _rounds(session)
-    of_all_calls = [float(verdicts.means(one, rounds).mean()) for one in timings]
+    of_all_calls = [float(verdicts.means(timing, rounds).mean()) for timing in timings]
     return np.log(np.array([_best(timings, rounds, whole), of_all_calls], dtype=np.float64))
 
 
@@ -321,8 +321,8 @@ def of_means(duel: Duel) -> Iterator[Comparison]:
 def compared(result: CaseResult) -> Iterator[Comparison]:
     yield _time(result)
     names = dict.fromkeys(
-        one.metric for record in (result.before, result.after) for one in record.measurements
-        if spec_of(one.metric).better is Better.LOWER
+        measurement.metric for record in (result.before, result.after) for measurement in record.measurements
+        if spec_of(measurement.metric).better is Better.LOWER
     )  # fmt: skip
     for name in names:
         yield _value(result, name)
@@ -371,7 +371,7 @@ def _labels(result: CaseResult, found: Judged) -> tuple[Label, ...]:
     if found.whole:
         wanted.add(Label.WHOLE_STEPS)
     places = [place_effect([*one.before, *one.after]) for one in result.sessions]
-    beyond = [one for one in places if one is not None and abs(one.ratio.point - 1) > max(BAND, found.apart)]
+    beyond = [place for place in places if place is not None and abs(place.ratio.point - 1) > max(BAND, found.apart)]
     if 2 * len(beyond) >= len(places):
         wanted.add(Label.POSITION)
     return tuple(label for label in Label if label in wanted)

@@ -50,7 +50,7 @@ def page_of(duel: Duel) -> Page:
     parts = [Part("times", "", (times,)), Part("values", "", tuple(_values(found)))]
     parts += list_of("notes", "notes", _notes(found))
     sessions = many(duel.sessions, "session")
-    legend = [*_LEGEND, *label_legend(one for _, comparisons in found for one in comparisons)]
+    legend = [*_LEGEND, *label_legend(comparison for _, comparisons in found for comparison in comparisons)]
     title = f"duel {duel.request.suite}: B against A, {sessions} of two processes a side"
     facts = tuple((side.name, _side(side)) for side in (duel.before, duel.after))
     return Page(title, "", (*parts, Part("summary", "", tuple(_ending(duel)))), legend if found else (), facts)
@@ -70,7 +70,7 @@ def _times(found: _Found) -> Iterator[tuple[Field, ...]]:
     for result, comparisons in found:
         case = result.after.case
         setting = " ".join(part for part in (case.workload, show_params(case.params), "on", case.device) if part)
-        one = next(one for one in comparisons if one.metric == TIME)
+        one = next(comparison for comparison in comparisons if comparison.metric == TIME)
         known = judged(result)
         apart = units.percent(known.apart) if known is not None else units.NONE
         statuses = (result.before.status, result.after.status)
@@ -89,7 +89,9 @@ def _name(result: CaseResult) -> str:
 
 def _values(found: _Found) -> Iterator[Element]:
     """Errors and memory: those that differ in a table, the rest by their number."""
-    values = [(result, one) for result, comparisons in found for one in comparisons if one.metric != TIME]
+    values = [
+        (result, comparison) for result, comparisons in found for comparison in comparisons if comparison.metric != TIME
+    ]
     if not values:
         return
     apart = [(result, one) for result, one in values if one.direction is not Direction.SAME and one.ratio is not None]
@@ -107,9 +109,13 @@ def _notes(found: _Found) -> list[str]:
     said = []
     for result, comparisons in found:
         case = result.after.case.id
-        said += [(one.why, case if one.metric == TIME else f"{case} {one.metric}") for one in comparisons if one.why]
+        said += [
+            (comparison.why, case if comparison.metric == TIME else f"{case} {comparison.metric}")
+            for comparison in comparisons
+            if comparison.why
+        ]
         records = (result.before, result.after)
-        said += [(one.detail, case) for one in records if one.status is Status.OK and one.detail]
+        said += [(record.detail, case) for record in records if record.status is Status.OK and record.detail]
     return [f"{_few(list(dict.fromkeys(about)))}: {why}" for why, about in together(said).items()]
 
 
@@ -123,7 +129,7 @@ def _ending(duel: Duel) -> Iterator[Text]:
     missing = len(duel.cases) - len(duel.results)
     if missing:
         yield Text(f"{missing} of {len(duel.cases)} cases were not measured")
-    short = sum(0 < len(one.sessions) < duel.sessions and not one.failed for one in duel.results)
+    short = sum(0 < len(result.sessions) < duel.sessions and not result.failed for result in duel.results)
     if short:
         yield Text(f"{short} of {len(duel.cases)} cases have fewer sessions than were planned")
     yield Text(f"stored in {duel.path}" if duel.path else "this duel was not stored")

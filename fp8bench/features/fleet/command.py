@@ -187,7 +187,7 @@ def _submit(plan: FleetPlan, arguments: argparse.Namespace) -> int:
 
 
 def _code(states: tuple[CellState, ...]) -> int:
-    return EXIT_OK if all(one.status is CellStatus.DONE and not one.why for one in states) else EXIT_FAILED
+    return EXIT_OK if all(state.status is CellStatus.DONE and not state.why for state in states) else EXIT_FAILED
 
 
 def _export(plan: FleetPlan, arguments: argparse.Namespace) -> int:

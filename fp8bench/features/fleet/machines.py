@@ -153,7 +153,7 @@ def seen_of(run: Run, file_time: float) -> MachineRun:
     """A run whose file was written at that moment."""
     known = {record.case.id for record in run.records}
     lacking = [group.setting for group in run.plan if not all(planned.case.id in known for planned in group.cases)]
-    moments = [_moment(text) for text in (run.started, *(one.started for one in run.resumptions))]
+    moments = [_moment(text) for text in (run.started, *(resumption.started for resumption in run.resumptions))]
     started = tuple(moment for moment in moments if moment is not None)
     good = [record for record in run.records if record.status is Status.OK]
     return MachineRun(
@@ -177,9 +177,9 @@ def _name(record: Record) -> str:
 
 def _errors(record: Record) -> Iterator[tuple[str, str]]:
     """What depends on the numbers alone: the same seed gives the same to the last bit."""
-    for one in record.measurements:
-        if one.metric != specs.PEAK_MEMORY:
-            yield f"{one.metric} of {_name(record)}", " ".join(value.hex() for value in one.samples)
+    for measurement in record.measurements:
+        if measurement.metric != specs.PEAK_MEMORY:
+            yield f"{measurement.metric} of {_name(record)}", " ".join(value.hex() for value in measurement.samples)
 
 
 def _moment(text: str) -> datetime | None:
@@ -214,7 +214,7 @@ def _software(run: Run) -> Iterator[tuple[str, str]]:
 
 def _used(run: Run) -> list[DeviceFacts]:
     used = {planned.case.device for group in run.plan for planned in group.cases}
-    return [one for one in run.devices if one.key in used]
+    return [device for device in run.devices if device.key in used]
 
 
 def _shown(value: object) -> str:

@@ -163,7 +163,7 @@ _LEGEND = (
 
 def counts_of(states: Sequence[CellState]) -> str:
     """'2 done, 1 waiting'."""
-    counts = Counter(one.status for one in states)
+    counts = Counter(state.status for state in states)
     return ", ".join(f"{counts[status]} {status}" for status in CellStatus if counts[status])
 
 

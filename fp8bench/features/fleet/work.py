@@ -52,8 +52,8 @@ def _next(
 ) -> CellState | None:
     """`whole` are cells that were seen to be done, which stay so: reading all their runs for each cell takes long."""
     states = states_of(plan, store, whole)
-    whole.update(one.number for one in states if one.status is CellStatus.DONE)
-    waiting = (one for one in states if wanted(one, retry) and one.number not in tried)
+    whole.update(state.number for state in states if state.status is CellStatus.DONE)
+    waiting = (state for state in states if wanted(state, retry) and state.number not in tried)
     return next((one for one in waiting if only is None or one.number == only), None)
 
 

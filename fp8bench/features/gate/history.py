@@ -57,14 +57,14 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
     series = tuple(_newest_of_series(history, newest))
     found = all_changes(history, store, observer)
     failures = tuple(_failures(newest, store))
-    if not found.looked_at and not failures and not any(one.alarms for one in found.changes):
+    if not found.looked_at and not failures and not any(change.alarms for change in found.changes):
         why = "; ".join(f"{count} series: {words}" for words, count in found.left.items()) or "there is no series"
         problem = f"there is nothing to compare with: {why}."
         return GateSource(title, problem=problem, code=EXIT_BASELINE, newest=series)
     changes = _judgeable(found, newest, history)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
-        return _second_look([changes[key_of(one)] for one in suspects], newest, store, observer)
+        return _second_look([changes[key_of(suspect)] for suspect in suspects], newest, store, observer)
 
     comparisons = (*failures, *(change.comparison for change in changes.values()))
     return GateSource(title, comparisons, confirm, tuple(_notes(found)), newest=series)
@@ -155,7 +155,7 @@ def _place(trend: Trend) -> tuple[object, ...]:
 
 def _with_relative(changes: Sequence[Change], history: History) -> set[tuple[object, ...]]:
     """Where there is a series of times over the reference's."""
-    suites = {one.trend.series.workload for one in changes if one.trend.series.unit == "seconds"}
+    suites = {change.trend.series.workload for change in changes if change.trend.series.unit == "seconds"}
     if not suites:
         return set()
 
@@ -166,7 +166,7 @@ def _with_relative(changes: Sequence[Change], history: History) -> set[tuple[obj
 
 
 def _notes(found: Found) -> Iterator[str]:
-    known = sum(one.is_worse and one.state is State.ACKNOWLEDGED for one in found.changes)
+    known = sum(change.is_worse and change.state is State.ACKNOWLEDGED for change in found.changes)
     if known:
         yield f"{known} acknowledged: `fp8bench history regressions --all` tells them"
     for why, count in found.left.items():
@@ -175,21 +175,23 @@ def _notes(found: Found) -> Iterator[str]:
 
 def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer: JobObserver) -> SecondLook:
     """By duels with the commits before the steps; what cannot be duelled is measured again."""
-    here = {(one.case.workload, cell_of(one.case, newest)): one.case.id for one in reversed(newest.records)}
-    wanted = {key_of(one.comparison): (one.trend.series.workload, one.trend.cell) for one in suspects}
+    here = {(record.case.workload, cell_of(record.case, newest)): record.case.id for record in reversed(newest.records)}
+    wanted = {key_of(suspect.comparison): (suspect.trend.series.workload, suspect.trend.cell) for suspect in suspects}
     cases = {key: here[cell] for key, cell in wanted.items() if cell in here}
     found: dict[Key, Comparison] = {}
     how: list[str] = []
     alone: list[Change] = []
-    by_commit = together((one.comparison.since, one) for one in suspects if key_of(one.comparison) in cases)
+    by_commit = together(
+        (suspect.comparison.since, suspect) for suspect in suspects if key_of(suspect.comparison) in cases
+    )
     for since, changes in by_commit.items():
-        named = [replace(one.comparison, case=cases[key_of(one.comparison)]) for one in changes]
+        named = [replace(change.comparison, case=cases[key_of(change.comparison)]) for change in changes]
         look = duel_with(since, newest.request, store, named, observer)
         if look is None or look.refused:
             alone += changes
             continue
         how.append(look.how)
-        for key in (key_of(one.comparison) for one in changes):
+        for key in (key_of(change.comparison) for change in changes):
             again = look.comparisons.get((cases[key], key[1]))
             found |= {key: replace(again, case=key[0])} if again is not None else {}
     again_cases = {cases[key_of(one.comparison)] for one in alone}

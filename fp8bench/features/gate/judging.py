@@ -130,8 +130,10 @@ def key_of(figure: Comparison) -> Key:
 
 def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[JudgedFigure, ...]:
     """Every figure judged, as far as one look goes: suspects are to be confirmed."""
-    relative = {one.case for one in comparisons if one.metric == RELATIVE and one.ratio is not None}
-    looked = [_looked_at(one, rules, relative) for one in comparisons]
+    relative = {
+        comparison.case for comparison in comparisons if comparison.metric == RELATIVE and comparison.ratio is not None
+    }
+    looked = [_looked_at(comparison, rules, relative) for comparison in comparisons]
     tested = [place for place, one in enumerate(looked) if one.outcome not in NOT_TESTED]
     # Where runs are too few to know how far runs lie apart, the other cases say it.
     alone = together((comparisons[place].metric, place) for place in tested if is_alone(comparisons[place]))
@@ -313,11 +315,11 @@ class Sights:
     @property
     def blind(self) -> tuple[Sight, ...]:
         """Figures whose threshold could not have been seen, and will not be with a few more nights."""
-        return tuple(one for one in self.figures if not one.enough and not one.is_young)
+        return tuple(figure for figure in self.figures if not figure.enough and not figure.is_young)
 
     @property
     def young(self) -> tuple[Sight, ...]:
-        return tuple(one for one in self.figures if one.is_young)
+        return tuple(figure for figure in self.figures if figure.is_young)
 
     @property
     def fails(self) -> bool:
@@ -325,7 +327,7 @@ class Sights:
 
     @property
     def median(self) -> float:
-        return statistics.median_low([one.seen for one in self.figures]) if self.figures else math.nan
+        return statistics.median_low([figure.seen for figure in self.figures]) if self.figures else math.nan
 
 
 NO_SIGHTS = Sights()

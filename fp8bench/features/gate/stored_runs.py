@@ -75,7 +75,7 @@ def unmeasured(runs: Sequence[Run], evidence: Evidence) -> Iterator[Comparison]:
     """The cases that unfinished runs lack, where no other of these runs has them."""
     there = {record.case.id for run in runs for record in run.records}
     for run in runs:
-        for planned in (one for group in run.plan for one in group.cases):
+        for planned in (case for group in run.plan for case in group.cases):
             if not run.finished and planned.case.id not in there:
                 there.add(planned.case.id)
                 why = f"run {run.id} was interrupted before it was measured"
@@ -118,12 +118,12 @@ def duelled(
     try:
         refuse_code_of_others("what was measured", request.imports)
         import_user_modules(request.imports)
-        duel = run_duel(question, _unhurried(request), store, observer, {one.case for one in suspects})
+        duel = run_duel(question, _unhurried(request), store, observer, {suspect.case for suspect in suspects})
     except Fp8benchError as error:
         return SecondLook({}, refused=str(error).rstrip("."))
     if not duel.finished:
         raise KeyboardInterrupt
-    found = {key_of(one): one for one in (*comparisons(duel), *of_means(duel))}
+    found = {key_of(comparison): comparison for comparison in (*comparisons(duel), *of_means(duel))}
     relative: dict[str, str] = {TIME: RELATIVE, MEAN: RELATIVE_MEAN}
     found |= {(case, relative[metric]): one for (case, metric), one in found.items() if metric in relative}
     return SecondLook(found, f"in duel {duel.id}")
@@ -191,13 +191,15 @@ def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> Gat
 def _problem(compared: Compared) -> tuple[str, int]:
     """Why nothing can be judged, and the exit code of that."""
     if not compared.after.measured:
-        lost = any(one.failed for one in compared.comparisons)
+        lost = any(comparison.failed for comparison in compared.comparisons)
         return ("" if lost else f"no case of {compared.after.name} came to a number."), EXIT_FAILED
     if compared.hardware:
         words = "; ".join(f"{one.name} was {one.before} and is {one.after}" for one in compared.hardware)
         return f"the baseline was measured on something else, and times do not compare: {words}.", EXIT_BASELINE
-    if not compared.comparable and not any(one.failed for one in compared.comparisons):
-        why = next((one.why for one in compared.comparisons if one.why), "they have no case in common")
+    if not compared.comparable and not any(comparison.failed for comparison in compared.comparisons):
+        why = next(
+            (comparison.why for comparison in compared.comparisons if comparison.why), "they have no case in common"
+        )
         return f"the baseline does not compare: {why}.", EXIT_BASELINE
     return "", 0
 
@@ -218,11 +220,13 @@ def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path
     look = duel_with(commit, newest.request, store, suspects, observer) if commit is not None else None
     if look is not None and not look.refused:
         return look
-    again, refused = measured_again(newest, {one.case for one in suspects}, store, observer)
+    again, refused = measured_again(newest, {suspect.case for suspect in suspects}, store, observer)
     if again is None:
         return SecondLook({}, refused=refused)
     found = compare(compared.before, side_of("again", [(again, findings(again))]), beside=compared.after)
-    return SecondLook({key_of(one): one for one in found.comparisons}, f"measured again in run {again.id}")
+    return SecondLook(
+        {key_of(comparison): comparison for comparison in found.comparisons}, f"measured again in run {again.id}"
+    )
 
 
 def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
@@ -240,13 +244,13 @@ def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
 
 def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
     files = (store / "duels").glob("*.jsonl")
-    path = max(files, key=lambda one: one.name, default=None) if word == "last" else DuelKind().find(word, store)
+    path = max(files, key=lambda file: file.name, default=None) if word == "last" else DuelKind().find(word, store)
     if path is None:
         raise RunNotFound(f"no duel {word!r:.200} in {store}. Give an id, a file's stem, a path, or 'last'.")
     duel = DuelKind().load(path)
     title = f"duel {duel.id}: {' against '.join(one.title or one.name for one in (duel.after, duel.before))}"
     notes = (*duel.notes, *duel.troubles)
-    if not any(one.measured or one.failed for one in duel.results):
+    if not any(result.measured or result.failed for result in duel.results):
         return GateSource(title, notes=notes, problem="the duel measured nothing.", code=EXIT_FAILED)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:

@@ -53,7 +53,7 @@ def as_junit(verdict: GateVerdict) -> str:
 
 
 def _by_figure(sights: Sights) -> dict[Key, str]:
-    return {(one.case, one.metric): sentence(one, sights.power) for one in sights.figures}
+    return {(figure.case, figure.metric): sentence(figure, sights.power) for figure in sights.figures}
 
 
 def _suite(root: ET.Element, name: str, judged: Iterable[JudgedFigure], sights: Mapping[Key, str]) -> None:
@@ -156,7 +156,7 @@ def page_of(verdict: GateVerdict, every: bool = False) -> Page:
     unsure = Counter(one.why for one in verdict.of(GateOutcome.UNSURE) if one.why)
     parts += list_of("unsure", "Unsure, because", (f"{why} ({count})" for why, count in unsure.items()))
     told = warnings(verdict.sights, _MOST_WARNED) if verdict.sights.required else ()
-    parts += list_of("notes", "Notes", (f"- {one}" for one in (*told, *verdict.notes[:MOST_ROWS])))
+    parts += list_of("notes", "Notes", (f"- {note}" for note in (*told, *verdict.notes[:MOST_ROWS])))
     if not parts:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
     shown = [one for name in _TITLES for one in verdict.of(name)]
@@ -208,10 +208,10 @@ def summary(sights: Sights) -> str:
     """'+3.1% in 80 of 100 builds (median of 40 figures; worst CASE time: +9.0%); the threshold is +5.0%'."""
     worst = sights.figures[0]
     count = len(sights.figures)
-    least = {one.threshold for one in sights.figures}
+    least = {figure.threshold for figure in sights.figures}
     of = f"median of {count} figures; worst" if count > 1 else "the only figure that varies is"
     limits = f"; its threshold is {share(worst.threshold)}" if len(least) > 1 else ""
-    middle = _at_least(sights.median, any(one.unknown for one in sights.figures))
+    middle = _at_least(sights.median, any(figure.unknown for figure in sights.figures))
     return (
         f"{middle} in {100 * sights.power:.3g} of 100 builds ({of} {worst.case} {worst.metric}: {seen(worst)}{limits})"
         + ("" if limits else f"; the threshold is {share(worst.threshold)}")

@@ -63,7 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def page_of(title: str, findings: Sequence[ShapeFinding]) -> Page:
     """What fits where, what does not and why, what is missing, where there is any; at last one sentence."""
-    by_outcome = {outcome: [one for one in findings if one.torch.outcome is outcome] for outcome in ShapeOutcome}
+    by_outcome = {
+        outcome: [finding for finding in findings if finding.torch.outcome is outcome] for outcome in ShapeOutcome
+    }
     refused = _by_reason(by_outcome[ShapeOutcome.REFUSED], lambda one: _why(one.torch, mended=False), findings)
     sections: dict[str, Sequence[Element]] = {
         "products that fit as they are; -: there is no such product": [_overview(findings)],
@@ -106,7 +108,7 @@ def _overview(findings: Sequence[ShapeFinding]) -> Table:
 
 def _there(findings: Iterable[ShapeFinding]) -> list[ShapeFinding]:
     """Those of products that there are."""
-    return [one for one in findings if one.torch.outcome is not ShapeOutcome.MISSING]
+    return [finding for finding in findings if finding.torch.outcome is not ShapeOutcome.MISSING]
 
 
 def _count(fits: Sequence[bool] | None) -> Field:
@@ -144,7 +146,11 @@ _PADDED: tuple[Col[list[ShapeFinding]], ...] = (
 def _of_te(findings: Sequence[ShapeFinding]) -> Iterator[str]:
     """What it objects to where torch has the product and says nothing of the kind."""
     has = (ShapeOutcome.FITS, ShapeOutcome.PAD)
-    more = [one for one in findings if one.te and one.torch.outcome in has and _beyond(one.te, one.torch)]
+    more = [
+        finding
+        for finding in findings
+        if finding.te and finding.torch.outcome in has and _beyond(finding.te, finding.torch)
+    ]
     return _by_reason(more, lambda one: [objection.why for objection in one.te.objections] if one.te else [], findings)
 
 
@@ -175,12 +181,16 @@ def _by_reason(
 
 def _why(judgement: Judgement, mended: bool = True) -> list[str]:
     """The objections and whose they are; those that padding answers too, unless they are left out."""
-    return [f"{one.why} ({one.source})" for one in judgement.objections if mended or one.multiples is None]
+    return [
+        f"{objection.why} ({objection.source})"
+        for objection in judgement.objections
+        if mended or objection.multiples is None
+    ]
 
 
 def _products(some: Sequence[ShapeFinding], findings: Sequence[ShapeFinding]) -> str:
     """Which products those are, by their names where they are few."""
-    names, all_ = dict.fromkeys(map(_name, some)), {_name(one) for one in findings}
+    names, all_ = dict.fromkeys(map(_name, some)), {_name(finding) for finding in findings}
     if len(names) == len(all_):
         return "every product"
     return ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} of {len(all_)} products"
@@ -188,7 +198,7 @@ def _products(some: Sequence[ShapeFinding], findings: Sequence[ShapeFinding]) ->
 
 def _reasons(findings: Iterable[ShapeFinding]) -> Iterator[str]:
     """Each objection of torch's once, whose it is, and in which modes on which devices."""
-    for why, where in together((why, _place(one)) for one in findings for why in _why(one.torch)).items():
+    for why, where in together((why, _place(finding)) for finding in findings for why in _why(finding.torch)).items():
         yield f"{why}: {_places(where)}"
 
 
@@ -210,8 +220,12 @@ def _name(finding: ShapeFinding) -> str:
 def value_of(source: str, findings: Sequence[ShapeFinding]) -> dict[str, object]:
     """`source` is the model or the file."""
     found = [
-        {**_product(one), "torch": _judgement(one.torch), "transformer_engine": one.te and _judgement(one.te)}
-        for one in findings
+        {
+            **_product(finding),
+            "torch": _judgement(finding.torch),
+            "transformer_engine": finding.te and _judgement(finding.te),
+        }
+        for finding in findings
     ]
     return {"source": source, "fits": not homeless(findings), "findings": found}
 
@@ -219,9 +233,9 @@ def value_of(source: str, findings: Sequence[ShapeFinding]) -> dict[str, object]
 def rows_of(findings: Sequence[ShapeFinding]) -> Rows:
     """Shares are shares, nothing stands for what is not."""
     rows = [
-        {**_product(one), "by": by, **_told(judgement)}
-        for one in findings
-        for by, judgement in (("torch", one.torch), ("Transformer Engine", one.te))
+        {**_product(finding), "by": by, **_told(judgement)}
+        for finding in findings
+        for by, judgement in (("torch", finding.torch), ("Transformer Engine", finding.te))
         if judgement is not None
     ]
     return tuple(rows[0]), rows
@@ -254,9 +268,9 @@ def homeless(findings: Sequence[ShapeFinding]) -> list[ShapeFinding]:
     """One finding for each product and mode that fits on none of the devices as it is."""
     first: dict[tuple[LinearShape, str, str], ShapeFinding] = {}
     housed = set()
-    for one in findings:
-        key = (one.shape, one.kind, one.mode)
-        first.setdefault(key, one)
-        if one.torch.outcome is ShapeOutcome.FITS:
+    for finding in findings:
+        key = (finding.shape, finding.kind, finding.mode)
+        first.setdefault(key, finding)
+        if finding.torch.outcome is ShapeOutcome.FITS:
             housed.add(key)
     return [one for key, one in first.items() if key not in housed]

@@ -325,7 +325,7 @@ def _judged(product: Product, found: tuple[Objection, ...]) -> Judgement:
     multiples = [one.multiples for one in found if one.multiples is not None]
     if len(multiples) < len(found):
         return Judgement(ShapeOutcome.REFUSED, found)
-    grains = [math.lcm(*(one[place] for one in multiples)) for place in range(3)]
+    grains = [math.lcm(*(multiple[place] for multiple in multiples)) for place in range(3)]
     m, n, k = (-(-length // grain) * grain for length, grain in zip(product.sides, grains, strict=True))
     more_flops = (m * n * k) / (product.m * product.n * product.k) - 1
     more_bytes = product.bytes_of((m, n, k)) / product.bytes_of(product.sides) - 1

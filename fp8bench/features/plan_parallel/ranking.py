@@ -139,7 +139,7 @@ def _best(asked: ParallelQuestion, layout: ParallelLayout) -> Planned | None:
     """With the micro-batches that are fastest among those that fit; with the most where none does."""
     local = asked.batch * layout.inner // asked.gpus
     options = [_planned(asked, layout, local, count) for count in _divisors(local)]
-    fitting = [one for one in options if one.fits]
+    fitting = [option for option in options if option.fits]
     return max(fitting, key=lambda one: one.tokens) if fitting else options[-1]
 
 

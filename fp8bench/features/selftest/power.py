@@ -315,10 +315,10 @@ def summarise(result: Arms) -> list[PowerRow]:
 
 
 def _row(operation: str, effect: float, outcomes: Sequence[PowerOutcome]) -> PowerRow:
-    counts = {verdict: sum(one.verdict == verdict.value for one in outcomes) for verdict in Verdict}
-    seconds = [one.seconds for one in outcomes]
+    counts = {verdict: sum(outcome.verdict == verdict.value for outcome in outcomes) for verdict in Verdict}
+    seconds = [outcome.seconds for outcome in outcomes]
     return PowerRow(
-        operation, effect, statistics.median(one.ratio for one in outcomes) - 1, len(outcomes),
+        operation, effect, statistics.median(outcome.ratio for outcome in outcomes) - 1, len(outcomes),
         counts[Verdict.SLOWER], counts[Verdict.FASTER], counts[Verdict.SAME], counts[Verdict.UNSURE],
         statistics.median(seconds), max(seconds),
     )  # fmt: skip
@@ -372,9 +372,9 @@ def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> 
                 "loads": [round(load, 2) for load in result.loads],
                 "comparisons": {
                     str(plant): [
-                        [one.verdict, round(one.seconds, 3), one.rounds, round(one.ratio, 5), round(one.low, 5),
-                         round(one.high, 5), one.calls]
-                        for one in outcomes
+                        [outcome.verdict, round(outcome.seconds, 3), outcome.rounds, round(outcome.ratio, 5),
+                         round(outcome.low, 5), round(outcome.high, 5), outcome.calls]
+                        for outcome in outcomes
                     ]
                     for plant, outcomes in result.outcomes.items()
                 },

@@ -122,7 +122,7 @@ def _reference(study: Study) -> str:
     last = last_of(study.steps)
     words = f"reference: loss {study.baseline.loss:.4f}, the mean of the last {last} of {study.steps} steps"
     words += " on its one batch" if "make" in dict(study.params) else ""
-    others = [_percent(gap) for one in study.draws if (gap := study.gap(one)) is not None]
+    others = [_percent(gap) for draw in study.draws if (gap := study.gap(draw)) is not None]
     if others:
         words += f"; other draws of its weights: {' and '.join(others)}, so that a gap up to {_noise(study)} is noise"
     return words
@@ -145,8 +145,8 @@ def _groups(study: Study) -> Iterator[str]:
     """Attention against feed-forward, first against last."""
     if study.by is By.KIND:
         return
-    words = [(one.name, one.name.split(".")) for one in study.probes]
-    kinds = ((one.kind, one.name) for one in study.probes)
+    words = [(probe.name, probe.name.split(".")) for probe in study.probes]
+    kinds = ((probe.kind, probe.name) for probe in study.probes)
     places = ((".".join(parts[:2]) if len(parts) > 2 else name, name) for name, parts in words)
     for title, named in (("by kind", kinds), ("by place", places)):
         found = study.together(together(named))

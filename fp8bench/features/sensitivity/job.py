@@ -132,7 +132,7 @@ def opened(question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: str | 
         if planned.skip:
             raise UsageError(f"{planned.case.precision} cannot be run on {planned.case.device}: {planned.skip}.")
     precision = precisions.get(low.case.precision)
-    device = next(one for one in facts if one.key == low.case.device)
+    device = next(fact for fact in facts if fact.key == low.case.device)
     layers = _layers_of(low, device, worker.within(limits.numbers(low.work)))
     high = precision.carried_by or precision.mode
     study = Study(
@@ -149,7 +149,7 @@ def _layers_of(planned: PlannedCase, device: DeviceFacts, bench: AskedBench) -> 
     if not workload.examined:
         return sound_layers(workload, workload.layers(dict(planned.case.params)))
     coverage = bench.coverage(planned.case, device)
-    return tuple(Layer(one.name, one.kind) for one in coverage.holders if one.converted) if coverage else ()
+    return tuple(Layer(holder.name, holder.kind) for holder in coverage.holders if holder.converted) if coverage else ()
 
 
 # Other draws of the reference's weights, whose losses show what a gap means.

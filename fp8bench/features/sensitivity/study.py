@@ -105,7 +105,7 @@ class Study:
     @property
     def noise(self) -> float | None:
         """The largest gap of another draw of the reference's weights, either way; None without one."""
-        gaps = [abs(gap) for one in self.draws if (gap := self.gap(one)) is not None]
+        gaps = [abs(gap) for draw in self.draws if (gap := self.gap(draw)) is not None]
         return max(gaps, default=None)
 
     def suffers(self, trial: LayerTrial) -> Suffers:
@@ -140,17 +140,21 @@ class Study:
         if self.gradient_tolerance is not None:
             return False
         trials = (*self.probes, *self.candidates)
-        return bool(trials) and all(self.suffers(one) is Suffers.NOISE for one in trials)
+        return bool(trials) and all(self.suffers(trial) is Suffers.NOISE for trial in trials)
 
     @property
     def suggested(self) -> LayerTrial | None:
         """The candidate that keeps the loss with as many layers low as any; None if none did or can be told."""
-        return None if self.undecided else next((one for one in self.candidates if self.keeps(one)), None)
+        return (
+            None
+            if self.undecided
+            else next((candidate for candidate in self.candidates if self.keeps(candidate)), None)
+        )
 
     def together(self, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
         """The first gradients' errors of the probes of each group, put together as errors that know nothing of each
         other: the root of the sum of their squares. Groups without any are left out."""
-        errors = {one.name: one.gradient_error for one in self.probes if one.gradient_error is not None}
+        errors = {probe.name: probe.gradient_error for probe in self.probes if probe.gradient_error is not None}
         known = {group: [errors[name] for name in names if name in errors] for group, names in groups.items()}
         return {group: math.hypot(*found) for group, found in known.items() if found}
 

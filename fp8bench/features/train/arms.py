@@ -54,7 +54,7 @@ def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceF
     """The device asked for; by default the first GPU, else the processor."""
     if request.device is not None:
         return device_named(request.device, facts)
-    return next((one for one in facts if one.accelerated), facts[0])
+    return next((fact for fact in facts if fact.accelerated), facts[0])
 
 
 def check_training(request: TrainingRequest) -> None:
@@ -155,7 +155,7 @@ def _value(setting: str, text: str) -> Scalar:
 
 
 def _has_option(mode: str, name: str) -> bool:
-    return any(name in (one.name, *one.aliases) for one in precisions.get(mode).options)
+    return any(name in (option.name, *option.aliases) for option in precisions.get(mode).options)
 
 
 def supported(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
@@ -200,7 +200,9 @@ def turns_of(training: Training, costs: Iterable[ArmCost]) -> Turns:
     room = (request.memory_limit or int(_USABLE * facts.memory_bytes)) // (1 if facts.accelerated else facts.ranks)
     seeds = [arms_of_seed(training.arms, number) for number in range(request.seeds)]
     lead, *others = seeds[0]
-    peaks = {one.arm: (sum(part for _, part in one.kept), one.memory.peak) for one in costs if one.memory is not None}
+    peaks = {
+        cost.arm: (sum(part for _, part in cost.kept), cost.memory.peak) for cost in costs if cost.memory is not None
+    }
 
     def needs(*arms: Arm) -> int:
         """What all of them keep between their steps, and the most that a step of one needs beside that."""

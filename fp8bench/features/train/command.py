@@ -85,8 +85,8 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
 
 def request_from(arguments: argparse.Namespace) -> TrainingRequest:
     given = vars(arguments)
-    settings = {one.name: given[one.name] for one in fields(TrainerSettings) if one.name in given}
-    own = {one.name: given[one.name] for one in fields(TrainingRequest) if one.name in given}
+    settings = {field.name: given[field.name] for field in fields(TrainerSettings) if field.name in given}
+    own = {field.name: given[field.name] for field in fields(TrainingRequest) if field.name in given}
     sweep: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.sweep:
         sweep[name] = (*sweep.get(name, ()), *values)

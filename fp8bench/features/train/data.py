@@ -54,7 +54,7 @@ _NAMES: Mapping[type, tuple[str, ...]] = {
 
 def value_of(kept: KeptTraining, found: Verdicts) -> dict[str, Any]:
     """The training, every line, and what is said of each arm."""
-    said = {one.arm.name: {**encode(one), "words": verdict(one, found)} for one in found.arms if not one.arm.skip}
+    said = {arm.arm.name: {**encode(arm), "words": verdict(arm, found)} for arm in found.arms if not arm.arm.skip}
     bands = {name: encode(getattr(found, name)) for name in ("seed_band", "repeat_band")}
     arms = {one.arm.name: encode(row_of(one, found)) for one in summaries_of(kept, found)}
     return {

@@ -195,7 +195,7 @@ def _reaches(stream: bytes, place: ResumePlace) -> bool:
 
 def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:
     """Remove checkpoints that no place names: older ones, and what a kill has left half done."""
-    named = {one.folder for one in places}
+    named = {place.folder for place in places}
     for path in (folder / _CHECKPOINTS).glob("*"):
         if path.name not in named:
             shutil.rmtree(path, ignore_errors=True)

@@ -125,7 +125,9 @@ def _memory(kept: KeptTraining) -> Iterator[Element]:
 def _looks(kept: KeptTraining) -> Iterator[Element]:
     """What was seen after the last step, and the loss by place in the context."""
     for part in looks_of(kept):
-        yield from (replace(one, caption=part.title) if isinstance(one, Table) else one for one in part.elements)
+        yield from (
+            replace(element, caption=part.title) if isinstance(element, Table) else element for element in part.elements
+        )
     yield from loss_by_place(kept)
 
 
@@ -137,9 +139,9 @@ def _events(kept: KeptTraining) -> Iterator[Element]:
         yield Text("Nothing: no alarm, and no value that was not finite.")
         return
     points = tuple(
-        Point(one.arm, one.kind, float(one.step), float(one.seed), Tone.BAD if one.kind == "alarm" else Tone.PLAIN,
-              one.words)
-        for one in events
+        Point(event.arm, event.kind, float(event.step), float(event.seed),
+              Tone.BAD if event.kind == "alarm" else Tone.PLAIN, event.words)
+        for event in events
     )  # fmt: skip
     yield Scatter(
         "timeline", "Events over steps", "Each is a step of an arm in a seed.", Axis("step"), Axis("seed"),
@@ -194,7 +196,7 @@ def _worst(
     readings: Sequence[LayerReading], pick: Any, value: Callable[[LayerReading], float | None],
     show: Callable[[float], str],
 ) -> tuple[Field, Field] | None:  # fmt: skip
-    known = [(found, one) for one in readings if (found := value(one)) is not None and math.isfinite(found)]
+    known = [(found, reading) for reading in readings if (found := value(reading)) is not None and math.isfinite(found)]
     if not known:
         return None
     found, one = pick(known, key=lambda pair: pair[0])
@@ -207,10 +209,10 @@ def maps(kept: KeptTraining) -> Iterator[Element]:
     seed = kept.training.request.seed
     candidates = [arm.name for arm in kept.training.arms if arm.role is ArmRole.CANDIDATE and not arm.skip]
     readings = [one for one in kept.of(LayerReading) if one.seed == seed]
-    drawn = [name for name in candidates if any(one.arm == name for one in readings)]
+    drawn = [name for name in candidates if any(reading.arm == name for reading in readings)]
     for number, name in enumerate(drawn[:_MOST_ARMS], 1):
         for role in Role:
-            own = [one for one in readings if one.arm == name and one.role == role]
+            own = [reading for reading in readings if reading.arm == name and reading.role == role]
             for word, title, value in _MAPS:
                 yield from _map(f"{word}-{number}-{role.value}", f"{name}: {title} of {role.value}s", own, value)
     if drawn[_MOST_ARMS:]:
@@ -223,12 +225,12 @@ def maps(kept: KeptTraining) -> Iterator[Element]:
 def _map(
     name: str, title: str, readings: Sequence[LayerReading], value: Callable[[LayerReading], float]
 ) -> Iterator[Element]:
-    steps = sorted({one.step for one in readings})
+    steps = sorted({reading.step for reading in readings})
     if steps:
         steps = sorted({steps[round(place * (len(steps) - 1) / (_MAPPED - 1))] for place in range(_MAPPED)})
-    known = {(one.layer, one.step): value(one) for one in readings}
+    known = {(reading.layer, reading.step): value(reading) for reading in readings}
     rows, values, hints = [], [], []
-    for layer in dict.fromkeys(one.layer for one in readings):
+    for layer in dict.fromkeys(reading.layer for reading in readings):
         own = [known.get((layer, step)) for step in steps]
         good = [one for one in own if one is not None and 0 < one < math.inf]
         if good and min(good) < max(good):

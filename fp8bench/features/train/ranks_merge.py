@@ -32,7 +32,7 @@ def steps(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
     """The lines of some steps. Raises RanksDisagree where ranks no longer train the same model on parts of one text."""
     _check_batches(answers)
     _check_same(answers)
-    return tuple(_merged_lines([one.lines for one in answers]))
+    return tuple(_merged_lines([answer.lines for answer in answers]))
 
 
 def looks(answers: Sequence[tuple[Validation, ...]]) -> tuple[Validation, ...]:
@@ -42,10 +42,12 @@ def looks(answers: Sequence[tuple[Validation, ...]]) -> tuple[Validation, ...]:
 
 def most(answers: Sequence[ArmCost]) -> ArmCost:
     """That of the rank that takes most, with that of each; of one that could not say the reason."""
-    whole = most_memory([one.memory or one.why for one in answers])
+    whole = most_memory([answer.memory or answer.why for answer in answers])
     if isinstance(whole, str):
-        return next(one for one in answers if one.memory is None)
-    return next(replace(one, memory=whole) for one in answers if one.memory and one.memory.peak == whole.peak)
+        return next(answer for answer in answers if answer.memory is None)
+    return next(
+        replace(answer, memory=whole) for answer in answers if answer.memory and answer.memory.peak == whole.peak
+    )
 
 
 def _check_same(answers: Sequence[RankLines]) -> None:
@@ -59,7 +61,7 @@ def _check_same(answers: Sequence[RankLines]) -> None:
 
 def _check_batches(answers: Sequence[RankLines]) -> None:
     """All ranks mean the same batch, and their parts come to that batch: as often as they are fewer than the ranks."""
-    for looked_at in _beside([one.batches for one in answers]):
+    for looked_at in _beside([answer.batches for answer in answers]):
         step, _, whole = looked_at[0]
         for rank, (_, _, other) in enumerate(looked_at):
             if other != whole:
@@ -71,14 +73,14 @@ def _check_batches(answers: Sequence[RankLines]) -> None:
 
 def _merged_lines(answers: Sequence[tuple[StreamLine, ...]]) -> Iterator[StreamLine]:
     for rank, lines in enumerate(answers):
-        if [type(one) for one in lines] != [type(one) for one in answers[0]]:
+        if [type(line) for line in lines] != [type(one) for one in answers[0]]:
             raise RanksDisagree(f"rank 0 and rank {rank} do not say the same kinds of things")
     for some in _beside(answers):
         yield _MERGED[type(some[0])](some)
 
 
 def _beside(answers: Sequence[Sequence[T]]) -> Iterator[tuple[T, ...]]:
-    if len({len(one) for one in answers}) > 1:
+    if len({len(answer) for answer in answers}) > 1:
         raise RanksDisagree("they do not say equally many things")
     yield from zip(*answers, strict=True)
 
@@ -87,11 +89,12 @@ def _row(rows: Sequence[StepRow]) -> StepRow:
     """A step takes as long as its slowest rank; all else is the same everywhere, bit by bit."""
     first = rows[0]
     for rank, row in enumerate(rows):
-        for one in fields(row):
-            before, own = getattr(first, one.name), getattr(row, one.name)
-            if one.name != "seconds" and repr(own) != repr(before):
+        for field in fields(row):
+            before, own = getattr(first, field.name), getattr(row, field.name)
+            if field.name != "seconds" and repr(own) != repr(before):
                 raise RanksDisagree(
-                    f"in step {first.step} of {first.arm} {one.name} is {before!r} on rank 0 and {own!r} on rank {rank}"
+                    f"in step {first.step} of {first.arm} {field.name} is {before!r} on rank 0 and {own!r} on rank "
+                    f"{rank}"
                 )
     return replace(first, seconds=max(row.seconds for row in rows))
 
@@ -99,52 +102,52 @@ def _row(rows: Sequence[StepRow]) -> StepRow:
 def _reading(parts: Sequence[LayerReading]) -> LayerReading:
     """A tensor whose parts, of equally many values, lie on the ranks; one that all of them have is as it is."""
     first = parts[0]
-    if all(one == first for one in parts):
+    if all(part == first for part in parts):
         return first
-    mean = _mean([one.mean for one in parts])
-    squares = _mean([one.deviation**2 + one.mean**2 for one in parts])
-    scales = [one.scale for one in parts]
+    mean = _mean([part.mean for part in parts])
+    squares = _mean([part.deviation**2 + part.mean**2 for part in parts])
+    scales = [part.scale for part in parts]
     return replace(
         first,
-        amax=max(one.amax for one in parts),
-        smallest=min((one.smallest for one in parts if one.smallest), default=0.0),
+        amax=max(part.amax for part in parts),
+        smallest=min((part.smallest for part in parts if part.smallest), default=0.0),
         mean=mean,
         deviation=math.sqrt(max(0.0, squares - mean**2)),
-        zeros=_mean([one.zeros for one in parts]),
-        scale=scales[0] if len(set(scales)) == 1 else 2.0 ** _mean([math.log2(one) for one in scales]),
-        least_scale=min(one.least_scale for one in parts),
-        largest_scale=max(one.largest_scale for one in parts),
-        lag=_largest([one.lag for one in parts]),
-        drift=_largest([one.drift for one in parts]),
-        underflow=_mean([one.underflow for one in parts]),
-        saturated=_mean([one.saturated for one in parts]),
+        zeros=_mean([part.zeros for part in parts]),
+        scale=scales[0] if len(set(scales)) == 1 else 2.0 ** _mean([math.log2(scale) for scale in scales]),
+        least_scale=min(part.least_scale for part in parts),
+        largest_scale=max(part.largest_scale for part in parts),
+        lag=_largest([part.lag for part in parts]),
+        drift=_largest([part.drift for part in parts]),
+        underflow=_mean([part.underflow for part in parts]),
+        saturated=_mean([part.saturated for part in parts]),
         signal_to_noise=_signal_to_noise(parts),
-        not_finite=_mean([one.not_finite for one in parts]),
+        not_finite=_mean([part.not_finite for part in parts]),
     )
 
 
 def _signal_to_noise(parts: Sequence[LayerReading]) -> float | None:
     """Of the powers of all parts together."""
     signal = noise = 0.0
-    for one in parts:
-        if one.signal_to_noise is None:
+    for part in parts:
+        if part.signal_to_noise is None:
             return None
-        power = one.mean**2 + one.deviation**2
+        power = part.mean**2 + part.deviation**2
         signal += power
-        noise += 0.0 if one.signal_to_noise >= EXACT_DB else power / 10 ** (one.signal_to_noise / 10)
+        noise += 0.0 if part.signal_to_noise >= EXACT_DB else power / 10 ** (part.signal_to_noise / 10)
     return EXACT_DB if not noise else 10 * math.log10(signal / noise)
 
 
 def _figure(parts: Sequence[StepFigure]) -> StepFigure:
     together = max if parts[0].name in _LARGEST else _mean
-    return replace(parts[0], value=together([one.value for one in parts]))
+    return replace(parts[0], value=together([part.value for part in parts]))
 
 
 def _event(parts: Sequence[TrainingEvent]) -> TrainingEvent:
     """One that all ranks say is theirs; else that of the first rank which knows where it was."""
-    if all(one == parts[0] for one in parts):
+    if all(part == parts[0] for part in parts):
         return parts[0]
-    rank, told = next(((rank, one) for rank, one in enumerate(parts) if one.layer), (0, parts[0]))
+    rank, told = next(((rank, part) for rank, part in enumerate(parts) if part.layer), (0, parts[0]))
     return replace(told, words=f"on rank {rank} of {len(parts)}: {told.words}")
 
 
@@ -154,7 +157,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _largest(values: Sequence[float | None]) -> float | None:
-    return max((one for one in values if one is not None), default=None)
+    return max((value for value in values if value is not None), default=None)
 
 
 _MERGED: dict[type, Callable[..., StreamLine]] = {

@@ -240,7 +240,7 @@ class SeedRun:
         kept = [self.writer.folder_of(place) for place in reversed(self.writer.places[1:]) if place.step <= until]
         for folder in (*map(str, kept), ""):
             with contextlib.suppress(StoreError):
-                steps = [self._asked(arm, 0, "branch", folder, arm.name, one.arm, one.settings) for one in trials]
+                steps = [self._asked(arm, 0, "branch", folder, arm.name, trial.arm, trial.settings) for trial in trials]
                 return int(steps[0])
         raise AssertionError("the first step needs no checkpoint")
 

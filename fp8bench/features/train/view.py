@@ -305,7 +305,7 @@ def _watching(kept: KeptTraining) -> Iterator[tuple[str, float]]:
         lines = [one for one in kept.of(StepFigure) if one.arm == arm.name and one.name == WATCHED_SECONDS]
         if plain and lines:
             usual = median(plain)
-            yield arm.name, (median(one.value for one in lines) / usual - 1) / kept.training.request.stride
+            yield arm.name, (median(line.value for line in lines) / usual - 1) / kept.training.request.stride
 
 
 _HISTORY_LEGEND = (

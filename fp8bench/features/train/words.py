@@ -52,9 +52,9 @@ FAILURES = (*(one.replace(" ", "-") for one in Learned if one not in (Learned.BE
 
 def failures(kept: KeptTraining, found: Verdicts, wanted: Collection[str]) -> Iterator[str]:
     """A sentence for each arm with a verdict that is wanted, and for each alarm if these are."""
-    for one in found.arms:
-        if one.judged.learned.replace(" ", "-") in wanted:
-            yield f"{one.arm.name}: {verdict(one, found)}"
+    for arm in found.arms:
+        if arm.judged.learned.replace(" ", "-") in wanted:
+            yield f"{arm.arm.name}: {verdict(arm, found)}"
     if ALARM in wanted:
         for event in kept.of(TrainingEvent):
             if event.kind == ALARM:
@@ -174,4 +174,4 @@ def _span(found: Interval, level: bool = True) -> str:
 
 
 def _seeds(seeds: tuple[int, ...] | list[int]) -> str:
-    return f"seed{'s' * (len(seeds) != 1)} {listed([str(one) for one in seeds], len(seeds))}"
+    return f"seed{'s' * (len(seeds) != 1)} {listed([str(seed) for seed in seeds], len(seeds))}"

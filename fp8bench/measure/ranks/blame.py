@@ -50,18 +50,18 @@ def behind(states: Sequence[RankState]) -> RankState:
     Of those that have come equally far one that does not answer is meant before one that complains of it. None that has
     done what it was asked is meant, while another has not.
     """
-    states = [one for one in states if not one.well] or states
-    return min(states, key=lambda one: (one.beat.sequence, one.answered, bool(one.ended), one.beat.seconds))
+    states = [state for state in states if not state.well] or states
+    return min(states, key=lambda state: (state.beat.sequence, state.answered, bool(state.ended), state.beat.seconds))
 
 
 def culprit(states: Sequence[RankState]) -> RankState:
     """A rank that ended of itself, or raised what neighbours do not make it raise; else the one that is behind."""
     last = behind(states)
-    ended = [one for one in states if one.ended]
+    ended = [state for state in states if state.ended]
     of_itself = [one for one in ended if one.status not in _VICTIMS]
     if of_itself:
         return of_itself[0]
-    if failed := [one for one in states if one.failed_itself]:
+    if failed := [state for state in states if state.failed_itself]:
         return behind(failed)
     if ended and last.beat.sequence >= min(one.beat.sequence for one in ended):
         return next((one for one in ended if one.status != -signal.SIGTERM), ended[0])

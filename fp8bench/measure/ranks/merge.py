@@ -37,15 +37,16 @@ def slowest(slots: Sequence[RawSlot]) -> RawSlot:
     What the system counted is that of the rank that was slowest over all calls.
     """
     calls = tuple(
-        max(steps, key=lambda step: sum(step.intervals_ns)) for steps in zip(*(one.steps for one in slots), strict=True)
+        max(steps, key=lambda step: sum(step.intervals_ns))
+        for steps in zip(*(slot.steps for slot in slots), strict=True)
     )
-    last = max(slots, key=lambda one: sum(step.seconds for step in one.steps))
+    last = max(slots, key=lambda slot: sum(step.seconds for step in slot.steps))
     took = tuple(
-        RankCalls(rank, tuple(sum(step.intervals_ns) for step in one.steps), tuple(map(_communication, one.steps)))
-        for rank, one in enumerate(slots)
+        RankCalls(rank, tuple(sum(step.intervals_ns) for step in slot.steps), tuple(map(_communication, slot.steps)))
+        for rank, slot in enumerate(slots)
     )
-    retries = [one.memory_retries for one in slots if one.memory_retries is not None]
-    wall = max(one.wall_seconds for one in slots)
+    retries = [slot.memory_retries for slot in slots if slot.memory_retries is not None]
+    wall = max(slot.wall_seconds for slot in slots)
     return replace(last, steps=calls, wall_seconds=wall, ranks=took, memory_retries=sum(retries) if retries else None)
 
 
@@ -73,19 +74,19 @@ def _agreed(answers: Sequence[Mapping[str, float] | str]) -> Mapping[str, float]
 
 def most_memory(answers: Sequence[MemoryUse | str]) -> MemoryUse | str:
     """Of the rank that takes most, with that of each."""
-    told = [one for one in answers if isinstance(one, MemoryUse)]
+    told = [answer for answer in answers if isinstance(answer, MemoryUse)]
     if len(told) < len(answers):
-        return next(one for one in answers if isinstance(one, str))
+        return next(answer for answer in answers if isinstance(answer, str))
     each = tuple(RankMemory(rank, one.peak, one.roles) for rank, one in enumerate(told))
     return replace(max(told, key=lambda one: one.peak), ranks=each)
 
 
 def _checked(answers: Sequence[StateCheck]) -> StateCheck:
     """The first rank of whose state something is wrong, by its number."""
-    for rank, one in enumerate(answers):
-        if one.wrong:
-            return replace(one, wrong=f"rank {rank} of {len(answers)}: {one.wrong}")
-    return max(answers, key=lambda one: one.not_finite)
+    for rank, answer in enumerate(answers):
+        if answer.wrong:
+            return replace(answer, wrong=f"rank {rank} of {len(answers)}: {answer.wrong}")
+    return max(answers, key=lambda answer: answer.not_finite)
 
 
 def _left(answers: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
@@ -94,15 +95,15 @@ def _left(answers: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 def _software(answers: Sequence[Mapping[str, Scalar | None]]) -> dict[str, Scalar | None]:
     """Rank 0's, and the settings of each rank. Ranks of different builds would compare nothing."""
-    for rank, one in enumerate(answers):
+    for rank, answer in enumerate(answers):
         for name in _BUILD:
-            first, other = answers[0].get(name), one.get(name)
+            first, other = answers[0].get(name), answer.get(name)
             if other != first:
                 raise RanksDisagree(f"{name} is {first} on rank 0 and {other} on rank {rank}: install the same on both")
     settings = {
         f"rank {rank} {name.removeprefix('env ')}": value
-        for rank, one in enumerate(answers)
-        for name, value in one.items()
+        for rank, answer in enumerate(answers)
+        for name, value in answer.items()
         if name.startswith("env ")
     }
     return {**{name: value for name, value in answers[0].items() if not name.startswith("env ")}, **settings}
@@ -122,7 +123,7 @@ def _bits(answers: Sequence[Sequence[OperationBits]]) -> tuple[OperationBits, ..
 
 def _smallest(answers: Sequence[int | None]) -> int | None:
     """Bytes at the highest point of any rank, where all of them had room."""
-    return None if None in answers else max(one for one in answers if one is not None)
+    return None if None in answers else max(answer for answer in answers if answer is not None)
 
 
 StepAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
@@ -130,11 +131,11 @@ StepAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
 
 def _step_parts(answers: Sequence[StepAnswer | str | None]) -> tuple[tuple[Sent, ...], Overlap, Scaling | None] | None:
     """What every rank sends. Each round of each part ends with its slowest rank."""
-    told = [one for one in answers if one is not None and not isinstance(one, str)]
+    told = [answer for answer in answers if answer is not None and not isinstance(answer, str)]
     if len(told) < len(answers):
-        return next((((), Overlap(why=one), None) for one in answers if isinstance(one, str)), None)
+        return next((((), Overlap(why=answer), None) for answer in answers if isinstance(answer, str)), None)
     sent, ranks = tuple(one for own, _ in told for one in own), [rounds for _, rounds in told]
-    seconds = {name: tuple(map(max, zip(*(one[name] for one in ranks), strict=True))) for name in ranks[0]}
+    seconds = {name: tuple(map(max, zip(*(rank[name] for rank in ranks), strict=True))) for name in ranks[0]}
     scaling = Scaling(seconds["whole"], seconds["share"], seconds["both"]) if "whole" in seconds else None
     overlap = Overlap(seconds["compute"], seconds["communication"], seconds["both"], seconds["in_turn"])
     return sent, overlap, scaling

@@ -135,7 +135,13 @@ class RanksProcess(WorkerProcess):
                 return number, ("fault", "the ranks disagree", str(error), "", False)
         if len(faults) == len(self._ranks) and len({fault[1] for fault in faults}) == 1:
             kind, text, trace, _ = faults[0][1:]
-            return number, ("fault", kind, f"{text} (on all {len(faults)} ranks)", trace, all(one[4] for one in faults))
+            return number, (
+                "fault",
+                kind,
+                f"{text} (on all {len(faults)} ranks)",
+                trace,
+                all(fault[4] for fault in faults),
+            )
         self.broken = True
         states = self._blamed()
         words = sentence(states, time.monotonic())
@@ -210,7 +216,7 @@ class RanksProcess(WorkerProcess):
 
     def _wait_for_others(self) -> None:
         end = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < end and any(one.reply is None and one.ended_at is None for one in self._ranks):
+        while time.monotonic() < end and any(rank.reply is None and rank.ended_at is None for rank in self._ranks):
             self._take(0.05)
 
     def _blamed(self) -> list[RankState]:
@@ -222,7 +228,7 @@ class RanksProcess(WorkerProcess):
     def _states(self) -> list[RankState]:
         """All ranks as they are, in the order in which they ended, then by number."""
         statuses = self._statuses()
-        in_order = sorted(self._ranks, key=lambda one: (one.ended_at is None, one.ended_at or 0.0, one.number))
+        in_order = sorted(self._ranks, key=lambda rank: (rank.ended_at is None, rank.ended_at or 0.0, rank.number))
         return [self._state(rank, statuses) for rank in in_order]
 
     def _state(self, rank: _Rank, statuses: Mapping[int, int] | None) -> RankState:

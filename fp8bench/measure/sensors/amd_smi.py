@@ -80,7 +80,9 @@ class AmdDevice(DriverDevice):
         call = self.library.call
         handles = call("amdsmi_get_processor_handles")
         wanted = address_of(self._identity.pci)
-        same = [one for one in handles if wanted and address_of(call("amdsmi_get_gpu_device_bdf", one)) == wanted]
+        same = [
+            handle for handle in handles if wanted and address_of(call("amdsmi_get_gpu_device_bdf", handle)) == wanted
+        ]
         if not same and (wanted or len(handles) != 1):
             raise NoReading(
                 f"AMD SMI lists {len(handles)} device(s), none at {self._identity.pci or 'a known address'}"
@@ -118,7 +120,9 @@ def _number(said: Mapping[str, Any], name: str) -> float:
 
 def _of(function: str, name: str, factor: float, unit: str, *arguments: Callable[[], Any]) -> Way:
     """A quantity that is never 0, in our unit: one of several that a function tells together."""
-    return lambda ask: positive(_number(ask(function, *(one() for one in arguments)), name) * factor, unit, function)
+    return lambda ask: positive(
+        _number(ask(function, *(argument() for argument in arguments)), name) * factor, unit, function
+    )
 
 
 def _text(function: str, name: str = "") -> Way:

@@ -63,7 +63,7 @@ def device_state_of(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar | None
     """What a run on this device is made under; of a processor that has no driver, where its energy comes from."""
     found: dict[str, Scalar | None] = {}
     if facts.accelerated or not isinstance(meter.device, AbsentDevice):
-        read = {name: one for name, one in meter.device.facts().items() if name in _FACTS}
+        read = {name: fact for name, fact in meter.device.facts().items() if name in _FACTS}
         found = {name: None if isinstance(one, Unavailable) else one.value for name, one in read.items()}
         found["unknown"] = "; ".join(reasons_of(read)) or None
     found["energy_source"] = meter.kind.value

@@ -89,7 +89,7 @@ def rhythm(ticks: Sequence[Tick]) -> Rhythm:
     """How a counter changes, by ticks none of which was passed over."""
     intervals = [later.at - earlier.at for earlier, later in pairwise(ticks)]
     period = median(intervals)
-    return Rhythm(period, max(abs(one - period) for one in intervals), max(intervals))
+    return Rhythm(period, max(abs(interval - period) for interval in intervals), max(intervals))
 
 
 def _ends(ticks: Sequence[Tick]) -> tuple[int, int]:

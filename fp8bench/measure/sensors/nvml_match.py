@@ -71,7 +71,7 @@ def match(identity: Identity, devices: Sequence[Listed], environ: Mapping[str, s
         raise NoReading("NVML lists no device")
     uuid, address = _digits(identity.uuid), address_of(identity.pci)
     found = next((one for one in _all(devices) if uuid and _digits(one.uuid) == uuid), None)
-    found = found or next((Match(one) for one in devices if address and address_of(one.pci) == address), None)
+    found = found or next((Match(device) for device in devices if address and address_of(device.pci) == address), None)
     if found is None and (uuid or identity.pci):
         raise NoReading(f"NVML lists no device with UUID {identity.uuid or '?'} or PCI address {identity.pci or '?'}")
     if found is None:

@@ -107,13 +107,13 @@ class ZeroModel(ParallelModel):
         super().__init__(dict(self.module.named_parameters()), job.loss_scale)
         self.group = self.sharers = job.group
         self._all_names, self._all_weights = self.names, self.weights
-        sizes = [one.numel() for one in self.weights]
+        sizes = [weight.numel() for weight in self.weights]
         self._owners = owners(sizes, self.group.size())
         self.names, self.weights = self._of(self.group.rank(), self.names), self._of(self.group.rank(), self.weights)
         self._most = max(sum(self._of(owner, sizes)) for owner in range(self.group.size()))
         if job.options["wire"] == "fp8":
             self.fp8_wire = FP8Wire(self.group)
-            self.weights = [one.clone() for one in self.weights]
+            self.weights = [weight.clone() for weight in self.weights]
             self.updated(SilentPhases())
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
@@ -144,7 +144,9 @@ class ZeroModel(ParallelModel):
 
     def full_weights(self) -> dict[str, Tensor]:
         own = dict(zip(self.names, self.weights, strict=True))
-        found = {name: own.get(name, one).clone() for name, one in zip(self._all_names, self._all_weights, strict=True)}
+        found = {
+            name: own.get(name, weight).clone() for name, weight in zip(self._all_names, self._all_weights, strict=True)
+        }
         self._broadcast(list(found.values()))
         return found
 
@@ -154,7 +156,7 @@ class ZeroModel(ParallelModel):
 
     def _row(self, tensors: Sequence[Tensor]) -> Tensor:
         """What there is for an owner's weights, filled up to the numbers of whoever has most."""
-        row = torch.cat([one.flatten() for one in tensors])
+        row = torch.cat([tensor.flatten() for tensor in tensors])
         return torch.nn.functional.pad(row, (0, self._most - row.numel()))
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
@@ -179,6 +181,6 @@ def _wait(begun: Iterable[dist.Work | None]) -> None:
 
 
 def _put(row: Tensor, tensors: Sequence[Tensor]) -> None:
-    pieces = torch.split(row[: sum(one.numel() for one in tensors)], [one.numel() for one in tensors])
-    for one, piece in zip(tensors, pieces, strict=True):
-        one.copy_(piece.view_as(one))
+    pieces = torch.split(row[: sum(tensor.numel() for tensor in tensors)], [tensor.numel() for tensor in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        tensor.copy_(piece.view_as(tensor))

@@ -40,7 +40,9 @@ class FSDPModel(ParallelModel):
         self._in_codes = wire == "torchao_fp8"
         shard(self.module, DeviceMesh.from_group(job.group, job.facts.kind), wire)
         super().__init__(dict(self.module.named_parameters()), job.loss_scale)
-        self.weights = [getattr(one, "_tensor", one) for one in self.weights]  # without what torchao wraps them in
+        self.weights = [
+            getattr(weight, "_tensor", weight) for weight in self.weights
+        ]  # without what torchao wraps them in
         if self._in_codes:
             self._scales_are_known()
 
@@ -87,8 +89,8 @@ class TensorFSDP(TensorCut):
         return [ScaleWitness(self.layers(), self.shared_roles, self.group, pair)]
 
     def _own(self) -> list[Tensor]:
-        wholes = [one.detach() for one in self.parameters]
-        return [one.full_tensor() if isinstance(one, DTensor) else one for one in wholes]
+        wholes = [parameter.detach() for parameter in self.parameters]
+        return [whole.full_tensor() if isinstance(whole, DTensor) else whole for whole in wholes]
 
 
 @cache

@@ -38,7 +38,7 @@ class ParallelModel:
     def __init__(self, named: Mapping[str, nn.Parameter], loss_scale: float) -> None:
         self.names, self.parameters = list(named), list(named.values())
         self.loss_scale = loss_scale
-        self.weights = [local(one.detach()) for one in self.parameters]
+        self.weights = [local(parameter.detach()) for parameter in self.parameters]
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         """Forward and backward of a whole batch; the mean loss of this rank's share, and gradients are there."""
@@ -56,7 +56,7 @@ class ParallelModel:
 
     def gradients(self) -> list[Tensor]:
         """One for each weight, of the mean loss of the whole batch."""
-        found = [local(one.grad) for one in self.parameters if one.grad is not None]
+        found = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         if self.loss_scale != 1.0:
             torch._foreach_div_(found, self.loss_scale)
         return found
@@ -66,8 +66,8 @@ class ParallelModel:
         return
 
     def forget(self) -> None:
-        for one in self.parameters:
-            one.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def full_weights(self) -> dict[str, Tensor]:
         """Every weight of the whole model, whole, by its path in it; on every rank. All ranks ask together."""
@@ -93,7 +93,10 @@ class ParallelModel:
         return {path: one for path, one in self.module.named_modules() if isinstance(one, Linear)}
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        return {MemoryRole.WEIGHTS: self.weights, MemoryRole.GRADIENTS: [one.grad for one in self.parameters]}
+        return {
+            MemoryRole.WEIGHTS: self.weights,
+            MemoryRole.GRADIENTS: [parameter.grad for parameter in self.parameters],
+        }
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -158,11 +161,11 @@ class _SeenScale:
         """The scale of each cast, of tensors with these largest magnitudes."""
         assert self._treatment.scaling is not None
         history = DelayedScale(self._delayed, self._treatment.fmt) if self._delayed else None
-        for one in magnitudes:
+        for magnitude in magnitudes:
             if history is not None:
-                yield history.next(one, amax=one).scale.clone()
+                yield history.next(magnitude, amax=magnitude).scale.clone()
             else:
-                yield current_scale(one, self._treatment.fmt, self._treatment.scaling.rounding)[0]
+                yield current_scale(magnitude, self._treatment.fmt, self._treatment.scaling.rounding)[0]
 
 
 class ScaleWitness:
@@ -199,7 +202,7 @@ class ScaleWitness:
             magnitudes = source.magnitudes
             if source.shared:
                 of_ranks = [everybody[rank].get(" ".join(key), []) for rank in self._sharing]
-                if len({len(one) for one in of_ranks}) > 1:
+                if len({len(rank) for rank in of_ranks}) > 1:
                     return f"casts the {key[1]} of {key[0]} as often as no other rank does"
                 largest = map(max, zip(*of_ranks, strict=True))
                 magnitudes = [x.new_tensor(one) for x, one in zip(magnitudes, largest, strict=True)]

@@ -139,7 +139,7 @@ def _of_products(precision: Precision) -> MostApart:
     recipe = getattr(precision, "recipe", None)
     if recipe is None:
         return _EXACT if precision.name == "fp32" else _IN_16_BITS
-    if min(one.fmt.bits for one in recipe.treatments) < _BYTE:
+    if min(treatment.fmt.bits for treatment in recipe.treatments) < _BYTE:
         return _NARROWER
     return _FP8_BY_TENSORS if recipe.per_tensor else _FP8_BY_BLOCKS
 
@@ -178,7 +178,7 @@ class ParallelState:
 
 def begun(model: ParallelModel, loader: TokenLoader, facts: DeviceFacts, plain: bool = False) -> ParallelState:
     """A state that takes AdamW's steps, or `plain` ones."""
-    parameters = [torch.nn.Parameter(one) for one in model.weights]
+    parameters = [torch.nn.Parameter(weight) for weight in model.weights]
     optimizer = torch.optim.SGD(parameters, _PLAIN_RATE) if plain else adamw(parameters, _RATE, facts)
     return ParallelState(model, optimizer, parameters, loader)
 
@@ -187,12 +187,12 @@ def agreement(together: ParallelState, alone: ParallelState, steps: int) -> Apar
     """How far so many steps are from those of one rank alone. Raises where a rank casts or sends otherwise than what
     it has asks for: much of that would be less than rounding."""
     witnesses = together.model.witnesses()
-    before = {name: one.clone() for name, one in alone.model.full_weights().items()}
+    before = {name: weight.clone() for name, weight in alone.model.full_weights().items()}
     phase, gaps = SilentPhases(), []
     for _ in range(steps):
         loss = together.model.whole_loss(together.trained(phase))
         gaps.append((loss.double() - alone.trained(phase).double()).abs().max())
-    for mistake in [one.mistake() for one in witnesses]:
+    for mistake in [witness.mistake() for witness in witnesses]:
         if mistake:
             raise NotTheSame(mistake)
     found, wanted = together.model.full_weights(), alone.model.full_weights()

@@ -161,7 +161,7 @@ class SequenceCut(TensorCut):
             stream = self.module.through(group.own(self.module.embedded(tokens)), phase, tokens.shape[1])
             loss = loss_of(self.module.read(stream, phase), group.own(targets))
             (loss * (self.loss_scale / group.size)).backward()  # type: ignore[no-untyped-call]
-            common = [one.grad for one, cut in zip(self.parameters, self._cuts, strict=True) if cut is None]
+            common = [parameter.grad for parameter, cut in zip(self.parameters, self._cuts, strict=True) if cut is None]
             own = [one.view(-1) for one in common if one is not None]
             whole = group.added(torch.cat(own))
             torch._foreach_copy_(own, list(torch.split(whole, [one.numel() for one in own])))

@@ -96,7 +96,7 @@ class Cut:
         import torch
 
         return torch.cat(
-            [one.chunk(ranks, self.dim)[rank] for one in torch.split(whole, list(self.parts), self.dim)], self.dim
+            [word.chunk(ranks, self.dim)[rank] for word in torch.split(whole, list(self.parts), self.dim)], self.dim
         )
 
     def joined(self, shares: Sequence[Tensor]) -> Tensor:

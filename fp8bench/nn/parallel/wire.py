@@ -117,7 +117,7 @@ class StepWire(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _size(args: Sequence[Any]) -> int:
     """Of the group among the arguments of an operation: an object of it, or its name, which comes last."""
-    boxed = [one for one in args if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type())]
+    boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
     if boxed:
         return int(dist.ProcessGroup.unbox(boxed[0]).size())
     return int(_resolve_process_group(args[-1]).size())
@@ -125,13 +125,13 @@ def _size(args: Sequence[Any]) -> int:
 
 def _works(result: Any) -> list[Any]:
     """What an operation gave that can be waited for: a work, or a tensor that is not there yet."""
-    boxed = [one for one in tree_leaves(result) if isinstance(one, torch.ScriptObject)]
-    return boxed or [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+    boxed = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
+    return boxed or [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def _wait(works: Sequence[Any]) -> None:
-    for one in works:
-        if isinstance(one, Tensor):
-            torch.ops._c10d_functional.wait_tensor(one)
+    for work in works:
+        if isinstance(work, Tensor):
+            torch.ops._c10d_functional.wait_tensor(work)
         else:
-            dist.Work.unbox(one).wait()
+            dist.Work.unbox(work).wait()

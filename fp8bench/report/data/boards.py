@@ -178,7 +178,7 @@ def attach(sent: Any, name: str, kind: str, files: Iterable[Path]) -> None:
 
 
 def _config(run: Run) -> dict[str, Scalar | None]:
-    devices = ", ".join(f"{one.key}: {one.name}" for one in run.devices)
+    devices = ", ".join(f"{device.key}: {device.name}" for device in run.devices)
     where = told_of(run.environment)
     return {**where, "command": run.command, "devices": devices, "moment": moment(run), "run": run.id}
 

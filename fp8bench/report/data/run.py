@@ -209,7 +209,9 @@ def run_value(run: Run, findings: Mapping[str, Finding]) -> dict[str, Any]:
         told = result.finding and {**encode(result.finding), "verdict_words": result.finding.verdict_words}
         # Its case is the record's.
         found = told and {name: value for name, value in told.items() if name != "case"}
-        figures = {name: encode(one.value) for name, one in Figures(group, result).items() if one.value is not None}
+        figures = {
+            name: encode(Figure.value) for name, Figure in Figures(group, result).items() if Figure.value is not None
+        }
         said[result.record.case.id] = {"finding": found, "metrics": figures}
     records = [{**encode(record), **said[record.case.id]} for record in run.records]
     sweeps = [{**row._asdict(), "held": dict(row.held)} for row in break_even_rows(run, findings)]

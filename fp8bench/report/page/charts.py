@@ -102,7 +102,9 @@ def lasting(result: Result) -> bool:
 
 def phase_parts(results: Iterable[Result]) -> dict[str, str]:
     """The phases of any of these results, with words and in order: the same everywhere, so that each has one colour."""
-    found = {name for one in results if lasting(one) for name, seconds in phases_of(one) if 0 < seconds < math.inf}
+    found = {
+        name for result in results if lasting(result) for name, seconds in phases_of(result) if 0 < seconds < math.inf
+    }
     return {name: phase_words(name) for name in sorted(found | {UNATTRIBUTED}, key=phase_order)}
 
 
@@ -152,7 +154,7 @@ def _content(chart: AnyChart) -> tuple[Sequence[Column], _Numbers, _Rows]:
             return [Column("step")], [(chart.axis.title, chart.axis.unit)], steps
         case Scatter():
             numbers = [(axis.title, axis.unit) for axis in (chart.x, chart.y)]
-            points = [([Field(one.series), _name(one)], [one.x, one.y], one.hint) for one in chart.points]
+            points = [([Field(point.series), _name(point)], [point.x, point.y], point.hint) for point in chart.points]
             return [Column("series"), Column("case")], numbers, points
         case Stacks():
             numbers = [(chart.parts[part], chart.axis.unit) for part in chart.present]
@@ -170,8 +172,8 @@ def _content(chart: AnyChart) -> tuple[Sequence[Column], _Numbers, _Rows]:
             return [Column("case"), Column("samples", number=True)], numbers, strips
 
 
-def _name(one: Mark | Point) -> Field:
-    return Field(one.label, tone=one.tone)
+def _name(mark: Mark | Point) -> Field:
+    return Field(mark.label, tone=mark.tone)
 
 
 def _ends(axis: Axis) -> _Numbers:
@@ -183,7 +185,7 @@ def _marked(words: Sequence[Field], mark: Mark) -> tuple[Sequence[Field], Sequen
 
 
 def _summary(samples: Iterable[float]) -> Sequence[float | None]:
-    finite = [one for one in samples if math.isfinite(one)]
+    finite = [sample for sample in samples if math.isfinite(sample)]
     if len(finite) < 2:
         return [finite[0] if finite else None] * 5
     return [min(finite), *statistics.quantiles(finite, n=4, method="inclusive"), max(finite)]

@@ -108,7 +108,7 @@ class _Ids:
         """The name as a word without blanks; with a number where another has it already."""
         word = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "part"
         candidates = (word if number == 1 else f"{word}-{number}" for number in count(1))
-        chosen = next(one for one in candidates if one not in self._taken)
+        chosen = next(candidate for candidate in candidates if candidate not in self._taken)
         self._taken.add(chosen)
         return chosen
 

@@ -100,7 +100,10 @@ def _element(element: Element) -> Iterator[str]:
         case Verdicts():
             columns = [Column("precision"), *map(Column, element.questions)]
             rows = [
-                (Field(label), *(replace(one, text=": ".join(filter(None, (one.text, one.hint)))) for one in fields))
+                (
+                    Field(label),
+                    *(replace(field, text=": ".join(filter(None, (field.text, field.hint)))) for field in fields),
+                )
                 for label, fields in element.rows
             ]
             yield _table(columns, rows)

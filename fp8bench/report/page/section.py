@@ -68,7 +68,9 @@ class Section:
         if not elements:
             return None
         lead = self.lead if isinstance(self.lead, str) else self.lead(material)
-        return Part(self.name, self.title, elements, "" if all(isinstance(one, Text) for one in elements) else lead)
+        return Part(
+            self.name, self.title, elements, "" if all(isinstance(element, Text) for element in elements) else lead
+        )
 
 
 _sections: dict[str, Section] = {}
@@ -92,7 +94,7 @@ def sections() -> dict[str, Section]:
     for module in pkgutil.iter_modules(topics.__path__):
         importlib.import_module(f"{topics.__name__}.{module.name}")
     list(feature_parts("section"))
-    return {one.name: one for one in sorted(_sections.values(), key=lambda one: one.rank)}
+    return {section.name: section for section in sorted(_sections.values(), key=lambda section: section.rank)}
 
 
 def case_field(case: NamedCase) -> Field:
@@ -193,7 +195,10 @@ def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
         ("cases", counts(run)),
         ("torch", fact(run, "torch")),
         ("threads", fact(run, "threads")),
-        ("memory", listed([units.size(one.memory_bytes) for one in run.devices if one.accelerated], _MOST_DEVICES)),
+        (
+            "memory",
+            listed([units.size(device.memory_bytes) for device in run.devices if device.accelerated], _MOST_DEVICES),
+        ),
     )
     yield from ((name, text) for name, text in pairs if text)
 

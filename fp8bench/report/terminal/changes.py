@@ -73,11 +73,11 @@ def _what_to_do(change: Change, options: str) -> Iterator[Element]:
 def value_of(found: Found) -> dict[str, object]:
     changes = [
         {
-            "series": one.trend.name, "machine": one.trend.machine["machine"], "python": one.trend.python,
-            "version": one.version, **encode(one.comparison), "first": one.first, "commits": one.commits,
-            "unmeasured": one.unmeasured, "state": one.state.value, "ack": encode(one.ack),
+            "series": change.trend.name, "machine": change.trend.machine["machine"], "python": change.trend.python,
+            "version": change.version, **encode(change.comparison), "first": change.first, "commits": change.commits,
+            "unmeasured": change.unmeasured, "state": change.state.value, "ack": encode(change.ack),
         }
-        for one in found.changes
+        for change in found.changes
     ]  # fmt: skip
     return {
         "schema": SCHEMA, "looked_at": found.looked_at, "counted": found.counted, "left": dict(found.left),

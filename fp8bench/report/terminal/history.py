@@ -58,7 +58,7 @@ def trends_page(
     parts = []
     for _, alike in itertools.groupby(endings, key=lambda one: (one.trend.machine.get("machine"), one.trend.python)):
         members = list(alike)
-        rows = tuple(tuple(map(Field, _last_cells(one))) for one in members)
+        rows = tuple(tuple(map(Field, _last_cells(member))) for member in members)
         parts.append(Part("series", "", (Table("series", where(members[0].trend), columns, rows),)))
     if endings:
         name = shlex.quote(endings[0].trend.name)
@@ -77,12 +77,13 @@ def trend_page(trends: Sequence[Trend], description: str, gone: Collection[str])
         Column("change", number=True), Column("why", below=True),
     )  # fmt: skip
     parts = [
-        Part("trend", "", (Table("trend", where(one), columns, tuple(_figure_rows(one, gone))),)) for one in trends
+        Part("trend", "", (Table("trend", where(trend), columns, tuple(_figure_rows(trend, gone))),))
+        for trend in trends
     ]
     figures = [figure for trend in trends for figure in trend.figures]
-    words = [INTERVAL.format(_samples(trends))] if any(one.low is not None for one in figures) else []
-    words += [VERSUS] if any(len(one.measured) > 1 for one in trends) else []
-    words += [HASTY] if any(one.hasty for one in figures) else []
+    words = [INTERVAL.format(_samples(trends))] if any(figure.low is not None for figure in figures) else []
+    words += [VERSUS] if any(len(trend.measured) > 1 for trend in trends) else []
+    words += [HASTY] if any(figure.hasty for figure in figures) else []
     what = list_of("what", "", [f"{description}; lower is better"])
     return Page(trends[0].name, "", (*what, *parts), words)
 
@@ -128,7 +129,7 @@ def faults_page(faults: Sequence[Fault], sound: Mapping[str, tuple[int, int]], s
     parts = []
     for title, kind in (("broken", True), ("worth knowing", False)):
         parts += list_of(
-            title, title, (f"{one.path}: {one.what}. {one.remedy}." for one in faults if one.broken is kind)
+            title, title, (f"{fault.path}: {fault.what}. {fault.remedy}." for fault in faults if fault.broken is kind)
         )
     counted = ", ".join(f"{few} of {all_of} {what}" for what, (few, all_of) in sound.items())
     return Page(head, "", (*parts, Part("sound", "", (Text(f"sound: {counted}"),))))
@@ -189,23 +190,27 @@ def _figure_rows(trend: Trend, gone: Collection[str]) -> Iterable[tuple[Field, .
     """A row a commit; what else changed than the commit stands above those it holds for."""
     before: Figure | None = None
     version, conditions = trend.figures[0].version, ""
-    for one in trend.figures:
-        news = [f"version {version} -> {one.version}: numbers before do not compare"] if one.version != version else []
-        version = one.version
-        if before is not None and one.value is not None and before.under != one.under:
-            news += _new_conditions(before.under, one.under)
+    for figure in trend.figures:
+        news = (
+            [f"version {version} -> {figure.version}: numbers before do not compare"]
+            if figure.version != version
+            else []
+        )
+        version = figure.version
+        if before is not None and figure.value is not None and before.under != figure.under:
+            news += _new_conditions(before.under, figure.under)
         conditions = "; ".join(news) or conditions
-        below = [f"{_shown(trend, one)}: {one.reason}"] if one.value is None and one.reason else []
-        below += [GONE] if one.commit in gone else []
-        ends = ", ".join(value(trend, end, _CLOSE) for end in (one.low, one.high))
-        told = before is not None and (before.version, before.source) == (one.version, one.source)
+        below = [f"{_shown(trend, figure)}: {figure.reason}"] if figure.value is None and figure.reason else []
+        below += [GONE] if figure.commit in gone else []
+        ends = ", ".join(value(trend, end, _CLOSE) for end in (figure.low, figure.high))
+        told = before is not None and (before.version, before.source) == (figure.version, figure.source)
         cells = (
-            conditions, units.moment(one.date), one.commit[:8], str(one.runs), str(one.samples),
-            _shown(trend, one, _CLOSE), units.NONE if one.low is None else f"[{ends}]",
-            _change(one, before) if told else units.NONE, "\n".join(below),
+            conditions, units.moment(figure.date), figure.commit[:8], str(figure.runs), str(figure.samples),
+            _shown(trend, figure, _CLOSE), units.NONE if figure.low is None else f"[{ends}]",
+            _change(figure, before) if told else units.NONE, "\n".join(below),
         )  # fmt: skip
         yield tuple(map(Field, cells))
-        before = one if one.value is not None else before
+        before = figure if figure.value is not None else before
 
 
 def _new_conditions(before: Conditions, now: Conditions) -> Iterable[str]:
@@ -221,7 +226,9 @@ def _new_conditions(before: Conditions, now: Conditions) -> Iterable[str]:
 def _unfinished(run: Run, being_written: bool) -> str:
     if being_written:
         return "being measured now"
-    missing = len({one.case.id for group in run.plan for one in group.cases} - {one.case.id for one in run.records})
+    missing = len(
+        {case.case.id for group in run.plan for case in group.cases} - {record.case.id for record in run.records}
+    )
     lacking = f"; {count_of(missing, 'case has', 'cases have')} no record" if missing else ""
     return f"unfinished{lacking}: fp8bench suite --resume {run.id}"
 

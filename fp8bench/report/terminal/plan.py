@@ -40,9 +40,11 @@ def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Pa
 
 def _support_table(groups: Sequence[Group]) -> Table:
     """One row for each precision: how the device does it, and why. What only some groups refuse is told below."""
-    cases = [one for group in groups for one in group.cases]
-    running = {one.case.mode for one in cases if one.runs}
-    modes = dict.fromkeys((one.case.mode, one.support) for one in cases if one.runs or one.case.mode not in running)
+    cases = [case for group in groups for case in group.cases]
+    running = {case.case.mode for case in cases if case.runs}
+    modes = dict.fromkeys(
+        (case.case.mode, case.support) for case in cases if case.runs or case.case.mode not in running
+    )
     rows = tuple(tuple(map(Field, (mode, support.level.value, support.reason))) for mode, support in modes)
     return Table("support", "", (Column("case"), Column("how"), Column("why")), rows)
 
@@ -50,6 +52,6 @@ def _support_table(groups: Sequence[Group]) -> Table:
 def _cases(group: Group) -> str:
     """'fp32 (reference), bf16; skip nvfp4'."""
     marks = {group.reference: " (reference)"}
-    named = [(one.runs, one.case.mode + marks.get(place, "")) for place, one in enumerate(group.cases)]
+    named = [(case.runs, case.case.mode + marks.get(place, "")) for place, case in enumerate(group.cases)]
     names, skipped = (", ".join(name for runs, name in named if runs is wanted) for wanted in (True, False))
     return "; ".join(filter(None, (names, f"skip {skipped}" if skipped else "")))

@@ -104,8 +104,8 @@ def _parts(panel: Panel, run: Run, width: int) -> Iterator[Part]:
     numbers = [] if of_tensors else _numbers(panel)
     if numbers:
         yield Part("numbers", "numbers", (Facts(tuple(numbers)),))
-    bounds = [] if of_tensors else [Text(one) for one in roofline.sentences(panel)]
-    bounds += [Text(one) for one in roofline.sources(panel.results)] if bounds else []
+    bounds = [] if of_tensors else [Text(sentence) for sentence in roofline.sentences(panel)]
+    bounds += [Text(source) for source in roofline.sources(panel.results)] if bounds else []
     if bounds:
         yield Part("roofline", "what bounds it", (Items(tuple(bounds)),))
     yield from layout.list_of("notes", "notes", merge_notes(_notes(panel, run), len(panel.groups)))
@@ -127,16 +127,17 @@ def _numbers(panel: Panel) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     for group in panel.groups:
         told = [
-            (error_name(one), f"{result.mode} {show_value(one)}{how}")
+            (error_name(measurement), f"{result.mode} {show_value(measurement)}{how}")
             for result in group.results
-            for one in result.record.measurements
-            for how in [" (emulated)" if one.unit == "B" and emulated(result) else ""]
-            if one.metric != _told_elsewhere(panel) and (one.phase or one.metric != main_error(panel))
+            for measurement in result.record.measurements
+            for how in [" (emulated)" if measurement.unit == "B" and emulated(result) else ""]
+            if measurement.metric != _told_elsewhere(panel)
+            and (measurement.phase or measurement.metric != main_error(panel))
         ]
         told += [
-            ("speed-up over all calls", f"{one.mode} {speed.of_all_calls(one.finding)}")
-            for one in group.results
-            if one.finding and one.finding.typical and not emulated(one)
+            ("speed-up over all calls", f"{result.mode} {speed.of_all_calls(result.finding)}")
+            for result in group.results
+            if result.finding and result.finding.typical and not emulated(result)
         ]
         place = f" at {group.place}" if len(panel.groups) > 1 else ""
         lines += [(f"{label}{place}", ", ".join(texts)) for label, texts in together(told).items()]
@@ -189,7 +190,7 @@ def _legend(panels: Sequence[Panel]) -> list[str]:
     occurs = {
         legend.BELOW_FLOOR: any(finding.below_floor for finding in found),
         legend.HARD: any(finding.hard for finding in found),
-        legend.REPLAYED: any(one.record.replays and one.record.replays.timing for one in results),
+        legend.REPLAYED: any(result.record.replays and result.record.replays.timing for result in results),
         legend.EMULATED: any(emulated(result) and result.best for result in results),
     }
     lines = [
@@ -209,10 +210,10 @@ def _legend(panels: Sequence[Panel]) -> list[str]:
 
 def _ratio_legends(panels: Sequence[Panel]) -> list[str]:
     levels = together(
-        (panel.reference, one.finding.ratio.level)
+        (panel.reference, result.finding.ratio.level)
         for panel in panels
-        for one in panel.results
-        if one.finding is not None and one.finding.ratio is not None and not emulated(one)
+        for result in panel.results
+        if result.finding is not None and result.finding.ratio is not None and not emulated(result)
     )
     lines = [legend.speed_up(reference, found) for reference, found in levels.items()]
     return [*lines, legend.VERDICT] if lines else []
@@ -223,7 +224,7 @@ def _error_legends(panels: Sequence[Panel]) -> list[str]:
     told = []
     for panel in panels:
         metric = main_error(panel)
-        measured = [one.record.measurement(metric) for one in panel.results]
+        measured = [result.record.measurement(metric) for result in panel.results]
         described = next((one.description for one in measured if one and one.description), "relative, 0 is exact")
         told += [(f"{metric} ({described})", panel.case.workload)] if metric else []
     suites = together(told)
@@ -234,12 +235,12 @@ def _error_legends(panels: Sequence[Panel]) -> list[str]:
 
 def _number_legends(panels: Sequence[Panel]) -> list[str]:
     return sorted({
-        f"{one.metric}: {one.description}"
+        f"{measurement.metric}: {measurement.description}"
         for panel in panels
         for shown in [(main_error(panel), _told_elsewhere(panel))]
         for result in panel.results
-        for one in result.record.measurements
-        if one.description and one.metric not in shown
+        for measurement in result.record.measurements
+        if measurement.description and measurement.metric not in shown
     })  # fmt: skip
 
 
@@ -350,12 +351,12 @@ def _matrix(panels: Sequence[Panel]) -> Table:
     several = len({panel.case.device for panel in panels}) > 1
     modes = list(dict.fromkeys(result.mode for panel in panels for result in panel.results))
     by_suite = together(
-        (f"{panel.case.workload}{f' on {panel.case.device}' if several else ''}", one)
+        (f"{panel.case.workload}{f' on {panel.case.device}' if several else ''}", result)
         for panel in panels
-        for one in panel.results
+        for result in panel.results
     )
     rows = [
-        (Field(suite), *(_cell([one for one in results if one.mode == mode]) for mode in modes))
+        (Field(suite), *(_cell([result for result in results if result.mode == mode]) for mode in modes))
         for suite, results in by_suite.items()
     ]
     return Table("matrix", _HOW_MATRIX, (Column("suite"), *(Column(mode) for mode in modes)), tuple(rows))
@@ -365,11 +366,11 @@ def _cell(results: Sequence[Result]) -> Field:
     """'1.90x', 'perhaps 1.90x', 'unsure 1.01x', 'reference', 'emulated', 'FAILED'."""
     if not results:
         return Field(units.NONE)
-    speeds = [speed.point for one in results if (speed := speed_up(one)) is not None]
-    if not speeds or any(standing(one) is Standing.FAILED for one in results):
-        worst = min(results, key=lambda one: standing(one) is not Standing.FAILED)
+    speeds = [speed.point for result in results if (speed := speed_up(result)) is not None]
+    if not speeds or any(standing(result) is Standing.FAILED for result in results):
+        worst = min(results, key=lambda result: standing(result) is not Standing.FAILED)
         return Field(status_words(worst), tone=tone_of(worst))
-    stands = {standing(one) for one in results}
+    stands = {standing(result) for result in results}
     word = "unsure " if stands == {Standing.UNSURE} else "perhaps " if stands & _NOT_CLEAR else ""
     shown = units.speed_up(statistics.median(speeds))
     return Field(f"{word}{shown}", tone=common_tone(map(tone_of, results)))

@@ -25,7 +25,7 @@ _MARKED = "break-even"
 
 def swept(panel: Panel) -> list[Swept]:
     """Every number that varies alone in a panel, with what each precision comes to over it."""
-    groups = [[(one.record, one.finding) for one in group.results] for group in panel.groups]
+    groups = [[(result.record, result.finding) for result in group.results] for group in panel.groups]
     sweeps = sweeps_of([group.case.params for group in panel.groups])
     found = ((sweep, tuple(swept_modes(sweep, groups))) for sweep in sweeps)
     return [(sweep, modes) for sweep, modes in found if modes]
@@ -41,13 +41,13 @@ def break_even_table(panel: Panel, found: Sequence[Swept], caption: str) -> Tabl
         held = show_params(pair for pair in sweep.held if pair not in panel.shared)
         sizes = [size for size, _ in sweep.places]
         measured = f"{sweep.axis} = {units.whole(sizes[0])} to {units.whole(sizes[-1])}, {len(sizes)} sizes"
-        for one in modes:
-            doubtful = one.found is None or bool(one.doubted)
+        for mode in modes:
+            doubtful = mode.found is None or bool(mode.doubted)
             tone = Tone.DOUBT if doubtful else Tone.PLAIN
-            words = Field(pays(sweep.axis, one.found) if one.found else units.NONE, tone=tone)
+            words = Field(pays(sweep.axis, mode.found) if mode.found else units.NONE, tone=tone)
             place = Field(f"over {sweep.axis}{' at ' * bool(held)}{held}")
-            rest = Field("; ".join(remarks(one)))
-            rows.append((place, Field(one.mode), Field(one.against), words, Field(measured), rest))
+            rest = Field("; ".join(remarks(mode)))
+            rows.append((place, Field(mode.mode), Field(mode.against), words, Field(measured), rest))
     return Table("break-even", caption, columns, tuple(rows))
 
 
@@ -61,11 +61,11 @@ def pays(axis: str, found: BreakEven) -> str:
             return "at every size" if told[0] else "nowhere"
         return "wherever it can be told" if told[0] else "nowhere that can be told"
     parts, beginning = [], ""
-    for one in found.crossings:
-        if one.begins:
-            beginning = f"from {axis} = {_place(one)}"
+    for crossing in found.crossings:
+        if crossing.begins:
+            beginning = f"from {axis} = {_place(crossing)}"
         else:
-            parts.append(f"{beginning} to {_place(one)}" if beginning else f"up to {axis} = {_place(one)}")
+            parts.append(f"{beginning} to {_place(crossing)}" if beginning else f"up to {axis} = {_place(crossing)}")
             beginning = ""
     return " and ".join([*parts, *([f"{beginning} on"] if beginning else [])])
 
@@ -133,15 +133,15 @@ def break_even_rows(run: Run, findings: Mapping[str, Finding]) -> Iterator[Break
     for panel in panels_of(run, findings):
         for sweep, modes in swept(panel):
             sizes = [size for size, _ in sweep.places]
-            for one in modes:
-                about = (panel.case.workload, panel.case.device, sweep.axis, sweep.held, one.mode, one.against)
-                found = one.found
+            for mode in modes:
+                about = (panel.case.workload, panel.case.device, sweep.axis, sweep.held, mode.mode, mode.against)
+                found = mode.found
                 words = pays(sweep.axis, found) if found else ""
                 level = found.level or None if found else None
                 for crossing in (found.crossings if found else ()) or (None,):
                     size, low, high, begins = crossing or (None, None, None, None)
                     yield BreakEvenRow(
-                        *about, words, size, low, high, begins, level, sizes[0], sizes[-1], "; ".join(remarks(one))
+                        *about, words, size, low, high, begins, level, sizes[0], sizes[-1], "; ".join(remarks(mode))
                     )
 
 
@@ -175,14 +175,17 @@ def _chart(number: int, title: str, panel: Panel, found: Swept) -> Iterator[Scat
     if not curves:
         return
     marks = [
-        Point(_MARKED, f"{one.mode}: {sweep.axis} = {units.whole(round(crossing.size))}", crossing.size,
-              _height(curves[one.mode], crossing.size), Tone.STRONG, f"{one.mode} pays {pays(sweep.axis, one.found)}")
-        for one in modes if one.found is not None and one.mode in curves
-        for crossing in one.found.crossings
+        Point(_MARKED, f"{mode.mode}: {sweep.axis} = {units.whole(round(crossing.size))}",
+              crossing.size, _height(curves[mode.mode], crossing.size), Tone.STRONG,
+              f"{mode.mode} pays {pays(sweep.axis, mode.found)}")
+        for mode in modes if mode.found is not None and mode.mode in curves
+        for crossing in mode.found.crossings
     ]  # fmt: skip
     held = show_params(pair for pair in sweep.held if pair not in panel.shared)
     described = "; ".join(
-        f"{one.mode} against {one.against} pays {pays(sweep.axis, one.found)}" for one in modes if one.found is not None
+        f"{mode.mode} against {mode.against} pays {pays(sweep.axis, mode.found)}"
+        for mode in modes
+        if mode.found is not None
     )
     yield Scatter(
         f"break-even-{number}", ", ".join(filter(None, (f"{title}: {unit} over {sweep.axis}", held))),
@@ -256,7 +259,9 @@ def _layout(panel: Panel) -> _Layout | None:
     """The fullest map that has at least two rows and columns; None where all have too many holes."""
     own = [tuple(pair for pair in group.case.params if pair not in panel.shared) for group in panel.groups]
     layouts = [made for columns in _COLUMNS if (made := _split(own, columns)) is not None]
-    return max((one for one in layouts if one.filled >= _LEAST_FILLED), key=lambda one: one.filled, default=None)
+    return max(
+        (layout for layout in layouts if layout.filled >= _LEAST_FILLED), key=lambda layout: layout.filled, default=None
+    )
 
 
 def _split(own: Sequence[Params], columns: Sequence[str]) -> _Layout | None:

@@ -180,7 +180,7 @@ _WINDOW: tuple[Col[_Window], ...] = (
 
 
 def _lead(material: Material) -> str:
-    sources = sources_of(one for _, panel in timed_panels(material) for one in panel.results)
+    sources = sources_of(result for _, panel in timed_panels(material) for result in panel.results)
     differ = ", whose figures do not compare" if len(sources) > 1 else ""
     return (
         "What the device took while steps ran in windows of their own, after the timing; idling is what it takes with "
@@ -194,7 +194,7 @@ def _lead(material: Material) -> str:
 @section("energy", "Energy", 97, lead=_lead)
 def energy_section(material: Material) -> Iterator[Element]:
     panels = list(timed_panels(material))
-    parts = phase_parts(one for _, panel in panels for one in panel.results)
+    parts = phase_parts(result for _, panel in panels for result in panel.results)
     for title, panel in panels:
         yield from _panel(title, panel, parts)
     for text in dict.fromkeys(text for entry in material.entries for text in absences(entry.run)):
@@ -204,7 +204,7 @@ def energy_section(material: Material) -> Iterator[Element]:
 def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Element]:
     found = [(case, figures) for case in panel.members if (figures := figures_of(case.result)) is not None]
     if found:
-        yield Items(tuple(Text(f"{one.text}.", one.tone) for one in energy_sentences(panel)))
+        yield Items(tuple(Text(f"{sentence.text}.", sentence.tone) for sentence in energy_sentences(panel)))
     for kind, cost, words in (("energy", False, "energy of a step"), ("energy-cost", True, "what emulating costs")):
         members = [one for one in found if emulated(one[0].result) is cost]
         if members:
@@ -214,7 +214,7 @@ def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Eleme
     notes = ((modes, doubt, group.place) for group in panel.groups for modes, doubt in missing_within(group))
     doubts = merge_notes(notes, len(panel.groups))
     if doubts:
-        yield Items(tuple(Text(f"{one.removeprefix('- ')}.", Tone.DOUBT) for one in doubts))
+        yield Items(tuple(Text(f"{doubt.removeprefix('- ')}.", Tone.DOUBT) for doubt in doubts))
     if found:
         yield _windows(title, found)
 
@@ -270,10 +270,10 @@ def _mark(case: NamedCase) -> Mark | None:
 def _phases(title: str, found: Sequence[_Measured], parts: Mapping[str, str]) -> Iterator[Element]:
     """What each phase takes of a step's joules, by windows of its own; by its share of the time where it has none."""
     known = [(case, figures, told) for case, figures in found if (told := phases_of(case.result)) is not None]
-    kinds = {one.phase for _, _, told in known for one in told.phases} - {UNATTRIBUTED}
+    kinds = {phase.phase for _, _, told in known for phase in told.phases} - {UNATTRIBUTED}
     if len(kinds) < _LEAST_PHASES:
         return
-    estimated = all(one.found is None for _, _, told in known for one in told.phases)
+    estimated = all(phase.found is None for _, _, told in known for phase in told.phases)
     rows = [(case.name, figures.gross.middle, _parts(told)) for case, figures, told in known]
     workload = found[0][0].result.record.case.workload
     axis = Axis("energy of a step by phase", "J")
@@ -281,7 +281,7 @@ def _phases(title: str, found: Sequence[_Measured], parts: Mapping[str, str]) ->
     words = _ESTIMATE if estimated else _BY_ITSELF
     yield stacked(f"energy-phases-{workload}", heading, words, axis, "share of the energy", parts, rows)
     asked = ((case, told) for case, _, told in known if (use := case.result.record.energy) and use.phases)
-    phases = [_Phase(case, one) for case, told in asked for one in told.phases]
+    phases = [_Phase(case, phase) for case, told in asked for phase in told.phases]
     if phases:
         name, caption = f"energy-of-phases-{workload}", f"{title}: joules of phases"
         yield table(name, caption, _PHASE, phases[:MOST_ROWS], folded=True, kept=())
@@ -289,8 +289,8 @@ def _phases(title: str, found: Sequence[_Measured], parts: Mapping[str, str]) ->
 
 def _parts(told: PhaseEnergies) -> dict[str, float]:
     """Joules by phase; what no phase takes is unattributed, unless that was measured too."""
-    found = {one.phase: one.joules for one in told.phases}
-    measured = sum(one.joules for one in told.phases if one.found is not None)
+    found = {phase.phase: phase.joules for phase in told.phases}
+    measured = sum(phase.joules for phase in told.phases if phase.found is not None)
     if told.residual is not None and measured:
         known = sum(joules for phase, joules in found.items() if phase != UNATTRIBUTED)
         whole = told.residual.middle + measured

@@ -37,7 +37,7 @@ def environment_section(material: Material) -> Iterator[Element]:
     yield Text("How to measure it again", Tone.STRONG)
     for entry in material.entries:
         yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
-        known = filter(None, (entry.run.command, *(one.command for one in entry.run.resumptions)))
+        known = filter(None, (entry.run.command, *(resumption.command for resumption in entry.run.resumptions)))
         lost = Text("The command is lost with the header of the file.", Tone.DOUBT)
         yield Code(commands) if (commands := "\n".join(known)) else lost
     kept = [entry.run for entry in material.entries if entry.run.path]
@@ -135,7 +135,7 @@ def _processors(run: Run) -> str:
 
 def _vectors(records: Iterable[Record]) -> str:
     """'vectors of 256, 512 bits': how wide those of compiled quantisers were, where they could be chosen."""
-    bits = sorted({one for timing in _timings(records) for one in timing.vector_bits})
+    bits = sorted({bit for timing in _timings(records) for bit in timing.vector_bits})
     return f"vectors of {', '.join(map(str, bits))} bits" if bits else ""
 
 
@@ -163,7 +163,9 @@ def _levels(entry: Entry) -> Iterator[Text]:
         meaning = legend.EMULATED.removeprefix("emulated: ")
         yield Text("; ".join([_kept(Standing.EMULATED, found, meaning), *reasons[: len(reasons) == 1]]), Tone.DOUBT)
     for kept, tone in ((Standing.SKIPPED, Tone.DOUBT), (Standing.FAILED, Tone.BAD)):
-        by_reason = together((" ".join(one.record.reason.split()), one) for one in results if standing(one) is kept)
+        by_reason = together(
+            (" ".join(result.record.reason.split()), result) for result in results if standing(result) is kept
+        )
         yield from (Text(_kept(kept, alike, reason), tone) for reason, alike in list(by_reason.items())[:_MOST])
         if len(by_reason) > _MOST:
             yield Text(f"{kept} for {many(len(by_reason) - _MOST, 'more reason')}: the table has each case", tone)

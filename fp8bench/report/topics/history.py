@@ -53,7 +53,7 @@ def _charts(known: Sequence[PastSeries]) -> Iterator[Lines]:
     machines = {series.machine for series in timed}
     for (suite, machine), members in together(((one.suite, one.machine), one) for one in timed).items():
         title = f"{suite} on {machine}" if len(machines) > 1 else suite
-        by_place = together((one.place if len(members) > _MOST_LINES else "", one) for one in members)
+        by_place = together((member.place if len(members) > _MOST_LINES else "", member) for member in members)
         for place, lines in by_place.items():
             yield _lines(f"{title} {place}".strip(), suite, lines)
 

@@ -226,7 +226,7 @@ def batch_sentences(panel: Panel) -> Iterator[str]:
 
 
 def tells_memory(panel: Panel) -> bool:
-    return any(len(roles_of(one)) > 1 for one in panel.results)
+    return any(len(roles_of(result)) > 1 for result in panel.results)
 
 
 def counted(panel: Panel) -> list[MetricSpec]:
@@ -238,7 +238,7 @@ def memory(panel: Panel) -> Iterator[Element]:
     """What a step's memory is for at its highest point, and a sentence for each precision; nothing without roles."""
     if not tells_memory(panel):
         return
-    present, others = {role for one in panel.results for role in roles_of(one)}, counted(panel)
+    present, others = {role for result in panel.results for role in roles_of(result)}, counted(panel)
     roles = [role for role in MemoryRole if role in present]
     known = panel.known(lambda one: use_of(one.record))
     scale, unit = units.binary_unit(max(use.peak for _, _, use in known))
@@ -357,9 +357,9 @@ def _mark(case: NamedCase) -> Mark:
 
 def _table(title: str, cases: Sequence[NamedCase]) -> Table:
     uses = [(case, use) for case in cases if (use := use_of(case.result.record)) is not None]
-    phases = sorted({one.phase for _, use in uses for one in use.phases}, key=phase_order)
+    phases = sorted({phase.phase for _, use in uses for phase in use.phases}, key=phase_order)
     figures = [Figures(case.group, case.result) for case, _ in uses]
-    counted = [spec for spec in MEMORY_COUNTERS if any(one[spec].value is not None for one in figures)]
+    counted = [spec for spec in MEMORY_COUNTERS if any(figure[spec].value is not None for figure in figures)]
     cols: list[Col[_Row]] = [
         PRECISION,
         Col("peak", lambda row: row[1].peak, number=True, unit="B"),

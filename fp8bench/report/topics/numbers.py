@@ -34,7 +34,7 @@ _SCALES: tuple[Col[tuple[NamedCase, LayerScale]], ...] = (
 
 def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
     """A row for each kind and role, over all groups; a format has a column only if some value is outside its range."""
-    looked_at = [one.record.statistics for one in panel.results if one.record.statistics]
+    looked_at = [result.record.statistics for result in panel.results if result.record.statistics]
     by_name = together(((one.kind, one.role), one) for group in looked_at for one in group)
     worst = [*map(_largest, by_name.values())]
     if not worst:
@@ -56,9 +56,9 @@ def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
 
 
 def _largest(members: Sequence[TensorStatistics]) -> TensorStatistics:
-    shares = together((name, pair) for one in members for name, *pair in one.outside)
+    shares = together((name, pair) for member in members for name, *pair in member.outside)
     outside = tuple((name, *map(max, zip(*pairs, strict=True))) for name, pairs in shares.items())
-    count, amax = max(one.count for one in members), max(one.amax for one in members)
+    count, amax = max(member.count for member in members), max(member.amax for member in members)
     return TensorStatistics(members[0].kind, members[0].role, count, amax, outside)
 
 
@@ -109,10 +109,10 @@ def _errors(title: str, panel: Panel) -> Iterator[Element]:
 
 def _by_mode(panel: Panel) -> dict[str, dict[str, list[Measurement]]]:
     found = together(
-        (result.mode, (error_name(one), one))
+        (result.mode, (error_name(measurement), measurement))
         for result in panel.results
-        for one in result.record.measurements
-        if one.unit not in _OTHER_UNITS and value_of(one) is not None
+        for measurement in result.record.measurements
+        if measurement.unit not in _OTHER_UNITS and value_of(measurement) is not None
     )
     return {mode: together(members) for mode, members in found.items()}
 
@@ -137,7 +137,7 @@ def _bars(title: str, panel: Panel, metric: str, found: Sequence[tuple[NamedCase
 
 
 def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measurement]]]) -> Table:
-    levels = {one.mode: one for one in panel.results}
+    levels = {result.mode: result for result in panel.results}
     by_metric = together((metric, one) for found in by_mode.values() for metric, many in found.items() for one in many)
     cols: list[Col[tuple[str, dict[str, list[Measurement]]]]] = [
         Col("precision", lambda row: Field(row[0], hint=_summary(levels[row[0]]))),
@@ -146,7 +146,7 @@ def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measureme
             hint="native, or emulated in software"),
         *(
             Col(metric, partial(_field, metric=metric), number=True,
-                hint=next((one.description for one in members if one.description), ""))
+                hint=next((member.description for member in members if member.description), ""))
             for metric, members in by_metric.items()
         ),
     ]  # fmt: skip
@@ -184,6 +184,6 @@ def scales_section(material: Material) -> Iterator[Element]:
     value of its format over amax: what exceeds amax later saturates.
     """
     for title, panel in titled_panels(material):
-        cases = ((case.name, [(case, one) for one in case.result.record.scales]) for case in panel.members)
+        cases = ((case.name, [(case, scale) for scale in case.result.record.scales]) for case in panel.members)
         name, words = f"scales-{panel.case.workload}", "scales by layer and role"
         yield from table_of_cases(name, title, words, _SCALES, cases, "The run's file has them.")

@@ -41,7 +41,7 @@ def boards(panel: Panel) -> Iterator[Table]:
     if panel.case.ranks < 2:
         return
     if _COLLECTIVE in params:
-        found = together((str(dict(one[0].case.params)[_COLLECTIVE]), one) for one in panel.members)
+        found = together((str(dict(member[0].case.params)[_COLLECTIVE]), member) for member in panel.members)
         for collective, members in found.items():
             yield _of_collective(collective, members, panel)
     elif _WAY in params:
@@ -64,7 +64,7 @@ def remarks(panel: Panel) -> Iterator[str]:
 
 def _of_collective(collective: str, members: Sequence[Member], panel: Panel) -> Table:
     composed = {one.mode for _, one in members if one.record.transfer is not None and one.record.transfer.counted}
-    named = (((_swept(panel, one[0]), _words(*one, one[1].mode in composed)), one) for one in members)
+    named = (((_swept(panel, member[0]), _words(*member, member[1].mode in composed)), member) for member in members)
     lines = [_Line(*names, own) for names, own in together(named).items()]
     sizes = dict.fromkeys(one.record.transfer.logical for _, one in members if one.record.transfer is not None)
     size = f" of {' or '.join(map(units.size, sizes))}" if sizes else ""
@@ -120,7 +120,7 @@ class _Line:
 
     @cached_property
     def figures(self) -> list[Figures]:
-        return [Figures(*one) for one in self.members]
+        return [Figures(*member) for member in self.members]
 
     @property
     def cost(self) -> tuple[float, float] | None:
@@ -129,7 +129,7 @@ class _Line:
         return None if wire is None or sqnr is None else (wire, sqnr)
 
     def middle(self, name: str, tone: Tone = Tone.PLAIN) -> Field:
-        told = [one[name] for one in self.figures if one[name].value is not None]
+        told = [figure[name] for figure in self.figures if figure[name].value is not None]
         if not told:
             return Field(units.NONE)
         value = statistics.median(one.value for one in told if one.value is not None)
@@ -142,7 +142,7 @@ class _Line:
 
 def _verdict(results: Sequence[Result]) -> Field:
     """'unsure'; the words with how many of the groups they are of, the gravest first."""
-    counts = together((status_words(one), one) for one in results)
+    counts = together((status_words(result), result) for result in results)
     ordered = sorted(counts.items(), key=lambda one: (one[0] != "FAILED", -len(one[1])))
     said = [words if len(counts) == 1 else f"{words} {len(some)}/{len(results)}" for words, some in ordered]
     return Field(", ".join(said), tone=common_tone(map(tone_of, results)))
@@ -150,8 +150,8 @@ def _verdict(results: Sequence[Result]) -> Field:
 
 def _lost(figures: Sequence[Figures]) -> str:
     shares = {
-        "saturated": max((one["saturated_ppm"].value or 0.0 for one in figures), default=0.0),
-        "flushed": max((one["flushed_percent"].value or 0.0 for one in figures), default=0.0),
+        "saturated": max((figure["saturated_ppm"].value or 0.0 for figure in figures), default=0.0),
+        "flushed": max((figure["flushed_percent"].value or 0.0 for figure in figures), default=0.0),
     }
     told = [f"saturated {units.shown(shares['saturated'], 'ppm')}"] if shares["saturated"] else []
     told += [f"flushed {units.percentage(shares['flushed'])}"] if shares["flushed"] >= _LOST_PERCENT else []
@@ -183,7 +183,7 @@ def _place(panel: Panel, group: ResultGroup) -> str:
 
 def _most_memory(result: Result) -> float | None:
     use = result.record.memory
-    return max((one.peak for one in use.ranks), default=use.peak) or None if use is not None else None
+    return max((rank.peak for rank in use.ranks), default=use.peak) or None if use is not None else None
 
 
 def _strong(result: Result) -> Field:

@@ -150,8 +150,8 @@ def _memory(panel: Panel) -> Table:
     cols: list[Col[_WithMemory]] = [
         *case_cols(""),
         *(Col(f"rank {rank}", partial(_peak, rank=rank), number=True, unit="B") for rank in each),
-        Col("most", lambda row: max(one.peak for one in row[2].ranks), number=True, unit="B", when=not each),
-        Col("least", lambda row: min(one.peak for one in row[2].ranks), number=True, unit="B", when=not each),
+        Col("most", lambda row: max(rank.peak for rank in row[2].ranks), number=True, unit="B", when=not each),
+        Col("least", lambda row: min(rank.peak for rank in row[2].ranks), number=True, unit="B", when=not each),
         figure_col(specs.MEMORY_SKEW, lambda row: (memory_skew(row[2]) or 0.0) * 100),
     ]
     rows = [(group, one, use) for group, one in panel.members if (use := one.record.memory) is not None and use.ranks]
@@ -224,7 +224,7 @@ def wire_costs(panel: Panel) -> dict[str, list[WireCost]]:
 def cheapest(panel: Panel) -> Iterator[str]:
     """Of each collective what nothing else beats in bytes and error both."""
     for collective, costs in wire_costs(panel).items():
-        best = [costs[place] for place in frontier([(one.wire, one.sqnr) for one in costs])]
+        best = [costs[place] for place in frontier([(cost.wire, cost.sqnr) for cost in costs])]
         if len(best) < len(costs):
             named = [
                 f"{one.words} ({units.size(one.wire)}, {units.decibels(one.sqnr)}, {one.hint})"
@@ -293,7 +293,7 @@ def ranks_section(material: Material) -> Iterator[Element]:
 def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
     """Bytes on the wire beside the error, of each collective that has more than one way."""
     for collective, costs in wire_costs(panel).items():
-        shown = [one for one in costs if one.sqnr < _ALL_BUT_EXACT_DB]
+        shown = [cost for cost in costs if cost.sqnr < _ALL_BUT_EXACT_DB]
         if len(shown) < _LEAST_WAYS:
             continue
         points = tuple(Point(one.way, one.words, one.wire, one.sqnr, hint=one.hint) for one in shown)

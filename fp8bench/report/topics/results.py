@@ -85,7 +85,7 @@ def _doubts(row: _Case) -> Iterator[str]:
 
 def noise_floor(group: ResultGroup) -> str:
     """'+-0.6%', or the range where cases that sat apart have floors of their own; and why measuring ended."""
-    reasons = dict.fromkeys(one.record.stopped for one in group.results if one.record.stopped)
+    reasons = dict.fromkeys(result.record.stopped for result in group.results if result.record.stopped)
     return "; ".join(filter(None, (floor_of(group.results) or "not measured", " / ".join(reasons))))
 
 
@@ -134,7 +134,7 @@ def results_section(material: Material) -> Iterator[Element]:
         panels = {id(panel): panel for _, panel, _, _ in cases}  # not by value: that reads all samples
         for panel in panels.values():
             yield from other_tables(panel)
-            yield from (Text(f"{panel.case.workload}: {one}.") for one in over_values(panel))
+            yield from (Text(f"{panel.case.workload}: {value}.") for value in over_values(panel))
     elif not any(_cases(material)):
         yield Text("There are no cases.", Tone.DOUBT)
 
@@ -297,7 +297,7 @@ def _rows(material: Material) -> Iterator[_Strip]:
     for title, panel in timed_panels(material):
         for case in panel.members:
             timing = case.result.record.timing
-            finite = [one for one in step_samples(timing) if math.isfinite(one)] if timing is not None else []
+            finite = [sample for sample in step_samples(timing) if math.isfinite(sample)] if timing is not None else []
             middle = statistics.median(finite) if finite else 0.0
             if middle > 0:
                 yield _Strip(f"{title} {case.name}", case.result, tuple(100 * (one / middle - 1) for one in finite))

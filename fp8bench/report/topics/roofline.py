@@ -49,7 +49,7 @@ def sentences(panel: Panel) -> Iterator[str]:
 
 def how_to_know(results: Iterable[Result], run: Run) -> str:
     """What to do where steps were counted and timed and nobody knows what the machine does at most; '' elsewhere."""
-    native = [one for one in results if not emulated(one)]
+    native = [result for result in results if not emulated(result)]
     roofs = [roof for one in native for roof in phase_roofs(one.record, one.finding)]
     known = any(one.record.ceiling is not None and one.record.ceiling.rates for one in native)
     if not roofs or known or any(roof.bound for roof in roofs):
@@ -74,13 +74,13 @@ def gain_in(group: ResultGroup, result: Result) -> Gain | None:
 
 def sources(results: Sequence[Result]) -> Iterator[str]:
     """By what phases are held against the most there is: the rates measured here with their spreads, and the sheet."""
-    ceiling = next((one.record.ceiling for one in results if one.record.ceiling is not None), None)
+    ceiling = next((result.record.ceiling for result in results if result.record.ceiling is not None), None)
     sheet = datasheet_of(ceiling.device) if ceiling is not None else None
     if ceiling is not None and ceiling.rates:
         told = [
-            f"{one.limit.value} {one.precision}".strip() + f" ({units.percent(one.spread)})"
-            for one in ceiling.rates
-            if one.runs and not one.steady
+            f"{rate.limit.value} {rate.precision}".strip() + f" ({units.percent(rate.spread)})"
+            for rate in ceiling.rates
+            if rate.runs and not rate.steady
         ]
         wide = f"; these bound nothing, their runs differ too much: {listed(told)}" if told else ""
         yield f"Ceilings were measured here{wide}."
@@ -92,7 +92,7 @@ def sources(results: Sequence[Result]) -> Iterator[str]:
 def _bounds(result: Result) -> str:
     """'compute-bound in products (54% of the step, at 71% of its ceiling), memory-bound in elementwise (..)'."""
     step = result.best or 0.0
-    roofs = sorted(phase_roofs(result.record, result.finding), key=lambda one: -one.seconds)
+    roofs = sorted(phase_roofs(result.record, result.finding), key=lambda roof: -roof.seconds)
     found = together(
         (words, f"{phase_words(roof.count.phase)} ({units.percent(roof.seconds / step, 0)} of the step{_near(roof)})")
         for roof in roofs
@@ -143,10 +143,11 @@ def roofline_section(material: Material) -> Iterator[Element]:
         cases = [case for case in panel.members if any(roof.bound for roof in _roofs(case))]
         if cases:
             yield from _panel(title, panel, cases)
-        elif any(one.record.ceiling and one.record.ceiling.rates for one in panel.results):
-            yield from (Text(f"{title}: {one}") for one in sources(panel.results))
+        elif any(result.record.ceiling and result.record.ceiling.rates for result in panel.results):
+            yield from (Text(f"{title}: {source}") for source in sources(panel.results))
     told = [
-        how_to_know((one for panel in entry.panels for one in panel.results), entry.run) for entry in material.entries
+        how_to_know((result for panel in entry.panels for result in panel.results), entry.run)
+        for entry in material.entries
     ]
     yield from map(Text, dict.fromkeys(filter(None, told)))
 
@@ -162,7 +163,7 @@ def _panel(title: str, panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Ele
         yield chart
     if said:
         yield Items(tuple(map(Text, said)))
-    yield from (Text(one) for one in sources([case.result for case in cases]))
+    yield from (Text(source) for source in sources([case.result for case in cases]))
     cols: list[Col[tuple[NamedCase, PhaseRoof]]] = [
         PRECISION,
         Col("phase", lambda row: phase_words(row[1].count.phase)),

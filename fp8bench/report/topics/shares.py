@@ -40,15 +40,15 @@ def page_of(run: Run, parts: Sequence[StepParts]) -> Page:
     """A part for each setting: its precisions side by side."""
     found = [
         Part(f"setting-{place}", setting, tuple(_elements(some)))
-        for place, (setting, some) in enumerate(together((one.case.setting, one) for one in parts).items())
+        for place, (setting, some) in enumerate(together((part.case.setting, part) for part in parts).items())
     ]
     return Page(f"what a step of run {run.id} is made of", "", tuple(found), _LEGEND)
 
 
 def _elements(parts: Sequence[StepParts]) -> list[Element]:
-    known = [(one.case.mode, one) for one in parts if one.shares is not None]
+    known = [(part.case.mode, part) for part in parts if part.shares is not None]
     found: list[Element] = list(tables_of(known, ("", ""))) if known else []
-    words = [f"{one.case.mode}: nothing is known of its parts: {one.why}" for one in parts if one.shares is None]
+    words = [f"{part.case.mode}: nothing is known of its parts: {part.why}" for part in parts if part.shares is None]
     words += [f"{name}: {remark}" for name, one in known for remark in one.remarks]
     return [*found, Items(tuple(map(Text, words)))] if words else found
 
@@ -57,12 +57,12 @@ def tables_of(parts: Sequence[tuple[str, StepParts]], captions: tuple[str, str])
     """A row for each kind of work, and for each of the modules that take most in any; none where no module is known."""
     names = [name for name, _ in parts]
     shares = [one.by_kind for _, one in parts]
-    kinds = dict.fromkeys(kind for one in shares for kind in one if kind != UNATTRIBUTED)
-    ordered = sorted(kinds, key=lambda kind: -max(one.get(kind, 0.0) for one in shares))
+    kinds = dict.fromkeys(kind for share in shares for kind in share if kind != UNATTRIBUTED)
+    ordered = sorted(kinds, key=lambda kind: -max(share.get(kind, 0.0) for share in shares))
     yield _table("kinds", captions[0], "kind", names, [*ordered, UNATTRIBUTED], shares, parts)
     shares = [one.by_module for _, one in parts]
-    modules = dict.fromkeys(module for one in shares for module in one)
-    first = sorted(modules, key=lambda module: -max(one.get(module, 0.0) for one in shares))[:MOST_MODULES]
+    modules = dict.fromkeys(module for share in shares for module in share)
+    first = sorted(modules, key=lambda module: -max(share.get(module, 0.0) for share in shares))[:MOST_MODULES]
     if first:
         yield _table("modules", captions[1], "module", names, first, shares, parts)
 
@@ -78,11 +78,11 @@ def _table(
     return Table(name, caption, columns, tuple(rows))
 
 
-def _cell(one: StepParts, share: float | None) -> Field:
+def _cell(parts: StepParts, share: float | None) -> Field:
     """'64.1%  1.20 ms'."""
     if share is None:
         return Field(units.NONE)
-    seconds = "" if one.seconds is None else f"  {units.seconds(share * one.seconds)}"
+    seconds = "" if parts.seconds is None else f"  {units.seconds(share * parts.seconds)}"
     return Field(f"{units.percent(share)}{seconds}", share)
 
 
@@ -90,10 +90,10 @@ def value_of(parts: Sequence[StepParts]) -> dict[str, object]:
     """Every case with its parts and what is left of its step, or why nobody knows them."""
     return {
         "shares": [
-            {"case": one.case.id, "precision": one.case.mode, "why": one.why, "seconds": one.seconds,
-             "of": one.shares.of.value if one.shares is not None else None, "remarks": list(one.remarks),
-             "parts": [encode(row) for row in one.rows]}
-            for one in parts
+            {"case": part.case.id, "precision": part.case.mode, "why": part.why, "seconds": part.seconds,
+             "of": part.shares.of.value if part.shares is not None else None, "remarks": list(part.remarks),
+             "parts": [encode(row) for row in part.rows]}
+            for part in parts
         ]
     }  # fmt: skip
 
@@ -102,10 +102,10 @@ def rows_of(parts: Sequence[StepParts]) -> Rows:
     """A row a part of a case, the longest first, what is left of its step last; `seconds` are estimated by shares."""
     return _OF_CSV, [
         {
-            **encode(row), "case": one.case.id, "precision": one.case.mode, "provenance": Provenance.ESTIMATED.value,
-            "of": (one.shares.of if one.shares is not None else SharesFrom.OPERATORS).value,
+            **encode(row), "case": part.case.id, "precision": part.case.mode, "provenance": Provenance.ESTIMATED.value,
+            "of": (part.shares.of if part.shares is not None else SharesFrom.OPERATORS).value,
         }
-        for one in parts for row in one.rows
+        for part in parts for row in part.rows
     ]  # fmt: skip
 
 
@@ -169,7 +169,7 @@ _OUTSIDE = "outside of layers"
 
 def coverages(panel: Panel) -> list[tuple[str, Coverage]]:
     """Each that cases of a panel have, with their modes: 'bf16, fp8'."""
-    known = [(one.record.coverage, one.mode) for one in panel.results]
+    known = [(result.record.coverage, result.mode) for result in panel.results]
     found = together((coverage, mode) for coverage, mode in known if coverage is not None)
     return [(", ".join(dict.fromkeys(modes)), coverage) for coverage, modes in found.items()]
 
@@ -200,11 +200,11 @@ def _kinds(name: str, modes: str, coverage: Coverage) -> Table:
         Col("share", lambda row: _over(row[2], coverage.flops), number=True, show=units.percent),
         Col("converted", lambda row: _over(row[3], row[2]), number=True, show=units.percent),
     ]
-    counts = Counter(one.kind for one in coverage.holders)
+    counts = Counter(holder.kind for holder in coverage.holders)
     rows: list[tuple[str, int | None, int, int]] = [
         (_KINDS.get(kind, kind), counts[kind], *flops) for kind, flops in coverage.by_kind().items()
     ]
-    rows += [(_OUTSIDE, None, sum(one.flops or 0 for one in coverage.others), 0)] if coverage.others else []
+    rows += [(_OUTSIDE, None, sum(other.flops or 0 for other in coverage.others), 0)] if coverage.others else []
     return table(name, f"what is converted in {modes}", cols, rows)
 
 
@@ -234,7 +234,7 @@ def _remarks(coverage: Coverage) -> Iterator[str]:
     yield from coverage.remarks
     if coverage.loss:
         yield f"backward begins from {coverage.loss}"
-    wanted = together((one.native, one.name) for one in coverage.holders if one.converted and one.native)
+    wanted = together((holder.native, holder.name) for holder in coverage.holders if holder.converted and holder.native)
     for why, names in wanted.items():
         yield f"{listed(names, 3)}: {why}"
     if coverage.unknown:

@@ -34,7 +34,7 @@ _OF_CSV = (
 
 def remarks(tape: Tape) -> list[str]:
     """What has no formula, what nobody saw written, and what a compiler fused."""
-    unknown = together((one.operator, one.calls) for one in tape.operators if one.flops is None)
+    unknown = together((operator.operator, operator.calls) for operator in tape.operators if operator.flops is None)
     found = [f"unknown x {sum(calls)}: {operator} has no formula" for operator, calls in unknown.items()]
     if tape.unwritten:
         found.append(f"{tape.unwritten} tensors were written by no operator of torch: what else ran is not counted")
@@ -155,7 +155,7 @@ def tape_section(material: Material) -> Iterator[Element]:
         cases = [(case, case.result.record.tape) for case in panel.members]
         taped = [(case, tape) for case, tape in cases if tape is not None and tape.phases]
         rows: list[tuple[str, list[_Counted]]] = [
-            (case.name, [(case, tape), *((case, one) for one in tape.phases)]) for case, tape in taped
+            (case.name, [(case, tape), *((case, phase) for phase in tape.phases)]) for case, tape in taped
         ]
         name, words = f"tape-{panel.case.workload}", "counts of a step, by phase"
         yield from table_of_cases(name, title, words, [*_cols()], rows, "The CSV has them.")
@@ -197,7 +197,7 @@ def operators_section(material: Material) -> Iterator[Element]:
 def _panel(title: str, panel: Panel) -> Iterator[Element]:
     # Those whose figures are of some step.
     cases = [case for case in panel.members if 0 < _whole(case.result.record.operators) < math.inf]
-    on_device = any(one.on_device for case in cases for one in case.result.record.operators)
+    on_device = any(operator.on_device for case in cases for operator in case.result.record.operators)
     of = "the host's time of the traced step" if on_device else "the traced step"
     cols: list[Col[_ShownOperator]] = [
         PRECISION,
@@ -216,24 +216,24 @@ def _panel(title: str, panel: Panel) -> Iterator[Element]:
 
 def _whole(operators: Sequence[OperatorTime]) -> float:
     """Seconds of the traced step: all of the host's time is some row's."""
-    return sum(one.seconds for one in operators if not one.on_device)
+    return sum(operator.seconds for operator in operators if not operator.on_device)
 
 
 def _rows(case: NamedCase) -> Iterator[_ShownOperator]:
     """The first ones of each phase, on each side; what is below them goes into the rest."""
     operators = case.result.record.operators
     whole = _whole(operators)
-    for phase in sorted({one.phase for one in operators}, key=phase_order):
+    for phase in sorted({operator.phase for operator in operators}, key=phase_order):
         for on_device in (True, False):
-            found = [one for one in operators if (one.phase, one.on_device) == (phase, on_device)]
+            found = [operator for operator in operators if (operator.phase, operator.on_device) == (phase, on_device)]
             named = [one for one in found if one.name]
             shown = [one for place, one in enumerate(named[:MOST]) if not place or one.seconds >= LEAST_SHARE * whole]
             for one in shown:
                 yield _ShownOperator(case, one, whole)
             others = [one for one in found if one not in shown]
-            rest = sum(one.seconds for one in others)
+            rest = sum(other.seconds for other in others)
             if rest >= LEAST_SHARE * whole:
-                calls = sum(one.calls for one in others)
+                calls = sum(other.calls for other in others)
                 yield _ShownOperator(case, OperatorTime(phase, "", calls, rest, on_device), whole)
 
 
@@ -243,7 +243,7 @@ def _name(row: _ShownOperator) -> Field:
 
 
 def _where(material: Material) -> str:
-    asked = [entry.run.request.trace for entry in material.entries if any(one.trace for one in entry.run.records)]
+    asked = [entry.run.request.trace for entry in material.entries if any(record.trace for record in entry.run.records)]
     folders = list(dict.fromkeys(folder for folder in asked if folder is not None))
     lie = f"The traces lie in {listed(folders)}, a folder a case. " if folders else ""
     return (

@@ -202,9 +202,9 @@ def _of_case(row: tuple[ResultGroup, Result], metric: str) -> Field:
 def _overview(panel: Panel, width: int) -> Iterator[Element]:
     """As many tensors beside each other as fit, the others below."""
     modes = {result.mode: result for group in panel.groups for result in group.results}
-    found = [{one.mode: figure(one, SQNR)[0] for one in group.results} for group in panel.groups]
+    found = [{result.mode: figure(result, SQNR)[0] for result in group.results} for group in panel.groups]
     names = [tensor_name(panel, group) for group in panel.groups]
-    label = max(len(cell_of(one).words) for one in modes.values())
+    label = max(len(cell_of(mode).words) for mode in modes.values())
     for number, places in enumerate(_fitting([len(name) for name in names], width - len(INDENT) - label)):
         cols: list[Col[Result]] = [
             Col("precision", lambda one: cell_of(one).words),
@@ -243,7 +243,7 @@ def tensors_section(material: Material) -> Iterator[Element]:
 
 def _grid(title: str, tensor: str, group: ResultGroup) -> Iterator[Element]:
     """Scalings down, formats across; the best scaling of each format stands out."""
-    cells = {(cell.scaling, cell.fmt): one for one in group.results for cell in [cell_of(one)]}
+    cells = {(cell.scaling, cell.fmt): result for result in group.results for cell in [cell_of(result)]}
     scalings, formats = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
     cols: list[Col[str]] = [
         Col("scaling", lambda scaling: Field(scaling, hint=_OF_ROLES if scaling == OWN else "")),
@@ -251,14 +251,14 @@ def _grid(title: str, tensor: str, group: ResultGroup) -> Iterator[Element]:
           for fmt in formats),
     ]  # fmt: skip
     yield table(f"sqnr-{group.case.workload}", f"{title}, {tensor}: SQNR in dB", cols, scalings)
-    lost = [cell_of(one).words for one in group.results if (figure(one, "not_finite_percent")[1] or 0) > 0]
+    lost = [cell_of(result).words for result in group.results if (figure(result, "not_finite_percent")[1] or 0) > 0]
     if lost:
         yield Text(f"{tensor}: numbers became infinite or NaN in {listed(lost)}; its SQNR leaves them out.", Tone.BAD)
 
 
 def _best(fmt: str, cells: Mapping[tuple[str, str], Result]) -> float | None:
     """The highest SQNR of a format that has several scalings."""
-    found = [figure(one, SQNR)[1] for (_, own), one in cells.items() if own == fmt]
+    found = [figure(cell, SQNR)[1] for (_, own), cell in cells.items() if own == fmt]
     values = [value for value in found if value is not None]
     return max(values) if len(values) > 1 else None
 

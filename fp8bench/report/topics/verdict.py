@@ -154,8 +154,8 @@ def _numbers(alike: Sequence[ReportedCase]) -> str:
 
 
 def _lead(material: Material) -> str:
-    speeds = [speed for _, panel in timed_panels(material) for one in panel.results if (speed := speed_up(one))]
-    results = [one for _, panel in timed_panels(material) for one in panel.results]
+    speeds = [speed for _, panel in timed_panels(material) for result in panel.results if (speed := speed_up(result))]
+    results = [result for _, panel in timed_panels(material) for result in panel.results]
     said = [f"[low, high]: {words}." if (words := what_intervals_hold(results)) else ""]
     said += [f"{legend.RANGE}." if any(speed.level == 0 for speed in speeds) else ""]
     return " ".join(filter(None, ["Speed against the reference: above 1x is faster.", *said])) if speeds else ""

@@ -28,7 +28,7 @@ def devices_of(run: Run) -> tuple[str, ...]:
 
 def _cases(run: Run) -> list[Case]:
     """What was measured or planned."""
-    return [*(record.case for record in run.records), *(one.case for group in run.plan for one in group.cases)]
+    return [*(record.case for record in run.records), *(case.case for group in run.plan for case in group.cases)]
 
 
 def fact(run: Run, name: str) -> str:
@@ -51,7 +51,7 @@ def attention_of(record: Record) -> str:
 def cache_of(record: Record, devices: Sequence[DeviceFacts]) -> str:
     """What was done for the last cache to be what the case says; '' where nothing was: it is hot."""
     cache = CACHE.of(dict(record.case.params))
-    facts = next((one for one in devices if one.key == record.case.device), None)
+    facts = next((device for device in devices if device.key == record.case.device), None)
     if cache == HOT or facts is None:
         return ""
     shared = f", shared by {facts.cache_shared} processors" if facts.cache_shared > 1 else ""
@@ -108,7 +108,7 @@ def shortened(text: str, most: int) -> str:
 
 def notes_of(run: Run) -> list[str]:
     """What was noted when it was planned, gone on with, and measured; what a quick look left out."""
-    resumed = (f"it was resumed at {one.started}" for one in run.resumptions)
+    resumed = (f"it was resumed at {resumption.started}" for resumption in run.resumptions)
     return [*run.plan.notes, *resumed, *run.notes, *filter(None, [_unchecked(run)])]
 
 

@@ -58,7 +58,9 @@ def kind_of(result: Result) -> ComparedAs:
 
 def said_once(panels: Iterable[Panel]) -> frozenset[Label]:
     """The labels that every compared case has: one sentence for all of them says so, and theirs need not."""
-    found = [frozenset(_doubts(one)) for panel in panels for one in panel.results if standing(one) in _COMPARED]
+    found = [
+        frozenset(_doubts(result)) for panel in panels for result in panel.results if standing(result) in _COMPARED
+    ]
     return frozenset.intersection(*found) if len(found) > 1 else frozenset()
 
 
@@ -71,7 +73,7 @@ def doubt_of_all(labels: frozenset[Label]) -> str:
 def comparisons(panel: Panel, device: str = "", said: frozenset[Label] = frozenset()) -> list[Text]:
     """A sentence for each precision of a panel; `device` is named in them if it is given, labels in `said` are not."""
     where = f" on {device}" if device else ""
-    modes = dict.fromkeys(one.mode for one in panel.results if standing(one) in _COMPARED)
+    modes = dict.fromkeys(result.mode for result in panel.results if standing(result) in _COMPARED)
     return [_comparison(panel, mode, where, said) for mode in modes] or list(map(Text, _alone(panel, where)))
 
 
@@ -223,7 +225,11 @@ def _pace(results: Sequence[Result]) -> str:
 
 def _alone(panel: Panel, where: str) -> Iterator[str]:
     """That the reference was measured and nothing else was, where it was."""
-    timed = [one for one in panel.results if one.record.status is Status.OK and standing(one) is Standing.REFERENCE]
+    timed = [
+        result
+        for result in panel.results
+        if result.record.status is Status.OK and standing(result) is Standing.REFERENCE
+    ]
     subject = f"{panel.case.workload}{where}"
     if len(timed) == 1 and timed[0].best is not None:
         time = units.seconds(timed[0].best)
@@ -238,15 +244,17 @@ def over_values(panel: Panel) -> Iterator[str]:
 
     Its groups were measured one after the other, so that this is no verdict.
     """
-    alike = together((_rest(one), one) for one in panel.results if one.best and not emulated(one))
+    alike = together((_rest(result), result) for result in panel.results if result.best and not emulated(result))
     for (mode, rest), results in alike.items():
         # The default is no parameter of a case.
-        kinds = dict.fromkeys(str(dict(one.record.case.params).get(VALUES.name, VALUES.default[0])) for one in results)
+        kinds = dict.fromkeys(
+            str(dict(result.record.case.params).get(VALUES.name, VALUES.default[0])) for result in results
+        )
         if len(kinds) < 2:
             continue
-        times = [one.best for one in results if one.best]
+        times = [result.best for result in results if result.best]
         told = [f"best {units.span(times, units.seconds)}, {units.ratio(max(times) / min(times))} apart"]
-        if speeds := [speed.point for one in results if (speed := speed_up(one)) is not None]:
+        if speeds := [speed.point for result in results if (speed := speed_up(result)) is not None]:
             told.append(f"speed-up {units.span(speeds, units.speed_up)}")
         place = show_params(pair for pair in rest if pair not in panel.shared)
         yield f"{' '.join(filter(None, (mode, place)))} by values ({', '.join(kinds)}): {'; '.join(told)}"

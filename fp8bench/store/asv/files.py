@@ -179,7 +179,7 @@ def definition_of(series: Series) -> dict[str, Any]:
     """A series as asv's discovery would describe it."""
     return {
         "name": series.name, "type": "track", "unit": series.unit, "code": "", "timeout": 60.0,
-        "params": [list(map(repr, one)) for one in series.params], "param_names": list(series.param_names),
+        "params": [list(map(repr, param)) for param in series.params], "param_names": list(series.param_names),
         "version": series.version,
     }  # fmt: skip
 

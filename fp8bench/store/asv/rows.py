@@ -172,8 +172,8 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
     def column(key: str, sound: Callable[[object], bool] = _is_number) -> tuple[Any, ...]:
         return _column(named.get(key), key, count, sound)
 
-    kept = [column(f"stats_{one.name}", _is_count if one.name in ("number", "repeat") else _is_number)
-            for one in fields(Stats)]  # fmt: skip
+    kept = [column(f"stats_{field.name}", _is_count if field.name in ("number", "repeat") else _is_number)
+            for field in fields(Stats)]  # fmt: skip
     for one in zip(*kept, strict=True):
         if 0 < one.count(None) < len(one):  # asv fails on an interval without quartiles
             raise Malformed("some statistics of a value are missing")
@@ -183,7 +183,7 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
         _single(named, "version", lambda one: isinstance(one, str)),
         column("result"),
         tuple(None if None in one else Stats(*one) for one in zip(*kept, strict=True)),
-        tuple(None if one is None else tuple(one) for one in samples),
+        tuple(None if sample is None else tuple(sample) for sample in samples),
         _single(named, "started_at", _is_count),
         _single(named, "duration", _is_number),
         _single(named, "profile", lambda one: isinstance(one, str)),
@@ -197,7 +197,7 @@ def _column(plain: object, key: str, count: int, sound: Callable[[object], bool]
         raise Malformed(f"{key!r} is {shown(plain)}, expected a list")
     if len(cells) > count:
         raise Malformed(f"{key!r} has {len(cells)} values for {count} combinations")
-    wrong = next((one for one in cells if one is not None and not sound(one)), None)
+    wrong = next((cell for cell in cells if cell is not None and not sound(cell)), None)
     if wrong is not None:
         raise Malformed(f"{key!r} has the value {shown(wrong)}")
     return (*cells, *[None] * (count - len(cells)))
@@ -222,13 +222,13 @@ def _is_count(plain: object) -> bool:
 def write_row(row: AsvRow, columns: Sequence[str]) -> list[Any]:
     """A row as asv writes it: shortened, statistics and duration to 5 digits."""
     nothing = (None,) * len(fields(Stats))
-    by_name = zip(*(astuple(one) if one else nothing for one in row.stats), strict=True)
+    by_name = zip(*(astuple(stat) if stat else nothing for stat in row.stats), strict=True)
     named: dict[str, Any] = {
-        f"stats_{one.name}": [_shortened(value) for value in column]
-        for one, column in zip(fields(Stats), by_name, strict=False)
+        f"stats_{field.name}": [_shortened(value) for value in column]
+        for field, column in zip(fields(Stats), by_name, strict=False)
     }
     named |= {
-        "result": list(row.values), "samples": [None if one is None else list(one) for one in row.samples],
+        "result": list(row.values), "samples": [None if sample is None else list(sample) for sample in row.samples],
         "version": row.version, "started_at": row.started_at, "duration": _shortened(row.duration),
         "profile": row.profile,
     }  # fmt: skip

@@ -139,9 +139,9 @@ class _Compacting:
     def _bad(self) -> set[str]:
         """Partitions that are not what was written, whatever their size says."""
         bad = set()
-        for name, one in self.manifest.partitions.items():
+        for name, partition in self.manifest.partitions.items():
             path = parquet_of(self.store, name)
-            if not counts_as(path, one) or not is_whole(path, one):
+            if not counts_as(path, partition) or not is_whole(path, partition):
                 bad.add(name)
         self.result.mended = sorted(bad)
         return bad
@@ -235,7 +235,7 @@ class _Compacting:
         self.result.written = [name for name in dict.fromkeys(self.result.written) if name in there]
         self.result.kept = len(there) - len(self.result.written)
         self.result.runs = sum(unit.runs for unit in self.manifest.units.values())
-        self.result.rows = sum(one.rows for one in self.manifest.partitions.values())
+        self.result.rows = sum(partition.rows for partition in self.manifest.partitions.values())
 
     def _save(self) -> None:
         with keeping(index_of(self.store), MAKE_ROOM):
@@ -269,7 +269,7 @@ def read_commit(store: Path, known: Fingerprints, paths: Sequence[Path]) -> Comm
 
 def _sampled(members: Sequence[TrackedRun]) -> Sampled:
     samples = [list(point.samples) for point in commit_points(members).values()]
-    return table_of(members), samples, [one.run.id for one in members]
+    return table_of(members), samples, [member.run.id for member in members]
 
 
 def _partition(table: FigureTable) -> str:

@@ -136,8 +136,8 @@ class Manifest:
 
     def written(self, store: Path) -> dict[Path, Partition | Archive]:
         """All files that count."""
-        parquet = {parquet_of(store, name): one for name, one in self.partitions.items()}
-        return {**parquet, **{archive_of(store, name): one for name, one in self.archives.items()}}
+        parquet = {parquet_of(store, name): partition for name, partition in self.partitions.items()}
+        return {**parquet, **{archive_of(store, name): archive for name, archive in self.archives.items()}}
 
     def _conditions(self, number: int) -> Conditions:
         if number not in self._known:
@@ -245,7 +245,7 @@ def _unit(
     plain: dict[str, Any], sources: list[Any], suites: int, runs: int, left: list[str], places: list[int]
 ) -> CommitFigures[int]:
     return CommitFigures(
-        tuple(Stamp(*one) for one in sources), plain["asked"][suites], runs, tuple(left), tuple(places)
+        tuple(Stamp(*source) for source in sources), plain["asked"][suites], runs, tuple(left), tuple(places)
     )
 
 
@@ -269,6 +269,6 @@ def save_manifest(store: Path, manifest: Manifest) -> None:
 
 def same_stamps(sources: Sequence[Stamp], names: Sequence[str], files: Mapping[str, tuple[int, int]]) -> bool:
     """Whether a unit was read from these files, with the sizes and dates that they have now."""
-    return sorted(one.name for one in sources) == sorted(names) and all(
-        files.get(one.name) == (one.size, one.changed_ns) for one in sources
+    return sorted(source.name for source in sources) == sorted(names) and all(
+        files.get(source.name) == (source.size, source.changed_ns) for source in sources
     )

@@ -51,8 +51,8 @@ class RowBatch(NamedTuple):
 
 
 def batch_of(place: int, lines: Sequence[int], rows: Rows, samples: Sequence[Sequence[float]]) -> RowBatch:
-    counts = np.array([len(one) for one in samples], np.int64)
-    flat = np.array([value for one in samples for value in one], np.float64)
+    counts = np.array([len(sample) for sample in samples], np.int64)
+    flat = np.array([value for sample in samples for value in sample], np.float64)
     columns: dict[str, NDArray[Any]] = {
         "line": np.array(lines, np.uint32), "place": np.full(len(rows), place, np.uint32),
         **{column: np.ascontiguousarray(rows[name]) for column, name in _OF_ROW.items()},
@@ -372,7 +372,7 @@ class Spool:
 def _sweep(store: Path) -> None:
     """Remove what compactions that were killed have left half done."""
     folders = points_of(store), store / ARCHIVE
-    left = [*folders[0].glob(f"{_NAME}*"), *(path for one in folders for path in one.rglob(f".*{PARTIAL}"))]
+    left = [*folders[0].glob(f"{_NAME}*"), *(path for folder in folders for path in folder.rglob(f".*{PARTIAL}"))]
     for path in left:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -196,7 +196,7 @@ def open_compacted(store: Path) -> tuple[Compacted | None, tuple[str, ...]]:
         return None, (f"{index_of(store)} does not serve: {error}. The runs are read instead{again}",)
     if duckdb_here() is None:
         return None, (f"{points_of(store)} is not read without DuckDB: pip install 'fp8bench[fleet]'",)
-    bad = [name for name, one in manifest.partitions.items() if not counts_as(parquet_of(store, name), one)]
+    bad = [name for name, partition in manifest.partitions.items() if not counts_as(parquet_of(store, name), partition)]
     files = stamps_of(store)
     is_alone = not files and bool(manifest.files)
     troubles = [f"{store} has no runs: figures are those that were compacted. {_RESTORES} the runs"] if is_alone else []

@@ -287,7 +287,7 @@ class StepMemory:
         """The steps of each series, of which only those are looked at that were not before."""
         code = _digest_of_code()
         values = [np.ascontiguousarray(one, dtype="<f8") for one in series]
-        digests = [hashlib.blake2b(code + one.tobytes(), digest_size=16).hexdigest() for one in values]
+        digests = [hashlib.blake2b(code + value.tobytes(), digest_size=16).hexdigest() for value in values]
         known = self._recall()
         missing = list({digest: place for place, digest in enumerate(digests) if digest not in known}.values())
         if missing:
@@ -306,7 +306,7 @@ class StepMemory:
                 self.troubles.append(f"{self.path} is a newer fp8bench's and was left alone")
             elif content["version"] == STEPS_VERSION:
                 known = unsealed(content)["steps"]
-                return {digest: tuple(Step(*one) for one in steps) for digest, steps in known.items()}
+                return {digest: tuple(Step(*step) for step in steps) for digest, steps in known.items()}
         except FileNotFoundError:
             pass
         except OSError as error:

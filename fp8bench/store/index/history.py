@@ -130,7 +130,9 @@ class History:
     @cached_property
     def _homes(self) -> tuple[Home, ...]:
         homes: list[Home] = []
-        own = (one.home if isinstance(one, FigureTable) else self._compacted.home(one) for one in self.sources)
+        own = (
+            source.home if isinstance(source, FigureTable) else self._compacted.home(source) for source in self.sources
+        )
         for home in dict.fromkeys(own):
             home_of(home, homes)
         return tuple(homes)
@@ -153,8 +155,8 @@ class History:
 
     def _lines(self, wanted: Callable[[str], bool]) -> TrendLines:
         kept = self.compacted.tables(self._places, wanted) if self.compacted is not None else {}
-        tables = [one if isinstance(one, FigureTable) else kept.get(one) for one in self.sources]
-        return lines_of([one for one in tables if one is not None], wanted, self._homes)
+        tables = [source if isinstance(source, FigureTable) else kept.get(source) for source in self.sources]
+        return lines_of([table for table in tables if table is not None], wanted, self._homes)
 
 
 def open_history(store: Path, warn: Callable[[int], None]) -> History:
@@ -180,10 +182,10 @@ def open_history(store: Path, warn: Callable[[int], None]) -> History:
         sweep(store, files)
     figures = [made[commit][0] if isinstance(one, Unfit) else one for commit, one in found.items()]
     left = there.left
-    for one in figures:
-        left.update(one.left)
-    sources = tuple(source for one in figures for source in one.places)
-    runs, commits = sum(one.runs for one in figures), sum(one.runs > 0 for one in figures)
+    for figure in figures:
+        left.update(figure.left)
+    sources = tuple(source for figure in figures for source in figure.places)
+    runs, commits = sum(figure.runs for figure in figures), sum(figure.runs > 0 for figure in figures)
     troubles = (*unfit, *there.notes(there.refused), *_troubles(store, missing, made, files))
     return History(sources, compacted, runs, commits, left, read, troubles)
 

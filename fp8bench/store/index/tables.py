@@ -311,7 +311,7 @@ def lines_of(tables: Sequence[FigureTable], wanted: Callable[[str], bool], homes
     if not reading.keys:
         nothing = np.zeros(0, np.int64)
         return TrendLines((), np.zeros(0, ROW), nothing, (), nothing)
-    dates = [one.said["date"] if one.said["date"] is not None else one.said["began"] for one in tables]
+    dates = [table.said["date"] if table.said["date"] is not None else table.said["began"] for table in tables]
     by_date = sorted(range(len(tables)), key=dates.__getitem__)  # of one moment the earlier commit first
     owners = np.concatenate([parts[place].lines for place in by_date])
     small = owners.astype(np.uint16) if len(reading.keys) <= _SMALL else owners  # which are sorted ten times as fast
@@ -359,8 +359,8 @@ def _lines(
 
 def _alike(rows: Rows, tables: Places, texts: Sequence[Texts]) -> Places:
     """For each row a number that it shares with all rows of its version that were measured under its conditions."""
-    versions = _numbered([one.versions for one in texts], rows["version"], tables)
-    unders = _numbered([one.unders for one in texts], rows["under"], tables)
+    versions = _numbered([text.versions for text in texts], rows["version"], tables)
+    unders = _numbered([text.unders for text in texts], rows["under"], tables)
     found: Places = versions * (1 + unders.max(initial=0)) + unders
     return found
 

@@ -204,7 +204,7 @@ def closed_folders(store: Path) -> list[Path]:
     runs = store / "runs"
     folders = [runs, *sorted(runs.glob("*")), *sorted(runs.glob(_COLLECTED.rpartition("/")[0]))]
     # Path.is_dir raises where it may not look.
-    return [one for one in folders if os.path.isdir(one) and not os.access(one, os.R_OK | os.X_OK)]  # noqa: PTH112
+    return [folder for folder in folders if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK)]  # noqa: PTH112
 
 
 def store_of(path: Path) -> Path | None:

@@ -50,25 +50,36 @@ def unsound(record: Record) -> str:
     if not all(map(_is_time, numbers)) or not 0 <= record.work.tokens < _MOST:
         return "its work is no count"
     operators = record.operators
-    if not all(one.phase in CELL_PHASES and _is_time(one.calls) and _is_time(one.seconds) for one in operators):
+    if not all(
+        operator.phase in CELL_PHASES and _is_time(operator.calls) and _is_time(operator.seconds)
+        for operator in operators
+    ):
         return "its operators have no times"
-    if any(one.renewals < 0 for one in record.scales):
+    if any(scale.renewals < 0 for scale in record.scales):
         return "its scales were renewed less than never"
     if record.capacity is not None and not _counts(record.capacity):
         return "its largest batch is no count"
     if record.memory is not None and not _sums(record.memory):
         return "its memory is no count, or what it is for does not sum to it"
     timings = (record.timing, record.control, record.paired_with)
-    return next(filter(None, (_unsound(one) for one in timings if one is not None)), "")
+    return next(filter(None, (_unsound(timing) for timing in timings if timing is not None)), "")
 
 
 def _is_time(value: float) -> bool:
     return 0 <= value < math.inf
 
 
-def _counts(one: Capacity) -> bool:
-    values = (one.limit, one.batch, one.grain, one.tokens, one.peak, one.beyond, one.attempts)
-    return all(0 <= value < _MOST for value in values if value is not None) and one.grain > 0
+def _counts(capacity: Capacity) -> bool:
+    values = (
+        capacity.limit,
+        capacity.batch,
+        capacity.grain,
+        capacity.tokens,
+        capacity.peak,
+        capacity.beyond,
+        capacity.attempts,
+    )
+    return all(0 <= value < _MOST for value in values if value is not None) and capacity.grain > 0
 
 
 def _sums(one: MemoryUse) -> bool:
@@ -166,8 +177,8 @@ def _find_header(sheet: FileLines, path: Path) -> tuple[int, Run | None, str]:
     # Of broken lines, the one that still says so has been the header; else the first of all.
     begins = {one.number: one.begins for one in sheet.broken}
     first = min([*begins, *(number for number, _ in sheet.lines)], default=0)
-    said = [one for one in sorted(suspects) if '"schema"' in begins.get(one[0], '"schema"')]
-    return next(iter([*said, *(one for one in suspects if one[0] == first)]), (0, None, ""))
+    said = [suspect for suspect in sorted(suspects) if '"schema"' in begins.get(suspect[0], '"schema"')]
+    return next(iter([*said, *(suspect for suspect in suspects if suspect[0] == first)]), (0, None, ""))
 
 
 def _take(reading: _RunReading, content: Content) -> None:
@@ -201,7 +212,9 @@ def _run(reading: _RunReading, path: Path) -> Run:
     if run is None:
         suites = ",".join(dict.fromkeys(record.case.workload for record in records))
         run = Run(path.stem.rpartition("-")[2], "", "", Request(suites), plan_of(records), Environment({}), ())
-    places = {planned.case.id: place for place, planned in enumerate(one for group in run.plan for one in group.cases)}
+    places = {
+        planned.case.id: place for place, planned in enumerate(case for group in run.plan for case in group.cases)
+    }
     latest = {record.case.id: record for record in records}
     ordered = sorted(latest.values(), key=lambda record: places.get(record.case.id, len(places)))
     return replace(
@@ -240,9 +253,10 @@ def plan_of(records: Sequence[Record]) -> Plan:
         groups.setdefault(record.case.setting, []).append(record)
     return Plan(tuple(
         Group(
-            tuple(PlannedCase(one.case, one.support, one.work, one.reason if one.status is Status.SKIPPED else "")
-                  for one in members),
-            next((place for place, one in enumerate(members) if one.is_reference), 0),
+            tuple(PlannedCase(member.case, member.support, member.work,
+                              member.reason if member.status is Status.SKIPPED else "")
+                  for member in members),
+            next((place for place, member in enumerate(members) if member.is_reference), 0),
         )
         for members in groups.values()
     ))  # fmt: skip
@@ -292,7 +306,9 @@ def check_store(store: Path) -> None:
 def start_run(run: Run, store: Path) -> RunWriter:
     """Create the run's file with its header, in one step: nobody ever sees it without."""
     path = store / "runs" / folder_name(run) / file_name(run)
-    header = {one.name: encode(getattr(run, one.name)) for one in fields(run) if one.name not in _HEADER_LEFT_OUT}
+    header = {
+        field.name: encode(getattr(run, field.name)) for field in fields(run) if field.name not in _HEADER_LEFT_OUT
+    }
     return RunWriter.started(path, {"schema": SCHEMA, "header": header})
 
 

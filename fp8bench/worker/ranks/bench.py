@@ -106,7 +106,7 @@ class RankBench(Bench):
         from fp8bench.worker.bits import bits_of_ranks
 
         whose = f"{facts.key} of rank {self._rank} of {self._size}"
-        own = tuple(replace(one, device=whose) for one in super().bits(facts))
+        own = tuple(replace(bit, device=whose) for bit in super().bits(facts))
         return (*own, *bits_of_ranks(facts))
 
     def transfer(self, case: Case, facts: DeviceFacts) -> Transfer | None:

@@ -42,14 +42,14 @@ def refuse_strangers() -> None:
     """Raise where another user holds the other end of a connection that this process has accepted."""
     ends = list(_ends())
     numbers = set(_own_sockets())
-    own = [one for one in ends if one.inode in numbers]
+    own = [end for end in ends if end.inode in numbers]
     doors = {one.here for one in own if one.state == _LISTENING}
     taken = {(one.there, one.here) for one in own if one.state == _ESTABLISHED and one.here in doors}
-    for one in ends:
+    for end in ends:
         # One without an inode belongs to nobody any more: whoever had it has closed it.
-        if (one.here, one.there) in taken and one.inode != "0" and one.owner != os.geteuid():
+        if (end.here, end.there) in taken and end.inode != "0" and end.owner != os.geteuid():
             raise PermissionError(
-                f"a process of another user (number {one.owner}) has connected to this rank, where only ranks belong: "
+                f"a process of another user (number {end.owner}) has connected to this rank, where only ranks belong: "
                 "what it sends would be taken for theirs. Measure again without that process."
             )
 

@@ -413,7 +413,7 @@ def test_it_is_as_what_compacting_runs_makes(folder: Path) -> None:
     assert not (folder / "whole" / "figures").exists()
     told = [open_history(folder / one, lambda runs: None) for one in ("whole", "made")]
     assert [one.read for one in told] == [0, 0]
-    whole_trends, made_trends = (one.trends(bool).trends for one in told)
+    whole_trends, made_trends = (opened.trends(bool) for opened in told)
     assert [trend.series for trend in whole_trends] == [trend.series for trend in made_trends]
     for whole_trend, made_trend in zip(whole_trends, made_trends, strict=True):
         samples = [[(figure.commit, figure.samples) for figure in one.figures] for one in (whole_trend, made_trend)]

@@ -154,7 +154,7 @@ class Relation(NamedTuple):
 
 
 def _flipped(dimension: int, *matrices: Tensor) -> Matrices:
-    return tuple(one.flip(dimension).contiguous() for one in matrices)
+    return tuple(matrix.flip(dimension).contiguous() for matrix in matrices)
 
 
 _SHARED = (
@@ -176,7 +176,7 @@ _OF_ATTENTION = (
     Relation("batches in another order", lambda *qkv: _flipped(0, *qkv), lambda y: y.flip(0)),
 )
 _NOT_CAUSAL = Relation("keys and values in another order", lambda q, k, v: (q, *_flipped(2, k, v)))
-_OF_OPTIMIZERS = (Relation("gradients and weights negated", lambda *both: tuple(-one for one in both), lambda y: -y),)
+_OF_OPTIMIZERS = (Relation("gradients and weights negated", lambda *both: tuple(-side for side in both), lambda y: -y),)
 
 
 class RelationsCheck(AuditCheck):
@@ -234,7 +234,7 @@ class MemoryCheck(AuditCheck):
 
     def _changed(self, arguments: Matrices) -> Iterator[AuditFinding]:
         """What it was given must be as it was."""
-        before = [one.detach().clone() for one in arguments]
+        before = [argument.detach().clone() for argument in arguments]
         self.subject.results(arguments)
         for place, pair in enumerate(zip(arguments, before, strict=True), 1):
             one, other = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in pair)
@@ -330,8 +330,8 @@ def _write(values: Matrices, into: Matrices) -> None:
             one.copy_(other)
 
 
-def _nan_alike(one: Tensor, other: Tensor) -> bool:
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+def _nan_alike(tensor: Tensor, other: Tensor) -> bool:
+    return bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
 
 
 @contextmanager

@@ -40,12 +40,12 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        before = {_storage(one) for one in _tensors((args, kwargs))}
+        before = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         found = func(*args, **(kwargs or {}))
-        for one in _tensors(found):
-            if one.numel() and _storage(one) not in before:
-                before.add(_storage(one))
-                self.seen.update(allocations=1, bytes=one.untyped_storage().nbytes())
+        for tensor in _tensors(found):
+            if tensor.numel() and _storage(tensor) not in before:
+                before.add(_storage(tensor))
+                self.seen.update(allocations=1, bytes=tensor.untyped_storage().nbytes())
         name = func.overloadpacket.__name__
         self.seen["products"] += name in _PRODUCTS
         if name in _COPIES:
@@ -177,7 +177,7 @@ def flops_bound(ceilings: Ceilings | None, precision: str, shape: Shape, device:
     """FLOPs a second: of the best product measured in this precision or a wider one, and of torch's own now."""
     here = max(_product(shape, device, dtype) for dtype in (torch.float32, torch.bfloat16))
     rank = precisions.get(precision).rank
-    known = [one.precision for one in (ceilings.rates if ceilings else ()) if one.limit is Limit.PRODUCT]
+    known = [rate.precision for rate in (ceilings.rates if ceilings else ()) if rate.limit is Limit.PRODUCT]
     wide = [ceilings.bound(Limit.PRODUCT, one) for one in known if ceilings and precisions.get(one).rank <= rank]
     return _bound(max((one for one in wide if one is not None), default=None), here, ceilings, device, "product")
 
@@ -244,7 +244,10 @@ class SpeedCheck(AuditCheck):
         """What it does a second, where no look finds it below what the machine can; '' if one does."""
         device, ceilings, precision = self.subject.device, self.auditor.ceilings, self.subject.signature.precision
         arguments = self._arguments(NORMAL, shape)
-        moved = sum(one.numel() * one.element_size() for one in (*arguments, *self.subject.raw(arguments).values()))
+        moved = sum(
+            argument.numel() * argument.element_size()
+            for argument in (*arguments, *self.subject.raw(arguments).values())
+        )
         flops = self.subject.flops(shape)
         bounds = {
             "FLOP/s": (flops, lambda: flops_bound(ceilings, precision, shape, device)),
@@ -267,7 +270,7 @@ class SpeedCheck(AuditCheck):
         clock = time.process_time if device.startswith("cpu") else time.perf_counter
         for _ in range(_AGAIN):
             times = fastest(calls, device, clock)
-            auditor.times = {name: min(one, auditor.times.get(name, one)) for name, one in times.items()}
+            auditor.times = {name: min(time_, auditor.times.get(name, time_)) for name, time_ in times.items()}
             if spread_of(auditor.times) <= _SPREAD:
                 return
         least = min((name for name in auditor.times if name != CONTROL), key=lambda name: auditor.times[name])

@@ -75,10 +75,10 @@ class Health:
 
     def _event(self, rule: HealthRule[Any], alarm: HealthAlarm, seed: int, step: int) -> TrainingEvent:
         arm = self._arms[rule.arm.name]
-        remedies = [one for one in rule.remedies if _can(one, arm, self._settings, alarm.layer)]
+        remedies = [remedy for remedy in rule.remedies if _can(remedy, arm, self._settings, alarm.layer)]
         return TrainingEvent(
             arm.name, seed, step, "alarm", alarm.words, alarm.layer, alarm.tensor,
-            (("rule", rule.name), *alarm.figures), "; ".join(one.value for one in remedies),
+            (("rule", rule.name), *alarm.figures), "; ".join(remedy.value for remedy in remedies),
         )  # fmt: skip
 
 

@@ -107,14 +107,14 @@ class ScaleUnsettled(TensorRule):
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
         scales = [octaves(one.scale) for one in (*before, reading)]
-        known = [one for one in scales if one is not None]
+        known = [scale for scale in scales if scale is not None]
         if len(known) <= self.keep:
             return None
         moves = [after - old for old, after in pairwise(known)]
         turns = sum(old * move < 0 and min(abs(old), abs(move)) >= self.swing for old, move in pairwise(moves))
         if turns < self.turns:
             return None
-        far = median(abs(one) for one in moves)
+        far = median(abs(move) for move in moves)
         words = (
             f"the scale of {_of(reading)} turned {turns} times in {len(known)} readings, by {far:.1f} octaves a time"
         )

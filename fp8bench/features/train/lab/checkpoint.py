@@ -50,7 +50,7 @@ class _Digesting:
 
 def write(folder: str, task: SeedTask, trainers: Mapping[str, Trainer], rank: int) -> None:
     """Keep the state of these arms, of one rank. Raises StoreError."""
-    memories = {name: one.memory() for name, one in trainers.items()}
+    memories = {name: trainer.memory() for name, trainer in trainers.items()}
     target = Path(folder)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:

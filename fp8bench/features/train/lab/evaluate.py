@@ -143,8 +143,8 @@ class Evaluation:
             yield self._sums(model, self._other).told(*who, "other-text")
         for mode in QUANTISED:
             arithmetic = precisions.get(mode).arithmetic(self._facts)
-            names = [one.name for one in self._layers if not one.high]
-            with multiplied_by(model, {one: self._scaled(one, arithmetic.layer(one)) for one in names}):
+            names = [layer.name for layer in self._layers if not layer.high]
+            with multiplied_by(model, {name: self._scaled(name, arithmetic.layer(name)) for name in names}):
                 yield self._sums(model, self._held_out).told(*who, f"quantised:{mode}")
 
     def _sums(self, model: LanguageModel, batches: Sequence[Batch]) -> _Sums:

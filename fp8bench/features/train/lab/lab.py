@@ -59,7 +59,7 @@ class Lab(Bench):
                     self._trainers[arm.name] = Trainer(task, arm)
             except Exception as error:  # noqa: BLE001 - the others have room, or a sound plan
                 self._unbuilt[arm.name] = described(error)
-        return tuple(one.state() for one in self._trainers.values())
+        return tuple(trainer.state() for trainer in self._trainers.values())
 
     def _forget(self, task: SeedTask) -> Device:
         """All of the seed before; what comes is of that task."""
@@ -140,14 +140,14 @@ class Lab(Bench):
         from fp8bench.features.train.lab.checkpoint import write
 
         lost = self._lost()
-        kept = {name: one for name, one in self._trainers.items() if name not in lost}
+        kept = {name: trainer for name, trainer in self._trainers.items() if name not in lost}
         write(folder, self._task, kept, self._rank)
         return lost
 
     def _lost(self) -> tuple[str, ...]:
         from fp8bench.features.train.lab.checkpoint import finite
 
-        return tuple(name for name, one in self._trainers.items() if not finite(one.memory()))
+        return tuple(name for name, trainer in self._trainers.items() if not finite(trainer.memory()))
 
     def restore(self, folder: str) -> tuple[tuple[str, int], ...]:
         """Go on from what a folder keeps: the step that each arm comes to next. An arm it does not keep has stopped."""

@@ -179,7 +179,7 @@ def _misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
     """Why a rank's share of a block's features is none that native products take; '' where it is."""
     most = max(precision.multiples)
     features = config.width, config.key_heads * config.head_width, config.hidden
-    wrong = sorted({one // ranks for one in features if one // ranks % most})
+    wrong = sorted({feature // ranks for feature in features if feature // ranks % most})
     if not wrong:
         return ""
     sides = " and ".join(map(str, wrong))
@@ -190,7 +190,9 @@ def _scales_are_own(precision: Precision) -> bool:
     """Whether nobody can hand in a tensor's largest magnitude: a library finds it, or the scale above blocks has it."""
     recipe = getattr(precision, "recipe", None)
     treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
-    return precision.whole_layers or any(one.scaling is not None and one.scaling.scale is E4M3 for one in treatments)
+    return precision.whole_layers or any(
+        treatment.scaling is not None and treatment.scaling.scale is E4M3 for treatment in treatments
+    )
 
 
 def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier: torch.dtype) -> LanguageModel:

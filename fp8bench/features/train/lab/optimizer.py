@@ -94,23 +94,23 @@ class Gradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        for one in parameters:
-            one.grad = torch.zeros_like(one)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
 
     def begin(self) -> None:
-        for one in self._parameters:
-            one.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """float32; zeros where a step has found none, as of an expert that had no token."""
-        return [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+        return [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
 
     def filled(self) -> list[Tensor]:
         """Where they lie, with zeros where a step has found none."""
-        for one in self._parameters:
-            if one.grad is None:
-                one.grad = torch.zeros_like(one)
-        return [one.grad for one in self._parameters if one.grad is not None]
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def norms(self) -> list[Tensor]:
         """Of each; not finite where it is not."""
@@ -134,11 +134,13 @@ class LowGradients(Gradients):
     def __init__(self, parameters: Sequence[nn.Parameter], micro_batches: int, fp8: bool) -> None:
         self._parameters = parameters
         self._sums: dict[Tensor, _BFloat16 | AutomaticScale] = {}
-        for one in parameters:
-            self._sums[one] = AutomaticScale(one.detach(), micro_batches) if fp8 else _BFloat16(one.detach())
+        for parameter in parameters:
+            self._sums[parameter] = (
+                AutomaticScale(parameter.detach(), micro_batches) if fp8 else _BFloat16(parameter.detach())
+            )
         self._begun: set[Tensor] = set()
-        for one in parameters:
-            one.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         self._begun.clear()
@@ -150,10 +152,13 @@ class LowGradients(Gradients):
         parameter.grad = None
 
     def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        return [self._sums[one].restored() if one in self._begun else torch.zeros_like(one) for one in parameters]
+        return [
+            self._sums[parameter].restored() if parameter in self._begun else torch.zeros_like(parameter)
+            for parameter in parameters
+        ]
 
     def norms(self) -> list[Tensor]:
-        return [self.of([one])[0].norm() for one in self._parameters]
+        return [self.of([parameter])[0].norm() for parameter in self._parameters]
 
     def end(self) -> None:
         for one in self._sums.values():
@@ -237,7 +242,7 @@ class Weights:
         """Parameters that a step has changed become what is kept of them."""
 
     def kept(self) -> list[Tensor]:
-        return [one.detach() for one in self._parameters]
+        return [parameter.detach() for parameter in self._parameters]
 
 
 class HalfWeights(Weights):
@@ -249,31 +254,31 @@ class HalfWeights(Weights):
         # By powers of two: what is rounded already is then the same once more, as in a step that changes nothing.
         self._storage = scaled(FP16, ScaleRounding.POWER_OF_TWO)
         self._masters: dict[Tensor, Operand] = {}
-        self._sizes = {one: one.untyped_storage().nbytes() for one in parameters}
+        self._sizes = {parameter: parameter.untyped_storage().nbytes() for parameter in parameters}
         self.round(parameters)
         self._release()
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        for one in self._parameters:
-            one.untyped_storage().resize_(self._sizes[one])
-            one.detach().copy_(self._storage.restore(self._masters[one]))
+        for parameter in self._parameters:
+            parameter.untyped_storage().resize_(self._sizes[parameter])
+            parameter.detach().copy_(self._storage.restore(self._masters[parameter]))
         try:
             yield
         finally:
             self._release()
 
     def _release(self) -> None:
-        for one in self._parameters:
-            one.untyped_storage().resize_(0)
+        for parameter in self._parameters:
+            parameter.untyped_storage().resize_(0)
 
     def round(self, parameters: Sequence[Tensor]) -> None:
-        for one in parameters:
-            self._masters[one] = self._storage.keep(one.detach())
-            one.detach().copy_(self._storage.restore(self._masters[one]))
+        for parameter in parameters:
+            self._masters[parameter] = self._storage.keep(parameter.detach())
+            parameter.detach().copy_(self._storage.restore(self._masters[parameter]))
 
     def kept(self) -> list[Tensor]:
-        return [part for one in self._parameters for part in self._masters[one].tensors]
+        return [part for parameter in self._parameters for part in self._masters[parameter].tensors]
 
 
 # Of so many weights at a time the values before a step are kept, to say how far they moved.
@@ -306,7 +311,7 @@ class AdamW:
     def step(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
         """Take the gradients divided by `divisor`; nothing changes where `skip` is 1. Both lie on the device."""
         for bucket, own, decay in self._groups:
-            before = [one.detach().clone() for one in bucket.parameters]
+            before = [parameter.detach().clone() for parameter in bucket.parameters]
             bucket.gradients = self.gradients.of(bucket.parameters)
             first, second = bucket.restored()
             bucket.update(first, second, Update(rate * own, decay, divisor, skip))
@@ -322,11 +327,11 @@ class AdamW:
 
     @property
     def update_norms(self) -> list[Tensor]:
-        return [self._norms[one][0] for one in self._parameters]
+        return [self._norms[parameter][0] for parameter in self._parameters]
 
     @property
     def weight_norms(self) -> list[Tensor]:
-        return [self._norms[one][1] for one in self._parameters]
+        return [self._norms[parameter][1] for parameter in self._parameters]
 
     def kept(self) -> dict[str, list[Tensor]]:
         """All that lies in memory between two steps, by what it is."""
@@ -345,10 +350,10 @@ class AdamW:
 def _groups(parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> Iterator[_Group]:
     kinds: dict[tuple[float, float], list[Tensor]] = {}
     rates = dict(settings.rates)
-    for name, one in parameters.items():
-        own = rates.get(kind_of(name, one.ndim), 1.0)
-        decay = settings.weight_decay if one.ndim > 1 else 0.0  # of matrices, and neither of norms nor of biases
-        kinds.setdefault((own, decay), []).append(one)
+    for name, parameter in parameters.items():
+        own = rates.get(kind_of(name, parameter.ndim), 1.0)
+        decay = settings.weight_decay if parameter.ndim > 1 else 0.0  # of matrices, and neither of norms nor of biases
+        kinds.setdefault((own, decay), []).append(parameter)
     for (own, decay), alike in kinds.items():
         for part in bucketed([one.numel() for one in alike], _MOST_ELEMENTS):
             some = alike[part]

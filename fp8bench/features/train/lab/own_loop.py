@@ -51,7 +51,7 @@ class OwnLoop:
         """`tokens` are those of a step, `scaler` a GradScaler if there is one, whose scale is told."""
         if stride < 1:
             raise UsageError(f"every so many steps one is watched: stride is a whole number from 1 on, not {stride!r}.")
-        if not any(one.requires_grad for one in module.parameters()):
+        if not any(parameter.requires_grad for parameter in module.parameters()):
             raise UsageError("the module has no parameter that is trained: there is nothing to watch.")
         self._module, self._optimizer, self._told = module, optimizer, told
         self._name, self._stride, self._tokens, self._scaler = name, stride, tokens, scaler
@@ -120,12 +120,12 @@ class OwnLoop:
             self._norm = None
             return
         scale = getattr(self._optimizer, "grad_scale", None)  # a fused one takes gradients as a GradScaler left them
-        values = [one.coalesce().values() if one.is_sparse else one for one in gradients]
+        values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
         norm = joint(torch._foreach_norm(values))
         self._norm = norm if scale is None else norm / scale
         if self._seen is not None:
             self._size = joint(torch._foreach_norm(trained))
-            self._before = [one.detach().clone() for one in self._watch.parameters.values()]
+            self._before = [parameter.detach().clone() for parameter in self._watch.parameters.values()]
 
     @torch.no_grad()
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -35,7 +35,7 @@ class RankLab(RankBench, Lab):
             for name, fault in faults.items():
                 self._trainers.pop(name, None)
                 self._unbuilt.setdefault(name, Fault(*fault)._replace(text=f"rank {rank}: {fault[1]}"))
-        return tuple(one for one in states if one.arm in self._trainers)
+        return tuple(state for state in states if state.arm in self._trainers)
 
     def advance(self, arm: str, steps: int) -> RankLines:  # type: ignore[override]
         """The steps of this rank, and digests of what its neighbours must have alike."""

@@ -148,8 +148,8 @@ def _piece(x: Tensor, left: Tensor | None) -> Figures:
 
 
 def _merged(parts: Sequence[Figures]) -> Figures:
-    every = {name: torch.stack([torch.as_tensor(one[name]) for one in parts]) for name in parts[0] if name != "count"}
-    counts = [float(one["count"]) for one in parts]
+    every = {name: torch.stack([torch.as_tensor(part[name]) for part in parts]) for name in parts[0] if name != "count"}
+    counts = [float(part["count"]) for part in parts]
     shares = torch.tensor(counts, dtype=torch.float64, device=every["mean"].device) / sum(counts)
     mean = (shares * every["mean"]).sum()
     merged: Figures = {"count": sum(counts), "mean": mean}
@@ -218,14 +218,15 @@ def _number(bits: int, shift: int) -> float:
 
 def read(figures: Sequence[Figures]) -> list[dict[str, float]]:
     """Figures as numbers: the one time that a device is waited for."""
-    waiting = [value for one in figures for value in one.values() if isinstance(value, Tensor)]
+    waiting = [value for figure in figures for value in figure.values() if isinstance(value, Tensor)]
     if waiting and waiting[0].device.type == "cpu":
         numbers: Iterable[float] = [value.item() for value in waiting]
     else:
         numbers = torch.stack([value.to(torch.float64) for value in waiting]).tolist() if waiting else []
     known = iter(numbers)
     return [
-        {name: next(known) if isinstance(value, Tensor) else value for name, value in one.items()} for one in figures
+        {name: next(known) if isinstance(value, Tensor) else value for name, value in figure.items()}
+        for figure in figures
     ]
 
 

@@ -123,8 +123,8 @@ class DataParallel(Together):
 def digest_of(tensors: Iterable[Tensor]) -> int:
     """A number of 63 bits that changes with any bit of float32 tensors, and with the place of each value in them."""
     total = place = 0
-    for one in tensors:
-        for part in torch.split(one.detach().reshape(-1), _DIGESTED_ELEMENTS):
+    for tensor in tensors:
+        for part in torch.split(tensor.detach().reshape(-1), _DIGESTED_ELEMENTS):
             places = torch.arange(place, place + len(part), device=part.device)
             total += int(((2 * places + 1) * part.view(torch.int32)).sum())
             place += len(part)
@@ -142,8 +142,8 @@ class FullySharded(DataParallel):
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
         self._wholes = list(parameters.values())
-        self._bytes = [one.untyped_storage().nbytes() for one in self._wholes]
-        self._own = [nn.Parameter(self._cut(one.detach())[self.share].clone()) for one in self._wholes]
+        self._bytes = [whole.untyped_storage().nbytes() for whole in self._wholes]
+        self._own = [nn.Parameter(self._cut(whole.detach())[self.share].clone()) for whole in self._wholes]
         self._buckets = list(bucketed([one.numel() * self.shares for one in self._own], _MOST_SHARDED))
         self._wrong = torch.zeros((), dtype=torch.bool, device=self._wholes[0].device)
         self._misplaced = self._put_together()
@@ -163,7 +163,7 @@ class FullySharded(DataParallel):
 
     def _digests(self) -> list[int]:
         """Of each rank's rows of the whole model."""
-        return [digest_of(self._cut(one)[share] for one in self._wholes) for share in range(self.shares)]
+        return [digest_of(self._cut(whole)[share] for whole in self._wholes) for share in range(self.shares)]
 
     def _cut(self, whole: Tensor) -> Tensor:
         """(ranks, rows of each, ...)."""
@@ -175,8 +175,8 @@ class FullySharded(DataParallel):
     @contextmanager
     def present(self, phase: Phases) -> Iterator[None]:
         with phase.communication:
-            for one, size in zip(self._wholes, self._bytes, strict=True):
-                one.untyped_storage().resize_(size)
+            for whole, size in zip(self._wholes, self._bytes, strict=True):
+                whole.untyped_storage().resize_(size)
         try:
             self.updated(phase)
             yield
@@ -184,9 +184,9 @@ class FullySharded(DataParallel):
             self._release()
 
     def _release(self) -> None:
-        for one in self._wholes:
-            one.grad = None
-            one.untyped_storage().resize_(0)
+        for whole in self._wholes:
+            whole.grad = None
+            whole.untyped_storage().resize_(0)
 
     def updated(self, phase: Phases) -> None:
         with phase.communication:
@@ -228,7 +228,7 @@ class FullySharded(DataParallel):
     def faults(self) -> tuple[str, ...]:
         """Asked while parameters are present."""
         wrong, self._wrong = bool(self._wrong), torch.zeros_like(self._wrong)
-        placed = [self._cut(one.detach())[self.share] for one in self._wholes]
+        placed = [self._cut(whole.detach())[self.share] for whole in self._wholes]
         bits = zip(*([one.detach().view(torch.int32) for one in some] for some in (placed, self._own)), strict=True)
         lost = not all(torch.equal(one, own) for one, own in bits)
         words = {
@@ -289,7 +289,7 @@ class TensorParallel(Together):
         return list(torch.where(self._cut.to(each.device).repeat(len(each) // len(self._cut)), whole, each))
 
     def common(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-        return [one for one, cut in zip(parameters.values(), self._cut.tolist(), strict=True) if not cut]
+        return [parameter for parameter, cut in zip(parameters.values(), self._cut.tolist(), strict=True) if not cut]
 
     def faults(self) -> tuple[str, ...]:
         return ("has a share of the model that does not make it whole with the others'",) if self._incomplete else ()

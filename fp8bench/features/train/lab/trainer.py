@@ -104,7 +104,7 @@ class Trainer:
             self._round_attention(model, facts)
         if self._settings.nudge == "ulp":
             _moved_by_an_ulp(model, seed_of("nudge", self._seed))
-        self._count = sum(one.numel() for one in model.parameters())
+        self._count = sum(parameter.numel() for parameter in model.parameters())
         self.together.take(model)
         return model
 
@@ -227,8 +227,8 @@ class Trainer:
         """The parameters have their values in the body."""
         with self._optimizer.weights.present(), self.together.present(phase):
             if self._watch_casts is not None:  # of what was put together for a step nobody else says what it is for
-                for one in self._parameters.values():
-                    self._watch_casts(Operand(one), one, Role.WEIGHT, None)
+                for parameter in self._parameters.values():
+                    self._watch_casts(Operand(parameter), parameter, Role.WEIGHT, None)
             yield
 
     def _watching(self, watched: bool) -> AbstractContextManager[WatchedStep | None]:
@@ -240,7 +240,7 @@ class Trainer:
         self._optimizer.gradients.begin()
         with self._weights.cast(phase):
             numbers = range(self._settings.micro_batches)
-            loss = torch.stack([self._micro_batch(one, scale, phase) for one in numbers]).mean()
+            loss = torch.stack([self._micro_batch(number, scale, phase) for number in numbers]).mean()
         with phase.communication:
             return self.together.mean(loss)
 
@@ -309,8 +309,8 @@ class Trainer:
         """A copy of what the model's arithmetics and norms keep of earlier steps."""
         return _Remembered(
             {
-                name: {key: kept.clone() for key, kept in one.memory().items()}
-                for name, one in self._arithmetics.items()
+                name: {key: kept.clone() for key, kept in arithmetic.memory().items()}
+                for name, arithmetic in self._arithmetics.items()
             },
             {name: kept.clone() for name, kept in self._model.named_buffers()},
         )
@@ -355,7 +355,7 @@ class Trainer:
         A layer whose arithmetic is not that of the other's remembers nothing of it: the step before is done once more
         without an update, so that scales which come from earlier casts are there.
         """
-        same = {name for name, one in self._arithmetics.items() if _alike(one, other._arithmetics[name])}
+        same = {name for name, arithmetic in self._arithmetics.items() if _alike(arithmetic, other._arithmetics[name])}
         known = {name: one for name, one in memory["remembered"]["arithmetics"].items() if name in same}
         own = {"arithmetics": known, "statistics": memory["remembered"]["statistics"]}
         own_scale = [self._loss_scale.scale, self._loss_scale.good_steps]
@@ -376,8 +376,8 @@ class Trainer:
         self._loss_scale.scale, self._loss_scale.good_steps = memory["loss_scale"]
         self._rate, self._skipped = memory["rate"], memory["skipped"]
         for name, tensors in self._optimizer.memory().items():
-            for one, kept in zip(tensors, memory["optimizer"][name], strict=True):
-                one.copy_(kept)
+            for tensor, kept in zip(tensors, memory["optimizer"][name], strict=True):
+                tensor.copy_(kept)
         self._recall(_Remembered(**memory["remembered"]))
         self._watch.scales = dict(memory["watched"])
 
@@ -391,6 +391,6 @@ def _alike(one: Arithmetic, other: Arithmetic) -> bool:
 def _moved_by_an_ulp(model: nn.Module, seed: int) -> None:
     """Every weight goes to a neighbour in float32, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
-    for one in model.parameters():
-        up = torch.rand(one.shape, generator=generator) < 0.5
-        one.copy_(torch.nextafter(one, torch.where(up, math.inf, -math.inf).to(one)))
+    for parameter in model.parameters():
+        up = torch.rand(parameter.shape, generator=generator) < 0.5
+        parameter.copy_(torch.nextafter(parameter, torch.where(up, math.inf, -math.inf).to(parameter)))

@@ -59,7 +59,9 @@ class ModelWatch:
             path.removeprefix("_orig_mod."): one for path, one in model.named_parameters() if one.requires_grad
         }
         self.weights = {
-            path.removesuffix(".weight"): one for path, one in self.parameters.items() if one.ndim >= _MATRIX
+            path.removesuffix(".weight"): parameter
+            for path, parameter in self.parameters.items()
+            if parameter.ndim >= _MATRIX
         }
         tables = {path for path, one in model.named_modules() if isinstance(one, nn.Embedding)}
         self.embeddings = {path for path in self.weights if path in tables or path.split(".")[-1] == "embedding"}
@@ -299,7 +301,7 @@ class WatchedStep:
 
 
 def _has_weights(module: nn.Module) -> bool:
-    return any(one.ndim >= _MATRIX for one in module.parameters(recurse=False))
+    return any(parameter.ndim >= _MATRIX for parameter in module.parameters(recurse=False))
 
 
 def _is_watched(module: nn.Module) -> bool:

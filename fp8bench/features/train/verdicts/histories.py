@@ -88,10 +88,10 @@ def _layers_cast(readings: Iterable[LayerReading]) -> set[str]:
     """Layers with a product; of an arm that scales some of them, these alone: the others stay in high precision."""
     roles: dict[str, set[str]] = {}
     scaled = set()
-    for one in readings:
-        roles.setdefault(one.layer, set()).add(one.role)
-        if one.scale != 1:
-            scaled.add(one.layer)
+    for reading in readings:
+        roles.setdefault(reading.layer, set()).add(reading.role)
+        if reading.scale != 1:
+            scaled.add(reading.layer)
     products = {layer for layer, found in roles.items() if len(found) == len(_ROLES)}
     return products & scaled or products
 

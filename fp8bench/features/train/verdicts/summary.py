@@ -182,7 +182,7 @@ def _why_not_to_loss(said: ArmVerdict, own: EnergyUse, reference: EnergyUse) -> 
 
 
 def _uncertainty(use: EnergyUse) -> float | None:
-    known = [one.uncertainty for one in use.windows if one.uncertainty is not None]
+    known = [window.uncertainty for window in use.windows if window.uncertainty is not None]
     return max(known) if known and len(known) == len(use.windows) else None
 
 

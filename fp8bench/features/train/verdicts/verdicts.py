@@ -103,7 +103,7 @@ class Verdicts:
 
     def of(self, name: str) -> ArmVerdict | None:
         """None for the reference itself, and its bands."""
-        return next((one for one in self.arms if one.arm.name == name), None)
+        return next((arm for arm in self.arms if arm.arm.name == name), None)
 
 
 def least_fall(margin: float) -> float:
@@ -192,7 +192,7 @@ def _repeat_band(reference: Curve, repeat: Curve) -> RepeatBand:
     both = list(zip(reference.rows, repeat.rows, strict=False))
     first = next((old.step for old, new in both if old.loss != new.loss), None)
     gaps = [abs(new.loss / old.loss - 1) if old.loss else math.inf for old, new in both if old.loss != new.loss]
-    return RepeatBand(len(both), first, max((one if math.isfinite(one) else math.inf for one in gaps), default=0.0))
+    return RepeatBand(len(both), first, max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0))
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def _evenly(marks: list[tuple[int, Mark]], most: int) -> list[tuple[int, Mark]]:
     if len(marks) <= most:
         return marks
     kept = {round(number * (len(marks) - 1) / (most - 1)) for number in range(most)}
-    return [one for number, one in enumerate(marks) if number in kept or one[1].tone is not Tone.PLAIN]
+    return [mark for number, mark in enumerate(marks) if number in kept or mark[1].tone is not Tone.PLAIN]
 
 
 def _last_values(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]], x: Scale, y: Scale) -> None:
@@ -196,7 +196,7 @@ def _look(number: int) -> tuple[str, str]:
 
 def _frame(chart: Scatter, points: list[Point], sheet: Sheet, top: float) -> _Frame:
     bottom = top + (280.0 if sheet.narrow else 380.0)
-    y = fitted([one.y for one in points], bottom, top, chart.y.log, chart.y.unit, 0.05)
+    y = fitted([point.y for point in points], bottom, top, chart.y.log, chart.y.unit, 0.05)
     left = max(sheet.measure(text) for _, text in y.ticks(_TICKS[sheet.narrow])) + 10
     placed = [point.x for point in points if point.x is not None]
     if not placed:
@@ -273,8 +273,8 @@ def _labels(
         x, y = spots[number]
         text = shortened(points[number].label, _LABEL_ROOM * (0.65 if sheet.narrow else 1), sheet.size)
         for box, anchor, place in _around(x, y, sheet.measure(text), sheet.size) if text else ():
-            inside = any(one.left <= box.left and box.right <= one.right and one.top <= box.top
-                         and box.bottom <= one.bottom for one in frames)  # fmt: skip
+            inside = any(frame.left <= box.left and box.right <= frame.right and frame.top <= box.top
+                         and box.bottom <= frame.bottom for frame in frames)  # fmt: skip
             if inside and not any(box.meets(other) for other in taken):
                 taken.append(box)
                 sheet.text(place, (box.top + box.bottom) / 2, text, "label", anchor=anchor)

@@ -159,7 +159,7 @@ def _tick(value: float, unit: str, digits: int, size: float) -> str:
     if size and not unit and not _EXPONENT_BELOW <= abs(size) < 1e18:
         return _plain(f"{value:.{digits - 1}e}") if value else "0"
     prefixes = _PREFIXES[unit]
-    scale, name = next((one for one in prefixes if abs(size) >= one[0] * (1 - _ALIKE)), prefixes[-1])
+    scale, name = next((prefix for prefix in prefixes if abs(size) >= prefix[0] * (1 - _ALIKE)), prefixes[-1])
     return _plain(units.significant(value / scale, digits)) + name.rstrip()
 
 
