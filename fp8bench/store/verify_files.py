@@ -135,7 +135,7 @@ def check_surroundings(store: Path) -> list[Fault]:
     faults += [_foreign(path) for path in sorted((store / "runs").glob("*/*.jsonl")) if path.is_dir()]
     words = "it may not be read, and nothing is known of the runs in it"
     faults += [Fault(str(path), words, "Make it readable (chmod u+rx)") for path in closed_folders(store)]
-    patterns = (*BESIDE_RUNS, "trainings/*/places.json")
+    patterns = (*BESIDE_RUNS, "trainings/*/places.json", "reruns/*.json")
     for path in sorted(path for pattern in patterns for path in store.glob(pattern)):
         faults += _unsealed(path)
     remedy = "Acknowledge again what alarms and should not, and delete the line"

@@ -12,6 +12,7 @@ from fp8bench.analysis.findings import find
 from fp8bench.analysis.reruns import reach_of
 from fp8bench.model import Environment, Record, Run
 from fp8bench.store.reruns import add_reruns, with_reruns
+from fp8bench.store.verify_files import check_surroundings
 from tests.fakes import CPU, MS, record, steady
 from tests.runs import run_of
 
@@ -85,3 +86,12 @@ def test_where_nobody_can_write_a_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "reruns").write_text("a file")
     add_reruns(group(), RUN, tmp_path)
     assert known(tmp_path) == [0, 0]
+
+
+def test_a_digit_that_changed_is_named_when_a_store_is_verified(tmp_path: Path) -> None:
+    add_reruns(group(), RUN, tmp_path)
+    (path,) = (tmp_path / "reruns").glob("*.json")
+    assert not [fault for fault in check_surroundings(tmp_path) if fault.broken]
+    path.write_text(path.read_text().replace("[1,", "[7,", 1))
+    (fault,) = check_surroundings(tmp_path)
+    assert fault.path == str(path) and "its checksum is not that of what it says" in fault.what
