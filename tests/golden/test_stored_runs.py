@@ -25,7 +25,7 @@ from fp8bench.cli.main import main
 ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / "tests" / "golden" / "stored"
 EXPECTED = STORED / "expected"
-OLD, NEW, FAILING, SAMPLE = "97a62823", "c1fdadfa", "de0b9da3", "bbd5b4b3"
+OLD, NEW, FAILING, SAMPLE = "97a62823", "c1fdadfa", "de0b9da3", "a95c7ff0"
 SERIES = "gemm.Gemm.track_time(bf16, 512)"
 # What each file is of: the words of a command, which prints it or writes it to the file that its words name.
 COMMANDS = {
@@ -56,7 +56,7 @@ def a_store_of_them(folder: Path) -> Iterator[None]:
     """A working directory in no repository, with the runs in its store, and a terminal of 100 columns."""
     runs = folder / ".fp8bench" / "runs"
     shutil.copytree(STORED / "runs", runs)
-    sample = runs / "vm" / f"20261121T095221.017Z-34a501ca-{SAMPLE}.jsonl"
+    sample = runs / "vm" / f"20261126T063842.925Z-08bd5754-{SAMPLE}.jsonl"
     sample.parent.mkdir()
     shutil.copy(ROOT / "reports" / "sample" / "run.jsonl", sample)
     facts = {"GIT_CEILING_DIRECTORIES": str(folder.parent), "COLUMNS": "100", "NO_COLOR": "1"}
