@@ -15,8 +15,8 @@ from fp8bench.cli.option_types import asked, asks, folder, keywords_of, names, p
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.jobs.after_run import into_history
 from fp8bench.jobs.kinds import kinds
+from fp8bench.jobs.profile import function_named, profile_axes, profile_dtypes, profile_live
 from fp8bench.jobs.profile import profile as profile_maker
-from fp8bench.jobs.profile import profile_axes, profile_dtypes, profile_live
 from fp8bench.jobs.sessions import check_sessions, execute_sessions
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Request
@@ -123,7 +123,7 @@ def profile(
     live = not isinstance(model, str)
     if live == (batch is None) or (loss is not None and not live):
         raise UsageError("profile takes 'module:function' alone, or a model with a batch, and a loss if it needs one.")
-    target = type(model).__name__ if live else str(model)
+    target = type(model).__name__ if live else function_named(str(model))
     request = Request(
         **profile_dtypes(names(dtypes), reference), **asked(Request, how, "profile"),
         axes=profile_axes(target, forward, optimizer, compile, names(skip)), precision_map=pairs(precision_map),

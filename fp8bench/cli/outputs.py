@@ -54,6 +54,13 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         check_wandb()
 
 
+def model_named(arguments: argparse.Namespace) -> str | None:
+    """The model by its option or by its name alone."""
+    if arguments.model is not None and arguments.name is not None:
+        raise UsageError(f"{arguments.name!r:.80} and --model {arguments.model!r:.80} both name a model. Give one.")
+    return arguments.model if arguments.model is not None else arguments.name  # type: ignore[no-any-return]
+
+
 def check_files(wanted: Mapping[str, str | Path | None], expected: str = "a file") -> None:
     """Raise for the file of an option that cannot be written, as far as that can be known without writing it."""
     for option, file in wanted.items():

@@ -15,7 +15,7 @@ from fp8bench.analysis.ceiling_history import Since, alike, since
 from fp8bench.errors import UsageError, WorkerError
 from fp8bench.files import make_store
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.measure.ceilings import RUNS, SUITE, WHOLE_SECONDS, pieces_of, whole_ceilings
+from fp8bench.measure.ceilings import RUNS, WHOLE_SECONDS, pieces_of, whole_ceilings
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import ProcessWorker, Worker, claimed
 from fp8bench.measure.sensors.device_state import device_state_of
@@ -41,6 +41,7 @@ from fp8bench.model import (
     specs,
 )
 from fp8bench.model.raw import Settings
+from fp8bench.model.run import CEILINGS
 from fp8bench.pipeline import now
 from fp8bench.plan.make import devices_asked
 from fp8bench.registry import precisions
@@ -70,7 +71,7 @@ def ceiling_lines(store: Path, observer: JobObserver, threads: int = 1) -> Itera
 
 def ceilings_run(request: Request, store: Path, observer: JobObserver, command: str) -> Run:
     """The suite: of the devices that were asked for, kept as a run, too. Everything else of a request is refused."""
-    asked = Request(SUITE, devices=request.devices, threads=request.threads)
+    asked = Request(CEILINGS, devices=request.devices, threads=request.threads)
     if request != asked:
         raise UsageError(
             "the suite ceilings measures what a device does at most, and takes --devices, --threads and options that "
@@ -129,7 +130,7 @@ def _measured(
 def _record(rate: Rate, device: DeviceFacts, before: Since | None) -> Record:
     """A rate as what became of a case; without runs it was skipped, for the reason that the device gave."""
     name = rate.precision or _ARRAYS
-    case = Case(SUITE, (("limit", rate.limit.value),), name, device.key)
+    case = Case(CEILINGS, (("limit", rate.limit.value),), name, device.key)
     support = precisions.get(name).support(device) if rate.precision else Support(Level.NATIVE, "")
     first = name == _ARRAYS
     if rate.value is None:

@@ -22,8 +22,8 @@ from fp8bench.measure.sensors.device_state import device_lines, driver_state
 from fp8bench.measure.sensors.meter import meter_for
 from fp8bench.model import DeviceFacts, Level, Request, Scalar
 from fp8bench.model.raw import Settings
-from fp8bench.model.run import SWITCHES_SET
-from fp8bench.plan.asked_suites import suites_of
+from fp8bench.model.run import CEILINGS, SWITCHES_SET
+from fp8bench.plan.asked_suites import known_suites, suites_of
 from fp8bench.plan.checked_workload import sound_axes
 from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import make_plan
@@ -172,8 +172,10 @@ def _harness(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
 def listing(what: str, imports: tuple[str, ...], name: str | None = None) -> Iterator[str]:
     """The lines of `list WHAT`; support and axes are those of this machine."""
     if what == "suites":
-        for name in workloads.names():
-            yield f"{name:<14} {workloads.get(name).summary}"
+        yield from (f"{name:<14} {_summary(name)}" for name in known_suites())
+        return
+    if what == CEILINGS:
+        yield f"{what}: {_summary(what)}. It has no axes; `--devices` and `--threads` say of what"
         return
     with ProcessWorker(Settings(imports=imports)) as worker:
         facts = worker.probe()
@@ -191,6 +193,13 @@ def listing(what: str, imports: tuple[str, ...], name: str | None = None) -> Ite
         chosen = next((fact for fact in facts if fact.accelerated), facts[0])
         for name in suites_of(Request(what)):
             yield from _axes(name, chosen)
+
+
+def _summary(name: str) -> str:
+    if name == CEILINGS:
+        return "what a device does at most: products, bytes and launches a second, in five runs"
+    least = workloads.get(name).least_ranks
+    return workloads.get(name).summary + (f" (takes --ranks {least} or more)" if least > 1 else "")
 
 
 def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -38,6 +39,23 @@ def profile_axes(
         "compile": "yes" if compiled else "no", "skip": ";".join(skip),
     }  # fmt: skip
     return tuple((name, (value,)) for name, value in chosen.items() if value)
+
+
+def function_named(target: str) -> str:
+    """The target, where it has a function's name. What it comes to is seen by a worker."""
+    if ":" not in target:
+        raise UsageError(f"{target!r:.200} names no function. Give {target}:make.{_functions_in(target)}")
+    return target
+
+
+def _functions_in(target: str) -> str:
+    """What a file has that could be called, found without running it; '' of what is no readable file."""
+    try:
+        body = ast.parse(Path(target).read_bytes()).body
+    except (OSError, ValueError, SyntaxError):
+        return ""
+    names = [one.name for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef) and one.name[0] != "_"]
+    return f" Callables in it: {', '.join(names)}." if names else " There is nothing to call in it."
 
 
 def profile(request: Request, store: Path, observer: Observer, command: str, note: str = "") -> Run:

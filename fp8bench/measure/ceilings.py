@@ -15,7 +15,6 @@ from fp8bench.registry import precisions
 
 VARIABLE = "FP8BENCH_CEILINGS"
 # The word for whole ceilings in the place of a suite's name.
-SUITE = "ceilings"
 # For all of a device's in a quick look, once a machine; and for whole ones, which is asked for and takes its time.
 SECONDS = 5.0
 WHOLE_SECONDS = 35.0

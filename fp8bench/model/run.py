@@ -15,6 +15,8 @@ from fp8bench.model.words import OF_ANOTHER_KIND, Label, Status, Verdict
 
 # The door of runs of a model of one's own.
 PROFILE = "profile"
+# The suite that measures what a device does at most.
+CEILINGS = "ceilings"
 # An effect so many times as large as identical code may differ by stands beside a label for what disturbed it.
 _LARGE = 3
 

@@ -6,10 +6,17 @@ from collections.abc import Sequence
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Request
+from fp8bench.model.run import CEILINGS
 from fp8bench.registry import workloads
 from fp8bench.user_code import user_module
 
 ALL = "all"
+
+
+def known_suites() -> list[str]:
+    """What `suite` takes beside `all`: also suites of several processes, which `all` leaves out, and the ceilings."""
+    several = (name for name in workloads.names(hidden=True) if workloads.get(name).least_ranks > 1)
+    return sorted([*workloads.names(), *several, CEILINGS])
 
 
 def suites_of(request: Request) -> tuple[str, ...]:
@@ -49,7 +56,7 @@ def _suites(word: str) -> Sequence[str]:
     if word not in workloads.names(hidden=True) or word.startswith("_"):
         if "/" in word:
             raise UsageError(f"the suite {word!r} is a path. Give a name, or a file that ends in .py.")
-        raise UnknownName("suite", word, [*workloads.names(), ALL])
+        raise UnknownName("suite", word, [*known_suites(), ALL])
     return [word]
 
 

@@ -102,6 +102,14 @@ def check_names(request: Request) -> None:
             "own names the axis that is its batch in `batch_axis`."
         )
     parts = _parts(request, _CLASSES)
+    for part in parts:
+        if (request.ranks or 1) < (least := part.workload.least_ranks):
+            raise UsageError(f"the suite {part.workload.name} takes {least} processes together: add --ranks {least}.")
+    named = [multiplied_by(word, request.backend) for word in request.dtypes]
+    if twice := next((name for name in named if named.count(name) > 1), ""):
+        raise UsageError(
+            f"--dtypes names {twice} twice. Leave one out: the reference is measured twice in every round anyway."
+        )
     for word in request.devices:
         kind = word.partition(":")[0]
         if why := _NOT_MEASURED.get(kind):
@@ -237,7 +245,9 @@ def device_named(word: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
     known = {fact.key: fact for fact in facts}
     key = f"{word}:0" if word != "cpu" and ":" not in word else word
     if key not in known:
-        raise UnknownName("device on this machine", word, known)
+        build = facts[0].torch
+        why = f" (torch {build} is a build for processors alone)" if build.endswith("+cpu") else ""
+        raise UnknownName("device on this machine", word, known, ", ".join(known) + why)
     return known[key]
 
 

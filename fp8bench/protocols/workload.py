@@ -137,8 +137,8 @@ class Workload(ABC):
     state may become infinite or NaN: the case is then labelled, and fails otherwise. `linear_layers` says that all its
     products in low precision are those of linear layers, which a backend may make its own. `loads` says what `load`
     brings. `error`, `statistics` and `check` run apart from any timing. One that is not `listed` has a command of its
-    own. `examined` says that which cases there can be, and which layers, only a worker knows: it is asked beforehand
-    (`examine`), and a plan takes the keys of a precision map as they are.
+    own, or takes `least_ranks` processes together. `examined` says that which cases there can be, and which layers,
+    only a worker knows: it is asked beforehand (`examine`), and a plan takes the keys of a precision map as they are.
     """
 
     name: ClassVar[str]
@@ -154,6 +154,7 @@ class Workload(ABC):
     linear_layers: ClassVar[bool] = False
     loads: ClassVar[str] = ""
     listed: ClassVar[bool] = True
+    least_ranks: ClassVar[int] = 1
     examined: ClassVar[bool] = False
 
     @abstractmethod

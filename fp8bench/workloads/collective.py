@@ -59,7 +59,7 @@ class Collective(Workload):
     summary = (
         "all-reduce, all-gather, reduce-scatter, all-to-all and broadcast of several ranks (--ranks), FP8 included"
     )
-    listed = False
+    listed, least_ranks = False, 2
     fused = False
     dtypes = DTYPES
     # One way of FP8, that of honest bytes, and sizes that a device of either kind has by default.

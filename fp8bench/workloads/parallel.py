@@ -46,7 +46,7 @@ class Parallel(Workload):
 
     name = "parallel"
     summary = "training steps of a GPT by several ranks (--ranks): data, sharded, tensor and pipeline parallel"
-    listed = False
+    listed, least_ranks = False, 2
     uses_corpus = True
     linear_layers = True
     layer_kinds = ("attn", "mlp", "head")

@@ -117,10 +117,10 @@ OPTIONS = {
     },
     "conform": COMMON | {"--dtypes", "--device", "--seed", "--import", "--explain", "--json"},
     "lint-shapes": COMMON | {
-        "--model", "--shapes", "--tokens", "--products", "--dtypes", "--devices", "--json", "--csv",
+        "MODEL", "--model", "--shapes", "--tokens", "--products", "--dtypes", "--devices", "--json", "--csv",
     },
     "plan-parallel": COMMON | {
-        "--model", "--gpus", "--topology", "--batch", "--sequence", "--dtype", "--checkpointing", "--top",
+        "MODEL", "--model", "--gpus", "--topology", "--batch", "--sequence", "--dtype", "--checkpointing", "--top",
         "--explain", "--json", "--csv",
     },
     "sensitivity": COMMON | {
@@ -238,6 +238,11 @@ REFUSED = {
     "unknown reference": (["suite", "gemm", "--reference", "fp23"], "Did you mean 'fp32'"),
     "unknown device": (["suite", "gemm", "--devices", "cpx"], "Did you mean 'cpu'"),
     "a device not here": (["suite", "gemm", "--devices", "cuda:77"], "unknown device on this machine 'cuda:77'"),
+    "a dtype twice": (["suite", "gemm", "--dtypes", "fp8,bf16,fp8"], "--dtypes names fp8 twice"),
+    "one process": (["suite", "gemm,collective"], "the suite collective takes 2 processes together: add --ranks 2"),
+    "nearly a suite of ranks": (["suite", "colective"], "Did you mean 'collective'"),
+    "a model twice": (["lint-shapes", "gpt2", "--model", "gpt2"], "both name a model. Give one."),
+    "no function of a file": (["profile", "nothere.py"], "'nothere.py' names no function. Give nothere.py:make."),
     "unknown axis": (["suite", "gemm", "--set", "shap=64"], "Did you mean 'shape'"),
     "unknown axis value": (["suite", "gemm", "--set", "shape=big"], "axis 'shape' cannot be 'big'"),
     "size out of bounds": (["suite", "gemm", "--set", "shape=0"], "expected sizes from 1"),

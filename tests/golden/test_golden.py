@@ -215,7 +215,7 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | {
     "sensitivity.csv": Document("sensitivity --csv -", value="sensitivity-kinds"),
     "sensitivity.json": Document("sensitivity --json", value="sensitivity-kinds"),
     "sensitivity-profile.txt": Document("sensitivity net.py:make", value="sensitivity-layers"),
-    "plan.txt": Document("suite gemm,attention,collective --dtypes bf16,fp8,mxfp8 --dry-run", value="devices"),
+    "plan.txt": Document("suite gemm,attention --dtypes bf16,fp8,mxfp8 --dry-run", value="devices"),
     "training-plan.txt": Document(
         "train --dtypes bf16,fp8-delayed --sweep history=1,16 --data text.txt --dry-run", value="lab"
     ),

@@ -17,6 +17,7 @@ from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import DeviceFacts, Request
 from fp8bench.model.raw import Settings
 from fp8bench.pipeline import execute
+from fp8bench.plan.asked_suites import known_suites
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import backends, precisions, workloads
 from fp8bench.store.runs.listing import run_files
@@ -168,7 +169,10 @@ def test_a_suite_without_layers_names_none(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_listing_suites_gives_their_summaries() -> None:
     """Without a worker."""
-    assert [line.split()[0] for line in listing("suites", ())] == workloads.names()
+    assert [line.split()[0] for line in listing("suites", ())] == known_suites()
+    assert {"ceilings", "collective", "parallel"} == {*known_suites()} - {*workloads.names()}
+    (line,) = listing("ceilings", ())
+    assert line.startswith("ceilings: what a device does at most")
 
 
 def test_listing_dtypes_gives_aliases_and_support(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -562,3 +562,13 @@ def test_the_precision_that_was_named_highest_stays_pure_beside_an_added_one() -
     asked = Request("transformer", ("fp8", "bf16"), precision_map=(("head", "bf16"),))
     (group,) = make_plan(asked, (CPU,), "text:0").groups
     assert [planned.case.mode for planned in group.cases] == ["fp32", "bf16", "fp8{head=bf16}"]
+
+
+def test_a_gpu_that_this_torch_cannot_see_says_so() -> None:
+    plain = replace(CPU, torch="2.13.0+cpu")
+    with pytest.raises(
+        UnknownName, match=r"'cuda'.*Known: cpu \(torch 2\.13\.0\+cpu is a build for processors alone\)"
+    ):
+        make_plan(Request("gemm", devices=("cuda",)), (plain,))
+    with pytest.raises(UnknownName, match=r"'cuda:7'.*Known: cpu, cuda:0\.$"):
+        make_plan(Request("gemm", devices=("cuda:7",)), (CPU, H200))

@@ -9,8 +9,10 @@ from fp8bench.cli.outputs import say_folded
 from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_OK, UnknownName, UsageError
 from fp8bench.jobs import doctor
-from fp8bench.plan.asked_suites import files_of
-from fp8bench.registry import backends, devices, precisions, workloads
+from fp8bench.plan.asked_suites import files_of, known_suites
+from fp8bench.registry import backends, devices, precisions
+
+_ALSO = {"precisions": "dtypes"}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -24,11 +26,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     files = files_of(arguments.what or "")
-    kinds = {"suites": workloads.names(), "dtypes": precisions.names()}
+    kinds = {"suites": known_suites(), "dtypes": precisions.names()}
     kinds |= {"backends": backends.names(), "devices": devices.names()}
     if arguments.what is None:
         say("".join(f"{kind}: {', '.join(names)}\n" for kind, names in kinds.items()))
         return EXIT_OK
+    arguments.what = _ALSO.get(arguments.what, arguments.what)
     if not files and arguments.what not in (*kinds, *kinds["suites"]):
         raise UnknownName("thing to list", arguments.what, [*kinds, *kinds["suites"]])
     if arguments.name is not None and arguments.what != "dtypes":

@@ -50,12 +50,12 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.profile import profile, profile_axes, profile_dtypes
+    from fp8bench.jobs.profile import function_named, profile, profile_axes, profile_dtypes
 
     check_outputs(arguments)
     given = vars(arguments)
     axes = profile_axes(
-        arguments.target, arguments.forward, arguments.optimizer, arguments.compile, arguments.skip
+        function_named(arguments.target), arguments.forward, arguments.optimizer, arguments.compile, arguments.skip
     )  # fmt: skip
     modes = profile_dtypes(arguments.dtypes, arguments.reference)
     request = request_of(argparse.Namespace(**{**given, "axes": axes, **modes}))

@@ -17,17 +17,17 @@ from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wante
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
-from fp8bench.measure.ceilings import SUITE as CEILINGS
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.settle import warm_up_limit
 from fp8bench.measure.windows import WindowRule, phases_at_most, window_rule_for, windows_of
 from fp8bench.model import Case, DeviceFacts, Group, Plan, Record, Request, Run
 from fp8bench.model.request import HOW, PHASE_ENERGY, WHAT, whole_number
+from fp8bench.model.run import CEILINGS
 from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS, STRETCH
+from fp8bench.plan.asked_suites import known_suites
 from fp8bench.plan.make import check_names
 from fp8bench.protocols import Observer
-from fp8bench.registry import workloads
 from fp8bench.report.terminal.plan import page_of
 from fp8bench.store.fleet_plans import read_plan, write_plan
 from fp8bench.store.runs.listing import find_run
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write_plan is not None and not arguments.dry_run:
         raise UsageError("--write-plan goes with --dry-run: it measures nothing. Add it, or leave this out.")
     if arguments.suite is None:
-        raise UsageError(f"no suite was named. Give one of {', '.join(workloads.names())}, all, or a .py file.")
+        raise UsageError(f"no suite was named. Give one of {', '.join(known_suites())}, all, or a .py file.")
     request = request_of(arguments)
     if arguments.sessions > 1 and (arguments.dry_run or request.suite == CEILINGS):
         raise UsageError("--sessions measures a suite several times. Leave it out with --dry-run and with ceilings.")

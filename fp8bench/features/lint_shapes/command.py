@@ -9,7 +9,7 @@ from functools import partial
 from fp8bench import units
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import check_outputs, tell
+from fp8bench.cli.outputs import check_outputs, model_named, tell
 from fp8bench.errors import EXIT_FAILED, EXIT_OK
 from fp8bench.features.lint_shapes.job import Judgement, LinearShape, ShapeFinding, ShapeOutcome, look
 from fp8bench.formats.product_rules import Sides, conditions
@@ -33,6 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "product fits on none."
     )
     add = parser.add_argument
+    add("name", nargs="?", metavar="MODEL", help="the same as --model NAME")
     add("--model", metavar="NAME", help="gpt2, llama3-8b, llama3-70b, deepseek-v3, or a size of the suite transformer")
     words = "layers instead: lines of MxNxK and a name, CSV, or a YAML list; M tokens, N features out, K in"
     add("--shapes", type=types.path, metavar="FILE", help=words)
@@ -52,8 +53,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     found = look(
-        arguments.model, arguments.shapes, arguments.tokens, arguments.products, arguments.dtypes, arguments.devices
-    )
+        model_named(arguments), arguments.shapes, arguments.tokens, arguments.products, arguments.dtypes,
+        arguments.devices,
+    )  # fmt: skip
     tell(
         arguments, partial(page_of, found.title, found.findings),
         partial(value_of, found.source, found.findings), partial(rows_of, found.findings),

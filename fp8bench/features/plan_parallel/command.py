@@ -25,7 +25,7 @@ from fp8bench import units
 from fp8bench.cli import option_types as types
 from fp8bench.cli.config_file import Kind, items, place, read_mapping, scalar, shown
 from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import check_outputs, tell
+from fp8bench.cli.outputs import check_outputs, model_named, tell
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UnknownName, UsageError
 from fp8bench.features.plan_parallel.formulas import Checkpointing, DecoderModel, Load, Topology
 from fp8bench.features.plan_parallel.ranking import (
@@ -61,6 +61,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit codes: 0 fine; 2 wrong usage; 3 no way fits."
     add = parser.add_argument
+    add("name", nargs="?", metavar="MODEL", help="the same as --model NAME")
     add("--model", metavar="NAME", help=f"one of {', '.join((*MODELS, *SIZES))}")
     add("--gpus", type=types.whole(whole_number(1, 1 << 20)), metavar="N", help="how many GPUs")
     words = "YAML that describes the GPUs: node, memory, inside, between, bf16, fp8 (docs/plan-parallel.md)"
@@ -96,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _asked(arguments: argparse.Namespace) -> ParallelQuestion:
+    arguments.model = model_named(arguments)
     for name in ("model", "gpus", "topology"):
         if getattr(arguments, name) is None:
             raise UsageError(f"--{name} is missing: a plan needs --model, --gpus and --topology.")
