@@ -1,7 +1,7 @@
 """How often a gate fails a build for nothing, and how often it finds what was planted: `python -m suites.gate`.
 
 Seeded Monte Carlo: runs of 100 cases are drawn, judged by the gate's own code, and suspects drawn once more, as a
-second look would. Figures in percent of such runs.
+second look would. MatchedFigures in percent of such runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fp8bench.analysis.compare.compare import of_times
 from fp8bench.analysis.compare.interval import Estimate
-from fp8bench.analysis.compare.matched_figures import Figures
+from fp8bench.analysis.compare.matched_figures import MatchedFigures
 from fp8bench.features.gate.judging import GateOutcome, JudgedFigure, SecondLook, first_look, key_of, second_look
 from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.model import Comparison
@@ -84,7 +84,7 @@ def _comparisons(
         old, new, others = (
             tuple(Estimate(run[case] + math.log(1e-3), WITHIN) for run in side) for side in (before, after, beside)
         )
-        yield of_times(Figures(TIME, "s", old, new, beside=others), f"made[case={case}]@cpu/bf16", "made", ())
+        yield of_times(MatchedFigures(TIME, "s", old, new, beside=others), f"made[case={case}]@cpu/bf16", "made", ())
 
 
 def false_alarms(setting: Setting, builds: int, seed: int = 0) -> float:

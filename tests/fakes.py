@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
-from fp8bench.measure.arm import Arm
+from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.handle import Worker
 from fp8bench.model import (
     CELL_PHASES,
@@ -328,10 +328,10 @@ def group(*cases: PlannedCase, reference: int = 0) -> Group:
 
 def arm(
     precision: str, level: Level = Level.NATIVE, control: bool = False, cache: str = "hot", facts: DeviceFacts = CPU
-) -> Arm:
+) -> MeasuredArm:
     """An arm as a group makes it; the control's key has a prime."""
     one = planned(precision, level, cache=cache)
-    return Arm(one.case.id + "'" * control, one, facts)
+    return MeasuredArm(one.case.id + "'" * control, one, facts)
 
 
 def timing(*slots: Sequence[int], phases: Sequence[str] = ("gemm",), start: int = 0) -> Timing:

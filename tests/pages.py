@@ -6,8 +6,9 @@ import math
 
 from fp8bench.report.elements import (
     AnyChart,
-    Axis,
     Bars,
+    ChartAxis,
+    ChartPoint,
     Code,
     Column,
     Facts,
@@ -18,7 +19,6 @@ from fp8bench.report.elements import (
     Mark,
     Page,
     Part,
-    Point,
     Scatter,
     Stacks,
     Strips,
@@ -30,7 +30,7 @@ from fp8bench.report.elements import (
 )
 
 SCRIPT = "<script>alert(1)</script>"
-SPEED, TIME = Axis("times faster than bf16", "x"), Axis("time of a step", "s")
+SPEED, TIME = ChartAxis("times faster than bf16", "x"), ChartAxis("time of a step", "s")
 LONG = "gemm_" + "x" * 295
 NUISANCES = (
     SCRIPT,
@@ -94,7 +94,7 @@ def bars() -> Bars:
     )
     return Bars(
         "speed-up", "Speed-up over bf16", "fp8 is the fastest everywhere, by 1.9x at width 1024.",
-        Axis("speed-up over bf16", "x"), groups, 1.0,
+        ChartAxis("speed-up over bf16", "x"), groups, 1.0,
     )  # fmt: skip
 
 
@@ -110,10 +110,10 @@ def charts() -> tuple[AnyChart, ...]:
     then, now = Mark("fp8", 0.012, 0.011, 0.013), Mark("bf16", 0.024)
     history = (("fp8", (then, None)), ("bf16", (None, now)))
     points = (
-        Point("fp8", "fp8 small", 1.6, 3e-2, Tone.STRONG),
-        Point("fp8", "fp8 large", 1.4, 2e-2),
-        Point("bf16", "bf16", 1.0, 4e-3),
-        Point("mxfp4", "mxfp4", None, 0.16, Tone.DOUBT, "emulated"),
+        ChartPoint("fp8", "fp8 small", 1.6, 3e-2, Tone.STRONG),
+        ChartPoint("fp8", "fp8 large", 1.4, 2e-2),
+        ChartPoint("bf16", "bf16", 1.0, 4e-3),
+        ChartPoint("mxfp4", "mxfp4", None, 0.16, Tone.DOUBT, "emulated"),
     )
     stacks = (("bf16", (0.005, 0.012, 0.0004)), ("fp8", (0.004, 0.0001, 0.002)))
     strips = (
@@ -128,8 +128,8 @@ def charts() -> tuple[AnyChart, ...]:
     return (
         bars(),
         Scatter(
-            "pareto", "Speed against error", "A point a case.", Axis("times faster", "x", log=True),
-            Axis("relative error", "", log=True), points, "emulated: no speed",
+            "pareto", "Speed against error", "A point a case.", ChartAxis("times faster", "x", log=True),
+            ChartAxis("relative error", "", log=True), points, "emulated: no speed",
         ),
         Stacks(
             "phases", "Where the time goes", "Phases of a step.", TIME, ("forward", "backward", "unattributed"), stacks
@@ -188,7 +188,7 @@ def hostile_page() -> Page:
 def _hostile_part(name: str) -> Part:
     columns = (Column(name, hint=name), Column(name, number=True, hint=name, unit=name))
     rows = ((Field(name, hint=name), Field(name, math.inf)), (Field(name), Field("nan", math.nan)))
-    chart = Bars(name, name, name, Axis(name), ((name, (Mark(name, 1.0, hint=name),)),))
+    chart = Bars(name, name, name, ChartAxis(name), ((name, (Mark(name, 1.0, hint=name),)),))
     strip = Verdicts((name,), ((name, (Field(name, hint=name),)),))
     texts = (strip, Text(name, Tone.STRONG), Items((Text(name),)), Facts(((name, name),)), Code(name))
     return Part(name, name, (*texts, Table(name, name, columns, rows, main=True), chart), name)

@@ -41,7 +41,7 @@ class SizedRatio(NamedTuple):
         return self.ratio.low <= 1 + BAND and self.ratio.high >= 1 - BAND
 
 
-class Stretch(NamedTuple):
+class SizeStretch(NamedTuple):
     """Sizes over which it pays, costs, or cannot be told (None)."""
 
     pays: bool | None
@@ -65,7 +65,7 @@ class BreakEven:
     `level` is that of the intervals; 0 where some are the range of a few rounds.
     """
 
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[SizeStretch, ...]
     crossings: tuple[Crossing, ...]
     within_noise: tuple[int, ...]
     level: float
@@ -80,7 +80,7 @@ def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
     signs = np.where(low > 0, 1, np.where(high < 0, -1, 0))
     runs = [[place for place, _ in run] for _, run in groupby(enumerate(signs.tolist()), key=lambda pair: pair[1])]
     stretches = tuple(
-        Stretch(None if signs[run[0]] == 0 else bool(signs[run[0]] > 0), places[run[0]], places[run[-1]])
+        SizeStretch(None if signs[run[0]] == 0 else bool(signs[run[0]] > 0), places[run[0]], places[run[-1]])
         for run in runs
     )
     sure = [run for run in runs if signs[run[0]]]

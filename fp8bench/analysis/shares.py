@@ -15,7 +15,7 @@ _NO_MODULES = "compiled: parts by kernel, whose module nobody knows"
 
 
 @dataclass(frozen=True)
-class Part:
+class SharePart:
     """A part of a step, or what all of them leave: `share` of it, and the seconds that this comes to in the step as it
     was timed; None where nothing was."""
 
@@ -29,7 +29,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class StepParts:
+class StepShares:
     """The parts of a case's step; without any, why there are none. `seconds` are its best case, which nobody looked
     into; of an emulated one they are what the emulation costs, and so are its parts."""
 
@@ -40,17 +40,17 @@ class StepParts:
     emulated: bool = False
 
     @property
-    def rows(self) -> Iterator[Part]:
+    def rows(self) -> Iterator[SharePart]:
         """The longest first, and at last what is left of the step."""
         shares = self.shares
         if shares is None:
             return
         for part in shares.parts:
             direction = "backward" if part.backward else "forward" if part.module else ""
-            yield Part(
+            yield SharePart(
                 part.kind.value, part.module, direction, part.what, part.calls, *self._of(part.seconds / shares.whole)
             )
-        yield Part(UNATTRIBUTED, "", "", "", 0, *self._of(shares.unattributed))
+        yield SharePart(UNATTRIBUTED, "", "", "", 0, *self._of(shares.unattributed))
 
     @property
     def by_kind(self) -> dict[str, float]:
@@ -87,14 +87,14 @@ def _kind_in_words(part: Share) -> str:
     return f"{part.kind.value} ({part.what})" if part.what and part.kind.value != "unknown" else part.kind.value
 
 
-def parts_of(run: Run, findings: Mapping[str, Finding]) -> list[StepParts]:
+def parts_of(run: Run, findings: Mapping[str, Finding]) -> list[StepShares]:
     return [parts_of_record(record, findings.get(record.case.id)) for record in run.records]
 
 
-def parts_of_record(record: Record, finding: Finding | None) -> StepParts:
+def parts_of_record(record: Record, finding: Finding | None) -> StepShares:
     why = "" if record.shares is not None else record.reason or record.detail or "none were looked for"
     seconds = None if finding is None else finding.best_seconds
-    return StepParts(record.case, record.shares, why, seconds, record.support.level is Level.EMULATED)
+    return StepShares(record.case, record.shares, why, seconds, record.support.level is Level.EMULATED)
 
 
 def refuse_none(run: Run) -> None:

@@ -172,7 +172,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Row:
+class TapeRow:
     """One operator of several tapes: the sums of each."""
 
     phase: str
@@ -198,7 +198,7 @@ def what_changed(before: Tape, after: Tape) -> str:
     return "; ".join([*words, *([f"and {more} more operators"] if more > 0 else [])])
 
 
-def _changed(row: Row) -> str:
+def _changed(row: TapeRow) -> str:
     old, new = row.sums
     name = f"{row.operator} in {row.phase}{', backward' if row.backward else ''}"
     if old.calls != new.calls:
@@ -206,14 +206,14 @@ def _changed(row: Row) -> str:
     return f"{name}: {units.size(old.bytes)}, then {units.size(new.bytes)}"
 
 
-def side_by_side(tapes: Sequence[Tape]) -> list[Row]:
+def side_by_side(tapes: Sequence[Tape]) -> list[TapeRow]:
     """Operators by phase, those that multiply or move most first."""
     found: dict[tuple[str, str, bool], list[Sums]] = {}
     for place, tape in enumerate(tapes):
         for operator in tape.operators:
             sums = found.setdefault((operator.phase, operator.operator, operator.backward), [Sums()] * len(tapes))
             sums[place] = sums[place] + operator
-    rows = [Row(*key, tuple(sums)) for key, sums in found.items()]
+    rows = [TapeRow(*key, tuple(sums)) for key, sums in found.items()]
     phases = list(CELL_PHASES)
     return sorted(
         rows,

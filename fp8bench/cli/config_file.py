@@ -34,7 +34,7 @@ SHAPES = {yaml.ScalarNode: "one value", yaml.SequenceNode: "a list", yaml.Mappin
 
 
 @dataclass(frozen=True)
-class Kind:
+class FileKind:
     """What a file is for, in words: the option that names it, what its mapping holds, and the form of its lines."""
 
     option: str
@@ -72,7 +72,7 @@ class _PlainLoader(yaml.SafeLoader):
         return node
 
 
-def read_mapping(file: Path, kind: Kind) -> yaml.MappingNode:
+def read_mapping(file: Path, kind: FileKind) -> yaml.MappingNode:
     """The mapping that a file is. Raises UsageError with file and line."""
     tree = _tree(file, _text(file, kind), kind)
     if tree is None:
@@ -84,7 +84,7 @@ def read_mapping(file: Path, kind: Kind) -> yaml.MappingNode:
     return tree
 
 
-def items(file: str | Path, mapping: yaml.MappingNode, kind: Kind) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+def items(file: str | Path, mapping: yaml.MappingNode, kind: FileKind) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
     """Keys as text, their nodes and the nodes of their values; a key that stands twice is refused."""
     seen: dict[str, int] = {}
     for key, node in mapping.value:
@@ -121,7 +121,7 @@ def place(file: str | Path, node: yaml.Node) -> str:
     return f"{file}:{node.start_mark.line + 1}"
 
 
-def _text(file: Path, kind: Kind) -> str:
+def _text(file: Path, kind: FileKind) -> str:
     try:
         with file.open("rb") as stream:
             content = stream.read(LARGEST_FILE + 1)
@@ -135,7 +135,7 @@ def _text(file: Path, kind: Kind) -> str:
     raise UsageError(f"{kind.option} {file} {problem}. Give a YAML file of {kind.content}.")
 
 
-def _tree(file: Path, text: str, kind: Kind) -> yaml.Node | None:
+def _tree(file: Path, text: str, kind: FileKind) -> yaml.Node | None:
     """The file as nodes that keep their text and their line; None where there is nothing but comments."""
     try:
         tree: yaml.Node | None = yaml.compose(text, Loader=_PlainLoader)
@@ -156,7 +156,7 @@ def _tree(file: Path, text: str, kind: Kind) -> yaml.Node | None:
     raise UsageError(f"{file}{line}: {problem}. {kind.form}") from None
 
 
-_KIND = Kind("--config", "options", "Expected lines of the form OPTION: VALUE.")
+_KIND = FileKind("--config", "options", "Expected lines of the form OPTION: VALUE.")
 # What is held against a mode of FP8 training where a file names no precisions.
 _BESIDE_TRAINING = ("bf16",)
 # The keys of FP8 training configurations: a switch, and other words for options of a mode.

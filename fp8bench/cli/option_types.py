@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.files import is_address
-from fp8bench.model.request import REQUEST_RULES, Option, Rule, options_of, words_of
+from fp8bench.model.request import REQUEST_RULES, RequestOption, Rule, options_of, words_of
 from fp8bench.units import bytes_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -193,7 +193,7 @@ def asked(kind: type, given: Mapping[str, Any], what: str) -> dict[str, Any]:
     return {known[word].name: _as_field(known[word], options[known[word].name], value) for word, value in given.items()}
 
 
-def _as_field(field: Field[Any], said: Option, value: Any) -> Any:
+def _as_field(field: Field[Any], said: RequestOption, value: Any) -> Any:
     if said.parse == "size":
         return in_bytes(value)
     if said.parse in ("axis", "precision_map"):

@@ -12,7 +12,7 @@ from fp8bench.cli import option_types as types
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.errors import UsageError
 from fp8bench.model import Request
-from fp8bench.model.request import Option, Rule, options_of
+from fp8bench.model.request import RequestOption, Rule, options_of
 from fp8bench.plan.asked_suites import files_of
 from fp8bench.registry import AUTO, backends
 
@@ -71,7 +71,7 @@ def arguments_of(kind: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
     return found
 
 
-def _parser_of(kind: str, said: Option) -> dict[str, Any]:
+def _parser_of(kind: str, said: RequestOption) -> dict[str, Any]:
     """What reads a word of the command line for a field of that type."""
     if said.choices:
         return {"choices": tuple(filter(None, said.choices)), "metavar": said.metavar or None}
@@ -94,7 +94,7 @@ _READERS: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
 }  # fmt: skip
 
 
-def _words(field: Field[Any], said: Option) -> str:
+def _words(field: Field[Any], said: RequestOption) -> str:
     """The help, with the names or the default that it asks for."""
     words = said.help.replace("{default}", f"{field.default}")
     return words.replace("{backends}", ", ".join((AUTO, *backends.names()))) if "{backends}" in words else words

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from fp8bench.analysis.steps.changes import (
     Change,
+    ChangeState,
     Found,
-    State,
     Stretch,
     ack_of,
     acknowledged,
@@ -189,7 +189,7 @@ def _undone(word: str, until: str | None, trends: Sequence[Trend], acks: Sequenc
 
 def _chosen(word: str, until: str | None, found: Found) -> list[Change]:
     """The open changes that are meant: those up to a commit, or the only ones that there are."""
-    still = [change for change in found.changes if change.state is State.OPEN]
+    still = [change for change in found.changes if change.state is ChangeState.OPEN]
     if until is not None:
         chosen = [change for change in still if change.comparison.until.startswith(until)]
         if not chosen:
@@ -198,7 +198,7 @@ def _chosen(word: str, until: str | None, found: Found) -> list[Change]:
     elif still:
         chosen = [change for change in still if change.is_worse] or still
     else:
-        known = [change for change in found.changes if change.state is State.ACKNOWLEDGED]
+        known = [change for change in found.changes if change.state is ChangeState.ACKNOWLEDGED]
         left = f" Not looked at: {'; '.join(found.left)}." if found.left and not found.looked_at else ""
         why = " What it has is acknowledged already." if known else left
         raise UsageError(f"{word!r:.80} has no open changes.{why}")
@@ -238,7 +238,7 @@ def with_operators(found: Found, store: Path, history: History) -> Found:
 
     def named(change: Change) -> Change:
         one = change.comparison
-        if not change.is_counted or change.state is not State.OPEN:
+        if not change.is_counted or change.state is not ChangeState.OPEN:
             return change
         before, after = (tape_of(change, commit) for commit in (one.since, one.until))
         if before is None or after is None:

@@ -41,11 +41,11 @@ _MORE_COMPILATIONS = 2
 _FIRST_ASKED_LATE = "they were first asked for while it was timed"
 
 # Told of an arm what is being done with it.
-Tell = Callable[["Arm", str], None]
+Tell = Callable[["MeasuredArm", str], None]
 
 
 @dataclass
-class Arm:
+class MeasuredArm:
     """One entry in the rounds: a state in the worker, or several alike, and what it has given so far."""
 
     key: str
@@ -158,7 +158,7 @@ class Arm:
         self.host_seconds = again.host_seconds
         return min(again.steps, key=lambda step: step.seconds)
 
-    def cut_like(self, lead: Arm) -> None:
+    def cut_like(self, lead: MeasuredArm) -> None:
         """Take the lead's cells if the marks are the same, else cut into stretches of the same share of the step.
 
         Best cases add the fastest of each cell, so an arm cut finer would be faster for that alone.
@@ -268,7 +268,7 @@ class Arm:
 class CompilingFailed(Exception):
     """The worker did not survive compiling an arm's quantisers. No fault of the arm's: it can do without."""
 
-    def __init__(self, arm: Arm) -> None:
+    def __init__(self, arm: MeasuredArm) -> None:
         super().__init__(arm.key)
         self.arm = arm
 
@@ -276,14 +276,14 @@ class CompilingFailed(Exception):
 class ArmFailed(Exception):
     """An arm could not be prepared or run; `cause` is the worker's error."""
 
-    def __init__(self, arm: Arm, cause: WorkerError) -> None:
+    def __init__(self, arm: MeasuredArm, cause: WorkerError) -> None:
         super().__init__(str(cause))
         self.arm = arm
         self.cause = cause
 
 
 @contextmanager
-def guarding(arm: Arm) -> Iterator[None]:
+def guarding(arm: MeasuredArm) -> Iterator[None]:
     """A worker's error, with the arm it struck."""
     try:
         yield

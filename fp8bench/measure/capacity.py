@@ -27,7 +27,7 @@ _FAR = 8
 
 
 @dataclass(frozen=True)
-class Attempt:
+class BatchAttempt:
     """One number that was tried: whether it fitted, what it took if somebody counted, why it did not fit."""
 
     number: int
@@ -43,25 +43,25 @@ class Search:
     start: int
     top: int
     room: int | None
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[BatchAttempt] = field(default_factory=list)
     _stride: int = 1
     _interpolated: int = 0
 
     @property
-    def fitting(self) -> Attempt | None:
+    def fitting(self) -> BatchAttempt | None:
         """The largest that has fitted."""
         return max(
             (attempt for attempt in self.attempts if attempt.fits), key=lambda attempt: attempt.number, default=None
         )
 
     @property
-    def failing(self) -> Attempt | None:
+    def failing(self) -> BatchAttempt | None:
         """The smallest that has not."""
         return min(
             (attempt for attempt in self.attempts if not attempt.fits), key=lambda attempt: attempt.number, default=None
         )
 
-    def run(self, attempt: Callable[[int], Attempt]) -> None:
+    def run(self, attempt: Callable[[int], BatchAttempt]) -> None:
         """Attempts until what fits and what does not are neighbours, or the smallest fails, or the top fits."""
         number: int | None = self.start
         while number is not None:
@@ -152,7 +152,7 @@ class BatchSearch:
 
     def found(self) -> Capacity:
         axis, start = self.batches.axis, self.batches.start
-        attempts: list[Attempt] = []
+        attempts: list[BatchAttempt] = []
         grain = 1
         try:
             if not isinstance(start, int) or isinstance(start, bool) or start < 1:
@@ -171,21 +171,21 @@ class BatchSearch:
         tokens = self.batches.tokens(batch)
         return Capacity(axis, self.limit, batch, grain, tokens, best.taken, beyond, why, len(attempts))
 
-    def _attempt(self, number: int, grain: int) -> Attempt:
+    def _attempt(self, number: int, grain: int) -> BatchAttempt:
         """Whether a batch of so many grains fits; NoSearch for what has nothing to do with memory."""
         batch, limit = number * grain, self.limit
         try:
             taken = self.batches.run(batch)
         except WorkerError as cause:
             if exhausted(cause):
-                return Attempt(number, False, None, f"memory ran out ({_first_line(cause)})")
+                return BatchAttempt(number, False, None, f"memory ran out ({_first_line(cause)})")
             self.restart()
             if isinstance(cause, WorkerLost) and (cause.killed or "bad_alloc" in str(cause)):
-                return Attempt(number, False, None, str(cause))
+                return BatchAttempt(number, False, None, str(cause))
             raise NoSearch(f"a batch of {batch} ended it: {cause}") from None
         if limit is not None and taken is not None and taken > limit:
-            return Attempt(number, False, taken, f"tensors need {size(taken - limit)} more")
-        return Attempt(number, True, taken)
+            return BatchAttempt(number, False, taken, f"tensors need {size(taken - limit)} more")
+        return BatchAttempt(number, True, taken)
 
     def _grain(self) -> int:
         """What batches have to be multiples of, for the device to do the precision as it does it in this case."""

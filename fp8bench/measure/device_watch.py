@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fp8bench.measure.arm import Arm
+from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.sensors.energy import SUMMARIES
 from fp8bench.measure.sensors.looks import Looks
 from fp8bench.model import DeviceWatch
@@ -42,7 +42,7 @@ class Watch:
         self._before = device.violations()
         self._begun = clock()
 
-    def look(self, arm: Arm) -> None:
+    def look(self, arm: MeasuredArm) -> None:
         """Right after a slot of that arm, which takes the clock down."""
         slot, now = arm.slots[-1], self._clock()
         if slot.round != self._round:
@@ -68,7 +68,7 @@ class Watch:
         read = self._device.others(self._pid)
         return {name: int(one.number) for name, one in read.items() if isinstance(one, Reading)}
 
-    def seen(self, arm: Arm) -> DeviceWatch:
+    def seen(self, arm: MeasuredArm) -> DeviceWatch:
         """What there was to be seen of one arm; after `end`."""
         looks = self._looks.get(arm.key, [])
         held = {name: read.number for name, read in self._counted.items() if isinstance(read, Reading)}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from fp8bench.errors import WorkerError
-from fp8bench.measure.arm import Arm, ArmFailed, CompilingFailed, guarding
+from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, guarding
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.ceilings import ceiling_of
 from fp8bench.measure.device_watch import Watch
@@ -22,7 +22,7 @@ from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.replays import ReplayPass
-from fp8bench.measure.rounds import Choose, Judge, Session
+from fp8bench.measure.rounds import Choose, Judge, RoundSession
 from fp8bench.measure.sensors.looks import Looks
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.settle import Settler
@@ -182,25 +182,25 @@ class GroupMeasurement:
             waiting[:0] = smaller
         return "done"
 
-    def _session(self, leader: CaseOutcome | None, with_control: bool, candidates: list[CaseOutcome]) -> Session:
-        def arm(outcome: CaseOutcome, suffix: str = "") -> Arm:
+    def _session(self, leader: CaseOutcome | None, with_control: bool, candidates: list[CaseOutcome]) -> RoundSession:
+        def arm(outcome: CaseOutcome, suffix: str = "") -> MeasuredArm:
             case = outcome.planned.case
-            return Arm(case.id + suffix, outcome.planned, self._facts[case.device], self._method.limits)
+            return MeasuredArm(case.id + suffix, outcome.planned, self._facts[case.device], self._method.limits)
 
         control = leader and with_control and leader.planned.support.level is Level.NATIVE
-        return Session(
+        return RoundSession(
             arm(leader) if leader else None,
             arm(leader, "'") if leader and control else None,
             list(map(arm, candidates)),
         )
 
-    def _of(self, arm: Arm) -> CaseOutcome:
+    def _of(self, arm: MeasuredArm) -> CaseOutcome:
         return next(outcome for outcome in self._outcomes if outcome.planned is arm.planned)
 
-    def _telling(self, doing: str) -> Callable[[Arm, float], None]:
+    def _telling(self, doing: str) -> Callable[[MeasuredArm, float], None]:
         return lambda arm, share: self._observer.working(arm.planned.case, doing, share)
 
-    def _measure_session(self, session: Session, sessions: int) -> None:
+    def _measure_session(self, session: RoundSession, sessions: int) -> None:
         for arm in session.arms:
             doing = "finding scales" if arm.planned.case.static else "preparing"
             self._observer.working(arm.planned.case, doing, 0.0)
@@ -236,14 +236,14 @@ class GroupMeasurement:
         self._look_at_work(session)
         self._replay(session)
 
-    def _look_at_work(self, session: Session) -> None:
+    def _look_at_work(self, session: RoundSession) -> None:
         """Whether steps that have been timed work as others do; their states hold odd numbers meanwhile."""
         for arm in session.arms if self._method.tapes else ():
             if arm is not session.control:
                 with guarding(arm):
                     self._of(arm).note(**arm.counted(self._worker))
 
-    def _replay(self, session: Session) -> None:
+    def _replay(self, session: RoundSession) -> None:
         """The device's time of steps without their launches, last of all: states are not as they were afterwards."""
         arms = [arm for arm in session.arms if arm is not session.control]
         due = [arm for arm in arms if arm.queues and self._of(arm).draft.replays is None]
@@ -251,7 +251,7 @@ class GroupMeasurement:
         for arm in due:
             self._of(arm).note(replays=found[arm.key])
 
-    def _warm_up(self, first: Arm, device: Looks) -> Settling | None:
+    def _warm_up(self, first: MeasuredArm, device: Looks) -> Settling | None:
         """The reference runs until its device has settled; an emulation's time is no speed."""
         if first.emulated or not self._method.warm_up_seconds:
             return None
@@ -259,7 +259,7 @@ class GroupMeasurement:
         with guarding(first):
             return Settler(device, self._method.warm_up_seconds).settle(first, self._worker)
 
-    def _watch(self, session: Session) -> Watch | None:
+    def _watch(self, session: RoundSession) -> Watch | None:
         """Who looks at the device, which is warm by now, between slots: nobody at a processor that tells nothing."""
         if self._meter is None or not session.arms:
             return None
@@ -268,7 +268,7 @@ class GroupMeasurement:
             return None
         return Watch(device, self._warm_up(session.arms[0], device), pid=self._worker.pid)
 
-    def _look_beside(self, session: Session, watch: Watch | None) -> None:
+    def _look_beside(self, session: RoundSession, watch: Watch | None) -> None:
         """What the device was doing meanwhile; then what these states take of energy, as long as they are there."""
         measured = [(self._of(arm), arm) for arm in session.arms if arm is not session.control]
         for outcome, arm in measured:
@@ -313,7 +313,7 @@ class GroupMeasurement:
         if not exhausted(cause) and failed.arm.facts.accelerated:
             self._see_whether_lost(failed.arm)
 
-    def _see_whether_lost(self, arm: Arm) -> None:
+    def _see_whether_lost(self, arm: MeasuredArm) -> None:
         """A device that does not answer a fresh worker either would fail every case, each after a worker's start."""
         try:
             self._worker.within(HANG_SECONDS).answers(arm.facts)
@@ -328,7 +328,7 @@ class GroupMeasurement:
         for one in self._alive():
             one.failure = self._method.lost.get(one.planned.case.device, "")
 
-    def _release(self, session: Session) -> ArmFailed | None:
+    def _release(self, session: RoundSession) -> ArmFailed | None:
         try:
             return session.release(self._worker)
         except WorkerError:

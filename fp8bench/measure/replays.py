@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fp8bench.errors import WorkerError
-from fp8bench.measure.arm import Arm
+from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.orders import Orders
 from fp8bench.measure.slots import filling_of
@@ -31,14 +31,14 @@ class ReplayPass:
     """Asks the worker to capture a step of each case and to replay it; who cannot be captured has a reason."""
 
     _seed: int
-    _tell: Callable[[Arm, float], None]
+    _tell: Callable[[MeasuredArm, float], None]
 
-    def measure(self, arms: Sequence[Arm], worker: Worker) -> dict[str, Replays]:
+    def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, Replays]:
         """By the key of the arm; a case that fails here keeps all else."""
         whys = {arm.key: self._capture(arm, worker) for arm in arms}
         able = [arm for arm in arms if not whys[arm.key]]
         slots: dict[str, list[SlotSample]] = {arm.key: [] for arm in able}
-        orders: Orders[Arm] = Orders(random.Random(self._seed))
+        orders: Orders[MeasuredArm] = Orders(random.Random(self._seed))
         for number in range(ROUNDS if able else 0):
             for place, arm in enumerate(orders.next(able)):
                 self._tell(arm, number / ROUNDS)
@@ -53,7 +53,7 @@ class ReplayPass:
             worker.restart()  # nobody knows what a capture that failed leaves in a process
         return {arm.key: found.get(arm.key) or Replays(why=whys[arm.key]) for arm in arms}
 
-    def _capture(self, arm: Arm, worker: Worker) -> str:
+    def _capture(self, arm: MeasuredArm, worker: Worker) -> str:
         """Why its step cannot be replayed; '' where it can."""
         self._tell(arm, 0.0)
         static = arm.planned.case.static
@@ -67,7 +67,7 @@ class ReplayPass:
             worker.restart()
             return f"capturing a step failed: {cause}"
 
-    def _checked(self, arm: Arm, worker: Worker, slots: Sequence[SlotSample]) -> Replays:
+    def _checked(self, arm: MeasuredArm, worker: Worker, slots: Sequence[SlotSample]) -> Replays:
         try:
             wrong = worker.within(arm.limits.numbers(arm.planned.work)).check(arm.key).wrong
         except WorkerError as cause:
@@ -77,11 +77,11 @@ class ReplayPass:
         return Replays(Timing(Segments((UNATTRIBUTED,), (0,)), tuple(slots)), loaded=_loads(arm))
 
 
-def _loads(arm: Arm) -> str:
+def _loads(arm: MeasuredArm) -> str:
     return workloads.get(arm.planned.case.workload).loads
 
 
-def _slot(arm: Arm, worker: Worker, number: int, place: int) -> SlotSample:
+def _slot(arm: MeasuredArm, worker: Worker, number: int, place: int) -> SlotSample:
     limit = arm.limits.slot(arm.step_seconds, arm.calls + _DISCARD)
     # A host that loads in between may fall behind: then each call has its own filling.
     filling = filling_of(_LAUNCH_SECONDS, 1 if _loads(arm) else arm.calls)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fp8bench.measure.arm import Arm, ArmFailed, Tell, guarding
+from fp8bench.measure.arm import ArmFailed, MeasuredArm, Tell, guarding
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.orders import Orders
 from fp8bench.measure.quantisers import Quantisers
@@ -29,18 +29,18 @@ Choose = Callable[[Sequence[Timing], Timing, Timing | None], int | None]
 
 
 @dataclass
-class Session:
+class RoundSession:
     """Arms that are in memory together and take turns.
 
     `reference` and `control` are None where memory did not admit them; candidates are judged against the reference.
     """
 
-    reference: Arm | None
-    control: Arm | None
-    candidates: list[Arm]
+    reference: MeasuredArm | None
+    control: MeasuredArm | None
+    candidates: list[MeasuredArm]
 
     @property
-    def arms(self) -> list[Arm]:
+    def arms(self) -> list[MeasuredArm]:
         return [arm for arm in (self.reference, self.control, *self.candidates) if arm is not None]
 
     def prepare(self, worker: Worker, quantisers: Quantisers | None = None, tell: Tell | None = None) -> None:
@@ -77,15 +77,15 @@ class Session:
         rule: StoppingRule,
         judge: Judge,
         seed: int,
-        tick: Callable[[Arm, float], None],
+        tick: Callable[[MeasuredArm, float], None],
         clock: Callable[[], float] = time.monotonic,
-        after: Callable[[Arm], None] | None = None,
+        after: Callable[[MeasuredArm], None] | None = None,
     ) -> str:
         """Rounds until every candidate is decided or the rule says stop; returns why it ended.
 
         `after` is told of each slot when it is over, by its arm.
         """
-        orders: Orders[Arm] = Orders(random.Random(seed))
+        orders: Orders[MeasuredArm] = Orders(random.Random(seed))
         start = clock()
         rounds = 0
         undecided = self._questions()
@@ -112,9 +112,9 @@ class Session:
         worker: Worker,
         rule: StoppingRule,
         seed: int,
-        tick: Callable[[Arm, float], None],
-        after: Callable[[Arm], None] | None,
-    ) -> tuple[Arm, Fresh] | None:
+        tick: Callable[[MeasuredArm, float], None],
+        after: Callable[[MeasuredArm], None] | None,
+    ) -> tuple[MeasuredArm, Fresh] | None:
         """The arm that was chosen, with as many rounds of it, the reference and its control as it had before.
 
         A figure that was chosen for being the best is too good: of equal candidates the one that noise favoured is
@@ -133,11 +133,11 @@ class Session:
         lead, again = replace(lead, slots=[]), replace(winner, slots=[])
         control = replace(control, slots=[]) if control is not None else None
         fixed = StoppingRule(fixed=len(winner.slots), ceiling=rule.ceiling)
-        Session(lead, control, [again]).run(worker, fixed, lambda *timings: False, seed, tick, after=after)
+        RoundSession(lead, control, [again]).run(worker, fixed, lambda *timings: False, seed, tick, after=after)
         beside = control.timing() if control is not None else None
         return winner, Fresh(again.timing(), lead.timing(), beside, len(candidates))
 
-    def _questions(self) -> list[Arm]:
+    def _questions(self) -> list[MeasuredArm]:
         """The arms whose comparison with the reference is open: native candidates, else the control.
 
         None without a reference, or with an emulated one: its time is no speed.
@@ -147,7 +147,7 @@ class Session:
         native = [arm for arm in self.candidates if not arm.emulated]
         return native or [arm for arm in (self.control,) if arm is not None]
 
-    def _turn(self, rounds: int, undecided: Sequence[Arm], rule: StoppingRule) -> list[Arm]:
+    def _turn(self, rounds: int, undecided: Sequence[MeasuredArm], rule: StoppingRule) -> list[MeasuredArm]:
         """The arms of the next round; empty when there is nothing left to ask."""
         emulated = [arm for arm in self.arms if arm.emulated and rounds < EMULATED_ROUNDS]
         timed = [arm for arm in self.arms if not arm.emulated]
@@ -159,7 +159,7 @@ class Session:
         alone = not self._questions() and rounds < 2 * rule.least
         return (timed if alone else []) + emulated
 
-    def _decided(self, arm: Arm, judge: Judge) -> bool:
+    def _decided(self, arm: MeasuredArm, judge: Judge) -> bool:
         if self.reference is None:
             return False
         control = self.control.timing() if self.control is not None and arm is not self.control else None

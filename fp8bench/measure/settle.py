@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fp8bench.measure.arm import Arm
+from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.sensors.host import CLOCK
 from fp8bench.measure.sensors.looks import Looks
@@ -39,7 +39,7 @@ class Settler:
     limit: float
     clock: Callable[[], float] = time.monotonic
 
-    def settle(self, arm: Arm, worker: Worker) -> Settling | None:
+    def settle(self, arm: MeasuredArm, worker: Worker) -> Settling | None:
         """None where the device tells neither its clock nor its temperature: nobody could say when it is enough."""
         start = self.clock()
         looks = [self._look(start)]

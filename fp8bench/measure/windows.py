@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fp8bench.errors import WorkerError
-from fp8bench.measure.arm import Arm
+from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.orders import Orders
 from fp8bench.measure.sensors.energy import Energy
@@ -111,7 +111,7 @@ class WindowsFound:
 
 
 # An arm in a window of its own, and which phase of its step; '' is all of it.
-Turn = tuple[Arm, str]
+Turn = tuple[MeasuredArm, str]
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ class WindowPass:
     _meter: Meter
     _rule: WindowRule
     _seed: int
-    _tell: Callable[[Arm, float], None]
+    _tell: Callable[[MeasuredArm, float], None]
     _clock: Callable[[], float] = time.monotonic
 
-    def measure(self, arms: Sequence[Arm], worker: Worker) -> dict[str, WindowsFound]:
+    def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, WindowsFound]:
         """What was found of each arm, by its key. A case that fails here keeps its time: only this has a reason."""
         found = {arm.key: WindowsFound() for arm in arms}
         metered = self._meter.kind is not SourceKind.NONE
@@ -150,7 +150,7 @@ class WindowPass:
                 of_arm.use = replace(of_arm.concluded(source, before, after), power_limits=self._meter.power_limits())
         return found
 
-    def phases(self, arms: Sequence[Arm], worker: Worker) -> dict[str, tuple[PhaseEnergy, ...]]:
+    def phases(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, tuple[PhaseEnergy, ...]]:
         """Those of each arm's phases by themselves, by its key, in the order that its steps have them; in the same
         states and under the same rules, after the windows of whole steps.
 
@@ -168,7 +168,7 @@ class WindowPass:
 
     def _in_turns(
         self, every: Sequence[Turn], found: Mapping[tuple[str, str], WindowsFound], worker: Worker,
-        window: Callable[[Arm, str, Worker, WindowsFound], None], ended: str,
+        window: Callable[[MeasuredArm, str, Worker, WindowsFound], None], ended: str,
     ) -> None:  # fmt: skip
         """All of them once a round of windows, an emulation in the first alone, in orders that are random and balanced.
         A fault ends all that are left."""
@@ -188,7 +188,7 @@ class WindowPass:
                     found[left.key, name].reasons.append(why)
                 return
 
-    def _window(self, arm: Arm, phase: str, worker: Worker, found: WindowsFound) -> None:
+    def _window(self, arm: MeasuredArm, phase: str, worker: Worker, found: WindowsFound) -> None:
         """One window of one arm, after it has run for a while; what is no longer finite does not count."""
         turn_seconds = 0.0 if arm.emulated else self._rule.turn_seconds
         steps = max(1, round(CHUNK_SECONDS / arm.step_seconds))
@@ -214,7 +214,7 @@ class WindowPass:
             hertz = clock.number if isinstance(clock, Reading) else None
             found.turns.append(SustainedTurn(steps, tuple(seconds), settling, hertz, watts))
 
-    def _phase_window(self, arm: Arm, phase: str, worker: Worker, found: WindowsFound) -> None:
+    def _phase_window(self, arm: MeasuredArm, phase: str, worker: Worker, found: WindowsFound) -> None:
         if found.reasons:
             return  # it would say the same again
         held = _held(arm, phase, worker)
@@ -234,7 +234,7 @@ class WindowPass:
         else:
             found.windows.append(_kept_window(energy, times * chunks))
 
-    def _settled(self, arm: Arm, worker: Worker, turn_seconds: float) -> Settling | None:
+    def _settled(self, arm: MeasuredArm, worker: Worker, turn_seconds: float) -> Settling | None:
         """The case runs ahead of its window: before a turn until the device has settled, or for half a turn blindly."""
         if turn_seconds:
             settler = Settler(self._meter.device, self._rule.settling_seconds, self._clock)
@@ -245,7 +245,7 @@ class WindowPass:
         return None
 
 
-def _held(arm: Arm, phase: str, worker: Worker) -> RawReplay:
+def _held(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
     """The phase, done for a while by now; or why it is not."""
     static = arm.planned.case.static
     if arm.cache == ROTATING:

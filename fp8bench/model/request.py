@@ -75,7 +75,7 @@ _TEXT = Rule("a path", lambda value: isinstance(value, str) and bool(value))
 
 
 @dataclass(frozen=True)
-class Option:
+class RequestOption:
     """What a field asks for, declared where the field is; command line, files of options, Python and checks read it.
 
     `rule` is what a value must be. `group` is where the command line lists the option: '' for none there. `called` is
@@ -99,10 +99,11 @@ def option(
     default: Any, rule: Rule, words: str = "", metavar: str = "", group: str = HOW, called: str = "", parse: str = "",
     choices: tuple[str, ...] = (),
 ) -> Any:  # fmt: skip
-    return field(default=default, metadata={"option": Option(rule, words, group, metavar, called, parse, choices)})
+    declared = RequestOption(rule, words, group, metavar, called, parse, choices)
+    return field(default=default, metadata={"option": declared})
 
 
-def options_of(kind: type) -> dict[str, Option]:
+def options_of(kind: type) -> dict[str, RequestOption]:
     return {field.name: field.metadata["option"] for field in fields(kind) if "option" in field.metadata}
 
 

@@ -102,8 +102,8 @@ class Conversion:
         self._replaced.append(module)  # first: whatever comes in between is undone
         vars(module)["forward"] = forward
 
-    def _products(self, held: Held) -> Products:
-        return Products(self._arithmetics[id(held)], lambda: self.phase, self._rows)
+    def _products(self, held: Held) -> LayerProducts:
+        return LayerProducts(self._arithmetics[id(held)], lambda: self.phase, self._rows)
 
     def _listening(self, module: nn.Module, parameters: Sequence[Held]) -> Callable[..., Any]:
         products = {parameter.parameter: self._products(parameter) for parameter in parameters}
@@ -146,7 +146,7 @@ def _reasons(held: Sequence[Held]) -> str:
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
-class Products:
+class LayerProducts:
     """One arithmetic for one layer. `phase` gives the markers of the step that is running.
 
     `rows` is what native products contract over in multiples of: weight gradients contract over rows, which are filled
@@ -225,7 +225,7 @@ class Products:
         return y.contiguous() if usual else y
 
 
-def forward_of(module: nn.Module, kind: str, products: Products) -> Callable[..., Any]:
+def forward_of(module: nn.Module, kind: str, products: LayerProducts) -> Callable[..., Any]:
     if kind == "linear":
         multiply = products.linear
         if isinstance(module.weight, nn.Parameter):
@@ -240,11 +240,11 @@ def _linear_forward(module: Any, multiply: Multiply, input: Tensor) -> Tensor:  
     return _with_bias(multiply(input, module.weight), module.bias)
 
 
-def _conv1d(module: Any, products: Products, x: Tensor) -> Tensor:
+def _conv1d(module: Any, products: LayerProducts, x: Tensor) -> Tensor:
     return _with_bias(products.linear(x, module.weight.t()), module.bias)
 
 
-def _conv2d(module: Any, products: Products, input: Tensor) -> Tensor:  # noqa: A002
+def _conv2d(module: Any, products: LayerProducts, input: Tensor) -> Tensor:  # noqa: A002
     images = input if input.dim() == 4 else input[None]
     padding = module.padding
     if isinstance(padding, str) or module.padding_mode != "zeros":

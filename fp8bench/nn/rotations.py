@@ -46,7 +46,7 @@ def rotated(x: Tensor, seed: int) -> Tensor:
     return out
 
 
-class Rotation(NamedTuple):
+class RotatedTensor(NamedTuple):
     """A tensor that was rotated; the largest magnitudes of all its parts, float32, and of what it was before."""
 
     values: Tensor
@@ -54,18 +54,18 @@ class Rotation(NamedTuple):
     amaxes_before: Tensor
 
 
-def rotation(x: Tensor, seed: int) -> Rotation:
+def rotation(x: Tensor, seed: int) -> RotatedTensor:
     """The same of a matrix, with what a cast of it begins with. It lies as the matrix lies."""
     filled, matrix = _filled(x), _matrix(seed, x.device)
     if not _by_kernel(x):
         found = _times(filled, matrix)
-        return Rotation(found, largest_magnitude(found), largest_magnitude(x))
+        return RotatedTensor(found, largest_magnitude(found), largest_magnitude(x))
     memory, turned = laid(filled)
     out = torch.empty(memory.shape, dtype=torch.float32, device=x.device)
     parts = len(memory) // SIZE if turned else len(memory)
     amaxes, before = (torch.empty(parts, dtype=torch.float32, device=x.device) for _ in range(2))
     torch.ops.fp8bench.rotated_and_looked_at(memory, matrix, out, amaxes, before, turned)
-    return Rotation(out.t() if turned else out, amaxes, before)
+    return RotatedTensor(out.t() if turned else out, amaxes, before)
 
 
 def _filled(x: Tensor) -> Tensor:

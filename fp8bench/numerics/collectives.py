@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.numerics.fp8_reduce import AutoScale, Reduced, exchanged, mean_in_fp8, sent_round, transported
-from fp8bench.numerics.rank_programs import Begun, Counted, Program, begun, on_this_rank, simulated
+from fp8bench.numerics.rank_programs import BegunExchange, Counted, Program, begun, on_this_rank, simulated
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST = COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast",
@@ -147,7 +147,7 @@ class InFP8:
     def __call__(self, values: Tensor, rank: int, size: int, around: Marker, counted: Counted | None = None) -> Reduced:
         return on_this_rank(self.program(values, rank, size), counted, around)
 
-    def begun(self, values: Tensor, rank: int, size: int) -> Begun[Reduced]:
+    def begun(self, values: Tensor, rank: int, size: int) -> BegunExchange[Reduced]:
         """Cast, with the first exchange of codes going on by itself."""
         return begun(self.program(values, rank, size))
 

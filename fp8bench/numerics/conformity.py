@@ -68,7 +68,7 @@ def steps_between(native: Tensor, emulated: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Sums:
+class ConformitySums:
     """The exact product of a (M, K) and b (N, K), in float64, what a sum of `bits` may be off by, and its rounding."""
 
     a: Tensor
@@ -140,7 +140,7 @@ class Sums:
         return -float(((found - self.exact) / self.magnitude * self.exact.sign()).mean())
 
 
-def explain_product(found: Tensor, sums: Sums) -> Explained:
+def explain_product(found: Tensor, sums: ConformitySums) -> Explained:
     """Why a product is not bit by bit another one of the same operands; `found` has the result's dtype."""
     wide = found.to(torch.float64)
     if not bool(sums.exact.isfinite().all()) or not bool(wide.any()):
@@ -169,7 +169,7 @@ def explain_product(found: Tensor, sums: Sums) -> Explained:
     return Difference.UNEXPLAINED, ""
 
 
-def kept_bits(found: Tensor, sums: Sums) -> int:
+def kept_bits(found: Tensor, sums: ConformitySums) -> int:
     """The bits that sums seem to be kept in; 24 where nothing says that it is fewer.
 
     What is cut off makes all of them smaller, and a model of 14 bits shows how much that is for these operands, and how
@@ -185,7 +185,7 @@ def kept_bits(found: Tensor, sums: Sums) -> int:
     return min(FLOAT32_BITS, round(HOPPER_BITS - math.log2(more)))
 
 
-def _laid_otherwise(found: Tensor, sums: Sums) -> Iterator[tuple[str, Tensor]]:
+def _laid_otherwise(found: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor]]:
     a, b = sums.a, sums.b
     if a.shape[0] == b.shape[0]:
         yield "the result is transposed", sums.exact.t()
@@ -216,7 +216,7 @@ class _Fit(NamedTuple):
     magnitude: Tensor
 
 
-def _scaled_otherwise(found: Tensor, sums: Sums) -> Iterator[_Fit]:
+def _scaled_otherwise(found: Tensor, sums: ConformitySums) -> Iterator[_Fit]:
     """With factors of the tensor, of rows and columns, or of blocks along the contraction, that are not all 1."""
     no_scale = max(_NO_SCALE, 4 * torch.finfo(sums.dtype).eps)
     fits = (*_scaled_lines(found, sums), *_scaled_blocks(found, sums))
@@ -227,13 +227,13 @@ def _scaled_otherwise(found: Tensor, sums: Sums) -> Iterator[_Fit]:
             yield _Fit(f"{words} scaled by {least:.3g}{several}", scaled, magnitude)
 
 
-def _scaled_lines(found: Tensor, sums: Sums) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+def _scaled_lines(found: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     for words, rows, columns in (("the tensor", 0, 0), ("rows", 1, 0), ("columns", 0, 1), ("rows and columns", 1, 1)):
         down, across = _factors(found, sums.exact, bool(rows), bool(columns))
         yield words, down * across, down * across * sums.exact, (down * across).abs() * sums.magnitude
 
 
-def _scaled_blocks(found: Tensor, sums: Sums) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+def _scaled_blocks(found: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     for size in _BLOCKS:
         count = sums.a.shape[1] // size
         if sums.a.shape[1] % size or not 1 < count <= min(found.shape) // _EQUATIONS:
@@ -346,7 +346,7 @@ def looks_like(product: Tensor, promised: str, guesses: Guesses) -> str:
         return ""
     found = product.detach().to(torch.float64)
     errors = {
-        name: Sums(a.detach().to(torch.float64), b.detach().to(torch.float64), product.dtype).spread(found)
+        name: ConformitySums(a.detach().to(torch.float64), b.detach().to(torch.float64), product.dtype).spread(found)
         for name, (a, b) in guesses.items()
     }
     nearest = min(errors, key=lambda name: errors[name])

@@ -122,7 +122,7 @@ class Waits(Protocol):
 
 
 @dataclass(frozen=True)
-class Begun(Generic[T]):
+class BegunExchange(Generic[T]):
     """A program whose first exchange of codes goes on by itself; what comes after it waits for that."""
 
     program: Program[T]
@@ -135,7 +135,7 @@ class Begun(Generic[T]):
         return on_this_rank(self.program, answer=self.answer)
 
 
-def begun(program: Program[T]) -> Begun[T]:
+def begun(program: Program[T]) -> BegunExchange[T]:
     """Up to the first exchange of codes, which is not waited for: the largest magnitudes of ranks come before it."""
     answer = None
     while True:
@@ -143,7 +143,7 @@ def begun(program: Program[T]) -> Begun[T]:
         alone = not isinstance(exchange, Largest)
         sent, answer = _asked(exchange, None, alone)
         if alone:
-            return Begun(program, sent, answer)
+            return BegunExchange(program, sent, answer)
 
 
 def on_this_rank(

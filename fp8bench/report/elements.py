@@ -121,7 +121,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """An axis: what it shows, and the unit of its ticks ('s', 'B', 'J', 'x'; '' for plain numbers)."""
 
     title: str
@@ -147,7 +147,7 @@ class Bars(Chart):
     """Horizontal bars with intervals, from `start` (1 for ratios), which is no place on a logarithmic axis of
     errors: they are dots; groups have a heading each."""
 
-    axis: Axis
+    axis: ChartAxis
     groups: tuple[tuple[str, tuple[Mark, ...]], ...]
     start: float = 0.0
 
@@ -156,14 +156,14 @@ class Bars(Chart):
 class Waterfall(Chart):
     """How one whole becomes another: what each change adds, or takes where it is below zero."""
 
-    axis: Axis
+    axis: ChartAxis
     before: tuple[str, float]
     changes: tuple[Mark, ...]
     after: tuple[str, float]
 
 
 @dataclass(frozen=True)
-class Point:
+class ChartPoint:
     """One point of a scatter chart; without x it stands in a margin of its own. `series` chooses shape and colour."""
 
     series: str
@@ -178,9 +178,9 @@ class Point:
 class Scatter(Chart):
     """Points over two axes; `margin` says what those without x have in common, `joined` are series that are lines."""
 
-    x: Axis
-    y: Axis
-    points: tuple[Point, ...]
+    x: ChartAxis
+    y: ChartAxis
+    points: tuple[ChartPoint, ...]
     margin: str = ""
     joined: tuple[str, ...] = ()
 
@@ -189,7 +189,7 @@ class Scatter(Chart):
 class Stacks(Chart):
     """Horizontal bars of parts that sum to a whole: `rows` give each part's value in the order of `parts`."""
 
-    axis: Axis
+    axis: ChartAxis
     parts: tuple[str, ...]
     rows: tuple[tuple[str, tuple[float, ...]], ...]
 
@@ -206,7 +206,7 @@ class Heat(Chart):
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     values: tuple[tuple[float | None, ...], ...]
-    axis: Axis
+    axis: ChartAxis
     hints: tuple[tuple[str, ...], ...]
 
 
@@ -215,7 +215,7 @@ class Lines(Chart):
     """Series over one row of places (runs, commits): a mark for each place or None."""
 
     places: tuple[str, ...]
-    axis: Axis
+    axis: ChartAxis
     series: tuple[tuple[str, tuple[Mark | None, ...]], ...]
 
 
@@ -223,7 +223,7 @@ class Lines(Chart):
 class Strips(Chart):
     """All samples of each row, side by side."""
 
-    axis: Axis
+    axis: ChartAxis
     rows: tuple[tuple[str, tuple[float, ...], Tone], ...]
 
 

@@ -32,7 +32,7 @@ from fp8bench.user_code import import_user_modules, modules_under
 from fp8bench.worker import ceilings, fusing
 from fp8bench.worker.beside import none_left_by_a_fault, running, still_running
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
-from fp8bench.worker.faults import Fault
+from fp8bench.worker.faults import PlantedFault
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.prepared import Prepared, State, begins_alone, bytes_of, flush_of, rotation
 from fp8bench.worker.static_scales import step
@@ -260,7 +260,7 @@ class Bench(UntimedPasses):
         finally:
             self.release(key)
 
-    def recovered(self, fault: Fault) -> Fault:
+    def recovered(self, fault: PlantedFault) -> PlantedFault:
         """Give back what an aborted request holds. A device that then does not answer was out of more than memory.
 
         After an assert or an illegal address every call fails in this process, by whatever words: cuBLAS says that it

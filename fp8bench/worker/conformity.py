@@ -165,13 +165,13 @@ class _Compared:
         return found
 
     def _held(self, what: str, shape: str, made: Tensor, wanted: Tensor, values: list[Tensor]) -> Conformity:
-        from fp8bench.numerics.conformity import Sums, differing, explain_product, steps_between
+        from fp8bench.numerics.conformity import ConformitySums, differing, explain_product, steps_between
 
         differ = differing(made, wanted)
         if not bool(differ.any()):
             return Conformity(self.mode, what, shape, Difference.NONE, total=made.numel())
         a, b = (value.to(torch.float64) for value in values)
-        difference, why = explain_product(made, Sums(a, b, made.dtype, self._bits))
+        difference, why = explain_product(made, ConformitySums(a, b, made.dtype, self._bits))
         return _told(
             Conformity(self.mode, what, shape, difference, why), differ, steps_between(made, wanted), made, wanted
         )

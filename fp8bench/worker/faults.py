@@ -15,7 +15,7 @@ _ADVICE = re.compile(r"(?s)(?<=error: )([^\n]*)\n(?=.*(CUDA_LAUNCH_BLOCKING|AMD_
 _LONGEST = 1000
 
 
-class Fault(NamedTuple):
+class PlantedFault(NamedTuple):
     """An exception as an answer: its kind, its text, its traceback, and whether a device's memory did not suffice."""
 
     kind: str
@@ -24,7 +24,7 @@ class Fault(NamedTuple):
     out_of_memory: bool
 
 
-def described(error: BaseException, known: bool = True) -> Fault:
+def described(error: BaseException, known: bool = True) -> PlantedFault:
     """An exception in words. Each device is asked whether it is an exhausted memory, where the devices are `known`.
 
     The advice that torch gives with a driver's error is kept in the traceback alone.
@@ -43,4 +43,4 @@ def described(error: BaseException, known: bool = True) -> Fault:
         text += f" for {sys.executable}. Install torch there, or run fp8bench with a Python that has it."
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}... ({len(text) - _LONGEST} more characters)"
-    return Fault(type(error).__name__, text, trace, exhausted)
+    return PlantedFault(type(error).__name__, text, trace, exhausted)

@@ -39,7 +39,7 @@ from fp8bench.worker.switches import collected_by_hand
 Told = Callable[[Sequence[int], MemoryRole], None]
 
 
-class Prepared(NamedTuple):
+class PreparedMemory(NamedTuple):
     """A state in memory, and a step of it."""
 
     state: Any
@@ -47,16 +47,16 @@ class Prepared(NamedTuple):
 
 
 # Finds what a state needs, whose casts tell of what they make if somebody is told; and then prepares it.
-Make = Callable[[Told | None], Callable[[], Prepared]]
+Make = Callable[[Told | None], Callable[[], PreparedMemory]]
 
 
 def of_workload(workload: Workload, make_setup: Callable[[], Setup]) -> Make:
-    def make(told: Told | None) -> Callable[[], Prepared]:
+    def make(told: Told | None) -> Callable[[], PreparedMemory]:
         setup = make_setup() if told is None else listening(make_setup(), told)
 
-        def prepare() -> Prepared:
+        def prepare() -> PreparedMemory:
             state = workload.prepare(setup)
-            return Prepared(state, partial(step, workload, state, setup.scales))
+            return PreparedMemory(state, partial(step, workload, state, setup.scales))
 
         return prepare
 
@@ -238,7 +238,7 @@ def try_batch(make: Make, device: Device, index: int, limit: int | None) -> int 
     return course.peak if course is not None else None
 
 
-def _two_steps(prepare: Callable[[], Prepared], counter: MemoryMeter | None) -> None:
+def _two_steps(prepare: Callable[[], PreparedMemory], counter: MemoryMeter | None) -> None:
     """What the first one makes and keeps is there in the second: the optimiser's moments, scales, workspaces."""
     if counter is not None:
         counter.mark()  # scales from data were found with a state of its own, which is gone by now

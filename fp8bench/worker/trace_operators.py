@@ -30,7 +30,7 @@ _NOWHERE = ""
 
 
 @dataclass(frozen=True)
-class Stretch:
+class TracedStretch:
     """A stretch of a thread's time, in nanoseconds."""
 
     name: str
@@ -45,7 +45,7 @@ def mended(events: Iterable[Event]) -> list[Event]:
     that it begins within an operator which it outlives. Viewers drop what overlaps so. The cuts are microseconds long.
     """
     found = list(events)
-    others: dict[object, list[Stretch]] = defaultdict(list)
+    others: dict[object, list[TracedStretch]] = defaultdict(list)
     edges: dict[object, set[int]] = defaultdict(set)
     for event in found:
         if _is_phase(event):
@@ -57,10 +57,10 @@ def mended(events: Iterable[Event]) -> list[Event]:
     return [_cut(event, is_open[event.get("tid")]) if _is_phase(event) else event for event in found]
 
 
-def _open_at(stretches: Sequence[Stretch], times: Iterable[int]) -> dict[int, list[Stretch]]:
+def _open_at(stretches: Sequence[TracedStretch], times: Iterable[int]) -> dict[int, list[TracedStretch]]:
     """For each time those that have begun before it and end after it."""
     waiting = sorted(stretches, key=lambda stretch: stretch.start, reverse=True)
-    now_open: list[Stretch] = []
+    now_open: list[TracedStretch] = []
     found = {}
     for time in sorted(times):
         while waiting and waiting[-1].start < time:
@@ -70,7 +70,7 @@ def _open_at(stretches: Sequence[Stretch], times: Iterable[int]) -> dict[int, li
     return found
 
 
-def _cut(event: Event, is_open: Mapping[int, Sequence[Stretch]]) -> Event:
+def _cut(event: Event, is_open: Mapping[int, Sequence[TracedStretch]]) -> Event:
     phase = _stretch(event)
     start = max((one.end for one in is_open[phase.start] if one.end < phase.end), default=phase.start)
     end = min((one.start for one in is_open[phase.end] if one.start >= start), default=phase.end)
@@ -111,25 +111,25 @@ def _is_phase(event: Event) -> bool:
     return named and event.get("cat") == _ANNOTATION and _is_timed(event)
 
 
-def _stretch(event: Event) -> Stretch:
+def _stretch(event: Event) -> TracedStretch:
     start = round(event["ts"] * 1000)
-    return Stretch(str(event.get("name", "")), start, start + round(event["dur"] * 1000))
+    return TracedStretch(str(event.get("name", "")), start, start + round(event["dur"] * 1000))
 
 
 class _Timeline:
     """Which phase a step is in at any time: the one opened last that is still open."""
 
-    def __init__(self, steps: Sequence[Stretch], ranges: Sequence[Stretch]) -> None:
-        whole = [Stretch(UNATTRIBUTED, step.start, step.end) for step in steps]
-        phases = [Stretch(span.name.removeprefix(RANGE), span.start, span.end) for span in ranges]
-        edges: list[tuple[int, int, int, Stretch]] = []
+    def __init__(self, steps: Sequence[TracedStretch], ranges: Sequence[TracedStretch]) -> None:
+        whole = [TracedStretch(UNATTRIBUTED, step.start, step.end) for step in steps]
+        phases = [TracedStretch(span.name.removeprefix(RANGE), span.start, span.end) for span in ranges]
+        edges: list[tuple[int, int, int, TracedStretch]] = []
         for phase in (*whole, *phases):
             if phase.start < phase.end:  # at one time, what ends comes first, and what lasts longer lies outside
                 edges += [(phase.start, 1, -phase.end, phase), (phase.end, 0, 0, phase)]
         edges.sort(key=lambda edge: edge[:3])
         self._times: list[int] = []
         self._names: list[str] = []
-        is_open: list[Stretch] = []
+        is_open: list[TracedStretch] = []
         for time, begins, _, one in edges:
             if begins:
                 is_open.append(one)
@@ -188,7 +188,7 @@ class _Tally:
 def _host(events: Iterable[Event], phases: _Timeline) -> _Tally:
     """Operators by the time they take themselves. What an operator takes in a later phase is that phase's rest."""
     tally = _Tally(on_device=False)
-    by_thread: dict[object, list[Stretch]] = defaultdict(list)
+    by_thread: dict[object, list[TracedStretch]] = defaultdict(list)
     for event in events:
         if event.get("cat") == _OPERATOR:
             by_thread[event.get("tid")].append(_stretch(event))
@@ -202,12 +202,12 @@ def _host(events: Iterable[Event], phases: _Timeline) -> _Tally:
     return tally
 
 
-def _innermost(operators: Sequence[Stretch]) -> Iterator[tuple[Stretch, int, int]]:
+def _innermost(operators: Sequence[TracedStretch]) -> Iterator[tuple[TracedStretch, int, int]]:
     """Where which operator is the innermost on its thread. They come in order, each before those within it."""
-    stack: list[Stretch] = []
+    stack: list[TracedStretch] = []
     reached = 0
 
-    def leave(until: int | None) -> Iterator[tuple[Stretch, int, int]]:
+    def leave(until: int | None) -> Iterator[tuple[TracedStretch, int, int]]:
         nonlocal reached
         while stack and (until is None or stack[-1].end <= until):
             done = stack.pop()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8bench.measure.capacity import Attempt, Search
+from fp8bench.measure.capacity import BatchAttempt, Search
 
 Takes = Callable[[int], int]
 
@@ -18,10 +18,10 @@ def run(
 ) -> Search:
     """A search among numbers that take so much; what takes more than `counted_up_to` fails uncounted."""
 
-    def attempt(number: int) -> Attempt:
+    def attempt(number: int) -> BatchAttempt:
         assert 1 <= number <= top, "out of bounds"
         taken = takes(number)
-        return Attempt(number, taken <= room, taken if taken <= counted_up_to else None)
+        return BatchAttempt(number, taken <= room, taken if taken <= counted_up_to else None)
 
     search = Search(start, top, room if known == -1 else known)
     search.run(attempt)
@@ -110,12 +110,12 @@ def test_without_room_and_counts_it_doubles_and_halves() -> None:
 
 
 def test_what_goes_wrong_ends_the_search_with_what_was_tried() -> None:
-    tried: list[Attempt] = []
+    tried: list[BatchAttempt] = []
 
-    def attempt(number: int) -> Attempt:
+    def attempt(number: int) -> BatchAttempt:
         if number > 8:
             raise ValueError("another matter")
-        return Attempt(number, True, number)
+        return BatchAttempt(number, True, number)
 
     with pytest.raises(ValueError, match="another matter"):
         Search(4, 100, None, tried).run(attempt)

@@ -12,7 +12,7 @@ from fp8bench.analysis.findings import find
 from fp8bench.analysis.labels import shared
 from fp8bench.analysis.verdicts import decided
 from fp8bench.measure import device_watch
-from fp8bench.measure.arm import Arm
+from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.device_watch import Watch
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.sensors.meter import Meter
@@ -90,7 +90,7 @@ class Clock:
 
 def watched(
     device: Device, *rounds: tuple[str, ...], slot_seconds: float = 1.0, look_seconds: float = 0.0
-) -> dict[str, tuple[DeviceWatch, Arm]]:
+) -> dict[str, tuple[DeviceWatch, MeasuredArm]]:
     """What was seen of each arm, by its precision, in rounds of them."""
     clock = Clock()
     arms = {name: arm(name) for one in rounds for name in one}

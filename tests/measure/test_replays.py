@@ -8,7 +8,7 @@ import pytest
 
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerFault, WorkerLost
-from fp8bench.measure.arm import Arm
+from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.replays import ROUNDS, ReplayPass
 from fp8bench.measure.slots import filling_of
@@ -29,7 +29,7 @@ def steps(milliseconds: int, **options: object) -> Script:
     return Script(gemm_steps(milliseconds * MS), **options)  # type: ignore[arg-type]
 
 
-def replayed(scripts: dict[str, Script], *arms: Arm) -> tuple[dict[str, Replays], FakeWorker]:
+def replayed(scripts: dict[str, Script], *arms: MeasuredArm) -> tuple[dict[str, Replays], FakeWorker]:
     """By mode, of arms that are ready; and the worker that was asked."""
     worker = FakeWorker(scripts)
     chosen = arms or tuple(arm(mode, facts=GPU) for mode in scripts)
@@ -86,7 +86,7 @@ def test_who_cannot_be_captured_says_why() -> None:
         (RENEWED, "its scales are renewed every so many steps, which the host counts"),
     ],
 )
-def test_some_are_not_even_tried(one: Arm, why: str) -> None:
+def test_some_are_not_even_tried(one: MeasuredArm, why: str) -> None:
     found, worker = replayed({one.planned.case.mode: steps(1)}, one)
     assert [*found.values()] == [Replays(None, why)] and not [entry for entry in worker.log if entry[0] == "capture"]
 

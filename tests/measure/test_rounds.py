@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerFault
-from fp8bench.measure.arm import STATES, Arm, ArmFailed
+from fp8bench.measure.arm import STATES, ArmFailed, MeasuredArm
 from fp8bench.measure.handle import HANG_SECONDS
-from fp8bench.measure.rounds import Judge, Session
+from fp8bench.measure.rounds import Judge, RoundSession
 from fp8bench.measure.slots import COLD_CALLS, filling_of
 from fp8bench.model import CELL_PHASES, DeviceFacts, Level, Rotation, SlotSample, Timing, Work
 from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
@@ -43,8 +43,9 @@ def steady(nanoseconds: int, **options: object) -> Script:
 
 
 def sit(
-    scripts: Mapping[str, Script], session: Session, rule: StoppingRule = FOREVER, judge: Judge = never, seed: int = 0,
-    tick: Callable[[Arm, float], None] = lambda arm, share: None,
+    scripts: Mapping[str, Script], session: RoundSession, rule: StoppingRule = FOREVER, judge: Judge = never,
+    seed: int = 0,
+    tick: Callable[[MeasuredArm, float], None] = lambda arm, share: None,
 ) -> tuple[FakeWorker, str]:  # fmt: skip
     """Prepare and run; the worker with its log, and why it ended."""
     worker = FakeWorker(scripts)
@@ -53,8 +54,8 @@ def sit(
     return worker, session.run(worker, rule, judge, seed, tick, worker.clock)
 
 
-def three() -> Session:
-    return Session(arm("fp32"), arm("fp32", control=True), [arm("bf16")])
+def three() -> RoundSession:
+    return RoundSession(arm("fp32"), arm("fp32", control=True), [arm("bf16")])
 
 
 def turns(worker: FakeWorker, arms: int) -> list[tuple[str, ...]]:
@@ -78,7 +79,9 @@ def turns(worker: FakeWorker, arms: int) -> list[tuple[str, ...]]:
 )
 def test_short_steps_repeat_and_long_ones_run_once(nanoseconds: int, calls: int, discard: int) -> None:
     """Below 4 ms a slot is filled and its first call discarded, or its first two; from 4 ms on nothing is."""
-    worker, _ = sit({"fp32": steady(nanoseconds)}, Session(arm("fp32"), None, []), StoppingRule(fixed=20, ceiling=1e9))
+    worker, _ = sit(
+        {"fp32": steady(nanoseconds)}, RoundSession(arm("fp32"), None, []), StoppingRule(fixed=20, ceiling=1e9)
+    )
     assert {one[:3] for one in worker.log} == {("slot", "fp32", calls)} and len(worker.log) == 20
     assert {one[3] for one in worker.log} == ({discard, discard + 1} if discard else {0})
 
@@ -89,8 +92,8 @@ def test_short_steps_repeat_and_long_ones_run_once(nanoseconds: int, calls: int,
 def test_a_slot_on_a_device_of_its_own_has_three_calls(nanoseconds: int, calls: int) -> None:
     """However long a step is: the first call begins with an empty queue. An emulated one has no speed anyhow."""
     facts, worker = replace(CPU, kind="cuda"), FakeWorker({mode: steady(nanoseconds) for mode in ("fp32", "fp8")})
-    native, low = Arm("gpu", planned("fp32"), facts), Arm("low", planned("fp8", level=EMULATED), facts)
-    Session(native, None, [low]).prepare(worker)
+    native, low = MeasuredArm("gpu", planned("fp32"), facts), MeasuredArm("low", planned("fp8", level=EMULATED), facts)
+    RoundSession(native, None, [low]).prepare(worker)
     native.run(worker, 0)
     assert native.calls == len(native.slots[0].calls_ns) == calls
     assert low.calls == (1 if nanoseconds >= 4 * MS else max(2, round(8 * MS / nanoseconds)))
@@ -108,7 +111,7 @@ def test_a_slot_is_never_shorter_than_eight_milliseconds(nanoseconds: int) -> No
 
 def test_a_step_too_short_to_time_has_a_finite_slot() -> None:
     """Clocks tick in tens of nanoseconds; zero must not divide."""
-    worker, _ = sit({"fp32": steady(0)}, Session(arm("fp32"), None, []), StoppingRule(fixed=1))
+    worker, _ = sit({"fp32": steady(0)}, RoundSession(arm("fp32"), None, []), StoppingRule(fixed=1))
     assert worker.log == [("slot", "fp32", 80_000, 1)]
 
 
@@ -129,7 +132,7 @@ def test_slots_are_sized_by_the_fastest_of_three_calls_after_the_first(
 def test_limits_follow_what_is_known_of_a_step() -> None:
     """60 s, or its FLOPs at 5 GFLOP/s while nobody has timed it, or 20 times what it took."""
     worker = FakeWorker({"fp32": steady(4_000 * MS)})
-    one = Arm("key", planned("fp32", flops=1e12), CPU)
+    one = MeasuredArm("key", planned("fp32", flops=1e12), CPU)
     one.prepare(worker)
     one.run(worker, 0)
     assert worker.limits == [("prepare", 200.0), ("slot", 200.0), ("slot", 240.0), ("slot", 80.0)]
@@ -154,13 +157,13 @@ class Noting(FakeWorker):
     ("one", "states"),
     [
         (arm("fp32"), STATES), (arm("bf16"), 1), (arm("fp32", EMULATED), 1),
-        (Arm("gpu", planned("fp32"), replace(CPU, kind="cuda")), 1),
-        (Arm("compiled", replace(planned("fp32"), work=Work(setup_seconds=60.0)), CPU), 1),
+        (MeasuredArm("gpu", planned("fp32"), replace(CPU, kind="cuda")), 1),
+        (MeasuredArm("compiled", replace(planned("fp32"), work=Work(setup_seconds=60.0)), CPU), 1),
     ],
 )  # fmt: skip
-def test_a_short_step_has_several_states_of_which_each_round_takes_one(one: Arm, states: int) -> None:
+def test_a_short_step_has_several_states_of_which_each_round_takes_one(one: MeasuredArm, states: int) -> None:
     """All are looked at after their steps, and given back."""
-    worker, session = Noting(), Session(one, None, [])
+    worker, session = Noting(), RoundSession(one, None, [])
     session.prepare(worker)
     for number in range(60):
         one.run(worker, number)
@@ -173,7 +176,7 @@ def test_a_short_step_has_several_states_of_which_each_round_takes_one(one: Arm,
 def test_several_states_take_what_room_there_is() -> None:
     """Two arms of one unit each, and room for three: the first has one more, the second none."""
     worker = FakeWorker({mode: replace(steady(MS), memory=1) for mode in ("fp32", "bf16")}, capacity=3)
-    session = Session(arm("fp32"), None, [arm("bf16")])
+    session = RoundSession(arm("fp32"), None, [arm("bf16")])
     session.prepare(worker)
     assert sorted(worker.held) == ["bf16", "fp32", "fp32"]
 
@@ -202,7 +205,7 @@ def test_the_order_of_rounds_depends_on_the_seed_alone() -> None:
 def test_a_decided_arm_leaves_early() -> None:
     """The reference and its control stay for those who are left; nobody is looked at between looks."""
     scripts = {"bf16": steady(11 * MS), "fp16": steady(12 * MS)}
-    session = Session(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp16")])
+    session = RoundSession(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp16")])
     worker, why = sit(scripts, session, judge=after({11 * MS: 3, 12 * MS: 33}))
     counts = {label: len(worker.slots(label)) for label in ("fp32", "fp32'", "bf16", "fp16")}
     assert counts == {"fp32": 40, "fp32'": 40, "bf16": 16, "fp16": 40}
@@ -229,7 +232,7 @@ def test_the_judge_gets_case_reference_and_control() -> None:
 def test_emulated_arms_get_eight_rounds(rule: StoppingRule) -> None:
     """Their time is no speed, so they are never judged."""
     scripts = {"bf16": steady(11 * MS), "fp8": steady(500 * MS)}
-    session = Session(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp8", EMULATED)])
+    session = RoundSession(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp8", EMULATED)])
     worker, _ = sit(scripts, session, rule, after({11 * MS: 24}))
     assert len(worker.slots("fp8")) == EMULATED_ROUNDS == 8
     assert len(worker.slots("bf16")) == {None: 24, 30: 30}[rule.fixed] - 8 * (rule.budget == 0)
@@ -244,7 +247,7 @@ def test_beside_emulated_candidates_the_control_is_the_question() -> None:
         return case.num_rounds >= 24
 
     scripts = {"fp32": steady(10 * MS), "fp32'": steady(10 * MS + 1)}
-    session = Session(arm("fp32"), arm("fp32", control=True), [arm("fp8", EMULATED)])
+    session = RoundSession(arm("fp32"), arm("fp32", control=True), [arm("fp8", EMULATED)])
     worker, why = sit(scripts, session, judge=judge)
     assert questions == [(10 * MS + 1, None)] * 2
     assert [len(worker.slots(label)) for label in ("fp32", "fp32'", "fp8")] == [24, 24, 8]
@@ -254,15 +257,15 @@ def test_beside_emulated_candidates_the_control_is_the_question() -> None:
 @pytest.mark.parametrize(
     ("session", "counts"),
     [
-        (Session(arm("fp32"), None, []), {"fp32": 32}),
-        (Session(None, None, [arm("bf16")]), {"bf16": 32}),
-        (Session(None, None, [arm("fp8", EMULATED)]), {"fp8": 8}),
-        (Session(arm("fp8", EMULATED), None, [arm("mxfp8", EMULATED)]), {"fp8": 8, "mxfp8": 8}),
-        (Session(arm("fp8", EMULATED), None, [arm("bf16")]), {"fp8": 8, "bf16": 32}),
+        (RoundSession(arm("fp32"), None, []), {"fp32": 32}),
+        (RoundSession(None, None, [arm("bf16")]), {"bf16": 32}),
+        (RoundSession(None, None, [arm("fp8", EMULATED)]), {"fp8": 8}),
+        (RoundSession(arm("fp8", EMULATED), None, [arm("mxfp8", EMULATED)]), {"fp8": 8, "mxfp8": 8}),
+        (RoundSession(arm("fp8", EMULATED), None, [arm("bf16")]), {"fp8": 8, "bf16": 32}),
     ],
     ids=["reference alone", "candidate alone", "emulated alone", "emulated only", "emulated reference"],
 )
-def test_who_has_no_question_gets_a_fixed_number_of_rounds(session: Session, counts: dict[str, int]) -> None:
+def test_who_has_no_question_gets_a_fixed_number_of_rounds(session: RoundSession, counts: dict[str, int]) -> None:
     """Alone, or beside a reference whose time is no speed, no number of rounds would answer anything."""
 
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
@@ -334,7 +337,7 @@ def test_what_happens_every_so_many_calls_is_not_always_discarded(slow: int) -> 
     def step(call: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (GEMM,), (6 * MS if call % 4 == slow and call > 4 else 3 * MS,)
 
-    session = Session(arm("fp32"), None, [])
+    session = RoundSession(arm("fp32"), None, [])
     sit({"fp32": Script(step)}, session, StoppingRule(fixed=200))
     calls = [sum(call) for slot in session.arms[0].timing().slots for call in slot.calls_ns]
     assert sum(call == 6 * MS for call in calls) / len(calls) == pytest.approx(0.25, abs=0.05)
@@ -343,7 +346,7 @@ def test_what_happens_every_so_many_calls_is_not_always_discarded(slow: int) -> 
 def test_samples_are_kept_whole() -> None:
     """Every timed call with its cells, and the clocks of the slot."""
     step = gemm_steps(3 * MS, 2 * MS)
-    session = Session(arm("fp32"), None, [])
+    session = RoundSession(arm("fp32"), None, [])
     sit({"fp32": Script(lambda call: ((CAST, GEMM), (MS, *step(call)[1])))}, session, StoppingRule(fixed=2))
     found = session.arms[0].timing()
     assert found.segments.phases == ("cast", "gemm")
@@ -362,7 +365,7 @@ def test_steps_whose_marks_vary_are_kept_by_phase() -> None:
             return (CAST, GEMM, CAST, GEMM), (MS, 10 * MS, 2 * MS, 20 * MS)
         return (GEMM, CAST), (30 * MS, 4 * MS)
 
-    session = Session(arm("fp32"), None, [])
+    session = RoundSession(arm("fp32"), None, [])
     sit({"fp32": Script(step)}, session, StoppingRule(fixed=4))
     found = session.arms[0].timing()
     assert found.varying
@@ -390,7 +393,7 @@ def test_arms_on_both_sides_of_the_repeating_threshold_are_warmed_alike() -> Non
     session = three()
     session.prepare(FakeWorker(near))
     assert [(one.calls, one.discard) for one in session.arms] == [(1, 1), (1, 1), (2, 1)]
-    long = Session(arm("fp32"), None, [arm("bf16")])
+    long = RoundSession(arm("fp32"), None, [arm("bf16")])
     long.prepare(FakeWorker({"fp32": steady(200 * MS), "bf16": steady(MS)}))
     assert [one.discard for one in long.arms] == [0, 1]
     neither = three()
@@ -425,14 +428,14 @@ GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
 def test_the_queue_of_a_device_is_filled(facts: DeviceFacts, level: Level, filled: bool) -> None:
     """By what the host took to enqueue the calls that a slot was sized by; an emulated case's time is no speed."""
     one = arm("fp32", level, facts=facts)
-    worker, _ = sit({"fp32": steady(1 * MS)}, Session(one, None, []), StoppingRule(fixed=3, ceiling=1e9))
+    worker, _ = sit({"fp32": steady(1 * MS)}, RoundSession(one, None, []), StoppingRule(fixed=3, ceiling=1e9))
     asked = {entry[4:] for entry in worker.slots()}
     assert asked == ({(filling_of(1e-3, 8),)} if filled else {()})
 
 
 def test_calls_with_a_cold_cache_are_few() -> None:
     """Each has a flush before it."""
-    worker, _ = sit({"fp32": steady(1 * MS)}, Session(arm("fp32", cache="cold"), None, []))
+    worker, _ = sit({"fp32": steady(1 * MS)}, RoundSession(arm("fp32", cache="cold"), None, []))
     assert {entry[2] for entry in worker.slots()} == {COLD_CALLS}
 
 
@@ -440,6 +443,6 @@ def test_states_that_rotate_are_one_entry() -> None:
     """Where memory lies differs from call to call, so that no other entries of the same are needed."""
     one = arm("fp32", cache="rotating")
     worker = FakeWorker({"fp32": steady(1 * MS)})
-    Session(one, None, []).prepare(worker)
+    RoundSession(one, None, []).prepare(worker)
     assert one.told()["rotation"] == Rotation(12, 5 << 20) and one.more_keys == []
     assert len([entry for entry in worker.log if entry[0] == "prepare"]) == 1

@@ -9,7 +9,7 @@ import pytest
 
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
-from fp8bench.measure.arm import Arm
+from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
@@ -26,7 +26,7 @@ GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
 
 
 def measured(
-    scripts: Mapping[str, Script], rule: WindowRule = THREE, *arms: Arm, power: Power | None = None
+    scripts: Mapping[str, Script], rule: WindowRule = THREE, *arms: MeasuredArm, power: Power | None = None
 ) -> tuple[dict[str, EnergyUse], Runner]:
     """The energies by mode of prepared arms, and the worker that ran them."""
     power = power or Power()
@@ -112,7 +112,7 @@ def test_a_source_that_fails_in_the_middle_is_a_reason_and_no_zero() -> None:
     meter = power.meter()
     told: list[float] = []
 
-    def tell(arm: Arm, share: float) -> None:
+    def tell(arm: MeasuredArm, share: float) -> None:
         told.append(share)
         power.broken = "the GPU is lost" if len(told) == 2 else ""
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.conversion import Products
+from fp8bench.nn.conversion import LayerProducts
 from fp8bench.nn.holders import Stacked
 from fp8bench.nn.linear import linear
 from fp8bench.numerics.norms import relative_frobenius
@@ -199,7 +199,7 @@ def test_a_product_that_is_not_x_times_a_weight_stays_torchs() -> None:
 
 def test_rows_behind_the_last_group_are_zeros() -> None:
     stack, x = nn.Parameter(torch.randn(3, 16, 32)), torch.randn(8, 16)
-    products = Products(FP32, SilentPhases)
+    products = LayerProducts(FP32, SilentPhases)
     with Stacked({"stack": stack}, {"stack": products}):
         y = F.grouped_mm(x, stack, offs=torch.tensor([2, 2, 5], dtype=torch.int32))
     assert torch.equal(y[5:], torch.zeros(3, 32))

@@ -15,7 +15,7 @@ from fp8bench.formats.scaled import values
 from fp8bench.model import Level
 from fp8bench.model.promises import Difference
 from fp8bench.numerics.conformity import (
-    Sums,
+    ConformitySums,
     explain_cast,
     explain_product,
     kept_bits,
@@ -105,7 +105,7 @@ def test_products(dtype: torch.dtype, made: Made, difference: Difference, words:
     """Of one result, in the dtype that a kernel gives."""
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     found = made(a, b).to(dtype)
-    explained, why = explain_product(found, Sums(a.double(), b.double(), dtype))
+    explained, why = explain_product(found, ConformitySums(a.double(), b.double(), dtype))
     assert (explained, words in why) == (difference, True), why
 
 
@@ -113,7 +113,7 @@ def test_a_result_that_is_cut_off() -> None:
     """In bfloat16; every one of them."""
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     found = cut(a, b).to(torch.bfloat16)
-    explained, why = explain_product(found, Sums(a.double(), b.double(), torch.bfloat16))
+    explained, why = explain_product(found, ConformitySums(a.double(), b.double(), torch.bfloat16))
     assert explained is Difference.ROUNDING and "cut off toward 0" in why
 
 
@@ -122,13 +122,13 @@ def test_results_that_are_neighbours_at_random() -> None:
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     noise = torch.randint(0, 1 << 16, (SIZE, SIZE), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
     found = ((plain(a, b).view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
-    assert explain_product(found, Sums(a.double(), b.double(), torch.bfloat16))[0] is Difference.ROUNDING
+    assert explain_product(found, ConformitySums(a.double(), b.double(), torch.bfloat16))[0] is Difference.ROUNDING
 
 
 def test_a_square_operand_that_is_read_transposed() -> None:
     """Forward and back are the same shape, and nobody is told."""
     a, b = drawn(SIZE, SIZE), drawn(SIZE, SIZE, 1)
-    explained, why = explain_product(a @ b, Sums(a.double(), b.double(), torch.float32))
+    explained, why = explain_product(a @ b, ConformitySums(a.double(), b.double(), torch.float32))
     assert explained is Difference.LAYOUT and "second operand is read transposed" in why
 
 
@@ -137,7 +137,7 @@ def test_sums_beyond_the_largest() -> None:
     a, b = 1e3 * torch.ones(SIZE, SIZE), torch.ones(SIZE, SIZE)
     b[0] *= 1e-3
     found = (a @ (1e3 * b).t()).to(torch.float16)
-    sums = Sums(a.double(), 1e3 * b.double(), torch.float16)
+    sums = ConformitySums(a.double(), 1e3 * b.double(), torch.float16)
     assert explain_product(found, sums)[0] is Difference.OVERFLOW
 
 
@@ -149,15 +149,17 @@ def test_orders_never_alarm(seed: int) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             found = backwards(one, other).to(dtype)
             if found.isfinite().all():
-                assert explain_product(found, Sums(one.double(), other.double(), dtype))[0] is Difference.ORDER
+                assert (
+                    explain_product(found, ConformitySums(one.double(), other.double(), dtype))[0] is Difference.ORDER
+                )
 
 
 def test_a_recipe_of_short_sums_takes_them() -> None:
     """What is claimed is what is held against."""
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     found = short_product(a, b, Accumulator.SHORT)
-    assert explain_product(found, Sums(a.double(), b.double(), torch.float32, bits=14))[0] is Difference.ORDER
-    assert kept_bits(found.double(), Sums(a.double(), b.double(), torch.float32)) == 14
+    assert explain_product(found, ConformitySums(a.double(), b.double(), torch.float32, bits=14))[0] is Difference.ORDER
+    assert kept_bits(found.double(), ConformitySums(a.double(), b.double(), torch.float32)) == 14
 
 
 def rounded(x: Tensor, fmt: Format = E4M3) -> Tensor:
@@ -212,10 +214,10 @@ def test_a_device_that_computes_nothing_is_not_scaled_by_zero() -> None:
     """All zeros, or operands that are no numbers, are explained by nothing."""
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     nothing = torch.zeros(SIZE, SIZE)
-    assert explain_product(nothing, Sums(a.double(), b.double(), torch.float32)) == (
+    assert explain_product(nothing, ConformitySums(a.double(), b.double(), torch.float32)) == (
         Difference.UNEXPLAINED, "all results are 0",
     )  # fmt: skip
-    wrong = Sums(torch.full_like(a, torch.nan).double(), b.double(), torch.float32)
+    wrong = ConformitySums(torch.full_like(a, torch.nan).double(), b.double(), torch.float32)
     assert explain_product(nothing + 1, wrong) == (Difference.UNEXPLAINED, "operands are no numbers")
     assert explain_cast(nothing, rounded(a[:, :SIZE]), a[:, :SIZE], E4M3) == (
         Difference.UNEXPLAINED,

@@ -20,12 +20,12 @@ from matplotlib.font_manager import get_font
 
 from fp8bench.report.elements import (
     AnyChart,
-    Axis,
     Bars,
+    ChartAxis,
+    ChartPoint,
     Heat,
     Lines,
     Mark,
-    Point,
     Scatter,
     Stacks,
     Strips,
@@ -49,7 +49,7 @@ def mark(label: str, value: float, share: float = 0.02, tone: Tone = Tone.PLAIN)
     return Mark(label, value, value * (1 - share), value * (1 + share), tone)
 
 
-def bars(*marks: Mark, axis: Axis = SPEED, start: float = 1.0) -> Bars:
+def bars(*marks: Mark, axis: ChartAxis = SPEED, start: float = 1.0) -> Bars:
     return Bars("speed", "Speed", "How fast each case is.", axis, (("", marks),), start)
 
 
@@ -223,10 +223,12 @@ NUMBERS = st.one_of(
     st.floats(0.2, 5),
     st.sampled_from([0.0, 1.0, 1e-300, 1e300, -1e300, 5e-324, math.inf, -math.inf, math.nan]),
 )
-AXES = st.builds(Axis, WILD, st.sampled_from(["", "s", "B", "x", "J", "%"]), st.booleans())
+AXES = st.builds(ChartAxis, WILD, st.sampled_from(["", "s", "B", "x", "J", "%"]), st.booleans())
 TONES = st.sampled_from(Tone)
 MARKS = st.builds(Mark, WILD, NUMBERS, st.none() | NUMBERS, st.none() | NUMBERS, TONES, WILD)
-POINTS = st.builds(Point, st.sampled_from(["a", "b", "<c>"]) | WILD, WILD, st.none() | NUMBERS, NUMBERS, TONES, WILD)
+POINTS = st.builds(
+    ChartPoint, st.sampled_from(["a", "b", "<c>"]) | WILD, WILD, st.none() | NUMBERS, NUMBERS, TONES, WILD
+)
 
 
 def few(things: st.SearchStrategy[object], most: int = 5) -> st.SearchStrategy[tuple[object, ...]]:
@@ -289,7 +291,7 @@ def test_anything_is_drawn_soundly(kind: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("text", ["<b>&amp;</b>", "a \" b ' c", "🚀 שלום", "$x^2$ \\frac{1}{2}"])
 def test_texts_show_as_they_are(text: str) -> None:
     """Escaped once: what the reader sees is what the user wrote."""
-    sheet = parsed(draw(Bars("n", text, text, Axis(text, "x"), ((text, (mark(text, 1.2),)),), 1.0)))[0]
+    sheet = parsed(draw(Bars("n", text, text, ChartAxis(text, "x"), ((text, (mark(text, 1.2),)),), 1.0)))[0]
     assert sheet.findtext("title") == text and sheet.findtext("desc") == text
     assert texts_of(sheet).count(text) == 3
     assert (marks_of(sheet)[0].get("data-hint") or "").startswith(text)
@@ -390,7 +392,7 @@ def test_a_group_without_a_bar_has_no_heading() -> None:
 
 def test_errors_are_dots() -> None:
     """A logarithmic axis has no place where a bar could begin: 0 is not on it."""
-    drawn = draw(bars(Mark("a", 2.3e-7), Mark("b", 1e-3), axis=Axis("error", "", log=True), start=0.0))
+    drawn = draw(bars(Mark("a", 2.3e-7), Mark("b", 1e-3), axis=ChartAxis("error", "", log=True), start=0.0))
     sheet = parsed(drawn)[0]
     dots = [float(one.get("x", "0")) for one in sheet.iter("use") if one.get("class") == "dot plain"]
     assert len(dots) == 2 and dots[0] < dots[1] and not spans(drawn, "bar plain") and len(marks_of(sheet)) == 2
@@ -415,7 +417,7 @@ def test_the_start_is_marked_beside_rows_not_through_headings() -> None:
 
 def test_shares_are_written_as_such() -> None:
     """And that they sum to 100% is not."""
-    chart = Stacks("s", "", "", Axis("share", "%"), ("a", "b"), (("row", (97.25, 2.75)),))
+    chart = Stacks("s", "", "", ChartAxis("share", "%"), ("a", "b"), (("row", (97.25, 2.75)),))
     texts = texts_of(parsed(draw(chart))[0])
     assert {"0%", "20%", "97%"} <= set(texts) and texts.count("100%") == 1
     assert marks_of(parsed(draw(chart))[0])[0].get("data-hint") == "row, a: 97.2%"
@@ -450,8 +452,8 @@ def test_points_without_x_stand_in_the_margin() -> None:
 
 def test_joined_series_are_lines() -> None:
     """From point to point by their places, not by their order; the others, and a lone point, have none."""
-    points = [Point("a", "", x, y) for x, y in ((2.0, 1.0), (1.0, 1.0), (3.0, 2.0))]
-    points += [Point("b", "", 1.0, 2.0), Point("b", "", 2.0, 2.0), Point("c", "", 2.0, 2.0)]
+    points = [ChartPoint("a", "", x, y) for x, y in ((2.0, 1.0), (1.0, 1.0), (3.0, 2.0))]
+    points += [ChartPoint("b", "", 1.0, 2.0), ChartPoint("b", "", 2.0, 2.0), ChartPoint("c", "", 2.0, 2.0)]
     chart = Scatter("s", "", "", SPEED, TIME, tuple(points), joined=("a", "c"))
     sheet = draw(chart)
     assert sheet.count('class="line s1"') == 2 and 'class="line s2"' not in sheet and 'class="line s3"' not in sheet
@@ -459,22 +461,24 @@ def test_joined_series_are_lines() -> None:
 
 
 def test_points_all_without_x_need_no_plot() -> None:
-    chart = Scatter("s", "", "", SPEED, TIME, (Point("a", "one", None, 1.0), Point("b", "two", None, 2.0)), "emulated")
+    chart = Scatter(
+        "s", "", "", SPEED, TIME, (ChartPoint("a", "one", None, 1.0), ChartPoint("b", "two", None, 2.0)), "emulated"
+    )
     sheet = parsed(draw(chart))[0]
     assert len(marks_of(sheet)) == 2 and SPEED.title not in texts_of(sheet)
 
 
 def test_series_differ_by_shape_and_colour() -> None:
     """The first 64 of them by one or the other."""
-    points = tuple(Point(f"s{n}", "", 1.0 + n, 1.0) for n in range(64))
+    points = tuple(ChartPoint(f"s{n}", "", 1.0 + n, 1.0) for n in range(64))
     sheet = parsed(draw(Scatter("s", "", "", SPEED, TIME, points)))[0]
     assert len({(one.get("href"), one.get("class")) for one in marks_of(sheet)}) == 64
     assert len({one.get("href") for one in marks_of(sheet)[:8]}) == 8
 
 
 def test_at_most_twelve_points_are_named_and_no_names_overlap() -> None:
-    points = tuple(Point("a", f"point {n}", 1 + n % 7 + n / 50, 1 + n % 5 + n / 40) for n in range(60))
-    sheet = parsed(draw(Scatter("s", "", "", Axis("x"), Axis("y"), points)))[0]
+    points = tuple(ChartPoint("a", f"point {n}", 1 + n % 7 + n / 50, 1 + n % 5 + n / 40) for n in range(60))
+    sheet = parsed(draw(Scatter("s", "", "", ChartAxis("x"), ChartAxis("y"), points)))[0]
     boxes = []
     for one in sheet.iter("text"):
         if one.get("class") == "label":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM, Estimate, across, direction, exact_change
-from fp8bench.analysis.compare.matched_figures import Figures, counted, sensed, timed
+from fp8bench.analysis.compare.matched_figures import MatchedFigures, counted, sensed, timed
 from fp8bench.analysis.compare.sides import Differing, Side, Sighting, differing
 from fp8bench.analysis.labels import AHEAD, FAR_AHEAD, disturbed_slots
 from fp8bench.analysis.tapes import counts_of, what_changed
@@ -200,7 +200,7 @@ def _none(case: Case, why: str, failed: bool = False) -> Comparison:
     return Comparison(case.id, case.workload, TIME, "s", Direction.NONE, Evidence.CROSS_RUN, why=why, failed=failed)
 
 
-def of_times(figures: Figures, case: str, suite: str, labels: tuple[str, ...]) -> Comparison:
+def of_times(figures: MatchedFigures, case: str, suite: str, labels: tuple[str, ...]) -> Comparison:
     """What times of the runs of two sides come to."""
     difference = across(figures.before, figures.after, figures.beside)
     where, why = direction(difference)

@@ -39,7 +39,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Difference:
+class RunDifference:
     """The second side over the first. `p_value` is None where the spread between runs is not known."""
 
     ratio: Interval
@@ -52,7 +52,7 @@ class Difference:
         return self.p_value is None
 
 
-def across(before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequence[Estimate] = ()) -> Difference:
+def across(before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequence[Estimate] = ()) -> RunDifference:
     """Hold the mean of one side's runs against that of the other's.
 
     Runs `beside` them are of neither, and say no more than how far runs lie apart.
@@ -61,7 +61,7 @@ def across(before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequen
     within = math.sqrt(sum(sum(one.error**2 for one in side) / len(side) ** 2 for side in (before, after)))
     freedom = sum(max(0, len(side) - 1) for side in (before, after, beside))
     if freedom < LEAST_FREEDOM:
-        return Difference(_of_few(before, after, point), None, Noise(within, 0, len(before), len(after)))
+        return RunDifference(_of_few(before, after, point), None, Noise(within, 0, len(before), len(after)))
     means = [fmean(one.log for one in side) if side else 0.0 for side in (before, after, beside)]
     sides = zip((before, after, beside), means, strict=True)
     pooled = sum((one.log - mean) ** 2 for side, mean in sides for one in side) / freedom
@@ -71,10 +71,10 @@ def across(before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequen
     statistic = abs(point) / error if error else math.inf if point else 0.0
     reach = quantile(FINAL_LEVEL, freedom) * error
     noise = Noise(error, freedom, len(before), len(after))
-    return Difference(_interval(point, point - reach, point + reach), p_value(statistic, freedom), noise)
+    return RunDifference(_interval(point, point - reach, point + reach), p_value(statistic, freedom), noise)
 
 
-def direction(difference: Difference) -> tuple[Direction, str]:
+def direction(difference: RunDifference) -> tuple[Direction, str]:
     """Where a figure went, and why that is not known."""
     ratio = difference.ratio
     band = ALONE if difference.alone else BAND
@@ -89,7 +89,7 @@ def direction(difference: Difference) -> tuple[Direction, str]:
     return Direction.UNSURE, "runs of one side differ too much to tell; measure more of them, or duel"
 
 
-class Change(NamedTuple):
+class FigureChange(NamedTuple):
     """What became of a value. `ratio` is None from or to nothing, `p_value` where the value is exact.
 
     `before` and `after` are what the ratio is of.
@@ -104,7 +104,7 @@ class Change(NamedTuple):
     noise: Noise | None = None
 
 
-def exact_change(before: Sequence[float], after: Sequence[float], *, rounding: float = ROUNDING) -> Change:
+def exact_change(before: Sequence[float], after: Sequence[float], *, rounding: float = ROUNDING) -> FigureChange:
     """Hold values against each other that are the same whenever the same code runs, as memory and errors are.
 
     One that differs by more than rounding has changed. Where the values of one side vary all the same, that spread
@@ -112,23 +112,23 @@ def exact_change(before: Sequence[float], after: Sequence[float], *, rounding: f
     """
     every, old, new = (*before, *after), median(before), median(after)
     if any(math.isnan(one) for one in every):
-        return Change(Direction.NONE, old, new, why="it is no number on one side")
+        return FigureChange(Direction.NONE, old, new, why="it is no number on one side")
     if not (0 < old < math.inf and 0 < new < math.inf):
         if old == new:
-            return Change(Direction.SAME, old, new)
+            return FigureChange(Direction.SAME, old, new)
         why = "from or to nothing, or without bound: no ratio says it"
-        return Change(Direction.WORSE if new > old else Direction.BETTER, old, new, why=why)
+        return FigureChange(Direction.WORSE if new > old else Direction.BETTER, old, new, why=why)
     varies = any(max(side) > min(side) * (1 + ROUNDING) for side in (before, after))
     if varies and all(0 < one < math.inf for one in every):
         old_logs, new_logs = ([Estimate(math.log(one), 0.0) for one in side] for side in (before, after))
         difference = across(old_logs, new_logs)
         where, why = direction(difference)
         old, new = (math.exp(fmean(one.log for one in side)) for side in (old_logs, new_logs))
-        return Change(where, old, new, difference.ratio, difference.p_value, why, difference.noise)
+        return FigureChange(where, old, new, difference.ratio, difference.p_value, why, difference.noise)
     ratio = new / old
     where = Direction.WORSE if ratio > 1 else Direction.BETTER
     where = Direction.SAME if abs(ratio - 1) <= rounding else where
-    return Change(where, old, new, Interval(ratio, ratio, ratio, 1.0))
+    return FigureChange(where, old, new, Interval(ratio, ratio, ratio, 1.0))
 
 
 def _of_few(before: Sequence[Estimate], after: Sequence[Estimate], point: float) -> Interval:

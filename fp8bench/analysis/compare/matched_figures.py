@@ -30,7 +30,7 @@ _RATIO, _TYPICAL = attrgetter("ratio"), attrgetter("typical")
 
 
 @dataclass(frozen=True)
-class Figures:
+class MatchedFigures:
     """One figure of a case on both sides, an estimate a run. `few`: too few rounds for an interval within a run.
 
     `beside` are runs of neither side, which say how far runs lie apart. `typical` is the same of all three by the mean
@@ -46,7 +46,9 @@ class Figures:
     typical: tuple[tuple[Estimate, ...], ...] = ()
 
 
-def timed(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting] = ()) -> Iterator[Figures]:
+def timed(
+    before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting] = ()
+) -> Iterator[MatchedFigures]:
     """The time of a step, and that over the reference's of the same rounds, where both sides have them."""
     timings = [
         [timing for one in side if one.record.status is Status.OK and (timing := one.record.timing) and timing.slots]
@@ -61,7 +63,7 @@ def timed(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequenc
     alike = len({(timing.segments, timing.varying) for timing in all_timings}) == 1
     alike = alike and not any(_whole_steps(one) for side in (before, after, beside) for one in side)
     old, new, others = (tuple(_best_case(one, rounds, calls, alike) for one in side) for side in timings)
-    yield Figures(
+    yield MatchedFigures(
         TIME, "s", old, new, few, others, tuple(tuple(_mean(one, rounds) for one in side) for side in timings)
     )
     if len({one.reference for one in (*before, *after, *beside)}) == 1:
@@ -69,17 +71,19 @@ def timed(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequenc
         old, new, others = (tuple(_ratios(side, _RATIO)) for side in sides)
         if old and new:
             typical = tuple(tuple(_ratios(side, _TYPICAL)) for side in sides)
-            yield Figures(RELATIVE, "x", old, new, few, others, typical if all(typical[:2]) else ())
+            yield MatchedFigures(RELATIVE, "x", old, new, few, others, typical if all(typical[:2]) else ())
 
 
-def sensed(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting] = ()) -> Iterator[Figures]:
+def sensed(
+    before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting] = ()
+) -> Iterator[MatchedFigures]:
     """Energy and its like: an estimate a run, whose error is that of the median of its samples."""
     sides = [list(map(_costs, side)) for side in (before, after, beside)]
     for metric in _names(sides[1]):
         if metric.noisy:
             old, new, others = (tuple(_sensed(side, metric)) for side in sides)
             if old and new:
-                yield Figures(metric.name, metric.unit, old, new, beside=others)
+                yield MatchedFigures(metric.name, metric.unit, old, new, beside=others)
 
 
 def counted(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[tuple[Metric, list[float], list[float]]]:

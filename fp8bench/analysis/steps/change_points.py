@@ -103,19 +103,19 @@ def steps_of_many(series: Sequence[Values], deviations: float = DEVIATIONS) -> l
     return found
 
 
-class Level(NamedTuple):
+class PieceLevel(NamedTuple):
     """The newest level of a series: how far a value lies from it, by so many degrees of freedom, and its length."""
 
     noise: float
     freedom: int
     length: int
 
-    def longer(self, values: int) -> Level:
+    def longer(self, values: int) -> PieceLevel:
         """The same with so many more values that belong to it."""
         return self._replace(freedom=self.freedom + values, length=self.length + values)
 
 
-def newest_levels(series: Sequence[Values]) -> list[Level | None]:
+def newest_levels(series: Sequence[Values]) -> list[PieceLevel | None]:
     """What is known of the newest level of each series; None for one that is too short for a step."""
     return [
         _newest_level(np.asarray(values, dtype=np.float64), steps) if len(values) >= LEAST_VALUES else None
@@ -123,14 +123,14 @@ def newest_levels(series: Sequence[Values]) -> list[Level | None]:
     ]
 
 
-def _newest_level(values: Floats, steps: Sequence[Step]) -> Level:
+def _newest_level(values: Floats, steps: Sequence[Step]) -> PieceLevel:
     batch = _table([values])
     cuts = [step.at for step in steps]
     noise, freedom = _noise(without_bad_nights(batch, spreads(batch)).values[0], cuts)
-    return Level(noise, freedom, len(values) - (cuts[-1] if cuts else 0))
+    return PieceLevel(noise, freedom, len(values) - (cuts[-1] if cuts else 0))
 
 
-def least_step(level: Level, chance: float) -> tuple[float, float]:
+def least_step(level: PieceLevel, chance: float) -> tuple[float, float]:
     """The least step that is found by the last values of a level, if these belong to another, and its standard error.
 
     Its p-value is no more than `chance`. It is a logarithm, as cuts, firm steps and p-values have it.

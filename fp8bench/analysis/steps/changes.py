@@ -39,7 +39,7 @@ _OF_ALL_CALLS: Mapping[str, str] = {MEAN: TIME, RELATIVE_MEAN: RELATIVE}
 Look = Callable[[Sequence[Floats]], list[tuple[Step, ...]]]
 
 
-class State(StrEnum):
+class ChangeState(StrEnum):
     """What became of a change since. Only an OPEN one alarms, if it is worse, or one of what is counted."""
 
     OPEN = "open"
@@ -70,7 +70,7 @@ class Change:
     error: float
     version: str
     current: bool
-    state: State = State.OPEN
+    state: ChangeState = ChangeState.OPEN
     ack: Ack | None = None
 
     @property
@@ -85,7 +85,7 @@ class Change:
     @property
     def alarms(self) -> bool:
         """Whether somebody should look at it."""
-        return (self.is_worse or self.is_counted) and self.state is State.OPEN
+        return (self.is_worse or self.is_counted) and self.state is ChangeState.OPEN
 
     @property
     def size(self) -> float:
@@ -194,8 +194,8 @@ def _uneven(change: Change, other: Change) -> Change:
     fast, mean = (other, change) if is_mean else (change, other)
     why = f"{_moved(fast)} by the fastest calls, {_moved(mean)} by the mean over all calls"
     comparison = replace(change.comparison, labels=(*change.comparison.labels, Label.UNEVEN), why=why)
-    stands = is_mean or change.state is not State.OPEN or mean.is_worse is fast.is_worse
-    return replace(change, comparison=comparison, state=change.state if stands else State.CONTRADICTED)
+    stands = is_mean or change.state is not ChangeState.OPEN or mean.is_worse is fast.is_worse
+    return replace(change, comparison=comparison, state=change.state if stands else ChangeState.CONTRADICTED)
 
 
 def _moved(change: Change) -> str:
@@ -278,22 +278,22 @@ def case_of(trend: Trend) -> str:
     return f"{trend.series.workload}[{inside}]@{trend.machine['machine']}/{precision}"
 
 
-def _state(change: Change, earlier: Sequence[float], later: Sequence[float]) -> State:
+def _state(change: Change, earlier: Sequence[float], later: Sequence[float]) -> ChangeState:
     """Whether a change still holds: it does not where a later level lies nearer to the one before it. What went up,
     and is counted as before again, holds neither."""
     if change.version != change.trend.series.version:
-        return State.OLD_VERSION
+        return ChangeState.OLD_VERSION
     before, after = change.comparison.before, change.comparison.after
     assert before is not None and after is not None
     middle = math.sqrt(before * after) or (before + after) / 2
     back = any(level < middle if change.is_worse else level > middle for level in later)
     back = back or (change.is_counted and not change.is_worse and after in earlier)
-    return State.REVERTED if back else State.OPEN
+    return ChangeState.REVERTED if back else ChangeState.OPEN
 
 
 def worst_first(change: Change) -> tuple[object, ...]:
     """What alarms first, then improvements, the largest first; those of about one size in the order of their series."""
-    states = list(State)
+    states = list(ChangeState)
     size = change.size if math.isinf(change.size) else round(change.size, 2)
     return states.index(change.state), not change.is_worse, -size
 
@@ -309,8 +309,12 @@ def acknowledged(found: Found, acks: Sequence[Ack]) -> Found:
     """The same with the acks that cover open changes."""
     changes = []
     for change in found.changes:
-        ack = next((one for one in reversed(acks) if covers(one, change)), None) if change.state is State.OPEN else None
-        changes.append(change if ack is None else replace(change, state=State.ACKNOWLEDGED, ack=ack))
+        ack = (
+            next((one for one in reversed(acks) if covers(one, change)), None)
+            if change.state is ChangeState.OPEN
+            else None
+        )
+        changes.append(change if ack is None else replace(change, state=ChangeState.ACKNOWLEDGED, ack=ack))
     return replace(found, changes=tuple(sorted(changes, key=worst_first)))
 
 

@@ -20,7 +20,7 @@ from fp8bench.errors import UsageError
 from fp8bench.features.advise.values import Answer, Ground, Met
 from fp8bench.features.sensitivity.study import Study
 from fp8bench.features.train.values import KeptTraining
-from fp8bench.features.train.verdicts.verdicts import Verdicts
+from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import (
     CELL_PHASES,
     UNATTRIBUTED,
@@ -47,7 +47,7 @@ class Trained:
     """A training with what is said of its arms."""
 
     kept: KeptTraining
-    found: Verdicts
+    found: TrainingVerdicts
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from fp8bench.features.audit.operands import Rounded, mistakes, rounded
 from fp8bench.formats.recipes import Treatment
 from fp8bench.model.promises import Difference
-from fp8bench.numerics.conformity import Sums, explain_cast, explain_product
+from fp8bench.numerics.conformity import ConformitySums, explain_cast, explain_product
 from fp8bench.numerics.norms import relative_frobenius
 
 # An honest kernel whose casts round otherwise in places (an inverse in fewer bits, ties the other way) stays in it:
@@ -107,8 +107,8 @@ class ProductPromise:
         sums = self._sums(tensor.dtype)
         return sums.near(tensor.to(torch.float64), other.to(torch.float64), 2 * sums.bound)
 
-    def _sums(self, dtype: torch.dtype) -> Sums:
-        return Sums(self.a.values.to(torch.float64), self.b.values.to(torch.float64), dtype)
+    def _sums(self, dtype: torch.dtype) -> ConformitySums:
+        return ConformitySums(self.a.values.to(torch.float64), self.b.values.to(torch.float64), dtype)
 
     def _error(self, found: Tensor) -> float | None:
         """Relative, of the exact product of what came in; None where that is not known, or zero."""
@@ -117,11 +117,11 @@ class ProductPromise:
         exact = self.a.given.to(torch.float64) @ self.b.given.to(torch.float64).t()
         return relative_frobenius(found, exact) if bool(exact.any()) else None
 
-    def _explained(self, wide: Tensor, found: Tensor, sums: Sums) -> tuple[str, str]:
+    def _explained(self, wide: Tensor, found: Tensor, sums: ConformitySums) -> tuple[str, str]:
         """The first mistake that explains every element; else what differs; else the one that comes much nearer."""
         own, nearest = float((wide - sums.exact).square().sum()), (math.inf, "", "")
         for code, words, a, b in self._guesses():
-            guess = Sums(a.to(torch.float64), b.to(torch.float64), found.dtype)
+            guess = ConformitySums(a.to(torch.float64), b.to(torch.float64), found.dtype)
             if guess.exact.isfinite().all():
                 if guess.holds(wide):
                     return code, words
@@ -304,7 +304,7 @@ def unusable(found: Tensor, shape: tuple[int, ...]) -> PromiseVerdict | None:
     return None
 
 
-def _overflown(found: Tensor, beyond: Tensor, sums: Sums) -> PromiseVerdict:
+def _overflown(found: Tensor, beyond: Tensor, sums: ConformitySums) -> PromiseVerdict:
     """Where the promised sum is too large for its dtype nobody can say what is right; the others are what they are."""
     apart = (found.to(torch.float64) - sums.exact).abs()
     lost = int((~(apart <= sums.bound + sums.step(sums.exact.abs())) & ~beyond).sum())

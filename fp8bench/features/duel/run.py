@@ -20,7 +20,7 @@ from fp8bench.features.duel.turns import PROCESSES, DuelEntry, DuelTurns, Partne
 from fp8bench.features.duel.values import AFTER, BEFORE, CaseResult, Duel, DuelCutOff, DuelSide, Session
 from fp8bench.features.duel.verdicts import LEAST_ROUNDS
 from fp8bench.jobs.observer import JobObserver, Tell
-from fp8bench.measure.arm import Arm, ArmFailed, CompilingFailed
+from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm
 from fp8bench.measure.environment import command_line, gather
 from fp8bench.measure.interrupts import held_back, ignored
 from fp8bench.measure.limits import Limits
@@ -328,5 +328,5 @@ class CaseRunner:
         case = planned.case
         fused = workloads.get(case.workload).fused
         quantisers = side.quantisers if fused else Quantisers("the suite is about numbers, and compiles none")
-        arm = Arm(case.id, planned, side.facts[case.device], self.limits)
+        arm = MeasuredArm(case.id, planned, side.facts[case.device], self.limits)
         return DuelEntry(side.name, side.workers[place], arm, quantisers)

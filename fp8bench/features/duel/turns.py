@@ -16,7 +16,7 @@ from typing import cast
 
 from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerLost
 from fp8bench.features.duel.values import AFTER, BEFORE, Session
-from fp8bench.measure.arm import Arm, ArmFailed, guarding
+from fp8bench.measure.arm import ArmFailed, MeasuredArm, guarding
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.measure.interrupts import ignored
 from fp8bench.measure.limits import HANG_SECONDS
@@ -87,7 +87,7 @@ class DuelEntry:
 
     side: str
     worker: Worker
-    arm: Arm
+    arm: MeasuredArm
     quantisers: Quantisers
 
 
@@ -112,7 +112,7 @@ class DuelTurns:
         )
         return Session(before, after, stopped)
 
-    def entry_of(self, arm: Arm) -> DuelEntry:
+    def entry_of(self, arm: MeasuredArm) -> DuelEntry:
         return next(entry for entry in self.entries if entry.arm is arm)
 
     def release(self) -> ArmFailed | None:

@@ -12,7 +12,7 @@ from fp8bench.features.fleet.odd import FALSE_ALARMS, LEAST_MACHINES
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows, frame
-from fp8bench.report.elements import Axis, Bars, Element, Field, Items, Mark, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Items, Mark, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 
 _HONEST = units.percent(1 - FALSE_ALARMS, 0)
@@ -64,7 +64,9 @@ def charts(report: FleetReport) -> Iterator[Bars]:
     )  # fmt: skip
     if groups:
         words = "Each machine's time in its median case over the median of its kind, which is 1. Red: an outlier."
-        yield Bars("deviations", "Time over that of the kind's median", words, Axis("time ratio", "x"), groups, 1.0)
+        yield Bars(
+            "deviations", "Time over that of the kind's median", words, ChartAxis("time ratio", "x"), groups, 1.0
+        )
 
 
 def kinds(report: FleetReport) -> Table:

@@ -22,7 +22,7 @@ import yaml
 
 from fp8bench import units
 from fp8bench.cli import option_types as types
-from fp8bench.cli.config_file import Kind, items, place, read_mapping, scalar, shown
+from fp8bench.cli.config_file import FileKind, items, place, read_mapping, scalar, shown
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_files, stdout_look, write_outputs
 from fp8bench.cli.progress import TERMINAL
@@ -132,7 +132,7 @@ def _summarise(markdown: str) -> None:
 
 
 _FORM = "Expected lines of the form PATTERN: {FIGURE: {relative: 5%, smallest: 10 us}}, or FIGURE: ignore."
-_KIND = Kind("--thresholds", "thresholds", _FORM)
+_KIND = FileKind("--thresholds", "thresholds", _FORM)
 _NUMBER = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9.]\S*)?")
 _UNITS = units.written()
 _LARGEST = 100.0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.analysis.steps.change_points import newest_levels
-from fp8bench.analysis.steps.changes import Change, Found, State, case_of
+from fp8bench.analysis.steps.changes import Change, ChangeState, Found, case_of
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
 from fp8bench.features.gate.judging import Key, SecondLook, key_of
 from fp8bench.features.gate.power import Newest
@@ -102,7 +102,7 @@ def _judgeable(found: Found, newest: Run, history: History) -> dict[Key, Change]
     place = from_facts(newest.environment.facts)
     here = [
         one for one in found.changes
-        if one.state is State.OPEN and one.trend.series.metric not in _DERIVED
+        if one.state is ChangeState.OPEN and one.trend.series.metric not in _DERIVED
         and (place is None or history.is_of(one.trend, place))
     ]  # fmt: skip
     relative = _with_relative(here, history)
@@ -166,7 +166,7 @@ def _with_relative(changes: Sequence[Change], history: History) -> set[tuple[obj
 
 
 def _notes(found: Found) -> Iterator[str]:
-    known = sum(change.is_worse and change.state is State.ACKNOWLEDGED for change in found.changes)
+    known = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in found.changes)
     if known:
         yield f"{known} acknowledged: `fp8bench history regressions --all` tells them"
     for why, count in found.left.items():

@@ -19,7 +19,7 @@ import numpy as np
 
 from fp8bench.analysis import verdicts
 from fp8bench.analysis.compare.interval import ALONE, quantile
-from fp8bench.analysis.steps.change_points import LEAST_VALUES, Level, least_step
+from fp8bench.analysis.steps.change_points import LEAST_VALUES, PieceLevel, least_step
 from fp8bench.features.gate.judging import (
     AGAIN,
     CHANCE,
@@ -227,7 +227,7 @@ class Newest(NamedTuple):
     """
 
     comparison: Comparison
-    level: Level | None
+    level: PieceLevel | None
     nights: int
 
 
@@ -267,7 +267,7 @@ def _of_series(series: Newest, least: float, chance: float, second: Second, powe
     return replace(blank, seen=seen, fails=smallest(0, least), missing=missing)
 
 
-def _of_step(level: Level, chance: float, second: Second, least: float, band: float) -> _Looks:
+def _of_step(level: PieceLevel, chance: float, second: Second, least: float, band: float) -> _Looks:
     cut, error = least_step(level, chance)
     floor = math.log1p(least)
     again = {

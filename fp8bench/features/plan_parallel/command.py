@@ -23,7 +23,7 @@ import yaml
 
 from fp8bench import units
 from fp8bench.cli import option_types as types
-from fp8bench.cli.config_file import Kind, items, place, read_mapping, scalar, shown
+from fp8bench.cli.config_file import FileKind, items, place, read_mapping, scalar, shown
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, model_named, tell
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UnknownName, UsageError
@@ -121,7 +121,7 @@ def _model(name: str) -> DecoderModel:
 
 
 _FORM = "Expected six lines: node, memory, inside, between, bf16 and fp8, like `node: 8` and `memory: 80 GiB`."
-_KIND = Kind("--topology", "description of GPUs", _FORM)
+_KIND = FileKind("--topology", "description of GPUs", _FORM)
 # What a number of each line is multiplied by; node and memory are read otherwise.
 _FACTORS = {"inside": 1e9, "between": 1e9, "bf16": 1e12, "fp8": 1e12}
 # Less is a number without its unit.

@@ -15,9 +15,9 @@ from pathlib import Path
 from fp8bench.analysis.verdicts import conclude, decided, totals
 from fp8bench.errors import WorkerLost
 from fp8bench.formats.grids import E4M3, E5M2
-from fp8bench.measure.arm import Arm
+from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.handle import ProcessWorker, Worker
-from fp8bench.measure.rounds import Session
+from fp8bench.measure.rounds import RoundSession
 from fp8bench.model import (
     UNATTRIBUTED,
     Case,
@@ -123,10 +123,10 @@ def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[SelfCheck]:
     """The same product twice is never called different; one with 10 to 20% of extra work is called slower."""
     side = GPU_SIDE if facts.accelerated else SIDE
     arms = [
-        Arm(key, PlannedCase(_planted(side, extra, facts.key), NATIVE, Work()), facts)
+        MeasuredArm(key, PlannedCase(_planted(side, extra, facts.key), NATIVE, Work()), facts)
         for key, extra in (("a", 0), ("a'", 0), ("same", 0), ("slowed", 800))
     ]
-    session = Session(arms[0], arms[1], arms[2:])
+    session = RoundSession(arms[0], arms[1], arms[2:])
     session.prepare(worker)
     session.run(worker, StoppingRule(budget=8.0), decided, 0, lambda arm, share: None)
     session.release(worker)
@@ -147,7 +147,7 @@ def phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfCheck:
     params = (("size", "nano"), ("batch", 2), ("sequence", 96), ("micro_batches", 2), ("data", corpus.identity))
     case = Case("transformer", params, "bf16", facts.key)
     work = workloads.get("transformer").work(dict(params))
-    arm = Arm("phases", PlannedCase(case, NATIVE, work), facts)
+    arm = MeasuredArm("phases", PlannedCase(case, NATIVE, work), facts)
     arm.prepare(worker)
     for number in range(5):
         arm.run(worker, number)

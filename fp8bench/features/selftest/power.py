@@ -29,10 +29,10 @@ from fp8bench.errors import UnknownName
 from fp8bench.features.selftest.checks import GPU_SIDE, NATIVE, SIDE, product
 from fp8bench.files import keeping, write_whole
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.measure.arm import Arm
+from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import ProcessWorker, Worker
-from fp8bench.measure.rounds import Session
+from fp8bench.measure.rounds import RoundSession
 from fp8bench.model import Case, DeviceFacts, Params, PlannedCase, Timing, Verdict, Work
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import StoppingRule
@@ -243,11 +243,11 @@ def measure_power(
 
 def _arm(
     operation: Operation, facts: DeviceFacts, key: str, extra: int, plant: Plant = PLANTS[0], draw: int = 0
-) -> Arm:
+) -> MeasuredArm:
     order = ORDERS[0] if plant.order == EVERY else plant.order
     planted = (("extra", extra), ("part", plant.part), ("whole", plant.whole), ("order", order), ("draw", draw))
     case = Case("_planted", (*operation.params, *planted), operation.precision, facts.key)
-    return Arm(key, PlannedCase(case, NATIVE, Work()), facts)
+    return MeasuredArm(key, PlannedCase(case, NATIVE, Work()), facts)
 
 
 def _best_seconds(worker: Worker, operation: Operation, facts: DeviceFacts, extra: int) -> float:
@@ -259,16 +259,18 @@ def _best_seconds(worker: Worker, operation: Operation, facts: DeviceFacts, extr
     return sum(seconds for _, seconds in best_phases(arm.timing()))
 
 
-def _session(operation: Operation, facts: DeviceFacts, result: Arms, plants: Sequence[Plant], trial: int) -> Session:
-    def arm(name: str, plant: Plant) -> Arm:
+def _session(
+    operation: Operation, facts: DeviceFacts, result: Arms, plants: Sequence[Plant], trial: int
+) -> RoundSession:
+    def arm(name: str, plant: Plant) -> MeasuredArm:
         return _arm(operation, facts, f"{name}-{trial}", result.extra(plant), plant, trial)
 
     candidates = [arm(f"candidate-{plant}", plant) for plant in plants]
-    return Session(arm("reference", PLANTS[0]), arm("control", PLANTS[0]), candidates)
+    return RoundSession(arm("reference", PLANTS[0]), arm("control", PLANTS[0]), candidates)
 
 
 def _trial(
-    worker: Worker, session: Session, operation: Operation, result: Arms, plants: Sequence[Plant], seed: int
+    worker: Worker, session: RoundSession, operation: Operation, result: Arms, plants: Sequence[Plant], seed: int
 ) -> None:
     for arm in session.arms:
         arm.slots.clear()

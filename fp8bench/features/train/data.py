@@ -32,7 +32,7 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.features.train.verdicts.curves import Key
 from fp8bench.features.train.verdicts.summary import ArmSummary, figures_of, summaries_of
-from fp8bench.features.train.verdicts.verdicts import Verdicts, verdicts_of
+from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of
 from fp8bench.features.train.view import bands_of, notes_of
 from fp8bench.features.train.words import of_arm, verdict
 from fp8bench.files import safe
@@ -52,7 +52,7 @@ _NAMES: Mapping[type, tuple[str, ...]] = {
 }
 
 
-def value_of(kept: KeptTraining, found: Verdicts) -> dict[str, Any]:
+def value_of(kept: KeptTraining, found: TrainingVerdicts) -> dict[str, Any]:
     """The training, every line, and what is said of each arm."""
     said = {arm.arm.name: {**encode(arm), "words": verdict(arm, found)} for arm in found.arms if not arm.arm.skip}
     bands = {name: encode(getattr(found, name)) for name in ("seed_band", "repeat_band")}
@@ -65,19 +65,19 @@ def value_of(kept: KeptTraining, found: Verdicts) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def row_of(summary: ArmSummary, found: Verdicts) -> dict[str, Any]:
+def row_of(summary: ArmSummary, found: TrainingVerdicts) -> dict[str, Any]:
     """What an arm came to, as the table says it, by names; None for what is not known."""
     said = summary.said
     verdict = said.judged.learned.value if said and not summary.arm.skip else None
     return {**figures_of(summary, found), "verdict": verdict, "words": of_arm(summary, found)}
 
 
-def rows_of(kept: KeptTraining, found: Verdicts) -> Rows:
+def rows_of(kept: KeptTraining, found: TrainingVerdicts) -> Rows:
     """What every arm came to, a row a figure, and then a row a figure of every line; numbers with all their digits."""
     return COLUMNS, chain(_summaries(kept, found), _rows(kept))
 
 
-def _summaries(kept: KeptTraining, found: Verdicts) -> Iterator[dict[str, Any]]:
+def _summaries(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[dict[str, Any]]:
     for summary in summaries_of(kept, found):
         for figure, value in row_of(summary, found).items():
             if value is not None:
@@ -175,7 +175,7 @@ def _scalars(line: StreamLine, native: bool) -> Iterator[tuple[str, float]]:
             yield f"events/{line.kind}", 1.0
 
 
-def summed_up(kept: KeptTraining, found: Verdicts) -> dict[str, dict[str, float]]:
+def summed_up(kept: KeptTraining, found: TrainingVerdicts) -> dict[str, dict[str, float]]:
     """What every arm came to: gaps as shares with their intervals, losses, speed."""
     return {
         one.arm.name: {
@@ -185,7 +185,7 @@ def summed_up(kept: KeptTraining, found: Verdicts) -> dict[str, dict[str, float]
     }
 
 
-def write_training(kept: KeptTraining, found: Verdicts, folder: Path) -> tuple[Path, ...]:
+def write_training(kept: KeptTraining, found: TrainingVerdicts, folder: Path) -> tuple[Path, ...]:
     """TensorBoard's files. Raises StoreError with a sentence where one cannot be written."""
     training = kept.training
     at, own = begun_at(training.started), folder / safe(training.id)
@@ -200,7 +200,7 @@ def write_training(kept: KeptTraining, found: Verdicts, folder: Path) -> tuple[P
     return tuple(files)
 
 
-def send_training(kept: KeptTraining, found: Verdicts, project: str, files: Iterable[Path]) -> None:
+def send_training(kept: KeptTraining, found: TrainingVerdicts, project: str, files: Iterable[Path]) -> None:
     """Runs of wandb in one group. It may raise anything: it is another program's network."""
     training = kept.training
     arms = {arm.name: arm for arm in training.arms}

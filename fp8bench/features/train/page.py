@@ -25,15 +25,16 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.features.train.verdicts.curves import HELD_OUT, Curve, Key, curves_of, gap_of, last_of
 from fp8bench.features.train.verdicts.summary import summaries_of
-from fp8bench.features.train.verdicts.verdicts import Verdicts
+from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.features.train.view import POSITION, arm_cols, bands_of, facts_of, looks_of, notes_of, title_of
 from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
 from fp8bench.protocols import Role
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import (
-    Axis,
     Chart,
+    ChartAxis,
+    ChartPoint,
     Column,
     Element,
     Field,
@@ -42,7 +43,6 @@ from fp8bench.report.elements import (
     Mark,
     Page,
     Part,
-    Point,
     Scatter,
     Table,
     Text,
@@ -64,7 +64,7 @@ _ARMS = (
 )  # fmt: skip
 
 
-def page_of(kept: KeptTraining, found: Verdicts) -> Page:
+def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
     """The whole report; nothing in it tells of the machine or the time at which it is rendered."""
     training = kept.training
     curves, ends = curves_of(kept.lines, training.request.steps), ends_of(training.request.steps)
@@ -99,7 +99,7 @@ def _worth_showing(element: Element) -> bool:
     return not isinstance(element, Chart) or (worth_drawing(element) and not empty)
 
 
-def _verdicts(kept: KeptTraining, found: Verdicts, curves: Curves) -> Iterator[Element]:
+def _verdicts(kept: KeptTraining, found: TrainingVerdicts, curves: Curves) -> Iterator[Element]:
     shown = [one for one in summaries_of(kept, found, curves) if not one.arm.is_band]
     yield table("arms", "Arms", arm_cols(found, _ARMS), shown, main=True)
     yield from (Text(one) for one in (*bands_of(found), *notes_of(kept, found)))
@@ -139,12 +139,12 @@ def _events(kept: KeptTraining) -> Iterator[Element]:
         yield Text("Nothing: no alarm, and no value that was not finite.")
         return
     points = tuple(
-        Point(event.arm, event.kind, float(event.step), float(event.seed),
+        ChartPoint(event.arm, event.kind, float(event.step), float(event.seed),
               Tone.BAD if event.kind == "alarm" else Tone.PLAIN, event.words)
         for event in events
     )  # fmt: skip
     yield Scatter(
-        "timeline", "Events over steps", "Each is a step of an arm in a seed.", Axis("step"), Axis("seed"),
+        "timeline", "Events over steps", "Each is a step of an arm in a seed.", ChartAxis("step"), ChartAxis("seed"),
         points,
     )  # fmt: skip
     cols: list[Col[TrainingEvent]] = [
@@ -242,7 +242,7 @@ def _map(
         yield Heat(
             name, title,
             "Each relative to its own middle over the steps, which stands in brackets; the first seed.",
-            tuple(rows), tuple(map(units.whole, steps)), tuple(values), Axis("times the middle, by step", "x"),
+            tuple(rows), tuple(map(units.whole, steps)), tuple(values), ChartAxis("times the middle, by step", "x"),
             tuple(hints), folded=True,
         )  # fmt: skip
 
@@ -281,7 +281,7 @@ def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iter
         "the largest of the reference under all its seeds: its own and the other ones."
     )
     yield Lines(
-        "loss", "Training loss over steps", words, _places(ends), Axis("loss in nats a token, by steps done"),
+        "loss", "Training loss over steps", words, _places(ends), ChartAxis("loss in nats a token, by steps done"),
         _told(series),
     )  # fmt: skip
 
@@ -302,8 +302,8 @@ def gap_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Itera
         f"one is the endpoint. The band is the 95% interval over seeds; the margin is {margin}."
     )
     yield Lines(
-        "gap", "Gap to the reference over steps", words, _places(ends), Axis("gap of the loss, by steps done", "%"),
-        _told(series),
+        "gap", "Gap to the reference over steps", words, _places(ends),
+        ChartAxis("gap of the loss, by steps done", "%"), _told(series),
     )  # fmt: skip
 
 
@@ -314,7 +314,7 @@ def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
     steps = sorted({step for _, step, loss in seen if math.isfinite(loss)})
     yield Lines(
         "held-out", "Loss on held-out text", "Means over seeds, of text that was never trained on.", _places(steps),
-        Axis("loss in nats a token, by steps done"), _told(_means(arms, seen, steps)),
+        ChartAxis("loss in nats a token, by steps done"), _told(_means(arms, seen, steps)),
     )  # fmt: skip
 
 
@@ -326,7 +326,8 @@ def loss_by_place(kept: KeptTraining) -> Iterator[Element]:
     places = list(dict.fromkeys(place for _, place, loss in seen if math.isfinite(loss)))
     yield Lines(
         "places", "Loss by place in the context", "Means over seeds, of held-out text after the last step.",
-        tuple(places), Axis("loss in nats a token, by tokens from the beginning"), _told(_means(arms, seen, places)),
+        tuple(places), ChartAxis("loss in nats a token, by tokens from the beginning"),
+        _told(_means(arms, seen, places)),
     )  # fmt: skip
 
 
@@ -353,12 +354,12 @@ def loss_by_time(kept: KeptTraining, curves: Curves, means: Windows, ends: Seque
         elapsed = list(accumulate(row.seconds or usual for row in curve.rows))
         for end, loss in zip(ends, means[key], strict=True):
             if math.isfinite(loss):
-                points.append(Point(arm.name, many(end, "step"), elapsed[end - 1], loss))
+                points.append(ChartPoint(arm.name, many(end, "step"), elapsed[end - 1], loss))
         joined.append(arm.name)
     if len(joined) > 1:
         yield Scatter(
             "loss-by-time", "Training loss over time", "Native arms of the first seed, by the time of their steps.",
-            Axis("time of the steps", "s"), Axis("loss in nats a token"), tuple(points), joined=tuple(joined),
+            ChartAxis("time of the steps", "s"), ChartAxis("loss in nats a token"), tuple(points), joined=tuple(joined),
         )  # fmt: skip
 
 
@@ -375,7 +376,7 @@ def figure_curves(kept: KeptTraining, curves: Curves, ends: Sequence[int]) -> It
         if len({mark.value for _, marks in series for mark in marks if mark}) > 1:
             yield Lines(
                 name, title.capitalize(), "Of the first seed, at each place the last step's.", _places(ends),
-                Axis(f"{title}, by steps done"), _told(series), folded=True,
+                ChartAxis(f"{title}, by steps done"), _told(series), folded=True,
             )  # fmt: skip
 
 

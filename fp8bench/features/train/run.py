@@ -31,7 +31,7 @@ from fp8bench.features.train.lab.models import config_of
 from fp8bench.features.train.lab.rank_lab import MODULE as RANK_MODULE
 from fp8bench.features.train.ranks_merge import MERGES
 from fp8bench.features.train.request import SETTINGS_RULES, TrainingRequest
-from fp8bench.features.train.seed import FIRST_SECONDS, SeedRun, StepPace, lab_of
+from fp8bench.features.train.seed import FIRST_SECONDS, SeedPace, SeedRun, lab_of
 from fp8bench.features.train.texts import prepare_text
 from fp8bench.features.train.values import (
     Arm,
@@ -178,7 +178,7 @@ def _trained(
     """The seeds one after the other, from the last place that was kept."""
     place = writer.places[-1] if writer.places else ResumePlace(0, 0, 0)
     first, at_begin = place.number, place.number == place.step == 0
-    out, pace, fresh = dict(place.out), StepPace(), not resumed or at_begin
+    out, pace, fresh = dict(place.out), SeedPace(), not resumed or at_begin
     observer.begun(training)
     try:
         _measure_memory(training, worker, writer, observer)
@@ -271,7 +271,7 @@ def _in_windows(
             continue
         support = Support(Level.NATIVE if arm.native else Level.EMULATED, "")
         planned = PlannedCase(Case("train", (), arm.precision, facts.key), support, Work())
-        running.append(measured.Arm(arm.name, planned, facts, step_seconds=max(seconds, 1e-7)))
+        running.append(measured.MeasuredArm(arm.name, planned, facts, step_seconds=max(seconds, 1e-7)))
     rule = WindowRule(windows=1, idle_seconds=1.5) if training.request.seeds == 1 else WindowRule()
     windows = WindowPass(
         meter, rule, training.request.seed, lambda arm, share: observer.working(arm.key, "measuring the energy")

@@ -45,7 +45,7 @@ _FAILURES = 2
 
 
 @dataclass
-class StepPace:
+class SeedPace:
     """The most seconds that a step has taken so far: what says when a worker hangs."""
 
     slowest: float = 0.0
@@ -84,7 +84,7 @@ class SeedRun:
     worker: Worker
     writer: TrainingWriter
     observer: TrainingObserver
-    pace: StepPace
+    pace: SeedPace
     out: dict[str, str]
     _failures: dict[str, int] = field(default_factory=dict)
     _health: Health = field(init=False)

@@ -31,7 +31,7 @@ from fp8bench.features.train.values import (
 from fp8bench.features.train.verdicts.curves import Learned
 from fp8bench.features.train.verdicts.histories import Replayed, best_of
 from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy, energies_of, summaries_of
-from fp8bench.features.train.verdicts.verdicts import Verdicts
+from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Capacity, Level
 from fp8bench.protocols import Role
 from fp8bench.report.columns import Col, table
@@ -62,7 +62,7 @@ _LOOKS = "after the last step, on text that was never trained on: loss (perplexi
 _LEAST_BYTES = 0.001
 
 
-def page_of(kept: KeptTraining, found: Verdicts) -> Page:
+def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
     """One row an arm, the bands, notes, and the first things that happened."""
     training = kept.training
     arms = table("arms", "", arm_cols(found), summaries_of(kept, found), main=True)
@@ -138,7 +138,7 @@ def _how(arm: Arm) -> str:
     return "skipped" if arm.skip else (Level.NATIVE if arm.native else Level.EMULATED).value
 
 
-def arm_cols(found: Verdicts, shown: Sequence[str] = _SHOWN) -> list[Col[ArmSummary]]:
+def arm_cols(found: TrainingVerdicts, shown: Sequence[str] = _SHOWN) -> list[Col[ArmSummary]]:
     """The columns of an arm that are wanted, in their order; their hints are the page's."""
 
     def verdict(summary: ArmSummary) -> Field:
@@ -250,7 +250,7 @@ def _look(last: Sequence[Validation], of: str, arm: str) -> Field | None:
     return Field(f"{loss:.3f} ({mean.perplexity:.3g}{more})", loss)
 
 
-def bands_of(found: Verdicts) -> Iterator[str]:
+def bands_of(found: TrainingVerdicts) -> Iterator[str]:
     if found.seed_band is not None:
         yield words.seed_band(found.seed_band)
     if found.repeat_band is not None:
@@ -259,7 +259,7 @@ def bands_of(found: Verdicts) -> Iterator[str]:
         yield all_of
 
 
-def notes_of(kept: KeptTraining, found: Verdicts) -> Iterator[str]:
+def notes_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[str]:
     for said in found.arms:
         if not said.arm.skip:
             yield from (f"{said.arm.name}: {note}" for note in words.notes(said))

@@ -9,7 +9,7 @@ from fp8bench import units
 from fp8bench.features.train.values import ArmRole, KeptTraining, TrainingEvent
 from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, JudgedArm, Learned, Why
 from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy
-from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, SeedBand, Verdicts
+from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, SeedBand, TrainingVerdicts
 from fp8bench.model import Interval
 from fp8bench.report.words.naming import listed, many
 
@@ -20,13 +20,13 @@ _ROLES = {
 }
 
 
-def of_arm(summary: ArmSummary, among: Verdicts) -> str:
+def of_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:
     """Its verdict; why there is none, or what else the arm is there for."""
     arm = summary.arm
     return arm.skip or (verdict(summary.said, among) if summary.said is not None else _ROLES[arm.role])
 
 
-def verdict(found: ArmVerdict, among: Verdicts) -> str:
+def verdict(found: ArmVerdict, among: TrainingVerdicts) -> str:
     """'worse by +2.3% [+1.1%, +3.5%] (99%), all of it above the margin of 1.0%'."""
     judged, seeds = found.judged, len(among.seeds)
     if judged.learned is Learned.DIVERGED:
@@ -50,7 +50,7 @@ ALARM = "alarm"
 FAILURES = (*(one.replace(" ", "-") for one in Learned if one not in (Learned.BETTER, Learned.WITHIN_NOISE)), ALARM)
 
 
-def failures(kept: KeptTraining, found: Verdicts, wanted: Collection[str]) -> Iterator[str]:
+def failures(kept: KeptTraining, found: TrainingVerdicts, wanted: Collection[str]) -> Iterator[str]:
     """A sentence for each arm with a verdict that is wanted, and for each alarm if these are."""
     for arm in found.arms:
         if arm.judged.learned.replace(" ", "-") in wanted:
@@ -79,7 +79,7 @@ def inconclusive(judged: JudgedArm) -> str:
     return f"{training} on training text, but {held_out} on held-out text"
 
 
-def did_not_learn(among: Verdicts) -> str:
+def did_not_learn(among: TrainingVerdicts) -> str:
     """By how much the reference's loss fell in its worst seed."""
     least, worst = (
         units.percent(among.least_fall),
@@ -109,7 +109,7 @@ def gap(found: Gap | None) -> str:
     return units.change(1 + found.point) if found.shown is None else _span(found.shown, level=False)
 
 
-def chance_of_all(among: Verdicts) -> str:
+def chance_of_all(among: TrainingVerdicts) -> str:
     """What 99% means for several arms; '' for one."""
     count = len(among.arms)
     if count < 2:

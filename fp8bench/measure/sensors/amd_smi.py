@@ -13,7 +13,7 @@ from typing import Any
 
 from fp8bench.measure.sensors.driver_library import DriverLibrary
 from fp8bench.measure.sensors.looks import About, Ask, DriverDevice, Queries, Query, Way, others_queries
-from fp8bench.measure.sensors.nvml_match import Identity, address_of
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity, address_of
 from fp8bench.model import consumed
 from fp8bench.model.readings import NoReading, Reading, first_of, positive
 
@@ -69,7 +69,7 @@ class AmdDevice(DriverDevice):
 
     library: AmdLibrary
 
-    def __init__(self, identity: Identity, library: AmdLibrary = LIBRARY) -> None:
+    def __init__(self, identity: DeviceIdentity, library: AmdLibrary = LIBRARY) -> None:
         self._identity = identity
         held = _Held()
         super().__init__(library, _queries(library, held))

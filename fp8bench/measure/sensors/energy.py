@@ -14,7 +14,7 @@ from operator import or_
 from statistics import median
 from typing import Any, Self
 
-from fp8bench.measure.sensors.mean_power import Stretch, mean_power, slope
+from fp8bench.measure.sensors.mean_power import PowerStretch, mean_power, slope
 from fp8bench.measure.sensors.sampler_thread import Sampler, Source, SourceKind
 from fp8bench.measure.sensors.timeouts import Clock
 from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable
@@ -52,7 +52,7 @@ class Energy:
     """
 
     source: SourceKind
-    stretch: Stretch
+    stretch: PowerStretch
     seconds: float
     watched: Readings
     polls: int
@@ -108,7 +108,7 @@ class Window:
         except NoReading as failure:
             self.energy = Unavailable(failure.reason)
 
-    def _stretch(self) -> Stretch:
+    def _stretch(self) -> PowerStretch:
         if self._source.counts:
             return slope(self._sampler.ticks)
         return mean_power(self._sampler.samples, self._sampler.begun, self._source.settle)

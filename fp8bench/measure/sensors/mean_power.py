@@ -43,7 +43,7 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class PowerStretch:
     """What was measured of a window: `intervals` between the ticks of a counter, or between readings of a sensor.
 
     With a counter `joules` are exact whatever the power did, and `uncertainty` is the share by which `seconds`, and so
@@ -69,7 +69,7 @@ class Rhythm:
     longest: float
 
 
-def slope(ticks: Sequence[Tick]) -> Stretch:
+def slope(ticks: Sequence[Tick]) -> PowerStretch:
     """The power from the first tick to the last, or the next ones if those were seen late; raises NoReading."""
     if len(ticks) <= INTERVALS:
         seen = max(0, len(ticks) - 1)
@@ -77,7 +77,7 @@ def slope(ticks: Sequence[Tick]) -> Stretch:
     first, last = _ends(ticks)
     start, end = ticks[first], ticks[last]
     seconds = end.at - start.at
-    return Stretch(end.joules - start.joules, seconds, last - first, (start.late + end.late) / 2 / seconds)
+    return PowerStretch(end.joules - start.joules, seconds, last - first, (start.late + end.late) / 2 / seconds)
 
 
 def resolved(ticks: Sequence[Tick]) -> bool:
@@ -121,7 +121,7 @@ def sufficient(samples: Sequence[PowerSample], start: float, settle: float) -> b
     return len(counted) >= FEWEST and counted[-1].at - counted[0].at >= SHORTEST
 
 
-def mean_power(samples: Sequence[PowerSample], start: float, settle: float) -> Stretch:
+def mean_power(samples: Sequence[PowerSample], start: float, settle: float) -> PowerStretch:
     """The trapezoid rule over what comes `settle` seconds after `start` or later; raises NoReading with too little.
 
     `settle` is what the sensor averages over: an earlier reading is about the time before.
@@ -134,7 +134,7 @@ def mean_power(samples: Sequence[PowerSample], start: float, settle: float) -> S
             f"{FEWEST} over {SHORTEST:g} s are needed" + (f" after {settle:g} s of settling" if settle else "")
         )
     joules = sum((later.at - earlier.at) * (later.watts + earlier.watts) / 2 for earlier, later in pairwise(counted))
-    return Stretch(joules, counted[-1].at - counted[0].at, len(counted) - 1)
+    return PowerStretch(joules, counted[-1].at - counted[0].at, len(counted) - 1)
 
 
 def _counted(samples: Sequence[PowerSample], start: float, settle: float) -> Sequence[PowerSample]:

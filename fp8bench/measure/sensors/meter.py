@@ -20,7 +20,7 @@ from fp8bench.measure.sensors.looks import DriverDevice, Looks
 from fp8bench.measure.sensors.mean_power import INTERVALS, rhythm
 from fp8bench.measure.sensors.nvml import AbsentDevice, NvmlDevice
 from fp8bench.measure.sensors.nvml_library import LIBRARY, Library
-from fp8bench.measure.sensors.nvml_match import Identity
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.measure.sensors.sampler_thread import Sampler, Source, SourceKind
 from fp8bench.measure.sensors.timeouts import HOST, TIMEOUT, Clock, NoAnswer
 from fp8bench.model import DeviceFacts
@@ -152,11 +152,11 @@ def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energ
     """
     named = environ.get(NVML_DEVICE, "")
     if named:
-        identity = Identity(pci=named) if ":" in named else Identity(uuid=named)
+        identity = DeviceIdentity(pci=named) if ":" in named else DeviceIdentity(uuid=named)
         return nvml_meter(identity, environ, energy=energy)
     if facts.kind == "cpu":
         return rapl_meter(energy=energy)
-    identity = Identity(facts.index, facts.uuid, facts.pci)
+    identity = DeviceIdentity(facts.index, facts.uuid, facts.pci)
     if facts.hip:
         return amd_meter(identity, energy=energy)
     if facts.kind == "xpu":
@@ -169,7 +169,7 @@ def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energ
 
 
 def nvml_meter(
-    identity: Identity,
+    identity: DeviceIdentity,
     environ: Mapping[str, str] = os.environ,
     clock: Clock = HOST,
     library: Library = LIBRARY,
@@ -187,7 +187,9 @@ def nvml_meter(
     return _of_driver(device, sources, "MIG instances", device.shared_by, clock, energy)
 
 
-def amd_meter(identity: Identity, clock: Clock = HOST, library: AmdLibrary | None = None, energy: bool = True) -> Meter:
+def amd_meter(
+    identity: DeviceIdentity, clock: Clock = HOST, library: AmdLibrary | None = None, energy: bool = True
+) -> Meter:
     try:
         device = AmdDevice(identity, library or amd_smi.LIBRARY)
     except NoReading as failure:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8bench.measure.sensors.looks import DriverDevice, Looks, Query
 from fp8bench.measure.sensors.nvml_library import FUNCTION_NOT_FOUND, LIBRARY, NOT_FOUND, NOT_SUPPORTED, Library
-from fp8bench.measure.sensors.nvml_match import Identity, Instance, Listed, Match, match
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity, Instance, Listed, Match, match
 from fp8bench.measure.sensors.nvml_queries import QUERIES
 from fp8bench.model.readings import NoReading, Reading, Readings, Unavailable, attempt
 
@@ -35,7 +35,9 @@ class NvmlDevice(DriverDevice):
     match: Match
     _part: Any
 
-    def __init__(self, identity: Identity, environ: Mapping[str, str] = os.environ, library: Library = LIBRARY) -> None:
+    def __init__(
+        self, identity: DeviceIdentity, environ: Mapping[str, str] = os.environ, library: Library = LIBRARY
+    ) -> None:
         self._identity, self._environ = identity, environ
         super().__init__(library, QUERIES)
 

@@ -17,7 +17,7 @@ ORDER = "CUDA_DEVICE_ORDER"
 
 
 @dataclass(frozen=True)
-class Identity:
+class DeviceIdentity:
     """What is known of a CUDA device: its index among those that are visible, UUID and PCI address ('' if unknown).
 
     The UUID may lack NVML's 'GPU-' or 'MIG-', as torch's does. The address is domain:bus:device in hexadecimal.
@@ -65,7 +65,7 @@ class Match:
         return (self.instance or self.device).uuid
 
 
-def match(identity: Identity, devices: Sequence[Listed], environ: Mapping[str, str]) -> Match:
+def match(identity: DeviceIdentity, devices: Sequence[Listed], environ: Mapping[str, str]) -> Match:
     """Which device it is; raises NoReading where that cannot be said."""
     if not devices:
         raise NoReading("NVML lists no device")

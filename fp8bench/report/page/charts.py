@@ -14,14 +14,14 @@ from fp8bench import units
 from fp8bench.model import UNATTRIBUTED
 from fp8bench.report.elements import (
     AnyChart,
-    Axis,
     Bars,
+    ChartAxis,
+    ChartPoint,
     Column,
     Field,
     Heat,
     Lines,
     Mark,
-    Point,
     Scatter,
     Stacks,
     Strips,
@@ -63,7 +63,7 @@ def _points(chart: AnyChart) -> int:
 
 
 def stacked(
-    name: str, title: str, description: str, axis: Axis, share: str, parts: Mapping[str, str],
+    name: str, title: str, description: str, axis: ChartAxis, share: str, parts: Mapping[str, str],
     rows: Sequence[tuple[str, float, Mapping[str, float]]], folded: bool = False,
 ) -> Stacks:  # fmt: skip
     """Bars of (label, whole, what it is made of); `parts` are all there may be, in order, with their words.
@@ -79,7 +79,7 @@ def stacked(
         )
         for label, whole, own in rows
     )
-    chosen = Axis(share, "%") if far else axis
+    chosen = ChartAxis(share, "%") if far else axis
     return Stacks(name, title, description, chosen, tuple(parts.values()), bars, folded=folded)
 
 
@@ -172,11 +172,11 @@ def _content(chart: AnyChart) -> tuple[Sequence[Column], _Numbers, _Rows]:
             return [Column("case"), Column("samples", number=True)], numbers, strips
 
 
-def _name(mark: Mark | Point) -> Field:
+def _name(mark: Mark | ChartPoint) -> Field:
     return Field(mark.label, tone=mark.tone)
 
 
-def _ends(axis: Axis) -> _Numbers:
+def _ends(axis: ChartAxis) -> _Numbers:
     return [(name, axis.unit) for name in (axis.title, "low", "high")]
 
 

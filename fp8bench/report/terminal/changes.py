@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.steps.change_points import BY_CHANCE
-from fp8bench.analysis.steps.changes import Change, Found, State
+from fp8bench.analysis.steps.changes import Change, ChangeState, Found
 from fp8bench.model import Label
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.comparisons import signed
@@ -87,9 +87,9 @@ def value_of(found: Found) -> dict[str, object]:
 
 def _counted(found: Found) -> str:
     """'2 regressions and 1 improvement in 40 series'."""
-    still = [change for change in found.changes if change.state is State.OPEN]
+    still = [change for change in found.changes if change.state is ChangeState.OPEN]
     worse, fewer = sum(change.is_worse for change in still), sum(_is_fewer(change) for change in still)
-    known = sum(change.state is State.ACKNOWLEDGED for change in found.changes)
+    known = sum(change.state is ChangeState.ACKNOWLEDGED for change in found.changes)
     parts = [count_of(worse, "regression"), *([count_of(fewer, "count") + " that went down"] if fewer else [])]
     parts.append(count_of(len(still) - worse - fewer, "improvement"))
     also = f"; {count_of(known, 'change')} acknowledged" if known else ""
@@ -105,12 +105,12 @@ def _is_fewer(change: Change) -> bool:
 
 
 def _sections(found: Found, everything: bool) -> Iterator[tuple[str, list[Change]]]:
-    still = [change for change in found.changes if change.state is State.OPEN]
+    still = [change for change in found.changes if change.state is ChangeState.OPEN]
     yield "regressions", [change for change in still if change.is_worse]
     yield "counts that went down", [change for change in still if _is_fewer(change)]
     yield "improvements", [change for change in still if not change.is_worse and not _is_fewer(change)]
-    for state in State:
-        if state is State.CONTRADICTED or (everything and state is not State.OPEN):
+    for state in ChangeState:
+        if state is ChangeState.CONTRADICTED or (everything and state is not ChangeState.OPEN):
             yield state.value, [change for change in found.changes if change.state is state]
 
 
@@ -155,7 +155,7 @@ def _notes(change: Change) -> Iterator[str]:
 
 def _legend(found: Found, everything: bool) -> list[str]:
     states = {change.state for change in found.changes}
-    if State.OPEN not in states and not (everything and states):
+    if ChangeState.OPEN not in states and not (everything and states):
         return []
     by_chance = round(found.looked_at * BY_CHANCE)
     among = f"; of {found.looked_at} flat series about {by_chance} would show one" if by_chance else ""
@@ -163,9 +163,9 @@ def _legend(found: Found, everything: bool) -> list[str]:
     alarming = [change for change in found.changes if change.alarms]
     words += [_WORTH] if any(not change.is_counted for change in alarming) else []
     words += [_COUNTED] if any(change.is_counted for change in alarming) else []
-    words += [_CONTRADICTED] if State.CONTRADICTED in states else []
-    words += [_REVERTED] if everything and State.REVERTED in states else []
-    words += [_OLD] if everything and State.OLD_VERSION in states else []
+    words += [_CONTRADICTED] if ChangeState.CONTRADICTED in states else []
+    words += [_REVERTED] if everything and ChangeState.REVERTED in states else []
+    words += [_OLD] if everything and ChangeState.OLD_VERSION in states else []
     return words
 
 

@@ -13,7 +13,7 @@ from fp8bench.analysis.break_even import BreakEven, Crossing
 from fp8bench.analysis.sweeps import Sweep, SweptMode, sweeps_of, swept_modes
 from fp8bench.model import Finding, Params, Run
 from fp8bench.report.case_status import FACTS, doubts, emulated, show_speed_up, speed_up, standing, status_words
-from fp8bench.report.elements import Axis, Column, Element, Field, Heat, Point, Scatter, Table, Tone
+from fp8bench.report.elements import ChartAxis, ChartPoint, Column, Element, Field, Heat, Scatter, Table, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Figures, NamedCase, Panel, panels_of, show_params, together
 from fp8bench.report.words.legend import BREAK_EVEN
@@ -161,7 +161,7 @@ def break_even_section(material: Material) -> Iterator[Element]:
 def _chart(number: int, title: str, panel: Panel, found: Swept) -> Iterator[Scatter]:
     """What is done in a second, a line for each precision, and a mark where one begins or ends to pay."""
     sweep, modes = found
-    curves: dict[str, list[Point]] = {}
+    curves: dict[str, list[ChartPoint]] = {}
     unit = ""
     for size, place in sweep.places:
         group = panel.groups[place]
@@ -170,12 +170,12 @@ def _chart(number: int, title: str, panel: Panel, found: Swept) -> Iterator[Scat
             rate = figures[figures.rate]
             if not emulated(result) and rate.best:
                 unit = unit or rate.unit
-                point = Point(result.mode, "", float(size), rate.best, hint=units.shown(rate.best, rate.unit))
+                point = ChartPoint(result.mode, "", float(size), rate.best, hint=units.shown(rate.best, rate.unit))
                 curves.setdefault(result.mode, []).append(point)
     if not curves:
         return
     marks = [
-        Point(_MARKED, f"{mode.mode}: {sweep.axis} = {units.whole(round(crossing.size))}",
+        ChartPoint(_MARKED, f"{mode.mode}: {sweep.axis} = {units.whole(round(crossing.size))}",
               crossing.size, _height(curves[mode.mode], crossing.size), Tone.STRONG,
               f"{mode.mode} pays {pays(sweep.axis, mode.found)}")
         for mode in modes if mode.found is not None and mode.mode in curves
@@ -190,12 +190,12 @@ def _chart(number: int, title: str, panel: Panel, found: Swept) -> Iterator[Scat
     yield Scatter(
         f"break-even-{number}", ", ".join(filter(None, (f"{title}: {unit} over {sweep.axis}", held))),
         f"{described or 'No precision has enough sizes to tell from where on it pays'}.",
-        Axis(sweep.axis, "", log=True), Axis(unit, "", log=True),
+        ChartAxis(sweep.axis, "", log=True), ChartAxis(unit, "", log=True),
         (*(point for points in curves.values() for point in points), *marks), joined=tuple(curves), folded=number > 1,
     )  # fmt: skip
 
 
-def _height(curve: list[Point], size: float) -> float:
+def _height(curve: list[ChartPoint], size: float) -> float:
     """Where a line stands at a size, on logarithmic axes; at its end beyond it."""
     for one, other in pairwise(curve):
         if one.x is not None and other.x is not None and one.x <= size <= other.x:
@@ -290,7 +290,9 @@ def _heat(title: str, rows: tuple[str, ...], columns: tuple[str, ...], grid: _Gr
     values = tuple(tuple(_value(one) for one in row) for row in grid)
     hints = tuple(tuple(_hint(one) for one in row) for row in grid)
     workload = next(one for row in grid for one in row if one is not None).result.record.case.workload
-    return Heat(f"shapes-{workload}", title, _description(grid), rows, columns, values, Axis("speed-up", "x"), hints)
+    return Heat(
+        f"shapes-{workload}", title, _description(grid), rows, columns, values, ChartAxis("speed-up", "x"), hints
+    )
 
 
 def _value(case: NamedCase | None) -> float | None:

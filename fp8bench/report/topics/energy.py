@@ -16,7 +16,7 @@ from fp8bench.model.specs import (
 )
 from fp8bench.report.case_status import emulated, speed_up
 from fp8bench.report.columns import Col, case_cols, table, with_figures
-from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Stacks, Table, Text, Tone
+from fp8bench.report.elements import Bars, ChartAxis, Column, Element, Field, Items, Mark, Stacks, Table, Text, Tone
 from fp8bench.report.energies import (
     DEMANDS,
     absences,
@@ -225,7 +225,7 @@ def _joules(kind: str, title: str, found: Sequence[_Measured]) -> Stacks:
     for case, figures in found:
         gross, net = figures.gross.middle, figures.net.middle if figures.net else None
         rows.append((case.name, gross, {_WHOLE: gross} if net is None else {_NET: net, _IDLE: gross - net}))
-    name, axis = f"{kind}-{found[0][0].result.record.case.workload}", Axis("energy of a step", "J")
+    name, axis = f"{kind}-{found[0][0].result.record.case.workload}", ChartAxis("energy of a step", "J")
     parts, folded = {part: part for part in (_NET, _IDLE, _WHOLE)}, emulated(found[0][0].result)
     return stacked(name, title, _described(found), axis, "share of the energy", parts, rows, folded)
 
@@ -253,7 +253,7 @@ def _ratios(title: str, panel: Panel, found: Sequence[_Measured]) -> Iterator[Ba
     )
     name = f"energy-ratio-{panel.case.workload}"
     heading = f"{title}: energy over that of {panel.reference}"
-    yield Bars(name, heading, words, Axis("energy vs reference", "x"), against(panel.reference, marks), 1.0)
+    yield Bars(name, heading, words, ChartAxis("energy vs reference", "x"), against(panel.reference, marks), 1.0)
 
 
 def _mark(case: NamedCase) -> Mark | None:
@@ -276,7 +276,7 @@ def _phases(title: str, found: Sequence[_Measured], parts: Mapping[str, str]) ->
     estimated = all(phase.found is None for _, _, told in known for phase in told.phases)
     rows = [(case.name, figures.gross.middle, _parts(told)) for case, figures, told in known]
     workload = found[0][0].result.record.case.workload
-    axis = Axis("energy of a step by phase", "J")
+    axis = ChartAxis("energy of a step by phase", "J")
     heading = f"{title}: energy by phase ({'estimated' if estimated else 'each measured by itself'})"
     words = _ESTIMATE if estimated else _BY_ITSELF
     yield stacked(f"energy-phases-{workload}", heading, words, axis, "share of the energy", parts, rows)

@@ -10,7 +10,7 @@ from fp8bench import units
 from fp8bench.model import Params
 from fp8bench.model.specs import spec_of
 from fp8bench.report.case_status import cost_tone, doubts, emulated
-from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Lines, Mark, Table, Text, Tone
+from fp8bench.report.elements import Bars, ChartAxis, Column, Element, Field, Lines, Mark, Table, Text, Tone
 from fp8bench.report.page.charts import lasting
 from fp8bench.report.page.section import Material, PastFigure, PastSeries, section
 from fp8bench.report.panels import Result, shared_params, show_params, together
@@ -70,7 +70,7 @@ def _lines(title: str, suite: str, members: Sequence[PastSeries]) -> Lines:
     last = [(name, [mark.value for mark in marks if mark is not None]) for name, marks in lines]
     said = [f"{name} is at {units.ratio(values[-1] if values else None)}" for name, values in last]
     description = f"Each line is over its own oldest figure: {', '.join(said[:4])}."
-    axis = Axis("time over that of the oldest commit", "x")
+    axis = ChartAxis("time over that of the oldest commit", "x")
     return Lines(f"history-{suite}", f"{title}: time, commit by commit", description, places, axis, lines)
 
 
@@ -282,5 +282,5 @@ def _speed_charts(titles: Sequence[str], found: _Found, settings: dict[_Key, str
         f"{listed(titles[1:])} against {titles[0]}, in {many(len(groups), 'case')}: "
         f"from {units.speed_up(min(speeds))} to {units.speed_up(max(speeds))}; {NO_VERDICT}."
     )
-    title, axis = f"Speed against {titles[0]}, without a verdict", Axis(f"times as fast as {titles[0]}", "x")
+    title, axis = f"Speed against {titles[0]}, without a verdict", ChartAxis(f"times as fast as {titles[0]}", "x")
     yield Bars("across-chart", title, description, axis, tuple(groups), 1.0)

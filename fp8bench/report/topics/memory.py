@@ -29,7 +29,7 @@ from fp8bench.model.specs import (
 )
 from fp8bench.report.case_status import cost_tone, emulated
 from fp8bench.report.columns import Col, case_cols, figure_col, table, with_figures
-from fp8bench.report.elements import Axis, Bars, Element, Field, Items, Mark, Stacks, Table, Text
+from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Items, Mark, Stacks, Table, Text
 from fp8bench.report.page.charts import grouped, stacked
 from fp8bench.report.page.section import PRECISION, Material, number, section, titled_panels, told
 from fp8bench.report.panels import Figures, NamedCase, Panel, Result, ResultGroup, show_params, together, value_of
@@ -342,9 +342,9 @@ def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], des
     name = f"memory-{cases[0].result.record.case.workload}"
     if not _known(cases):
         groups = grouped((case.place, _mark(case)) for case in cases)
-        return Bars(name, f"{title}: peak memory", description, Axis("peak memory", "B"), groups)
+        return Bars(name, f"{title}: peak memory", description, ChartAxis("peak memory", "B"), groups)
     rows = [(told(case.result, case.name)[0], peak_of(case.result) or 0.0, _parts(case)) for case in cases]
-    axis = Axis("memory at the highest point of a step", "B")
+    axis = ChartAxis("memory at the highest point of a step", "B")
     return stacked(name, f"{title}: peak memory by what it is for", description, axis, "share of the peak", parts, rows)
 
 

@@ -11,7 +11,7 @@ from fp8bench.errors import UsageError
 from fp8bench.model import LayerScale, Measurement, TensorStatistics
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Axis, Bars, Element, Field, Mark, Table, Text, Tone
+from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Mark, Table, Text, Tone
 from fp8bench.report.page.charts import grouped
 from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, Result, error_name, main_error, show_value, together, value_of
@@ -132,7 +132,7 @@ def _bars(title: str, panel: Panel, metric: str, found: Sequence[tuple[NamedCase
     exact = sum(value == 0 for *_, value in found)
     if exact:
         description += f" {exact} {'is' if exact == 1 else 'are'} exactly 0, which has no place on a logarithmic axis."
-    axis = Axis(metric, log=True)
+    axis = ChartAxis(metric, log=True)
     return Bars(f"errors-{panel.case.workload}", f"{title}: {metric}", description, axis, groups)
 
 

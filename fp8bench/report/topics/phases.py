@@ -14,7 +14,7 @@ from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Level
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
 from fp8bench.report.columns import Col, case_cols, table
-from fp8bench.report.elements import Axis, Element, Field, Mark, Stacks, Table, Text, Tone, Waterfall
+from fp8bench.report.elements import ChartAxis, Element, Field, Mark, Stacks, Table, Text, Tone, Waterfall
 from fp8bench.report.page.charts import lasting, phase_parts, stacked
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, phases_of, together
@@ -57,7 +57,7 @@ def _share(row: tuple[ResultGroup, Result], name: str) -> str:
     return "<" if name in finding.below_floor else units.percent(share)
 
 
-class Change(StrEnum):
+class PhaseChange(StrEnum):
     """What became of a phase."""
 
     GAINS = "gains"
@@ -77,30 +77,32 @@ def phase_clauses(own: Finding, base: Finding) -> str:
     seconds, before = dict(own.phases), dict(base.phases)
     unknown = {*own.below_floor, *base.below_floor}
     large = {*_large(own), *_large(base)} - unknown
-    names: dict[Change, list[str]] = {change: [] for change in Change}
+    names: dict[PhaseChange, list[str]] = {change: [] for change in PhaseChange}
     for name in (one for one in CELL_PHASES if one in large):
         names[change_of(seconds.get(name, 0.0), before.get(name, 0.0))].append(name)
-    times = {name: units.speed_up(before[name] / seconds[name]) for name in names[Change.GAINS]}
-    times |= {name: units.speed_up(seconds[name] / before[name]) for name in names[Change.LOSES]}
+    times = {name: units.speed_up(before[name] / seconds[name]) for name in names[PhaseChange.GAINS]}
+    times |= {name: units.speed_up(seconds[name] / before[name]) for name in names[PhaseChange.LOSES]}
     clauses = [
-        listed([f"{_subject([name], 'gain')} {times[name]}" for name in names[Change.GAINS]], len(CELL_PHASES)),
-        _taking(names[Change.SAME], own, "do not gain", "does not gain"),
-        listed([f"{_subject([name], 'take')} {times[name]} as long" for name in names[Change.LOSES]], len(CELL_PHASES)),
-        _taking(names[Change.NEW], own, "come on top", "comes on top"),
-        _subject(names[Change.GONE], "fall") + " away" if names[Change.GONE] else "",
+        listed([f"{_subject([name], 'gain')} {times[name]}" for name in names[PhaseChange.GAINS]], len(CELL_PHASES)),
+        _taking(names[PhaseChange.SAME], own, "do not gain", "does not gain"),
+        listed(
+            [f"{_subject([name], 'take')} {times[name]} as long" for name in names[PhaseChange.LOSES]], len(CELL_PHASES)
+        ),
+        _taking(names[PhaseChange.NEW], own, "come on top", "comes on top"),
+        _subject(names[PhaseChange.GONE], "fall") + " away" if names[PhaseChange.GONE] else "",
     ]
     return "".join(f"; {clause}" for clause in clauses if clause)
 
 
-def change_of(own: float, base: float) -> Change:
+def change_of(own: float, base: float) -> PhaseChange:
     """A phase gains or loses where its times differ by more than 5%."""
     if base <= 0:
-        return Change.NEW
+        return PhaseChange.NEW
     if own <= 0:
-        return Change.GONE
+        return PhaseChange.GONE
     if base / own > LEAST_CHANGE:
-        return Change.GAINS
-    return Change.LOSES if own / base > LEAST_CHANGE else Change.SAME
+        return PhaseChange.GAINS
+    return PhaseChange.LOSES if own / base > LEAST_CHANGE else PhaseChange.SAME
 
 
 def _large(finding: Finding) -> Iterable[str]:
@@ -159,7 +161,7 @@ def _phases(case: NamedCase) -> dict[str, float]:
 
 def _chart(kind: str, title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], folded: bool) -> Stacks:
     rows = [(case.name, case.result.best or 0.0, _phases(case)) for case in cases]
-    name, axis = f"{kind}-{cases[0].result.record.case.workload}", Axis("best case of a step", "s")
+    name, axis = f"{kind}-{cases[0].result.record.case.workload}", ChartAxis("best case of a step", "s")
     return stacked(name, title, _description(cases), axis, "share of the step", parts, rows, folded)
 
 
@@ -275,7 +277,7 @@ def _pair(pair: _Pair, drawn: bool) -> Iterator[Element]:
     mode, reference = pair.result.mode, pair.reference.case.mode
     name = f"{pair.result.record.case.workload}-{mode}"
     if drawn:
-        axis, (before, after) = Axis("best case of a step", "s"), pair.steps
+        axis, (before, after) = ChartAxis("best case of a step", "s"), pair.steps
         changes = tuple(_changes(pair))
         yield Waterfall(f"gains-{name}", pair.title, _lead(pair), axis, (reference, before), changes, (mode, after))
     else:

@@ -30,7 +30,7 @@ from fp8bench.model import MemoryUse, Timing, specs
 from fp8bench.model.ranks import Overlap, Scaling, Sent, Transfer
 from fp8bench.report.case_status import cost_tone
 from fp8bench.report.columns import Col, case_cols, figure_col, table
-from fp8bench.report.elements import Axis, Element, Field, Lines, Mark, Point, Scatter, Table, Text, Tone
+from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Field, Lines, Mark, Scatter, Table, Text, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, together
 
@@ -296,13 +296,13 @@ def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
         shown = [cost for cost in costs if cost.sqnr < _ALL_BUT_EXACT_DB]
         if len(shown) < _LEAST_WAYS:
             continue
-        points = tuple(Point(one.way, one.words, one.wire, one.sqnr, hint=one.hint) for one in shown)
+        points = tuple(ChartPoint(one.way, one.words, one.wire, one.sqnr, hint=one.hint) for one in shown)
         description = (
             f"What a rank sends in a step of {collective}, and the signal-to-noise ratio of what it gets: further left "
             "is less to send, further up a smaller error. What keeps more than 100 dB is left out."
         )
         yield Scatter(f"wire-{collective}-{number}", f"{collective}: bytes on the wire beside the error", description,
-                      Axis("sent by a rank", "B", log=True), Axis("SQNR in dB"), points)  # fmt: skip
+                      ChartAxis("sent by a rank", "B", log=True), ChartAxis("SQNR in dB"), points)  # fmt: skip
 
 
 def _over_time(number: int, panel: Panel) -> Iterator[Lines]:
@@ -321,4 +321,4 @@ def _over_time(number: int, panel: Panel) -> Iterator[Lines]:
     places = tuple(str(place) for place in range(1, len(rounds[0]) + 1))
     description = f"The step of each rank in each round of {where}, whose ranks are furthest apart."
     yield Lines(f"ranks-over-time-{number}", f"ranks over time: {where}", description, places=places,
-                axis=Axis("step", "s"), series=series)  # fmt: skip
+                axis=ChartAxis("step", "s"), series=series)  # fmt: skip

@@ -17,7 +17,7 @@ from fp8bench.model.specs import ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
 from fp8bench.report import case_status
 from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, figure_col, in_table, other_tables, table, with_figures
-from fp8bench.report.elements import Axis, Element, Field, Items, Strips, Table, Text, Tone
+from fp8bench.report.elements import ChartAxis, Element, Field, Items, Strips, Table, Text, Tone
 from fp8bench.report.page.section import Entry, Material, number, section
 from fp8bench.report.panels import (
     Figures,
@@ -307,7 +307,7 @@ def _strips(rows: Sequence[_Strip]) -> Strips:
     shown = tuple((row.label, tuple(one for one in row.percent if one <= _FAR), row.tone) for row in rows)
     cost = emulated(rows[0].result)
     name, whose = ("samples-of-emulations", "emulated case") if cost else ("samples-by-case", "case")
-    title, axis = f"Rounds of each {whose}, relative to its median", Axis("distance from the case's median", "%")
+    title, axis = f"Rounds of each {whose}, relative to its median", ChartAxis("distance from the case's median", "%")
     return Strips(name, title, _description(rows), axis, shown, folded=cost)
 
 

@@ -12,7 +12,7 @@ from fp8bench.analysis.roofline import Bound, Gain, PhaseRoof, gain_of, phase_ro
 from fp8bench.model import Ceilings, Limit, Rate, Run
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Axis, Element, Items, Page, Part, Point, Scatter, Table, Text, Tone
+from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Items, Page, Part, Scatter, Table, Text, Tone
 from fp8bench.report.page.charts import worth_drawing
 from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, together
@@ -188,7 +188,7 @@ def _panel(title: str, panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Ele
 def _chart(title: str, cases: Sequence[NamedCase]) -> Scatter:
     """Phases that multiply, by precision; and over their intensities the roofs of each kind of products."""
     points = [
-        Point(case.result.mode, _label(case, roof), roof.intensity, roof.flop_rate, hint=bound_words(roof))
+        ChartPoint(case.result.mode, _label(case, roof), roof.intensity, roof.flop_rate, hint=bound_words(roof))
         for case in cases
         for roof in _roofs(case)
         if roof.intensity is not None
@@ -204,11 +204,11 @@ def _chart(title: str, cases: Sequence[NamedCase]) -> Scatter:
     # Memory's slope up to the ridge, then the rate of products.
     lines = [(name, corner) for name, rate, memory in drawn
              for corner in ((span[0], span[0] * memory), (rate / memory, rate), (span[1], rate))]  # fmt: skip
-    points += [Point(name, "", x, y) for name, (x, y) in lines]
+    points += [ChartPoint(name, "", x, y) for name, (x, y) in lines]
     return Scatter(
         f"roofline-{cases[0].result.record.case.workload}", f"{title}: roofline",
         "Each phase that multiplies by its FLOPs for a byte and its FLOPs a second; lines are the most there is.",
-        Axis("FLOPs for each byte", log=True), Axis("FLOP/s", log=True), tuple(points),
+        ChartAxis("FLOPs for each byte", log=True), ChartAxis("FLOP/s", log=True), tuple(points),
         joined=tuple(dict.fromkeys(name for name, _ in lines)),
     )  # fmt: skip
 

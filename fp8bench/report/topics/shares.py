@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fp8bench import units
-from fp8bench.analysis.shares import StepParts, parts_of_record
+from fp8bench.analysis.shares import StepShares, parts_of_record
 from fp8bench.model import UNATTRIBUTED, Provenance, Run, SharesFrom
 from fp8bench.model.codec import encode
 from fp8bench.model.step import Coverage
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import Axis, Column, Element, Field, Items, Page, Part, Stacks, Table, Text, Tone
+from fp8bench.report.elements import ChartAxis, Column, Element, Field, Items, Page, Part, Stacks, Table, Text, Tone
 from fp8bench.report.page.charts import stacked
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, together
@@ -32,11 +32,11 @@ _LEGEND = (
 _OF_CSV = (
     "case", "precision", "kind", "module", "direction", "what", "calls", "share", "seconds", "provenance", "of",
 )  # fmt: skip
-_Known = tuple[NamedCase, StepParts]
+_Known = tuple[NamedCase, StepShares]
 _MOST_KINDS, _OTHERS = 6, "others"
 
 
-def page_of(run: Run, parts: Sequence[StepParts]) -> Page:
+def page_of(run: Run, parts: Sequence[StepShares]) -> Page:
     """A part for each setting: its precisions side by side."""
     found = [
         Part(f"setting-{place}", setting, tuple(_elements(some)))
@@ -45,7 +45,7 @@ def page_of(run: Run, parts: Sequence[StepParts]) -> Page:
     return Page(f"what a step of run {run.id} is made of", "", tuple(found), _LEGEND)
 
 
-def _elements(parts: Sequence[StepParts]) -> list[Element]:
+def _elements(parts: Sequence[StepShares]) -> list[Element]:
     known = [(part.case.mode, part) for part in parts if part.shares is not None]
     found: list[Element] = list(tables_of(known, ("", ""))) if known else []
     words = [f"{part.case.mode}: nothing is known of its parts: {part.why}" for part in parts if part.shares is None]
@@ -53,7 +53,7 @@ def _elements(parts: Sequence[StepParts]) -> list[Element]:
     return [*found, Items(tuple(map(Text, words)))] if words else found
 
 
-def tables_of(parts: Sequence[tuple[str, StepParts]], captions: tuple[str, str]) -> Iterator[Table]:
+def tables_of(parts: Sequence[tuple[str, StepShares]], captions: tuple[str, str]) -> Iterator[Table]:
     """A row for each kind of work, and for each of the modules that take most in any; none where no module is known."""
     names = [name for name, _ in parts]
     shares = [one.by_kind for _, one in parts]
@@ -69,7 +69,7 @@ def tables_of(parts: Sequence[tuple[str, StepParts]], captions: tuple[str, str])
 
 def _table(
     name: str, caption: str, first: str, names: Sequence[str], keys: Sequence[str],
-    shares: Sequence[Mapping[str, float]], parts: Sequence[tuple[str, StepParts]],
+    shares: Sequence[Mapping[str, float]], parts: Sequence[tuple[str, StepShares]],
 ) -> Table:  # fmt: skip
     columns = (Column(first), *(Column(one, number=True) for one in names))
     rows = [
@@ -78,7 +78,7 @@ def _table(
     return Table(name, caption, columns, tuple(rows))
 
 
-def _cell(parts: StepParts, share: float | None) -> Field:
+def _cell(parts: StepShares, share: float | None) -> Field:
     """'64.1%  1.20 ms'."""
     if share is None:
         return Field(units.NONE)
@@ -86,7 +86,7 @@ def _cell(parts: StepParts, share: float | None) -> Field:
     return Field(f"{units.percent(share)}{seconds}", share)
 
 
-def value_of(parts: Sequence[StepParts]) -> dict[str, object]:
+def value_of(parts: Sequence[StepShares]) -> dict[str, object]:
     """Every case with its parts and what is left of its step, or why nobody knows them."""
     return {
         "shares": [
@@ -98,7 +98,7 @@ def value_of(parts: Sequence[StepParts]) -> dict[str, object]:
     }  # fmt: skip
 
 
-def rows_of(parts: Sequence[StepParts]) -> Rows:
+def rows_of(parts: Sequence[StepShares]) -> Rows:
     """A row a part of a case, the longest first, what is left of its step last; `seconds` are estimated by shares."""
     return _OF_CSV, [
         {
@@ -136,7 +136,7 @@ def _panel(title: str, found: Sequence[_Known]) -> Iterator[Element]:
         yield Items(tuple(Text(f"{', '.join(names)}: {remark}", Tone.DOUBT) for remark, names in remarks.items()))
 
 
-def _name(case: NamedCase, parts: StepParts) -> str:
+def _name(case: NamedCase, parts: StepShares) -> str:
     return f"{case.name} (emulated)" if parts.emulated else case.name
 
 
@@ -155,7 +155,7 @@ def _chart(name: str, title: str, timed: Sequence[_Known]) -> Stacks:
         rows.append((_name(case, parts), parts.seconds or 0.0, seconds))
     most = max(shares[0], key=lambda kind: shares[0][kind])
     said = f"In {timed[0][0].name} {most} takes most of the step, {units.percent(shares[0][most], 0)}."
-    axis = Axis("best case of a step, parted by estimated shares", "s")
+    axis = ChartAxis("best case of a step, parted by estimated shares", "s")
     words = {kind: kind for kind in dict.fromkeys(drawn.values())}
     return stacked(name, f"{title}: a step by kind of work", said, axis, "share of the step", words, rows)
 

@@ -15,7 +15,7 @@ from fp8bench.model import Interval
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.report.case_status import Standing, doubts, inverse, show_speed, speed_up, standing, tone_of
 from fp8bench.report.columns import with_figures
-from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Mark, Point, Scatter, Table, Tone
+from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Column, Element, Field, Mark, Scatter, Table, Tone
 from fp8bench.report.page.charts import against
 from fp8bench.report.page.drawing.limits import BARS
 from fp8bench.report.page.section import Material, section, titled_panels
@@ -120,7 +120,9 @@ def _chart(name: str, by_title: Mapping[str, Sequence[_Case]]) -> Bars:
     bars = [bar for members in by_title.values() for bar in members]
     own = " of its run" if len({bar.run for bar in bars}) > 1 else ""
     title = f"Speed-up over {bars[0].reference}{own}: {listed(list(by_title), len(by_title))}"
-    return Bars(name, title, _description(bars), Axis(f"speed-up over {bars[0].reference}", "x"), tuple(groups), 1.0)
+    return Bars(
+        name, title, _description(bars), ChartAxis(f"speed-up over {bars[0].reference}", "x"), tuple(groups), 1.0
+    )
 
 
 def _mark(bar: _Case) -> Mark:
@@ -163,14 +165,14 @@ def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
         name,
         f"Speed-up against {metric}: {listed(titles)}",
         _ranges(spots, outdone, metric),
-        Axis(f"speed-up over {spots[0].reference}", "x"),
-        Axis(metric, "", log=True),
+        ChartAxis(f"speed-up over {spots[0].reference}", "x"),
+        ChartAxis(metric, "", log=True),
         tuple(_point(spot, outdone.get(spot), len(titles) > 1) for spot in spots),
         "emulated: no speed" if emulated else "",
     )
 
 
-def _point(spot: _Case, better: _Case | None, titled: bool) -> Point:
+def _point(spot: _Case, better: _Case | None, titled: bool) -> ChartPoint:
     """Its series is the precision; the label says of which group it is, and of which suite where that is not given."""
     label = " ".join(part for part in (spot.title if titled else "", spot.setting) if part)
     x = spot.speed.point if spot.speed is not None else None
@@ -178,7 +180,9 @@ def _point(spot: _Case, better: _Case | None, titled: bool) -> Point:
     words = [f"{speed}error {units.relative_error(spot.error)}"]
     words += [f"outdone by {better.result.mode}, which is faster and more exact"] if better is not None else []
     words += ["emulated: no speed"] if x is None else doubts(spot.result)
-    return Point(spot.result.mode, label or spot.result.mode, x, spot.error, tone_of(spot.result), "; ".join(words))
+    return ChartPoint(
+        spot.result.mode, label or spot.result.mode, x, spot.error, tone_of(spot.result), "; ".join(words)
+    )
 
 
 def _outdone(spots: Sequence[_Case]) -> dict[_Case, _Case]:

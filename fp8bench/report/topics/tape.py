@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.tapes import Row, Taped, intensity_of, narrow_over_wide, share_of, side_by_side
+from fp8bench.analysis.tapes import Taped, TapeRow, intensity_of, narrow_over_wide, share_of, side_by_side
 from fp8bench.model import OperatorTime, PhaseCount, Tape
 from fp8bench.model.codec import encode
 from fp8bench.report.columns import Col, table
@@ -92,8 +92,8 @@ def _share(row: tuple[object, Tape | PhaseCount], bits: int) -> float | None:
     return share_of(row[1], bits) if isinstance(row[1], Tape) else None
 
 
-def _operators(known: Sequence[tuple[Taped, Tape]], rows: Sequence[Row]) -> Table:
-    cols: list[Col[Row]] = [
+def _operators(known: Sequence[tuple[Taped, Tape]], rows: Sequence[TapeRow]) -> Table:
+    cols: list[Col[TapeRow]] = [
         Col("phase", lambda row: phase_words(row.phase), shared=True),
         Col("operator", lambda row: row.operator + (" (b)" if row.backward else ""),
             tone=lambda row: Tone.STRONG if row.differs else Tone.PLAIN),
@@ -102,7 +102,7 @@ def _operators(known: Sequence[tuple[Taped, Tape]], rows: Sequence[Row]) -> Tabl
     return table("operators", "", cols, rows)
 
 
-def _sums(row: Row, place: int) -> str | None:
+def _sums(row: TapeRow, place: int) -> str | None:
     """'1.43 GFLOP, 33.6 MiB in 36'."""
     one = row.sums[place]
     if not one.calls:

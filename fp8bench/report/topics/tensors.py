@@ -69,7 +69,7 @@ _IN_HINTS = (WORST_ROWS, WORST_BLOCKS, UNDERFLOW, SATURATION, "slope")
 
 
 @dataclass(frozen=True)
-class Cell:
+class TensorCell:
     """Where a precision stands in the table of formats and scalings, and what it is called where there is no table.
 
     A recipe that is not one format under one scaling stands under `OWN`.
@@ -90,24 +90,24 @@ def timed_panels(material: Material) -> Iterator[tuple[str, Panel]]:
     return ((title, panel) for title, panel in titled_panels(material) if not about_tensors(panel))
 
 
-def cell_of(result: Result) -> Cell:
+def cell_of(result: Result) -> TensorCell:
     """By the options of its precision, if that is one format under one scaling; else its own name stands alone."""
     case = result.record.case
-    return Cell(case.mode, OWN, case.mode) if case.precision_map else _cell(case.precision)
+    return TensorCell(case.mode, OWN, case.mode) if case.precision_map else _cell(case.precision)
 
 
 @cache
-def _cell(word: str) -> Cell:
+def _cell(word: str) -> TensorCell:
     """Of a precision that this version may not know: runs outlive it."""
     try:
         precision = precisions.get(word)
     except UsageError:
-        return Cell(word, OWN, word)
+        return TensorCell(word, OWN, word)
     chosen = precision.chosen
     if not {_FORMAT, _SCALING} <= {*chosen} or any(chosen.get(role, _SAME) != _SAME for role in _ROLES):
-        return Cell(word, OWN if hasattr(precision, "recipe") else _NONE, word)
+        return TensorCell(word, OWN if hasattr(precision, "recipe") else _NONE, word)
     fmt, scaling = str(chosen[_FORMAT]), f"{chosen[_SCALING]} {_rounding(precision)}".strip()
-    return Cell(fmt, scaling, f"{fmt} {scaling}")
+    return TensorCell(fmt, scaling, f"{fmt} {scaling}")
 
 
 def _rounding(precision: Precision) -> str:

@@ -13,8 +13,8 @@ from fp8bench.analysis.steps.changes import (
     TOO_FEW,
     TOO_FEW_COUNTS,
     Change,
+    ChangeState,
     Found,
-    State,
     ack_of,
     acknowledged,
     covers,
@@ -67,7 +67,7 @@ def test_a_regression() -> None:
     change = only(found)
     one = change.comparison
     assert (one.since, one.until, change.first) == (commit(19), commit(20), commit(20))
-    assert (change.commits, change.unmeasured, change.state) == (1, 0, State.OPEN)
+    assert (change.commits, change.unmeasured, change.state) == (1, 0, ChangeState.OPEN)
     assert one.direction is Direction.WORSE and one.evidence is Evidence.HISTORY and change.alarms
     assert (one.case, one.suite, one.metric, one.unit) == ("gemm[shape=512]@box/bf16", "gemm", "time", "s")
     assert one.before == pytest.approx(1.0, rel=1e-3) and one.after == pytest.approx(1.1, rel=1e-3)
@@ -120,8 +120,8 @@ def test_a_mean_that_says_the_same_is_no_news_of_its_own() -> None:
 def test_a_slow_down_of_some_calls_alarms_by_the_mean() -> None:
     """The fastest calls became a little faster: that step does not stand. Flat, they say nothing."""
     found = {change.trend.series.metric: change for change in by_both(0.979, 1.32)}
-    assert found["time"].state is State.CONTRADICTED and not found["time"].alarms
-    assert found["mean_time"].alarms and found["mean_time"].state is State.OPEN
+    assert found["time"].state is ChangeState.CONTRADICTED and not found["time"].alarms
+    assert found["mean_time"].alarms and found["mean_time"].state is ChangeState.OPEN
     for change in found.values():
         assert change.comparison.labels == (Label.UNEVEN,)
         assert change.comparison.why == "-2.1% by the fastest calls, +32.0% by the mean over all calls"
@@ -141,7 +141,7 @@ def test_a_slow_down_that_hits_some_calls_more_is_told_by_both() -> None:
 def test_an_improvement_alarms_nobody() -> None:
     """And is told all the same."""
     change = only(find_changes([levels((20, 1.0), (5, 0.9))]))
-    assert change.comparison.direction is Direction.BETTER and change.state is State.OPEN and not change.alarms
+    assert change.comparison.direction is Direction.BETTER and change.state is ChangeState.OPEN and not change.alarms
 
 
 def test_less_than_a_percent_is_no_change() -> None:
@@ -194,20 +194,20 @@ def test_a_change_of_other_conditions_stays_and_says_so() -> None:
 def test_a_change_of_an_old_version_is_history() -> None:
     """The work is another now."""
     figures = [replace(one, version="1.0") for one in levels((20, 1.0), (5, 1.1)).figures]
-    assert only(find_changes([trend(*figures)])).state is State.OLD_VERSION
+    assert only(find_changes([trend(*figures)])).state is ChangeState.OLD_VERSION
 
 
 def test_what_was_taken_back_is_open_no_more() -> None:
     """Its fix is an improvement over what it had made of it, and stays one."""
     worse, better = sorted(find_changes([levels((20, 1.0), (20, 1.1), (20, 1.0))]).changes, key=lambda one: one.first)
-    assert (worse.is_worse, worse.state) == (True, State.REVERTED)
-    assert (better.is_worse, better.state) == (False, State.OPEN)
+    assert (worse.is_worse, worse.state) == (True, ChangeState.REVERTED)
+    assert (better.is_worse, better.state) == (False, ChangeState.OPEN)
 
 
 def test_what_was_taken_back_in_part_stays_open() -> None:
     """Less than half of it."""
     found = find_changes([levels((20, 1.0), (20, 1.3), (20, 1.2))])
-    assert [one.state for one in found.changes] == [State.OPEN, State.OPEN]
+    assert [one.state for one in found.changes] == [ChangeState.OPEN, ChangeState.OPEN]
 
 
 def test_what_cannot_be_looked_at_is_counted() -> None:
@@ -226,12 +226,12 @@ def test_the_worst_comes_first() -> None:
     assert sizes == [1.4, 1.2, 1.1, 0.5, 0.9]
 
 
-def states(found: Found) -> list[State]:
+def states(found: Found) -> list[ChangeState]:
     """In the order of commits."""
     return [one.state for one in sorted(found.changes, key=lambda one: one.first)]
 
 
-def accepted(seen: Trend, now: Sequence[Trend]) -> list[State]:
+def accepted(seen: Trend, now: Sequence[Trend]) -> list[ChangeState]:
     """What becomes of changes after the one that was seen has been acknowledged."""
     ack = ack_of(only(find_changes([seen])), "2026-01-05T12:00:00+00:00", "")
     return states(acknowledged(find_changes(now), [ack]))
@@ -241,14 +241,14 @@ def test_an_acknowledged_change_stays_so_while_commits_come() -> None:
     """Its range and its level change a little with each."""
     seen = levels((20, 1.0), (3, 1.1))
     for more in (3, 4, 8, 30):
-        assert accepted(seen, [levels((20, 1.0), (more, 1.1))]) == [State.ACKNOWLEDGED]
+        assert accepted(seen, [levels((20, 1.0), (more, 1.1))]) == [ChangeState.ACKNOWLEDGED]
 
 
 def test_a_further_worsening_alarms_again() -> None:
     """Whether it shows as a step of its own or as the same one."""
     seen = levels((20, 1.0), (3, 1.1))
-    assert accepted(seen, [levels((20, 1.0), (10, 1.1), (5, 1.2))]) == [State.ACKNOWLEDGED, State.OPEN]
-    assert accepted(seen, [levels((20, 1.0), (10, 1.2))]) == [State.OPEN]
+    assert accepted(seen, [levels((20, 1.0), (10, 1.1), (5, 1.2))]) == [ChangeState.ACKNOWLEDGED, ChangeState.OPEN]
+    assert accepted(seen, [levels((20, 1.0), (10, 1.2))]) == [ChangeState.OPEN]
 
 
 def test_an_ack_is_of_one_trend_and_direction() -> None:
@@ -266,7 +266,7 @@ def test_an_ack_is_of_one_trend_and_direction() -> None:
         ),
         levels((20, 1.0), (5, 0.9)),
     ):
-        assert accepted(seen, [other]) == [State.OPEN]
+        assert accepted(seen, [other]) == [ChangeState.OPEN]
 
 
 def test_an_ack_of_commits_that_are_gone_covers_nothing() -> None:
@@ -293,14 +293,14 @@ def test_from_nothing_to_something_and_back(before: float, after: float, directi
     assert other.comparison.ratio is not None and found.looked_at == 2
     ack = ack_of(change, "2026-01-05T12:00:00+00:00", "")
     assert change in acknowledged(find_changes([seen]), []).changes
-    assert states(acknowledged(find_changes([seen]), [ack])) == [State.ACKNOWLEDGED]
+    assert states(acknowledged(find_changes([seen]), [ack])) == [ChangeState.ACKNOWLEDGED]
 
 
 def test_what_came_from_nothing_and_went_again() -> None:
     """Is open no more."""
     values = [0.0] * 20 + [0.03] * 10 + [0.0] * 10
     found = find_changes([trend(*(figure(number, value) for number, value in enumerate(values)))])
-    assert states(found) == [State.REVERTED, State.OPEN]
+    assert states(found) == [ChangeState.REVERTED, ChangeState.OPEN]
 
 
 def test_nothing_at_all_is_flat() -> None:
@@ -327,7 +327,7 @@ def test_a_count_that_differs_from_the_last_is_a_step_and_no_chance() -> None:
     assert (found.looked_at, found.counted) == (0, 1) and exceeds(one, threshold_of(one))
     assert value(one, one.after) == "1,000,001"
     known = ack_of(change, "2026-01-05", "")
-    assert covers(known, change) and only(acknowledged(found, [known])).state is State.ACKNOWLEDGED
+    assert covers(known, change) and only(acknowledged(found, [known])).state is ChangeState.ACKNOWLEDGED
     assert not covers(known, only(counts(1_000_000, 1_000_002)))
     assert counts(7).left == {TOO_FEW_COUNTS: 1} and not counts(7, 7, 7).changes
 
@@ -335,25 +335,25 @@ def test_a_count_that_differs_from_the_last_is_a_step_and_no_chance() -> None:
 @pytest.mark.parametrize(
     ("values", "states"),
     [
-        ((9, 6, 6), [(False, State.OPEN)]),  # fewer launches are another step, too
-        ((0, 6), [(True, State.OPEN)]),
-        ((6, 0), [(False, State.OPEN)]),
-        ((6, 9, 6), [(True, State.REVERTED), (False, State.REVERTED)]),
-        ((0, 9, 0), [(True, State.REVERTED), (False, State.REVERTED)]),
+        ((9, 6, 6), [(False, ChangeState.OPEN)]),  # fewer launches are another step, too
+        ((0, 6), [(True, ChangeState.OPEN)]),
+        ((6, 0), [(False, ChangeState.OPEN)]),
+        ((6, 9, 6), [(True, ChangeState.REVERTED), (False, ChangeState.REVERTED)]),
+        ((0, 9, 0), [(True, ChangeState.REVERTED), (False, ChangeState.REVERTED)]),
         # Fused, and fallen apart again.
-        ((9, 6, 9), [(True, State.OPEN), (False, State.REVERTED)]),
-        ((9, 6, 9, 6), [(True, State.REVERTED), (False, State.REVERTED), (False, State.REVERTED)]),
+        ((9, 6, 9), [(True, ChangeState.OPEN), (False, ChangeState.REVERTED)]),
+        ((9, 6, 9, 6), [(True, ChangeState.REVERTED), (False, ChangeState.REVERTED), (False, ChangeState.REVERTED)]),
     ],
 )
 def test_counts_that_went_up_alarm_until_they_are_as_before(
-    values: tuple[float, ...], states: list[tuple[bool, State]]
+    values: tuple[float, ...], states: list[tuple[bool, ChangeState]]
 ) -> None:
     """And those that went down, unless they only went back."""
     found = counts(*values)
     assert sorted((change.is_worse, change.state.value) for change in found.changes) == sorted(
         (worse, state.value) for worse, state in states
     )
-    assert all(change.alarms is (change.state is State.OPEN) for change in found.changes)
+    assert all(change.alarms is (change.state is ChangeState.OPEN) for change in found.changes)
 
 
 def test_counts_that_went_down_are_told_apart() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.analysis.steps.change_points import Level, least_step
+from fp8bench.analysis.steps.change_points import PieceLevel, least_step
 from fp8bench.analysis.steps.levels import LEAST_SPREAD
 from fp8bench.features.duel.values import Session
 from fp8bench.features.duel.verdicts import compared
@@ -117,7 +117,7 @@ def history(*series: tuple[float, int], required: bool = True, metric: str = FLA
     newest = [
         Newest(
             replace(FLAT, metric=metric, case=f"gemm[m={place}]@box/bf16"),
-            Level(noise, count - 1, count) if count >= 11 else None, count,
+            PieceLevel(noise, count - 1, count) if count >= 11 else None, count,
         )
         for place, (noise, count) in enumerate(series)
     ]  # fmt: skip
@@ -159,10 +159,10 @@ def test_how_many_nights_are_missing() -> None:
 
 def test_the_least_step_is_the_code_s_own() -> None:
     """A level that has just begun shows no step; longer ones show smaller ones, down to a limit."""
-    assert least_step(Level(0.01, 20, 5), 0.01) == (math.inf, math.inf)
-    least = [least_step(Level(0.01, count, count), 0.01)[0] for count in (11, 14, 30, 100)]
+    assert least_step(PieceLevel(0.01, 20, 5), 0.01) == (math.inf, math.inf)
+    least = [least_step(PieceLevel(0.01, count, count), 0.01)[0] for count in (11, 14, 30, 100)]
     assert least == sorted(least, reverse=True) and least[-1] > 0.015
-    assert least_step(Level(0.01, 100, 100), 1e-6)[0] > least[-1]
+    assert least_step(PieceLevel(0.01, 100, 100), 1e-6)[0] > least[-1]
 
 
 def verdict(sights: Sights, *outcomes: GateOutcome, **changes: object) -> GateVerdict:

@@ -29,7 +29,7 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.features.train.verdicts.summary import figures_of, summaries_of
-from fp8bench.features.train.verdicts.verdicts import Verdicts, verdicts_of
+from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of
 from fp8bench.features.train.view import arm_cols, page_of
 from fp8bench.model import MemoryUse
 from fp8bench.report.data.plain import csv_text
@@ -59,11 +59,11 @@ def kept() -> KeptTraining:
 
 
 @pytest.fixture(scope="module")
-def found(kept: KeptTraining) -> Verdicts:
+def found(kept: KeptTraining) -> TrainingVerdicts:
     return verdicts_of(kept.training, kept.lines)
 
 
-def test_numbers_are_those_of_the_verdict(kept: KeptTraining, found: Verdicts) -> None:
+def test_numbers_are_those_of_the_verdict(kept: KeptTraining, found: TrainingVerdicts) -> None:
     """Point, 95% and 99% of the gap; bands stand with their arms; what means nothing is not known."""
     named = {one.arm.name: figures_of(one, found) for one in summaries_of(kept, found)}
     gap = found.arms[0].judged.gap
@@ -78,7 +78,7 @@ def test_numbers_are_those_of_the_verdict(kept: KeptTraining, found: Verdicts) -
     assert named["bf16"]["gap"] is None and "seed_band" not in named["fp8"]
 
 
-def test_rows_say_what_the_table_says(kept: KeptTraining, found: Verdicts) -> None:
+def test_rows_say_what_the_table_says(kept: KeptTraining, found: TrainingVerdicts) -> None:
     """To the word: verdicts, bands, notes; and the numbers that it rounds."""
     rows = list(csv.DictReader(io.StringIO(csv_text(*rows_of(kept, found)))))
     summary = {(row["arm"], row["figure"]): row["value"] for row in rows if row["line"] == "Summary"}
@@ -99,7 +99,7 @@ def test_rows_say_what_the_table_says(kept: KeptTraining, found: Verdicts) -> No
     assert losses == [repr(row.loss) for row in kept.of(StepRow) if row.arm == "fp8"]
 
 
-def test_the_document_has_the_same(kept: KeptTraining, found: Verdicts) -> None:
+def test_the_document_has_the_same(kept: KeptTraining, found: TrainingVerdicts) -> None:
     document = value_of(kept, found)
     arms = document["arms"]
     assert arms["fp8"]["words"] == words.verdict(found.arms[0], found) == document["verdicts"]["fp8"]["words"]
@@ -108,7 +108,7 @@ def test_the_document_has_the_same(kept: KeptTraining, found: Verdicts) -> None:
     assert len(document["lines"]) == len(kept.lines)
 
 
-def test_frames_are_the_lines(kept: KeptTraining, found: Verdicts) -> None:
+def test_frames_are_the_lines(kept: KeptTraining, found: TrainingVerdicts) -> None:
     """A frame a kind, a row a line; what repeats is a category; perplexities are there."""
     frames = TrainingFrames(kept)
     for frame, kind in (
@@ -146,7 +146,7 @@ def test_curves_go_along_steps(kept: KeptTraining) -> None:
     assert series["fp8", 2][30]["events/alarm"] == 2.0
 
 
-def test_tensorboard_reads_them_back(kept: KeptTraining, found: Verdicts, tmp_path: Path) -> None:
+def test_tensorboard_reads_them_back(kept: KeptTraining, found: TrainingVerdicts, tmp_path: Path) -> None:
     """A folder an arm and seed, and one an arm for what it came to; written twice they are the same bytes."""
     board: ModuleType = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     files = write_training(kept, found, tmp_path)
@@ -169,7 +169,7 @@ def test_tensorboard_reads_them_back(kept: KeptTraining, found: Verdicts, tmp_pa
 
 
 def test_wandb_gets_a_run_for_each_arm_and_seed(
-    kept: KeptTraining, found: Verdicts, monkeypatch: pytest.MonkeyPatch
+    kept: KeptTraining, found: TrainingVerdicts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of one group, in the order of steps, and one with the verdicts and the files."""
     told: list[tuple[dict[str, Any], list[tuple[dict[str, float], int | None]], list[str]]] = []

@@ -11,7 +11,7 @@ import pytest
 from fp8bench.measure.sensors.meter import Meter, nvml_meter
 from fp8bench.measure.sensors.nvml import NvmlDevice
 from fp8bench.measure.sensors.nvml_library import Library
-from fp8bench.measure.sensors.nvml_match import Identity
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from tests.measure.sensors.nvml.library import Simulation, build, uuid_of, why_not
 from tests.measure.sensors.virtual import VirtualClock
 
@@ -50,7 +50,7 @@ def library() -> Library:
 @pytest.fixture
 def device(nvml: Simulation, library: Library) -> Iterator[NvmlDevice]:
     """The first device."""
-    one = NvmlDevice(Identity(uuid=uuid_of(1)), {}, library)
+    one = NvmlDevice(DeviceIdentity(uuid=uuid_of(1)), {}, library)
     yield one
     one.close()
 
@@ -67,7 +67,7 @@ def opened(nvml: Simulation, library: Library, clock: VirtualClock) -> Iterator[
     meters: list[Meter] = []
 
     def opened() -> Meter:
-        meters.append(nvml_meter(Identity(uuid=uuid_of(1)), {}, clock, library))
+        meters.append(nvml_meter(DeviceIdentity(uuid=uuid_of(1)), {}, clock, library))
         return meters[-1]
 
     yield opened

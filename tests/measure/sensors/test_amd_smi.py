@@ -15,7 +15,7 @@ from fp8bench.measure.sensors import amd_smi
 from fp8bench.measure.sensors.amd_smi import AmdDevice, AmdLibrary
 from fp8bench.measure.sensors.device_state import device_lines, device_state_of
 from fp8bench.measure.sensors.meter import amd_meter, meter_for
-from fp8bench.measure.sensors.nvml_match import Identity
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.model.readings import NoReading
 from tests.facts import MI300X
@@ -23,7 +23,7 @@ from tests.measure.sensors.amd import GIGABYTE, KINDS, AmdGpu, AmdSmi, AmdSmiExc
 from tests.measure.sensors.test_nvml import values
 
 _FIRST, _SECOND = "0000:0C:00.0", "0000:22:00.0"
-_IDENTITY = Identity(pci="00000000:22:00")
+_IDENTITY = DeviceIdentity(pci="00000000:22:00")
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_what_a_device_does_not_know_has_its_reason_and_hides_nothing_else(smi: 
 
 def test_it_is_initialised_while_it_is_used(smi: AmdSmi) -> None:
     library = AmdLibrary()
-    one, other = AmdDevice(_IDENTITY, library), AmdDevice(Identity(pci=_FIRST), library)
+    one, other = AmdDevice(_IDENTITY, library), AmdDevice(DeviceIdentity(pci=_FIRST), library)
     assert smi.begun == 1
     one.close()
     assert smi.begun == 1
@@ -113,11 +113,11 @@ def test_it_is_initialised_while_it_is_used(smi: AmdSmi) -> None:
 @pytest.mark.parametrize(
     ("identity", "gpus", "why"),
     [
-        (Identity(pci="0000:99:00.0"), 2, r"lists 2 device\(s\), none at 0000:99:00.0"),
-        (Identity(), 2, r"lists 2 device\(s\), none at a known address"),
+        (DeviceIdentity(pci="0000:99:00.0"), 2, r"lists 2 device\(s\), none at 0000:99:00.0"),
+        (DeviceIdentity(), 2, r"lists 2 device\(s\), none at a known address"),
     ],
 )
-def test_no_device_is_guessed(smi: AmdSmi, identity: Identity, gpus: int, why: str) -> None:
+def test_no_device_is_guessed(smi: AmdSmi, identity: DeviceIdentity, gpus: int, why: str) -> None:
     """HIP counts in an order of its own: another device's power would be taken for this one's."""
     with pytest.raises(NoReading, match=why):
         AmdDevice(identity, AmdLibrary())
@@ -126,7 +126,7 @@ def test_no_device_is_guessed(smi: AmdSmi, identity: Identity, gpus: int, why: s
 
 def test_the_only_device_needs_no_address(smi: AmdSmi) -> None:
     del smi.gpus[0]
-    device = AmdDevice(Identity(), AmdLibrary())
+    device = AmdDevice(DeviceIdentity(), AmdLibrary())
     assert values(device.facts())["pci"] == (_SECOND, "")
     device.close()
 

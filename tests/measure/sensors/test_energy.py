@@ -18,7 +18,7 @@ from fp8bench.measure.sensors.energy import Energy
 from fp8bench.measure.sensors.mean_power import INTERVALS
 from fp8bench.measure.sensors.meter import Meter, nvml_meter
 from fp8bench.measure.sensors.nvml_library import Library
-from fp8bench.measure.sensors.nvml_match import Identity
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.measure.sensors.sampler_thread import NAME, SourceKind
 from fp8bench.model.readings import Reading, Unavailable
 from tests.measure.sensors.nvml.library import SINE, SQUARE, Simulation
@@ -101,7 +101,7 @@ def test_never_a_number_from_fewer_than_ten_intervals(
     """However long the window is, and however it lies to the ticks."""
     nvml.reset()
     clock = VirtualClock(nvml.state)
-    meter = nvml_meter(Identity(0), {}, clock, library)
+    meter = nvml_meter(DeviceIdentity(0), {}, clock, library)
     nvml.state.now_ns += phase * 1_000_000
     energy, start, end = run(meter, clock, milliseconds / 1000)
     meter.close()
@@ -322,7 +322,7 @@ def test_a_thread_that_breaks_off_has_measured_nothing(
 def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
     """On the host's clock: the window says so after a while, and later ones at once."""
     nvml.state.device[0].period_ns = 5_000_000
-    meter = nvml_meter(Identity(0), {}, library=Library(timeout=1.0))
+    meter = nvml_meter(DeviceIdentity(0), {}, library=Library(timeout=1.0))
     calls = nvml.calls()["nvmlDeviceGetTotalEnergyConsumption"]
     nvml.fail("nvmlDeviceGetTotalEnergyConsumption", first=calls + 2, delay=2.5)
     with meter.window(cap=0.1) as window:
@@ -342,7 +342,7 @@ def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
 def test_a_source_that_hangs_when_it_is_tried(nvml: Simulation) -> None:
     """So does the meter's opening end, and no other source is tried: they would hang as well."""
     nvml.fail("nvmlDeviceGetTotalEnergyConsumption", delay=4.0)
-    meter = nvml_meter(Identity(0), {}, library=Library(timeout=0.2))
+    meter = nvml_meter(DeviceIdentity(0), {}, library=Library(timeout=0.2))
     assert meter.kind is SourceKind.NONE
     assert "gave no answer" in meter.why
     assert nvml.calls().get("nvmlDeviceGetPowerUsage", 0) == 0
@@ -365,7 +365,7 @@ def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: V
 def test_in_real_time(nvml: Simulation) -> None:
     """A thread, the host's clock, and a workload that holds the interpreter: within what it says it may be off."""
     nvml.state.device[0].period_ns = 10_000_000
-    with nvml_meter(Identity(0), {}, library=Library()) as meter, meter.window(cap=60.0) as window:
+    with nvml_meter(DeviceIdentity(0), {}, library=Library()) as meter, meter.window(cap=60.0) as window:
         while not window.enough:
             sum(range(1000))
     energy = window.energy

@@ -10,7 +10,7 @@ import pytest
 from fp8bench.measure.sensors.energy import Energy
 from fp8bench.measure.sensors.meter import nvml_meter
 from fp8bench.measure.sensors.nvml_library import Library
-from fp8bench.measure.sensors.nvml_match import Identity
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.model.readings import Read, Reading, Unavailable, grown
 from tests.measure.sensors.nvml.library import GIGABYTE, Simulation
 from tests.measure.sensors.virtual import VirtualClock
@@ -57,7 +57,7 @@ def run(nvml: Simulation) -> dict[str, Read | Energy]:
     clock = VirtualClock(nvml.state)
     instance = nvml.state.device[0].instance[0].uuid.decode()
     said: dict[str, Read | Energy] = {}
-    with nvml_meter(Identity(0, uuid=instance), {}, clock, Library(timeout=60.0)) as meter:
+    with nvml_meter(DeviceIdentity(0, uuid=instance), {}, clock, Library(timeout=60.0)) as meter:
         said["kind"] = Reading(meter.kind, "", "")
         said |= meter.device.facts()
         before = meter.device.violations()

@@ -12,7 +12,7 @@ import pytest
 from fp8bench.measure.sensors.energy import Energy
 from fp8bench.measure.sensors.meter import Meter, nvml_meter
 from fp8bench.measure.sensors.nvml_library import Library
-from fp8bench.measure.sensors.nvml_match import Identity
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.model.readings import Reading
 from fp8bench.worker import host_counters as host
 from tests.counts import counts
@@ -60,7 +60,7 @@ def test_openings(nvml: Simulation, clock: VirtualClock) -> None:
     threads, files, _ = held()
     library = Library()
     for number in range(300):
-        with nvml_meter(Identity(0, uuid="" if number % 3 else "GPU-none"), {}, clock, library) as meter:
+        with nvml_meter(DeviceIdentity(0, uuid="" if number % 3 else "GPU-none"), {}, clock, library) as meter:
             meter.device.state()
     assert held()[:2] == (threads, files)
     assert nvml.state.inits == nvml.state.shutdowns == 300

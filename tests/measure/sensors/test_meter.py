@@ -11,7 +11,7 @@ from fp8bench.measure.sensors import meter as opening
 from fp8bench.measure.sensors.energy import Energy
 from fp8bench.measure.sensors.meter import meter_for, nvml_meter, rapl_meter
 from fp8bench.measure.sensors.nvml_library import Library
-from fp8bench.measure.sensors.nvml_match import Identity
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.model import DeviceFacts
 from fp8bench.model.readings import Reading, Unavailable
@@ -97,11 +97,11 @@ def test_mig_instances_that_share_a_gpu_have_no_energy_of_their_own(
     device = nvml.state.device[0]
     nvml.split(device, 2)
     uuid = device.instance[0].uuid.decode()
-    with nvml_meter(Identity(0, uuid=uuid), {}, clock, library) as meter:
+    with nvml_meter(DeviceIdentity(0, uuid=uuid), {}, clock, library) as meter:
         assert meter.idle() == Unavailable("2 MIG instances share the GPU, and its energy is known as a whole only")
         assert isinstance(meter.device.state()["sm_clock"], Reading)
     nvml.split(device, 1)
-    with nvml_meter(Identity(0, uuid=uuid), {}, clock, library) as meter:
+    with nvml_meter(DeviceIdentity(0, uuid=uuid), {}, clock, library) as meter:
         assert isinstance(meter.idle(), Energy)
 
 

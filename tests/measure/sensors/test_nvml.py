@@ -12,7 +12,7 @@ import pytest
 
 from fp8bench.measure.sensors.nvml import NvmlDevice
 from fp8bench.measure.sensors.nvml_library import Library
-from fp8bench.measure.sensors.nvml_match import Identity
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.model.readings import NoReading, Reading, Unavailable, grown
 from tests.measure.sensors.nvml.library import GIGABYTE, Simulation, pci_of, uuid_of
 from tests.measure.sensors.test_nvml_library import left_behind
@@ -113,7 +113,7 @@ def test_one_value_that_fails_takes_no_other_with_it(nvml: Simulation, device: N
 
 def test_a_value_that_hangs_takes_those_behind_it_with_it(nvml: Simulation) -> None:
     """What was said before stays."""
-    device = NvmlDevice(Identity(0), {}, Library(timeout=1.0))
+    device = NvmlDevice(DeviceIdentity(0), {}, Library(timeout=1.0))
     nvml.fail("nvmlDeviceGetVbiosVersion", delay=2.5)
     facts = device.facts()
     assert isinstance(facts["name"], Reading)
@@ -135,26 +135,26 @@ def test_a_device_that_is_lost(nvml: Simulation, device: NvmlDevice) -> None:
 def test_a_lost_neighbour_does_not_hide_a_device(nvml: Simulation, library: Library) -> None:
     nvml.add("Second GPU", 2)
     nvml.state.device[0].lost_at_ns = 0
-    device = NvmlDevice(Identity(0, uuid=uuid_of(2)), {}, library)
+    device = NvmlDevice(DeviceIdentity(0, uuid=uuid_of(2)), {}, library)
     assert values(device.facts())["name"] == ("Second GPU", "")
     device.close()
     nvml.state.device[1].lost_at_ns = 0
     with pytest.raises(NoReading, match="the GPU is lost"):
-        NvmlDevice(Identity(0, uuid=uuid_of(2)), {}, library)
+        NvmlDevice(DeviceIdentity(0, uuid=uuid_of(2)), {}, library)
     assert nvml.state.inits == nvml.state.shutdowns == 2
 
 
 @pytest.mark.parametrize(
     ("identity", "environ"),
     [
-        (Identity(0, uuid=uuid_of(3).removeprefix("GPU-")), {}),
-        (Identity(0, pci=pci_of(3)), {}),
-        (Identity(1), {"CUDA_VISIBLE_DEVICES": f"{uuid_of(1)[:12]},{uuid_of(3)[:12]}"}),
-        (Identity(0), {"CUDA_VISIBLE_DEVICES": "2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}),
+        (DeviceIdentity(0, uuid=uuid_of(3).removeprefix("GPU-")), {}),
+        (DeviceIdentity(0, pci=pci_of(3)), {}),
+        (DeviceIdentity(1), {"CUDA_VISIBLE_DEVICES": f"{uuid_of(1)[:12]},{uuid_of(3)[:12]}"}),
+        (DeviceIdentity(0), {"CUDA_VISIBLE_DEVICES": "2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}),
     ],
 )
 def test_a_device_is_found_whatever_its_index(
-    nvml: Simulation, library: Library, identity: Identity, environ: dict[str, str]
+    nvml: Simulation, library: Library, identity: DeviceIdentity, environ: dict[str, str]
 ) -> None:
     """Its handle is fetched once."""
     nvml.reset()
@@ -207,7 +207,7 @@ def test_a_mig_instance(nvml: Simulation, library: Library) -> None:
     one = nvml.state.device[0]
     nvml.split(one, 3)
     uuid = one.instance[1].uuid.decode()
-    device = NvmlDevice(Identity(0, uuid=uuid), {}, library)
+    device = NvmlDevice(DeviceIdentity(0, uuid=uuid), {}, library)
     assert device.shared_by == 3
     facts, state = values(device.facts()), values(device.state())
     assert (facts["uuid"], facts["mig"], facts["memory_total"]) == ((uuid, ""), ("on", ""), (10 * GIGABYTE, "B"))
@@ -220,9 +220,9 @@ def test_an_old_driver(nvml: Simulation, old_driver: Path) -> None:
     """Symbols that it lacks: older functions answer, or the reason says what is missing."""
     script = (
         "import json\n"
-        "from fp8bench.measure.sensors.nvml_match import Identity\n"
+        "from fp8bench.measure.sensors.nvml_match import DeviceIdentity\n"
         "from fp8bench.measure.sensors.nvml import NvmlDevice\n"
-        "device = NvmlDevice(Identity(0), {})\n"
+        "device = NvmlDevice(DeviceIdentity(0), {})\n"
         "reads = {**device.facts(), **device.state(), **device.violations(), 'process': device.process_memory()}\n"
         "device.close()\n"
         "print(json.dumps({name: getattr(read, 'source', None) or read.reason for name, read in reads.items()}))\n"

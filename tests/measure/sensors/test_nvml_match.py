@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8bench.measure.sensors.nvml_match import Identity, Instance, Listed, match
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity, Instance, Listed, match
 from fp8bench.model.readings import NoReading
 
 A = Listed("GPU-aaaa1111-0000-4000-8000-000000000001", "00000000:07:00.0")
@@ -19,24 +19,26 @@ NOT_KNOWN = "CUDA may count them in another order"
 @pytest.mark.parametrize(
     ("identity", "expected"),
     [
-        (Identity(0, uuid="aaaa2222-0000-4000-8000-000000000002"), B),
-        (Identity(0, uuid="GPU-AAAA2222-0000-4000-8000-000000000002"), B),
-        (Identity(0, pci="00000000:4C:00"), B),
-        (Identity(0, pci="0000:4c:00.0"), B),
-        (Identity(0, pci="4c:00.0"), B),
+        (DeviceIdentity(0, uuid="aaaa2222-0000-4000-8000-000000000002"), B),
+        (DeviceIdentity(0, uuid="GPU-AAAA2222-0000-4000-8000-000000000002"), B),
+        (DeviceIdentity(0, pci="00000000:4C:00"), B),
+        (DeviceIdentity(0, pci="0000:4c:00.0"), B),
+        (DeviceIdentity(0, pci="4c:00.0"), B),
         # Virtual devices have a UUID of zeros.
-        (Identity(0, uuid="00000000-0000-0000-0000-000000000000", pci="0:4C:0"), B),
+        (DeviceIdentity(0, uuid="00000000-0000-0000-0000-000000000000", pci="0:4C:0"), B),
         # A UUID that is not listed, but an address that is.
-        (Identity(0, uuid="GPU-ffff", pci="0:4C:0"), B),
+        (DeviceIdentity(0, uuid="GPU-ffff", pci="0:4C:0"), B),
     ],
 )
-def test_by_what_cuda_says(identity: Identity, expected: Listed) -> None:
+def test_by_what_cuda_says(identity: DeviceIdentity, expected: Listed) -> None:
     """CUDA's first device is NVML's second here."""
     assert match(identity, ALL, {}).device is expected
 
 
-@pytest.mark.parametrize("identity", [Identity(0, uuid="GPU-ffff"), Identity(0, pci="0:99:0"), Identity(0, pci="x")])
-def test_a_device_that_nvml_does_not_list(identity: Identity) -> None:
+@pytest.mark.parametrize(
+    "identity", [DeviceIdentity(0, uuid="GPU-ffff"), DeviceIdentity(0, pci="0:99:0"), DeviceIdentity(0, pci="x")]
+)
+def test_a_device_that_nvml_does_not_list(identity: DeviceIdentity) -> None:
     """The index does not help out."""
     with pytest.raises(NoReading, match="NVML lists no device with UUID"):
         match(identity, ALL, {})
@@ -54,7 +56,7 @@ def test_a_device_that_nvml_does_not_list(identity: Identity) -> None:
 def test_by_what_is_visible(index: int, environ: dict[str, str], expected: Listed) -> None:
     """Prefixes of UUIDs name a device; indices do where CUDA counts as NVML does."""
     # NVML's own order does not matter.
-    assert match(Identity(index), (SPLIT, B, A), environ).device is expected
+    assert match(DeviceIdentity(index), (SPLIT, B, A), environ).device is expected
 
 
 @pytest.mark.parametrize(
@@ -72,34 +74,34 @@ def test_by_what_is_visible(index: int, environ: dict[str, str], expected: Liste
 )
 def test_what_cannot_be_told_is_not_guessed(index: int, environ: dict[str, str], why: str) -> None:
     with pytest.raises(NoReading, match=why):
-        match(Identity(index), ALL, environ)
+        match(DeviceIdentity(index), ALL, environ)
 
 
 def test_one_device_is_the_one() -> None:
     """There is nothing else that CUDA could mean, unless it means a second one."""
-    assert match(Identity(0), (A,), {}).device is A
-    assert match(Identity(0), (A,), {"CUDA_VISIBLE_DEVICES": "0"}).device is A
+    assert match(DeviceIdentity(0), (A,), {}).device is A
+    assert match(DeviceIdentity(0), (A,), {"CUDA_VISIBLE_DEVICES": "0"}).device is A
     with pytest.raises(NoReading, match=NOT_KNOWN):
-        match(Identity(1), (A,), {})
+        match(DeviceIdentity(1), (A,), {})
     with pytest.raises(NoReading, match="NVML lists no device"):
-        match(Identity(0), (), {})
+        match(DeviceIdentity(0), (), {})
 
 
 @pytest.mark.parametrize(
     ("identity", "environ", "instance"),
     [
         # CUDA may give an instance's UUID, or that of the whole device.
-        (Identity(0, uuid="22222222-0000-4000-8000-000000000002"), {}, SECOND),
-        (Identity(0, uuid=SPLIT.uuid), {"CUDA_VISIBLE_DEVICES": SECOND.uuid}, SECOND),
-        (Identity(0, uuid=SPLIT.uuid), {"CUDA_VISIBLE_DEVICES": f"MIG-{SPLIT.uuid}/7/0"}, FIRST),
-        (Identity(0), {"CUDA_VISIBLE_DEVICES": "MIG-2222"}, SECOND),
+        (DeviceIdentity(0, uuid="22222222-0000-4000-8000-000000000002"), {}, SECOND),
+        (DeviceIdentity(0, uuid=SPLIT.uuid), {"CUDA_VISIBLE_DEVICES": SECOND.uuid}, SECOND),
+        (DeviceIdentity(0, uuid=SPLIT.uuid), {"CUDA_VISIBLE_DEVICES": f"MIG-{SPLIT.uuid}/7/0"}, FIRST),
+        (DeviceIdentity(0), {"CUDA_VISIBLE_DEVICES": "MIG-2222"}, SECOND),
         # CUDA takes one of the instances, and nobody knows which.
-        (Identity(0, uuid=SPLIT.uuid), {}, None),
-        (Identity(0, uuid=SPLIT.uuid), {"CUDA_VISIBLE_DEVICES": "2"}, None),
-        (Identity(0, uuid=SPLIT.uuid), {"CUDA_VISIBLE_DEVICES": "MIG-9999"}, None),
+        (DeviceIdentity(0, uuid=SPLIT.uuid), {}, None),
+        (DeviceIdentity(0, uuid=SPLIT.uuid), {"CUDA_VISIBLE_DEVICES": "2"}, None),
+        (DeviceIdentity(0, uuid=SPLIT.uuid), {"CUDA_VISIBLE_DEVICES": "MIG-9999"}, None),
     ],
 )
-def test_mig(identity: Identity, environ: dict[str, str], instance: Instance | None) -> None:
+def test_mig(identity: DeviceIdentity, environ: dict[str, str], instance: Instance | None) -> None:
     """The device is the whole one, and the instance the one that runs."""
     found = match(identity, ALL, environ)
     assert (found.device, found.instance) == (SPLIT, instance)
@@ -107,4 +109,4 @@ def test_mig(identity: Identity, environ: dict[str, str], instance: Instance | N
 
 def test_the_only_instance_is_the_one() -> None:
     alone = Listed(SPLIT.uuid, SPLIT.pci, True, (SECOND,))
-    assert match(Identity(0, uuid=SPLIT.uuid), (alone,), {}).instance is SECOND
+    assert match(DeviceIdentity(0, uuid=SPLIT.uuid), (alone,), {}).instance is SECOND

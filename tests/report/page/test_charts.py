@@ -7,11 +7,23 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.report.elements import AnyChart, Axis, Bars, Heat, Mark, Scatter, Stacks, Strips, Table, Tone, Waterfall
+from fp8bench.report.elements import (
+    AnyChart,
+    Bars,
+    ChartAxis,
+    Heat,
+    Mark,
+    Scatter,
+    Stacks,
+    Strips,
+    Table,
+    Tone,
+    Waterfall,
+)
 from fp8bench.report.page.charts import numbers_table, stacked, worth_drawing
 from tests.pages import bars, charts
 
-S = Axis("time", "s")
+S = ChartAxis("time", "s")
 
 
 def texts(table: Table) -> list[list[str]]:
@@ -51,9 +63,9 @@ def test_scatter() -> None:
 
 def test_stacks_and_heat() -> None:
     """Rows and columns as they are drawn; what there is none of is a dash; hints stay with their fields."""
-    stacks = Stacks("a", "A", "", Axis("share"), ("one", "two"), (("x", (1.0, math.inf)),))
+    stacks = Stacks("a", "A", "", ChartAxis("share"), ("one", "two"), (("x", (1.0, math.inf)),))
     assert texts(numbers_table(stacks)) == [["case", "one", "two"], ["x", "1.00", "inf"]]
-    heat = Heat("a", "A", "", ("r",), ("c", "d"), ((1.5, None),), Axis("ratio", "x"), hints=(("why", ""),))
+    heat = Heat("a", "A", "", ("r",), ("c", "d"), ((1.5, None),), ChartAxis("ratio", "x"), hints=(("why", ""),))
     table = numbers_table(heat)
     assert texts(table) == [["", "c", "d"], ["r", "1.500x", "-"]] and table.rows[0][1].hint == "why"
 
@@ -76,7 +88,7 @@ def test_strips() -> None:
         ("none", (), Tone.PLAIN),
         ("broken", (math.nan, math.inf), Tone.BAD),
     )
-    table = numbers_table(Strips("a", "A", "", Axis("time"), rows))
+    table = numbers_table(Strips("a", "A", "", ChartAxis("time"), rows))
     assert texts(table)[1:] == [
         ["five", "5", "1.00", "2.00", "3.00", "4.00", "5.00"],
         ["one", "1", *["7.00"] * 5],
@@ -88,7 +100,12 @@ def test_strips() -> None:
 def test_a_part_that_no_row_has_is_no_column() -> None:
     """Nor is it in the legend: whole pages share one order of phases, and with it their colours."""
     chart = Stacks(
-        "c", "Title", "words", Axis("time", "s"), ("a", "b", "c"), (("one", (1.0, 0.0, 0.0)), ("two", (2.0, 0.0, 3.0)))
+        "c",
+        "Title",
+        "words",
+        ChartAxis("time", "s"),
+        ("a", "b", "c"),
+        (("one", (1.0, 0.0, 0.0)), ("two", (2.0, 0.0, 3.0))),
     )
     assert chart.present == (0, 2)
     assert [column.title for column in numbers_table(chart).columns] == ["case", "a", "c"]
@@ -106,7 +123,7 @@ def test_a_waterfall() -> None:
 def test_what_is_worth_drawing() -> None:
     """Three points, in more than one column: of the page by hand all charts but the one of two commits."""
     assert [worth_drawing(chart) for chart in charts()] == [True, True, True, True, False, True, True]
-    two, ratio = bars().groups[0][1][:2], Axis("speed-up", "x")
+    two, ratio = bars().groups[0][1][:2], ChartAxis("speed-up", "x")
     assert not worth_drawing(replace(bars(), groups=(("", two),)))
     assert not worth_drawing(Heat("a", "A", "", ("r", "s", "t"), ("c",), ((1.0,), (2.0,), (3.0,)), ratio, ()))
     assert not worth_drawing(Waterfall("a", "A", "", ratio, ("b", 1.0), (Mark("c", 1.0),), ("d", 2.0)))
@@ -114,10 +131,10 @@ def test_what_is_worth_drawing() -> None:
 
 def test_stacks_far_apart_are_shares() -> None:
     """In seconds the parts of the short one would be a line; labels say how long each is."""
-    axis = Axis("time", "s")
+    axis = ChartAxis("time", "s")
     parts, halves = {"p": "p", "q": "q"}, {"p": 1.0, "q": 1.0}
     near = stacked("n", "N", "", axis, "share", parts, (("a", 2.0, halves), ("b", 4.0, {"p": 4.0})))
     assert (near.axis, near.rows) == (axis, (("a", (1.0, 1.0)), ("b", (4.0, 0.0))))
     far = stacked("n", "N", "", axis, "share", parts, (("a", 2.0, halves), ("b", 40.0, {"p": 40.0})))
-    assert far.axis == Axis("share", "%")
+    assert far.axis == ChartAxis("share", "%")
     assert far.rows == (("a, 2.00 s", (50.0, 50.0)), ("b, 40.0 s", (100.0, 0.0)))

@@ -9,7 +9,7 @@ import pytest
 from fp8bench.model import EnergyUse, Label, PhaseEnergy
 from fp8bench.model.specs import STEP
 from fp8bench.report.data.run import TidyRow, rows, widened
-from fp8bench.report.elements import Axis, Bars, Items, Stacks, Table, Text, Tone
+from fp8bench.report.elements import Bars, ChartAxis, Items, Stacks, Table, Text, Tone
 from fp8bench.report.page import html
 from fp8bench.report.page.section import page_of
 from fp8bench.report.panels import panels_of
@@ -54,7 +54,11 @@ def test_the_source_is_named() -> None:
 def test_bars_are_idling_and_what_comes_on_top() -> None:
     """Emulations in a chart of their own; without an idle power a bar is in one piece."""
     energy, cost = of_kind(part("energy", with_energy(fp8=replace(use((3.0,) * 3), idle_before=None))), Stacks)[:2]
-    assert energy.axis == Axis("energy of a step", "J") and energy.parts == ("beyond idling", "idling", "not split")
+    assert energy.axis == ChartAxis("energy of a step", "J") and energy.parts == (
+        "beyond idling",
+        "idling",
+        "not split",
+    )
     rows = dict(energy.rows)
     assert list(rows) == ["fp32", "bf16", "fp8"] and list(dict(cost.rows)) == ["nvfp4"]
     assert rows["bf16"] == pytest.approx((1.3916, 0.5084, 0.0)) and rows["fp8"] == pytest.approx((0.0, 0.0, 3.0))

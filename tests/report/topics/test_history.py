@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import Environment
-from fp8bench.report.elements import Axis, Lines, Table, Text, Tone
+from fp8bench.report.elements import ChartAxis, Lines, Table, Text, Tone
 from fp8bench.report.page.section import PastFigure, PastSeries
 from fp8bench.report.topics.history import NONE_YET
 from tests.materials import Made, of_kind, part
@@ -38,7 +38,7 @@ def test_a_line_for_each_precision_over_its_oldest_figure() -> None:
     bf16 = series("bf16", figure(2, 0.01), figure(3, 0.005))
     (lines,) = of_kind(part("history", at_commit(), past=(fp32, bf16)), Lines)
     assert lines.places == ("11111111", "22222222", "33333333")
-    assert lines.axis == Axis("time over that of the oldest commit", "x")
+    assert lines.axis == ChartAxis("time over that of the oldest commit", "x")
     values = {name: [mark and mark.value for mark in marks] for name, marks in lines.series}
     assert values == {"fp32": [1.0, None, pytest.approx(1.5)], "bf16": [None, 1.0, pytest.approx(0.5)]}
     last = lines.series[0][1][2]

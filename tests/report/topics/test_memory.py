@@ -9,7 +9,7 @@ import pytest
 
 from fp8bench.model import Capacity, Finding, MemoryRole, MemoryUse, PhaseMemory, Record, Run, Status
 from fp8bench.report.data.run import rows, widened
-from fp8bench.report.elements import Axis, Bars, Items, Stacks, Table, Text, Tone
+from fp8bench.report.elements import Bars, ChartAxis, Items, Stacks, Table, Text, Tone
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal.run import render
 from fp8bench.report.topics.memory import capacity, highest_in, sentences
@@ -223,7 +223,7 @@ def with_memory(*peaks: int) -> Made:
 
 def test_bars_of_every_case() -> None:
     (bars,) = of_kind(part("memory", transformer()), Bars)
-    assert bars.axis == Axis("peak memory", "B")
+    assert bars.axis == ChartAxis("peak memory", "B")
     ((heading, marks),) = bars.groups
     assert heading == "" and [(one.label, one.value) for one in marks] == [
         ("bf16", 300 * MIB), ("fp16", 200 * MIB), ("fp8 (emulated)", 345 * MIB),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import Finding, LayerScale, Record, Run, TensorStatistics
-from fp8bench.report.elements import Axis, Bars, Table, Text, Tone
+from fp8bench.report.elements import Bars, ChartAxis, Table, Text, Tone
 from fp8bench.report.page.section import MOST_ROWS
 from fp8bench.report.terminal.run import render
 from fp8bench.report.words import legend
@@ -25,7 +25,7 @@ def texts(table: Table) -> list[list[str]]:
 
 def test_the_main_error_as_bars_on_a_logarithmic_axis() -> None:
     (bars,) = of_kind(part("numbers", transformer()), Bars)
-    assert bars.axis == Axis("gradient_error", log=True) and bars.title == "transformer: gradient_error"
+    assert bars.axis == ChartAxis("gradient_error", log=True) and bars.title == "transformer: gradient_error"
     assert [(one.label, one.value) for one in bars.groups[0][1]] == [
         ("bf16", 3.1e-3),
         ("fp16", 4.2e-4),

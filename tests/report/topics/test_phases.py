@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import CELL_PHASES, Finding, Label, Verdict
-from fp8bench.report.elements import Axis, Stacks, Text, Tone
-from fp8bench.report.topics.phases import COMPILED, Change, change_of, is_mixed, phase_clauses
+from fp8bench.report.elements import ChartAxis, Stacks, Text, Tone
+from fp8bench.report.topics.phases import COMPILED, PhaseChange, change_of, is_mixed, phase_clauses
 from fp8bench.report.words.legend import PHASE_WORDS
 from tests.materials import of_kind, part, recased, shapes
 from tests.runs import case, gemm, transformer
@@ -61,14 +61,14 @@ def test_clauses(own: Finding, base: Finding, clauses: str) -> None:
 @pytest.mark.parametrize(
     ("own", "base", "change"),
     [
-        (1.0, 1.04, Change.SAME),
-        (1.0, 1.06, Change.GAINS),
-        (1.06, 1.0, Change.LOSES),
-        (1.0, 0.0, Change.NEW),
-        (0.0, 1.0, Change.GONE),
+        (1.0, 1.04, PhaseChange.SAME),
+        (1.0, 1.06, PhaseChange.GAINS),
+        (1.06, 1.0, PhaseChange.LOSES),
+        (1.0, 0.0, PhaseChange.NEW),
+        (0.0, 1.0, PhaseChange.GONE),
     ],
 )
-def test_a_change_is_more_than_five_percent(own: float, base: float, change: Change) -> None:
+def test_a_change_is_more_than_five_percent(own: float, base: float, change: PhaseChange) -> None:
     assert change_of(own, base) is change
 
 
@@ -85,7 +85,7 @@ def test_every_phase_has_words() -> None:
 def test_native_cases_and_emulations_have_charts_of_their_own() -> None:
     """Seconds of each phase, casts and what is unattributed among them; an emulation's time is a cost."""
     native, cost = of_kind(part("phases", transformer()), Stacks)
-    assert native.parts == cost.parts == PARTS and native.axis == Axis("best case of a step", "s")
+    assert native.parts == cost.parts == PARTS and native.axis == ChartAxis("best case of a step", "s")
     assert [label for label, _ in native.rows] == ["bf16", "fp16"] and [label for label, _ in cost.rows] == ["fp8"]
     assert native.rows[0][1] == pytest.approx((2.43e-8, 0, 0.01215, 2.43e-3, 1.215e-3, 2.43e-3, 4.86e-3, 1.2149757e-3))
     assert native.rows[1][1] == pytest.approx((0, 2.49e-4, 0.01245, 2.49e-3, 1.245e-3, 2.49e-3, 4.98e-3, 9.96e-4))
@@ -102,7 +102,7 @@ def test_which_phase_takes_most_is_said() -> None:
 def test_steps_of_very_different_length_are_shares() -> None:
     """206 us beside 3.05 ms: in seconds the phases of the short one would be a line. Labels say how long a step is."""
     native, _ = of_kind(part("phases", gemm()), Stacks)
-    assert native.axis == Axis("share of the step", "%") and native.parts == ("cast", "gemm", "unattributed")
+    assert native.axis == ChartAxis("share of the step", "%") and native.parts == ("cast", "gemm", "unattributed")
     assert native.rows[0] == ("m=256 n=256 k=256 fp32, 412 us", pytest.approx((0, 97, 3)))
     assert native.rows[1] == ("m=256 n=256 k=256 bf16, 206 us", pytest.approx((10, 87, 3)))
     assert len(native.rows) == 6 and native.description == "gemm takes most of every step, 87% to 97%."

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import Finding, Label, Record, Segments, SlotSample, Status, Timing, Verdict
-from fp8bench.report.elements import Axis, Items, Strips, Text, Tone
+from fp8bench.report.elements import ChartAxis, Items, Strips, Text, Tone
 from tests.materials import Made, built, many, of_kind, part
 from tests.runs import EMULATED, NATIVE, case, measured, run_of
 
@@ -33,7 +33,7 @@ def made(*rounds: tuple[str, tuple[int, ...], tuple[Label, ...]]) -> Made:
 def test_each_round_is_a_distance_from_the_median() -> None:
     """The fastest call of a round counts: 90, 100 and 130 us are -10, 0 and 30 percent."""
     (strips,) = of_kind(part("samples", made(("fp32", (100, 90, 130), ()))), Strips)
-    assert strips.axis == Axis("distance from the case's median", "%")
+    assert strips.axis == ChartAxis("distance from the case's median", "%")
     ((label, values, tone),) = strips.rows
     assert (label, tone) == ("gemm fp32", Tone.PLAIN) and values == pytest.approx((0, -10, 30))
 

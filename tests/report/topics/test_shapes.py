@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp8bench.model import Label, Scalar
-from fp8bench.report.elements import Axis, Heat
+from fp8bench.report.elements import ChartAxis, Heat
 from tests.materials import Made, of_kind, part, shapes
 from tests.runs import gemm
 
@@ -26,7 +26,7 @@ def test_rows_are_sizes_of_the_output_and_columns_what_is_contracted() -> None:
     found = heat(shapes(*mnk((512, 64, 16), (512, 64, 32), (256, 64, 32))))
     assert found.rows == ("m=256", "m=512") and found.columns == ("k=16", "k=32")
     assert found.values == ((None, pytest.approx(4.0)), (pytest.approx(2.0), pytest.approx(3.0)))
-    assert found.axis == Axis("speed-up", "x")
+    assert found.axis == ChartAxis("speed-up", "x")
     assert found.title == "gemm, bf16: speed-up over fp32 by shape"
 
 

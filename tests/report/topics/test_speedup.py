@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from fp8bench.model import Interval, Label, SustainedTurn, Verdict
-from fp8bench.report.elements import Bars, Mark, Point, Scatter, Table, Tone
+from fp8bench.report.elements import Bars, ChartPoint, Mark, Scatter, Table, Tone
 from fp8bench.report.page.drawing.limits import BARS
 from tests.materials import Made, built, emulated_with_a_ratio, of_kind, part, recased, with_errors
 from tests.runs import NATIVE, gemm, judged, transformer
@@ -100,9 +100,9 @@ def test_each_case_has_a_place() -> None:
     (chart,) = scatters(gemm())
     assert (chart.title, chart.x.unit, chart.y.log) == ("Speed-up against product_error: gemm", "x", True)
     assert chart.points[:3] == (
-        Point("fp32", "m=256 n=256 k=256", 1.0, 2.3e-7, hint="1.00x, error 2.3e-07"),
-        Point("bf16", "m=256 n=256 k=256", 1 / 0.512, 2.4e-3, Tone.GOOD, "1.95x, error 2.4e-03"),
-        Point("fp8", "m=256 n=256 k=256", None, 3.7e-2, Tone.DOUBT, "error 3.7e-02; emulated: no speed"),
+        ChartPoint("fp32", "m=256 n=256 k=256", 1.0, 2.3e-7, hint="1.00x, error 2.3e-07"),
+        ChartPoint("bf16", "m=256 n=256 k=256", 1 / 0.512, 2.4e-3, Tone.GOOD, "1.95x, error 2.4e-03"),
+        ChartPoint("fp8", "m=256 n=256 k=256", None, 3.7e-2, Tone.DOUBT, "error 3.7e-02; emulated: no speed"),
     )
     assert chart.margin == "emulated: no speed"
     assert chart.description == "8 cases. product_error: fp32 2.3e-07, bf16 2.4e-03 and fp8 3.7e-02."

@@ -19,9 +19,9 @@ from fp8bench.model.raw import StateCheck
 from fp8bench.protocols import Device, Phases, Precision, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.faults import Fault, described
+from fp8bench.worker.faults import PlantedFault, described
 from fp8bench.worker.main import main
-from fp8bench.worker.memory_pass import Make, Prepared, Told, memory_of_step, try_batch, watch_of
+from fp8bench.worker.memory_pass import Make, PreparedMemory, Told, memory_of_step, try_batch, watch_of
 from fp8bench.worker.step_guards import aside
 from fp8bench.worker.switches import unchanged, under
 
@@ -64,7 +64,7 @@ class Lab(Bench):
     def _forget(self, task: SeedTask) -> Device:
         """All of the seed before; what comes is of that task."""
         self._trainers: dict[str, Trainer] = {}
-        self._unbuilt: dict[str, Fault] = {}
+        self._unbuilt: dict[str, PlantedFault] = {}
         gc.collect()
         self._task = task
         device = self._selected(task.facts)
@@ -200,10 +200,10 @@ def made_alone(task: SeedTask, arm: Arm) -> Make:
     """How an arm is made that nobody watches: readings of tensors take memory, too, every so many steps."""
     from fp8bench.features.train.lab.trainer import Trainer
 
-    def make(told: Told | None) -> Callable[[], Prepared]:
-        def prepare() -> Prepared:
+    def make(told: Told | None) -> Callable[[], PreparedMemory]:
+        def prepare() -> PreparedMemory:
             trainer = Trainer(task, arm, None if told is None else watch_of(told))
-            return Prepared(trainer, lambda phase: another_step(trainer, phase))
+            return PreparedMemory(trainer, lambda phase: another_step(trainer, phase))
 
         return prepare
 

@@ -20,7 +20,7 @@ from fp8bench.features.train.values import (
     TrainingEvent,
 )
 from fp8bench.features.train.verdicts.curves import Curve, Gap, Key, curves_of
-from fp8bench.features.train.verdicts.verdicts import ArmVerdict, Verdicts
+from fp8bench.features.train.verdicts.verdicts import ArmVerdict, TrainingVerdicts
 from fp8bench.model import Capacity, EnergyUse, Interval
 
 
@@ -47,7 +47,7 @@ class ArmSummary:
 
 
 def summaries_of(
-    kept: KeptTraining, found: Verdicts, curves: Mapping[Key, Curve] | None = None
+    kept: KeptTraining, found: TrainingVerdicts, curves: Mapping[Key, Curve] | None = None
 ) -> tuple[ArmSummary, ...]:
     """Of every arm, in their order. `curves` are those of its lines, for who has them."""
     curves = curves_of(kept.lines, kept.training.request.steps) if curves is None else curves
@@ -88,7 +88,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def figures_of(summary: ArmSummary, found: Verdicts) -> dict[str, float | None]:
+def figures_of(summary: ArmSummary, found: TrainingVerdicts) -> dict[str, float | None]:
     """All numbers by their names. Gaps are shares, each with its interval of 95%, 'gap_deciding' with that of 99%.
 
     A band stands with the arm that makes it.
@@ -120,7 +120,7 @@ def _interval(name: str, found: Interval | None) -> dict[str, float | None]:
     return {name: point, f"{name}_low": low, f"{name}_high": high}
 
 
-def _band(arm: Arm, found: Verdicts) -> dict[str, float | None]:
+def _band(arm: Arm, found: TrainingVerdicts) -> dict[str, float | None]:
     if arm.role is ArmRole.OTHER_SEED and found.seed_band is not None:
         return {"seed_band": found.seed_band.deviation, "seed_band_largest": found.seed_band.largest}
     if arm.role is ArmRole.REPEAT and found.repeat_band is not None:
@@ -145,12 +145,12 @@ class TrainedEnergy:
     why: str = ""
 
 
-def energies_of(kept: KeptTraining, found: Verdicts) -> dict[str, TrainedEnergy]:
+def energies_of(kept: KeptTraining, found: TrainingVerdicts) -> dict[str, TrainedEnergy]:
     uses = {cost.arm: cost.energy for cost in kept.of(ArmCost) if cost.energy is not None}
     return {arm: _energy(arm, uses, found) for arm in uses}
 
 
-def _energy(arm: str, uses: Mapping[str, EnergyUse], found: Verdicts) -> TrainedEnergy:
+def _energy(arm: str, uses: Mapping[str, EnergyUse], found: TrainingVerdicts) -> TrainedEnergy:
     own, reference, said = uses[arm], uses.get(found.reference), found.of(arm)
     samples = energy_samples(own)
     if not samples:

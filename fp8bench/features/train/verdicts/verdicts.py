@@ -89,7 +89,7 @@ class RepeatBand:
 
 
 @dataclass(frozen=True)
-class Verdicts:
+class TrainingVerdicts:
     """All that is said of how a training's arms learned. `falls` are those of the reference by seed."""
 
     reference: str
@@ -111,7 +111,7 @@ def least_fall(margin: float) -> float:
     return max(_LEAST_FALL, margin / (margin + _LOST))
 
 
-def verdicts_of(training: Training, lines: Iterable[StreamLine]) -> Verdicts:
+def verdicts_of(training: Training, lines: Iterable[StreamLine]) -> TrainingVerdicts:
     request = training.request
     curves = curves_of(lines, request.steps)
     seeds = tuple(range(request.seed, request.seed + request.seeds))
@@ -125,7 +125,7 @@ def verdicts_of(training: Training, lines: Iterable[StreamLine]) -> Verdicts:
         (own[seed], curves[arm.name, seed])
         for arm in arms[ArmRole.REPEAT] for seed in seeds if (arm.name, seed) in curves
     ]  # fmt: skip
-    return Verdicts(
+    return TrainingVerdicts(
         reference.name, request.margin, seeds, least, {seed: curve.fall for seed, curve in own.items() if curve.rows},
         tuple(_of_arm(reference, arm, own, curves, request.margin, learned) for arm in arms[ArmRole.CANDIDATE]),
         SeedBand(tuple(others)) if others else None,

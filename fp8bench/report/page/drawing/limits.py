@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from fp8bench.report.elements import Bars, Heat, Mark, Point, Scatter, Stacks, Strips
+from fp8bench.report.elements import Bars, ChartPoint, Heat, Mark, Scatter, Stacks, Strips
 from fp8bench.report.panels import together
 
 BARS = 25
@@ -65,7 +65,7 @@ def cells_drawn(chart: Heat) -> list[list[float | None]]:
     return [[value if drawable(value, log=True) else None for value in row[:CELLS]] for row in chart.values[:CELLS]]
 
 
-def points_placed(chart: Scatter) -> list[Point]:
+def points_placed(chart: Scatter) -> list[ChartPoint]:
     """The points that have a place on the axes, or in the margin."""
     return [
         point
@@ -74,7 +74,7 @@ def points_placed(chart: Scatter) -> list[Point]:
     ]
 
 
-def points_drawn(placed: list[Point]) -> list[Point]:
+def points_drawn(placed: list[ChartPoint]) -> list[ChartPoint]:
     """All of them, or of more than can be told apart each one in so many."""
     return placed[:: max(1, -(-len(placed) // POINTS))]
 

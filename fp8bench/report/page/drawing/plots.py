@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 
-from fp8bench.report.elements import Axis, Lines, Mark, Point, Scatter, Tone
+from fp8bench.report.elements import ChartAxis, ChartPoint, Lines, Mark, Scatter, Tone
 from fp8bench.report.page.drawing.labels import Hint, ends, hint, shortened, worded
 from fp8bench.report.page.drawing.limits import (
     LABELS,
@@ -194,7 +194,7 @@ def _look(number: int) -> tuple[str, str]:
     return SHAPES[(number + number // SERIES) % len(SHAPES)], f"point s{number % SERIES + 1}"
 
 
-def _frame(chart: Scatter, points: list[Point], sheet: Sheet, top: float) -> _Frame:
+def _frame(chart: Scatter, points: list[ChartPoint], sheet: Sheet, top: float) -> _Frame:
     bottom = top + (280.0 if sheet.narrow else 380.0)
     y = fitted([point.y for point in points], bottom, top, chart.y.log, chart.y.unit, 0.05)
     left = max(sheet.measure(text) for _, text in y.ticks(_TICKS[sheet.narrow])) + 10
@@ -227,7 +227,7 @@ def _axes(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
     return first.bottom + (46 if frame.plot and chart.x.title else 26)
 
 
-def _below(sheet: Sheet, axis: Axis, scale: Scale, plot: _Box) -> None:
+def _below(sheet: Sheet, axis: ChartAxis, scale: Scale, plot: _Box) -> None:
     places = [(scale.at(value), text) for value, text in scale.ticks(4 if sheet.narrow else 7)]
     if places:
         sheet.lines("grid", [[(x, plot.top), (x, plot.bottom)] for x, _ in places], layer=0)
@@ -236,7 +236,7 @@ def _below(sheet: Sheet, axis: Axis, scale: Scale, plot: _Box) -> None:
     sheet.text((plot.left + plot.right) / 2, plot.bottom + 34, title, "quiet", anchor="middle")
 
 
-def _spots(points: Sequence[Point], names: Sequence[str], frame: _Frame) -> list[tuple[float, float]]:
+def _spots(points: Sequence[ChartPoint], names: Sequence[str], frame: _Frame) -> list[tuple[float, float]]:
     """Where each point stands; in the margin each series has a column of its own."""
     aside = [name for name in names if any(point.series == name for point in points if point.x is None)]
     columns = {name: (number + 1) / (len(aside) + 1) for number, name in enumerate(aside)}
@@ -251,7 +251,7 @@ def _spots(points: Sequence[Point], names: Sequence[str], frame: _Frame) -> list
     return spots
 
 
-def _hint(chart: Scatter, point: Point) -> Hint:
+def _hint(chart: Scatter, point: ChartPoint) -> Hint:
     where = chart.margin if point.x is None else f"{chart.x.title} {shown(point.x, chart.x.unit)}".strip()
     said = ", ".join(filter(None, (where, f"{chart.y.title} {shown(point.y, chart.y.unit)}".strip())))
     name = point.label if point.series in point.label else f"{point.series} {point.label}".strip()
@@ -259,7 +259,7 @@ def _hint(chart: Scatter, point: Point) -> Hint:
 
 
 def _labels(
-    sheet: Sheet, points: Sequence[Point], spots: Sequence[tuple[float, float]], frames: Sequence[_Box]
+    sheet: Sheet, points: Sequence[ChartPoint], spots: Sequence[tuple[float, float]], frames: Sequence[_Box]
 ) -> None:
     """Names points that have room for a name beside them."""
     taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from fp8bench import units
-from fp8bench.report.elements import Axis, Bars, Mark, Stacks, Strips, Tone, Waterfall
+from fp8bench.report.elements import Bars, ChartAxis, Mark, Stacks, Strips, Tone, Waterfall
 from fp8bench.report.page.drawing.labels import ends, hint, shortened, worded
 from fp8bench.report.page.drawing.limits import (
     BARS,
@@ -87,7 +87,7 @@ def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: 
     return Rows(tuple(rows), left, top, y)
 
 
-def foot(sheet: Sheet, scale: Scale, axis: Axis, rows: Rows) -> float:
+def foot(sheet: Sheet, scale: Scale, axis: ChartAxis, rows: Rows) -> float:
     """Draws the axis under the rows, and its lines behind them; returns where it ends."""
     ticks = scale.ticks(4 if sheet.narrow else 7)
     places = [(scale.at(value), text) for value, text in ticks]

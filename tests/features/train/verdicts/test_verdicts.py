@@ -25,7 +25,7 @@ from fp8bench.features.train.verdicts.curves import Curve, Learned, Void, Why, c
 from fp8bench.features.train.verdicts.verdicts import (
     AdjustedSpeed,
     ArmVerdict,
-    Verdicts,
+    TrainingVerdicts,
     adjusted_speed,
     least_fall,
     log_steps,
@@ -37,7 +37,7 @@ WORSE = {"fp8": [0.030, 0.031, 0.029, 0.032, 0.030]}
 SAME = {"fp8": [0.001, -0.001, 0.002, -0.002, 0.0]}
 
 
-def judged(found: tuple[StreamLine, ...]) -> tuple[ArmVerdict, Verdicts]:
+def judged(found: tuple[StreamLine, ...]) -> tuple[ArmVerdict, TrainingVerdicts]:
     """The verdict on the only candidate."""
     among = verdicts_of(training(), found)
     return among.arms[0], among
