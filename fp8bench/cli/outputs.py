@@ -47,6 +47,9 @@ def check_outputs(arguments: argparse.Namespace) -> None:
             raise UsageError(f"--dry-run measures nothing, so that there is nothing for --{name}. Leave one out.")
     if given.get("csv") not in (None, "-"):
         check_files({"--csv": given["csv"]}, "a file, or '-'")
+    for name in ("html", "md"):
+        if str(given.get(name)) == "-":
+            raise UsageError(f"--{name} '-' would be a file of that name. Give a file with a name of its own.")
     check_files({f"--{name}": given.get(name) for name in ("html", "md", "output")})
     if given.get("tensorboard") is not None:
         check_tensorboard(given["tensorboard"])

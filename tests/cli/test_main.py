@@ -238,6 +238,7 @@ REFUSED = {
     "unknown reference": (["suite", "gemm", "--reference", "fp23"], "Did you mean 'fp32'"),
     "unknown device": (["suite", "gemm", "--devices", "cpx"], "Did you mean 'cpu'"),
     "a device not here": (["suite", "gemm", "--devices", "cuda:77"], "unknown device on this machine 'cuda:77'"),
+    "a page on stdout": (["report", "last", "--md", "-"], "--md '-' would be a file of that name"),
     "a dtype twice": (["suite", "gemm", "--dtypes", "fp8,bf16,fp8"], "--dtypes names fp8 twice"),
     "one process": (["suite", "gemm,collective"], "the suite collective takes 2 processes together: add --ranks 2"),
     "nearly a suite of ranks": (["suite", "colective"], "Did you mean 'collective'"),
@@ -468,6 +469,13 @@ def test_a_dry_run_says_what_and_how_long(words: list[str], told: list[str], sto
     """As far as that is known. `--set shape=64 --set shape=32` means both."""
     out = fp8bench(*DRY, "--set", "shape=64", *words)[1]
     assert all(one in out for one in told)
+
+
+def test_more_threads_than_cores_are_said(store: Path, fp8bench: Say) -> None:
+    cores = os.cpu_count() or 1
+    assert fp8bench(*DRY, "--set", "shape=64", "--threads", str(cores))[2] == ""
+    words = f"--threads {cores + 1} on {cores} cores: threads wait for each other"
+    assert words in fp8bench(*DRY, "--set", "shape=64", "--threads", str(cores + 1))[2]
 
 
 FAILING = """

@@ -89,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
     if request.suite == CEILINGS:
         return _ceilings(request, arguments)
     check_names(request)
+    if request.threads > (cores := os.cpu_count() or 1):
+        complain(f"--threads {request.threads} on {cores} cores: threads wait for each other")
     if arguments.dry_run:
         from fp8bench.pipeline import plan_only
 
