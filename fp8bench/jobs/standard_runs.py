@@ -14,12 +14,13 @@ from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.model import Request
 from fp8bench.model.raw import Settings
+from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.pipeline import execute
 from fp8bench.store.reruns import add_reruns
 from fp8bench.units import percent
 
-# More than the comparisons that give a spread, and short enough to wait for.
-_RUNS, _SECONDS = 6, 4.0
+# More than the comparisons that give a spread, and few enough to wait for.
+_RUNS = 6
 _AXES = {"shape": "512x512x512", "product": "forward"}
 
 
@@ -30,7 +31,7 @@ def standard_runs(store: Path, observer: JobObserver) -> Iterator[str]:
         keys = [one.key for one in worker.probe() if not one.unusable]
     for device in keys:
         axes = tuple((name, (value,)) for name, value in _AXES.items())
-        request = Request("gemm", ("fp32", "bf16"), (device,), axes=axes, budget=_SECONDS)
+        request = Request("gemm", ("fp32", "bf16"), (device,), axes=axes, rounds=LEAST_ROUNDS, energy=False, tape=False)
         seen: list[float] = []
         with tempfile.TemporaryDirectory() as folder, observer.measuring() as watching:
             for number in range(_RUNS):
@@ -39,15 +40,14 @@ def standard_runs(store: Path, observer: JobObserver) -> Iterator[str]:
                 if not run.finished:
                     break
                 add_reruns(run.records, run, store)
-                ratios = [found.ratio for found in findings(run).values() if found.ratio is not None]
-                seen += [math.log(ratio.point) for ratio in ratios if ratio.level]
+                seen += [math.log(found.ratio.point) for found in findings(run).values() if found.ratio is not None]
         yield f"how far runs lie apart on {device}"
         yield f"  {_spread_words(seen)}"
 
 
 def _spread_words(logs: Sequence[float]) -> str:
     if len(logs) < 2:
-        return "not known: the standard case, a product of 512 in fp32 and bf16, gave no two intervals"
+        return "not known: the standard case, a product of 512 in fp32 and bf16, gave no two ratios"
     apart, spread = math.exp(max(logs) - min(logs)) - 1, math.expm1(statistics.stdev(logs))
     return (
         f"a product of 512, bf16 over fp32, in {len(logs)} fresh processes: {percent(apart, 2)} at most, a standard "
