@@ -105,8 +105,7 @@ def check_names(request: Request) -> None:
     for part in parts:
         if (request.ranks or 1) < (least := part.workload.least_ranks):
             raise UsageError(f"the suite {part.workload.name} takes {least} processes together: add --ranks {least}.")
-    named = [multiplied_by(word, request.backend) for word in request.dtypes]
-    if twice := next((name for name in named if named.count(name) > 1), ""):
+    if twice := next((word for word in request.dtypes if request.dtypes.count(word) > 1), ""):
         raise UsageError(
             f"--dtypes names {twice} twice. Leave one out: the reference is measured twice in every round anyway."
         )
