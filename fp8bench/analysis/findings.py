@@ -157,8 +157,8 @@ def _finding(
     labels = labels_of(record, finding, standard.timing, aa, place, claims)
     finding = replace(
         finding,
-        labels=tuple(label.label for label in labels),
-        label_reasons=tuple((label.label, label.reason) for label in labels if label.reason),
+        labels=tuple(labelled.label for labelled in labels),
+        label_reasons=tuple((labelled.label, labelled.reason) for labelled in labels if labelled.reason),
     )
     return _withheld(finding, [label for label in labels if label.hard], standard.hard)
 

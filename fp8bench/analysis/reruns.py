@@ -72,7 +72,7 @@ def _usual(seen: Sequence[Seen]) -> float:
     """The variance of a case that varies more than most, where a case counts as often as it was compared.
 
     The mean would be that of the worst case, and no other one would have a verdict beside it; with that of the middle
-    one, 89% of the long runs of ten cases were held on a machine with neighbours, with this one 95%.
+    one, 89% of 73 long runs of ten cases were held on a machine with neighbours, with this one 94.5%.
     """
     variances = sorted((one.squares / one.freedom, one.freedom) for one in seen)
     reached = accumulate(freedom for _, freedom in variances)

@@ -16,7 +16,7 @@ ALL = "all"
 def known_suites() -> list[str]:
     """What `suite` takes beside `all`: also suites of several processes, which `all` leaves out, and the ceilings."""
     several = (name for name in workloads.names(hidden=True) if workloads.get(name).least_ranks > 1)
-    return sorted([*workloads.names(), *several, CEILINGS])
+    return sorted({*workloads.names(), *several, CEILINGS})
 
 
 def suites_of(request: Request) -> tuple[str, ...]:
