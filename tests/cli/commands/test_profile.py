@@ -146,7 +146,7 @@ WRONG = [
     (["{}:frozen"], "needs a gradient. Profile its --forward"),
     (["{}:raises"], "fails: ValueError: no checkpoint here (makers.py, line"),
     (["nosuch:make"], "No module named 'nosuch'"),
-    (["nosuch"], "expected module:function"),
+    (["nosuch"], "names no function. Give nosuch:make"),
     (["{}:make", "--dtypes", "nosuch"], "unknown dtype 'nosuch'"),
     (["{}:make", "--skip", "nosuch"], "unknown layer of this model 'nosuch'"),
     (["{}:make", "--precision-map", "9=bf16"], "unknown layer of this model '9'"),
