@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from hypothesis import strategies as st
 
@@ -34,6 +35,7 @@ from fp8bench.model import (
     Verdict,
     Work,
 )
+from fp8bench.report.terminal.run import render
 from fp8bench.store.runs.run_file import plan_of
 
 Make = Callable[[], tuple[Run, dict[str, Finding]]]
@@ -41,6 +43,9 @@ CPU = DeviceFacts("cpu", 0, "AMD EPYC 7B13", 8 << 30, "2.13.0")
 NATIVE = Support(Level.NATIVE, "torch's own kernels")
 EMULATED = Support(Level.EMULATED, "no hardware for FP8: values rounded, products in fp32")
 REFUSED = Support(Level.REFUSED, "no backend")
+
+# Everything that a terminal says of a run, not its answer alone.
+render_whole = partial(render, whole=True)
 
 
 def case(workload: str, precision: str, params: dict[str, Scalar]) -> Case:

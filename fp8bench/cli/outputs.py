@@ -139,7 +139,7 @@ def print_run(run: Run, arguments: argparse.Namespace) -> None:
     from fp8bench.report.terminal.run import page_of
 
     found = findings(run)
-    page = partial(page_of, run, found, stdout_look()[0], place_of_report(run))
+    page = partial(page_of, run, found, stdout_look()[0], place_of_report(run), in_store(run))
     rows = partial(run_rows, [(run, found)], getattr(arguments, "csv_wide", False))
     again = f" `fp8bench show {run.id}{in_store(run)} --csv FILE` repeats it."
     its_own = argparse.Namespace(**{**vars(arguments), "md": None})  # that is the report's

@@ -16,9 +16,8 @@ from fp8bench.analysis.sustained import sustained_figures, sustained_ratio, sust
 from fp8bench.model import Level, Provenance, Record, SustainedTurn
 from fp8bench.model.stopping import ClockLook, Settling
 from fp8bench.report.panels import panels_of
-from fp8bench.report.terminal.run import render
 from tests.fakes import MS, record, steady
-from tests.runs import run_of
+from tests.runs import render_whole, run_of
 
 LOOKS = (ClockLook(0.0, 1.9e9, 50.0), ClockLook(4.0, 1.7e9, 60.0))
 
@@ -93,10 +92,10 @@ def test_it_is_a_figure_of_its_own_and_a_table() -> None:
     assert told["sustained_clock"] == 1.7e9 and "sustained_power" not in told and "sm_clock" not in told
     run = run_of([reference, case])
     (panel,) = panels_of(run, findings)
-    text = " ".join(render(run, findings, 120).split())
+    text = " ".join(render_whole(run, findings, 120).split())
     assert "bf16 5.50 ms 1.82x [1.82, 1.82] +10.0% 1.70 GHz - 3, cannot be told" in text and panel
     plain = run_of([replace(one, sustained=()) for one in run.records])
-    assert "sustained" not in render(plain, findings, 120)
+    assert "sustained" not in render_whole(plain, findings, 120)
 
 
 @pytest.mark.slow

@@ -96,6 +96,8 @@ def _of_runs() -> Iterator[tuple[str, Document]]:
         store = "gpu" if name in ON_GPU else "runs"
         if name in IN_JSON:
             yield f"{name}.json", Document(f"show {key} --json", store)
+        if name in RUNS | ON_GPU:
+            yield f"{name}-all.txt", Document(f"show {key} --all", store)
         if name in WIDE:
             words = f"report {key} --csv-wide --html page.html && cp .fp8bench/reports/*/results.csv {name}-wide.csv"
             yield f"{name}-wide.csv", Document(words, store)
@@ -120,9 +122,13 @@ def _of_audits() -> Iterator[tuple[str, Document]]:
 
 DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | {
     # Other looks at runs.
-    "gemm-60.txt": Document("show 8b215bef", width=60),
-    "gpu-60.txt": Document("show 9a000001 --explain", "gpu", width=60),
-    "gemm-explained.txt": Document("show 8b215bef --explain"),
+    "gemm-60.txt": Document("show 8b215bef --all", width=60),
+    "gpu-60.txt": Document("show 9a000001 --all --explain", "gpu", width=60),
+    "gpu-answer-60.txt": Document("show 9a000001 --explain", "gpu", width=60),
+    **{f"gemm-{part}.txt": Document(f"show 8b215bef --{part}") for part in ("memory", "data", "numbers", "notes")},
+    "gpu-energy.txt": Document("show 9a000001 --energy", "gpu"),
+    "gemm-energy.txt": Document("show 8b215bef --energy"),
+    "gemm-explained.txt": Document("show 8b215bef --all --explain"),
     "training-60.txt": Document("show 1199c4a7 --explain", width=60),
     "duel-explained.txt": Document("show d8d9759e --explain"),
     "two.md": Document("report 8b215bef 41840d37 --md two.md"),

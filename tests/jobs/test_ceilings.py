@@ -15,11 +15,11 @@ from fp8bench.errors import UsageError, WorkerLost
 from fp8bench.jobs import ceilings as job
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import DeviceFacts, Limit, Rate, Request, specs
-from fp8bench.report.terminal.run import render
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.worker.bench import Bench
 from tests.commands import unfolded
 from tests.report.test_ceilings import FOUND
+from tests.runs import render_whole
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.M
     assert copied.detail == "arrays of 64.0 MiB, the best of 2 searched; spread 22.2% over 5 runs: no bound"
     (metric,) = [one for one in metrics_of(bf16, None) if one.name == specs.CEILING_RATE]
     assert (metric.unit, metric.value, metric.better) == ("FLOP/s", 4.25e11, "higher")
-    assert "throughput" in render(run, findings(run)) and "425 GFLOP/s" in render(run, findings(run))
+    assert "throughput" in render_whole(run, findings(run)) and "425 GFLOP/s" in render_whole(run, findings(run))
 
 
 @pytest.mark.parametrize("change", [{"quick": True}, {"dtypes": ("bf16",)}, {"axes": (("m", ("1",)),)}, {"rounds": 3}])

@@ -30,12 +30,12 @@ from fp8bench.report.data.run import run_rows, run_value
 from fp8bench.report.elements import Table
 from fp8bench.report.notebook import RunFrames
 from fp8bench.report.panels import together
-from fp8bench.report.terminal.run import render
 from fp8bench.report.topics.results import results_section
 from fp8bench.store import points
 from fp8bench.store.points import followed
 from fp8bench.store.series import UNITS
 from tests.materials import material
+from tests.runs import render_whole
 from tests.store.test_points import BF16, FP32, run, samples
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -141,7 +141,7 @@ def test_tables_and_rows_have_it(spec: MetricSpec) -> None:
     """In the terminal, on the page, in CSV, JSON, frames and on boards."""
     kept = decode(Run, encode(run()))
     said = findings(kept)
-    text = render(kept, said, 200)
+    text = render_whole(kept, said, 200)
     (heads,) = [line for line in text.splitlines() if " half" in line]
     assert ("verdict" in heads) is (spec.table == "cases") and "1.00 KiB" in text and "2.00 KiB" in text
     tables = [one for one in results_section(material((kept, said))) if isinstance(one, Table)]

@@ -14,12 +14,11 @@ from fp8bench.report.data.plain import csv_text
 from fp8bench.report.data.run import columns_of, rows, run_value, widened
 from fp8bench.report.elements import Items, Table, Text, Tone
 from fp8bench.report.panels import panels_of
-from fp8bench.report.terminal.run import render
 from fp8bench.report.words import legend
 from fp8bench.report.words.speed import comparisons, said_once
 from tests.fakes import MS, steady
 from tests.materials import of_kind, part
-from tests.runs import judged, transformer
+from tests.runs import judged, render_whole, transformer
 
 HOT = ((Label.THROTTLED, "hw-thermal, sw-thermal"),)
 CLOCK = ((Label.POWER_CAPPED, "SM clock 1.41 GHz"),)
@@ -53,11 +52,11 @@ def sentences(made: tuple[Run, dict[str, Finding]]) -> list[Text]:
 
 def test_the_table_has_the_reason_beside_the_label_and_the_ratio_beside_no_verdict() -> None:
     """And the legend what labels mean."""
-    text = render(*hot(), width=300)
+    text = render_whole(*hot(), width=300)
     assert "\n      labels: noisy, throttled (hw-thermal, sw-thermal)\n" in text
     assert "unsure     2.00x [1.98, 2.02]" in text and f"- bf16 unsure: {WHY}" in " ".join(text.split())
     assert f"\n  throttled: {legend.LABELS[Label.THROTTLED]}\n" in text
-    assert f"\n  {legend.HARD}\n" in text and legend.HARD not in render(*capped(), width=300)
+    assert f"\n  {legend.HARD}\n" in text and legend.HARD not in render_whole(*capped(), width=300)
 
 
 def test_csv_has_machine_words_and_reasons_in_a_column_of_their_own() -> None:
@@ -105,7 +104,9 @@ def test_a_power_cap_is_told_with_its_clock_and_casts_no_doubt() -> None:
 def test_remarks_are_shown_and_are_no_doubt(label: Label) -> None:
     """In the table's row and in the legend, not among the doubts."""
     run, findings = judged((Verdict.FASTER, 0.5, label))
-    assert f"labels: {label}" in render(run, findings) and legend.LABELS[label] in render(run, findings, width=300)
+    assert f"labels: {label}" in render_whole(run, findings) and legend.LABELS[label] in render_whole(
+        run, findings, width=300
+    )
     assert doubts(panels_of(run, findings)[0].results[1]) == ()
 
 
@@ -139,7 +140,7 @@ def test_a_long_reason_is_not_in_the_row() -> None:
     run, findings = made(Verdict.FASTER, Label.CONTENDED, Label.EAGER_QUANTISER, reasons=reasons)
     result = panels_of(run, findings)[0].results[1]
     assert named_labels(result) == ("contended (less than a fifth of a core)", "eager-quantiser")
-    assert "- bf16 eager-quantiser: there is no compiler" in render(run, findings)
+    assert "- bf16 eager-quantiser: there is no compiler" in render_whole(run, findings)
 
 
 def test_eager_quantisers_are_told_with_the_reason_they_ran_so() -> None:
@@ -152,7 +153,7 @@ def test_eager_quantisers_are_told_with_the_reason_they_ran_so() -> None:
     reasons = ((Label.EAGER_QUANTISER, why),)
     findings[fp8.case.id] = replace(findings[fp8.case.id], labels=(Label.EAGER_QUANTISER,), label_reasons=reasons)
     sentence = legend.LABELS[Label.EAGER_QUANTISER]
-    text = " ".join(render(run, findings).split())
+    text = " ".join(render_whole(run, findings).split())
     for words in ("labels: eager-quantiser", f"eager-quantiser: {sentence}", f"- fp8 eager-quantiser: {why}"):
         assert words in text
     found = [row for row in rows(run, findings) if row["mode"] == "fp8"]

@@ -11,13 +11,23 @@ from typing import Any
 
 from fp8bench.analysis.shares import parts_of, refuse_none
 from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import check_outputs, print_run, tell, wanted_of
+from fp8bench.cli.outputs import check_outputs, print_run, stdout_look, tell, wanted_of
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
 from fp8bench.jobs.kinds import RUN, KeptTable, Kind, View, feature_tables, kinds
 from fp8bench.model import Run
 from fp8bench.model.codec import encode
 from fp8bench.store.runs.listing import find_run, load_named
+
+# Of a run, beside the answer.
+_DETAILS = {
+    "memory": "memory at the highest point of a step, by role",
+    "data": "its data before scaling, and how much lies outside each format's range",
+    "numbers": "every error and other figure, and the speed-up over all calls",
+    "energy": "energy of a step and of its phases, or why there is none",
+    "notes": "what was noted, skipped, doubted or not checked",
+    "all": "everything a terminal can say of it",
+}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +117,19 @@ def _shares(run: Run, value: str, store: Path) -> View:
     return View(partial(shares.page_of, run, found), partial(shares.value_of, found), partial(shares.rows_of, found))
 
 
+def _detail(name: str, run: Run, value: str, store: Path) -> View:
+    from fp8bench.analysis.findings import findings
+    from fp8bench.jobs.report_files import place_of_report
+    from fp8bench.report.data.run import run_rows, run_value
+    from fp8bench.report.terminal.run import detail_of
+
+    found = findings(run)
+    page = partial(detail_of, name, run, found, stdout_look()[0], place_of_report(run))
+    return View(page, partial(run_value, run, found), partial(run_rows, [(run, found)], False))
+
+
 _OF_RUNS = (
+    *(KeptTable(name, f"of a run: {words}", partial(_detail, name)) for name, words in _DETAILS.items()),
     KeptTable("tape", "of a run: the operators of its steps, their FLOPs and bytes, by precision", _tape),
     KeptTable("shares", "of a run: what each kind of work and each module takes of a step", _shares),
 )

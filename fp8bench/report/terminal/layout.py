@@ -67,12 +67,14 @@ def render(page: Page, width: int = 100, color: bool = False, explain: bool = Tr
     head += wrap(page.subtitle, width, hang=INDENT) if page.subtitle else []
     head += [line for name, what in page.facts for line in wrap(f"{name}: {what}", width, INDENT, INDENT)]
     legend = list_of("legend", "how to read this", page.footer)
-    if legend and not explain:
-        legend = [Part("legend", "", (Text(_EXPLAIN),))]
     last = [part for part in page.parts if part.name == "summary"]
+    hinted = bool(legend) and not explain
+    if hinted:
+        legend = [Part("legend", "", (Text(_EXPLAIN),))] if last else []
     parts = [*(part for part in page.parts if part not in last), *legend, *last]
     paragraphs = [head, *(block for part in parts for block in _part(part, width, paint))]
-    return "\n\n".join("\n".join(lines) for lines in paragraphs if lines) + "\n"
+    text = "\n\n".join("\n".join(lines) for lines in paragraphs if lines) + "\n"
+    return f"{text}{_EXPLAIN}\n" if hinted and not last else text
 
 
 def _part(part: Part, width: int, paint: Paint) -> Iterator[list[str]]:

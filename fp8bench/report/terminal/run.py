@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from fp8bench import units
 from fp8bench.model import Finding, Label, Record, Run, Status, Verdict
 from fp8bench.report.case_status import (
-    Standing,
-    bounds,
     emulated,
-    speed_up,
-    standing,
-    status_words,
-    tone_of,
     what_intervals_hold,
 )
 from fp8bench.report.columns import other_tables
-from fp8bench.report.elements import Column, Element, Facts, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Element, Facts, Items, Page, Part, Text, Tone
 from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_against
+from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import (
     Panel,
-    Result,
-    ResultGroup,
     error_name,
     floor_of,
     heading,
@@ -33,13 +23,13 @@ from fp8bench.report.panels import (
     panels_of,
     show_value,
     together,
-    value_of,
 )
 from fp8bench.report.terminal import layout
+from fp8bench.report.terminal.answer import answer, stored
 from fp8bench.report.topics import rank_boards, roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
 from fp8bench.report.topics.energy import energy, energy_of_phases
-from fp8bench.report.topics.memory import PEAK, capacity, counted, memory, share_of, tells_memory
+from fp8bench.report.topics.memory import PEAK, capacity, counted, memory, tells_memory
 from fp8bench.report.topics.numbers import data
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.ranks import ranks
@@ -48,67 +38,113 @@ from fp8bench.report.topics.shares import coverage_elements
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import LEGEND, about_tensors, tensors
 from fp8bench.report.words import legend, speed
-from fp8bench.report.words.legend import error_word
-from fp8bench.report.words.naming import attention_of, cache_of, common_tone, missing_of, notes_of, replays_of
-from fp8bench.report.words.speed import over_values, span
+from fp8bench.report.words.naming import attention_of, cache_of, missing_of, notes_of, replays_of
+from fp8bench.report.words.speed import over_values
 
 # Where there are several groups of several ranks: hundreds of lines would bury the answer.
 _REST = (
     "The report has the rest of every case: interval and noise floor, phases, memory, each rank's times, overlap "
     "(fp8bench report {id}); `--set` for one of these settings prints it here."
 )
-_HOW_MATRIX = "speed-up over the reference, median over a suite's cases; perhaps: some are in doubt or unsure"
-_NOT_CLEAR = frozenset({Standing.DOUBTED, Standing.UNSURE})
 
 
-def render(run: Run, findings: Mapping[str, Finding], width: int = 100, color: bool = False) -> str:
-    """The text of a run. Without colour it depends on nothing but its arguments."""
-    return layout.render(page_of(run, findings, width), width, color)
+def render(
+    run: Run, findings: Mapping[str, Finding], width: int = 100, color: bool = False, whole: bool = False
+) -> str:
+    """The answer of a run, or all that is known of it. Without colour it depends on nothing but its arguments."""
+    page = detail_of("all", run, findings, width) if whole else page_of(run, findings, width)
+    return layout.render(page, width, color)
 
 
-def page_of(run: Run, findings: Mapping[str, Finding], width: int, report: str = "") -> Page:
-    """A run's page; `findings` by case id, `report` is where its report is. No line shall be wider than `width`."""
-    width = max(width, layout.MIN_WIDTH)
-    panels = panels_of(run, findings)
-    parts = [part for panel in panels for part in _parts(panel, run, width)]
-    parts += [] if panels else [Part("nothing", "", (Text("Nothing was measured."),))]
-    bounds = roofline.how_to_know((result for panel in panels for result in panel.results), run)
-    parts += [Part("roofline", "", (Text(bounds),))] if bounds else []
-    parts += [Part("ending", "", tuple(_ending(run))), summary(run, panels, width, report)]
-    return Page("", "", tuple(parts), _legend(panels))
+def page_of(run: Run, findings: Mapping[str, Finding], width: int, report: str = "", options: str = "") -> Page:
+    """The answer; `findings` by case id, `report` is where its page is, with `options` other commands find the run.
+
+    No line shall be wider than `width`.
+    """
+    width, entry = max(width, layout.MIN_WIDTH), Entry(run, findings)
+    parts = answer(entry, width, report, options)
+    return Page("", "", tuple(parts), _legend(entry.panels))
 
 
-def _parts(panel: Panel, run: Run, width: int) -> Iterator[Part]:
+def detail_of(name: str, run: Run, findings: Mapping[str, Finding], width: int, report: str = "") -> Page:
+    """What an option of `fp8bench show` prints beside the answer, of every panel."""
+    width, panels = max(width, layout.MIN_WIDTH), panels_of(run, findings)
+    parts = [part for panel in panels for part in _DETAILS[name](panel, run, width)]
+    parts += [Part("ending", "", tuple(ending))] if (ending := _ending(name, run, panels)) else []
+    if not panels:
+        parts.insert(0, Part("nothing", "", (Text("Nothing was measured."),)))
+    parts += [] if parts else [Part("nothing", "", (Text(f"This run has no {name}."),))]
+    parts += [Part("stored", "", (Text(stored(run.path, report)),))] if name == "all" else []
+    return Page("", "", tuple(parts), _legend(panels, whole=True) if name == "all" else ())
+
+
+def _titled(panel: Panel, run: Run, elements: Iterable[Element], lead: str = "") -> Iterator[Part]:
+    if found := tuple(elements):
+        yield Part("panel", heading(panel.case.workload, panel.shared, panel.case.device, run.devices), found, lead)
+
+
+def _memory(panel: Panel, run: Run, width: int) -> Iterator[Part]:
+    yield from _titled(panel, run, () if about_tensors(panel) else (*memory(panel), *capacity(panel)))
+
+
+def _data(panel: Panel, run: Run, width: int) -> Iterator[Part]:
+    yield from _titled(panel, run, data(panel))
+
+
+def _of_energy(panel: Panel, run: Run, width: int) -> Iterator[Part]:
+    yield from _titled(panel, run, () if about_tensors(panel) else (*energy(panel), *energy_of_phases(panel)))
+
+
+def _of_numbers(panel: Panel, run: Run, width: int) -> Iterator[Part]:
+    numbers = [] if about_tensors(panel) else _numbers(panel)
+    yield from _titled(panel, run, [Facts(tuple(numbers))] if numbers else [])
+
+
+def _of_notes(panel: Panel, run: Run, width: int) -> Iterator[Part]:
+    yield from layout.list_of("notes", "notes", merge_notes(_notes(panel, run), len(panel.groups)))
+
+
+def _whole(panel: Panel, run: Run, width: int) -> Iterator[Part]:
     if covered := tuple(coverage_elements(panel)):
         yield Part("coverage", "coverage", covered)
-    title = heading(panel.case.workload, panel.shared, panel.case.device, run.devices)
-    glance: list[Element] = list(rank_boards.boards(panel))
-    if glance and len(panel.groups) > 1:
-        told = (*glance, *map(Text, [*rank_boards.remarks(panel), _REST.format(id=run.id)]))
-        yield Part("panel", title, told, _reference_line(panel))
-        yield from layout.list_of("notes", "notes", merge_notes(_notes(panel, run), len(panel.groups)))
-        return
-    elements: list[Element] = glance
-    of_tensors = about_tensors(panel)
-    if of_tensors:
-        elements += tensors(panel, width)
+    if about_tensors(panel):
+        yield from _titled(panel, run, [*tensors(panel, width), *data(panel)])
     else:
-        phases = phases_table(panel)
-        elements += [main_table(panel), *([phases] if phases else []), *map(Text, over_values(panel))]
-        elements += [*sustained(panel), *energy(panel), *energy_of_phases(panel), *memory(panel)]
-        elements += other_tables(panel)
-        found = swept(panel)
-        elements += [break_even_table(panel, found, "from where on it pays")] if found else []
+        yield from _timed(panel, run)
+    yield from _of_notes(panel, run, width)
+
+
+def _timed(panel: Panel, run: Run) -> Iterator[Part]:
+    elements: list[Element] = list(rank_boards.boards(panel))
+    if elements and len(panel.groups) > 1:
+        # Hundreds of lines would bury the answer.
+        told = map(Text, [*rank_boards.remarks(panel), _REST.format(id=run.id)])
+        yield from _titled(panel, run, (*elements, *told), _reference_line(panel))
+        return
+    phases = phases_table(panel)
+    elements += [main_table(panel), *([phases] if phases else []), *map(Text, over_values(panel))]
+    elements += [*sustained(panel), *energy(panel), *energy_of_phases(panel), *memory(panel)]
+    elements += other_tables(panel)
+    crossings = swept(panel)
+    elements += [break_even_table(panel, crossings, "from where on it pays")] if crossings else []
     elements += [*ranks(panel), *capacity(panel), *data(panel)]
-    yield Part("panel", title, tuple(elements), "" if of_tensors else _reference_line(panel))
-    numbers = [] if of_tensors else _numbers(panel)
-    if numbers:
+    yield from _titled(panel, run, elements, _reference_line(panel))
+    if numbers := _numbers(panel):
         yield Part("numbers", "numbers", (Facts(tuple(numbers)),))
-    bounds = [] if of_tensors else [Text(sentence) for sentence in roofline.sentences(panel)]
+    bounds = [Text(sentence) for sentence in roofline.sentences(panel)]
     bounds += [Text(source) for source in roofline.sources(panel.results)] if bounds else []
     if bounds:
         yield Part("roofline", "what bounds it", (Items(tuple(bounds)),))
-    yield from layout.list_of("notes", "notes", merge_notes(_notes(panel, run), len(panel.groups)))
+
+
+_DETAILS: dict[str, Callable[[Panel, Run, int], Iterator[Part]]] = {
+    "memory": _memory,
+    "data": _data,
+    "numbers": _of_numbers,
+    "energy": _of_energy,
+    "notes": _of_notes,
+    "all": _whole,
+}
 
 
 def _reference_line(panel: Panel) -> str:
@@ -177,13 +213,13 @@ def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
             yield ", ".join(names), words, place
 
 
-def _legend(panels: Sequence[Panel]) -> list[str]:
-    """A line for every word of the report that needs one, and only for those that occur."""
+def _legend(panels: Sequence[Panel], whole: bool = False) -> list[str]:
+    """A line for every word of the answer, or of the whole, that needs one, and only for those that occur."""
     timed = [panel for panel in panels if not about_tensors(panel)]
     results = [result for panel in timed for result in panel.results]
     of_tensors = [LEGEND] if len(timed) < len(panels) else []
     looked_at = any(result.record.statistics for panel in panels for result in panel.results)
-    of_data = [legend.DATA] if looked_at else []
+    of_data = [legend.DATA] if looked_at and whole else []
     if not any(result.best for result in results):
         return [*of_tensors, *of_data] if of_tensors else []
     found = [result.finding for result in results if result.finding]
@@ -193,18 +229,13 @@ def _legend(panels: Sequence[Panel]) -> list[str]:
         legend.REPLAYED: any(result.record.replays and result.record.replays.timing for result in results),
         legend.EMULATED: any(emulated(result) and result.best for result in results),
     }
-    lines = [
-        legend.BEST,
-        legend.CACHE,
-        *_ratio_legends(timed),
-        legend.PHASES,
-        *filter(occurs.get, occurs),
-        *_error_legends(timed),
-    ]
+    lines = [legend.BEST, *([legend.CACHE] if whole else []), *_ratio_legends(timed), legend.PHASES]
+    lines += [*filter(occurs.get, occurs), *_error_legends(timed)]
     lines += [rank_boards.LEGEND] if any(any(rank_boards.boards(panel)) for panel in timed) else []
     lines += [f"pays: {legend.BREAK_EVEN}"] if any(map(swept, timed)) else []
-    lines += [legend.ERRORS, *_number_legends(timed), *_energy_legends(timed), *_memory_legends(timed)]
-    seen = {label for result in results for label in result.labels}
+    lines += [legend.ERRORS]
+    lines += [*_number_legends(timed), *_energy_legends(timed), *_memory_legends(timed)] if whole else []
+    seen = {label for result in results for label in result.labels if whole or label.casts_doubt}
     return [*lines, *of_tensors, *of_data, *(f"{label}: {legend.LABELS[label]}" for label in Label if label in seen)]
 
 
@@ -264,113 +295,15 @@ def _energy_legends(panels: Sequence[Panel]) -> list[str]:
     return [legend.ENERGY, *map(legend.energy_versus, compared), *cost] if found else []
 
 
-def _ending(run: Run) -> Iterator[Text]:
-    yield from (Text(f"note: {note}") for note in notes_of(run))
-    yield from map(Text, absences(run))
-    yield from (Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles)
-    yield from map(Text, filter(None, [missing_of(run)]))
-
-
-def summary(run: Run, panels: Sequence[Panel], width: int, report: str = "") -> Part:
-    """The verdict in a few lines, no line too long, and where the run and its report are."""
-    timed = [panel for panel in panels if not about_tensors(panel)]
-    elements: list[Element] = []
-    if len({panel.case.workload for panel in timed}) > 1:
-        elements += [_matrix(timed)]
-    elif timed:
-        facts = {"verdict": _verdict, "speed-up": _speed_up, "error": _error, "memory": _memory}
-        told = {name: _joined(list(tell(timed)), width - len(f"  {name}: ")) for name, tell in facts.items()}
-        elements += [Facts(tuple((name, words) for name, words in told.items() if words))]
-    stored = f"report: {report}" if report else f"stored in {run.path}" if run.path else "this run was not stored"
-    return Part("summary", "summary" if elements else "", (*elements, Text(stored)))
-
-
-def _cases(panels: Sequence[Panel]) -> Mapping[str, list[tuple[ResultGroup, Result]]]:
-    """What is compared, by precision, in the order it was measured, with the groups that it is of."""
-    found = (member for panel in panels for member in panel.members)
-    return together((result.mode, (group, result)) for group, result in found if not result.record.is_reference)
-
-
-def _verdict(panels: Sequence[Panel]) -> Iterator[str]:
-    """'bf16 perhaps faster than fp32', 'fp8 FAILED in 1 of 3 cases, emulated in 2'; what was timed first."""
-    reference = " or ".join(dict.fromkeys(panel.reference for panel in panels if panel.reference))
-    untimed = {mode: not any(speed_up(result) for _, result in cases) for mode, cases in _cases(panels).items()}
-    for mode, cases in sorted(_cases(panels).items(), key=lambda pair: untimed[pair[0]]):
-        statuses = [status_words(result) for _, result in cases]
-        counts = Counter("not timed" if words == units.NONE else words for words in statuses)
-        (first, number), *others = sorted(counts.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1]))
-        many = f" in {number} of {len(cases)} cases" if others else ""
-        word = " than " if first.endswith(("faster", "slower")) else " as " if "same" in first else ""
-        than = word + reference if word else ""
-        yield f"{mode} {first}{than}{many}" + "".join(f", {word} in {count}" for word, count in others)
-
-
-def _speed_up(panels: Sequence[Panel]) -> Iterator[str]:
-    """'bf16 1.90x [1.88, 1.93]', of several cases the range."""
-    for mode, cases in _cases(panels).items():
-        speeds = [speed for _, result in cases if (speed := speed_up(result)) is not None]
-        if len(speeds) == 1:
-            yield f"{mode} {units.speed_up(speeds[0].point)} {bounds(speeds[0])}"
-        elif speeds:
-            yield f"{mode} {span([speed.point for speed in speeds])}"
-
-
-def _error(panels: Sequence[Panel]) -> Iterator[str]:
-    """'bf16 small (2.9e-03)', the largest of several cases."""
-    for mode in _cases(panels):
-        values = [
-            value for panel in panels for result in panel.results
-            if result.mode == mode and (value := value_of(result.record.measurement(main_error(panel)))) is not None
-        ]  # fmt: skip
-        if values:
-            worst = max(values, key=lambda value: (value != value, abs(value)))
-            yield f"{mode} {error_word(values)} ({units.relative_error(worst)})"
-
-
-def _memory(panels: Sequence[Panel]) -> Iterator[str]:
-    """'bf16 0.626x of fp32's', the largest of several cases; that of an emulation is its cost."""
-    for mode, cases in _cases(panels).items():
-        known = ((share_of(group, result), group.reference) for group, result in cases)
-        shares = [(share, reference) for share, reference in known if share is not None]
-        if shares:
-            share, reference = max(shares)
-            cost = " (emulated)" if any(emulated(result) for _, result in cases) else ""
-            yield f"{mode} {units.ratio(share)} of {reference}'s{cost}"
-
-
-def _joined(words: Sequence[str], room: int) -> str:
-    """As many as fit into one line, and how many more there are."""
-    for count in range(len(words), 0, -1):
-        text = "; ".join(words[:count]) + (f"; {len(words) - count} more" if count < len(words) else "")
-        if len(text) <= room or count == 1:
-            return text if len(text) <= room else f"{text[: room - 3]}..."
-    return ""
-
-
-def _matrix(panels: Sequence[Panel]) -> Table:
-    several = len({panel.case.device for panel in panels}) > 1
-    modes = list(dict.fromkeys(result.mode for panel in panels for result in panel.results))
-    by_suite = together(
-        (f"{panel.case.workload}{f' on {panel.case.device}' if several else ''}", result)
-        for panel in panels
-        for result in panel.results
-    )
-    rows = [
-        (Field(suite), *(_cell([result for result in results if result.mode == mode]) for mode in modes))
-        for suite, results in by_suite.items()
-    ]
-    return Table("matrix", _HOW_MATRIX, (Column("suite"), *(Column(mode) for mode in modes)), tuple(rows))
-
-
-def _cell(results: Sequence[Result]) -> Field:
-    """'1.90x', 'perhaps 1.90x', 'unsure 1.01x', 'reference', 'emulated', 'FAILED'."""
-    if not results:
-        return Field(units.NONE)
-    speeds = [speed.point for result in results if (speed := speed_up(result)) is not None]
-    if not speeds or any(standing(result) is Standing.FAILED for result in results):
-        worst = min(results, key=lambda result: standing(result) is not Standing.FAILED)
-        return Field(status_words(worst), tone=tone_of(worst))
-    stands = {standing(result) for result in results}
-    word = "unsure " if stands == {Standing.UNSURE} else "perhaps " if stands & _NOT_CLEAR else ""
-    shown = units.speed_up(statistics.median(speeds))
-    return Field(f"{word}{shown}", tone=common_tone(map(tone_of, results)))
+def _ending(name: str, run: Run, panels: Sequence[Panel]) -> list[Text]:
+    """What is said of the whole run, beside its panels."""
+    if name not in ("energy", "notes", "all"):
+        return []
+    absent = [*map(Text, absences(run))]
+    if name == "energy":
+        return absent
+    bounds = roofline.how_to_know((result for panel in panels for result in panel.results), run)
+    notes = [Text(bounds)] if bounds else []
+    notes += [Text(f"note: {note}") for note in notes_of(run)]
+    notes += [*absent, *(Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles)]
+    return [*notes, *map(Text, filter(None, [missing_of(run)]))]

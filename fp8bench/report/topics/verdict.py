@@ -234,7 +234,7 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
     """What one run says, under its label where there are several."""
     if not alone:
         yield Text(entry.label, Tone.STRONG)
-    yield from _losses(entry)
+    yield from losses(entry)
     devices = dict.fromkeys(panel.case.device for panel in entry.panels)
     name_devices = len(devices) > 1
     found = outcomes(entry.panels)
@@ -246,19 +246,19 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
         text for panel in timed for text in comparisons(panel, panel.case.device if name_devices else "", said)
     ]
     sentences += [Text(text) for panel in entry.panels if about_tensors(panel) for text in best_by_width(panel)]
-    sentences += [Text(text, Tone.DOUBT) for text in _few(emulations(found, name_devices))]
-    sentences += [Text(text, Tone.DOUBT) for text in _few(skips(found))]
+    sentences += [Text(text, Tone.DOUBT) for text in few(emulations(found, name_devices))]
+    sentences += [Text(text, Tone.DOUBT) for text in few(skips(found))]
     if sentences:
         yield Items(tuple(sentences))
 
 
-def _losses(entry: Entry) -> Iterator[Element]:
+def losses(entry: Entry) -> Iterator[Element]:
     """What failed, what is missing, or that there is nothing at all."""
     failed = failures(outcomes(entry.panels))
     if failed:
         number = sum(record.status is Status.FAILED for record in entry.run.records)
         yield Text(f"{number} of {len(entry.run.records)} cases failed.", Tone.BAD)
-        yield Items(tuple(Text(text, Tone.BAD) for text in _few(failed)))
+        yield Items(tuple(Text(text, Tone.BAD) for text in few(failed)))
     missing = missing_of(entry.run)
     if missing:
         yield Text(f"{missing[0].upper()}{missing[1:]}.", Tone.BAD)
@@ -266,7 +266,7 @@ def _losses(entry: Entry) -> Iterator[Element]:
         yield Text(f"Nothing was measured (cases: {counts(entry.run)}).", Tone.STRONG)
 
 
-def _few(sentences: list[str]) -> list[str]:
+def few(sentences: list[str]) -> list[str]:
     """The first ones, and how many more there are."""
     if len(sentences) <= _MOST:
         return sentences

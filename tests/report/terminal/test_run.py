@@ -39,7 +39,7 @@ from fp8bench.report.terminal.run import render
 from fp8bench.report.topics.results import main_table
 from fp8bench.report.words.legend import LABELS
 from tests.materials import of_kind, part, recased
-from tests.runs import NATIVE, Make, error, gemm, transformer, wild_runs
+from tests.runs import NATIVE, Make, error, gemm, render_whole, transformer, wild_runs
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 GREEN, RED = "\x1b[32m", "\x1b[31m"
@@ -73,8 +73,8 @@ def test_golden(make: Make) -> None:
     """The whole text of a run, and of its plan, which --dry-run prints. After a wanted change write the new text to
     tests/golden and read its diff."""
     run, findings = make()
-    text = render(run, findings)
-    assert text == (GOLDEN / f"run_{make.__name__}.txt").read_text() == render(run, findings) and text.isascii()
+    text = render_whole(run, findings)
+    assert text == (GOLDEN / f"run_{make.__name__}.txt").read_text() == render_whole(run, findings) and text.isascii()
     assert layout.render(plan_page(run.plan, run.devices)) == (GOLDEN / f"plan_{make.__name__}.txt").read_text()
 
 
@@ -82,9 +82,9 @@ def test_golden(make: Make) -> None:
 @pytest.mark.parametrize("make", [transformer, gemm])
 def test_colour_changes_nothing_but_colour(make: Make, width: int) -> None:
     run, findings = make()
-    colored = render(run, findings, width, color=True)
+    colored = render_whole(run, findings, width, color=True)
     assert "\x1b[" in colored
-    assert plain(colored) == render(run, findings, width)
+    assert plain(colored) == render_whole(run, findings, width)
 
 
 def test_emulated_cases_show_no_speed() -> None:
@@ -94,7 +94,7 @@ def test_emulated_cases_show_no_speed() -> None:
     findings[emulated] = replace(
         findings[emulated], verdict=Verdict.FASTER, ratio=Interval(0.321, 0.32, 0.322, 0.99), labels=()
     )
-    text = render(run, findings, color=True)
+    text = render_whole(run, findings, color=True)
     row = line_of(plain(text), "fp8  ")
     assert "emulated" in row and "tok/s" not in row and "faster" not in row
     assert "0.321" not in text and GREEN not in text and RED not in text
@@ -104,7 +104,7 @@ def test_emulated_cases_show_no_speed() -> None:
 def test_emulated_reference_is_called_so() -> None:
     run, findings = transformer()
     records = tuple(replace(one, is_reference=one.case.precision == "fp8") for one in run.records)
-    row = line_of(render(replace(run, records=records), findings), "fp8  ")
+    row = line_of(render_whole(replace(run, records=records), findings), "fp8  ")
     assert "reference, emulated" in row
 
 
@@ -112,13 +112,13 @@ def test_emulated_reference_is_called_so() -> None:
     ("verdict", "color"), [(Verdict.FASTER, GREEN), (Verdict.SLOWER, RED), (Verdict.SAME, ""), (Verdict.UNSURE, "")]
 )
 def test_only_clear_verdicts_are_green_or_red(verdict: Verdict, color: str) -> None:
-    text = render(*changed(verdict=verdict, labels=(), why=""), color=True)
+    text = render_whole(*changed(verdict=verdict, labels=(), why=""), color=True)
     assert {one for one in (GREEN, RED) if one in text} == ({color} if color else set())
 
 
 @pytest.mark.parametrize("label", sorted(set(Label) - REMARKS))
 def test_a_doubted_verdict_is_never_green_or_red(label: Label) -> None:
-    text = render(*changed(verdict=Verdict.FASTER, labels=(label,)), color=True)
+    text = render_whole(*changed(verdict=Verdict.FASTER, labels=(label,)), color=True)
     assert "faster" in text and GREEN not in text and RED not in text
 
 
@@ -132,9 +132,9 @@ def test_a_doubted_verdict_is_never_green_or_red(label: Label) -> None:
 )
 def test_throughput_is_by_the_most_telling_count(work: Work, shown: str) -> None:
     """Tokens, else FLOP, else bytes; without any there is none."""
-    text = render(*with_records(work=work))
+    text = render_whole(*with_records(work=work))
     assert line_of(text, "bf16  ").split()[-2:] == shown.split()
-    assert "throughput" not in line_of(render(*with_records(work=Work(least_memory=1e6))), "case")
+    assert "throughput" not in line_of(render_whole(*with_records(work=Work(least_memory=1e6))), "case")
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_throughput_is_by_the_most_telling_count(work: Work, shown: str) -> None
 )
 def test_the_error_column_shows_the_most_telling_error(metrics: tuple[str, ...], main: str) -> None:
     """Else the first there is; the others follow under numbers."""
-    text = render(*with_records(measurements=tuple(error(metric, 0.125) for metric in metrics)))
+    text = render_whole(*with_records(measurements=tuple(error(metric, 0.125) for metric in metrics)))
     assert ("error" in line_of(text, "case").split()) == bool(main)
     assert (f"error: {main} " in text) == bool(main)
     for metric in metrics:
@@ -161,18 +161,18 @@ def test_the_error_column_shows_the_most_telling_error(metrics: tuple[str, ...],
 def test_what_vanished_is_a_share_under_numbers() -> None:
     """Never the error of the column; none at all is told from very few."""
     for value, shown in ((0.0, "0%"), (2e-5, "<0.01%"), (0.0012, "0.12%"), (0.7, "70.0%")):
-        text = render(*with_records(measurements=(error("cast_vanished", value), error("cast_error", 0.125))))
+        text = render_whole(*with_records(measurements=(error("cast_vanished", value), error("cast_error", 0.125))))
         assert "error: cast_error " in text and f"cast_vanished: bf16 {shown}" in text
 
 
 def test_memory_stands_under_numbers_and_says_what_it_is() -> None:
     """Once for all panels; that of an emulation is marked, because it saves nothing."""
     run, findings = transformer()
-    text = render(run, findings)
+    text = render_whole(run, findings)
     assert "\n  peak_memory: bf16 300 MiB, fp16 200 MiB, fp8 345 MiB (emulated)\n" in text
     assert text.count("peak_memory: memory at the highest point of a step") == 1
     records = tuple(replace(one, measurements=one.measurements[:2]) for one in run.records)
-    assert "peak_memory" not in render(replace(run, records=records), findings)
+    assert "peak_memory" not in render_whole(replace(run, records=records), findings)
 
 
 LAST = "the last cache (32.0 MiB, shared by 2 processors)"
@@ -192,9 +192,9 @@ def test_what_was_done_to_the_cache_is_told(cache: str, rotation: Rotation | Non
     run, findings = recased(transformer(), lambda case: replace(case, params=(*case.params, ("cache", cache))))
     records = tuple(replace(one, rotation=rotation) for one in run.records)
     cpu = replace(run.devices[0], cache_bytes=32 << 20, cache_shared=2)
-    text = render(replace(run, records=records, devices=(cpu,)), findings, width=300)
+    text = render_whole(replace(run, records=records, devices=(cpu,)), findings, width=300)
     assert f"cache={cache}" in text and text.count(words) == 1
-    plain = render(*transformer(), width=300)
+    plain = render_whole(*transformer(), width=300)
     assert "took turns" not in plain and "hot, what the call before left, where nothing is said" in plain
 
 
@@ -210,7 +210,7 @@ def test_replays_have_a_column_where_there_are_any() -> None:
     }
     records = tuple(replace(one, replays=given.get(one.case.mode)) for one in run.records)
     made = replace(run, records=records), findings
-    text = render(*made, width=250)
+    text = render_whole(*made, width=250)
     assert text.count("7.00 ms") == 1 and "replayed: the best case of the device alone" in text
     assert "- fp16: not replayed: its step waits for a value of the device\n" in text
     assert "- bf16: replayed without loading its batches, which lie on the device when a replay begins\n" in text
@@ -219,7 +219,7 @@ def test_replays_have_a_column_where_there_are_any() -> None:
     assert [row[column].text for row in table.rows if row[column].text != "-"] == ["7.00 ms"]
     figures = [one for one in metrics_of(records[0], None) if one.name == "replay_time"]
     assert [(one.value, one.best, one.rounds, one.count) for one in figures] == [(7e-3, pytest.approx(7e-3), 9, 9)]
-    assert "replayed" not in render(run, findings, width=250)
+    assert "replayed" not in render_whole(run, findings, width=250)
 
 
 def test_the_kernel_that_attention_took_is_told() -> None:
@@ -230,14 +230,14 @@ def test_the_kernel_that_attention_took_is_told() -> None:
         replace(one, products=Products(1, None, attention=taken.get(one.case.mode, ()))) for one in run.records
     )
     made = replace(run, records=records), findings
-    text = render(*made, width=200)
+    text = render_whole(*made, width=200)
     first, *others = [one for one in records if one.case.mode in taken]
     assert f"- {first.case.mode}: attention by torch's kernel efficient\n" in text
     assert f"- {', '.join(one.case.mode for one in others)}: attention by torch's kernel cudnn\n" in text
     (table,) = of_kind(part("results", made), Table)
     (column,) = [number for number, one in enumerate(table.columns) if one.title == "attention"]
     assert [row[column].text for row in table.rows] == ["".join(taken.get(one.case.mode, ())) for one in records]
-    assert "attention by" not in render(run, findings)
+    assert "attention by" not in render_whole(run, findings)
 
 
 def test_every_label_has_its_sentence() -> None:
@@ -245,7 +245,7 @@ def test_every_label_has_its_sentence() -> None:
 
 
 def test_labels_that_occur_are_explained_and_no_others() -> None:
-    text = render(*transformer())
+    text = render_whole(*transformer())
     explained = {label for label in Label if f"\n  {label}: " in text}
     assert explained == {Label.CONTENDED, Label.FEW_SAMPLES}
 
@@ -258,13 +258,13 @@ def test_unknown_is_a_dash_never_a_zero() -> None:
     few = {reference: findings[reference], unknown.id: Finding(unknown, Verdict.NONE)}
     records = (run.records[0], replace(run.records[1], measurements=()))
     for given_findings in (few, {reference: findings[reference]}):
-        text = render(replace(run, records=records), given_findings)
+        text = render_whole(replace(run, records=records), given_findings)
         assert not re.search(r"\d", line_of(text, "fp16").replace("fp16", ""))
         assert "0.00" not in text
 
 
 def test_an_unbounded_interval_is_called_none() -> None:
-    assert "0.980x [no interval]" in render(*changed(ratio=Interval(1.02, 0.0, float("inf"), 0.99)))
+    assert "0.980x [no interval]" in render_whole(*changed(ratio=Interval(1.02, 0.0, float("inf"), 0.99)))
 
 
 def test_unattributed_is_worked_out_where_it_is_missing() -> None:
@@ -273,11 +273,11 @@ def test_unattributed_is_worked_out_where_it_is_missing() -> None:
         key: replace(one, phases=tuple(pair for pair in one.phases if pair[0] != "unattributed"))
         for key, one in findings.items()
     }
-    assert render(run, findings) == render(*transformer())
+    assert render_whole(run, findings) == render_whole(*transformer())
 
 
 def test_floors_of_their_own_show_as_a_range() -> None:
-    assert "noise floor (A/A): +-0.6% to +-1.2%" in render(*changed(floor=0.012))
+    assert "noise floor (A/A): +-0.6% to +-1.2%" in render_whole(*changed(floor=0.012))
 
 
 def test_a_precision_refused_at_some_shapes_only_is_one_row_of_the_plan() -> None:
@@ -301,30 +301,31 @@ def test_groups_against_different_references_get_tables_of_their_own() -> None:
         replace(one, is_reference=one.case.precision == "bf16") if one.case.setting == last else one
         for one in run.records
     )
-    text = render(replace(run, records=records), findings)
+    text = render_whole(replace(run, records=records), findings)
     assert text.count("reference: fp32") == 1 and text.count("reference: bf16") == 1
 
 
 def test_a_run_without_records_says_so() -> None:
     """And what is missing, and that nothing was kept."""
     run, _ = transformer()
-    text = render(replace(run, records=(), path="", finished=False), {})
-    assert "Nothing was measured." in text
-    assert "3 of 3 cases have no record" in text
-    assert "this run was not stored" in text
+    for whole in (False, True):
+        text = render(replace(run, records=(), path="", finished=False), {}, whole=whole)
+        assert "Nothing was measured" in text
+        assert "3 of 3 cases have no record" in text
+        assert "this run was not stored" in text
 
 
 def test_a_reference_that_was_not_measured_is_named() -> None:
     run, findings = transformer()
     records = (Record(run.records[0].case, NATIVE, Status.FAILED, reason="out of memory"), *run.records[1:])
-    text = render(replace(run, records=records), findings)
+    text = render_whole(replace(run, records=records), findings)
     assert "reference: none (bf16 was not measured)" in text
     assert "bf16 FAILED: out of memory" in text
 
 
 def test_troubles_and_notes_are_told() -> None:
     run, findings = transformer()
-    text = render(replace(run, troubles=("line 3 of the file is broken",)), findings)
+    text = render_whole(replace(run, troubles=("line 3 of the file is broken",)), findings)
     assert "trouble: line 3 of the file is broken" in text
     assert "note: nvfp4 was left out" in text
 
@@ -332,7 +333,7 @@ def test_troubles_and_notes_are_told() -> None:
 def test_control_characters_do_not_reach_the_terminal() -> None:
     run, findings = transformer()
     failed = Record(run.records[1].case, NATIVE, Status.FAILED, reason="bad\x1b[31m\x07 thing\nsecond line")
-    text = render(replace(run, records=(run.records[0], failed)), findings)
+    text = render_whole(replace(run, records=(run.records[0], failed)), findings)
     assert "\x1b" not in text and "\x07" not in text
     assert "second line" in text
 
@@ -341,7 +342,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
 @given(wild_runs(), st.integers(40, 140))
 def test_no_line_is_wider_than_asked(wild: tuple[Run, dict[str, Finding]], width: int) -> None:
     run, findings = wild
-    for text in (render(run, findings, width), layout.render(plan_page(run.plan, run.devices), width=width)):
+    for text in (render_whole(run, findings, width), layout.render(plan_page(run.plan, run.devices), width=width)):
         assert max(len(line) for line in text.splitlines()) <= width
 
 
@@ -352,7 +353,7 @@ def test_long_names_get_lines_of_their_own(width: int) -> None:
     named = replace(run.records[1].case, precision_map=tuple((f"layer{i}", "bf16") for i in range(12)))
     records = (run.records[0], replace(run.records[1], case=named))
     found = replace(findings[run.records[1].case.id], case=named, labels=tuple(Label))
-    text = render(replace(run, records=records), {**findings, named.id: found}, width)
+    text = render_whole(replace(run, records=records), {**findings, named.id: found}, width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert named.mode in text.replace("\n", "").replace(" ", "")
     assert all(label in text for label in Label)
@@ -363,7 +364,7 @@ def test_a_case_that_was_timed_but_has_no_error_says_why() -> None:
     run, findings = gemm()
     detail = "no numerical error: ValueError: no reference for this one"
     records = tuple(replace(one, detail=detail) if one.status is Status.OK else one for one in run.records)
-    text = " ".join(render(replace(run, records=records), findings).split())
+    text = " ".join(render_whole(replace(run, records=records), findings).split())
     assert f"bf16: {detail}" in text.replace("bf16 in all 3 groups:", "bf16:")
 
 

@@ -10,9 +10,8 @@ from fp8bench.model import Run
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.report.elements import Items, Table, Text
 from fp8bench.report.page.section import sections
-from fp8bench.report.terminal.run import render
 from tests.materials import material
-from tests.runs import gemm
+from tests.runs import gemm, render_whole
 
 PRODUCT = HeldProduct(8, 16, 32)
 HELD = Holder("up", "linear", (16, 32), (PRODUCT,), 6000, 1, True, native="M=8 is no multiple of 16")
@@ -61,13 +60,13 @@ def test_the_page_says_what_is_converted_and_what_not_and_why() -> None:
 
 def test_the_terminal_begins_with_it() -> None:
     run = profiled()
-    assert render(run, findings(run)).startswith("coverage\n  60.0% of the FLOPs of a step's products")
+    assert render_whole(run, findings(run)).startswith("coverage\n  60.0% of the FLOPs of a step's products")
 
 
 def test_runs_of_suites_have_none() -> None:
     run = profiled(None)
     assert sections()["coverage"].build(material((run, findings(run)))) is None
-    assert "coverage" not in render(run, findings(run))
+    assert "coverage" not in render_whole(run, findings(run))
 
 
 def test_rows_have_the_share() -> None:
@@ -79,4 +78,4 @@ def test_rows_have_the_share() -> None:
 def test_a_step_without_products_has_no_share() -> None:
     """And divides by nothing."""
     run = profiled(Coverage((replace(HELD, flops=0),)))
-    assert "0.0% of the FLOPs" in render(run, findings(run))
+    assert "0.0% of the FLOPs" in render_whole(run, findings(run))

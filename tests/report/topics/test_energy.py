@@ -13,10 +13,10 @@ from fp8bench.report.elements import Bars, ChartAxis, Items, Stacks, Table, Text
 from fp8bench.report.page import html
 from fp8bench.report.page.section import page_of
 from fp8bench.report.panels import panels_of
-from fp8bench.report.terminal.run import render
 from fp8bench.report.topics.energy import energy, energy_of_phases
 from tests.energies import TOO_FEW, VIRTUAL, energetic, phase_of, squares, unmeasured, use, with_energy, without_energy
 from tests.materials import Made, material, of_kind, part, told
+from tests.runs import render_whole
 
 # Of the best case of each.
 SHARES = {"cast": 0.1, "gemm": 0.5, "attention": 0.1, "optimizer_step": 0.1, "elementwise": 0.15}
@@ -197,7 +197,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
 
 
 def test_what_is_missing_is_a_note_and_the_words_are_explained() -> None:
-    text = render(*energetic(), width=200)
+    text = render_whole(*energetic(), width=200)
     assert f"- fp16: no energy: {TOO_FEW}" in text
     assert "- fp8: energy unclear: their windows lie too close together" in text
     assert "energy vs fp32: of a step / that of fp32, below 1x is less" in text
@@ -206,9 +206,9 @@ def test_what_is_missing_is_a_note_and_the_words_are_explained() -> None:
 
 def test_the_same_doubt_of_several_cases_is_one_note() -> None:
     once = with_energy(bf16=use((1.9,)), fp8=use((3.0,)), nvfp4=None, fp16=None)
-    assert "- bf16, fp8: energy unclear: one window is too few to compare" in render(*once, width=200)
+    assert "- bf16, fp8: energy unclear: one window is too few to compare" in render_whole(*once, width=200)
     gone = with_energy(**dict.fromkeys(("fp32", "bf16", "fp8", "nvfp4", "fp16"), EnergyUse("counter", why=TOO_FEW)))
-    text = render(*gone, width=200)
+    text = render_whole(*gone, width=200)
     assert f"- fp32, bf16, fp8, nvfp4, fp16: no energy: {TOO_FEW}" in text and "energy of a step" not in text
 
 
@@ -219,7 +219,7 @@ def test_what_the_label_says_is_said_once_for_all_cases() -> None:
     for mode, reason in (("bf16", "the GPU is lost"), ("fp8", "its windows are 9% apart"), ("fp32", "so they are")):
         (case,) = (one for one in findings if one.endswith(f"/{mode}"))
         findings[case] = replace(findings[case], labels=(label,), label_reasons=((label, reason),))
-    text = render(run, findings, width=200)
+    text = render_whole(run, findings, width=200)
     assert text.count("      labels: energy-unresolved\n") == 3
     assert "- bf16: no energy: the GPU is lost\n" in text
     assert "- fp8: energy-unresolved: its windows are 9% apart\n" in text
@@ -230,22 +230,24 @@ def test_what_the_label_says_is_said_once_for_all_cases() -> None:
 def test_windows_whose_steps_take_another_time_say_so() -> None:
     """A clock that slots keep and windows do not. Of an emulated case no time is a speed."""
     slow = with_energy(bf16=use((1.9, 1.9, 1.9), 0.0075), nvfp4=use((31.0,), 0.5))
-    text = render(*slow, width=200)
+    text = render_whole(*slow, width=200)
     words = "a step took 7.50 ms (+20.5%) in the seconds of its energy windows, and 6.22 ms in slots"
     assert f"- bf16: {words}\n" in text and text.count("in the seconds of its energy windows") == 1
-    assert "in the seconds of its energy windows" not in render(*energetic(), width=200)
+    assert "in the seconds of its energy windows" not in render_whole(*energetic(), width=200)
     doubts = [one for items in of_kind(part("energy", slow), Items) for one in items.items]
     assert Text(f"bf16: {words}.", Tone.DOUBT) in doubts
 
 
 def test_no_net_without_idle_power() -> None:
-    text = render(*with_energy(bf16=replace(use((1.9, 1.9, 1.9)), idle_after=None, why="idle power: too few ticks")))
+    text = render_whole(
+        *with_energy(bf16=replace(use((1.9, 1.9, 1.9)), idle_after=None, why="idle power: too few ticks"))
+    )
     assert "- bf16: no net energy: idle power: too few ticks" in text
     assert text.count("idle power: too few ticks") == 1
 
 
 def test_windows_that_are_missing_are_told() -> None:
-    text = render(*with_energy(bf16=use((1.9, 1.91), why="the counter went back")), width=200)
+    text = render_whole(*with_energy(bf16=use((1.9, 1.91), why="the counter went back")), width=200)
     assert "- bf16: energy of 2 windows only: the counter went back" in text
 
 
@@ -258,13 +260,13 @@ def test_sources_that_differ_are_named() -> None:
 
 
 def test_where_nobody_can_tell_there_is_one_line() -> None:
-    text = render(*unmeasured(), width=200)
+    text = render_whole(*unmeasured(), width=200)
     assert f"energy: not measured on cpu: {VIRTUAL}\n" in text and text.count("energy") == 1
     assert not lines(unmeasured())
 
 
 def test_a_run_that_was_not_asked_looks_as_before() -> None:
-    assert "energy" not in render(*without_energy())
+    assert "energy" not in render_whole(*without_energy())
 
 
 def test_phases_that_were_asked_for_have_a_table_and_what_is_left_over_a_note() -> None:
@@ -282,7 +284,7 @@ def test_phases_that_were_asked_for_have_a_table_and_what_is_left_over_a_note() 
     bf16, fp8 = (line.split() for line in tables[2:])
     assert bf16[:6] == ["bf16", "120", "mJ", "+-0.4%", "1.50", "J"] and "(" not in " ".join(bf16[:-2])
     assert fp8[:3] == ["fp8", "(300", "mJ)"] and "+-" not in " ".join(fp8)
-    text = render(*made, width=250)
+    text = render_whole(*made, width=250)
     assert "306 W" not in text and "371 W of 650 W, 500 W" in text
     assert "- bf16: energy of phases: they leave over 40.0 mJ [" in text and "and 310 us of its time" in text
     assert "fp8: energy of phases is void: by themselves they take 3.10 ms" in text

@@ -11,11 +11,10 @@ from fp8bench.model import Capacity, Finding, MemoryRole, MemoryUse, PhaseMemory
 from fp8bench.report.data.run import rows, widened
 from fp8bench.report.elements import Bars, ChartAxis, Items, Stacks, Table, Text, Tone
 from fp8bench.report.panels import panels_of
-from fp8bench.report.terminal.run import render
 from fp8bench.report.topics.memory import capacity, highest_in, sentences
 from fp8bench.report.topics.memory import memory as memory_of
 from tests.materials import Made, built, of_kind, part, strange, told
-from tests.runs import EMULATED, NATIVE, case, gemm, memory, run_of, transformer
+from tests.runs import EMULATED, NATIVE, case, gemm, memory, render_whole, run_of, transformer
 
 MIB = 1 << 20
 FP32 = {"weights": 40 * MIB, "gradients": 40 * MIB, "optimizer": 80 * MIB, "activations": 140 * MIB}
@@ -68,7 +67,7 @@ def test_the_table_has_a_column_for_each_role_that_occurs() -> None:
         "fp16 200 0.667x 40.0 20.0 40.0 80.0 20.0 - - - gemm -",
         "fp8 345 1.150x 40.0 40.0 - 80.0 70.0 70.0 45.0 <0.01 cast 700",
     ]
-    text = render(*usual())
+    text = render_whole(*usual())
     assert "peak_memory" not in text and "in: the phase of the highest point" in " ".join(text.split())
     assert "resident: the most" in text and "reserved:" not in text and "process:" not in text
 
@@ -120,14 +119,14 @@ def test_one_role_or_none_has_no_table(uses: tuple[MemoryUse | None, ...]) -> No
     """It would say what the peak says already."""
     made = with_uses(*uses)
     assert not told(memory_of(panels_of(*made)[0]))
-    assert "by what they are for" not in render(*made)
-    assert ("peak_memory" in render(*made)) == (uses[0] is not None)
+    assert "by what they are for" not in render_whole(*made)
+    assert ("peak_memory" in render_whole(*made)) == (uses[0] is not None)
 
 
 @pytest.mark.parametrize("width", [40, 60, 100, 200])
 def test_no_line_is_too_wide(width: int) -> None:
     """Columns that find no room follow their row."""
-    text = render(*usual(), width=width)
+    text = render_whole(*usual(), width=width)
     assert all(len(line) <= width for line in text.splitlines()) and "memory at the highest point" in text
 
 
@@ -300,13 +299,13 @@ def test_the_table() -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 200])
 def test_it_stands_in_the_text_and_keeps_its_width(width: int) -> None:
-    text = render(*USUAL, width=width)
+    text = render_whole(*USUAL, width=width)
     assert "largest batch that fits" in text and all(len(line) <= width for line in text.splitlines())
 
 
 def test_who_did_not_ask_sees_nothing() -> None:
     assert lines(gemm()) == [] and built("memory", gemm()) is None
-    assert "largest batch" not in render(*gemm())
+    assert "largest batch" not in render_whole(*gemm())
     assert not [row for row in rows(*gemm()) if str(row["metric"]).startswith("max_batch")]
 
 

@@ -10,10 +10,9 @@ import pytest
 from fp8bench.model import Finding, LayerScale, Record, Run, TensorStatistics
 from fp8bench.report.elements import Bars, ChartAxis, Table, Text, Tone
 from fp8bench.report.page.section import MOST_ROWS
-from fp8bench.report.terminal.run import render
 from fp8bench.report.words import legend
 from tests.materials import Made, many, of_kind, part, with_errors
-from tests.runs import error, gemm, measured, transformer
+from tests.runs import error, gemm, measured, render_whole, transformer
 
 TITLE = "data, before any scaling"
 FOUND = (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0), LayerScale("blocks.0.mlp.up", "gradient", 7e-5, 8e8, 12))
@@ -116,7 +115,7 @@ def test_infinite_errors_of_a_measured_run() -> None:
 
 def block(run: Run, findings: dict[str, Finding], width: int = 100) -> list[str]:
     """The lines of the first panel's table with its title; none if there is none."""
-    lines = render(run, findings, width).splitlines()
+    lines = render_whole(run, findings, width).splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith(TITLE)]
     return lines[starts[0] : lines.index("", starts[0])] if starts else []
 
@@ -180,9 +179,9 @@ def test_only_groups_whose_data_are_known_are_counted() -> None:
 
 
 def test_without_statistics_there_is_neither_table_nor_legend() -> None:
-    text = render(*transformer())
+    text = render_whole(*transformer())
     assert TITLE not in text and "amax" not in text
-    assert "amax: the largest magnitude" in " ".join(render(*gemm()).split())
+    assert "amax: the largest magnitude" in " ".join(render_whole(*gemm()).split())
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])

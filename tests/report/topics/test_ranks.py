@@ -14,10 +14,9 @@ from fp8bench.report.data.run import rows, widened
 from fp8bench.report.elements import Scatter, Table, Text
 from fp8bench.report.page.section import material_of
 from fp8bench.report.panels import panels_of
-from fp8bench.report.terminal.run import render
 from fp8bench.report.topics.rank_boards import EMULATED_RATES, POOLED, UNBEATEN, boards, rank_boards_section, remarks
 from fp8bench.report.topics.ranks import FUNCTIONAL, ranks, ranks_section, wire_costs
-from tests.runs import EMULATED, NATIVE, error, run_of
+from tests.runs import EMULATED, NATIVE, error, render_whole, run_of
 
 MS = 1_000_000
 RING = "a rank has to wait"
@@ -165,12 +164,12 @@ def test_a_board_names_what_was_lost_swept_and_failed() -> None:
 def test_several_settings_of_ranks_are_a_board_and_little_else() -> None:
     """In a terminal: the rest would bury the answer, and is in the report."""
     run = made()
-    text = render(run, findings(run), width=80)
+    text = render_whole(run, findings(run), width=80)
     assert len(text.splitlines()) < 60 and text.index("all_reduce of 3.91 KiB, 2 ranks") < 300
     assert "phases, as shares" not in text and "The report has the rest of every case" in text
     assert max(map(len, text.splitlines())) <= 80
     one = run_of([one for one in run.records if dict(one.case.params)["fp8"] == "fp8_ring"])
-    alone = render(one, findings(one), width=80)
+    alone = render_whole(one, findings(one), width=80)
     assert "all_reduce of 3.91 KiB, 2 ranks" in alone and "phases, as shares" in alone
 
 

@@ -11,10 +11,10 @@ from fp8bench.model import Ceiling, Label, Limit, Request, Verdict
 from fp8bench.report.elements import Items, Scatter, Table, Text
 from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.panels import panels_of
-from fp8bench.report.terminal.run import render
 from fp8bench.report.topics.roofline import how_to_know, roofline_section, sentences
 from tests.materials import Made, built, material, of_kind, part, told
 from tests.rooflines import CEILING, made
+from tests.runs import render_whole
 
 
 def test_a_phase_far_below_its_ceilings_is_bound_by_none() -> None:
@@ -40,14 +40,14 @@ def test_without_ceilings_somebody_is_told_how_to_know() -> None:
     run, findings = made(None)
     words = sentences_of((run, findings))
     assert words.startswith("What bounds each phase is not known yet: `fp8bench doctor --ceilings` measures")
-    assert " ".join(render(run, findings).split()).count("fp8bench doctor --ceilings") == 1
+    assert " ".join(render_whole(run, findings).split()).count("fp8bench doctor --ceilings") == 1
     (element,) = roofline_section(material((run, findings)))
     assert words in str(element)
     other = replace(run, request=Request("transformer", threads=2), command="fp8bench suite transformer --store kept")
     assert "`fp8bench doctor --ceilings --threads 2`, with the same --store, measures" in sentences_of(
         (other, findings)
     )
-    assert sentences_of(made()) == "" and "doctor" not in render(*made())
+    assert sentences_of(made()) == "" and "doctor" not in render_whole(*made())
     bare = replace(run, records=tuple(replace(one, tape=None) for one in run.records))
     assert sentences_of((bare, findings)) == ""
 
@@ -136,10 +136,10 @@ def test_ceilings_of_a_machine_that_was_not_left_alone_are_no_roofs() -> None:
 
 def test_a_terminal_says_the_same() -> None:
     """Below the numbers, and nothing without ceilings."""
-    text = " ".join(render(*made(), width=200).split())
+    text = " ".join(render_whole(*made(), width=200).split())
     assert "what bounds it bf16 is compute-bound in gemm (54% of the step, at 71% of its ceiling)" in text
     assert "would give at most 1.53x; it gives 1.22x" in text and "differ too much: triad (30.0%)." in text
-    assert "what bounds it" not in render(*made(None))
+    assert "what bounds it" not in render_whole(*made(None))
 
 
 def test_more_than_memory_gives_is_a_cache() -> None:

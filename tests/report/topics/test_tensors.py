@@ -10,7 +10,6 @@ from fp8bench.model import Measurement, Record, Status
 from fp8bench.model.specs import spec_of
 from fp8bench.report.elements import Items, Table, Text, Tone
 from fp8bench.report.panels import Panel, Result, panels_of
-from fp8bench.report.terminal.run import render
 from fp8bench.report.topics.tensors import (
     FIGURES,
     LEGEND,
@@ -25,7 +24,7 @@ from fp8bench.report.topics.tensors import (
 )
 from tests.materials import Made, built, material, of_kind, part
 from tests.report.tensors import left, products, tensors
-from tests.runs import EMULATED, case, gemm, run_of
+from tests.runs import EMULATED, case, gemm, render_whole, run_of
 
 
 def panel(made: Made) -> Panel:
@@ -143,7 +142,7 @@ def test_the_best_of_each_width_in_sentences() -> None:
 
 def test_every_figure_that_matters_of_one_tensor() -> None:
     """A row for each precision; no times, no verdicts."""
-    text = render(*tensors("gaussian"))
+    text = render_whole(*tensors("gaussian"))
     assert (
         """\
   precision        SQNR  worst rows  worst blocks  underflow  saturated    slope
@@ -162,13 +161,13 @@ def test_every_figure_that_matters_of_one_tensor() -> None:
 
 def test_two_tensors_stand_below_each_other() -> None:
     """Under their names."""
-    lines = render(*tensors("gaussian", "outliers")).splitlines()
+    lines = render_whole(*tensors("gaussian", "outliers")).splitlines()
     assert lines.index("gaussian") + len(("fp16", "none", "row", "mx", "mx", "fp8")) + 1 == lines.index("outliers")
 
 
 def test_of_many_tensors_the_sqnr_alone() -> None:
     """A row for each precision, a column for each tensor."""
-    text = render(*tensors("gaussian", "outliers", "log-normal"))
+    text = render_whole(*tensors("gaussian", "outliers", "log-normal"))
     assert (
         """\
 SQNR in dB, higher is better; all other figures: the report, --csv, or one tensor alone
@@ -185,7 +184,7 @@ SQNR in dB, higher is better; all other figures: the report, --csv, or one tenso
 def test_many_tensors_are_as_many_tables_as_the_width_asks_for(width: int, sizes: list[int]) -> None:
     """As few as there can be, with every tensor once, and no line too long."""
     names = [f"tensor-{number}" for number in range(7)]
-    text = render(*tensors(*names), width=width)
+    text = render_whole(*tensors(*names), width=width)
     heads = [line.split()[1:] for line in text.splitlines() if line.startswith("  precision ")]
     assert [name for head in heads for name in head] == names
     assert [len(head) for head in heads] == sizes
@@ -196,7 +195,7 @@ def test_a_case_without_figures_has_dashes_and_a_note() -> None:
     """Skipped or failed."""
     run, findings = tensors("gaussian", "outliers", "log-normal")
     failed = replace(run.records[1], status=Status.FAILED, reason="out of memory", measurements=())
-    text = render(replace(run, records=(run.records[0], failed, *run.records[2:])), findings)
+    text = render_whole(replace(run, records=(run.records[0], failed, *run.records[2:])), findings)
     assert "  e4m3fn none             -      61.0        62.0" in text
     assert "custom:scaling=none FAILED at" in text and "out of memory" in text
 
@@ -204,10 +203,10 @@ def test_a_case_without_figures_has_dashes_and_a_note() -> None:
 def test_other_suites_keep_their_tables_and_legends() -> None:
     """Both in one run."""
     one, other = tensors("gaussian"), products()
-    text = render(replace(one[0], records=(*one[0].records, *other[0].records)), {**one[1], **other[1]})
+    text = render_whole(replace(one[0], records=(*one[0].records, *other[0].records)), {**one[1], **other[1]})
     assert "  e4m3fn row " in text and "  fp32  " in text
     assert text.count("best: the step undisturbed") == 1 and text.count("SQNR: the tensor's power") == 1
-    alone = render(*other)
+    alone = render_whole(*other)
     assert "SQNR" not in alone
 
 

@@ -11,10 +11,9 @@ from fp8bench.model import Finding, Interval, Label, Run, Scalar, Verdict
 from fp8bench.model.words import REMARKS
 from fp8bench.report.elements import Text, Tone
 from fp8bench.report.panels import panels_of
-from fp8bench.report.terminal.run import render
 from fp8bench.report.words.speed import comparisons, doubt_of_all, over_values, said_once, span
 from tests.materials import shapes
-from tests.runs import gemm, judged, phases, transformer
+from tests.runs import gemm, judged, phases, render_whole, transformer
 
 FASTER, SLOWER, SAME, UNSURE, NONE = (
     (Verdict.FASTER, 0.5), (Verdict.SLOWER, 1.25), (Verdict.SAME, 1.01), (Verdict.UNSURE, 1.02), (Verdict.NONE, None),
@@ -213,7 +212,7 @@ def test_the_range_over_values_is_told() -> None:
     ]
     (panel,) = panels_of(run, findings)
     assert list(over_values(panel)) == expected
-    assert all(one in " ".join(render(run, findings, 200).split()) for one in expected)
+    assert all(one in " ".join(render_whole(run, findings, 200).split()) for one in expected)
 
 
 def test_only_cases_that_differ_in_nothing_else_are_held_together() -> None:

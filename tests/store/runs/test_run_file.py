@@ -41,12 +41,11 @@ from fp8bench.model import (
     Work,
 )  # fmt: skip
 from fp8bench.model.codec import SCHEMA
-from fp8bench.report.terminal.run import render
 from fp8bench.store.runs import run_file
 from fp8bench.store.runs.listing import find_run, load_named, run_files
 from fp8bench.store.runs.run_file import check_store, load_run, reopen_run, start_run, unsound
 from tests.older import as_older
-from tests.runs import measured, transformer
+from tests.runs import measured, render_whole, transformer
 
 SUPPORT = Support(Level.NATIVE, "a test")
 CASES = [Case("gemm", (("m", side),), "fp32", "cpu") for side in (1, 2, 3)]
@@ -255,10 +254,10 @@ def test_an_end_of_no_known_kind_is_no_end(tmp_path: Path) -> None:
 def test_a_finished_run_that_lost_records_says_so(tmp_path: Path) -> None:
     """Under the table, with what to do about it; a whole one says nothing of the kind."""
     path = written(tmp_path)
-    assert "have no record" not in render(load_run(path), {})
+    assert "have no record" not in render_whole(load_run(path), {})
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:1], lines[1][:50] + b"\n", *lines[3:]]))
-    shown = " ".join(render(load_run(path), {}).split())
+    shown = " ".join(render_whole(load_run(path), {}).split())
     assert "2 of 3 cases have no record: lines are broken or gone; --resume abcd1234 measures them" in shown
 
 

@@ -1,0 +1,384 @@
+"""The answer of a run, in about twenty lines: a line a precision, why, how sure, and what to do next.
+
+Whatever else is known of the run stands behind an option of `fp8bench show`, and on its page.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from fp8bench import units
+from fp8bench.analysis.energy import Demand
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Interval, Run, Status, Verdict
+from fp8bench.model.consumed import reasons_in
+from fp8bench.model.specs import REPLAY, TIME
+from fp8bench.report.case_status import (
+    Standing,
+    emulated,
+    show_speed_up,
+    speed_up,
+    standing,
+    status_words,
+    tone_of,
+    what_intervals_hold,
+)
+from fp8bench.report.columns import Col, table
+from fp8bench.report.elements import Column, Element, Facts, Field, Items, Part, Table, Text, Tone
+from fp8bench.report.energies import ratio_against
+from fp8bench.report.page.section import Entry
+from fp8bench.report.panels import (
+    Figures,
+    Panel,
+    Result,
+    ResultGroup,
+    floor_of,
+    heading,
+    main_error,
+    merge_notes,
+    together,
+    value_of,
+)
+from fp8bench.report.topics import rank_boards, roofline
+from fp8bench.report.topics.break_even import break_even_table, swept
+from fp8bench.report.topics.memory import capacity, peak_of, share_of
+from fp8bench.report.topics.phases import phases_table
+from fp8bench.report.topics.results import noise_floor
+from fp8bench.report.topics.shares import coverage_sentence, coverages
+from fp8bench.report.topics.speedup import sustained
+from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
+from fp8bench.report.topics.verdict import few, losses, outcomes, skips
+from fp8bench.report.words.legend import PHASE_TITLES, error_word
+from fp8bench.report.words.naming import common_tone, listed
+from fp8bench.report.words.speed import over_values, span
+
+_HOW_MATRIX = "speed-up over the reference, median over a suite's cases; perhaps: some are in doubt or unsure"
+_HOW_GRID = "speed-up over {reference}; perhaps: in doubt"
+_NOT_CLEAR = frozenset({Standing.DOUBTED, Standing.UNSURE})
+# Of more groups the first ones; the others stand in the whole and on the page.
+_MOST_GROUPS = 16
+# So many phases explain a difference; the smaller ones do not matter to anybody.
+_MOST_PHASES = 3
+_LEAST_PART = 0.02
+# A terminal of fewer columns has no room for rates beside the rest.
+_ROOM_FOR_RATES = 100
+_Member = tuple[ResultGroup, Result]
+
+
+def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Iterator[Part]:
+    """`report` is the place of its page; with `options` other commands find the run."""
+    if lost := tuple(losses(entry)):
+        yield Part("losses", "", lost)
+    timed = [panel for panel in entry.panels if not about_tensors(panel)]
+    if len({panel.case.workload for panel in timed}) > 1:
+        yield Part("matrix", "speed-up of suites", (_suites(timed),))
+    else:
+        for panel in timed:
+            yield from _of_panel(panel, entry, width)
+    for panel in entry.panels:
+        if about_tensors(panel):
+            best = [Text(f"{sentence}.") for sentence in best_by_width(panel)]
+            title = heading(panel.case.workload, panel.shared, panel.case.device, entry.run.devices)
+            yield Part("tensors", title, (*best, *(() if len(best) > 1 else tensors(panel, width))))
+    found = outcomes(entry.panels)
+    told = [*_emulated(entry), *few(skips(found)), *(f"trouble: {words}" for words in entry.run.troubles)]
+    if told:
+        yield Part("beside", "", tuple(Text(words, Tone.DOUBT) for words in told))
+    yield Part("next", "next", (Items(tuple(_next(entry, options))), Text(stored(entry.run.path, report))))
+
+
+def stored(path: str, report: str) -> str:
+    return f"report: {report}" if report else f"stored in {path}" if path else "this run was not stored"
+
+
+def _next(entry: Entry, options: str) -> Iterator[Text]:
+    """At most three things."""
+    results = [result for panel in entry.panels for result in panel.results]
+    if roofline.how_to_know(results, entry.run):
+        threads = f" --threads {entry.run.request.threads}" if entry.run.request.threads != 1 else ""
+        yield Text(f"fp8bench doctor --ceilings{threads}{options}: later runs say what bounds each phase")
+    if any(speed_up(result) is not None for result in results):
+        yield Text(f"fp8bench advise {entry.run.id}{options}: what to do about it")
+    details = "--memory, --data, --numbers, --energy, --notes"
+    yield Text(f"fp8bench show {entry.run.id}{options} --all: the rest; in parts with {details}")
+
+
+def _emulated(entry: Entry) -> Iterator[str]:
+    modes = dict.fromkeys(result.mode for panel in entry.panels for result in panel.results if emulated(result))
+    if modes:
+        yield f"emulated ({listed(list(modes))}): right in numbers; time and memory are what emulating costs"
+
+
+def _of_panel(panel: Panel, entry: Entry, width: int) -> Iterator[Part]:
+    title = heading(panel.case.workload, panel.shared, panel.case.device, entry.run.devices)
+    boards: list[Element] = list(rank_boards.boards(panel))
+    several = len(panel.groups) > 1
+    elements: list[Element] = list(_device(panel, entry.run))
+    if several and _timed(panel):
+        elements.append(Facts(tuple(_lines(panel))))
+    elements += map(Text, _covered(panel))
+    elements += boards or [_grid(panel) if several else _cases(panel, width)]
+    left_out = len(panel.groups) - _MOST_GROUPS
+    if several and not boards and left_out > 0:
+        elements.append(Text(f"{left_out} more groups: --all, and the page."))
+    elements.append(Facts(tuple(_grounds(panel) if _timed(panel) else ())))
+    elements += map(Text, rank_boards.remarks(panel) if boards else over_values(panel))
+    yield Part("answer", title, tuple(elements))
+    yield from _asked(panel, several, bool(boards))
+
+
+def _covered(panel: Panel) -> Iterator[str]:
+    """How much of a model is converted, once for all precisions of which it is the same."""
+    alike = together(((found.converted_flops, found.flops), (modes, found)) for modes, found in coverages(panel))
+    for members in alike.values():
+        yield f"{coverage_sentence(', '.join(modes for modes, _ in members), members[0][1])}."
+
+
+def _device(panel: Panel, run: Run) -> Iterator[Text]:
+    """Power cap, clocks and what held them back, as the device said; loud where somebody has lowered the cap."""
+    watches = [result.record.watch for result in panel.results if result.record.watch is not None]
+    cap, default, highest = (run.environment.get(f"{panel.case.device} {name}")
+                             for name in ("power_cap", "power_cap_default", "sm_clock_max"))  # fmt: skip
+    clocks = [clock for watch in watches for clock in (watch.sm_clock_lowest, watch.sm_clock) if clock is not None]
+    held = {reason: None for watch in watches for reason in reasons_in(watch.throttle or 0)}
+    lowered = isinstance(cap, int | float) and isinstance(default, int | float) and cap < default
+    told = []
+    if isinstance(cap, int | float):
+        share = f", {units.percent(cap / default, 0)} of its default" if isinstance(default, int | float) else ""
+        told.append(f"{'POWER CAP' if lowered else 'power cap'} {units.count(cap, 'W')}{share}")
+    if clocks:
+        most = f" of {units.count(highest, 'Hz')}" if isinstance(highest, int | float) else ""
+        told.append(f"SM clock {units.span(clocks, lambda clock: units.count(clock, 'Hz'))}{most}")
+    told += [f"held back by {listed(list(held))}"] if held else []
+    if told:
+        yield Text("; ".join(told), Tone.BAD if lowered else Tone.PLAIN)
+
+
+def _asked(panel: Panel, several: bool, ranked: bool) -> Iterator[Part]:
+    """Where the time goes, and what an option of the run asked for."""
+    phases = None if several or ranked else phases_table(panel)
+    crossings = swept(panel)
+    tables = [*([phases] if phases else []), *sustained(panel), *capacity(panel)]
+    tables += [break_even_table(panel, crossings, "from where on it pays")] if crossings else []
+    if tables:
+        yield Part("asked", "", tuple(tables))
+
+
+def _cases(panel: Panel, width: int) -> Table:
+    """A row a precision: the word, how many times as fast, times, error, memory."""
+    error = main_error(panel)
+    cols: list[Col[tuple[ResultGroup, Result, Figures]]] = [
+        Col("case", lambda row: row[1].mode),
+        Col("verdict", lambda row: status_words(row[1]), tone=lambda row: tone_of(row[1])),
+        Col("speed-up", lambda row: show_speed_up(row[1]) or None, tone=lambda row: tone_of(row[1])),
+        Col("best", lambda row: row[2][TIME].best, number=True, unit="s"),
+        Col("replayed", lambda row: row[2][REPLAY].best, number=True, unit="s"),
+        Col("error", lambda row: _error(value_of(row[1].record.measurement(error)), row[1])),
+        Col("memory", lambda row: _memory(row[0], row[1]), number=True),
+        Col("energy", lambda row: _energy(row[0], row[1]), number=True),
+        Col("throughput", lambda row: row[2].shown(row[2].rate), number=True, when=width >= _ROOM_FOR_RATES),
+    ]  # fmt: skip
+    rows = [(*member, Figures(*member)) for member in panel.members]
+    return table("cases", "", cols, rows, kept={"case", "verdict", "best"})
+
+
+def _error(value: float | None, result: Result) -> str | None:
+    """'small 5.4e-03'; the reference's needs no word."""
+    if value is None:
+        return None
+    shown = units.relative_error(value)
+    return shown if result.record.is_reference else f"{error_word([value])} {shown}"
+
+
+def _memory(group: ResultGroup, result: Result) -> str | None:
+    """Of the reference what it takes, of the others how many times that."""
+    if result.record.is_reference:
+        return units.size(peak) if (peak := peak_of(result)) else None
+    share = share_of(group, result)
+    return None if share is None else units.ratio(share)
+
+
+def _energy(group: ResultGroup, result: Result) -> str | None:
+    ratio = ratio_against(result, group.lead)
+    if ratio is None:
+        return None
+    return f"{ratio.demand} " * (ratio.demand is Demand.UNCLEAR) + units.ratio(ratio.point)
+
+
+def _grid(panel: Panel) -> Table:
+    """A row a group, a column a precision."""
+    modes = list(dict.fromkeys(result.mode for result in panel.results if result.mode != panel.reference))
+    rows = [
+        (
+            Field(group.place),
+            *(
+                _in_grid(group, [result for result in group.results if result.mode == mode])
+                for mode in (panel.reference, *modes)
+            ),
+        )
+        for group in panel.groups[:_MOST_GROUPS]
+    ]
+    columns = (Column("case"), Column(panel.reference or "reference", number=True), *map(Column, modes))
+    caption = _HOW_GRID.format(reference=panel.reference) if _timed(panel) else ""
+    return Table("grid", caption, columns, tuple(rows))
+
+
+def _timed(panel: Panel) -> bool:
+    return any(result.best for result in panel.results)
+
+
+def _in_grid(group: ResultGroup, results: Sequence[Result]) -> Field:
+    """The reference's time; a rate where nothing was timed, as of ceilings."""
+    if len(results) == 1 and status_words(results[0]) == units.NONE:
+        figures = Figures(group, results[0])
+        return Field(figures.shown(figures.rate))
+    if results and results[0].record.is_reference and results[0].best and not emulated(results[0]):
+        return Field(units.seconds(results[0].best))
+    return _cell(results)
+
+
+def _suites(panels: Sequence[Panel]) -> Table:
+    several = len({panel.case.device for panel in panels}) > 1
+    modes = list(dict.fromkeys(result.mode for panel in panels for result in panel.results))
+    by_suite = together(
+        (f"{panel.case.workload}{f' on {panel.case.device}' if several else ''}", result)
+        for panel in panels
+        for result in panel.results
+    )
+    rows = [
+        (Field(suite), *(_cell([result for result in results if result.mode == mode]) for mode in modes))
+        for suite, results in by_suite.items()
+    ]
+    return Table("matrix", _HOW_MATRIX, (Column("suite"), *(Column(mode) for mode in modes)), tuple(rows))
+
+
+def _cell(results: Sequence[Result]) -> Field:
+    """'1.90x', 'perhaps 1.90x', 'unsure 1.01x', 'reference', 'emulated', 'FAILED'."""
+    if not results:
+        return Field(units.NONE)
+    speeds = [speed.point for result in results if (speed := speed_up(result)) is not None]
+    if not speeds or any(standing(result) is Standing.FAILED for result in results):
+        worst = min(results, key=lambda result: standing(result) is not Standing.FAILED)
+        return Field(status_words(worst), tone=tone_of(worst))
+    stands = {standing(result) for result in results}
+    word = "unsure " if stands == {Standing.UNSURE} else "perhaps " if stands & _NOT_CLEAR else ""
+    shown = units.speed_up(statistics.median(speeds))
+    return Field(f"{word}{shown}", tone=common_tone(map(tone_of, results)))
+
+
+def _lines(panel: Panel) -> Iterator[tuple[str, str]]:
+    """'bf16: slower than fp32 in 4 of 5 cases, same in 1; 0.311x to 0.506x; error small (2.9e-03); memory 0.77x'."""
+    by_mode = together((member[1].mode, member) for member in panel.members if member[1].mode != panel.reference)
+    for mode, members in sorted(by_mode.items(), key=lambda pair: not any(speed_up(one) for _, one in pair[1])):
+        clauses = (_verdict(members, panel.reference), _speeds(members), _errors(members, panel), _shares(members))
+        yield mode, "; ".join(filter(None, clauses))
+
+
+def _verdict(members: Sequence[_Member], reference: str) -> str:
+    """'perhaps faster than fp32', 'FAILED in 1 of 3 cases, emulated in 2'."""
+    counts = Counter(status_words(result).replace(units.NONE, "not timed") for _, result in members)
+    (first, number), *others = sorted(counts.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1]))
+    many = f" in {number} of {len(members)} cases" if others else ""
+    word = " than " if first.endswith(("faster", "slower")) else " as " if "same" in first else ""
+    return f"{first}{word + reference if word else ''}{many}" + "".join(f", {one} in {n}" for one, n in others)
+
+
+def _speeds(members: Sequence[_Member]) -> str:
+    speeds = [speed.point for _, result in members if (speed := speed_up(result)) is not None]
+    return span(speeds) if speeds else ""
+
+
+def _errors(members: Sequence[_Member], panel: Panel) -> str:
+    """'error small (2.9e-03)', the largest of several cases."""
+    known = (value_of(result.record.measurement(main_error(panel))) for _, result in members)
+    values = [value for value in known if value is not None]
+    if not values:
+        return ""
+    worst = max(values, key=lambda value: (math.isnan(value), abs(value)))
+    return f"error {error_word(values)} ({units.relative_error(worst)})"
+
+
+def _shares(members: Sequence[_Member]) -> str:
+    """'memory 0.626x to 0.771x'; of emulation it would be its cost."""
+    known = [share for group, result in members
+             if not emulated(result) and (share := share_of(group, result)) is not None]  # fmt: skip
+    return f"memory {units.span(known, units.ratio)}" if known else ""
+
+
+def _grounds(panel: Panel) -> Iterator[tuple[str, str]]:
+    """Why it is so, how sure that is, and which labels cast doubt."""
+    if len(panel.groups) == 1:
+        (group,) = panel.groups
+        yield from (("why", words) for result in group.results if (words := _why(result, group.lead)))
+    measured = any(result.record.is_reference for result in panel.results)
+    if not measured:
+        yield "reference", f"none ({panel.reference or 'none planned'} was not measured)"
+    yield "how sure", "; ".join(_sureness(panel))
+    held_against = merge_notes(_reservations(panel), len(panel.groups))
+    yield from (("but", words.removeprefix("- ")) for words in held_against)
+    doubts = together((label.value, result.mode) for result in panel.results if not emulated(result)
+                      for label in result.labels if label.casts_doubt)  # fmt: skip
+    if doubts:
+        told = (f"{label} ({listed(list(dict.fromkeys(modes)))})" for label, modes in doubts.items())
+        yield "labels", ", ".join(told)
+
+
+def _reservations(panel: Panel) -> Iterator[tuple[str, str, str]]:
+    """Why a case has no verdict, what a reader may hold against the verdict it has, and what of it could not be had."""
+    for group, result in panel.members:
+        if result.finding and result.finding.why and not emulated(result):
+            yield f"{result.mode} {status_words(result)}", result.finding.why, group.place
+        if result.record.detail and result.record.status is Status.OK and result.best:
+            yield result.mode, result.record.detail, group.place
+
+
+def _why(result: Result, lead: Result | None) -> str:
+    """'bf16 takes 507 ms more: gemm +486 ms, attn +12.7 ms': what of the best case makes the difference."""
+    own, base = result.finding, lead.finding if lead else None
+    if own is None or base is None or result is lead or own.verdict not in (Verdict.FASTER, Verdict.SLOWER):
+        return ""
+    if emulated(result) or own.best_seconds is None or base.best_seconds is None:
+        return ""
+    changes = _changes(own, base)
+    whole = own.best_seconds - base.best_seconds
+    parts = [pair for pair in changes if abs(pair[1]) > _LEAST_PART * abs(whole)][:_MOST_PHASES]
+    if len({name for name, _ in changes}) < 2 or not parts:
+        return ""
+    shown = (f"{PHASE_TITLES.get(name, name)} {'+' if change > 0 else '-'}{units.seconds(abs(change))}"
+             for name, change in parts)  # fmt: skip
+    word = "more" if whole > 0 else "less"
+    return f"{result.mode} takes {units.seconds(abs(whole))} {word}: {', '.join(shown)}"
+
+
+def _changes(own: Finding, base: Finding) -> list[tuple[str, float]]:
+    """Seconds of each phase that can be told, above the reference's; the largest first."""
+    seconds: Mapping[str, float] = dict(own.phases)
+    before: Mapping[str, float] = dict(base.phases)
+    unknown = {*own.below_floor, *base.below_floor, UNATTRIBUTED}
+    names = [name for name in dict.fromkeys((*CELL_PHASES, *seconds, *before))
+             if name not in unknown and (name in seconds or name in before)]  # fmt: skip
+    changes = ((name, seconds.get(name, 0.0) - before.get(name, 0.0)) for name in names)
+    return sorted(changes, key=lambda pair: -abs(pair[1]))
+
+
+def _sureness(panel: Panel) -> Iterator[str]:
+    """The floor, how many times that the effects are, and what the intervals hold."""
+    alone = len(panel.groups) == 1
+    floor = noise_floor(panel.groups[0]) if alone else floor_of(panel.results) or "not measured"
+    yield f"noise floor (A/A): {floor}"
+    if alone:
+        told = [f"{result.mode}'s difference is {times} it" for result in panel.results
+                if (times := _times_floor(result.finding, speed_up(result)))]  # fmt: skip
+        yield from told
+    if held := what_intervals_hold(panel.results):
+        yield f"[low, high]: {held}"
+
+
+def _times_floor(finding: Finding | None, speed: Interval | None) -> str:
+    """'17 times'; on the scale on which half as fast and twice as fast are as far."""
+    if finding is None or not finding.floor or speed is None:
+        return ""
+    times = abs(math.log(speed.point)) / math.log1p(finding.floor)
+    return f"{units.significant(times, 2)} times" if times >= 1 else "within"
