@@ -26,6 +26,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "action": "store_true", "help": "print the run as JSON, all samples and verdicts, instead of the table",
     },
     "--explain": {"action": "store_true", "help": "print how to read the tables, too"},
+    "--all": {"action": "store_true", "help": "print all that is known, not the answer alone"},
     "--csv": {
         "metavar": "PATH",
         "help": "also write tidy rows there, one a case, phase and metric; '-' prints them instead of the table",

@@ -84,10 +84,17 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
     if facts.unusable:
         yield f"  nothing runs on it: {facts.unusable}"
         return
-    longest = max(len(name) for name in precisions.names())
-    for name in by_rank():
-        support = precisions.get(name).support(facts)
-        yield f"  {name:<{longest}} {support.level.value:<9} {support.reason}"
+    supports = {name: precisions.get(name).support(facts) for name in by_rank()}
+    longest = max(map(len, supports))
+    for name, support in supports.items():
+        if support.level is Level.NATIVE:
+            yield f"  {name:<{longest}} {support.level.value:<9} {support.reason}"
+    for level, words in ((Level.EMULATED, "values rounded, products in fp32"), (Level.REFUSED, "")):
+        names = [name for name, support in supports.items() if support.level is level]
+        reasons = {supports[name].reason for name in names}
+        said = words or "; ".join(sorted(reasons))
+        if names:
+            yield f"  {level.value:<{longest}} {', '.join(names)}: {said}"
 
 
 def backend_lines(worker: Worker, facts: DeviceFacts) -> Iterator[str]:

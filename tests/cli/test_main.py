@@ -92,7 +92,7 @@ OPTIONS = {
     | {"--rule", "--second-moment", "--weights", "--baseline", "--store"}
     | {"--junit", "--md", "--explain", "--json", "MODULE:FUNCTION"},
     "advise": COMMON | {
-        "RUN", "--beside", "--training", "--price", "--least", "--write-map", "--check", "--score", "--store",
+        "RUN", "--all", "--beside", "--training", "--price", "--least", "--write-map", "--check", "--score", "--store",
         "--import", "--md", "--explain", "--json",
     },
     "store": COMMON,
@@ -115,7 +115,7 @@ OPTIONS = {
         "NAME", "--dtypes", "--devices", "--set", "--data", "--import", "--seed", "--threads", "--case-timeout",
         "--precision-map", "--against", "--store", "--no-isolation", "--json", "--csv", "--explain",
     },
-    "conform": COMMON | {"--dtypes", "--device", "--seed", "--import", "--explain", "--json"},
+    "conform": COMMON | {"--dtypes", "--device", "--seed", "--import", "--all", "--explain", "--json"},
     "lint-shapes": COMMON | {
         "MODEL", "--model", "--shapes", "--tokens", "--products", "--dtypes", "--devices", "--json", "--csv",
     },

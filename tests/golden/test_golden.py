@@ -174,6 +174,8 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | {
     "advice.json": Document("advise 9a000001 --json --price 2.50/h", "gpu"),
     "advice-training.txt": Document("advise 4ab2f1d9 --training 1199c4a7 --price 2.50/h --least 5"),
     "advice-profile.txt": Document("advise 9f3fa731"),
+    "advice-profile-all.txt": Document("advise 9f3fa731 --all"),
+    "advice-all.txt": Document("advise 9a000001 --all", "gpu"),
     "advice-map.txt": Document("advise 9f3fa731 --write-map map.txt"),
     "advice-score.txt": Document("advise --score --explain", "gpu"),
     "advice-score.json": Document("advise --score --json", "gpu"),
@@ -216,6 +218,7 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | {
     ),
     # What is measured now, of values that were measured once.
     "conform.txt": Document("conform --explain", value="conform"),
+    "conform-all.txt": Document("conform --all", value="conform"),
     "conform.json": Document("conform --json", value="conform"),
     "sensitivity.txt": Document("sensitivity --explain", value="sensitivity-kinds"),
     "sensitivity.csv": Document("sensitivity --csv -", value="sensitivity-kinds"),

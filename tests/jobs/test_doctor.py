@@ -14,7 +14,7 @@ from fp8bench.errors import BackendMissing, WorkerLost
 from fp8bench.jobs import doctor, standard_runs
 from fp8bench.jobs.doctor import by_rank, examine, listing
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import DeviceFacts, Request
+from fp8bench.model import DeviceFacts, Level, Request
 from fp8bench.model.raw import Settings
 from fp8bench.pipeline import execute
 from fp8bench.plan.asked_suites import known_suites
@@ -32,12 +32,16 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "ProcessWorker", LocalWorker)
 
 
-def test_every_precision_has_a_line_with_its_level_and_reason() -> None:
+def test_every_native_precision_has_a_line_and_emulated_ones_share_theirs() -> None:
     """For the processor, at the least."""
     lines = list(examine(False))
+    (emulated,) = [line for line in lines if line.startswith("  emulated ")]
     for name in precisions.names():
         support = precisions.get(name).support(CPU)
-        assert any(line.split()[:2] == [name, support.level.value] and support.reason in line for line in lines)
+        if support.level is Level.NATIVE:
+            assert any(line.split()[:2] == [name, "native"] and support.reason in line for line in lines)
+        else:
+            assert name in emulated.partition(":")[0].replace(",", "").split()
 
 
 def test_versions_machine_and_load_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

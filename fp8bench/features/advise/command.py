@@ -44,7 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--score", action="store_true", help=words)
     shared(parser, "--store", help="as in suite")
     shared(parser, "--import", help="as in suite")
-    shared(parser, "--md", "--explain")
+    shared(parser, "--md", "--all", "--explain")
     shared(parser, "--json", help="print all of it as JSON instead of the tables")
 
 
@@ -74,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         with only_once(), TERMINAL.measuring() as observer:
             done = checked(basis, found, arguments.check, arguments.store, observer)
     costs = costs_of(basis) if arguments.training is not None or arguments.price is not None else ()
-    page = partial(page_of, found, done, costs, arguments.price, notes)
-    tell(arguments, page, partial(value_of, found, done, costs, arguments.price))
+    page = partial(page_of, found, done, costs, arguments.price, notes, arguments.all)
+    whole = partial(page_of, found, done, costs, arguments.price, notes, whole=True)
+    tell(arguments, page, partial(value_of, found, done, costs, arguments.price), whole=whole)
     return EXIT_FAILED if any(one.measured is None for one in done) else EXIT_OK

@@ -116,9 +116,19 @@ def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
         said = f"its step is {times(pair.speed)} as fast, and it does not learn as well"
     else:
         said = f"its step is {times(pair.speed)} as fast: {pair.finding.verdict_words if pair.finding else ''}"
-    words = f"do nothing about {case.mode}, because {'; '.join([said, *reasons])}"
+    words = f"do nothing about {case.mode}, because {said}"
+    if pair.finding is not None and pair.finding.verdict is Verdict.SLOWER and pair.lead is not None:
+        perhaps = "perhaps " if pair.finding.doubtful else ""
+        words = f"keep {pair.lead.case.mode}: {case.mode} {perhaps}takes {_longer(pair.speed)} ({times(pair.speed)})"
+    words = "; ".join([words, *reasons])
     rule = against[0].rule if against else "step"
     return _advice(pair, rule, AdviceKind.NOTHING, words, [step, *against], gain)
+
+
+def _longer(speed: Interval) -> str:
+    """'11.8 times as long', '4% longer'."""
+    ratio = 1 / speed.point
+    return f"{units.significant(ratio)} times as long" if ratio >= 1.5 else f"{units.percent(ratio - 1, 0)} longer"
 
 
 def _adopted(pair: ComparedCase, answers: Answers) -> str:

@@ -21,6 +21,8 @@ _KINDS = {AdviceKind.ADOPT: Tone.GOOD, AdviceKind.NOTHING: Tone.PLAIN}
 # More sentences are not read; JSON has all of them.
 _MOST = 12
 _MOST_GROUNDS = 2
+# Commands that would answer more; the whole checklist has all.
+_MOST_MEASURES = 3
 LEGEND = (
     "adopt, route, schedule: take a precision, leave layers high, leave steps or kinds of steps high",
     "predicted: the speed-up that the same step will show once more, never above what Amdahl's law leaves",
@@ -29,15 +31,15 @@ LEGEND = (
 )
 
 
-def advice_elements(advised: Advised) -> Iterator[Element]:
-    """The sentences, then what is predicted and by which rows."""
+def advice_elements(advised: Advised, whole: bool = True) -> Iterator[Element]:
+    """The sentences, then what is predicted and by which rows; of leaving all as it is only if it is the `whole`."""
     named = short_names(advised)
     shown = advised.advice[:_MOST]
     tones = (Tone.DOUBT if one.doubtful else _KINDS.get(one.kind, Tone.STRONG) for one in shown)
     yield Items(tuple(Text(_sentence(one, named), tone) for one, tone in zip(shown, tones, strict=True)))
     if len(advised.advice) > len(shown):
         yield Text(f"{len(advised.advice) - len(shown)} more pieces of advice are in the JSON.")
-    gains = [one for one in advised.advice if one.gain is not None][:_MOST]
+    gains = [one for one in advised.advice if one.gain is not None and (whole or one.kind is not AdviceKind.NOTHING)]
     if gains:
         cols: list[Col[Advice]] = [
             Col("advice", lambda advice: f"{advice.kind} {advice.mode}"),
@@ -45,7 +47,7 @@ def advice_elements(advised: Advised) -> Iterator[Element]:
             Col("rule", lambda advice: advice.rule),
             Col("of", lambda advice: named(advice.case), hint="the case that it predicts, where its evidence is"),
         ]
-        yield table("predicted", "what is predicted", cols, gains)
+        yield table("predicted", "what is predicted", cols, gains[:_MOST])
 
 
 def short_names(advised: Advised) -> Callable[[str], str]:
@@ -138,6 +140,22 @@ def checklist(advised: Advised, shared: bool) -> Iterator[Table]:
         yield Table(f"checklist-{number}", f"{place}: when to use a lower precision", columns, rows)
 
 
+def _answered(advised: Advised) -> Iterator[Element]:
+    """A row a question that has an answer, then the commands that would answer more."""
+    named = short_names(advised)
+    by_row = together(((answer.mode, answer.rule), answer) for answer in advised.answers)
+    known = [found for found in by_row.values() if any(answer.met is not Met.UNKNOWN for answer in found)]
+    rows = [_row([answer for answer in found if answer.met is not Met.UNKNOWN], named)[:4] for found in known]
+    columns = (Column("precision"), Column("question"), Column("here"), Column("figure", below=True))
+    if rows:
+        yield Table("answered", "what decides it", columns, tuple(rows))
+    missing = [found[0] for found in by_row.values() if found not in known and not _open(found[0])]
+    measures = dict.fromkeys(answer.measure for answer in missing if answer.measure)
+    if missing:
+        yield Text(f"{many(len(missing), 'question')} not measured here (--all lists them). What answers more of them:")
+        yield Items(tuple(Text(measure) for measure in [*measures][:_MOST_MEASURES]))
+
+
 def _open(answer: Answer) -> bool:
     return answer.met is Met.UNKNOWN and answer.figure.startswith(Level.EMULATED)
 
@@ -162,15 +180,21 @@ _COST = "the cost of a decision: each precision over its reference; time, energy
 
 
 def page_of(
-    advised: Advised, checked: Sequence[Checked], costs: Sequence[Cost], price: float | None, notes: Sequence[str]
-) -> Page:
-    """Of one run, with what was checked, and what decisions cost by the `price` of an hour."""
-    told: tuple[Element, ...] = tuple(advice_elements(advised)) if advised.advice else (Text(_NOTHING),)
+    advised: Advised, checked: Sequence[Checked], costs: Sequence[Cost], price: float | None, notes: Sequence[str],
+    whole: bool = False,
+) -> Page:  # fmt: skip
+    """Of one run, with what was checked, and what decisions cost by the `price` of an hour.
+
+    Of the checklist what was answered, and what would answer more; all of it with its evidence if it is the `whole`.
+    """
+    told: tuple[Element, ...] = tuple(advice_elements(advised, whole)) if advised.advice else (Text(_NOTHING),)
     parts = [Part("advice", "", told)]
     if checked:
         parts.append(Part("checks", "predicted and measured", (checks(checked, short_names(advised)),)))
     parts += [Part("cost", _COST, tuple(cost_tables(advised, costs, price)))] if costs else []
-    parts += [Part("checklist", "the checklist", tuple(checklist(advised, shared=True)))] if advised.answers else []
+    if advised.answers:
+        told = tuple(checklist(advised, shared=True) if whole else _answered(advised))
+        parts.append(Part("checklist", "the checklist" if whole else "", told))
     parts += list_of("notes", "notes", notes)
     return Page(f"advice on run {advised.run}", "", tuple(parts), LEGEND)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from fp8bench import units
@@ -49,7 +49,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     shared(parser, "--seed", help="for the operands; default 0")
     shared(parser, "--import", help="as in suite")
-    shared(parser, "--explain")
+    shared(parser, "--all", "--explain")
     shared(parser, "--json", help="print all of it as JSON instead of the tables")
 
 
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     conforms = all(mode.conforms for mode in found)
     modes = [{**encode(mode), "conforms": mode.conforms} for mode in found]
     document = {"device": encode(facts), "conforms": conforms, "modes": modes}
-    tell(arguments, partial(page_of, facts, found), lambda: document)
+    tell(arguments, partial(page_of, facts, found, arguments.all), lambda: document)
     if not conforms:
         return EXIT_REGRESSION
     return EXIT_OK if any(mode.compared for mode in found) else EXIT_FAILED
@@ -94,24 +94,43 @@ def conformity(
     return facts, found
 
 
-def page_of(facts: DeviceFacts, found: Sequence[ModeConformity]) -> Page:
-    """A line for each precision, then each cast and product that differs, then what was not done and why."""
+def page_of(facts: DeviceFacts, found: Sequence[ModeConformity], whole: bool = False) -> Page:
+    """The verdict, a line for each precision, what differs, and what was not done and why.
+
+    What differs by the order of sums alone is counted, and emulated precisions that conform are named, unless `whole`.
+    """
+    good = all(mode.conforms for mode in found)
+    parts = [Part("verdict", "", (Text(_verdict(found), Tone.GOOD if good else Tone.BAD),))]
+    emulated = [mode for mode in found if mode.support.level is Level.EMULATED and mode.conforms and not whole]
+    if rows := [mode for mode in found if mode not in emulated]:
+        parts.append(Part("modes", "", (table("modes", "", _MODES, rows),)))
+    if same := [mode.mode for mode in emulated if mode.compared]:
+        words = f"emulated here, and torch's kernels give the same: {listed(same, 20)}"
+        parts.append(Part("emulated", "", (Text(words),)))
     different = [one for mode in found for one in mode.found if one.difference not in (None, Difference.NONE)]
-    parts = [Part("summary-of-modes", "", (table("modes", "", _MODES, found),))]
-    if different:
+    in_order = [] if whole else [one for one in different if one.difference is Difference.ORDER]
+    listed_ones = [one for one in different if one not in in_order]
+    if listed_ones:
         caption = "what is not the same bit by bit"
-        parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, different),)))
-    undone = []
-    for mode in found:
-        reasons = together((one.why, one.what) for one in mode.found if one.difference is None)
-        undone += [f"{mode.mode}, {listed(list(dict.fromkeys(whats)), 4)}: {why}" for why, whats in reasons.items()]
-    if undone:
+        parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, listed_ones),)))
+    if in_order:
+        modes = listed(list(dict.fromkeys(one.mode for one in in_order)), 20)
+        words = f"{len(in_order)} products of {modes} differ by the order of sums alone (--all lists them)"
+        parts.append(Part("order", "", (Text(words),)))
+    if undone := list(_undone(found)):
         parts.append(Part("undone", "not done here", (Items(tuple(map(Text, undone))),)))
-    good = Tone.GOOD if all(mode.conforms for mode in found) else Tone.BAD
-    parts.append(Part("summary", "", (Text(_verdict(found), good),)))
     return Page(
         f"native against emulated on {facts.key} ({facts.name}, torch {facts.torch})", "", tuple(parts), _LEGEND
     )
+
+
+def _undone(found: Sequence[ModeConformity]) -> Iterator[str]:
+    """A line for each reason: 'mxfp4, mxfp8 and nvfp4, 3 products: ...'."""
+    by_reason = together((one.why, one) for mode in found for one in mode.found if one.difference is None)
+    for why, members in by_reason.items():
+        modes = listed(list(dict.fromkeys(one.mode for one in members)), 20)
+        whats = list(dict.fromkeys(one.what for one in members))
+        yield f"{modes}, {whats[0] if len(whats) == 1 else f'{len(whats)} casts and products'}: {why}"
 
 
 def _tone(conforms: bool) -> Tone:

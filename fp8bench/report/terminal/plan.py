@@ -5,20 +5,50 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from fp8bench.model import DeviceFacts, Group, Plan
+from fp8bench.model import DeviceFacts, Group, Level, Plan
+from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Column, Field, Page, Part, Table, Text
 from fp8bench.report.panels import heading, merge_notes, shared_params, show_params
 from fp8bench.report.terminal.layout import list_of
+from fp8bench.report.words.naming import listed
+
+# Of more suites and devices a table says what they would do.
+_MOST_IN_FULL = 2
 
 
 def page_of(plan: Plan, facts: Sequence[DeviceFacts], expected: str = "") -> Page:
     by_panel = groupby(plan, key=lambda group: (group.cases[0].case.workload, group.cases[0].case.device))
-    parts = [part for _, members in by_panel for part in _panel(tuple(members), facts)]
+    panels = [tuple(members) for _, members in by_panel]
+    if len(panels) > _MOST_IN_FULL:
+        parts = [_overview(panels)]
+    else:
+        parts = [part for members in panels for part in _panel(members, facts)]
     running = sum(planned.runs for group in plan for planned in group.cases)
     total = f"groups: {len(plan.groups)}; cases: {running} to measure, {plan.num_cases - running} skipped"
     words = filter(None, (*(f"note: {note}" for note in plan.notes), total, expected))
     ending = Part("ending", "", tuple(map(Text, words)))
     return Page("", "", (*parts, ending))
+
+
+def _overview(panels: Sequence[Sequence[Group]]) -> Part:
+    """Of many suites a row each; what a single one would do, its own plan says."""
+    cols: list[Col[Sequence[Group]]] = [
+        Col("suite", lambda groups: groups[0].cases[0].case.workload),
+        Col("on", lambda groups: groups[0].cases[0].case.device),
+        Col("groups", len, number=True, show=str),
+        Col("cases", lambda groups: sum(case.runs for group in groups for case in group.cases), number=True, show=str),
+        Col("skipped", lambda groups: sum(not case.runs for group in groups for case in group.cases) or None,
+            number=True, show=str),
+        Col("native", lambda groups: _modes(groups, Level.NATIVE)),
+        Col("emulated", lambda groups: _modes(groups, Level.EMULATED)),
+    ]  # fmt: skip
+    words = "Name one suite to see its groups, and why what is skipped is skipped."
+    return Part("overview", "what would be measured", (table("overview", "", cols, panels), Text(words)))
+
+
+def _modes(groups: Sequence[Group], level: Level) -> str:
+    cases = (case for group in groups for case in group.cases if case.runs and case.support.level is level)
+    return listed(list(dict.fromkeys(case.case.mode for case in cases)))
 
 
 def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Part]:

@@ -23,7 +23,9 @@ def test_a_run_and_its_studies(store: Path, fp8bench: Say) -> None:
     keep(run(group(fp8=FP8)), store)
     code, out, _ = fp8bench("advise", "last")
     assert code == 0 and "adopt fp8: the step is 1.32x as fast as in bf16" in " ".join(out.split())
-    assert "Does it save memory?" in out and "not measured here" in out
+    assert "Is the whole step faster?" in out and "Does it save memory?" not in out  # it was not measured
+    whole = fp8bench("advise", "last", "--all")[1]
+    assert "Does it save memory?" in whole and "not measured here" in whole
     code, out, err = fp8bench("advise", "last", "--write-map", "map.txt")
     assert code == 2 and "no layer of the run" in err and not Path("map.txt").exists()
     kept(study(0.1, 0.005), store)
