@@ -26,7 +26,7 @@ from fp8bench.features.train.values import (
 from fp8bench.features.train.verdicts.curves import HELD_OUT, Curve, Key, curves_of, gap_of, last_of
 from fp8bench.features.train.verdicts.summary import summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
-from fp8bench.features.train.view import POSITION, arm_cols, bands_of, facts_of, looks_of, notes_of, title_of
+from fp8bench.features.train.view import POSITION, answers, arm_cols, bands_of, facts_of, looks_of, notes_of, title_of
 from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
 from fp8bench.protocols import Role
@@ -39,6 +39,7 @@ from fp8bench.report.elements import (
     Element,
     Field,
     Heat,
+    Items,
     Lines,
     Mark,
     Page,
@@ -101,6 +102,8 @@ def _worth_showing(element: Element) -> bool:
 
 def _verdicts(kept: KeptTraining, found: TrainingVerdicts, curves: Curves) -> Iterator[Element]:
     shown = [one for one in summaries_of(kept, found, curves) if not one.arm.is_band]
+    if told := tuple(answers(found)):
+        yield Items(told)
     yield table("arms", "Arms", arm_cols(found, _ARMS), shown, main=True)
     yield from (Text(one) for one in (*bands_of(found), *notes_of(kept, found)))
     if not kept.training.request.max_batch:

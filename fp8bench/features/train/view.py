@@ -66,13 +66,20 @@ def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
     """One row an arm, the bands, notes, and the first things that happened."""
     training = kept.training
     arms = table("arms", "", arm_cols(found), summaries_of(kept, found), main=True)
-    parts = [Part("arms", "", (arms,))]
+    parts = [Part("answer", "", tuple(answers(found))), Part("arms", "", (arms,))]
     parts += list(looks_of(kept))
     parts += [Part("bands", "", tuple(map(Text, bands_of(found))))]
     parts += list_of("notes", "notes", notes_of(kept, found))
     parts += list_of("events", "events", _events(kept))
     parts += [Part("ending", "", tuple(map(Text, _ending(kept))))]
     return Page(title_of(training), "", tuple(parts), _LEGEND, tuple(facts_of(training)))
+
+
+def answers(found: TrainingVerdicts) -> Iterator[Text]:
+    """A sentence an arm that was compared."""
+    for said in found.arms:
+        if not said.arm.skip:
+            yield Text(f"{words.answer(said, found)}.", _TONES.get(said.judged.learned, Tone.DOUBT))
 
 
 def plan_page(training: Training, reference: ArmState, seconds: float, unknown: Sequence[str]) -> Page:

@@ -26,6 +26,42 @@ def of_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:
     return arm.skip or (verdict(summary.said, among) if summary.said is not None else _ROLES[arm.role])
 
 
+def answer(found: ArmVerdict, among: TrainingVerdicts) -> str:
+    """'fp8 learns as bf16 does: a loss more than 0.24% worse is excluded (5 seeds)'."""
+    judged, name, reference = found.judged, found.arm.name, among.reference
+    if judged.learned is Learned.DIVERGED:
+        return f"{name} does not learn: it {verdict(found, among)}, and {reference} does not"
+    if judged.learned is Learned.DID_NOT_LEARN:
+        return f"whether {name} learns is not known: {reference} did not learn ({did_not_learn(among)})"
+    gap = judged.gap
+    if judged.learned is Learned.INCONCLUSIVE or gap is None or gap.decides is None:
+        bounded = gap.shown if gap is not None and judged.why in (Why.FEW_PAIRS, Why.TOO_WIDE) else None
+        excluded = f"a loss more than {_excluded(bounded)} worse is excluded (95%); " if bounded else ""
+        return f"whether {name} learns as {reference} does is open: {excluded}{inconclusive(judged)}"
+    seeds = many(gap.pairs, "seed")
+    if judged.learned is Learned.WITHIN_NOISE:
+        if found.same_bits:
+            return f"{name} learns as {reference} does, to the bit: does this arm take effect?"
+        bound = _excluded(gap.decides)
+        return f"{name} learns as {reference} does: a loss more than {bound} worse is excluded ({seeds})"
+    least = _share(min(abs(gap.decides.low), abs(gap.decides.high)), gap.decides)
+    sign = "higher" if judged.learned is Learned.WORSE else "lower"
+    told = f"{name} learns {judged.learned} than {reference}: its loss is {_share(abs(gap.point), gap.decides)} {sign}"
+    tune = f"; tune {reference} first: another rate may be as good (--sweep rate)" if sign == "lower" else ""
+    return f"{told}, at least {least} ({seeds}){tune}"
+
+
+def _excluded(interval: Interval) -> str:
+    return _share(max(0.0, interval.high), interval)
+
+
+def _share(value: float, interval: Interval) -> str:
+    """A share with the digits that its interval leaves it: '0.24%', '12%'."""
+    reach = 100 * (interval.high - interval.low) / 2
+    decimals = min(4, max(0, 1 - math.floor(math.log10(reach)))) if 0 < reach < math.inf else 2
+    return f"{100 * value:.{decimals}f}%"
+
+
 def verdict(found: ArmVerdict, among: TrainingVerdicts) -> str:
     """'worse by +2.3% [+1.1%, +3.5%] (99%), all of it above the margin of 1.0%'."""
     judged, seeds = found.judged, len(among.seeds)

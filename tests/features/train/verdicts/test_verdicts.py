@@ -87,6 +87,21 @@ def test_the_sentences() -> None:
     assert apart == "inconclusive: +3.0% on training text, but -1.0% on held-out text"
 
 
+@pytest.mark.parametrize(
+    ("gaps", "sentence"),
+    [
+        (SAME["fp8"], "fp8 learns as bf16 does: a loss more than 0.33% worse is excluded (5 seeds)"),
+        (WORSE["fp8"], "fp8 learns worse than bf16: its loss is 3.04% higher, at least 2.81% (5 seeds)"),
+        ([-one for one in WORSE["fp8"]], "fp8 learns better than bf16: its loss is 3.04% lower, at least 2.81%"),
+        ([0.001], "whether fp8 learns as bf16 does is open: 1 seed counts, fewer than 5; 4 more would do"),
+        ([0.001, 0.002], "whether fp8 learns as bf16 does is open: a loss more than 0.79% worse is excluded (95%); 2 seeds"),
+    ],
+)
+def test_the_answer_is_one_sentence_with_the_digits_that_its_interval_leaves(gaps: list[float], sentence: str) -> None:
+    """Bounds are those of Student's t by hand: of 0.1% and 0.2% at 95% 0.15% + 12.706 * 0.05%."""
+    assert words.answer(*judged(lines({"fp8": gaps}))).startswith(sentence)
+
+
 def test_what_a_command_may_fail_on() -> None:
     """A verdict with its arm, an alarm with its place; what was not asked for fails nothing. All bad ends can be."""
     alarm = TrainingEvent("fp8", 2, 40, "alarm", "the gradient's norm is 9.1 times its median")
