@@ -94,7 +94,7 @@ def test_the_sentences() -> None:
         (WORSE["fp8"], "fp8 learns worse than bf16: its loss is 3.04% higher, at least 2.81% (5 seeds)"),
         ([-one for one in WORSE["fp8"]], "fp8 learns better than bf16: its loss is 3.04% lower, at least 2.81%"),
         ([0.001], "whether fp8 learns as bf16 does is open: 1 seed counts, fewer than 5; 4 more would do"),
-        ([0.001, 0.002], "whether fp8 learns as bf16 does is open: a loss more than 0.79% worse is excluded (95%); 2 seeds"),
+        ([0.001, 0.002], "whether fp8 learns as bf16 does is open: a loss more than 0.79% worse is excluded (95%)"),
     ],
 )
 def test_the_answer_is_one_sentence_with_the_digits_that_its_interval_leaves(gaps: list[float], sentence: str) -> None:
