@@ -59,6 +59,8 @@ _HOW_GRID = "speed-up over {reference}; perhaps: in doubt"
 _NOT_CLEAR = frozenset({Standing.DOUBTED, Standing.UNSURE})
 # Of more groups the first ones; the others stand in the whole and on the page.
 _MOST_GROUPS = 16
+# Of more tensors only which precision of each width is best, and in how many of them.
+_MOST_TENSORS = 2
 # So many phases explain a difference; the smaller ones do not matter to anybody.
 _MOST_PHASES = 3
 _LEAST_PART = 0.02
@@ -81,7 +83,8 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
         if about_tensors(panel):
             best = [Text(f"{sentence}.") for sentence in best_by_width(panel)]
             title = heading(panel.case.workload, panel.shared, panel.case.device, entry.run.devices)
-            yield Part("tensors", title, (*best, *(() if len(best) > 1 else tensors(panel, width))))
+            in_full = not best or len(panel.groups) <= _MOST_TENSORS
+            yield Part("tensors", title, (*best, *(tensors(panel, width) if in_full else ())))
     found = outcomes(entry.panels)
     told = [*_emulated(entry), *few(skips(found)), *(f"trouble: {words}" for words in entry.run.troubles)]
     if told:

@@ -86,14 +86,16 @@ def failures(found: Sequence[ReportedCase]) -> list[str]:
 
 
 def skips(found: Sequence[ReportedCase]) -> list[str]:
-    """'nvfp4 was skipped in 3 cases of gemm: no hardware for FP4'."""
+    """'nvfp4 was skipped in 3 of 4 cases of gemm: no hardware for FP4'."""
     skipped = [one for one in found if standing(one.result) is Standing.SKIPPED]
     told = []
     for reason, alike in together((one.reason, one) for one in skipped).items():
         modes = list(dict.fromkeys(one.result.mode for one in alike))
         suites = list(dict.fromkeys(one.suite for one in alike))
         were = "was" if len(modes) == 1 else "were"
-        told.append(f"{listed(modes)} {were} skipped in {many(len(alike), 'case')} of {listed(suites)}: {reason}")
+        total = sum(one.result.mode in modes and one.suite in suites for one in found)
+        some = "all " * (total > 1) if total == len(alike) else f"{len(alike)} of "
+        told.append(f"{listed(modes)} {were} skipped in {some}{many(total, 'case')} of {listed(suites)}: {reason}")
     return told
 
 

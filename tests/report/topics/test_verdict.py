@@ -44,7 +44,7 @@ def test_the_whole_text() -> None:
             "fp8 is emulated on this CPU: its numbers are right (product_error 3.7e-02), its time says nothing "
             "about speed"
         ),
-        "nvfp4 was skipped in 3 cases of gemm: fp4 needs torch 2.8 or later, this is 2.7.1",
+        "nvfp4 was skipped in all 3 cases of gemm: fp4 needs torch 2.8 or later, this is 2.7.1",
     ]
     assert part("verdict", gemm()).lead.startswith("Speed against the reference")
 
@@ -151,10 +151,12 @@ def test_a_reason_is_one_line_that_ends() -> None:
 
 
 def test_a_skip_says_its_reason_once() -> None:
-    assert skips(made(gemm())) == ["nvfp4 was skipped in 3 cases of gemm: fp4 needs torch 2.8 or later, this is 2.7.1"]
+    assert skips(made(gemm())) == [
+        "nvfp4 was skipped in all 3 cases of gemm: fp4 needs torch 2.8 or later, this is 2.7.1"
+    ]
     two = [Record(case(suite, one, {}), REFUSED, Status.SKIPPED, reason="no hardware") for suite, one in (
         ("gemm", "mxfp4"), ("mlp", "nvfp4"))]  # fmt: skip
-    assert skips(of(*two)) == ["mxfp4 and nvfp4 were skipped in 2 cases of gemm and mlp: no hardware"]
+    assert skips(of(*two)) == ["mxfp4 and nvfp4 were skipped in all 2 cases of gemm and mlp: no hardware"]
 
 
 @pytest.mark.parametrize(
