@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import asked as fields_given
 from fp8bench.cli.option_types import asks, folder, keywords_of, names, pairs
+from fp8bench.cli.streams import complain
 from fp8bench.errors import StoreError, UnknownName, UsageError
 from fp8bench.features.train.data import TrainingFrames, write_training
 from fp8bench.features.train.health.health import Health
@@ -22,7 +23,7 @@ from fp8bench.features.train.kind import plain, training_named
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest, asked
 from fp8bench.features.train.run import resume as go_on_training
 from fp8bench.features.train.run import train as train_all
-from fp8bench.features.train.values import Arm, ArmRole, KeptTraining, StreamLine, TrainingObserver
+from fp8bench.features.train.values import Arm, ArmRole, KeptTraining, StreamLine, TrainingEvent, TrainingObserver
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.files import append
 from fp8bench.measure.environment import command_line
@@ -112,9 +113,10 @@ def watch(
 ) -> Iterator[OwnLoop]:
     """Watch a training loop of one's own in a `with` block: a row a step, all of the module every `stride` steps.
 
-    Lines go to a new file at `path` and to `told`; alarms of the health rules are among them. A step ends when the
-    optimizer makes one. The loss is what the module gives back (a number, or what is called `loss`); else say it by
-    `loss(value)` of what the block is given. `tokens` are those of a step. `scaler` is a GradScaler. By the word
+    Lines go to a new file at `path` and to `told`; alarms of the health rules are among them, and go to stderr where
+    nobody takes them by `told`. A step ends when the optimizer makes one. The loss is what the module gives back (a
+    number, or what is called `loss`), or what backward began with; else say it by `loss(value)` of what the block is
+    given. `tokens` are those of a step. `scaler` is a GradScaler. By the word
     `precision` for what the module is trained in, remedies are chosen.
     """
     from fp8bench.features.train.lab.own_loop import OwnLoop
@@ -129,8 +131,18 @@ def watch(
                 keep(every)
             if told is not None:
                 told(every)
+            else:
+                complain_of(every)
 
         yield stack.enter_context(OwnLoop(module, optimizer, tell, name, stride, tokens, scaler))
+
+
+def complain_of(lines: Sequence[StreamLine]) -> None:
+    """A sentence on stderr for each event."""
+    for event in (line for line in lines if isinstance(line, TrainingEvent)):
+        where = f" ({event.layer} {event.tensor}".rstrip() + ")" if event.layer else ""
+        remedy = f". What may help: {event.remedy}" if event.remedy else ""
+        complain(f"{event.arm}, step {event.step}: {event.words}{where}{remedy}")
 
 
 class _Kept:

@@ -240,12 +240,14 @@ class Validation(StreamLine):
 
 # The kind of event that an arm's products are in another precision than its own.
 FALLBACK = "fallback"
+# The event of a loop of somebody's own in which nothing could be seen for some updates.
+UNSEEN = "unseen"
 
 
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
     """Something that happened in a step: 'not-finite', 'alarm', 'tried-fix', 'scale-halved', 'rate-lowered', 'stopped',
-    'resumed', 'pairs' (not all arms fit into memory), UNPAIRED, FALLBACK.
+    'resumed', 'pairs' (not all arms fit into memory), UNPAIRED, FALLBACK, UNSEEN.
 
     `layer` and `tensor` say where, `values` what was seen there, `remedy` what may help.
     """

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
+from fp8bench.features.train.lab.backward_roots import BackwardListener, listening, tensors_in
 from fp8bench.features.train.lab.optimizer import joint
 from fp8bench.features.train.lab.readings import Figures, read
 from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep
-from fp8bench.features.train.values import StepRow, StreamLine
+from fp8bench.features.train.values import UNSEEN, StepRow, StreamLine, TrainingEvent
 
 # Micro-batches are counted as they come: there may be several.
 _SEVERAL = 2
+# So many updates in turn without a row are told.
+_SILENT = 3
 
 
 class _Row(NamedTuple):
@@ -30,12 +33,14 @@ class _Row(NamedTuple):
     seconds: float
 
 
-class OwnLoop:
+class OwnLoop(BackwardListener):
     """Every step gives a row, and every `stride`-th is watched; `told` gets their lines as watched steps end.
 
     A step is what happens until the optimizer has made one, whatever micro-batches there are. Where a GradScaler skips
     one, it goes on. Norms are those that the optimizer meets: after any clipping; that of the parameters is of the last
-    watched step. A step whose loss nobody knows has no row.
+    watched step. The loss is what the module gives back if that is a number, else what backward began with, where it
+    came through the module: of several micro-batches their sum, which is what gradients add up to. A step whose loss
+    nobody knows has no row; three in turn are an event.
     """
 
     def __init__(
@@ -58,6 +63,9 @@ class OwnLoop:
         self._watch = ModelWatch(module, name)
         self._step, self._began = 0, 0.0
         self._losses: list[Tensor] = []
+        self._roots: list[Tensor] = []
+        self._reached = False
+        self._silent, self._seen_rows = 0, False
         self._rows: list[_Row] = []
         self._norm: Tensor | None = None
         self._size: Tensor | float = math.nan
@@ -73,6 +81,7 @@ class OwnLoop:
         )
         for handle in handles:
             self._hooks.callback(handle.remove)
+        self._hooks.enter_context(listening(self))
         self._begin()
         return self
 
@@ -92,9 +101,26 @@ class OwnLoop:
         self._began = time.perf_counter()
 
     def _passed(self, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
         loss = loss_of(output)
-        if loss is not None and module.training and torch.is_grad_enabled():
+        if loss is not None:
             self.loss(loss)
+            return
+        for tensor in tensors_in(getattr(output, "__dict__", None) or output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._is_reached)  # type: ignore[no-untyped-call]
+
+    def _is_reached(self, gradient: Tensor) -> None:
+        self._reached = True
+
+    def backward_begins(self) -> None:
+        self._reached = False
+
+    def backward_ended(self, root: Tensor | None) -> None:
+        if root is not None and self._reached:
+            scale = getattr(self._scaler, "_scale", None)  # its get_scale() waits for the device
+            self._roots.append(root if scale is None else root / scale.to(root.device))
 
     def _before_update(
         self, optimizer: torch.optim.Optimizer, given: tuple[Any, ...], named: dict[str, Any]
@@ -106,6 +132,7 @@ class OwnLoop:
             return None
 
         def made() -> Any:
+            self._roots = []  # it may be called several times in a step
             loss = closure()
             self._gradients_are_there()
             return loss
@@ -137,17 +164,47 @@ class OwnLoop:
             sizes = torch._foreach_norm(self._before)
             self._seen.updated(dict(zip(names, moved, strict=True)), dict(zip(names, sizes, strict=True)))
             ratio = joint(moved) / joint(sizes)
-        if self._norm is not None and self._losses:
-            loss, rate = torch.stack(self._losses).mean(), float(optimizer.param_groups[0]["lr"])
+        loss = self._loss()
+        if self._norm is not None and loss is not None:
+            rate = float(optimizer.param_groups[0]["lr"])
             took = 0.0 if self._seen is not None else seconds
             figures = Figures(loss=loss, gradient_norm=self._norm, parameter_norm=self._size, update_ratio=ratio)
             self._rows.append(_Row(self._step, figures, rate, took))
         self._attached.close()
-        if self._seen is not None:
-            self._tell(tuple(self._watch.lines(self._step, self._seen)))
-        self._seen, self._before, self._norm, self._losses = None, [], None, []
+        unseen = self._unseen(self._norm is not None and loss is not None)
+        if self._seen is not None or unseen:
+            self._tell((*(self._watch.lines(self._step, self._seen) if self._seen is not None else ()), *unseen))
+        self._seen, self._before, self._norm, self._losses, self._roots = None, [], None, [], []
         self._step += 1
         self._begin()
+
+    def _loss(self) -> Tensor | None:
+        if self._losses:
+            return torch.stack(self._losses).mean()
+        return torch.stack([root.to(torch.float32) for root in self._roots]).sum() if self._roots else None
+
+    def _unseen(self, has_row: bool) -> tuple[TrainingEvent, ...]:
+        """A sentence where so many updates in turn had no row, once until there is one again."""
+        self._silent = 0 if has_row else self._silent + 1
+        self._seen_rows |= has_row
+        if self._silent != _SILENT:
+            return ()
+        since = f"rows have stopped since step {self._step - _SILENT + 1}" if self._seen_rows else "there are no rows"
+        words = f"{since}: in {_SILENT} updates {self._why_unseen()}"
+        return (TrainingEvent(self._name, 0, self._step, UNSEEN, words),)
+
+    def _why_unseen(self) -> str:
+        own = {id(parameter) for parameter in self._module.parameters()}
+        if not any(id(one) in own for group in self._optimizer.param_groups for one in group["params"]):
+            return "the optimizer changed no parameter of this module. Give fp8bench.watch the two that belong together"
+        if self._norm is None:
+            return "no parameter had a gradient. Look whether backward runs before the optimizer's step"
+        if not self._module.training:
+            return "the module was in eval mode. Call its train() before the loop"
+        return (
+            "nobody told a loss: backward began with no single number that comes from what the module gives back. "
+            "Say it by loss(value) of what the block is given"
+        )
 
     def _tell(self, lines: Sequence[StreamLine]) -> None:
         """The rows since the last time, and lines of the step that is watched."""

@@ -193,10 +193,10 @@ def test_a_loss_that_the_module_does_not_give_back_is_said() -> None:
     optimizer = adam(net.parameters())
     with fp8bench.watch(net, optimizer, told=lines.extend, stride=1) as loop:
         for step in range(2):
-            loss = net(torch.ones(2, 4)).square().mean()
+            squares = net(torch.ones(2, 4)).square()
             if step:
-                loop.loss(loss)
-            loss.backward()
+                loop.loss(squares.mean())
+            squares.backward(torch.full((2, 3), 1 / 6))
             optimizer.step()
             optimizer.zero_grad()
     assert [row.step for row in of(StepRow, lines)] == [1]
@@ -225,3 +225,115 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[Exceptio
     net.requires_grad_(False)
     with pytest.raises(UsageError, match="no parameter that is trained"), fp8bench.watch(net, adam([torch.ones(1)])):
         pass
+
+
+class Logits(Net):
+    """What most modules give back; the loss is made outside."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.again(torch.relu(self.shared(self.table(tokens))))
+        return {"logits": self.head(self.norm(x))}
+
+
+def usual_loop(
+    net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, parts: int = 1, scaler: Any = None
+) -> list[float]:
+    generator, losses = torch.Generator().manual_seed(1), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for _ in range(parts):
+            tokens = torch.randint(10, (16,), generator=generator)
+            loss = nn.functional.cross_entropy(net(tokens)["logits"], tokens) / parts
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            total += float(loss.detach())
+        (optimizer.step() if scaler is None else scaler.step(optimizer))
+        if scaler is not None:
+            scaler.update()
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_loss_that_is_made_outside_is_what_backward_begins_with(parts: int, scaled: bool) -> None:
+    """To the bit for one part; nothing in the training changes by it."""
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None for _ in range(2)]
+    alone, net, lines = Logits(), Logits(), Lines()
+    expected = usual_loop(alone, adam(alone.parameters()), 6, parts, scalers[0])
+    optimizer = adam(net.parameters())
+    with fp8bench.watch(net, optimizer, told=lines.extend, stride=2, scaler=scalers[1]):
+        assert usual_loop(net, optimizer, 6, parts, scalers[1]) == expected
+    rows = of(StepRow, lines)
+    assert [row.loss for row in rows] == pytest.approx(expected, rel=1e-6) and len(rows) == 6
+    assert not of(TrainingEvent, lines) and hooks_of(net) == 0
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+def test_other_backwards_are_no_loss_of_this_module() -> None:
+    """A second model in the loop, a checkpoint's own backward inside, and autograd.grad."""
+    net, other, lines = Logits(), Logits(), Lines()
+    optimizer = adam(net.parameters())
+    tokens = torch.arange(10)
+    with fp8bench.watch(net, optimizer, told=lines.extend, stride=1):
+        for _ in range(2):
+            nn.functional.cross_entropy(other(tokens)["logits"], tokens).backward()
+            logits = net(tokens)["logits"]
+            x = torch.utils.checkpoint.checkpoint(torch.tanh, logits, use_reentrant=True)
+            loss = nn.functional.cross_entropy(x, tokens)
+            torch.autograd.grad(loss, x, retain_graph=True)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    first, _ = of(StepRow, lines)
+    expected = nn.functional.cross_entropy(torch.tanh(Logits()(tokens)["logits"]), tokens)
+    assert first.loss == pytest.approx(float(expected.detach()))
+
+
+def silent(make: Callable[[Logits], None], steps: int = 8) -> list[str]:
+    lines = Lines()
+    net = Logits()
+    optimizer = adam(net.parameters())
+    with fp8bench.watch(net, optimizer, told=lines.extend, stride=100, health=False):
+        for step in range(steps):
+            if step == 2:
+                make(net)
+            tokens = torch.arange(10)
+            loss = nn.functional.cross_entropy(net(tokens)["logits"], tokens)
+            if not getattr(net, "forgets", False):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [event.words for event in of(TrainingEvent, lines)]
+
+
+def test_updates_without_rows_are_said_once_with_the_reason() -> None:
+    (evaluating,) = silent(lambda net: net.train(False) and None)
+    assert evaluating.startswith("rows have stopped since step 2: in 3 updates the module was in eval mode")
+    (forgotten,) = silent(lambda net: setattr(net, "forgets", True))
+    assert "no parameter had a gradient" in forgotten
+    assert silent(lambda net: None) == []
+    net, lines = Logits(), Lines()
+    optimizer = adam(Logits().parameters())
+    with fp8bench.watch(net, optimizer, told=lines.extend, health=False):
+        usual_loop(net, optimizer, 5)
+    (event,) = of(TrainingEvent, lines)
+    assert event.words.startswith("there are no rows: in 3 updates the optimizer changed no parameter of this module")
+
+
+def test_the_loop_of_the_docs_pasted_into_a_fresh_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every step has its row; an alarm is a line on stderr, because nobody takes it."""
+    text = (Path(__file__).resolve().parents[4] / "docs" / "watching.md").read_text(encoding="utf-8")
+    code = text.split("## A loop of one's own")[1].split("```python")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    batches = [(torch.randn(16, 8), torch.randint(4, (16,))) for _ in range(12)]
+    batches.append((torch.full((16, 8), math.nan), batches[0][1]))
+    given = {"model": model, "optimizer": adam(model.parameters()), "data": batches}
+    exec(code, {**given, "criterion": nn.functional.cross_entropy})
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert sum("step" in line for line in lines) == 13
+    assert "fp8bench: own, step 12: the loss is nan" in capsys.readouterr().err
