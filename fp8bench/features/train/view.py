@@ -57,7 +57,7 @@ _LEGEND = (
 )
 _SHOWN_EVENTS = 12
 POSITION = "position:"
-_LOOKS = "after the last step, on text that was never trained on; perplexity is that of a token"
+_LOOKS = "after the last step, on text that was never trained on"
 # A count of steps is kept for each tensor: nothing for a parameter.
 _LEAST_BYTES = 0.001
 
@@ -230,14 +230,17 @@ def looks_of(kept: KeptTraining) -> Iterator[Part]:
     shown = list(dict.fromkeys(one.of for one in last if not one.of.startswith(POSITION)))
     places = list(dict.fromkeys(one.of for one in last if one.of.startswith(POSITION)))
     shown += [places[0], places[-1]] if len(places) > 1 else []
-    cols: list[Col[str]] = [Col("arm", str)]
-    for of in shown:
-        cols += [Col(f"{of} loss", partial(_loss, last, of), number=True)]
-        cols += [Col("perplexity", partial(_perplexity, last, of), number=True)]
     seen = {one.arm for one in last}
     arms = [arm.name for arm in kept.training.arms if arm.role is not ArmRole.REPEAT and arm.name in seen]
     if arms:
-        yield Part("looks", _LOOKS, (table("looks", "", cols, arms),))
+        kinds = (("looks", "loss", _loss), ("perplexities", "perplexity of a token", _perplexity))
+        yield Part("looks", _LOOKS, tuple(table(*kind[:2], _look_cols(last, shown, kind[2]), arms) for kind in kinds))
+
+
+def _look_cols(
+    last: Sequence[Validation], shown: Sequence[str], show: Callable[[Sequence[Validation], str, str], Field | None]
+) -> list[Col[str]]:
+    return [Col("arm", str), *(Col(of, partial(show, last, of), number=True) for of in shown)]
 
 
 def _loss(last: Sequence[Validation], of: str, arm: str) -> Field | None:
