@@ -7,36 +7,13 @@ is cheap: torch is only ever imported by the worker (or, with isolation=False, b
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from fp8bench.api import (
-        Run,
-        findings,
-        load,
-        profile,
-        resume,
-        run,
-        table,
-    )
-    from fp8bench.errors import Fp8benchError
-    from fp8bench.features.audit.model import audit_model
-    from fp8bench.features.fleet.api import load_fleet
-    from fp8bench.features.train.api import (
-        hugging_face_callback,
-        lightning_callback,
-        load_training,
-        resume_training,
-        train,
-        watch,
-    )
-    from fp8bench.model import Case, Finding, Label, Phase, Record, Verdict
-    from fp8bench.user_code.named import audited
-
 _HOME = {
     "Case": "model",
+    "CommandResult": "cli.outputs",
     "Finding": "model",
     "Fp8benchError": "errors",
     "Label": "model",
@@ -56,46 +33,29 @@ _HOME = {
     "resume": "api",
     "resume_training": "features.train.api",
     "run": "api",
+    "suite": "api",
     "table": "api",
     "train": "features.train.api",
     "watch": "features.train.api",
 }
 
-__all__ = [
-    "Case",
-    "Finding",
-    "Fp8benchError",
-    "Label",
-    "Phase",
-    "Record",
-    "Run",
-    "Verdict",
-    "__version__",
-    "audit_model",
-    "audited",
-    "findings",
-    "hugging_face_callback",
-    "lightning_callback",
-    "load",
-    "load_fleet",
-    "load_training",
-    "profile",
-    "resume",
-    "resume_training",
-    "run",
-    "table",
-    "train",
-    "watch",
-]
+# Commands that are calls by their parsers: the same options, defaults and sentences.
+_CALLS = ("advise", "audit", "compare", "duel", "gate", "sensitivity")
+__all__ = [*sorted(("__version__", *_HOME, *_CALLS))]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first used, so that `import fp8bench` costs next to nothing."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'fp8bench' has no attribute {name!r}")
     import importlib
 
-    value = getattr(importlib.import_module(f"fp8bench.{_HOME[name]}"), name)
+    if name in _CALLS:
+        value = importlib.import_module("fp8bench.cli.calls").command_call(name)
+    elif name in _HOME:
+        value = getattr(importlib.import_module(f"fp8bench.{_HOME[name]}"), name)
+    else:
+        near = importlib.import_module("difflib").get_close_matches(name, __all__, n=1)
+        hint = f". Did you mean {near[0]!r}?" if near and not name.startswith("_") else ""
+        raise AttributeError(f"module 'fp8bench' has no attribute {name!r}{hint}")
     globals()[name] = value
     return value
 

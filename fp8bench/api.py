@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -10,25 +11,29 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fp8bench import model
 from fp8bench.analysis.findings import findings as findings_of
+from fp8bench.cli.keywords import asked, asks
 from fp8bench.cli.main import DEFAULT_STORE
-from fp8bench.cli.option_types import asked, asks, folder, keywords_of, names, pairs
-from fp8bench.errors import UnknownName, UsageError
-from fp8bench.jobs.after_run import into_history
+from fp8bench.cli.option_types import folder, names, pairs
+from fp8bench.cli.outputs import CommandResult
+from fp8bench.cli.progress import SILENT, TERMINAL
+from fp8bench.errors import UsageError
+from fp8bench.jobs.after_run import Wanted, after_run
 from fp8bench.jobs.kinds import kinds
 from fp8bench.jobs.profile import function_named, profile_axes, profile_dtypes, profile_live
 from fp8bench.jobs.profile import profile as profile_maker
+from fp8bench.jobs.report_files import Pages, place_of_report
 from fp8bench.jobs.sessions import check_sessions, execute_sessions
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Request
 from fp8bench.pipeline import execute
 from fp8bench.pipeline import resume as go_on
 from fp8bench.plan.asked_suites import files_of
-from fp8bench.protocols import Observer, SilentObserver
-from fp8bench.report.data.boards import check_tensorboard, write_tensorboard
-from fp8bench.report.notebook import Findings, RunFrames, as_html, speed_chart
+from fp8bench.protocols import Observer
+from fp8bench.report.data.boards import check_tensorboard
+from fp8bench.report.notebook import Findings, RunFrames, as_html, speed_chart, strip_page
 from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.run import render
-from fp8bench.store.runs.listing import find_run, load_named, store_of
+from fp8bench.report.terminal.run import page_of, render
+from fp8bench.store.runs.listing import find_run, load_named
 
 if TYPE_CHECKING:
     import torch
@@ -37,14 +42,21 @@ if TYPE_CHECKING:
     from fp8bench.features.train.values import KeptTraining
 
 
+_WIDTH = 100
+
+
 class Run(model.Run):
     """A run as calls return it: the value that is stored, with what notebooks show of it.
 
     These methods read reports, which the value itself may not import.
     """
 
+    def __str__(self) -> str:
+        page = page_of(self, findings(self), _WIDTH, place_of_report(self))
+        return layout.render(replace(page, footer=()), _WIDTH).rstrip("\n")
+
     def _repr_html_(self) -> str:
-        return as_html(self, findings(self))
+        return as_html(strip_page(self, findings(self)), place_of_report(self))
 
     def plot(self) -> Figure:
         """The speed-ups of its cases, with their intervals, as a figure of matplotlib."""
@@ -57,8 +69,10 @@ def run(
     *,
     sessions: int = 1,
     apart: float = 0.0,
+    report: bool = True,
     tensorboard: str | Path | None = None,
     store: str | Path = DEFAULT_STORE,
+    progress: bool = True,
     observer: Observer | None = None,
     **options: Any,
 ) -> Run:
@@ -67,45 +81,72 @@ def run(
     Arguments are the command line's options, with its defaults (`help(fp8bench.run)` names them, `fp8bench suite
     --help` explains them). `set` maps an axis to a value or a list of values. With `isolation=False` everything runs in
     this process, so that workloads defined in a notebook can be measured; then a crash cannot be survived. `apart` are
-    the seconds between `sessions`. Raises Fp8benchError with a sentence for what cannot be done; failed cases are
+    the seconds between `sessions`. How it goes along is told on stderr unless `progress` is False, or to an `observer`
+    of your own. Raises Fp8benchError with a sentence for what cannot be done; failed cases are
     records.
     """
-    request = Request(suite, **asked(Request, options, "run"))
+    request = Request(suite, **asked(Request, options))
     request = replace(request, imports=(*request.imports, *files_of(suite)))
     check_sessions(sessions, apart)
     several = partial(execute_sessions, request, sessions=sessions, apart=apart)
-    return _measured(several if sessions > 1 else partial(execute, request), store, observer, tensorboard)
+    several = several if sessions > 1 else partial(execute, request)
+    return _measured(several, store, observer, progress, report, tensorboard)
+
+
+suite = run
 
 
 def _measured(
-    measure: Callable[[Path, Observer, str], model.Run], store: str | Path, observer: Observer | None,
-    tensorboard: str | Path | None,
+    measure: Callable[[Path, Observer, str], model.Run], store: str | Path, observer: Observer | None, progress: bool,
+    report: bool, tensorboard: str | Path | None,
 ) -> Run:  # fmt: skip
     board = None if tensorboard is None else folder("tensorboard", tensorboard)
     if board is not None:
         check_tensorboard(board)
-    done = measure(folder("store", store), observer or SilentObserver(), command_line())
-    into_history(done, folder("store", store))
-    if board is not None:
-        write_tensorboard(done, findings_of(done), board)
+    kept = folder("store", store)
+    with _told(observer, progress) as told:
+        done = measure(kept, told, command_line())
+    _followed(done, kept, progress and observer is None, report, board)
     return _shown(done)
 
 
+def _told(observer: Observer | None, progress: bool) -> AbstractContextManager[Observer]:
+    if observer is not None:
+        return nullcontext(observer)
+    return (TERMINAL if progress else SILENT).measuring()
+
+
+def _followed(done: model.Run, store: Path, told: bool, report: bool, board: Path | None = None) -> None:
+    """What follows a run on the command line, too. One that was not kept has no report."""
+    wanted = Wanted(Pages() if report and done.path else None, board)
+    after_run(done, store, wanted, TERMINAL.note if told else SILENT.note)
+
+
+# Fields of a request that a profile has words of its own for, or none.
+_NOT_OF_A_PROFILE = {
+    "suite", "dtypes", "reference", "set", "precision_map", "data", "isolation", "grid", "static_scales",
+    "refresh_scales", "saturation_bound", "max_batch", "memory_limit",
+}  # fmt: skip
+
+
+@asks(Request, without=_NOT_OF_A_PROFILE)
 def profile(
     model: str | torch.nn.Module,
     batch: object = None,
     *,
     loss: Callable[..., torch.Tensor] | None = None,
-    dtypes: Iterable[str] = (),
-    skip: Iterable[str] = (),
+    dtypes: str | Iterable[str] = (),
+    skip: str | Iterable[str] = (),
     precision_map: Mapping[str, str] | None = None,
     forward: bool = False,
     optimizer: str = "adamw",
     compile: bool = False,
     reference: str | None = None,
     isolation: bool = True,
+    report: bool = True,
     tensorboard: str | Path | None = None,
     store: str | Path = DEFAULT_STORE,
+    progress: bool = True,
     observer: Observer | None = None,
     **how: Any,
 ) -> Run:
@@ -116,32 +157,24 @@ def profile(
     processes of their own where it can be sent to one. `how` are options of `run`: devices, quick, budget, rounds,
     seed, threads, imports, case_timeout, backend, trace, energy, energy_of, sustained, tape.
     """
-    known = keywords_of(Request).keys() - _NOT_OF_A_PROFILE
-    for name in how:
-        if name not in known:
-            raise UnknownName("argument of profile", name, known)
     live = not isinstance(model, str)
     if live == (batch is None) or (loss is not None and not live):
         raise UsageError("profile takes 'module:function' alone, or a model with a batch, and a loss if it needs one.")
     target = type(model).__name__ if live else function_named(str(model))
     request = Request(
-        **profile_dtypes(names(dtypes), reference), **asked(Request, how, "profile"),
+        **profile_dtypes(names(dtypes), reference), **asked(Request, how),
         axes=profile_axes(target, forward, optimizer, compile, names(skip)), precision_map=pairs(precision_map),
         isolation=isolation,
     )  # fmt: skip
     given = (model, batch) if loss is None else (model, batch, loss)
     measure = partial(profile_live, given, request) if live else partial(profile_maker, request)
-    return _measured(measure, store, observer, tensorboard)
+    return _measured(measure, store, observer, progress, report, tensorboard)
 
 
-# Fields of a request that a profile has words of its own for, or none.
-_NOT_OF_A_PROFILE = {
-    "suite", "dtypes", "reference", "set", "precision_map", "data", "isolation", "grid", "static_scales",
-    "refresh_scales", "saturation_bound", "max_batch", "memory_limit",
-}  # fmt: skip
-
-
-def resume(run: str | Path | model.Run, *, store: str | Path = DEFAULT_STORE, observer: Observer | None = None) -> Run:
+def resume(
+    run: str | Path | model.Run, *, report: bool = True, store: str | Path = DEFAULT_STORE, progress: bool = True,
+    observer: Observer | None = None,
+) -> Run:  # fmt: skip
     """Go on with a run that was cut off: only what it lacks is measured; a run that lacks nothing is returned.
 
     What to measure, and how, is taken from the run. Raises Fp8benchError where its second half would not be measured
@@ -151,9 +184,10 @@ def resume(run: str | Path | model.Run, *, store: str | Path = DEFAULT_STORE, ob
         raise UsageError(f"the run {run.id} was not stored. Give a stored run, its id, its file, or 'last'.")
     kept = folder("store", store)
     path = Path(run.path) if isinstance(run, model.Run) else find_run(str(run), kept)
-    resumed, done = go_on(path, kept, observer or SilentObserver(), command_line())
+    with _told(observer, progress) as told:
+        resumed, done = go_on(path, kept, told, command_line())
     if resumed:
-        into_history(done, store_of(path) or kept)
+        _followed(done, kept, progress and observer is None, report)
     return _shown(done)
 
 
@@ -177,8 +211,10 @@ def findings(run: model.Run) -> Findings:
     return Findings(findings_of(run))
 
 
-def table(run: model.Run | KeptTraining, width: int = 100) -> str:
-    """The run, or what else was kept, as the table the command line prints."""
+def table(run: model.Run | KeptTraining | CommandResult, width: int = 100) -> str:
+    """The run, or what else was kept or found, as the table the command line prints."""
+    if isinstance(run, CommandResult):
+        return layout.render(run.page(), width)
     for kind in kinds():
         if isinstance(run, kind.holds):
             return layout.render(kind.view(run).page(), width)

@@ -256,13 +256,14 @@ def test_the_signature_is_the_command_lines_options() -> None:
         "csv",
         "wandb",
     }  # what a call has other words for, or needs not
-    of_the_line |= {"html", "md", "csv_wide", "open", "report", "explain"}
+    of_the_line |= {"html", "md", "csv_wide", "open", "explain"}
     called = {"axes": "set"}
     options = {called.get(one.dest, one.dest) for one in suite._actions if one.dest != "help"} - of_the_line
     parameters = inspect.signature(fp8bench.run).parameters
-    assert set(parameters) - {"observer"} == options
+    assert set(parameters) - {"observer", "progress"} == options
+    assert inspect.signature(fp8bench.suite) == inspect.signature(fp8bench.run)
     for name, parameter in parameters.items():
-        if name not in ("suite", "observer", "set", "precision_map", "store"):
+        if name not in ("suite", "observer", "progress", "set", "precision_map", "store"):
             assert parameter.default == plain[name] or (parameter.default == () and not plain[name]), name
 
 
@@ -297,7 +298,7 @@ def test_a_case_timeout_goes_into_the_request(tmp_path: Path, monkeypatch: pytes
     """As seconds."""
     asked: list[Request] = []
     monkeypatch.setattr(api, "execute", lambda request, *_: asked.append(request))
-    monkeypatch.setattr(api, "into_history", lambda *_: None)
+    monkeypatch.setattr(api, "_followed", lambda *_: None)
     monkeypatch.setattr(api, "_shown", lambda run: run)
     fp8bench.run("gemm", case_timeout=7, store=tmp_path)
     assert asked[0].case_timeout == 7.0 and asked[0].isolation

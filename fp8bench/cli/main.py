@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -37,6 +39,8 @@ _CORE = {
     "store": "what is made of a store as a whole: compacted files, and its runs from them",
     "tape": "the operators of a step, their FLOPs and bytes, by precision, or against a run",
 }
+# Packages that install a module of another name.
+_CALLED = {"yaml": "PyYAML", "pynvml": "nvidia-ml-py"}
 # Those of features lie in the feature's folder.
 _FEATURES = {name.replace("_", "-"): name for name in feature_names()}
 COMMANDS = (*_CORE, *_FEATURES)
@@ -115,17 +119,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     make_usable()
     try:
-        with ends_are_interrupts():
+        with ends_are_interrupts(), _exits_told():
             return _run(words)
     except Fp8benchError as error:
         complain(str(error))
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if (name := (error.name or "").partition(".")[0]) in ("", "fp8bench"):
+            raise
+        known = f"{name} is not installed for {sys.executable}, and this needs it"
+        complain(f"{known}: pip install {_CALLED.get(name, name)}")
+        return UsageError.exit_code
     except KeyboardInterrupt:
         complain("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         silence()  # the reader of our output has left
         return EXIT_OK
+
+
+@contextmanager
+def _exits_told() -> Iterator[None]:
+    """Code of one's own that ends this process at once would leave nothing but its code, 0 perhaps."""
+    exit_now, own = os._exit, os.getpid()
+
+    def tell(status: int) -> NoReturn:
+        if os.getpid() == own:  # a fork's end is its own affair
+            caller = sys._getframe(1)
+            place = f"{Path(caller.f_code.co_filename).name}, line {caller.f_lineno}"
+            complain(f"{place} ended the whole process (os._exit({status})). Nothing that came after was done.")
+            status = UsageError.exit_code
+        exit_now(status)
+
+    os._exit = tell
+    try:
+        yield
+    finally:
+        os._exit = exit_now
 
 
 def _run(words: list[str]) -> int:
@@ -143,13 +173,20 @@ def _run(words: list[str]) -> int:
     if arguments.command is None or getattr(arguments, "subcommand", "") is None:
         meant_by(parser, arguments).print_help()
         return EXIT_OK
-    _import_own(arguments)
-    code = int(command_module(arguments.command).run(arguments))
+    import_own(arguments)
+    try:
+        code = int(command_module(arguments.command).run(arguments))
+    except SystemExit as error:
+        from fp8bench.user_code import own_words
+
+        raise UsageError(
+            f"code of your own ended the command: {own_words(error)}. Let it raise what is wrong."
+        ) from None
     say("")
     return code
 
 
-def _import_own(arguments: argparse.Namespace) -> None:
+def import_own(arguments: argparse.Namespace) -> None:
     if "imports" not in arguments:
         return
     from fp8bench.plan.asked_suites import files_of

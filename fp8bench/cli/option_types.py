@@ -6,21 +6,18 @@ Parsers of single values say what they expected. What a caller gives that is non
 from __future__ import annotations
 
 import argparse
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from fp8bench.errors import UnknownName, UsageError
+from fp8bench.errors import UsageError
 from fp8bench.files import is_address
-from fp8bench.model.request import REQUEST_RULES, RequestOption, Rule, options_of, words_of
+from fp8bench.model.request import REQUEST_RULES, Rule
 from fp8bench.units import bytes_of
 
-F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _LONGEST = 7 * 24 * 3600
@@ -159,46 +156,6 @@ def commit(text: str) -> str:
     if not re.fullmatch(r"[0-9a-fA-F]{4,64}", text):
         raise argparse.ArgumentTypeError(f"{text!r:.80} is no commit; give at least four digits of its hash")
     return text.lower()
-
-
-def asks(kind: type, *without: str) -> Callable[[F], F]:
-    """A call whose keywords are the fields of a request, too: its signature names them, with their defaults."""
-
-    def named(function: F) -> F:
-        signature = inspect.signature(function)
-        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-        more = [
-            inspect.Parameter(word, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
-            for word, one in keywords_of(kind).items() if word not in {*without, *signature.parameters}
-        ]  # fmt: skip
-        vars(function)["__signature__"] = signature.replace(parameters=[*own, *more])
-        return function
-
-    return named
-
-
-def keywords_of(kind: type) -> dict[str, Field[Any]]:
-    """The fields of a request by the words of a call."""
-    words = words_of(kind)
-    return {words[field.name]: field for field in fields(kind)}
-
-
-def asked(kind: type, given: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The fields of a request from the keywords of a call. What is none of them is refused by the nearest word."""
-    known = keywords_of(kind)
-    for word in given:
-        if word not in known:
-            raise UnknownName(f"argument of {what}", word, known)
-    options = options_of(kind)
-    return {known[word].name: _as_field(known[word], options[known[word].name], value) for word, value in given.items()}
-
-
-def _as_field(field: Field[Any], said: RequestOption, value: Any) -> Any:
-    if said.parse == "size":
-        return in_bytes(value)
-    if said.parse in ("axis", "precision_map"):
-        return pairs(value, texts if said.parse == "axis" else lambda same: same)
-    return names(value) if str(field.type).startswith("tuple[str") else plain(value)
 
 
 def names(given: object) -> tuple[str, ...]:

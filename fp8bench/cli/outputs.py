@@ -9,16 +9,17 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.streams import say
-from fp8bench.errors import NotPrinted, UsageError
+from fp8bench.errors import EXIT_OK, NotPrinted, UsageError
 from fp8bench.model import Run
 from fp8bench.report.data.boards import check_tensorboard, check_wandb
-from fp8bench.report.data.plain import Rows, csv_text, json_line
+from fp8bench.report.data.plain import Rows, csv_text, frame, json_line
 from fp8bench.report.elements import Page
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render, wrap
@@ -29,6 +30,50 @@ if TYPE_CHECKING:
 
 # Longer lines are hard to read.
 _WIDEST = 160
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class CommandResult:
+    """What a command found: a page for people, a value and rows for programs, and what it would exit with.
+
+    `found` is the value behind them, `files` are texts for files that options name, `whole` is the page for Markdown
+    where that has more.
+    """
+
+    found: Any
+    page: Callable[[], Page]
+    as_value: Callable[[], Any] = dict
+    as_rows: Callable[[], Rows] = lambda: ((), ())
+    whole: Callable[[], Page] | None = None
+    code: int = EXIT_OK
+    files: Mapping[str, tuple[Path | None, str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return render(replace(self.page(), footer=())).rstrip("\n")
+
+    def __repr__(self) -> str:
+        return f"<{self.page().title}; exit code {self.code}>"
+
+    def _repr_html_(self) -> str:
+        from fp8bench.report.notebook import as_html
+
+        return as_html(self.page())
+
+    @property
+    def value(self) -> Any:
+        """What --json prints."""
+        return self.as_value()
+
+    @frame
+    def frame(self) -> Rows:
+        """What --csv writes."""
+        return self.as_rows()
+
+    def told(self, arguments: argparse.Namespace) -> int:
+        """Printed as the command line asks for it; returns the exit code."""
+        with write_outputs(self.files):
+            tell(arguments, self.page, self.as_value, self.as_rows, self.whole)
+        return self.code
 
 
 def check_outputs(arguments: argparse.Namespace) -> None:

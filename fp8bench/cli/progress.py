@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, TextIO
 
 from fp8bench import units
@@ -240,7 +240,21 @@ class TerminalJob:
             yield tell
 
 
+class SilentJob:
+    """An observer of jobs that tells nobody."""
+
+    def note(self, sentence: str) -> None:
+        """Nobody reads it."""
+
+    def measuring(self) -> AbstractContextManager[Observer]:
+        return nullcontext(SilentObserver())
+
+    def counting(self) -> AbstractContextManager[Tell]:
+        return nullcontext(lambda *_: None)
+
+
 TERMINAL: JobObserver = TerminalJob()
+SILENT: JobObserver = SilentJob()
 
 
 def _shorten(text: str, room: int) -> str:

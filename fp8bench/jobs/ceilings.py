@@ -53,20 +53,24 @@ from fp8bench.store.runs.run_file import check_store, load_run, start_run
 _ARRAYS = "fp32"
 
 
-def ceiling_lines(store: Path, observer: JobObserver, threads: int = 1) -> Iterator[str]:
-    """Of every device that works, a processor with so many threads."""
+def ceilings_here(store: Path, observer: JobObserver, threads: int = 1) -> Iterator[tuple[DeviceFacts, Ceilings | str]]:
+    """Of every device that works, a processor with so many threads; a sentence where they could not be measured."""
     make_store(store)
     with claimed(True), ProcessWorker(Settings(threads)) as worker:
         for device in (one for one in worker.probe() if not one.unusable):
-            threaded = "" if device.accelerated else f", threads {threads}"
-            yield f"{device.key}: what {device.name} does at most{threaded}, in {RUNS} runs"
             try:
-                _, found = _measured(worker, device, store, threads, observer)
+                yield device, _measured(worker, device, store, threads, observer)[1]
             except WorkerError as error:
-                yield f"  not measured: {error}"
+                yield device, f"not measured: {error}"
                 worker.restart()
-                continue
-            yield from (f"  {line}" for line in lines_of(found, history_of_ceilings(store)))
+
+
+def ceiling_lines(store: Path, observer: JobObserver, threads: int = 1) -> Iterator[str]:
+    for device, found in ceilings_here(store, observer, threads):
+        threaded = "" if device.accelerated else f", threads {threads}"
+        yield f"{device.key}: what {device.name} does at most{threaded}, in {RUNS} runs"
+        lines = [found] if isinstance(found, str) else lines_of(found, history_of_ceilings(store))
+        yield from (f"  {line}" for line in lines)
 
 
 def ceilings_run(request: Request, store: Path, observer: JobObserver, command: str) -> Run:

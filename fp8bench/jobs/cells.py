@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from fp8bench import __version__
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.files import locked
+from fp8bench.files import LOCK, locked
 from fp8bench.model import DeviceFacts, Plan, Request, Run
 from fp8bench.model.run import FleetPlan
 from fp8bench.pipeline import execute, now, resume
@@ -54,6 +55,8 @@ def alone(folder: Path, what: str) -> Iterator[None]:
     with ExitStack() as held:
         try:
             held.enter_context(locked(folder, 0))
-        except StoreError as error:
-            raise UsageError(f"another process is measuring {what}, or it cannot be locked: {error}") from None
+        except StoreError:
+            if not os.access(folder / LOCK, os.W_OK):
+                raise
+            raise UsageError(f"another process is measuring {what}, which is left to it") from None
         yield

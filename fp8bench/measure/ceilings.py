@@ -3,6 +3,7 @@ holds for a case."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -17,8 +18,10 @@ VARIABLE = "FP8BENCH_CEILINGS"
 # The word for whole ceilings in the place of a suite's name.
 # For all of a device's in a quick look, once a machine; and for whole ones, which is asked for and takes its time.
 SECONDS = 5.0
-WHOLE_SECONDS = 35.0
+WHOLE_SECONDS = 30.0
 RUNS = 5
+# No piece is shorter: a stretch of calls has to fit in.
+_LEAST_SECONDS = 0.02
 # Of the time of whole ones, what the search before the runs takes.
 _SEARCH = 0.4
 
@@ -53,14 +56,19 @@ def whole_ceilings(
     """Every rate searched, then in several runs that follow one another, each of all rates.
 
     Each piece is handed to `keep` before the next one, and what an interrupted measurement has `begun` is not measured
-    again. What ends the worker ends one rate.
+    again. What ends the worker ends one rate. A piece has its share of the time that is left: where the machine is busy
+    and one takes longer than it should, all that follow are shorter.
     """
-    asked = worker.within(COMPILE_SECONDS)
+    asked, end = worker.within(COMPILE_SECONDS), time.monotonic() + seconds
     rates = list(begun.rates if begun is not None else asked.ceiling_rates(device))
     for run in range(RUNS + 1):
-        share = seconds * (_SEARCH if run == 0 else (1 - _SEARCH) / RUNS) / max(len(rates), 1)
-        for place, rate in enumerate(rates):
-            if rate.why or (len(rate.runs) >= run if run else rate.shape):
+        left = [place for place, rate in enumerate(rates) if not (len(rate.runs) >= run if run else rate.shape)]
+        for number, place in enumerate(left):
+            rate, weight = rates[place], _SEARCH if run == 0 else (1 - _SEARCH) / RUNS
+            after = (1 - _SEARCH) * (RUNS - run) / RUNS
+            share = max(end - time.monotonic(), 0.0) * weight / (weight * (len(left) - number) + after * len(rates))
+            share = max(share, _LEAST_SECONDS)
+            if rate.why:
                 continue
             try:
                 rates[place] = asked.ceiling(device, rate, share)

@@ -25,7 +25,7 @@ from fp8bench.plan.precision_map import (
 )
 from fp8bench.protocols import Layer, Workload
 from fp8bench.protocols.axes import CACHE, HOT, Axis
-from fp8bench.registry import devices, precisions, workloads
+from fp8bench.registry import AUTO, devices, precisions, workloads
 from fp8bench.units import size
 
 # What is added as the reference where the precisions that were named leave nothing to compare.
@@ -79,6 +79,11 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     notes = [note for note in added if note]
     if request.data is not None and not any(part.workload.uses_corpus for part in parts):
         notes.append(f"--data has no effect: suite {request.suite} reads no text")
+    modes = dict.fromkeys(mode for part in parts for mode in part.modes)
+    if request.backend != AUTO and not any(precisions.get(mode).takes_backend for mode in modes):
+        notes.append(
+            f"--backend {request.backend} has no effect: it is for low precisions, and these are {', '.join(modes)}"
+        )
     notes += _check_memory(request, chosen)
     if request.ranks is not None:
         notes += _of_ranks(request.ranks, chosen)

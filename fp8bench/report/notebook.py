@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
-from fp8bench import units
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.shares import parts_of
 from fp8bench.model import Case, Finding, Interval, Record, Run, Timing, Verdict
 from fp8bench.model.specs import STEP
-from fp8bench.report.case_status import inverse, show_speed
+from fp8bench.report.case_status import inverse
 from fp8bench.report.data.plain import Rows, csv_text, frame
 from fp8bench.report.data.run import run_rows
+from fp8bench.report.elements import Code, Element, Facts, Field, Items, Page, Table, Text, Verdicts
 from fp8bench.report.page.drawing.labels import escaped
+from fp8bench.report.page.section import material_of, page_of
 from fp8bench.report.panels import shared_params, show_params
 from fp8bench.report.topics.break_even import BreakEvenRow, break_even_rows
 from fp8bench.report.topics.shares import rows_of
+from fp8bench.report.words.naming import many
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -160,16 +164,57 @@ def _words(case: Case) -> set[str]:
     return {case.mode, case.workload, case.device, *(f"{name}={value}" for name, value in case.params)}
 
 
-def as_html(run: Run, findings: Findings) -> str:
-    cells = [
-        (name, found.verdict_words, show_speed(_speed_up(found)), units.seconds(found.best_seconds))
-        for name, found in list(findings.items())[:_MOST_ROWS]
-    ]
-    left = len(findings) - len(cells)
-    rows = "".join(f"<tr>{''.join(f'<td>{escaped(text)}</td>' for text in row)}</tr>" for row in cells)
-    more = f"<p>and {left} more</p>" if left else ""
-    head = "".join(f"<th>{word}</th>" for word in ("case", "verdict", "speed-up", "best"))
-    return f"<p>{escaped(repr(run))}</p><table><tr>{head}</tr>{rows}</table>{more}"
+def strip_page(run: Run, found: Mapping[str, Finding]) -> Page:
+    """The strip that its report begins with, and the sentences below it."""
+    parts = [part for part in page_of(material_of([run], [found])).parts if part.name == "verdict"]
+    state = "" if run.finished else ", unfinished"
+    title = f"{run.request.suite}, run {run.id}: {many(len(run.records), 'case')}{state}"
+    return Page(title, "", tuple(replace(part, title="") for part in parts))
+
+
+def as_html(page: Page, report: str = "") -> str:
+    """A page's words and tables as a notebook shows them in its own style, with a link to the whole report."""
+    texts = [page.title, page.subtitle, *(f"{name}: {what}" for name, what in page.facts)]
+    blocks = [f"<p>{escaped(text)}</p>" for text in texts if text]
+    for part in page.parts:
+        blocks += [f"<h4>{escaped(part.title)}</h4>"] if part.title else []
+        blocks += [f"<p>{escaped(part.lead)}</p>"] if part.lead else []
+        blocks += map(_element_html, part.elements)
+    blocks += [f'<p><a href="{escaped(_address(report))}">{escaped(report)}</a></p>'] if report else []
+    return "".join(blocks)
+
+
+def _address(report: str) -> str:
+    """From the notebook's folder where it lies below, which servers of notebooks show; else of the file."""
+    return Path(report).as_uri() if Path(report).is_absolute() else quote(report)
+
+
+def _element_html(element: Element) -> str:
+    match element:
+        case Text():
+            return f"<p>{escaped(element.text)}</p>"
+        case Items():
+            return f"<ul>{''.join(f'<li>{escaped(item.text)}</li>' for item in element.items)}</ul>"
+        case Facts():
+            return "".join(f"<p>{escaped(name)}: {escaped(what)}</p>" for name, what in element.pairs)
+        case Code():
+            return f"<pre>{escaped(element.text)}</pre>"
+        case Table():
+            title = f"<p>{escaped(element.caption)}</p>" if element.caption else ""
+            return title + _grid([column.title for column in element.columns], element.rows)
+        case Verdicts():
+            return _grid(["", *element.questions], [(Field(name), *fields) for name, fields in element.rows])
+    return ""  # a chart's words and numbers are in the report
+
+
+def _grid(titles: Sequence[str], rows: Iterable[Sequence[Field]]) -> str:
+    head = "".join(f"<th>{escaped(title)}</th>" for title in titles)
+    lines = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{lines}</table>"
+
+
+def _cell(field: Field) -> str:
+    return f"<td>{escaped(f'{field.text} ({field.hint})' if field.hint else field.text)}</td>"
 
 
 def _speed_up(found: Finding) -> Interval | None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Made tensors, and the role that is most theirs.
 MADE = {"gaussian": Role.INPUT, "student-t": Role.INPUT, "outliers": Role.INPUT, "log-normal": Role.GRADIENT}
+# A quick look: an easy tensor, one with outliers, and a gradient as a training has it.
+_QUICK = ("gaussian", "outliers", "head-gradient")
 _AUTO = "auto"
 _FLOAT_SCALINGS = ("none", "tensor", "row", "1x128", "128x128")
 # Without one MX scales are rounded by rceil.
@@ -80,7 +82,7 @@ class Numerics(Workload):
         known = (*MADE, *CAPTURED)
         return (
             Axis("tensor", "made, or captured from a short training of a small transformer: the input, weight and "
-                 "gradient of attn, mlp and head", known, one_of(*known)),
+                 "gradient of attn, mlp and head", known, one_of(*known), quick=_QUICK),
             Axis("rows", "of a made tensor", (side,), whole_number(high=1 << 18)),
             Axis("columns", "of a made tensor; block scales run along them", (side,), whole_number(high=1 << 18)),
             Axis("role", "which of a precision's formats and scalings it gets; auto: the one that is most its own",

@@ -29,7 +29,7 @@ from fp8bench.plan.make import check_names, make_plan
 from fp8bench.protocols import Observer
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run, start_run
-from tests.commands import Say, unfolded, unfolding
+from tests.commands import PROGRAM, Say, environment, unfolded, unfolding
 from tests.facts import CPU
 from tests.older import without_sums
 
@@ -63,7 +63,7 @@ OPTIONS = {
     },
     "config": COMMON | CONFIGURED | {"--write"},
     "list": COMMON | {"WHAT", "NAME", "--import"},
-    "doctor": COMMON | {"--calibrate", "--ceilings", "--threads", "--store"},
+    "doctor": COMMON | {"--calibrate", "--ceilings", "--threads", "--store", "--json"},
     "show": COMMON
     | {"RUN", "--explain", "--store", "--json", "--csv", "--tensorboard", "--wandb", "--histories", "--tape"}
     | {"--shares", "--fleet", "--memory", "--data", "--numbers", "--energy", "--notes", "--all"},
@@ -554,8 +554,9 @@ def test_a_command_to_copy_is_not_folded(capsys: pytest.CaptureFixture[str], mon
             "fp8bench: interrupted; what was finished is kept in kept.jsonl.\n  To do the rest: fp8bench suite -",
         ),
         (WorkerLost("the worker crashed during 'probe': it exited with status 1"), 3, "fp8bench: the worker crashed"),
+        (ModuleNotFoundError("No module named 'yaml'", name="yaml.nodes"), 2, "fp8bench: yaml is not installed for "),
     ],
-    ids=["interrupted before measuring", "interrupted while measuring", "no worker at all"],
+    ids=["interrupted before measuring", "interrupted while measuring", "no worker at all", "a package is missing"],
 )
 def test_other_ends(
     outcome: Run | BaseException, code: int, sentence: str, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
@@ -570,6 +571,27 @@ def test_other_ends(
     monkeypatch.setattr(pipeline, "execute", execute)
     ended, _, err = unfolding(fp8bench)("suite", "gemm")
     assert ended == code and err.startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("os._exit(0)", "ending.py, line 10 ended the whole process (os._exit(0))"),
+        ("sys.exit(0)", "code of your own ended the command: SystemExit: 0 (ending.py, line 10)"),
+    ],
+)
+def test_a_suite_that_ends_the_process_is_told(end: str, words: str, tmp_path: Path) -> None:
+    """It left nothing but its own exit code, which was that of success."""
+    lines = [
+        "import os, sys", "from fp8bench.suites import Workload, workloads", "@workloads.register('ending')",
+        "class Ending(Workload):", "    name = 'ending'", "    summary = 'ends'", "    def axes(self, facts):",
+        "        return ()", "    def work(self, params):", f"        {end}", "    def prepare(self, setup):",
+        "        return None", "    def step(self, state, phase):", "        pass",
+    ]  # fmt: skip
+    (tmp_path / "ending.py").write_text("\n".join(lines))
+    typed = [*PROGRAM, "suite", "./ending.py", "--dry-run"]
+    done = subprocess.run(typed, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and words in unfolded(done.stderr) and "Traceback" not in done.stderr
 
 
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from fp8bench.cli.config_file import read_config
+from fp8bench.cli.keywords import asked, asks
 from fp8bench.cli.main import Parser
-from fp8bench.cli.option_types import asked, asks, path, precision_map
+from fp8bench.cli.option_types import path, precision_map
 from fp8bench.cli.options import asked_in
 from fp8bench.errors import UsageError
 from fp8bench.model import Request
@@ -86,7 +87,7 @@ def test_it_is_a_key_of_a_file_of_options(parser: Parser, tmp_path: Path) -> Non
 def test_it_is_a_keyword_of_a_call() -> None:
     @asks(More)
     def run(suite: str, **options: Any) -> More:
-        return More(suite, **asked(More, options, "run"))
+        return More(suite, **asked(More, options))
 
     assert run("gemm", cool_down=9).cool_down == 9 and run("gemm").cool_down is None
     assert inspect.signature(run).parameters["cool_down"].default is None

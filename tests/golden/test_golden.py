@@ -231,7 +231,7 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | {
     "tape.txt": Document("tape transformer --dtypes bf16,fp8 --explain", value="tape"),
     "tape-against.txt": Document("tape transformer --dtypes bf16,fp8 --against 4ab2f1d9 --explain", value="tape"),
     "tape-against.csv": Document("tape transformer --dtypes bf16,fp8 --against 4ab2f1d9 --csv -", value="tape"),
-    "doctor.txt": Document("doctor --ceilings", value="doctor"),
+    "doctor.txt": Document("doctor && doctor --ceilings", value="doctor"),
     "list.txt": Document("list"),
     "list-suites.txt": Document("list suites"),
     "list-dtypes.txt": Document("list dtypes", value="devices"),

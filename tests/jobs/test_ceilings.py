@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from fp8bench.analysis.metrics import metrics_of
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import UsageError, WorkerLost
 from fp8bench.jobs import ceilings as job
+from fp8bench.measure.ceilings import whole_ceilings
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import DeviceFacts, Limit, Rate, Request, specs
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.worker.bench import Bench
-from tests.commands import unfolded
+from tests.commands import Say, unfolded
+from tests.facts import CPU
 from tests.report.test_ceilings import FOUND
 from tests.runs import render_whole
 
@@ -67,6 +70,44 @@ def test_they_are_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     assert lines[2].startswith("  product bf16   425 GFLOP/s; spread 0.5% over 5 runs") and "threads 2" in lines[1]
     assert len(list((tmp_path / "store" / "ceilings").glob("whole*.json"))) == 1
+
+
+def test_what_takes_longer_than_it_should_shortens_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine as busy as makes every piece take three times its share, all of it ends in time."""
+    now, shares = [0.0], []
+
+    class Busy:
+        def within(self, seconds: float) -> Busy:
+            return self
+
+        def ceiling_rates(self, device: DeviceFacts) -> list[Rate]:
+            return [Rate(Limit.PRODUCT, name) for name in ("fp32", "bf16", "fp16")] + [Rate(Limit.COPY)]
+
+        def ceiling(self, device: DeviceFacts, rate: Rate, seconds: float) -> Rate:
+            shares.append(seconds)
+            now[0] += slow * seconds
+            return replace(rate, shape=(1,), runs=(*rate.runs, *([1.0] if rate.shape else [])))
+
+    monkeypatch.setattr("fp8bench.measure.ceilings.time.monotonic", lambda: now[0])
+    for slow in (1.0, 3.0):
+        now[0], shares[:] = 0.0, []
+        found = whole_ceilings(Busy(), CPU, 30.0, None, lambda found: None)  # type: ignore[arg-type]
+        assert all(len(rate.runs) == 5 for rate in found.rates) and len(shares) == 6 * 4
+        assert now[0] <= 33 and (slow > 1 or shares == pytest.approx([3.0] * 4 + [0.9] * 20))
+
+
+def test_the_doctor_says_them_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fp8bench: Say) -> None:
+    """As lines or as JSON, which has every run."""
+    measured_by_hand(monkeypatch)
+    code, out, _ = fp8bench("doctor", "--ceilings", "--store", str(tmp_path))
+    assert code == 0 and out.startswith("cpu: what ") and "emulated" not in out
+    measured_by_hand(monkeypatch)
+    code, out, _ = fp8bench("doctor", "--ceilings", "--json", "--store", str(tmp_path))
+    (device,) = json.loads(out)["devices"]
+    runs = [tuple(rate["runs"]) for rate in device["ceilings"]["rates"] if rate["runs"]]
+    assert code == 0 and device["facts"]["kind"] == "cpu" and RUNS[Limit.PRODUCT] in runs
+    code, _, err = fp8bench("doctor", "--json")
+    assert code == 2 and "Give it with --ceilings" in err
 
 
 def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

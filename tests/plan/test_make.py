@@ -356,6 +356,13 @@ def test_the_text_s_identity_is_part_of_the_case() -> None:
     assert other.notes == ("--data has no effect: suite gemm reads no text",)
 
 
+def test_a_backend_that_no_precision_takes_is_told() -> None:
+    """Where one takes it nothing is said."""
+    notes = [make_plan(Request("gemm", dtypes=dtypes, backend="te"), (CPU,)).notes for dtypes in (("bf16",), ("fp8",))]
+    assert notes[0] == ("--backend te has no effect: it is for low precisions, and these are bf16",)
+    assert not any("--backend" in note for note in notes[1])
+
+
 @pytest.mark.parametrize("facts", [CPU, H200, MI300X], ids=lambda facts: facts.name)
 @pytest.mark.parametrize("suite", ["gemm", "transformer"])
 def test_a_plan_is_a_pure_function_of_request_and_facts(facts: DeviceFacts, suite: str) -> None:

@@ -61,11 +61,13 @@ def test_findings_are_read_by_short_names_ids_and_words(run: api.Run) -> None:
 
 
 def test_a_run_is_shown_on_a_line_as_a_table_and_as_a_chart(run: api.Run) -> None:
-    """Every case is in the table; what a file names is no markup."""
+    """The strip has every precision but the reference; what a file names is no markup."""
     place = run.path or "not stored"
     assert repr(run) == f"<Run {run.id}: {run.request.suite}, {len(run.records)} cases, finished, {place}>"
     page = api.Run(**{**vars(run), "path": "<b>"})._repr_html_()
-    assert page.count("<tr>") == 1 + len(run.records) and "<b>" not in page and "faster" in page
+    modes = {record.case.mode for record in run.records if not record.is_reference}
+    assert page.count("<tr>") == 1 + len(modes) and "<b>" not in page and "faster" in page
+    assert all(f"<td>{mode}</td>" in page and f"  {mode} " in str(run) for mode in modes)
     (axes,) = run.plot().axes
     told = ("faster", "slower", "same", "unsure")
     found = fp8bench.findings(run).items()

@@ -6,9 +6,9 @@ import argparse
 from functools import partial
 
 from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import check_outputs, tell
+from fp8bench.cli.outputs import CommandResult, check_outputs
 from fp8bench.cli.progress import TERMINAL
-from fp8bench.errors import EXIT_OK
+from fp8bench.jobs.observer import JobObserver
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -27,14 +27,17 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read both sides, hold them against each other, tell. What it finds is no failure: `gate` judges."""
+    check_outputs(arguments)
+    return answer(arguments, TERMINAL).told(arguments)
+
+
+def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
+    """Read both sides and hold them against each other. What it finds is no failure: `gate` judges."""
     from fp8bench.jobs.compare import compared_sides
     from fp8bench.report.comparisons import page_of, rows_of, value_of
 
-    check_outputs(arguments)
-    compared = compared_sides(arguments.before, arguments.after, arguments.store, TERMINAL)
-    tell(
-        arguments, partial(page_of, compared), partial(value_of, compared), partial(rows_of, compared.comparisons),
+    compared = compared_sides(arguments.before, arguments.after, arguments.store, observer)
+    return CommandResult(
+        compared, partial(page_of, compared), partial(value_of, compared), partial(rows_of, compared.comparisons),
         whole=partial(page_of, compared, everything=True),
     )  # fmt: skip
-    return EXIT_OK

@@ -7,8 +7,11 @@ import argparse
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import say_folded
 from fp8bench.cli.progress import TERMINAL
-from fp8bench.errors import EXIT_OK
+from fp8bench.cli.streams import say
+from fp8bench.errors import EXIT_OK, UsageError
 from fp8bench.jobs import doctor
+from fp8bench.model.codec import SCHEMA, encode
+from fp8bench.report.data.plain import json_line
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -18,14 +21,18 @@ def add(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--ceilings", action="store_true",
-        help="measure what each device does at most, in five runs (less than a minute), and keep it in the store",
+        help="measure what each device does at most, in five runs (45 s), keep it in the store, and say nothing else",
     )  # fmt: skip
     shared(parser, "--threads", help="of a processor, for --ceilings; default 1")
     shared(parser, "--store", help="where ceilings and spreads are kept, as in suite")
+    shared(parser, "--json", help="with --ceilings: print every run of every rate as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    say_folded(doctor.examine(arguments.calibrate))
+    if arguments.json:
+        return _ceilings_as_json(arguments)
+    if arguments.calibrate or not arguments.ceilings:
+        say_folded(doctor.examine(arguments.calibrate))
     if arguments.calibrate:
         from fp8bench.jobs.standard_runs import standard_runs
 
@@ -34,4 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
         from fp8bench.jobs.ceilings import ceiling_lines
 
         say_folded(ceiling_lines(arguments.store, TERMINAL, arguments.threads))
+    return EXIT_OK
+
+
+def _ceilings_as_json(arguments: argparse.Namespace) -> int:
+    if arguments.calibrate or not arguments.ceilings:
+        raise UsageError("--json is of what devices do at most. Give it with --ceilings, and without --calibrate.")
+    from fp8bench.jobs.ceilings import ceilings_here
+
+    found = ceilings_here(arguments.store, TERMINAL, arguments.threads)
+    devices = [{"facts": encode(facts), "ceilings": encode(ceilings)} for facts, ceilings in found]
+    say(json_line({"schema": SCHEMA, "devices": devices}))
     return EXIT_OK

@@ -7,11 +7,12 @@ from functools import partial
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import check_files, check_outputs, tell
+from fp8bench.cli.outputs import CommandResult, check_files, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
 from fp8bench.features.advise.values import Checked
 from fp8bench.features.advise.view import page_of, score_page, score_value, value_of
+from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import PERCENT, whole_number
 
@@ -49,19 +50,24 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    check_outputs(arguments)
+    with only_once():
+        result = answer(arguments, TERMINAL)
+    return result.told(arguments)
+
+
+def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     from fp8bench.features.advise.cost_rules import costs_of
     from fp8bench.features.advise.decide import advised
     from fp8bench.features.advise.job import basis_of, checked, load_checks, write_map
 
-    check_outputs(arguments)
     check_files({"--write-map": arguments.write_map})
     if arguments.score:
         others = ("run", "training", "price", "write_map", "check")
         if arguments.beside or any(getattr(arguments, name) is not None for name in others):
             raise UsageError("--score is of all checks of the store: leave the run and all options of it out.")
         checks, troubles = load_checks(arguments.store)
-        tell(arguments, partial(score_page, checks, troubles), partial(score_value, checks))
-        return EXIT_OK
+        return CommandResult(checks, partial(score_page, checks, troubles), partial(score_value, checks))
     if arguments.run is None:
         raise UsageError("no run was named. Give an id, a path, or 'last'; or --score.")
     basis, notes = basis_of(arguments.run, arguments.store, arguments.training, arguments.least / 100, arguments.beside)
@@ -71,10 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
         notes.append(f"the map is in {arguments.write_map}: --precision-map {arguments.write_map}")
     done: tuple[Checked, ...] = ()
     if arguments.check is not None:
-        with only_once(), TERMINAL.measuring() as observer:
-            done = checked(basis, found, arguments.check, arguments.store, observer)
+        with observer.measuring() as measuring:
+            done = checked(basis, found, arguments.check, arguments.store, measuring)
     costs = costs_of(basis) if arguments.training is not None or arguments.price is not None else ()
-    page = partial(page_of, found, done, costs, arguments.price, notes, arguments.all)
-    whole = partial(page_of, found, done, costs, arguments.price, notes, whole=True)
-    tell(arguments, page, partial(value_of, found, done, costs, arguments.price), whole=whole)
-    return EXIT_FAILED if any(one.measured is None for one in done) else EXIT_OK
+    page = partial(page_of, found, done, costs, arguments.price, notes)
+    value = partial(value_of, found, done, costs, arguments.price)
+    code = EXIT_FAILED if any(one.measured is None for one in done) else EXIT_OK
+    whole = partial(page, whole=True)
+    return CommandResult(found, partial(page, whole=arguments.all), value, whole=whole, code=code)

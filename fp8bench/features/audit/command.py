@@ -16,7 +16,7 @@ from pathlib import Path
 from fp8bench import __version__, units
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import check_files, check_outputs, tell, write_outputs
+from fp8bench.cli.outputs import CommandResult, check_files, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import (
     EXIT_BASELINE,
@@ -101,13 +101,17 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
+    return answer(arguments, TERMINAL).told(arguments)
+
+
+def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     check_files({"--junit": arguments.junit})
     settings = Settings(threads=arguments.threads, seed=arguments.seed)
-    facts, found = audit(arguments.target, _signature(arguments), arguments.device, settings, arguments.store, TERMINAL)
-    with write_outputs({"--junit": (arguments.junit, as_junit(found))}):
-        document = {"device": encode(facts), "outcome": found.outcome.value, **encode(found)}
-        tell(arguments, partial(page_of, facts, found), lambda: document)
-    return _EXITS[found.outcome]
+    facts, found = audit(arguments.target, _signature(arguments), arguments.device, settings, arguments.store, observer)
+    document = {"device": encode(facts), "outcome": found.outcome.value, **encode(found)}
+    files = {"--junit": (arguments.junit, as_junit(found))}
+    page, code = partial(page_of, facts, found), _EXITS[found.outcome]
+    return CommandResult(found, page, lambda: document, code=code, files=files)
 
 
 def _signature(arguments: argparse.Namespace) -> Signature | None:

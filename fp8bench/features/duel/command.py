@@ -6,12 +6,13 @@ import argparse
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import request_of, shared
-from fp8bench.cli.outputs import check_outputs, tell
+from fp8bench.cli.outputs import CommandResult, check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION
 from fp8bench.features.duel.kind import DuelKind
 from fp8bench.features.duel.sides import DuelQuestion
 from fp8bench.features.duel.values import Duel, DuelCutOff
+from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model import Direction
 from fp8bench.model.request import whole_number
@@ -58,20 +59,24 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, keep, tell. An interrupt ends it early: what was finished is kept and told."""
-    from fp8bench.features.duel.run import run_duel
-
     check_outputs(arguments)
-    question = DuelQuestion(
-        arguments.python_a, arguments.python_b, arguments.against, arguments.against_self, arguments.sessions
-    )
     with only_once():
         try:
-            duel = run_duel(question, request_of(arguments), arguments.store, TERMINAL)
+            result = answer(arguments, TERMINAL)
         except DuelCutOff as cut_off:
             tell(argparse.Namespace(), *DuelKind().view(cut_off.duel))
             raise
-        tell(arguments, *DuelKind().view(duel))
-    return exit_code(duel)
+        return result.told(arguments)
+
+
+def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
+    from fp8bench.features.duel.run import run_duel
+
+    question = DuelQuestion(
+        arguments.python_a, arguments.python_b, arguments.against, arguments.against_self, arguments.sessions
+    )
+    duel = run_duel(question, request_of(arguments), arguments.store, observer)
+    return CommandResult(duel, *DuelKind().view(duel), code=exit_code(duel))
 
 
 def exit_code(duel: Duel) -> int:

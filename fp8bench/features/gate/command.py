@@ -15,6 +15,7 @@ import argparse
 import math
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,12 +25,14 @@ from fp8bench import units
 from fp8bench.cli import option_types as types
 from fp8bench.cli.config_file import FileKind, items, place, read_mapping, scalar, shown
 from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import check_files, stdout_look, write_outputs
+from fp8bench.cli.outputs import CommandResult, check_files, stdout_look, write_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import UsageError
 from fp8bench.features.gate.thresholds import Rules, ThresholdRule, check_rules
+from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.interrupts import only_once
+from fp8bench.model.codec import encode
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render
 
@@ -72,26 +75,31 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    with only_once():
+        result = answer(arguments, TERMINAL)
+        with write_outputs(result.files):
+            _summarise(result.files["--md"][1])
+            say(render(result.page(), *stdout_look(arguments.explain)))
+    return result.code
+
+
+def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     from fp8bench.features.gate.stored_runs import judged
     from fp8bench.features.gate.view import as_junit, as_trend, page_of
 
     _check(arguments)
     rules = read_rules(arguments.thresholds) if arguments.thresholds is not None else ()
-    with only_once():
-        source = _source(arguments)
-        for note in check_rules(rules, source.comparisons, str(arguments.thresholds)):
-            complain(note)
-        verdict = judged(source, rules, arguments.rerun, TERMINAL, arguments.require_power)
-        page = page_of(verdict)
-        summary = markdown.render(page_of(verdict, every=True))
-        with write_outputs({
-            "--junit": (arguments.junit, as_junit(verdict)),
-            "--md": (arguments.md, summary),
-            "--benchmark-json": (arguments.benchmark_json, as_trend(verdict.judged, verdict.sights)),
-        }):  # fmt: skip
-            _summarise(summary)
-            say(render(page, *stdout_look(arguments.explain)))
-    return verdict.exit_code
+    source = _source(arguments, observer)
+    for note in check_rules(rules, source.comparisons, str(arguments.thresholds)):
+        observer.note(note)
+    verdict = judged(source, rules, arguments.rerun, observer, arguments.require_power)
+    files = {
+        "--junit": (arguments.junit, as_junit(verdict)),
+        "--md": (arguments.md, markdown.render(page_of(verdict, every=True))),
+        "--benchmark-json": (arguments.benchmark_json, as_trend(verdict.judged, verdict.sights)),
+    }
+    page = partial(page_of, verdict)
+    return CommandResult(verdict, page, partial(encode, verdict), code=verdict.exit_code, files=files)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -107,16 +115,16 @@ def _check(arguments: argparse.Namespace) -> None:
     check_files({"--junit": arguments.junit, "--md": arguments.md, "--benchmark-json": arguments.benchmark_json})
 
 
-def _source(arguments: argparse.Namespace) -> GateSource:
+def _source(arguments: argparse.Namespace, observer: JobObserver) -> GateSource:
     from fp8bench.features.gate.history import of_history
     from fp8bench.features.gate.stored_runs import of_duel, of_sides
 
     if arguments.duel is not None:
-        return of_duel(arguments.duel, arguments.store, TERMINAL)
+        return of_duel(arguments.duel, arguments.store, observer)
     if arguments.history:
-        return of_history(arguments.store, TERMINAL)
+        return of_history(arguments.store, observer)
     before, after = arguments.sides
-    return of_sides(before, after, arguments.store, TERMINAL)
+    return of_sides(before, after, arguments.store, observer)
 
 
 def _summarise(markdown: str) -> None:

@@ -169,11 +169,21 @@ _MOST_LISTED = 5
 def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> GateSource:
     """What two words come to. A first side that is not there is a problem and no wrong usage."""
     title = f"{after} against {before}"
-    new = read_runs(runs_meant(after, store), observer)
-    try:
-        old = read_runs(runs_meant(before, store), observer)
-    except StoreError as error:
-        return GateSource(title, problem=f"the baseline is missing: {error}", code=EXIT_BASELINE)
+    missing: list[StoreError] = []
+    sides = []
+    for word in (before, after):
+        try:
+            sides.append(read_runs(runs_meant(word, store), observer))
+        except StoreError as error:
+            missing.append(error)
+            sides.append([])
+    if len(missing) == 2:
+        raise StoreError(f"neither side is there. {missing[0]} And {missing[1]}")
+    old, new = sides
+    if missing and new:
+        return GateSource(title, problem=f"the baseline is missing: {missing[0]}", code=EXIT_BASELINE)
+    if missing:
+        raise missing[0]
     compared = compared_of(before, old, after, new, observer)
     title = f"{side_words(compared.after)}; against {side_words(compared.before)}"
     problem, code = _problem(compared)

@@ -1,6 +1,6 @@
 """`fp8bench plan-parallel`: how to cut a training for many GPUs, by formulas held against what is published.
 
-A file that says what joins GPUs: one number a line.
+`--topology h100` is a file that is shipped. A file says what joins GPUs, one number a line; units may stand behind.
 
 node: 8          # GPUs of a node
 memory: 80 GiB   # of each of them
@@ -26,6 +26,7 @@ from fp8bench.cli import option_types as types
 from fp8bench.cli.config_file import FileKind, items, place, read_mapping, scalar, shown
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, model_named, tell
+from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UnknownName, UsageError
 from fp8bench.features.plan_parallel.formulas import Checkpointing, DecoderModel, Load, Topology
 from fp8bench.features.plan_parallel.ranking import (
@@ -64,7 +65,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("name", nargs="?", metavar="MODEL", help="the same as --model NAME")
     add("--model", metavar="NAME", help=f"one of {', '.join((*MODELS, *SIZES))}")
     add("--gpus", type=types.whole(whole_number(1, 1 << 20)), metavar="N", help="how many GPUs")
-    words = "YAML that describes the GPUs: node, memory, inside, between, bf16, fp8 (docs/plan-parallel.md)"
+    words = f"{', '.join(_shipped())}, or YAML that describes the GPUs: node, memory, inside, between, bf16, fp8"
     add("--topology", type=types.path, metavar="FILE", help=words)
     words = "sequences of a step, of all GPUs together; default 8 times --gpus"
     add("--batch", type=types.whole(whole_number(1)), metavar="N", help=words)
@@ -120,17 +121,27 @@ def _model(name: str) -> DecoderModel:
     )
 
 
+def _shipped() -> list[str]:
+    return sorted(file.stem for file in (Path(__file__).parent / "topologies").glob("*.yaml"))
+
+
 _FORM = "Expected six lines: node, memory, inside, between, bf16 and fp8, like `node: 8` and `memory: 80 GiB`."
 _KIND = FileKind("--topology", "description of GPUs", _FORM)
-# What a number of each line is multiplied by; node and memory are read otherwise.
+# What a number of each line is multiplied by, and the unit that may stand behind it; node and memory have their own.
 _FACTORS = {"inside": 1e9, "between": 1e9, "bf16": 1e12, "fp8": 1e12}
+_UNIT = {"inside": "GB/s", "between": "GB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}
 # Less is a number without its unit.
 _LEAST_MEMORY = 1 << 30
 _NAMES = ("node", "memory", *_FACTORS)
 
 
 def read_topology(file: Path) -> Topology:
-    """Raises UsageError with file and line."""
+    """Of a file, or of one that is shipped, by its name. Raises UsageError with file and line."""
+    if not file.suffix and not file.exists():
+        if file.name not in _shipped():
+            raise UnknownName("topology", str(file)[:80], _shipped(), f"{', '.join(_shipped())}, or a YAML file")
+        name, file = file.name, Path(__file__).parent / "topologies" / f"{file.name}.yaml"
+        complain(f"--topology {name}: {file.read_text(encoding='utf-8').splitlines()[0].removeprefix('# ')} ({file})")
     found: dict[str, float] = {}
     for name, key, node in items(file, read_mapping(file, _KIND), _KIND):
         if name not in _NAMES:
@@ -149,13 +160,13 @@ def _value(file: Path, name: str, node: yaml.Node) -> float:
             if (size := float(units.bytes_of(text))) >= _LEAST_MEMORY:
                 return size
             raise ValueError(text)
-        value = float(text)
+        value = float(text.removesuffix(_UNIT.get(name, "")))
         if math.isfinite(value) and value > 0 and (name != "node" or value == int(value) <= 1 << 20):
             return value * _FACTORS.get(name, 1)
     except ValueError:
         pass
     expected = {"node": "a whole number of GPUs from 1 on", "memory": "a size like 80 GiB, 1 GiB or more"}.get(
-        name, "a number above 0"
+        name, f"a number above 0, in {_UNIT.get(name)}"
     )
     raise UsageError(f"{place(file, node)}: {name}: expected {expected}, got {shown(node)}.")
 
@@ -180,8 +191,8 @@ def page_of(asked: ParallelQuestion, plans: Sequence[Planned]) -> Page:
         f"GPU{'' if asked.gpus == 1 else 's'} of {units.size(asked.topology.memory)}: {asked.batch} sequences of "
         f"{load.sequence} tokens a step, {load.precision}, checkpointing {load.checkpointing}"
     )
-    parts = [Part("ranking", "", (*map(Text, _remarks(asked, plans)), _ranking(asked, plans))),
-             Part("matrix", "each kind of division by itself", (_matrix(asked),)),
+    matrix = [Part("matrix", "each kind of division by itself", (_matrix(asked),))] if asked.gpus > 1 else []
+    parts = [Part("ranking", "", (*map(Text, _remarks(asked, plans)), _ranking(asked, plans))), *matrix,
              Part("errors", "", (Text(_ERRORS),))]  # fmt: skip
     return Page(title, "", tuple(parts), _LEGEND)
 

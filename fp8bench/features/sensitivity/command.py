@@ -10,10 +10,11 @@ from functools import partial
 from fp8bench import units
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import check_files, check_outputs, tell
+from fp8bench.cli.outputs import CommandResult, check_files, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from fp8bench.features.sensitivity.study import By, LayerTrial, Study, Suffers, as_words, last_of, value_of
+from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model import Request
 from fp8bench.model.request import PERCENT, whole_number
@@ -62,9 +63,39 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, keep, tell. An interrupt ends it early: what was run is told all the same."""
-    from fp8bench.features.sensitivity.job import StudyQuestion, kept, studied, write_map
+    from fp8bench.features.sensitivity.job import kept, write_map
 
     check_outputs(arguments)
+    with only_once():
+        study = _study(arguments, TERMINAL)
+        try:
+            study = kept(study, arguments.store)
+        finally:  # what the store does not take is told at least
+            code = _result(study).told(arguments)
+            if arguments.write_map is not None:
+                write_map(study, arguments.write_map)
+    return code
+
+
+def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
+    from fp8bench.features.sensitivity.job import kept, write_map
+
+    study = kept(_study(arguments, observer), arguments.store)
+    if arguments.write_map is not None:
+        write_map(study, arguments.write_map)
+    return _result(study)
+
+
+def _result(study: Study) -> CommandResult:
+    page, value, rows = partial(page_of, study), partial(value_of, study), partial(rows_of, study)
+    cut_off = not study.finished and not study.baseline.failure
+    code = EXIT_INTERRUPTED if cut_off else EXIT_FAILED if study.baseline.failure else EXIT_OK
+    return CommandResult(study, page, value, rows, code=code)
+
+
+def _study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
+    from fp8bench.features.sensitivity.job import StudyQuestion, studied
+
     check_files({"--write-map": arguments.write_map})
     target = arguments.target or ""
     for option in ("size", "data") if target else ():
@@ -79,17 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     gradients = None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100
     question = StudyQuestion(request, By(arguments.by), arguments.steps, arguments.tolerance / 100, gradients)
-    with only_once():
-        study = studied(question, arguments.store, TERMINAL)
-        try:
-            study = kept(study, arguments.store)
-        finally:  # what the store does not take is told at least
-            tell(arguments, partial(page_of, study), partial(value_of, study), partial(rows_of, study))
-            if arguments.write_map is not None:
-                write_map(study, arguments.write_map)
-    if not study.finished and not study.baseline.failure:
-        return EXIT_INTERRUPTED
-    return EXIT_FAILED if study.baseline.failure else EXIT_OK
+    return studied(question, arguments.store, observer)
 
 
 _LEGEND = (
@@ -208,8 +229,8 @@ def command_of(study: Study, found: LayerTrial) -> str:
     own = f"fp8bench profile {shlex.quote(str(params.get('make')))}"
     words = [own if "make" in params else f"fp8bench suite {study.workload} --set size={params['size']}"]
     words.append(f"--dtypes {study.low} --reference {study.reference}")
-    if found.precision_map:
-        words.append(f"--precision-map {as_words(found.precision_map)}")
+    if stated := study.stated_map(found):
+        words.append(f"--precision-map {as_words(stated)}")
     return " ".join(words)
 
 

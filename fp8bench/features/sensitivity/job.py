@@ -90,7 +90,7 @@ def write_map(study: Study, path: Path) -> None:
     if found is None:
         raise UsageError(f"no map is suggested, so that {path} was not written. The tables above say why.")
     head = f"{study.low} in {found.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
-    write_map_file(path, head, found.precision_map)
+    write_map_file(path, head, study.stated_map(found) or tuple((name, study.low) for name in found.low))
 
 
 def write_map_file(path: Path, head: str, precision_map: PrecisionMap) -> None:

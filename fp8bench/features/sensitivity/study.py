@@ -142,6 +142,11 @@ class Study:
         trials = (*self.probes, *self.candidates)
         return bool(trials) and all(self.suffers(trial) is Suffers.NOISE for trial in trials)
 
+    def stated_map(self, trial: LayerTrial) -> PrecisionMap:
+        """A candidate's map; where it needs none, because suites leave the same layers high, these all the same."""
+        every = self.candidates[0].low
+        return trial.precision_map or tuple((name, self.reference) for name in every if name not in trial.low)
+
     @property
     def suggested(self) -> LayerTrial | None:
         """The candidate that keeps the loss with as many layers low as any; None if none did or can be told."""

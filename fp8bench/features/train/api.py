@@ -6,29 +6,34 @@ import importlib
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from fp8bench.cli.keywords import asked as fields_given
+from fp8bench.cli.keywords import asks, keywords_of
 from fp8bench.cli.main import DEFAULT_STORE
-from fp8bench.cli.option_types import asked as fields_given
-from fp8bench.cli.option_types import asks, folder, keywords_of, names, pairs
+from fp8bench.cli.option_types import folder, names, pairs
 from fp8bench.cli.streams import complain
-from fp8bench.errors import StoreError, UnknownName, UsageError
+from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.train.data import TrainingFrames, write_training
 from fp8bench.features.train.health.health import Health
+from fp8bench.features.train.kind import TrainingKind, plain, training_named
 from fp8bench.features.train.kind import load_training as read_training
-from fp8bench.features.train.kind import plain, training_named
+from fp8bench.features.train.progress import on_terminal
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest, asked
 from fp8bench.features.train.run import resume as go_on_training
 from fp8bench.features.train.run import train as train_all
 from fp8bench.features.train.values import Arm, ArmRole, KeptTraining, StreamLine, TrainingEvent, TrainingObserver
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.files import append
+from fp8bench.jobs.report_files import PAGE, folder_of_kept, typed_from_here
 from fp8bench.measure.environment import command_line
 from fp8bench.registry import precisions
 from fp8bench.report.data.boards import check_tensorboard
+from fp8bench.report.notebook import as_html
+from fp8bench.report.terminal import layout
 
 if TYPE_CHECKING:
     import torch
@@ -36,10 +41,29 @@ if TYPE_CHECKING:
     from fp8bench.features.train.lab.own_loop import OwnLoop
 
 
-@asks(TrainingRequest, "settings")
+class TrainingResult(KeptTraining):
+    """A training as calls return it: what is kept, with what print and notebooks show of it."""
+
+    def __repr__(self) -> str:
+        arms, state = ", ".join(arm.name for arm in self.training.arms), "finished" if self.finished else "unfinished"
+        return f"<Training {self.training.id}: {arms}, {state}, {self.path}>"
+
+    def __str__(self) -> str:
+        return layout.render(replace(TrainingKind().view(self).page(), footer=())).rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        page = folder_of_kept(Path(self.path), Path(self.path).parents[2]) / PAGE
+        return as_html(TrainingKind().view(self).page(), typed_from_here(page) if page.is_file() else "")
+
+
+def _shown(kept: KeptTraining) -> TrainingResult:
+    return TrainingResult(**{field.name: getattr(kept, field.name) for field in fields(kept)})
+
+
+@asks(TrainingRequest, TrainerSettings, without=("settings",))
 def train(
     *,
-    dtypes: Iterable[str] = (),
+    dtypes: str | Iterable[str] = (),
     steps: int | None = None,
     seeds: int | None = None,
     quick: bool = False,
@@ -48,42 +72,45 @@ def train(
     rates: Mapping[str, float] | None = None,
     tensorboard: str | Path | None = None,
     store: str | Path = DEFAULT_STORE,
+    progress: bool = True,
     observer: TrainingObserver | None = None,
     **options: Any,
-) -> KeptTraining:
+) -> TrainingResult:
     """Train the same model in several precisions beside each other; returns what was kept of it.
 
     Arguments are the command line's options (`help(fp8bench.train)` names them), and the settings of the model and of
     how it learns (`model`, `rate`, `loss_scale`). `sweep` maps a setting, or an option of the dtypes, to values.
-    `margin` is in percent. Raises Fp8benchError with a sentence for what cannot be done; what happens in a step is an
-    event.
+    `margin` is in percent. How it goes along is told on stderr unless `progress` is False. Raises Fp8benchError with a
+    sentence for what cannot be done; what happens in a step is an event.
     """
-    ours = keywords_of(TrainingRequest).keys() - {"settings"}
-    known = [field.name for field in fields(TrainerSettings)]
-    for name in options:
-        if name not in {*ours, *known}:
-            raise UnknownName("setting", name, known)
-    own = {name: options.pop(name) for name in list(options) if name in ours}
+    own = {name: options.pop(name) for name in list(options) if name in keywords_of(TrainingRequest)}
     request = asked(
-        quick, steps, seeds, names(dtypes), margin=margin / 100, **fields_given(TrainingRequest, own, "train"),
+        quick, steps, seeds, names(dtypes), margin=margin / 100, **fields_given(TrainingRequest, own),
         settings=TrainerSettings(**options, precision_map=pairs(precision_map), rates=pairs(rates)),
     )  # fmt: skip
     board = None if tensorboard is None else folder("tensorboard", tensorboard)
     if board is not None:
         check_tensorboard(board)
-    done = train_all(request, folder("store", store), observer or TrainingObserver(), command_line())
+    with _told(observer, progress) as told:
+        done = train_all(request, folder("store", store), told, command_line())
     if board is not None:
         write_training(done, verdicts_of(done.training, done.lines), board)
-    return done
+    return _shown(done)
+
+
+def _told(observer: TrainingObserver | None, progress: bool) -> AbstractContextManager[TrainingObserver]:
+    return on_terminal() if observer is None and progress else nullcontext(observer or TrainingObserver())
 
 
 def resume_training(
-    training: str | Path | KeptTraining, *, store: str | Path = DEFAULT_STORE, observer: TrainingObserver | None = None
-) -> KeptTraining:
+    training: str | Path | KeptTraining, *, store: str | Path = DEFAULT_STORE, progress: bool = True,
+    observer: TrainingObserver | None = None,
+) -> TrainingResult:  # fmt: skip
     """Go on with a training that was cut off, from its newest checkpoint; one that is finished is returned."""
     kept = folder("store", store)
     path = training_named(training.path if isinstance(training, KeptTraining) else str(training), kept)
-    return go_on_training(path, kept, observer or TrainingObserver())[1]
+    with _told(observer, progress) as told:
+        return _shown(go_on_training(path, kept, told)[1])
 
 
 def load_training(training: str | Path | KeptTraining, store: str | Path = DEFAULT_STORE) -> TrainingFrames:

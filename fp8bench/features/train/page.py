@@ -129,7 +129,8 @@ def _looks(kept: KeptTraining) -> Iterator[Element]:
     """What was seen after the last step, and the loss by place in the context."""
     for part in looks_of(kept):
         yield from (
-            replace(element, caption=part.title) if isinstance(element, Table) else element for element in part.elements
+            replace(element, caption=f"{part.title}: {element.caption}") if isinstance(element, Table) else element
+            for element in part.elements
         )
     yield from loss_by_place(kept)
 

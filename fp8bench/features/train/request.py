@@ -226,8 +226,9 @@ class TrainingRequest:
         "bytes, bpe, or bpe:N by N merges that are learnt from the text; default {default}", "KIND", WHAT,
     )  # fmt: skip
     stride: int = option(
-        10, whole_number(1, MOST_STEPS), "every so many steps are watched closely; default {default}", "N", LENGTH
-    )
+        10, whole_number(1, MOST_STEPS),
+        "every so many steps are watched closely; default {default}, and show --histories needs 1", "N", LENGTH,
+    )  # fmt: skip
     evaluate: int = option(
         50, whole_number(1, MOST_STEPS), "steps between two looks at the held-out text; default {default}", "N", LENGTH
     )

@@ -45,6 +45,7 @@ from fp8bench.features.train.values import (
     TrainingObserver,
     TrainingText,
 )
+from fp8bench.features.train.words import without_histories
 from fp8bench.measure import arm as measured
 from fp8bench.measure.capacity import Batches, BatchSearch
 from fp8bench.measure.environment import gather
@@ -71,6 +72,8 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
     with _ready(request, store) as (worker, text):
         training = _of_today(request, worker, text, command)
         training = replace(training, parameters=_reference(training, worker).parameters)
+        if note := without_histories(training):
+            observer.note(note)
         return _trained(training, start_training(training, store), worker, observer)
 
 

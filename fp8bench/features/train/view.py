@@ -57,7 +57,7 @@ _LEGEND = (
 )
 _SHOWN_EVENTS = 12
 POSITION = "position:"
-_LOOKS = "after the last step, on text that was never trained on: loss (perplexity of a token)"
+_LOOKS = "after the last step, on text that was never trained on"
 # A count of steps is kept for each tensor: nothing for a parameter.
 _LEAST_BYTES = 0.001
 
@@ -100,6 +100,7 @@ def plan_page(training: Training, reference: ArmState, seconds: float, unknown: 
         f"tokens: {units.whole(reference.tokens)} a step, {units.whole(steps * reference.tokens)} in all",
         f"kept between two steps of the reference: {_bytes(dict(reference.bytes_per_parameter))}",
         _expected_time(seconds, unknown),
+        *filter(None, [words.without_histories(training)]),
     )
     title = f"training of {request.settings.model} on {training.device.key}, which is {training.device.name}"
     arms = table("arms", "", cols, training.arms)
@@ -236,25 +237,43 @@ def looks_of(kept: KeptTraining) -> Iterator[Part]:
     shown = list(dict.fromkeys(one.of for one in last if not one.of.startswith(POSITION)))
     places = list(dict.fromkeys(one.of for one in last if one.of.startswith(POSITION)))
     shown += [places[0], places[-1]] if len(places) > 1 else []
-    cols: list[Col[str]] = [Col("arm", str), *(Col(of, partial(_look, last, of), number=True) for of in shown)]
     seen = {one.arm for one in last}
     arms = [arm.name for arm in kept.training.arms if arm.role is not ArmRole.REPEAT and arm.name in seen]
     if arms:
-        yield Part("looks", _LOOKS, (table("looks", "", cols, arms),))
+        kinds = (("looks", "loss", _loss), ("perplexities", "perplexity of a token", _perplexity))
+        yield Part("looks", _LOOKS, tuple(table(*kind[:2], _look_cols(last, shown, kind[2]), arms) for kind in kinds))
 
 
-def _look(last: Sequence[Validation], of: str, arm: str) -> Field | None:
-    """'2.513 (12.3)': a loss and its perplexity, by byte too where a token is more than one."""
+def _look_cols(
+    last: Sequence[Validation], shown: Sequence[str], show: Callable[[Sequence[Validation], str, str], Field | None]
+) -> list[Col[str]]:
+    return [Col("arm", str), *(Col(of, partial(show, last, of), number=True) for of in shown)]
+
+
+def _loss(last: Sequence[Validation], of: str, arm: str) -> Field | None:
+    mean = _mean(last, of, arm)
+    return None if mean is None else Field(f"{mean.loss:.3f}", mean.loss)
+
+
+def _perplexity(last: Sequence[Validation], of: str, arm: str) -> Field | None:
+    """'12.3'; by byte too where a token is more than one."""
+    mean = _mean(last, of, arm)
+    if mean is None:
+        return None
+    by_byte = mean.perplexity_by_byte if mean.bytes != mean.tokens else None
+    more = f"; {by_byte:.3g} a byte" if by_byte is not None else ""
+    return Field(f"{mean.perplexity:.3g}{more}", mean.perplexity)
+
+
+def _mean(last: Sequence[Validation], of: str, arm: str) -> Validation | None:
+    """Of all seeds."""
     seen = [one for one in last if (one.arm, one.of) == (arm, of)]
     if not seen:
         return None
-    loss = math.fsum(one.loss for one in seen) / len(seen)
     sizes = [one.bytes for one in seen]
     whole = None if None in sizes else sum(filter(None, sizes))
-    mean = replace(seen[0], loss=loss, tokens=sum(one.tokens for one in seen), bytes=whole)
-    by_byte = mean.perplexity_by_byte if mean.bytes != mean.tokens else None
-    more = f"; {by_byte:.3g} a byte" if by_byte is not None else ""
-    return Field(f"{loss:.3f} ({mean.perplexity:.3g}{more})", loss)
+    loss = math.fsum(one.loss for one in seen) / len(seen)
+    return replace(seen[0], loss=loss, tokens=sum(one.tokens for one in seen), bytes=whole)
 
 
 def bands_of(found: TrainingVerdicts) -> Iterator[str]:

@@ -6,11 +6,13 @@ import math
 from collections.abc import Collection, Iterator
 
 from fp8bench import units
-from fp8bench.features.train.values import ArmRole, KeptTraining, TrainingEvent
+from fp8bench.features.train.values import ArmRole, KeptTraining, Training, TrainingEvent
 from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, JudgedArm, Learned, Why
 from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, SeedBand, TrainingVerdicts
 from fp8bench.model import Interval
+from fp8bench.protocols import TensorScale
+from fp8bench.registry import precisions
 from fp8bench.report.words.naming import listed, many
 
 _ROLES = {
@@ -211,3 +213,16 @@ def _span(found: Interval, level: bool = True) -> str:
 
 def _seeds(seeds: tuple[int, ...] | list[int]) -> str:
     return f"seed{'s' * (len(seeds) != 1)} {listed([str(seed) for seed in seeds], len(seeds))}"
+
+
+def without_histories(training: Training) -> str:
+    """What replaying other histories would lack of arms with delayed scaling, said before they are trained."""
+    request = training.request
+    arms = [arm for arm in training.arms if not arm.skip and not arm.is_band]
+    delayed = [arm for arm in arms if precisions.get(arm.precision).tensor_scale is TensorScale.DELAYED]
+    lacks = ["--stride 1"] if request.stride > 1 else []
+    lacks += ["--micro-batches 1"] if any(arm.taken(request.settings).micro_batches > 1 for arm in delayed) else []
+    if not delayed or not lacks:
+        return ""
+    names = listed([arm.name for arm in delayed])
+    return f"`show --histories` of {names} needs every amax, which {' and '.join(lacks)} keeps"

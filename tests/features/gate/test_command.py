@@ -184,6 +184,15 @@ def test_a_run_that_was_cut_off(store: Path, say: Say) -> None:
     assert say(commit(0), commit(1), "--no-rerun")[0] == 0
 
 
+def test_where_neither_side_is_there_both_are_named(say: Say, store: Path) -> None:
+    """The first one first."""
+    keep(store, run_at(0))
+    code, _, err = say("1111aaaa", "2222bbbb", "--no-rerun")
+    assert (
+        code == 2 and err.index("no run '1111aaaa'") < err.index("no run '2222bbbb'") and "neither side is there" in err
+    )
+
+
 EMPTY: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "no baseline": (lambda store: keep(store, run_at(1)), 4, "the baseline is missing"),
     "no case in common": (

@@ -44,9 +44,9 @@ def test_a_file_is_read(topology: Path) -> None:
         ("node", "0", ":1: node: expected a whole number"),
         ("memory", "80", ":2: memory: expected a size like 80 GiB, 1 GiB or more, got '80'"),
         ("memory", "lots", ":2: memory: expected a size like 80 GiB, 1 GiB or more, got 'lots'"),
-        ("inside", "-3", ":3: inside: expected a number above 0, got '-3'"),
+        ("inside", "-3", ":3: inside: expected a number above 0, in GB/s, got '-3'"),
         ("between", "nan", ":4: between: expected a number above 0"),
-        ("bf16", "[1, 2]", ":5: bf16: expected a number above 0, got a list"),
+        ("bf16", "[1, 2]", ":5: bf16: expected a number above 0, in TFLOP/s, got a list"),
         ("fp4", "3", ":7: unknown key 'fp4'. Known: node, memory, inside, between, bf16, fp8."),
     ],
 )
@@ -54,6 +54,35 @@ def test_nonsense_is_refused_with_its_line(tmp_path: Path, line: str, value: str
     with pytest.raises(UsageError) as error:
         read_topology(written(tmp_path, {**LINES, line: value}))
     assert words in str(error.value)
+
+
+def test_units_may_stand_behind_numbers(tmp_path: Path) -> None:
+    units = {"inside": "450 GB/s", "between": "50GB/s", "bf16": "660 TFLOP/s", "fp8": "980 TFLOP/s"}
+    assert read_topology(written(tmp_path, {**LINES, **units})) == read_topology(written(tmp_path, LINES))
+    with pytest.raises(UsageError, match="inside: expected a number above 0, in GB/s, got '450 TFLOP/s'"):
+        read_topology(written(tmp_path, {**LINES, "inside": "450 TFLOP/s"}))
+
+
+@pytest.mark.parametrize("name", ["b200", "h100", "h200", "mi300x"])
+def test_topologies_are_shipped(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
+    """By their names; a file of that name comes first, and what their rates rest on is said."""
+    monkeypatch.chdir(tmp_path)
+    shipped = read_topology(Path(name))
+    assert shipped.node == 8 and shipped.memory >= 80 * 2**30 and shipped.fp8 > shipped.bf16 > 3e14
+    code, out, err = say("llama3-8b", "--gpus", "8", "--topology", name, "--top", "1")
+    assert code == 0 and "FSDP 8" in out and f"--topology {name}: 8 {name.upper()} (" in err and "rates" in err
+    Path(name).write_text("".join(f"{line}: {value}\n" for line, value in LINES.items()))
+    assert read_topology(Path(name)).bf16 == 660e12
+
+
+def test_a_topology_that_is_none_names_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"unknown topology 'h10'\. Did you mean 'h100'\? Known: b200, .*, or a YAML"):
+        read_topology(Path("h10"))
+
+
+def test_one_gpu_divides_nothing(say: Say) -> None:
+    code, out, _ = say("nano", "--gpus", "1", "--topology", "h100")
+    assert code == 0 and "one GPU" in out and "each kind of division" not in out
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

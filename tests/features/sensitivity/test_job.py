@@ -12,6 +12,7 @@ import pytest
 
 from fp8bench.cli.option_types import precision_map
 from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerHung, WorkerLost
+from fp8bench.features.sensitivity.command import command_of
 from fp8bench.features.sensitivity.job import DRAWS, StudyQuestion, groups_of, opened, write_map
 from fp8bench.features.sensitivity.study import By, Study
 from fp8bench.measure.handle import Worker
@@ -132,6 +133,17 @@ def test_the_suggested_map_as_a_file_is_what_an_option_takes(tmp_path: Path) -> 
     assert precision_map(str(tmp_path / "map.txt")) == study.suggested.precision_map
     with pytest.raises(UsageError, match="no map is suggested"):
         write_map(replace(study, candidates=()), tmp_path / "none.txt")
+
+
+def test_a_suggestion_without_a_map_names_what_stays_high(tmp_path: Path) -> None:
+    """Suites leave the head high by themselves: with the map that says so the layers low are the same."""
+    study, _ = studied(Trainer(costs("head")))
+    assert study.suggested is not None and study.suggested.precision_map == ()
+    assert study.stated_map(study.suggested) == (("head", "bf16"),)
+    assert low_of(Case("x", (), "fp8", "cpu", (("head", "bf16"),))) == {*study.suggested.low}
+    assert command_of(study, study.suggested).endswith("--precision-map head=bf16")
+    write_map(study, tmp_path / "map.txt")
+    assert precision_map(str(tmp_path / "map.txt")) == (("head", "bf16"),)
 
 
 def test_a_tolerance_that_no_map_keeps_ends_with_the_last_layer() -> None:

@@ -142,7 +142,9 @@ def test_a_training_is_told_kept_shown_and_exported(say: Say, fp8bench: Say, sto
     assert repr(steps[3]["loss"]) == losses[0] and document["finished"]
     assert document["verdicts"]["fp8"]["words"].startswith("inconclusive")
     assert document["arms"]["fp8"]["words"] == document["verdicts"]["fp8"]["words"] and document["bands"]
-    assert re.search(r"\n  fp8 +\d\.\d{3} \(\d+\.?\d*\) +", out.partition("never trained on")[2]), "perplexities"
+    looks = out.partition("never trained on")[2]
+    losses_told, _, perplexities = looks.partition("perplexity of a token")
+    assert re.search(r"\n  fp8 +\d\.\d{3} +", losses_told) and re.search(r"\n  fp8 +\d+\.?\d* +", perplexities)
     _, planned, _ = say(*TINY, "--dtypes", "bf16,fp8,mxfp8", "--seeds", "100", "--dry-run")
     assert re.search(r"time: about [\d.]+ \w+.* for the steps, .*, and what mxfp8 takes", " ".join(planned.split()))
     _, listed, _ = fp8bench("history", "list", "--runs")

@@ -10,6 +10,7 @@ from fp8bench.features.train.page import ends_of, page_of
 from fp8bench.features.train.values import ArmCost, KeptTraining, LayerReading, StreamLine, TrainingEvent, Validation
 from fp8bench.features.train.verdicts.curves import curves_of
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
+from fp8bench.features.train.words import without_histories
 from fp8bench.model import Capacity, MemoryUse
 from fp8bench.report.elements import Chart, Heat, Lines, Page, Scatter, Table
 from fp8bench.report.page import html, markdown
@@ -151,6 +152,20 @@ def test_the_worst_reading_names_layer_and_step() -> None:
     assert [field.text for field in row] == [
         "fp8", "input", "12.0 dB", "mlp, step 10", "1.0%", "head, step 0", "0.0%", "", "-", "",
     ]  # fmt: skip
+
+
+def test_histories_that_cannot_be_replayed_are_told_before() -> None:
+    """Of arms with delayed scaling alone, where some amaxes are not kept."""
+    made = training()
+    delayed = replace(CANDIDATE, name="d", precision="fp8-delayed")
+    for stride, batches, lacks in ((10, 1, "--stride 1"), (1, 2, "--micro-batches 1"), (10, 2, "--stride 1 and --m")):
+        settings = replace(made.request.settings, micro_batches=batches)
+        request = replace(made.request, stride=stride, settings=settings)
+        told = replace(made, request=request, arms=(*made.arms, delayed))
+        assert without_histories(told).startswith(f"`show --histories` of d needs every amax, which {lacks}")
+        assert without_histories(replace(told, arms=(*made.arms, replace(delayed, skip="no")))) == ""
+    whole = replace(made.request, stride=1)
+    assert without_histories(replace(made, request=whole, arms=(delayed,))) == ""
 
 
 def test_looks_and_places_in_the_context() -> None:

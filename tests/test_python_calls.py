@@ -1,0 +1,191 @@
+"""Commands as calls: a call is the words of its command, and its result says what the command prints."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fp8bench
+from fp8bench import CommandResult, api
+from fp8bench.cli.calls import command_call
+from fp8bench.cli.keywords import help_of, keyword_of
+from fp8bench.cli.main import build_parser, command_module, commands_of, parse
+from fp8bench.errors import UnknownName, UsageError
+from fp8bench.jobs.report_files import place_of_report
+from tests.commands import Say
+from tests.runs import measured
+
+CALLS = ("advise", "audit", "compare", "duel", "gate", "sensitivity")
+
+
+@pytest.fixture(name="command_line")
+def command_line_fixture(request: pytest.FixtureRequest) -> Say:
+    """The fixture `fp8bench`, beside the package of that name."""
+    say: Say = request.getfixturevalue("fp8bench")
+    return say
+
+
+def asked(name: str, monkeypatch: pytest.MonkeyPatch, *words: Any, **given: Any) -> dict[str, Any]:
+    """The arguments that a call hands to its command."""
+    seen: list[argparse.Namespace] = []
+
+    def answer(arguments: argparse.Namespace, observer: object) -> CommandResult:
+        seen.append(arguments)
+        return CommandResult(None, lambda: None)  # type: ignore[arg-type, return-value]
+
+    monkeypatch.setattr(command_module(name), "answer", answer)
+    command_call(name)(*words, **given)
+    return vars(seen[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "given", "line"),
+    [
+        ("compare", ("a", "b"), {"store": Path("/s")}, "a b --store /s"),
+        ("compare", ("a",), {"after": "b"}, "a b"),
+        ("gate", ("a", "b"), {"rerun": False, "require_power": 0.8}, "a b --no-rerun --require-power 0.8"),
+        ("gate", (), {"history": True, "thresholds": "t.yaml", "duel": None}, "--history --thresholds t.yaml"),
+        ("gate", (), {"duel": "last", "imports": []}, "--duel last"),
+        (
+            "duel",
+            ("gemm",),
+            {"dtypes": ["fp8", "bf16"], "set": {"shape": [64, "8x8x8"], "operands": "cast"}, "against": "main"},
+            "suite gemm --dtypes fp8,bf16 --set shape=64,8x8x8 --set operands=cast --against main",
+        ),
+        ("duel", (), {"suite": "gemm", "quick": True, "budget": 2.5}, "suite gemm --quick --budget 2.5"),
+        ("advise", ("last",), {"beside": ["x", "y"], "check": True}, "last --beside x --beside y --check"),
+        ("advise", ("last",), {"check": 2, "price": 2.5}, "last --check 2 --price 2.5"),
+        ("advise", (), {"score": True, "check": False, "least": 5}, "--score --least 5"),
+        ("sensitivity", (), {"by": "kind", "isolation": False}, "--by kind --no-isolation"),
+        ("sensitivity", ("m.py:make",), {"tolerance": 0.5, "quick": None}, None),
+        ("audit", ("m:f",), {"kind": "cast", "precision": "fp8", "causal": False}, "m:f --kind cast --precision fp8"),
+    ],
+)  # fmt: skip
+def test_a_call_is_the_command_line(
+    name: str, words: tuple[Any, ...], given: dict[str, Any], line: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if line is None:
+        with pytest.raises(UnknownName, match="unknown argument of sensitivity 'quick'"):
+            asked(name, monkeypatch, *words, **given)
+        return
+    known = vars(parse(build_parser([name]), [name, *line.split()]))
+    assert asked(name, monkeypatch, *words, **given) == known
+
+
+def test_a_function_is_named_by_where_another_process_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module's by its name; what is in no file, or within another function, is refused before anything starts."""
+    assert asked("audit", monkeypatch, inspect.signature, kind="cast", precision="fp8")["target"].endswith(
+        "inspect.py:signature"
+    )
+    with pytest.raises(UsageError, match="cannot be found by another process: define it"):
+        asked("audit", monkeypatch, lambda x: x)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_has_every_option_that_does_not_say_how_to_print(name: str) -> None:
+    """Under the word of the command line, with its default and its help."""
+    call, parser = getattr(fp8bench, name), commands_of(build_parser([name]))[name]
+    actions = {
+        keyword_of(one): one for one in parser._actions if one.dest not in ("help", "json", "csv", "md", "explain")
+    }
+    places = {word for word, one in actions.items() if not one.option_strings and one.choices}
+    parameters = inspect.signature(call).parameters
+    assert set(parameters) == {*actions} - places | {"progress"}
+    for word, action in actions.items():
+        if action.option_strings:
+            assert str(parameters[word].default) == str(action.default or parameters[word].default), word
+    assert help_of(actions.values()) in call.__doc__ and call.__name__ == name
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "sentence"),
+    [
+        ("gate", {"treshold": 3}, r"unknown argument of gate 'treshold'\. Did you mean 'thresholds'\?"),
+        ("gate", {"rerun": "no"}, "rerun must be True or False, got 'no'"),
+        ("gate", {}, "nothing was given to judge"),
+        ("compare", {"before": "a"}, r"the following arguments are required: B\. See `fp8bench compare --help`"),
+        ("sensitivity", {"steps": "many"}, "argument --steps: expected a whole number from 1 to 100000, got 'many'"),
+        ("sensitivity", {"steps": object()}, "steps cannot be <object"),
+        ("sensitivity", {"by": "layers"}, "argument --by: invalid choice: 'layers'"),
+        ("audit", {"target": "x"}, "'x' names no callable"),
+        ("duel", {"suite": "gem", "quick": True}, r"unknown suite 'gem'\. Did you mean 'gemm'\?"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_the_words_of_the_command_line(
+    name: str, given: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        getattr(fp8bench, name)(**{"store": tmp_path, **given})
+
+
+def test_a_place_too_many_is_told() -> None:
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        fp8bench.compare("a", "b", "c")  # type: ignore[call-arg]
+
+
+def test_an_unknown_name_of_the_package_has_the_nearest_one() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'gat'\. Did you mean 'gate'\?"):
+        fp8bench.gat  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["suite", "train", "profile"])
+def test_a_keyword_that_is_none_has_the_nearest_one(name: str) -> None:
+    """Their own keywords are known, too."""
+    with pytest.raises(UnknownName, match=rf"unknown argument of {name.replace('suite', 'run')} 'stor'.*'store'"):
+        getattr(fp8bench, name)(stor="x")
+
+
+def test_a_result_says_what_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command_line: Say
+) -> None:
+    """Two runs of one store, compared and judged by both doors."""
+    runs = [
+        fp8bench.suite("gemm", dtypes=["fp32", "bf16"], set={"shape": 16}, quick=True, isolation=False, store=tmp_path)
+        for _ in range(2)
+    ]
+    assert "report:" in capsys.readouterr().err, "a script sees what follows a run"
+    for run in runs:
+        assert "slower" in str(run) or "faster" in str(run) or "unsure" in str(run) or "same" in str(run)
+        assert fp8bench.table(run).startswith(str(run)[:200])
+        assert f"report:{place_of_report(run)}" in "".join(str(run).split())
+        assert re.search(r'<a href="file:[^"]*/report.html">', run._repr_html_())
+    sides = [run.id for run in runs]
+    monkeypatch.setenv("COLUMNS", "100")
+    for name, more in (("compare", {}), ("gate", {"rerun": False})):
+        result = getattr(fp8bench, name)(*sides, store=tmp_path, progress=False, **more)
+        assert capsys.readouterr() == ("", "")
+        words = [name, *sides, "--store", str(tmp_path), *(["--no-rerun"] if more else [])]
+        code, printed, _ = command_line(*words)
+        assert code == result.code
+        shown = printed.split("--explain")[0].rstrip()
+        assert str(result).startswith(shown[:200]) and result.page().title in repr(result)
+        assert "<table>" in result._repr_html_() or "<p>" in result._repr_html_()
+        assert fp8bench.table(result).startswith(shown[:200]) and result.value
+    compared = fp8bench.compare(*sides, store=tmp_path)
+    assert list(compared.frame.columns) == list(compared.as_rows()[0]) and len(compared.frame)
+
+
+def test_files_that_a_call_names_are_written(tmp_path: Path) -> None:
+    """As the options of the command line do; a place that cannot be written is refused before anything is done."""
+    run, other = (
+        fp8bench.suite(
+            "gemm", dtypes=["fp32"], set={"shape": 8}, rounds=1, isolation=False, store=tmp_path, report=False
+        )
+        for _ in range(2)
+    )
+    assert not (tmp_path / "reports").exists()
+    junit = tmp_path / "gate.xml"
+    fp8bench.gate(run.id, other.id, store=tmp_path, rerun=False, junit=junit, progress=False)
+    assert junit.read_text().startswith("<?xml")
+    with pytest.raises(UsageError, match=r"--junit .* cannot be written"):
+        fp8bench.gate("a", "b", store=tmp_path, junit=tmp_path / "no" / "x.xml")
+
+
+def test_what_a_file_names_is_no_markup() -> None:
+    run = api.Run(**{**vars(fp8bench.load(measured()[0]).run), "id": "<b>"})
+    assert "<b>" not in run._repr_html_() and "&lt;b&gt;" in run._repr_html_()
