@@ -36,6 +36,11 @@ from fp8bench.report.terminal.layout import render
 if TYPE_CHECKING:
     from fp8bench.features.gate.stored_runs import GateSource
 
+EXAMPLES = (
+    "fp8bench gate HEAD~1 HEAD",
+    "fp8bench gate --history --junit gate.xml",
+)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
