@@ -66,6 +66,7 @@ OPTIONS = {
     "config": MANY | CONFIGURED | {"--write"},
     "completion": COMMON | {"SHELL"},
     "help": COMMON | {"COMMAND"},
+    "init": COMMON | {"DIR", "--install"},
     "list": COMMON | {"WHAT", "NAME", "--import"},
     "doctor": COMMON | {"--calibrate", "--ceilings", "--threads", "--store"},
     "show": COMMON
@@ -80,7 +81,7 @@ OPTIONS = {
     },
     "gate": COMMON | {
         "A B", "--duel", "--history", "--store", "--import", "--thresholds", "--no-rerun", "--junit", "--md",
-        "--benchmark-json", "--explain", "--require-power",
+        "--benchmark-json", "--explain", "--require-power", "--against", "--config", "--comment",
     },
     "history": COMMON,
     "history ceilings": COMMON | {"--explain", "--md", "--store", "--import"},
