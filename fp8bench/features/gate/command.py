@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _judge(arguments: argparse.Namespace) -> int:
-    from fp8bench.features.gate.comment import CODES, comment, review
+    from fp8bench.features.gate.comment import WORDS, comment, review
     from fp8bench.features.gate.stored_runs import judged
     from fp8bench.features.gate.view import as_junit, as_trend, page_of
 
@@ -119,7 +119,7 @@ def _judge(arguments: argparse.Namespace) -> int:
     page, code, text = page_of(verdict), verdict.exit_code, ""
     if arguments.comment is not None and source.duel is not None:
         reviewed = review(verdict, source.duel)
-        code, text = CODES[reviewed.status], comment(reviewed, verdict, source.duel, command_line())
+        code, text = WORDS[reviewed.status][0], comment(reviewed, verdict, source.duel, command_line())
     summary = markdown.render(page_of(verdict, every=True))
     with write_outputs({
         "--junit": (arguments.junit, as_junit(verdict)),

@@ -35,19 +35,14 @@ class ReviewStatus(StrEnum):
     PASS = "pass"
 
 
-_MEANINGS = {
-    ReviewStatus.QUALITY: "Numbers became worse, or a case fails on head alone; a speed-up does not make up for that",
-    ReviewStatus.REGRESSION: "Head is worse than base beyond a threshold, and was so again in a second duel",
-    ReviewStatus.INFRASTRUCTURE: "This says nothing about the change: it could not be measured",
-    ReviewStatus.MISMATCH: "Base and head do not do the same work, so that their figures do not compare",
-    ReviewStatus.CALIBRATION: "Nothing is surely worse, and what a threshold asks for would not have been seen here; "
-    "more sessions, a longer budget or a quieter machine would do",
-    ReviewStatus.PASS: "Nothing is worse by its threshold, and it would have been seen",
-}
-CODES = {
-    ReviewStatus.QUALITY: EXIT_REGRESSION, ReviewStatus.REGRESSION: EXIT_REGRESSION, ReviewStatus.PASS: EXIT_OK,
-    ReviewStatus.INFRASTRUCTURE: EXIT_FAILED, ReviewStatus.MISMATCH: EXIT_BASELINE,
-    ReviewStatus.CALIBRATION: EXIT_BASELINE,
+# Of each word the exit code, and what it means.
+WORDS = {
+    ReviewStatus.QUALITY: (EXIT_REGRESSION, "Numbers became worse, or a case fails on head alone"),
+    ReviewStatus.REGRESSION: (EXIT_REGRESSION, "Head is worse than base beyond a threshold"),
+    ReviewStatus.INFRASTRUCTURE: (EXIT_FAILED, "This says nothing about the change: it could not be measured"),
+    ReviewStatus.MISMATCH: (EXIT_BASELINE, "Base and head do not do the same work: their figures do not compare"),
+    ReviewStatus.CALIBRATION: (EXIT_BASELINE, "Nothing is surely worse, but a threshold could not have been seen here"),
+    ReviewStatus.PASS: (EXIT_OK, "Nothing is worse by its threshold, and it would have been seen"),
 }  # fmt: skip
 
 
@@ -108,7 +103,7 @@ def comment(reviewed: Review, verdict: GateVerdict | None, duel: Duel | None, ag
     """The comment; without a duel it says why there is none. `again` is the command that repeats it."""
     whys = [shortened(why, 300) for why in reviewed.whys[:_MOST_WHYS]]
     whys += [f"and {len(reviewed.whys) - len(whys)} more"] if len(reviewed.whys) > len(whys) else []
-    elements: list[Element] = [Text(f"{_MEANINGS[reviewed.status]}."), Items(tuple(map(Text, whys)))]
+    elements: list[Element] = [Text(f"{WORDS[reviewed.status][1]}."), Items(tuple(map(Text, whys)))]
     if duel is not None and verdict is not None:
         elements += [_figures(verdict), Text(f"{verdict.counts}. {_sides(duel)}")]
     return markdown.render(Page(f"fp8bench: {reviewed.status}", "", (Part("review", "", (*elements, Code(again))),)))

@@ -17,7 +17,7 @@ import yaml
 from fp8bench.features.duel.run import IDLE
 from fp8bench.features.duel.values import CaseResult, Duel, Session
 from fp8bench.features.duel.verdicts import comparisons
-from fp8bench.features.gate.comment import CODES, Review, ReviewStatus, comment, review
+from fp8bench.features.gate.comment import WORDS, Review, ReviewStatus, comment, review
 from fp8bench.features.gate.judging import GateOutcome, GateVerdict
 from fp8bench.features.gate.stored_runs import GateSource, failed, judged
 from fp8bench.model import Comparison, Evidence, Level, Measurement, Status
@@ -147,7 +147,7 @@ def test_a_case_that_was_cut_off() -> None:
 
 
 def test_every_word_has_a_code() -> None:
-    assert set(CODES) == set(ReviewStatus) and {CODES[status] for status in ReviewStatus} == {0, 1, 3, 4}
+    assert list(WORDS) == list(ReviewStatus) and [code for code, _ in WORDS.values()] == [1, 1, 3, 4, 4, 0]
     assert isinstance(verdict_of([case()])[0].judged[0].comparison, Comparison)
 
 
