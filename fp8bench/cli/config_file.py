@@ -192,7 +192,8 @@ def with_config(
 def written(command: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
     """A file of options: those that differ from their defaults, and the others as comments."""
     lines = ["# Options of `fp8bench suite`, read by --config FILE; the command line wins."]
-    for key, action in _keys(command).items():
+    names = {action: key for key, action in reversed(_keys(command).items())}  # the first of those that it has
+    for action, key in reversed(names.items()):
         value = getattr(arguments, action.dest)
         line = f"{key}: {_as_yaml(action, value)}".rstrip()
         lines += ["", f"# {action.help}", line if value != action.default else f"# {line}"]
@@ -241,7 +242,10 @@ def read_config(file: Path, command: argparse.ArgumentParser) -> tuple[dict[str,
             near = difflib.get_close_matches(key, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise UsageError(f"{place(file, key_node)}: unknown key {key!r}.{hint} Known: {', '.join(known)}.")
-        values[options[key].action.dest] = options[key].value(node)
+        name = options[key].action.dest
+        if name in values:
+            raise UsageError(f"{place(file, key_node)}: {key!r} sets what a line above sets. Keep one of the two.")
+        values[name] = options[key].value(node)
     if training.mode:
         values["dtypes"] = (*values.get("dtypes", _BESIDE_TRAINING), training.mode)
     return values, training
@@ -331,7 +335,7 @@ class _Option:
         return value
 
     def _refused(self, node: yaml.Node, why: str) -> UsageError:
-        name = self.action.option_strings[-1] if self.action.option_strings else self.action.dest
+        name = next((word for word in self.action.option_strings if word.startswith("--")), self.action.dest)
         return UsageError(f"{place(self.file, node)}: {name}: {why}.")
 
 

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -25,19 +26,24 @@ from fp8bench.feature_list import feature_help, feature_names
 from fp8bench.measure.interrupts import ends_are_interrupts
 
 DEFAULT_STORE = ".fp8bench"
-# The commands of the core, and what each is for: a module of cli/commands with add(parser) and run(arguments).
+# The help lists commands by these; what a command is for begins with its verb.
+VERBS = ("measure", "understand", "decide", "guard", "machine")
+# The commands of the core, and what each is for: a module of cli/commands with add(parser) and run(arguments). It may
+# have EXAMPLES, and where its options are many FIRST_OPTIONS, those that --help shows.
 _CORE = {
-    "suite": "measure a suite",
-    "profile": "measure a model of your own, as it came and in low precision",
-    "config": "write a file of options for suite --config",
-    "list": "what there is to choose from",
-    "doctor": "what this machine can do, and what not and why",
-    "show": "print a stored run, duel or training",
-    "report": "the report of stored runs, side by side if several",
-    "compare": "two runs, commits or stores, figure by figure",
-    "history": "runs and numbers over time, and asv's view",
-    "store": "what is made of a store as a whole: compacted files, and its runs from them",
-    "tape": "the operators of a step, their FLOPs and bytes, by precision, or against a run",
+    "suite": "measure: run a suite in several precisions: speed, error, memory",
+    "profile": "measure: run a model of your own, as it came and in low precision",
+    "show": "understand: print a stored run, duel or training again",
+    "report": "understand: write the report of stored runs, side by side if several",
+    "compare": "understand: hold two runs, commits or stores against each other",
+    "history": "understand: follow figures over commits, and find where they changed",
+    "tape": "understand: count a step's operators, FLOPs and bytes, by precision",
+    "doctor": "machine: say what this one can do, what not, and why",
+    "list": "machine: name suites, precisions, backends and devices",
+    "config": "machine: write a file of options for suite --config",
+    "store": "machine: pack a store into a few files, or unpack it",
+    "completion": "machine: print what completes commands in bash, zsh or fish",
+    "help": "machine: explain a command, as COMMAND --help does",
 }
 # Packages that install a module of another name.
 _CALLED = {"yaml": "PyYAML", "pynvml": "nvidia-ml-py"}
@@ -58,7 +64,7 @@ def build_parser(named: Collection[str] = COMMANDS) -> Parser:
     parser = Parser(
         prog="fp8bench", allow_abbrev=False,
         description="Does low precision pay here, what does it cost in numbers, and can you believe it?",
-        epilog="Begin with: fp8bench suite transformer --dtypes fp8,bf16",
+        epilog="Begin with: fp8bench suite transformer --dtypes fp8,bf16. To read more: fp8bench help COMMAND",
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"fp8bench {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
@@ -66,15 +72,77 @@ def build_parser(named: Collection[str] = COMMANDS) -> Parser:
         words = _CORE.get(name) or feature_help(_FEATURES[name])
         command = commands.add_parser(name, help=words, allow_abbrev=False, add_help=name in named)
         if name in named:
-            command_module(name).add(command)
+            module = command_module(name)
+            module.add(command)
+            command.show_first(getattr(module, "EXAMPLES", ()), getattr(module, "FIRST_OPTIONS", ""))
     return parser
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that answers bad usage with one sentence and the nearest known word."""
+    """argparse that answers bad usage with one sentence and the nearest known word.
+
+    Its help has commands by their verbs, examples, and of many options those that most people need.
+    """
+
+    examples: Sequence[str] = ()
+    first = ""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{_nearest(self, message)} See `{self.prog} --help`.")
+
+    def show_first(self, examples: Sequence[str], options: str) -> None:
+        """Of many `options` these; all others by --help-all."""
+        self.examples, self.first = examples, options
+        if options:
+            words = f"show all {sum(bool(action.option_strings) for action in self._actions) + 1} options"
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help=words)
+
+    def format_help(self, every: bool = False) -> str:
+        formatter = self._get_formatter()
+        needed = [action for action in self._actions if action.required or not action.option_strings]
+        formatter.add_usage(self.usage, [_OPTIONS, *needed] if len(self._actions) > len(needed) + 1 else needed, [])
+        formatter.add_text(self.description)
+        if self.examples:
+            lines = "".join(f"\n  {example}" for example in self.examples)
+            formatter._add_item(str, [f"for example:{lines}\n\n"])
+        for title, actions in self._sections(every or not self.first):
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def _sections(self, every: bool) -> Iterator[tuple[str | None, list[argparse.Action]]]:
+        first = {"--help", "--help-all", *self.first.split()}
+        for group in self._action_groups:
+            listed: list[argparse.Action] = []
+            for action in group._group_actions:
+                if isinstance(action, argparse._SubParsersAction):
+                    yield from _by_verb(action._choices_actions)
+                elif every or not action.option_strings or first & {*action.option_strings}:
+                    listed.append(action)
+            yield group.title, listed
+
+
+# What a usage says of all options that may be left out.
+_OPTIONS = argparse.Action([], "options", nargs="?", metavar="OPTION ...")
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        assert isinstance(parser, Parser)
+        parser._print_message(parser.format_help(every=True), sys.stdout)
+        parser.exit()
+
+
+def _by_verb(commands: Sequence[argparse.Action]) -> Iterator[tuple[str, list[argparse.Action]]]:
+    """Commands under their verbs; those of a command, which have none, under one title."""
+    verbs: dict[str, list[argparse.Action]] = {verb: [] for verb in (*VERBS, "commands")}
+    for command in map(copy, commands):
+        verb, _, words = (command.help or "").partition(": ")
+        command.help = words if verb in VERBS else command.help
+        verbs[verb if verb in VERBS else "commands"].append(command)
+    yield from verbs.items()
 
 
 def _nearest(parser: argparse.ArgumentParser, message: str) -> str:

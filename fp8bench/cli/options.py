@@ -17,6 +17,7 @@ from fp8bench.plan.asked_suites import files_of
 from fp8bench.registry import AUTO, backends
 
 DEFAULT_PROJECT = "fp8bench"
+_OTHER_NAMES = {"--dtypes": ("--precisions",)}
 _SHARED: dict[str, dict[str, Any]] = {
     "--store": {
         "type": types.path, "default": Path(DEFAULT_STORE), "metavar": "DIR",
@@ -106,14 +107,14 @@ def shared(group: argparse._ActionsContainer, *options: str, **other: str) -> No
     asked = arguments_of()
     for option in options:
         known = asked[option][1] if option in asked else _SHARED[option]
-        group.add_argument(option, **{**known, **other})
+        group.add_argument(option, *_OTHER_NAMES.get(option, ()), **{**known, **other})
 
 
 def asked_in(group: argparse._ArgumentGroup, kind: type = Request) -> None:
     """Every option of a request that stands in the group of that title."""
     for option, (title, known) in arguments_of(kind).items():
         if title == group.title:
-            group.add_argument(option, **known)
+            group.add_argument(option, *_OTHER_NAMES.get(option, ()), **known)
 
 
 def check_alone(words: Sequence[str], beside: Collection[str], given: Sequence[str] = ()) -> None:

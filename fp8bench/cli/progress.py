@@ -30,6 +30,7 @@ REDRAW_SECONDS = 0.2
 # An estimate from less than this would jump about.
 _LEAST_SECONDS = 3.0
 _LEAST_SHARE = 0.05
+_LINE_SECONDS, _LINE_SHARE = 20.0, 0.1
 _ERASE = "\r\x1b[2K"
 _FALLBACK_COLUMNS, _FALLBACK_LINES = 80, 24
 _NOT_DRAWN = (0, 0)
@@ -215,6 +216,21 @@ class GroupLines(SilentObserver):
             self._say(f"{done}/{groups} groups after {spent}: {setting}")
 
 
+class CountedLines:
+    """Of many things that nobody watches: a line where a tenth more is done, and 20 s have gone by since the last."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock = say, clock
+        self._begun = self._said_at = clock()
+        self._share = -_LINE_SHARE
+
+    def tell(self, done: int, total: int, things: str, doing: str) -> None:
+        now, share = self._clock(), done / total
+        if now - self._said_at >= _LINE_SECONDS and round(share - self._share, 6) >= _LINE_SHARE:
+            self._said_at, self._share, spent = now, share, now - self._begun
+            self._say(f"{done}/{total} {things} after {units.clock(spent)}{time_left(spent, share)}, {doing}")
+
+
 class TerminalJob:
     """An observer of jobs that tells whoever started the command."""
 
@@ -231,6 +247,9 @@ class TerminalJob:
 
     @contextmanager
     def counting(self) -> Iterator[Tell]:
+        if not is_watched(sys.stderr, os.environ):
+            yield CountedLines(complain).tell
+            return
         line, begun = LiveLine(sys.stderr, os.environ), time.monotonic()
 
         def tell(done: int, total: int, things: str, doing: str) -> None:

@@ -117,12 +117,12 @@ def test_a_file_asks_for_what_the_same_options_ask_for(name: str, asked: Asked) 
 def test_every_option_is_a_key(store: Path) -> None:
     """The keys are taken from the parser: every option of the command but those that belong on the command line."""
     command = commands_of(build_parser())["suite"]
-    options = {word.removeprefix("--") for action in command._actions for word in action.option_strings[-1:]}
+    options = {word[2:] for action in command._actions for word in action.option_strings if word.startswith("--")}
     Path("my.yaml").write_text("nonsense: 1")
     with pytest.raises(UsageError) as caught:
         read_config(Path("my.yaml"), command)
     known = set(str(caught.value).partition("Known: ")[2].rstrip(".").split(", "))
-    assert known == (options | {"suite", *KEYS}) - {"help", "config", "resume"}
+    assert known == (options | {"suite", *KEYS}) - {"help", "help-all", "config", "resume"}
 
 
 def test_values_keep_their_text(store: Path) -> None:
@@ -222,6 +222,9 @@ REFUSED: dict[str, tuple[str | bytes, str, str]] = {
     "a long tag": ("seed: !" + "x" * 5000 + " 1", "my.yaml:1", "are not taken"),
     "no space": ("seed: 1\nrounds:2", "my.yaml:2", "broken YAML: while scanning a simple key, could not find expected"),
     "a tab": ("seed: 1\n\tquick: true", "my.yaml:2", "broken YAML: while scanning"),
+    "an option by both its names": (
+        "dtypes: fp8\nprecisions: bf16", "my.yaml:2", "'precisions' sets what a line above sets",
+    ),
     "an open bracket": ("seed: 1\ndtypes: [fp8", "my.yaml:2", "broken YAML: while parsing a flow sequence"),
     "an open quote": ("store: 'x", "my.yaml:1", "broken YAML: while scanning a quoted scalar"),
     "another YAML": ("%YAML 2.0\n---\nseed: 1", "my.yaml:1", "broken YAML: found incompatible YAML document"),
@@ -256,7 +259,7 @@ def test_the_same_sentence_refuses_a_word(refused: Callable[..., str], capsys: p
     """What the command line says of it, but for the place."""
     for option, value in (("rounds", "x"), ("budget", "-1"), ("set", "shape"), ("dtypes", ","), ("seed", "-1")):
         main(["suite", "gemm", f"--{option}={value}"])
-        typed = unfolded(capsys.readouterr().err).partition(f"--{option}: ")[2].partition(". See")[0]
+        typed = unfolded(capsys.readouterr().err).partition(f"--{option}")[2].partition(": ")[2].partition(". See")[0]
         assert typed and typed in refused(f"{option}: '{value}'", "gemm")
 
 

@@ -41,8 +41,10 @@ NO_HISTORY = (
 
 # The door is frozen: an issue that adds an option adds it here, knowingly.
 COMMON = {"-h", "--help"}
+MANY = COMMON | {"--help-all"}
+DTYPES = {"--dtypes", "--precisions"}
 CONFIGURED = {
-    "NAME", "--dtypes", "--devices", "--reference", "--set", "--precision-map", "--data", "--quick", "--budget",
+    "NAME", *DTYPES, "--devices", "--reference", "--set", "--precision-map", "--data", "--quick", "--budget",
     "--rounds", "--seed", "--threads", "--dry-run", "--store", "--import", "--no-isolation", "--case-timeout",
     "--config", "--resume", "--write-plan", "--plan", "--cell", "--json", "--csv",
     "--grid", "--trace", "--tensorboard", "--wandb", "--html", "--md",
@@ -53,15 +55,18 @@ CONFIGURED = {
 }  # fmt: skip
 OPTIONS = {
     "": COMMON | {"--version"},
-    "suite": COMMON | CONFIGURED,
-    "profile": COMMON | {
-        "MODULE:FUNCTION", "--dtypes", "--devices", "--reference", "--backend", "--skip", "--precision-map",
+    "suite": MANY | CONFIGURED,
+    "profile": MANY | {
+        "MODULE:FUNCTION", *DTYPES, "--devices", "--reference", "--backend", "--skip", "--precision-map",
         "--forward", "--optimizer", "--compile", "--import", "--quick", "--budget", "--rounds", "--seed", "--threads",
         "--case-timeout", "--trace", "--no-energy", "--energy", "--sustained", "--tape", "--no-isolation", "--store",
         "--explain", "--json", "--csv", "--html", "--md", "--csv-wide", "--open", "--no-report", "--tensorboard",
         "--wandb", "--shares",
     },
-    "config": COMMON | CONFIGURED | {"--write"},
+    "config": MANY | CONFIGURED | {"--write"},
+    "completion": COMMON | {"SHELL"},
+    "help": COMMON | {"COMMAND"},
+    "init": COMMON | {"DIR", "--install"},
     "list": COMMON | {"WHAT", "NAME", "--import"},
     "doctor": COMMON | {"--calibrate", "--ceilings", "--threads", "--store", "--json"},
     "show": COMMON
@@ -69,14 +74,14 @@ OPTIONS = {
     | {"--shares", "--fleet", "--memory", "--data", "--numbers", "--energy", "--notes", "--all"},
     "report": COMMON | {"RUN", "--store", "--html", "--md", "--csv-wide", "--open"},
     "compare": COMMON | {"A", "B", "--explain", "--store", "--json", "--csv", "--md"},
-    "duel": COMMON | {
-        "suite", "NAME", "--python-a", "--python-b", "--against", "--against-self", "--dtypes", "--devices", "--set",
+    "duel": MANY | {
+        "suite", "NAME", "--python-a", "--python-b", "--against", "--against-self", *DTYPES, "--devices", "--set",
         "--data", "--import", "--quick", "--budget", "--rounds", "--seed", "--threads", "--case-timeout", "--store",
         "--json", "--sessions", "--explain", "--md",
     },
     "gate": COMMON | {
         "A B", "--duel", "--history", "--store", "--import", "--thresholds", "--no-rerun", "--junit", "--md",
-        "--benchmark-json", "--explain", "--require-power",
+        "--benchmark-json", "--explain", "--require-power", "--against", "--config", "--comment",
     },
     "history": COMMON,
     "history ceilings": COMMON | {"--explain", "--md", "--store", "--import"},
@@ -87,7 +92,7 @@ OPTIONS = {
     "history verify": COMMON | {"--store", "--import"},
     "history rebuild": COMMON | {"--store", "--import"},
     "history merge": COMMON | {"DIR", "--store", "--import"},
-    "audit": COMMON
+    "audit": MANY
     | {"--kind", "--precision", "--takes", "--second", "--multiple", "--causal", "--device", "--seed", "--threads"}
     | {"--rule", "--second-moment", "--weights", "--baseline", "--store"}
     | {"--junit", "--md", "--explain", "--json", "MODULE:FUNCTION"},
@@ -110,26 +115,26 @@ OPTIONS = {
         "--option", "-o", "--output",
     },
     "fleet status": COMMON | {"PLAN", "--store", "--json", "--csv", "--explain"},
-    "tape": COMMON
+    "tape": MANY
     | {
-        "NAME", "--dtypes", "--devices", "--set", "--data", "--import", "--seed", "--threads", "--case-timeout",
+        "NAME", *DTYPES, "--devices", "--set", "--data", "--import", "--seed", "--threads", "--case-timeout",
         "--precision-map", "--against", "--store", "--no-isolation", "--json", "--csv", "--explain",
     },
-    "conform": COMMON | {"--dtypes", "--device", "--seed", "--import", "--all", "--explain", "--json"},
+    "conform": COMMON | {*DTYPES, "--device", "--seed", "--import", "--all", "--explain", "--json"},
     "lint-shapes": COMMON | {
-        "MODEL", "--model", "--shapes", "--tokens", "--products", "--dtypes", "--devices", "--json", "--csv",
+        "MODEL", "--model", "--shapes", "--tokens", "--products", *DTYPES, "--devices", "--json", "--csv",
     },
     "plan-parallel": COMMON | {
         "MODEL", "--model", "--gpus", "--topology", "--batch", "--sequence", "--dtype", "--checkpointing", "--top",
         "--explain", "--json", "--csv",
     },
-    "sensitivity": COMMON | {
+    "sensitivity": MANY | {
         "--size", "--dtype", "--reference", "--by", "--steps", "--tolerance", "--seed", "--threads", "--device",
         "--data", "--import", "--case-timeout", "--no-isolation", "--store", "--json", "--csv", "--explain",
         "MODULE:FUNCTION", "--write-map", "--gradient-tolerance",
     },
-    "train": COMMON | {
-        "--dtypes", "--reference", "--arch", "--model", "--batch", "--sequence", "--micro-batches", "--dropout",
+    "train": MANY | {
+        *DTYPES, "--reference", "--arch", "--model", "--batch", "--sequence", "--micro-batches", "--dropout",
         "--checkpointing", "--compile", "--attention", "--precision-map", "--sweep", "--data", "--other-data",
         "--tokens", "--import", "--steps", "--seeds", "--margin", "--quick", "--seed", "--stride", "--evaluate",
         "--keep", "--device", "--threads", "--dry-run", "--no-isolation", "--rate", "--rates", "--warmup",

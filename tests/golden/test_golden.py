@@ -106,7 +106,7 @@ def _of_runs() -> Iterator[tuple[str, Document]]:
 def _of_helps() -> Iterator[tuple[str, Document]]:
     yield "help.txt", Document("--help")
     for name, command in commands_of(build_parser()).items():
-        yield f"help-{name}.txt", Document(f"{name} --help")
+        yield f"help-{name}.txt", Document(f"{name} --help{'-all' if command.first else ''}")
         for one in commands_of(command):
             yield f"help-{name}-{one}.txt", Document(f"{name} {one} --help")
 

@@ -105,6 +105,7 @@ LAZY = HEAVY | {
     "duckdb",
     "pyarrow",
     "ray",
+    "shtab",
     "tensorboard",
     "torchao",
     "submitit",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -17,10 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built_in(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+def built_in(source: Path, folder: Path) -> Path:
     """The wheel, built with the tools of this environment: no network."""
-    folder = tmp_path_factory.mktemp("wheel")
     done = subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)],
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -62,3 +67,24 @@ def test_runs_from_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
     shown = run("-m", "fp8bench", "list")
     assert "transformer" in shown and "bf16" in shown and "cpu" in shown
     assert not list(empty.iterdir()), "listing leaves nothing behind"
+
+
+def test_the_container_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    """From what its first stage copies and nothing else; what it runs stands in constraints.txt as it is looked for."""
+    text = (ROOT / "Containerfile").read_text()
+    first, second = text.split("\nFROM ")[1:]
+    for line in re.findall(r"^COPY (?!--)(.*)$", first, re.MULTILINE):
+        *names, target = line.split()
+        for name in names:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, tmp_path / target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / name, tmp_path / target)
+    assert "python -m build --wheel" in first and "COPY --from=wheel" in second
+    with zipfile.ZipFile(built_in(tmp_path, tmp_path / "dist")) as archive, zipfile.ZipFile(wheel) as other:
+        assert {name: archive.read(name) for name in archive.namelist()} == {
+            name: other.read(name) for name in other.namelist()
+        }
+    (pattern,) = re.findall(r"grep '(\S+)' /wheel/constraints", second)
+    assert len(re.findall(pattern, (ROOT / "constraints.txt").read_text(), re.MULTILINE)) == 1
+    assert 'ENTRYPOINT ["fp8bench"]' in second

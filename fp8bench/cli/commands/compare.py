@@ -10,6 +10,8 @@ from fp8bench.cli.outputs import CommandResult, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.jobs.observer import JobObserver
 
+EXAMPLES = ("fp8bench compare HEAD~1 HEAD  # after `fp8bench suite all --grid` at each of them",)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (

@@ -12,6 +12,9 @@ from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_OK
 from fp8bench.plan.make import check_names
 
+EXAMPLES = ("fp8bench config gemm --dtypes fp32,bf16 --write nightly.yaml",)
+FIRST_OPTIONS = f"{suite.FIRST_OPTIONS} --write"
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     suite.add(parser)

@@ -10,6 +10,11 @@ from fp8bench.cli.options import request_of, shared
 from fp8bench.cli.outputs import check_outputs
 from fp8bench.workloads.model import OPTIMIZERS
 
+EXAMPLES = ("fp8bench profile net.py:make --dtypes bf16,fp8  # make() gives (model, batch)",)
+FIRST_OPTIONS = (
+    "--dtypes --devices --skip --forward --optimizer --compile --import --quick --budget --store --csv --html"
+)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (

@@ -38,6 +38,13 @@ OUTPUTS = (
     "--explain", "--json", "--csv", "--html", "--md", "--csv-wide", "--open", "--no-report", "--tensorboard", "--wandb",
 )  # fmt: skip
 _BESIDE_RESUME = {"--resume", "--store", *OUTPUTS}
+EXAMPLES = (
+    "fp8bench suite transformer --dtypes fp8,bf16  # beside fp32",
+    "fp8bench suite gemm --set shape=1024 --quick  # does it run?",
+)
+FIRST_OPTIONS = (
+    "--dtypes --devices --set --quick --budget --sessions --max-batch --dry-run --config --resume --csv --html"
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,12 @@ from fp8bench.errors import EXIT_FAILED, EXIT_OK
 from fp8bench.model.codec import encode
 from fp8bench.store.runs.listing import load_named
 
+EXAMPLES = (
+    "fp8bench tape transformer --dtypes bf16,fp8",
+    "fp8bench tape transformer --against last  # what differs from a stored run",
+)
+FIRST_OPTIONS = "--dtypes --devices --set --import --precision-map --against --json --csv"
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (

@@ -1,1 +1,1 @@
-"""What to do about a precision here: adopt it, leave layers or steps high, or nothing, because."""
+"""Decide: adopt a precision, keep layers high, or do nothing, and why."""

@@ -1,1 +1,1 @@
-"""Whether a kernel of your own computes what its precision promises."""
+"""Guard: check that a kernel or converted model does what it promises."""

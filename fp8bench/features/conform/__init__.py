@@ -1,1 +1,1 @@
-"""Whether native casts and products give what their emulation gives, bit by bit."""
+"""Machine: check its native casts and products bit by bit."""

@@ -1,1 +1,1 @@
-"""Two interpreters or two revisions, in the same rounds."""
+"""Guard: measure two revisions or interpreters in the same rounds."""

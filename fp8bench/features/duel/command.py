@@ -18,6 +18,11 @@ from fp8bench.model import Direction
 from fp8bench.model.request import whole_number
 from fp8bench.model.specs import TIME
 
+EXAMPLES = ("fp8bench duel suite gemm --against HEAD~1 --dtypes fp32,bf16  # this tree against a commit",)
+FIRST_OPTIONS = (
+    "--against --against-self --python-a --python-b --dtypes --devices --set --import --sessions --quick --budget --md"
+)
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (

@@ -17,7 +17,16 @@ from fp8bench.errors import Fp8benchError, StoreError, UsageError
 from fp8bench.features.duel.kind import DuelKind, DuelWriter, start_duel
 from fp8bench.features.duel.sides import SAME, DuelQuestion, opened
 from fp8bench.features.duel.turns import PROCESSES, DuelEntry, DuelTurns, PartnerWorker, SideWorkers, refresh
-from fp8bench.features.duel.values import AFTER, BEFORE, CaseResult, Duel, DuelCutOff, DuelSide, Session
+from fp8bench.features.duel.values import (
+    AFTER,
+    BEFORE,
+    CaseResult,
+    Duel,
+    DuelCutOff,
+    DuelSide,
+    NothingInCommon,
+    Session,
+)
 from fp8bench.features.duel.verdicts import LEAST_ROUNDS
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm
@@ -41,6 +50,10 @@ from fp8bench.user_code import user_module
 SESSIONS, _QUICK_SESSIONS = 4, 1
 _SESSION_SECONDS = 2.5
 _LEAST_ROUNDS = 10
+IDLE = (
+    "neither side has loaded any code of this repository, so that they differ by nothing but noise: --import MODULE "
+    "names what uses it"
+)
 
 
 Pair = tuple[SideWorkers, SideWorkers]
@@ -73,7 +86,7 @@ def run_duel(
         before, after = sides
         cases = tuple(name for name in before.cases if name in after.cases)
         if not cases:
-            raise UsageError(
+            raise NothingInCommon(
                 f"the sides have no case in common: A would measure {next(iter(before.cases))}, and B "
                 f"{next(iter(after.cases))}. Name --devices that both have."
             )
@@ -212,10 +225,7 @@ def _idle(pair: Pair) -> Iterator[str]:
     if after.tree is None:
         return
     if not set(pair[1].workers[0].modules_under(after.tree)) - _shared(before.imports):
-        yield (
-            "neither side has loaded any code of this repository, so that they differ by nothing but noise: "
-            "--import MODULE names what uses it"
-        )
+        yield IDLE
 
 
 def _shared(imports: Sequence[str]) -> set[str]:
@@ -312,9 +322,28 @@ class CaseRunner:
                     entry.worker.restart()
                 outcome = case.before if entry.side == BEFORE else case.after
                 outcome.fail("out of memory beside the other side" if full else str(failed.cause), failed.cause)
+                if not full:
+                    self._try_other(entry.side, case, seed)
             elif session is not None:
                 case.sessions.append(session)
             return
+
+    def _try_other(self, failed: str, case: CaseProgress, seed: int) -> None:
+        """Whether the other side fails, too: which one is the first to is drawn."""
+        side, outcome = next(
+            (side, outcome)
+            for side, outcome in zip(self.pair, (case.before, case.after), strict=True) if side.name != failed
+        )  # fmt: skip
+        entry = self._entry(side, outcome.planned, 0)
+        turns = DuelTurns([entry], seed)
+        try:
+            turns.measure(StoppingRule(fixed=1, ceiling=CEILING_SECONDS, whole=True), lambda doing: None)
+        except (ArmFailed, CompilingFailed) as raised:
+            entry.worker.restart()
+            if isinstance(raised, ArmFailed):
+                outcome.fail(str(raised.cause), raised.cause)
+        finally:
+            turns.release()
 
     def check_values(self, case: CaseProgress) -> None:
         """Errors and memory on both sides: values that are the same whenever the same code runs."""

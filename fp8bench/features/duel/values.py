@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8bench.errors import Fp8benchError
+from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.model import DeviceFacts, Environment, Record, Request, Status, Timing
 
 # What asv, tables and gates call the sides: A is what was, B is what is.
@@ -76,6 +76,10 @@ class Duel:
     @property
     def ok(self) -> bool:
         return any(result.measured for result in self.results) and not any(result.failed for result in self.results)
+
+
+class NothingInCommon(UsageError):
+    """The sides would measure no case both."""
 
 
 class DuelCutOff(Fp8benchError):

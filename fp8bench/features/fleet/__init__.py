@@ -1,1 +1,1 @@
-"""Have the cells of a plan measured by many processes, and see where they stand."""
+"""Measure: spread a plan over many processes or machines."""

@@ -1,1 +1,1 @@
-"""Fail a build where something has become worse."""
+"""Guard: fail a build where something has become worse."""

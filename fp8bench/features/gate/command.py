@@ -23,21 +23,33 @@ import yaml
 
 from fp8bench import units
 from fp8bench.cli import option_types as types
-from fp8bench.cli.config_file import FileKind, items, place, read_mapping, scalar, shown
-from fp8bench.cli.options import shared
+from fp8bench.cli.commands import suite
+from fp8bench.cli.config_file import FileKind, items, place, read_config, read_mapping, scalar, shown
+from fp8bench.cli.options import request_of, shared
 from fp8bench.cli.outputs import CommandResult, check_files, stdout_look, write_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
-from fp8bench.errors import UsageError
+from fp8bench.errors import Fp8benchError, UsageError
+from fp8bench.features.duel.sides import DuelQuestion
+from fp8bench.features.duel.values import NothingInCommon
 from fp8bench.features.gate.thresholds import Rules, ThresholdRule, check_rules
 from fp8bench.jobs.observer import JobObserver
+from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
+from fp8bench.model import Request
 from fp8bench.model.codec import encode
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render
+from fp8bench.user_code import import_user_modules
 
 if TYPE_CHECKING:
     from fp8bench.features.gate.stored_runs import GateSource
+
+EXAMPLES = (
+    "fp8bench gate HEAD~1 HEAD",
+    "fp8bench gate --history --junit gate.xml",
+    "fp8bench gate --against main --config fp8bench.yaml --comment comment.md",
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -47,13 +59,18 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "Exit codes: 0 fine, 1 a regression, 2 wrong usage, 3 nothing was measured or a case failed, 4 the baseline is "
-        "missing or does not compare, or --require-power asks for more than there is, 130 interrupted."
+        "missing or does not compare, or --require-power asks for more than there is, 130 interrupted. With --comment "
+        "1 is also quality blocked, 3 an infrastructure error, 4 calibration needed or recipe mismatch."
     )
     what = parser.add_argument_group("what is judged")
     words = "what was, and what is: runs, commits or stores, as in compare"
     what.add_argument("sides", nargs="*", metavar="A B", help=words)
     words = "a stored duel instead: an id, a file's stem, a path, or 'last'"
     what.add_argument("--duel", metavar="DUEL", help=words)
+    words = "duel this tree with that commit instead; --config says what is measured"
+    what.add_argument("--against", metavar="REV", help=words)
+    words = "a file of options, as of suite --config"
+    what.add_argument("--config", type=types.path, dest="asked", metavar="FILE", help=words)
     words = "the steps in the store's history instead, those not acknowledged"
     what.add_argument("--history", action="store_true", help=words)
     shared(what, "--store", help="where they are, as in suite")
@@ -69,21 +86,35 @@ def add(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
     words = "also write it there as Markdown; in a GitHub job it is under the job's summary anyway"
     shared(where, "--md", help=words)
+    words = "of a duel: also write a comment for a pull request there, 25 lines with one of six words"
+    where.add_argument("--comment", type=types.path, metavar="PATH", help=words)
     shared(where, "--explain")
     words = "also write what was measured there, as github-action-benchmark's customSmallerIsBetter"
     where.add_argument("--benchmark-json", type=types.path, metavar="PATH", help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with only_once():
-        result = answer(arguments, TERMINAL)
-        with write_outputs(result.files):
-            _summarise(result.files["--md"][1])
-            say(render(result.page(), *stdout_look(arguments.explain)))
+    _check(arguments)  # of wrong usage nothing is written
+    try:
+        with only_once():
+            result = answer(arguments, TERMINAL)
+    except Fp8benchError as error:
+        if arguments.comment is not None:
+            from fp8bench.features.gate.comment import Review, ReviewStatus, comment
+
+            apart = isinstance(error, NothingInCommon)
+            status = ReviewStatus.MISMATCH if apart else ReviewStatus.INFRASTRUCTURE
+            text = comment(Review(status, (str(error),)), None, None, command_line())
+            arguments.comment.write_text(text, encoding="utf-8", errors="backslashreplace")
+        raise
+    with write_outputs(result.files):
+        _summarise(result.files["--md"][1])
+        say(render(result.page(), *stdout_look(arguments.explain)))
     return result.code
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
+    from fp8bench.features.gate.comment import WORDS, comment, review
     from fp8bench.features.gate.stored_runs import judged
     from fp8bench.features.gate.view import as_junit, as_trend, page_of
 
@@ -93,38 +124,81 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     for note in check_rules(rules, source.comparisons, str(arguments.thresholds)):
         observer.note(note)
     verdict = judged(source, rules, arguments.rerun, observer, arguments.require_power)
+    code, text = verdict.exit_code, ""
+    if arguments.comment is not None and source.duel is not None:
+        reviewed = review(verdict, source.duel)
+        code, text = WORDS[reviewed.status][0], comment(reviewed, verdict, source.duel, command_line())
     files = {
         "--junit": (arguments.junit, as_junit(verdict)),
         "--md": (arguments.md, markdown.render(page_of(verdict, every=True))),
         "--benchmark-json": (arguments.benchmark_json, as_trend(verdict.judged, verdict.sights)),
+        "--comment": (arguments.comment, text),
     }
-    page = partial(page_of, verdict)
-    return CommandResult(verdict, page, partial(encode, verdict), code=verdict.exit_code, files=files)
+    return CommandResult(verdict, partial(page_of, verdict), partial(encode, verdict), code=code, files=files)
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """What is asked for is one thing, and can be written, before anything is measured."""
-    given = {"A B": arguments.sides, "--duel": arguments.duel is not None, "--history": arguments.history}
+    given = {"A B": arguments.sides, "--duel": arguments.duel is not None, "--history": arguments.history,
+             "--against": arguments.against is not None}  # fmt: skip
     asked = " and ".join(name for name, there in given.items() if there)
     if asked not in given:
         words = f"{asked} were" if asked else "nothing was"
-        raise UsageError(f"{words} given to judge. Give two sides A B, or --duel DUEL, or --history.")
+        raise UsageError(f"{words} given to judge. Give two sides A B, or --duel DUEL, --history, or --against REV.")
     if arguments.sides and len(arguments.sides) != 2:
         count = len(arguments.sides)
         raise UsageError(f"{count} side{'s were' if count != 1 else ' was'} given. Give two: what was, and what is.")
-    check_files({"--junit": arguments.junit, "--md": arguments.md, "--benchmark-json": arguments.benchmark_json})
+    if (arguments.against is None) != (arguments.asked is None):
+        raise UsageError("--against and --config go together: a commit, and a file that says what is measured.")
+    if arguments.comment is not None and arguments.against is None and arguments.duel is None:
+        raise UsageError("--comment is of a duel. Give --against REV with --config FILE, or --duel DUEL.")
+    check_files(
+        {
+            "--comment": arguments.comment,
+            "--junit": arguments.junit,
+            "--md": arguments.md,
+            "--benchmark-json": arguments.benchmark_json,
+        }
+    )
 
 
 def _source(arguments: argparse.Namespace, observer: JobObserver) -> GateSource:
     from fp8bench.features.gate.history import of_history
-    from fp8bench.features.gate.stored_runs import of_duel, of_sides
+    from fp8bench.features.gate.stored_runs import of_duel, of_revision, of_sides
 
+    if arguments.against is not None:
+        request, sessions = _asked(arguments.asked)
+        question = DuelQuestion(against=arguments.against, sessions=sessions)
+        return of_revision(question, request, arguments.store, observer)
     if arguments.duel is not None:
         return of_duel(arguments.duel, arguments.store, observer)
     if arguments.history:
         return of_history(arguments.store, observer)
     before, after = arguments.sides
     return of_sides(before, after, arguments.store, observer)
+
+
+# Options of a suite that a duel has no use for.
+_NOT_OF_A_DUEL = {
+    "energy", "energy_of", "sustained", "shares", "tape", "trace", "max_batch", "memory_limit", "isolation", "apart",
+}  # fmt: skip
+
+
+def _asked(file: Path) -> tuple[Request, int | None]:
+    """What a file of options asks for, and how many sessions if it says so."""
+    command = argparse.ArgumentParser()
+    suite.add(command)
+    values, _ = read_config(file, command)
+    idle = [name for name in values if name in _NOT_OF_A_DUEL and values[name] != command.get_default(name)]
+    command.set_defaults(**values)
+    arguments = command.parse_args([])
+    if arguments.suite is None:
+        raise UsageError(f"{file} names no suite. Add the line `suite: NAME`.")
+    request = request_of(arguments)
+    import_user_modules(request.imports)
+    for name in idle:
+        complain(f"{file}: {name} has no effect on a duel")
+    return request, values.get("sessions")
 
 
 def _summarise(markdown: str) -> None:

@@ -53,7 +53,7 @@ class GateSource:
     """Comparisons and what they are of. `confirm` measures suspects again, `second` says how.
 
     `problem` says why there is nothing to judge, and `code` is the exit code that it stands for. A history has
-    `newest`, its series as they are now; the comparisons are its changes alone.
+    `newest`, its series as they are now; the comparisons are its changes alone. `duel` is that which is judged.
     """
 
     title: str
@@ -64,6 +64,7 @@ class GateSource:
     code: int = EXIT_OK
     second: Second = Second.AGAIN
     newest: tuple[Newest, ...] = ()
+    duel: Duel | None = None
 
 
 def failed(case: str, suite: str, evidence: Evidence, why: str) -> Comparison:
@@ -252,6 +253,14 @@ def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
     return commit if not others and isinstance(commit, str) and clean else None
 
 
+def of_revision(question: DuelQuestion, request: Request, store: Path, observer: JobObserver) -> GateSource:
+    """This tree against a revision: a duel of now."""
+    duel = run_duel(question, request, store, observer)
+    if not duel.finished:
+        raise KeyboardInterrupt
+    return of_duel(duel.id, store, observer)
+
+
 def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
     files = (store / "duels").glob("*.jsonl")
     path = max(files, key=lambda file: file.name, default=None) if word == "last" else DuelKind().find(word, store)
@@ -261,7 +270,7 @@ def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
     title = f"duel {duel.id}: {' against '.join(one.title or one.name for one in (duel.after, duel.before))}"
     notes = (*duel.notes, *duel.troubles)
     if not any(result.measured or result.failed for result in duel.results):
-        return GateSource(title, notes=notes, problem="the duel measured nothing.", code=EXIT_FAILED)
+        return GateSource(title, notes=notes, problem="the duel measured nothing.", code=EXIT_FAILED, duel=duel)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         refused = _moved_on(duel)
@@ -278,7 +287,7 @@ def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
     why = "the duel was interrupted before it was measured"
     cut_off = [failed(case, case.partition("[")[0], Evidence.PAIRED, why) for case in duel.cases if case not in known]
     second = Second.NONE if _moved_on(duel) else Second.DUEL
-    return GateSource(title, (*found, *cut_off), confirm, notes, second=second)
+    return GateSource(title, (*found, *cut_off), confirm, notes, second=second, duel=duel)
 
 
 def _moved_on(duel: Duel) -> str:

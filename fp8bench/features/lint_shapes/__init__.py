@@ -1,1 +1,1 @@
-"""Which products native FP8, MX and NVFP4 refuse or pad, by device."""
+"""Decide: find products that native FP8, MX and NVFP4 refuse or pad."""

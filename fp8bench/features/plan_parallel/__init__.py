@@ -1,1 +1,1 @@
-"""How to cut a training for many GPUs: memory and pace by formulas, held against published rows."""
+"""Decide: divide a training among many GPUs, by formulas."""

@@ -52,6 +52,7 @@ from fp8bench.report.elements import Field, Page, Part, Table, Text, Tone
 
 _AUTO = "auto"
 _SEQUENCE = 8192
+EXAMPLES = ("fp8bench plan-parallel llama3-8b --gpus 64 --topology h100.yaml",)
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -1,1 +1,1 @@
-"""Check the harness itself."""
+"""Machine: check the harness itself."""

@@ -1,1 +1,1 @@
-"""Which layers suffer most in low precision, and a map that keeps the loss."""
+"""Decide: find the layers that suffer, and a map that keeps the loss."""

@@ -25,6 +25,12 @@ from fp8bench.report.elements import Code, Element, Field, Page, Part, Table, Te
 from fp8bench.report.panels import show_params, together
 from fp8bench.workloads.model import Model
 
+EXAMPLES = (
+    "fp8bench sensitivity --dtype mxfp4 --write-map mxfp4.map",
+    "fp8bench suite transformer --dtypes mxfp4,bf16 --precision-map mxfp4.map",
+)
+FIRST_OPTIONS = "--dtype --reference --by --steps --tolerance --size --device --data --write-map --csv --store"
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (

@@ -1,1 +1,1 @@
-"""Train a model in several precisions side by side: does it still learn?"""
+"""Measure: train a model in several precisions: does it still learn?"""

@@ -36,6 +36,12 @@ from fp8bench.model.request import PERCENT
 _BESIDE_RESUME = {"--resume", "--store", "--json", "--csv", "--explain", "--tensorboard", "--wandb", "--fail-on"}
 _REQUEST = TrainingRequest()
 
+EXAMPLES = (
+    "fp8bench train --dtypes bf16,fp8  # does fp8 learn as bf16 does?",
+    "fp8bench train --quick  # does it run?",
+)
+FIRST_OPTIONS = "--dtypes --model --arch --steps --seeds --quick --data --device --try-fix --dry-run --resume --fail-on"
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (

@@ -1,0 +1,68 @@
+"""`fp8bench completion SHELL`: a script by which a shell completes commands, options and names.
+
+shtab makes it of the parsers themselves. Of a list with commas it is the last name that is completed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+
+from fp8bench.cli import option_types as types
+from fp8bench.cli.main import build_parser, commands_of
+from fp8bench.cli.streams import say
+from fp8bench.errors import EXIT_OK, UsageError
+from fp8bench.plan.asked_suites import known_suites
+from fp8bench.registry import backends, devices, precisions
+
+EXAMPLES = (
+    'eval "$(fp8bench completion bash)"                  # in ~/.bashrc',
+    'eval "$(fp8bench completion zsh)"                   # in ~/.zshrc, below compinit',
+    "fp8bench completion fish > ~/.config/fish/completions/fp8bench.fish",
+)
+_IN_BASH = """_fp8bench_names() {
+  local before=""
+  [[ $1 == *,* ]] && before="${1%,*},"
+  compgen -P "$before" -W "${*:2}" -- "${1##*,}"
+}
+"""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        import shtab
+    except ImportError:
+        raise UsageError("completion takes the package shtab: `pip install shtab`, and say it again.") from None
+    names = {
+        "dtypes": precisions.names(), "devices": devices.names(), "backend": backends.names(),
+        "suite": [*known_suites(), "all"],
+    }  # fmt: skip
+    names |= {"dtype": names["dtypes"], "reference": names["dtypes"], "device": names["devices"]}
+    parser = build_parser()
+    for action in _every_action(parser):
+        if action.dest in names and action.choices is None:
+            vars(action)["complete"] = _by_shell(action.dest, names[action.dest])
+        elif action.type is types.path:
+            vars(action)["complete"] = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
+    say(shtab.complete(parser, arguments.shell))
+    return EXIT_OK
+
+
+def _every_action(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    inner = [action for command in commands_of(parser).values() for action in _every_action(command)]
+    return [*parser._actions, *inner]
+
+
+def _by_shell(name: str, words: Sequence[str]) -> dict[str, object]:
+    """How each shell finds the names that a word may be, or the last word of a list."""
+    listed, function = shlex.join(words), f"_fp8bench_{name}"
+    bash = f'{_IN_BASH}{function}() {{\n  _fp8bench_names "$1" {listed}\n}}\n'
+    return {
+        "bash": function, "zsh": f"_values -s , {name} {listed}",
+        "fish": f"(__fish_complete_list , 'string split \\\" \\\" \\\"{listed}\\\"')", "preamble": {"bash": bash},
+    }  # fmt: skip

@@ -1,0 +1,59 @@
+"""`fp8bench init`: the files by which a project of one's own is measured, here and for every pull request."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from fp8bench import __version__
+from fp8bench.cli import option_types as types
+from fp8bench.cli.commands import suite
+from fp8bench.cli.config_file import written
+from fp8bench.cli.streams import say
+from fp8bench.errors import EXIT_OK, UsageError
+
+EXAMPLES = ("fp8bench init", "fp8bench suite --config fp8bench.yaml --quick  # what it has written runs")
+_CONFIG, _SUITE, _WORKFLOW = "fp8bench.yaml", "fp8bench_suite.py", ".github/workflows/fp8bench.yml"
+_NEXT = f"""Try it:             fp8bench suite --config {_CONFIG} --quick
+Put your code into: {_SUITE}
+Hold it against a commit, as {_WORKFLOW} does for pull requests:
+                    fp8bench gate --against HEAD~1 --config {_CONFIG} --comment comment.md
+"""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        f"Writes {_CONFIG} (every option with its default, as a comment), {_SUITE} (a workload that runs) and "
+        f"{_WORKFLOW} (base against head of each pull request). Writes over nothing."
+    )
+    parser.epilog = "Exit codes: 0 written, 2 wrong usage, or one of the files is there already."
+    parser.add_argument("folder", nargs="?", type=types.path, default=Path(), metavar="DIR", help="where; default here")
+    words = "what the workflow's pip installs fp8bench from: a version, a wheel, git+https://...; default this version"
+    parser.add_argument("--install", default=f"fp8bench=={__version__}", metavar="WHAT", help=words)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    command = argparse.ArgumentParser()
+    suite.add(command)
+    config = written(command, command.parse_args([f"./{_SUITE}", "--dtypes", "fp32,bf16,fp8"]))
+    workflow = _template("workflow").replace("{install}", json.dumps(arguments.install))
+    texts = {_CONFIG: config, _SUITE: _template("workload"), _WORKFLOW: workflow}
+    files = {arguments.folder / name: text for name, text in texts.items()}
+    for file in files:
+        if file.exists() or file.is_symlink():
+            raise UsageError(f"{file} is there already, and init writes over nothing. Move it, or give another folder.")
+    for file, text in files.items():
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("x", encoding="utf-8") as stream:
+                stream.write(text)
+        except OSError as error:
+            raise UsageError(f"{file} cannot be written ({error.strerror}). Give a folder that takes files.") from None
+        say(f"{file}\n")
+    say(f"\n{_NEXT}")
+    return EXIT_OK
+
+
+def _template(name: str) -> str:
+    return Path(__file__).with_name(f"{name}.txt").read_text(encoding="utf-8")

@@ -1,0 +1,101 @@
+"""What --help leads with: commands by their verbs, examples that parse, a dozen options of many, and all of them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fp8bench.cli.main import COMMANDS, VERBS, Parser, build_parser, commands_of, main
+from tests.cli.test_main import every_parser
+from tests.commands import Say, unfolding
+
+# A command with more options has an order of its own.
+FEW = 16
+
+
+def helped(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def test_every_command_stands_under_one_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    """In one plain clause, which a line of 80 columns holds."""
+    sections = re.split(r"^(\w+):\n", helped("--help", capsys=capsys), flags=re.MULTILINE)
+    listed = dict(zip(sections[1::2], sections[2::2], strict=True))
+    assert list(listed) == [*VERBS, "options"]
+    names = [line.split()[0] for verb in VERBS for line in listed[verb].strip().splitlines()]
+    assert sorted(names) == sorted(COMMANDS)
+    assert all(line.strip().count(".") == 0 for verb in VERBS for line in listed[verb].splitlines())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_many_options_are_a_dozen_at_first(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = commands_of(build_parser((name,)))[name]
+    assert isinstance(command, Parser)
+    words = {word for action in command._actions for word in action.option_strings}
+    first = command.first.split()
+    assert bool(first) == (len(words) > FEW) and len(first) <= 14 and set(first) <= words
+    text = helped(name, "--help", capsys=capsys)
+    shown = {word for word in words if re.search(rf"^  [^#\n]*{word}\b(?!-)", text, re.MULTILINE)}
+    if first:
+        every = helped(name, "--help-all", capsys=capsys)
+        assert set(first) <= shown and len(shown) <= len(first) + 4 < len(words)
+        assert all(re.search(rf"^  (-\w, )?{word}\b|, {word}\b", every, re.MULTILINE) for word in words - {"-h"})
+    else:
+        assert shown == words
+
+
+def test_examples_are_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mxfp4.map").write_text("mlp=mxfp4")
+    parsers = [parser for parser in every_parser(build_parser()).values() if isinstance(parser, Parser)]
+    lines = [line for parser in parsers for line in parser.examples if "$(" not in line]
+    assert len(lines) > 12
+    whole = build_parser()
+    for line in lines:
+        words = shlex.split(line.partition(">")[0], comments=True)
+        assert words.pop(0) == "fp8bench" and whole.parse_args(words).command
+
+
+def test_examples_stand_where_options_are_many() -> None:
+    commands = commands_of(build_parser()).values()
+    assert all(parser.examples for parser in commands if isinstance(parser, Parser) and parser.first)
+
+
+@pytest.mark.parametrize("words", [(), ("suite",), ("history", "list")])
+def test_help_of_a_command_is_its_own(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert helped("help", *words, capsys=capsys) == helped(*words, "--help", capsys=capsys)
+
+
+def test_help_of_no_command(fp8bench: Say) -> None:
+    say = unfolding(fp8bench)
+    assert say("help", "siute")[::2] == say("siute", "--help")[::2] and say("help", "siute")[0] == 2
+    assert "Did you mean 'show'" in say("help", "history", "shwo")[2]
+
+
+def test_precisions_is_another_name_of_dtypes() -> None:
+    """Wherever there is the one."""
+    whole = build_parser()
+    for name, parser in every_parser(whole).items():
+        for action in parser._actions:
+            if "--dtypes" in action.option_strings:
+                assert "--precisions" in action.option_strings, name
+    for words in ["train"], ["suite", "gemm"], ["lint-shapes", "gpt2"]:
+        asked = [vars(whole.parse_args([*words, option, "fp8,bf16"])) for option in ("--dtypes", "--precisions")]
+        assert asked[0] == asked[1] and asked[0]["dtypes"] == ("fp8", "bf16")
+
+
+def test_a_parser_of_no_examples_is_argparses_own() -> None:
+    parser = Parser(prog="x")
+    parser.add_argument("--many", action="store_true", help="words")
+    assert (
+        parser.format_help() == "usage: x [OPTION ...]\n\noptions:\n  -h, --help  show this help message and exit\n"
+        "  --many      words\n"
+    )
+    assert isinstance(parser, argparse.ArgumentParser)

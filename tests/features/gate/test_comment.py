@@ -1,0 +1,266 @@
+"""The comment of a duel: which of six words, and never more than 25 lines; then the action's own shell, on commits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from fp8bench.features.duel.run import IDLE
+from fp8bench.features.duel.values import CaseResult, Duel, Session
+from fp8bench.features.duel.verdicts import comparisons
+from fp8bench.features.gate.comment import WORDS, Review, ReviewStatus, comment, review
+from fp8bench.features.gate.judging import GateOutcome, GateVerdict
+from fp8bench.features.gate.stored_runs import GateSource, failed, judged
+from fp8bench.model import Comparison, Evidence, Level, Measurement, Status
+from tests.commands import ROOT, environment, git
+from tests.counts import SLOW
+from tests.duels import header
+from tests.fakes import record, steady
+from tests.features.gate.test_duels import Repository
+
+RAISED = {"status": Status.FAILED, "reason": "ValueError: no", "detail": "Traceback ..."}
+LOST = {"status": Status.FAILED, "reason": "the worker was killed"}
+
+
+class Silent:
+    """An observer that nobody reads."""
+
+    def note(self, sentence: str) -> None: ...
+
+
+def times(ratio: float, spread: float, seed: int = 0) -> tuple[Session, ...]:
+    """Four sessions of two processes a side, which lie so far apart."""
+    draw = np.random.default_rng(seed)
+    sessions = []
+    for _ in range(4):
+        logs = draw.normal(0, spread, 4) + np.log(1e6) + np.array([0, 0, np.log(ratio), np.log(ratio)])
+        before, after = ([steady(round(value), 12) for value in np.exp(pair)] for pair in (logs[:2], logs[2:]))
+        sessions.append(Session(tuple(before), tuple(after)))
+    return tuple(sessions)
+
+
+def case(
+    ratio: float = 1.0, spread: float = 0.002, precision: str = "bf16", error: float = 1e-3,
+    before: dict[str, Any] | None = None, after: dict[str, Any] | None = None, sessions: bool = True,
+) -> CaseResult:  # fmt: skip
+    """One case: how much slower it became, what its error is on head (1e-3 on base), how its sides ended."""
+    sides = [
+        record(None, precision, **{"measurements": (Measurement("sum_error", "", (value,)),), **(changes or {})})
+        for value, changes in ((1e-3, before), (error, after))
+    ]  # fmt: skip
+    return CaseResult(sides[0], sides[1], times(ratio, spread) if sessions else ())
+
+
+def verdict_of(results: Sequence[CaseResult], notes: tuple[str, ...] = ()) -> tuple[GateVerdict, Duel]:
+    duel: Duel = header(results=tuple(results), notes=notes, finished=True, sessions=4)
+    figures = comparisons(duel)
+    source = GateSource("duel", figures, None, notes, duel=duel)
+    return judged(source, (), False, Silent()), duel  # type: ignore[arg-type]
+
+
+REFUSED = {"status": Status.SKIPPED, "reason": "side A: no unit; side B: no unit"}
+VERSIONS = {"status": Status.SKIPPED, "reason": "suite gemm has version 1 on side A and 2 on side B"}
+CASES = {
+    "nothing": ([case()], ReviewStatus.PASS),
+    "faster": ([case(0.8)], ReviewStatus.PASS),
+    "refused on both sides": ([case(), case(before=REFUSED, after=REFUSED, sessions=False)], ReviewStatus.PASS),
+    "slower": ([case(1.3)], ReviewStatus.REGRESSION),
+    "slower, and another case faster": ([case(0.5, precision="fp8"), case(1.3)], ReviewStatus.REGRESSION),
+    "more error": ([case(error=2e-3)], ReviewStatus.QUALITY),
+    "faster with more error": ([case(0.5, error=2e-3)], ReviewStatus.QUALITY),
+    "less error": ([case(error=5e-4)], ReviewStatus.PASS),
+    "head raises": ([case(1.3), case(after=RAISED, sessions=False)], ReviewStatus.QUALITY),
+    "base raises": ([case(), case(before=RAISED, sessions=False)], ReviewStatus.MISMATCH),
+    "both raise": ([case(), case(before=RAISED, after=RAISED, sessions=False)], ReviewStatus.INFRASTRUCTURE),
+    "head's worker is killed": ([case(), case(after=LOST, sessions=False)], ReviewStatus.INFRASTRUCTURE),
+    "slower, and a worker is killed": ([case(1.3), case(after=LOST, sessions=False)], ReviewStatus.REGRESSION),
+    "other work": ([case(), case(before=VERSIONS, after=VERSIONS, sessions=False)], ReviewStatus.MISMATCH),
+    "emulated on one side": ([case(after={"level": Level.EMULATED})], ReviewStatus.MISMATCH),
+    "noise as large as the threshold": ([case(spread=0.1)], ReviewStatus.CALIBRATION),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_word(name: str) -> None:
+    """And the exit code that goes with it; a reason for each word but pass, and in 25 lines."""
+    results, expected = CASES[name]
+    verdict, duel = verdict_of(results)
+    reviewed = review(verdict, duel)
+    assert reviewed.status is expected, reviewed
+    assert bool(reviewed.whys) is (expected is not ReviewStatus.PASS)
+    text = comment(reviewed, verdict, duel, "fp8bench gate")
+    assert text.splitlines()[0] == f"# fp8bench: {expected}" and text.count("\n") <= 25
+
+
+def test_a_duel_of_nothing_that_differs_is_no_pass() -> None:
+    """Neither side has loaded the repository's code: it could not have been seen."""
+    assert review(*verdict_of([case()], (IDLE,))).status is ReviewStatus.MISMATCH
+
+
+def test_what_the_table_says() -> None:
+    """Change with its interval, and what could have been seen; what was counted is exact."""
+    verdict, duel = verdict_of([case(1.3), case(precision="fp8")])
+    rows = [line for line in comment(review(verdict, duel), verdict, duel, "x").splitlines() if line.startswith("| ")]
+    assert [title.strip() for title in rows[0].split("|")[1:-1]] == [
+        "figure", "base", "head", "change, 99% interval", "detectable", "worse is", "verdict",
+    ]  # fmt: skip
+    first = rows[2].split("|")
+    assert "bf16 time" in first[1] and first[4].strip().startswith("+30") and "\\[+" in first[4]
+    assert first[5].strip().startswith("+") and first[7].strip() == "regression"
+    assert sum("exact" in row for row in rows) == 2
+
+
+def test_many_cases_are_25_lines() -> None:
+    """Of every kind at once, with reasons that are books and notes."""
+    many = [
+        replace(result, before=renamed(result.before, place), after=renamed(result.after, place))
+        for place in range(2) for results, _ in CASES.values() for result in results
+    ]  # fmt: skip
+    verdict, duel = verdict_of(many, tuple(f"note {place} " * 50 for place in range(9)))
+    verdict = replace(verdict, judged=tuple(replace(one, why="why\n" * 200) for one in verdict.judged))
+    reviewed = review(verdict, duel)
+    text = comment(reviewed, verdict, duel, "fp8bench gate")
+    assert text.count("\n") <= 25 and "more" in text and len(text) < 10_000
+    for status in ReviewStatus:
+        assert comment(Review(status, ("a",) * 99), verdict, duel, "x").count("\n") <= 25
+
+
+def renamed(one: Any, place: int) -> Any:
+    return replace(one, case=replace(one.case, params=(("m", place),)), reason=one.reason and one.reason + "\n# x" * 99)
+
+
+def test_a_case_that_was_cut_off() -> None:
+    verdict, duel = verdict_of([case()])
+    lost = GateSource("duel", (failed("gemm[m=1]@cpu/fp8", "gemm", Evidence.PAIRED, "the duel was interrupted"),))
+    cut = judged(lost, (), False, Silent())  # type: ignore[arg-type]
+    assert cut.of(GateOutcome.FAILED) and review(cut, duel).status is ReviewStatus.INFRASTRUCTURE
+    assert review(replace(verdict, problem="nothing", code=3), duel).status is ReviewStatus.INFRASTRUCTURE
+
+
+def test_every_word_has_a_code() -> None:
+    assert list(WORDS) == list(ReviewStatus) and [code for code, _ in WORDS.values()] == [1, 1, 3, 4, 4, 0]
+    assert isinstance(verdict_of([case()])[0].judged[0].comparison, Comparison)
+
+
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
+STEPS = {step["name"]: step for step in ACTION["runs"]["steps"]}
+CONFIG = "suite: ./mine.py\ndtypes: [fp32, bf16]\nsessions: 3\n"
+
+
+class Job:
+    """A job on a checkout with two commits: the action's own scripts, in the shell that GitHub runs them in."""
+
+    def __init__(self, path: Path) -> None:
+        self.repository, self.temp = Repository(path), path.parent / "temp"
+        (path / "fp8bench.yaml").write_text(CONFIG)
+        programs = self.temp / "bin"
+        programs.mkdir(parents=True)
+        self.program("fp8bench", f'exec {sys.executable} -W error -m fp8bench "$@"')
+        self.environment = environment(
+            PATH=f"{programs}:{os.environ['PATH']}", GITHUB_STEP_SUMMARY=str(self.temp / "summary"),
+            GITHUB_OUTPUT=str(self.temp / "output"), COMMENT=str(self.temp / "comment.md"), CONFIG="fp8bench.yaml",
+            THRESHOLDS="", STRICT="false", ISSUE="issue", REPLACED="comments",
+        )  # fmt: skip
+
+    def program(self, name: str, text: str) -> None:
+        file = self.temp / "bin" / name
+        file.write_text(f"#!/bin/bash\n{text}\n")
+        file.chmod(0o755)
+
+    def step(self, name: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", STEPS[name]["run"]], cwd=self.repository.path,
+            env={**self.environment, **more}, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def compared(self, base: str) -> tuple[dict[str, str], str]:
+        """The outputs and the comment of the step that compares."""
+        (self.temp / "output").unlink(missing_ok=True)
+        done = self.step("compare", BASE=base)
+        assert done.returncode == 0, done.stderr
+        lines = (self.temp / "output").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines), (self.temp / "comment.md").read_text()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    return Job(folder)
+
+
+@pytest.mark.parametrize("slow", SLOW)
+def test_the_action_on_commits_that_do_other_work(job: Job, slow: object) -> None:
+    first = job.repository.commit(20_000)
+    suite = job.repository.path / "mine.py"
+    suite.write_text(suite.read_text().replace('name = "paced"', 'name = "paced"\n    version = "2"'))
+    (job.repository.path / "fp8bench.yaml").write_text(CONFIG.replace("sessions: 3", "quick: true"))
+    job.repository.commit(20_001)
+    outputs, text = job.compared(first)
+    assert outputs == {"code": "4", "status": "recipe mismatch"} and "version 1 on side A and 2" in text
+
+
+@pytest.mark.parametrize("slow", SLOW)
+def test_the_action_on_two_commits(job: Job, slow: object) -> None:
+    """Head takes three times as long as base; and a comment takes the place of the one before."""
+    base = job.repository.commit(20_000)
+    job.repository.commit(60_000)
+    outputs, text = job.compared(base)
+    assert outputs == {"code": "1", "status": "regression"}, text
+    assert text.startswith("# fp8bench: regression\n") and text.count("\n") <= 25 and base[:8] in text
+    assert "bf16 time" in text and "%" in text and (job.temp / "summary").read_text().endswith(text)
+    verdict = job.step("verdict", CODE=outputs["code"], STATUS=outputs["status"])
+    assert verdict.returncode == 1
+
+
+def test_an_action_that_cannot_compare(job: Job) -> None:
+    """It says so all the same: no such commit, a program that is not there."""
+    first = job.repository.commit(20_000)
+    outputs, text = job.compared("0" * 40)
+    assert outputs == {"code": "2", "status": "infrastructure error"} and "is no commit of the repository" in text
+    job.program("fp8bench", "exit 139")
+    outputs, text = job.compared(first)
+    assert outputs == {"code": "139", "status": "infrastructure error"} and "ended with 139" in text
+
+
+def test_the_verdict_of_the_action(job: Job) -> None:
+    """What could not be judged is a warning, or with `strict` a failure."""
+    for code, strict, expected in (("0", "false", 0), ("1", "false", 1), ("3", "false", 3), ("4", "false", 0),
+                                   ("4", "true", 4), ("139", "false", 139)):  # fmt: skip
+        done = job.step("verdict", CODE=code, STATUS="a word", STRICT=strict)
+        assert done.returncode == expected and ("::warning::" in done.stdout) == (code == "4" and strict == "false")
+
+
+def test_the_comment_of_the_action_replaces_its_own(job: Job) -> None:
+    """By what it begins with; where nobody may write, the job goes on."""
+    (job.temp / "comment.md").write_text("# fp8bench: pass\n")
+    calls = job.temp / "calls"
+    for mine, expected in (("", "--method POST issue"), ("17", "--method PATCH comments/17")):
+        calls.write_text("")
+        job.program("gh", f'case "$*" in *--paginate*) echo "{mine}";; *) echo "$*" >> {calls};; esac')
+        assert job.step("comment").returncode == 0 and expected in calls.read_text()
+        assert f"body=@{job.temp}/comment.md" in calls.read_text()
+    job.program("gh", "exit 1")
+    done = job.step("comment")
+    assert done.returncode == 0 and "::warning::" in done.stdout
+
+
+def test_the_action_says_what_it_takes() -> None:
+    """No expression within a script, every input with a default, and the statuses by their words."""
+    assert ACTION["runs"]["using"] == "composite"
+    for step in STEPS.values():
+        assert "${{" not in step["run"] and step["shell"] == "bash"
+        assert subprocess.run(["bash", "-n"], input=step["run"], text=True, check=False).returncode == 0
+    assert all({"description", "default"} == set(entry) for entry in ACTION["inputs"].values())
+    head = (ROOT / "action.yml").read_text().partition("\nname:")[0].replace("\n#", "")
+    assert all(str(status) in head for status in ReviewStatus)
+    assert git(ROOT, "ls-files", "action.yml") in ("action.yml", "")

@@ -1,0 +1,87 @@
+"""`fp8bench init`: what it writes runs, says every default, and takes the place of nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fp8bench import pipeline
+from fp8bench.cli.config_file import read_config
+from fp8bench.cli.main import build_parser, commands_of
+from fp8bench.measure.handle import LocalWorker
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.run_file import load_run
+from tests.commands import Say, unfolding
+from tests.own_suites import forgotten
+from tests.workflows import commands, faults, load
+
+FILES = ("fp8bench.yaml", "fp8bench_suite.py", ".github/workflows/fp8bench.yml")
+
+
+@pytest.fixture
+def written(store: Path, fp8bench: Say) -> Path:
+    code, out, err = fp8bench("init")
+    assert (code, err) == (0, "") and [line for line in out.splitlines() if line in FILES] == list(FILES)
+    return Path()
+
+
+def test_what_it_writes_runs(written: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every precision comes to a time and an error."""
+    monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
+    with forgotten(Path.cwd()):
+        code, out, err = fp8bench("suite", "--config", "fp8bench.yaml", "--quick", "--set", "tokens=64", "--no-report")
+    assert code == 0, out + err
+    (path,) = run_files(Path(".fp8bench"))
+    run = load_run(path)
+    assert run.ok and {record.case.precision for record in run.records} == {"fp32", "bf16", "fp8"}
+    errors = {record.case.precision: record.measurement("softmax_error") for record in run.records}
+    assert all(error is not None and 0 <= error.samples[0] < 0.2 for error in errors.values())
+
+
+def test_the_configuration_says_every_option(written: Path) -> None:
+    """Those that differ from their defaults, and all others as comments, in the order and words of the options."""
+    command = commands_of(build_parser(("suite",)))["suite"]
+    values, _ = read_config(Path("fp8bench.yaml"), command)
+    assert values == {"suite": "./fp8bench_suite.py", "dtypes": ("fp32", "bf16", "fp8")}
+    text = Path("fp8bench.yaml").read_text()
+    left_out = {"help", "help-all", "config", "resume", "precisions"}
+    for action in command._actions:
+        for word in action.option_strings:
+            if word.startswith("--") and word[2:] not in left_out:
+                assert f"\n# {word[2:]}:" in text or f"\n{word[2:]}:" in text, word
+    every = "\n".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith(("# seed", "# quick")))
+    assert yaml.safe_load(every) == {"seed": 0, "quick": False}
+
+
+def test_the_workflow_has_no_fault(written: Path) -> None:
+    path = Path(FILES[2])
+    assert faults(load(path), path.read_text()) == []
+    ((gate, *words),) = commands(load(path), "fp8bench")
+    assert gate == "gate" and {"--against", "--config", "--comment"} <= set(words)
+
+
+def test_what_the_workflow_installs(store: Path, fp8bench: Say) -> None:
+    """As it is given, whatever is in it."""
+    what = 'git+https://a.b/c.git@v1 "; echo # {install}'
+    assert fp8bench("init", "--install", what)[0] == 0
+    step = load(Path(FILES[2]))["jobs"]["compare"]["steps"][2]
+    assert step["env"] == {"FP8BENCH": what}
+
+
+@pytest.mark.parametrize("there", FILES)
+def test_it_writes_over_nothing(there: str, store: Path, fp8bench: Say) -> None:
+    """A file, a link to nowhere: none of the three is written."""
+    file = Path("project") / there
+    file.parent.mkdir(parents=True)
+    file.symlink_to("nowhere")
+    code, out, err = unfolding(fp8bench)("init", "project")
+    assert (code, out) == (2, "") and f"{file} is there already, and init writes over nothing" in err
+    assert [path for path in Path("project").rglob("*") if not path.is_dir()] == [file]
+
+
+def test_a_folder_that_takes_nothing(store: Path, fp8bench: Say) -> None:
+    Path("file").touch()
+    assert "cannot be written" in unfolding(fp8bench)("init", "file")[2]
+    assert unfolding(fp8bench)("init", "file")[0] == 2
