@@ -16,9 +16,9 @@ from fp8bench.formats import hardware
 from fp8bench.formats.grids import E2M1, E4M3, Format
 from fp8bench.formats.recipes import MX, NVFP4, ROW, TENSOR, Scaling
 from fp8bench.model import DeviceFacts, Scalar, Support
-from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, gpt_layers
-from fp8bench.protocols import Layer, Precision
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
+from fp8bench.protocols import Precision
+from fp8bench.protocols.axes import one_of
 
 SERVED, OWN = "served", "own"
 CARRIERS = {"fp32": 4, "bf16": 2}
@@ -221,34 +221,6 @@ def served_memory(config: GPTConfig, batch: int, context: int) -> float:
     """What a state surely needs: weights and cache at half a byte a number, beside the embedding in two."""
     cache = 2.0 * config.layers * batch * context * config.key_heads * config.head_width
     return 2.0 * config.vocabulary * config.width + 0.5 * (config.layers * config.block_weights + cache)
-
-
-def served_axes(context: str, words: str, batches: tuple[str, ...], size: str) -> tuple[Axis, ...]:
-    return (
-        Axis("size", f"the model: {', '.join(SERVED_SIZES)}", (size,), one_of(*SERVED_SIZES)),
-        Axis("batch", "sequences that are served together", batches, whole_number(high=1 << 14)),
-        Axis("context", words, (context,), whole_number(high=1 << 20)),
-        Axis("kv", f"what keys and values are kept in: {', '.join(KV_FORMATS)}; as in fp8@0-3=bf16 by layer; {OWN}: "
-             "the dtype's", (OWN,), kept_word(KV_FORMATS)),
-        Axis("weights", f"the same of the blocks' weights: {', '.join(WEIGHT_FORMATS)}; {OWN}: the dtype's, with its "
-             "activations", (OWN,), kept_word(WEIGHT_FORMATS)),
-    )  # fmt: skip
-
-
-def checked_sizes(params: Mapping[str, Scalar]) -> None:
-    """Raise for a context that the model does not have, and for layers that it has not."""
-    size = str(params["size"])
-    config = SERVED_SIZES[size]
-    if int(params["context"]) > config.sequence:
-        raise UsageError(
-            f"context={params['context']} is too long: {size} has positions for {config.sequence}. Choose less."
-        )
-    for axis in ("kv", "weights"):
-        by_layer(str(params[axis]), config.layers)
-
-
-def served_layers(params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
-    return gpt_layers(SERVED_SIZES[str(params["size"])].layers)
 
 
 def forward_flops(config: GPTConfig, batch: int, new: int, context: int) -> float:

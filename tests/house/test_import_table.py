@@ -67,6 +67,7 @@ LIGHT_NN = frozenset(
     for name in (
         "parallel.ways",
         "served",
+        "served_workload",
         "shared_workloads",
         "sizes",
         "shared_precisions",

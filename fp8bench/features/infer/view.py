@@ -149,11 +149,7 @@ def _crossings(answer: ServingAnswer) -> Iterator[str]:
     low, high = answer.question.contexts[0], answer.question.contexts[-1]
     for one in answer.times:
         name, crossing = _name(answer, one.arm), one.crossing
-        off = (
-            f" (a context lies {units.percent(one.line.off, 0)} off its line)"
-            if one.line and one.line.off > 0.1
-            else ""
-        )
+        off = f" ({units.percent(one.line.off, 0)} off its line)" if one.line and one.line.off > 0.1 else ""
         doubt = f"; doubtful: {', '.join(one.doubts)}" if one.doubts else ""
         if crossing is not None and crossing.at is not None:
             words = "pays from" if crossing.faster[1] else "pays up to"
@@ -168,14 +164,13 @@ def _crossings(answer: ServingAnswer) -> Iterator[str]:
     without = [one for one in answer.times if one.why and not one.kernel]
     if without:
         gains = ", ".join(f"{_name(answer, one.arm)} {_derived(answer, one.arm)}" for one in without)
-        yield f"no kernel, not timed; derived from bytes, at most and without a crossing: {gains}"
+        yield f"no kernel, not timed; derived from bytes, no crossing: at most {gains}"
 
 
 def _ends(faster: tuple[bool | None, bool | None]) -> str:
-    words = {True: "faster", False: "slower", None: "not told apart"}
-    if faster[0] == faster[1]:
-        return f"{words[faster[0]]} at both ends"
-    return f"{words[faster[0]]} at the shortest, {words[faster[1]]} at the longest"
+    """At the shortest and at the longest context."""
+    first, last = ({True: "faster", False: "slower", None: "not told apart"}[end] for end in faster)
+    return f"{first} at both ends" if first == last else f"{first}, then {last}"
 
 
 def _derived(answer: ServingAnswer, arm: Arm) -> str:
@@ -191,8 +186,8 @@ def _quality(answer: ServingAnswer) -> Iterator[str]:
         return
     whose = "" if quality.trained else ", random weights: arithmetic only"
     yield (
-        f"quality on {quality.model}{whose}, {quality.tokens} tokens: KL of the reference is {quality.itself.kl:g} from "
-        f"itself, {quality.floor.kl:.0e} by another kernel"
+        f"quality on {quality.model}{whose}, {quality.tokens} tokens: KL of the reference is "
+        f"{quality.itself.kl:g} from itself, {quality.floor.kl:.0e} by another kernel"
     )
 
 
