@@ -93,12 +93,13 @@ class Arm:
         return by_layer(self.weights or self.carrier, layers)
 
 
-def kept_word(known: Mapping[str, KeptFormat]) -> Callable[[str], str]:
-    """The parser of a format with its exceptions by layer; '' is the carrier."""
+def kept_word(known: Mapping[str, KeptFormat], *others: str) -> Callable[[str], str]:
+    """The parser of a format, or of another word, with its exceptions by layer; '' is the carrier."""
 
     def parse(text: str) -> str:
         usual, *exceptions = text.split("@")
-        one_of("", OWN, *known)(usual)
+        if text:
+            one_of(*others, *known)(usual)
         for exception in exceptions:
             match = _LAYERED.fullmatch(exception)
             if match is None or int(match[2] or match[1]) < int(match[1]):

@@ -53,7 +53,7 @@ class ServedWorkload(Workload):
             Axis("context", self.context_words, (context,), whole_number(high=1 << 20)),
             *(
                 Axis(name, f"what {what} are kept in: {', '.join(known)}, as in {list(known)[2]}@0-3=bf16 by layer; "
-                     f"{OWN}: as the dtype says", (OWN,), kept_word(known))
+                     f"{OWN}: as the dtype says", (OWN,), kept_word(known, OWN))
                 for name, what, known in formats
             ),
         )  # fmt: skip

@@ -69,7 +69,8 @@ def _check_memory(question: ServingQuestion, facts: DeviceFacts) -> None:
     if facts.memory_bytes and least > facts.memory_bytes:
         raise UsageError(
             f"{question.size} with --batch {question.batch} at a context of {max(question.contexts)} takes "
-            f"{size(least)} or more, and {facts.key} has {size(facts.memory_bytes)}. Choose less of them."
+            f"{size(least)} or more, and {facts.key} has {size(facts.memory_bytes)}. Choose a smaller batch, "
+            "context or model."
         )
 
 

@@ -28,7 +28,7 @@ def arm_in_words(word: str, carrier: str) -> Arm:
             key, _, layers = key.partition("@")
             value = f"{getattr(arm, key, '') or arm.carrier}@{layers}={value}"
         try:
-            if not equals or key not in _PARSERS:
+            if not equals or not value or key not in _PARSERS:
                 raise ValueError(f"expected one of {', '.join(CARRIERS)}, or {', '.join(_PARSERS)} = a value")
             _PARSERS[key](value)
         except ValueError as error:

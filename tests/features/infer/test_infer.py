@@ -52,7 +52,7 @@ def test_words_of_arms_and_back() -> None:
         assert precisions.canonical(dtype_of(arm)) == dtype_of(arm)
     assert arm_in_words("kv=fp8+kv@0-3=bf16", "bf16").kv == "fp8@0-3=bf16"
     assert dtype_of(Arm("fp32", "fp8")) == "served:carrier=fp32:kv=fp8"
-    for wrong in ("kv", "kv=fp9", "cache=fp8", "kv=fp8+", "weights=int8@x=bf16", "fp8"):
+    for wrong in ("kv", "kv=fp9", "cache=fp8", "kv=fp8+", "kv=own", "kv=", "weights=int8@x=bf16", "fp8"):
         with pytest.raises(UsageError, match="is no arm"):
             arm_in_words(wrong, "bf16")
 
@@ -289,5 +289,5 @@ def test_bad_input_is_a_sentence(refused: Callable[..., str], tmp_path: Path) ->
     assert "names layer 5" in refused("--arms", "kv=fp8@5=bf16", *store)
     assert "is no arm" in refused("--arms", "kv=fp9", *store)
     wide = ("--size", "llama3-8b", "--batch", "128", "--contexts", "1,2,3,131072")
-    assert "Choose less of them" in refused(*wide, *store)
+    assert "Choose a smaller batch" in refused(*wide, *store)
     assert not list(tmp_path.iterdir())
