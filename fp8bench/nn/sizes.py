@@ -87,6 +87,18 @@ SIZES = {
     "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=2, sequence=2048, modern=True),
 }
 
+# Trained on Python's own sources, and shipped: ids are ASCII.
+NANO_PYTHON = GPTConfig(128, 64, 4, 2, 1, 160, batch=8, sequence=256, modern=True)
+# Models that are served, each with its longest context as its sequence.
+SERVED_SIZES = {
+    "nano": GPTConfig(256, 192, 2, 4, 4, 768, batch=1, sequence=16384),
+    "nano-llama": GPTConfig(256, 192, 2, 6, 2, 512, batch=1, sequence=16384, modern=True),
+    "nano-python": NANO_PYTHON,
+    "gpt2": GPTConfig(50257, 768, 12, 12, 12, 3072, batch=1, sequence=1024),
+    "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=1, sequence=131072, modern=True),
+    "llama3-8b": GPTConfig(128256, 4096, 32, 32, 8, 14336, batch=1, sequence=131072, modern=True),
+}
+
 
 # (output features, input features), by layer.
 Features = dict[str, tuple[int, int]]

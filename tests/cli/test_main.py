@@ -128,6 +128,10 @@ OPTIONS = {
         "MODEL", "--model", "--gpus", "--topology", "--batch", "--sequence", "--dtype", "--checkpointing", "--top",
         "--explain", "--json", "--csv",
     },
+    "infer": COMMON | {
+        "--size", "--arms", "--reference", "--batch", "--contexts", "--sweep", "--check-layers", "--tokens", "--quick",
+        "--seed", "--threads", "--device", "--store", "--explain", "--json", "--csv",
+    },
     "sensitivity": MANY | {
         "--size", "--dtype", "--reference", "--by", "--steps", "--tolerance", "--seed", "--threads", "--device",
         "--data", "--import", "--case-timeout", "--no-isolation", "--store", "--json", "--csv", "--explain",

@@ -66,6 +66,8 @@ LIGHT_NN = frozenset(
     f"fp8bench.nn.{name}"
     for name in (
         "parallel.ways",
+        "served",
+        "served_workload",
         "shared_workloads",
         "sizes",
         "shared_precisions",
@@ -137,6 +139,7 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.tape.", frozenset({"torch"})),
     *((f"fp8bench.worker.{name}", frozenset({"torch"})) for name in ONCE_ASKED),
     *((f"fp8bench.features.audit.{name}", frozenset({"torch"})) for name in AUDITING),
+    ("fp8bench.features.infer.quality", frozenset({"numpy", "torch"})),
     ("fp8bench.features.", frozenset({"numpy"})),
     ("fp8bench.report.page.drawing.", frozenset({"matplotlib"})),
 )

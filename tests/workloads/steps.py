@@ -27,6 +27,8 @@ SMALL: dict[str, dict[str, Scalar]] = {
     "conv": {"batch": 4, "channels": 16, "image": 6, "pass": "training"},
     "data": {"kind": "reading", "batch": 4, "record": 512},
     "gemm": {"m": 24, "n": 40, "k": 64, "product": "forward", "operands": "cast"},
+    "decode": {"size": "nano-llama", "batch": 2, "context": 40, "kv": "own", "weights": "own"},
+    "prefill": {"size": "nano", "batch": 2, "context": 24, "kv": "own", "weights": "own"},
     "mlp": {"tokens": 24, "width": 16, "hidden": 48, "gated": "no", "pass": "training"},
     "norm_act": {"operation": "gelu", "tokens": 24, "width": 32, "pass": "training"},
     "optimizer": {"fused": "no", "second_moment": "scaled-fp16", "tensors": 3, "width": 64},

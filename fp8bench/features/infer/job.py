@@ -1,0 +1,245 @@
+"""Asks and measures: quality in a worker of its own, then decode over contexts and a prompt by the ordinary pipeline.
+
+Arms without a kernel of their own are not timed: what emulates them takes a time that nobody would have. They have
+bytes and quality.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from fp8bench.analysis.break_even import SizedRatio, break_even
+from fp8bench.analysis.energy import energy_figures
+from fp8bench.analysis.findings import findings
+from fp8bench.analysis.samples import step_samples
+from fp8bench.errors import UsageError, WorkerFault, as_usage
+from fp8bench.features.infer.fits import LineDraws, crossing_of, line_of
+from fp8bench.features.infer.values import (
+    ArmQuality,
+    ArmTimes,
+    Quality,
+    QualityTask,
+    ServingAnswer,
+    ServingQuestion,
+    dtype_of,
+)
+from fp8bench.jobs.observer import JobObserver
+from fp8bench.measure.handle import ProcessWorker, Worker, claimed
+from fp8bench.model import DeviceFacts, Level, Record, Request, Run, Support
+from fp8bench.model.raw import Settings
+from fp8bench.nn.served import CARRIERS, OWN, Arm, served_memory, served_support
+from fp8bench.nn.sizes import SERVED_SIZES
+from fp8bench.pipeline import execute
+from fp8bench.plan.make import device_named
+from fp8bench.registry import precisions
+from fp8bench.units import size
+
+_MODULE = "fp8bench.features.infer.bench"
+SHIPPED, WEIGHTS = "nano-python", Path(__file__).with_name("nano-python.bin")
+# Left out of the shipped model's training; its positions.
+HELD_OUT, WINDOW = ("argparse.py", "statistics.py", "textwrap.py"), 128
+_LIMIT = 1800.0
+
+
+def answered(question: ServingQuestion, store: Path, command: str, observer: JobObserver) -> ServingAnswer:
+    """An interrupt ends it early: what was found until then is the answer."""
+    settings = Settings(question.threads, question.seed)
+    with claimed(True), ProcessWorker(settings, module=_MODULE) as worker:
+        known = worker.probe()
+        facts = (
+            device_named(question.device, known)
+            if question.device
+            else next((one for one in known if one.accelerated), known[0])
+        )
+        _check_memory(question, facts)
+        quality, layers = _qualities(question, facts, worker, observer)
+    answer = ServingAnswer(question, facts.key, (), question.contexts[0], quality, layers)
+    try:
+        return _timed(answer, facts, store, command, observer)
+    except KeyboardInterrupt:
+        return replace(answer, finished=False)
+
+
+def _check_memory(question: ServingQuestion, facts: DeviceFacts) -> None:
+    least = served_memory(SERVED_SIZES[question.size], question.batch, max(question.contexts))
+    if facts.memory_bytes and least > facts.memory_bytes:
+        raise UsageError(
+            f"{question.size} with --batch {question.batch} at a context of {max(question.contexts)} takes "
+            f"{size(least)} or more, and {facts.key} has {size(facts.memory_bytes)}. Choose a smaller batch, "
+            "context or model."
+        )
+
+
+def held_out_text(tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Windows of this Python's own sources that the shipped model was not trained on, as ASCII."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = "".join((folder / name).read_text(encoding="utf-8", errors="replace") for name in HELD_OUT)
+    ids = text.encode("ascii", errors="replace")
+    count = min(max(2, tokens // WINDOW), (len(ids) - 1) // WINDOW)
+    # Spread over all of it: one module's beginning is all imports.
+    starts = [place * ((len(ids) - WINDOW - 1) // count) for place in range(count)]
+    return tuple(tuple(ids[start : start + WINDOW + 1]) for start in starts)
+
+
+def _qualities(
+    question: ServingQuestion, facts: DeviceFacts, worker: Worker, observer: JobObserver
+) -> tuple[Quality, tuple[tuple[Arm, ArmQuality], ...]]:
+    lead, *others = question.arms
+    arms = [_for_shipped(arm) for arm in question.arms]
+    alone = layer_arms(question.check_layers, lead, others, SERVED_SIZES[SHIPPED].layers)
+    task = QualityTask(SHIPPED, str(WEIGHTS), held_out_text(question.tokens), (*arms, *alone), facts, question.seed)
+    with observer.counting() as tell:
+        tell(0, 1, "models", "quality on the same tokens")
+        try:
+            found = cast(Quality, cast(Any, worker.within(_LIMIT)).quality(task))
+        except WorkerFault as fault:
+            raise as_usage(fault) from None
+    ranked = sorted(zip(alone, found.arms[len(others) :], strict=True), key=lambda pair: -pair[1].kl)
+    return replace(found, arms=found.arms[: len(others)]), tuple(ranked)
+
+
+def _for_shipped(arm: Arm) -> Arm:
+    """Exceptions of layers that the shipped model has not are left out: its quality is that of the usual format."""
+    layers = SERVED_SIZES[SHIPPED].layers
+
+    def kept(word: str) -> str:
+        usual, *exceptions = word.split("@")
+        few = [one for one in exceptions if int(one.partition("=")[0].split("-")[-1]) < layers]
+        return "@".join([usual, *few])
+
+    return replace(arm, kv=kept(arm.kv), weights=kept(arm.weights))
+
+
+def layer_arms(what: str, lead: Arm, others: Sequence[Arm], layers: int) -> list[Arm]:
+    """For each layer an arm in which it alone is low, in the format of the first arm that has one."""
+    if not what:
+        return []
+    low = next((word for arm in others if (word := getattr(arm, what))), "")
+    if not low:
+        raise UsageError(f"--check-layers {what}: no arm has {what} in a format. Give --arms {what}=fp8, say.")
+    usual = low.split("@")[0]
+    return [
+        replace(lead, kv=word) if what == "kv" else replace(lead, weights=word)
+        for word in (f"{lead.carrier}@{layer}={usual}" for layer in range(layers))
+    ]
+
+
+def _support_of(question: ServingQuestion, arm: Arm, facts: DeviceFacts) -> Support:
+    params = {"size": question.size, "kv": OWN, "weights": OWN}
+    precision = precisions.get(dtype_of(arm))
+    return served_support(params, precision, facts)
+
+
+def _timed(
+    answer: ServingAnswer, facts: DeviceFacts, store: Path, command: str, observer: JobObserver
+) -> ServingAnswer:
+    question = answer.question
+    supports = {arm: _support_of(question, arm, facts) for arm in question.arms}
+    if why := supports[question.arms[0]].level is not Level.NATIVE and supports[question.arms[0]].reason:
+        raise UsageError(f"the reference has no speed on {facts.key}: {why}. Give --reference fp32 or bf16.")
+    native = tuple(arm for arm in question.arms if supports[arm].level is Level.NATIVE)
+
+    def measured(suite: str, contexts: Sequence[int], batches: Sequence[int] = (question.batch,)) -> Run:
+        axes = (("size", (question.size,)), ("batch", tuple(map(str, batches))), ("context", tuple(map(str, contexts))))
+        request = Request(
+            suite, tuple(map(dtype_of, native)), (facts.key,), dtype_of(native[0]), axes, quick=question.quick,
+            seed=question.seed, threads=question.threads,
+        )  # fmt: skip
+        with observer.measuring() as watch:
+            run = execute(request, store, watch, command, origin="infer")
+        if not run.finished:
+            raise KeyboardInterrupt
+        return run
+
+    if question.batches:
+        run = measured("decode", question.contexts[:1], question.batches)
+        return replace(answer, sweep=crossing_of_batches(run, question), runs=(run.id,))
+    decode, prefill = measured("decode", question.contexts), measured("prefill", (answer.prompt,))
+    times = list(times_of(question, native, decode, prefill))
+    kernels = {arm: supports[arm].reason for arm in question.arms}
+    times = [replace(one, kernel=kernels[one.arm]) for one in times]
+    times += [ArmTimes(arm, why=kernels[arm]) for arm in question.arms if arm not in native]
+    ceiling = next((one.ceiling.bytes for one in decode.records if one.ceiling is not None), None)
+    return replace(answer, times=tuple(times), bandwidth=ceiling, runs=(decode.id, prefill.id))
+
+
+def times_of(question: ServingQuestion, native: Sequence[Arm], decode: Run, prefill: Run) -> Iterator[ArmTimes]:
+    """Lines and crossings of the arms that were timed, the reference first."""
+    best, prompts = findings(decode), findings(prefill)
+    reference: LineDraws | None = None
+    for arm in native:
+        records = sorted(
+            (int(record.case.param("context")), record) for record in decode.records if _is_of(record, arm)
+        )  # fmt: skip
+        why = next((record.reason for _, record in records if record.timing is None), "")
+        rounds = {context: step_samples(record.timing) for context, record in records if record.timing is not None}
+        line = None if why else line_of(rounds)
+        crossing = None
+        if arm is native[0]:
+            reference = line
+        elif line is not None and reference is not None:
+            crossing = crossing_of(line, reference, question.contexts)
+        tpot = [(context, best[record.case.id].best_seconds) for context, record in records]
+        prompt = next((record for record in prefill.records if _is_of(record, arm)), None)
+        yield ArmTimes(
+            arm, tuple((context, seconds) for context, seconds in tpot if seconds is not None),
+            None if line is None else line.line, crossing,
+            None if prompt is None else prompts[prompt.case.id].best_seconds, why,
+            (_joules(prompt), _joules(records[-1][1] if records else None)),
+            doubts=tuple(dict.fromkeys(label.value for _, record in records for label in best[record.case.id].hard)),
+        )  # fmt: skip
+
+
+def _is_of(record: Record, arm: Arm) -> bool:
+    return record.case.precision == precisions.canonical(dtype_of(arm))
+
+
+def _joules(record: Record | None) -> float | None:
+    """Of a token that goes in or comes out: the step's, over all tokens of the batch."""
+    figures = None if record is None else energy_figures(record)
+    return None if record is None or figures is None else figures.gross.middle / record.work.tokens
+
+
+def crossing_of_batches(run: Run, question: ServingQuestion) -> str:
+    """Up to which batch each arm pays, by the ratios of the suite's own verdicts; beside it what ceilings say."""
+    found, sentences = findings(run), []
+    for arm in question.arms[1:]:
+        records = [record for record in run.records if _is_of(record, arm) and found[record.case.id].ratio is not None]
+        ratios = {int(record.case.param("batch")): found[record.case.id].ratio for record in records}
+        even = break_even([SizedRatio(batch, ratio) for batch, ratio in ratios.items() if ratio is not None])
+        if even is None:
+            continue
+        crossings = ", ".join(
+            f"{'pays from' if one.begins else 'stops paying at'} {one.size:.0f} ({one.low:.0f} to {one.high:.0f})"
+            for one in even.crossings
+        )
+        stretches = {True: "it pays at all", False: "it pays at none", None: "it cannot be told"}
+        alike = stretches[even.stretches[0].pays] if len(even.stretches) == 1 else "no crossing that is sure"
+        sentences.append(f"{dtype_of(arm)}: {crossings or alike}{_cause(run, records[-1])}")
+    return "; ".join([*sentences, computed_batch(run, question.arms[0])])
+
+
+def _cause(run: Run, record: Record) -> str:
+    """In which phase the largest batch loses most beside the reference's."""
+    found = findings(run)
+    reference = next(one for one in run.records if one.is_reference and one.case.setting == record.case.setting)
+    own, theirs = dict(found[record.case.id].phases), dict(found[reference.case.id].phases)
+    lost = {phase: seconds - theirs.get(phase, 0.0) for phase, seconds in own.items()}
+    worst = max(lost, key=lambda phase: lost[phase], default="")
+    if not worst or lost[worst] <= 0:
+        return ""
+    causes = {"gemm": "its products: dequantising, beyond traffic", "cast": "casts"}
+    return f", at {record.case.param('batch')} it loses most in {causes.get(worst, worst)}"
+
+
+def computed_batch(run: Run, reference: Arm) -> str:
+    """The batch from which the reference's own products are bound by arithmetic, so that fewer bytes gain nothing."""
+    ceiling = next((one.ceiling for one in run.records if one.is_reference and one.ceiling is not None), None)
+    if ceiling is None or not ceiling.flops or not ceiling.bytes:
+        return "computed: nothing, as ceilings are not known (`fp8bench doctor --ceilings` measures them)"
+    batch = CARRIERS[reference.carrier] * ceiling.flops / (2 * ceiling.bytes)
+    return f"computed from ceilings: fewer bytes a weight gain nothing past {batch:.0f}"

@@ -1,0 +1,197 @@
+"""What is asked of a served model, and what was found: arms, lines over the context, and quality token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fp8bench.errors import UsageError
+from fp8bench.model import DeviceFacts, Interval
+from fp8bench.nn.served import CARRIERS, KV_FORMATS, SERVED, WEIGHT_FORMATS, Arm, by_layer, kept_word
+from fp8bench.protocols.axes import one_of
+
+# Fewer are no line.
+LEAST_CONTEXTS = 4
+_PARSERS = {
+    "kv": kept_word(KV_FORMATS), "weights": kept_word(WEIGHT_FORMATS), "carrier": one_of(*CARRIERS),
+    "activations": one_of("high", "low"),
+}  # fmt: skip
+
+
+def arm_in_words(word: str, carrier: str) -> Arm:
+    """'bf16', 'kv=fp8', 'kv=fp8@0-1=bf16+weights=int8'; UsageError for what is none of it."""
+    if word in CARRIERS:
+        return Arm(word)
+    arm = Arm(carrier)
+    for part in word.split("+"):
+        key, equals, value = part.partition("=")
+        if "@" in key:  # the issue's own spelling of an exception: kv@0-3=bf16
+            key, _, layers = key.partition("@")
+            value = f"{getattr(arm, key, '') or arm.carrier}@{layers}={value}"
+        try:
+            if not equals or not value or key not in _PARSERS:
+                raise ValueError(f"expected one of {', '.join(CARRIERS)}, or {', '.join(_PARSERS)} = a value")
+            _PARSERS[key](value)
+        except ValueError as error:
+            raise UsageError(f"--arms: {word!r} is no arm: {error}. Give kv=fp8+weights=int8, say.") from None
+        given = {"low_inputs": value == "low"} if key == "activations" else {key: value}
+        arm = replace(arm, **given)
+    return arm
+
+
+def word_of(arm: Arm, carrier: str) -> str:
+    """The shortest that says it, beside arms of that carrier."""
+    parts = [f"{key}={value}" for key, value in (("kv", arm.kv), ("weights", arm.weights)) if value]
+    parts += ["activations=low"] if arm.low_inputs else []
+    if not parts:
+        return arm.carrier
+    return "+".join([*([] if arm.carrier == carrier else [f"carrier={arm.carrier}"]), *parts])
+
+
+def dtype_of(arm: Arm) -> str:
+    """The precision that the suites prefill and decode call it."""
+    if not (arm.kv or arm.weights):
+        return arm.carrier
+    options = (("carrier", arm.carrier if arm.carrier != "bf16" else ""), ("kv", arm.kv), ("weights", arm.weights),
+               ("activations", "low" if arm.low_inputs else ""))  # fmt: skip
+    return ":".join([SERVED, *(f"{key}={value}" for key, value in options if value)])
+
+
+def checked_arm(arm: Arm, layers: int) -> Arm:
+    """Raise for layers that the model has not."""
+    for word in (arm.kv, arm.weights):
+        by_layer(word, layers)
+    return arm
+
+
+@dataclass(frozen=True)
+class ServingQuestion:
+    """`arms` begin with the reference. `source` is where quality's weights come from: a training's id, or '' for the
+    model that fp8bench ships."""
+
+    size: str
+    arms: tuple[Arm, ...]
+    contexts: tuple[int, ...]
+    batch: int
+    quick: bool
+    tokens: int
+    seed: int = 0
+    threads: int = 1
+    device: str = ""
+    source: str = ""
+    check_layers: str = ""
+    batches: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class QualityTask:
+    """What a worker needs: a model by its size, its weights in a file ('' for random ones), tokens, and arms."""
+
+    size: str
+    weights: str
+    text: tuple[tuple[int, ...], ...]
+    arms: tuple[Arm, ...]
+    facts: DeviceFacts
+    seed: int
+
+
+@dataclass(frozen=True)
+class ArmQuality:
+    """Of one arm on the same tokens as the reference, teacher-forced, from logits kept in fp32.
+
+    `kl` is the mean over tokens, `kl_tail` the 99.9% quantile; `early` and `late` are means over the first and the last
+    quarter of positions. `same_top` is the share of tokens whose likeliest next one is the reference's, and
+    `parts_at` the first (text, position) where it is not, None where it always is. `streams` are the relative errors
+    of what each layer passes on, `log_perplexity` ln of the ratio of perplexities, resampled text by text.
+    `bits` are those of a parameter, counted from what is stored.
+    """
+
+    kl: float
+    kl_tail: float
+    early: float
+    late: float
+    same_top: float
+    parts_at: tuple[int, int] | None
+    streams: tuple[float, ...]
+    log_perplexity: Interval
+    bits: float
+
+    @property
+    def first_layer(self) -> int | None:
+        return next((layer for layer, error in enumerate(self.streams) if error > 0), None)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """`itself` is the reference once more, which must be no different; `floor` is the reference by another kernel;
+    `arms` are all others, in the order they were asked for."""
+
+    model: str
+    tokens: int
+    perplexity: float
+    itself: ArmQuality
+    floor: ArmQuality
+    arms: tuple[ArmQuality, ...]
+    trained: bool = True
+
+
+@dataclass(frozen=True)
+class TimeLine:
+    """TPOT = a + b * context: seconds, and seconds a token of context, with the largest distance of a measured context
+    from the line as a share of its time."""
+
+    a: Interval
+    b: Interval
+    off: float
+
+
+@dataclass(frozen=True)
+class ContextCrossing:
+    """Where one arm's line crosses the reference's: None where neither is sure to be faster at both measured ends.
+
+    `faster` says whether the arm is sure to be faster at the shortest and at the longest context; None is not sure.
+    """
+
+    at: float | None
+    low: float
+    high: float
+    faster: tuple[bool | None, bool | None]
+
+
+@dataclass(frozen=True)
+class ArmTimes:
+    """One arm's times: TPOT by context, its line and its crossing, TTFT of a prompt, joules a token in and out.
+
+    `why` says why it has none; `kernel` what multiplies, '' where nothing of its own does; `doubts` are labels that
+    leave a verdict of the runs nothing to judge."""
+
+    arm: Arm
+    tpot: tuple[tuple[int, float], ...] = ()
+    line: TimeLine | None = None
+    crossing: ContextCrossing | None = None
+    ttft: float | None = None
+    why: str = ""
+    joules: tuple[float | None, float | None] = (None, None)
+    kernel: str = ""
+    doubts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ServingAnswer:
+    """All that was found, of which the view makes sentences."""
+
+    question: ServingQuestion
+    device: str
+    times: tuple[ArmTimes, ...]
+    prompt: int
+    quality: Quality | None
+    layers: tuple[tuple[Arm, ArmQuality], ...] = ()
+    bandwidth: float | None = None
+    runs: tuple[str, ...] = ()
+    sweep: str = ""
+    finished: bool = True
+
+    def quality_of(self, arm: Arm) -> ArmQuality | None:
+        """Of the reference, the floor."""
+        if self.quality is None:
+            return None
+        return (self.quality.floor, *self.quality.arms)[self.question.arms.index(arm)]

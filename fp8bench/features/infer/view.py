@@ -1,0 +1,254 @@
+"""The answer in at most 20 lines: a row an arm, where arms cross, and what quality they cost beside its floor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fp8bench import units
+from fp8bench.features.infer.values import ArmQuality, ArmTimes, ServingAnswer, word_of
+from fp8bench.model import Interval
+from fp8bench.model.codec import SCHEMA, encode
+from fp8bench.nn.served import Arm, attention_flops, forward_flops, step_bytes
+from fp8bench.nn.sizes import SERVED_SIZES
+from fp8bench.report.columns import Col, table
+from fp8bench.report.data.plain import Rows
+from fp8bench.report.elements import Code, Element, Page, Part, Table, Text
+
+_LEGEND = (
+    "TTFT: a prompt at once, no queue, tokeniser and sampler; in tok/s: its tokens over that (SGLang's one-batch)",
+    "TPOT: a decode step at a fixed context, vLLM's (latency - TTFT) / (tokens - 1) alone; out tok/s: batch / TPOT",
+    "TPOT = a + b x context: a is weights and overhead, b the cache's traffic; intervals of 95% by resampling rounds",
+    "W, kv: bytes that a step reads at the longest context, by count; of the embedding only its tokens' rows",
+    "of copy: these bytes over TPOT, of the copy that was measured here; cached: above that, so a cache had them",
+    "bits: of a parameter, counted from storage, embedding and head included, of the model that quality is read on",
+    "KL: of the reference's predictions from the arm's, mean and 99.9%; late: last over first quarter of positions",
+    "top: tokens with the same likeliest successor; parts: first layer, and text.token, at which something differs",
+    "1e3 ln ppl: of the ratio of perplexities, paired by token, 95% over texts; floor: another kernel",
+)  # fmt: skip
+
+
+def page_of(answer: ServingAnswer) -> Page:
+    question = answer.question
+    title = f"inference of {question.size} on {answer.device}, batch {question.batch}, "
+    title += f"context {question.contexts[0]} to {question.contexts[-1]}, eager, static cache"
+    parts: list[list[Element]] = []
+    if any(one.tpot for one in answer.times):
+        parts.append([_times(answer)])
+    parts.append([_costs(answer)])
+    parts.append([Text(words) for words in (*_crossings(answer), *_quality(answer), *_stored(answer))])
+    if answer.layers:
+        parts.append([_layers(answer), *_to_paste(answer)])
+    made = tuple(Part(f"part-{number}", "", tuple(elements)) for number, elements in enumerate(parts) if elements)
+    return Page(title, "", made, _LEGEND)
+
+
+def _name(answer: ServingAnswer, arm: Arm) -> str:
+    return word_of(arm, carrier_of(answer))
+
+
+def carrier_of(answer: ServingAnswer) -> str:
+    """That of the arms that keep something in a format: what a word without one means."""
+    kept = [arm.carrier for arm in answer.question.arms if arm.kv or arm.weights]
+    return kept[0] if kept else "bf16"
+
+
+def _times(answer: ServingAnswer) -> Table:
+    """Of the arms that have a kernel here."""
+    batch = answer.question.batch
+
+    def last(one: ArmTimes) -> float | None:
+        return one.tpot[-1][1] if one.tpot else None
+
+    def rate(count: int, seconds: float | None) -> float | None:
+        return count / seconds if seconds else None
+
+    cols: list[Col[ArmTimes]] = [
+        Col("arm", lambda one: _name(answer, one.arm)),
+        Col(f"TTFT of {answer.prompt}", lambda one: one.ttft, number=True, unit="s"),
+        Col("in tok/s", lambda one: rate(batch * answer.prompt, one.ttft), number=True, show=units.count),
+        Col(f"TPOT at {answer.question.contexts[-1]}", last, number=True, unit="s"),
+        Col("out tok/s", lambda one: rate(batch, last(one)), number=True, show=units.count),
+        Col("a", lambda one: _seconds(one.line.a if one.line else None), number=True),
+        Col("b a 1k tokens", lambda one: _seconds(one.line.b if one.line else None, 1000), number=True),
+        Col("J a token in, out", lambda one: f"{_joules(one.joules[0])}, {_joules(one.joules[1])}",
+            when=any(joules is not None for one in answer.times for joules in one.joules)),
+    ]  # fmt: skip
+    return table("times", "", cols, [one for one in answer.times if one.tpot], main=True)
+
+
+def _costs(answer: ServingAnswer) -> Table:
+    """What every arm reads, and what it does to predictions."""
+    batch, longest = answer.question.batch, answer.question.contexts[-1]
+    config, known = SERVED_SIZES[answer.question.size], {one.arm: one for one in answer.times}
+    moved = {arm: step_bytes(config, arm, batch, longest) for arm in answer.question.arms}
+
+    def share(arm: Arm) -> str | None:
+        times = known.get(arm)
+        if times is None or not times.tpot or not answer.bandwidth:
+            return None
+        found = moved[arm].total / times.tpot[-1][1] / answer.bandwidth
+        return "cached" if found > 1 else units.percent(found, 0)
+
+    def of(arm: Arm, say: Callable[[ArmQuality], str]) -> str | None:
+        quality = answer.quality_of(arm)
+        return None if quality is None else say(quality)
+
+    def mebibytes(count: int) -> str:
+        return f"{count / 2**20:.3g}"
+
+    cols: list[Col[Arm]] = [
+        Col("arm", lambda arm: _name(answer, arm) + (" (floor)" if arm == answer.question.arms[0] else "")),
+        Col("W MiB", lambda arm: mebibytes(moved[arm].weights), number=True),
+        Col("kv", lambda arm: mebibytes(moved[arm].kv), number=True),
+        Col("of copy", share, number=True, when=answer.bandwidth is not None),
+        Col("bits", lambda arm: of(arm, lambda one: f"{one.bits:.1f}"), number=True),
+        Col("KL", lambda arm: of(arm, lambda one: _short(one.kl, 1)), number=True),
+        Col("99.9%", lambda arm: of(arm, lambda one: _short(one.kl_tail, 0)), number=True),
+        Col("late", lambda arm: of(arm, lambda one: f"{one.late / one.early:.1f}x" if one.early else "-"), number=True),
+        Col("top", lambda arm: of(arm, lambda one: units.percent(one.same_top)), number=True),
+        Col("parts", lambda arm: of(arm, _parts)),
+        Col("1e3 ln ppl", lambda arm: of(arm, _ratio), number=True),
+    ]  # fmt: skip
+    return table("costs", "", cols, answer.question.arms)
+
+
+def _parts(one: ArmQuality) -> str:
+    """The first layer whose stream is another, and the first token whose likeliest successor is."""
+    layer = units.NONE if one.first_layer is None else f"L{one.first_layer}"
+    return layer if one.parts_at is None else f"{layer} {one.parts_at[0]}.{one.parts_at[1]}"
+
+
+def _short(value: float, digits: int) -> str:
+    """'2.7e-3'."""
+    mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if value else "0"
+
+
+def _ratio(one: ArmQuality) -> str:
+    ratio = one.log_perplexity
+    return f"{1e3 * ratio.point:+.1f} +-{1e3 * max(ratio.high - ratio.point, ratio.point - ratio.low):.1f}"
+
+
+def _joules(joules: float | None) -> str:
+    return units.NONE if joules is None else f"{joules:.2g} J"
+
+
+def _seconds(interval: Interval | None, times: int = 1) -> str:
+    """The value and how far its interval reaches, whichever side reaches further."""
+    if interval is None:
+        return units.NONE
+    reach = max(interval.high - interval.point, interval.point - interval.low) * times
+    return f"{units.seconds(interval.point * times)} +-{units.seconds(reach, 2)}"
+
+
+def _crossings(answer: ServingAnswer) -> Iterator[str]:
+    if answer.sweep:
+        yield f"by batch, at context {answer.question.contexts[0]}: {answer.sweep}"
+    reference = _name(answer, answer.question.arms[0])
+    low, high = answer.question.contexts[0], answer.question.contexts[-1]
+    for one in answer.times:
+        name, crossing = _name(answer, one.arm), one.crossing
+        off = f" ({units.percent(one.line.off, 0)} off its line)" if one.line and one.line.off > 0.1 else ""
+        doubt = f"; doubtful: {', '.join(one.doubts)}" if one.doubts else ""
+        if crossing is not None and crossing.at is not None:
+            words = "pays from" if crossing.faster[1] else "pays up to"
+            yield (
+                f"{name} {words} a context of {crossing.at:.0f} ({crossing.low:.0f} to {crossing.high:.0f}) against "
+                f"{reference}{off}{doubt}"
+            )
+        elif crossing is not None:
+            yield f"{name} against {reference}: no crossing in {low} to {high}; {_ends(crossing.faster)}{off}{doubt}"
+        elif one.why and one.kernel:
+            yield f"{name}: not timed, {one.why}"
+    without = [one for one in answer.times if one.why and not one.kernel]
+    if without:
+        gains = ", ".join(f"{_name(answer, one.arm)} {_derived(answer, one.arm)}" for one in without)
+        yield f"no kernel, not timed; derived from bytes, no crossing: at most {gains}"
+
+
+def _ends(faster: tuple[bool | None, bool | None]) -> str:
+    """At the shortest and at the longest context."""
+    first, last = ({True: "faster", False: "slower", None: "not told apart"}[end] for end in faster)
+    return f"{first} at both ends" if first == last else f"{first}, then {last}"
+
+
+def _derived(answer: ServingAnswer, arm: Arm) -> str:
+    """By bytes alone at the longest context: a step reads fewer at every one, so that the lines cross nowhere."""
+    config, batch, longest = SERVED_SIZES[answer.question.size], answer.question.batch, answer.question.contexts[-1]
+    both = [step_bytes(config, one, batch, longest).total for one in (answer.question.arms[0], arm)]
+    return f"{both[0] / both[1]:.1f}x"
+
+
+def _quality(answer: ServingAnswer) -> Iterator[str]:
+    quality = answer.quality
+    if quality is None:
+        return
+    whose = "" if quality.trained else ", random weights: arithmetic only"
+    yield (
+        f"quality on {quality.model}{whose}, {quality.tokens} tokens: KL of the reference is "
+        f"{quality.itself.kl:g} from itself, {quality.floor.kl:.0e} by another kernel"
+    )
+
+
+def _stored(answer: ServingAnswer) -> Iterator[str]:
+    if answer.runs:
+        yield f"stored as runs {', '.join(answer.runs)}"
+
+
+def _layers(answer: ServingAnswer) -> Table:
+    what = answer.question.check_layers
+    cols: list[Col[tuple[Arm, ArmQuality]]] = [
+        Col("low alone", lambda pair: f"{what} of layer {_low_layer(pair[0], what)[0]}"),
+        Col("KL", lambda pair: _short(pair[1].kl, 1), number=True),
+        Col("top", lambda pair: units.percent(pair[1].same_top), number=True),
+        Col("1e3 ln ppl", lambda pair: _ratio(pair[1]), number=True),
+    ]
+    return table("layers", "one layer low at a time, the worst first", cols, answer.layers)
+
+
+def _low_layer(arm: Arm, what: str) -> tuple[str, str]:
+    """The one layer that is low, and its format."""
+    layer, _, low = (arm.kv if what == "kv" else arm.weights).partition("@")[2].partition("=")
+    return layer, low
+
+
+def _to_paste(answer: ServingAnswer) -> Iterator[Element]:
+    """The arm that leaves the worst layer high."""
+    what = answer.question.check_layers
+    layer, low = _low_layer(answer.layers[0][0], what)
+    yield Text("with the worst one high:")
+    yield Code(f"fp8bench infer --arms {what}={low}@{layer}={carrier_of(answer)}")
+
+
+def value_of(answer: ServingAnswer) -> dict[str, Any]:
+    """Everything, with the FLOPs of a prompt: those of attention apart."""
+    question = answer.question
+    config, prompt = SERVED_SIZES[question.size], answer.prompt
+    attention = attention_flops(config, question.batch, prompt * (prompt + 1) / 2)
+    whole = forward_flops(config, question.batch, prompt, prompt)
+    moved = [step_bytes(config, arm, question.batch, question.contexts[-1]) for arm in question.arms]
+    prefill = {"flops": whole, "attention_flops": attention}
+    return {"schema": SCHEMA, **encode(answer), "prefill": prefill, "bytes": encode(tuple(moved))}
+
+
+def rows_of(answer: ServingAnswer) -> Rows:
+    """A row an arm; numbers with all their digits."""
+    rows = []
+    for one in answer.times:
+        quality = answer.quality_of(one.arm)
+        moved = step_bytes(
+            SERVED_SIZES[answer.question.size], one.arm, answer.question.batch, answer.question.contexts[-1]
+        )
+        line, crossing = one.line, one.crossing
+        rows.append({
+            "arm": _name(answer, one.arm), "ttft": one.ttft,
+            **{f"tpot_{context}": seconds for context, seconds in one.tpot},
+            "a": line and line.a.point, "a_low": line and line.a.low, "a_high": line and line.a.high,
+            "b": line and line.b.point, "b_low": line and line.b.low, "b_high": line and line.b.high,
+            "break_even": crossing and crossing.at, "weight_bytes": moved.weights, "kv_bytes": moved.kv,
+            "kl": quality and quality.kl, "kl_tail": quality and quality.kl_tail, "why": one.why,
+            "log_perplexity_ratio": quality and quality.log_perplexity.point,
+        })  # fmt: skip
+    names = dict.fromkeys(name for row in rows for name in row)
+    return tuple(names), [{name: row.get(name) for name in names} for row in rows]

@@ -1,0 +1,235 @@
+"""What a served model keeps its weights, keys and values in: formats by name, bytes by count, arms in words.
+
+No torch here: plans read it. An arm names a format for keys and values, one for the weights of its blocks, and the
+dtype of all else; either may differ by layer: `fp8@0-3=bf16` is fp8, and bf16 in the first four.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from fp8bench.errors import UsageError
+from fp8bench.formats import hardware
+from fp8bench.formats.grids import E2M1, E4M3, Format
+from fp8bench.formats.recipes import MX, NVFP4, ROW, TENSOR, Scaling
+from fp8bench.model import DeviceFacts, Scalar, Support
+from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
+from fp8bench.protocols import Precision
+from fp8bench.protocols.axes import one_of
+
+SERVED, OWN = "served", "own"
+CARRIERS = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class KeptFormat:
+    """How numbers are kept: so many bits each, and the bytes of a scale that `shared` says who shares.
+
+    `shared` is 'all' (a tensor), 'head', 'row', the length of a block along the row, or 0: no scale. `above` are the
+    bytes of one more scale a tensor. `fmt` and `scaling` are None of torch's own dtypes and of integers.
+    """
+
+    bits: int
+    scale_bytes: int = 0
+    shared: str | int = 0
+    above: int = 0
+    fmt: Format | None = None
+    scaling: Scaling | None = None
+
+    def bytes(self, rows: int, columns: int, heads: int = 1) -> int:
+        """Of a matrix, or of a head's share of a cache times all heads: codes and scales."""
+        blocks = -(-columns // self.shared) if isinstance(self.shared, int) and self.shared else 0
+        scales = {"all": 1, "head": heads, "row": rows}.get(str(self.shared), rows * blocks)
+        return rows * -(-columns * self.bits // 8) + scales * self.scale_bytes + self.above
+
+
+PLAIN = {name: KeptFormat(8 * size) for name, size in CARRIERS.items()}
+# A scale of 1.0 is what servers take where a checkpoint has none.
+KV_FORMATS: Mapping[str, KeptFormat] = {
+    **PLAIN,
+    "fp8": KeptFormat(8, fmt=E4M3),
+    "fp8-tensor": KeptFormat(8, 4, "all", fmt=E4M3, scaling=TENSOR),
+    "fp8-head": KeptFormat(8, 4, "head", fmt=E4M3, scaling=TENSOR),
+    "fp8-token": KeptFormat(8, 4, "row", fmt=E4M3, scaling=ROW),
+    "mxfp4": KeptFormat(4, 1, 32, fmt=E2M1, scaling=MX),
+    "nvfp4": KeptFormat(4, 1, 16, 4, E2M1, NVFP4),
+}
+WEIGHT_FORMATS: Mapping[str, KeptFormat] = {
+    **PLAIN,
+    "int8": KeptFormat(8, 2, "row"),
+    "int4": KeptFormat(4, 4, 128),
+    "fp8": KeptFormat(8, 4, "row", fmt=E4M3, scaling=ROW),
+    "mxfp4": KeptFormat(4, 1, 32, fmt=E2M1, scaling=MX),
+    "nvfp4": KeptFormat(4, 1, 16, 4, E2M1, NVFP4),
+}
+# torch's products for these on a processor; both take bf16 activations.
+CPU_KERNELS = {"int8": "_weight_int8pack_mm", "int4": "_weight_int4pack_mm_for_cpu"}
+INT4_GROUPS = (128, 64, 32)
+_LAYERED = re.compile(r"(\d+)(?:-(\d+))?=([a-z0-9-]+)")
+
+
+def int4_format(columns: int) -> KeptFormat:
+    """Groups of 128, or of fewer where rows are no multiple of that: then there are more scales."""
+    return KeptFormat(4, 4, next(size for size in INT4_GROUPS if columns % size == 0))
+
+
+@dataclass(frozen=True)
+class Arm:
+    """`weights` is a format, or `own`: those of the case's precision, with its activations. `low_inputs` says that
+    activations are rounded to the weights' format too."""
+
+    carrier: str = "bf16"
+    kv: str = ""
+    weights: str = ""
+    low_inputs: bool = False
+
+    def kv_of(self, layers: int) -> list[str]:
+        return by_layer(self.kv or self.carrier, layers)
+
+    def weights_of(self, layers: int) -> list[str]:
+        return by_layer(self.weights or self.carrier, layers)
+
+
+def kept_word(known: Mapping[str, KeptFormat], *others: str) -> Callable[[str], str]:
+    """The parser of a format, or of another word, with its exceptions by layer; '' is the carrier."""
+
+    def parse(text: str) -> str:
+        usual, *exceptions = text.split("@")
+        if text:
+            one_of(*others, *known)(usual)
+        for exception in exceptions:
+            match = _LAYERED.fullmatch(exception)
+            if match is None or int(match[2] or match[1]) < int(match[1]):
+                raise ValueError(f"expected LAYER=FORMAT or FIRST-LAST=FORMAT behind '@', not {exception!r}")
+            one_of(*known)(match[3])
+        return text
+
+    return parse
+
+
+def by_layer(word: str, layers: int) -> list[str]:
+    """The format of each layer; UsageError for one that the model has not."""
+    usual, *exceptions = word.split("@")
+    formats = [usual] * layers
+    for exception in exceptions:
+        match = _LAYERED.fullmatch(exception)
+        assert match is not None
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last >= layers:
+            raise UsageError(f"{word!r} names layer {last}, and the model has layers 0 to {layers - 1}.")
+        formats[first : last + 1] = [match[3]] * (last + 1 - first)
+    return formats
+
+
+def arm_of(params: Mapping[str, Scalar], precision: Precision) -> Arm:
+    """What a case keeps, from its precision and its axes. UsageError where both say it."""
+    kv, weights = str(params["kv"]), str(params["weights"])
+    chosen = precision.chosen
+    if precision.name == SERVED:
+        if (kv, weights) != (OWN, OWN):
+            raise UsageError(f"{precision.mode} says what is kept, and kv={kv}, weights={weights} say it again.")
+        low = chosen["activations"] == "low"
+        return Arm(str(chosen["carrier"]), str(chosen["kv"]), str(chosen["weights"]), low)
+    carrier = precision.carried_by or precision.name
+    own_weights = OWN if precision.carried_by else carrier
+    return Arm(carrier, "" if kv == OWN else kv, own_weights if weights == OWN else weights)
+
+
+def served_support(params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    """Native only where nothing has to be restored before it is multiplied."""
+    try:
+        arm = arm_of(params, precision)
+        layers = SERVED_SIZES[str(params["size"])].layers
+        kv, weights = set(arm.kv_of(layers)), set(arm.weights_of(layers))
+    except UsageError as error:
+        return hardware.refused(str(error))
+    if arm.carrier not in CARRIERS:
+        return hardware.refused(f"a served model's values travel in {' or '.join(CARRIERS)}, not in {arm.carrier}")
+    if precision.whole_layers or (precision.name != SERVED and precision.float32_products != "highest"):
+        return hardware.refused(f"{precision.mode} has no weights that could be kept: choose another dtype")
+    if weights not in ({OWN}, {arm.carrier}) and precision.carried_by:
+        return hardware.refused(f"{precision.mode} keeps weights its own way: weights={params['weights']} is another")
+    support = hardware.native("torch's own products") if precision.name == SERVED else precision.support(facts)
+    wide = sorted(kv - {arm.carrier})
+    if wide:
+        return hardware.emulated(f"keys and values in {', '.join(wide)} are restored before torch's attention")
+    kept = sorted(weights - {arm.carrier, OWN})
+    if not kept:
+        return support
+    native = not facts.accelerated and arm.carrier == "bf16" and not arm.low_inputs and set(kept) <= set(CPU_KERNELS)
+    if native:
+        return hardware.native(f"torch's {', '.join(CPU_KERNELS[name] for name in kept)}")
+    return hardware.emulated(f"weights in {', '.join(kept)} are restored before they are multiplied")
+
+
+# Name -> its shape, and the standard deviation of random ones (0: ones, as norms begin).
+Shapes = dict[str, tuple[tuple[int, ...], float]]
+
+
+def served_shapes(config: GPTConfig) -> Shapes:
+    """All parameters of a served model, by their names in fp8bench's GPT, in its order."""
+    width, gain = config.width, (2 * config.layers) ** -0.5
+    heads = (config.heads + 2 * config.key_heads) * config.head_width
+    up = config.hidden * (2 if config.modern else 1)
+    shapes: Shapes = {"embedding": ((config.vocabulary, width), 0.02)}
+    if not config.modern:
+        shapes["positions"] = ((config.sequence, width), 0.01)
+    for block in range(config.layers):
+        shapes |= {
+            f"blocks.{block}.norm_attn.weight": ((width,), 0.0),
+            f"blocks.{block}.norm_mlp.weight": ((width,), 0.0),
+            f"blocks.{block}.attn.qkv.weight": ((heads, width), width**-0.5),
+            f"blocks.{block}.attn.out.weight": ((width, width), gain * width**-0.5),
+            f"blocks.{block}.mlp.up.weight": ((up, width), width**-0.5),
+            f"blocks.{block}.mlp.down.weight": ((width, config.hidden), gain * config.hidden**-0.5),
+        }
+    return {**shapes, "norm.weight": ((width,), 0.0), "head.weight": ((config.vocabulary, width), width**-0.5)}
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What a decode step reads at least: weights, of the embedding the rows of its tokens, and keys and values."""
+
+    weights: int
+    kv: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv
+
+
+def step_bytes(config: GPTConfig, arm: Arm, batch: int, context: int) -> StepBytes:
+    """By count, for weights in formats of this page: `own` ones of a precision are not known here."""
+    wide, weights = CARRIERS[arm.carrier], 0
+    formats = arm.weights_of(config.layers)
+    for name, (shape, _) in served_shapes(config).items():
+        if name in ("embedding", "positions"):
+            weights += batch * shape[-1] * wide if name == "embedding" else shape[-1] * wide
+        elif name.startswith("blocks.") and len(shape) == 2:
+            kept = formats[int(name.split(".")[1])]
+            weights += (int4_format(shape[1]) if kept == "int4" else WEIGHT_FORMATS[kept]).bytes(*shape)
+        else:
+            weights += prod(shape) * wide
+    rows = batch * config.key_heads * context
+    kv = sum(2 * KV_FORMATS[name].bytes(rows, config.head_width, config.key_heads) for name in arm.kv_of(config.layers))
+    return StepBytes(weights, kv)
+
+
+def served_memory(config: GPTConfig, batch: int, context: int) -> float:
+    """What a state surely needs: weights and cache at half a byte a number, beside the embedding in two."""
+    cache = 2.0 * config.layers * batch * context * config.key_heads * config.head_width
+    return 2.0 * config.vocabulary * config.width + 0.5 * (config.layers * config.block_weights + cache)
+
+
+def forward_flops(config: GPTConfig, batch: int, new: int, context: int) -> float:
+    """Two a weight and token (of the head once a sequence), and attention's two products over what each token sees."""
+    linear = 2.0 * batch * (new * config.layers * config.block_weights + config.vocabulary * config.width)
+    seen = new * (context - new) + new * (new + 1) / 2
+    return linear + attention_flops(config, batch, seen)
+
+
+def attention_flops(config: GPTConfig, batch: int, seen: float) -> float:
+    return 4.0 * batch * config.layers * config.width * seen

@@ -1,0 +1,103 @@
+"""What the suites prefill and decode have in common. No torch here: plans read it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from fp8bench.errors import UsageError
+from fp8bench.model import DeviceFacts, Params, Scalar, Support, Work
+from fp8bench.nn.served import (
+    KV_FORMATS,
+    OWN,
+    WEIGHT_FORMATS,
+    Arm,
+    arm_of,
+    by_layer,
+    forward_flops,
+    kept_word,
+    served_memory,
+    served_support,
+)
+from fp8bench.nn.sizes import SERVED_SIZES, gpt_layers
+from fp8bench.protocols import Layer, Phases, Precision, Setup, Workload
+from fp8bench.protocols.axes import Axis, one_of, whole_number
+
+if TYPE_CHECKING:
+    from fp8bench.nn.serving import ServedState
+
+
+class ServedWorkload(Workload):
+    """A model with a static cache. A step is `new` tokens at the end of the context, by default all of it; `usual` are
+    the size and context on a CPU, and on a GPU, and `context_words` what a context is."""
+
+    dtypes = ("fp32", "bf16")
+    layer_kinds = ("attn", "mlp", "head")
+    fused = False
+    batch_axis = "batch"
+    usual: ClassVar[tuple[tuple[str, str], tuple[str, str]]]
+    context_words: ClassVar[str]
+    new: ClassVar[int | None] = None
+
+    @abstractmethod
+    def precision(self, setup: Setup) -> Precision:
+        """That of the case."""
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        size, context = self.usual[facts.accelerated]
+        formats = (("kv", "keys and values", KV_FORMATS), ("weights", "its blocks' weights", WEIGHT_FORMATS))
+        return (
+            Axis("size", f"the model: {', '.join(SERVED_SIZES)}", (size,), one_of(*SERVED_SIZES)),
+            Axis("batch", "sequences that are served together", ("1",), whole_number(high=1 << 14)),
+            Axis("context", self.context_words, (context,), whole_number(high=1 << 20)),
+            *(
+                Axis(name, f"what {what} are kept in: {', '.join(known)}, as in {list(known)[2]}@0-3=bf16 by layer; "
+                     f"{OWN}: as the dtype says", (OWN,), kept_word(known, OWN))
+                for name, what, known in formats
+            ),
+        )  # fmt: skip
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        """Raise for a context that the model does not have, and for layers that it has not."""
+        size, context = str(params["size"]), int(params["context"])
+        config = SERVED_SIZES[size]
+        if context > config.sequence:
+            raise UsageError(f"context={context} is too long: {size} has positions for {config.sequence}. Choose less.")
+        for axis in ("kv", "weights"):
+            by_layer(str(params[axis]), config.layers)
+        return super().expand(params)
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        config, batch, context = SERVED_SIZES[str(params["size"])], int(params["batch"]), int(params["context"])
+        new = self.new or context
+        flops = forward_flops(config, batch, new, context)
+        return Work(flops, batch * new, least_memory=served_memory(config, batch, context))
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        return served_support(params, precision, facts)
+
+    def layer_support(
+        self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
+    ) -> Support:
+        return precision.support(facts)
+
+    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        return gpt_layers(SERVED_SIZES[str(params["size"])].layers)
+
+    def prepare(self, setup: Setup) -> ServedState:
+        from fp8bench.nn.serving import served_state
+
+        return served_state(setup, *self._asked(setup))
+
+    def step(self, state: ServedState, phase: Phases) -> None:
+        state.step(phase)
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        from fp8bench.nn.serving import logits_error
+
+        return logits_error(setup, *self._asked(setup))
+
+    def _asked(self, setup: Setup) -> tuple[Arm, tuple[Layer, ...], int]:
+        params = dict(setup.case.params)
+        return arm_of(params, self.precision(setup)), self.layers(params), self.new or int(params["context"])

@@ -1,0 +1,27 @@
+"""Prefill: a whole prompt through a model into an empty cache, at once."""
+
+from __future__ import annotations
+
+from fp8bench.nn.served_workload import ServedWorkload
+from fp8bench.protocols import Grid, Precision, Setup
+from fp8bench.registry import precisions, workloads
+
+
+@workloads.register("prefill")
+class Prefill(ServedWorkload):
+    """`context` tokens of each sequence at once, ids straight in, and the logits of the last. Attention reads keys and
+    values as the cache keeps them, as later tokens will. A step's time is TTFT without queue and tokeniser, and
+    batch x context / time is input tokens/s. Scales of a tensor or of heads come from the prompt itself.
+    """
+
+    name = "prefill"
+    summary = "a whole prompt through a GPT into an empty cache of keys and values, at once"
+    usual = (("nano", "128"), ("llama-1b", "2048"))
+    context_words = "tokens of each prompt"
+    history = Grid(
+        cpu={"size": ("nano",), "context": ("128",)}, gpu={"size": ("llama-1b",), "context": ("2048",)},
+        phases=("gemm", "attention", "elementwise"), errors=("logits_error",), per="tokens",
+    )  # fmt: skip
+
+    def precision(self, setup: Setup) -> Precision:
+        return precisions.get(setup.case.precision)

@@ -1,0 +1,9 @@
+"""What asv follows of the suite decode."""
+
+from fp8bench import asv_bridge
+
+
+class Decode(asv_bridge.Suite):
+    """Its declared grid; see Grid in fp8bench/workloads/decode.py."""
+
+    workload = "decode"

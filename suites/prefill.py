@@ -1,0 +1,9 @@
+"""What asv follows of the suite prefill."""
+
+from fp8bench import asv_bridge
+
+
+class Prefill(asv_bridge.Suite):
+    """Its declared grid; see Grid in fp8bench/workloads/prefill.py."""
+
+    workload = "prefill"

@@ -1,0 +1,293 @@
+"""Inference: what an arm is, lines and crossings by simulation, quality on a trained model, and the answer in lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fp8bench.errors import UsageError
+from fp8bench.features.infer.fits import LineDraws, crossing_of, line_of
+from fp8bench.features.infer.job import HELD_OUT, SHIPPED, WEIGHTS, WINDOW, held_out_text, layer_arms
+from fp8bench.features.infer.quality import quality_of, weights_in
+from fp8bench.features.infer.values import (
+    ArmTimes,
+    Quality,
+    QualityTask,
+    ServingAnswer,
+    ServingQuestion,
+    arm_in_words,
+    dtype_of,
+    word_of,
+)
+from fp8bench.features.infer.view import page_of, rows_of, value_of
+from fp8bench.model import Level
+from fp8bench.nn.served import OWN, Arm, served_shapes, served_support
+from fp8bench.nn.sizes import SERVED_SIZES
+from fp8bench.protocols import SilentPhases
+from fp8bench.registry import precisions, workloads
+from fp8bench.report.terminal.layout import render
+from suites.inference_fixture import HELD_OUT as NOT_TRAINED_ON
+from tests.commands import Say
+from tests.workloads.steps import CPU, Operations, small
+
+CONTEXTS = (128, 512, 1024, 2048)
+
+
+def test_words_of_arms_and_back() -> None:
+    for word in (
+        "bf16",
+        "kv=fp8",
+        "kv=fp8@0-1=bf16",
+        "weights=int8",
+        "kv=nvfp4+weights=int4",
+        "weights=fp8+activations=low",
+    ):
+        arm = arm_in_words(word, "bf16")
+        assert word_of(arm, "bf16") == word
+        assert precisions.canonical(dtype_of(arm)) == dtype_of(arm)
+    assert arm_in_words("kv=fp8+kv@0-3=bf16", "bf16").kv == "fp8@0-3=bf16"
+    assert dtype_of(Arm("fp32", "fp8")) == "served:carrier=fp32:kv=fp8"
+    for wrong in ("kv", "kv=fp9", "cache=fp8", "kv=fp8+", "kv=own", "kv=", "weights=int8@x=bf16", "fp8"):
+        with pytest.raises(UsageError, match="is no arm"):
+            arm_in_words(wrong, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "level", "words"),
+    [
+        ("fp32", Level.NATIVE, ""), ("bf16", Level.NATIVE, ""),
+        ("served:weights=int8", Level.NATIVE, "_weight_int8pack_mm"),
+        ("served:weights=int4", Level.NATIVE, "_weight_int4pack_mm_for_cpu"),
+        ("served:weights=int8:activations=low", Level.EMULATED, "restored"),
+        ("served:carrier=fp32:weights=int8", Level.EMULATED, "restored"),
+        ("served:kv=fp8", Level.EMULATED, "restored"), ("served:kv=fp8@0-1=bf16", Level.NATIVE, ""),
+        ("fp8", Level.EMULATED, ""), ("fp16", Level.REFUSED, "travel in"), ("tf32", Level.REFUSED, ""),
+        ("served:kv=fp8@7=bf16", Level.REFUSED, "layer 7"),
+    ],
+)  # fmt: skip
+def test_who_has_a_kernel(dtype: str, level: Level, words: str) -> None:
+    params = {"size": "nano", "kv": OWN, "weights": OWN}
+    support = served_support(params, precisions.get(dtype), CPU)
+    assert support.level is level and words in support.reason
+
+
+def test_an_axis_and_a_dtype_that_both_say_it_are_refused() -> None:
+    params = {"size": "nano", "kv": "fp8", "weights": OWN}
+    assert "say it again" in served_support(params, precisions.get("served:kv=bf16"), CPU).reason
+    assert served_support(params, precisions.get("fp32"), CPU).level is Level.EMULATED
+
+
+def test_a_step_fills_no_cache_and_is_the_same_each_time() -> None:
+    """Nothing is drawn in it, and nothing but its own position written: what is timed is one token."""
+    for name, new in (("decode", 1), ("prefill", 24)):
+        workload, setup = workloads.get(name), small(name, "bf16")
+        state = workload.prepare(setup)
+        assert state.tokens.shape == (2, new) and state.at + new == setup.case.param("context")
+        before = [heads.codes.clone() for pair in state.model.cache for heads in pair]
+        with Operations() as seen:
+            workload.step(state, SilentPhases())
+        assert not {"normal_", "randn", "uniform_", "random_"} & set(seen.names)
+        first = state.logits.clone()
+        workload.step(state, SilentPhases())
+        assert torch.equal(first, state.logits)
+        after = [heads.codes for pair in state.model.cache for heads in pair]
+        for old, now in zip(before, after, strict=True):
+            assert torch.equal(old[:, :, : state.at], now[:, :, : state.at])
+            assert not torch.equal(old[:, :, state.at :], now[:, :, state.at :])
+        state.tokens.add_(1)  # no prefix is warm: other tokens give other logits
+        workload.step(state, SilentPhases())
+        assert not torch.equal(first, state.logits)
+
+
+def test_every_arm_does_the_same_work() -> None:
+    """Tokens and FLOPs are those of the parameters, whatever is kept in which format."""
+    workload = workloads.get("decode")
+    work = workload.work({"size": "llama3-8b", "batch": 3, "context": 8192})
+    assert work.tokens == 3
+    weights = 32 * 218_103_808 + 128256 * 4096
+    assert work.flops == 2 * 3 * weights + 4 * 3 * 32 * 4096 * 8192
+    with pytest.raises(UsageError, match="too long"):
+        workload.expand({"size": "gpt2", "batch": 1, "context": 1025, "kv": OWN, "weights": OWN})
+
+
+def swept(seed: int, rounds: int, spread: float, a: float, b: float) -> dict[int, tuple[float, ...]]:
+    """Rounds of a line under noise that mostly adds."""
+    random = np.random.default_rng(seed)
+    noise = {
+        context: 1 + abs(random.normal(0, spread / 2, rounds)) + random.lognormal(0, spread, rounds) - 1
+        for context in CONTEXTS
+    }
+    return {context: tuple(((a + b * context) * noise[context]).tolist()) for context in CONTEXTS}
+
+
+def fitted(seed: int, rounds: int, spread: float, a: float, b: float) -> LineDraws:
+    line = line_of(swept(seed, rounds, spread, a, b))
+    assert line is not None
+    return line
+
+
+def covered(sweeps: int, rounds: int, spread: float) -> tuple[float, float, float]:
+    """How often a, b and the crossing at 800 tokens lie in their intervals; 'no crossing' claims nothing."""
+    random = np.random.default_rng(99)
+    many = 1 + abs(random.normal(0, spread / 2, 400_000)) + random.lognormal(0, spread, 400_000) - 1
+    fast = np.sort(many)[:100_000].mean()
+    held = np.zeros(3)
+    for sweep in range(sweeps):
+        line, other = fitted(2 * sweep, rounds, spread, 1e-3, 6e-7), fitted(2 * sweep + 1, rounds, spread, 8e-4, 8.5e-7)
+        crossing = crossing_of(other, line, CONTEXTS)
+        for place, (interval, true) in enumerate(((line.line.a, 1e-3), (line.line.b, 6e-7))):
+            held[place] += interval.low <= true * fast <= interval.high
+        held[2] += crossing.at is None or crossing.low <= 800 <= crossing.high
+    a, b, at = held / sweeps
+    return float(a), float(b), float(at)
+
+
+def test_intervals_hold_the_truth() -> None:
+    assert min(covered(60, 10, 0.02)) >= 0.93
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rounds", "spread"), [(10, 0.01), (10, 0.05), (24, 0.01), (24, 0.05)])
+def test_intervals_hold_the_truth_in_200_sweeps(rounds: int, spread: float) -> None:
+    assert min(covered(200, rounds, spread)) >= 0.95
+
+
+def test_crossings_are_told_where_there_are_any() -> None:
+    reference = fitted(1, 24, 0.01, 1e-3, 6e-7)
+    sooner = crossing_of(fitted(2, 24, 0.01, 8e-4, 8.5e-7), reference, CONTEXTS)
+    later = crossing_of(fitted(3, 24, 0.01, 1.2e-3, 3.5e-7), reference, CONTEXTS)
+    for crossing, ends in ((sooner, (True, False)), (later, (False, True))):
+        assert crossing.faster == ends and crossing.at is not None
+        assert crossing.low < 800 < crossing.high and crossing.high < 2 * crossing.low
+    slower = crossing_of(fitted(4, 24, 0.01, 1.2e-3, 9e-7), reference, CONTEXTS)
+    assert slower.at is None and slower.faster == (False, False)
+    same = crossing_of(fitted(5, 24, 0.01, 1e-3, 6e-7), reference, CONTEXTS)
+    assert same.at is None
+    beyond = crossing_of(
+        fitted(6, 24, 0.01, 2e-3, 5e-7), reference, CONTEXTS
+    )  # at 10,000: not within what was measured
+    assert beyond.at is None
+    assert line_of(dict.fromkeys(CONTEXTS[:3], (1e-3,) * 10)) is None
+
+
+ARMS = tuple(
+    arm_in_words(word, "bf16")
+    for word in ("fp32", "bf16", "kv=fp8", "kv=fp8-token", "kv=nvfp4", "weights=int8", "weights=int4")
+)
+
+
+def quality(text: tuple[tuple[int, ...], ...], weights: str = str(WEIGHTS), arms: tuple[Arm, ...] = ARMS) -> Quality:
+    return quality_of(QualityTask(SHIPPED, weights, text, arms, CPU, 0))
+
+
+@pytest.fixture(scope="module")
+def found() -> Quality:
+    return quality(held_out_text(1024))
+
+
+def test_the_shipped_model_is_trained_and_its_text_held_out(found: Quality) -> None:
+    """Chance would be a perplexity of 128; other weights in one place are seen at once."""
+    assert found.trained and found.perplexity < 7
+    assert HELD_OUT == NOT_TRAINED_ON
+    assert WEIGHTS.stat().st_size < 400_000
+    assert all(len(window) == WINDOW + 1 and max(window) < 128 for window in held_out_text(1024))
+    config = SERVED_SIZES[SHIPPED]
+    assert (
+        sum(weights_in(WEIGHTS, config, "cpu")(name).numel() for name in served_shapes(config)) * 2
+        == WEIGHTS.stat().st_size
+    )
+    random = quality(held_out_text(256), "", ARMS[:2])
+    assert not random.trained and random.perplexity > 100
+
+
+def test_quality_has_a_zero_a_floor_and_an_order(found: Quality) -> None:
+    assert found.itself.kl == found.itself.kl_tail == 0 and found.itself.same_top == 1
+    assert found.itself.first_layer is None and found.itself.parts_at is None
+    assert 0 < found.floor.kl < 1e-9
+    bf16, fp8, fp8_token, nvfp4, int8, int4 = found.arms
+    assert found.floor.kl < bf16.kl < int8.kl < int4.kl and bf16.kl < fp8_token.kl < fp8.kl * 1.05 < nvfp4.kl
+    assert all(arm.first_layer == 0 and arm.log_perplexity.low <= arm.log_perplexity.high for arm in found.arms)
+    assert bf16.bits == 16.0 and int8.bits < 9.5 and int4.bits < 6
+    # The stream's error grows through the stack of layers, where keys and values are low.
+    assert list(fp8.streams) == sorted(fp8.streams)
+
+
+def test_kl_is_that_of_the_definition(found: Quality) -> None:
+    """By plain sums over one window, from the two models' own logits."""
+    text = held_out_text(256)[:1]
+    own = quality(text, arms=ARMS[:2])
+    from fp8bench.features.infer.quality import _predicted
+
+    config = replace(SERVED_SIZES[SHIPPED], sequence=WINDOW)
+    weight = weights_in(WEIGHTS, config, "cpu")
+    p, q = (_predicted(config, weight, arm, torch.tensor(text)).logs[0].exp().numpy() for arm in ARMS[:2])
+    total = sum(p[t][i] * np.log(p[t][i] / q[t][i]) for t in range(WINDOW) for i in range(128) if p[t][i] > 0)
+    assert own.arms[0].kl == pytest.approx(total / WINDOW, rel=1e-6)
+
+
+def test_layers_alone() -> None:
+    arms = layer_arms("kv", Arm("fp32"), [Arm("bf16"), Arm("bf16", "fp8@0=bf16")], 3)
+    assert [arm.kv for arm in arms] == ["fp32@0=fp8", "fp32@1=fp8", "fp32@2=fp8"]
+    with pytest.raises(UsageError, match="no arm has weights"):
+        layer_arms("weights", Arm("fp32"), [Arm("bf16", "fp8")], 3)
+
+
+def answer_of(found: Quality) -> ServingAnswer:
+    arms = (Arm("fp32"), Arm("bf16"), Arm("bf16", "fp8"), Arm("bf16", "", "int8"), Arm("bf16", "fp8", "int8"))
+    question = ServingQuestion("nano", arms, CONTEXTS, 1, True, 1024)
+    lines = [fitted(1, 24, 0.01, 1e-3, 6e-7), fitted(2, 24, 0.01, 1.2e-3, 9e-7), fitted(3, 24, 0.01, 8e-4, 8.5e-7)]
+
+    def times(arm: Arm, line: LineDraws) -> ArmTimes:
+        tpot = tuple((context, float(line.at(np.array([context])).mean())) for context in CONTEXTS)
+        crossing = None if arm is arms[0] else crossing_of(line, lines[0], CONTEXTS)
+        return ArmTimes(arm, tpot, line.line, crossing, 0.01, kernel="torch's own products")
+
+    timed = tuple(times(arm, line) for arm, line in zip((arms[0], arms[1], arms[3]), lines, strict=True))
+    timed += tuple(ArmTimes(arm, why="keys and values in fp8 are restored") for arm in (arms[2], arms[4]))
+    some = replace(found, arms=tuple(found.arms[place] for place in (0, 1, 4, 1)))
+    return ServingAnswer(question, "cpu", timed, 128, some, bandwidth=1e9, runs=("12345678", "9abcdef0"))
+
+
+def test_the_answer_fits_on_twenty_lines_and_names_what_matters(found: Quality) -> None:
+    answer = answer_of(found)
+    text = render(page_of(answer), 100, False, False)
+    lines = text.split("--explain")[0].strip().splitlines()
+    assert len(lines) <= 20, text
+    assert (
+        "weights=int8 pays up to a context of" in text
+        and "bf16 against fp32: no crossing in 128 to 2048; slower" in text
+    )
+    assert "derived from bytes" in text and "(floor)" in text and "KL" in text
+    assert "cached" in text  # nothing is read faster than it can be
+    names, rows = rows_of(answer)
+    assert len(rows) == 5 and set(names) >= {"arm", "a", "b_low", "break_even", "kl", "kv_bytes"}
+    value = value_of(answer)
+    assert 0 < value["prefill"]["attention_flops"] < value["prefill"]["flops"]
+
+
+@pytest.fixture
+def refused(fp8bench: Say) -> Callable[..., str]:
+    def words(*options: str) -> str:
+        code, out, err = fp8bench("infer", *options)
+        assert code == 2 and not out
+        return err
+
+    return words
+
+
+def test_bad_input_is_a_sentence(refused: Callable[..., str], tmp_path: Path) -> None:
+    store = ("--store", str(tmp_path))
+    assert "has positions for 1 to 1024" in refused("--size", "gpt2", "--contexts", "128,256,512,2048", *store)
+    assert "a line needs 4" in refused("--contexts", "128,256", *store)
+    assert "no list of whole numbers" in refused("--contexts", "a,b,c,d", *store)
+    assert "no model that is served" in refused("--size", "nan", *store)
+    assert "names layer 5" in refused("--arms", "kv=fp8@5=bf16", *store)
+    assert "is no arm" in refused("--arms", "kv=fp9", *store)
+    wide = ("--size", "llama3-8b", "--batch", "128", "--contexts", "1,2,3,131072")
+    assert "Choose a smaller batch" in refused(*wide, *store)
+    assert not list(tmp_path.iterdir())

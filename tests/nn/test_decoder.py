@@ -1,0 +1,282 @@
+"""A served model against one by hand: plain loops over heads, positions and codes, written from the formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fp8bench.errors import UsageError
+from fp8bench.formats.scaled import values
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.decoder import Decoder, IntegerWeight, KeptHeads, KeptWeight, OwnWeight, drawn_weights, kept_weight
+from fp8bench.nn.gpt import GPT
+from fp8bench.nn.served import (
+    KV_FORMATS,
+    WEIGHT_FORMATS,
+    Arm,
+    by_layer,
+    kept_word,
+    served_shapes,
+    step_bytes,
+)
+from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
+from fp8bench.protocols import SilentPhases
+
+Array = NDArray[np.float64]
+TINY = GPTConfig(19, 24, 2, 6, 2, 40, batch=1, sequence=16, modern=True)
+TINY_GPT2 = GPTConfig(19, 24, 2, 3, 3, 40, batch=1, sequence=16)
+
+
+def model_of(
+    config: GPTConfig, kv: str = "fp32", weights: str = "own", carrier: torch.dtype = torch.float32, batch: int = 2
+) -> Decoder:
+    plain = PlainArithmetic(carrier)
+
+    def keep(name: str, weight: Tensor) -> KeptWeight:
+        own = weights == "own" or name == "head"
+        return OwnWeight(weight, plain) if own else kept_weight(weight, weights, False)
+
+    drawn = drawn_weights(served_shapes(config), 3, "cpu")
+    return Decoder(config, drawn, keep, [kv] * config.layers, carrier, (batch, config.sequence))
+
+
+def norm(x: Array, modern: bool) -> Array:
+    centred = x if modern else x - x.mean()
+    return centred / math.sqrt((centred**2).mean() + 1e-5)
+
+
+def turned(x: Array, position: int) -> Array:
+    half = len(x) // 2
+    out = x.copy()
+    for i in range(half):
+        angle = position / 500000.0 ** (2 * i / len(x))
+        out[i] = x[i] * math.cos(angle) - x[half + i] * math.sin(angle)
+        out[half + i] = x[half + i] * math.cos(angle) + x[i] * math.sin(angle)
+    return out
+
+
+def by_hand(config: GPTConfig, weight: Callable[[str], Tensor], tokens: list[int]) -> Array:
+    """Logits of every token of a sequence, one position, head and key at a time."""
+    w = {name: weight(name).double().numpy() for name in served_shapes(config)}
+    d, group = config.width // config.heads, config.heads // config.key_heads
+    keys: list[list[list[Array]]] = [[[] for _ in range(config.key_heads)] for _ in range(config.layers)]
+    kept: list[list[list[Array]]] = [[[] for _ in range(config.key_heads)] for _ in range(config.layers)]
+    rows = []
+    for position, token in enumerate(tokens):
+        x = w["embedding"][token].copy()
+        if not config.modern:
+            x = x + w["positions"][position]
+        for block in range(config.layers):
+            b = f"blocks.{block}"
+            qkv = w[f"{b}.attn.qkv.weight"] @ norm(x, config.modern)
+            mixed = []
+            for head in range(config.key_heads):
+                k = qkv[config.width + head * d : config.width + (head + 1) * d]
+                start = config.width + config.key_heads * d + head * d
+                keys[block][head].append(turned(k, position) if config.modern else k)
+                kept[block][head].append(qkv[start : start + d])
+            for head in range(config.heads):
+                q = qkv[head * d : (head + 1) * d]
+                q = turned(q, position) if config.modern else q
+                scores = [float(q @ k) / math.sqrt(d) for k in keys[block][head // group]]
+                shares = [math.exp(score - max(scores)) for score in scores]
+                pairs = zip(shares, kept[block][head // group], strict=True)
+                mixed.append(sum(share * v for share, v in pairs) / sum(shares))
+            x = x + w[f"{b}.attn.out.weight"] @ np.concatenate(mixed)
+            hidden = w[f"{b}.mlp.up.weight"] @ norm(x, config.modern)
+            if config.modern:
+                gate, value = hidden[: config.hidden], hidden[config.hidden :]
+                between = gate / (1 + np.exp(-gate)) * value
+            else:
+                between = 0.5 * hidden * (1 + np.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
+            x = x + w[f"{b}.mlp.down.weight"] @ between
+        rows.append(w["head.weight"] @ norm(x, config.modern))
+    return np.stack(rows)
+
+
+def token_by_token(model: Decoder, tokens: Tensor, first: int) -> Tensor:
+    """A prompt at once, then a token a step."""
+    found = [model.forward(tokens[:, :first], 0, SilentPhases(), every=True)]
+    found += [model.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(first, tokens.shape[1])]
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("config", [TINY, TINY_GPT2], ids=["llama", "gpt2"])
+def test_a_cached_decode_is_the_formulas(config: GPTConfig) -> None:
+    """Grouped queries and rotations included; at once, in pieces, and token by token."""
+    tokens = torch.randint(config.vocabulary, (2, 11), generator=torch.Generator().manual_seed(1))
+    exact = np.stack([by_hand(config, drawn_weights(served_shapes(config), 3, "cpu"), row.tolist()) for row in tokens])
+    for first in (1, 4, 11):
+        logits = token_by_token(model_of(config), tokens, first)
+        assert np.abs(logits.double().numpy() - exact).max() <= 1e-5 * np.abs(exact).max()
+    chunked = model_of(config)
+    chunked.forward(tokens[:, :4], 0, SilentPhases())
+    late = chunked.forward(tokens[:, 4:], 4, SilentPhases(), every=True)
+    assert np.abs(late.double().numpy() - exact[:, 4:]).max() <= 1e-5 * np.abs(exact).max()
+
+
+def test_the_trained_model_of_these_weights_gives_the_same_logits() -> None:
+    """fp8bench's GPT, which has no cache."""
+    config = SERVED_SIZES["nano-llama"]
+    config = replace(config, sequence=32)
+    plain, weight = PlainArithmetic(torch.float32), drawn_weights(served_shapes(config), 3, "cpu")
+    gpt = GPT(config, lambda name: plain, torch.float32)
+    names = dict(gpt.named_parameters())
+    assert list(names) == list(served_shapes(config))
+    with torch.no_grad():
+        for name, parameter in names.items():
+            parameter.copy_(weight(name))
+        tokens = torch.randint(config.vocabulary, (2, 20))
+        wanted = gpt.logits(tokens, SilentPhases())
+    found = token_by_token(model_of(config), tokens, 7)
+    assert float((found - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+
+
+def wrong_by(spoil: Callable[[Decoder], None]) -> float:
+    """How far decoding is off once somebody has spoiled the model after its prompt."""
+    tokens = torch.randint(TINY.vocabulary, (2, 9), generator=torch.Generator().manual_seed(1))
+    exact, model = model_of(TINY), model_of(TINY)
+    for one in (exact, model):
+        one.forward(tokens[:, :8], 0, SilentPhases())
+    spoil(model)
+    wanted, found = (one.forward(tokens[:, 8:], 8, SilentPhases()) for one in (exact, model))
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def test_planted_mistakes_of_a_cache_are_seen() -> None:
+    """One position off; another layer's cache; constant values: each moves logits by far more than 1e-5."""
+
+    def shifted(model: Decoder) -> None:
+        for pair in model.cache:
+            for heads in pair:
+                heads.codes[:, :, 1:8] = heads.codes[:, :, 0:7].clone()
+
+    def exchanged(model: Decoder) -> None:
+        model.cache.reverse()
+
+    def constant(model: Decoder) -> None:
+        for pair in model.cache:
+            for heads in pair:
+                heads.codes[:, :, :8] = 0.015
+
+    assert wrong_by(lambda model: None) == 0
+    for spoil in (shifted, exchanged, constant):
+        assert wrong_by(spoil) > 1e-2
+
+
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_what_a_cache_gives_back_is_the_formats_own_rounding(name: str) -> None:
+    """By fp8bench's formats, which have oracles of their own; token by token as all at once."""
+    x = torch.randn(2, 3, 10, 48, generator=torch.Generator().manual_seed(5)) * 3
+    heads, slowly = (KeptHeads(name, (2, 3, 16, 48), torch.float32, "cpu") for _ in range(2))
+    for one in (heads, slowly):
+        one.calibrate(x)
+    heads.put(x, 0)
+    for at in range(10):
+        slowly.put(x[:, :, at : at + 1], at)
+    found, kept = heads.read(10), KV_FORMATS[name]
+    assert torch.equal(found, slowly.read(10))
+    if kept.fmt is None or name == "fp8":
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[name]
+        wanted = x.to(dtype).float()
+    elif name == "fp8-head":
+        per_head = [values(x[:, head].reshape(-1, 48), kept.fmt, kept.scaling).view(2, 10, 48) for head in range(3)]
+        wanted = torch.stack(per_head, 1)
+    else:
+        wanted = values(x.reshape(-1, 48), kept.fmt, kept.scaling).view(x.shape)
+    # Scales are divided by where the formats multiply by an inverse: a last bit of fp32, and no code.
+    assert torch.allclose(found, wanted, rtol=1e-6, atol=0)
+
+
+def test_another_layers_scale_clips_or_coarsens() -> None:
+    x = torch.randn(1, 2, 8, 32, generator=torch.Generator().manual_seed(5))
+    own, others = (KeptHeads("fp8-tensor", (1, 2, 8, 32), torch.float32, "cpu") for _ in range(2))
+    own.calibrate(x)
+    others.calibrate(x / 100)
+    errors = []
+    for heads in (own, others):
+        heads.put(x, 0)
+        errors.append(float((heads.read(8) - x).norm() / x.norm()))
+    assert errors[0] < 0.04 < 0.5 < errors[1]
+
+
+@pytest.mark.parametrize("name", [name for name in WEIGHT_FORMATS if name not in ("fp32", "bf16")])
+def test_kept_weights_multiply_as_their_values(name: str) -> None:
+    """A kernel of torch's beside the values that its codes stand for; and those beside the formats' own."""
+    random = torch.Generator().manual_seed(6)
+    weight, x = (torch.randn(rows, 96, generator=random) for rows in (64, 5))
+    kept = kept_weight(weight, name, False)
+    restored = kept.restored()  # type: ignore[attr-defined]
+    product = kept.times(x.bfloat16(), SilentPhases()).double()
+    exact = x.bfloat16().double() @ restored.double().t()
+    assert float((product - exact).norm() / exact.norm()) < 6e-3  # bf16's own rounding of inputs and outputs
+    known = WEIGHT_FORMATS[name]
+    if known.fmt is not None:
+        wanted = values(weight, known.fmt, known.scaling)
+        assert torch.allclose(restored, wanted, rtol=1e-6, atol=0)
+        return
+    assert isinstance(kept, IntegerWeight)
+    step = kept.scales.float().expand(-1, -1, kept.group).reshape(weight.shape)
+    assert bool(((restored - weight).abs() <= step * 0.51 + 1e-6).all())
+    assert bool(kept.native)
+
+
+def test_bytes_are_those_of_a_hand_count() -> None:
+    """nano: width 192, 2 layers, 256 ids. llama3-8b: 32 layers of 218,103,808 weights in their products."""
+    nano = step_bytes(SERVED_SIZES["nano"], Arm("fp32"), 1, 512)
+    # embedding row + position + 5 norms + 2 x (3 + 1 + 4 + 4) x 192^2 + head, in four bytes
+    assert nano.weights == 4 * (192 + 192 + 5 * 192 + 2 * 12 * 192 * 192 + 256 * 192)
+    assert nano.kv == 2 * 2 * 192 * 512 * 4
+    llama, eight = SERVED_SIZES["llama3-8b"], 8192
+    block = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    assert block == 218_103_808
+    others = 3 * 4096 + 65 * 4096 + 128256 * 4096  # three tokens' rows, norms, head
+    assert step_bytes(llama, Arm("bf16"), 3, eight).weights == 2 * (others + 32 * block)
+    assert step_bytes(llama, Arm("bf16"), 3, eight).kv == 131_072 * eight * 3
+    assert step_bytes(llama, Arm("bf16", "fp8"), 3, eight).kv == 65_536 * eight * 3
+    assert step_bytes(llama, Arm("bf16", "fp8-token"), 3, eight).kv == (65_536 + 2 * 32 * 8 * 4) * eight * 3
+    assert step_bytes(llama, Arm("bf16", "nvfp4"), 1, eight).kv == 2 * 32 * (8 * eight * (64 + 8) + 4)
+    assert step_bytes(llama, Arm("bf16", "mxfp4@0-3=bf16"), 1, eight).kv == 2 * 8 * eight * (28 * (64 + 4) + 4 * 256)
+    rows = 6144 + 4096 + 28672 + 4096
+    assert step_bytes(llama, Arm("bf16", "", "int8"), 3, 1).weights == 2 * others + 32 * (block + 2 * rows)
+    assert step_bytes(llama, Arm("bf16", "", "int4"), 3, 1).weights == 2 * others + 32 * (block // 2 + block // 32)
+
+
+@pytest.mark.parametrize("kv", KV_FORMATS)
+@pytest.mark.parametrize("weights", [name for name in WEIGHT_FORMATS if name != "fp32"])
+def test_counted_bytes_are_those_that_are_stored(kv: str, weights: str) -> None:
+    """Of a real model; bf16 has 16.0 bits a parameter."""
+    config = replace(SERVED_SIZES["nano-llama"], layers=1, sequence=32)
+    model = model_of(config, kv, "own" if weights == "bf16" else weights, torch.bfloat16, batch=2)
+    model.fill(32, torch.Generator().manual_seed(0))
+    counted = step_bytes(config, Arm("bf16", kv, weights), 2, 32)
+    assert model.cache_bytes(32) == counted.kv
+    unread = (config.vocabulary - 2) * config.width * 2
+    assert model.weight_bytes() == counted.weights + unread
+    if weights == "bf16":
+        parameters = sum(math.prod(shape) for shape, _ in served_shapes(config).values())
+        assert 8 * model.weight_bytes() == 16 * parameters
+
+
+def test_a_filled_cache_is_of_realistic_scale() -> None:
+    """Spread and outliers, the same for every format and no constants: a constant makes every softmax uniform."""
+    model = model_of(TINY)
+    model.fill(16, torch.Generator().manual_seed(0))
+    keys, kept = (heads.read(16) for heads in model.cache[0])
+    assert 0.9 < float(kept.std()) < 1.1 and float(keys[..., 1:].std()) < 1.2 < 3 < float(keys[..., 0].std())
+
+
+def test_formats_by_layer() -> None:
+    assert by_layer("fp8@0-1=bf16@3=nvfp4", 4) == ["bf16", "bf16", "fp8", "nvfp4"]
+    with pytest.raises(UsageError, match="names layer 4"):
+        by_layer("fp8@4=bf16", 4)
+    for wrong in ("fp9", "fp8@1", "fp8@3-1=bf16", "fp8@0=e5m2", "fp8@=bf16"):
+        with pytest.raises(ValueError, match="expected"):
+            kept_word(KV_FORMATS)(wrong)
