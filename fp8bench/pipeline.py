@@ -242,7 +242,7 @@ def worker_for(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
     """The worker that a request asks for, closed at the end, whatever happens."""
     settings = Settings(request.threads, request.seed, request.imports, corpus.path if corpus else None)
     if request.ranks is not None:
-        worker: Worker = RanksWorker(settings, request.ranks)
+        worker: Worker = RanksWorker(settings, request.ranks, case_timeout=request.case_timeout)
     else:
         worker = ProcessWorker(settings) if request.isolation else LocalWorker(settings)
     try:
