@@ -121,7 +121,7 @@ OPTIONS = {
     },
     "plan-parallel": COMMON | {
         "MODEL", "--model", "--gpus", "--topology", "--batch", "--sequence", "--dtype", "--checkpointing", "--top",
-        "--explain", "--json", "--csv",
+        "--explain", "--json", "--csv", "--calibrate", "--recipe", "--compiled-loss", "--power-limit",
     },
     "sensitivity": COMMON | {
         "--size", "--dtype", "--reference", "--by", "--steps", "--tolerance", "--seed", "--threads", "--device",
