@@ -119,10 +119,12 @@ class AsvFileTorn(AsvFileBroken):
 
 
 class WorkerError(Fp8benchError):
-    """The measuring process cannot be used; of several, `rank` is the one that failed (fp8bench.model.FailedRank)."""
+    """The measuring process cannot be used; of several, `rank` is the one that failed (fp8bench.model.FailedRank), None
+    where it is `undecided` which of them did."""
 
     exit_code = EXIT_FAILED
     rank: object = None
+    undecided = False
 
 
 class WorkerLost(WorkerError):

@@ -57,7 +57,7 @@ from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
 from fp8bench.store.ceilings import ceilings_of
 from fp8bench.store.reruns import add_reruns, with_reruns
-from fp8bench.store.runs.listing import running_beside, store_of
+from fp8bench.store.runs.listing import dated_later, running_beside, store_of
 from fp8bench.store.runs.run_file import RunWriter, check_store, load_run, missing_groups, reopen_run, start_run
 from fp8bench.user_code import import_user_modules
 
@@ -158,6 +158,8 @@ def _measure(
     quantisers = quantisers_for(run.request.quick, os.environ)
     lost: dict[str, str] = {}
     try:
+        if later := dated_later(writer.path):
+            writer.note(f"run {later} is dated later than this one: a clock was set back, and `last` means that run")
         ceilings = _ceilings(run, groups, store, worker, observer)
         for place, group in enumerate(groups):
             for stem in sorted(set(running_beside(writer.path)) - noted):
@@ -242,7 +244,7 @@ def worker_for(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
     """The worker that a request asks for, closed at the end, whatever happens."""
     settings = Settings(request.threads, request.seed, request.imports, corpus.path if corpus else None)
     if request.ranks is not None:
-        worker: Worker = RanksWorker(settings, request.ranks)
+        worker: Worker = RanksWorker(settings, request.ranks, case_timeout=request.case_timeout)
     else:
         worker = ProcessWorker(settings) if request.isolation else LocalWorker(settings)
     try:

@@ -53,23 +53,30 @@ def test_ci_does_what_readme_says() -> None:
 def test_nobody_elses_code_runs_at_night() -> None:
     """No event of a fork starts it, and a fork has not the variable that names the runner."""
     flow = load(NIGHTLY)
-    (job,) = flow["jobs"].values()
+    job = flow["jobs"]["nightly"]
     assert set(flow["on"]) == {"schedule", "workflow_dispatch"} and not set(flow["on"]) & OF_STRANGERS
     assert job["if"] == "${{ vars.FP8BENCH_GPU != '' }}"
     assert job["runs-on"][0] == "self-hosted" and job["runs-on"][-1] == "${{ vars.FP8BENCH_GPU }}"
     assert flow["concurrency"] == {"group": "gpu-nightly-${{ vars.FP8BENCH_GPU }}", "cancel-in-progress": "false"}
-    assert flow["permissions"] == {"contents": "write"}
+    assert flow["permissions"] == {"contents": "read"} and "permissions" not in job
+    writer = flow["jobs"]["history"]
+    assert writer["permissions"] == {"contents": "write"} and writer["runs-on"] == "ubuntu-latest"
+    assert writer["needs"] == "nightly" and "always()" in writer["if"]
     assert all(re.fullmatch(r"[\d*/,-]+( [\d*/,-]+){4}", one["cron"]) for one in flow["on"]["schedule"])
 
 
 def test_the_order_of_the_night() -> None:
     """Is the machine sound, measure, publish, judge, keep; what there is goes out whatever happened."""
     names = [name_of(step) for step in steps(load(NIGHTLY))]
-    order = ["doctor", "measure", "train", "collectives", "publish", "gate", "keep what was measured", "artefacts"]
-    assert [name for name in names if name in order] == order and names[-1] == "artefacts"
+    order = [
+        "doctor", "measure", "train", "collectives", "publish", "gate", "keep what was measured", "hand it over",
+        "artefacts", "push the history",
+    ]  # fmt: skip
+    assert [name for name in names if name in order] == order and names[-1] == "push the history"
     by_name = {name_of(step): step for step in steps(load(NIGHTLY))}
-    assert by_name["artefacts"]["if"] == "${{ always() }}" and "always()" in by_name["keep what was measured"]["if"]
-    minutes = [int(step.get("timeout-minutes", 0)) for step in steps(load(NIGHTLY))]
+    kept = ("keep what was measured", "hand it over", "artefacts")
+    assert all("always()" in by_name[name]["if"] for name in kept)
+    minutes = [int(step.get("timeout-minutes", 0)) for step in load(NIGHTLY)["jobs"]["nightly"]["steps"]]
     assert sum(minutes) < int(load(NIGHTLY)["jobs"]["nightly"]["timeout-minutes"])
     called = [words[0] for words in commands(load(NIGHTLY), "fp8bench")]
     assert called == ["doctor", "selftest", "suite", "train", "suite", "suite", "history", "gate"]
@@ -96,6 +103,12 @@ PLANTED = {
     "an unknown key": (_change("concurency", value={}), "unknown key 'concurency'"),
     "no permissions": (_change("permissions", value=None), "the key 'permissions' is missing"),
     "all permissions": (_change("permissions", value="write-all"), "permissions are to be named one by one"),
+    "a token on the disk": (
+        _change(*STEPS, 0, "with", "persist-credentials", value=None),
+        "leaves a token on the disk",
+    ),
+    "measuring may write": (_change("permissions", value={"contents": "write"}), "runs on a machine that lasts"),
+    "what writes measures": (_change("jobs", "history", "steps", 2, "run", value="pip install ."), "and runs pip"),
     "no timeout": (_change("jobs", "nightly", "timeout-minutes", value=None), "has no timeout-minutes"),
     "a tag": (_change(*STEPS, 0, "uses", value="actions/checkout@v5"), "not pinned"),
     "another commit": (_change(*STEPS, 0, "uses", value=f"actions/checkout@{'0' * 40}"), "no comment with its version"),
@@ -131,6 +144,7 @@ def shell(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """As GitHub runs `shell: bash`."""
     environment = {
         **os.environ, "BRANCH": "fp8bench-history", "GITHUB_RUN_ID": "1", "GITHUB_SHA": "0" * 40,
+        "RUNNER_TEMP": str(folder.parent),
         "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull,
     }  # fmt: skip
     return subprocess.run(
@@ -140,8 +154,9 @@ def shell(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def night(folder: Path, number: int, keep: bool = True) -> None:
-    """The steps of a night that deal with the history; measuring is a file."""
+    """The steps of a night that deal with the history; measuring is a file. The checkout fetches all branches."""
     git(folder, "clean", "-ffdxq")
+    git(folder, "fetch", "-q", "--prune", "origin")
     done = shell(script("the history of the nights before"), folder)
     assert done.returncode == 0, done.stderr
     runs = folder / ".fp8bench" / "runs" / "box"
@@ -151,8 +166,21 @@ def night(folder: Path, number: int, keep: bool = True) -> None:
     (folder / ".fp8bench" / "figures" / "cache").write_text("made again from the runs")
     assert git(folder, "status", "--porcelain") == ""
     if keep:
-        done = shell(script("keep what was measured"), folder / ".fp8bench")
+        done = kept(folder)
         assert done.returncode == 0, done.stderr
+
+
+def kept(folder: Path) -> subprocess.CompletedProcess[str]:
+    """What is kept of a night, by a copy that cannot push, and pushed by another job in a copy of its own."""
+    origin, bundle = git(folder, "remote", "get-url", "origin").strip(), folder / "night.bundle"
+    git(folder, "remote", "set-url", "--push", "origin", "nowhere")
+    bundle.unlink(missing_ok=True)
+    done = shell(script("keep what was measured").replace("$RUNNER_TEMP", str(folder)), folder / ".fp8bench")
+    assert done.returncode == 0, done.stderr
+    lent = folder.parent / "lent"
+    shutil.rmtree(lent, ignore_errors=True)
+    git(folder.parent, "clone", "-q", "-b", "main", origin, str(lent))
+    return shell(script("push the history").replace("$RUNNER_TEMP", str(folder)), lent)
 
 
 def test_the_branch_of_the_history(tmp_path: Path) -> None:
@@ -173,13 +201,34 @@ def test_the_branch_of_the_history(tmp_path: Path) -> None:
     night(first, 2)
     night(second, 3, keep=False)
     night(first, 4)
-    done = shell(script("keep what was measured"), second / ".fp8bench")
+    done = kept(second)
     assert done.returncode == 0, done.stderr
-    kept = git(origin, "ls-tree", "-r", "--name-only", "fp8bench-history").split()
-    assert kept == [".gitattributes", *(f"runs/box/night{number}.jsonl" for number in (1, 2, 3, 4))]
+    names = git(origin, "ls-tree", "-r", "--name-only", "fp8bench-history").split()
+    assert names == [".gitattributes", *(f"runs/box/night{number}.jsonl" for number in (1, 2, 3, 4))]
     assert git(origin, "ls-tree", "-r", "--name-only", "main").split() == [".gitignore", "code.py"]
-    again = shell(script("keep what was measured"), second / ".fp8bench")
-    assert again.returncode == 0 and git(origin, "rev-list", "--count", "fp8bench-history").strip() == "4"
+    again = kept(second)
+    assert again.returncode == 0 and "nothing was measured" in again.stdout
+    assert git(origin, "rev-list", "--count", "fp8bench-history").strip() == "4"
+
+
+@pytest.mark.parametrize("planted", ["workflow", "link", "gone"])
+def test_a_night_that_does_more_than_add_runs_is_not_pushed(planted: str, tmp_path: Path) -> None:
+    """Whoever has the machine that measures could commit anything."""
+    test_the_branch_of_the_history(tmp_path)
+    folder, before = tmp_path / "first", git(tmp_path / "origin.git", "rev-parse", "fp8bench-history")
+    night(folder, 5, keep=False)
+    inside = folder / ".fp8bench"
+    if planted == "workflow":
+        (inside / ".github" / "workflows").mkdir(parents=True)
+        (inside / ".github" / "workflows" / "own.yml").write_text("on: push\n")
+        git(inside, "add", "-f", ".github")
+    elif planted == "link":
+        (inside / "runs" / "box" / "night6.jsonl").symlink_to("/etc/passwd")
+    else:
+        git(inside, "rm", "-q", "runs/box/night1.jsonl")
+    done = kept(folder)
+    assert done.returncode == 1 and "it is not pushed" in done.stdout
+    assert git(tmp_path / "origin.git", "rev-parse", "fp8bench-history") == before
 
 
 @pytest.mark.parametrize(("code", "page", "warned"), [

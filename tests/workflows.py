@@ -27,11 +27,12 @@ STEP_KEYS = {
 }  # fmt: skip
 # Events that start other people's code, or in whose name it could be started.
 OF_STRANGERS = {"pull_request", "pull_request_target", "workflow_run", "issue_comment", "fork", "pull_request_review"}
-CONTEXTS = {"github", "vars", "inputs", "matrix", "steps", "env", "runner"}
+CONTEXTS = {"github", "vars", "inputs", "matrix", "steps", "env", "runner", "needs"}
 FUNCTIONS = {"always", "cancelled", "failure", "success"}
 _PINNED = re.compile(r"[\w.-]+/[\w./-]+@[0-9a-f]{40}")
 _EXPRESSION = re.compile(r"\$\{\{(.*?)\}\}")
 _NAME = re.compile(r"'[^']*'|([A-Za-z_][\w-]*)(\.[\w.*-]+)?(\()?")
+_OF_SHELL = {"[", "echo", "exit", "exit;", "fi", "for", "done", "grep"}
 _ENDS_A_COMMAND = {"|", "||", "&&", ";", "then", "else", "fi", "do", "done"}
 
 
@@ -84,6 +85,27 @@ def _permissions(flow: Flow) -> Iterator[str]:
     given = flow.get("permissions")
     if not isinstance(given, dict) or not given or not set(given.values()) <= {"read", "write", "none"}:
         yield "permissions are to be named one by one: what is not named is then none"
+    for name, job in flow.get("jobs", {}).items():
+        own = job.get("permissions", given)
+        if own == {"contents": "read"}:
+            for step in job.get("steps", []):
+                if "checkout@" in step.get("uses", "") and step.get("with", {}).get("persist-credentials") != "false":
+                    yield f"job {name}: its checkout leaves a token on the disk (persist-credentials: false)"
+            continue
+        if "self-hosted" in str(job.get("runs-on")):
+            yield f"job {name} may write, and runs on a machine that lasts"
+        programs = {words[0] for words in _words(job) if words[0] not in _OF_SHELL and "='" not in words[0]}
+        if programs - {"git"}:
+            yield f"job {name} may write, and runs {', '.join(sorted(programs - {'git'}))}"
+
+
+def _words(job: dict[str, Any]) -> Iterator[list[str]]:
+    """The commands of a job's scripts, as far as they begin a line or a condition."""
+    for step in job.get("steps", []):
+        for line in step.get("run", "").splitlines():
+            words = re.sub(r"^\s*(((if|then|else|do)\b|!|\w+=\$\()\s*)*", "", line).split()
+            if words:
+                yield words
 
 
 def _uses(flow: Flow, text: str) -> Iterator[str]:

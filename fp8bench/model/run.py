@@ -208,19 +208,22 @@ class OperationBits:
 
 
 class CellStatus(StrEnum):
-    """DONE has a whole run; BEGUN was cut off; FAILED ended without one."""
+    """DONE has a whole run; BEGUN was cut off; FAILED ended without one. Of one that is DAMAGED files are not as they
+    were written, so that nobody knows whether it was begun, or failed."""
 
     DONE = "done"
     RUNNING = "running"
     BEGUN = "begun"
     FAILED = "failed"
+    DAMAGED = "damaged"
     WAITING = "waiting"
 
 
 @dataclass(frozen=True)
 class CellState:
     """Where a cell stands. `run` is that of its newest run, `machine` where that was measured; `why` it failed, or
-    which cases of a run that is done did. `cases` counts what became of that run's, by their status."""
+    which cases of a run that is done did. `cases` counts what became of that run's, by their status. `damage` says
+    which of its files are not as they were written."""
 
     number: int
     cell: Cell
@@ -230,6 +233,7 @@ class CellState:
     why: str = ""
     attempts: tuple[Attempt, ...] = ()
     cases: tuple[tuple[str, int], ...] = ()
+    damage: tuple[str, ...] = ()
 
 
 # What torch and the libraries below it read while they run. Others are written by themselves: inductor names its cache

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from fp8bench.errors import StoreError, UsageError
+from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.files import LOCK as LOCK_FILE
 from fp8bench.files import Damaged, is_locked, sealed, unsealed, write_whole
 from fp8bench.model import Run, Status
@@ -18,11 +18,15 @@ from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
 from fp8bench.store.kept_lines import Log
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.run_file import load_head, load_run, missing_groups
+from fp8bench.store.runs.run_file import load_head, load_sheet, missing_groups
 
 _SCHEMA = 1
 _ID = re.compile(r"[A-Za-z0-9]+")
-_TAKEN = (CellStatus.WAITING, CellStatus.BEGUN)
+# What is measured mends a cell of which something is damaged.
+_TAKEN = (CellStatus.WAITING, CellStatus.BEGUN, CellStatus.DAMAGED)
+# In a header that cannot be read: of which cell its run was.
+_SAYS_CELL = re.compile(rb'"cell": ?"([A-Za-z0-9]+/\d+)"')
+_HEADER_BYTES = 1 << 20
 _CELLS = "cells"
 _PLANS = "plans"
 # What the process of a cell printed.
@@ -81,6 +85,10 @@ def _what_is_wrong(plan: FleetPlan) -> str:
     few = next((cell.gpus for cell in plan.cells if cell.gpus < 0), 0)
     if few:
         return f"a cell needs {few} GPUs, expected 0 or more"
+    counts = Counter(name for cell in plan.cells for name in {cell.setting, *cell.cases})
+    twice = next((name for name, count in counts.items() if count > 1), "")
+    if twice:
+        return f"it names {twice:.200} twice, which would be measured twice and counted once"
     return "" if plan.cells else "it has no cells"
 
 
@@ -97,19 +105,40 @@ def folder_of(plan: FleetPlan, number: int, store: Path) -> Path:
 
 def runs_of(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run]]:
     """Headers of the runs of its cells, by the cell's number, newest first; what is no run is left out."""
+    return ((number, head) for number, head in _files_of(plan, store) if isinstance(head, Run))
+
+
+def _files_of(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run | str]]:
+    """Those, and of each file that was a run of a cell and cannot be read why."""
     for path in run_files(store):
+        head: Run | str
         try:
             head = load_head(path)
-        except StoreError:
-            continue
-        number = number_of(plan, head)
+            if not head.started:
+                raise StoreError(f"{path}: {head.troubles[0]}")
+            number = number_of(plan, head)
+        except (StoreError, RunNotFound) as error:
+            head, number = str(error), _cell(plan, _said_cell(path))
         if number is not None:
             yield number, head
 
 
+def _said_cell(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            said = _SAYS_CELL.search(file.readline(_HEADER_BYTES))
+    except OSError:
+        return ""
+    return said[1].decode() if said else ""
+
+
 def number_of(plan: FleetPlan, run: Run) -> int | None:
     """Which cell of a plan a run is; None for none of them."""
-    name, _, number = run.cell.rpartition("/")
+    return _cell(plan, run.cell)
+
+
+def _cell(plan: FleetPlan, cell: str) -> int | None:
+    name, _, number = cell.rpartition("/")
     inside = name == plan.id and number.isdecimal() and int(number) < len(plan.cells)
     return int(number) if inside else None
 
@@ -144,32 +173,67 @@ def wanted(state: CellState, retry: bool) -> bool:
 
 def states_of(plan: FleetPlan, store: Path, but: Collection[int] = ()) -> tuple[CellState, ...]:
     """Where every cell stands, as the store says it now; `but` some, whose runs need not be read."""
-    runs: dict[int, list[Run]] = {}
-    for number, head in runs_of(plan, store):
+    runs: dict[int, list[Run | str]] = {}
+    for number, head in _files_of(plan, store):
         runs.setdefault(number, []).append(head)
     wanted = (number for number in range(len(plan.cells)) if number not in but)
     return tuple(_state(plan, number, store, runs.get(number, [])) for number in wanted)
 
 
-def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run]) -> CellState:
-    loaded = [load_run(Path(head.path)) for head in heads]
+def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run | str]) -> CellState:
+    loaded, damage = _loaded(heads)
     whole = next((run for run in loaded if is_whole(run)), None)
     newest = whole or (loaded[0] if loaded else None)
-    attempts = tuple(_attempts(folder_of(plan, number, store)).values())
+    attempts, of_notes = _attempts_of(folder_of(plan, number, store))
     state = CellState(
         number, plan.cells[number], CellStatus.BEGUN if newest is not None else CellStatus.WAITING,
         newest.id if newest else "", str(newest.environment.get("machine") or "") if newest else "", "", attempts,
         tuple(Counter(record.status.value for record in newest.records).items()) if newest else (),
+        (*damage, *of_notes),
     )  # fmt: skip
     if whole is not None:
         failed = [record.case.mode for record in whole.records if record.status is Status.FAILED]
         return replace(state, status=CellStatus.DONE, why=f"failed: {', '.join(failed)}" if failed else "")
     if _is_running(folder_of(plan, number, store)):
         return replace(state, status=CellStatus.RUNNING)
+    if state.damage:
+        return replace(state, status=CellStatus.DAMAGED)
     if attempts and attempts[-1].code:
         why = _last_words(folder_of(plan, number, store)) or f"ended with {attempts[-1].code}"
         return replace(state, status=CellStatus.FAILED, why=why)
     return state
+
+
+def _loaded(heads: Iterable[Run | str]) -> tuple[list[Run], list[str]]:
+    """Runs, newest first, and what is wrong with their files; a line that a kill cut short is no damage."""
+    loaded: list[Run] = []
+    damage: list[str] = []
+    for head in heads:
+        if isinstance(head, str):
+            damage.append(head)
+            continue
+        try:
+            run, sheet = load_sheet(Path(head.path))
+        except (StoreError, RunNotFound) as error:
+            damage.append(str(error))
+            continue
+        loaded.append(run)
+        if sheet.lost or sheet.troubles:
+            damage += [f"{head.path}: {trouble}" for trouble in run.troubles]
+    return loaded, damage
+
+
+def _attempts_of(folder: Path) -> tuple[tuple[Attempt, ...], list[str]]:
+    """What was noted of attempts, and what of a cell's folder is not as it was written."""
+    log = _attempts(folder)
+    if folder.exists() and not folder.is_dir():
+        return (), [f"{folder} is no folder"]
+    wrong = [f"{path} is no file" for name in (OUTPUT, LOCK_FILE) if (path := folder / name).is_dir()]
+    try:
+        attempts, troubles = log.lines()
+    except OSError as error:
+        return (), [*wrong, f"{log.path} cannot be read ({error.strerror})"]
+    return tuple(attempts), [*wrong, *(f"{log.path}: {trouble}" for trouble in troubles)]
 
 
 def _attempts(folder: Path) -> Log[Attempt]:

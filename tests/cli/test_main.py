@@ -126,7 +126,7 @@ OPTIONS = {
     },
     "plan-parallel": COMMON | {
         "MODEL", "--model", "--gpus", "--topology", "--batch", "--sequence", "--dtype", "--checkpointing", "--top",
-        "--explain", "--json", "--csv",
+        "--explain", "--json", "--csv", "--calibrate", "--recipe", "--compiled-loss", "--power-limit",
     },
     "infer": COMMON | {
         "--size", "--arms", "--reference", "--batch", "--contexts", "--sweep", "--check-layers", "--tokens", "--quick",

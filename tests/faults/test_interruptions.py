@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -180,6 +184,41 @@ def test_whoever_presses_twice_is_told_all_the_same(folder: Path) -> None:
     assert "To do the rest: fp8bench suite --resume" in err and "Traceback" not in err
     (path,) = run_files(folder / ".fp8bench")
     assert '{"end":"interrupted","digest":' in path.read_text().splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_is_closed(folder: Path, ignored: bool) -> None:
+    """Like Ctrl-C: what was measured is kept, and resumed. With SIGHUP ignored (nohup) a run goes on to its end."""
+    master, terminal = pty.openpty()
+
+    def begin() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+
+    command = [sys.executable, "-m", "fp8bench", *nap(*range(24))]
+    with subprocess.Popen(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=terminal, stdout=terminal,
+        stderr=terminal, preexec_fn=begin,  # noqa: PLW1509 - this process has no threads that hold locks
+    ) as process:  # fmt: skip
+        os.close(terminal)
+        _drained(master, lambda: num_lines(folder) >= 5)
+        os.close(master)
+        process.wait(120)
+    (path,) = run_files(folder / ".fp8bench")
+    run = load_run(path)
+    assert run.finished is ignored and not run.troubles and len(run.records) >= 4
+    with started(folder, "suite", "--resume", "last", "--no-report") as again:
+        _, err = again.communicate(timeout=120)
+    assert again.returncode == 0 and "Traceback" not in err and load_run(path).finished
+
+
+def _drained(master: int, condition: Callable[[], bool]) -> None:
+    """Read what comes to a terminal until something holds: else its program waits."""
+    while not condition():
+        if select.select([master], [], [], 0.05)[0]:
+            os.read(master, 4096)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
 from fp8bench.report.page.html import render
-from fp8bench.store.fleet_plans import check_cell, read_plan, states_of
+from fp8bench.store.fleet_plans import check_cell, read_plan, states_of, wanted
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -166,7 +166,9 @@ def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     for state in states:
         if state.number in done and state.why:
             complain(f"cell {state.number} {state.status}: {state.why}")
-        if state.number in left and state.status in (CellStatus.WAITING, CellStatus.BEGUN):
+        for sentence in state.damage:
+            complain(f"cell {state.number} is damaged: {sentence}")
+        if state.number in left and wanted(state, arguments.retry):
             complain(left[state.number])
     complain(f"plan {plan.id}: {len(done)} of {len(states)} cells measured here; {view.counts_of(states)}")
     return _code(states if only is None else states[only : only + 1])

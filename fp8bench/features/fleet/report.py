@@ -116,11 +116,14 @@ def _measured_once(seen: Sequence[tuple[MachineRun, Path, int | None]]) -> tuple
 
 
 def _failed_cells(store: Path, plans: tuple[FleetPlan, ...]) -> list[str]:
-    """Those whose process ended without a run, where the store is the one that they were measured into."""
+    """Those whose process ended without a run, where the store is the one that they were measured into, and those of
+    which files are damaged."""
     return [
-        f"cell {state.number} of plan {plan.id} failed{where}: {state.why}"
-        for plan in plans for state in states_of(plan, store) if state.status is CellStatus.FAILED
+        f"cell {state.number} of plan {plan.id} {words}"
+        for plan in plans for state in states_of(plan, store)
         for where in [f" on {state.attempts[-1].host}" if state.attempts else ""]
+        for words in (*[f"failed{where}: {state.why}"][: state.status is CellStatus.FAILED],
+                      *(f"is damaged: {sentence}" for sentence in state.damage))
     ]  # fmt: skip
 
 

@@ -156,11 +156,17 @@ class FleetFrames:
         return [field.name for field in fields(MachineAlarm)], alarms
 
 
-_TONES = {CellStatus.DONE: Tone.GOOD, CellStatus.FAILED: Tone.BAD}
+_TONES = {CellStatus.DONE: Tone.GOOD, CellStatus.FAILED: Tone.BAD, CellStatus.DAMAGED: Tone.BAD}
 _LEGEND = (
     "begun: a run was cut off, and is resumed by the next worker where machine and software are the same",
+    "damaged: files of it are not as they were written; a worker measures it again, and leaves them as they are",
     "took: seconds of the last attempt, the start of its process included",
 )
+
+
+def why_of(state: CellState) -> str:
+    """Why it failed, and what of it is damaged."""
+    return "; ".join(filter(None, (state.why, *state.damage)))
 
 
 def counts_of(states: Sequence[CellState]) -> str:
@@ -178,7 +184,7 @@ def status_page(plan: FleetPlan, states: Sequence[CellState]) -> Page:
         Col("machine", lambda state: state.machine or None),
         Col("attempts", lambda state: str(len(state.attempts)), number=True),
         Col("took", lambda state: units.seconds(state.attempts[-1].seconds) if state.attempts else None, number=True),
-        Col("why", lambda state: state.why, below=True),
+        Col("why", why_of, below=True),
     ]
     cases = sum((Counter(dict(state.cases)) for state in states), Counter[str]())
     machines = sorted({state.machine for state in states if state.machine})
@@ -219,7 +225,7 @@ def status_rows(plan: FleetPlan, states: Sequence[CellState]) -> Rows:
         {
             "plan": plan.id, "cell": state.number, "setting": state.cell.setting, "status": state.status.value,
             "run": state.run, "machine": state.machine, "attempts": len(state.attempts),
-            "seconds": state.attempts[-1].seconds if state.attempts else None, "why": state.why,
+            "seconds": state.attempts[-1].seconds if state.attempts else None, "why": why_of(state),
         }
         for state in states
     ]  # fmt: skip

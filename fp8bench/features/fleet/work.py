@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from fp8bench.errors import UsageError
+from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.fleet.engines import ended, tied
+from fp8bench.files import keeping
 from fp8bench.jobs.cells import alone
 from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
 from fp8bench.pipeline import now
@@ -42,8 +43,8 @@ def work(
             with alone(folder_of(plan, state.number, store) / _CLAIM, f"cell {plan.name_of(state.number)}"):
                 began(state)
                 done[state.number] = _measure(plan, file, state.number, store)
-        except UsageError as error:
-            left[state.number] = str(error)  # another worker was faster, as a rule
+        except (UsageError, StoreError) as error:
+            left[state.number] = str(error)  # another worker was faster, as a rule; else its folder takes nothing
     return done, left
 
 
@@ -64,7 +65,7 @@ def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
     begin = time.monotonic()
     # Sentences of a terminal's width would be cut where they are quoted.
     unfolded = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    with (folder / OUTPUT).open("ab") as output:
+    with keeping(folder / OUTPUT, "Move it away."), (folder / OUTPUT).open("ab") as output:
         code = ended(tied(words, output, unfolded))
     note(plan, number, store, Attempt(socket.gethostname(), os.getpid(), started, time.monotonic() - begin, code))
     return code

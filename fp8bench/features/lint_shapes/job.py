@@ -159,7 +159,7 @@ def _of_yaml(text: str, path: str) -> Given:
     import yaml
 
     try:
-        root = yaml.compose(text, yaml.SafeLoader)
+        root = yaml.compose(text, yaml.SafeLoader)  # nodes alone: nothing is made of tags, and an alias is one node
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{path}:{mark.line + 1}" if mark else path

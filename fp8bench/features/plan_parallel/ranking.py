@@ -1,7 +1,7 @@
 """Every way to cut a training for so many GPUs, those that fit the fastest first, and what speaks for each kind.
 
-A figure has the band within which formulas described published trainings of its kind: 36 of them, which a test holds
-the formulas against (reports/plan_parallel/published.toml).
+Memory has the band within which formulas describe the published trainings that they were set on, pace the one in which
+it was told of machines that were held out, where a training calibrates it (reports/plan_parallel/published.toml).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fp8bench import units
+from fp8bench.features.plan_parallel.calibration import DEFAULT_RECIPE, MeasuredTraining
 from fp8bench.features.plan_parallel.formulas import (
     STATES,
     Checkpointing,
@@ -34,9 +35,7 @@ _SHORTEST = 4096
 _LONG = 32768
 # Paces within so much of each other are one: the simpler layout comes first.
 _ALIKE = 1.02
-# Narrower products than these keep a GPU less busy than its rates say.
-_NARROW = 1024
-# Models that have published trainings; from what to what these go; by what formulas are off at most.
+# Models that have published trainings; from what to what these go; by what formulas that were set on them are off.
 MODELS = {
     model.name: model
     for model in (
@@ -46,18 +45,24 @@ MODELS = {
     )
 }
 PUBLISHED_GPUS, PUBLISHED_WEIGHTS, PUBLISHED_SEQUENCES = (8, 1024), (8030261248, 405853388800), (8192, 262144)
-WORST_ERRORS = "memory by 12.1%, pace by 37.5%, flops by 0.1%"
+WORST_ERRORS = "memory by 12.1%, flops by 0.1%"
 
 
 @dataclass(frozen=True)
 class ParallelQuestion:
-    """A training: `batch` sequences a step in all. `load` says how a step is done; its sizes are each layout's."""
+    """A training: `batch` sequences a step in all. `load` says how a step is done; its sizes are each layout's.
+
+    Rates of the topology are those of the training `by`, where there is one; `derated`: of another power limit.
+    """
 
     model: DecoderModel
     gpus: int
     batch: int
     load: Load
     topology: Topology
+    by: MeasuredTraining | None = None
+    recipe: str = DEFAULT_RECIPE
+    derated: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,15 +86,8 @@ class Planned:
 
 
 def memory_band(layout: ParallelLayout) -> float:
-    """How far the formulas were from published trainings of that kind, as a share."""
+    """How far the formulas are from the published trainings of that kind that they were set on, as a share."""
     return 0.05 if layout.tensor == layout.pipeline == 1 else 0.15
-
-
-def pace_band(model: DecoderModel, layout: ParallelLayout) -> float:
-    """The same of their pace."""
-    if layout.tensor > 1 and model.width / layout.tensor < _NARROW:
-        return 0.4
-    return 0.3 if layout.context > 1 else 0.15
 
 
 def ranking(asked: ParallelQuestion) -> tuple[Planned, ...]:

@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from fp8bench.model.ranks import FailedRank, Heartbeat
 
@@ -20,7 +21,8 @@ class RankState:
     """A rank when something went wrong: its last heartbeat, and what it answered or how it ended, if it did.
 
     `fault` is its exception in words, with its traceback. `ended` says how its process did, '' if it lives; `status` is
-    the exit status where the launcher told one.
+    the exit status where the launcher told one. `stopped` is what the system says of its process: it gets no core until
+    somebody lets it go on.
     """
 
     beat: Heartbeat
@@ -28,6 +30,7 @@ class RankState:
     fault: tuple[str, str] = ("", "")
     ended: str = ""
     status: int | None = None
+    stopped: bool = False
 
     @property
     def rank(self) -> int:
@@ -55,7 +58,8 @@ def behind(states: Sequence[RankState]) -> RankState:
 
 
 def culprit(states: Sequence[RankState]) -> RankState:
-    """A rank that ended of itself, or raised what neighbours do not make it raise; else the one that is behind."""
+    """A rank that ended of itself, or raised what neighbours do not make it raise, or is stopped; else the one that is
+    behind."""
     last = behind(states)
     ended = [state for state in states if state.ended]
     of_itself = [one for one in ended if one.status not in _VICTIMS]
@@ -63,9 +67,23 @@ def culprit(states: Sequence[RankState]) -> RankState:
         return of_itself[0]
     if failed := [state for state in states if state.failed_itself]:
         return behind(failed)
+    if stopped := [state for state in states if state.stopped and not state.well]:
+        return behind(stopped)
     if ended and last.beat.sequence >= min(one.beat.sequence for one in ended):
         return next((one for one in ended if one.status != -signal.SIGTERM), ended[0])
     return last
+
+
+def suspects(states: Sequence[RankState]) -> tuple[RankState, ...]:
+    """The culprit; several ranks where nobody can tell which it is: they have come equally far, to the same phase, and
+    each may have waited for the other, whoever complained of it first."""
+    guilty = culprit(states)
+    if guilty.ended or guilty.failed_itself:
+        return (guilty,)
+    place = guilty.beat.sequence, guilty.beat.phase
+    waiting = [state for state in states if not state.well] or states
+    alike = (state.stopped if guilty.stopped else (state.beat.sequence, state.beat.phase) == place for state in waiting)
+    return tuple(sorted(compress(waiting, alike), key=lambda state: state.rank))
 
 
 def failed_rank(beat: Heartbeat, ranks: int, now: float) -> FailedRank:
@@ -75,18 +93,31 @@ def failed_rank(beat: Heartbeat, ranks: int, now: float) -> FailedRank:
 
 def sentence(states: Sequence[RankState], now: float) -> str:
     """What is known of the rank that failed, and what the others said."""
-    guilty = culprit(states)
-    return f"rank {guilty.rank} of {len(states)}, in {guilty.beat.doing}, {_what(guilty, now)}" + "".join(
+    named = suspects(states)
+    return _named(named, len(states), now) + "".join(
         f"; rank {other.rank} said: {_short(other.fault[0])}"
         for other in states
-        if other is not guilty and other.fault[0]
+        if other.fault[0] and (len(named) > 1 or other is not named[0])
     )
 
 
 def late(states: Sequence[RankState], now: float) -> str:
     """The rank that is furthest behind, where nobody has failed yet."""
-    last = culprit(states)
-    return f": rank {last.rank} of {len(states)}, in {last.beat.doing}, {_what(last, now)}"
+    return f": {_named(suspects(states), len(states), now)}"
+
+
+def _named(named: Sequence[RankState], ranks: int, now: float) -> str:
+    first = named[0]
+    if len(named) == 1:
+        return f"rank {first.rank} of {ranks}, in {first.beat.doing}, {_what(first, now)}"
+    which = f"{', '.join(str(one.rank) for one in named[:-1])} and {named[-1].rank} of {ranks}"
+    if first.stopped:
+        return f"ranks {which} are stopped (SIGSTOP or SIGTSTP, by /proc)"
+    oldest = now - min(one.beat.seconds for one in named)
+    return (
+        f"nobody can tell which of ranks {which} failed: all are in {first.beat.doing}, at heartbeat number "
+        f"{first.beat.sequence}, {oldest:.1f} s old"
+    )
 
 
 def _what(state: RankState, now: float) -> str:
@@ -94,7 +125,8 @@ def _what(state: RankState, now: float) -> str:
         return state.ended
     if state.fault[0]:
         return f"failed: {state.fault[0]}"
-    return f"does not go on: its last heartbeat, number {state.beat.sequence}, is {now - state.beat.seconds:.1f} s old"
+    how = "is stopped (SIGSTOP or SIGTSTP, by /proc)" if state.stopped else "does not go on"
+    return f"{how}: its last heartbeat, number {state.beat.sequence}, is {now - state.beat.seconds:.1f} s old"
 
 
 def _short(text: str, most: int = 200) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import select
 import shutil
 import socket
@@ -18,9 +19,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fp8bench.errors import RanksDisagree, WorkerLost
+from fp8bench.errors import RanksDisagree, WorkerHung, WorkerLost
+from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import WorkerProcess, how_it_ended, last_words, plain_value
-from fp8bench.measure.ranks.blame import RankState, behind, culprit, failed_rank, late, sentence
+from fp8bench.measure.ranks.blame import RankState, behind, culprit, failed_rank, late, sentence, suspects
 from fp8bench.measure.ranks.merge import Merges, merged
 from fp8bench.model.ranks import PARENT, FailedRank, beat_file, heartbeat_of, words_file
 
@@ -34,6 +36,7 @@ _ENDING_SECONDS = 10.0
 _LAUNCHER_SECONDS = 2.5
 # Ranks that ended are named by the launcher as soon as it gets a core.
 _TELLING_SECONDS = 30.0
+_STOPPED = "is stopped (SIGSTOP or SIGTSTP, by /proc), and "
 _ENDED_OF_ITSELF = "ended without an error, before it had answered"
 _NOBODY_KNOWS = "ended, and the launcher of the ranks did not say how"
 # Of the folder for what is temporary: the name of a socket in a folder of ours in there may have 103 (Linux: 107).
@@ -43,13 +46,15 @@ Reply = tuple[int, tuple[Any, ...]]
 
 class Launch(NamedTuple):
     """How many ranks, how long each of their collectives waits for the others, how long all may take to start, what
-    each of them runs, and what makes one of its answers that the worker's own bench does not give."""
+    each of them runs, what makes one of its answers that the worker's own bench does not give, and how long a rank that
+    is stopped is waited for."""
 
     ranks: int
     wait_seconds: float
     start_seconds: float
     module: str
     merges: Merges = MappingProxyType({})
+    stopped_seconds: float = HANG_SECONDS
 
 
 @dataclass
@@ -80,6 +85,7 @@ class RanksProcess(WorkerProcess):
         self._begun = time.monotonic()
         self.broken = False
         self.failed: FailedRank | None = None
+        self.undecided = False
         try:
             with socket.socket(socket.AF_UNIX) as listening:
                 listening.bind(str(self._folder / PARENT))
@@ -108,9 +114,15 @@ class RanksProcess(WorkerProcess):
     def answered(self, limit: float) -> bool:
         """Whether all have answered within so many seconds, or some have and the others cannot any more; EOFError if a
         rank or the launcher has ended."""
-        end = time.monotonic() + limit
+        begun = time.monotonic()
+        end = begun + limit
         while any(rank.reply is None for rank in self._ranks):
             self._take(min(_GLANCE_SECONDS, max(0.0, end - time.monotonic())))
+            if self._held_up(begun) and not self._failed:
+                self.broken, waited = True, self._launch.stopped_seconds
+                raise WorkerHung(
+                    f"no answer to {self._request!r} within {waited:g} s{self.late()}; the ranks were ended"
+                )
             if self._failed:
                 self._wait_for_others()
                 if self._ended or self._popen.poll() is not None:
@@ -214,6 +226,23 @@ class RanksProcess(WorkerProcess):
             except (EOFError, OSError):
                 rank.ended_at = time.monotonic()
 
+    def _held_up(self, begun: float) -> bool:
+        """Whether a rank that has not answered is stopped, and was waited for long enough."""
+        if time.monotonic() - begun < self._launch.stopped_seconds:
+            return False
+        return any(self._ranks[number].reply is None and _is_stopped(pid) for number, pid in self._pids().items())
+
+    def _pids(self) -> dict[int, int]:
+        """Of each rank, also of those that have not been heard of, where the system says whose children they are."""
+        pids = {rank.number: rank.pid for rank in self._ranks if rank.pid}
+        if len(pids) < len(self._ranks):
+            with contextlib.suppress(OSError):
+                children = Path(f"/proc/{self._popen.pid}/task/{self._popen.pid}/children").read_text().split()
+                for pid in map(int, children):
+                    said = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
+                    pids |= {int(said[1]): pid} if said else {}
+        return pids
+
     def _wait_for_others(self) -> None:
         end = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < end and any(rank.reply is None and rank.ended_at is None for rank in self._ranks):
@@ -222,16 +251,19 @@ class RanksProcess(WorkerProcess):
     def _blamed(self) -> list[RankState]:
         """All ranks as they are; which of them failed is kept, for they are about to be ended."""
         states = self._states()
-        self.failed = failed_rank(culprit(states).beat, len(states), time.monotonic())
+        named = suspects(states)
+        self.undecided = len(named) > 1
+        self.failed = None if self.undecided else failed_rank(named[0].beat, len(states), time.monotonic())
         return states
 
     def _states(self) -> list[RankState]:
         """All ranks as they are, in the order in which they ended, then by number."""
+        stopped = {number for number, pid in self._pids().items() if _is_stopped(pid)}  # before they are ended
         statuses = self._statuses()
         in_order = sorted(self._ranks, key=lambda rank: (rank.ended_at is None, rank.ended_at or 0.0, rank.number))
-        return [self._state(rank, statuses) for rank in in_order]
+        return [self._state(rank, statuses, rank.number in stopped) for rank in in_order]
 
-    def _state(self, rank: _Rank, statuses: Mapping[int, int] | None) -> RankState:
+    def _state(self, rank: _Rank, statuses: Mapping[int, int] | None, stopped: bool) -> RankState:
         beat = heartbeat_of(rank.number, self._read(beat_file(rank.number)))
         if not beat.sequence:
             beat = replace(beat, seconds=self._begun)
@@ -241,7 +273,7 @@ class RanksProcess(WorkerProcess):
         if rank.ended_at is not None:
             ended = _NOBODY_KNOWS if statuses is None else how_it_ended(status) if status else _ENDED_OF_ITSELF
             ended += self._last_words_of(rank)
-        return RankState(beat, rank.reply is not None, fault, ended, status)
+        return RankState(beat, rank.reply is not None, fault, ended, status, stopped and not ended)
 
     def _last_words_of(self, rank: _Rank) -> str:
         try:
@@ -280,7 +312,8 @@ class RanksProcess(WorkerProcess):
 
     def _meet(self, listening: socket.socket) -> None:
         """Let every rank connect twice."""
-        end = time.monotonic() + self._launch.start_seconds
+        begun = time.monotonic()
+        end = begun + self._launch.start_seconds
         while missing := [rank for rank in self._ranks if rank.requests is None or rank.lifeline is None]:
             here: list[Any] = [rank.requests for rank in self._ranks if rank.requests is not None]
             ready, _, _ = select.select([listening, *here], [], [], _GLANCE_SECONDS)
@@ -292,10 +325,17 @@ class RanksProcess(WorkerProcess):
                     setattr(self._ranks[number], what, connection)
             elif ready or self._popen.poll() is not None:  # nobody says anything before it is asked
                 raise self._not_started()
-            elif time.monotonic() > end:
-                last = missing[0].number
-                self.failed = failed_rank(self._states()[last].beat, len(self._ranks), time.monotonic())
-                raise self._lost(f"rank {last} did not start within {self._launch.start_seconds:g} s")
+            elif time.monotonic() > end or self._held_up(begun):
+                numbers = {rank.number for rank in missing}
+                states = [state for state in self._states() if state.rank in numbers]
+                named = [state for state in states if state.stopped] or states
+                self.undecided = len(named) > 1
+                if not self.undecided:
+                    self.failed = failed_rank(named[0].beat, len(self._ranks), time.monotonic())
+                waited = f"did not start within {time.monotonic() - begun:.0f} s"
+                raise self._lost(
+                    " and ".join(f"rank {state.rank} {_STOPPED * state.stopped}{waited}" for state in named)
+                )
 
     def _not_started(self) -> WorkerLost:
         """A rank has ended, or the launcher; it may have been before that rank was heard of."""
@@ -306,10 +346,18 @@ class RanksProcess(WorkerProcess):
 
     def _lost(self, why: str) -> WorkerLost:
         lost = WorkerLost(f"the ranks could not be started: {why}", self.killed)
-        lost.rank = self.failed
+        lost.rank, lost.undecided = self.failed, self.undecided
         return lost
 
     def _end_ranks(self) -> None:
         """Close the lifelines, upon which each rank is ended with all it has started."""
         for rank in self._ranks:
             rank.close()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process gets no core, because it or its group was sent SIGSTOP or SIGTSTP."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False

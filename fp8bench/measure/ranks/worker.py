@@ -9,6 +9,7 @@ from typing import Any
 
 from fp8bench.errors import WorkerError
 from fp8bench.measure.handle import RANK_MODULE, START_SECONDS, ProcessWorker
+from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import WorkerProcess
 from fp8bench.measure.ranks.merge import Merges
 from fp8bench.measure.ranks.process import Launch, RanksProcess
@@ -40,10 +41,11 @@ class RanksWorker(ProcessWorker):
         wait_seconds: float | None = None,
         module: str = RANK_MODULE,
         merges: Merges = MappingProxyType({}),
+        case_timeout: float | None = None,
     ) -> None:
         super().__init__(settings, module=module)
         wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
-        self._launch = Launch(ranks, wait_seconds, START_SECONDS, module, merges)
+        self._launch = Launch(ranks, wait_seconds, START_SECONDS, module, merges, case_timeout or HANG_SECONDS)
         self._alone = ProcessWorker(settings)
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
@@ -51,7 +53,8 @@ class RanksWorker(ProcessWorker):
             try:
                 return super().ask(limit, name, *arguments)
             except WorkerError as error:
-                if error.rank is None or name not in _BEFORE_CASES:
+                nobody = error.rank is None and not error.undecided
+                if nobody or name not in _BEFORE_CASES:
                     raise
                 self.restart()
                 self._unstarted = error
@@ -86,7 +89,8 @@ class RanksWorker(ProcessWorker):
         try:
             return super()._exchange(process, limit, name, *arguments)
         except WorkerError as error:
-            error.rank = process.failed if isinstance(process, RanksProcess) else None
+            if isinstance(process, RanksProcess):
+                error.rank, error.undecided = process.failed, process.undecided
             raise
         finally:
             if isinstance(process, RanksProcess) and process.broken:

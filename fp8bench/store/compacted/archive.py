@@ -157,7 +157,8 @@ def contents(
         with tarfile.open(path, "r:gz", encoding="utf-8") as tar:
             for one in archive.files:
                 member = tar.next()
-                file = tar.extractfile(member) if member is not None and member.name == one.path else None
+                said = member is not None and (member.name, member.size) == (one.path, one.size)
+                file = tar.extractfile(member) if said and member is not None else None
                 content = file.read() if file is not None else b""
                 if file is None or len(content) != one.size or hashlib.sha256(content).hexdigest() != one.digest:
                     raise StoreError(
@@ -176,6 +177,8 @@ def sha256_of(path: Path) -> str:
 
 
 _LOCK_SECONDS = 5.0
+# JSON of a store shrinks to a tenth; a few kilobytes of zeros may stand for gigabytes.
+_ROOM, _MOST_RATIO = 64 << 20, 200
 
 
 @dataclass
@@ -222,6 +225,15 @@ def _put_back(store: Path, path: Path, archive: Archive, result: Restored) -> No
     foreign = [file.path for file in archive.files if not belongs(file.path)]
     if foreign:
         raise StoreError(f"{path} has a file {foreign[0]!r:.80}, which is none of a store. Get it once more.")
+    size = sum(file.size for file in archive.files)
+    if size > _ROOM + _MOST_RATIO * archive.size:
+        raise StoreError(
+            f"{path} would unpack to {size} bytes, more than {_MOST_RATIO} times its own: that is no store."
+        )
+    here = os.path.realpath(store)
+    outside = [file.path for file in archive.files if not os.path.realpath(store / file.path).startswith(here + os.sep)]
+    if outside:
+        raise StoreError(f"{store / outside[0]} leads out of the store by a link: none of {path} is written there.")
     wanted = {file.path for file in archive.files if _is_wanted(store, file, result)}
     for file, content in contents(path, archive, wanted) if wanted else ():
         write_whole(store / file.path, content)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ _BEGINS = re.compile(rb'(?:\xef\xbb\xbf)?{"schema": ?\d+, ?"header": ?{"id": ?("
 _PEEKED = 256
 _COLLECTED = "machine=*/month=*/*.jsonl"
 _MONTH = re.compile(r"\d{4}-\d{2}")
+# A run of many thousand cases has some 100 MB; a file may say that it has more than any memory, and take no disk.
+LARGEST_RUN = 2 << 30
 # The folder of what was compacted.
 POINTS = "points"
 # Of so many files, and as long ago, others that are being measured are looked for.
@@ -181,13 +184,22 @@ def machine_folder(path: Path) -> str:
 
 
 def all_files(store: Path) -> list[Path]:
-    """All run files of a store, newest first, copies among them. A folder that is called like one is none.
+    """All run files of a store, newest first, copies among them. A folder that is called like one is none, nor is what
+    no memory holds.
 
     They lie in a folder of their machine, or in those of `collected_folder`.
     """
     runs = store / "runs"
     found = sorted((*runs.glob("*/*.jsonl"), *runs.glob(_COLLECTED)), key=lambda path: path.name, reverse=True)
-    return [path for path in found if os.path.isfile(path)]  # noqa: PTH113 - is_file raises where it may not look
+    return [path for path in found if _may_be_run(path)]
+
+
+def _may_be_run(path: Path) -> bool:
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST_RUN
 
 
 def listing(store: Path) -> Listing:
@@ -251,6 +263,13 @@ def running_beside(own: Path) -> list[str]:
             if path != own and path.stat().st_mtime > recent and is_locked(path):
                 found.append(path.stem)
     return found
+
+
+def dated_later(own: Path) -> str:
+    """The stem of a run in the same store that is dated later than this one, which has only begun; '' for none."""
+    store = store_of(own.resolve())
+    newest = next(iter(all_files(store)), own) if store is not None else own
+    return newest.stem if newest.name > own.name and not is_locked(newest) else ""
 
 
 def index_of(store: Path) -> Path:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -13,10 +15,12 @@ from fp8bench.features.fleet.work import work
 from fp8bench.files import locked
 from fp8bench.jobs.cells import cut, measured
 from fp8bench.model import Request, Run
+from fp8bench.model.codec import encode
 from fp8bench.model.run import Attempt, CellStatus, FleetPlan
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.fleet_plans import OUTPUT, folder_of, note, read_plan, states_of, write_plan
-from fp8bench.store.runs.run_file import load_run
+from fp8bench.store.kept_lines import FileLines
+from fp8bench.store.runs.run_file import load_run, load_sheet
 from tests.older import changed_document, without_sums
 
 QUIET = SilentObserver()
@@ -56,15 +60,15 @@ def test_a_worker_reads_a_run_that_is_whole_once(
     _, run = measured(plan, 1, tmp_path, QUIET, "")
     read: list[Path] = []
 
-    def reads(path: Path) -> Run:
+    def reads(path: Path) -> tuple[Run, FileLines]:
         read.append(path)
-        return load_run(path)
+        return load_sheet(path)
 
     def fails(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
         note(plan, number, store, Attempt("host", 1, "2026-01-05T12:00:00+00:00", 3.0, 2))
         return 2
 
-    monkeypatch.setattr("fp8bench.store.fleet_plans.load_run", reads)
+    monkeypatch.setattr("fp8bench.store.fleet_plans.load_sheet", reads)
     monkeypatch.setattr("fp8bench.features.fleet.work._measure", fails)
     assert work(plan, tmp_path / "p.json", tmp_path, False, lambda state: None) == ({0: 2}, {})
     assert read == [Path(run.path)]
@@ -136,6 +140,56 @@ def test_what_failed_says_why_and_waits_for_retry(
     assert len(states_of(plan, tmp_path)[0].attempts) == 2
 
 
+def garbled(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b'{"host": "box", "proc\xff\x00ess": 1}\n')
+
+
+def flipped(store: Path, line: int) -> None:
+    """A digit of a line of the only run changed on the disk."""
+    (path,) = store.rglob("*.jsonl")
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[line] = lines[line].replace(b'"gemm', b'"gemn', 1)
+    path.write_bytes(b"".join(lines))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
+    "garbled attempts": (lambda folder, store: garbled(folder / "attempts.jsonl"), "attempts.jsonl: line 1 is no JSON"),
+    "attempts are a folder": (lambda folder, store: (folder / "attempts.jsonl").mkdir(parents=True), "Is a directory"),
+    "output is a folder": (lambda folder, store: (folder / OUTPUT).mkdir(parents=True), f"{OUTPUT} is no file"),
+    "a file": (lambda folder, store: (folder.parent.mkdir(parents=True), folder.touch())[1], "is no folder"),
+    "a header": (lambda folder, store: flipped(store, 0), "line 1, the header, is broken"),
+    "a record": (lambda folder, store: flipped(store, 1), "line 2 is broken and was left out"),
+}
+
+
+@pytest.mark.parametrize(("break_", "words"), DAMAGES.values(), ids=DAMAGES)
+def test_what_is_damaged_is_a_state_of_its_cell(
+    plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, break_: Callable[[Path, Path], None], words: str
+) -> None:
+    """The others are measured all the same; one of which no more than notes are damaged is done once it has a run."""
+    if words.startswith("line"):
+        measured(plan, 0, tmp_path, QUIET, "")
+    break_(folder_of(plan, 0, tmp_path), tmp_path)
+    damaged, waiting = states_of(plan, tmp_path)
+    assert damaged.status is CellStatus.DAMAGED and words in "; ".join(damaged.damage)
+    assert waiting.status is CellStatus.WAITING and not waiting.damage
+
+    def ends(words: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> int:
+        measured(plan, int(words[words.index("--cell") + 1]), tmp_path, QUIET, "")
+        return 0
+
+    monkeypatch.setattr("fp8bench.features.fleet.work.tied", lambda *given: given)
+    monkeypatch.setattr("fp8bench.features.fleet.work.ended", lambda given: ends(*given))
+    done, left = work(plan, tmp_path / "p.json", tmp_path, False, lambda state: None)
+    mended, other = states_of(plan, tmp_path)
+    assert other.status is CellStatus.DONE and 1 in done
+    kept_out = words in (f"{OUTPUT} is no file", "is no folder")
+    assert mended.status is (CellStatus.DAMAGED if kept_out else CellStatus.DONE)
+    assert kept_out == (0 in left and 0 not in done) or words == "Is a directory"
+    assert mended.damage
+
+
 def test_a_plan_is_read_back_and_nonsense_is_none(plan: FleetPlan, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     write_plan(plan, file)
@@ -153,6 +207,7 @@ def test_a_plan_is_read_back_and_nonsense_is_none(plan: FleetPlan, tmp_path: Pat
         (whole.replace(plan.created, "yesterday"), "no moment with a time zone"),
         (whole.replace(plan.created, plan.created[:19]), "no moment with a time zone"),
         (json.dumps({"schema": 1, "fleet": {**json.loads(whole)["fleet"], "cells": []}}), "it has no cells"),
+        (json.dumps({"schema": 1, "fleet": {**encode(plan), "cells": 2 * encode(plan.cells)}}), "twice"),
         (whole.replace('"gpus": 0', '"gpus": -4'), "a cell needs -4 GPUs, expected 0 or more"),
         (whole.replace('"rounds": 2', '"rounds": "many"'), "expected int or null, found 'many'"),
         (whole.replace('"request": {', '"asked": {'), "FleetPlan: the field 'request' is missing"),

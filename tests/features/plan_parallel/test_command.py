@@ -101,7 +101,7 @@ def test_a_ranking(say: Say, topology: Path) -> None:
     _, out, _ = say(*given, "--csv", "-")
     rows = list(csv.DictReader(io.StringIO(out)))
     assert len(ways) == len(rows) > 20
-    assert {(float(row["memory_band"]), float(row["pace_band"])) for row in rows} >= {(0.05, 0.15), (0.15, 0.3)}
+    assert {(row["memory_band"], row["pace_band"]) for row in rows} == {("0.05", ""), ("0.15", "")}
     assert [float(row["memory_bytes"]) for row in rows] == [one["memory_bytes"] for one in ways]
     parts = ("states", "gathered", "kept", "block", "logits")
     assert all(one["memory_bytes"] == pytest.approx(sum(one[f"{part}_bytes"] for part in parts)) for one in ways)
@@ -129,7 +129,44 @@ def test_how_to_read_it(say: Say, topology: Path) -> None:
 
 def test_errors_stand_with_every_answer(say: Say, topology: Path) -> None:
     _, out, _ = say("--model", "llama3-8b", "--gpus", "8", "--topology", str(topology))
-    assert "off by at most: memory by 12.1%, pace by 37.5%, flops by 0.1%" in " ".join(out.split())
+    said = " ".join(out.split())
+    assert "off at most: memory by 12.1%, flops by 0.1%" in said and "Pace, by leave-one-machine-out: 622 paces" in said
+
+
+ON_8 = ("nano", "--gpus", "8", "--topology", "FILE")
+MEASURED = "llama3-8b,FSDP8,6667,dtype=bf16,batch=16,checkpointing=selective"
+
+
+def test_a_measured_training_sets_the_rates(say: Say, topology: Path) -> None:
+    """And gives a band to what published machines say something of; a power limit takes it away again."""
+    given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--json", "--checkpointing", "selective")
+    given = (*given, "--batch", "16")
+
+    def way(*words: str, layout: tuple[int, int] = (8, 1)) -> dict[str, float]:
+        ways = json.loads(say(*given, *words)[1])["ways"]
+        return next(
+            one for one in ways if (one["shards"], one["context"]) == layout and one["tensor"] * one["pipeline"] == 1
+        )
+
+    plain = way("--calibrate", MEASURED)
+    assert plain["tokens_per_second"] == pytest.approx(6667, rel=0.01) and plain["pace_band"] == 0.24
+    narrow = way("--calibrate", MEASURED, "--dtype", "fp8")
+    assert narrow["pace_band"] == 0.28 and abs(narrow["tokens_per_second"] / 8532 - 1) < 0.28
+    by_rows = way("--calibrate", MEASURED, "--dtype", "fp8", "--recipe", "rowwise")
+    assert plain["tokens_per_second"] < by_rows["tokens_per_second"] < narrow["tokens_per_second"]
+    limited = way("--calibrate", MEASURED, "--power-limit", "500/700")
+    assert limited["pace_band"] is None and limited["tokens_per_second"] == pytest.approx(
+        6667 * (5 / 7) ** (2 / 3), rel=0.02
+    )
+    assert way()["pace_band"] is None and way()["tokens_per_second"] > 1.4 * plain["tokens_per_second"]
+    assert way("--compiled-loss")["logits_bytes"] == pytest.approx(way()["logits_bytes"] / 3)
+
+
+def test_rates_that_nothing_calibrates_are_said_to_be(say: Say, topology: Path) -> None:
+    given = ("llama3-8b", "--gpus", "8", "--topology", str(topology))
+    said, calibrated = (" ".join(say(*given, *more)[1].split()) for more in ((), ("--calibrate", MEASURED)))
+    assert "No whole training has calibrated these rates" in said and "--calibrate MODEL,LAYOUT,PACE" in said
+    assert "No whole training" not in calibrated and "By llama3-8b with FSDP 8 at 6667 tokens/s of a GPU" in calibrated
 
 
 @pytest.mark.parametrize(
@@ -140,6 +177,15 @@ def test_errors_stand_with_every_answer(say: Say, topology: Path) -> None:
         (("--model", "llama3-8", "--gpus", "8", "--topology", "FILE"), "llama3-8b"),
         (("--model", "nano", "--gpus", "3", "--batch", "5", "--topology", "FILE"), "cannot be dealt out evenly"),
         (("--model", "nano", "--gpus", "0"), "--gpus"),
+        ((*ON_8, "--calibrate", "llama3-8b,FSDP8"), "is too short. Expected MODEL"),
+        ((*ON_8, "--calibrate", "llama3-9b,FSDP8,3"), "unknown model 'llama3-9b'"),
+        ((*ON_8, "--calibrate", "nano,FSDP8+FSDP2,3"), "'FSDP2' is no part"),
+        ((*ON_8, "--calibrate", "nano,EP8,3"), "'EP8' is no part of a layout"),
+        ((*ON_8, "--calibrate", "nano,FSDP8,nan"), "cannot be read"),
+        ((*ON_8, "--calibrate", "nano,FSDP8,3,batch=7"), "divides nothing evenly"),
+        ((*ON_8, "--calibrate", "nano,FSDP8,3,seq=7"), "cannot be read"),
+        ((*ON_8, "--calibrate", "nano,FSDP8,1e15"), "more than these links carry"),
+        ((*ON_8, "--power-limit", "700/500"), "the lower first"),
         (("--model", "nano", "--gpus", "2", "--topology", "nowhere.yaml"), "nowhere.yaml cannot be read"),
     ],
 )  # fmt: skip

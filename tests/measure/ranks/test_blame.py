@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from fp8bench.measure.ranks.blame import RankState, culprit, failed_rank, late, sentence
+from fp8bench.measure.ranks.blame import RankState, culprit, failed_rank, late, sentence, suspects
 from fp8bench.model.ranks import BEAT, FailedRank, Heartbeat, heartbeat_of
 
 TIMED_OUT = ("RuntimeError: Timed out waiting 6000ms for recv", "trace")
@@ -24,10 +24,10 @@ def state(rank: int, sequence: int, seconds: float = 0.0, phase: str = "gemm", *
     [
         # Rank 0 complains of a collective that rank 1 never came to.
         ([state(0, 12, phase="communication", answered=True, fault=TIMED_OUT), state(1, 11)], 1),
-        # Both have come equally far: who says nothing is meant.
-        ([state(0, 11, 1.0, answered=True, fault=TIMED_OUT), state(1, 11, 2.0)], 1),
-        # Neither says anything: the one that is silent for longer.
-        ([state(0, 11, 2.0), state(1, 11, 1.0)], 1),
+        # The system says that one is stopped, whoever complains, has come less far, or lost the connection to it.
+        ([state(0, 11, 1.0, answered=True, fault=TIMED_OUT), state(1, 11, 2.0, stopped=True)], 1),
+        ([state(0, 10, 1.0), state(1, 11, 2.0, stopped=True)], 1),
+        ([state(0, 12, ended="was ended by SIGABRT", status=-6), state(1, 12, stopped=True)], 1),
         # One raised, and the other waits for it.
         ([state(0, 12, phase="communication"), state(1, 11, answered=True, fault=("ValueError: boom", ""))], 1),
         # One ended of itself, and the launcher ended the other.
@@ -49,7 +49,32 @@ def state(rank: int, sequence: int, seconds: float = 0.0, phase: str = "gemm", *
     ],
 )
 def test_the_rank_that_failed_is_named(states: list[RankState], guilty: int) -> None:
-    assert culprit(states).rank == guilty
+    assert culprit(states).rank == guilty and suspects(states) == (culprit(states),)
+
+
+@pytest.mark.parametrize(
+    ("states", "named"),
+    [
+        # Both have come equally far. Whoever complains may be the one that the other waited for: it was stopped, say,
+        # and goes on, by when its own time to wait is over.
+        ([state(0, 11, 1.0, answered=True, fault=TIMED_OUT), state(1, 11, 2.0)], "0 and 1"),
+        ([state(0, 11, 2.0), state(1, 11, 1.0)], "0 and 1"),
+        ([state(0, 11, 2.0), state(1, 11, 1.0), state(2, 12, answered=True, fault=TIMED_OUT)], "0 and 1"),
+        ([state(2, 11), state(0, 11), state(1, 11, 1.0)], "0, 1 and 2"),
+        ([state(0, 11, answered=True), state(1, 11), state(2, 11)], "1 and 2"),
+    ],
+)
+def test_nobody_can_tell(states: list[RankState], named: str) -> None:
+    """Where sequence and phase are equal."""
+    said = sentence(states, 10.0)
+    assert f"nobody can tell which of ranks {named} of {len(states)} failed: all are in phase gemm of 'slot'" in said
+    assert ("said: RuntimeError: Timed out" in said) == any(one.fault == TIMED_OUT for one in states)
+
+
+def test_several_that_are_stopped_are_named() -> None:
+    """A whole group was, by a terminal."""
+    said = late([state(0, 3), state(1, 5, stopped=True), state(2, 4, stopped=True)], 9.0)
+    assert said == ": ranks 1 and 2 of 3 are stopped (SIGSTOP or SIGTSTP, by /proc)"
 
 
 def test_sentences_say_rank_phase_and_reason() -> None:

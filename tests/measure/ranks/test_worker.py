@@ -35,7 +35,8 @@ REASONS = {
     "memory": "rank 1 of 2, in phase gemm of 'slot', failed: MemoryError: no more",
     "SIGSEGV": "rank 1 of 2, in phase gemm of 'slot', was ended by SIGSEGV: Fatal Python error: Segmentation fault",
     "hang": "rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat",
-    "SIGSTOP": "rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat",
+    "SIGSTOP": "rank 1 of 2, in phase gemm of 'slot', is stopped (SIGSTOP or SIGTSTP, by /proc): its last heartbeat",
+    "SIGSTOP-sending": "rank 1 of 2, in phase communication of 'slot', is stopped (SIGSTOP or SIGTSTP, by /proc): its",
     "clean-exit": "rank 1 of 2, in phase gemm of 'slot', ended without an error, before it had answered",
     # Which of two sizes is the wrong one nobody can tell: gloo ends the rank that was sent too much.
     "size": "in phase communication of 'slot', was ended by SIGABRT: what():",
@@ -47,8 +48,8 @@ _ANY_RANK = ("size", "launcher")
 
 
 @pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where temporary files lie in a test; a short name, as sockets need."""
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where temporary files lie in a test, `tmp_path` apart; a short name, as sockets need."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, monkeypatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", None)
@@ -121,12 +122,16 @@ def test_ranks_are_asked_together_and_end_together(tmp_path: Path, monkeypatch: 
         assert gone(), left_behind()
 
 
-def measured(faults: Sequence[str], store: Path, monkeypatch: pytest.MonkeyPatch) -> list[Record]:
+def measured(
+    faults: Sequence[str], store: Path, monkeypatch: pytest.MonkeyPatch, case_timeout: float | None = None
+) -> list[Record]:
     """A run of a case for each of some faults. How long ranks wait is also how late a healthy one may come."""
     monkeypatch.setattr("fp8bench.measure.ranks.worker.WAIT_SECONDS", 10.0)
     monkeypatch.setattr(ranks_process, "_GRACE_SECONDS", 0.5)
     axes = (("fault", tuple(faults)),)
-    request = Request("failing_ranks", axes=axes, rounds=1, quick=True, imports=(SUITE,), ranks=2)
+    request = Request(
+        "failing_ranks", axes=axes, rounds=1, quick=True, imports=(SUITE,), ranks=2, case_timeout=case_timeout
+    )
     with forgotten(Path(SUITE).parent):
         return list(pipeline.execute(request, store, SilentObserver(), "").records)
 
@@ -141,7 +146,8 @@ def test_a_fault_is_a_record_and_nobody_is_left(
     assert record.status is Status.FAILED and REASONS[fault] in record.reason, record.reason
     assert (where := record.failed_rank) is not None and (where.ranks, where.request) == (2, "slot")
     if fault not in _ANY_RANK:
-        assert (where.rank, where.phase) == (1, "gemm"), where
+        phase = "communication" if fault == "SIGSTOP-sending" else "gemm"
+        assert (where.rank, where.phase) == (1, phase), where
     if fault == "launcher":
         assert f"with rank {where.rank} in phase {where.phase} of 'slot'" in record.reason, record.reason
     assert gone() and not left_in(temporary), (left_behind(), left_in(temporary))
@@ -187,7 +193,7 @@ class Dies:
     def find_spec(self, name, path=None, target=None):
         if name == "{module}" and not died.exists():
             died.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.{end})
 
 if os.environ.get("RANK") == "1":
     sys.meta_path.insert(0, Dies())
@@ -204,7 +210,7 @@ def test_a_rank_that_dies_before_all_have_begun_fails_the_first_case(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it has been heard of, and while it opens; the next case has fresh ranks."""
-    (tmp_path / "sitecustomize.py").write_text(DIES.format(module=module))
+    (tmp_path / "sitecustomize.py").write_text(DIES.format(module=module, end="SIGKILL"))
     monkeypatch.syspath_prepend(tmp_path)
     first, second = measured(["none", "raise"], tmp_path / "store", monkeypatch)
     request, reason = STARTS[module]
@@ -212,6 +218,32 @@ def test_a_rank_that_dies_before_all_have_begun_fails_the_first_case(
     assert (where := first.failed_rank) is not None and (where.rank, where.ranks, where.request) == (1, 2, request)
     assert 0 <= where.silent_seconds < 600  # of one that left no sign of life, since it was started
     assert REASONS["raise"] in second.reason
+    assert gone(), left_behind()
+
+
+STOPS = {
+    "fp8bench.worker.ranks.main": (
+        "start",
+        "rank 1 is stopped (SIGSTOP or SIGTSTP, by /proc), and did not start within",
+    ),
+    "torch": ("open", "no answer to 'open' within 15 s: rank 1 of 2, in 'open', is stopped (SIGSTOP or SIGTSTP, by"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", list(STOPS))
+def test_a_rank_that_is_stopped_before_all_have_begun_is_named_within_the_limit_of_a_case(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after the 300 s that ranks may take to start."""
+    (tmp_path / "sitecustomize.py").write_text(DIES.format(module=module, end="SIGSTOP"))
+    monkeypatch.syspath_prepend(tmp_path)
+    begun = time.monotonic()
+    first, second = measured(["none", "raise"], tmp_path / "store", monkeypatch, case_timeout=15.0)
+    request, reason = STOPS[module]
+    assert (tmp_path / "died").exists() and first.status is Status.FAILED and reason in first.reason, first.reason
+    assert (where := first.failed_rank) is not None and (where.rank, where.request) == (1, request)
+    assert REASONS["raise"] in second.reason and time.monotonic() - begun < 150
     assert gone(), left_behind()
 
 
