@@ -90,7 +90,7 @@ OPTIONS = {
     "audit": COMMON
     | {"--kind", "--precision", "--takes", "--second", "--multiple", "--causal", "--device", "--seed", "--threads"}
     | {"--rule", "--second-moment", "--weights", "--baseline", "--store"}
-    | {"--junit", "--md", "--explain", "--json", "MODULE:FUNCTION"},
+    | {"--junit", "--md", "--explain", "--details", "--json", "MODULE:FUNCTION"},
     "advise": COMMON | {
         "RUN", "--beside", "--training", "--price", "--least", "--write-map", "--check", "--score", "--store",
         "--import", "--md", "--explain", "--json",
