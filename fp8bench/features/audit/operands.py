@@ -203,13 +203,6 @@ def _block(length: int, count: int) -> int:
     return next((one for one in _SIDES if one >= side), side) if count > 1 else length
 
 
-def decoded(codes: Tensor, columns: int) -> Tensor:
-    """Elements, from the codes that somebody gave: float8, or four-bit ones two a byte, or values as they are."""
-    if codes.dtype == torch.uint8 or "float4" in str(codes.dtype):
-        return decode(unpack(codes.view(torch.uint8), E2M1, columns), E2M1, checked=False)
-    return codes.to(torch.float32)
-
-
 def scale_matrix(scale: Tensor) -> Tensor:
     """Scales that somebody gave, float32 (down, across); bytes are e8m0 ones, as torch's own dtype of that name."""
     if scale.dtype == torch.uint8:

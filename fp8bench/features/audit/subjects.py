@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fp8bench.features.audit.operands import (
     DATA,
     Rounded,
-    decoded,
     drawn,
     promised_by,
     rounded,
@@ -23,7 +22,8 @@ from fp8bench.features.audit.operands import (
 )
 from fp8bench.features.audit.promises import AttentionPromise, CastPromise, Matrices, ProductPromise, Promise
 from fp8bench.features.audit.steps import Hyper, moments_of, optimizer_promise
-from fp8bench.formats.codes import DTYPES
+from fp8bench.formats.codes import DTYPES, decode, unpack
+from fp8bench.formats.grids import E2M1
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import AuditKind, KeptWeights, Signature, Takes, UpdateRule
 from fp8bench.nn.arithmetics import RecipeArithmetic
@@ -162,6 +162,13 @@ class CastSubject(Subject):
 
     def promises(self, matrices: Matrices) -> dict[str, Promise]:
         return {"cast": CastPromise(rounded(matrices[0], self.promised.treatments[0]))}
+
+
+def decoded(codes: Tensor, columns: int) -> Tensor:
+    """Elements, from the codes that somebody gave: float8, or four-bit ones two a byte, or values as they are."""
+    if codes.dtype == torch.uint8 or "float4" in str(codes.dtype):
+        return decode(unpack(codes.view(torch.uint8), E2M1, columns), E2M1, checked=False)
+    return codes.to(torch.float32)
 
 
 class LinearSubject(Subject):
