@@ -41,6 +41,8 @@ _DRAWN = 6.0
 _ENOUGH = 64
 # A mean gain that is told, the standard errors that it has to be, and how much of it ties must leave to be seen.
 _GAIN, _SURE, _APART = 1e-3, 6.0, 0.05
+# Sums have a mean gain that are of so many terms.
+_TERMS = 8.0
 # Sums of so many bits are a remark: Hopper's FP8 products have 14. What sums of fewer than the least leave is no sum.
 _SHORT, _LEAST_BITS = 13, 6
 _TIES = "casts round elsewhere, as a scale that differs in its last bits, or ties to the other side, make them"
@@ -159,6 +161,9 @@ class ProductPromise:
     def _gain(self, wide: Tensor, sums: ConformitySums, spans: Sequence[Matrices]) -> str:
         """How much larger results are in the mean, beside what ties do to either side; '' where that is nothing."""
         a, b = self.a.values.double(), self.b.values.double()
+        terms = sums.magnitude**2 / (a**2 @ (b**2).t()).clamp(min=torch.finfo(torch.float64).tiny)
+        if float(terms.median()) < _TERMS:  # a rounding of few numbers leans as it likes
+            return ""
         columns = [sums.exact]
         for place, ((low, high), values) in enumerate(zip(spans, (self.a.values, self.b.values), strict=True)):
             open_ = (high - low) > _LAST_BITS * values.abs()
