@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from fp8bench.features.audit.checks import CHECKS, audited
-from fp8bench.features.audit.checks.auditor import AuditCheck
+from fp8bench.features.audit.auditor import AuditCheck, audited
+from fp8bench.features.audit.times import CHECKS
 from fp8bench.features.audit.values import Audit, AuditOutcome
 from fp8bench.measure.ceilings import SECONDS
 from fp8bench.model import Ceilings

@@ -95,7 +95,7 @@ OPTIONS = {
     "audit": MANY
     | {"--kind", "--precision", "--takes", "--second", "--multiple", "--causal", "--device", "--seed", "--threads"}
     | {"--rule", "--second-moment", "--weights", "--baseline", "--store"}
-    | {"--junit", "--md", "--explain", "--json", "MODULE:FUNCTION"},
+    | {"--junit", "--md", "--explain", "--all", "--json", "MODULE:FUNCTION"},
     "advise": COMMON | {
         "RUN", "--all", "--beside", "--training", "--price", "--least", "--write-map", "--check", "--score", "--store",
         "--import", "--md", "--explain", "--json",

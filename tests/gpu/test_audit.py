@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.checks.results import MemoryCheck
+from fp8bench.features.audit.results import MemoryCheck
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of, result_of
 from suites.audit_lies import Kernel

@@ -21,8 +21,9 @@ class AuditBench(Bench):
             return declared_of(named(target))
 
     def audit(self, target: str, signature: Signature, facts: DeviceFacts, ceilings: Ceilings | None = None) -> Audit:
-        from fp8bench.features.audit.checks import audited
+        from fp8bench.features.audit.auditor import audited
         from fp8bench.features.audit.model import audited_model, given_model
+        from fp8bench.features.audit.times import CHECKS
 
         self._selected(facts)
         with unchanged(), aside():
@@ -31,7 +32,7 @@ class AuditBench(Bench):
                 return audited_model(target, model, batch, signature, facts)
             baseline = named(signature.baseline) if signature.baseline else None
             seed, function = self._settings.seed, named(target)
-            return audited(target, function, signature, facts, seed, ceilings=ceilings, baseline=baseline)
+            return audited(target, function, signature, facts, seed, CHECKS, ceilings, baseline)
 
 
 if __name__ == "__main__":

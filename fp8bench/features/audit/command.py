@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,8 @@ from fp8bench.user_code.named import signed
 _EXITS = {
     AuditOutcome.PASS: EXIT_OK, AuditOutcome.FAIL: EXIT_REGRESSION, AuditOutcome.CANNOT_TELL: EXIT_BASELINE,
 }  # fmt: skip
+# Failures, and layers, that are shown without --all.
+_SHOWN, _LISTED = 3, 8
 # What a signature says besides kind and precision.
 _HOW = fields(Signature)[2:]
 EXAMPLES = (
@@ -100,6 +103,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     shared(parser, "--seed", help="for the data; default 0")
     shared(parser, "--threads", "--store")
     parser.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
+    words = "every check, remark, layer and time, too, as --md and --json have them"
+    shared(parser, "--all", help=words)
     shared(parser, "--md", "--explain")
     shared(parser, "--json", help="print all of it as JSON instead of the tables")
 
@@ -115,8 +120,8 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     facts, found = audit(arguments.target, _signature(arguments), arguments.device, settings, arguments.store, observer)
     document = {"device": encode(facts), "outcome": found.outcome.value, **encode(found)}
     files = {"--junit": (arguments.junit, as_junit(found))}
-    page, code = partial(page_of, facts, found), _EXITS[found.outcome]
-    return CommandResult(found, page, lambda: document, code=code, files=files)
+    page, whole = partial(page_of, facts, found, arguments.all), partial(page_of, facts, found)
+    return CommandResult(found, page, lambda: document, whole=whole, code=_EXITS[found.outcome], files=files)
 
 
 def _signature(arguments: argparse.Namespace) -> Signature | None:
@@ -185,13 +190,13 @@ def _absolute(target: str) -> str:
 
 
 def _ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path) -> Ceilings | None:
-    """Those that are kept, else what a quick look finds now, which is kept where there is a store; None where nothing
-    is to be measured, or it cannot be."""
+    """Those that are kept, else what a quick look finds now, which is kept; None where nothing is to be measured, or
+    it cannot be."""
     measured = partial(worker.within(START_SECONDS).ceilings, facts, SECONDS)
     wanted = measures_ceilings(False, os.environ)
     try:
-        if not store.is_dir():
-            return measured().times(1 if facts.accelerated else threads) if wanted else None
+        if not wanted and not store.is_dir():
+            return None
         environment = gather(worker.software(), __version__, threads)
         known = ceilings_of(store, environment, facts, measured if wanted else None)
     except WorkerError:
@@ -246,7 +251,8 @@ _LEGEND = (
     "CANNOT TELL: it raised, crashed or did not answer where it should have",
     "error: how far results are from the exact product of what went in; expected: how far the emulation is",
     "other data: the same call on zeros, ones, integers and two distributions; work: operators of torch that it calls",
-    "too-good: a smaller error than this precision can have: a wider one ran; too-bad: a larger one",
+    "too-good: a smaller error than this precision can have: finer scales, or a wider one; too-bad: a larger one",
+    "gain: results are too large or too small in the mean; short-sums: sums are kept in fewer bits than float32 has",
 )
 
 
@@ -254,26 +260,52 @@ def _by_check(audit: Audit) -> dict[str, list[AuditFinding]]:
     return together((finding.check, finding) for finding in audit.findings)
 
 
-def page_of(facts: DeviceFacts, audit: Audit) -> Page:
-    signature, times = audit.signature, dict(audit.times)
+def page_of(facts: DeviceFacts, audit: Audit, whole: bool = True) -> Page:
+    """The answer, why, and what else was said; of the `whole` every check, remark, layer and time."""
+    signature = audit.signature
     precision = f" in {signature.precision}" * bool(signature.precision)
     title = f"audit of {audit.target}: {signature.kind.value}{precision} on {facts.key} ({facts.name})"
     failed = [finding for finding in audit.findings if finding.outcome is not AuditOutcome.PASS]
     remarks = [finding for finding in audit.findings if finding.outcome is AuditOutcome.PASS and finding.code]
-    parts = [Part("layers", _covered(audit), (table("layers", "", _LAYERS, audit.layers),))] if audit.layers else []
-    parts.append(Part("checks", "", (table("checks", "", _CHECKS, _by_check(audit).items()),)))
+    parts = [Part("verdict", "", tuple(_verdict(audit, failed)))]
     if failed:
-        parts.append(Part("failed", "what is wrong", (table("failed", "", _FINDINGS, failed),)))
-    if remarks:
-        parts.append(Part("remarks", "what is said of the rest", (table("remarks", "", _FINDINGS, remarks),)))
-    if times:
-        apart = f"a call on other data: {spread_of(times):.0%} apart; the same data twice: {noise_of(times):.0%}"
-        parts.append(Part("times", apart, (table("times", "", _TIMES, audit.times),)))
-    if audit.work:
-        parts.append(Part("work", "what torch sees of a call", (table("work", "", _WORK, audit.work),)))
-    verdict = f"{audit.outcome.value}: {units.whole(audit.tried)} results in {units.seconds(audit.seconds)}"
-    parts.append(Part("summary", "", (Text(verdict, _TONES[audit.outcome]),)))
+        shown = failed if whole else failed[:_SHOWN]
+        parts.append(Part("failed", "what is wrong", (table("failed", "", _FINDINGS, shown),)))
+    if audit.layers:
+        listed = (table("layers", "", _LAYERS, audit.layers),) if whole or len(audit.layers) <= _LISTED else ()
+        parts.append(Part("layers", _covered(audit) if failed else "layers", listed))
+    parts += _details(audit, remarks) if whole else [Part("rest", "", tuple(_rest(audit, remarks)))]
     return Page(title, "", tuple(parts), _LEGEND)
+
+
+def _verdict(audit: Audit, failed: list[AuditFinding]) -> Iterator[Text]:
+    """The word with its reason, and of how many results that is said."""
+    outcome, checks = audit.outcome, len(_by_check(audit))
+    reason = next((f"{one.code}: {one.why}" for one in failed if one.outcome is outcome), "")
+    right = _covered(audit) if audit.layers else f"it gives what {audit.signature.precision} gives, by {checks} checks"
+    yield Text(f"{outcome.value}: {reason or right}", _TONES[outcome])
+    yield Text(f"{units.whole(audit.tried)} result{'s' * (audit.tried != 1)} in {units.seconds(audit.seconds)}")
+
+
+def _rest(audit: Audit, remarks: list[AuditFinding]) -> Iterator[Text]:
+    """A line each: what is right, what is remarked on, and where more stands."""
+    right = [name for name, found in _by_check(audit).items() if worst(found) is AuditOutcome.PASS]
+    if right:
+        yield Text(f"right: {', '.join(right)}")
+    if remarks:
+        yield Text(f"remarks: {', '.join(dict.fromkeys(remark.code for remark in remarks))}")
+    yield Text("--all shows every check, remark and time", Tone.DOUBT)
+
+
+def _details(audit: Audit, remarks: list[AuditFinding]) -> Iterator[Part]:
+    yield Part("checks", "", (table("checks", "", _CHECKS, _by_check(audit).items()),))
+    if remarks:
+        yield Part("remarks", "what is said of the rest", (table("remarks", "", _FINDINGS, remarks),))
+    if times := dict(audit.times):
+        apart = f"a call on other data: {spread_of(times):.0%} apart; the same data twice: {noise_of(times):.0%}"
+        yield Part("times", apart, (table("times", "", _TIMES, audit.times),))
+    if audit.work:
+        yield Part("work", "what torch sees of a call", (table("work", "", _WORK, audit.work),))
 
 
 def _share(error: float | None) -> str:

@@ -5,6 +5,7 @@ Matrices in which one mistake or another shows are drawn on the processor, from 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -63,6 +64,11 @@ def _many_octaves(rows: int, columns: int, random: torch.Generator) -> Tensor:
     return sizes * (torch.randint(0, 2, (rows, columns), generator=random) * 2 - 1)
 
 
+def _leaning_signs(rows: int, columns: int, random: torch.Generator) -> Tensor:
+    """Every cast keeps ones, and their sums are whole numbers that are large: what differs is no cast's."""
+    return torch.where(torch.rand(rows, columns, generator=random) < 0.1, -1.0, 1.0)
+
+
 DATA: dict[str, Draw] = {
     "normal": _normal,
     "uniform": lambda rows, columns, random: torch.rand(rows, columns, generator=random) * 2 - 1,
@@ -74,6 +80,9 @@ DATA: dict[str, Draw] = {
     "integers": lambda m, k, random: torch.randint(-6, 7, (m, k), generator=random).to(torch.float32),
     "one-hot rows": _one_hot,
     "many octaves": _many_octaves,
+    "many octaves, one at a time": _many_octaves,
+    "one at a time of many octaves": _one_hot,
+    "signs that lean": _leaning_signs,
     "large": lambda rows, columns, random: _normal(rows, columns, random) * 2.0**10,
     "small": lambda rows, columns, random: _normal(rows, columns, random) * 2.0**-10,
 }
@@ -86,9 +95,17 @@ TIMED: dict[str, Draw] = {
 }
 
 
+# Second operands that are drawn otherwise than the first.
+_SECOND: dict[str, Draw] = {
+    "one-hot rows": _normal,
+    "many octaves, one at a time": _one_hot,
+    "one at a time of many octaves": _many_octaves,
+}
+
+
 def drawn(data: str, operand: int, rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """A matrix of that data; of one-hot data the first operand alone is so."""
-    draw = _normal if data == "one-hot rows" and operand else (DATA | TIMED)[data]
+    """A matrix of that data."""
+    draw = (DATA | TIMED | (_SECOND if operand else {}))[data]
     name = f"{data} {operand} {rows}x{columns}"
     random = torch.Generator("cpu").manual_seed(seed + zlib.crc32(name.encode()))
     return draw(rows, columns, random).to(dtype)
@@ -141,6 +158,25 @@ def rounded(x: Tensor, treatment: Treatment | None) -> Rounded:
     return Rounded(elements, scales.to(torch.float32).reshape(*_grid(scales)), treatment, tensor_scale, x)
 
 
+# What scales may be off by, relative: by a reciprocal, or an approximate division.
+_ULPS = 2.0**-20
+
+
+def span(operand: Rounded) -> tuple[Tensor, Tensor]:
+    """The least and the largest value that honest casts leave of each number: under a scale that is a few last bits
+    off, rounded to nearest, ties to either side."""
+    given, own = operand.given, operand.treatment
+    low = high = operand.values
+    if given is None or own is None:
+        return low, high
+    wide = given.to(torch.float32)
+    for spread_ in (rounded(wide * off, own).spread for off in (1 - _ULPS, 1 + _ULPS)):
+        for off in (1 - _ULPS, 1 + _ULPS):
+            other = values(wide / spread_ * off, own.fmt) * spread_
+            low, high = torch.minimum(low, other), torch.maximum(high, other)
+    return low, high
+
+
 def _grid(scales: Tensor) -> tuple[int, int]:
     return (scales.shape[0], scales.shape[1]) if scales.dim() == 2 else (max(scales.numel(), 1), 1)
 
@@ -165,13 +201,6 @@ def spread(scales: Tensor, like: Tensor) -> Tensor:
 def _block(length: int, count: int) -> int:
     side = -(-length // max(count, 1))
     return next((one for one in _SIDES if one >= side), side) if count > 1 else length
-
-
-def decoded(codes: Tensor, columns: int) -> Tensor:
-    """Elements, from the codes that somebody gave: float8, or four-bit ones two a byte, or values as they are."""
-    if codes.dtype == torch.uint8 or "float4" in str(codes.dtype):
-        return decode(unpack(codes.view(torch.uint8), E2M1, columns), E2M1, checked=False)
-    return codes.to(torch.float32)
 
 
 def scale_matrix(scale: Tensor) -> Tensor:
@@ -233,10 +262,16 @@ def _of_casts(x: Tensor, kept: Rounded, own: Treatment) -> Iterator[Mistake]:
             turned = rounded(x.t().contiguous(), own).values.t()
             yield "blocks-turned", "scaled by blocks along the other dimension", turned
     for words, treatment in _other_treatments(own):
-        yield "other-precision", f"cast as {words} does", rounded(x, treatment).values
+        finer = treatment.fmt is own.fmt and _extent(treatment.scaling) < _extent(scaling)
+        yield "finer-scales" if finer else "other-precision", f"cast as {words} does", rounded(x, treatment).values
     if own.fmt.bits <= _BYTE:
         cut = quantised(x.to(torch.float32) / kept.spread, own.fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1))
         yield "cut", "cast toward 0 and not to nearest", cut * kept.spread
+
+
+def _extent(scaling: Scaling | None) -> float:
+    """How many elements share a scale."""
+    return math.inf if scaling is None else (scaling.rows or math.inf) * (scaling.columns or 1 << 20)
 
 
 def _other_treatments(own: Treatment) -> Iterator[tuple[str, Treatment]]:
@@ -248,6 +283,9 @@ def _other_treatments(own: Treatment) -> Iterator[tuple[str, Treatment]]:
         named += [(name, one) for one in recipe.treatments] if isinstance(recipe, Recipe) else []
     if own.scaling is not None and own.scaling.scale is None and own.scaling != ROW:
         named.append((f"{own.fmt.name} with a scale a row", replace(own, scaling=ROW)))
+        for side in (64, 32, 16):
+            scaling = Scaling(1, side, None, ScaleRounding.EXACT)
+            named.append((f"{own.fmt.name} with a scale for each {side} of a row", replace(own, scaling=scaling)))
     if own.scaling == NVFP4:
         named.append(("blocks of 16 x 16", replace(own, scaling=Scaling(16, 16, NVFP4.scale, NVFP4.rounding))))
     seen = [own]

@@ -12,17 +12,17 @@ or be rounded on their way: a result has to have the error of one of these ways,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.operands import Rounded, mistakes, rounded
+from fp8bench.features.audit.operands import Rounded, mistakes, rounded, span
 from fp8bench.formats.recipes import Treatment
 from fp8bench.model.promises import Difference
-from fp8bench.numerics.conformity import ConformitySums, explain_cast, explain_product
+from fp8bench.numerics.conformity import FLOAT32_BITS, ConformitySums, explain_cast, explain_product, kept_bits
 from fp8bench.numerics.norms import relative_frobenius
 
 # An honest kernel whose casts round otherwise in places (an inverse in fewer bits, ties the other way) stays in it:
@@ -33,10 +33,22 @@ _NEARER, _NEARER_IN_ATTENTION = 4.0, 16.0
 # Of an element and a scale, both float32, that are multiplied, and of another way to the same scale; what an
 # exponential in float32, and sums in any order, may add to attention.
 _LAST_BITS = 2.0**-18
-# A cast may round as many elements otherwise where their scales differ in the last bit.
-_TIES = 0.01
-# A neighbour under a scale that differs in its last bits, or that is rounded elsewhere.
-_STEP = 1.01
+# A neighbour under a scale that differs in its last bits, or that is rounded elsewhere; and under another scale.
+_STEP, _STEPS = 1.01, 2.0
+# Roundings are as good as drawn: a sum of many is off by so many standard errors at most.
+_DRAWN = 6.0
+# No mistake is named, and no error judged, of fewer results.
+_ENOUGH = 64
+# A mean gain that is told, the standard errors that it has to be, and how much of it ties must leave to be seen.
+_GAIN, _SURE, _APART = 1e-3, 6.0, 0.05
+# Sums have a mean gain that are of so many terms.
+_TERMS = 8.0
+# Sums of so many bits are a remark: Hopper's FP8 products have 14. What sums of fewer than the least leave is no sum.
+_SHORT, _LEAST_BITS = 13, 6
+_TIES = "casts round elsewhere, as a scale that differs in its last bits, or ties to the other side, make them"
+# Codes that one input shows for sure, and those of figures that a second one may not confirm.
+CERTAIN = ("shape", "dtype", "not-finite", "wrong-values", "unexplained")
+FIGURES = ("too-bad", "too-good", "gain")
 # An error of attention that is nearer than this to an expected one is that one.
 _JUST = 0.999
 # What explains a product otherwise, by what an audit calls it.
@@ -90,17 +102,84 @@ class ProductPromise:
             return _overflown(found, beyond, sums)
         if wrong := not_finite(found):
             return wrong
-        wide = found.to(torch.float64)
         error, expected = self._error(found), self._error(likely)
+        if self.emulated is None:
+            return self._held(found, sums, search)._replace(error=error, expected=expected)
         band = in_band(error, expected)
-        if self.emulated is not None:
-            return band if band.failed else PromiseVerdict(error=error, expected=expected)
+        return band if band.failed else PromiseVerdict(error=error, expected=expected)
+
+    def _held(self, found: Tensor, sums: ConformitySums, search: bool) -> PromiseVerdict:
+        """Against sums of the promised products, then of what honest casts may make of them, then by its error."""
+        wide = found.to(torch.float64)
         if sums.holds(wide):
-            return PromiseVerdict(error=error, expected=expected)
-        if band.remark and not search:
-            return band
-        code, why = self._explained(wide, found, sums)
-        return PromiseVerdict(code, why, error, expected) if code else in_band(error, expected, why)
+            return PromiseVerdict()
+        spans = span(self.a), span(self.b)
+        gain = self._gain(wide, sums, spans)
+        if not gain and not bool(self._beyond(wide, sums, map(_slack, (self.a, self.b), spans)).any()):
+            return PromiseVerdict("other-rounding", _TIES, remark=True)
+        steps = (_STEPS * steps_of(operand) for operand in (self.a, self.b))
+        far = self._beyond(wide, sums, steps, _DRAWN)
+        near = not bool(far.any())
+        if near and found.numel() < _ENOUGH:
+            return PromiseVerdict("other-rounding", _TIES, remark=True)
+        code, why = self._explained(wide, found, sums) if search and found.numel() >= _ENOUGH else ("", "")
+        if code or (gain and near):
+            return PromiseVerdict(code, why) if code else PromiseVerdict("gain", gain)
+        if not near and not self._lossless:
+            return PromiseVerdict("wrong-values", _placed(far))
+        band = in_band(self._error(found), self._error(sums.exact.to(found.dtype)), why or gain)
+        if short := self._short(wide, sums):
+            remark = band.remark or (band.error is None and short >= _SHORT)
+            return PromiseVerdict("short-sums", f"sums, or operands, as if kept in {short} bits", remark=remark)
+        return band
+
+    @property
+    def _lossless(self) -> bool:
+        """Whether casts leave the operands as they came."""
+        return all(one.given is None or torch.equal(one.values, one.given.float()) for one in (self.a, self.b))
+
+    def _beyond(self, wide: Tensor, sums: ConformitySums, slack: Iterable[Tensor], errors: float = math.inf) -> Tensor:
+        """Where no sum of operands that are off by so much at most is rounded to it; by so many standard errors."""
+        x, y, a, b = (one.double() for one in (self.a.values.abs(), self.b.values.abs(), *slack))
+        more = ((x + a) @ (y + b).t() - sums.magnitude).clamp(min=0)
+        if errors < math.inf:
+            more = torch.minimum(more, errors * (a**2 @ (y**2).t() + x**2 @ (b**2).t()).sqrt())
+        low, high = ((sums.exact + side * (sums.bound + more)).to(sums.dtype).to(torch.float64) for side in (-1, 1))
+        return ~((wide >= low) & (wide <= high))
+
+    def _short(self, wide: Tensor, sums: ConformitySums) -> int:
+        """The bits that sums seem to be kept in, where they alone can be wrong; else 0."""
+        if bool((wide[sums.exact == 0] != 0).any()):
+            return 0
+        bits = kept_bits(wide, sums)
+        if bits >= FLOAT32_BITS and self._lossless:
+            apart = float((wide - sums.exact).square().mean() / sums.exact.square().mean().clamp(min=1e-300))
+            bits = round(-math.log2(12 * apart) / 2) if apart else FLOAT32_BITS
+        held = bool(((wide - sums.exact).abs() <= 2.0 ** (3 - bits) * sums.magnitude + sums.step(sums.exact)).all())
+        return bits if held and _LEAST_BITS <= bits < FLOAT32_BITS else 0
+
+    def _gain(self, wide: Tensor, sums: ConformitySums, spans: Sequence[Matrices]) -> str:
+        """How much larger results are in the mean, beside what ties do to either side; '' where that is nothing."""
+        a, b = self.a.values.double(), self.b.values.double()
+        terms = sums.magnitude**2 / (a**2 @ (b**2).t()).clamp(min=torch.finfo(torch.float64).tiny)
+        if float(terms.median()) < _TERMS:  # a rounding of few numbers leans as it likes
+            return ""
+        columns = [sums.exact]
+        for place, ((low, high), values) in enumerate(zip(spans, (self.a.values, self.b.values), strict=True)):
+            open_ = (high - low) > _LAST_BITS * values.abs()
+            if bool(open_.any()):
+                ends = (torch.where(values < 0, one, other) for one, other in ((low, high), (high, low)))
+                moved = (torch.where(open_, end - values, 0.0).double() for end in ends)
+                columns += [a @ one.t() if place else one @ b.t() for one in moved]
+        known = torch.stack([(one / sums.magnitude).flatten() for one in columns], 1)
+        off = ((wide - sums.exact.to(sums.dtype).to(torch.float64)) / sums.magnitude).flatten()
+        gram = known.t() @ known
+        inverse = torch.linalg.pinv(gram, hermitian=True, rtol=1e-10)
+        shares = inverse @ (known.t() @ off)
+        error = math.sqrt(max(float((off - known @ shares).square().mean() * inverse[0, 0]), 0.0))
+        gain, apart = float(shares[0]), float(inverse[0, 0] * gram[0, 0])
+        sure = len(off) >= _ENOUGH and apart <= 1 / _APART and abs(gain) > max(_GAIN, _SURE * error)
+        return f"results are {abs(gain):.2%} too {'large' if gain > 0 else 'small'} in the mean" if sure else ""
 
     def agrees(self, tensor: Tensor, other: Tensor) -> bool:
         """Summed in two orders."""
@@ -158,33 +237,32 @@ class CastPromise:
         assert given is not None and treatment is not None
         values, wanted = found.to(torch.float32), kept.values
         error, expected = (relative_frobenius(one, given) if bool(given.any()) else None for one in (values, wanted))
+        verdict = self._held(values, kept.values, search)
+        return verdict._replace(error=error, expected=expected)
+
+    def _held(self, values: Tensor, wanted: Tensor, search: bool) -> PromiseVerdict:
+        kept, given, treatment = self.kept, self.kept.given, self.kept.treatment
+        assert given is not None and treatment is not None
         off = (values - wanted).abs() > _LAST_BITS * wanted.abs()
         if not bool(off.any()):
-            return PromiseVerdict(error=error, expected=expected)
-        band = in_band(error, expected)
-        if band.remark and not search:
-            return band
-        for code, words, other in mistakes(kept):
-            if bool(((values - other).abs() <= _LAST_BITS * other.abs()).all()):
-                return PromiseVerdict(code, f"the matrix is {words}", error, expected)
+            return PromiseVerdict()
         wrong_ones = f"{int(off.sum())} of {off.numel()} elements are"
-        if not self._neighbours(values, treatment):
-            why = f"{wrong_ones} wrong, some by more than a step of the grid"
-            return PromiseVerdict("wrong-values", why, error, expected)
-        if float(off.float().mean()) <= _TIES:
-            return in_band(error, expected, f"{wrong_ones} rounded otherwise")
+        if bool(((values - wanted).abs() <= _slack(kept, span(kept))).all()):
+            return PromiseVerdict("other-rounding", f"{wrong_ones} rounded otherwise: {_TIES}", remark=True)
+        near = bool(((values - wanted).abs() <= _STEP * steps_of(kept, values)).all())
+        enough = values.numel() >= _ENOUGH
+        for code, words, other in mistakes(kept) if search and enough else ():
+            if bool(((values - other).abs() <= _LAST_BITS * other.abs()).all()):
+                return PromiseVerdict(code, f"the matrix is {words}")
+        if not near:
+            return PromiseVerdict("wrong-values", f"{wrong_ones} wrong, some by more than a step of the grid")
+        if not enough:
+            return PromiseVerdict("other-rounding", f"{wrong_ones} rounded otherwise", remark=True)
         difference, why = explain_cast(values, wanted, given.to(torch.float32), treatment.fmt)
         if difference in _CODES:
-            return PromiseVerdict(_CODES[difference], why, error, expected)
+            return PromiseVerdict(_CODES[difference], why)
+        error, expected = (relative_frobenius(one, given) if bool(given.any()) else None for one in (values, wanted))
         return in_band(error, expected, why or "other values, of the same error")
-
-    def _neighbours(self, values: Tensor, treatment: Treatment) -> bool:
-        """Whether every element is the promised one or beside it on its grid."""
-        kept, fmt = self.kept, treatment.fmt
-        elements = values / kept.spread
-        largest = torch.maximum(elements.abs(), kept.elements.abs()).clamp(min=fmt.smallest_normal)
-        steps = torch.exp2(largest.log2().floor() - fmt.mantissa_bits)
-        return bool(((elements - kept.elements).abs() <= _STEP * steps).all())
 
     def agrees(self, tensor: Tensor, other: Tensor) -> bool:
         """Up to the last bits of their scales."""
@@ -290,6 +368,28 @@ def _along_last(x: Tensor, treatment: Treatment | None) -> Tensor:
     return cast.view(x.shape).to(torch.float64)
 
 
+def _placed(far: Tensor) -> str:
+    row, column = (int(place) for place in far.nonzero()[0])
+    first = f"the first in row {row}, column {column}"
+    return f"{int(far.sum())} of {far.numel()} results, {first}, are further off than operands that round otherwise"
+
+
+def _slack(operand: Rounded, ends: Matrices) -> Tensor:
+    """How far honest casts may be off, last bits included."""
+    low, high = ends
+    return torch.maximum(high - operand.values, operand.values - low) + _LAST_BITS * operand.values.abs()
+
+
+def steps_of(operand: Rounded, values: Tensor | None = None) -> Tensor:
+    """From each value to its neighbour on the grid, or from another one's where that is more; 0 of what is not cast."""
+    if operand.treatment is None or operand.given is None:
+        return torch.zeros_like(operand.elements)
+    fmt, spread = operand.treatment.fmt, operand.spread
+    other = operand.elements if values is None else values / spread
+    largest = torch.maximum(other.abs(), operand.elements.abs()).clamp(min=fmt.smallest_normal)
+    return torch.exp2(largest.log2().floor() - fmt.mantissa_bits) * spread
+
+
 def _distance(found: Tensor, other: Tensor) -> float:
     return float((found.to(torch.float64) - other).square().mean())
 
@@ -321,7 +421,7 @@ def not_finite(found: Tensor) -> PromiseVerdict | None:
 
 def in_band(error: float | None, expected: float | None, why: str = "") -> PromiseVerdict:
     """What the error alone says."""
-    why = why or "no known mistake explains it"
+    why, remark = why or "no known mistake explains it", why or "not the promised values, and with their error"
     if error is None or expected is None:
         return PromiseVerdict("unexplained", why, error, expected)
     low, high = (expected * one for one in BAND)
@@ -329,6 +429,6 @@ def in_band(error: float | None, expected: float | None, why: str = "") -> Promi
         words = f"{why}; its error is {error:.3g}, and {expected:.3g} was expected"
         return PromiseVerdict("too-bad", words, error, expected)
     if error < low:
-        words = f"its error is {error:.3g}, and this precision has {expected:.3g}: a wider one ran"
+        words = f"its error is {error:.3g}, and this precision has {expected:.3g}: finer scales, or a wider one"
         return PromiseVerdict("too-good", words, error, expected)
-    return PromiseVerdict("other-rounding", why, error, expected, remark=True)
+    return PromiseVerdict("other-rounding", remark, error, expected, remark=True)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fp8bench.features.audit.operands import (
     DATA,
     Rounded,
-    decoded,
     drawn,
     promised_by,
     rounded,
@@ -23,7 +22,8 @@ from fp8bench.features.audit.operands import (
 )
 from fp8bench.features.audit.promises import AttentionPromise, CastPromise, Matrices, ProductPromise, Promise
 from fp8bench.features.audit.steps import Hyper, moments_of, optimizer_promise
-from fp8bench.formats.codes import DTYPES
+from fp8bench.formats.codes import DTYPES, decode, unpack
+from fp8bench.formats.grids import E2M1
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import AuditKind, KeptWeights, Signature, Takes, UpdateRule
 from fp8bench.nn.arithmetics import RecipeArithmetic
@@ -62,11 +62,18 @@ class Subject(ABC):
         Shape(1, 1, 16),
     )  # fmt: skip
     timed: ClassVar[Shape] = Shape(256, 256, 256)
+    # Beyond the blocks that kernels are tried with, and the sums that bfloat16 holds.
+    tall: ClassVar[Shape] = Shape(520, 264, 4096)
     data: ClassVar[tuple[str, ...]] = tuple(DATA)
 
     def __init__(self, function: Callable[..., Any], signature: Signature, facts: DeviceFacts) -> None:
         self.function, self.signature, self.device = function, signature, facts.key
         self.promised = promised_by(signature.precision, facts)
+
+    @property
+    def follows(self) -> bool:
+        """Whether results are as exact whatever the size of what goes in."""
+        return all(cast is None or cast.scaling is not None for cast in self.promised.treatments)
 
     def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
         """Its matrices, contraction last."""
@@ -157,10 +164,18 @@ class CastSubject(Subject):
         return {"cast": CastPromise(rounded(matrices[0], self.promised.treatments[0]))}
 
 
+def decoded(codes: Tensor, columns: int) -> Tensor:
+    """Elements, from the codes that somebody gave: float8, or four-bit ones two a byte, or values as they are."""
+    if codes.dtype == torch.uint8 or "float4" in str(codes.dtype):
+        return decode(unpack(codes.view(torch.uint8), E2M1, columns), E2M1, checked=False)
+    return codes.to(torch.float32)
+
+
 class LinearSubject(Subject):
     """Called with inputs and a weight that need gradients; one for its result is drawn."""
 
     kind = AuditKind.LINEAR
+    tall = Shape(520, 264, 2080)
 
     def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
         gradient = drawn("normal", 2, shape.m, shape.n, seed, self.promised.carrier)
@@ -210,6 +225,7 @@ class AttentionSubject(Subject):
     shapes = (Shape(64, 4, 64), Shape(128, 2, 32), Shape(96, 3, 128))
     odd = (Shape(1, 2, 64), Shape(33, 3, 64), Shape(65, 2, 32), Shape(130, 1, 128))
     timed = Shape(128, 1, 64)
+    tall = Shape(520, 1, 64)
     data = ("normal", "uniform", "integers", "small", "outliers across the contraction")
 
     def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:

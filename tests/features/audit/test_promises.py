@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.checks import SUBJECTS
 from fp8bench.features.audit.operands import DATA, rounded, spread
 from fp8bench.features.audit.promises import PromiseVerdict
-from fp8bench.features.audit.subjects import Shape, Subject
+from fp8bench.features.audit.subjects import SUBJECTS, Shape, Subject
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import Treatment
 from fp8bench.model.promises import AuditKind

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8bench.features.audit.checks.results import ManyStepsCheck
 from fp8bench.features.audit.operands import dynamic_map, kept
 from fp8bench.features.audit.promises import PromiseVerdict
+from fp8bench.features.audit.results import ManyStepsCheck
 from fp8bench.features.audit.subjects import OptimizerSubject, Shape
 from fp8bench.features.audit.values import FlatMoments
 from fp8bench.user_code.named import signed

@@ -6,6 +6,7 @@ And whether they come from what goes in, this time: nothing remembered, overwrit
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -13,14 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.checks.auditor import NORMAL, AuditCheck, AuditInput
+from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput
 from fp8bench.features.audit.promises import Matrices
 from fp8bench.features.audit.subjects import OptimizerSubject
-from fp8bench.features.audit.values import AuditFinding, AuditOutcome
+from fp8bench.features.audit.values import AuditFinding
 from fp8bench.model.promises import AuditKind
-from fp8bench.user_code import own_words
 
-_BLOCKS, _BLOCK = "blocks of different sizes", 128
+BLOCKS, BLOCK = "blocks of different sizes", 128
 # Of an optimizer's state: scales, and the count of steps, beside the moments.
 _MORE = 1.05
 
@@ -29,6 +29,7 @@ class NumbersCheck(AuditCheck):
     """The check that the others rest on."""
 
     name = "numbers"
+    grounds = True
 
     def look(self) -> Iterator[AuditFinding]:
         """The first failure of each result; each remark once."""
@@ -65,86 +66,6 @@ class ManyStepsCheck(AuditCheck):
             yield self.remark("state-bytes", why, few)
 
 
-class SpecialValuesCheck(AuditCheck):
-    """A number that is none must not become one."""
-
-    name = "special values"
-
-    def look(self) -> list[AuditFinding]:
-        given = AuditInput(NORMAL, self.auditor.shapes()[0])
-        first, *rest = self.auditor.matrices(given)
-        nan, infinity = first.clone(), first.clone()
-        nan.view(-1)[0], infinity.view(-1)[0] = math.nan, math.inf
-        tiny = first * torch.finfo(first.dtype).smallest_normal / 4
-        cases = (
-            (given._replace(how="a NaN in the first row"), (nan, *rest), self._nan),
-            (given._replace(how="an infinity in the first row"), (infinity, *rest), self._infinity),
-            (given._replace(data="zeros"), self.subject.zeroed((first, *rest)), self._zeros),
-            (given._replace(how="subnormal numbers"), (tiny, *rest), self._tiny),
-        )
-        return [finding for case in cases for finding in self._looked(*case)]
-
-    def _looked(
-        self, given: AuditInput, matrices: Matrices, looks: Callable[[Tensor, AuditInput], Iterator[AuditFinding]]
-    ) -> Iterator[AuditFinding]:
-        try:
-            results = self.auditor.results(matrices)
-        except Exception as error:  # noqa: BLE001 - foreign code may raise anything
-            yield self.remark("raises", f"{given.how or given.data}: {type(error).__name__}", given)
-            return
-        self.auditor.tried += len(results)
-        result = next(iter(results.values()))
-        yield from looks(result.reshape(-1, result.shape[-1]), given)
-
-    def _nan(self, result: Tensor, given: AuditInput) -> Iterator[AuditFinding]:
-        if not bool(result[0].isnan().any()):
-            yield self.fail("nan-lost", "a NaN went in, and its row is all numbers", given)
-        elif bool(result[1:].isnan().any()):
-            yield self.remark("nan-spreads", "a NaN takes other rows along", given)
-
-    def _infinity(self, result: Tensor, given: AuditInput) -> Iterator[AuditFinding]:
-        if bool((~result[1:].isfinite()).any()):
-            yield self.remark("infinity-spreads", "an infinity takes other rows along", given)
-        elif not bool(result[1:].any()):
-            yield self.remark("infinity-spreads", "an infinity makes all other rows zero", given)
-
-    def _zeros(self, result: Tensor, given: AuditInput) -> Iterator[AuditFinding]:
-        if not bool((result == 0).all()):
-            yield self.fail("zeros", f"zeros went in, and {float(result.flatten()[0]):g} came out", given)
-
-    def _tiny(self, result: Tensor, given: AuditInput) -> Iterator[AuditFinding]:
-        if not bool(result.isfinite().all()):
-            yield self.fail("subnormal", "subnormal numbers went in, and what came out are no numbers", given)
-
-
-class OddShapesCheck(AuditCheck):
-    """Tiles are whole, and matrices are not."""
-
-    name = "odd shapes"
-
-    def applies(self) -> bool:
-        return self.auditor.sound
-
-    def look(self) -> Iterator[AuditFinding]:
-        refused: list[str] = []
-        why = ""
-        for shape in self.subject.odd:
-            for data in (NORMAL, _BLOCKS) if _BLOCKS in self.subject.data else (NORMAL,):
-                given = AuditInput(data, shape)
-                try:
-                    found = [(name, one) for name, one in self.auditor.wrong(given).items() if one.failed]
-                except Exception as error:  # noqa: BLE001 - a refusal is what a size that does not divide may get
-                    refused.append(self.auditor.words(given).partition(",")[0])
-                    why = why or own_words(error)
-                    break
-                if found:
-                    yield self.judged(given, *found[0])
-                    return
-        if refused:
-            why = f"{len(refused)} of {len(self.subject.odd)} sizes are refused: {why}"
-            yield AuditFinding(self.name, AuditOutcome.PASS, "refused", why, refused[0])
-
-
 class Relation(NamedTuple):
     """What is done to the matrices, and what a result has to become then."""
 
@@ -166,7 +87,7 @@ _OF_PRODUCTS = (
     Relation("the second operand halved", lambda a, b: (a, b / 2), lambda y: y / 2),
     Relation("the second operand's rows in another order", lambda a, b: (a, *_flipped(0, b)), lambda y: y.flip(1)),
     Relation(
-        "blocks of the contraction in another order", lambda *ab: tuple(one.roll(_BLOCK, 1).contiguous() for one in ab)
+        "blocks of the contraction in another order", lambda *ab: tuple(one.roll(BLOCK, 1).contiguous() for one in ab)
     ),
 )
 _OF_ATTENTION = (
@@ -197,7 +118,7 @@ class RelationsCheck(AuditCheck):
         shape = self.auditor.shapes()[0]
         self.given = AuditInput(NORMAL, shape)
         if self.subject.kind in (AuditKind.PRODUCT, AuditKind.CAST):
-            self.given = AuditInput(_BLOCKS, self.auditor.fitting(shape._replace(k=2 * _BLOCK)))
+            self.given = AuditInput(BLOCKS, self.auditor.fitting(shape._replace(k=2 * BLOCK)))
         matrices = self.auditor.matrices(self.given)
         base = self.auditor.results(matrices)
         for words, given, wanted in relations[self.subject.kind]:
@@ -211,8 +132,8 @@ class RelationsCheck(AuditCheck):
 
 
 _OTHER = "uniform"
-# What is timed is called so often before anybody looks again.
-_CALLS = 40
+# What is timed is called so often before anybody looks again, or for so many seconds.
+_CALLS, _LONGEST = 110, 2.0
 _POISONED = 4
 # Tens of milliseconds: whoever does not wait for a stream that is busy so long has read too early.
 _BUSY_CYCLES = 100_000_000
@@ -281,11 +202,13 @@ class MemoryCheck(AuditCheck):
 
     def _late(self, arguments: Matrices) -> Iterator[AuditFinding]:
         """After a loop as it is timed, with values that it has not seen."""
-        for _ in range(_CALLS):
+        end, calls = time.monotonic() + _LONGEST, 0
+        while calls < _CALLS and time.monotonic() < end:
             self.subject.raw(arguments)
+            calls += 1
         fresh = self._refilled(arguments, "outliers along the contraction")
         if self._wrong(fresh, self.subject.results(arguments)):
-            yield self.fail("late", f"after {_CALLS} calls with the same arguments results are wrong")
+            yield self.fail("late", f"after {calls} calls with the same arguments results are wrong")
 
     def _repeated(self, arguments: Matrices) -> Iterator[AuditFinding]:
         """At another address the same bits; a remark where sums are in another order each time."""
@@ -348,4 +271,4 @@ def beside(device: str) -> Iterator[bool]:
         side.synchronize()
 
 
-CHECKS = (NumbersCheck, ManyStepsCheck, RelationsCheck, MemoryCheck, SpecialValuesCheck, OddShapesCheck)
+CHECKS: tuple[type[AuditCheck], ...] = (NumbersCheck, ManyStepsCheck, RelationsCheck, MemoryCheck)

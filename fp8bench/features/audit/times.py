@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench import units
-from fp8bench.features.audit.checks.auditor import NORMAL, AuditCheck, AuditInput
+from fp8bench.features.audit import inputs
+from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput
 from fp8bench.features.audit.operands import TIMED
 from fp8bench.features.audit.promises import Matrices
 from fp8bench.features.audit.subjects import Shape
@@ -302,4 +303,20 @@ def _always(look: Callable[[], str]) -> str:
     return why
 
 
-CHECKS = (WorkCheck, SpeedCheck)
+class LaterCheck(AuditCheck):
+    """What is timed has to be right afterwards, too."""
+
+    name = "values later"
+
+    def applies(self) -> bool:
+        return self.auditor.sound
+
+    def look(self) -> Iterator[AuditFinding]:
+        given = AuditInput(NORMAL, self.auditor.shapes()[0])
+        for name, verdict in self.auditor.wrong(given).items():
+            if verdict.failed:
+                yield self.fail("late", f"after it was timed {name} is wrong: {verdict.why}", given)
+
+
+# All of an audit, in the order in which they run.
+CHECKS: tuple[type[AuditCheck], ...] = (*inputs.CHECKS, WorkCheck, SpeedCheck, LaterCheck)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from fp8bench.features.audit.promises import Matrices, PromiseVerdict
-from fp8bench.features.audit.subjects import Shape, Subject
-from fp8bench.features.audit.values import AuditFinding, AuditOutcome, CallWork
-from fp8bench.model import Ceilings
+from fp8bench.features.audit.promises import CERTAIN, FIGURES, Matrices, PromiseVerdict
+from fp8bench.features.audit.subjects import SUBJECTS, Shape, Subject
+from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork
+from fp8bench.model import Ceilings, DeviceFacts
+from fp8bench.model.promises import Signature, Takes
 from fp8bench.user_code import own_words
 
 # What is tried for the smallest one that shows the same.
@@ -22,6 +24,8 @@ _SMALLER = (Shape(1, 1, 16), Shape(2, 2, 32), Shape(4, 4, 32), Shape(8, 8, 64), 
 # A result that lies in the band without being the promised one is searched for mistakes so often, of each name.
 _SEARCHES = 4
 NORMAL = "normal"
+# What the seed of an input is moved by for one that has nothing to do with it.
+_ANOTHER = 1 << 32
 
 
 class AuditInput(NamedTuple):
@@ -83,7 +87,16 @@ class Auditor:
     def wrong(self, given: AuditInput) -> dict[str, PromiseVerdict]:
         """What is wrong with the results of one input, by name; remarks too."""
         matrices = self.matrices(given)
-        return {name: one for name, one in self.judged(matrices, self.results(matrices)).items() if one.code}
+        results = self.results(matrices)
+        verdicts = {name: one for name, one in self.judged(matrices, results).items() if one.code}
+        if all(one.remark or one.code in CERTAIN for one in verdicts.values()):
+            return verdicts
+        fresh = self.subject.drawn(given.data, given.shape, self.seed + _ANOTHER)
+        again, promises = self.judged(fresh, self.results(fresh)), self.subject.promises(matrices)
+        for name, verdict in verdicts.items():
+            if not verdict.remark and verdict.code not in (again[name].code, *CERTAIN):
+                verdicts[name] = _unconfirmed(promises[name].judge(results[name], search=False), again[name])
+        return verdicts
 
     def smallest(self, given: AuditInput, name: str, judged: PromiseVerdict) -> AuditInput:
         for shape in map(self.fitting, () if given.how else _SMALLER):
@@ -97,11 +110,20 @@ class Auditor:
         return given
 
 
+def _unconfirmed(verdict: PromiseVerdict, again: PromiseVerdict) -> PromiseVerdict:
+    """What is left of one whose mistake another input does not show: no name, and no figure that was chance."""
+    chance = verdict.code in FIGURES and not again.failed
+    why = f"on one input of two {verdict.why}"
+    return verdict._replace(code="other-rounding", why=why, remark=True) if chance else verdict
+
+
 class AuditCheck(ABC):
     """One way to find a lie, by the name that is shown. Its findings are about what was `given`, unless they say of
     another input."""
 
     name: ClassVar[str]
+    # Whether the others rest on it.
+    grounds: ClassVar[bool] = False
 
     def __init__(self, auditor: Auditor) -> None:
         self.auditor, self.subject = auditor, auditor.subject
@@ -135,3 +157,39 @@ class AuditCheck(ABC):
         about = given if judged.remark else self.auditor.smallest(given, name, judged)
         say = self.remark if judged.remark else self.fail
         return replace(say(judged.code, result + judged.why, about), error=judged.error, expected=judged.expected)
+
+
+def audited(
+    target: str,
+    function: Callable[..., Any],
+    signature: Signature,
+    facts: DeviceFacts,
+    seed: int,
+    checks: Sequence[type[AuditCheck]],
+    ceilings: Ceilings | None = None,
+    baseline: Callable[..., Any] | None = None,
+) -> Audit:
+    """Every check in turn. One that fails stops none of the others: they may find what explains it."""
+    started = time.perf_counter()
+    kind, plain = SUBJECTS[signature.kind], replace(signature, takes=Takes.VALUES)
+    other = None if baseline is None else kind(baseline, plain, facts)
+    auditor = Auditor(kind(function, signature, facts), seed, ceilings, other)
+    findings: list[AuditFinding] = []
+    for check in (one(auditor) for one in checks):
+        if not check.applies():
+            continue
+        found: list[AuditFinding] = []
+        try:
+            found += check.look()
+        except Exception as error:  # noqa: BLE001 - foreign code may raise anything, at any time
+            found.append(check.unknown(error))
+        findings += found or [AuditFinding(check.name, AuditOutcome.PASS)]
+        if check.grounds:
+            if any(one.code == "raises" for one in found):
+                break
+            auditor.sound = all(one.outcome is AuditOutcome.PASS for one in found)
+    return Audit(
+        target, signature, tuple(findings), auditor.tried, time.perf_counter() - started,
+        times=tuple(auditor.times.items()),
+        work=tuple((side, one, auditor.compared.get(side)) for side, one in auditor.work.items()),
+    )  # fmt: skip

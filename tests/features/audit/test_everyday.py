@@ -1,0 +1,101 @@
+"""What honest casts may do otherwise, what gains are, and everyday bugs by the check that sees them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.features.audit import inputs
+from fp8bench.features.audit.auditor import AuditInput, Auditor, audited
+from fp8bench.features.audit.operands import promised_by, rounded, span
+from fp8bench.features.audit.promises import ProductPromise
+from fp8bench.features.audit.subjects import ProductSubject, Shape
+from fp8bench.features.audit.values import AuditOutcome
+from fp8bench.user_code.named import signed
+from suites.audit import codes_of
+from suites.audit_everyday import HONEST, LIES, kernel
+from suites.audit_lies import Kernel
+from tests.facts import CPU
+
+_BY_NAME = {row.name: row for row in (*HONEST, *LIES)}
+# A bug of each kind, and what it has to be called.
+SEEN = {
+    "rows are taken to follow one another": "strides",
+    "a NaN beyond the first rows is zero": "nan-lost",
+    "an infinity of the second operand is zero": "infinity-lost",
+    "rows past 256 are zero": "wrong-values",
+    "bf16 sums past 2048": "short-sums",
+    "old results after 100 calls": "late",
+    "0.2% too large": "gain",
+    "a row of zeros keeps the row before": "wrong-values",
+}
+
+
+def codes(row: Kernel, seed: int) -> str:
+    return codes_of(audited(row.name, row.made(), row.signature, CPU, seed, inputs.CHECKS))
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_bug_is_called_what_it_is(name: str) -> None:
+    assert SEEN[name] in codes(_BY_NAME[name], 1).split(", ")
+
+
+@pytest.mark.parametrize("row", HONEST[::4], ids=lambda row: row.name)
+def test_another_way_to_be_honest_is_a_remark(row: Kernel) -> None:
+    assert codes(row, 1) == "-", "at this seed five honest kernels were accused"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [*HONEST, *LIES], ids=lambda row: row.name)
+def test_everyday_kernels(row: Kernel) -> None:
+    assert (codes(row, 2) == "-") is (row in HONEST)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4"])
+def test_values_under_scales_that_are_a_few_bits_off_lie_within_their_span(precision: str) -> None:
+    """And the span is no wider than a neighbour's place where it is open."""
+    (treatment, *_), x = promised_by(precision, CPU).treatments, torch.randn(32, 256).to(torch.bfloat16)
+    assert treatment is not None
+    low, high = span(rounded(x, treatment))
+    for off in (-(2.0**-22), 0.0, 2.0**-22):
+        other = rounded(x.float() * (1 + off), treatment).values
+        assert bool(((other >= low - 1e-5 * other.abs()) & (other <= high + 1e-5 * other.abs())).all())
+    assert float((high - low > 1e-4 * high.abs()).float().mean()) < 0.15, "ties under powers of two are one in 16"
+
+
+def judged(function: object, shape: Shape) -> tuple[str, str]:
+    subject = ProductSubject(function, signed("product", "fp8"), CPU)  # type: ignore[arg-type]
+    verdicts = Auditor(subject, 0).wrong(AuditInput("normal", shape))
+    return next(((verdict.code, verdict.why) for verdict in verdicts.values()), ("", ""))
+
+
+@pytest.mark.parametrize("gain", [0.997, 1.002, 1.004])
+def test_a_gain_is_told_by_its_size(gain: float) -> None:
+    code, why = judged(kernel(out=lambda sums: (sums * gain).to(torch.bfloat16)), Shape(64, 96, 256))
+    assert code == "gain" and f"{abs(gain - 1):.1%}" == f"{float(why.split()[2].rstrip('%')) / 100:.1%}"
+
+
+def test_a_mistake_that_one_input_alone_shows_is_not_named() -> None:
+    """Right but for the first call, which is twice as large: it is wrong, and nobody says that it is a factor."""
+    calls: list[int] = []
+
+    def twice_at_first(a: Tensor, b: Tensor) -> Tensor:
+        calls.append(len(calls))
+        return kernel()(a, b) * (2 if len(calls) == 1 else 1)
+
+    assert judged(twice_at_first, Shape(64, 96, 256))[0] == "wrong-values"
+
+
+def test_nothing_is_named_of_few_results() -> None:
+    assert judged(lambda a, b: a @ b.t(), Shape(1, 1, 16))[0] in ("", "other-rounding")
+    assert judged(lambda a, b: 30 * a @ b.t(), Shape(1, 1, 16))[0] == "wrong-values"
+
+
+def test_casts_that_lose_nothing_excuse_no_sum() -> None:
+    ones = torch.ones(64, 512)
+    treatment = promised_by("fp8", CPU).treatments[0]
+    promise = ProductPromise(rounded(ones, treatment), rounded(ones, treatment))
+    assert promise.judge((ones @ ones.t()).to(torch.bfloat16)).code == ""
+    assert promise.judge((ones @ ones.t() * (1 - 2.0**-7)).to(torch.bfloat16)).failed
+    assert audited("", kernel(), signed("product", "fp8"), CPU, 0, [inputs.ExtremesCheck]).outcome is AuditOutcome.PASS
