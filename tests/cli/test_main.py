@@ -98,6 +98,7 @@ OPTIONS = {
     "store": COMMON,
     "store compact": COMMON | {"--store", "--import"},
     "store restore": COMMON | {"--store"},
+    "store prune": COMMON | {"--store", "--yes"},
     "fleet": COMMON,
     "fleet work": COMMON | {"PLAN", "--store", "--workers", "--cell", "--retry", "--explain"},
     "fleet submit": COMMON
