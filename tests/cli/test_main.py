@@ -640,3 +640,12 @@ def test_any_words_end_with_a_known_code_and_no_traceback(start: list[str], rest
     assert "Traceback" not in err.getvalue()
     if code == 2:
         assert err.getvalue().startswith("fp8bench: ") and not out.getvalue()
+
+
+def test_no_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def greedy(_: list[str]) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr("fp8bench.cli.main._run", greedy)
+    assert main(["list"]) == 3
+    assert "got no more memory" in " ".join(capsys.readouterr().err.split())
