@@ -251,9 +251,11 @@ class LineWriter:
         except OSError as error:
             with contextlib.suppress(OSError):  # some of it may be in the file
                 self._recount()
+            there = os.path.isfile(self.path) and self._last > 1  # noqa: PTH113 - is_file raises where it may not look
+            before = "What was finished before is in it; make room" if there else "Make room"
             raise StoreError(
-                f"{self.called} {self.path} cannot be written ({error.strerror}). What was finished before is in it; "
-                "make room, or choose another --store DIR."
+                f"{self.called} {self.path} cannot be written ({error.strerror}). {before}, or choose another --store "
+                "DIR."
             ) from None
 
 

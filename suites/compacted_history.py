@@ -71,7 +71,7 @@ def figures(number):
 _MAKING = """
 from suites.compacted_history import write_compacted
 write_compacted(store, {commits}, {pairs})
-history = open_history(store, lambda runs: None)
+history = open_history(store, lambda done, runs: None)
 """
 # Before the clock runs, and while it does.
 _WORKS = {

@@ -191,7 +191,7 @@ if history.read and not {reading}:
 own = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 print(cpu, wall, 1024 * max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 """
-OPENED = "history = open_history(store, lambda runs: None)\n"
+OPENED = "history = open_history(store, lambda done, runs: None)\n"
 _CHANGES = f"""{OPENED}
 found = changes_of(stretches(history), StepMemory(store).steps_of_many)
 if not found.changes:
@@ -213,7 +213,7 @@ def measure(folder: Path, what: str, pairs: int = PAIRS, repeats: int = 5) -> Co
     store = folder / ".fp8bench"
     index, kept = store / "figures" / "steps.json", folder / "kept.json"
     if what == "from the runs":
-        shutil.rmtree(store / "figures", ignore_errors=True)
+        shutil.rmtree(store / "points", ignore_errors=True)
         return cost_of(_CHANGES, folder, reading=True)
     cost_of(_CHANGES, folder, reading=True)  # which every run does at its end for its own commit
     if what.startswith("after"):

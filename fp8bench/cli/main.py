@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from fp8bench import __version__
 from fp8bench.cli.streams import complain, make_usable, say, silence
-from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, UnknownName, UsageError
+from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, UnknownName, UsageError
 from fp8bench.feature_list import feature_help, feature_names
 from fp8bench.measure.interrupts import ends_are_interrupts
 
@@ -201,6 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return EXIT_INTERRUPTED
+    except MemoryError:
+        complain("this process got no more memory. Free some, or raise its limit (ulimit -v); what was kept stays.")
+        return EXIT_FAILED
     except BrokenPipeError:
         silence()  # the reader of our output has left
         return EXIT_OK

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -22,6 +24,8 @@ from fp8bench.analysis.steps.changes import (
 )
 from fp8bench.analysis.tapes import what_changed
 from fp8bench.errors import StoreError, UsageError
+from fp8bench.files import keeping, lock
+from fp8bench.jobs.kinds import SparePart, kinds
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Ack, Cell, Tape, Trend
 from fp8bench.model.specs import COUNTS
@@ -29,7 +33,8 @@ from fp8bench.report.terminal.changes import to_choose_from
 from fp8bench.store.acks import Undo, acks_of, append_acks, load_acks
 from fp8bench.store.asv.identity import Identity, resolved
 from fp8bench.store.commit_runs import files_by_commit, tracked_run
-from fp8bench.store.compacted.compact import Compaction, compact
+from fp8bench.store.compacted.compact import Compaction, compact, is_compacting
+from fp8bench.store.compacted.parquet import leftovers
 from fp8bench.store.index.figure_files import StepMemory
 from fp8bench.store.index.history import History, open_history
 from fp8bench.store.points import cell_of
@@ -62,11 +67,7 @@ def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> 
 def opened(store: Path, observer: JobObserver) -> History:
     """The history of a store, with a word where that takes a while or something about its figures' files was wrong."""
 
-    def reads(runs: int) -> None:
-        if runs > _MANY_RUNS:
-            observer.note(f"reading {runs} runs")
-
-    history = open_history(store, reads)
+    history = open_history(store, _progress(observer, "run"))
     for trouble in history.troubles:
         observer.note(trouble)
     return history
@@ -75,15 +76,47 @@ def opened(store: Path, observer: JobObserver) -> History:
 def compacted(store: Path, observer: JobObserver) -> Compaction:
     """Bring a store's compacted files up to date with its runs, with a word before that takes a while."""
 
+    return compact(store, _progress(observer, "commit"))
+
+
+def _progress(observer: JobObserver, what: str) -> Callable[[int, int], None]:
+    """Words on how many of how many are read, where that takes a while: before the first one, and at each tenth."""
     told = 0
 
-    def reads(done: int, commits: int) -> None:
+    def reads(done: int, count: int) -> None:
         nonlocal told
-        if commits > _MANY_RUNS and done >= told:
-            observer.note(f"read {done} of {commits} commits" if done else f"reading the runs of {commits} commits")
-            told += commits // 10
+        if count > _MANY_RUNS and done >= told:
+            observer.note(f"read {done} of {count} {what}s" if done else f"reading {count} {what}s")
+            told = done + count // 10
 
-    return compact(store, reads)
+    return reads
+
+
+def pruned(store: Path, remove: bool) -> list[tuple[str, int]]:
+    """What nobody needs, and its bytes; what is in use is left out. With `remove` it is gone. Raises StoreError."""
+    older = sorted((store / "figures").glob("*.figures"))
+    parts = [part for kind in kinds() for part in kind.spare(store)]
+    parts += [SparePart(older, "figures as earlier versions of fp8bench kept them")] if older else []
+    left = [path for path in leftovers(store) if not is_compacting(store)]
+    parts += [SparePart(left, "what a compaction left that was killed")] if left else []
+    found = []
+    for part in parts:
+        with ExitStack() as locked_meanwhile:
+            if part.lock is not None:
+                with suppress(OSError):
+                    file = locked_meanwhile.enter_context(part.lock.open("rb"))
+                    if not lock(file, 0):
+                        continue
+            found.append((part.what, sum(map(_bytes_of, part.paths))))
+            for path in part.paths if remove else ():
+                with keeping(path, "It may be removed by hand."):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    return found
+
+
+def _bytes_of(path: Path) -> int:
+    within = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.lstat().st_size for file in within if file.is_file())
 
 
 def all_changes(history: History, store: Path, observer: JobObserver) -> Found:

@@ -43,6 +43,15 @@ class KeptTable:
     rows: bool = True
 
 
+class SparePart(NamedTuple):
+    """Files and folders that may go together, what they are, and what is no longer possible without them; `lock` is a
+    file that whoever needs them has locked."""
+
+    paths: Sequence[Path]
+    what: str
+    lock: Path | None = None
+
+
 @dataclass(frozen=True)
 class Exports:
     """What writes something for TensorBoard into a folder, and what sends it, with files, to a project of wandb."""
@@ -76,6 +85,10 @@ class Kind(ABC, Generic[K]):
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
         """What makes its line in the list of what is kept, newest first; raises StoreError for what is damaged."""
+        yield from ()
+
+    def spare(self, store: Path) -> Iterator[SparePart]:
+        """What nobody needs to read what is kept."""
         yield from ()
 
     def report(self, kept: K) -> View | None:

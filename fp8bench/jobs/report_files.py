@@ -174,7 +174,7 @@ def past_of(runs: Sequence[Run], store: Path) -> tuple[PastSeries, ...]:
     if not wanted:
         return ()
     names = {trend_name(*one) for one in wanted}
-    history = open_history(store, lambda _: None)
+    history = open_history(store, lambda done, runs: None)
     trends = history.trends(names.__contains__)
     series = [_series(trend, [one for one in tracked if history.is_of(trend, one.identity)]) for trend in trends]
     return tuple(one for one in series if one is not None and one.figures)

@@ -21,6 +21,7 @@ from fp8bench.store.ceilings import merge_ceilings
 from fp8bench.store.commit_runs import by_place, commit_of, files_by_commit, read_runs, series_of_runs
 from fp8bench.store.index.figure_files import Fingerprints
 from fp8bench.store.index.history import read_and_keep
+from fp8bench.store.index.points_file import Index
 from fp8bench.store.runs.listing import Listing, id_of, is_beginning, listing, machine_folder, run_files
 from fp8bench.store.runs.run_file import load_run, lock_run
 
@@ -152,12 +153,13 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
     """
     made, known = Rebuilt(left=listing(store).left if commits is None else Counter()), Fingerprints()
     series: dict[str, Series] = {}
+    index = Index.opened(store)
     for commit, paths in files_by_commit(store).items():
         if commits is not None and commit not in commits:
             continue
         # Read under the lock, too: a writer that knew fewer runs must not come after one that knew more.
         with locked(store / "asv"):
-            read, _, _ = read_and_keep(store, commit, paths, known)
+            read = read_and_keep(index, commit, paths, known)
             for tracked in by_place(read.runs):
                 try:
                     made.files.append(write_place(results_of(store), tracked, made.aside))

@@ -155,25 +155,22 @@ def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run
             others += 1
             continue
         data = _data(workload, record.case)
-        found = _points(workload, grid, record, leads.get(record.case.setting), cell, _is_hasty(run, record))
-        points += (replace(point, under=_conditions_of(workload, record, point, under)) for point in found)
+        points += _points(workload, grid, record, leads.get(record.case.setting), cell, _is_hasty(run, record), under)
     return RunPoints(tuple(points), _series(type(workload), data) if points else (), others)
 
 
-def _conditions_of(workload: Workload, record: Record, point: Point, under: Conditions) -> Conditions:
+def _conditions_of(grid: Grid, record: Record, metric: str, sampled: bool, under: Conditions) -> Conditions:
     """Those of a run, as far as a metric of a case depends on them, and its own.
 
     Whether its quantisers were compiled matters to all but errors, the same bit for bit, and counts; joules of
     different sources do not compare.
     """
-    timing, grid = record.timing, workload.history
-    assert grid is not None
-    metric = metric_of(point)
+    timing = record.timing
     if metric in COUNTS:
         return tuple(pair for pair in under if pair[0] not in _NOT_OF_COUNTS)
     if timing is not None and metric not in grid.errors and (timing.eager or timing.fused):
         under = (*under, ("quantisers", "eager" if timing.eager else "compiled"))
-    if metric == ENERGY and record.energy is not None and point.samples:
+    if metric == ENERGY and record.energy is not None and sampled:
         under = (*under, (ENERGY_SOURCE, record.energy.source))
     return under
 
@@ -261,7 +258,7 @@ def _data(workload: Workload, case: Case) -> str | None:
 
 
 def _points(
-    workload: Workload, grid: Grid, record: Record, reference: Record | None, cell: Cell, hasty: bool
+    workload: Workload, grid: Grid, record: Record, reference: Record | None, cell: Cell, hasty: bool, under: Conditions
 ) -> Iterator[Point]:
     title = f"{workload.name}.{class_name(workload.name)}.track_"
     version = version_of(record.case.version, _data(workload, record.case))
@@ -273,6 +270,7 @@ def _points(
         yield Point(
             title + metric.name, cell, version, values, record.status, record.reason,
             hasty and metric not in grid.errors and metric.unit != "bytes" and not metric.counted,
+            under=_conditions_of(grid, record, metric.name, bool(values), under),
         )  # fmt: skip
 
 

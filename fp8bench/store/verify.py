@@ -20,7 +20,8 @@ from fp8bench.store.asv.view import filled, nothing_of, results_of
 from fp8bench.store.commit_runs import TrackedRun, by_commit, by_place, checked_run, gone
 from fp8bench.store.compacted.archive import archived_files, sha256_of
 from fp8bench.store.compacted.compact import check_compacted
-from fp8bench.store.index.figure_files import check_figures, check_steps, digest_of, names_of, sources_of
+from fp8bench.store.index.figure_files import check_steps, digest_of, names_of
+from fp8bench.store.index.points_file import Index, check_figures, check_index
 from fp8bench.store.runs.listing import REMEDY, Listing, listing, refusal
 from fp8bench.store.verify_files import Soundness, check_results, check_run, check_surroundings
 
@@ -49,7 +50,8 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
     unknown: Counter[str] = Counter()
     there = listing(store)
     broken, by_files = 0, by_commit(there.everything)
-    changed, old = _changed(store, by_files), 0
+    index = Index.opened(store)
+    changed, old = _changed(index, by_files), 0
     for commit, paths in by_files.items():
         kept: dict[str, TrackedRun] = {}
         soundness: dict[Path, Soundness] = {}
@@ -73,9 +75,9 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
         oldest_first = sorted(kept.values(), key=lambda one: one.order)
         for members in by_place(oldest_first):
             lacking += [_judged(fault, soundness) for fault in _lacking(results, members, of_commits)]
-        faults += check_figures(store, commit, paths, list(kept.values()))
+        faults += check_figures(index, commit, paths, list(kept.values()))
     known = [machine for machine in machines.values() if machine is not None]
-    across = [*_untold(store, unknown, old, len(there.everything)), *check_steps(store)]
+    across = [*_untold(store, unknown, old, len(there.everything)), *check_index(index), *check_steps(store)]
     across += [*_gone(store, runs.values(), folder), *_copies(known), *_gpus(store, known)]
     broken_of_view = {fault.path for fault in of_view if fault.broken}
     listed = {path for path in (*results.glob("*/*.json"), results / "benchmarks.json") if path.is_file()}
@@ -111,14 +113,14 @@ def _judged(fault: Fault, soundness: Mapping[Path, Soundness]) -> Fault:
     return replace(fault, what=what, remedy="Look at copies of both; `fp8bench history rebuild` takes the runs' word")
 
 
-def _changed(store: Path, by_files: Mapping[str, Sequence[Path]]) -> dict[Path, Fault]:
+def _changed(index: Index, by_files: Mapping[str, Sequence[Path]]) -> dict[Path, Fault]:
     """Run files that are not what they were when the index was made of them or they were archived. Nothing is ever
     changed in one, so that one which is not longer was damaged."""
     found = {}
-    archived = archived_files(store)
+    archived = archived_files(index.store)
     for commit, paths in by_files.items():
-        known = {one.name: one for one in sources_of(store, commit)}
-        for path, name in zip(paths, names_of(store, paths), strict=True):
+        known = {one.name: one for one in index.sources(commit)}
+        for path, name in zip(paths, names_of(index.store, paths), strict=True):
             with contextlib.suppress(OSError):
                 size = path.stat().st_size
                 before, kept = known.get(name), archived.get(name)

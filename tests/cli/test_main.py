@@ -103,6 +103,7 @@ OPTIONS = {
     "store": COMMON,
     "store compact": COMMON | {"--store", "--import"},
     "store restore": COMMON | {"--store"},
+    "store prune": COMMON | {"--store", "--yes"},
     "fleet": COMMON,
     "fleet work": COMMON | {"PLAN", "--store", "--workers", "--cell", "--retry", "--explain"},
     "fleet submit": COMMON
@@ -670,3 +671,12 @@ def test_any_words_end_with_a_known_code_and_no_traceback(start: list[str], rest
     assert "Traceback" not in err.getvalue()
     if code == 2:
         assert err.getvalue().startswith("fp8bench: ") and not out.getvalue()
+
+
+def test_no_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def greedy(_: list[str]) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr("fp8bench.cli.main._run", greedy)
+    assert main(["list"]) == 3
+    assert "got no more memory" in " ".join(capsys.readouterr().err.split())

@@ -19,8 +19,8 @@ from fp8bench.model import DeviceFacts, Environment, Fault, Request, Resumption,
 from fp8bench.store.asv.files import load_results
 from fp8bench.store.asv.view import results_of
 from fp8bench.store.compacted.compact import compact
-from fp8bench.store.index.figure_files import figures_file
 from fp8bench.store.index.history import open_history
+from fp8bench.store.index.points_file import points_file
 from fp8bench.store.merge_stores import rebuild
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import lock_run
@@ -451,7 +451,7 @@ def prepared(store: Path, old: bool) -> None:
     for path in run_files(store) if old else ():
         as_older(path)
     rebuild(store)
-    open_history(store, lambda count: None)
+    open_history(store, lambda done, runs: None)
 
 
 def with_digit_changed(path: Path) -> Path:
@@ -483,9 +483,9 @@ def test_a_run_is_blamed_by_its_checksum(store: Path) -> None:
 
 def test_a_history_without_a_damaged_line_says_so(store: Path) -> None:
     prepared(store, old=False)
-    before = open_history(store, lambda count: None)
+    before = open_history(store, lambda done, runs: None)
     with_digit_changed(newest(store))
-    after = open_history(store, lambda count: None)
+    after = open_history(store, lambda done, runs: None)
     assert not before.left and any("damaged" in why for why in after.left), after.left
 
 
@@ -499,7 +499,7 @@ def test_asvs_file_is_blamed_where_the_runs_have_checksums(store: Path) -> None:
 
 def test_the_index_is_blamed_where_it_is_not_what_was_written(store: Path) -> None:
     prepared(store, old=False)
-    path = next(path for path in figures_file(store, "").parent.glob("*.figures"))
+    path = points_file(store)
     content = path.read_bytes()
     path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
     (fault,) = wrong(store)
@@ -522,7 +522,7 @@ def test_an_older_run_is_blamed_by_its_archive_which_has_it_whole(store: Path) -
     path = newest(store)
     whole = path.read_bytes()
     with_digit_changed(path)
-    open_history(store, lambda count: None)
+    open_history(store, lambda done, runs: None)
     faults = wrong(store)
     assert [fault.path for fault in faults] == [str(path)], faults
     assert "it is not what was archived of it" in faults[0].what and "store restore" in faults[0].remedy
@@ -533,7 +533,7 @@ def test_of_an_older_run_without_a_witness_nobody_can_tell(store: Path) -> None:
     """asv's file says otherwise, and is not called the wrong one."""
     prepared(store, old=True)
     with_digit_changed(newest(store))
-    open_history(store, lambda count: None)  # from now on the index says what the run says
+    open_history(store, lambda done, runs: None)  # from now on the index says what the run says
     (fault,) = wrong(store)
     assert "nobody can tell which of them is wrong" in fault.what, fault
 

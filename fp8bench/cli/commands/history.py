@@ -108,7 +108,7 @@ def _list(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import opened
 
     told_of = _kept_lines(store, Counter()) if arguments.runs else index_of(store).exists()
-    if not all_files(store) and not told_of:
+    if not told_of and not all_files(store):
         begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
         say_folded([f"{store}: {'no runs that may be read' if closed_folders(store) else begin}"])
         return EXIT_OK

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from fp8bench import units
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import say_folded
 from fp8bench.cli.progress import TERMINAL
@@ -26,10 +27,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         "restore", help=words, description=f"{words[:1].upper()}{words[1:]}.", epilog=codes, allow_abbrev=False
     )
     shared(restore, "--store", help="as in suite")
+    words = "say what nobody needs to read what a store holds: checkpoints of trainings, and what killed writers left"
+    prune = commands.add_parser(
+        "prune", help=words, description=f"{words[:1].upper()}{words[1:]}.", allow_abbrev=False,
+        epilog="Exit codes: 0 done, 2 wrong usage, or something could not be removed.",
+    )  # fmt: skip
+    shared(prune, "--store", help="as in suite")
+    prune.add_argument("--yes", action="store_true", help="remove it")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return {"compact": _compact, "restore": _restore}[arguments.subcommand](arguments)
+    return {"compact": _compact, "restore": _restore, "prune": _prune}[arguments.subcommand](arguments)
 
 
 def _restore(arguments: argparse.Namespace) -> int:
@@ -44,6 +52,19 @@ def _restore(arguments: argparse.Namespace) -> int:
     say_folded([*lines, f"  see it with: fp8bench history list --store {store}"])
     if done.damaged:
         raise StoreError(f"{'; '.join(done.damaged)}. Get it again from a copy.")
+    return EXIT_OK
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    from fp8bench.jobs.history import existing_store, pruned
+
+    store = existing_store(arguments.store, TERMINAL)
+    found = pruned(store, remove=arguments.yes)
+    total, verb = units.size(sum(size for _, size in found)), "removed" if arguments.yes else "may go"
+    lines = [f"{store}: {total} {verb}" if found else f"{store}: there is nothing that nobody needs"]
+    lines += [f"  {units.size(size)}: {what}" for what, size in found]
+    lines += ["  remove it with --yes"] if found and not arguments.yes else []
+    say_folded(lines)
     return EXIT_OK
 
 

@@ -43,7 +43,7 @@ from fp8bench.files import (
     unsealed_line,
     write_whole,
 )
-from fp8bench.jobs.kinds import Exports, KeptTable, Kind, View
+from fp8bench.jobs.kinds import Exports, KeptTable, Kind, SparePart, View
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.store.kept_lines import Content, UnknownKind, fitting, headed, lines_of, sheet_of, take_lines
 
@@ -287,6 +287,15 @@ class TrainingKind(Kind[KeptTraining]):
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
         return (partial(_line, path) for path in training_files(store))
+
+    def spare(self, store: Path) -> Iterator[SparePart]:
+        for path in training_files(store):
+            if (path.parent / _CHECKPOINTS).is_dir():
+                ended = sheet_of(path.read_bytes().rstrip().rpartition(b"\n")[2]).lines[-1:]
+                finished = bool(ended) and ended[0][1].get("end") == "finished"
+                again = "which is finished" if finished else "which was cut off: `train --resume` would begin it anew"
+                what = f"checkpoints of the training {id_of(path)}, {again}"
+                yield SparePart([path.with_name(_PLACES), path.parent / _CHECKPOINTS], what, path)
 
     def report(self, kept: KeptTraining) -> View:
         from fp8bench.features.train.data import rows_of

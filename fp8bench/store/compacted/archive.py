@@ -31,7 +31,6 @@ from fp8bench.store.compacted.manifest import (
     UnreadableIndex,
     archive_of,
     load_manifest,
-    points_of,
     without_runs,
 )
 from fp8bench.store.index.figure_files import digest_of
@@ -203,7 +202,7 @@ def restore(store: Path) -> Restored:
     except UnreadableIndex as error:
         raise without_runs(store, error) from None
     result = Restored()
-    with locked(points_of(store), _LOCK_SECONDS):
+    with locked(store / ARCHIVE, _LOCK_SECONDS):
         for name, packed in manifest.archives.items():
             try:
                 _put_back(store, archive_of(store, name), packed, result)

@@ -6,26 +6,30 @@ its files were written and read back. A kill leaves the months before it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from fp8bench.errors import StoreError
-from fp8bench.files import PARTIAL, keeping, locked
+from fp8bench.files import LOCK, is_locked, keeping, locked
 from fp8bench.model import Fault
-from fp8bench.store.commit_runs import TrackedRun, by_commit, commit_points
+from fp8bench.store.commit_runs import TrackedRun, commit_points
 from fp8bench.store.compacted.archive import Archived, archive, is_whole
 from fp8bench.store.compacted.manifest import (
     ARCHIVE,
     MAKE_ROOM,
     Archive,
     CompactedPlace,
+    LineKey,
     Manifest,
     Partition,
     UnreadableIndex,
+    digest_of_sources,
     load_manifest,
     parquet_of,
     points_of,
@@ -37,21 +41,14 @@ from fp8bench.store.compacted.parquet import (
     Spool,
     batch_of,
     counts_as,
+    leftovers,
     need_duckdb,
 )
-from fp8bench.store.compacted.reading import keys_of, stamps_of
-from fp8bench.store.index.figure_files import (
-    CommitFigures,
-    Fingerprints,
-    are_known,
-    as_they_are,
-    figures_of_runs,
-    names_of,
-    read_stamped,
-)
-from fp8bench.store.index.history import spread
-from fp8bench.store.index.tables import FigureTable, read_layout, table_of, tells
-from fp8bench.store.runs.listing import all_files, index_of, listing
+from fp8bench.store.index.figure_files import CommitFigures, Fingerprints, Stamp, figures_of_runs, read_stamped
+from fp8bench.store.index.history import Fit, by_commit, fit, spread
+from fp8bench.store.index.points_file import Index, Kept, points_file
+from fp8bench.store.index.tables import FigureTable, read_layout, table_of
+from fp8bench.store.runs.listing import all_files, index_of, stamps_of
 from fp8bench.store.runs.run_file import safe_folder
 
 # So many commits are read before their rows go to the disk.
@@ -91,7 +88,7 @@ def compact(store: Path, observe: Callable[[int, int], None], reader: Reader | N
     Raises StoreError where another compaction is at work, or there is no room, and UsageError without DuckDB.
     """
     need_duckdb()
-    with locked(points_of(store), _LOCK_SECONDS):
+    with locked(store / ARCHIVE, _LOCK_SECONDS):
         return _Compacting(store, observe, reader or read_commit).done()
 
 
@@ -109,24 +106,29 @@ class _Compacting:
                 f"{store} has no runs any more, and what was compacted of them stays as it is. "
                 "`fp8bench store restore` writes them again."
             )
-        self.there = listing(store)
-        self.files = by_commit(self.there.files)
+        self.index = Index.opened(store)
+        if self.index.newer:
+            raise StoreError(f"{points_file(store)} is a newer fp8bench's. Upgrade fp8bench, or delete it.")
+        self.files = by_commit(self.index, self.before)[1]
         self.lines: dict[bytes, list[int]] = {}
         self.next = max(self.manifest.places, default=-1) + 1  # no number is given twice while its rows may be there
 
     def done(self) -> Compaction:
         bad = self._bad()
-        gone = [
-            commit for commit, unit in self.manifest.units.items()
-            if commit not in self.files or any(self.manifest.places[place].partition in bad for place in unit.places)
-        ]  # fmt: skip
+        gone = self.manifest.units.keys() - self.files.keys()
+        gone |= {place.commit for place in self.manifest.places.values() if place.partition in bad}
         touched = self.manifest.drop(gone) - bad
         for name in bad:
             del self.manifest.partitions[name]
-        changed = [commit for commit, paths in self.files.items() if not self._still_counts(commit, paths)]
+        restamped = {commit: self._still_counts(commit) for commit in self.files}
+        changed = [commit for commit, sources in restamped.items() if sources is None]
+        self._keep([
+            (commit, self.index.figures(commit)._replace(sources=tuple(sources)))
+            for commit, sources in restamped.items() if sources
+        ])  # fmt: skip
         with Spool.opened(self.store) as spool:
             for some in _months(changed, self.files):
-                touched |= self.manifest.drop(self.manifest.units.keys() & some)
+                touched |= self.manifest.drop(set(some))
                 touched |= self._take(spool, some, len(changed))
                 self._write(spool, touched)
                 touched = set()
@@ -146,18 +148,18 @@ class _Compacting:
         self.result.mended = sorted(bad)
         return bad
 
-    def _still_counts(self, commit: str, paths: Sequence[Path]) -> bool:
-        """Whether a commit need not be read; where only dates have changed they are noted."""
-        unit = self.manifest.units.get(commit)
-        if unit is None or not are_known(unit.suites, self.known, richer=True):
-            return False
-        try:
-            sources = as_they_are(self.store, paths, unit.sources)
-        except OSError:
-            return False
-        if sources is not None:
-            self.manifest.units[commit] = unit._replace(sources=tuple(sources))
-        return sources is not None
+    def _still_counts(self, commit: str) -> list[Stamp] | None:
+        """None of a commit that must be read; where only dates have changed, the stamps."""
+        digest, _ = self.manifest.units.get(commit, ("", 0))
+        if digest != digest_of_sources(self.index.sources(commit)):
+            return None
+        stale, restamped = fit(self.index, commit, self.files[commit], self.before, self.known)
+        return None if stale is Fit.STALE else restamped
+
+    def _keep(self, figures: Sequence[Kept]) -> None:
+        why = self.index.keep(figures) if figures else ""
+        if why:
+            raise StoreError(f"{points_file(self.store)} cannot be written ({why}). {MAKE_ROOM}")
 
     def _take(self, spool: Spool, commits: Sequence[str], count: int) -> set[str]:
         """Read commits and spool their rows; returns the partitions that these belong into."""
@@ -165,37 +167,25 @@ class _Compacting:
         for begin in range(0, len(commits), _AT_ONCE):
             some = commits[begin : begin + _AT_ONCE]
             self.observe(self.result.read + self.result.busy, count)
-            jobs = [self.files[commit] for commit in some]
+            jobs = [[self.store / name for name in self.files[commit]] for commit in some]
             batches: list[RowBatch] = []
+            kept: list[Kept] = []
             for commit, read in zip(some, spread(partial(self.reader, self.store, self.known), jobs), strict=True):
                 if read is None:
                     self.result.busy += 1
                     continue
-                own, places = self._numbered(read)
-                batches += own
-                self.manifest.units[commit] = CommitFigures(*read[:-1], tuple(places))
-                touched |= {self.manifest.places[place].partition for place in places}
+                first, self.next = self.next, self.next + len(read.places)
+                for rank, (table, samples, runs) in enumerate(read.places):
+                    batches.append(batch_of(first + rank, self._lines(table.layout), table.rows, samples))
+                    self.manifest.places[first + rank] = CompactedPlace(commit, rank, _partition(table), runs)
+                    touched.add(_partition(table))
+                if fit(self.index, commit, self.files[commit], self.before, self.known)[0] is not Fit.CURRENT:
+                    kept.append((commit, CommitFigures(*read[:-1], tuple(table for table, _, _ in read.places))))
+                self.manifest.units[commit] = digest_of_sources(read.sources), read.runs
                 self.result.read += 1
+            self._keep(kept)
             spool.add(batches)
         return touched
-
-    def _numbered(self, read: CommitFigures[Sampled]) -> tuple[list[RowBatch], list[int]]:
-        """Rows of a commit, and the numbers of its places, which are new ones."""
-        first, self.next = self.next, self.next + len(read.places)
-        batches = []
-        for number, (table, samples, runs) in enumerate(read.places, first):
-            lines = self._lines(table.layout)
-            said = {
-                **table.said, "machine": self.manifest.machines.number(table.said["machine"]),
-                "unders": [self.manifest.unders.number(list(map(list, under))) for under in table.said["unders"]],
-            }  # fmt: skip
-            silent = [line for line, tell in zip(lines, tells(table.rows["flags"]), strict=True) if not tell]
-            self.manifest.places[number] = CompactedPlace(
-                said, self.manifest.layouts.number(table.layout.decode()), self.manifest.silents.number(silent),
-                _partition(table), runs,
-            )  # fmt: skip
-            batches.append(batch_of(number, lines, table.rows, samples))
-        return batches, list(range(first, self.next))
 
     def _lines(self, layout: bytes) -> list[int]:
         """The lines of a layout's rows. Neighbouring commits have the same layouts."""
@@ -222,19 +212,25 @@ class _Compacting:
             old = self.manifest.partitions.get(name)
             if old is not None:
                 spool.keep(path, places)
-            self.manifest.partitions[name] = spool.write(path, self.manifest, places)
+            self.manifest.partitions[name] = spool.write(path, self.manifest.lines.values, self._said(places))
             self.result.written.append(name)
         spool.forget()
 
+    def _said(self, places: Sequence[int]) -> list[tuple[int, dict[str, Any], list[str]]]:
+        """Of places the numbers, what is said of them, and the ids of their runs."""
+        known = [(number, self.manifest.places[number]) for number in places]
+        return [
+            (number, self.index.figures(place.commit).places[place.rank].said, place.runs) for number, place in known
+        ]
+
     def _finish(self) -> None:
         whole = not self.result.busy and stamps_of(self.store) == self.before
-        self.manifest.keep_listing(self.store, self.before if whole else {}, self.there)
-        self.manifest.order = [(commit, names_of(self.store, paths)) for commit, paths in self.files.items()]
+        self.manifest.files = self.before if whole else {}
         self._save()
         there = self.manifest.partitions
         self.result.written = [name for name in dict.fromkeys(self.result.written) if name in there]
         self.result.kept = len(there) - len(self.result.written)
-        self.result.runs = sum(unit.runs for unit in self.manifest.units.values())
+        self.result.runs = sum(runs for _, runs in self.manifest.units.values())
         self.result.rows = sum(partition.rows for partition in self.manifest.partitions.values())
 
     def _save(self) -> None:
@@ -255,9 +251,13 @@ def _begun(store: Path) -> Manifest:
         return Manifest()
 
 
-def _months(commits: Sequence[str], files: dict[str, list[Path]]) -> Iterator[list[str]]:
+def keys_of(series: Sequence[Sequence[str]], cells: Sequence[tuple[int, object]]) -> list[LineKey]:
+    return [LineKey(series[rank][0], json.dumps(cell), *series[rank][1:4]) for rank, cell in cells]
+
+
+def _months(commits: Sequence[str], files: dict[str, list[str]]) -> Iterator[list[str]]:
     """Commits by the months in which their first runs began, as names of files say it."""
-    for _, some in groupby(commits, key=lambda commit: files[commit][0].name[:6]):
+    for _, some in groupby(commits, key=lambda commit: files[commit][0].rpartition("/")[2][:6]):
         yield list(some)
 
 
@@ -278,7 +278,15 @@ def _partition(table: FigureTable) -> str:
         month = f"{datetime.fromtimestamp(table.said['began'] / 1000, UTC):%Y-%m}"
     except (ValueError, OverflowError, OSError):  # the first or the last day that there is, of another zone
         month = "unknown"
-    return f"machine={safe_folder(table.home.machine)}/month={month}"
+    return f"machine={safe_folder(str(table.said['machine']['machine']))}/month={month}"
+
+
+def is_compacting(store: Path) -> bool:
+    """Whether a compaction is at work, or something is being restored."""
+    try:
+        return is_locked(store / ARCHIVE / LOCK)
+    except OSError:
+        return False
 
 
 def check_compacted(store: Path) -> tuple[list[Fault], int]:
@@ -286,7 +294,7 @@ def check_compacted(store: Path) -> tuple[list[Fault], int]:
     try:
         written = load_manifest(store).written(store)
     except FileNotFoundError:
-        return [], 0
+        written = {}
     except (OSError, UnreadableIndex) as error:
         why = error.strerror if isinstance(error, OSError) else error
         remedy = _AGAIN if all_files(store) else "Get it from a copy; the fp8bench that wrote it restores its runs"
@@ -295,10 +303,13 @@ def check_compacted(store: Path) -> tuple[list[Fault], int]:
     for path, one in written.items():
         why = _why_not(path, one)
         faults += [Fault(str(path), why, _AGAIN)] if why else []
-    packed = (path for path in (store / ARCHIVE).rglob("*") if path.is_file() and not path.name.endswith(PARTIAL))
-    foreign = sorted({*points_of(store).glob("*/*/points.parquet"), *packed} - written.keys())
+    left = [] if is_compacting(store) else leftovers(store)
+    packed = (path for path in (store / ARCHIVE).rglob("*") if path.is_file() and path.name != LOCK)
+    foreign = sorted({*points_of(store).glob("*/*/points.parquet"), *packed} - written.keys() - set(left))
     what, remedy = "it is of no compaction, and nothing reads it", "Look whether it is of use, and delete it"
     faults += [Fault(str(path), what, remedy, broken=False) for path in foreign]
+    what, remedy = "it is what a compaction left that was killed", "The next `fp8bench store compact` removes it"
+    faults += [Fault(str(path), what, remedy, broken=False) for path in left]
     return faults, len(written)
 
 

@@ -1,34 +1,33 @@
 """What was compacted, and from what: `<store>/points/index.json`.
 
-It names the run files with their stamps, says what of each commit is not in the Parquet files (the texts of its places,
-how many runs tell nothing and why), and which writing of each file counts: of the Parquet files, and of the archives
-with files of the store (archive.py). It is replaced after the files that it names: a kill in between leaves files that
-it does not name, and whose commits are read from the runs.
+It names the commits whose rows are in Parquet files, with a digest of what they were made of and the numbers of their
+places, and says which writing of each file counts: of the Parquet files, and of the archives with files of the store
+(archive.py). What the commits came to is in the index beside it (index/points_file.py). It is replaced after the files
+that it names: a kill in between leaves files that it does not name, and whose commits are compacted again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8bench.errors import StoreError
 from fp8bench.files import write_whole
-from fp8bench.model import Conditions, trend_name
 from fp8bench.model.codec import SCHEMA
-from fp8bench.store.index.figure_files import CommitFigures, Stamp
-from fp8bench.store.runs.listing import Listing, index_of
+from fp8bench.store.index.figure_files import Stamp
+from fp8bench.store.index.points_file import Index, Numbered, points_file
+from fp8bench.store.runs.listing import index_of
 
 # Raised when the same runs would come to other rows, or be written down in another way.
-VERSION = 4
+VERSION = 5
 ARCHIVE = "archive"
 MAKE_ROOM = "Make room, and run it again; the runs are untouched."
 _MAGIC = b"fp8bench points"
-_NUMBERED = ("layouts", "silents", "lines", "unders", "machines")
 
 
 class Partition(NamedTuple):
@@ -59,14 +58,10 @@ class Archive(NamedTuple):
 
 
 class CompactedPlace(NamedTuple):
-    """What a commit has come to in one place: texts with numbers for machine and conditions, its cells, its file.
+    """A place of a commit by its rank among these, the file that its rows are in, and the ids of its runs."""
 
-    `silent` numbers the list of lines that have neither a number nor a failure here; `runs` are ids.
-    """
-
-    said: dict[str, Any]
-    layout: int
-    silent: int
+    commit: str
+    rank: int
     partition: str
     runs: list[str]
 
@@ -80,92 +75,30 @@ class LineKey(NamedTuple):
     metric: str
     unit: str
 
-    @property
-    def name(self) -> str:
-        return trend_name(self.series, tuple(json.loads(self.cell)))
-
-
-@dataclass
-class Numbered:
-    """Values that many places share, each kept once and named by its number."""
-
-    values: list[Any] = field(default_factory=list)
-
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {json.dumps(value): number for number, value in enumerate(self.values)}
-
-    def number(self, value: Any) -> int:
-        """The number of a value, which is a new one for a new value."""
-        text = json.dumps(value)
-        if text not in self._numbers:
-            self._numbers[text] = len(self.values)
-            self.values.append(value)
-        return self._numbers[text]
-
 
 @dataclass
 class Manifest:
-    """All of it. `units` are commits, with the numbers of their places. `files` are all run files by their names in the
-    store, with size and date, newest first; empty until every commit was looked at."""
+    """All of it. `units` are commits, each with a digest of what it was made of and how many runs tell something.
+    `files` are all run files by their names in the store, with size and date, newest first; empty until every commit
+    was looked at."""
 
-    units: dict[str, CommitFigures[int]] = field(default_factory=dict)
+    units: dict[str, tuple[str, int]] = field(default_factory=dict)
     places: dict[int, CompactedPlace] = field(default_factory=dict)
     partitions: dict[str, Partition] = field(default_factory=dict)
     archives: dict[str, Archive] = field(default_factory=dict)
-    layouts: Numbered = field(default_factory=Numbered)
-    silents: Numbered = field(default_factory=Numbered)
-    lines: Numbered = field(default_factory=Numbered)
-    unders: Numbered = field(default_factory=Numbered)
-    machines: Numbered = field(default_factory=Numbered)
-    order: list[tuple[str, list[str]]] = field(default_factory=list)
+    lines: Numbered = field(default_factory=lambda: Numbered([]))
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    copies: dict[str, str] = field(default_factory=dict)
-    refused: dict[str, list[str]] = field(default_factory=dict)
-    _known: dict[int, Conditions] = field(default_factory=dict)
-
-    @cached_property
-    def line_names(self) -> list[str]:
-        return [LineKey(*line).name for line in self.lines.values]
-
-    def said(self, number: int) -> dict[str, Any]:
-        """What is said of a place, as a table says it."""
-        said = self.places[number].said
-        unders = tuple(self._conditions(under) for under in said["unders"])
-        return {**said, "machine": self.machines.values[said["machine"]], "unders": unders}
 
     def written(self, store: Path) -> dict[Path, Partition | Archive]:
         """All files that count."""
         parquet = {parquet_of(store, name): partition for name, partition in self.partitions.items()}
         return {**parquet, **{archive_of(store, name): archive for name, archive in self.archives.items()}}
 
-    def _conditions(self, number: int) -> Conditions:
-        if number not in self._known:
-            self._known[number] = tuple((name, value) for name, value in self.unders.values[number])
-        return self._known[number]
-
-    def listing(self, store: Path) -> Listing:
-        """The run files, where they are those that were listed when this was written."""
-        apart = self.copies.keys() | self.refused.keys()
-        return Listing(
-            tuple(store / name for name in self.files if name not in apart),
-            {store / name: store / own for name, own in self.copies.items()},
-            {store / name: tuple(store / one for one in group) for name, group in self.refused.items()},
-        )
-
-    def keep_listing(self, store: Path, files: Mapping[str, tuple[int, int]], there: Listing) -> None:
-        """Note that every commit of these files is here."""
-
-        def name(path: Path) -> str:
-            return path.relative_to(store).as_posix()
-
-        self.files = dict(files)
-        self.copies = {name(path): name(own) for path, own in there.copies.items()}
-        self.refused = {name(path): [name(one) for one in group] for path, group in there.refused.items()}
-
-    def drop(self, commits: Iterable[str]) -> set[str]:
+    def drop(self, commits: Collection[str]) -> set[str]:
         """Forget commits and their places; returns the partitions that their rows are in."""
-        gone = [number for commit in commits for number in self.units.pop(commit).places]
+        gone = [number for number, place in self.places.items() if place.commit in commits]
+        for commit in commits:
+            self.units.pop(commit, None)
         return {self.places.pop(number).partition for number in gone}
 
 
@@ -227,48 +160,55 @@ def _check(what: str, found: int, meant: int) -> None:
 
 
 def _manifest(plain: dict[str, Any]) -> Manifest:
-    layouts, silents, lines, unders, machines = (Numbered(plain[name]) for name in _NUMBERED)
     return Manifest(
-        {commit: _unit(plain, *unit) for commit, unit in plain["units"].items()},
+        {commit: (digest, runs) for commit, (digest, runs) in plain["units"].items()},
         {int(number): CompactedPlace(*place) for number, place in plain["places"].items()},
         {name: Partition(*one) for name, one in plain["partitions"].items()},
         {
             name: Archive(size, digest, tuple(ArchivedFile(*file) for file in files))
             for name, (size, digest, files) in plain["archives"].items()
         },
-        layouts, silents, lines, unders, machines, plain["order"],
-        {name: (size, changed) for name, size, changed in plain["files"]}, plain["copies"], plain["refused"],
+        Numbered(plain["lines"]), {name: (size, changed) for name, size, changed in plain["files"]},
     )  # fmt: skip
-
-
-def _unit(
-    plain: dict[str, Any], sources: list[Any], suites: int, runs: int, left: list[str], places: list[int]
-) -> CommitFigures[int]:
-    return CommitFigures(
-        tuple(Stamp(*source) for source in sources), plain["asked"][suites], runs, tuple(left), tuple(places)
-    )
 
 
 def save_manifest(store: Path, manifest: Manifest) -> None:
     """Write it in one step. Raises OSError."""
-    asked = Numbered()
-    units = {
-        commit: [unit.sources, asked.number(unit.suites), unit.runs, unit.left, unit.places]
-        for commit, unit in manifest.units.items()
-    }
     plain = {
-        "schema": SCHEMA, "units": units, "asked": asked.values, "places": manifest.places,
-        "partitions": manifest.partitions, "archives": manifest.archives, "order": manifest.order,
-        "copies": manifest.copies, "refused": manifest.refused,
+        "schema": SCHEMA, "units": manifest.units, "places": manifest.places, "partitions": manifest.partitions,
+        "archives": manifest.archives, "lines": manifest.lines.values,
         "files": [[name, *stamp] for name, stamp in manifest.files.items()],
-        **{name: getattr(manifest, name).values for name in _NUMBERED},
     }  # fmt: skip
     body = json.dumps(plain, separators=(",", ":")).encode()
     write_whole(index_of(store), b"%s %d %08x\n%s" % (_MAGIC, VERSION, zlib.crc32(body), body))
 
 
-def same_stamps(sources: Sequence[Stamp], names: Sequence[str], files: Mapping[str, tuple[int, int]]) -> bool:
-    """Whether a unit was read from these files, with the sizes and dates that they have now."""
-    return sorted(source.name for source in sources) == sorted(names) and all(
-        files.get(source.name) == (source.size, source.changed_ns) for source in sources
-    )
+def digest_of_sources(sources: Iterable[Stamp]) -> str:
+    """What stands for the run files that a commit's figures were made of, whatever their dates."""
+    words = sorted((source.name, source.digest) for source in sources)
+    return hashlib.blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
+
+
+def stands_alone(store: Path, index: Index) -> bool:
+    """Whether what was compacted of a store without runs is all that is known. Raises StoreError if it is not whole."""
+    try:
+        manifest = load_manifest(store)
+    except OSError as error:
+        raise StoreError(f"{index_of(store)} cannot be read ({error.strerror}).") from None
+    except UnreadableIndex as error:
+        raise without_runs(store, error) from None
+    lacking = sum(digest_of_sources(index.sources(commit)) != digest for commit, (digest, _) in manifest.units.items())
+    if lacking and manifest.files:
+        raise StoreError(
+            f"{points_file(store)} lacks {lacking} of {len(manifest.units)} commits that were compacted, and {store} "
+            "has no runs. Copy it again, or write the runs: `fp8bench store restore`."
+        )
+    return bool(manifest.files)
+
+
+def lacking_files(store: Path, files: Mapping[str, tuple[int, int]]) -> int:
+    """How many run files that were compacted are not there any more."""
+    try:
+        return len(load_manifest(store).files.keys() - files.keys())
+    except (OSError, UnreadableIndex):
+        return 0

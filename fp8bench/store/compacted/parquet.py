@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import PARTIAL, replacing
 from fp8bench.model import Status
-from fp8bench.store.compacted.manifest import ARCHIVE, MAKE_ROOM, Manifest, Partition, points_of
+from fp8bench.store.compacted.manifest import ARCHIVE, MAKE_ROOM, LineKey, Partition, points_of
 from fp8bench.store.index.figure_files import digest_of
 from fp8bench.store.index.tables import ROW, Rows
 
@@ -83,13 +83,6 @@ def are_sound(columns: Columns) -> bool:
     return bool((checks(columns) == columns[CHECK]).all())
 
 
-def rows_of(columns: Columns) -> Rows:
-    found = np.empty(len(columns["line"]), ROW)
-    for column, name in _OF_ROW.items():
-        found[name] = columns[column]
-    return found
-
-
 ID = "fp8bench_id"
 _FOOTER_END = 8
 _MEMORY = "192MB"
@@ -98,7 +91,7 @@ _FROM = "read_parquet(?, hive_partitioning = false, union_by_name = false)"
 READ = ", ".join(f"coalesce({name}, 0) AS {name}" if kind == "DOUBLE" else name for name, kind in NUMBERS.items())
 # So many rows are read at a time, with their samples.
 CHUNK_ROWS = 200_000
-_AGAIN = "`fp8bench store compact` makes it again; until then delete it, and the runs are read instead"
+_AGAIN = "`fp8bench store compact` makes it again; until then delete it"
 
 
 def duckdb_here() -> Any:
@@ -133,32 +126,17 @@ def connected(database: str = ":memory:", spill: str = "") -> Any:
 
 
 @contextlib.contextmanager
-def _reading(paths: Sequence[Path], connection: Any) -> Iterator[Any]:
-    """How to ask for columns of files. DuckDB's errors become StoreErrors."""
+def _reading(path: Path, connection: Any) -> Iterator[Any]:
+    """How to ask for columns of a file. DuckDB's errors become StoreErrors."""
     duckdb = need_duckdb()
-    names = [[str(path) for path in paths]]
     try:
-        yield lambda what, where="": connection.execute(f"SELECT {what} FROM {_FROM} {where}", names)
+        yield lambda what, where="": connection.execute(f"SELECT {what} FROM {_FROM} {where}", [[str(path)]])
     except duckdb.Error as error:
-        raise StoreError(f"{_named(paths)} cannot be read ({first_line(error)}). {_AGAIN}.") from None
+        raise StoreError(f"{path} cannot be read ({first_line(error)}). {_AGAIN}.") from None
 
 
 def first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0][:300]
-
-
-def _named(paths: Sequence[Path]) -> str:
-    return str(paths[0]) if len(paths) == 1 else f"one of {len(paths)} files like {paths[0]}"
-
-
-def read_columns(paths: Sequence[Path], lines: Sequence[int] | None, connection: Any) -> Columns:
-    """The numbers of all rows of some lines, or of all, in the order of files and rows. Raises StoreError."""
-    where = "" if lines is None else f"WHERE line IN ({', '.join(map(str, lines))})"
-    with _reading(paths, connection) as ask:
-        columns: Columns = ask(f"{READ}, {CHECK}", where).fetchnumpy()
-    if not are_sound(columns):
-        raise StoreError(f"{_named(paths)} does not hold what was written into it. {_AGAIN}.")
-    return columns
 
 
 def check_file(path: Path, connection: Any) -> tuple[int, int]:
@@ -167,7 +145,7 @@ def check_file(path: Path, connection: Any) -> tuple[int, int]:
     Raises StoreError.
     """
     rows = total = 0
-    with _reading([path], connection) as ask:
+    with _reading(path, connection) as ask:
         counts = ask("line, count(*)", "GROUP BY line ORDER BY line").fetchall()
         for low, high in _ranges(counts):
             where = f"WHERE line BETWEEN {low} AND {high}"
@@ -217,6 +195,8 @@ def counts_as(path: Path, partition: Partition) -> bool:
         return False
 
 
+# The number of a place, what is said of it, and the ids of its runs.
+Said = tuple[int, dict[str, Any], list[str]]
 _NAME = ".spool-"
 _GROUP_ROWS = 16384
 # A moment that a calendar has, in ms since 1970.
@@ -306,12 +286,12 @@ class Spool:
             "SEMI JOIN kept USING (place)", [str(path)],
         )  # fmt: skip
 
-    def write(self, path: Path, manifest: Manifest, places: Sequence[int]) -> Partition:
+    def write(self, path: Path, lines: Sequence[LineKey], said: Sequence[Said]) -> Partition:
         """Make a file of the rows of some places, which takes the place of the one before once it reads as meant."""
         name = secrets.token_hex(8)
         try:
             with replacing(path) as partial:
-                self._say(manifest, places)
+                self._say(lines, said)
                 self._run(_SORT)
                 self._run(_COPY.format(path=str(partial).replace("'", "''"), id=name))
                 sums = f"SELECT count(*), coalesce(sum({CHECK}), 0)::BIGINT FROM sorted"
@@ -329,18 +309,17 @@ class Spool:
         self._run("TRUNCATE rows")
         self._run("DROP TABLE IF EXISTS sorted")
 
-    def _say(self, manifest: Manifest, places: Sequence[int]) -> None:
+    def _say(self, lines: Sequence[LineKey], said: Sequence[Said]) -> None:
         """The texts of some places, for other readers of their rows."""
-        said = [(number, manifest.said(number)) for number in places]
         self._texts("places", [
             (number, str(one["machine"]["machine"]), one["python"], one["commit"], _moment(one["date"]),
-             _moment(one["began"]), one["newest"], manifest.places[number].runs) for number, one in said
+             _moment(one["began"]), one["newest"], runs) for number, one, runs in said
         ])  # fmt: skip
-        self._texts("lines", [(number, *line) for number, line in enumerate(manifest.lines.values)])
+        self._texts("lines", [(number, *line) for number, line in enumerate(lines)])
         for name in ("versions", "unders", "reasons"):
             self._texts(name, [
                 (number, code, text if isinstance(text, str) else json.dumps(dict(text)))
-                for number, one in said for code, text in enumerate(one[name])
+                for number, one, _ in said for code, text in enumerate(one[name])
             ])  # fmt: skip
 
     def _texts(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
@@ -369,11 +348,15 @@ class Spool:
             raise _full(self.store, error) from None
 
 
-def _sweep(store: Path) -> None:
-    """Remove what compactions that were killed have left half done."""
+def leftovers(store: Path) -> list[Path]:
+    """What compactions that were killed have left half done, or one that is at work is making."""
     folders = points_of(store), store / ARCHIVE
-    left = [*folders[0].glob(f"{_NAME}*"), *(path for folder in folders for path in folder.rglob(f".*{PARTIAL}"))]
-    for path in left:
+    found = {*folders[0].glob(f"{_NAME}*"), *(path for folder in folders for path in folder.rglob(f".*{PARTIAL}"))}
+    return sorted(path for path in found if not path.parent.name.startswith(_NAME))
+
+
+def _sweep(store: Path) -> None:
+    for path in leftovers(store):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:

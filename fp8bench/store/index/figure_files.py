@@ -1,10 +1,6 @@
-"""What a commit's runs come to, kept beside them in a file: `<store>/figures/<commit8>.figures`.
+"""What figures are made of: run files with their stamps, suites with their grids; and steps that were found in them.
 
-The runs hold every sample, and reading them all takes minutes where there are hundreds of large ones. A file of
-figures is a function of its commit's runs and of the suites they were asked about; it says which those were, and counts
-only while they are the same. It can be deleted at any time.
-
-What was found out about series of values is remembered beside them in `steps.json`: steps, under a digest. It is a
+What was found out about series of values is remembered in `<store>/figures/steps.json`: steps, under a digest. It is a
 cache: a file that is broken is begun anew, one that may not be written, or is a newer fp8bench's, is done without. A
 digest names the values and the code that looks at them, so that nothing in it can be out of date.
 """
@@ -14,47 +10,37 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from fp8bench import files
 from fp8bench.analysis.steps import change_points, levels
 from fp8bench.analysis.steps.change_points import Step, Values, steps_of_many
 from fp8bench.files import compact, sealed, unsealed, write_whole
 from fp8bench.model import Fault
-from fp8bench.model.codec import SCHEMA
 from fp8bench.store.commit_runs import CommitRuns, TrackedRun, by_place, read_runs
-from fp8bench.store.index.tables import ROW, FigureTable, table_of
+from fp8bench.store.runs.listing import id_of
 from fp8bench.store.series import fingerprint
 
 P = TypeVar("P")
-# Raised when the same runs would come to other figures, or be written down in another way.
-VERSION = 9
-_SUFFIX = ".figures"
-_SAFE = re.compile(r"[0-9A-Za-z]{1,64}")
-_MAGIC = b"fp8bench figures"
 _DIGITS = 32  # of a digest
 # In the place of the digest of a suite that is not known here.
 UNKNOWN = ""
-_HEXADECIMAL = frozenset(b"0123456789abcdef")
-_AGAIN = "Delete it: the next command makes it again from the runs"
+AGAIN = "Delete it: the next command makes it again from the runs"
 
 
 class Stamp(NamedTuple):
-    """A run file as it was: path within the store, bytes, last change, and a digest of its content."""
+    """A run file as it was: path within the store, bytes, last change, a digest of its content, the id of its run."""
 
     name: str
     size: int
     changed_ns: int
     digest: str
+    id: str
 
 
 class Fingerprints(dict[str, str]):
@@ -82,27 +68,6 @@ class CommitFigures(NamedTuple, Generic[P]):
     places: tuple[P, ...]
 
 
-class Unfit(Enum):
-    """Why a file of figures does not serve."""
-
-    STALE = "the runs or the suites are others"
-    TORN = "it is not what was written"
-    NEWER = "a newer fp8bench wrote it"
-    RICHER = "it is of suites that are not known here, and whoever imports them will want it"
-    ABSENT = "it cannot be read"
-
-
-def figures_file(store: Path, commit: str) -> Path:
-    """Where the figures of a commit lie, which goes by the beginning that its run files are named for.
-
-    What a foreign file gives for a commit leads nowhere else.
-    """
-    name = (
-        commit if _SAFE.fullmatch(commit) else hashlib.blake2b(commit.encode("utf-8", "replace")).hexdigest()[:_DIGITS]
-    )
-    return store / "figures" / f"{name}{_SUFFIX}"
-
-
 def figures_of_runs(
     read: CommitRuns, sources: Iterable[Stamp], known: Fingerprints, made: Callable[[Sequence[TrackedRun]], P]
 ) -> CommitFigures[P]:
@@ -128,7 +93,7 @@ def stamps(store: Path, paths: Sequence[Path]) -> list[Stamp]:
     current = []
     for path, name in zip(paths, names_of(store, paths), strict=True):
         status = path.stat()
-        current.append(Stamp(name, status.st_size, status.st_mtime_ns, digest_of(path)))
+        current.append(Stamp(name, status.st_size, status.st_mtime_ns, digest_of(path), id_of(path)))
     return current
 
 
@@ -142,83 +107,6 @@ def names_of(store: Path, paths: Iterable[Path]) -> list[str]:
     """What files are called within a store."""
     begin = len(str(store / "-")) - 1
     return [str(path)[begin:] for path in paths]
-
-
-def save_figures(path: Path, figures: CommitFigures[FigureTable]) -> None:
-    """Write a file in one step. Raises OSError."""
-    head = {
-        "schema": SCHEMA, "sources": figures.sources, "suites": figures.suites, "runs": figures.runs,
-        "left": figures.left,
-        "tables": [{**table.said, "layout": len(table.layout), "rows": len(table.rows)} for table in figures.places],
-    }  # fmt: skip
-    _write(path, head, b"".join(part for table in figures.places for part in (table.layout, table.rows.tobytes())))
-
-
-def _write(path: Path, head: Mapping[str, Any], tables: bytes | memoryview) -> None:
-    body = b"".join((json.dumps(head, separators=(",", ":")).encode(), b"\n", tables))
-    write_whole(path, b"%s %d %08x\n%s" % (_MAGIC, VERSION, zlib.crc32(body), body), sync=False)
-
-
-def sweep(store: Path, commits: Collection[str]) -> None:
-    """Remove the files of commits that have no runs any more, and what writers that were killed have left half done."""
-    known = {figures_file(store, commit).name for commit in commits}
-    folder = figures_file(store, "").parent
-    files.sweep(folder)
-    with contextlib.suppress(OSError):
-        for path in folder.glob(f"*{_SUFFIX}"):
-            if path.name not in known:
-                path.unlink()
-
-
-def load_figures(
-    store: Path, commit: str, runs: Sequence[Path], known: Fingerprints
-) -> CommitFigures[FigureTable] | Unfit:
-    """What the file of a commit says, if it still counts for these run files."""
-    path = figures_file(store, commit)
-    try:
-        content = _read(path)
-        if isinstance(content, Unfit):
-            return content
-        head, body = content
-        before = [Stamp(*stamp) for stamp in head["sources"]]
-        sources = as_they_are(store, runs, before)
-        if sources is None or head["schema"] != SCHEMA:
-            return Unfit.STALE
-        if not are_known(head["suites"], known):
-            return Unfit.RICHER if are_known(head["suites"], known, richer=True) else Unfit.STALE
-        if sources != before:
-            with contextlib.suppress(OSError):
-                _write(path, {**head, "sources": sources}, body)
-        tables = tuple(_tables(head["tables"], body))
-        return CommitFigures(tuple(sources), head["suites"], head["runs"], tuple(head["left"]), tables)
-    except OSError:
-        return Unfit.ABSENT
-    except (KeyError, TypeError, ValueError, IndexError):
-        return Unfit.TORN
-
-
-def _read(path: Path) -> tuple[dict[str, Any], memoryview] | Unfit:
-    content = path.read_bytes()
-    first = content[: content.find(b"\n") + 1]
-    body = memoryview(content)[len(first) :]  # no copy: it is long
-    words = first.removeprefix(_MAGIC).split()
-    if not first.startswith(_MAGIC) or len(words) != 2 or not all(set(word) <= _HEXADECIMAL for word in words):
-        return Unfit.TORN
-    if int(words[0]) != VERSION:
-        return Unfit.NEWER if int(words[0]) > VERSION else Unfit.STALE
-    if zlib.crc32(body) != int(words[1], 16):
-        return Unfit.TORN
-    end = content.index(b"\n", len(first))
-    return json.loads(content[len(first) : end]), memoryview(content)[end + 1 :]
-
-
-def sources_of(store: Path, commit: str) -> list[Stamp]:
-    """The run files that the figures of a commit were made of, as they were; none where nobody knows."""
-    try:
-        content = _read(figures_file(store, commit))
-        return [] if isinstance(content, Unfit) else [Stamp(*stamp) for stamp in content[0]["sources"]]
-    except (OSError, KeyError, TypeError, ValueError):
-        return []
 
 
 def as_they_are(store: Path, runs: Sequence[Path], before: Sequence[Stamp]) -> list[Stamp] | None:
@@ -236,33 +124,6 @@ def as_they_are(store: Path, runs: Sequence[Path], before: Sequence[Stamp]) -> l
             return None
         current.append(stamp._replace(changed_ns=status.st_mtime_ns))
     return current
-
-
-def _tables(heads: Iterable[dict[str, Any]], body: memoryview) -> Iterator[FigureTable]:
-    place = 0
-    for said in heads:
-        end = place + said["layout"]
-        layout = bytes(body[place:end])
-        place = end + said["rows"] * ROW.itemsize
-        yield FigureTable(said, layout, np.frombuffer(body[end:place], dtype=ROW))
-
-
-def check_figures(store: Path, commit: str, paths: Sequence[Path], runs: Sequence[TrackedRun]) -> Iterator[Fault]:
-    """The figures of a commit: they are what its runs come to, or are made again before they are used."""
-    path = figures_file(store, commit)
-    if not path.is_file():
-        return
-    found = load_figures(store, commit, paths, Fingerprints())
-    if found is Unfit.TORN:
-        yield Fault(str(path), "it is not what was written", _AGAIN)
-    elif isinstance(found, CommitFigures):
-        made = map(table_of, by_place(sorted(runs, key=lambda run: run.order)))
-        if _said(made) != _said(found.places):
-            yield Fault(str(path), "it says otherwise than the runs that it was made of", _AGAIN)
-
-
-def _said(tables: Iterable[FigureTable]) -> list[tuple[bytes, bytes]]:
-    return sorted((table.layout, table.rows.tobytes()) for table in tables)
 
 
 STEPS_VERSION = 1
@@ -351,4 +212,4 @@ def check_steps(store: Path) -> Iterator[Fault]:
     except FileNotFoundError:
         return
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        yield Fault(str(path), f"it is not what was written ({str(error)[:80]})", _AGAIN)
+        yield Fault(str(path), f"it is not what was written ({str(error)[:80]})", AGAIN)

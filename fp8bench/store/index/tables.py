@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -70,19 +70,53 @@ _STATUSES = tuple(Status)
 _STATUS_FACTOR = 8
 _FAILED = _STATUSES.index(Status.FAILED)
 
+# So many layouts are remembered: those of neighbouring commits mostly are the same.
+_MOST_LAYOUTS = 50
 Rows = NDArray[np.void]
+Numbers = NDArray[np.int64]
 Flags = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Texts:
-    """What the numbers in a row stand for, but for the figures themselves."""
+class Shape:
+    """What many places share: a layout as text, the machine, the interpreter, the texts that numbers in rows stand for,
+    and how many rows there are."""
 
-    commit: str
-    date: int | None
+    layout: bytes
+    home: Home
+    machine: dict[str, Any]
     versions: tuple[str, ...]
     unders: tuple[Conditions, ...]
     reasons: tuple[str, ...]
+    count: int
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where commits were measured, in the order of the commits' first runs: a value each of shape, first row, commit,
+    its date, and the starts of the oldest run (in ms since 1970) and of the newest. `shapes` are by their numbers."""
+
+    rows: Rows
+    shapes: Sequence[Shape]
+    shape: Numbers
+    first: Numbers
+    commits: Sequence[str]
+    dates: Sequence[int | None]
+    began: Sequence[float]
+    newest: Sequence[str]
+
+    @cached_property
+    def count(self) -> int:
+        """How many rows they have."""
+        counts = np.array([shape.count for shape in self.shapes], np.int64)
+        return int(counts[self.shape].sum()) if len(counts) else 0
+
+    @cached_property
+    def homes(self) -> list[Home]:
+        homes: list[Home] = []
+        for home in dict.fromkeys(self.shapes[number].home for number in dict.fromkeys(self.shape.tolist())):
+            home_of(home, homes)
+        return homes
 
 
 @dataclass(frozen=True)
@@ -92,10 +126,6 @@ class FigureTable:
     said: dict[str, Any]
     layout: bytes
     rows: Rows
-
-    @property
-    def home(self) -> Home:
-        return Home(str(self.said["machine"]["machine"]), self.said["python"], self.said["interpreter"])
 
 
 def table_of(members: Sequence[TrackedRun]) -> FigureTable:
@@ -135,6 +165,7 @@ def _layout(series: Sequence[Series], points: Iterable[tuple[str, Cell]]) -> byt
     return json.dumps([plain, [[ranks[name], cell] for name, cell in points]], separators=(",", ":")).encode()
 
 
+@lru_cache(maxsize=_MOST_LAYOUTS)
 def read_layout(text: bytes) -> tuple[tuple[Series, ...], tuple[tuple[int, Cell], ...]]:
     """Series, and the cell that each row is of with the place of its series among them."""
     series, cells = json.loads(text)
@@ -147,20 +178,13 @@ def read_layout(text: bytes) -> tuple[tuple[Series, ...], tuple[tuple[int, Cell]
     )
 
 
-def read_texts(said: dict[str, Any]) -> Texts:
-    unders = said["unders"]
-    if not isinstance(unders, tuple):
-        unders = tuple(tuple((name, value) for name, value in under) for under in unders)
-    return Texts(said["commit"], said["date"], tuple(said["versions"]), unders, tuple(said["reasons"]))
-
-
-def figure_at(row: Sequence[Any], texts: Texts) -> Figure:
+def _figure_at(row: Sequence[Any], commit: str, date: int | None, shape: Shape) -> Figure:
     value, low, high, runs, samples, version, under, reason, flags = row
     known = flags & _INTERVAL
     return Figure(
-        texts.commit, texts.date, texts.versions[version], runs, samples, value if flags & _VALUE else None,
+        commit, date, shape.versions[version], runs, samples, value if flags & _VALUE else None,
         low if known else None, high if known else None, bool(flags & _HASTY), _STATUSES[flags // _STATUS_FACTOR],
-        texts.reasons[reason], texts.unders[under],
+        shape.reasons[reason], shape.unders[under],
     )  # fmt: skip
 
 
@@ -179,9 +203,6 @@ def tells(flags: Flags) -> NDArray[np.bool_]:
     return has_number(flags) | failed
 
 
-Places = NDArray[np.int64]
-# So many lines have numbers of 16 bits.
-_SMALL = 1 << 16
 Layout = tuple[tuple[Series, ...], tuple[tuple[int, Cell], ...]]
 
 
@@ -205,28 +226,24 @@ class Line:
 class Comparable(NamedTuple):
     """Figures of a line that compare: their places in it, and their values."""
 
-    places: Places
+    places: Numbers
     values: Floats
 
 
 @dataclass(frozen=True)
 class TrendLines:
-    """All lines, sorted as trends are; all rows, and of each the table from whose texts it takes its words.
+    """All lines, sorted as trends are. They have `rows` of what `places` came to, and of each the place it is of."""
 
-    `alike` is one number for each version with conditions.
-    """
-
-    lines: tuple[Line, ...]
-    rows: Rows
-    tables: Places
-    texts: tuple[Texts, ...]
-    alike: Places
+    places: Places
+    lines: tuple[Line, ...] = ()
+    rows: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
+    owners: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def trend(self, line: Line) -> Trend:
         return replace(line.trend, figures=self._figures(np.arange(line.first, line.end)))
 
     def ending(self, line: Line) -> Ending:
-        numbered = line.first + np.flatnonzero(has_number(self.rows["flags"][line.first : line.end]))
+        numbered = line.first + np.flatnonzero(has_number(self._flags[line.first : line.end]))
         before = numbered[numbered < line.end - 1][-1:]
         *found, last = self._figures(np.append(before, line.end - 1))
         return Ending(line.trend, last, found[0] if found else None, len(numbered))
@@ -235,142 +252,159 @@ class TrendLines:
         """Its figures by version and conditions, as far as they are numbers of whole measurements."""
         places = np.flatnonzero(self._whole[line.first : line.end])
         values = self._values[line.first : line.end][places]
-        alike = self.alike[line.first : line.end][places]
+        alike = self._alike[line.first : line.end][places]
         if len(places) and (alike == alike[0]).all():
             return [Comparable(places, values)]
         return [Comparable(places[alike == one], values[alike == one]) for one in dict.fromkeys(alike.tolist())]
 
     @cached_property
+    def _flags(self) -> Flags:
+        return self.places.rows["flags"][self.rows]
+
+    @cached_property
     def _values(self) -> Floats:
-        return np.ascontiguousarray(self.rows["value"])
+        return self.places.rows["value"][self.rows]
 
     @cached_property
     def _whole(self) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = is_whole(self.rows["flags"]) & np.isfinite(self._values)
+        found: NDArray[np.bool_] = is_whole(self._flags) & np.isfinite(self._values)
         return found
 
-    def _figures(self, places: Places) -> tuple[Figure, ...]:
-        texts = (self.texts[table] for table in self.tables[places].tolist())
-        return tuple(map(figure_at, self.rows[places].tolist(), texts))
+    @cached_property
+    def _alike(self) -> Numbers:
+        """For each row a number that it shares with all rows of its version that were measured under its conditions."""
+        versions = self._numbered("version", [shape.versions for shape in self.places.shapes])
+        unders = self._numbered("under", [shape.unders for shape in self.places.shapes])
+        found: Numbers = versions * (1 + unders.max(initial=0)) + unders
+        return found
+
+    def _numbered(self, column: str, words: Sequence[Sequence[Hashable]]) -> Numbers:
+        """A number for each word that rows name by its place among those of their shape."""
+        numbers: dict[Hashable, int] = {}
+        known = np.array([numbers.setdefault(word, len(numbers)) for own in words for word in own], np.int64)
+        if len(numbers) == 1:
+            return np.zeros(len(self.rows), np.int64)
+        begins = np.cumsum([0, *map(len, words)])[self.places.shape]
+        found: Numbers = known[begins[self.owners] + self.places.rows[column][self.rows]]
+        return found
+
+    def _figures(self, which: Numbers) -> tuple[Figure, ...]:
+        places = self.places
+        owners = self.owners[which].tolist()
+        shapes = places.shape[self.owners[which]].tolist()
+        return tuple(
+            _figure_at(row, places.commits[owner], places.dates[owner], places.shapes[shape])
+            for row, owner, shape in zip(places.rows[self.rows[which]].tolist(), owners, shapes, strict=True)
+        )
 
 
-class _TablePart(NamedTuple):
-    """The rows of a table that are wanted, by their places, and the line that each of them belongs to."""
+class _Part(NamedTuple):
+    """The wanted rows of a layout in one home, by their positions in it, in the order of the lines that they are of."""
 
-    places: Places
-    lines: Places
+    layout: Layout
+    positions: Numbers
+    lines: Numbers
 
 
 @dataclass
-class _TablesReading:
-    """Tables that are being put together: lines by home, series and cell, as far as their names are wanted."""
+class _Reading:
+    """Places that are being put together: lines by home, series and cell, as far as their names are wanted."""
 
     wanted: Callable[[str], bool]
-    homes: list[Home] = field(default_factory=list)
+    homes: list[Home]
     keys: dict[tuple[Home, str, Cell], int] = field(default_factory=dict)
-    layouts: dict[bytes, Layout] = field(default_factory=dict)
-    parts: dict[tuple[Home, bytes], _TablePart] = field(default_factory=dict)
+    parts: dict[tuple[Home, bytes], _Part] = field(default_factory=dict)
 
-    def layout(self, table: FigureTable) -> Layout:
-        if table.layout not in self.layouts:
-            self.layouts[table.layout] = read_layout(table.layout)
-        return self.layouts[table.layout]
-
-    def part(self, table: FigureTable) -> _TablePart:
-        home = home_of(table.home, self.homes)
-        found = self.parts.get((home, table.layout))
+    def part(self, shape: Shape) -> _Part:
+        home = home_of(shape.home, self.homes)
+        found = self.parts.get((home, shape.layout))
         if found is None:
-            series, cells = self.layout(table)
+            series, cells = read_layout(shape.layout)
             names = enumerate(trend_name(series[rank].name, cell) for rank, cell in cells)
-            places = [place for place, name in names if self.wanted(name)]
-            keys = [(home, series[cells[place][0]].name, cells[place][1]) for place in places]
-            lines = [self.keys.setdefault(key, len(self.keys)) for key in keys]
-            found = self.parts[home, table.layout] = _TablePart(np.array(places, np.int64), np.array(lines, np.int64))
+            positions = [position for position, name in names if self.wanted(name)]
+            keys = [(home, series[cells[position][0]].name, cells[position][1]) for position in positions]
+            lines = np.array([self.keys.setdefault(key, len(self.keys)) for key in keys], np.int64)
+            order = np.argsort(lines)
+            found = _Part((series, cells), np.array(positions, np.int64)[order], lines[order])
+            self.parts[home, shape.layout] = found
         return found
 
 
-def names_in(tables: Iterable[FigureTable]) -> set[str]:
-    telling: dict[bytes, NDArray[np.bool_]] = {}
-    for table in tables:
-        rows = tells(table.rows["flags"])
-        telling[table.layout] = rows | telling[table.layout] if table.layout in telling else rows
-    found: set[str] = set()
-    for layout, rows in telling.items():
-        series, cells = read_layout(layout)
-        found |= {trend_name(series[rank].name, cell) for (rank, cell), tell in zip(cells, rows, strict=True) if tell}
-    return found
+class _Gathered(NamedTuple):
+    """Rows of wanted lines by their numbers, and the place of each; where the rows of each line begin and the last one
+    ends, and which lines tell something. `parts` are by shapes."""
+
+    reading: _Reading
+    parts: dict[int, _Part]
+    rows: Numbers
+    owners: Numbers
+    bounds: Numbers
+    telling: NDArray[np.bool_]
 
 
-def lines_of(tables: Sequence[FigureTable], wanted: Callable[[str], bool], homes: Sequence[Home] = ()) -> TrendLines:
-    """The wanted lines out of the tables of all commits, which come in the order of the commits' first runs.
-
-    `homes` are those that are known, in their order; a table's own joins them.
-    """
-    reading = _TablesReading(wanted, list(homes))
-    parts = [reading.part(table) for table in tables]
-    if not reading.keys:
-        nothing = np.zeros(0, np.int64)
-        return TrendLines((), np.zeros(0, ROW), nothing, (), nothing)
-    dates = [table.said["date"] if table.said["date"] is not None else table.said["began"] for table in tables]
-    by_date = sorted(range(len(tables)), key=dates.__getitem__)  # of one moment the earlier commit first
-    owners = np.concatenate([parts[place].lines for place in by_date])
-    small = owners.astype(np.uint16) if len(reading.keys) <= _SMALL else owners  # which are sorted ten times as fast
-    in_order = np.argsort(small, kind="stable")
-    rows = np.concatenate([_rows(tables[place], parts[place]) for place in by_date]).take(in_order).view(ROW)
-    owned = np.repeat(by_date, [len(parts[place].lines) for place in by_date])[in_order]
-    bounds = np.concatenate(([0], np.cumsum(np.bincount(owners))))
-    texts = tuple(read_texts(table.said) for table in tables)
-    lines = tuple(_lines(reading, tables, parts, bounds, np.logical_or.reduceat(tells(rows["flags"]), bounds[:-1])))
-    return TrendLines(lines, rows, owned, texts, _alike(rows, owned, texts))
-
-
-def _rows(table: FigureTable, part: _TablePart) -> Rows:
-    """The wanted rows as so many bytes each: numpy would copy field by field."""
-    whole = table.rows.view(f"V{ROW.itemsize}")
-    found: Rows = whole if len(part.places) == len(whole) else whole[part.places]
-    return found
+def _gathered(places: Places, wanted: Callable[[str], bool]) -> _Gathered | None:
+    reading = _Reading(wanted, places.homes)
+    by_shape = {number: reading.part(places.shapes[number]) for number in dict.fromkeys(places.shape.tolist())}
+    parts = list({id(part): part for part in by_shape.values() if len(part.lines)}.values())
+    if not parts:
+        return None
+    count = len(places.commits)
+    dates = [began if date is None else date for date, began in zip(places.dates, places.began, strict=True)]
+    by_date = np.array(sorted(range(count), key=dates.__getitem__))  # of one moment the earlier commit first
+    rows, keys = [], []
+    lengths = np.zeros(len(reading.keys), np.int64)
+    for part in parts:
+        own = np.array([number for number, known in by_shape.items() if known is part])
+        ranks = np.flatnonzero(np.isin(places.shape[by_date], own))
+        rows.append((part.positions[:, None] + places.first[by_date[ranks]]).ravel())
+        keys.append((part.lines[:, None] * count + ranks).ravel())  # which are in order
+        lengths[part.lines] += len(ranks)
+    row, key = np.concatenate(rows), np.concatenate(keys)
+    if len(parts) > 1:
+        order = np.argsort(key, kind="stable")
+        row, key = row[order], key[order]
+    bounds = np.concatenate(([0], np.cumsum(lengths)))
+    telling = np.logical_or.reduceat(tells(places.rows["flags"][row]), bounds[:-1])
+    return _Gathered(reading, by_shape, row, by_date[key % count], bounds, telling)
 
 
-def _lines(
-    reading: _TablesReading,
-    tables: Sequence[FigureTable],
-    parts: Sequence[_TablePart],
-    bounds: Places,
-    telling: NDArray[np.bool_],
-) -> list[Line]:
-    """The lines that tell something, sorted as trends are, each as its newest run has it."""
-    newest = np.zeros((len(reading.keys), 2), np.int64)
-    last: dict[int, int] = {}  # of tables with the same lines
-    for place in sorted(range(len(tables)), key=lambda place: (tables[place].said["newest"], -place), reverse=True):
-        last.setdefault(id(parts[place]), place)
-    for place in reversed(last.values()):
-        newest[parts[place].lines] = np.stack([np.full_like(parts[place].places, place), parts[place].places], axis=1)
-    found: list[Line] = []
-    for (home, _, _), (place, row), first, end, tell in zip(
-        reading.keys, newest.tolist(), bounds.tolist(), bounds[1:].tolist(), telling.tolist(), strict=False
+def names_in(places: Places, wanted: Callable[[str], bool]) -> set[str]:
+    """What the wanted lines are called."""
+    found = _gathered(places, wanted)
+    if found is None:
+        return set()
+    keys = zip(found.reading.keys, found.telling.tolist(), strict=True)
+    return {trend_name(series, cell) for (_, series, cell), tell in keys if tell}
+
+
+def lines_of(places: Places, wanted: Callable[[str], bool]) -> TrendLines:
+    """The wanted lines of what commits have come to in some places."""
+    found = _gathered(places, wanted)
+    if found is None:
+        return TrendLines(places)
+    lines = sorted(_lines(places, found), key=lambda line: line.order)
+    return TrendLines(places, tuple(lines), found.rows, found.owners)
+
+
+def _lines(places: Places, gathered: _Gathered) -> Iterator[Line]:
+    """The lines that tell something, each as its newest run has it."""
+    reading, by_shape = gathered.reading, gathered.parts
+    bounds, telling = gathered.bounds.tolist(), gathered.telling.tolist()
+    newest: dict[int, int] = {}  # the place, by the part
+    shapes = places.shape.tolist()
+    for place, (shape, began) in enumerate(zip(shapes, places.newest, strict=True)):
+        part = id(by_shape[shape])
+        if part not in newest or began > places.newest[newest[part]]:
+            newest[part] = place
+    latest = np.zeros((len(reading.keys), 2), np.int64)
+    for place in sorted(newest.values(), key=lambda place: (places.newest[place], -place)):
+        own = by_shape[shapes[place]]
+        latest[own.lines] = np.stack([np.full_like(own.positions, place), own.positions], axis=1)
+    for (home, _, _), (place, position), first, end, tell in zip(
+        reading.keys, latest.tolist(), bounds, bounds[1:], telling, strict=False
     ):
         if tell:
-            series, cells = reading.layout(tables[place])
-            rank, cell = cells[row]
-            trend = Trend(series[rank], cell, tables[place].said["machine"], home.python, ())
-            found.append(Line(trend, rank, first, end))
-    return sorted(found, key=lambda line: line.order)
-
-
-def _alike(rows: Rows, tables: Places, texts: Sequence[Texts]) -> Places:
-    """For each row a number that it shares with all rows of its version that were measured under its conditions."""
-    versions = _numbered([text.versions for text in texts], rows["version"], tables)
-    unders = _numbered([text.unders for text in texts], rows["under"], tables)
-    found: Places = versions * (1 + unders.max(initial=0)) + unders
-    return found
-
-
-def _numbered(words: Sequence[Sequence[Hashable]], places: Places, tables: Places) -> Places:
-    """A number for each word that rows name by its place among those of their table."""
-    numbers: dict[Hashable, int] = {}
-    known = np.array([numbers.setdefault(word, len(numbers)) for of_table in words for word in of_table], np.int64)
-    if len(numbers) == 1:
-        return np.zeros(len(places), np.int64)
-    begins = np.cumsum([0, *(len(of_table) for of_table in words)])
-    found: Places = known[begins[tables] + places]
-    return found
+            series, cells = by_shape[shapes[place]].layout
+            rank, cell = cells[position]
+            trend = Trend(series[rank], cell, places.shapes[shapes[place]].machine, home.python, ())
+            yield Line(trend, rank, first, end)

@@ -17,7 +17,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
+from types import MappingProxyType
 
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.files import is_locked
@@ -30,7 +32,8 @@ REFUSED = "their ids are those of other files, so that none counts; `fp8bench hi
 # A header as it is written; it begins with the id.
 _BEGINS = re.compile(rb'(?:\xef\xbb\xbf)?{"schema": ?\d+, ?"header": ?{"id": ?("[^"\\]+")')
 _PEEKED = 256
-_COLLECTED = "machine=*/month=*/*.jsonl"
+_MONTHS = "machine=*/month=*"
+_COLLECTED = f"{_MONTHS}/*.jsonl"
 _MONTH = re.compile(r"\d{4}-\d{2}")
 # A run of many thousand cases has some 100 MB; a file may say that it has more than any memory, and take no disk.
 LARGEST_RUN = 2 << 30
@@ -96,12 +99,12 @@ def refusal(group: Sequence[Path]) -> str:
     return f"{files} have the id {id_of(group[0])} and say different things, so that none of them counts"
 
 
-def each_once(paths: Iterable[Path]) -> Listing:
-    """Sort out which files are the same runs; what cannot be read is left to whoever reads it."""
+def each_once(paths: Iterable[Path], ids: Mapping[Path, str] = MappingProxyType({})) -> Listing:
+    """Sort out which files are the same runs, by ids that are known; what cannot be read is left to who reads it."""
     files = list(dict.fromkeys(paths))
     by_id: dict[str, list[Path]] = {}
     for path in files:
-        by_id.setdefault(id_of(path), []).append(path)
+        by_id.setdefault(ids.get(path) or id_of(path), []).append(path)
     copies: dict[Path, Path] = {}
     refused: dict[Path, tuple[Path, ...]] = {}
     for group in by_id.values():
@@ -200,6 +203,25 @@ def _may_be_run(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST_RUN
+
+
+def stamps_of(store: Path) -> dict[str, tuple[int, int]]:
+    """The same by their names in the store, each with size and date; a folder that cannot be read has none."""
+    runs = store / "runs"
+    folders = [path.relative_to(store).as_posix() for pattern in ("*", _MONTHS) for path in runs.glob(pattern)]
+    found = []
+    for folder in folders:
+        with contextlib.suppress(OSError), os.scandir(store / folder) as entries:
+            for entry in entries:
+                if (name := entry.name).endswith(".jsonl"):
+                    try:
+                        status = entry.stat()
+                    except OSError:
+                        continue
+                    if stat.S_ISREG(status.st_mode):
+                        found.append((name, f"{folder}/{name}", (status.st_size, status.st_mtime_ns)))
+    found.sort(key=itemgetter(0), reverse=True)
+    return {name: stamp for _, name, stamp in found}
 
 
 def listing(store: Path) -> Listing:

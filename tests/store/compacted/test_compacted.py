@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from fp8bench.store.compacted.manifest import load_manifest, points_of
 from fp8bench.store.index import figure_files
 from fp8bench.store.index import history as index
 from fp8bench.store.index.history import History, open_history
+from fp8bench.store.index.points_file import points_file
 from fp8bench.store.runs.listing import index_of
+from fp8bench.store.verify import verify
 from fp8bench.user_code import import_user_modules
 from suites.compacted_history import WORKS, make, measure, write_compacted
 from suites.long_history import write_module, write_store
@@ -48,7 +51,7 @@ def compacted(store: Path) -> Compaction:
 
 
 def opened(store: Path) -> History:
-    return open_history(store, lambda runs: None)
+    return open_history(store, lambda done, runs: None)
 
 
 def told(found: History) -> Any:
@@ -191,7 +194,6 @@ def test_portions_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     whole = words(opened(tmp_path).endings(every))
     compacted(tmp_path)
     monkeypatch.setattr(index, "_MOST_ROWS", 20)
-    monkeypatch.setattr("fp8bench.store.compacted.reading._AT_ONCE", 20)
     monkeypatch.setattr(parquet, "CHUNK_ROWS", 20)
     assert words(opened(tmp_path).endings(every)) == whole
     compacted(tmp_path)
@@ -272,45 +274,38 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["points.parquet", "index.json"])
+@pytest.mark.parametrize("file", ["points.parquet", "index.json", "points.figures"])
 def test_a_file_that_is_not_what_was_written(tmp_path: Path, file: str) -> None:
-    """It is not believed, which is said; the runs are read instead, and the next compaction makes it again."""
+    """The same is told, it is named, and the next compaction makes it again."""
     history(tmp_path, 1.0, 1.1)
     slow = words(told(opened(tmp_path)))
     compacted(tmp_path)
     (path,) = points_of(tmp_path).rglob(file)
     for name, damage in DAMAGES.items():
-        if file == "index.json" and name == "of somebody else":
+        if file != "points.parquet" and name == "of somebody else":
             continue
         damage(path)
-        found = opened(tmp_path)
-        assert words(told(found)) == slow
-        assert [file in one and "compact" in one for one in found.troubles] == [True] * (
-            not (name == "gone" and file == "index.json")
-        )
-        assert any(fault.broken for fault in check_compacted(tmp_path)[0]) or (name, file) == ("gone", "index.json")
+        named = [fault.path for fault in verify(tmp_path, tmp_path, datetime.now(UTC)).faults if fault.broken]
+        assert named == [str(path)] * (file == "points.parquet" or name != "gone")
         done = compacted(tmp_path)
-        assert done.read == 2 and bool(done.mended) is (file != "index.json")
-        assert not opened(tmp_path).troubles
+        assert done.read == 2 * (file != "points.figures" or name != "longer")
+        assert bool(done.mended) is (file == "points.parquet")
+        assert words(told(opened(tmp_path))) == slow and not opened(tmp_path).troubles
 
 
 @pytest.mark.slow
 def test_a_flipped_bit_is_never_a_wrong_number(tmp_path: Path) -> None:
-    """Wherever it is: the same is told, or an error; and a compaction finds it."""
+    """Wherever it is, of figures and of rows for others: the same is told, and a compaction finds it."""
     history(tmp_path, 1.0, 1.1, 1.3)
     slow = words(told(opened(tmp_path)))
     compacted(tmp_path)
-    (path,) = points_of(tmp_path).rglob("points.parquet")
-    whole = path.read_bytes()
-    errors = 0
+    figures = points_file(tmp_path)
+    whole = figures.read_bytes()
     for number in range(30):
-        flipped(path, number / 29)
-        try:
-            assert words(told(opened(tmp_path))) == slow
-        except StoreError:
-            errors += 1
-        path.write_bytes(whole)
-    assert errors
+        flipped(figures, number / 29)
+        assert words(told(opened(tmp_path))) == slow
+        figures.write_bytes(whole)
+    (path,) = points_of(tmp_path).rglob("points.parquet")
     flipped(path, 0.3)
     (fault,) = check_compacted(tmp_path)[0]
     assert fault.path == str(path) and fault.broken
@@ -329,7 +324,7 @@ def test_another_version_of_it(tmp_path: Path, name: str, step: int, monkeypatch
         compacted(tmp_path)
     before = index_of(tmp_path).read_bytes()
     found = opened(tmp_path)
-    assert words(told(found)) == slow and len(found.troubles) == 1
+    assert words(told(found)) == slow and not found.troubles
     if step > 0:
         with pytest.raises(StoreError, match="Upgrade"):
             compacted(tmp_path)
@@ -363,22 +358,23 @@ def test_two_at_once_and_a_store_that_cannot_be_written(tmp_path: Path, monkeypa
     """Each is a sentence."""
     history(tmp_path, 1.0)
     monkeypatch.setattr(compacting, "_LOCK_SECONDS", 0.1)
-    with locked(points_of(tmp_path)), pytest.raises(StoreError, match="another process"):
+    with locked(tmp_path / "archive"), pytest.raises(StoreError, match="another process"):
         compacted(tmp_path)
-    shutil.rmtree(points_of(tmp_path))
-    points_of(tmp_path).write_text("a file")
+    shutil.rmtree(tmp_path / "archive")
+    (tmp_path / "archive").write_text("a file")
     with pytest.raises(StoreError, match="is a file"):
         compacted(tmp_path)
 
 
 def test_without_duckdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs are read, and a compaction says what to install."""
+    """What was compacted is told, without the runs, too, and a compaction says what to install."""
     history(tmp_path, 1.0)
+    slow = words(told(opened(tmp_path)))
     compacted(tmp_path)
-    no_figures(tmp_path)
+    shutil.rmtree(tmp_path / "runs")
     monkeypatch.setitem(__import__("sys").modules, "duckdb", None)
     found = opened(tmp_path)
-    assert found.read == 1 and "pip install" in found.troubles[0]
+    assert words(told(found)) == slow and len(found.troubles) == 1 and "restore" in found.troubles[0]
     with pytest.raises(UsageError, match="pip install 'fp8bench"):
         compacted(tmp_path)
 
@@ -391,9 +387,9 @@ def test_what_killed_ones_left_is_swept(tmp_path: Path) -> None:
     os.utime(tmp_path / "runs")
     compacted(tmp_path)
     assert sorted(path.name for path in points_of(tmp_path).rglob("*") if path.is_file()) == [
-        ".lock", "index.json", "points.parquet",
+        ".lock", "index.json", "points.figures", "points.parquet",
     ]  # fmt: skip
-    assert load_manifest(tmp_path).order
+    assert load_manifest(tmp_path).files
 
 
 @pytest.fixture
@@ -411,7 +407,7 @@ def test_it_is_as_what_compacting_runs_makes(folder: Path) -> None:
     made = write_compacted(folder / "made", 40, 2)
     assert (made.rows, made.runs, made.written) == (whole.rows, whole.runs, whole.written) and made.rows == 40 * 44
     assert not (folder / "whole" / "figures").exists()
-    told = [open_history(folder / one, lambda runs: None) for one in ("whole", "made")]
+    told = [open_history(folder / one, lambda done, runs: None) for one in ("whole", "made")]
     assert [one.read for one in told] == [0, 0]
     whole_trends, made_trends = (opened.trends(bool) for opened in told)
     assert [trend.series for trend in whole_trends] == [trend.series for trend in made_trends]

@@ -117,7 +117,7 @@ def test_every_command_says_the_same(tmp_path: Path, fp8bench: Say) -> None:
         kept = names_of(here)
         there = {path.relative_to(STORE).as_posix() for path in STORE.rglob("*") if path.is_file()}
         assert there - set(kept) == {
-            "points/index.json", "points/.lock",
+            "points/index.json", "points/.lock", "points/points.figures", "archive/.lock",
             *(path.relative_to(STORE).as_posix() for path in load_manifest(STORE).written(STORE)),
         }  # fmt: skip
         assert {name.partition("/")[0] for name in kept} == {
@@ -247,7 +247,7 @@ def test_one_of_an_earlier_fp8bench_is_not_written_over(store: Path, monkeypatch
     before = (points_of(store) / "index.json").read_bytes()
     shutil.rmtree(store / "runs")
     for does in (compacted, opened, restore):
-        with pytest.raises(StoreError, match=r"is of version 2, and .* reads 4.*the fp8bench that compacted"):
+        with pytest.raises(StoreError, match=r"is of version 2, and .* reads 5.*the fp8bench that compacted"):
             does(store)
     (fault,), _ = check_compacted(store)
     assert fault.broken and "restores its runs" in fault.remedy

@@ -164,7 +164,7 @@ def test_changes_of_a_history_are_those_of_its_trends(tmp_path: Path) -> None:
     keep(tmp_path, run_at(41, facts={"torch": "2.99"}))
     keep(tmp_path, run_at(42, request=Request("gemm", quick=True)))
     keep(tmp_path, run_at(43, records=tuple(records(status=Status.FAILED))))
-    found = open_history(tmp_path, lambda _: None)
+    found = open_history(tmp_path, lambda done, runs: None)
     right = find_changes(read_trends(tmp_path, lambda _: True).trends)
     assert right.changes and right.left
     for _ in range(2):

@@ -20,8 +20,10 @@ from fp8bench.model import Request, Status
 from fp8bench.registry import workloads
 from fp8bench.store.commit_runs import by_place, read_runs
 from fp8bench.store.index import figure_files
-from fp8bench.store.index.figure_files import VERSION, Fingerprints, figures_file
+from fp8bench.store.index import points_file as points_files
+from fp8bench.store.index.figure_files import Fingerprints
 from fp8bench.store.index.history import History, keep_figures, open_history, read_and_keep
+from fp8bench.store.index.points_file import VERSION, Index, points_file
 from fp8bench.store.index.tables import table_of
 from fp8bench.store.merge_stores import rebuild
 from fp8bench.store.runs.listing import run_files
@@ -39,8 +41,8 @@ def every(_: str) -> bool:
 class Reads(list[int]):
     """How many runs had to be read, each time that any had."""
 
-    def __call__(self, runs: int) -> None:
-        self.append(runs)
+    def __call__(self, done: int, runs: int) -> None:
+        self.extend([runs] * (not done))
 
 
 def opened(store: Path) -> History:
@@ -48,13 +50,13 @@ def opened(store: Path) -> History:
 
 
 def same(store: Path) -> Trends:
-    """What both ways say, which must be the same: with a file of figures for each commit, with some, and with none."""
+    """What both ways say, which must be the same: with an index of all commits, of some, and with none."""
     slow = read_trends(store, every)
     for _ in range(2):
         assert trends_of(opened(store), every) == slow
-    files = sorted((store / "figures").glob("*"))
-    for path in files[::2]:
-        path.unlink()
+    points_file(store).unlink(missing_ok=True)
+    if slow.runs:
+        keep_figures(store, next(run_files(store)))
     again = opened(store)
     assert trends_of(again, every) == slow and not again.troubles
     assert opened(store).read == 0
@@ -198,7 +200,6 @@ def test_a_run_that_is_gone_is_forgotten(tmp_path: Path) -> None:
     paths[2].unlink()
     found = opened(tmp_path)
     assert found.runs == 2 and trends_of(found, every) == read_trends(tmp_path, every)
-    assert not figures_file(tmp_path, commit(1)[:8]).exists()
 
 
 def test_a_suite_that_changes_its_grid_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,43 +256,69 @@ def damaged(content: bytes) -> Iterator[bytes]:
     yield b""
     yield content[: len(content) // 2]
     yield content[:-1]
-    yield content + b"x"
-    yield content.replace(b'"runs":1', b'"runs":2', 1)
+    yield content.replace(b"[1,1]", b"[2,1]", 1)
     yield content[:40] + bytes([content[40] ^ 1]) + content[41:]
     yield b"SQLite format 3\0" + content
     yield b"fp8bench figures one two\n" + content
-    yield b"fp8bench figures %d zzzzzzzz\n" % VERSION
+    yield content[:39] + b"zzzzzzzz" + content[47:]
     yield b"fp8bench figures ff 00000000\n"
-    yield b"fp8bench figures %d 00000000\n" % VERSION
+    yield content[:39] + b"00000000" + content[47:]
     yield os.urandom(len(content))
 
 
-@pytest.mark.parametrize("way", range(12))
+@pytest.mark.parametrize("way", range(11))
 def test_a_torn_file_is_made_anew_and_that_is_said_once(tmp_path: Path, way: int) -> None:
-    """From its runs; those of the others are not read."""
+    """From the runs."""
     history(tmp_path, 1.0, 1.1)
     slow = trends_of(opened(tmp_path), every)
-    path = figures_file(tmp_path, commit(1)[:8])
+    path = points_file(tmp_path)
     whole = path.read_bytes()
     path.write_bytes(next(itertools.islice(damaged(whole), way, None)))
     first, second = opened(tmp_path), opened(tmp_path)
     assert trends_of(first, every) == trends_of(second, every) == slow
-    assert first.read == 1 and len(first.troubles) == 1 and path.name in first.troubles[0]
+    assert first.read == 2 and len(first.troubles) == 1 and path.name in first.troubles[0]
     assert second.read == 0 and not second.troubles and path.read_bytes() == whole
+
+
+def test_what_was_cut_off_costs_what_came_last(tmp_path: Path) -> None:
+    """A writer that was killed in the middle of a frame leaves those before it."""
+    paths = history(tmp_path, 1.0, 1.1)
+    for path in paths:
+        keep_figures(tmp_path, path)
+    slow = trends_of(opened(tmp_path), every)
+    path = points_file(tmp_path)
+    path.write_bytes(path.read_bytes() + b"x")
+    assert opened(tmp_path).read == 0 and trends_of(opened(tmp_path), every) == slow
+    path.write_bytes(path.read_bytes()[:-9])
+    assert opened(tmp_path).read == 1 and opened(tmp_path).read == 0 and trends_of(opened(tmp_path), every) == slow
+
+
+def test_a_file_of_many_frames_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one of which half does not count any more; what is in it stays the same."""
+    monkeypatch.setattr(points_files, "_MOST_FRAMES", 3)
+    paths = history(tmp_path, *(1.0 + 0.1 * number for number in range(7)))
+    sizes = []
+    for path in (*paths, *paths):
+        keep(tmp_path, run_at(int(path.stem.split("-")[1], 16), 50 + len(sizes)))
+        keep_figures(tmp_path, path)
+        sizes.append(points_file(tmp_path).stat().st_size)
+        assert Index.opened(tmp_path)._frames <= 4
+    assert sizes[-1] < 2 * sizes[6] and opened(tmp_path).read == 0
+    assert trends_of(opened(tmp_path), every) == read_trends(tmp_path, every)
 
 
 def test_a_newer_file_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever wrote it will want it; an older one is made anew without a word."""
     history(tmp_path, 1.0)
-    path = figures_file(tmp_path, commit(0)[:8])
-    monkeypatch.setattr(figure_files, "VERSION", figure_files.VERSION + 1)
+    path = points_file(tmp_path)
+    monkeypatch.setattr(points_files, "VERSION", VERSION + 1)
     slow = trends_of(opened(tmp_path), every)
     newer = path.read_bytes()
     monkeypatch.undo()
     found = opened(tmp_path)
     assert trends_of(found, every) == slow and path.read_bytes() == newer
     assert len(found.troubles) == 1 and "newer" in found.troubles[0]
-    monkeypatch.setattr(figure_files, "VERSION", figure_files.VERSION + 2)
+    monkeypatch.setattr(points_files, "VERSION", VERSION + 2)
     again = opened(tmp_path)
     assert trends_of(again, every) == slow and not again.troubles and path.read_bytes() != newer
 
@@ -299,13 +326,13 @@ def test_a_newer_file_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_store_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read all the same; that it will be read again is said where that takes long."""
     history(tmp_path, 1.0, 1.1)
-    (tmp_path / "figures").write_text("a file where the folder should be")
+    (tmp_path / "points").write_text("a file where the folder should be")
     found = opened(tmp_path)
     assert trends_of(found, every) == read_trends(tmp_path, every) and not found.troubles
     monkeypatch.setattr("fp8bench.store.index.history._WORTH_KEEPING", 1)
     (trouble,) = opened(tmp_path).troubles
-    assert "2 runs" in trouble and "figures" in trouble
-    assert (tmp_path / "figures").is_file()
+    assert "2 runs" in trouble and "points" in trouble
+    assert (tmp_path / "points").is_file()
 
 
 def test_many_at_once(tmp_path: Path) -> None:
@@ -315,7 +342,7 @@ def test_many_at_once(tmp_path: Path) -> None:
         found = list(pool.map(lambda _: trends_of(opened(tmp_path), every), range(8)))
     assert all(one == found[0] for one in found) and found[0] == read_trends(tmp_path, every)
     assert opened(tmp_path).read == 0
-    assert [path for path in (tmp_path / "figures").iterdir() if path.suffix != ".figures"] == []
+    assert sorted(path.name for path in (tmp_path / "points").iterdir()) == [".lock", "points.figures"]
 
 
 def test_a_run_that_cannot_be_read_is_not_remembered(tmp_path: Path) -> None:
@@ -343,7 +370,7 @@ def test_keeping_after_a_run(tmp_path: Path) -> None:
     keep_figures(tmp_path, last)
     keep_figures(tmp_path / "nowhere", last)
     keep_figures(tmp_path, Path())
-    assert [path.stem for path in (tmp_path / "figures").iterdir()] == [commit(1)[:8]]
+    assert list(Index.opened(tmp_path).units) == [commit(1)[:8]]
     assert opened(tmp_path).read == 1
 
 
@@ -351,12 +378,12 @@ def test_rebuilding_makes_them_anew(tmp_path: Path) -> None:
     """Whatever was in them: that mends what nobody else notices."""
     history(tmp_path, 1.0, 1.1)
     slow = trends_of(opened(tmp_path), every)
-    shutil.copy(figures_file(tmp_path, commit(0)[:8]), tmp_path / "kept")
-    content = (tmp_path / "kept").read_bytes()
-    heard, *_ = read_and_keep(tmp_path, commit(0)[:8], [], Fingerprints())
-    assert not heard.runs
+    index = Index.opened(tmp_path)
+    known = index.figures(commit(0)[:8])
+    index.keep([(commit(0)[:8], known._replace(runs=7))])
+    assert opened(tmp_path).runs == 8 and not read_and_keep(index, commit(0)[:8], [], Fingerprints()).runs
     rebuild(tmp_path)
-    assert figures_file(tmp_path, commit(0)[:8]).read_bytes() == content
+    assert Index.opened(tmp_path).figures(commit(0)[:8]).runs == 1
     again = opened(tmp_path)
     assert again.read == 0 and trends_of(again, every) == slow
 
@@ -371,13 +398,13 @@ def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
     for read in (1, 0):
         found = opened(store)
         assert found.read == read and trends_of(found, every) == read_trends(store, every)
-    assert [one.name for one in tmp_path.iterdir()] == ["deep"] and len(list((store / "figures").iterdir())) == 1
+    assert [one.name for one in tmp_path.iterdir()] == ["deep"] and len(list((store / "points").iterdir())) == 2
 
 
 def test_what_killed_writers_left_is_swept(tmp_path: Path) -> None:
     """When it is old; a young one may be somebody's who is writing."""
     history(tmp_path, 1.0)
-    folder = tmp_path / "figures"
+    folder = tmp_path / "points"
     folder.mkdir()
     old, young, foreign = (folder / name for name in (".a.figures-1.partial", ".b.figures-2.partial", "notes.txt"))
     for path in (old, young, foreign):
@@ -391,7 +418,7 @@ def test_what_killed_writers_left_is_swept(tmp_path: Path) -> None:
 def test_a_change_of_what_is_told_raises_the_version(tmp_path: Path) -> None:
     """If this fails, the same run comes to other figures, or they are written down otherwise.
 
-    Then VERSION in fp8bench/store/index/figure_files.py must go up, or what was kept before would be shown as if it
+    Then VERSION in fp8bench/store/index/points_file.py must go up, or what was kept before would be shown as if it
     were new. Raise it, and put the new pair here.
     """
     write_store(tmp_path, 1, 1)
@@ -401,4 +428,4 @@ def test_a_change_of_what_is_told_raises_the_version(tmp_path: Path) -> None:
         import_user_modules((str(write_module(tmp_path, 2)),))
         (table,) = map(table_of, by_place(read_runs([path]).runs))
     parts = [json.dumps(table.said, sort_keys=True).encode(), table.layout, table.rows.tobytes()]
-    assert (VERSION, hashlib.blake2b(b"".join(parts)).hexdigest()[:16]) == (9, "343971f768e72bd2")
+    assert (VERSION, hashlib.blake2b(b"".join(parts)).hexdigest()[:16]) == (10, "343971f768e72bd2")

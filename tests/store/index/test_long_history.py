@@ -37,7 +37,7 @@ def test_it_is_the_same_for_the_same_seed(store: Path, tmp_path: Path) -> None:
 def test_it_has_eleven_series_a_pair(store: Path) -> None:
     """With as many points as commits, of ten samples each but for the memory; and both ways of opening agree."""
     found = read_trends(store, lambda _: True)
-    assert trends_of(open_history(store, lambda _: None), lambda _: True) == found
+    assert trends_of(open_history(store, lambda done, runs: None), lambda _: True) == found
     assert len(found.trends) == 22 and not found.left
     samples = {(trend.series.metric, figure.samples) for trend in found.trends for figure in trend.measured}
     once = {"peak_memory", "mean_time", "relative_mean_time"}

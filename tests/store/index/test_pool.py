@@ -31,10 +31,10 @@ def where(number: int) -> tuple[int, int]:
 def test_few_jobs_stay_here_and_many_do_not() -> None:
     """In the order of the jobs."""
     assert {pid for _, pid in spread(where, range(5))} == {os.getpid()}
-    found = spread(where, range(100))
+    found = list(spread(where, range(100)))
     assert [number for number, _ in found] == list(range(100))
     assert os.getpid() not in {pid for _, pid in found}
-    assert spread(where, []) == []
+    assert not list(spread(where, []))
 
 
 def test_one_processor_or_torch_stays_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def dies(number: int) -> int:
 
 def test_a_process_that_dies_costs_nothing() -> None:
     """The work is done here."""
-    assert spread(dies, range(100)) == list(range(100))
+    assert list(spread(dies, range(100))) == list(range(100))
 
 
 def refuses(number: int) -> int:
@@ -68,15 +68,15 @@ def refuses(number: int) -> int:
 def test_an_error_is_the_callers() -> None:
     """As it would be here."""
     with pytest.raises(ValueError, match="no 0"):
-        spread(refuses, range(100))
+        list(spread(refuses, range(100)))
 
 
 def test_a_long_history_is_read_the_same_way(tmp_path: Path) -> None:
     """By several processes, which keep what they find."""
     history(tmp_path, *(1.0 + 0.01 * number for number in range(30)))
-    found = open_history(tmp_path, lambda _: None)
+    found = open_history(tmp_path, lambda done, runs: None)
     assert found.read == 30 and trends_of(found, lambda _: True) == read_trends(tmp_path, lambda _: True)
-    assert open_history(tmp_path, lambda _: None).read == 0
+    assert open_history(tmp_path, lambda done, runs: None).read == 0
 
 
 def test_commands_at_once(tmp_path: Path) -> None:
@@ -92,5 +92,5 @@ def test_commands_at_once(tmp_path: Path) -> None:
     alone = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
     assert [process.returncode for process in together] == [alone.returncode] * 3
     assert "track_time" in alone.stdout and found == [(alone.stdout, "")] * 3 and not alone.stderr
-    assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".figures", ".json"}
-    assert {path.name for path in tmp_path.iterdir()} == {"runs", "figures"}
+    assert {path.name for path in (tmp_path / "points").iterdir()} == {".lock", "points.figures"}
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "points", "figures"}

@@ -72,7 +72,7 @@ def links(path: Path) -> Path:
 
 def numbers(store: Path) -> tuple[object, int, dict[str, int]]:
     """All that a history has, from the files of figures, which must be what the runs say."""
-    found = open_history(store, lambda _: None)
+    found = open_history(store, lambda done, runs: None)
     trends = found.trends(lambda _: True)
     assert trends == read_trends(store, lambda _: True).trends
     return trends, found.runs, dict(found.left)
@@ -198,7 +198,7 @@ def test_copies_of_what_nobody_can_read_stop_nothing(store: Path) -> None:
     torn = [placed(path, head[:300].replace(b"000000c8", b"0000bad1"), name=f"torn{n}.jsonl") for n in range(2)]
     there = listing(store)
     assert there.copies == {newer[1]: newer[0], torn[1]: torn[0]} and not there.refused
-    assert open_history(store, lambda _: None).runs == 2
+    assert open_history(store, lambda done, runs: None).runs == 2
 
 
 def test_a_file_that_goes_meanwhile_stops_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

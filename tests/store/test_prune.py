@@ -1,0 +1,99 @@
+"""`fp8bench store prune` names what nobody needs and removes nothing else; an error says what is kept."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from fp8bench.errors import StoreError
+from fp8bench.features.train.kind import reopen_training, start_training
+from fp8bench.files import LineWriter
+from fp8bench.store.verify import verify
+from tests.commands import Say, unfolded
+from tests.histories import history, tree
+from tests.trainings import training
+
+NOW = datetime(2027, 1, 1, tzinfo=UTC)
+
+
+def cut_off(store: Path) -> Path:
+    """A training with a checkpoint, which another process went on with no more."""
+    writer = start_training(training(), store)
+    folder = writer.checkpoint(0, 50)
+    folder.mkdir(parents=True)
+    (folder / "state").write_bytes(bytes(1 << 20))
+    writer.keep(0, 50, folder, ())
+    writer.close()
+    return writer.path
+
+
+def test_what_nobody_needs(tmp_path: Path, fp8bench: Say) -> None:
+    """It goes with --yes alone; the training stays, and would begin at its first step."""
+    history(tmp_path, 1.0)
+    path = cut_off(tmp_path)
+    (tmp_path / "points" / ".spool-1").mkdir(parents=True)
+    (tmp_path / "points" / ".spool-1" / "rows").write_bytes(bytes(100))
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "00000000.figures").write_bytes(b"of an earlier fp8bench")
+    before = tree(tmp_path)
+    code, out, _ = fp8bench("store", "prune", "--store", str(tmp_path))
+    assert code == 0 and "1.00 MiB may go" in out and "remove it with --yes" in out and tree(tmp_path) == before
+    assert all(words in unfolded(out) for words in ("cut off", "earlier versions", "was killed"))
+    assert fp8bench("store", "prune", "--store", str(tmp_path), "--yes")[0] == 0
+    left = {name for name in tree(tmp_path) if not name.startswith("runs")}
+    assert left == {str(path.relative_to(tmp_path))}
+    assert "nothing that nobody needs" in fp8bench("store", "prune", "--store", str(tmp_path))[1]
+    writer = reopen_training(path)
+    assert [(place.number, place.step) for place in writer.places] == [(0, 0)]
+    writer.close()
+
+
+def test_what_is_in_use_stays(tmp_path: Path, fp8bench: Say) -> None:
+    """A training that goes on has its file locked."""
+    path = cut_off(tmp_path)
+    writer = reopen_training(path)
+    before = tree(tmp_path)
+    assert "nothing that nobody needs" in fp8bench("store", "prune", "--store", str(tmp_path), "--yes")[1]
+    assert tree(tmp_path) == before
+    writer.close()
+
+
+def test_what_a_killed_compaction_left_is_named(tmp_path: Path) -> None:
+    """Also where it was the first one, and by what removes it."""
+    history(tmp_path, 1.0)
+    left = [tmp_path / "points" / ".spool-1", tmp_path / "archive" / ".x.partial"]
+    left[0].mkdir(parents=True)
+    left[1].parent.mkdir()
+    left[1].touch()
+    faults = verify(tmp_path, tmp_path, NOW).faults
+    assert [fault.path for fault in faults if "store compact" in fault.remedy] == [str(path) for path in sorted(left)]
+    assert not any(fault.broken for fault in faults)
+
+
+def test_what_could_not_be_written_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file that is there, with something in it beside its first line; of none, nothing."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    writer = LineWriter.started(tmp_path / "there", {"schema": 1})
+    said = []
+    for step in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr("fp8bench.files.append", full)
+            with pytest.raises(StoreError) as told:
+                writer.note("more")
+        said.append("What was finished before is in it" in str(told.value))
+        if step == 0:
+            writer.note("kept")
+        if step == 1:
+            writer.path.unlink()
+    writer.close()
+    assert said == [False, True, False]
+    with monkeypatch.context() as patch:
+        patch.setattr("fp8bench.files.append", full)
+        with pytest.raises(StoreError) as told:
+            LineWriter.started(tmp_path / "new", {"schema": 1})
+    assert "finished before" not in str(told.value) and not (tmp_path / "new").exists()
