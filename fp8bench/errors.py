@@ -119,8 +119,10 @@ class AsvFileTorn(AsvFileBroken):
 
 
 class WorkerError(Fp8benchError):
-    """The measuring process cannot be used; of several, `rank` is the one that failed (fp8bench.model.FailedRank), None
-    where it is `undecided` which of them did."""
+    """The measuring process cannot be used.
+
+    Of several, `rank` is the one that failed (fp8bench.model.FailedRank), None where it is `undecided` which did.
+    """
 
     exit_code = EXIT_FAILED
     rank: object = None

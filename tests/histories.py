@@ -115,8 +115,12 @@ def history(store: Path, *milliseconds: float, **changes: object) -> list[Path]:
 
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, but for what can be made again: what a command that only reads must leave alone."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".figures"]
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _made_again(path)]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def _made_again(path: Path) -> bool:
+    return path.suffix == ".figures" or (path.parent.name, path.name) == ("points", ".lock")
 
 
 @dataclass

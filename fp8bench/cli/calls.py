@@ -21,7 +21,7 @@ from fp8bench.cli.progress import SILENT, TERMINAL
 from fp8bench.errors import UnknownName, UsageError
 
 # What says how a result is printed: a call returns it.
-_PRINTED = {"help", "help_all", "json", "csv", "md", "explain"}
+_PRINTED = {"help", "help_all", "json", "csv", "md", "all", "explain"}
 _PARAMETERS = inspect.Parameter
 
 

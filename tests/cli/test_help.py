@@ -18,9 +18,12 @@ FEW = 16
 
 
 def helped(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert not ended.value.code
+    code: object = None
+    try:
+        code = main(words)
+    except SystemExit as ended:
+        code = ended.code
+    assert not code
     return capsys.readouterr().out
 
 

@@ -69,7 +69,7 @@ OPTIONS = {
     "init": COMMON | {"DIR", "--install"},
     "list": COMMON | {"WHAT", "NAME", "--import"},
     "doctor": COMMON | {"--calibrate", "--ceilings", "--threads", "--store", "--json"},
-    "show": COMMON
+    "show": MANY
     | {"RUN", "--explain", "--store", "--json", "--csv", "--tensorboard", "--wandb", "--histories", "--tape"}
     | {"--shares", "--fleet", "--memory", "--data", "--numbers", "--energy", "--notes", "--all"},
     "report": COMMON | {"RUN", "--store", "--html", "--md", "--csv-wide", "--open"},
@@ -125,11 +125,11 @@ OPTIONS = {
     "lint-shapes": COMMON | {
         "MODEL", "--model", "--shapes", "--tokens", "--products", *DTYPES, "--devices", "--json", "--csv",
     },
-    "plan-parallel": COMMON | {
+    "plan-parallel": MANY | {
         "MODEL", "--model", "--gpus", "--topology", "--batch", "--sequence", "--dtype", "--checkpointing", "--top",
         "--explain", "--json", "--csv", "--calibrate", "--recipe", "--compiled-loss", "--power-limit",
     },
-    "infer": COMMON | {
+    "infer": MANY | {
         "--size", "--arms", "--reference", "--batch", "--contexts", "--sweep", "--check-layers", "--tokens", "--quick",
         "--seed", "--threads", "--device", "--store", "--explain", "--json", "--csv",
     },

@@ -165,7 +165,7 @@ def test_being_asked_to_end_is_an_interrupt(folder: Path, number: signal.Signals
         wait_for(lambda: num_lines(folder, "else where") >= 3)
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and out.startswith("nap ")
+    assert process.returncode == 130 and out.startswith("Stopped early: ") and "\nnap " in out
     assert re.search(r"To do the rest: fp8bench suite --resume \w+ --store 'else where'\n", err)
 
 

@@ -42,6 +42,8 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "optimizer": {"width": ("4096",), "tensors": ("2",)},
     "transformer": {"checkpointing": ("blocks",)},
 }
+# Their arms are caches and weights in formats of their own, and not rows of this table.
+NOT_REHEARSED = {"decode", "prefill"}
 STORES = ("accumulate", "cast", "data", "numerics", "optimizer")
 PRODUCTS = ("attention", "gemm", "mlp")
 # All blocks of a model are alike.
@@ -110,7 +112,7 @@ def expected(case: Case, gpu: str) -> Counter[tuple[str, str, str]]:
 
 
 def test_every_suite_is_rehearsed() -> None:
-    assert {*AXES} == {*workloads.names()}
+    assert {*AXES} | NOT_REHEARSED == {*workloads.names()}
 
 
 @pytest.mark.parametrize(("gpu", "workload", "mode"), [*cases()])

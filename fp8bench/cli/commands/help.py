@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 
 from fp8bench.cli.main import main
+from fp8bench.errors import EXIT_OK
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -12,4 +14,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return main([*arguments.about, "--help"])
+    with suppress(SystemExit):  # by which argparse ends once it has printed
+        return main([*arguments.about, "--help"])
+    return EXIT_OK

@@ -23,6 +23,8 @@ _ARMS = "bf16,kv=fp8,weights=int8,kv=fp8+weights=int8"
 _CONTEXTS = {False: (256, 1024, 2048, 4096), True: (128, 512, 1024, 2048)}
 _TOKENS = {False: 8192, True: 2048}
 _BATCHES = (1, 8, 16, 32, 64, 128, 256)
+EXAMPLES = ("fp8bench infer --quick", "fp8bench infer --arms kv=fp8,weights=int8 --batch 8 --contexts 512,2048,8192")
+FIRST_OPTIONS = "--size --arms --reference --batch --contexts --sweep --check-layers --quick --json --csv --explain"
 
 
 def add(parser: argparse.ArgumentParser) -> None:

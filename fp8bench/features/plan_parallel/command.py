@@ -62,7 +62,8 @@ from fp8bench.report.elements import Field, Page, Part, Table, Text, Tone
 
 _AUTO = "auto"
 _SEQUENCE = 8192
-EXAMPLES = ("fp8bench plan-parallel llama3-8b --gpus 64 --topology h100.yaml",)
+EXAMPLES = ("fp8bench plan-parallel llama3-8b --gpus 64 --topology h100",)
+FIRST_OPTIONS = "--gpus --topology --batch --sequence --dtype --calibrate --recipe --top --json --csv --explain"
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -256,7 +256,7 @@ def test_many_runs_are_announced(store: Path, say: Say, monkeypatch: pytest.Monk
     """Before they are read."""
     monkeypatch.setattr("fp8bench.jobs.history._MANY_RUNS", 1)
     history(store, 1.0, 1.1)
-    assert say("list")[2] == "fp8bench: reading 2 runs\n"
+    assert say("list")[2] == "fp8bench: reading 2 runs\nfp8bench: read 2 of 2 runs\n"
 
 
 def test_rebuild(store: Path, say: Say) -> None:
@@ -353,7 +353,8 @@ def test_a_torn_file_of_figures_is_said_once(store: Path, say: Say) -> None:
     """And changes nothing of what is shown; nor do remembered steps that are none."""
     history(store, 1.0, 1.1)
     whole = say("list")
-    (store / "figures" / f"{commit(1)[:8]}.figures").write_bytes(b"fp8bench figures 1")
+    (store / "points" / "points.figures").write_bytes(b"fp8bench figures 1")
+    (store / "figures").mkdir(exist_ok=True)
     (store / "figures" / "steps.json").write_text("no JSON")
     code, out, err = say("list")
     assert (code, out) == whole[:2] and err.count("\n") == 1 and "made anew from the runs" in err

@@ -55,7 +55,7 @@ def test_a_regression_is_told_with_code_1(store: Path, say: Say) -> None:
     assert lines[-1].startswith("  fp8bench history ack 'gemm.Gemm.track_")
     after = tree(store)
     assert {name: after[name] for name in before} == before
-    assert all(name.startswith("figures/") for name in set(after) - set(before))
+    assert all(name.startswith(("figures/", "points/")) for name in set(after) - set(before))
 
 
 def test_a_flat_history_is_fine(store: Path, say: Say) -> None:
