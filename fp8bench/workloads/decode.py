@@ -22,7 +22,7 @@ class Decode(ServedWorkload):
     new = 1
     history = Grid(
         cpu={"size": ("nano",), "context": ("512",)}, gpu={"size": ("llama-1b",), "context": ("8192",)},
-        phases=("gemm", "attention", "elementwise"), errors=("logits_error",), per="tokens",
+        phases=("cast", "gemm", "attention", "elementwise"), errors=("logits_error",), per="tokens",
     )  # fmt: skip
 
     def precision(self, setup: Setup) -> Precision:

@@ -20,7 +20,7 @@ class Prefill(ServedWorkload):
     context_words = "tokens of each prompt"
     history = Grid(
         cpu={"size": ("nano",), "context": ("128",)}, gpu={"size": ("llama-1b",), "context": ("2048",)},
-        phases=("gemm", "attention", "elementwise"), errors=("logits_error",), per="tokens",
+        phases=("cast", "gemm", "attention", "elementwise"), errors=("logits_error",), per="tokens",
     )  # fmt: skip
 
     def precision(self, setup: Setup) -> Precision:

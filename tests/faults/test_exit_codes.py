@@ -68,7 +68,7 @@ def test_a_case_that_hangs_past_its_limit_fails_alone(capsys: pytest.CaptureFixt
     words = ["suite", "./hanging.py", "--dtypes", "fp32,bf16", "--rounds", "3", "--case-timeout", "3"]
     assert main(words) == 3
     told = " ".join(capsys.readouterr().out.split())
-    assert "bf16 FAILED: no answer to 'slot' within 3 s" in told and "--case-timeout" in told
+    assert "FAILED: bf16 on hanging: no answer to 'slot' within 3 s" in told and "--case-timeout" in told
     (path,) = run_files(Path(".fp8bench"))
     statuses = {record.case.precision: record.status for record in load_run(path).records}
     assert statuses == {"fp32": Status.OK, "bf16": Status.FAILED}

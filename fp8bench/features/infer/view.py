@@ -32,13 +32,13 @@ def page_of(answer: ServingAnswer) -> Page:
     question = answer.question
     title = f"inference of {question.size} on {answer.device}, batch {question.batch}, "
     title += f"context {question.contexts[0]} to {question.contexts[-1]}, eager, static cache"
-    parts: list[list[Element]] = []
+    parts: list[list[Element]] = [[Text(words) for words in (*_crossings(answer), *_quality(answer))]]
     if any(one.tpot for one in answer.times):
         parts.append([_times(answer)])
     parts.append([_costs(answer)])
-    parts.append([Text(words) for words in (*_crossings(answer), *_quality(answer), *_stored(answer))])
     if answer.layers:
         parts.append([_layers(answer), *_to_paste(answer)])
+    parts.append([Text(words) for words in _stored(answer)])
     made = tuple(Part(f"part-{number}", "", tuple(elements)) for number, elements in enumerate(parts) if elements)
     return Page(title, "", made, _LEGEND)
 
@@ -185,9 +185,11 @@ def _quality(answer: ServingAnswer) -> Iterator[str]:
     if quality is None:
         return
     whose = "" if quality.trained else ", random weights: arithmetic only"
+    arms = zip(quality.arms, answer.question.arms[1:], strict=True)
+    worst, arm = max(arms, key=lambda pair: pair[0].kl, default=(quality.floor, answer.question.arms[0]))
     yield (
-        f"quality on {quality.model}{whose}, {quality.tokens} tokens: KL of the reference is "
-        f"{quality.itself.kl:g} from itself, {quality.floor.kl:.0e} by another kernel"
+        f"mean KL on {quality.model}{whose}: {_short(worst.kl, 1)} at most ({_name(answer, arm)}); floor "
+        f"{_short(quality.floor.kl, 0)} by another kernel, {quality.itself.kl:g} from itself"
     )
 
 
