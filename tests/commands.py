@@ -39,3 +39,8 @@ def git(folder: Path, *words: str) -> str:
     settings = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
     done = subprocess.run(["git", *settings, *words], cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout.strip()
+
+
+def complaints(err: str) -> str:
+    """What stderr says beside how far a command has come, which it tells where it takes longer."""
+    return re.sub(r"fp8bench: \d+/\d+ \w+ after .*?(\n|$|(?=fp8bench: ))", "", err)

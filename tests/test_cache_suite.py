@@ -60,7 +60,7 @@ def test_what_a_cache_held_is_in_the_row(fp8bench: Say, tmp_path: Path, monkeypa
         taken = rotating["rotation"]
         assert taken["states"] >= 2 and (taken["state_bytes"] - (4 << 20)) in range(64)
         assert (taken["states"] - 1) * taken["state_bytes"] <= 2 * size <= 256 * taken["state_bytes"] + size
-        _, text, _ = fp8bench("show", run["id"])
+        _, text, _ = fp8bench("show", run["id"], "--notes")
         assert "were written over, twice the last" in " ".join(text.split())
         assert f"{taken['states']} states of 4.00 MiB took turns" in " ".join(text.split())
         lines = Path(run["path"]).read_bytes().splitlines(keepends=True)

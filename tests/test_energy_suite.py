@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from fp8bench import units
+from fp8bench.analysis.findings import findings
 from fp8bench.api import load
 from fp8bench.features.train.kind import load_training, training_files
 from fp8bench.features.train.values import ArmCost
 from fp8bench.model import EnergyUse, Run
 from tests.measure.sensors.nvml.library import Simulation, build, uuid_of, why_not
+from tests.runs import render_whole
 from tests.trainings import write_tokens
 
 GEMM = ("suite", "gemm", "--set", "shape=128", "--set", "product=forward", "--dtypes", "fp32,bf16", "--no-report")
@@ -141,7 +143,8 @@ def test_every_output_tells_of_it(simulation: Simulation, tmp_path: Path) -> Non
     """The table, the rows, the frame of windows and the page: all of the same windows, at 300 W."""
     simulation.reset()
     words = [*GEMM[:-1], "--quick", "--csv", "rows.csv", "--html", "page.html"]
-    run, text = ran(simulation, tmp_path, *words)
+    run, _ = ran(simulation, tmp_path, *words)
+    text = render_whole(run, findings(run))
     joules = {
         record.case.mode: one.joules / one.steps
         for record in run.records

@@ -18,6 +18,7 @@ from fp8bench.api import load
 from fp8bench.model import EnergyUse, Provenance, Record
 from tests.commands import ROOT
 from tests.measure.sensors.nvml.library import TOLD, Simulation, build, uuid_of, why_not
+from tests.runs import render_whole
 
 SUITE = ROOT / "tests" / "phase_power_suite.py"
 # As phase_power_suite.py has them: seconds and watts.
@@ -42,7 +43,7 @@ class Measured(NamedTuple):
 
 
 def measured(simulation: Simulation, folder: Path, hows: str, *words: str) -> tuple[dict[str, Measured], str]:
-    """A case each, and what was printed."""
+    """A case each, and what a terminal says of it."""
     device = simulation.reset()
     device.curve, device.low, device.period_ns = TOLD, 0.5, 10_000_000
     told = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "150", "PYTHONPATH": str(ROOT)}
@@ -56,7 +57,8 @@ def measured(simulation: Simulation, folder: Path, hows: str, *words: str) -> tu
         phases = phase_energies(record, findings(kept)[record.case.id])
         assert phases is not None
         found[str(record.case.param("how"))] = Measured(record, phases)
-    return found, done.stdout
+    assert "energy of phases" in done.stdout or "joules per step of each phase" in done.stdout
+    return found, render_whole(kept, findings(kept), 150)
 
 
 @pytest.fixture(scope="module")

@@ -143,7 +143,7 @@ def test_a_run_without_a_compiler_is_whole_and_labelled(
     assert code == 0 and records[MODE].status is Status.OK and timing is not None
     assert timing.eager.startswith("compiling failed: ") and "compiler" in timing.eager and not timing.fused
     assert records["fp32"].timing is not None and not records["fp32"].timing.eager
-    assert "eager-quantiser" in capsys.readouterr().out
+    assert main(["show", "last", "--notes"]) == 0 and "eager-quantiser" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

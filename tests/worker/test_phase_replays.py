@@ -49,6 +49,8 @@ def check(setup: Setup) -> dict[str, str]:
 def rows() -> Iterator[object]:
     for name in sorted(SMALL):
         for mode in MODES:
+            if name in ("decode", "prefill") and mode == "fp16":  # which a plan refuses
+                continue
             if (name, mode) in SAMPLE:
                 yield name, mode
             elif name != "norm_act" or not mode.startswith(("fp8", "mx", "nv")):

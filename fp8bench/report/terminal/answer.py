@@ -43,6 +43,7 @@ from fp8bench.report.panels import (
 )
 from fp8bench.report.topics import rank_boards, roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
+from fp8bench.report.topics.energy import energy_of_phases
 from fp8bench.report.topics.memory import capacity, peak_of, share_of
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.results import noise_floor
@@ -86,7 +87,8 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
             in_full = not best or len(panel.groups) <= _MOST_TENSORS
             yield Part("tensors", title, (*best, *(tensors(panel, width) if in_full else ())))
     found = outcomes(entry.panels)
-    told = [*_emulated(entry), *few(skips(found)), *(f"trouble: {words}" for words in entry.run.troubles)]
+    told = [*_emulated(entry), *few(skips(found)), *(f"note: {words}" for words in entry.run.notes)]
+    told += [f"trouble: {words}" for words in entry.run.troubles]
     if told:
         yield Part("beside", "", tuple(Text(words, Tone.DOUBT) for words in told))
     yield Part("next", "next", (Items(tuple(_next(entry, options))), Text(stored(entry.run.path, report))))
@@ -163,7 +165,7 @@ def _asked(panel: Panel, several: bool, ranked: bool) -> Iterator[Part]:
     """Where the time goes, and what an option of the run asked for."""
     phases = None if several or ranked else phases_table(panel)
     crossings = swept(panel)
-    tables = [*([phases] if phases else []), *sustained(panel), *capacity(panel)]
+    tables = [*([phases] if phases else []), *sustained(panel), *energy_of_phases(panel), *capacity(panel)]
     tables += [break_even_table(panel, crossings, "from where on it pays")] if crossings else []
     if tables:
         yield Part("asked", "", tuple(tables))
