@@ -144,7 +144,7 @@ def test_every_output_tells_of_it(simulation: Simulation, tmp_path: Path) -> Non
     simulation.reset()
     words = [*GEMM[:-1], "--quick", "--csv", "rows.csv", "--html", "page.html"]
     run, _ = ran(simulation, tmp_path, *words)
-    text = render_whole(run, findings(run))
+    text = render_whole(run, findings(run), 200)
     joules = {
         record.case.mode: one.joules / one.steps
         for record in run.records
