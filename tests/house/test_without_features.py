@@ -17,8 +17,8 @@ from tests.house.sources import ROOT
 
 # Names of the package that are a feature's.
 _PUBLIC = {
-    "audit_model", "hugging_face_callback", "lightning_callback", "load_fleet", "load_training", "resume_training",
-    "train", "watch",
+    "advise", "audit", "audit_model", "duel", "gate", "hugging_face_callback", "lightning_callback", "load_fleet",
+    "load_training", "resume_training", "sensitivity", "train", "watch",
 }  # fmt: skip
 # Tests of the core that start commands of features by their words, or read what features are part of.
 _BY_WORDS = (
@@ -27,6 +27,7 @@ _BY_WORDS = (
     "tests/faults/test_bad_recipes.py::test_modes_on_the_command_line",  # train and sensitivity refuse, too
     "tests/store/runs/test_listing.py::test_a_gate_of_a_commit_with_a_forged_run_has_no_baseline",
     "tests/store/runs/test_listing.py::test_a_copy_with_a_later_name_is_not_the_last_run",
+    "tests/test_python_calls.py",
     "tests/test_asv.py",  # asv imports all of suites/, whose benchmarks are of features, too
     "tests/test_sample_report.py",  # advice is a section of it
     "tests/test_workflows.py",

@@ -167,7 +167,7 @@ def test_killed_at_any_moment(tmp_path: Path, count: int) -> None:
     same(tmp_path)
     assert not left_behind(tmp_path)
     assert restored(tmp_path, tmp_path / "whole") == runs_of(tmp_path).items()
-    assert not list((tmp_path / "archive").rglob(".*"))
+    assert [path.name for path in (tmp_path / "archive").rglob(".*")] in ([], [".lock"])
 
 
 def test_clocks_that_say_any_month(tmp_path: Path) -> None:
