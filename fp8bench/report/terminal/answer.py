@@ -87,7 +87,9 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
             in_full = not best or len(panel.groups) <= _MOST_TENSORS
             yield Part("tensors", title, (*best, *(tensors(panel, width) if in_full else ())))
     found = outcomes(entry.panels)
-    told = [*_emulated(entry), *few(skips(found)), *(f"note: {words}" for words in entry.run.notes)]
+    ranks = entry.run.request.ranks
+    told = [f"{ranks} ranks: the slowest one's time counts, call by call"] if ranks else []
+    told += [*_emulated(entry), *few(skips(found)), *(f"note: {words}" for words in entry.run.notes)]
     told += [f"trouble: {words}" for words in entry.run.troubles]
     if told:
         yield Part("beside", "", tuple(Text(words, Tone.DOUBT) for words in told))
