@@ -55,7 +55,7 @@ def test_table_and_csv_say_so(simulation: Simulation, tmp_path: Path) -> None:
     hot(simulation)
     text = " ".join(ran(simulation, tmp_path, *WORDS, "--csv", "rows.csv")[1].split())
     assert "throttled (hw-thermal 1" in text and CLOCK.search(text)
-    assert "- bf16 unsure: labelled" in text
+    assert "but: bf16 unsure: labelled" in text
     with (tmp_path / "rows.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert "label_reasons" in rows[0]

@@ -117,18 +117,18 @@ class _Compacting:
         bad = self._bad()
         gone = self.manifest.units.keys() - self.files.keys()
         gone |= {place.commit for place in self.manifest.places.values() if place.partition in bad}
-        touched = self.manifest.drop(gone) - bad
-        for name in bad:
-            del self.manifest.partitions[name]
         restamped = {commit: self._still_counts(commit) for commit in self.files}
         changed = [commit for commit, sources in restamped.items() if sources is None]
+        # All at once: the index may tell of other places of a changed commit already.
+        touched = self.manifest.drop({*gone, *changed}) - bad
+        for name in bad:
+            del self.manifest.partitions[name]
         self._keep([
             (commit, self.index.figures(commit)._replace(sources=tuple(sources)))
             for commit, sources in restamped.items() if sources
         ])  # fmt: skip
         with Spool.opened(self.store) as spool:
             for some in _months(changed, self.files):
-                touched |= self.manifest.drop(set(some))
                 touched |= self._take(spool, some, len(changed))
                 self._write(spool, touched)
                 touched = set()

@@ -180,6 +180,28 @@ def any_runs(store: Path, runs: list[tuple[int, float, Status, bool, str, str, i
     same(store)
 
 
+GONE = [
+    (4, 1.0, Status.OK, True, "box", "2.12", 1, 1, "torn"),
+    (0, 1.0, Status.SKIPPED, False, "box", "2.12", 1, 700, "torn"),
+    (0, 1.0, Status.SKIPPED, False, "box", "2.12", 1, 1, "gone"),
+    (0, 1.0, Status.OK, False, "bax", "2.12", 1, 1, "gone"),
+    (1, 1.0, Status.SKIPPED, False, "bax", "2.13", 1, 1, "gone"),
+    (2, 1.5, Status.SKIPPED, False, "box", "2.12", 24, 700, ""),
+]
+IN_TWO_MONTHS = [
+    (0, 1.0, Status.OK, False, "box", "2.12", 1, 1, "gone"),
+    (0, 1.0, Status.SKIPPED, False, "box", "2.12", 1, 700, ""),
+    (1, 1.0, Status.OK, False, "box", "2.12", 1, 1, "torn"),
+    (0, 1.0, Status.OK, False, "box", "2.12", 1, 700, ""),
+]
+
+
+@pytest.mark.parametrize("runs", [GONE, IN_TWO_MONTHS])
+def test_commits_that_lost_runs_after_the_history_was_read(runs: Any, tmp_path: Path) -> None:
+    """The index knows fewer places of them than the files do, and months are written one after the other."""
+    any_runs(tmp_path, runs)
+
+
 @pytest.mark.slow
 @given(RUNS)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
