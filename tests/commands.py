@@ -43,4 +43,4 @@ def git(folder: Path, *words: str) -> str:
 
 def complaints(err: str) -> str:
     """What stderr says beside how far a command has come, which it tells where it takes longer."""
-    return re.sub(r"fp8bench: \d+/\d+ \w+ after .*?(\n|$|(?=fp8bench: ))", "", err)
+    return re.sub(r"fp8bench: \d+/\d+ [^\n]*? after .*?(\n|$|(?=fp8bench: ))", "", err)
