@@ -1,5 +1,5 @@
 """How often an audit accuses an honest kernel, and how many everyday bugs it sees: `python -m suites.audit_trial
-FOLDER --seeds 3`.
+--folder FOLDER --seeds 3`.
 
 Values only, in one process: nothing is timed. What FOLDER/rows.jsonl has is not done again; rows of one commit and
 `--state` belong together. Ends with 1 where more honest audits fail than one in 1,200, or fewer than nine lies of ten

@@ -69,7 +69,7 @@ EXAMPLES = (
     "fp8bench audit kernels.py:my_gemm --kind product --precision fp8",
     "fp8bench audit net.py:make --kind model  # what a converter made of a model",
 )
-FIRST_OPTIONS = "--kind --precision --takes --rule --weights --baseline --device --junit --md --explain --json"
+FIRST_OPTIONS = "--kind --precision --takes --rule --weights --baseline --device --all --junit --md --explain --json"
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -90,6 +90,9 @@ def _qualities(
 ) -> tuple[Quality, tuple[tuple[Arm, ArmQuality], ...]]:
     lead, *others = question.arms
     arms = [_for_shipped(arm) for arm in question.arms]
+    if any(one != asked for one, asked in zip(arms, question.arms, strict=True)):
+        layers = SERVED_SIZES[SHIPPED].layers
+        observer.note(f"quality is read on {SHIPPED}, of {layers} layers: exceptions of later ones are not in it")
     alone = layer_arms(question.check_layers, lead, others, SERVED_SIZES[SHIPPED].layers)
     task = QualityTask(SHIPPED, str(WEIGHTS), held_out_text(question.tokens), (*arms, *alone), facts, question.seed)
     with observer.counting() as tell:
@@ -139,8 +142,9 @@ def _timed(
 ) -> ServingAnswer:
     question = answer.question
     supports = {arm: _support_of(question, arm, facts) for arm in question.arms}
-    if why := supports[question.arms[0]].level is not Level.NATIVE and supports[question.arms[0]].reason:
-        raise UsageError(f"the reference has no speed on {facts.key}: {why}. Give --reference fp32 or bf16.")
+    lead = supports[question.arms[0]]
+    if lead.level is not Level.NATIVE:
+        raise UsageError(f"the reference has no speed on {facts.key}: {lead.reason}. Give --reference fp32 or bf16.")
     native = tuple(arm for arm in question.arms if supports[arm].level is Level.NATIVE)
 
     def measured(suite: str, contexts: Sequence[int], batches: Sequence[int] = (question.batch,)) -> Run:
@@ -232,8 +236,7 @@ def _cause(run: Run, record: Record) -> str:
     worst = max(lost, key=lambda phase: lost[phase], default="")
     if not worst or lost[worst] <= 0:
         return ""
-    causes = {"gemm": "its products: dequantising, beyond traffic", "cast": "casts"}
-    return f", at {record.case.param('batch')} it loses most in {causes.get(worst, worst)}"
+    return f", at {record.case.param('batch')} it loses most in {worst.replace('_', ' ')}"
 
 
 def computed_batch(run: Run, reference: Arm) -> str:

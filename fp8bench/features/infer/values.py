@@ -65,8 +65,7 @@ def checked_arm(arm: Arm, layers: int) -> Arm:
 
 @dataclass(frozen=True)
 class ServingQuestion:
-    """`arms` begin with the reference. `source` is where quality's weights come from: a training's id, or '' for the
-    model that fp8bench ships."""
+    """`arms` begin with the reference."""
 
     size: str
     arms: tuple[Arm, ...]
@@ -77,7 +76,6 @@ class ServingQuestion:
     seed: int = 0
     threads: int = 1
     device: str = ""
-    source: str = ""
     check_layers: str = ""
     batches: tuple[int, ...] = ()
 

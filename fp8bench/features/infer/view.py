@@ -18,7 +18,7 @@ from fp8bench.report.elements import Code, Element, Page, Part, Table, Text
 _LEGEND = (
     "TTFT: a prompt at once, no queue, tokeniser and sampler; in tok/s: its tokens over that (SGLang's one-batch)",
     "TPOT: a decode step at a fixed context, vLLM's (latency - TTFT) / (tokens - 1) alone; out tok/s: batch / TPOT",
-    "TPOT = a + b x context: a is weights and overhead, b the cache's traffic; intervals of 95% by resampling rounds",
+    "TPOT = a + b x context: a is weights and overhead, b the cache's traffic; 95% of this run, by resampled rounds",
     "W, kv: bytes that a step reads at the longest context, by count; of the embedding only its tokens' rows",
     "of copy: these bytes over TPOT, of the copy that was measured here; cached: above that, so a cache had them",
     "bits: of a parameter, counted from storage, embedding and head included, of the model that quality is read on",

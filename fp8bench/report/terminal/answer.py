@@ -209,7 +209,7 @@ def _memory(group: ResultGroup, result: Result) -> str | None:
 
 def _energy(group: ResultGroup, result: Result) -> str | None:
     ratio = ratio_against(result, group.lead)
-    if ratio is None:
+    if ratio is None or emulated(result):
         return None
     return f"{ratio.demand} " * (ratio.demand is Demand.UNCLEAR) + units.ratio(ratio.point)
 
