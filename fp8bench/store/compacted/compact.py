@@ -117,10 +117,11 @@ class _Compacting:
         bad = self._bad()
         gone = self.manifest.units.keys() - self.files.keys()
         gone |= {place.commit for place in self.manifest.places.values() if place.partition in bad}
+        touched = self.manifest.drop(gone)
         restamped = {commit: self._still_counts(commit) for commit in self.files}
         changed = [commit for commit, sources in restamped.items() if sources is None]
         # All at once: the index may tell of other places of a changed commit already.
-        touched = self.manifest.drop({*gone, *changed}) - bad
+        touched = (touched | self.manifest.drop(set(changed))) - bad
         for name in bad:
             del self.manifest.partitions[name]
         self._keep([
