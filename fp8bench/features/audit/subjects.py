@@ -148,6 +148,9 @@ class CastSubject(Subject):
     kind = AuditKind.CAST
     sides = (("m", "M"), ("k", "K"))
 
+    def flops(self, shape: Shape) -> int:
+        return 0
+
     def raw(self, arguments: Matrices) -> dict[str, Tensor]:
         found = self.function(*arguments)
         if isinstance(found, Tensor):

@@ -20,8 +20,10 @@ from fp8bench.features.audit.subjects import Shape
 from fp8bench.features.audit.times import CHECKS, SpeedCheck, WorkCheck, work_of
 from fp8bench.features.audit.values import AuditOutcome, CallWork, noise_of, spread_of
 from fp8bench.model import Ceilings, Limit, Rate
+from fp8bench.model.promises import AuditKind
 from fp8bench.user_code.named import signed
 from suites import audit
+from suites import audit_everyday as everyday
 from suites.audit import codes_of, result_of
 from suites.audit_lies import HONEST, LIES, UNCAUGHT, Kernel, product
 
@@ -123,6 +125,13 @@ def test_a_baseline_beside_a_kernel_of_codes() -> None:
     assert [one.code for one in found.findings] == ["casts-outside"]
     assert [(side, work.products) for side, work, _ in found.work] == [("kernel", 1), ("baseline", 1)]
     assert all(seconds is not None and seconds > 0 for _, _, seconds in found.work)
+
+
+def test_a_cast_is_not_held_against_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has none: however fast it is, no rate of products accuses it."""
+    monkeypatch.setattr(times, "flops_bound", lambda *_: pytest.fail("products of a cast"))
+    (kernel,) = (one for one in everyday.HONEST if one.signature.kind is AuditKind.CAST)
+    assert "too-fast" not in codes_of(result_of(kernel, "cpu", [SpeedCheck]))
 
 
 def test_nothing_is_above_the_best_product_of_its_own_or_a_wider_precision(monkeypatch: pytest.MonkeyPatch) -> None:
