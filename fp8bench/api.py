@@ -14,7 +14,7 @@ from fp8bench.analysis.findings import findings as findings_of
 from fp8bench.cli.keywords import asked, asks
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import folder, names, pairs
-from fp8bench.cli.outputs import CommandResult
+from fp8bench.cli.outputs import CommandResult, in_store
 from fp8bench.cli.progress import SILENT, TERMINAL
 from fp8bench.errors import UsageError
 from fp8bench.jobs.after_run import Wanted, after_run
@@ -52,7 +52,7 @@ class Run(model.Run):
     """
 
     def __str__(self) -> str:
-        page = page_of(self, findings(self), _WIDTH, place_of_report(self))
+        page = page_of(self, findings(self), _WIDTH, place_of_report(self), in_store(self))
         return layout.render(replace(page, footer=()), _WIDTH).rstrip("\n")
 
     def _repr_html_(self) -> str:
