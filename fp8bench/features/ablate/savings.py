@@ -16,11 +16,10 @@ import numpy as np
 from fp8bench.analysis.stats import Floats, Resampled, best_case
 from fp8bench.features.ablate.values import AblatedArm, Ablation
 from fp8bench.model import Interval
+from fp8bench.model.stopping import LEAST_ROUNDS
 
 LEVEL = 0.99
 _ENDS = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
-# With fewer rounds resamples say nothing.
-LEAST_ROUNDS = 6
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,7 @@ class Savings:
         first = self.ablation.arms[0]
         if not arm.timed or not first.timed or arm is first:
             return None
-        own, base = resampled(arm.rounds), resampled(first.rounds)
-        return interval(math.exp(base.point - own.point), np.exp(base.resampled - own.resampled), len(arm.rounds))
+        return _ratio(first.rounds, arm.rounds)
 
     def saved(self, terms: Sequence[tuple[Sequence[str], float]]) -> Interval | None:
         """The sum of arms' seconds, each so many times; None unless all are timed."""
@@ -77,7 +75,8 @@ class Savings:
         known = [(resampled(arm.rounds), times) for arm, times in arms]
         point = sum(times * math.exp(case.point) for case, times in known)
         draws: Floats = np.sum([times * np.exp(case.resampled) for case, times in known], axis=0)
-        return interval(point, draws, len(arms[0][0].rounds))
+        by_round: Floats = np.sum([times * np.array(arm.rounds) for arm, times in arms], axis=0)
+        return _interval(point, draws, by_round)
 
     @property
     def floor(self) -> float | None:
@@ -85,10 +84,7 @@ class Savings:
         first = self.ablation.arms[0]
         if not self.ablation.control or not first.timed:
             return None
-        own, other = resampled(first.rounds), resampled(self.ablation.control)
-        return interval(
-            math.exp(other.point - own.point), np.exp(other.resampled - own.resampled), len(self.ablation.control)
-        ).reach
+        return _ratio(self.ablation.control, first.rounds).reach
 
     def _but(self, name: str) -> tuple[str, ...]:
         return tuple(other for other in self.ablation.names if other != name)
@@ -105,9 +101,16 @@ def resampled(rounds: tuple[float, ...]) -> Resampled:
     return best_case(np.array(rounds, dtype=np.float64)[:, None])
 
 
-def interval(point: float, draws: Floats, rounds: int) -> Interval:
-    """Between the outer half-percents of the resamples; of few rounds nothing is excluded."""
-    if rounds < LEAST_ROUNDS:
-        return Interval(point, -math.inf, math.inf, LEVEL)
-    low, high = np.quantile(draws, _ENDS)
-    return Interval(point, min(float(low), point), max(float(high), point), LEVEL)
+def _ratio(one: tuple[float, ...], other: tuple[float, ...]) -> Interval:
+    own, base = resampled(one), resampled(other)
+    draws: Floats = np.exp(own.resampled - base.resampled)
+    return _interval(math.exp(own.point - base.point), draws, np.array(one) / np.array(other))
+
+
+def _interval(point: float, draws: Floats, by_round: Floats) -> Interval:
+    """Between the outer half-percents of the resamples; of few rounds, whose resamples say little, their range."""
+    if few := len(by_round) < LEAST_ROUNDS:
+        low, high = by_round.min(), by_round.max()
+    else:
+        low, high = np.quantile(draws, _ENDS)
+    return Interval(point, min(float(low), point), max(float(high), point), 0.0 if few else LEVEL)

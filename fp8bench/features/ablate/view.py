@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +20,7 @@ from fp8bench.report.words.naming import listed
 # What is often said of low precision with all that goes with it.
 _QUOTED = (3.0, 4.0)
 _LEGEND = (
-    "saves: in seconds of a step; below 0 it costs; [low, high]: 99% of these rounds",
+    "saves: in seconds of a step; below 0 it costs; [low, high]: 99% of these rounds, or their range",
     "alone: the option and no other; then: added to those before it; left out: what is lost where it alone is missing",
     "reading: alone below left out: it needs another; alone above left out: another does the same work",
     "Shapley: what it saves, averaged over all orders in which the options can be added; they add up to the whole",
@@ -75,13 +74,14 @@ def sentences(ablation: Ablation) -> Iterator[str]:
         judged = "refuted" if speed.high < _QUOTED[0] else "as measured" if speed.low >= _QUOTED[0] else "not decided"
         yield f"the often-quoted '{quoted}' of low precision with other options: {judged} here"
     if savings.floor is not None:
-        yield f"noise floor (A/A): +-{units.percent(savings.floor)}"
+        few = "" if speed.level else f"; [low, high]: range of {len(whole.rounds)} rounds, no interval of so few"
+        yield f"noise floor (A/A): +-{units.percent(savings.floor)}{few}"
 
 
 def _interplay(ablation: Ablation) -> Iterator[str]:
     savings = Savings(ablation)
     gained = savings.interaction()
-    if gained is None or not math.isfinite(gained.low):
+    if gained is None:
         return
     more = "less" if gained.point > 0 else "more"
     beyond = f"the whole takes {units.seconds(abs(gained.point))} {more} than the options alone add up to"
@@ -164,12 +164,10 @@ def _signed(seconds: float) -> str:
 
 
 def _range(saved: Interval) -> str:
-    return f"[{_signed(saved.low)}, {_signed(saved.high)}]" if math.isfinite(saved.low) else "[no interval]"
+    return f"[{_signed(saved.low)}, {_signed(saved.high)}]"
 
 
 def _times(speed: Interval) -> str:
-    if not math.isfinite(speed.low):
-        return "[no interval]"
     return f"[{units.significant(speed.low)}, {units.significant(speed.high)}]"
 
 
