@@ -8,10 +8,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fp8bench import __version__
+from fp8bench import __version__, units
 from fp8bench.analysis.energy import energy_figures
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.samples import step_samples
+from fp8bench.analysis.tapes import product_work
 from fp8bench.analysis.verdicts import common_rounds
 from fp8bench.errors import StoreError, UnknownName, UsageError
 from fp8bench.features.ablate.values import KEPT, MOST_BY_SHAPLEY, AblatedArm, AblatedOption, Ablation, arms_of
@@ -23,6 +24,7 @@ from fp8bench.measure.handle import claimed
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.quantisers import quantisers_for
 from fp8bench.measure.sensors.meter import Meters
+from fp8bench.measure.tapes import records_tapes
 from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import DeviceFacts, Environment, Group, Level, Plan, PlannedCase, Record, Request, Timing
 from fp8bench.model.codec import encode
@@ -44,6 +46,8 @@ NAMED = {
     "cached-weights": ("weights", "cached", "recast"),
     "channels-last": ("layout", "channels_last", "contiguous"),
 }
+# Steps whose useful FLOPs of products differ by so much are not the same work.
+_OTHER = 0.05
 _ERRORS = ("gradient_error", "output_error", "relative_error")
 
 
@@ -112,7 +116,8 @@ def ablated(question: AblationQuestion, store: Path, observer: JobObserver) -> A
         method = Method(
             rule=rule_for(request.quick, request.rounds, request.budget), judge=lambda *timings: False,
             seed=request.seed, limits=Limits(request.case_timeout), windows=window_rule_for(request),
-            quantisers=quantisers_for(request.quick, os.environ),
+            quantisers=quantisers_for(request.quick, os.environ), tapes=records_tapes(request, os.environ),
+            tapes_apart=False,
         )  # fmt: skip
         with observer.measuring() as watch:
             records = GroupMeasurement(group, {device.key: device}, worker, watch, method, meters.of(device)).run()
@@ -151,26 +156,42 @@ def _told(
     native = [record.timing for record in records if record.timing and record.support.level is Level.NATIVE]
     entries = [*native, *([first.control] if first.control else [])]
     rounds = frozenset(common_rounds(entries)) if entries else frozenset()
-    labels = {found.case.id: found.labels for found in find(records, {})}
     error = next((name for name in _ERRORS if first.measurement(name)), "")
     arms = []
     for names, record in zip(planned, records, strict=True):
         share = first.work.tokens / record.work.tokens if record.work.tokens else 1.0
         energy, paired = energy_figures(record), record.paired and record.paired_with is None
         why = record.reason or ("" if paired else "memory has no room for it beside the others: no common rounds")
+        why = why or other_work(record, first, share)
+        # Alone: the first arm's inputs and work may be others', which is asked here as what this arm is.
+        (finding,) = find([record], {})
         arms.append(
             AblatedArm(
                 names, record.case.id, record.support.level, why,
                 _rounds(record.timing, rounds, share) if paired else (), value_of(record.measurement(PEAK)),
                 value_of(record.measurement(error)) if error else None,
                 None if energy is None else share * energy.gross.middle,
-                tuple(label.value for label in labels[record.case.id]),
+                tuple(label.value for label in finding.labels),
             )
         )  # fmt: skip
     return Ablation(
         first.case.workload, first.case.params, device.key, device.name, first.case.precision, options, tuple(arms),
         error, _rounds(first.control, rounds, 1.0), question.shapley, started=now(), environment=environment.facts,
     )  # fmt: skip
+
+
+def other_work(record: Record, first: Record, share: float) -> str:
+    """What says that an arm's products are not those of the first one, for as many tokens; '' where nobody can tell."""
+    own, base = record.tape, first.tape
+    if own is None or base is None or any(tape.unknown or tape.unwritten for tape in (own, base)):
+        return ""
+    wanted = product_work(base).useful
+    # Of another batch nobody knows what is padding and what is computed again: more is no doubt, less is.
+    useful = product_work(own, base).useful if share == 1 else min(wanted, share * product_work(own).useful)
+    if abs(useful - wanted) <= _OTHER * max(useful, wanted):
+        return ""
+    did, others = (units.count(flops, "FLOP") for flops in (useful, wanted))
+    return f"other work: for as many tokens its products do {did}, those of the first arm {others}"
 
 
 def _rounds(timing: Timing | None, rounds: Collection[int], share: float) -> tuple[float, ...]:

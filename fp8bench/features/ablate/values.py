@@ -45,7 +45,7 @@ class AblatedArm:
     @property
     def timed(self) -> bool:
         """Whether its time is a speed, and may be held against others'."""
-        return bool(self.rounds) and self.level is Level.NATIVE
+        return bool(self.rounds) and self.level is Level.NATIVE and not self.why
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,47 @@ def test_what_cannot_be_meant_is_a_sentence(words: tuple[str, ...], says: str, f
     assert not (tmp_path / "store" / "ablations").exists()
 
 
+SKIPPED = """
+import torch
+from fp8bench.protocols.axes import one_of
+from fp8bench.suites import Axis, Work, Workload, workloads
+
+@workloads.register("skipping")
+class Skipping(Workload):
+    name, summary, dtypes = "skipping", "a product that an option leaves out", ("fp32",)
+
+    def axes(self, facts):
+        return tuple(Axis(name, "", ("no",), one_of("no", "yes")) for name in ("less", "other"))
+
+    def work(self, params):
+        return Work(tokens=64)
+
+    def prepare(self, setup):
+        return torch.randn(64, 64), 1 if setup.case.param("less") == "yes" else 2
+
+    def step(self, state, phase):
+        values, times = state
+        for _ in range(times):
+            with phase.gemm:
+                out = values @ values
+        return out
+"""
+
+
+@pytest.mark.slow
+def test_an_arm_that_does_less_has_no_speed_up(fp8bench: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8BENCH_TAPE", "recorded")
+    (tmp_path / "skipping.py").write_text(SKIPPED)
+    words = ("skipping", "--import", str(tmp_path / "skipping.py"), "--options", "less=yes,other=yes", "--rounds", "4")
+    code, out, err = fp8bench("ablate", *words, "--json", "--store", str(tmp_path / "store"))
+    assert code == 0, err
+    arms = {tuple(arm["options"]): arm["why"] for arm in json.loads(out)["arms"]}
+    assert {options for options, why in arms.items() if "other work" in why} == {
+        ("less=yes",), ("less=yes", "other=yes")
+    }  # fmt: skip
+    assert json.loads(out)["saved"]["options"]["less=yes"]["alone"] is None
+
+
 PLANTED = """
 import time
 from fp8bench.protocols.axes import one_of
