@@ -40,7 +40,7 @@ _HOME = {
 }
 
 # Commands that are calls by their parsers: the same options, defaults and sentences.
-_CALLS = ("advise", "audit", "compare", "duel", "gate", "sensitivity")
+_CALLS = ("ablate", "advise", "audit", "compare", "duel", "gate", "sensitivity")
 __all__ = [*sorted(("__version__", *_HOME, *_CALLS))]  # noqa: PLE0604
 
 

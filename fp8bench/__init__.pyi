@@ -33,6 +33,13 @@ from fp8bench.user_code.named import audited as audited
 
 __version__: str
 
+def ablate(
+    target: str, *, options: str | Iterable[str], shapley: bool = False, reference: str | None = None,
+    set: Mapping[str, object] = ..., quick: bool = False, budget: float | None = None, rounds: int | None = None,
+    device: str | None = None, data: str | None = None, imports: str | Iterable[str] = ..., seed: int = 0,
+    threads: int = 1, case_timeout: float | None = None, isolation: bool = True, store: str | Path = ".fp8bench",
+    progress: bool = True
+) -> CommandResult: ...
 def advise(
     run: str | None = None, *, beside: str | Iterable[str] = ..., training: str | None = None,
     price: float | None = None, least: float = 10.0, write_map: str | Path | None = None,

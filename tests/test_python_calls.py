@@ -20,7 +20,7 @@ from fp8bench.jobs.report_files import place_of_report
 from tests.commands import Say
 from tests.runs import measured
 
-CALLS = ("advise", "audit", "compare", "duel", "gate", "sensitivity")
+CALLS = ("ablate", "advise", "audit", "compare", "duel", "gate", "sensitivity")
 
 
 @pytest.fixture(name="command_line")

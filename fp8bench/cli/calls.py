@@ -59,6 +59,8 @@ def _signature(options: Mapping[str, argparse.Action]) -> inspect.Signature:
                 continue
             kind = _PARAMETERS.VAR_POSITIONAL if action.nargs == "*" else _PARAMETERS.POSITIONAL_OR_KEYWORD
             default = _PARAMETERS.empty if action.nargs != "?" else None
+        elif action.required:
+            default = _PARAMETERS.empty
         default = () if default == [] else str(default) if isinstance(default, Path) else default
         parameters.append(_PARAMETERS(name, kind, default=default, annotation=python_type(action)))
     parameters.append(_PARAMETERS("progress", _PARAMETERS.KEYWORD_ONLY, default=True, annotation="bool"))

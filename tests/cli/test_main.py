@@ -133,6 +133,11 @@ OPTIONS = {
         "--size", "--arms", "--reference", "--batch", "--contexts", "--sweep", "--check-layers", "--tokens", "--quick",
         "--seed", "--threads", "--device", "--store", "--explain", "--json", "--csv",
     },
+    "ablate": MANY | {
+        "--options", "--shapley", "--reference", "--set", "--quick", "--budget", "--rounds", "--device", "--data",
+        "--import", "--seed", "--threads", "--case-timeout", "--no-isolation", "--store", "--explain", "--json",
+        "--md", "--csv", "SUITE",
+    },
     "sensitivity": MANY | {
         "--size", "--dtype", "--reference", "--by", "--steps", "--tolerance", "--seed", "--threads", "--device",
         "--data", "--import", "--case-timeout", "--no-isolation", "--store", "--json", "--csv", "--explain",

@@ -1,0 +1,78 @@
+"""`fp8bench ablate`: options of one step, each alone, added to those before it, and left out of all of them."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+from fp8bench.cli import option_types as types
+from fp8bench.cli.options import shared
+from fp8bench.cli.outputs import CommandResult, check_outputs
+from fp8bench.cli.progress import TERMINAL
+from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
+from fp8bench.jobs.observer import JobObserver
+from fp8bench.measure.interrupts import only_once
+from fp8bench.model import Request
+from fp8bench.model.words import UNTOUCHED
+from fp8bench.workloads.model import Model
+
+EXAMPLES = (
+    "fp8bench ablate transformer --options bf16,compile,cached-weights",
+    "fp8bench ablate net.py:make --options bf16,compile --set pass=forward",
+)
+FIRST_OPTIONS = "--options --shapley --reference --set --quick --budget --device --store --json --csv --md"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measures a step without options, with each alone, with each added to those before it, and with each left out, "
+        "all in the same rounds: what each saves, and whether options need one another or overlap."
+    )
+    parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 the step without options failed, 130 interrupted."
+    add = parser.add_argument
+    add("target", metavar="SUITE", help="a suite, or MODULE:FUNCTION of a model of your own, as profile takes it")
+    words = "precisions, compile, checkpointing, cached-weights, or AXIS=VALUE, in the order in which they are added"
+    add("--options", required=True, type=types.words, metavar="A,B", help=words)
+    add("--shapley", action="store_true", help="all subsets of up to four options, and each one's share of the whole")
+    add("--reference", metavar="DTYPE", help="the precision without options; default fp32, of your own model untouched")
+    shared(parser, "--set", help="an axis of the suite for all arms")
+    shared(parser, "--quick")
+    shared(parser, "--budget")
+    shared(parser, "--rounds")
+    add("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
+    for option in ("--data", "--import", "--seed", "--threads", "--case-timeout", "--no-isolation"):
+        shared(parser, option)
+    shared(parser, "--store", help="as in suite")
+    shared(parser, "--explain")
+    shared(parser, "--json", help="print all of it as JSON instead of the tables, every round included")
+    shared(parser, "--md", help="also write it there as Markdown")
+    shared(parser, "--csv", help="also write a row for each arm there; '-' prints them instead of the tables")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    check_outputs(arguments)
+    with only_once():
+        return answer(arguments, TERMINAL).told(arguments)
+
+
+def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
+    from fp8bench.features.ablate.run import AblationQuestion, ablated, kept
+    from fp8bench.features.ablate.view import page_of, rows_of, value_of
+
+    own = ":" in arguments.target
+    axes = dict(arguments.axes)
+    if own and "make" in axes:
+        raise UsageError(f"--set make={axes['make'][0]} names a second model. Leave it out.")
+    if own:
+        axes["make"] = (arguments.target,)
+    request = Request(
+        Model.name if own else arguments.target, (arguments.reference or (UNTOUCHED if own else "fp32"),),
+        (arguments.device,) if arguments.device else (), None, tuple(axes.items()), data=arguments.data,
+        quick=arguments.quick, budget=arguments.budget, rounds=arguments.rounds, seed=arguments.seed,
+        threads=arguments.threads, imports=tuple(arguments.imports), isolation=arguments.isolation,
+        case_timeout=arguments.case_timeout,
+    )  # fmt: skip
+    question = AblationQuestion(request, arguments.options, arguments.shapley)
+    ablation = kept(ablated(question, arguments.store, observer), arguments.store)
+    page, value, rows = partial(page_of, ablation), partial(value_of, ablation), partial(rows_of, ablation)
+    return CommandResult(ablation, page, value, rows, code=EXIT_OK if ablation.arms[0].rounds else EXIT_FAILED)

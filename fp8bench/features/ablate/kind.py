@@ -1,0 +1,67 @@
+"""An ablation among what a store keeps: `ablations/<utc>-<id>/ablation.json`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from fp8bench.errors import StoreError
+from fp8bench.features.ablate.values import KEPT, Ablation
+from fp8bench.files import unsealed
+from fp8bench.jobs.kinds import Kind, View
+from fp8bench.model.codec import Malformed, decode
+from fp8bench.store.kept_lines import fitting
+
+
+class AblationKind(Kind[Ablation]):
+    """It belongs to no history: its arms are measured for one another."""
+
+    name = "ablation"
+    holds = Ablation
+    refused = ("tensorboard", "wandb")
+
+    def find(self, word: str, store: Path) -> Path | None:
+        with contextlib.suppress(OSError, ValueError):
+            for path in (Path(word), Path(word) / KEPT):
+                if path.is_file() and path.name == KEPT:
+                    return path
+        known = fitting(word, {path: self.names(path) for path in _files(store)})
+        return known[0] if len(known) == 1 else None
+
+    def names(self, path: Path) -> tuple[str, ...]:
+        return path.parent.name.rpartition("-")[2], path.parent.name
+
+    def load(self, path: Path) -> Ablation:
+        try:
+            ablation: Ablation = decode(Ablation, unsealed(json.loads(path.read_bytes())))
+        except (OSError, ValueError, TypeError, RecursionError, Malformed) as error:
+            raise StoreError(f"{path} is no ablation ({str(error)[:120]}).") from None
+        return replace(ablation, path=str(path))
+
+    def view(self, kept: Ablation) -> View:
+        from fp8bench.features.ablate.view import page_of, rows_of, value_of
+
+        return View(partial(page_of, kept), partial(value_of, kept), partial(rows_of, kept))
+
+    def report(self, kept: Ablation) -> View:
+        from fp8bench.features.ablate.view import page_of, rows_of, value_of
+
+        return View(partial(page_of, kept, charts=True), partial(value_of, kept), partial(rows_of, kept))
+
+    def lines(self, store: Path) -> Iterator[Callable[[], str]]:
+        return (partial(self._line, path) for path in reversed(_files(store)))
+
+    def _line(self, path: Path) -> str:
+        ablation = self.load(path)
+        return f"{self.names(path)[0]}  ablation of {ablation.suite}: {', '.join(ablation.names)}"
+
+
+def _files(store: Path) -> list[Path]:
+    return sorted((store / "ablations").glob(f"*/{KEPT}"))
+
+
+KINDS = (AblationKind(),)

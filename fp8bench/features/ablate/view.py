@@ -1,0 +1,205 @@
+"""An ablation as a page: the whole in a sentence, what each option saves, the arms, and a waterfall."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from fp8bench import units
+from fp8bench.features.ablate.savings import Savings, seconds_of
+from fp8bench.features.ablate.values import AblatedArm, Ablation
+from fp8bench.model import Interval, Level
+from fp8bench.model.codec import encode
+from fp8bench.report.columns import Col, table
+from fp8bench.report.data.plain import Rows
+from fp8bench.report.elements import ChartAxis, Element, Mark, Page, Part, Text, Tone, Waterfall
+from fp8bench.report.panels import show_params
+from fp8bench.report.words.naming import listed
+
+# What is often said of low precision with all that goes with it.
+_QUOTED = (3.0, 4.0)
+_LEGEND = (
+    "saves: in seconds of a step; below 0 it costs; [low, high]: 99% of these rounds, or their range",
+    "alone: the option and no other; then: added to those before it; left out: what is lost where it alone is missing",
+    "reading: alone below left out: it needs another; alone above left out: another does the same work",
+    "Shapley: what it saves, averaged over all orders in which the options can be added; they add up to the whole",
+    "times: of whole steps, the fastest quarter of the rounds; of another batch as if it had as many tokens",
+    "emulated: right in numbers, and no speed: neither it nor what is measured with it has a saving",
+)
+
+
+def page_of(ablation: Ablation, charts: bool = False) -> Page:
+    title = f"ablation of {ablation.suite} on {ablation.device}"
+    setting = f"{show_params(ablation.setting)} ({ablation.device_name})"
+    answer: list[Element] = [Text(f"{sentence}.") for sentence in sentences(ablation)]
+    chart = list(_waterfall(ablation)) if charts else []
+    parts = [
+        Part("answer", "", tuple(answer)),
+        Part("options", "what each option saves of a step", (_options(ablation),)),
+        Part("arms", "arms, all timed in the same rounds", (_arms(ablation), *_labels(ablation), *chart)),
+    ]
+    if ablation.path:
+        parts.append(Part("kept", "", (Text(f"stored in {ablation.path}"),)))
+    return Page(title, setting, tuple(parts), _LEGEND)
+
+
+def sentences(ablation: Ablation) -> Iterator[str]:
+    """The whole, whether options act on one another, and what is often said."""
+    first, whole = ablation.arms[0], ablation.arm(ablation.names)
+    names = listed(list(ablation.names))
+    if not first.rounds:
+        yield f"nothing can be said: the step without options failed ({first.why})"
+        return
+    if not whole.timed:
+        why = whole.why or "emulated: its time is no speed"
+        yield f"{names} together have no speed here: {why}"
+        if whole.level is Level.EMULATED and not whole.why:
+            yield "the often-quoted '3 to 4 times' of low precision with other options: not testable here"
+        return
+    savings = Savings(ablation)
+    speed = savings.speed_up(whole)
+    assert speed is not None
+    word = (
+        "faster"
+        if speed.low > 1 + (Savings(ablation).floor or 0)
+        else "slower"
+        if speed.high < 1
+        else "not surely faster"
+    )
+    yield f"{names} together: {word}, {units.speed_up(speed.point)} {_times(speed)} of {ablation.reference}"
+    yield from _interplay(ablation)
+    if any(option.precision for option in ablation.options):
+        quoted = f"{_QUOTED[0]:g} to {_QUOTED[1]:g} times"
+        judged = "refuted" if speed.high < _QUOTED[0] else "as measured" if speed.low >= _QUOTED[0] else "not decided"
+        yield f"the often-quoted '{quoted}' of low precision with other options: {judged} here"
+    if savings.floor is not None:
+        few = "" if speed.level else f"; [low, high]: range of {len(whole.rounds)} rounds, no interval of so few"
+        yield f"noise floor (A/A): +-{units.percent(savings.floor)}{few}"
+
+
+def _interplay(ablation: Ablation) -> Iterator[str]:
+    savings = Savings(ablation)
+    gained = savings.interaction()
+    if gained is None:
+        return
+    more = "less" if gained.point > 0 else "more"
+    beyond = f"the whole takes {units.seconds(abs(gained.point))} {more} than the options alone add up to"
+    if gained.low <= 0 <= gained.high:
+        yield f"additive within these rounds: savings alone add up to the whole, but for {_saved(gained)}"
+    else:
+        yield f"{'they need one another' if gained.point > 0 else 'they overlap'}: {beyond} {_range(gained)}"
+    for name in ablation.names if len(ablation.names) > 2 else ():
+        beside = savings.beside(name)
+        if beside is not None and not beside.low <= 0 <= beside.high:
+            word = "needs another" if beside.point > 0 else "overlaps with another"
+            much = f"{units.seconds(abs(beside.point))} {'less' if beside.point > 0 else 'more'}"
+            yield f"{name} {word}: beside the rest a step takes {much} than by what it saves alone"
+
+
+def _options(ablation: Ablation) -> Element:
+    savings = Savings(ablation)
+    cols: list[Col[str]] = [
+        Col("option", lambda name: name),
+        Col("alone saves", lambda name: _saved(savings.alone(name)), number=True),
+        Col("then saves", lambda name: _saved(savings.cumulative(name)), number=True),
+        Col("left out loses", lambda name: _saved(savings.left_out(name)), number=True),
+        Col("Shapley", lambda name: _saved(savings.average(name)), number=True, when=ablation.shapley),
+    ]
+    return table("options", "", cols, ablation.names)
+
+
+def _arms(ablation: Ablation) -> Element:
+    cols: list[Col[AblatedArm]] = [
+        Col("arm", lambda arm: " + ".join(arm.options) or f"none ({ablation.reference})"),
+        Col("time", _time, number=True),
+        Col("speed-up", lambda arm: _shown(Savings(ablation).speed_up(arm)), number=True),
+        Col("memory", lambda arm: arm.memory, number=True, unit="B"),
+        Col("energy", lambda arm: arm.joules, number=True, unit="J", when=any(arm.joules for arm in ablation.arms)),
+        Col(ablation.error.replace("_", " ") or "error", lambda arm: arm.error, number=True,
+            show=units.relative_error, when=bool(ablation.error)),
+        Col("why", lambda arm: arm.why, below=True, when=any(arm.why for arm in ablation.arms)),
+    ]  # fmt: skip
+    return table("arms", "", cols, ablation.arms)
+
+
+def _labels(ablation: Ablation) -> Iterator[Text]:
+    counts = Counter(label for arm in ablation.arms for label in arm.labels)
+    if counts:
+        shown = (f"{label} ({count} of {len(ablation.arms)} arms)" for label, count in counts.items())
+        yield Text(f"labels: {', '.join(shown)}", Tone.DOUBT)
+
+
+def _time(arm: AblatedArm) -> str:
+    return f"{'emulated ' * (arm.level is Level.EMULATED)}{units.seconds(seconds_of(arm))}"
+
+
+def _waterfall(ablation: Ablation) -> Iterator[Element]:
+    """From the step without options to that with all, in the order that was given."""
+    whole = ablation.arm(ablation.names)
+    steps = {name: Savings(ablation).cumulative(name) for name in ablation.names}
+    if not whole.timed or not all(steps.values()):
+        return
+    marks = tuple(
+        Mark(name, -saved.point, -saved.high, -saved.low, _tone(saved))
+        for name, saved in steps.items()
+        if saved is not None
+    )
+    before, after = (seconds_of(arm) or 0.0 for arm in (ablation.arms[0], whole))
+    words = "Seconds of a step; each bar is what an option adds to or takes from those before it."
+    title = "from the step without options to that with all"
+    yield Waterfall("ablation", title, words, ChartAxis("time of a step", "s"), ("none", before), marks, ("all", after))
+
+
+def _tone(saved: Interval) -> Tone:
+    return Tone.GOOD if saved.low > 0 else Tone.BAD if saved.high < 0 else Tone.PLAIN
+
+
+def _saved(saved: Interval | None) -> str:
+    return units.NONE if saved is None else f"{_signed(saved.point)} {_range(saved)}"
+
+
+def _signed(seconds: float) -> str:
+    return f"{'-' * (seconds < 0)}{units.seconds(abs(seconds))}"
+
+
+def _range(saved: Interval) -> str:
+    return f"[{_signed(saved.low)}, {_signed(saved.high)}]"
+
+
+def _times(speed: Interval) -> str:
+    return f"[{units.significant(speed.low)}, {units.significant(speed.high)}]"
+
+
+def _shown(speed: Interval | None) -> str:
+    return units.NONE if speed is None else f"{units.speed_up(speed.point)} {_times(speed)}"
+
+
+def value_of(ablation: Ablation) -> dict[str, Any]:
+    """All of it, with what is worked out of the rounds."""
+    savings = Savings(ablation)
+    figures = {
+        name: {
+            "alone": encode(savings.alone(name)), "cumulative": encode(savings.cumulative(name)),
+            "left_out": encode(savings.left_out(name)), "beside_the_others": encode(savings.beside(name)),
+            "shapley": encode(savings.average(name)) if ablation.shapley else None,
+        }
+        for name in ablation.names
+    }  # fmt: skip
+    saved = {"options": figures, "interaction": encode(savings.interaction()), "floor": savings.floor}
+    return {**encode(ablation), "saved": saved, "sentences": list(sentences(ablation))}
+
+
+def rows_of(ablation: Ablation) -> Rows:
+    """A row an arm."""
+    speeds = [(arm, Savings(ablation).speed_up(arm)) for arm in ablation.arms]
+    rows = [
+        {
+            "arm": "+".join(arm.options), "options": len(arm.options), "level": arm.level.value,
+            "seconds": seconds_of(arm), "speed_up": speed and speed.point, "low": speed and speed.low,
+            "high": speed and speed.high, "memory": arm.memory, "joules": arm.joules, "error": arm.error,
+            "labels": " ".join(arm.labels), "why": arm.why,
+        }
+        for arm, speed in speeds
+    ]  # fmt: skip
+    return tuple(rows[0]), rows

@@ -1,0 +1,242 @@
+"""What options save: planted costs come out, additive ones as additive, others as acting on one another."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fp8bench.features.ablate.kind import AblationKind
+from fp8bench.features.ablate.savings import Savings, seconds_of
+from fp8bench.features.ablate.values import AblatedArm, AblatedOption, Ablation, arms_of
+from fp8bench.features.ablate.view import rows_of, sentences, value_of
+from fp8bench.model import Interval, Level
+from fp8bench.model.codec import decode, encode
+from tests.commands import Say, unfolded
+
+NAMES = ("a", "b", "c")
+SAVES = {"a": 2e-3, "b": 1e-3, "c": -0.5e-3}
+
+
+def additive(options: Sequence[str]) -> float:
+    return 10e-3 - sum(SAVES[name] for name in options)
+
+
+def interacting(options: Sequence[str]) -> float:
+    """`b` works only beside `a`."""
+    return additive([name for name in options if name != "b" or "a" in options])
+
+
+def ablation(
+    cost: Callable[[Sequence[str]], float], seed: int = 0, rounds: int = 60, shapley: bool = False
+) -> Ablation:
+    """Rounds that share what a machine does to all of a round, and what it does to each slot."""
+    draw = np.random.default_rng(seed)
+    common = 1 + 0.02 * draw.gamma(1.0, size=rounds)
+    arms = []
+    for options in arms_of(NAMES, shapley):
+        seconds = cost(options) * common * (1 + 0.01 * draw.gamma(1.0, size=rounds))
+        arms.append(AblatedArm(options, "/".join(options) or "none", rounds=tuple(seconds.tolist())))
+    control = additive(()) * common * (1 + 0.01 * draw.gamma(1.0, size=rounds))
+    options = tuple(AblatedOption(name, axis=name, on="yes", off="no") for name in NAMES)
+    return Ablation(
+        "planted",
+        (),
+        "cpu",
+        "a machine",
+        "fp32",
+        options,
+        tuple(arms),
+        control=tuple(control.tolist()),
+        shapley=shapley,
+    )
+
+
+def holds(interval: Interval | None, truth: float) -> bool:
+    assert interval is not None
+    return interval.low <= truth <= interval.high
+
+
+def test_arms_are_three_times_the_options_less_one() -> None:
+    assert [len(list(arms_of(NAMES[:count], False))) for count in (2, 3)] == [4, 8]
+    assert len(list(arms_of("abcd", False))) == 11 and len(list(arms_of("abcd", True))) == 16
+    assert next(arms_of(NAMES, False)) == () and len(set(arms_of(NAMES, True))) == 8
+
+
+def test_additive_costs_come_out_additive() -> None:
+    """40 savings of additive costs, of which every one lies within its interval, whichever way it is asked for.
+
+    The fastest of rounds are slower than the cost by what no round was without, by the same share for all.
+    """
+    inside = calls = 0
+    for seed in range(14):
+        known = ablation(additive, seed)
+        savings, scale = Savings(known), (seconds_of(known.arms[0]) or 0) / additive(())
+        for name, saved in SAVES.items():
+            for ask in (savings.alone, savings.cumulative, savings.left_out):
+                inside, calls = inside + holds(ask(name), scale * saved), calls + 1
+        assert holds(Savings(known).interaction(), 0.0) and all(
+            holds(Savings(known).beside(name), 0.0) for name in NAMES
+        )
+        assert any("additive within these rounds" in sentence for sentence in sentences(known))
+    assert calls >= 40 and inside == calls
+
+
+def test_options_that_need_one_another_come_out_so() -> None:
+    for seed in range(10):
+        known = ablation(interacting, seed)
+        savings = Savings(known)
+        assert (
+            not holds(savings.interaction(), 0.0)
+            and not holds(savings.beside("b"), 0.0)
+            and holds(savings.beside("c"), 0.0)
+        )
+        told = list(sentences(known))
+        assert any(sentence.startswith("they need one another") for sentence in told)
+        assert any(sentence.startswith("b needs another") for sentence in told)
+        assert holds(savings.alone("b"), 0.0) and not holds(savings.left_out("b"), 0.0)
+
+
+def test_shares_by_shapley_add_up_to_the_whole_bit_by_bit_of_an_oracle() -> None:
+    known = ablation(interacting, shapley=True)
+    shares = [Savings(known).average(name) for name in NAMES]
+    whole = Savings(known).saved((((), 1), (NAMES, -1)))
+    assert whole is not None
+    assert math.isclose(sum(share.point for share in shares if share), whole.point, rel_tol=1e-9)
+    seconds = {frozenset(arm.options): seconds_of(arm) or 0.0 for arm in known.arms}
+    for name, share in zip(NAMES, shares, strict=True):
+        gains = [
+            seconds[frozenset(order[: order.index(name)])] - seconds[frozenset(order[: order.index(name) + 1])]
+            for order in itertools.permutations(NAMES)
+        ]
+        assert share is not None and math.isclose(share.point, sum(gains) / len(gains), rel_tol=1e-9)
+
+
+def test_an_emulated_arm_has_no_saving_and_few_rounds_no_interval() -> None:
+    known = ablation(additive)
+    emulated = [
+        AblatedArm(arm.options, arm.case, Level.EMULATED if "a" in arm.options else arm.level, rounds=arm.rounds)
+        for arm in known.arms
+    ]
+    low = Ablation(**{**vars(known), "arms": tuple(emulated)})
+    assert (
+        Savings(low).alone("a") is None and Savings(low).left_out("b") is None and Savings(low).alone("b") is not None
+    )
+    assert any("no speed" in sentence for sentence in sentences(low))
+    few = Savings(ablation(additive, rounds=10)).alone("a")
+    assert few is not None and few.level == 0 and few.low < 2e-3 < few.high
+
+
+def test_it_is_kept_and_shown_as_it_was(tmp_path: Path) -> None:
+    known = ablation(interacting, shapley=True)
+    assert decode(Ablation, encode(known)) == known
+    columns, rows = rows_of(known)
+    assert len(list(rows)) == 8 and columns[0] == "arm"
+    assert set(value_of(known)["saved"]["options"]) == set(NAMES)
+    assert AblationKind().find("nothing", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("transformer", "--options", "bf16"), "two or more"),
+        (("transformer", "--options", "bf16,fp16"), "precisions: a step has only one at a time"),
+        (("transformer", "--options", "batch=2,batch=4"), "values of batch"),
+        (("transformer", "--options", "bf16,compil"), "Did you mean 'compile'?"),
+        (("transformer", "--options", "bf16,batch=many"), "many"),
+        (("gemm", "--options", "bf16,product=backward"), "Choose: --set"),
+        (("nothing", "--options", "bf16,compile"), "unknown suite 'nothing'"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_sentence(words: tuple[str, ...], says: str, fp8bench: Say, tmp_path: Path) -> None:
+    code, out, err = fp8bench("ablate", *words, "--store", str(tmp_path / "store"))
+    assert (code, out) == (2, "") and says in unfolded(err)
+    assert not (tmp_path / "store" / "ablations").exists()
+
+
+SKIPPED = """
+import torch
+from fp8bench.protocols.axes import one_of
+from fp8bench.suites import Axis, Work, Workload, workloads
+
+@workloads.register("skipping")
+class Skipping(Workload):
+    name, summary, dtypes = "skipping", "a product that an option leaves out", ("fp32",)
+
+    def axes(self, facts):
+        return tuple(Axis(name, "", ("no",), one_of("no", "yes")) for name in ("less", "other"))
+
+    def work(self, params):
+        return Work(tokens=64)
+
+    def prepare(self, setup):
+        return torch.randn(64, 64), 1 if setup.case.param("less") == "yes" else 2
+
+    def step(self, state, phase):
+        values, times = state
+        for _ in range(times):
+            with phase.gemm:
+                out = values @ values
+        return out
+"""
+
+
+@pytest.mark.slow
+def test_an_arm_that_does_less_has_no_speed_up(fp8bench: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8BENCH_TAPE", "recorded")
+    (tmp_path / "skipping.py").write_text(SKIPPED)
+    words = ("skipping", "--import", str(tmp_path / "skipping.py"), "--options", "less=yes,other=yes", "--rounds", "4")
+    code, out, err = fp8bench("ablate", *words, "--json", "--store", str(tmp_path / "store"))
+    assert code == 0, err
+    arms = {tuple(arm["options"]): arm["why"] for arm in json.loads(out)["arms"]}
+    assert {options for options, why in arms.items() if "other work" in why} == {
+        ("less=yes",), ("less=yes", "other=yes")
+    }  # fmt: skip
+    assert json.loads(out)["saved"]["options"]["less=yes"]["alone"] is None
+
+
+PLANTED = """
+import time
+from fp8bench.protocols.axes import one_of
+from fp8bench.suites import Axis, Work, Workload, workloads
+
+@workloads.register("planted")
+class Planted(Workload):
+    name, summary, dtypes = "planted", "waits as long as its options say", ("fp32",)
+
+    def axes(self, facts):
+        return tuple(Axis(name, "", ("no",), one_of("no", "yes")) for name in ("first", "second"))
+
+    def work(self, params):
+        return Work(tokens=1)
+
+    def prepare(self, setup):
+        on = [setup.case.param(name) == "yes" for name in ("first", "second")]
+        return 0.0008 - 0.0003 * on[0] - 0.0003 * (on[0] and on[1])
+
+    def step(self, state, phase):
+        until = time.perf_counter() + state
+        while time.perf_counter() < until:
+            pass
+"""
+
+
+@pytest.mark.slow
+def test_planted_waiting_is_found(fp8bench: Say, tmp_path: Path) -> None:
+    """The second option works only beside the first: by a real run, of waiting shorter than a system's turns."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    words = ("planted", "--import", str(tmp_path / "planted.py"), "--options", "first=yes,second=yes", "--rounds", "24")
+    code, out, err = fp8bench("ablate", *words, "--json", "--store", str(tmp_path / "store"))
+    assert code == 0, err
+    saved = json.loads(out)["saved"]["options"]
+    half = 0.15e-3
+    assert saved["first=yes"]["alone"]["point"] > half > saved["second=yes"]["alone"]["point"]
+    assert saved["second=yes"]["cumulative"]["point"] > half
+    (path,) = (tmp_path / "store" / "ablations").glob("*/ablation.json")
+    _, shown, _ = fp8bench("show", str(path), "--store", str(tmp_path / "store"))
+    assert "second=yes" in shown and "left out" in shown
