@@ -7,7 +7,7 @@ bytes and quality.
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,15 +23,17 @@ from fp8bench.features.infer.values import (
     ArmTimes,
     Quality,
     QualityTask,
+    ServedModel,
     ServingAnswer,
     ServingQuestion,
+    check_arm,
     dtype_of,
 )
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import ProcessWorker, Worker, claimed
 from fp8bench.model import DeviceFacts, Level, Record, Request, Run, Support
 from fp8bench.model.raw import Settings
-from fp8bench.nn.served import CARRIERS, OWN, Arm, served_memory, served_support
+from fp8bench.nn.served import CARRIERS, OWN, OWN_SHAPES, Arm, ServedShape, served_memory, served_shape, served_support
 from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.pipeline import execute
 from fp8bench.plan.make import device_named
@@ -43,10 +45,15 @@ SHIPPED, WEIGHTS = "nano-python", Path(__file__).with_name("nano-python.bin")
 # Left out of the shipped model's training; its positions.
 HELD_OUT, WINDOW = ("argparse.py", "statistics.py", "textwrap.py"), 128
 _LIMIT = 1800.0
+# By whether it is quick.
+_CONTEXTS = {False: (256, 1024, 2048, 4096), True: (128, 512, 1024, 2048)}
 
 
-def answered(question: ServingQuestion, store: Path, command: str, observer: JobObserver) -> ServingAnswer:
-    """An interrupt ends it early: what was found until then is the answer."""
+def answered(
+    question: ServingQuestion, store: Path, command: str, observer: JobObserver, trained: ServedModel | None = None
+) -> ServingAnswer:  # fmt: skip
+    """Quality is that of `trained`, where there is one, of a maker's model, or of the one that is shipped. An interrupt
+    ends it early: what was found until then is the answer."""
     settings = Settings(question.threads, question.seed)
     with claimed(True), ProcessWorker(settings, module=_MODULE) as worker:
         known = worker.probe()
@@ -55,8 +62,12 @@ def answered(question: ServingQuestion, store: Path, command: str, observer: Job
             if question.device
             else next((one for one in known if one.accelerated), known[0])
         )
+        model = trained or shipped(question.tokens)
+        if question.is_own:
+            OWN_SHAPES[question.size] = ServedShape(*_asked(worker, "shape", question.size, facts, question.seed))
+            question, model = checked(question), ServedModel(question.size)
         _check_memory(question, facts)
-        quality, layers = _qualities(question, facts, worker, observer)
+        quality, layers = _qualities(question, model, facts, worker, observer)
     answer = ServingAnswer(question, facts.key, (), question.contexts[0], quality, layers)
     try:
         return _timed(answer, facts, store, command, observer)
@@ -64,14 +75,40 @@ def answered(question: ServingQuestion, store: Path, command: str, observer: Job
         return replace(answer, finished=False)
 
 
+def _asked(worker: Worker, name: str, *arguments: Any) -> Any:
+    try:
+        return getattr(cast(Any, worker.within(_LIMIT)), name)(*arguments)
+    except WorkerFault as fault:
+        raise as_usage(fault) from None
+
+
+def checked(question: ServingQuestion) -> ServingQuestion:
+    """With the usual contexts where it names none. Raises UsageError for what its model has not."""
+    shape, usual = served_shape(question.size), _CONTEXTS[question.quick]
+    few = tuple(sorted({shape.sequence * part // 8 for part in (1, 2, 4, 8)}))
+    contexts = question.contexts or (few if usual[-1] > shape.sequence else usual)
+    if contexts[0] < 1 or contexts[-1] > shape.sequence:
+        raise UsageError(
+            f"--contexts goes from {contexts[0]} to {contexts[-1]}: {question.size} has positions for 1 to "
+            f"{shape.sequence}."
+        )
+    for arm in question.arms:
+        check_arm(arm, shape)
+    return replace(question, contexts=contexts)
+
+
 def _check_memory(question: ServingQuestion, facts: DeviceFacts) -> None:
-    least = served_memory(SERVED_SIZES[question.size], question.batch, max(question.contexts))
+    least = served_memory(served_shape(question.size), question.batch, max(question.contexts))
     if facts.memory_bytes and least > facts.memory_bytes:
         raise UsageError(
             f"{question.size} with --batch {question.batch} at a context of {max(question.contexts)} takes "
             f"{size(least)} or more, and {facts.key} has {size(facts.memory_bytes)}. Choose a smaller batch, "
             "context or model."
         )
+
+
+def shipped(tokens: int) -> ServedModel:
+    return ServedModel(SHIPPED, SERVED_SIZES[SHIPPED], str(WEIGHTS), text=held_out_text(tokens))
 
 
 def held_out_text(tokens: int) -> tuple[tuple[int, ...], ...]:
@@ -86,28 +123,24 @@ def held_out_text(tokens: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _qualities(
-    question: ServingQuestion, facts: DeviceFacts, worker: Worker, observer: JobObserver
+    question: ServingQuestion, model: ServedModel, facts: DeviceFacts, worker: Worker, observer: JobObserver
 ) -> tuple[Quality, tuple[tuple[Arm, ArmQuality], ...]]:
     lead, *others = question.arms
-    arms = [_for_shipped(arm) for arm in question.arms]
+    arms = [_within(arm, model.layers) for arm in question.arms]
     if any(one != asked for one, asked in zip(arms, question.arms, strict=True)):
-        layers = SERVED_SIZES[SHIPPED].layers
-        observer.note(f"quality is read on {SHIPPED}, of {layers} layers: exceptions of later ones are not in it")
-    alone = layer_arms(question.check_layers, lead, others, SERVED_SIZES[SHIPPED].layers)
-    task = QualityTask(SHIPPED, str(WEIGHTS), held_out_text(question.tokens), (*arms, *alone), facts, question.seed)
+        whose = f"{model.name}, of {model.layers} layers"
+        observer.note(f"quality is read on {whose}: exceptions of later ones are not in it")
+    alone = layer_arms(question.check_layers, lead, others, model.layers)
+    task = QualityTask(model, question.tokens, (*arms, *alone), facts, question.seed)
     with observer.counting() as tell:
         tell(0, 1, "models", "quality on the same tokens")
-        try:
-            found = cast(Quality, cast(Any, worker.within(_LIMIT)).quality(task))
-        except WorkerFault as fault:
-            raise as_usage(fault) from None
+        found: Quality = _asked(worker, "quality", task)
     ranked = sorted(zip(alone, found.arms[len(others) :], strict=True), key=lambda pair: -pair[1].kl)
     return replace(found, arms=found.arms[: len(others)]), tuple(ranked)
 
 
-def _for_shipped(arm: Arm) -> Arm:
-    """Exceptions of layers that the shipped model has not are left out: its quality is that of the usual format."""
-    layers = SERVED_SIZES[SHIPPED].layers
+def _within(arm: Arm, layers: int) -> Arm:
+    """Exceptions of layers that the model of quality has not are left out: its quality is that of the usual format."""
 
     def kept(word: str) -> str:
         usual, *exceptions = word.split("@")
@@ -147,10 +180,10 @@ def _timed(
         raise UsageError(f"the reference has no speed on {facts.key}: {lead.reason}. Give --reference fp32 or bf16.")
     native = tuple(arm for arm in question.arms if supports[arm].level is Level.NATIVE)
 
-    def measured(suite: str, contexts: Sequence[int], batches: Sequence[int] = (question.batch,)) -> Run:
-        axes = (("size", (question.size,)), ("batch", tuple(map(str, batches))), ("context", tuple(map(str, contexts))))
+    def measured(suite: str, arms: Sequence[Arm], **axes: Sequence[object]) -> Run:
         request = Request(
-            suite, tuple(map(dtype_of, native)), (facts.key,), dtype_of(native[0]), axes, quick=question.quick,
+            suite, tuple(map(dtype_of, arms)), (facts.key,), dtype_of(arms[0]),
+            tuple((name, tuple(map(str, values))) for name, values in axes.items()), quick=question.quick,
             seed=question.seed, threads=question.threads,
         )  # fmt: skip
         with observer.measuring() as watch:
@@ -160,15 +193,23 @@ def _timed(
         return run
 
     if question.batches:
-        run = measured("decode", question.contexts[:1], question.batches)
-        return replace(answer, sweep=crossing_of_batches(run, question), runs=(run.id,))
-    decode, prefill = measured("decode", question.contexts), measured("prefill", (answer.prompt,))
+        _, outputs, inputs = max(served_shape(question.size).kept, key=lambda one: one[1] * one[2])
+        arms = [arm for arm in native if not arm.kv]
+        run = measured("gemm", arms, shape=[f"{batch}x{outputs}x{inputs}" for batch in question.batches])
+        said = f"of the layer of {outputs} x {inputs}, {crossing_of_batches(run, arms)}"
+        return replace(answer, sweep=said, runs=(run.id,))
+    own: dict[str, Sequence[object]] = {"size": [question.size], "batch": [question.batch]}
+    decode = measured("decode", native, **own, context=question.contexts)
+    prefill = measured("prefill", native, **own, context=[answer.prompt])
     times = list(times_of(question, native, decode, prefill))
     kernels = {arm: supports[arm].reason for arm in question.arms}
     times = [replace(one, kernel=kernels[one.arm]) for one in times]
     times += [ArmTimes(arm, why=kernels[arm]) for arm in question.arms if arm not in native]
     ceiling = next((one.ceiling.bytes for one in decode.records if one.ceiling is not None), None)
     return replace(answer, times=tuple(times), bandwidth=ceiling, runs=(decode.id, prefill.id))
+
+
+Phases = Mapping[str, float]
 
 
 def times_of(question: ServingQuestion, native: Sequence[Arm], decode: Run, prefill: Run) -> Iterator[ArmTimes]:
@@ -208,35 +249,46 @@ def _joules(record: Record | None) -> float | None:
     return None if record is None or figures is None else figures.gross.middle / record.work.tokens
 
 
-def crossing_of_batches(run: Run, question: ServingQuestion) -> str:
-    """Up to which batch each arm pays, by the ratios of the suite's own verdicts; beside it what ceilings say."""
-    found, sentences = findings(run), []
-    for arm in question.arms[1:]:
-        records = [record for record in run.records if _is_of(record, arm) and found[record.case.id].ratio is not None]
-        ratios = {int(record.case.param("batch")): found[record.case.id].ratio for record in records}
-        even = break_even([SizedRatio(batch, ratio) for batch, ratio in ratios.items() if ratio is not None])
+def crossing_of_batches(run: Run, arms: Sequence[Arm]) -> str:
+    """Up to which rows of a product each arm pays, by the ratios of the suite's own verdicts, and what takes the gain;
+    beside it what ceilings say."""
+    verdicts, sentences = findings(run), []
+    leads = {int(record.case.param("m")): record for record in run.records if record.is_reference}
+    for arm in arms[1:]:
+        own = {int(record.case.param("m")): record for record in run.records if _is_of(record, arm)}
+        ratios = {rows: verdicts[record.case.id].ratio for rows, record in own.items()}
+        even = break_even([SizedRatio(rows, ratio) for rows, ratio in ratios.items() if ratio is not None])
         if even is None:
             continue
         crossings = ", ".join(
-            f"{'pays from' if one.begins else 'stops paying at'} {one.size:.0f} ({one.low:.0f} to {one.high:.0f})"
+            f"{'pays from' if one.begins else 'stops paying at'} {one.size:.0f} ({one.low:.0f} to {one.high:.0f}) rows"
             for one in even.crossings
         )
         stretches = {True: "it pays at all", False: "it pays at none", None: "it cannot be told"}
         alike = stretches[even.stretches[0].pays] if len(even.stretches) == 1 else "no crossing that is sure"
-        sentences.append(f"{dtype_of(arm)}: {crossings or alike}{_cause(run, records[-1])}")
-    return "; ".join([*sentences, computed_batch(run, question.arms[0])])
+        worst = max((rows for rows, ratio in ratios.items() if ratio), key=lambda rows: ratios[rows].point)  # type: ignore[union-attr]
+        least = min(own)
+        first, last, lead = (dict(verdicts[record.case.id].phases) for record in (own[least], own[worst], leads[worst]))
+        why = f", at {worst} most by {cause_of(first, last, lead, arm.low_inputs)}" if ratios[worst].point > 1 else ""  # type: ignore[union-attr]
+        sentences.append(f"{dtype_of(arm)}: {crossings or alike}{why}")
+    return "; ".join([*sentences, computed_batch(run, arms[0])])
 
 
-def _cause(run: Run, record: Record) -> str:
-    """In which phase the largest batch loses most beside the reference's."""
-    found = findings(run)
-    reference = next(one for one in run.records if one.is_reference and one.case.setting == record.case.setting)
-    own, theirs = dict(found[record.case.id].phases), dict(found[reference.case.id].phases)
-    lost = {phase: seconds - theirs.get(phase, 0.0) for phase, seconds in own.items()}
-    worst = max(lost, key=lambda phase: lost[phase], default="")
-    if not worst or lost[worst] <= 0:
-        return ""
-    return f", at {record.case.param('batch')} it loses most in {worst.replace('_', ' ')}"
+# A product that takes less than so many times what it takes of one row has a time that is fixed.
+_FIXED = 1.5
+
+
+def cause_of(first: Phases, last: Phases, reference: Phases, low_inputs: bool) -> str:
+    """What an arm loses by: its seconds by phase at the fewest rows and where it loses most, and the reference's there.
+
+    A time that hardly depends on the rows is what a launch and reading the weight take; one that grows is what is
+    computed, of which dequantising is the part that the reference has not.
+    """
+    lost = {phase: seconds - reference.get(phase, 0.0) for phase, seconds in last.items()}
+    if max(lost, key=lambda phase: lost[phase]) == "cast":
+        return "casts of inputs" if low_inputs else "dequantising ahead of its product"
+    fixed = sum(last.values()) < _FIXED * sum(first.values())
+    return "launches: its time is fixed" if fixed else "dequantising inside its product, which no fewer bytes make good"
 
 
 def computed_batch(run: Run, reference: Arm) -> str:
