@@ -7,16 +7,16 @@ bytes and quality.
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from fp8bench.analysis.break_even import SizedRatio, break_even
 from fp8bench.analysis.energy import energy_figures
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.samples import step_samples
 from fp8bench.errors import UsageError, WorkerFault, as_usage
+from fp8bench.features.infer.batches import computed_batch, crossing_of_batches
 from fp8bench.features.infer.fits import LineDraws, crossing_of, line_of
 from fp8bench.features.infer.values import (
     ArmQuality,
@@ -28,12 +28,13 @@ from fp8bench.features.infer.values import (
     ServingQuestion,
     check_arm,
     dtype_of,
+    is_of,
 )
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import ProcessWorker, Worker, claimed
 from fp8bench.model import DeviceFacts, Level, Record, Request, Run, Support
 from fp8bench.model.raw import Settings
-from fp8bench.nn.served import CARRIERS, OWN, OWN_SHAPES, Arm, ServedShape, served_memory, served_shape, served_support
+from fp8bench.nn.served import OWN, OWN_SHAPES, Arm, ServedShape, served_memory, served_shape, served_support
 from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.pipeline import execute
 from fp8bench.plan.make import device_named
@@ -196,8 +197,8 @@ def _timed(
         _, outputs, inputs = max(served_shape(question.size).kept, key=lambda one: one[1] * one[2])
         arms = [arm for arm in native if not arm.kv]
         run = measured("gemm", arms, shape=[f"{batch}x{outputs}x{inputs}" for batch in question.batches])
-        said = f"of the layer of {outputs} x {inputs}, {crossing_of_batches(run, arms)}"
-        return replace(answer, sweep=said, runs=(run.id,))
+        said = (*crossing_of_batches(run, arms), computed_batch(run, arms[0]))
+        return replace(answer, sweep=(f"by rows of the layer of {outputs} x {inputs}:", *said), runs=(run.id,))
     own: dict[str, Sequence[object]] = {"size": [question.size], "batch": [question.batch]}
     decode = measured("decode", native, **own, context=question.contexts)
     prefill = measured("prefill", native, **own, context=[answer.prompt])
@@ -209,16 +210,13 @@ def _timed(
     return replace(answer, times=tuple(times), bandwidth=ceiling, runs=(decode.id, prefill.id))
 
 
-Phases = Mapping[str, float]
-
-
 def times_of(question: ServingQuestion, native: Sequence[Arm], decode: Run, prefill: Run) -> Iterator[ArmTimes]:
     """Lines and crossings of the arms that were timed, the reference first."""
     best, prompts = findings(decode), findings(prefill)
     reference: LineDraws | None = None
     for arm in native:
         records = sorted(
-            (int(record.case.param("context")), record) for record in decode.records if _is_of(record, arm)
+            (int(record.case.param("context")), record) for record in decode.records if is_of(record, arm)
         )  # fmt: skip
         why = next((record.reason for _, record in records if record.timing is None), "")
         rounds = {context: step_samples(record.timing) for context, record in records if record.timing is not None}
@@ -229,7 +227,7 @@ def times_of(question: ServingQuestion, native: Sequence[Arm], decode: Run, pref
         elif line is not None and reference is not None:
             crossing = crossing_of(line, reference, question.contexts)
         tpot = [(context, best[record.case.id].best_seconds) for context, record in records]
-        prompt = next((record for record in prefill.records if _is_of(record, arm)), None)
+        prompt = next((record for record in prefill.records if is_of(record, arm)), None)
         yield ArmTimes(
             arm, tuple((context, seconds) for context, seconds in tpot if seconds is not None),
             None if line is None else line.line, crossing,
@@ -239,62 +237,7 @@ def times_of(question: ServingQuestion, native: Sequence[Arm], decode: Run, pref
         )  # fmt: skip
 
 
-def _is_of(record: Record, arm: Arm) -> bool:
-    return record.case.precision == precisions.canonical(dtype_of(arm))
-
-
 def _joules(record: Record | None) -> float | None:
     """Of a token that goes in or comes out: the step's, over all tokens of the batch."""
     figures = None if record is None else energy_figures(record)
     return None if record is None or figures is None else figures.gross.middle / record.work.tokens
-
-
-def crossing_of_batches(run: Run, arms: Sequence[Arm]) -> str:
-    """Up to which rows of a product each arm pays, by the ratios of the suite's own verdicts, and what takes the gain;
-    beside it what ceilings say."""
-    verdicts, sentences = findings(run), []
-    leads = {int(record.case.param("m")): record for record in run.records if record.is_reference}
-    for arm in arms[1:]:
-        own = {int(record.case.param("m")): record for record in run.records if _is_of(record, arm)}
-        ratios = {rows: verdicts[record.case.id].ratio for rows, record in own.items()}
-        even = break_even([SizedRatio(rows, ratio) for rows, ratio in ratios.items() if ratio is not None])
-        if even is None:
-            continue
-        crossings = ", ".join(
-            f"{'pays from' if one.begins else 'stops paying at'} {one.size:.0f} ({one.low:.0f} to {one.high:.0f}) rows"
-            for one in even.crossings
-        )
-        stretches = {True: "it pays at all", False: "it pays at none", None: "it cannot be told"}
-        alike = stretches[even.stretches[0].pays] if len(even.stretches) == 1 else "no crossing that is sure"
-        worst = max((rows for rows, ratio in ratios.items() if ratio), key=lambda rows: ratios[rows].point)  # type: ignore[union-attr]
-        least = min(own)
-        first, last, lead = (dict(verdicts[record.case.id].phases) for record in (own[least], own[worst], leads[worst]))
-        why = f", at {worst} most by {cause_of(first, last, lead, arm.low_inputs)}" if ratios[worst].point > 1 else ""  # type: ignore[union-attr]
-        sentences.append(f"{dtype_of(arm)}: {crossings or alike}{why}")
-    return "; ".join([*sentences, computed_batch(run, arms[0])])
-
-
-# A product that takes less than so many times what it takes of one row has a time that is fixed.
-_FIXED = 1.5
-
-
-def cause_of(first: Phases, last: Phases, reference: Phases, low_inputs: bool) -> str:
-    """What an arm loses by: its seconds by phase at the fewest rows and where it loses most, and the reference's there.
-
-    A time that hardly depends on the rows is what a launch and reading the weight take; one that grows is what is
-    computed, of which dequantising is the part that the reference has not.
-    """
-    lost = {phase: seconds - reference.get(phase, 0.0) for phase, seconds in last.items()}
-    if max(lost, key=lambda phase: lost[phase]) == "cast":
-        return "casts of inputs" if low_inputs else "dequantising ahead of its product"
-    fixed = sum(last.values()) < _FIXED * sum(first.values())
-    return "launches: its time is fixed" if fixed else "dequantising inside its product, which no fewer bytes make good"
-
-
-def computed_batch(run: Run, reference: Arm) -> str:
-    """The batch from which the reference's own products are bound by arithmetic, so that fewer bytes gain nothing."""
-    ceiling = next((one.ceiling for one in run.records if one.is_reference and one.ceiling is not None), None)
-    if ceiling is None or not ceiling.flops or not ceiling.bytes:
-        return "computed: nothing, as ceilings are not known (`fp8bench doctor --ceilings` measures them)"
-    batch = CARRIERS[reference.carrier] * ceiling.flops / (2 * ceiling.bytes)
-    return f"computed from ceilings: fewer bytes a weight gain nothing past {batch:.0f}"

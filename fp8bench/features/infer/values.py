@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fp8bench.errors import UsageError
-from fp8bench.model import DeviceFacts, Interval
+from fp8bench.model import DeviceFacts, Interval, Record
 from fp8bench.nn.served import (
     CARRIERS,
     KV_FORMATS,
@@ -20,6 +20,7 @@ from fp8bench.nn.served import (
 )
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols.axes import one_of
+from fp8bench.registry import precisions
 
 # Fewer are no line.
 LEAST_CONTEXTS = 4
@@ -66,6 +67,10 @@ def dtype_of(arm: Arm) -> str:
     options = (("carrier", arm.carrier if arm.carrier != "bf16" else ""), ("kv", arm.kv), ("weights", arm.weights),
                ("activations", "low" if arm.low_inputs else ""))  # fmt: skip
     return ":".join([SERVED, *(f"{key}={value}" for key, value in options if value)])
+
+
+def is_of(record: Record, arm: Arm) -> bool:
+    return record.case.precision == precisions.canonical(dtype_of(arm))
 
 
 def check_arm(arm: Arm, shape: ServedShape) -> None:
@@ -218,7 +223,7 @@ class ServingAnswer:
     layers: tuple[tuple[Arm, ArmQuality], ...] = ()
     bandwidth: float | None = None
     runs: tuple[str, ...] = ()
-    sweep: str = ""
+    sweep: tuple[str, ...] = ()
     finished: bool = True
 
     def quality_of(self, arm: Arm) -> ArmQuality | None:

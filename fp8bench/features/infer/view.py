@@ -142,8 +142,7 @@ def _seconds(interval: Interval | None, times: int = 1) -> str:
 
 
 def _crossings(answer: ServingAnswer) -> Iterator[str]:
-    if answer.sweep:
-        yield f"by batch, {answer.sweep}"
+    yield from answer.sweep
     reference = _name(answer, answer.question.arms[0])
     low, high = answer.question.contexts[0], answer.question.contexts[-1]
     for one in answer.times:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from fp8bench.features.infer.batches import cause_of, computed_batch, crossing_of_batches
 from fp8bench.features.infer.bench import InferBench
-from fp8bench.features.infer.job import cause_of, checked
+from fp8bench.features.infer.job import checked
 from fp8bench.features.infer.quality import RANDOM_TOKENS
 from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion
 from fp8bench.features.infer.view import value_of
-from fp8bench.model import Level
+from fp8bench.model import Level, Record, Status
+from fp8bench.model.measured import Ceiling
 from fp8bench.model.raw import Settings
 from fp8bench.nn.served import OWN_SHAPES, Arm, ServedShape, step_bytes
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions, workloads
 from tests.commands import Say
+from tests.fakes import steady
 from tests.nn import served_models
+from tests.runs import NATIVE, case, run_of
 from tests.workloads.steps import CPU, H200, marks, phases, setup_of, small
 
 MODELS = "tests.nn.served_models"
@@ -103,11 +108,33 @@ def test_a_product_with_a_kept_weight(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "low_inputs", "words"),
-    [({"gemm": 1e-6, "cast": 2e-6}, {"gemm": 9e-6, "cast": 9e-6}, False, "dequantising ahead"),
-     ({"gemm": 1e-6, "cast": 2e-6}, {"gemm": 9e-6, "cast": 9e-6}, True, "casts of inputs"),
-     ({"gemm": 11e-6}, {"gemm": 12e-6}, False, "launches"),
-     ({"gemm": 1e-6}, {"gemm": 40e-6}, False, "dequantising inside")],
+    ("first", "last", "arm", "words"),
+    [({"gemm": 1e-6, "cast": 2e-6}, {"gemm": 9e-6, "cast": 9e-6}, Arm("bf16", "", "fp8"), "dequantising ahead"),
+     ({"gemm": 1e-6, "cast": 2e-6}, {"gemm": 9e-6, "cast": 9e-6}, Arm("bf16", "", "int8", True), "casts of inputs"),
+     ({"gemm": 11e-6}, {"gemm": 12e-6}, Arm("bf16", "", "int8"), "launches"),
+     ({"gemm": 1e-6}, {"gemm": 40e-6}, Arm("bf16", "", "int8"), "dequantising inside"),
+     ({"gemm": 1e-6}, {"gemm": 40e-6}, Arm("bf16"), "that of bf16 is slower")],
 )  # fmt: skip
-def test_causes_have_a_name(first: dict[str, float], last: dict[str, float], low_inputs: bool, words: str) -> None:
-    assert words in cause_of(first, last, {"gemm": 8e-6}, low_inputs)
+def test_causes_have_a_name(first: dict[str, float], last: dict[str, float], arm: Arm, words: str) -> None:
+    assert words in cause_of(first, last, {"gemm": 8e-6}, arm)
+
+
+def test_up_to_how_many_rows_an_arm_pays() -> None:
+    """Of planted times: 100 us and 1 us a row against 50 us and 2 us a row cross at 50; beside it what ceilings say."""
+    arms, records = [Arm("fp32"), Arm("bf16", "", "int8"), Arm("bf16")], []
+    times = {"fp32": (100, 1), "served:weights=int8": (50, 2), "bf16": (200, 3)}
+    ceiling = Ceiling(flops=200e9, bytes=10e9)
+    for rows in (1, 8, 32, 64, 128, 512):
+        for precision, (fixed, each) in times.items():
+            timing = steady(1000 * (fixed + each * rows), 24)
+            made = case("gemm", precision, {"m": rows, "n": 768, "k": 192, "product": "forward", "operands": "cast"})
+            lead = precision == "fp32"
+            records.append(Record(made, NATIVE, Status.OK, timing=timing, is_reference=lead, ceiling=ceiling))
+    int8, bf16 = crossing_of_batches(run_of(records), arms)
+    match = re.match(r"weights=int8 stops paying at (\d+) \((\d+) to (\d+)\) rows, loses most at 512 by (.*); ", int8)
+    assert match is not None, int8
+    at, low, high = map(int, match.groups()[:3])
+    assert low <= 50 <= high and 45 <= at <= 55 and match[4] == "dequantising inside its product"
+    assert int8.endswith("; computed: bound by traffic below 10")  # 1 + 2/192 bytes x 200 / (2 x 10)
+    assert bf16.startswith("bf16 pays at none, loses most at 512 by its product: that of bf16 is slower here")
+    assert bf16.endswith("below 20") and computed_batch(run_of(records), arms[0]).endswith("gain nothing past 40")

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fp8bench.errors import RunNotFound, UsageError
 from fp8bench.features.infer.quality import quality_of
 from fp8bench.features.infer.trained import trained_model
 from fp8bench.features.infer.values import QualityTask
-from fp8bench.features.train.kind import load_training, training_files
+from fp8bench.features.train.kind import load_head, load_training, training_files
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.run import train
 from fp8bench.features.train.values import TrainingObserver, Validation
@@ -42,7 +43,10 @@ def test_a_checkpoint_is_served(stored: Path) -> None:
     for word, arm in (("last", "fp32"), ("last:bf16", "bf16")):
         model, size = trained_model(word, stored, 8192)
         assert model.name.startswith(f"{arm} of training ") and model.name.endswith("step 8 of 12") and size == "nano"
-        assert all(len(text) == 65 for text in model.text)
+        span = load_head(path).text.held_out
+        ids = np.memmap(span.path, np.uint16)[span.start : span.stop].tobytes()
+        # The training's own tokens, straight, and not text that was encoded again.
+        assert all(len(text) == 65 and np.array(text, np.uint16).tobytes() in ids for text in model.text)
         quality = quality_of(QualityTask(model, 0, (Arm("fp32"), Arm("bf16"), Arm("bf16", "fp8")), CPU, 0))
         assert not quality.caution and quality.itself.kl == 0 < quality.floor.kl < quality.arms[0].kl
         assert math.log(quality.perplexity) == pytest.approx(seen[arm], abs=0.1)
