@@ -49,6 +49,11 @@ class LineDraws:
         return seconds
 
 
+def fastest(samples: Sequence[float]) -> float:
+    """The best case of rounds: what a context's line is fitted to, so that a figure is not beside its own line."""
+    return math.exp(best_case(np.array(samples, dtype=np.float64)[:, None]).point)
+
+
 def line_of(rounds: Mapping[int, Sequence[float]]) -> LineDraws | None:
     """The line through seconds by context, each context weighed by its own time; None of fewer than four."""
     if len(rounds) < LEAST_CONTEXTS:

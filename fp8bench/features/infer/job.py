@@ -17,7 +17,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.analysis.samples import step_samples
 from fp8bench.errors import UsageError, WorkerFault, as_usage
 from fp8bench.features.infer.batches import computed_batch, crossing_of_batches
-from fp8bench.features.infer.fits import LineDraws, crossing_of, line_of
+from fp8bench.features.infer.fits import LineDraws, crossing_of, fastest, line_of
 from fp8bench.features.infer.values import (
     ArmQuality,
     ArmTimes,
@@ -212,7 +212,7 @@ def _timed(
 
 def times_of(question: ServingQuestion, native: Sequence[Arm], decode: Run, prefill: Run) -> Iterator[ArmTimes]:
     """Lines and crossings of the arms that were timed, the reference first."""
-    best, prompts = findings(decode), findings(prefill)
+    best = findings(decode)
     reference: LineDraws | None = None
     for arm in native:
         records = sorted(
@@ -226,12 +226,11 @@ def times_of(question: ServingQuestion, native: Sequence[Arm], decode: Run, pref
             reference = line
         elif line is not None and reference is not None:
             crossing = crossing_of(line, reference, question.contexts)
-        tpot = [(context, best[record.case.id].best_seconds) for context, record in records]
         prompt = next((record for record in prefill.records if is_of(record, arm)), None)
         yield ArmTimes(
-            arm, tuple((context, seconds) for context, seconds in tpot if seconds is not None),
+            arm, tuple((context, fastest(samples)) for context, samples in rounds.items()),
             None if line is None else line.line, crossing,
-            None if prompt is None else prompts[prompt.case.id].best_seconds, why,
+            None if prompt is None or prompt.timing is None else fastest(step_samples(prompt.timing)), why,
             (_joules(prompt), _joules(records[-1][1] if records else None)),
             doubts=tuple(dict.fromkeys(label.value for _, record in records for label in best[record.case.id].hard)),
         )  # fmt: skip

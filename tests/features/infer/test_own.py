@@ -10,11 +10,11 @@ import torch
 
 from fp8bench.features.infer.batches import cause_of, computed_batch, crossing_of_batches
 from fp8bench.features.infer.bench import InferBench
-from fp8bench.features.infer.job import checked
+from fp8bench.features.infer.job import checked, times_of
 from fp8bench.features.infer.quality import RANDOM_TOKENS
 from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion
 from fp8bench.features.infer.view import value_of
-from fp8bench.model import Level, Record, Status
+from fp8bench.model import Level, Record, Segments, SlotSample, Status, Timing
 from fp8bench.model.measured import Ceiling
 from fp8bench.model.raw import Settings
 from fp8bench.nn.served import OWN_SHAPES, Arm, ServedShape, step_bytes
@@ -138,3 +138,21 @@ def test_up_to_how_many_rows_an_arm_pays() -> None:
     assert int8.endswith("; computed: bound by traffic below 10")  # 1 + 2/192 bytes x 200 / (2 x 10)
     assert bf16.startswith("bf16 pays at none, loses most at 512 by its product: that of bf16 is slower here")
     assert bf16.endswith("below 20") and computed_batch(run_of(records), arms[0]).endswith("gain nothing past 40")
+
+
+def test_a_figure_lies_on_its_line() -> None:
+    """Where every call waited for a core twice as long as it took, a round's figure is what it took."""
+    records = []
+    for context in (128, 512, 1024, 2048):
+        params = {"size": "nano", "batch": 1, "context": context, "kv": "own", "weights": "own"}
+        seconds = 1e-3 + 2e-6 * context
+        calls, waited = ((int(3e9 * seconds),),) * 4, 8 * seconds
+        slots = (SlotSample(number, calls, 1.0, 1.0, waited_seconds=waited) for number in range(12))
+        timing = Timing(Segments(("gemm",), (0,)), tuple(slots))
+        records.append(Record(case("decode", "fp32", params), NATIVE, Status.OK, timing=timing, is_reference=True))
+    question = ServingQuestion("nano", (Arm("fp32"),), (128, 512, 1024, 2048), 1, True, 512)
+    (times,) = times_of(question, [Arm("fp32")], run_of(records), run_of([]))
+    assert times.line is not None
+    for context, tpot in times.tpot:
+        assert tpot == pytest.approx(times.line.a.point + times.line.b.point * context, rel=1e-6)
+        assert tpot == pytest.approx(1e-3 + 2e-6 * context, rel=1e-3)
