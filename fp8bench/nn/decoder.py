@@ -13,8 +13,9 @@ kept them: so a prompt at once gives what token by token gives. Grouped queries 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from math import prod
 from typing import Protocol
 
 import torch
@@ -28,7 +29,7 @@ from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.attention import rotate, rotations
 from fp8bench.nn.gpt import gelu, silu_gate
 from fp8bench.nn.linear import casting_of
-from fp8bench.nn.served import KV_FORMATS, WEIGHT_FORMATS, KeptFormat, Shapes, int4_format
+from fp8bench.nn.served import KV_FORMATS, WEIGHT_FORMATS, KeptFormat, Shapes, int4_format, served_shapes
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Phases, Role
 
@@ -133,6 +134,7 @@ class KeptWeight(Protocol):
 
     def times(self, x: Tensor, phase: Phases) -> Tensor: ...
     def tensors(self) -> list[Tensor]: ...
+    def restored(self) -> Tensor: ...
 
 
 class OwnWeight:
@@ -152,6 +154,9 @@ class OwnWeight:
 
     def tensors(self) -> list[Tensor]:
         return self.operand.tensors
+
+    def restored(self) -> Tensor:
+        return self.arithmetic.restore(self.operand, torch.float32)
 
 
 class IntegerWeight:
@@ -259,7 +264,7 @@ class Decoder:
         sizes: tuple[int, int],
     ) -> None:  # fmt: skip
         """`sizes` are sequences, and positions that the cache has for each."""
-        self.config, self.carrier = config, carrier
+        self.config, self.carrier, self.vocabulary = config, carrier, config.vocabulary
         self.embedding = weight("embedding").to(carrier)
         device = str(self.embedding.device)
         self.positions = None if config.modern else weight("positions").to(carrier)
@@ -331,27 +336,43 @@ class Decoder:
         return y.view(*x.shape[:-1], -1)
 
     def fill(self, end: int, generator: torch.Generator) -> None:
-        """Keys and values of random tokens in the first positions, as a trained model's are: keys of a few channels
-        are four times larger. In pieces, so that an fp32 copy of a long cache need not fit."""
-        piece = 4096
+        """Keys and values of random tokens in the first positions."""
         for pair in self.cache:
             for which, heads in enumerate(pair):
-                shape = (*heads.codes.shape[:2], min(end, piece), heads.width)
-                for at in range(0, end, piece):
-                    drawn = torch.randn(shape, generator=generator, device=generator.device)
-                    if which == 0:
-                        drawn[..., ::16] *= 4
+                shape = (*heads.codes.shape[:2], end, heads.width)
+                for at, drawn in drawn_like_trained(shape, generator, which == 0):
                     if at == 0:
                         heads.calibrate(drawn)
-                    heads.put(drawn[:, :, : end - at].to(self.carrier), at)
+                    heads.put(drawn.to(self.carrier), at)
 
     def weight_bytes(self) -> int:
         tensors = [self.embedding, *([] if self.positions is None else [self.positions]), *self.norms.values()]
         tensors += [tensor for layer in self.layers.values() for tensor in layer.tensors()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
+    def memory_roles(self) -> tuple[object, object]:
+        """Weights, and the cache."""
+        return (self.embedding, self.positions, self.norms, self.layers), self.cache
+
+    def parameters(self) -> int:
+        return sum(prod(shape) for shape, _ in served_shapes(self.config).values())
+
     def cache_bytes(self, end: int) -> int:
         return sum(heads.bytes(end) for pair in self.cache for heads in pair)
+
+
+def drawn_like_trained(
+    shape: tuple[int, ...], generator: torch.Generator, are_keys: bool
+) -> Iterator[tuple[int, Tensor]]:
+    """Random keys or values of (batch, heads, positions, width), as a trained model's are: keys of a few channels are
+    four times larger. In pieces, each with its first position, so that an fp32 copy of a long cache need not fit."""
+    *ends, positions, width = shape
+    piece = min(positions, 4096)
+    for at in range(0, positions, piece or 1):
+        drawn = torch.randn(*ends, piece, width, generator=generator, device=generator.device)
+        if are_keys:
+            drawn[..., ::16] *= 4
+        yield at, drawn[:, :, : positions - at]
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:

@@ -7,8 +7,8 @@ dtype of all else; either may differ by layer: `fp8@0-3=bf16` is fp8, and bf16 i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 
 from fp8bench.errors import UsageError
@@ -141,17 +141,35 @@ def arm_of(params: Mapping[str, Scalar], precision: Precision) -> Arm:
 def served_support(params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
     """Native only where nothing has to be restored before it is multiplied."""
     try:
-        arm = arm_of(params, precision)
-        layers = SERVED_SIZES[str(params["size"])].layers
-        kv, weights = set(arm.kv_of(layers)), set(arm.weights_of(layers))
+        arm, shape = arm_of(params, precision), served_shape(str(params["size"]))
+        arm.kv_of(shape.layers)  # raises for layers that the model has not
+        check_groups(shape, arm)
     except UsageError as error:
         return hardware.refused(str(error))
+    if precision.carried_by and str(params["size"]) in OWN_SHAPES:
+        return hardware.refused(f"a model of one's own is served in {' or '.join(CARRIERS)}, and by served:")
+    return _arm_support(arm, shape, precision, facts)
+
+
+def kept_support(precision: Precision, outputs: int, inputs: int, facts: DeviceFacts) -> Support:
+    """Of one product with a weight that is kept, whatever the formats of keys and values."""
+    arm = replace(arm_of({"kv": OWN, "weights": OWN}, precision), kv="")
+    shape = ServedShape(0, 0, 1, 1, 1, 1, (("blocks.0.weight", (outputs, inputs)),))
+    try:
+        check_groups(shape, arm)
+    except UsageError as error:
+        return hardware.refused(str(error))
+    return _arm_support(arm, shape, precision, facts)
+
+
+def _arm_support(arm: Arm, shape: ServedShape, precision: Precision, facts: DeviceFacts) -> Support:
+    kv, weights = set(arm.kv_of(shape.layers)), set(arm.weights_of(shape.layers))
     if arm.carrier not in CARRIERS:
         return hardware.refused(f"a served model's values travel in {' or '.join(CARRIERS)}, not in {arm.carrier}")
     if precision.whole_layers or (precision.name != SERVED and precision.float32_products != "highest"):
         return hardware.refused(f"{precision.mode} has no weights that could be kept: choose another dtype")
     if weights not in ({OWN}, {arm.carrier}) and precision.carried_by:
-        return hardware.refused(f"{precision.mode} keeps weights its own way: weights={params['weights']} is another")
+        return hardware.refused(f"{precision.mode} keeps weights its own way: weights={arm.weights} is another")
     support = hardware.native("torch's own products") if precision.name == SERVED else precision.support(facts)
     wide = sorted(kv - {arm.carrier})
     if wide:
@@ -160,7 +178,7 @@ def served_support(params: Mapping[str, Scalar], precision: Precision, facts: De
     if not kept:
         return support
     native = not facts.accelerated and arm.carrier == "bf16" and not arm.low_inputs and set(kept) <= set(CPU_KERNELS)
-    if native:
+    if native and not ("int4" in kept and any(outputs % 16 for _, outputs, _ in shape.kept)):
         return hardware.native(f"torch's {', '.join(CPU_KERNELS[name] for name in kept)}")
     return hardware.emulated(f"weights in {', '.join(kept)} are restored before they are multiplied")
 
@@ -190,6 +208,60 @@ def served_shapes(config: GPTConfig) -> Shapes:
 
 
 @dataclass(frozen=True)
+class ServedShape:
+    """What is counted of a served model. Matrices of `blocks.N.` are kept as an arm says; of `embedding` a step reads a
+    row a token, of `positions` one, and all else whole, the `head` for one token a sequence."""
+
+    vocabulary: int
+    sequence: int
+    layers: int
+    heads: int
+    key_heads: int
+    head_width: int
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def weights(self, *parts: str) -> int:
+        """Those of matrices whose names begin so."""
+        return sum(prod(shape) for name, shape in self.shapes if name.split(".")[0] in parts and len(shape) > 1)
+
+    @property
+    def kept(self) -> Iterator[tuple[int, int, int]]:
+        """Layer, outputs and inputs of each matrix that an arm may keep in a format."""
+        for name, shape in self.shapes:
+            if name.startswith("blocks.") and len(shape) == 2:
+                yield int(name.split(".")[1]), shape[0], shape[1]
+
+
+def check_groups(shape: ServedShape, arm: Arm) -> None:
+    """Raise UsageError where rows of a weight cannot be cut into groups of int4."""
+    formats = arm.weights_of(shape.layers)
+    for layer, _, inputs in shape.kept:
+        if formats[layer] == "int4" and inputs % INT4_GROUPS[-1]:
+            raise UsageError(
+                f"weights=int4 shares scales in groups of {INT4_GROUPS[-1]} or more, and rows of a weight of layer "
+                f"{layer} have {inputs} numbers. Choose int8, or leave the layer out: int4@{layer}=bf16."
+            )
+
+
+# What workers have said of models that makers give, by the makers' names; for plans of this process.
+OWN_SHAPES: dict[str, ServedShape] = {}
+
+
+def served_shape(size: str) -> ServedShape:
+    if size in OWN_SHAPES:
+        return OWN_SHAPES[size]
+    if size not in SERVED_SIZES:
+        raise UsageError(f"{size!r:.80} is no model that is served here. Ask `fp8bench infer {size:.80}` for it.")
+    return shape_of(SERVED_SIZES[size])
+
+
+def shape_of(config: GPTConfig) -> ServedShape:
+    shapes = tuple((name, shape) for name, (shape, _) in served_shapes(config).items())
+    heads = config.heads, config.key_heads, config.head_width
+    return ServedShape(config.vocabulary, config.sequence, config.layers, *heads, shapes)
+
+
+@dataclass(frozen=True)
 class StepBytes:
     """What a decode step reads at least: weights, of the embedding the rows of its tokens, and keys and values."""
 
@@ -201,35 +273,36 @@ class StepBytes:
         return self.weights + self.kv
 
 
-def step_bytes(config: GPTConfig, arm: Arm, batch: int, context: int) -> StepBytes:
+def step_bytes(model: ServedShape, arm: Arm, batch: int, context: int) -> StepBytes:
     """By count, for weights in formats of this page: `own` ones of a precision are not known here."""
     wide, weights = CARRIERS[arm.carrier], 0
-    formats = arm.weights_of(config.layers)
-    for name, (shape, _) in served_shapes(config).items():
-        if name in ("embedding", "positions"):
-            weights += batch * shape[-1] * wide if name == "embedding" else shape[-1] * wide
-        elif name.startswith("blocks.") and len(shape) == 2:
-            kept = formats[int(name.split(".")[1])]
+    formats = arm.weights_of(model.layers)
+    for name, shape in model.shapes:
+        part, *path = name.split(".")
+        if part in ("embedding", "positions"):
+            weights += (batch if part == "embedding" else 1) * shape[-1] * wide
+        elif part == "blocks" and len(shape) == 2:
+            kept = formats[int(path[0])]
             weights += (int4_format(shape[1]) if kept == "int4" else WEIGHT_FORMATS[kept]).bytes(*shape)
         else:
             weights += prod(shape) * wide
-    rows = batch * config.key_heads * context
-    kv = sum(2 * KV_FORMATS[name].bytes(rows, config.head_width, config.key_heads) for name in arm.kv_of(config.layers))
+    rows = batch * model.key_heads * context
+    kv = sum(2 * KV_FORMATS[name].bytes(rows, model.head_width, model.key_heads) for name in arm.kv_of(model.layers))
     return StepBytes(weights, kv)
 
 
-def served_memory(config: GPTConfig, batch: int, context: int) -> float:
+def served_memory(model: ServedShape, batch: int, context: int) -> float:
     """What a state surely needs: weights and cache at half a byte a number, beside the embedding in two."""
-    cache = 2.0 * config.layers * batch * context * config.key_heads * config.head_width
-    return 2.0 * config.vocabulary * config.width + 0.5 * (config.layers * config.block_weights + cache)
+    cache = 2.0 * model.layers * batch * context * model.key_heads * model.head_width
+    return 2.0 * model.weights("embedding") + 0.5 * (model.weights("blocks") + cache)
 
 
-def forward_flops(config: GPTConfig, batch: int, new: int, context: int) -> float:
+def forward_flops(model: ServedShape, batch: int, new: int, context: int) -> float:
     """Two a weight and token (of the head once a sequence), and attention's two products over what each token sees."""
-    linear = 2.0 * batch * (new * config.layers * config.block_weights + config.vocabulary * config.width)
+    linear = 2.0 * batch * (new * model.weights("blocks") + model.weights("head"))
     seen = new * (context - new) + new * (new + 1) / 2
-    return linear + attention_flops(config, batch, seen)
+    return linear + attention_flops(model, batch, seen)
 
 
-def attention_flops(config: GPTConfig, batch: int, seen: float) -> float:
-    return 4.0 * batch * config.layers * config.width * seen
+def attention_flops(model: ServedShape, batch: int, seen: float) -> float:
+    return 4.0 * batch * model.layers * model.heads * model.head_width * seen

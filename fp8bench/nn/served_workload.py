@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Params, Scalar, Support, Work
@@ -18,6 +18,7 @@ from fp8bench.nn.served import (
     forward_flops,
     kept_word,
     served_memory,
+    served_shape,
     served_support,
 )
 from fp8bench.nn.sizes import SERVED_SIZES, gpt_layers
@@ -41,6 +42,10 @@ class ServedWorkload(Workload):
     new: ClassVar[int | None] = None
 
     @abstractmethod
+    def named(self, target: str) -> Callable[[], Any]:
+        """The function of that name, which makes a model of one's own."""
+
+    @abstractmethod
     def precision(self, setup: Setup) -> Precision:
         """That of the case."""
 
@@ -48,7 +53,7 @@ class ServedWorkload(Workload):
         size, context = self.usual[facts.accelerated]
         formats = (("kv", "keys and values", KV_FORMATS), ("weights", "its blocks' weights", WEIGHT_FORMATS))
         return (
-            Axis("size", f"the model: {', '.join(SERVED_SIZES)}", (size,), one_of(*SERVED_SIZES)),
+            Axis("size", f"the model: {', '.join(SERVED_SIZES)}", (size,), _size),
             Axis("batch", "sequences that are served together", ("1",), whole_number(high=1 << 14)),
             Axis("context", self.context_words, (context,), whole_number(high=1 << 20)),
             *(
@@ -61,18 +66,18 @@ class ServedWorkload(Workload):
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         """Raise for a context that the model does not have, and for layers that it has not."""
         size, context = str(params["size"]), int(params["context"])
-        config = SERVED_SIZES[size]
-        if context > config.sequence:
-            raise UsageError(f"context={context} is too long: {size} has positions for {config.sequence}. Choose less.")
+        model = served_shape(size)
+        if context > model.sequence:
+            raise UsageError(f"context={context} is too long: {size} has positions for {model.sequence}. Choose less.")
         for axis in ("kv", "weights"):
-            by_layer(str(params[axis]), config.layers)
+            by_layer(str(params[axis]), model.layers)
         return super().expand(params)
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
-        config, batch, context = SERVED_SIZES[str(params["size"])], int(params["batch"]), int(params["context"])
+        model, batch, context = served_shape(str(params["size"])), int(params["batch"]), int(params["context"])
         new = self.new or context
-        flops = forward_flops(config, batch, new, context)
-        return Work(flops, batch * new, least_memory=served_memory(config, batch, context))
+        flops = forward_flops(model, batch, new, context)
+        return Work(flops, batch * new, least_memory=served_memory(model, batch, context))
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         return served_support(params, precision, facts)
@@ -83,12 +88,14 @@ class ServedWorkload(Workload):
         return precision.support(facts)
 
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
-        return gpt_layers(SERVED_SIZES[str(params["size"])].layers)
+        """None of a model of one's own, of which no precision map is written."""
+        size = str(params["size"])
+        return gpt_layers(SERVED_SIZES[size].layers) if size in SERVED_SIZES else ()
 
     def prepare(self, setup: Setup) -> ServedState:
         from fp8bench.nn.serving import served_state
 
-        return served_state(setup, *self._asked(setup))
+        return served_state(setup, *self._asked(setup), self.named)
 
     def step(self, state: ServedState, phase: Phases) -> None:
         state.step(phase)
@@ -96,8 +103,13 @@ class ServedWorkload(Workload):
     def error(self, setup: Setup) -> dict[str, float]:
         from fp8bench.nn.serving import logits_error
 
-        return logits_error(setup, *self._asked(setup))
+        return logits_error(setup, *self._asked(setup), self.named)
 
     def _asked(self, setup: Setup) -> tuple[Arm, tuple[Layer, ...], int]:
         params = dict(setup.case.params)
         return arm_of(params, self.precision(setup)), self.layers(params), self.new or int(params["context"])
+
+
+def _size(text: str) -> str:
+    """A model's name, or a function that makes one, of which a plan knows what `fp8bench infer` was told."""
+    return text if ":" in text and text.isprintable() else one_of(*SERVED_SIZES)(text)

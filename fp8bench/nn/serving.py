@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +13,9 @@ from torch import Tensor
 from fp8bench.model import MemoryRole
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import DTYPES, Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
+from fp8bench.nn.own_decoder import OwnDecoder, made
 from fp8bench.nn.served import OWN, Arm, served_shapes
-from fp8bench.nn.sizes import SERVED_SIZES
+from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Layer, Phases, Setup, SilentPhases
 from fp8bench.protocols.workload import key_of
@@ -21,30 +25,51 @@ from fp8bench.protocols.workload import key_of
 class ServedState:
     """A model, the tokens of a step and the position of their first; `logits` are where a step leaves them."""
 
-    model: Decoder
+    model: Decoder | OwnDecoder
     tokens: Tensor
     at: int
     logits: Tensor
 
     def step(self, phase: Phases) -> None:
-        with phase.elementwise, torch.no_grad():
+        # What a model of one's own does between its products is nobody's.
+        with phase.elementwise if isinstance(self.model, Decoder) else nullcontext(), torch.no_grad():
             self.logits.copy_(self.model.forward(self.tokens, self.at, phase)[:, -1])
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        model = self.model
+        weights, cache = self.model.memory_roles()
         return {
-            MemoryRole.WEIGHTS: (model.embedding, model.positions, model.norms, model.layers),
-            MemoryRole.ACTIVATIONS: (model.cache, self.logits),
+            MemoryRole.WEIGHTS: weights,
+            MemoryRole.ACTIVATIONS: (cache, self.logits),
             MemoryRole.DATA: self.tokens,
         }
 
 
-def served_state(setup: Setup, arm: Arm, layers: tuple[Layer, ...], new: int) -> ServedState:
+Named = Callable[[str], Callable[[], Any]]
+
+
+def served_state(setup: Setup, arm: Arm, layers: tuple[Layer, ...], new: int, named: Named) -> ServedState:
     """Of a case: `new` tokens at the end of its context, behind a cache that is filled here, untimed, from the seed."""
-    params = dict(setup.case.params)
-    config, batch, context = SERVED_SIZES[str(params["size"])], int(params["batch"]), int(params["context"])
+    params, device = dict(setup.case.params), setup.facts.key
+    size, batch, context = str(params["size"]), int(params["batch"]), int(params["context"])
+    with torch.no_grad():
+        if size in SERVED_SIZES:
+            model: Decoder | OwnDecoder = _decoder(setup, arm, layers, SERVED_SIZES[size], (batch, context))
+        else:
+            own, _ = made(named(size), size, setup.seed, setup.facts)
+            model = OwnDecoder(size, own, arm, (batch, context), device)
+        generator = torch.Generator(device).manual_seed(setup.seed)
+        model.fill(context - new, generator)
+        model.calibrates = new == context
+    tokens = torch.randint(model.vocabulary, (batch, new), generator=generator, device=device)
+    logits = torch.zeros(batch, model.vocabulary, dtype=model.carrier, device=device)
+    return ServedState(model, tokens, context - new, logits)
+
+
+def _decoder(
+    setup: Setup, arm: Arm, layers: tuple[Layer, ...], config: GPTConfig, sizes: tuple[int, int]
+) -> Decoder:  # fmt: skip
     if not config.modern:
-        config = replace(config, sequence=context)
+        config = replace(config, sequence=sizes[1])
     named = {layer.name: layer for layer in layers}
     formats = arm.weights_of(config.layers)
 
@@ -56,23 +81,16 @@ def served_state(setup: Setup, arm: Arm, layers: tuple[Layer, ...], new: int) ->
             return OwnWeight(weight, PlainArithmetic(DTYPES[kept]) if plain else setup.layer(layer))
         return kept_weight(weight, kept, arm.low_inputs)
 
-    device, carrier = setup.facts.key, DTYPES[arm.carrier]
-    with torch.no_grad():
-        weights = drawn_weights(served_shapes(config), setup.seed, device)
-        model = Decoder(config, weights, keep, arm.kv_of(config.layers), carrier, (batch, context))
-        generator = torch.Generator(device).manual_seed(setup.seed)
-        model.fill(context - new, generator)
-        model.calibrates = new == context
-    tokens = torch.randint(config.vocabulary, (batch, new), generator=generator, device=device)
-    return ServedState(
-        model, tokens, context - new, torch.zeros(batch, config.vocabulary, dtype=carrier, device=device)
-    )
+    weights = drawn_weights(served_shapes(config), setup.seed, setup.facts.key)
+    return Decoder(config, weights, keep, arm.kv_of(config.layers), DTYPES[arm.carrier], sizes)
 
 
-def logits_error(setup: Setup, arm: Arm, layers: tuple[Layer, ...], new: int) -> dict[str, float]:
+def logits_error(
+    setup: Setup, arm: Arm, layers: tuple[Layer, ...], new: int, named: Named
+) -> dict[str, float]:  # fmt: skip
     """Of a step's logits, against those of the same weights, cache and tokens in fp64 throughout."""
     exact = replace(setup, arithmetic=PlainArithmetic(torch.float64), high=PlainArithmetic(torch.float64), layers={})
-    states = served_state(setup, arm, layers, new), served_state(exact, Arm("fp64"), layers, new)
+    states = served_state(setup, arm, layers, new, named), served_state(exact, Arm("fp64"), layers, new, named)
     for state in states:
         state.step(SilentPhases())
     return {"logits_error": relative_frobenius(states[0].logits, states[1].logits)}

@@ -94,7 +94,9 @@ SERVED_SIZES = {
     "nano": GPTConfig(256, 192, 2, 4, 4, 768, batch=1, sequence=16384),
     "nano-llama": GPTConfig(256, 192, 2, 6, 2, 512, batch=1, sequence=16384, modern=True),
     "nano-python": NANO_PYTHON,
+    "micro": GPTConfig(256, 256, 4, 4, 4, 1024, batch=1, sequence=16384),
     "gpt2": GPTConfig(50257, 768, 12, 12, 12, 3072, batch=1, sequence=1024),
+    "gpt-350m": GPTConfig(50304, 1024, 24, 16, 16, 4096, batch=1, sequence=1024),
     "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=1, sequence=131072, modern=True),
     "llama3-8b": GPTConfig(128256, 4096, 32, 32, 8, 14336, batch=1, sequence=131072, modern=True),
 }

@@ -28,7 +28,7 @@ class Served(Precision):
 
     def support(self, facts: DeviceFacts) -> Support:
         """Refused: the workloads that serve a model alone say otherwise."""
-        return refused("served keeps a model's cache and weights: only the suites prefill and decode have such")
+        return refused("served keeps a model's cache and weights: only prefill, decode and gemm have such")
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         import torch

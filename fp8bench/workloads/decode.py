@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from fp8bench.nn.served_workload import ServedWorkload
 from fp8bench.protocols import Grid, Precision, Setup
 from fp8bench.registry import precisions, workloads
+from fp8bench.user_code.named import named
 
 
 @workloads.register("decode")
@@ -24,6 +28,9 @@ class Decode(ServedWorkload):
         cpu={"size": ("nano",), "context": ("512",)}, gpu={"size": ("llama-1b",), "context": ("8192",)},
         phases=("cast", "gemm", "attention", "elementwise"), errors=("logits_error",), per="tokens",
     )  # fmt: skip
+
+    def named(self, target: str) -> Callable[[], Any]:
+        return named(target)
 
     def precision(self, setup: Setup) -> Precision:
         return precisions.get(setup.case.precision)

@@ -8,15 +8,29 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.nn.served import CARRIERS, OWN, SERVED, arm_of, kept_support
 from fp8bench.nn.shared_workloads import why_no_errors
 from fp8bench.nn.sizes import MODELS, PRODUCTS, TURNED, sides_of
-from fp8bench.protocols import MEMORY_OF, Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
+from fp8bench.protocols import (
+    MEMORY_OF,
+    Arithmetic,
+    Grid,
+    Operand,
+    Phases,
+    Precision,
+    Role,
+    Setup,
+    SilentPhases,
+    Workload,
+)
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
-from fp8bench.registry import workloads
+from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from fp8bench.nn.decoder import KeptWeight
 
 LARGEST = 1 << 18
 _CPU_SHAPES = ("256", "512", "1024", "256x2048x512", "1x2048x2048")
@@ -29,7 +43,8 @@ _GPU_SHAPES = ("1024", "2048", "4096", "8192", "16384x2048x4096", "1x8192x8192")
 
 @dataclass
 class GemmState:
-    """The operands as they come (in the carrier's dtype), what casts them, and cast if they are cast once."""
+    """The operands as they come (in the carrier's dtype), what casts them, and cast if they are cast once; or a weight
+    that is kept in a format, of which `b` are the codes."""
 
     arithmetic: Arithmetic
     a: Tensor
@@ -37,6 +52,7 @@ class GemmState:
     cast: Callable[[Tensor, Tensor], tuple[Operand, Operand]]
     ready: tuple[Operand, Operand] | None
     roles: tuple[Role, Role]
+    kept: KeptWeight | None = None
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         return {MEMORY_OF[role]: tensor for role, tensor in zip(self.roles, (self.a, self.b), strict=True)}
@@ -107,9 +123,13 @@ class Gemm(Workload):
         return Work(flops=2.0 * m * n * k, least_memory=2.0 * (m * k + n * k + m * n))
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        k, n = int(params["k"]), int(params["n"])
+        if precision.name == SERVED:
+            if (params["product"], params["operands"]) != ("forward", "cast"):
+                return refused("weights are kept for forward products alone, their inputs cast as they come")
+            return kept_support(precision, n, k, facts)
         support = precision.support(facts)
         along_k, along_n = precision.multiples
-        k, n = int(params["k"]), int(params["n"])
         if support.level is Level.NATIVE and (k % along_k or n % along_n):
             return refused(
                 f"native {precision.name} needs K a multiple of {along_k} and N of {along_n}; this product has K={k}, "
@@ -120,10 +140,15 @@ class Gemm(Workload):
     def prepare(self, setup: Setup) -> GemmState:
         arithmetic, cast = setup.arithmetic, _casts(setup)
         a, b, roles = _operands(setup, arithmetic.carrier)
+        if (kept := _kept(setup, b)) is not None:
+            return GemmState(arithmetic, a, kept.tensors()[0], cast, None, roles, kept)
         return GemmState(arithmetic, a, b, cast, cast(a, b) if setup.case.param("operands") == "ready" else None, roles)
 
     def step(self, state: GemmState, phase: Phases) -> None:
         arithmetic = state.arithmetic
+        if state.kept is not None:
+            state.kept.times(state.a, phase)
+            return
         if state.ready is not None:
             a, b = state.ready
         elif arithmetic.casts:
@@ -150,8 +175,11 @@ class Gemm(Workload):
         low = cast(*carried)
         if arithmetic.settles:
             low = cast(*carried)
-        product = arithmetic.product(low[0], low[1], arithmetic.carrier)
-        values = arithmetic.restore(low[0], torch.float32), arithmetic.restore(low[1], torch.float32)
+        if (kept := _kept(setup, carried[1])) is not None:
+            product, values = kept.times(carried[0], SilentPhases()), (carried[0].float(), kept.restored())
+        else:
+            product = arithmetic.product(low[0], low[1], arithmetic.carrier)
+            values = arithmetic.restore(low[0], torch.float32), arithmetic.restore(low[1], torch.float32)
         found = product_errors(product, (a, b), values, rows_within(a.shape[0], b.shape[0], a.shape[1]))
         return dict(zip(("product_error", "kernel_error"), found, strict=True))
 
@@ -216,6 +244,18 @@ def _casts(setup: Setup) -> Callable[[Tensor, Tensor], tuple[Operand, Operand]]:
     (role_a, role_b), turned = PRODUCTS[product], TURNED[product]
     cast_a, cast_b = (arithmetic.turned if role in turned else arithmetic.cast for role in (role_a, role_b))
     return lambda a, b: (cast_a(a, role_a), cast_b(b, role_b))
+
+
+def _kept(setup: Setup, b: Tensor) -> KeptWeight | None:
+    """The weight as an arm of inference keeps it, where the case's precision is one."""
+    from fp8bench.nn.decoder import kept_weight
+
+    mode = precisions.get(setup.case.precision)
+    if mode.name != SERVED:
+        return None
+    arm = arm_of({"kv": OWN, "weights": OWN}, mode)
+    (word,) = arm.weights_of(1)
+    return None if word in CARRIERS else kept_weight(b, word, arm.low_inputs)
 
 
 def _operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, tuple[Role, Role]]:

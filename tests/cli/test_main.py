@@ -130,8 +130,8 @@ OPTIONS = {
         "--explain", "--json", "--csv", "--calibrate", "--recipe", "--compiled-loss", "--power-limit",
     },
     "infer": MANY | {
-        "--size", "--arms", "--reference", "--batch", "--contexts", "--sweep", "--check-layers", "--tokens", "--quick",
-        "--seed", "--threads", "--device", "--store", "--explain", "--json", "--csv",
+        "MODULE:FUNCTION", "--from", "--size", "--arms", "--reference", "--batch", "--contexts", "--sweep", "--tokens",
+        "--check-layers", "--quick", "--seed", "--threads", "--device", "--store", "--explain", "--json", "--csv",
     },
     "ablate": MANY | {
         "--options", "--shapley", "--reference", "--set", "--quick", "--budget", "--rounds", "--device", "--data",

@@ -87,6 +87,7 @@ PARTS: dict[tuple[str, str], frozenset[str]] = {
 OTHER_FEATURES: dict[str, frozenset[str]] = {
     "advise": frozenset({"train", "sensitivity"}),
     "gate": frozenset({"duel"}),
+    "infer": frozenset({"train"}),
 }
 # The modules of a feature that may import the command line.
 DOORS = frozenset({"command", "progress", "api"})

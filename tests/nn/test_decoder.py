@@ -24,6 +24,7 @@ from fp8bench.nn.served import (
     by_layer,
     kept_word,
     served_shapes,
+    shape_of,
     step_bytes,
 )
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
@@ -230,11 +231,11 @@ def test_kept_weights_multiply_as_their_values(name: str) -> None:
 
 def test_bytes_are_those_of_a_hand_count() -> None:
     """nano: width 192, 2 layers, 256 ids. llama3-8b: 32 layers of 218,103,808 weights in their products."""
-    nano = step_bytes(SERVED_SIZES["nano"], Arm("fp32"), 1, 512)
+    nano = step_bytes(shape_of(SERVED_SIZES["nano"]), Arm("fp32"), 1, 512)
     # embedding row + position + 5 norms + 2 x (3 + 1 + 4 + 4) x 192^2 + head, in four bytes
     assert nano.weights == 4 * (192 + 192 + 5 * 192 + 2 * 12 * 192 * 192 + 256 * 192)
     assert nano.kv == 2 * 2 * 192 * 512 * 4
-    llama, eight = SERVED_SIZES["llama3-8b"], 8192
+    llama, eight = shape_of(SERVED_SIZES["llama3-8b"]), 8192
     block = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
     assert block == 218_103_808
     others = 3 * 4096 + 65 * 4096 + 128256 * 4096  # three tokens' rows, norms, head
@@ -256,7 +257,7 @@ def test_counted_bytes_are_those_that_are_stored(kv: str, weights: str) -> None:
     config = replace(SERVED_SIZES["nano-llama"], layers=1, sequence=32)
     model = model_of(config, kv, "own" if weights == "bf16" else weights, torch.bfloat16, batch=2)
     model.fill(32, torch.Generator().manual_seed(0))
-    counted = step_bytes(config, Arm("bf16", kv, weights), 2, 32)
+    counted = step_bytes(shape_of(config), Arm("bf16", kv, weights), 2, 32)
     assert model.cache_bytes(32) == counted.kv
     unread = (config.vocabulary - 2) * config.width * 2
     assert model.weight_bytes() == counted.weights + unread

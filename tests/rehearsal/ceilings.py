@@ -8,7 +8,7 @@ from fp8bench.formats.grids import E4M3, E8M0
 from fp8bench.formats.recipes import Recipe
 from fp8bench.formats.scale_layouts import TILE_ROWS
 from fp8bench.model import Case
-from fp8bench.nn.sizes import SIZES
+from fp8bench.nn.sizes import SERVED_SIZES, SIZES
 from fp8bench.registry import precisions
 
 # A weight's gradient goes into float32, and the head's weights into bf16.
@@ -84,6 +84,10 @@ def of_casts(case: Case) -> int | None:
             return tensors * (micro_batches * cast.one + (micro_batches - 1) * cast.restored)
         case "attention" | "mlp":  # two layers: inputs, weights and gradients, and the weights' gradients converted
             return 2 * (2 * cast.both + cast.weight_both + CONVERTED)
+        case "decode" | "prefill":  # inputs alone: weights are cast before the first step
+            rows = int(params["batch"]) * (1 if case.workload == "decode" else int(params["context"]))
+            untiled = cast.untiled if rows % TILE_ROWS else 0
+            return 4 * SERVED_SIZES[str(params["size"])].layers * (cast.one + untiled)
         case "transformer" if params["checkpointing"] == "no":
             return _of_model(case, cast, micro_batches)
     return None
@@ -104,6 +108,9 @@ def _of_model(case: Case, cast: Launches, micro_batches: int) -> int:
 # Of a block forward: two norms by way of float32, two sums, an activation. Backward: of a norm two kernels more than
 # its conversions, the sums' gradients, the activation's, and queries, keys and values put together.
 BLOCK_FORWARD, BLOCK_BACKWARD = 2 * 3 + 2 + 1, 2 * 4 + 2 + 1 + 1
+# Of a served block: two norms of nine kernels (three to and from float32, its weight's among them), queries and keys
+# turned, keys and values into the cache, two sums, SiLU and the gate; of a prompt heads put together, too.
+SERVED_NORM, SERVED_BLOCK = 9, 2 * 9 + 2 * 7 + 2 + 2 + 2
 # The embedding's sum of gradients sorts tokens first; beside it the last norm, positions, and the loss in float32.
 EMBEDDING, REST = 25, 7 + 6 + 10
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 1, 3
@@ -121,6 +128,11 @@ def of_phases(case: Case) -> dict[str, int]:
             found |= {"gemm": 2 * 3, "elementwise": 2 + 3 + 1}
         case "attention":  # heads put together; keys and values repeated for those that share them
             found |= {"gemm": 2 * 3, "elementwise": 3, "attention": attention + 2 * 2}
+        case "decode" | "prefill":  # keys and values repeated; the embedding, the last norm, and logits where they stay
+            blocks = SERVED_SIZES[str(params["size"])].layers
+            block = SERVED_BLOCK + (case.workload == "prefill")
+            found |= {"gemm": 4 * blocks + 1, "elementwise": blocks * block + SERVED_NORM + 2}
+            found["attention"] = blocks * (ATTENTION_FORWARD + 2)
         case "transformer":
             blocks, times = SIZES[str(params["size"])].layers, int(params["micro_batches"])
             again = int(params["checkpointing"] == "blocks")

@@ -130,8 +130,11 @@ class Generator(torch.Generator):
         return super().__new__(cls, "cpu")
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_gqa: bool = False) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, enable_gqa: bool = False
+) -> Tensor:
     """By the kernels that a GPU has for it; without one torch writes the scores down."""
+    assert attn_mask is None, "the fused kernels take no mask"
     if enable_gqa:
         k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
     if q.dtype == torch.float32:

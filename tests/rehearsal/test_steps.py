@@ -14,6 +14,7 @@ from fp8bench.formats.product_rules import Product
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Case, DeviceFacts, Level, PlannedCase, Request
 from fp8bench.nn import sizes
+from fp8bench.nn.served import OWN, served_support
 from fp8bench.numerics.operands import needs_host
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
@@ -34,18 +35,19 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "cast": {"role": ("input", "gradient")},
     "conv": {"channels": ("256",)},
     "data": {"batch": ("4",), "record": ("4096",)},
+    "decode": {"batch": ("1", "16"), "context": ("4096",)},
     "gemm": {"shape": ("1x8192x8192", "16384x2048x4096", "1000"), "product": tuple(sizes.PRODUCTS)},
     "learning": {},
     "mlp": {"gated": ("yes",)},
     "norm_act": {},
     "numerics": {"tensor": ("gaussian", "log-normal")},
     "optimizer": {"width": ("4096",), "tensors": ("2",)},
+    "prefill": {"batch": ("2",)},
     "transformer": {"checkpointing": ("blocks",)},
 }
-# Their arms are caches and weights in formats of their own, and not rows of this table.
-NOT_REHEARSED = {"decode", "prefill"}
 STORES = ("accumulate", "cast", "data", "numerics", "optimizer")
 PRODUCTS = ("attention", "gemm", "mlp")
+SERVED = ("decode", "prefill")
 # All blocks of a model are alike.
 BLOCKS = 1
 # CDNA3 has formats of its own.
@@ -54,6 +56,9 @@ ON_MI300X = {"e4m3fn": "e4m3fnuz", "e5m2": "e5m2fnuz"}
 
 def leaves(workload: str, mode: str) -> bool:
     """Whether a suite has nothing to measure in a precision."""
+    if workload in SERVED:
+        params = {"size": "llama-1b", "kv": OWN, "weights": OWN}
+        return served_support(params, precisions.get(mode), H200).level is Level.REFUSED
     if workload == "norm_act":
         return bool(precisions.get(mode).carried_by)
     return (mode == "tf32" and workload in STORES) or (mode == "fp32" and workload == "numerics")
@@ -72,7 +77,7 @@ def cases() -> Iterator[ParameterSet]:
     for gpu, facts in GPUS.items():
         for mode in modes_of(Level.NATIVE, facts):
             for workload in AXES:
-                dear = workload in ("learning", "transformer") and mode not in precisions.names()
+                dear = workload in ("learning", "transformer", *SERVED) and mode not in precisions.names()
                 if (workload in PRODUCTS or (workload, mode) not in seen) and not dear and not leaves(workload, mode):
                     seen.add((workload, mode))
                     few = mode in precisions.names() or workload in ("gemm", "mlp")
@@ -82,7 +87,8 @@ def cases() -> Iterator[ParameterSet]:
 
 @pytest.fixture(autouse=True)
 def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sizes.SIZES, "gpt2-124m", replace(sizes.SIZES["gpt2-124m"], layers=BLOCKS))
+    for known, size in ((sizes.SIZES, "gpt2-124m"), (sizes.SERVED_SIZES, "llama-1b")):
+        monkeypatch.setitem(known, size, replace(known[size], layers=BLOCKS))
 
 
 def cases_of(workload: str, mode: str, facts: DeviceFacts, corpus: Corpus) -> list[PlannedCase]:
@@ -100,7 +106,10 @@ def expected(case: Case, gpu: str) -> Counter[tuple[str, str, str]]:
     treatments = dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))
     of_model = 4 * BLOCKS * int(params.get("micro_batches", 0))
     layers = {"attention": 2, "conv": 2, "learning": 8, "mlp": 2, "transformer": of_model}
+    layers |= dict.fromkeys(SERVED, 4 * BLOCKS)
     for product, roles in sizes.PRODUCTS.items():
+        if case.workload in SERVED and product != "forward":
+            continue
         count = int(params["product"] == product) if case.workload == "gemm" else layers.get(case.workload, 0)
         if product == "forward" and params.get("checkpointing") == "blocks":
             count *= 2
@@ -112,7 +121,7 @@ def expected(case: Case, gpu: str) -> Counter[tuple[str, str, str]]:
 
 
 def test_every_suite_is_rehearsed() -> None:
-    assert {*AXES} | NOT_REHEARSED == {*workloads.names()}
+    assert {*AXES} == {*workloads.names()}
 
 
 @pytest.mark.parametrize(("gpu", "workload", "mode"), [*cases()])
@@ -138,6 +147,18 @@ def test_an_emulated_step_waits_for_nothing(mode: str, stage: Stage, corpus: Cor
     (one,) = cases_of("mlp", mode, H200, corpus)
     done = stage.second_step(one.case, H200)
     assert one.support.level is Level.EMULATED and done.phases["cast"] and not done.products
+
+
+@pytest.mark.parametrize(
+    "kept", ["kv=fp8", "kv=fp8-head", "kv=fp8-token", "kv=mxfp4", "kv=nvfp4", "weights=int8", "weights=int4",
+             "weights=fp8", "weights=nvfp4:activations=low"],
+)  # fmt: skip
+def test_a_step_of_what_is_kept_low_waits_for_nothing(kept: str, stage: Stage, corpus: Corpus) -> None:
+    """No kernel of a GPU's takes it: it is restored, under its own phase, by what a GPU does with codes."""
+    (one,) = [one for one in cases_of("decode", f"served:{kept}", H200, corpus) if dict(one.case.params)["batch"] == 1]
+    done = stage.second_step(one.case, H200)
+    assert one.support.level is Level.EMULATED and done.phases["cast"] and not done.products
+    assert not done.phases["unattributed"]
 
 
 @pytest.mark.parametrize("workload", [*AXES])

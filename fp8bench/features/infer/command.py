@@ -12,7 +12,8 @@ from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
-from fp8bench.features.infer.values import LEAST_CONTEXTS, ServingQuestion, arm_in_words, checked_arm
+from fp8bench.features.infer.trained import trained_model
+from fp8bench.features.infer.values import LEAST_CONTEXTS, ServedModel, ServingQuestion, arm_in_words
 from fp8bench.features.infer.view import page_of, rows_of, value_of
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import whole_number
@@ -20,11 +21,12 @@ from fp8bench.nn.served import CARRIERS
 from fp8bench.nn.sizes import SERVED_SIZES
 
 _ARMS = "bf16,kv=fp8,weights=int8,kv=fp8+weights=int8"
-_CONTEXTS = {False: (256, 1024, 2048, 4096), True: (128, 512, 1024, 2048)}
 _TOKENS = {False: 8192, True: 2048}
-_BATCHES = (1, 8, 16, 32, 64, 128, 256)
-EXAMPLES = ("fp8bench infer --quick", "fp8bench infer --arms kv=fp8,weights=int8 --batch 8 --contexts 512,2048,8192")
-FIRST_OPTIONS = "--size --arms --reference --batch --contexts --sweep --check-layers --quick --json --csv --explain"
+_BATCHES = {False: (1, 8, 16, 32, 64, 128, 256, 512, 4096), True: (1, 16, 128, 1024)}
+EXAMPLES = ("fp8bench infer --quick", "fp8bench infer my_package:make", "fp8bench infer --from last --arms kv=fp8")
+FIRST_OPTIONS = (
+    "--size --from --arms --reference --batch --contexts --sweep --check-layers --quick --json --csv --explain"
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -34,12 +36,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 130 interrupted."
     add = parser.add_argument
-    add(
-        "--size",
-        default="nano",
-        metavar="NAME",
-        help=f"the model that is timed: {', '.join(SERVED_SIZES)}; default nano",
-    )
+    words = "module:function, or file.py:function, that gives a causal model with a cache, or (model, token ids)"
+    add("make", nargs="?", metavar="MODULE:FUNCTION", help=words)
+    add("--size", metavar="NAME", help=f"the model that is timed: {', '.join(SERVED_SIZES)}; default nano")
+    words = "read quality on the newest checkpoint of a training in the store: of its reference, or of that arm"
+    add("--from", dest="trained", metavar="TRAINING[:ARM]", help=words)
     words = f"what is kept in which format, as in kv=fp8@0-1=bf16+weights=int8; default {_ARMS}"
     add("--arms", default=_ARMS, metavar="A,B", help=words)
     add("--reference", choices=tuple(CARRIERS), help="what they are held against; default fp32 on a CPU, else bf16")
@@ -49,7 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add(
         "--sweep",
         choices=("batch",),
-        help=f"batch: at which batch arms stop paying, over {', '.join(map(str, _BATCHES))}",
+        help="batch: up to which batch arms pay, by one layer's product at 1, 8, 16, ... 4096 rows",
     )
     words = "kv or weights: one layer low at a time, ranked by what it does to predictions"
     add("--check-layers", choices=("kv", "weights"), help=words)
@@ -70,36 +71,51 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8bench.features.infer.job import answered
 
     check_outputs(arguments)
-    question = _question(arguments)
+    question, trained = _question(arguments)
     command = shlex.join(["fp8bench", *sys.argv[1:]])
     with only_once():
-        answer = answered(question, arguments.store, command, TERMINAL)
+        answer = answered(question, arguments.store, command, TERMINAL, trained)
         tell(arguments, partial(page_of, answer), partial(value_of, answer), partial(rows_of, answer))
     return EXIT_OK if answer.finished else EXIT_INTERRUPTED
 
 
-def _question(arguments: argparse.Namespace) -> ServingQuestion:
-    if arguments.size not in SERVED_SIZES:
-        raise UsageError(
-            f"--size {arguments.size!r} is no model that is served. Give one of {', '.join(SERVED_SIZES)}."
-        )
-    config = SERVED_SIZES[arguments.size]
+def _question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedModel | None]:
+    from fp8bench.features.infer.job import checked
+
+    tokens = arguments.tokens or _TOKENS[arguments.quick]
+    size, trained = _model(arguments, tokens)
     reference = arguments.reference or ("fp32" if (arguments.device or "cpu") == "cpu" else "bf16")
     words = list(dict.fromkeys(filter(None, arguments.arms.split(","))))
-    arms = [checked_arm(arm_in_words(word, "bf16"), config.layers) for word in words]
+    arms = [arm_in_words(word, "bf16") for word in words]
     lead = arm_in_words(reference, reference)
-    return ServingQuestion(
-        arguments.size, tuple(dict.fromkeys((lead, *arms))), _contexts(arguments, config.sequence), arguments.batch,
-        arguments.quick, arguments.tokens or _TOKENS[arguments.quick], arguments.seed, arguments.threads,
-        arguments.device or "", check_layers=arguments.check_layers or "",
-        batches=_BATCHES if arguments.sweep else (),
+    question = ServingQuestion(
+        size, tuple(dict.fromkeys((lead, *arms))), _contexts(arguments), arguments.batch, arguments.quick, tokens,
+        arguments.seed, arguments.threads, arguments.device or "", check_layers=arguments.check_layers or "",
+        batches=_BATCHES[arguments.quick] if arguments.sweep else (),
     )  # fmt: skip
+    return question if question.is_own else checked(question), trained
 
 
-def _contexts(arguments: argparse.Namespace, longest: int) -> tuple[int, ...]:
+def _model(arguments: argparse.Namespace, tokens: int) -> tuple[str, ServedModel | None]:
+    """The size that is timed, and the trained model that quality is read on, if it is another than usual."""
+    from fp8bench.jobs.profile import function_named
+
+    if arguments.make and (arguments.trained or arguments.size):
+        raise UsageError(f"{arguments.make} is a model of its own. Leave --size and --from out.")
+    if arguments.make:
+        return function_named(arguments.make), None
+    trained, size = None, "nano"
+    if arguments.trained:
+        trained, size = trained_model(arguments.trained, arguments.store, tokens)
+    size = arguments.size or size
+    if size not in SERVED_SIZES:
+        raise UsageError(f"--size {size!r} is no model that is served. Give one of {', '.join(SERVED_SIZES)}.")
+    return size, trained
+
+
+def _contexts(arguments: argparse.Namespace) -> tuple[int, ...]:
     if arguments.contexts is None:
-        usual = _CONTEXTS[arguments.quick]
-        return usual if usual[-1] <= longest else tuple(sorted({longest * part // 8 for part in (1, 2, 4, 8)}))
+        return ()
     try:
         contexts = tuple(sorted({int(word) for word in arguments.contexts.split(",")}))
     except ValueError:
@@ -109,9 +125,5 @@ def _contexts(arguments: argparse.Namespace, longest: int) -> tuple[int, ...]:
     if len(contexts) < LEAST_CONTEXTS and not arguments.sweep:
         raise UsageError(
             f"--contexts has {len(contexts)} and a line needs {LEAST_CONTEXTS}. Give 256,1024,2048,4096, say."
-        )
-    if contexts[0] < 1 or contexts[-1] > longest:
-        raise UsageError(
-            f"--contexts goes from {contexts[0]} to {contexts[-1]}: {arguments.size} has positions for 1 to {longest}."
         )
     return contexts

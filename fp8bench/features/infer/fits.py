@@ -27,11 +27,12 @@ _PLACES = 256
 
 @dataclass(frozen=True)
 class LineDraws:
-    """The fitted a and b, and those of each resample: (resamples, 2)."""
+    """The fitted a and b, those of each resample (resamples, 2), and how far each context lies above: seconds."""
 
     point: Floats
     draws: Floats
     off: float
+    above: Floats
 
     @property
     def line(self) -> TimeLine:
@@ -46,6 +47,11 @@ class LineDraws:
         """Seconds of each resample at contexts: (resamples, contexts)."""
         seconds: Floats = self.draws[:, :1] + self.draws[:, 1:] * contexts
         return seconds
+
+
+def fastest(samples: Sequence[float]) -> float:
+    """The best case of rounds: what a context's line is fitted to, so that a figure is not beside its own line."""
+    return math.exp(best_case(np.array(samples, dtype=np.float64)[:, None]).point)
 
 
 def line_of(rounds: Mapping[int, Sequence[float]]) -> LineDraws | None:
@@ -63,8 +69,9 @@ def line_of(rounds: Mapping[int, Sequence[float]]) -> LineDraws | None:
     weights = np.stack((1 / seconds, np.array(contexts) / seconds), 1)
     solve = np.linalg.pinv(weights) / seconds
     point = solve @ seconds
-    off = np.abs(point[0] + point[1] * np.array(contexts) - seconds) / seconds
-    return LineDraws(point, np.exp(np.array(logs)).T @ solve.T, float(off.max()))
+    above = seconds - (point[0] + point[1] * np.array(contexts))
+    off = float((np.abs(above) / seconds).max())
+    return LineDraws(point, np.exp(np.array(logs)).T @ solve.T, off, above)
 
 
 def widening(rounds: int) -> float:
@@ -78,11 +85,16 @@ def widening(rounds: int) -> float:
 def crossing_of(arm: LineDraws, reference: LineDraws, contexts: Sequence[int]) -> ContextCrossing:
     """Where the arm's line crosses, within what was measured and nowhere else.
 
-    The interval has every context at which resamples do not agree which of the two is faster.
+    The interval has every context at which resamples do not agree which of the two is faster, or do by less than some
+    measured context lies off what the lines say of it: no resample shows that times are no line.
     """
     first, last = min(contexts), max(contexts)
     places = np.geomspace(first, last, _PLACES)
-    low, high = np.quantile(arm.at(places) - reference.at(places), _ENDS, axis=0)
+    known = reference.point[0] + reference.point[1] * np.array(sorted(contexts))
+    miss = float((np.abs(arm.above - reference.above) / known).max())
+    beside = miss * (reference.point[0] + reference.point[1] * places)
+    ends_of = np.quantile(arm.at(places) - reference.at(places), _ENDS, axis=0)
+    low, high = ends_of[0] - beside, ends_of[1] + beside
     signs = np.where(high < 0, 1, np.where(low > 0, -1, 0))
     ends = tuple(bool(sign > 0) if sign else None for sign in (signs[0], signs[-1]))
     faster = ends[0], ends[1]

@@ -12,26 +12,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from fp8bench.analysis.break_even import SizedRatio, break_even
 from fp8bench.analysis.energy import energy_figures
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.samples import step_samples
 from fp8bench.errors import UsageError, WorkerFault, as_usage
-from fp8bench.features.infer.fits import LineDraws, crossing_of, line_of
+from fp8bench.features.infer.batches import computed_batch, crossing_of_batches
+from fp8bench.features.infer.fits import LineDraws, crossing_of, fastest, line_of
 from fp8bench.features.infer.values import (
     ArmQuality,
     ArmTimes,
     Quality,
     QualityTask,
+    ServedModel,
     ServingAnswer,
     ServingQuestion,
+    check_arm,
     dtype_of,
+    is_of,
 )
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import ProcessWorker, Worker, claimed
 from fp8bench.model import DeviceFacts, Level, Record, Request, Run, Support
 from fp8bench.model.raw import Settings
-from fp8bench.nn.served import CARRIERS, OWN, Arm, served_memory, served_support
+from fp8bench.nn.served import OWN, OWN_SHAPES, Arm, ServedShape, served_memory, served_shape, served_support
 from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.pipeline import execute
 from fp8bench.plan.make import device_named
@@ -43,10 +46,15 @@ SHIPPED, WEIGHTS = "nano-python", Path(__file__).with_name("nano-python.bin")
 # Left out of the shipped model's training; its positions.
 HELD_OUT, WINDOW = ("argparse.py", "statistics.py", "textwrap.py"), 128
 _LIMIT = 1800.0
+# By whether it is quick.
+_CONTEXTS = {False: (256, 1024, 2048, 4096), True: (128, 512, 1024, 2048)}
 
 
-def answered(question: ServingQuestion, store: Path, command: str, observer: JobObserver) -> ServingAnswer:
-    """An interrupt ends it early: what was found until then is the answer."""
+def answered(
+    question: ServingQuestion, store: Path, command: str, observer: JobObserver, trained: ServedModel | None = None
+) -> ServingAnswer:  # fmt: skip
+    """Quality is that of `trained`, where there is one, of a maker's model, or of the one that is shipped. An interrupt
+    ends it early: what was found until then is the answer."""
     settings = Settings(question.threads, question.seed)
     with claimed(True), ProcessWorker(settings, module=_MODULE) as worker:
         known = worker.probe()
@@ -55,8 +63,12 @@ def answered(question: ServingQuestion, store: Path, command: str, observer: Job
             if question.device
             else next((one for one in known if one.accelerated), known[0])
         )
+        model = trained or shipped(question.tokens)
+        if question.is_own:
+            OWN_SHAPES[question.size] = ServedShape(*_asked(worker, "shape", question.size, facts, question.seed))
+            question, model = checked(question), ServedModel(question.size)
         _check_memory(question, facts)
-        quality, layers = _qualities(question, facts, worker, observer)
+        quality, layers = _qualities(question, model, facts, worker, observer)
     answer = ServingAnswer(question, facts.key, (), question.contexts[0], quality, layers)
     try:
         return _timed(answer, facts, store, command, observer)
@@ -64,14 +76,40 @@ def answered(question: ServingQuestion, store: Path, command: str, observer: Job
         return replace(answer, finished=False)
 
 
+def _asked(worker: Worker, name: str, *arguments: Any) -> Any:
+    try:
+        return getattr(cast(Any, worker.within(_LIMIT)), name)(*arguments)
+    except WorkerFault as fault:
+        raise as_usage(fault) from None
+
+
+def checked(question: ServingQuestion) -> ServingQuestion:
+    """With the usual contexts where it names none. Raises UsageError for what its model has not."""
+    shape, usual = served_shape(question.size), _CONTEXTS[question.quick]
+    few = tuple(sorted({shape.sequence * part // 8 for part in (1, 2, 4, 8)}))
+    contexts = question.contexts or (few if usual[-1] > shape.sequence else usual)
+    if contexts[0] < 1 or contexts[-1] > shape.sequence:
+        raise UsageError(
+            f"--contexts goes from {contexts[0]} to {contexts[-1]}: {question.size} has positions for 1 to "
+            f"{shape.sequence}."
+        )
+    for arm in question.arms:
+        check_arm(arm, shape)
+    return replace(question, contexts=contexts)
+
+
 def _check_memory(question: ServingQuestion, facts: DeviceFacts) -> None:
-    least = served_memory(SERVED_SIZES[question.size], question.batch, max(question.contexts))
+    least = served_memory(served_shape(question.size), question.batch, max(question.contexts))
     if facts.memory_bytes and least > facts.memory_bytes:
         raise UsageError(
             f"{question.size} with --batch {question.batch} at a context of {max(question.contexts)} takes "
             f"{size(least)} or more, and {facts.key} has {size(facts.memory_bytes)}. Choose a smaller batch, "
             "context or model."
         )
+
+
+def shipped(tokens: int) -> ServedModel:
+    return ServedModel(SHIPPED, SERVED_SIZES[SHIPPED], str(WEIGHTS), text=held_out_text(tokens))
 
 
 def held_out_text(tokens: int) -> tuple[tuple[int, ...], ...]:
@@ -86,28 +124,24 @@ def held_out_text(tokens: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _qualities(
-    question: ServingQuestion, facts: DeviceFacts, worker: Worker, observer: JobObserver
+    question: ServingQuestion, model: ServedModel, facts: DeviceFacts, worker: Worker, observer: JobObserver
 ) -> tuple[Quality, tuple[tuple[Arm, ArmQuality], ...]]:
     lead, *others = question.arms
-    arms = [_for_shipped(arm) for arm in question.arms]
+    arms = [_within(arm, model.layers) for arm in question.arms]
     if any(one != asked for one, asked in zip(arms, question.arms, strict=True)):
-        layers = SERVED_SIZES[SHIPPED].layers
-        observer.note(f"quality is read on {SHIPPED}, of {layers} layers: exceptions of later ones are not in it")
-    alone = layer_arms(question.check_layers, lead, others, SERVED_SIZES[SHIPPED].layers)
-    task = QualityTask(SHIPPED, str(WEIGHTS), held_out_text(question.tokens), (*arms, *alone), facts, question.seed)
+        whose = f"{model.name}, of {model.layers} layers"
+        observer.note(f"quality is read on {whose}: exceptions of later ones are not in it")
+    alone = layer_arms(question.check_layers, lead, others, model.layers)
+    task = QualityTask(model, question.tokens, (*arms, *alone), facts, question.seed)
     with observer.counting() as tell:
         tell(0, 1, "models", "quality on the same tokens")
-        try:
-            found = cast(Quality, cast(Any, worker.within(_LIMIT)).quality(task))
-        except WorkerFault as fault:
-            raise as_usage(fault) from None
+        found: Quality = _asked(worker, "quality", task)
     ranked = sorted(zip(alone, found.arms[len(others) :], strict=True), key=lambda pair: -pair[1].kl)
     return replace(found, arms=found.arms[: len(others)]), tuple(ranked)
 
 
-def _for_shipped(arm: Arm) -> Arm:
-    """Exceptions of layers that the shipped model has not are left out: its quality is that of the usual format."""
-    layers = SERVED_SIZES[SHIPPED].layers
+def _within(arm: Arm, layers: int) -> Arm:
+    """Exceptions of layers that the model of quality has not are left out: its quality is that of the usual format."""
 
     def kept(word: str) -> str:
         usual, *exceptions = word.split("@")
@@ -147,10 +181,10 @@ def _timed(
         raise UsageError(f"the reference has no speed on {facts.key}: {lead.reason}. Give --reference fp32 or bf16.")
     native = tuple(arm for arm in question.arms if supports[arm].level is Level.NATIVE)
 
-    def measured(suite: str, contexts: Sequence[int], batches: Sequence[int] = (question.batch,)) -> Run:
-        axes = (("size", (question.size,)), ("batch", tuple(map(str, batches))), ("context", tuple(map(str, contexts))))
+    def measured(suite: str, arms: Sequence[Arm], **axes: Sequence[object]) -> Run:
         request = Request(
-            suite, tuple(map(dtype_of, native)), (facts.key,), dtype_of(native[0]), axes, quick=question.quick,
+            suite, tuple(map(dtype_of, arms)), (facts.key,), dtype_of(arms[0]),
+            tuple((name, tuple(map(str, values))) for name, values in axes.items()), quick=question.quick,
             seed=question.seed, threads=question.threads,
         )  # fmt: skip
         with observer.measuring() as watch:
@@ -160,9 +194,14 @@ def _timed(
         return run
 
     if question.batches:
-        run = measured("decode", question.contexts[:1], question.batches)
-        return replace(answer, sweep=crossing_of_batches(run, question), runs=(run.id,))
-    decode, prefill = measured("decode", question.contexts), measured("prefill", (answer.prompt,))
+        _, outputs, inputs = max(served_shape(question.size).kept, key=lambda one: one[1] * one[2])
+        arms = [arm for arm in native if not arm.kv]
+        run = measured("gemm", arms, shape=[f"{batch}x{outputs}x{inputs}" for batch in question.batches])
+        said = (*crossing_of_batches(run, arms), computed_batch(run, arms[0]))
+        return replace(answer, sweep=(f"by rows of the layer of {outputs} x {inputs}:", *said), runs=(run.id,))
+    own: dict[str, Sequence[object]] = {"size": [question.size], "batch": [question.batch]}
+    decode = measured("decode", native, **own, context=question.contexts)
+    prefill = measured("prefill", native, **own, context=[answer.prompt])
     times = list(times_of(question, native, decode, prefill))
     kernels = {arm: supports[arm].reason for arm in question.arms}
     times = [replace(one, kernel=kernels[one.arm]) for one in times]
@@ -173,11 +212,11 @@ def _timed(
 
 def times_of(question: ServingQuestion, native: Sequence[Arm], decode: Run, prefill: Run) -> Iterator[ArmTimes]:
     """Lines and crossings of the arms that were timed, the reference first."""
-    best, prompts = findings(decode), findings(prefill)
+    best = findings(decode)
     reference: LineDraws | None = None
     for arm in native:
         records = sorted(
-            (int(record.case.param("context")), record) for record in decode.records if _is_of(record, arm)
+            (int(record.case.param("context")), record) for record in decode.records if is_of(record, arm)
         )  # fmt: skip
         why = next((record.reason for _, record in records if record.timing is None), "")
         rounds = {context: step_samples(record.timing) for context, record in records if record.timing is not None}
@@ -187,62 +226,17 @@ def times_of(question: ServingQuestion, native: Sequence[Arm], decode: Run, pref
             reference = line
         elif line is not None and reference is not None:
             crossing = crossing_of(line, reference, question.contexts)
-        tpot = [(context, best[record.case.id].best_seconds) for context, record in records]
-        prompt = next((record for record in prefill.records if _is_of(record, arm)), None)
+        prompt = next((record for record in prefill.records if is_of(record, arm)), None)
         yield ArmTimes(
-            arm, tuple((context, seconds) for context, seconds in tpot if seconds is not None),
+            arm, tuple((context, fastest(samples)) for context, samples in rounds.items()),
             None if line is None else line.line, crossing,
-            None if prompt is None else prompts[prompt.case.id].best_seconds, why,
+            None if prompt is None or prompt.timing is None else fastest(step_samples(prompt.timing)), why,
             (_joules(prompt), _joules(records[-1][1] if records else None)),
             doubts=tuple(dict.fromkeys(label.value for _, record in records for label in best[record.case.id].hard)),
         )  # fmt: skip
-
-
-def _is_of(record: Record, arm: Arm) -> bool:
-    return record.case.precision == precisions.canonical(dtype_of(arm))
 
 
 def _joules(record: Record | None) -> float | None:
     """Of a token that goes in or comes out: the step's, over all tokens of the batch."""
     figures = None if record is None else energy_figures(record)
     return None if record is None or figures is None else figures.gross.middle / record.work.tokens
-
-
-def crossing_of_batches(run: Run, question: ServingQuestion) -> str:
-    """Up to which batch each arm pays, by the ratios of the suite's own verdicts; beside it what ceilings say."""
-    found, sentences = findings(run), []
-    for arm in question.arms[1:]:
-        records = [record for record in run.records if _is_of(record, arm) and found[record.case.id].ratio is not None]
-        ratios = {int(record.case.param("batch")): found[record.case.id].ratio for record in records}
-        even = break_even([SizedRatio(batch, ratio) for batch, ratio in ratios.items() if ratio is not None])
-        if even is None:
-            continue
-        crossings = ", ".join(
-            f"{'pays from' if one.begins else 'stops paying at'} {one.size:.0f} ({one.low:.0f} to {one.high:.0f})"
-            for one in even.crossings
-        )
-        stretches = {True: "it pays at all", False: "it pays at none", None: "it cannot be told"}
-        alike = stretches[even.stretches[0].pays] if len(even.stretches) == 1 else "no crossing that is sure"
-        sentences.append(f"{dtype_of(arm)}: {crossings or alike}{_cause(run, records[-1])}")
-    return "; ".join([*sentences, computed_batch(run, question.arms[0])])
-
-
-def _cause(run: Run, record: Record) -> str:
-    """In which phase the largest batch loses most beside the reference's."""
-    found = findings(run)
-    reference = next(one for one in run.records if one.is_reference and one.case.setting == record.case.setting)
-    own, theirs = dict(found[record.case.id].phases), dict(found[reference.case.id].phases)
-    lost = {phase: seconds - theirs.get(phase, 0.0) for phase, seconds in own.items()}
-    worst = max(lost, key=lambda phase: lost[phase], default="")
-    if not worst or lost[worst] <= 0:
-        return ""
-    return f", at {record.case.param('batch')} it loses most in {worst.replace('_', ' ')}"
-
-
-def computed_batch(run: Run, reference: Arm) -> str:
-    """The batch from which the reference's own products are bound by arithmetic, so that fewer bytes gain nothing."""
-    ceiling = next((one.ceiling for one in run.records if one.is_reference and one.ceiling is not None), None)
-    if ceiling is None or not ceiling.flops or not ceiling.bytes:
-        return "computed: nothing, as ceilings are not known (`fp8bench doctor --ceilings` measures them)"
-    batch = CARRIERS[reference.carrier] * ceiling.flops / (2 * ceiling.bytes)
-    return f"computed from ceilings: fewer bytes a weight gain nothing past {batch:.0f}"

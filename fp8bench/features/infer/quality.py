@@ -6,27 +6,33 @@ what another kernel does to the reference is the floor. Log-probabilities are in
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8bench.features.infer.values import ArmQuality, Quality, QualityTask
+from fp8bench.features.infer.values import ArmQuality, Quality, QualityTask, ServedModel
 from fp8bench.model import Interval
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import DTYPES, Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
+from fp8bench.nn.own_decoder import OwnDecoder, made, served_positions
 from fp8bench.nn.served import Arm, served_shapes
 from fp8bench.nn.shared_workloads import attention_by
-from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
+from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases
 
 _BOOTSTRAPS = 2000
 _TAIL = 0.999
+# Random tokens of a model of one's own come in texts of so many.
+WINDOW = 128
+RANDOM_WEIGHTS, RANDOM_TOKENS = (f"random {what}: arithmetic only" for what in ("weights", "tokens"))
 
 
 @dataclass(frozen=True)
@@ -48,29 +54,73 @@ def weights_in(path: Path, config: GPTConfig, device: str) -> Callable[[str], Te
     return lambda name: parts[name].view(shapes[name][0]).float().to(device)
 
 
-def quality_of(task: QualityTask) -> Quality:
-    config, device = SERVED_SIZES[task.size], task.facts.key
-    text = torch.tensor(task.text, device=device)
-    config = replace(config, sequence=max(text.shape[1] - 1, 1 if config.modern else config.sequence))
-    if task.weights:
-        weight = weights_in(Path(task.weights), SERVED_SIZES[task.size], device)
-    else:
-        weight = drawn_weights(served_shapes(config), task.seed, device)
+def _trained_weights(model: ServedModel, config: GPTConfig, device: str) -> Callable[[str], Tensor]:
+    """Of a checkpoint, whose weights come in the order of the model's parameters."""
+    from fp8bench.features.train.lab.checkpoint import weights
+
+    kept = dict(zip(served_shapes(config), weights(model.weights, model.arm), strict=True))
+    return lambda name: kept[name].to(device, torch.float32)
+
+
+# Makes the model of an arm, for texts of (sequences, positions).
+Serve = Callable[[Arm, tuple[int, int]], Decoder | OwnDecoder]
+
+
+def quality_of(task: QualityTask, maker: Callable[[], Any] | None = None) -> Quality:
+    """Of a model with a config, or of the one that `maker` makes."""
+    serve, text, caution = _served(task) if maker is None else _own(task, maker)
     lead, *others = task.arms
 
     def predicted(arm: Arm, kernel: str = "auto") -> _Predicted:
         with torch.no_grad(), attention_by(kernel):
-            return _predicted(config, weight, arm, text)
+            return _predicted(serve(arm, (text.shape[0], text.shape[1] - 1)), text)
 
     reference = predicted(lead)
     itself, floor = _compared(predicted(lead), reference), _compared(predicted(lead, "math"), reference)
     arms = tuple(_compared(predicted(arm), reference) for arm in others)
     perplexity = math.exp(-float(reference.true.mean()))
-    return Quality(task.size, int(reference.true.numel()), perplexity, itself, floor, arms, bool(task.weights))
+    return Quality(task.model.name, int(reference.true.numel()), perplexity, itself, floor, arms, caution)
 
 
-def _predicted(config: GPTConfig, weight: Callable[[str], Tensor], arm: Arm, text: Tensor) -> _Predicted:
-    carrier, formats = DTYPES[arm.carrier], arm.weights_of(config.layers)
+def _own(task: QualityTask, maker: Callable[[], Any]) -> tuple[Serve, Tensor, str]:
+    """A copy of what it makes for each arm; random tokens where it gives none."""
+    name, device = task.model.name, task.facts.key
+    model, ids = made(maker, name, task.seed, task.facts)
+    if ids is not None and ids.shape[1] > 2:
+        text, caution = ids.to(device), ""
+    else:
+        length = min(WINDOW, served_positions(model))
+        generator = torch.Generator(device).manual_seed(task.seed)
+        shape = max(2, task.tokens // length), length + 1
+        vocabulary = OwnDecoder(name, copy.deepcopy(model), task.arms[0], (1, 2), device).vocabulary
+        text, caution = torch.randint(vocabulary, shape, generator=generator, device=device), RANDOM_TOKENS
+
+    def serve(arm: Arm, sizes: tuple[int, int]) -> OwnDecoder:
+        return OwnDecoder(name, copy.deepcopy(model), arm, sizes, device)
+
+    return serve, text, caution
+
+
+def _served(task: QualityTask) -> tuple[Serve, Tensor, str]:
+    model, device = task.model, task.facts.key
+    assert model.config is not None
+    text = torch.tensor(model.text, device=device)
+    config = replace(model.config, sequence=max(text.shape[1] - 1, 1 if model.config.modern else model.config.sequence))
+    if model.arm:
+        weight = _trained_weights(model, config, device)
+    elif model.weights:
+        weight = weights_in(Path(model.weights), model.config, device)
+    else:
+        weight = drawn_weights(served_shapes(config), task.seed, device)
+
+    def serve(arm: Arm, sizes: tuple[int, int]) -> Decoder:
+        return _decoder(config, weight, arm, sizes)
+
+    return serve, text, "" if model.weights else RANDOM_WEIGHTS
+
+
+def _decoder(config: GPTConfig, weight: Callable[[str], Tensor], arm: Arm, sizes: tuple[int, int]) -> Decoder:
+    formats = arm.weights_of(config.layers)
 
     def keep(name: str, matrix: Tensor) -> KeptWeight:
         kept = formats[int(name.split(".")[1])] if name != "head" else arm.carrier
@@ -78,16 +128,17 @@ def _predicted(config: GPTConfig, weight: Callable[[str], Tensor], arm: Arm, tex
             return OwnWeight(matrix, PlainArithmetic(DTYPES[kept]))
         return kept_weight(matrix, kept, arm.low_inputs)
 
-    sizes = text.shape[0], text.shape[1] - 1
-    model = Decoder(config, weight, keep, arm.kv_of(config.layers), carrier, sizes)
+    return Decoder(config, weight, keep, arm.kv_of(config.layers), DTYPES[arm.carrier], sizes)
+
+
+def _predicted(model: Decoder | OwnDecoder, text: Tensor) -> _Predicted:
     model.calibrates = True
     streams: list[Tensor] = []
     model.watch = lambda layer, stream: streams.append(stream.double())
     logits = model.forward(text[:, :-1], 0, SilentPhases(), every=True)
     logs = F.log_softmax(logits.double(), -1)
     true = logs.gather(-1, text[:, 1:, None]).squeeze(-1)
-    parameters = sum(math.prod(shape) for shape, _ in served_shapes(config).values())
-    return _Predicted(logs, true, streams, 8 * model.weight_bytes() / parameters)
+    return _Predicted(logs, true, streams, 8 * model.weight_bytes() / model.parameters())
 
 
 def _compared(own: _Predicted, reference: _Predicted) -> ArmQuality:

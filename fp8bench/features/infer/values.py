@@ -5,9 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fp8bench.errors import UsageError
-from fp8bench.model import DeviceFacts, Interval
-from fp8bench.nn.served import CARRIERS, KV_FORMATS, SERVED, WEIGHT_FORMATS, Arm, by_layer, kept_word
+from fp8bench.model import DeviceFacts, Interval, Record
+from fp8bench.nn.served import (
+    CARRIERS,
+    KV_FORMATS,
+    SERVED,
+    WEIGHT_FORMATS,
+    Arm,
+    ServedShape,
+    by_layer,
+    check_groups,
+    kept_word,
+    served_shape,
+)
+from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols.axes import one_of
+from fp8bench.registry import precisions
 
 # Fewer are no line.
 LEAST_CONTEXTS = 4
@@ -56,16 +69,21 @@ def dtype_of(arm: Arm) -> str:
     return ":".join([SERVED, *(f"{key}={value}" for key, value in options if value)])
 
 
-def checked_arm(arm: Arm, layers: int) -> Arm:
-    """Raise for layers that the model has not."""
+def is_of(record: Record, arm: Arm) -> bool:
+    return record.case.precision == precisions.canonical(dtype_of(arm))
+
+
+def check_arm(arm: Arm, shape: ServedShape) -> None:
+    """Raise for layers that the model has not, and for rows that no format cuts."""
     for word in (arm.kv, arm.weights):
-        by_layer(word, layers)
-    return arm
+        by_layer(word, shape.layers)
+    check_groups(shape, arm)
 
 
 @dataclass(frozen=True)
 class ServingQuestion:
-    """`arms` begin with the reference."""
+    """`arms` begin with the reference. `size` is a served model's name, or a maker's; without `contexts` they are the
+    usual ones that it has positions for."""
 
     size: str
     arms: tuple[Arm, ...]
@@ -79,14 +97,34 @@ class ServingQuestion:
     check_layers: str = ""
     batches: tuple[int, ...] = ()
 
+    @property
+    def is_own(self) -> bool:
+        return ":" in self.size
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that quality is read on. One with a config has `weights` in a file of bf16 numbers, or in the folder of
+    a checkpoint as those of an `arm`, or '' for random ones, and `text`. One without is what a maker of that name
+    gives, with its own tokens or random ones."""
+
+    name: str
+    config: GPTConfig | None = None
+    weights: str = ""
+    arm: str = ""
+    text: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def layers(self) -> int:
+        return served_shape(self.name).layers if self.config is None else self.config.layers
+
 
 @dataclass(frozen=True)
 class QualityTask:
-    """What a worker needs: a model by its size, its weights in a file ('' for random ones), tokens, and arms."""
+    """What a worker needs; `tokens` are as many as a maker's model without text is read on."""
 
-    size: str
-    weights: str
-    text: tuple[tuple[int, ...], ...]
+    model: ServedModel
+    tokens: int
     arms: tuple[Arm, ...]
     facts: DeviceFacts
     seed: int
@@ -121,7 +159,7 @@ class ArmQuality:
 @dataclass(frozen=True)
 class Quality:
     """`itself` is the reference once more, which must be no different; `floor` is the reference by another kernel;
-    `arms` are all others, in the order they were asked for."""
+    `arms` are all others, in the order they were asked for. `caution` says why it is arithmetic only."""
 
     model: str
     tokens: int
@@ -129,7 +167,7 @@ class Quality:
     itself: ArmQuality
     floor: ArmQuality
     arms: tuple[ArmQuality, ...]
-    trained: bool = True
+    caution: str = ""
 
 
 @dataclass(frozen=True)
@@ -185,7 +223,7 @@ class ServingAnswer:
     layers: tuple[tuple[Arm, ArmQuality], ...] = ()
     bandwidth: float | None = None
     runs: tuple[str, ...] = ()
-    sweep: str = ""
+    sweep: tuple[str, ...] = ()
     finished: bool = True
 
     def quality_of(self, arm: Arm) -> ArmQuality | None:

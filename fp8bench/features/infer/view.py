@@ -9,8 +9,7 @@ from fp8bench import units
 from fp8bench.features.infer.values import ArmQuality, ArmTimes, ServingAnswer, word_of
 from fp8bench.model import Interval
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.nn.served import Arm, attention_flops, forward_flops, step_bytes
-from fp8bench.nn.sizes import SERVED_SIZES
+from fp8bench.nn.served import Arm, attention_flops, forward_flops, served_shape, step_bytes
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Code, Element, Page, Part, Table, Text
@@ -80,7 +79,7 @@ def _times(answer: ServingAnswer) -> Table:
 def _costs(answer: ServingAnswer) -> Table:
     """What every arm reads, and what it does to predictions."""
     batch, longest = answer.question.batch, answer.question.contexts[-1]
-    config, known = SERVED_SIZES[answer.question.size], {one.arm: one for one in answer.times}
+    config, known = served_shape(answer.question.size), {one.arm: one for one in answer.times}
     moved = {arm: step_bytes(config, arm, batch, longest) for arm in answer.question.arms}
 
     def share(arm: Arm) -> str | None:
@@ -143,8 +142,7 @@ def _seconds(interval: Interval | None, times: int = 1) -> str:
 
 
 def _crossings(answer: ServingAnswer) -> Iterator[str]:
-    if answer.sweep:
-        yield f"by batch, at context {answer.question.contexts[0]}: {answer.sweep}"
+    yield from answer.sweep
     reference = _name(answer, answer.question.arms[0])
     low, high = answer.question.contexts[0], answer.question.contexts[-1]
     for one in answer.times:
@@ -153,10 +151,11 @@ def _crossings(answer: ServingAnswer) -> Iterator[str]:
         doubt = f"; doubtful: {', '.join(one.doubts)}" if one.doubts else ""
         if crossing is not None and crossing.at is not None:
             words = "pays from" if crossing.faster[1] else "pays up to"
-            yield (
-                f"{name} {words} a context of {crossing.at:.0f} ({crossing.low:.0f} to {crossing.high:.0f}) against "
-                f"{reference}{off}{doubt}"
-            )
+            place = f"a context of {crossing.at:.0f} ({crossing.low:.0f} to {crossing.high:.0f})"
+            if one.doubts:  # as a verdict, it is taken away
+                yield f"{name} against {reference}: not told; lines cross at {place}{off}{doubt}"
+            else:
+                yield f"{name} {words} {place} against {reference}{off}"
         elif crossing is not None:
             yield f"{name} against {reference}: no crossing in {low} to {high}; {_ends(crossing.faster)}{off}{doubt}"
         elif one.why and one.kernel:
@@ -175,7 +174,7 @@ def _ends(faster: tuple[bool | None, bool | None]) -> str:
 
 def _derived(answer: ServingAnswer, arm: Arm) -> str:
     """By bytes alone at the longest context: a step reads fewer at every one, so that the lines cross nowhere."""
-    config, batch, longest = SERVED_SIZES[answer.question.size], answer.question.batch, answer.question.contexts[-1]
+    config, batch, longest = served_shape(answer.question.size), answer.question.batch, answer.question.contexts[-1]
     both = [step_bytes(config, one, batch, longest).total for one in (answer.question.arms[0], arm)]
     return f"{both[0] / both[1]:.1f}x"
 
@@ -184,7 +183,7 @@ def _quality(answer: ServingAnswer) -> Iterator[str]:
     quality = answer.quality
     if quality is None:
         return
-    whose = "" if quality.trained else ", random weights: arithmetic only"
+    whose = f", {quality.caution}" if quality.caution else ""
     arms = zip(quality.arms, answer.question.arms[1:], strict=True)
     worst, arm = max(arms, key=lambda pair: pair[0].kl, default=(quality.floor, answer.question.arms[0]))
     yield (
@@ -226,7 +225,7 @@ def _to_paste(answer: ServingAnswer) -> Iterator[Element]:
 def value_of(answer: ServingAnswer) -> dict[str, Any]:
     """Everything, with the FLOPs of a prompt: those of attention apart."""
     question = answer.question
-    config, prompt = SERVED_SIZES[question.size], answer.prompt
+    config, prompt = served_shape(question.size), answer.prompt
     attention = attention_flops(config, question.batch, prompt * (prompt + 1) / 2)
     whole = forward_flops(config, question.batch, prompt, prompt)
     moved = [step_bytes(config, arm, question.batch, question.contexts[-1]) for arm in question.arms]
@@ -240,7 +239,7 @@ def rows_of(answer: ServingAnswer) -> Rows:
     for one in answer.times:
         quality = answer.quality_of(one.arm)
         moved = step_bytes(
-            SERVED_SIZES[answer.question.size], one.arm, answer.question.batch, answer.question.contexts[-1]
+            served_shape(answer.question.size), one.arm, answer.question.batch, answer.question.contexts[-1]
         )
         line, crossing = one.line, one.crossing
         rows.append({

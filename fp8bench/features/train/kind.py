@@ -193,6 +193,12 @@ def _reaches(stream: bytes, place: ResumePlace) -> bool:
     return not place.digest or (not before.lost and digest_of(before.sums) == place.digest)
 
 
+def newest_checkpoint(path: Path) -> tuple[Path, ResumePlace] | None:
+    """Of the training of that stream: its folder, and before which step it was kept; None where there is none."""
+    place = _places(path)[-1]
+    return (path.parent.resolve() / _CHECKPOINTS / place.folder, place) if place.folder else None
+
+
 def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:
     """Remove checkpoints that no place names: older ones, and what a kill has left half done."""
     named = {place.folder for place in places}

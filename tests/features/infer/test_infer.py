@@ -13,11 +13,12 @@ import torch
 from fp8bench.errors import UsageError
 from fp8bench.features.infer.fits import LineDraws, crossing_of, line_of
 from fp8bench.features.infer.job import HELD_OUT, SHIPPED, WEIGHTS, WINDOW, held_out_text, layer_arms
-from fp8bench.features.infer.quality import quality_of, weights_in
+from fp8bench.features.infer.quality import RANDOM_WEIGHTS, _decoder, _predicted, quality_of, weights_in
 from fp8bench.features.infer.values import (
     ArmTimes,
     Quality,
     QualityTask,
+    ServedModel,
     ServingAnswer,
     ServingQuestion,
     arm_in_words,
@@ -157,6 +158,19 @@ def test_intervals_hold_the_truth_in_200_sweeps(rounds: int, spread: float) -> N
     assert min(covered(200, rounds, spread)) >= 0.95
 
 
+def test_a_crossing_is_claimed_of_no_curve() -> None:
+    """Times that leap between two contexts are no line. Where lines would cross nobody is faster there: 'pays up to'
+    is then said of none, or of an interval that holds the leap."""
+    for seed in range(20):
+        straight = swept(2 * seed, 24, 0.01, 1e-3, 6e-7)
+        curved = swept(2 * seed + 1, 24, 0.01, 9.9e-4, 6e-7)
+        leaps = {
+            context: tuple(1.3 * one for one in times) if context > 1024 else times for context, times in curved.items()
+        }
+        crossing = crossing_of(*(line for line in map(line_of, (leaps, straight)) if line is not None), CONTEXTS)
+        assert crossing.at is None or crossing.low <= 1024 < crossing.high, seed
+
+
 def test_crossings_are_told_where_there_are_any() -> None:
     reference = fitted(1, 24, 0.01, 1e-3, 6e-7)
     sooner = crossing_of(fitted(2, 24, 0.01, 8e-4, 8.5e-7), reference, CONTEXTS)
@@ -182,7 +196,8 @@ ARMS = tuple(
 
 
 def quality(text: tuple[tuple[int, ...], ...], weights: str = str(WEIGHTS), arms: tuple[Arm, ...] = ARMS) -> Quality:
-    return quality_of(QualityTask(SHIPPED, weights, text, arms, CPU, 0))
+    model = ServedModel(SHIPPED, SERVED_SIZES[SHIPPED], weights, text=text)
+    return quality_of(QualityTask(model, 0, arms, CPU, 0))
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +207,7 @@ def found() -> Quality:
 
 def test_the_shipped_model_is_trained_and_its_text_held_out(found: Quality) -> None:
     """Chance would be a perplexity of 128; other weights in one place are seen at once."""
-    assert found.trained and found.perplexity < 7
+    assert not found.caution and found.perplexity < 7
     assert HELD_OUT == NOT_TRAINED_ON
     assert WEIGHTS.stat().st_size < 400_000
     assert all(len(window) == WINDOW + 1 and max(window) < 128 for window in held_out_text(1024))
@@ -202,7 +217,7 @@ def test_the_shipped_model_is_trained_and_its_text_held_out(found: Quality) -> N
         == WEIGHTS.stat().st_size
     )
     random = quality(held_out_text(256), "", ARMS[:2])
-    assert not random.trained and random.perplexity > 100
+    assert random.caution == RANDOM_WEIGHTS and random.perplexity > 100
 
 
 def test_quality_has_a_zero_a_floor_and_an_order(found: Quality) -> None:
@@ -221,11 +236,11 @@ def test_kl_is_that_of_the_definition(found: Quality) -> None:
     """By plain sums over one window, from the two models' own logits."""
     text = held_out_text(256)[:1]
     own = quality(text, arms=ARMS[:2])
-    from fp8bench.features.infer.quality import _predicted
-
     config = replace(SERVED_SIZES[SHIPPED], sequence=WINDOW)
     weight = weights_in(WEIGHTS, config, "cpu")
-    p, q = (_predicted(config, weight, arm, torch.tensor(text)).logs[0].exp().numpy() for arm in ARMS[:2])
+    served = (_decoder(config, weight, arm, (1, WINDOW)) for arm in ARMS[:2])
+    with torch.no_grad():
+        p, q = (_predicted(model, torch.tensor(text)).logs[0].exp().numpy() for model in served)
     total = sum(p[t][i] * np.log(p[t][i] / q[t][i]) for t in range(WINDOW) for i in range(128) if p[t][i] > 0)
     assert own.arms[0].kl == pytest.approx(total / WINDOW, rel=1e-6)
 
@@ -264,6 +279,9 @@ def test_the_answer_fits_on_twenty_lines_and_names_what_matters(found: Quality) 
     )
     assert "derived from bytes" in text and "(floor)" in text and "KL" in text
     assert "cached" in text  # nothing is read faster than it can be
+    doubted = replace(answer, times=tuple(replace(one, doubts=("contended",)) for one in answer.times))
+    told = render(page_of(doubted), 200, False, False)
+    assert "pays up to" not in told and "weights=int8 against fp32: not told; lines cross at a context of" in told
     names, rows = rows_of(answer)
     assert len(rows) == 5 and set(names) >= {"arm", "a", "b_low", "break_even", "kl", "kv_bytes"}
     value = value_of(answer)

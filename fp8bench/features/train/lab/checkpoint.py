@@ -87,12 +87,26 @@ def read(folder: str, task: SeedTask, rank: int, arm: str = "") -> dict[str, dic
     return {name: _loaded(*file) for name, file in files.items() if arm in ("", name)}
 
 
-def _files(place: Path, task: SeedTask, rank: int) -> dict[str, tuple[Path, str]]:
-    """The file of each arm that a checkpoint keeps, and its digest."""
+def weights(folder: str, arm: str) -> list[Tensor]:
+    """An arm's weights alone, in the order of its model's parameters, whatever training it is of. Raises StoreError."""
+    place = Path(folder)
+    files = _head(place)["arms"]
+    if arm not in files:
+        raise StoreError(f"the checkpoint {folder} has nothing of {arm!r}. It has {', '.join(files)}.")
+    kept: list[Tensor] = _loaded(place / files[arm]["file"], files[arm]["sha256"])["optimizer"]["weights"]
+    return kept
+
+
+def _head(place: Path) -> dict[str, Any]:
     try:
-        head = unsealed(json.loads((place / _HEAD).read_text()))
+        return unsealed(json.loads((place / _HEAD).read_text()))
     except (OSError, ValueError) as error:
         raise StoreError(f"{place} holds no whole checkpoint ({error}). Choose another.") from None
+
+
+def _files(place: Path, task: SeedTask, rank: int) -> dict[str, tuple[Path, str]]:
+    """The file of each arm that a checkpoint keeps, and its digest."""
+    head = _head(place)
     if head.get("version") != _VERSION or head.get("task") != _plan(task):
         raise StoreError(f"the checkpoint {place} is of another training. Resume with the settings it was begun with.")
     if (whose := head.get("rank", rank)) != rank:  # nothing else tells rows of one rank from those of another

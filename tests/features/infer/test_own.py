@@ -1,0 +1,158 @@
+"""Models of one's own, and which batch: what is asked of a worker, and what is said of a product by its rows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8bench.features.infer.batches import cause_of, computed_batch, crossing_of_batches
+from fp8bench.features.infer.bench import InferBench
+from fp8bench.features.infer.job import checked, times_of
+from fp8bench.features.infer.quality import RANDOM_TOKENS
+from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion
+from fp8bench.features.infer.view import value_of
+from fp8bench.model import Level, Record, Segments, SlotSample, Status, Timing
+from fp8bench.model.measured import Ceiling
+from fp8bench.model.raw import Settings
+from fp8bench.nn.served import OWN_SHAPES, Arm, ServedShape, step_bytes
+from fp8bench.protocols import SilentPhases
+from fp8bench.registry import precisions, workloads
+from tests.commands import Say
+from tests.fakes import steady
+from tests.nn import served_models
+from tests.runs import NATIVE, case, run_of
+from tests.workloads.steps import CPU, H200, marks, phases, setup_of, small
+
+MODELS = "tests.nn.served_models"
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A maker's name, once its model's shape is known here."""
+    maker = f"{MODELS}:own"
+    bench = InferBench(Settings())
+    monkeypatch.setitem(OWN_SHAPES, maker, ServedShape(*bench.shape(maker, CPU, 0)))
+    return maker
+
+
+def test_a_step_of_a_model_of_ones_own(own: str) -> None:
+    """As of fp8bench's: one token a sequence at the end of a cache that is filled before, and the same each time."""
+    for name, new in (("decode", 1), ("prefill", 24)):
+        workload = workloads.get(name)
+        for precision in ("fp32", "bf16", "served:weights=int8", "served:kv=fp8:weights=int4"):
+            setup = setup_of(name, {"size": own, "batch": 2, "context": 24, "kv": "own", "weights": "own"}, precision)
+            state = workload.prepare(setup)
+            assert state.tokens.shape == (2, new) and state.at == 24 - new
+            workload.step(state, SilentPhases())
+            first = state.logits.clone()
+            assert bool(first.isfinite().all()) and first.abs().sum() > 0
+            assert "gemm" in marks(workload, state)
+            assert torch.equal(first, state.logits)
+        assert 0 < workload.error(small(name, "bf16", **dict(setup.case.params)))["logits_error"] < 0.05
+        assert workload.work(dict(setup.case.params)).tokens == 2 * new
+
+
+def test_its_quality_is_read_on_its_own_tokens_or_on_random_ones(own: str) -> None:
+    bench, arms = InferBench(Settings()), (Arm("fp32"), Arm("bf16"), Arm("bf16", "nvfp4"))
+    quality = bench.quality(QualityTask(ServedModel(own), 512, arms, CPU, 0))
+    assert not quality.caution and quality.tokens == 3 * 16
+    assert quality.itself.kl == 0 < quality.arms[0].kl < quality.arms[1].kl
+    assert len(quality.arms[0].streams) == served_models.LAYERS and quality.arms[0].bits == 16.0
+    drawn = bench.quality(QualityTask(ServedModel(f"{MODELS}:llama"), 512, arms, CPU, 0))
+    assert drawn.caution == RANDOM_TOKENS and drawn.tokens == 512 and drawn.itself.kl == 0 < drawn.floor.kl
+
+
+def test_what_its_model_has_not_is_refused(own: str) -> None:
+    shape = OWN_SHAPES[own]
+    question = ServingQuestion(own, (Arm("fp32"), Arm("bf16", "fp8")), (), 1, True, 512)
+    assert question.is_own and checked(question).contexts == (128, 512, 1024, 2048)
+    value = value_of(ServingAnswer(checked(question), "cpu", (), 128, None))
+    assert value["bytes"][1]["kv"] * 4 == value["bytes"][0]["kv"]
+    assert step_bytes(shape, Arm("fp32"), 1, 8).kv == 4 * 2 * served_models.LAYERS * 8 * served_models.WIDTH
+    support = workloads.get("decode").support
+    params = {"size": own, "kv": "own", "weights": "own", "batch": 1, "context": 8}
+    assert support(params, precisions.get("fp8"), CPU).level is Level.REFUSED
+    assert support(params, precisions.get("served:weights=int4"), CPU).level is Level.NATIVE
+    assert support({**params, "size": "a:b"}, precisions.get("bf16"), CPU).level is Level.REFUSED
+
+
+def test_bad_makers_are_a_sentence(fp8bench: Say, tmp_path: Path) -> None:
+    for words, wrong in (
+        (("infer", f"{MODELS}:own", "--size", "nano"), "Leave --size and --from out"),
+        (("infer", MODELS), "names no function"),
+        (("infer", "--from", "last"), "no training 'last'"),
+        (("suite", "decode", "--set", f"size={MODELS}:own"), "Ask `fp8bench infer"),
+    ):
+        code, out, err = fp8bench(*words, "--store", str(tmp_path))
+        assert code == 2 and not out and wrong in err, err
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "nvfp4"])
+def test_a_product_with_a_kept_weight(name: str) -> None:
+    """The suite gemm multiplies by the weight as the format keeps it, and says how far that is from the exact one."""
+    gemm, precision = workloads.get("gemm"), f"served:weights={name}"
+    setup = small("gemm", precision, m=5, n=32, k=64)
+    errors = gemm.error(setup)
+    limit = 0.02 if name == "int8" else 0.15
+    assert 1e-3 < errors["product_error"] < limit and errors["kernel_error"] < 6e-3 < errors["product_error"]
+    assert phases(gemm, setup) == (["gemm"] if name.startswith("int") else ["cast", "gemm"])
+    support = gemm.support(dict(setup.case.params), precisions.get(precision), CPU)
+    assert support.level is (Level.NATIVE if name.startswith("int") else Level.EMULATED)
+    refused = {"product": "input-gradient"}, {"operands": "ready"}, {"k": 50}
+    for more in refused if name == "int4" else refused[:2]:
+        params = {**dict(setup.case.params), **more}
+        assert gemm.support(params, precisions.get(precision), H200).level is Level.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "arm", "words"),
+    [({"gemm": 1e-6, "cast": 2e-6}, {"gemm": 9e-6, "cast": 9e-6}, Arm("bf16", "", "fp8"), "dequantising ahead"),
+     ({"gemm": 1e-6, "cast": 2e-6}, {"gemm": 9e-6, "cast": 9e-6}, Arm("bf16", "", "int8", True), "casts of inputs"),
+     ({"gemm": 11e-6}, {"gemm": 12e-6}, Arm("bf16", "", "int8"), "launches"),
+     ({"gemm": 1e-6}, {"gemm": 40e-6}, Arm("bf16", "", "int8"), "dequantising inside"),
+     ({"gemm": 1e-6}, {"gemm": 40e-6}, Arm("bf16"), "that of bf16 is slower")],
+)  # fmt: skip
+def test_causes_have_a_name(first: dict[str, float], last: dict[str, float], arm: Arm, words: str) -> None:
+    assert words in cause_of(first, last, {"gemm": 8e-6}, arm)
+
+
+def test_up_to_how_many_rows_an_arm_pays() -> None:
+    """Of planted times: 100 us and 1 us a row against 50 us and 2 us a row cross at 50; beside it what ceilings say."""
+    arms, records = [Arm("fp32"), Arm("bf16", "", "int8"), Arm("bf16")], []
+    times = {"fp32": (100, 1), "served:weights=int8": (50, 2), "bf16": (200, 3)}
+    ceiling = Ceiling(flops=200e9, bytes=10e9)
+    for rows in (1, 8, 32, 64, 128, 512):
+        for precision, (fixed, each) in times.items():
+            timing = steady(1000 * (fixed + each * rows), 24)
+            made = case("gemm", precision, {"m": rows, "n": 768, "k": 192, "product": "forward", "operands": "cast"})
+            lead = precision == "fp32"
+            records.append(Record(made, NATIVE, Status.OK, timing=timing, is_reference=lead, ceiling=ceiling))
+    int8, bf16 = crossing_of_batches(run_of(records), arms)
+    match = re.match(r"weights=int8 stops paying at (\d+) \((\d+) to (\d+)\) rows, loses most at 512 by (.*); ", int8)
+    assert match is not None, int8
+    at, low, high = map(int, match.groups()[:3])
+    assert low <= 50 <= high and 45 <= at <= 55 and match[4] == "dequantising inside its product"
+    assert int8.endswith("; computed: bound by traffic below 10")  # 1 + 2/192 bytes x 200 / (2 x 10)
+    assert bf16.startswith("bf16 pays at none, loses most at 512 by its product: that of bf16 is slower here")
+    assert bf16.endswith("below 20") and computed_batch(run_of(records), arms[0]).endswith("gain nothing past 40")
+
+
+def test_a_figure_lies_on_its_line() -> None:
+    """Where every call waited for a core twice as long as it took, a round's figure is what it took."""
+    records = []
+    for context in (128, 512, 1024, 2048):
+        params = {"size": "nano", "batch": 1, "context": context, "kv": "own", "weights": "own"}
+        seconds = 1e-3 + 2e-6 * context
+        calls, waited = ((int(3e9 * seconds),),) * 4, 8 * seconds
+        slots = (SlotSample(number, calls, 1.0, 1.0, waited_seconds=waited) for number in range(12))
+        timing = Timing(Segments(("gemm",), (0,)), tuple(slots))
+        records.append(Record(case("decode", "fp32", params), NATIVE, Status.OK, timing=timing, is_reference=True))
+    question = ServingQuestion("nano", (Arm("fp32"),), (128, 512, 1024, 2048), 1, True, 512)
+    (times,) = times_of(question, [Arm("fp32")], run_of(records), run_of([]))
+    assert times.line is not None
+    for context, tpot in times.tpot:
+        assert tpot == pytest.approx(times.line.a.point + times.line.b.point * context, rel=1e-6)
+        assert tpot == pytest.approx(1e-3 + 2e-6 * context, rel=1e-3)

@@ -1,0 +1,128 @@
+"""Causal models of one's own, tiny and random: Hugging Face's, and a module that keeps to the same cache protocol."""
+
+from __future__ import annotations
+
+import warnings
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WORDS, WIDTH, HEADS, KEY_HEADS, HIDDEN, LAYERS = 96, 64, 4, 2, 128, 2
+
+
+def transformers() -> ModuleType:
+    """It takes seconds to import."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def llama(**more: Any) -> nn.Module:
+    library = transformers()
+    config = library.LlamaConfig(
+        vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=LAYERS, rms_norm_eps=1e-5,
+        num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, **more,
+    )  # fmt: skip
+    model: nn.Module = library.LlamaForCausalLM(config)
+    return model
+
+
+def gpt2() -> nn.Module:
+    library = transformers()
+    config = library.GPT2Config(
+        vocab_size=WORDS, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=128, bos_token_id=1, eos_token_id=2
+    )
+    model: nn.Module = library.GPT2LMHeadModel(config)
+    return model
+
+
+def mixtral() -> nn.Module:
+    library = transformers()
+    config = library.MixtralConfig(
+        vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=LAYERS, num_local_experts=4,
+        num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS,
+    )  # fmt: skip
+    model: nn.Module = library.MixtralForCausalLM(config)
+    return model
+
+
+def mistral() -> nn.Module:
+    library = transformers()
+    config = library.MistralConfig(
+        vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=LAYERS, sliding_window=8,
+        num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS,
+    )  # fmt: skip
+    model: nn.Module = library.MistralForCausalLM(config)
+    return model
+
+
+class Layer(nn.Module):
+    """Attention alone, over whatever the cache gives back."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cache: Any, at: int, off: int) -> Tensor:
+        batch, new, _ = x.shape
+        q, k, v = (part.view(batch, new, HEADS, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if cache is not None:
+            k, v = cache.update(k, v, self.number)
+        seen = torch.ones(new, k.shape[2], dtype=torch.bool).tril(at + off)
+        mixed = F.scaled_dot_product_attention(q, k, v, seen)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Own(nn.Module):
+    """`slip` takes positions so many too late behind the first call, `off` lets tokens see later ones."""
+
+    def __init__(self, slip: int = 0, off: int = 0, keeps: bool = True) -> None:
+        super().__init__()
+        self.slip, self.off, self.keeps = slip, off, keeps
+        self.embedding, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(64, WIDTH)
+        self.layers = nn.ModuleList(Layer(number) for number in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids: Tensor, past_key_values: Any = None) -> Tensor:
+        cache = past_key_values if self.keeps else None
+        at = 0 if cache is None else cache.get_seq_length()
+        x = self.embedding(ids) + self.places(torch.arange(ids.shape[1]) + at + (self.slip if at else 0))
+        for layer in self.layers:
+            x = layer(x, cache, at, self.off)
+        y: Tensor = self.head(x)
+        return y
+
+
+def own() -> tuple[nn.Module, Tensor]:
+    return Own(), torch.randint(WORDS, (3, 17))
+
+
+def without_a_cache() -> nn.Module:
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS))
+
+
+def a_slip() -> nn.Module:
+    return Own(slip=1)
+
+
+def seeing_later() -> nn.Module:
+    return Own(off=1)
+
+
+def keeping_nothing() -> nn.Module:
+    return Own(keeps=False)
+
+
+def odd_rows() -> nn.Module:
+    model = Own()
+    for layer in model.layers:
+        layer.extra = nn.Linear(50, 16)
+    return model

@@ -1,0 +1,161 @@
+"""Models of one's own that are served: against fp8bench's decoder with the same weights, and against themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8bench.errors import UsageError
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.decoder import Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
+from fp8bench.nn.own_decoder import OwnDecoder, made, shape_of_own
+from fp8bench.nn.served import Arm, served_shapes, step_bytes
+from fp8bench.nn.sizes import GPTConfig
+from fp8bench.protocols import SilentPhases
+from tests.nn import served_models
+from tests.nn.served_models import HEADS, HIDDEN, KEY_HEADS, LAYERS, WIDTH, WORDS
+from tests.workloads.steps import CPU
+
+CONFIG = GPTConfig(WORDS, WIDTH, LAYERS, HEADS, KEY_HEADS, HIDDEN, batch=1, sequence=16, modern=True)
+TOKENS = torch.randint(WORDS, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def plainly_served(arm: Arm) -> Decoder:
+    def keep(name: str, weight: Tensor) -> KeptWeight:
+        if name == "head" or not arm.weights:
+            return OwnWeight(weight, PlainArithmetic(torch.float32))
+        return kept_weight(weight, arm.weights, False)
+
+    drawn = drawn_weights(served_shapes(CONFIG), 3, "cpu")
+    return Decoder(CONFIG, drawn, keep, arm.kv_of(LAYERS), torch.float32, (2, 16))
+
+
+def of_the_same_weights() -> nn.Module:
+    """Hugging Face's Llama with the weights of fp8bench's."""
+    drawn = drawn_weights(served_shapes(CONFIG), 3, "cpu")
+    state = {"model.embed_tokens.weight": drawn("embedding"), "model.norm.weight": drawn("norm.weight")}
+    state["lm_head.weight"] = drawn("head.weight")
+    for block in range(LAYERS):
+        own, theirs = f"blocks.{block}", f"model.layers.{block}"
+        rows = WIDTH, KEY_HEADS * WIDTH // HEADS, KEY_HEADS * WIDTH // HEADS
+        parts = torch.split_with_sizes(drawn(f"{own}.attn.qkv.weight"), rows)
+        state |= {f"{theirs}.self_attn.{name}_proj.weight": part for name, part in zip("qkv", parts, strict=True)}
+        gate, up = drawn(f"{own}.mlp.up.weight").chunk(2)
+        state |= {f"{theirs}.mlp.gate_proj.weight": gate, f"{theirs}.mlp.up_proj.weight": up}
+        state[f"{theirs}.mlp.down_proj.weight"] = drawn(f"{own}.mlp.down.weight")
+        state[f"{theirs}.self_attn.o_proj.weight"] = drawn(f"{own}.attn.out.weight")
+        for name, mine in (("input", "attn"), ("post_attention", "mlp")):
+            state[f"{theirs}.{name}_layernorm.weight"] = drawn(f"{own}.norm_{mine}.weight")
+    model = served_models.llama()
+    model.load_state_dict(state)
+    return model
+
+
+ARMS = [
+    Arm("fp32"), Arm("fp32", "fp8"), Arm("fp32", "fp8-head"), Arm("fp32", "nvfp4"), Arm("fp32", "fp8@0=fp32"),
+    Arm("fp32", "", "int8"), Arm("fp32", "", "int4"), Arm("fp32", "fp8-token", "fp8"),
+]  # fmt: skip
+
+
+def both_ways(model: Decoder | OwnDecoder) -> tuple[Tensor, Tensor]:
+    """Logits of a prompt at once; and of most of it, then token by token."""
+    with torch.no_grad():
+        model.calibrates = True
+        whole = model.forward(TOKENS, 0, SilentPhases(), every=True)
+        model.calibrates = False
+        parts = [model.forward(TOKENS[:, :8], 0, SilentPhases(), every=True)]
+        parts += [model.forward(TOKENS[:, at : at + 1], at, SilentPhases()) for at in range(8, 12)]
+    return whole, torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+def test_hugging_faces_llama_is_served_as_fp8benchs_own(arm: Arm) -> None:
+    """Of the same weights in every format, the cache included; at once as token by token."""
+    mine, theirs = plainly_served(arm), OwnDecoder("llama", of_the_same_weights(), arm, (2, 16), "cpu")
+    (wanted, _), (whole, parts) = both_ways(mine), both_ways(theirs)
+    limit = (
+        1e-5 if arm == Arm("fp32") or not arm.kv else 1e-2
+    )  # a rounding may go the other way, and its layer after it
+    assert float((whole - wanted).norm() / wanted.norm()) < limit
+    assert float((parts - whole).norm() / whole.norm()) < limit
+    if arm != Arm("fp32"):
+        exact = both_ways(plainly_served(Arm("fp32")))[0]
+        assert float((whole - exact).norm() / exact.norm()) > 5 * float((whole - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("make", [served_models.llama, served_models.gpt2, served_models.Own])
+def test_logits_are_those_of_the_model_without_a_cache(make: Callable[[], nn.Module]) -> None:
+    model = make().eval()
+    with torch.no_grad():
+        out: Any = model(TOKENS)
+    wanted = out if isinstance(out, Tensor) else out.logits
+    whole, parts = both_ways(OwnDecoder("own", model, Arm("fp32"), (2, 12), "cpu"))
+    assert max(float((one - wanted).abs().max()) for one in (whole, parts)) <= 1e-5 * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("make", [served_models.llama, served_models.gpt2, served_models.Own])
+def test_bytes_are_those_that_are_stored(make: Callable[[], nn.Module]) -> None:
+    """All parameters but the embedding's and the positions' rows that a step does not read, a tied head whole."""
+    model = make()
+    shape = shape_of_own("own", model, 0, CPU)
+    assert (shape.vocabulary, shape.layers, shape.heads) == (WORDS, LAYERS, HEADS)
+    stored = sum(one.numel() for one in model.parameters())
+    places = sum(one.numel() for one in model.modules() if isinstance(one, nn.Embedding) for one in one.parameters())
+    tied = 0 if hasattr(model, "head") or make is served_models.llama else WORDS * WIDTH
+    positions = 0 if make is served_models.llama else WIDTH
+    counted = step_bytes(shape, Arm("fp32"), 2, 12)
+    assert counted.weights == 4 * (stored - places + tied + 2 * WIDTH + positions)
+    decoder = OwnDecoder("own", make(), Arm("bf16", "", "int8"), (2, 12), "cpu")
+    cached = sum(one.numel() for layer in decoder.cache.layers for one in (layer.keys, layer.values))
+    assert counted.kv == 4 * cached and step_bytes(shape, Arm("bf16", "fp8"), 2, 12).kv == cached
+    assert 8.0 < 8 * decoder.weight_bytes() / decoder.parameters() < 16.0
+    assert OwnDecoder("own", make(), Arm("bf16"), (2, 12), "cpu").weight_bytes() == 2 * stored
+
+
+def test_a_filled_cache_is_read_and_is_the_formats_own() -> None:
+    """Of a trained model's scale, from the seed; another one gives other logits; the last position is the step's."""
+    logits = []
+    for seed in (0, 0, 1):
+        model = OwnDecoder("own", of_the_same_weights(), Arm("fp32", "fp8"), (2, 16), "cpu")
+        model.fill(15, torch.Generator().manual_seed(seed))
+        keys = model.cache.layers[0].keys
+        assert torch.equal(keys[:, :, :15], keys[:, :, :15].to(torch.float8_e4m3fn).float())
+        assert float(keys[:, :, :15, 0].std()) > 3 and not keys[:, :, 15:].any()
+        with torch.no_grad():
+            logits += [model.forward(TOKENS[:, :1], 15, SilentPhases()) for _ in range(2)]
+    assert all(torch.equal(one, logits[0]) for one in logits[:4]) and not torch.equal(logits[4], logits[0])
+
+
+REFUSED = {
+    "without_a_cache": "takes no past_key_values",
+    "keeping_nothing": "puts nothing into the cache",
+    "a_slip": "does not keep what a prompt gives",
+    "seeing_later": "tokens see later ones",
+    "mixtral": "a stack of experts",
+    "mistral": "a sliding window",
+}
+
+
+@pytest.mark.parametrize("make", REFUSED)
+def test_what_cannot_be_served_is_a_sentence(make: str) -> None:
+    model, _ = made(getattr(served_models, make), make, 0, CPU)
+    with pytest.raises(UsageError, match=REFUSED[make]):
+        shape_of_own(make, model, 0, CPU)
+
+
+def test_what_makers_may_give() -> None:
+    model, tokens = made(served_models.own, "own", 0, CPU)
+    again, _ = made(served_models.own, "own", 0, CPU)
+    assert tokens is not None and tokens.shape == (3, 17)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), again.parameters(), strict=True))
+    for wrong, words in (
+        (lambda: 3, "gives int"),
+        (lambda: (model, torch.rand(2, 3)), "no tokens"),
+        (lambda: 1 / 0, "fails: Zero"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            made(wrong, "own", 0, CPU)
