@@ -131,7 +131,7 @@ def stopped(loop: Loop) -> None:
         parameter.grad = None
 
 
-NANO_LAYER = "inner.blocks.0.mlp.up.weight"
+NANO_LAYER = "inner.blocks.0.mlp.up"
 ROSE, FIXED = "loss-back-up", "no-update"
 KINDS = (
     Kind("30 times the rate", "MLP, SGD with momentum", ROSE, once(lambda loop: loop.rate(30))),
@@ -185,13 +185,13 @@ KINDS = (
     Kind("a layer's gradient reversed", "CNN with batch norm", "layer-gradient",
          once(lambda loop: loop.hook(negative, loop.layer(nn.Conv2d, 1)))),
     Kind("a layer's gradient reversed", "nano", "layer-gradient",
-         once(lambda loop: loop.model.get_parameter(NANO_LAYER).register_hook(negative))),
+         once(lambda loop: loop.hook(negative, loop.model.get_submodule(NANO_LAYER)))),
     Kind("a layer's gradient zeroed", "four micro-batches", "layer-gradient",
          once(lambda loop: loop.hook(torch.zeros_like, loop.layer(nn.Linear, 1)))),
     Kind("a layer's gradient zeroed", "nano", "layer-gradient",
-         once(lambda loop: loop.model.get_parameter(NANO_LAYER).register_hook(torch.zeros_like))),
+         once(lambda loop: loop.hook(torch.zeros_like, loop.model.get_submodule(NANO_LAYER)))),
     Kind("an adapter's gradient reversed", "adapters of low rank", "layer-gradient",
-         once(lambda loop: loop.hook(negative, loop.model[3].up))),
+         once(lambda loop: loop.hook(negative, loop.model.get_submodule("3.up")))),
     Kind("a head that is frozen by mistake", "two optimizers", "layer-stands-still layer-gradient", once(stopped)),
     Kind("labels that are always wrong", "MLP, AdamW", ROSE, once(wrong_labels)),
     Kind("labels that are always wrong", "CNN, two micro-batches", ROSE, once(wrong_labels)),
@@ -227,10 +227,15 @@ def lines_of(style: str, seed: int, steps: int, kind: Kind | None = None) -> Bat
     return told
 
 
+def path_of(folder: Path, style: str, seed: int, kind: Kind | None = None) -> Path:
+    """Where its lines are kept."""
+    name = re.sub("[^a-z0-9]+", "-", f"{kind.words if kind else 'well'} {style} {seed}".lower())
+    return folder / f"{name}.pickle.gz"
+
+
 def run(folder: Path, style: str, seed: int, steps: int, kind: Kind | None = None) -> list[tuple[int, str, str]]:
     """The steps in which alarms are told, their rules and words, by the rules as they are; lines are kept."""
-    name = re.sub("[^a-z0-9]+", "-", f"{kind.words if kind else 'well'} {style} {seed}".lower())
-    path = folder / f"{name}.pickle.gz"
+    path = path_of(folder, style, seed, kind)
     if not path.exists():
         lines = lines_of(style, seed, steps, kind)
         path.with_suffix(".part").write_bytes(gzip.compress(pickle.dumps(lines), 4))
@@ -296,7 +301,8 @@ def main() -> None:
     which = "tune: thresholds may be set by them; judge: those that are reported"
     asked = options(
         __doc__, folder=(Path, "where rows are kept"), seeds=("judge", which), only=("", "names with this"),
-        kinds=("ill well", "which of them"), report=("", "folder that gets all rows"),
+        kinds=("ill well", "which of them"), kept=(False, "judge what is kept, and train nothing"),
+        report=("", "folder that gets all rows"),
     )  # fmt: skip
     torch.set_num_threads(1)
     asked.folder.mkdir(parents=True, exist_ok=True)
@@ -308,11 +314,13 @@ def main() -> None:
 
     for kind in KINDS if "ill" in asked.kinds else ():
         for seed in SEEDS[asked.seeds]:
-            if asked.only in f"{kind.words} ({kind.style})":
+            there = not asked.kept or path_of(asked.folder, kind.style, seed, kind).exists()
+            if there and asked.only in f"{kind.words} ({kind.style})":
                 add(ill(asked.folder, kind, seed))
     for seed in WELL_SEEDS[asked.seeds] if "well" in asked.kinds else ():
         for style in STYLES:
-            if asked.only in style:
+            there = not asked.kept or path_of(asked.folder, style, seed).exists()
+            if there and asked.only in style:
                 add(well(asked.folder, style, seed))
     summary(rows)
     if asked.report:

@@ -38,14 +38,12 @@ class Loop:
     schedule: Any = None
     others: Sequence[torch.optim.Optimizer] = ()
     zero: Callable[[torch.optim.Optimizer], None] | None = torch.optim.Optimizer.zero_grad
-    before: Callable[[int], object] = lambda step: None
     times: float = 1.0
     step: int = 0
     since: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
 
     def advance(self) -> None:
-        self.before(self.step)
         for part in range(self.parts):
             inputs, targets = self.batch(self.step * self.parts + part)
             with torch.autocast("cpu", self.cast) if self.cast else nullcontext():
@@ -219,7 +217,7 @@ def tables(seed: int, size: int = 32) -> Loop:
 
 
 def adapted(seed: int) -> Loop:
-    model = mlp()
+    model: Any = mlp()
     for number in (0, 3, 5):
         model[number] = Adapted(model[number])
     return made(model, lambda some: adam(some, 5e-3), vectors(seed))
@@ -233,27 +231,38 @@ def two_optimizers(seed: int) -> Loop:
     )
 
 
-def rival(seed: int) -> Loop:
+def rival(seed: int, watches_judge: bool = False) -> Loop:
     """A generator and what tells its points from real ones, which trains in turn with it."""
     model, judge = (nn.Sequential(nn.Linear(a, 32), nn.ReLU(), nn.Linear(32, b)) for a, b in ((4, 2), (2, 1)))
-    other = torch.optim.Adam(judge.parameters(), lr=1e-3)
-    say_so = F.binary_cross_entropy_with_logits
+    own, other = (torch.optim.Adam(one.parameters(), lr=1e-3) for one in (model, judge))
 
-    def before(step: int) -> None:
-        draw = drawn(seed, step)
-        real = torch.randn(64, 2, generator=draw) * torch.tensor([1.0, 0.3]) + 1
-        made_up = model(torch.randn(64, 4, generator=draw)).detach()
-        other.zero_grad()
-        (say_so(judge(real), torch.ones(64, 1)) + say_so(judge(made_up), torch.zeros(64, 1))).backward()
-        other.step()
+    def real(x: Tensor) -> Tensor:
+        return F.softplus(-x).mean()
 
-    def criterion(points: Tensor, _: Tensor) -> Tensor:
-        return say_so(judge(points), torch.ones(64, 1))
+    def fake(x: Tensor) -> Tensor:
+        return F.softplus(x).mean()
 
-    def batch(number: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(64, 4, generator=drawn(seed + 7, number)), torch.zeros(())
+    def made_up(number: int) -> Tensor:
+        points: Tensor = model(torch.randn(64, 4, generator=drawn(seed + 7, number)))
+        return points
 
-    return Loop(model, torch.optim.Adam(model.parameters(), lr=1e-3), batch, criterion, before=before)
+    def judges(step: int) -> Tensor:
+        points = torch.randn(64, 2, generator=drawn(seed, step)) * torch.tensor([1.0, 0.3]) + 1
+        return real(judge(points)) + fake(judge(made_up(step).detach()))
+
+    loop = Loop(model, own, lambda number: (torch.zeros(0), torch.zeros(0)))
+
+    def advance() -> None:
+        for optimizer, loss in ((other, judges), (own, lambda step: real(judge(made_up(step))))):
+            optimizer.zero_grad()
+            loss(loop.step).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        loop.step += 1
+
+    loop.advance = advance  # type: ignore[method-assign]
+    if watches_judge:
+        loop.model, loop.optimizer = judge, other
+    return loop
 
 
 def scheduled(loop: Loop, share: Callable[[int], float]) -> Loop:
@@ -317,7 +326,10 @@ def random_labels(seed: int) -> Loop:
 
 def slow_body(seed: int, share: float) -> Loop:
     model = mlp()
-    groups = [{"params": model[:3].parameters(), "lr": 2e-3 * share}, {"params": model[3:].parameters()}]
+    groups: list[dict[str, Any]] = [
+        {"params": model[:3].parameters(), "lr": 2e-3 * share},
+        {"params": model[3:].parameters()},
+    ]
     return Loop(model, torch.optim.AdamW(groups, lr=2e-3), vectors(seed))
 
 
@@ -411,5 +423,6 @@ STYLES: dict[str, Callable[[int], Loop]] = {
     "CNN, two micro-batches": lambda seed: made(convolutions(), adam, images(seed, 8), parts=2),
     "two optimizers": two_optimizers,
     "a generator and its rival": rival,
+    "the rival of a generator": lambda seed: rival(seed, watches_judge=True),
     "nano": nano,
 }  # fmt: skip
