@@ -198,6 +198,9 @@ BYTES_PER_PARAMETER = "bytes_per_parameter"
 WATCHED_SECONDS = "watched_seconds"
 # That of how long the same step of the reference took beside an arm, where not all arms fit into memory together.
 REFERENCE_SECONDS = "reference_seconds"
+# Figures of a loop of somebody's own, in the step in which they came to be so: gradients that were not cleared, an
+# optimizer that has forgotten its moments, and another one that trains what the module is not.
+GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN = "gradients_left", "moments_gone", "others_train"
 # The event of an arm that was trained without the reference beside it.
 UNPAIRED = "unpaired"
 
@@ -207,7 +210,8 @@ class StepFigure(StreamLine):
     """A further figure of a watched step by its name, of a layer or, without one, of all.
 
     'update_ratio' and 'gradient_snr' of a weight, 'noise_scale' (in tokens), 'output_amax', 'attention_score',
-    'embedding_spread', 'batch_norm_drift', 'memory' (bytes, of all arms together), WATCHED_SECONDS.
+    'embedding_spread', 'batch_norm_drift', 'memory' (bytes, of all arms together), WATCHED_SECONDS; docs/watching.md
+    has all of them.
     """
 
     name: str

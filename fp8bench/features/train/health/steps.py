@@ -14,11 +14,13 @@ from enum import StrEnum
 from itertools import pairwise
 from statistics import fmean, median
 from types import UnionType
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 from fp8bench.model import Params
 
+# A loss that is less of the first has nothing left to learn.
+LEARNED = 1e-4
 L = TypeVar("L", StepRow, LayerReading, StepFigure)
 
 
@@ -80,6 +82,7 @@ class Remedy(StrEnum):
     LOWER_RATE = "a lower learning rate"
     HIGHER_MASTER = "master weights, gradients and optimizer states in fp32"
     LOOK_AT_DATA = "look at the batches of these steps"
+    LOOK_AT_LOOP = "look at the loop: zero_grad, loss scale and sums, schedule, what the optimizer was given"
     LOOK_AT_LAYER = "look at how this layer is made: its gain, its momentum, whether anything reaches it"
 
 
@@ -168,14 +171,16 @@ class UpdateBurst(HealthRule[StepRow]):
         return HealthAlarm(words, figures=(("ratio", ratio), ("median", usual)))
 
 
-class Plateau(HealthRule[StepRow]):
+class Plateau(HealthRule[Any]):
     """The loss stands still although gradients are as large as they were and the rate is high: nothing is learned.
 
-    Where losses are so noisy that their means can lie near each other by chance, nothing is said.
+    Where losses are so noisy that their means can lie near each other by chance, nothing is said; nor where a cross
+    entropy is as large as the entropy of what is predicted: whoever predicts so has learned what there is to learn.
     """
 
     name = "plateau"
-    reads = StepRow
+    reads = StepRow | StepFigure
+    entropy = 0.03
     least = 100
     often = 10
     parts = 4
@@ -185,7 +190,8 @@ class Plateau(HealthRule[StepRow]):
     window = f"the last half of all steps, {least} at least, in {parts} parts; looked at every {often} steps"
     threshold = (
         f"their mean losses lie within {flat:.1%} of each other and are known to {noise:.2%} each, the median gradient "
-        f"norm is at least {gradients:g} of that in the half before, and the rate at least half of its peak"
+        f"norm is at least {gradients:g} of that in the half before, and the rate at least half of its peak; the "
+        f"entropy of predictions, where it is known, lies {entropy:.0%} away"
     )
     reason = "losses fall by equal parts in equal multiples of time: the last half of a training is never flat"
     remedies = (Remedy.HIGHER_MASTER, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOOK_AT_LAYER)
@@ -195,8 +201,13 @@ class Plateau(HealthRule[StepRow]):
         self._losses: list[float] = []
         self._norms: list[float] = []
         self._rates: list[float] = []
+        self._entropies: deque[float] = deque(maxlen=10)
 
-    def see(self, line: StepRow) -> HealthAlarm | None:
+    def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
+        if isinstance(line, StepFigure):
+            if line.name == "entropy":
+                self._entropies.append(line.value)
+            return None
         if not (math.isfinite(line.loss) and math.isfinite(line.gradient_norm)):
             return None
         self._losses.append(line.loss)
@@ -211,9 +222,13 @@ class Plateau(HealthRule[StepRow]):
         losses = self._losses[-length:]
         means = [fmean(losses[start : start + part]) for start in range(0, length, part)]
         size = abs(fmean(means) or 1.0)
-        spread, error = (max(means) - min(means)) / size, _noise(losses) / math.sqrt(part) / size
+        spread, error = (max(means) - min(means)) / size, noise_of_values(losses) / math.sqrt(part) / size
         norm, before = median(self._norms[-length:]), median(self._norms[-2 * length : -length])
+        if abs(means[-1]) < LEARNED * abs(self._losses[0]):
+            return None
         if spread > self.flat or error > self.noise or norm < self.gradients * before:
+            return None
+        if self._entropies and abs(fmean(self._entropies) - means[-1]) < self.entropy * size:
             return None
         words = (
             f"the loss has stood at {fmean(means):.4g} for {length} steps (within {spread:.2%}), and the gradient norm "
@@ -254,11 +269,41 @@ class NotFiniteStep(HealthRule[StepRow]):
         return HealthAlarm(words, figures=((first, str(figures[first])), ("loss_scale", line.loss_scale)))
 
 
-class LossGap(HealthRule[StepRow]):
+class GapCause:
+    """Of two trainings that differ: by data, by dropout, or by arithmetic alone, as far as figures say it."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, dict[tuple[str, str, int], float]] = {}
+
+    def see(self, line: StepFigure | StepRow) -> None:
+        """Of any of the two; of losses the first counts."""
+        if isinstance(line, StepFigure) and line.name in ("inputs", "dropout"):
+            self._seen.setdefault(line.arm, {})[line.name, line.layer, line.step] = line.value
+        elif isinstance(line, StepRow) and line.step == 0:
+            self._seen.setdefault(line.arm, {})["loss", "", 0] = line.loss
+
+    def words(self, arm: str, reference: str) -> str:
+        """'' where nothing was seen of both."""
+        own, others = self._seen.get(arm, {}), self._seen.get(reference, {})
+        steps = {step for name, _, step in own.keys() & others.keys() if name == "inputs"}
+        if not steps:
+            return ""
+        every = own.keys() | others.keys()
+        unlike = {key[0] for key in every if key[2] in steps and own.get(key, 0.0) != others.get(key, 0.0)} - {"loss"}
+        if "inputs" in unlike:
+            return "data: the two were given other inputs"
+        masks = any(value > 0 for (name, *_), value in own.items() if name == "dropout")
+        first = own.get(("loss", "", 0), math.nan), others.get(("loss", "", 0), math.nan)
+        if "dropout" in unlike or (masks and abs(first[0] - first[1]) > 0.01 * abs(first[1])):
+            return "dropout: inputs are the same, and what is left out is not"
+        return "arithmetic: inputs and dropout are the same"
+
+
+class LossGap(HealthRule[Any]):
     """The arm's loss stays behind the reference's by more than another seed would."""
 
     name = "loss-gap"
-    reads = StepRow
+    reads = StepRow | StepFigure
     compares = True
     keep = 50
     margin = 0.02
@@ -275,10 +320,14 @@ class LossGap(HealthRule[StepRow]):
         self._gaps: deque[float] = deque(maxlen=self.keep)
         self._seeds: deque[float] = deque(maxlen=self.keep)
         self._band = 0.0
+        self._cause = GapCause()
 
-    def see(self, line: StepRow) -> HealthAlarm | None:
+    def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
         own, reference, other = self.arm.name, self.arm.reference, self.arm.other_seed
         if not reference:
+            return None
+        self._cause.see(line)
+        if isinstance(line, StepFigure):
             return None
         at = self._losses.setdefault(line.step, {})
         at[line.arm] = line.loss
@@ -299,10 +348,12 @@ class LossGap(HealthRule[StepRow]):
             f"the loss is {gap:.1%} behind that of {reference} over {self.keep} steps; another seed has been at most "
             f"{self._band:.1%} away"
         )
+        cause = self._cause.words(own, reference)
+        words += f". By its {cause}" if cause else ""
         return HealthAlarm(words, figures=(("gap", gap), ("band", self._band)))
 
 
-def _noise(values: Sequence[float]) -> float:
+def noise_of_values(values: Sequence[float]) -> float:
     """The standard deviation of values around whatever course they take, by their neighbours' differences."""
     return 1.4826 * median(abs(after - before) for before, after in pairwise(values)) / math.sqrt(2)
 

@@ -68,7 +68,7 @@ class _Jump(TensorRule):
         if moved < far or min(self.sign * (now - old) for old in known) < 2:
             return None
         way = "rose" if self.sign > 0 else "fell"
-        words = f"the scale of {_of(reading)} {way} by {moved:.1f} octaves to {reading.scale:.3g}"
+        words = f"the scale of {of(reading)} {way} by {moved:.1f} octaves to {reading.scale:.3g}"
         return words, (("octaves", moved), ("scale", reading.scale))
 
 
@@ -115,9 +115,7 @@ class ScaleUnsettled(TensorRule):
         if turns < self.turns:
             return None
         far = median(abs(move) for move in moves)
-        words = (
-            f"the scale of {_of(reading)} turned {turns} times in {len(known)} readings, by {far:.1f} octaves a time"
-        )
+        words = f"the scale of {of(reading)} turned {turns} times in {len(known)} readings, by {far:.1f} octaves a time"
         return words, (("turns", turns), ("octaves", far))
 
 
@@ -134,7 +132,7 @@ class ScaleAtEdge(TensorRule):
     def judge(self, reading: LayerReading, before: Before) -> Found:
         for value in (reading.scale, reading.least_scale, reading.largest_scale):
             if not _LEAST_SCALE < value < _LARGEST_SCALE:
-                return f"a scale of {_of(reading)} is {value:.3g}", (("scale", str(value)), ("amax", str(reading.amax)))
+                return f"a scale of {of(reading)} is {value:.3g}", (("scale", str(value)), ("amax", str(reading.amax)))
         return None
 
 
@@ -156,7 +154,7 @@ class Lag(TensorRule):
         lags = [one.lag for one in (*before, reading) if one.lag is not None]
         if len(lags) <= self.keep or min(lags) <= self.far:
             return None
-        words = f"{_of(reading)} is {lags[-1]:.1f} octaves beyond its format, {len(lags)} readings in a row"
+        words = f"{of(reading)} is {lags[-1]:.1f} octaves beyond its format, {len(lags)} readings in a row"
         return words, (("lag", lags[-1]), ("amax", reading.amax), ("scale", reading.scale))
 
 
@@ -179,7 +177,7 @@ class OverflowBurst(TensorRule):
         usual = median(one.saturated for one in before) if before else 0.0
         if reading.saturated < self.share or reading.saturated < self.times * usual:
             return None
-        words = f"{reading.saturated:.1%} of {_of(reading)} is beyond its format; {usual:.2%} was usual"
+        words = f"{reading.saturated:.1%} of {of(reading)} is beyond its format; {usual:.2%} was usual"
         return words, (("saturated", reading.saturated), ("median", usual))
 
 
@@ -207,7 +205,7 @@ class UnderflowCreep(TensorRule):
         last = [one.underflow for one in (*list(before)[-2:], reading)]
         if min(last) < usual + self.rise:
             return None
-        words = f"{reading.underflow:.0%} of {_of(reading)} is rounded to zero; at first it was {usual:.0%}"
+        words = f"{reading.underflow:.0%} of {of(reading)} is rounded to zero; at first it was {usual:.0%}"
         return words, (("underflow", reading.underflow), ("first", usual))
 
 
@@ -230,7 +228,7 @@ class WeightsBehind(TensorRule):
         noise = [one for one in known if one is not None]
         if len(noise) <= self.wanted or max(noise[-self.wanted :]) > max(noise) - self.far:
             return None
-        words = f"{_of(reading)} is multiplied at {noise[-1]:.1f} dB of itself, once {max(noise):.1f} dB"
+        words = f"{of(reading)} is multiplied at {noise[-1]:.1f} dB of itself, once {max(noise):.1f} dB"
         return words, (("signal_to_noise", noise[-1]), ("best", max(noise)))
 
 
@@ -247,11 +245,11 @@ class NotFiniteTensor(TensorRule):
     def judge(self, reading: LayerReading, before: Before) -> Found:
         if not reading.not_finite and math.isfinite(reading.amax):
             return None
-        words = f"{reading.not_finite:.2%} of {_of(reading)} is infinite or no number"
+        words = f"{reading.not_finite:.2%} of {of(reading)} is infinite or no number"
         return words, (("not_finite", reading.not_finite), ("amax", str(reading.amax)))
 
 
-def _of(reading: LayerReading) -> str:
+def of(reading: LayerReading) -> str:
     return f"{reading.layer}'s {reading.role}"
 
 
@@ -309,7 +307,10 @@ class LayerStill(HealthRule[Any]):
     share = 0.1
     keep = 3
     window = f"{keep} readings of a matrix's update, relative to itself, embeddings left out"
-    threshold = f"all of them below {share:g} of the median of all matrices, times the least factor of --rates"
+    threshold = (
+        f"all of them below {share:g} of the median of all matrices, times the least factor of --rates or its "
+        "parameter group's share of the highest rate; two, where nothing moves at all that has moved before"
+    )
     reason = "matrices learn at rates within a factor of four of their median; weight decay alone moves one by 1 to 6%"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
 
@@ -318,6 +319,8 @@ class LayerStill(HealthRule[Any]):
         self._moved: dict[str, float] = {}
         self._embeddings: set[str] = set()
         self._low: dict[str, int] = defaultdict(int)
+        self._shares: dict[str, float] = {}
+        self._has_moved: set[str] = set()
 
     def see(self, line: LayerReading | StepFigure) -> HealthAlarm | None:
         if isinstance(line, LayerReading):
@@ -326,14 +329,19 @@ class LayerStill(HealthRule[Any]):
             return None
         if line.name == "embedding_spread":
             self._embeddings.add(line.layer)
+        if line.name == "rate_share":
+            self._shares[line.layer] = line.value
         matrix = line.layer in self._moved and line.layer not in self._embeddings
         if line.name != "update_ratio" or not matrix or not math.isfinite(line.value):
             return None
         self._moved[line.layer] = line.value
         usual = median(one for one in self._moved.values() if math.isfinite(one))
-        low = line.value < self.share * min(1.0, self.arm.slowest) * usual
+        slowest = min(1.0, self.arm.slowest, self._shares.get(line.layer, 1.0))
+        low = line.value < self.share * slowest * usual
         self._low[line.layer] = self._low[line.layer] + 1 if low else 0
-        if self._low[line.layer] < self.keep:
+        if line.value > 0:
+            self._has_moved.add(line.layer)
+        if self._low[line.layer] < (self.keep if line.value or line.layer not in self._has_moved else 2):
             return None
         words = f"a step changes {line.layer} by {line.value:.2g} of itself, and the other layers by {usual:.2g}"
         return HealthAlarm(words, line.layer, figures=(("update_ratio", line.value), ("median", usual)))

@@ -15,7 +15,8 @@ class BackwardListener(ABC):
     """Hears of every backward while it listens; of those inside another one, as of checkpoints, it hears nothing."""
 
     @abstractmethod
-    def backward_begins(self) -> None: ...
+    def backward_begins(self, root: Tensor | None) -> None:
+        """The number that it begins with, with its graph; None where it is no single number."""
 
     @abstractmethod
     def backward_ended(self, root: Tensor | None) -> None:
@@ -43,24 +44,23 @@ def listening(listener: BackwardListener) -> Iterator[None]:
 def _heard(tensors: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> None:
     if _running:
         return _plain(tensors, *args, **named)
-    listeners = tuple(_listeners)
+    listeners, root = tuple(_listeners), _number(tensors)
     for listener in listeners:
-        listener.backward_begins()
+        listener.backward_begins(root)
     _running.append(True)
     try:
         _plain(tensors, *args, **named)
     finally:
         _running.pop()
-    root = _number(tensors)
     for listener in listeners:
-        listener.backward_ended(root)
+        listener.backward_ended(None if root is None else root.detach().reshape(()))
     return None
 
 
 def _number(tensors: Tensor | Sequence[Tensor]) -> Tensor | None:
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     alone = found[0] if len(found) == 1 else None
-    return alone.detach().reshape(()) if alone is not None and alone.numel() == 1 else None
+    return alone if alone is not None and alone.numel() == 1 else None
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

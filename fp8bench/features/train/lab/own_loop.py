@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.backward_roots import BackwardListener, listening, tensors_in
+from fp8bench.features.train.lab.loop_figures import predictions_of
+from fp8bench.features.train.lab.loop_habits import LoopHabits
 from fp8bench.features.train.lab.optimizer import joint
 from fp8bench.features.train.lab.readings import Figures, read
-from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep
-from fp8bench.features.train.values import UNSEEN, StepRow, StreamLine, TrainingEvent
+from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched
+from fp8bench.features.train.values import UNSEEN, StepFigure, StepRow, StreamLine, TrainingEvent
 
 # Micro-batches are counted as they come: there may be several.
 _SEVERAL = 2
@@ -61,13 +63,15 @@ class OwnLoop(BackwardListener):
         self._module, self._optimizer, self._told = module, optimizer, told
         self._name, self._stride, self._tokens, self._scaler = name, stride, tokens, scaler
         self._watch = ModelWatch(module, name)
+        self._habits = LoopHabits(module, optimizer)
         self._step, self._began = 0, 0.0
         self._losses: list[Tensor] = []
         self._roots: list[Tensor] = []
-        self._reached = False
+        self._reached = self._is_first = False
         self._silent, self._seen_rows = 0, False
         self._rows: list[_Row] = []
         self._norm: Tensor | None = None
+        self._predictions: Figures = {}
         self._size: Tensor | float = math.nan
         self._before: list[Tensor] = []
         self._seen: WatchedStep | None = None
@@ -75,6 +79,7 @@ class OwnLoop(BackwardListener):
 
     def __enter__(self) -> Self:
         handles = (
+            self._module.register_forward_pre_hook(self._given, with_kwargs=True),
             self._module.register_forward_hook(self._passed),
             self._optimizer.register_step_pre_hook(self._before_update),
             self._optimizer.register_step_post_hook(self._after_update),
@@ -82,6 +87,7 @@ class OwnLoop(BackwardListener):
         for handle in handles:
             self._hooks.callback(handle.remove)
         self._hooks.enter_context(listening(self))
+        self._hooks.enter_context(self._habits.listening())
         self._begin()
         return self
 
@@ -95,10 +101,22 @@ class OwnLoop(BackwardListener):
         """Say the loss of a micro-batch: for a module that gives back something else."""
         self._losses.append(torch.as_tensor(value, device=self._watch.device).detach().reshape(()))
 
+    @property
+    def _updated(self) -> dict[str, nn.Parameter]:
+        """The parameters of the module that this optimizer has."""
+        own = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
+        return {path: one for path, one in self._watch.parameters.items() if id(one) in own}
+
     def _begin(self) -> None:
-        if self._step % self._stride == 0:
+        self._is_first = True
+        if is_watched(self._step, self._stride):
             self._seen = self._attached.enter_context(self._watch.step(_SEVERAL))
         self._began = time.perf_counter()
+
+    def _given(self, module: nn.Module, *given: Any) -> None:
+        if self._is_first and module.training and torch.is_grad_enabled():
+            self._is_first = False
+            self._habits.given(given)
 
     def _passed(self, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
@@ -114,10 +132,16 @@ class OwnLoop(BackwardListener):
     def _is_reached(self, gradient: Tensor) -> None:
         self._reached = True
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, root: Tensor | None) -> None:
         self._reached = False
+        anew = self._habits.backward_begins()
+        if anew and self._seen is not None:
+            self._seen.sketches.clear()
+        if self._seen is not None and root is not None and not self._predictions:
+            self._predictions = predictions_of(root)
 
     def backward_ended(self, root: Tensor | None) -> None:
+        self._habits.backward_ended()
         if root is not None and self._reached:
             scale = getattr(self._scaler, "_scale", None)  # its get_scale() waits for the device
             self._roots.append(root if scale is None else root / scale.to(root.device))
@@ -141,6 +165,7 @@ class OwnLoop(BackwardListener):
 
     @torch.no_grad()
     def _gradients_are_there(self) -> None:
+        self._habits.update_begins()
         trained = [one for group in self._optimizer.param_groups for one in group["params"]]
         gradients = [one.grad for one in trained if one.grad is not None]
         if not gradients:
@@ -152,29 +177,37 @@ class OwnLoop(BackwardListener):
         self._norm = norm if scale is None else norm / scale
         if self._seen is not None:
             self._size = joint(torch._foreach_norm(trained))
-            self._before = [parameter.detach().clone() for parameter in self._watch.parameters.values()]
+            self._before = [parameter.detach().clone() for parameter in self._updated.values()]
+            sums = torch.stack([one.sum(dtype=torch.float64) for one in self._before])
+            self._seen.named["weights_before", ""] = (sums * torch.arange(1, len(sums) + 1).to(sums)).sum()
 
     @torch.no_grad()
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         seconds = time.perf_counter() - self._began
         ratio: Tensor | float = math.nan
         if self._seen is not None and self._before:
-            names, now = zip(*self._watch.parameters.items(), strict=True)
+            names, now = zip(*self._updated.items(), strict=True)
             moved = torch._foreach_norm(torch._foreach_sub(list(now), self._before))
             sizes = torch._foreach_norm(self._before)
             self._seen.updated(dict(zip(names, moved, strict=True)), dict(zip(names, sizes, strict=True)))
             ratio = joint(moved) / joint(sizes)
+            self._seen.named |= {(name, ""): value for name, value in self._predictions.items()}
+            self._seen.named |= self._habits.figures(self._updated)
         loss = self._loss()
         if self._norm is not None and loss is not None:
-            rate = float(optimizer.param_groups[0]["lr"])
+            rate = self._habits.rate()
             took = 0.0 if self._seen is not None else seconds
             figures = Figures(loss=loss, gradient_norm=self._norm, parameter_norm=self._size, update_ratio=ratio)
             self._rows.append(_Row(self._step, figures, rate, took))
         self._attached.close()
+        self._habits.updated()
         unseen = self._unseen(self._norm is not None and loss is not None)
-        if self._seen is not None or unseen:
-            self._tell((*(self._watch.lines(self._step, self._seen) if self._seen is not None else ()), *unseen))
+        habits = [StepFigure(self._name, 0, self._step, word, 1.0) for word in self._habits.noticed()]
+        if self._seen is not None or unseen or habits:
+            seen = self._watch.lines(self._step, self._seen) if self._seen is not None else ()
+            self._tell((*seen, *habits, *unseen))
         self._seen, self._before, self._norm, self._losses, self._roots = None, [], None, [], []
+        self._predictions = {}
         self._step += 1
         self._begin()
 

@@ -9,6 +9,7 @@ compiled module nothing is looked at but its weights.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8bench.features.train.lab.loop_figures import GradientSketches, dropouts_of, gains_of, sign_of_inputs
 from fp8bench.features.train.lab.readings import (
     Figures,
     Number,
@@ -52,6 +54,7 @@ class ModelWatch:
         """`examples` are those of a micro-batch: in them the noise scale is told. Not `inside`: weights alone."""
         self._arm, self._seed, self._examples = arm, seed, examples
         self.scales: dict[str, float] = {}
+        self.model = model
         found = {one: path for path, one in reversed([*_uncompiled(model, "")])} if inside else {}
         self.modules = [(path, one) for one, path in found.items() if _is_watched(one)]
         self.inside = bool(found)
@@ -65,6 +68,7 @@ class ModelWatch:
         }
         tables = {path for path, one in model.named_modules() if isinstance(one, nn.Embedding)}
         self.embeddings = {path for path in self.weights if path in tables or path.split(".")[-1] == "embedding"}
+        self.gains = gains_of(model)
         self.device = next(iter(self.parameters.values())).device
 
     @contextmanager
@@ -215,9 +219,14 @@ class WatchedStep:
         self._totals: dict[str, Tensor] = {}
         hooked: Mapping[str, Any] = watch.parameters if micro_batches > 1 and watch.inside else {}
         for name, parameter in hooked.items():
+            if not parameter.requires_grad:  # it may have been frozen since
+                continue
             stack.callback(parameter.register_hook(partial(self._arrives, name)).remove)
             stack.callback(parameter.register_post_accumulate_grad_hook(partial(self._is_added, name)).remove)
+        self.sketches = GradientSketches()
         begin_peak(watch.device)
+        if watch.inside:
+            stack.callback(watch.model.register_forward_pre_hook(self._begins, with_kwargs=True).remove)
         for path, module in watch.modules:
             self._attach(path, module, stack)
 
@@ -231,6 +240,21 @@ class WatchedStep:
             self.named["embedding_spread", layer] = embedding_spread(self._watch.weights[layer])
         for path, norm in moved.items():
             self.named["update_ratio", path.removesuffix(".weight")] = norm / sizes[path]
+        for path, gain in self._watch.gains.items():
+            self.named["gain", path] = torch.linalg.vector_norm(gain, dtype=torch.float32) / math.sqrt(gain.numel())
+        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        if alone:  # else gradients are those of all ranks
+            for layer, cosine in self.sketches.cosines(self._watch.weights):
+                self.named["gradient_cosine", layer] = cosine
+
+    def _begins(self, module: nn.Module, *given: Any) -> None:
+        """The first micro-batch is given to the model."""
+        if torch.is_grad_enabled() and ("inputs", "") not in self.named:
+            sign, _ = sign_of_inputs(given)
+            if sign is not None:
+                self.named["inputs", ""] = sign
+            for path, share in dropouts_of(module):
+                self.named["dropout", path] = share
 
     def _attach(self, path: str, module: nn.Module, stack: ExitStack) -> None:
         arithmetic: object = getattr(module, "arithmetic", None)
@@ -259,6 +283,8 @@ class WatchedStep:
             return
         if ("output_amax", path) not in self.named and output.is_floating_point():
             self.named["output_amax", path] = largest_magnitude(output)
+        if given and isinstance(given[0], Tensor):
+            self.sketches.passed(module, given[0], output)
         if all_of_it and given and isinstance(given[0], Tensor):
             self._see(path, Role.INPUT, given[0])
         if all_of_it and output.requires_grad and output.numel() > 1:
@@ -300,6 +326,13 @@ class WatchedStep:
         }
 
 
+def is_watched(step: int, stride: int) -> bool:
+    """Whether a loop's step is: one in each stride, drawn so that what comes back every few steps is met in all of its
+    phases; the first step is."""
+    number = step // stride
+    return step % stride == (random.Random(number).randrange(stride) if number else 0)
+
+
 def _has_weights(module: nn.Module) -> bool:
     return any(parameter.ndim >= _MATRIX for parameter in module.parameters(recurse=False))
 
@@ -323,7 +356,8 @@ def _uncompiled(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def _square(gradient: Tensor) -> Tensor:
-    squared: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).to(torch.float64).square()
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    squared: Tensor = torch.linalg.vector_norm(values.detach(), dtype=torch.float32).to(torch.float64).square()
     return squared
 
 

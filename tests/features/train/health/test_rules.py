@@ -11,7 +11,17 @@ import pytest
 
 from fp8bench.features.train.health.health import REST, RULES, Health
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import Arm, ArmRole, LayerReading, StepFigure, StepRow, StreamLine
+from fp8bench.features.train.values import (
+    GRADIENTS_LEFT,
+    MOMENTS_GONE,
+    OTHERS_TRAIN,
+    Arm,
+    ArmRole,
+    LayerReading,
+    StepFigure,
+    StepRow,
+    StreamLine,
+)
 
 ARM = Arm("bf16", "bf16", ArmRole.REFERENCE)
 FP8 = Arm("fp8", "fp8-delayed")
@@ -81,6 +91,31 @@ def falls_until(step: int) -> float:
     return max(3.0, 6 - step / 50) + step % 7 / 1000
 
 
+def row_with(step: int, name: str) -> Iterator[StreamLine]:
+    """A figure of somebody's loop among rows that are well."""
+    for row in rows(60):
+        yield row
+        if row.step == step:
+            yield StepFigure("bf16", 0, step, name, 1.0)
+
+
+def guessing(loss: Callable[[int], float]) -> Iterator[StreamLine]:
+    """Losses of a cross entropy over ten classes."""
+    yield StepFigure("bf16", 0, 0, "classes", 10.0)
+    yield from rows(60, loss=loss)
+
+
+def given(again: Iterable[float], examples: float = 32) -> Iterator[StreamLine]:
+    for number, times in enumerate(again):
+        yield StepFigure("bf16", 0, 10 * number, "examples", examples)
+        yield StepFigure("bf16", 0, 10 * number, "inputs_again", times)
+
+
+def wavering(level: float, step: int) -> float:
+    """Noise of some percent, the same whatever is tested."""
+    return level * (1 + 0.02 * (step * 7 % 5 - 2))
+
+
 # What is ill from a step on: the alarm, and the step it is raised in.
 ILL: dict[str, tuple[Callable[[], Iterable[StreamLine]], int]] = {
     "gradient-norm-spike": (lambda: rows(80, gradient_norm=lambda step: 18.0 if step == 60 else 1.0), 60),
@@ -101,6 +136,19 @@ ILL: dict[str, tuple[Callable[[], Iterable[StreamLine]], int]] = {
     "loss-gap": (lambda: gap(0.04), 49),
     "weights-behind": (lambda: readings(15, "weight", signal_to_noise=lambda number: 32 - max(0, number - 5)), 90),
     "layer-stands-still": (lambda: updates(lambda number: 0.02 if number >= 4 else 1.0), 60),
+    "gradients-left": (lambda: row_with(20, GRADIENTS_LEFT), 20),
+    "moments-gone": (lambda: row_with(20, MOMENTS_GONE), 20),
+    "no-update": (lambda: rows(60, rate=lambda step: 0.0 if step >= 30 else 1e-3), 34),
+    "layer-gradient": (lambda: figures("gradient_cosine", (1.0, 0.4, -0.9)), 20),
+    "same-inputs": (lambda: given((0.0, 0.0, 5.0, 15.0)), 30),
+    "loss-above-guessing": (lambda: guessing(lambda step: wavering(150.0, step)), 15),
+    "loss-leaked": (lambda: rows(60, loss=lambda step: wavering(0.01 if step >= 40 else 1.0, step)), 42),
+    "loss-back-up": (lambda: rows(60, loss=lambda step: wavering(3.5 if step >= 40 else 4 - step / 20, step)), 44),
+    "gradient-scale": (lambda: rows(60, gradient_norm=lambda step: wavering(8.0 if step >= 40 else 1.0, step)), 42),
+    "amax-jump": (lambda: readings(9, "input", scale=lambda _: 1.0, amax=lambda at: 40.0 if at == 6 else 2.0), 60),
+    "dead-units": (lambda: readings(9, "input", zeros=lambda number: 0.99 if number >= 6 else 0.5), 60),
+    "norm-gain": (lambda: figures("gain", (1.0, 1.1, 1.4, 5.0)), 30),
+    "large-logits": (lambda: figures("logit_range", (8.0, 9.0, 12.0, 60.0)), 30),
 }
 
 WELL: dict[str, Callable[[], Iterable[StreamLine]]] = {
@@ -133,6 +181,33 @@ WELL: dict[str, Callable[[], Iterable[StreamLine]]] = {
     "scales of NVFP4 from the first step on": lambda: readings(40, saturated=lambda number: 0.036),
     "underflow as usual": lambda: readings(40, underflow=lambda number: 0.8 + 0.1 * (number % 2)),
     "an embedding that spreads": lambda: figures("embedding_spread", (0.02 + number / 100 for number in range(30))),
+    "a rate that warms up from 0 and ends there": lambda: rows(60, rate=lambda step: min(step, 59 - step) / 1e4),
+    "a loss of exactly 0, which has no gradient": lambda: rows(
+        60, loss=lambda step: max(0.0, 3 - step / 8), gradient_norm=lambda step: float(step < 24)
+    ),
+    "a loss that rises while another model trains against it": lambda: (
+        StepFigure("bf16", 0, 0, OTHERS_TRAIN, 1.0),
+        *rows(60, loss=lambda step: 0.7 + step / 9),
+    ),
+    "a first loss above guessing that falls": lambda: guessing(lambda step: 20 * 0.9**step + 2.0),
+    "losses of single examples": lambda: rows(400, loss=lambda step: 10 ** (-(step * 37 % 11) / 3)),
+    "gradients that fade with the loss": lambda: rows(
+        200, gradient_norm=lambda step: 0.9**step, loss=lambda step: 3 * 0.9**step
+    ),
+    "a plateau at the entropy of the labels": lambda: (
+        line
+        for row in rows(600, loss=falls_until)
+        for line in (row, StepFigure("bf16", 0, row.step, "entropy", row.loss))
+    ),
+    "all data in each step": lambda: given((0.0, 10.0, 20.0, 30.0), 512),
+    "bags of words": lambda: readings(20, "input", zeros=lambda number: 0.995),
+    "an input that grows": lambda: readings(30, "input", scale=lambda _: 1.0, amax=lambda number: 2.0 * 1.3**number),
+    "gradients that are clipped by value": lambda: figures("gradient_cosine", (1.0, 0.6, 0.1)),
+    "gains that are learned": lambda: figures("gain", (0.0, 0.1, 0.5, 0.9)),
+    "a layer whose group is slow": lambda: (
+        StepFigure("bf16", 0, 0, "rate_share", 0.02, "blocks.0"),
+        *updates(lambda number: 0.02),
+    ),
     "batch norms that begin anywhere": lambda: figures("batch_norm_drift", (9, 5, 3, 2, 1.5, 0.4, 2, 0.2, 0.1)),
 }
 
@@ -178,6 +253,23 @@ def test_a_layer_that_is_held_back_on_purpose_is_no_illness() -> None:
     for factor in (0.02, 0.0):
         slow = TrainerSettings(rates=(("layer", factor),))
         assert not Health((ARM,), slow).see(updates(lambda number, factor=factor: factor))
+
+
+@pytest.mark.parametrize(
+    ("figure", "cause"),
+    [(("inputs", 1.0, 1.0, 0.0), "arithmetic"), (("inputs", 1.0, 2.0, 0.0), "data"),
+     (("dropout", 0.1, 0.2, 0.0), "dropout"),
+     (("dropout", 0.1, 0.1, 0.04), "dropout"), (("dropout", 0.1, 0.1, 0.001), "arithmetic")],
+)  # fmt: skip
+def test_a_gap_is_told_with_its_cause(figure: tuple[str, float, float, float], cause: str) -> None:
+    """By inputs and what is left out; of masks that differ the first losses tell."""
+    name, reference, own, apart = figure
+    lines = [replace(line, loss=3 * (1 + apart * (line.arm == "fp8"))) if line.step == 0 else line
+             for line in gap(0.04) if isinstance(line, StepRow)]  # fmt: skip
+    seen = [StepFigure(arm, 0, 0, "inputs", 1.0) for arm in ("bf16", "fp8") if name != "inputs"]
+    seen += [StepFigure(arm, 0, 0, name, value) for arm, value in (("bf16", reference), ("fp8", own))]
+    (event,) = Health((ARM, FP8, OTHER)).see([*seen, *lines])
+    assert f"By its {cause}: " in event.words
 
 
 def test_a_gap_needs_no_other_seed() -> None:

@@ -1,0 +1,422 @@
+"""Rules that need nothing beside a training to see what is wrong with it: most of it is wrong with the loop."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from statistics import fmean, median
+from typing import Any
+
+from fp8bench.features.train.health.steps import LEARNED, HealthAlarm, HealthRule, Remedy, WatchedArm, noise_of_values
+from fp8bench.features.train.health.tensors import FigureRule, TensorRule, octaves, of
+from fp8bench.features.train.values import (
+    GRADIENTS_LEFT,
+    MOMENTS_GONE,
+    OTHERS_TRAIN,
+    LayerReading,
+    StepFigure,
+    StepRow,
+)
+from fp8bench.model import Params
+from fp8bench.protocols import Role
+
+
+class LossRule(HealthRule[Any]):
+    """A rule over losses; silent of a module against which another one may train."""
+
+    reads = StepRow | StepFigure
+    keep = 60
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._losses: deque[float] = deque(maxlen=self.keep)
+        self._alone = True
+        self._guessing = math.inf
+
+    def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
+        if isinstance(line, StepFigure):
+            self._alone &= line.name != OTHERS_TRAIN
+            if line.name == "classes" and line.value > 1:
+                self._guessing = math.log(line.value)
+            return None
+        if line.skipped or not math.isfinite(line.loss):
+            return None
+        self._losses.append(line.loss)
+        return self.judge(line) if self._alone else None
+
+    def judge(self, row: StepRow) -> HealthAlarm | None:
+        """Of the newest loss, which is in `_losses`."""
+        raise NotImplementedError
+
+
+class LossBackUp(LossRule):
+    """The loss has come back up and stays there."""
+
+    name = "loss-back-up"
+    stays = 5
+    first = 3
+    lost = 0.5
+    noise = 6.0
+    above = 0.25
+    window = f"the last {stays} losses, the first {first}, and the lowest mean of ten there has been; from step 5 on"
+    threshold = (
+        f"all of them above the lowest mean by {lost:.0%} of what was learned and by {noise:g} times the noise; "
+        f"or {above:.0%} above the first"
+    )
+    reason = "a batch may be hard, five in turn are not; another kind of text costs less than half of what was learned"
+    remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER, Remedy.LOOK_AT_DATA)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._first: list[float] = []
+        self._best = math.inf
+
+    def judge(self, row: StepRow) -> HealthAlarm | None:
+        if len(self._first) < self.first:
+            self._first.append(row.loss)
+        losses = list(self._losses)
+        before, last = losses[: -self.stays], losses[-self.stays :]
+        if len(before) >= 10:
+            self._best = min(self._best, fmean(before[-10:]))
+        if len(before) < self.first:
+            return None
+        low, began = min(last), median(self._first)
+        if low > max(self._first) + self.above * abs(began):
+            words = f"the loss has stayed above {low:.4g} for {self.stays} steps; it began at {began:.4g}"
+            return HealthAlarm(words, figures=(("loss", low), ("first", began)))
+        learned = began - self._best
+        noise = noise_of_values(before) if len(before) > 10 else math.inf
+        if learned <= 0 or low - self._best < max(self.lost * learned, self.noise * noise):
+            return None
+        words = f"the loss has come back up from {self._best:.4g}, and stayed above {low:.4g} for {self.stays} steps"
+        return HealthAlarm(words, figures=(("loss", low), ("lowest", self._best)))
+
+
+class LossAboveGuessing(LossRule):
+    """A cross entropy stays above what predicting nothing would cost: ln of the classes."""
+
+    name = "loss-above-guessing"
+    last = 8
+    above = 1.25
+    falling = 0.9
+    window = f"the last {last} losses, and the {last} before"
+    threshold = f"all of the last {above:g} times ln of the classes, and their median no tenth below that before"
+    reason = "a model that learns is below it within some steps, or on its way there"
+    remedies = (Remedy.LOOK_AT_LOOP, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
+
+    def judge(self, row: StepRow) -> HealthAlarm | None:
+        losses = list(self._losses)
+        before, last = losses[-2 * self.last : -self.last], losses[-self.last :]
+        if len(before) < self.last or min(last) < self.above * self._guessing:
+            return None
+        if median(last) < self.falling * median(before):
+            return None
+        times = median(last) / self._guessing
+        words = (
+            f"the loss stays at {median(last):.4g}, {times:.3g} times what guessing costs ({self._guessing:.3g}): is a "
+            "loss scale left in it, or is it a sum and no mean?"
+        )
+        return HealthAlarm(words, figures=(("loss", median(last)), ("guessing", self._guessing)))
+
+
+class LossLeaked(LossRule):
+    """The loss is suddenly a tenth: nothing learns so fast, so answers are among the inputs, or batches are trivial."""
+
+    name = "loss-leaked"
+    last = 3
+    share = 0.1
+    noise = 5.0
+    window = f"the last {last} losses, and the 20 before"
+    threshold = f"all of them below {share:g} of the least before, and {noise:g} times their noise in octaves below it"
+    reason = "losses fall by percents a step; those of single examples vary by more, and are left alone"
+    remedies = (Remedy.LOOK_AT_DATA,)
+
+    def judge(self, row: StepRow) -> HealthAlarm | None:
+        losses = list(self._losses)[-20 - self.last :]
+        before, last = losses[: -self.last], losses[-self.last :]
+        if len(before) < 20 or min(before) <= 0 or not 0 < max(last) < self.share * min(before):
+            return None
+        noise = noise_of_values([math.log2(one) for one in before])
+        if math.log2(min(before) / max(last)) < self.noise * noise:
+            return None
+        words = (
+            f"the loss fell at once from {median(before):.4g} to {median(last):.4g}: are answers among the inputs, or "
+            "are all labels alike?"
+        )
+        return HealthAlarm(words, figures=(("loss", median(last)), ("before", median(before))))
+
+
+class NoUpdate(HealthRule[Any]):
+    """Steps change nothing: the rate is 0, there is no gradient, or the weights are what they were."""
+
+    name = "no-update"
+    reads = StepRow | StepFigure
+    rows = 5
+    same = 3
+    window = f"{rows} steps; of weights {same} watched steps"
+    threshold = (
+        "a rate of 0, or a loss without gradients, in all of them; an update of less than 1e-8 of the weights, or "
+        "weights that are the same to the bit"
+    )
+    reason = "schedules begin and end with a step at 0; float32 keeps no change of less than 6e-8"
+    remedies = (Remedy.LOOK_AT_LOOP, Remedy.HIGHER_MASTER)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._counts: dict[str, int] = defaultdict(int)
+        self._weights, self._first, self._learned = math.nan, 0.0, False
+
+    def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
+        if isinstance(line, StepFigure):
+            if line.name != "weights_before":
+                return None
+            same, self._weights = line.value == self._weights and not self._learned, line.value
+            return self._counted("the weights are the same to the bit", same, self.same - 1)
+        if line.skipped or not math.isfinite(line.loss):
+            return None
+        self._first = self._first or line.loss
+        self._learned = abs(line.loss) <= LEARNED * abs(self._first)
+        if self._learned:
+            return None
+        none = line.gradient_norm == 0
+        alarm = self._counted("the rate is 0", line.rate == 0, self.rows)
+        alarm = self._counted("no gradient arrives at any weight", none, self.rows) or alarm
+        if math.isfinite(line.update_ratio):
+            small = line.update_ratio < 1e-8 and line.rate != 0 and not none
+            alarm = self._counted("updates are less than 1e-8 of the weights", small, 2) or alarm
+        return alarm
+
+    def _counted(self, words: str, so: bool, most: int) -> HealthAlarm | None:
+        self._counts[words] = self._counts[words] + 1 if so else 0
+        times = self._counts[words]
+        return HealthAlarm(f"steps change nothing: {words}", figures=(("times", times),)) if times >= most else None
+
+
+class GradientScale(HealthRule[StepRow]):
+    """Gradients are several times larger, or smaller, from one step on, and the loss is not, or by just as much."""
+
+    name = "gradient-scale"
+    reads = StepRow
+    last = 3
+    keep = 20
+    octaves = 1.9
+    apart = 1.0
+    noise = 5.0
+    window = f"the last {last} steps, and the {keep} before"
+    threshold = (
+        f"medians {octaves:g} octaves and {noise:g} times the noise apart, the last {apart:g} beyond all before; "
+        "the loss as it was, or moved by as much, within half an octave"
+    )
+    reason = "what is steeper has another loss; a factor alone comes from a loss scale, a sum, or micro-batches"
+    remedies = (Remedy.LOOK_AT_LOOP, Remedy.DYNAMIC_LOSS_SCALE)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._rows: deque[tuple[float, float]] = deque(maxlen=self.keep + self.last)
+
+    def see(self, line: StepRow) -> HealthAlarm | None:
+        if not (0 < line.gradient_norm < math.inf and 0 < line.loss < math.inf):
+            return None
+        self._rows.append((math.log2(line.gradient_norm), math.log2(line.loss)))
+        norms, losses = zip(*self._rows, strict=True)
+        before, last = norms[: -self.last], norms[-self.last :]
+        if len(before) < self.keep:
+            return None
+        moved, loss = (median(some[-self.last :]) - median(some[: -self.last]) for some in (norms, losses))
+        gap = min(last) - max(before) if moved > 0 else min(before) - max(last)
+        if abs(moved) < max(self.octaves, self.noise * noise_of_values(before)) or gap < self.apart:
+            return None
+        if min(abs(loss), abs(loss - moved)) > 0.5:
+            return None
+        way, with_loss = "larger" if moved > 0 else "smaller", ", and so is the loss" if abs(loss) > 0.5 else ""
+        words = (
+            f"gradients are {2 ** abs(moved):.3g} times {way}{with_loss}, about 2^{abs(round(moved))}: a loss scale "
+            "left in, a sum for a mean, or micro-batches that are not divided by their number"
+        )
+        return HealthAlarm(words, figures=(("octaves", moved), ("loss_octaves", loss)))
+
+
+class SameInputs(FigureRule):
+    """The model is given the same batch again and again: a loader that stands still."""
+
+    name = "same-inputs"
+    figure = "inputs_again"
+    times = 7
+    few = 128
+    window = "every step"
+    threshold = (
+        f"the same for {times + 1} steps in turn, after another; or, of fewer than {few} examples, from the first on"
+    )
+    reason = "an epoch has more than one batch; who trains on all data in each step has more than a hundred examples"
+    remedies = (Remedy.LOOK_AT_DATA,)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._examples = math.inf
+
+    def see(self, line: StepFigure) -> HealthAlarm | None:
+        if line.name == "examples":
+            self._examples = line.value
+        return super().see(line)
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        from_the_first = line.value >= line.step
+        if line.value < self.times or (from_the_first and self._examples >= self.few):
+            return ""
+        return f"the model was given the same inputs in {line.value + 1:g} steps in turn"
+
+
+class AmaxJump(TensorRule):
+    """The largest magnitude of a tensor that no scale follows, as in fp32 and bf16, leaves those before."""
+
+    name = "amax-jump"
+    keep = 6
+    fewest = 4
+    far = 3.5
+    window = f"the last {keep} readings of an input or a weight without a scale, from the {fewest}th on"
+    threshold = f"{far:g} octaves from their median and 2 beyond all of them, of weights upwards alone"
+    reason = "as for scales: by an octave or two between readings, whatever the precision"
+    remedies = (Remedy.LOOK_AT_DATA, Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
+
+    def judge(self, reading: LayerReading, before: deque[LayerReading]) -> tuple[str, Params] | None:
+        if reading.role == Role.GRADIENT or any(one.scale != 1 for one in (reading, *before)):
+            return None
+        now = octaves(reading.amax)
+        known = [one for one in (octaves(old.amax) for old in before) if one is not None]
+        if now is None or len(known) < self.fewest:
+            return None
+        moved = now - median(known)
+        gap = now - max(known) if moved > 0 else min(known) - now
+        if abs(moved) < self.far or gap < 2 or (moved < 0 and reading.role == Role.WEIGHT):
+            return None
+        way = "rose" if moved > 0 else "fell"
+        words = f"the largest magnitude of {of(reading)} {way} by {moved:+.1f} octaves to {reading.amax:.3g}"
+        return words, (("octaves", moved), ("amax", reading.amax))
+
+
+class DeadUnits(TensorRule):
+    """Nearly all of what a layer is given are zeros: the units before it are dead."""
+
+    name = "dead-units"
+    keep = 6
+    share = 0.97
+    rise = 0.2
+    always = 0.999
+    window = f"a reading of an input, and the {keep} before; of layers behind the first the first two, too"
+    threshold = (
+        f"{share:.0%} zeros, {rise:.0%} more than their median; or {always:.1%} twice in a row, behind the first"
+    )
+    reason = (
+        "units that cut off leave half of their inputs, with dropout three quarters; bags of words are sparse always"
+    )
+    remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LOOK_AT_DATA)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._first = ""
+
+    def judge(self, reading: LayerReading, before: deque[LayerReading]) -> tuple[str, Params] | None:
+        if reading.role != Role.INPUT:
+            return None
+        self._first = self._first or reading.layer
+        usual = median(one.zeros for one in before) if before else math.nan
+        risen = bool(before) and reading.zeros >= max(self.share, usual + self.rise)
+        never = reading.layer != self._first and before and min(reading.zeros, before[-1].zeros) >= self.always
+        if not risen and not never:
+            return None
+        words = f"{reading.zeros:.1%} of {of(reading)} are zeros{f'; {usual:.0%} was usual' if risen else ''}"
+        return words, (("zeros", reading.zeros), ("median", usual))
+
+
+class NormGain(FigureRule):
+    """The gain of a norm grows as no gain that is learned does."""
+
+    name = "norm-gain"
+    figure = "gain"
+    keep = 20
+    times = 4.0
+    least = 0.25
+    window = f"the last {keep} readings of a norm's gain, as its root mean square"
+    threshold = f"{times:g} times the least of them, which counts as {least:g} at least"
+    reason = "gains begin at 1 or 0 and move by a rate's worth a step"
+    remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        lowest = max(min(last), self.least)
+        if not line.value > self.times * lowest:
+            return ""
+        return f"the gain of {line.layer or 'the model'} is {line.value:.3g}, and was {min(last):.3g} some readings ago"
+
+
+class LargeLogits(FigureRule):
+    """Logits of an example lie so far apart that softmax picks one class, and the others get no gradient."""
+
+    name = "large-logits"
+    figure = "logit_range"
+    keep = 7
+    largest = 88.0
+    jump = 30.0
+    times = 4.0
+    window = f"every reading, and the {keep - 1} before"
+    threshold = f"a range of {largest:g}; or of {jump:g}, if it is {times:g} times their median"
+    reason = "e^-88 is the least that fp32 holds as a normal number; what is learned by heart reaches 20 to 40, slowly"
+    remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        usual = median(last)
+        if not (line.value >= self.largest or (line.value >= self.jump and line.value > self.times * usual)):
+            return ""
+        return f"logits of an example lie {line.value:.4g} apart; {usual:.3g} was usual"
+
+
+class GradientsLeft(FigureRule):
+    """Gradients of the step before are still there when the next ones are added: nobody has cleared them."""
+
+    name = "gradients-left"
+    figure = GRADIENTS_LEFT
+    window = "every step"
+    threshold = "no gradient was touched between an update and the backward after it, nor between those of a step"
+    reason = "it is seen, and not concluded: the same tensors, unchanged"
+    remedies = (Remedy.LOOK_AT_LOOP,)
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        return "gradients of the step before were not cleared, so they add up: zero_grad is missing"
+
+
+class MomentsGone(FigureRule):
+    """The optimizer has forgotten what it knew, as after a checkpoint that has weights alone."""
+
+    name = "moments-gone"
+    figure = MOMENTS_GONE
+    window = "every step"
+    threshold = "its state has fewer parameters than before, or counts fewer steps"
+    reason = "an optimizer's state only grows"
+    remedies = (Remedy.LOOK_AT_LOOP,)
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        return "the optimizer has forgotten its moments: does the checkpoint have its state, and is that loaded?"
+
+
+class LayerGradient(FigureRule):
+    """A weight's gradient is not what its layer's inputs and the gradients of its outputs make it."""
+
+    name = "layer-gradient"
+    figure = "gradient_cosine"
+    turned = -0.5
+    window = "every reading of a linear layer, a convolution or a table"
+    threshold = f"a cosine below {turned:g}, or exactly 0: reversed, or nothing but zeros"
+    reason = "it is 1 but for rounding; what people add to gradients turns them by less than a right angle"
+    remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOOK_AT_LOOP)
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        if line.value == 0:
+            return f"the gradient of {line.layer}'s weight is nothing but zeros, and should not be"
+        if not line.value < self.turned:
+            return ""
+        return f"the gradient of {line.layer}'s weight points the other way (a cosine of {line.value:.2f})"
+
+
+RULES: tuple[type[HealthRule[Any]], ...] = (
+    GradientsLeft, MomentsGone, NoUpdate, LayerGradient, SameInputs, LossAboveGuessing, LossLeaked, LossBackUp,
+    GradientScale, AmaxJump, DeadUnits, NormGain, LargeLogits,
+)  # fmt: skip

@@ -1,0 +1,154 @@
+"""What a watched step says of a loop that has no reference: whether weights' gradients are those of their layers, and
+what its inputs, its predictions and the gains of its norms are like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8bench.features.train.lab.backward_roots import tensors_in
+from fp8bench.features.train.lab.readings import Number
+from fp8bench.nn.linear import Linear
+
+# Inputs are told apart by at most so many of their values.
+_LOOKED_AT = 1 << 12
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class GradientSketches:
+    """Of a layer, its weight's gradient times one vector: as it has to be by the layer's inputs and the gradients of
+    its outputs, added up over all its uses in a step.
+
+    Products with a vector cost little beside those of the layer; nothing is drawn at random, and of inputs nothing but
+    their products is kept.
+    """
+
+    def __init__(self) -> None:
+        self._expected: dict[nn.Parameter, Tensor] = {}
+        self._unknown: set[nn.Parameter] = set()
+
+    def passed(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
+        weight: object = getattr(module, "weight", None)
+        if not isinstance(weight, nn.Parameter) or not output.requires_grad or not weight.requires_grad:
+            return
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            products = _products(module, weight, x.detach())
+        if products is None:
+            self._unknown.add(weight)
+            return
+
+        def arrives(gradient: Tensor) -> None:
+            with torch.no_grad():
+                part = _expected(module, products, gradient.to(torch.float32))
+                self._expected[weight] = self._expected[weight] + part if weight in self._expected else part
+
+        output.register_hook(arrives)  # type: ignore[no-untyped-call]
+
+    def clear(self) -> None:
+        """Gradients begin anew: what another loss left of them is gone."""
+        self._expected.clear()
+
+    def cosines(self, weights: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Number]]:
+        """Between what gradients are and what they have to be, by layer: 1, and 0 of one that is nothing but zeros."""
+        for layer, weight in weights.items():
+            expected = self._expected.get(weight)
+            if expected is not None and weight.grad is not None and weight not in self._unknown:
+                found = _times_vector(weight.grad)
+                yield layer, torch.dot(found, expected) / (found.norm().clamp(min=1e-30) * expected.norm())
+
+
+def _vector(shape: torch.Size, device: torch.device) -> Tensor:
+    return torch.arange(shape.numel(), device=device).mul(2.399963).cos().reshape(shape)
+
+
+def _products(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor | None:
+    """Inputs times the vector; None of a layer that is not of these kinds."""
+    if type(module) in (nn.Linear, Linear):
+        return x.reshape(-1, x.shape[-1]).to(torch.float32) @ _vector(weight.shape[1:], x.device)
+    if isinstance(module, _CONVOLUTIONS) and module.groups == 1 and type(module) in _CONVOLUTIONS:
+        narrow: Any = module
+        kernel = _vector(weight.shape[1:], x.device)[None]
+        products: Tensor = narrow._conv_forward(x.to(torch.float32), kernel, None)
+        return products
+    plain = type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq
+    return x.reshape(-1) if plain else None
+
+
+def _expected(module: nn.Module, products: Tensor, gradient: Tensor) -> Tensor:
+    if isinstance(module, nn.Embedding):
+        width = gradient.shape[-1]
+        values = gradient.reshape(-1, width) @ _vector(torch.Size((width,)), gradient.device)
+        if module.padding_idx is not None:
+            values = values.masked_fill(products == module.padding_idx, 0.0)
+        return values.new_zeros(module.num_embeddings).index_add_(0, products, values)
+    if isinstance(module, _CONVOLUTIONS):
+        axis = gradient.ndim - module.weight.ndim + 1  # 0 of a single example without a batch
+        return (gradient * products).transpose(0, axis).flatten(1).sum(1)
+    return gradient.reshape(-1, gradient.shape[-1]).t() @ products
+
+
+def _times_vector(gradient: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        values = _times_vector(gradient.values())
+        return values.new_zeros(gradient.shape[0]).index_add_(0, gradient.indices()[0], values)
+    rows = gradient.detach().flatten(1).to(torch.float32)
+    return rows @ _vector(rows.shape[1:], rows.device)
+
+
+def sign_of_inputs(given: Any) -> tuple[Tensor | None, int]:
+    """A number that equal inputs have alike, and others do not; and how many examples they are."""
+    tensors = [one.detach() for one in tensors_in(given) if one.numel()]
+    if not tensors:
+        return None, 0
+    total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    for tensor in tensors:
+        flat = tensor.flatten()
+        some = flat[:: -(-len(flat) // _LOOKED_AT)].to(torch.float64)
+        total = total + (some * _vector(some.shape, some.device)).sum().to(total.device)
+    return total, len(tensors[0]) if tensors[0].ndim else 1
+
+
+def gains_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gains of norms by path."""
+    norms = (
+        (path, one) for path, one in model.named_modules() if isinstance(one, _NORMS) or "Norm" in type(one).__name__
+    )
+    gains = ((path, getattr(one, "weight", None)) for path, one in norms)
+    return {path: gain for path, gain in gains if isinstance(gain, nn.Parameter) and gain.ndim == 1}
+
+
+def dropouts_of(model: nn.Module) -> Iterator[tuple[str, float]]:
+    """The share that each leaves out as it is now."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            yield path, module.p if module.training else 0.0
+
+
+# A loss is at most so many steps of scaling and averaging behind what it is made of.
+_CHAIN = 8
+
+
+def predictions_of(root: Tensor) -> dict[str, Number]:
+    """Of a cross entropy: its classes, the entropy of what is predicted, and the range of logits of an example; nothing
+    of any other loss."""
+    node: Any = root.grad_fn
+    for _ in range(_CHAIN):
+        if node is None or node.name().startswith("NllLoss"):
+            break
+        nexts = [after for after, _ in node.next_functions if after is not None]
+        node = nexts[0] if len(nexts) == 1 else None
+    scores: Any = node.next_functions[0][0] if node is not None else None
+    if scores is None or not scores.name().startswith("LogSoftmax"):
+        return {}
+    dim = scores._saved_dim
+    dim -= (dim > 1 << 63) << 64  # as unsigned
+    with torch.no_grad():
+        logs = scores._saved_result.to(torch.float32)
+        spread = logs.amax(dim) - logs.amin(dim)
+        entropy = -(logs.exp() * logs.clamp(min=-1e4)).sum(dim).mean()
+        return {"classes": float(logs.shape[dim]), "entropy": entropy, "logit_range": spread.amax()}

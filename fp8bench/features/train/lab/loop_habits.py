@@ -1,0 +1,121 @@
+"""What somebody's own loop does with gradients and its optimizer between two steps, as far as it can be seen for
+nothing: no tensor is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fp8bench.features.train.lab.loop_figures import sign_of_inputs
+from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN
+
+# Parameters, their gradients, and how often those had been changed.
+Left = list[tuple[Tensor, Tensor, int]]
+
+
+class LoopHabits:
+    """Of a module and its optimizer; `noticed` says once what has come to be so."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._own = {id(parameter) for parameter in module.parameters()}
+        self._left: Left = []
+        self._cleared = self._began = False
+        self._states, self._age = 0, 0.0
+        self._inputs: Tensor | None = None
+        self._again: Tensor | float = 0.0
+        self.examples = 0
+        self._noticed: list[str] = []
+        self._so: set[str] = set()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        handle = register_optimizer_step_post_hook(self._somebody_stepped)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def given(self, inputs: Any) -> None:
+        """What the first micro-batch of a step is."""
+        sign, self.examples = sign_of_inputs(inputs)
+        if sign is not None:
+            same = sign == self._inputs if self._inputs is not None else torch.zeros_like(sign)
+            self._inputs, self._again = sign, (self._again + 1) * same
+
+    def figures(self, parameters: Mapping[str, nn.Parameter]) -> dict[tuple[str, str], Tensor | float]:
+        """By name and layer: how often in turn the same inputs were given, and shares of the highest rate."""
+        shares: dict[tuple[str, str], Tensor | float] = {
+            ("rate_share", name): own for name, own in self._slower(parameters)
+        }
+        return shares | {("inputs_again", ""): self._again, ("examples", ""): float(self.examples)}
+
+    def backward_begins(self) -> bool:
+        """Whether gradients begin anew: those that nobody has touched since the last update, or since the backward
+        before, were not cleared."""
+        anew = not self._left or not all(_is_still(*left) for left in self._left)
+        self._began = True
+        self._cleared |= anew
+        return anew
+
+    def backward_ended(self) -> None:
+        self._left = self._gradients()
+
+    def update_begins(self) -> None:
+        self._set(GRADIENTS_LEFT, self._began and not self._cleared)
+        states, age = self._moments()
+        self._set(MOMENTS_GONE, states < self._states or age < self._age)
+
+    def rate(self) -> float:
+        """The highest of all groups; NaN of an optimizer that finds its own."""
+        return max((rate for rate, _ in self._groups()), default=math.nan)
+
+    def _slower(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, float]]:
+        """Those whose group has a lower rate than the highest, and the share that it is."""
+        highest = self.rate()
+        shares = {id(one): rate / highest for rate, group in self._groups() for one in group["params"] if highest > 0}
+        for name, parameter in parameters.items():
+            if shares.get(id(parameter), 1.0) < 1:
+                yield name.removesuffix(".weight"), shares[id(parameter)]
+
+    def updated(self) -> None:
+        self._left, self._cleared, self._began = self._gradients(), False, False
+        self._states, self._age = self._moments()
+
+    def noticed(self) -> list[str]:
+        noticed, self._noticed = self._noticed, []
+        return noticed
+
+    def _set(self, word: str, now: bool) -> None:
+        if now and word not in self._so:
+            self._noticed.append(word)
+        (self._so.add if now else self._so.discard)(word)
+
+    def _somebody_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        others = (id(one) not in self._own for group in optimizer.param_groups for one in group["params"])
+        if optimizer is not self._optimizer and any(others):
+            self._set(OTHERS_TRAIN, True)
+
+    def _groups(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        return ((float(group["lr"]), group) for group in self._optimizer.param_groups if group.get("lr") is not None)
+
+    def _gradients(self) -> Left:
+        every = ((one, one.grad) for group in self._optimizer.param_groups for one in group["params"])
+        return [(parameter, gradient, gradient._version) for parameter, gradient in every if gradient is not None]
+
+    def _moments(self) -> tuple[int, float]:
+        """Of how many parameters the optimizer knows something, and how old that is if it says so."""
+        state = self._optimizer.state
+        age = next(iter(state.values())).get("step", 0) if state else 0
+        waits = isinstance(age, Tensor) and age.device.type != "cpu"
+        return len(state), 0.0 if waits else float(age)
+
+
+def _is_still(parameter: Tensor, gradient: Tensor, version: int) -> bool:
+    return parameter.grad is gradient and gradient._version == version

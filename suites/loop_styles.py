@@ -1,0 +1,428 @@
+"""Loops as people write them, of many styles: small models, optimizers, batches and habits, all of them healthy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8bench
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.gpt import GPT, LanguageModel
+from fp8bench.nn.sizes import SIZES
+from fp8bench.protocols import SilentPhases
+
+# Steps of a healthy training.
+WELL_STEPS = 1000
+
+
+@dataclass
+class Loop:
+    """A loop as people write it; plants change what it consists of."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Callable[[int], tuple[Tensor, Tensor]]
+    criterion: Callable[[Any, Tensor], Tensor] = F.cross_entropy
+    parts: int = 1
+    clip: float = 0.0
+    cast: torch.dtype | None = None
+    scaler: Any = None
+    schedule: Any = None
+    others: Sequence[torch.optim.Optimizer] = ()
+    zero: Callable[[torch.optim.Optimizer], None] | None = torch.optim.Optimizer.zero_grad
+    times: float = 1.0
+    step: int = 0
+    since: int = 0
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def advance(self) -> None:
+        for part in range(self.parts):
+            inputs, targets = self.batch(self.step * self.parts + part)
+            with torch.autocast("cpu", self.cast) if self.cast else nullcontext():
+                loss = self.criterion(self.model(inputs), targets) * self.times / self.parts
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        for optimizer in (self.optimizer, *self.others):
+            (optimizer.step() if self.scaler is None else self.scaler.step(optimizer))
+            if self.zero is not None:
+                self.zero(optimizer)
+        if self.scaler is not None:
+            self.scaler.update()
+        if self.schedule is not None:
+            self.schedule.step()
+        self.step += 1
+
+    def layer(self, kind: type[nn.Module] = nn.Linear, number: int = 0) -> Any:
+        return [module for module in self.model.modules() if isinstance(module, kind)][number]
+
+    def hook(self, change: Callable[[Tensor], Tensor], layer: Any = None) -> None:
+        (layer or self.layer()).weight.register_hook(change)
+
+    def rate(self, factor: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= factor
+
+    def batches(self, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        inner = self.batch
+        self.batch = lambda number: change(*inner(number))
+
+
+def drawn(seed: int, number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1_000_003 * seed + number)
+
+
+def vectors(seed: int, size: int = 32, classes: int = 10, wrong: float = 0.1) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """What a network that is drawn at random calls normal vectors, some of them wrongly."""
+    start = drawn(seed, -1)
+    first, second = torch.randn(16, 32, generator=start), torch.randn(32, classes, generator=start)
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        draw = drawn(seed, number)
+        x = torch.randn(size, 16, generator=draw)
+        y = (torch.tanh(x @ first / 2) @ second).argmax(-1)
+        other = torch.randint(classes, (size,), generator=draw)
+        return x, torch.where(torch.rand(size, generator=draw) < wrong, other, y)
+
+    return batch
+
+
+def images(seed: int, size: int = 16) -> Callable[[int], tuple[Tensor, Tensor]]:
+    shapes = torch.randn(10, 3, 8, 8, generator=drawn(seed, -1))
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        draw = drawn(seed, number)
+        y = torch.randint(10, (size,), generator=draw)
+        return 0.5 * shapes[y] + torch.randn(size, 3, 8, 8, generator=draw), y
+
+    return batch
+
+
+def chains(seed: int, size: int = 16, length: int = 12, words: int = 24) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Sequences in which every word says what may come next."""
+    table = (2 * torch.randn(words, words, generator=drawn(seed, -1))).softmax(-1)
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        draw = drawn(seed, number)
+        rows = [torch.randint(words, (size,), generator=draw)]
+        for _ in range(length):
+            rows.append(torch.multinomial(table[rows[-1]], 1, generator=draw).squeeze(1))
+        text = torch.stack(rows, 1)
+        return text[:, :-1], text[:, 1:].reshape(-1)
+
+    return batch
+
+
+class Recurrent(nn.Module):
+    """An LSTM over a table's rows; its logits are those of the next words."""
+
+    def __init__(self, words: int = 24, width: int = 32) -> None:
+        super().__init__()
+        self.table, self.lstm = nn.Embedding(words, width), nn.LSTM(width, width, batch_first=True)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.lstm(self.table(tokens))[0])
+        return logits.flatten(0, 1)
+
+
+class Adapted(nn.Module):
+    """A layer that stays, and a product of two narrow ones beside it that learns."""
+
+    def __init__(self, inner: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = nn.Linear(inner.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, inner.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x) + 2 * self.up(self.down(x))
+        return result
+
+
+class Nano(nn.Module):
+    """fp8bench's own GPT, its layers in fp32, which gives back its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = SilentPhases()
+        plain = PlainArithmetic(torch.float32)
+        self.inner: LanguageModel = GPT(SIZES["nano"], lambda name: plain, torch.float32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.inner(tokens[:, :-1], tokens[:, 1:], self.phases)
+
+
+def mlp(classes: int = 10, *between: nn.Module) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(16, 64), nn.LayerNorm(64), nn.ReLU(), *between, nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, classes)
+    )
+
+
+def convolutions() -> nn.Sequential:
+    def part(a: int, b: int) -> list[nn.Module]:
+        return [nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()]
+
+    return nn.Sequential(*part(3, 12), *part(12, 12), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(48, 10))
+
+
+def adam(model: nn.Module, rate: float = 2e-3, **more: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=rate, fused=True, **more)
+
+
+def sgd(model: nn.Module, rate: float = 0.05, **more: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=True, **more)
+
+
+def made(model: nn.Module, make: Callable[..., torch.optim.Optimizer], batch: Any, **more: Any) -> Loop:
+    return Loop(model, make(model), batch, **more)
+
+
+def bytes_of(seed: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Of fp8bench's own sources."""
+    text = b"".join(path.read_bytes() for path in sorted(Path(fp8bench.__file__).parent.glob("analysis/*.py")))
+    every = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(every) - 33, (2,), generator=drawn(seed, number))
+        return torch.stack([every[start : start + 33] for start in starts]), torch.zeros(())
+
+    return batch
+
+
+def nano(seed: int) -> Loop:
+    return made(Nano(), lambda model: adam(model, 1e-3), bytes_of(seed), criterion=lambda loss, _: loss)
+
+
+def tables(seed: int, size: int = 32) -> Loop:
+    """A table whose gradients are sparse, an optimizer of its own for what reads it."""
+    answers = torch.randint(6, (40,), generator=drawn(seed, -1))
+    table, head = nn.EmbeddingBag(40, 16, sparse=True, mode="mean"), nn.Linear(16, 6)
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        words = torch.randint(40, (size, 3), generator=drawn(seed, number))
+        return words, answers[words[:, 0]]
+
+    sparse = torch.optim.SparseAdam(list(table.parameters()), lr=5e-3)
+    return Loop(nn.Sequential(table, head), sparse, batch, others=(torch.optim.Adam(head.parameters(), lr=5e-3),))
+
+
+def adapted(seed: int) -> Loop:
+    model: Any = mlp()
+    for number in (0, 3, 5):
+        model[number] = Adapted(model[number])
+    return made(model, lambda some: adam(some, 5e-3), vectors(seed))
+
+
+def two_optimizers(seed: int) -> Loop:
+    model = mlp()
+    body, head = (list(part.parameters()) for part in (model[:5], model[5:]))
+    return Loop(
+        model, torch.optim.AdamW(body, lr=2e-3), vectors(seed), others=(torch.optim.SGD(head, lr=0.05, momentum=0.9),)
+    )
+
+
+def rival(seed: int, watches_judge: bool = False) -> Loop:
+    """A generator and what tells its points from real ones, which trains in turn with it."""
+    model, judge = (nn.Sequential(nn.Linear(a, 32), nn.ReLU(), nn.Linear(32, b)) for a, b in ((4, 2), (2, 1)))
+    own, other = (torch.optim.Adam(one.parameters(), lr=1e-3) for one in (model, judge))
+
+    def real(x: Tensor) -> Tensor:
+        return F.softplus(-x).mean()
+
+    def fake(x: Tensor) -> Tensor:
+        return F.softplus(x).mean()
+
+    def made_up(number: int) -> Tensor:
+        points: Tensor = model(torch.randn(64, 4, generator=drawn(seed + 7, number)))
+        return points
+
+    def judges(step: int) -> Tensor:
+        points = torch.randn(64, 2, generator=drawn(seed, step)) * torch.tensor([1.0, 0.3]) + 1
+        return real(judge(points)) + fake(judge(made_up(step).detach()))
+
+    loop = Loop(model, own, lambda number: (torch.zeros(0), torch.zeros(0)))
+
+    def advance() -> None:
+        for optimizer, loss in ((other, judges), (own, lambda step: real(judge(made_up(step))))):
+            optimizer.zero_grad()
+            loss(loop.step).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        loop.step += 1
+
+    loop.advance = advance  # type: ignore[method-assign]
+    if watches_judge:
+        loop.model, loop.optimizer = judge, other
+    return loop
+
+
+def scheduled(loop: Loop, share: Callable[[int], float]) -> Loop:
+    loop.schedule = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, share)
+    return loop
+
+
+def regression(seed: int, noise: float) -> Loop:
+    inner, target = vectors(seed, wrong=0.0), torch.randn(16, 1, generator=drawn(seed, -2))
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        x, _ = inner(number)
+        return x, torch.tanh(x @ target / 3) + noise * torch.randn(len(x), 1, generator=drawn(seed + 9, number))
+
+    return made(mlp(1), adam, batch, criterion=F.mse_loss)
+
+
+def few_examples(seed: int, epoch: int = 8) -> Loop:
+    """So few that they are learned by heart."""
+    inner = vectors(seed, 32)
+    return made(mlp(), adam, lambda number: inner(number % epoch))
+
+
+def mixed(seed: int) -> Loop:
+    """Two kinds of batches in turn, of which one is far easier and larger."""
+    loop, other = made(mlp(), adam, vectors(seed)), vectors(seed + 50, wrong=0.0)
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        x, y = (loop.notes["inner"] if number % 2 else other)(number)
+        return (x, y) if number % 2 else (6 * x, y * 0)
+
+    loop.notes["inner"], loop.batch = loop.batch, batch
+    return loop
+
+
+def changed_text(seed: int) -> Loop:
+    """Another kind of text from the middle on."""
+    loop, other = made(Recurrent(), lambda model: adam(model, 5e-3), chains(seed), clip=1.0), chains(seed + 50)
+    inner = loop.batch
+    loop.batch = lambda number: (inner if number < WELL_STEPS // 2 else other)(number)
+    return loop
+
+
+def words_of_a_bag(seed: int) -> Loop:
+    """Inputs that are nearly all zeros."""
+    answers = torch.randint(5, (400,), generator=drawn(seed, -1))
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        words = torch.randint(400, (32, 2), generator=drawn(seed, number))
+        return F.one_hot(words, 400).amax(1).float(), answers[words[:, 0]]
+
+    return made(nn.Sequential(nn.Linear(400, 32), nn.ReLU(), nn.Linear(32, 5)), adam, batch)
+
+
+def random_labels(seed: int) -> Loop:
+    """From which nothing can be learned but how often each is."""
+    loop = made(mlp(), sgd, vectors(seed, 64))
+    loop.batches(lambda x, y: (x, (x[:, 0] * 1e4).long().remainder(10)))
+    return loop
+
+
+def slow_body(seed: int, share: float) -> Loop:
+    model = mlp()
+    groups: list[dict[str, Any]] = [
+        {"params": model[:3].parameters(), "lr": 2e-3 * share},
+        {"params": model[3:].parameters()},
+    ]
+    return Loop(model, torch.optim.AdamW(groups, lr=2e-3), vectors(seed))
+
+
+def in_bf16(seed: int) -> Loop:
+    loop = made(mlp().bfloat16(), lambda model: sgd(model, 0.05), vectors(seed))
+    loop.batches(lambda x, y: (x.bfloat16(), y))
+    return loop
+
+
+def wave(step: int) -> float:
+    """Warms up from 0, then swings."""
+    return step / 50 if step < 50 else 0.55 + 0.45 * math.cos(step / 30)
+
+
+def by_closure(loop: Loop) -> Loop:
+    """LBFGS asks for the loss several times a step, all of them of one large batch."""
+
+    def advance() -> None:
+        inputs, targets = loop.batch(0)
+
+        def closure() -> Tensor:
+            loop.optimizer.zero_grad()
+            loss = loop.criterion(loop.model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        loop.optimizer.step(closure)  # type: ignore[arg-type]
+        loop.step += 1
+
+    loop.advance = advance  # type: ignore[method-assign]
+    return loop
+
+
+def zeroed_late(optimizer: torch.optim.Optimizer) -> None:
+    """Gradients stay there, as zeros."""
+    optimizer.zero_grad(set_to_none=False)
+
+
+STYLES: dict[str, Callable[[int], Loop]] = {
+    "MLP, AdamW": lambda seed: made(mlp(), adam, vectors(seed)),
+    "MLP, SGD with momentum": lambda seed: made(mlp(), sgd, vectors(seed)),
+    "MLP, clipped": lambda seed: made(mlp(), adam, vectors(seed), clip=1.0),
+    "MLP, two examples a batch": lambda seed: made(mlp(), lambda model: adam(model, 5e-4), vectors(seed, 2)),
+    "MLP, dropout": lambda seed: made(mlp(10, nn.Dropout(0.5)), adam, vectors(seed)),
+    "MLP, label smoothing": lambda seed: made(
+        mlp(), adam, vectors(seed), criterion=lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1)
+    ),
+    "MLP, margins": lambda seed: made(mlp(), adam, vectors(seed, wrong=0.0), criterion=F.multi_margin_loss),
+    "MLP, labels rare": lambda seed: made(
+        mlp(1), adam, vectors(seed),
+        criterion=lambda x, y: F.binary_cross_entropy_with_logits(x[:, 0], (y == 3).float()),
+    ),
+    "MLP, gradients kept as zeros": lambda seed: made(mlp(), adam, vectors(seed), zero=zeroed_late),
+    "MLP, a rate that warms up and swings": lambda seed: scheduled(made(mlp(), adam, vectors(seed)), wave),
+    "MLP, a rate that ends at 0": lambda seed: scheduled(
+        made(mlp(), sgd, vectors(seed)), lambda step: max(0.0, 1 - step / (WELL_STEPS - 1))
+    ),
+    "MLP, RMSprop": lambda seed: made(
+        mlp(), lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3), vectors(seed)
+    ),
+    "MLP, learned by heart": few_examples,
+    "MLP, random labels": random_labels,
+    "MLP, kinds of batches in turn": mixed,
+    "MLP, all data in each step": lambda seed: made(
+        mlp(), sgd, lambda number: vectors(seed, 512)(0)
+    ),
+    "MLP, LBFGS": lambda seed: by_closure(
+        made(mlp(1), lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4),
+             vectors(seed, 512), criterion=lambda x, y: F.mse_loss(x[:, 0], y / 10))
+    ),
+    "MLP, a body 50 times slower": lambda seed: slow_body(seed, 0.02),
+    "MLP, a body that is frozen": lambda seed: slow_body(seed, 0.0),
+    "MLP in bf16": in_bf16,
+    "MLP, autocast": lambda seed: made(mlp(), adam, vectors(seed), cast=torch.bfloat16),
+    "MLP, GradScaler": lambda seed: made(
+        mlp(), adam, vectors(seed), scaler=torch.amp.GradScaler("cpu", growth_interval=40)
+    ),
+    "regression to its noise": lambda seed: regression(seed, 0.3),
+    "regression without noise": lambda seed: regression(seed, 0.0),
+    "bags of words": words_of_a_bag,
+    "CNN with batch norm": lambda seed: made(convolutions(), adam, images(seed)),
+    "CNN with batch norm, SGD and decay": lambda seed: made(
+        convolutions(), lambda model: sgd(model, 0.05, weight_decay=5e-4), images(seed, 8)
+    ),
+    "LSTM, clipped": lambda seed: made(Recurrent(), lambda model: adam(model, 5e-3), chains(seed), clip=1.0),
+    "LSTM, SGD": lambda seed: made(Recurrent(), lambda model: sgd(model, 0.3), chains(seed), clip=0.5),
+    "LSTM, another text": changed_text,
+    "sparse tables, two optimizers": tables,
+    "adapters of low rank": adapted,
+    "four micro-batches": lambda seed: made(mlp(), adam, vectors(seed, 8), parts=4),
+    "CNN, two micro-batches": lambda seed: made(convolutions(), adam, images(seed, 8), parts=2),
+    "two optimizers": two_optimizers,
+    "a generator and its rival": rival,
+    "the rival of a generator": lambda seed: rival(seed, watches_judge=True),
+    "nano": nano,
+}  # fmt: skip
