@@ -99,7 +99,6 @@ def _text(name: str, value: Any) -> str:
 
 
 def _place_of(function: Callable[..., Any]) -> str:
-    """Where another process finds a function."""
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", "")
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
     in_file = "." not in module and Path(file).is_file()

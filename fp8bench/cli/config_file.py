@@ -108,7 +108,6 @@ def scalar(file: str | Path, node: yaml.ScalarNode) -> str:
 
 
 def shown(node: yaml.Node) -> str:
-    """A node in an error: its text, or its shape."""
     return repr(node.value[:80]) if isinstance(node, yaml.ScalarNode) else SHAPES[type(node)]
 
 
@@ -282,7 +281,6 @@ class _Option:
     action: argparse.Action
 
     def value(self, node: yaml.Node) -> Any:
-        """What the command line would have made of it."""
         if self.action.nargs == 0:
             text = scalar(self.file, node).lower() if isinstance(node, yaml.ScalarNode) else ""
             if text not in ("true", "false"):
@@ -294,7 +292,6 @@ class _Option:
         return self._parsed(",".join(texts), node)
 
     def _texts(self, node: yaml.Node) -> list[str]:
-        """The texts that the option would be given on the command line."""
         if isinstance(node, yaml.ScalarNode):
             text = self._given(node)
             if _names_things(self.action) or not _repeats(self.action):

@@ -54,13 +54,11 @@ def _parameter(word: str, field: Field[Any], kind: type) -> inspect.Parameter:
 
 
 def keywords_of(kind: type) -> dict[str, Field[Any]]:
-    """The fields of a request by the words of a call."""
     words = words_of(kind)
     return {words[field.name]: field for field in fields(kind)}
 
 
 def asked(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request from keywords of a call."""
     known, options = keywords_of(kind), options_of(kind)
     return {known[word].name: _as_field(known[word], options[known[word].name], value) for word, value in given.items()}
 
@@ -94,7 +92,6 @@ def keyword_of(action: argparse.Action) -> str:
 
 
 def python_type(action: argparse.Action) -> str:
-    """What may be given for an option in Python, as an annotation."""
     if action.nargs == 0:
         return "bool"
     base = _GIVEN.get(parsed := _parsed_as(action), parsed)

@@ -177,7 +177,6 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
 
 
 def meant_by(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> argparse.ArgumentParser:
-    """The parser of the command that was given, or of what its command is missing from."""
     for name in (arguments.command, getattr(arguments, "subcommand", None)):
         parser = commands_of(parser)[name] if name is not None else parser
     return parser

@@ -74,7 +74,6 @@ def arguments_of(kind: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def _parser_of(kind: str, said: RequestOption) -> dict[str, Any]:
-    """What reads a word of the command line for a field of that type."""
     if said.choices:
         return {"choices": tuple(filter(None, said.choices)), "metavar": said.metavar or None}
     if said.parse == "each":
@@ -111,7 +110,6 @@ def shared(group: argparse._ActionsContainer, *options: str, **other: str) -> No
 
 
 def asked_in(group: argparse._ArgumentGroup, kind: type = Request) -> None:
-    """Every option of a request that stands in the group of that title."""
     for option, (title, known) in arguments_of(kind).items():
         if title == group.title:
             group.add_argument(option, *_OTHER_NAMES.get(option, ()), **known)
@@ -129,7 +127,6 @@ def check_alone(words: Sequence[str], beside: Collection[str], given: Sequence[s
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
-    """What the arguments ask for: every field of a request that the command has an option for."""
     given = {field.name: getattr(arguments, field.name) for field in fields(Request) if hasattr(arguments, field.name)}
     axes: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.axes:

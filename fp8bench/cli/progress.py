@@ -133,7 +133,6 @@ class LiveBlock:
 
 
 def _size(stream: TextIO | None) -> tuple[int, int]:
-    """Columns and lines of a terminal, as far as it says so."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         size = os.get_terminal_size(stream.fileno() if stream is not None else -1)
         return size.columns or _FALLBACK_COLUMNS, size.lines or _FALLBACK_LINES

@@ -139,7 +139,6 @@ def doubts(result: Result) -> tuple[str, ...]:
 
 
 def meaning(label: Label, result: Result) -> str:
-    """A label with its sentence, and what there is to say of this case."""
     reason = result.reason(label)
     return f"{label}: {legend.LABELS[label]}{f' ({reason})' if reason else ''}"
 

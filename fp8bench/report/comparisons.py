@@ -182,7 +182,6 @@ def _side(side: Side) -> dict[str, Any]:
 
 
 def rows_of(comparisons: Iterable[Comparison]) -> Rows:
-    """A row a figure."""
     encoded = ((comparison, encode(comparison)) for comparison in comparisons)
     return COLUMNS, (
         {

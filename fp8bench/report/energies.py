@@ -89,7 +89,6 @@ def missing_within(group: ResultGroup) -> list[tuple[str, str]]:
 
 
 def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
-    """The same, and why comparisons are not clear."""
     unclear = (
         (result, f"energy unclear: {ratio.why}")
         for result in group.results

@@ -165,7 +165,6 @@ def _words(case: Case) -> set[str]:
 
 
 def strip_page(run: Run, found: Mapping[str, Finding]) -> Page:
-    """The strip that its report begins with, and the sentences below it."""
     parts = [part for part in page_of(material_of([run], [found])).parts if part.name == "verdict"]
     state = "" if run.finished else ", unfinished"
     title = f"{run.request.suite}, run {run.id}: {many(len(run.records), 'case')}{state}"
@@ -173,7 +172,6 @@ def strip_page(run: Run, found: Mapping[str, Finding]) -> Page:
 
 
 def as_html(page: Page, report: str = "") -> str:
-    """A page's words and tables as a notebook shows them in its own style, with a link to the whole report."""
     texts = [page.title, page.subtitle, *(f"{name}: {what}" for name, what in page.facts)]
     blocks = [f"<p>{escaped(text)}</p>" for text in texts if text]
     for part in page.parts:

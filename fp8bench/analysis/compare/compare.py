@@ -232,7 +232,6 @@ def _middle(side: Sequence[Estimate]) -> float:
 
 
 def _labels(sightings: Sequence[Sighting]) -> tuple[str, ...]:
-    """That the sides were not measured together, and what was to be doubted in any of the runs."""
     found = {label for sighting in sightings if sighting.finding is not None for label in sighting.finding.labels}
     found.add(Label.CROSS_RUN)
     return tuple(label.value for label in Label if label in found)

@@ -159,7 +159,6 @@ class _Foretelling:
 
 
 def expected_time(plan: Plan, request: Request) -> str:
-    """How long a run would take, as far as that is known before anything is measured."""
     if request.budget is not None:
         return f"time: about {clock(request.budget)}, the budget, beside what starting takes"
     energy = _warming_expected(plan, request) + _energy_expected(plan, request)

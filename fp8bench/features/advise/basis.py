@@ -66,7 +66,6 @@ class ComparedCase:
 
     @property
     def row(self) -> str:
-        """Where its figures are found."""
         return self.record.case.id
 
     @property
@@ -76,7 +75,6 @@ class ComparedCase:
 
     @property
     def timed(self) -> bool:
-        """Whether it and its reference have a speed."""
         records = (self.record, self.lead)
         return not self.emulated and all(
             record is not None and record.status is Status.OK and record.timing is not None and record.timing.slots
@@ -234,12 +232,10 @@ class Basis:
 
     @cached_property
     def besides(self) -> tuple[ComparedCase, ...]:
-        """Every case that is no reference, in the order of the run."""
         return _besides(self.run, self.findings)
 
     @cached_property
     def known(self) -> tuple[ComparedCase, ...]:
-        """Those of other runs, too."""
         return (*self.besides, *(compared for run, found in self.other_runs for compared in _besides(run, found)))
 
     def differing(self, pair: ComparedCase, axis: str) -> list[ComparedCase]:

@@ -185,7 +185,6 @@ _NO_LOSS = (Learned.DIVERGED, Learned.DID_NOT_LEARN)
 
 
 def costs_of(basis: Basis) -> tuple[Cost, ...]:
-    """Of every case whose step trains a model, beside its reference."""
     return tuple(_cost(compared, basis) for compared in basis.besides if compared.trains)
 
 

@@ -82,7 +82,6 @@ def predicted(pair: ComparedCase) -> Interval | None:
 
 
 def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
-    """Adopt it for its speed, or not, because."""
     case, record = pair.record.case, pair.record
     gain = predicted(pair)
     native = [answers["native"]] if "native" in answers else []
@@ -132,7 +131,6 @@ def _longer(speed: Interval) -> str:
 
 
 def _adopted(pair: ComparedCase, answers: Answers) -> str:
-    """With what stands beside its speed: what it does not give, and what nobody has measured."""
     reference = pair.lead.case.mode if pair.lead is not None else ""
     words = f"adopt {pair.mode}: the step is {times(pair.speed)} as fast as in {reference}" if pair.speed else ""
     if pair.finding is not None and pair.finding.doubtful:
@@ -292,7 +290,6 @@ RULES = (*speed_rules.RULES, *shape_rules.RULES, *cost_rules.RULES)
 
 
 def advised(basis: Basis) -> Advised:
-    """Every rule asked of every case that is no reference."""
     asked = (rule.answer(compared, basis) for compared in basis.besides for rule in RULES)
     answers = tuple(answer for answer in asked if answer is not None)
     advice = sorted((*advice_of(basis, answers), *projections(basis)), key=_rank)

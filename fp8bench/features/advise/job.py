@@ -115,7 +115,6 @@ def _measured(run: Run, advice: Advice, store: Path, observer: Observer) -> Run:
 
 
 def _speed(advice: Advice, again: Run) -> tuple[Interval | None, str]:
-    """What the advised step gained, or why nobody knows."""
     setting = advice.settings[0]
     record = next(
         (one for one in again.records if one.case.setting == setting and not one.is_reference

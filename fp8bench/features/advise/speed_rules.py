@@ -39,7 +39,6 @@ def _native(pair: ComparedCase, basis: Basis) -> Reply | str:
 
 
 def _untimed(pair: ComparedCase) -> str:
-    """Why a case has no speed; '' where it has one."""
     if pair.emulated:
         return EMULATED if pair.record.support.level is Level.EMULATED else "the reference is emulated here"
     if pair.record.status is not Status.OK:

@@ -83,7 +83,6 @@ def speed(found: Interval | None, show: Callable[[float], str] = units.speed_up)
 
 
 def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) -> Iterator[Element]:
-    """A table a model: what each precision takes beside its reference, a step and to the same loss."""
     named = short_names(advised)
     by_setting = together((one.setting, one) for one in costs)
     cols: list[Col[Cost]] = [
@@ -200,7 +199,6 @@ def page_of(
 
 
 def checks(checked: Sequence[Checked], named: Callable[[str], str] = str) -> Table:
-    """What was predicted beside what was measured."""
     hits = {True: Field("yes", tone=Tone.GOOD), False: Field("no", tone=Tone.BAD), None: Field("-", tone=Tone.DOUBT)}
     cols: list[Col[Checked]] = [
         Col("advice", lambda check: f"{check.advice.kind} {check.advice.mode}"),

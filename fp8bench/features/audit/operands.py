@@ -104,7 +104,6 @@ _SECOND: dict[str, Draw] = {
 
 
 def drawn(data: str, operand: int, rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """A matrix of that data."""
     draw = (DATA | TIMED | (_SECOND if operand else {}))[data]
     name = f"{data} {operand} {rows}x{columns}"
     random = torch.Generator("cpu").manual_seed(seed + zlib.crc32(name.encode()))
@@ -131,7 +130,6 @@ class Rounded:
 
     @property
     def spread(self) -> Tensor:
-        """The scale of every element."""
         return spread(self.scales, self.elements) * self.tensor_scale
 
     @property

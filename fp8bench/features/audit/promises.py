@@ -135,7 +135,6 @@ class ProductPromise:
 
     @property
     def _lossless(self) -> bool:
-        """Whether casts leave the operands as they came."""
         return all(one.given is None or torch.equal(one.values, one.given.float()) for one in (self.a, self.b))
 
     def _beyond(self, wide: Tensor, sums: ConformitySums, slack: Iterable[Tensor], errors: float = math.inf) -> Tensor:
@@ -395,7 +394,6 @@ def _distance(found: Tensor, other: Tensor) -> float:
 
 
 def unusable(found: Tensor, shape: tuple[int, ...]) -> PromiseVerdict | None:
-    """What is wrong with a result whatever was promised."""
     if tuple(found.shape) != shape:
         gives, wanted = ("x".join(map(str, one)) or "one number" for one in (found.shape, shape))
         return PromiseVerdict("shape", f"gives {gives}, and {wanted} were expected")
@@ -420,7 +418,6 @@ def not_finite(found: Tensor) -> PromiseVerdict | None:
 
 
 def in_band(error: float | None, expected: float | None, why: str = "") -> PromiseVerdict:
-    """What the error alone says."""
     why, remark = why or "no known mistake explains it", why or "not the promised values, and with their error"
     if error is None or expected is None:
         return PromiseVerdict("unexplained", why, error, expected)

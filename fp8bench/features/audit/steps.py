@@ -329,7 +329,6 @@ class OptimizerPromise:
 
 
 def moments_of(signature: Signature, facts: DeviceFacts) -> tuple[tuple[Cast, float], tuple[Cast, float]]:
-    """How both moments are kept, and in how many bytes."""
     first, second = signature.precision, signature.second_moment
     recipe = first not in ("fp32", "bf16", "fp16") and FlatMoments.of(first) is None
     second = {"": "fp16" if recipe else first, "same": first}.get(second, second)

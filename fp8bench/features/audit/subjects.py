@@ -88,7 +88,6 @@ class Subject(ABC):
         return 2 * shape.m * shape.n * shape.k
 
     def arguments(self, matrices: Matrices) -> Matrices:
-        """What the callable is given for them, on its device."""
         return tuple(matrix.to(self.device, copy=True) for matrix in matrices)
 
     def results(self, arguments: Matrices) -> dict[str, Tensor]:
@@ -96,7 +95,6 @@ class Subject(ABC):
         return {name: one.detach().to("cpu", copy=True) for name, one in self.raw(arguments).items()}
 
     def raw(self, arguments: Matrices) -> dict[str, Tensor]:
-        """The same, as it gives them."""
         return {self.kind.value: self._one(self.function(*arguments))}
 
     @abstractmethod
@@ -309,7 +307,6 @@ class OptimizerSubject(Subject):
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of what a tensor is made of, too."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return sum(_bytes(getattr(tensor, name)) for name in names)

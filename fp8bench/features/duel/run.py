@@ -102,7 +102,6 @@ def run_duel(
 
 
 def _alone(own: SideWorkers, other: SideWorkers) -> Iterator[str]:
-    """A note on the cases that one side would measure and the other has not."""
     names = [name for name in own.cases if name not in other.cases]
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -252,7 +251,6 @@ class CaseProgress:
 
     @property
     def result(self) -> CaseResult:
-        """As far as it has come, frozen."""
         before, after = self.before.record(True, self.left_out), self.after.record(False, self.left_out)
         return CaseResult(before, after, tuple(self.sessions))
 

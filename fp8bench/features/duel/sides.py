@@ -149,7 +149,6 @@ def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _words(done: subprocess.CompletedProcess[str]) -> str:
-    """What git says of a failure, in one line."""
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     fatal = next((line for line in lines if line.startswith(("fatal:", "error:"))), lines[-1] if lines else "no reason")
     return fatal.removeprefix("fatal: ").removeprefix("error: ").rstrip(".")[:300]

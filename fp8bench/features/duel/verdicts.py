@@ -139,7 +139,6 @@ def why_sure(found: Judged) -> str:
 
 
 def why_unsure(found: Judged) -> str:
-    """Why a case has no verdict, and what would give it one."""
     if found.rounds < LEAST_ROUNDS:
         return f"{found.rounds} rounds a session are too few; give it more time (--budget) or rounds"
     if not found.resolved:
@@ -257,12 +256,10 @@ class _Deals:
 
     @cached_property
     def error(self) -> float:
-        """The standard deviation of what chance does to the shift."""
         return float(np.std(self._apart(self.shift)[0]))
 
     @property
     def distance(self) -> float:
-        """How many of those the sides are apart."""
         shift = abs(self.shift)
         return shift / self.error if self.error else math.inf if shift else 0.0
 
@@ -301,7 +298,6 @@ _DIRECTIONS = {
 
 
 def judged(result: CaseResult) -> Judged | None:
-    """What the times of a result say; None where there are none, or the case has failed."""
     return judge(result.sessions) if result.measured else None
 
 
@@ -385,7 +381,6 @@ def _why_none(result: CaseResult) -> str:
 
 
 def _value(result: CaseResult, metric: str) -> Comparison:
-    """A value that is the same whenever the same code runs."""
     found = [record.measurement(metric) for record in (result.before, result.after)]
     unit = next(one.unit for one in found if one is not None)
     before, after = (statistics.median(one.samples) if one and one.samples else None for one in found)
@@ -398,7 +393,6 @@ def _value(result: CaseResult, metric: str) -> Comparison:
 
 
 def _blank(result: CaseResult, metric: str, unit: str) -> Comparison:
-    """A comparison that says nothing yet."""
     case = result.after.case
     failed = result.after.status is Status.FAILED and result.before.status is not Status.FAILED
     return Comparison(case.id, case.workload, metric, unit, Direction.NONE, Evidence.PAIRED, failed=failed)

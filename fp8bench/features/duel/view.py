@@ -88,7 +88,6 @@ def _name(result: CaseResult) -> str:
 
 
 def _values(found: _Found) -> Iterator[Element]:
-    """Errors and memory: those that differ in a table, the rest by their number."""
     values = [
         (result, comparison) for result, comparisons in found for comparison in comparisons if comparison.metric != TIME
     ]
@@ -105,7 +104,6 @@ def _values(found: _Found) -> Iterator[Element]:
 
 
 def _notes(found: _Found) -> list[str]:
-    """Why figures have no verdict or a doubtful one, once for each reason, with what it is said of."""
     said = []
     for result, comparisons in found:
         case = result.after.case.id

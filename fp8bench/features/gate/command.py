@@ -185,7 +185,6 @@ _NOT_OF_A_DUEL = {
 
 
 def _asked(file: Path) -> tuple[Request, int | None]:
-    """What a file of options asks for, and how many sessions if it says so."""
     command = argparse.ArgumentParser()
     suite.add(command)
     values, _ = read_config(file, command)

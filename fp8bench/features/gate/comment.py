@@ -122,7 +122,6 @@ _FIRST = (GateOutcome.REGRESSION, GateOutcome.FAILED, GateOutcome.TO_CONFIRM)
 
 
 def _figures(verdict: GateVerdict) -> Table:
-    """What matters first, then what would be seen last."""
     sights = {(sight.case, sight.metric): sight for sight in verdict.sights.figures}
     places = {key: place for place, key in enumerate(sights)}
     figures = [figure for figure in verdict.judged if figure.comparison.ratio or figure.outcome in _FIRST]

@@ -154,7 +154,6 @@ def _place(trend: Trend) -> tuple[object, ...]:
 
 
 def _with_relative(changes: Sequence[Change], history: History) -> set[tuple[object, ...]]:
-    """Where there is a series of times over the reference's."""
     suites = {change.trend.series.workload for change in changes if change.trend.series.unit == "seconds"}
     if not suites:
         return set()

@@ -124,7 +124,6 @@ class SecondLook:
 
 
 def key_of(figure: Comparison) -> Key:
-    """What tells a figure from all others of a comparison."""
     return figure.case, figure.metric
 
 
@@ -163,7 +162,6 @@ def _log(figure: JudgedFigure) -> float:
 
 
 def second_look(judged: Sequence[JudgedFigure], look: SecondLook, rules: Rules = ()) -> tuple[JudgedFigure, ...]:
-    """The suspects settled by a second look at them."""
     return tuple(_settled(one, look, rules) if one.outcome is GateOutcome.TO_CONFIRM else one for one in judged)
 
 

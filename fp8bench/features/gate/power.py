@@ -83,7 +83,6 @@ class _Looks(NamedTuple):
 
 
 def sights_of(judged: Sequence[JudgedFigure], second: Second, power: float, required: bool) -> Sights:
-    """What could have been seen of the figures of two sides that vary."""
     chance = chance_among(judged)
     varying = [one for one in judged if _is_tested(one) and not is_exact(one.comparison)]
     return _sorted((sight_of(one, chance, second, power) for one in varying), power, required)
@@ -105,7 +104,6 @@ def _sorted(found: Iterable[Sight], power: float, required: bool) -> Sights:
 
 
 def sight_of(figure: JudgedFigure, chance: float, second: Second, power: float) -> Sight:
-    """What could have been seen of a figure, if such a chance is asked of it."""
     found, least = figure.comparison, _least(figure.threshold, figure.comparison.before)
     blank = Sight(found.case, found.metric, least, math.inf, math.inf)
     if found.noise is None or found.ratio is None or found.ratio.level == 0 or found.ratio.low <= 0:
@@ -126,7 +124,6 @@ def _least(threshold: Threshold, before: float | None) -> float:
 
 
 def _looks(figure: JudgedFigure, chance: float, second: Second, least: float) -> _Looks:
-    """What both looks ask for, if a slow-down must be larger than `least`."""
     found, floor = figure.comparison, math.log1p(least)
     assert found.noise is not None
     if found.evidence is Evidence.PAIRED and not found.noise.before:

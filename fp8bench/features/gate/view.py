@@ -83,7 +83,6 @@ def _sentence(figure: JudgedFigure) -> str:
 
 
 def _detail(figure: JudgedFigure) -> Iterator[str]:
-    """Both looks, the threshold, and why it ended so."""
     yield figure.comparison.case
     for name, look in (("first look", figure.comparison), ("second look", figure.again)):
         if look is not None and look.before is not None:
@@ -219,13 +218,11 @@ def summary(sights: Sights) -> str:
 
 
 def sentence(sight: Sight, power: float) -> str:
-    """What could have been seen of one figure, and what would have failed."""
     words = f"could have seen {seen(sight)} in {100 * power:.3g} of 100 builds, and failed from {share(sight.fails)} on"
     return f"{words} ({why})" if (why := _why(sight)) else words
 
 
 def warnings(sights: Sights, most: int) -> Iterator[str]:
-    """Figures whose threshold cannot be seen, and those of a history that is too young to say."""
     for one in sights.blind[:most]:
         blind = f"{one.case} {one.metric} cannot see its threshold of {share(one.threshold)}"
         yield f"{blind}: {sentence(one, sights.power)}"

@@ -195,7 +195,6 @@ def _columns_of_figure(row: Mapping[str, Cell]) -> TidyRow:
 
 
 def run_rows(pairs: Sequence[tuple[Run, Mapping[str, Finding]]], wide: bool = False) -> Rows:
-    """The rows of several runs below each other: tidy ones, or one a case if they are to be wide."""
     tidy = [row for run, findings in pairs for row in rows(run, findings)]
     return widened(tidy) if wide else (columns_of(*(run for run, _ in pairs)) if pairs else (), tidy)
 

@@ -84,7 +84,6 @@ def stacked(
 
 
 def grouped(marks: Iterable[tuple[str, Mark]]) -> tuple[tuple[str, tuple[Mark, ...]], ...]:
-    """Marks under their headings, in the order in which these are met."""
     return tuple((heading, tuple(members)) for heading, members in together(marks).items())
 
 

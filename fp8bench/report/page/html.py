@@ -38,8 +38,6 @@ class _Column(NamedTuple):
 
 
 class _Sheet(NamedTuple):
-    """A table with its id."""
-
     id: str
     table: Table
     columns: tuple[_Column, ...]
@@ -55,7 +53,6 @@ class _Block(NamedTuple):
 
 
 def render(page: Page) -> str:
-    """The file's text: the same page gives the same bytes."""
     from fp8bench.report.page.drawing.draw import draw
 
     ids = _Ids()

@@ -43,7 +43,6 @@ _STARTS = re.compile(r"^(?:=|#+(?=\s|$)|[+-](?=[\s-]|$)|\d+(?=[.)](?:\s|$)))")
 
 
 def render(page: Page) -> str:
-    """The file's text: the same page gives the same bytes."""
     blocks = [_heading(1, page.title)]
     blocks += [_paragraph(page.subtitle)] if page.subtitle else []
     blocks += [", ".join(f"{_line(name)}: {_line(what)}" for name, what in page.facts)] if page.facts else []

@@ -90,7 +90,6 @@ def section(
 
 
 def sections() -> dict[str, Section]:
-    """By name, in the order of their ranks."""
     for module in pkgutil.iter_modules(topics.__path__):
         importlib.import_module(f"{topics.__name__}.{module.name}")
     list(feature_parts("section"))
@@ -225,7 +224,6 @@ class Entry:
 
     @cached_property
     def panels(self) -> tuple[Panel, ...]:
-        """What every section reads, made once."""
         return panels_of(self.run, self.findings)
 
 

@@ -137,7 +137,6 @@ def _of_panel(panel: Panel, entry: Entry, width: int) -> Iterator[Part]:
 
 
 def _covered(panel: Panel) -> Iterator[str]:
-    """How much of a model is converted, once for all precisions of which it is the same."""
     alike = together(((found.converted_flops, found.flops), (modes, found)) for modes, found in coverages(panel))
     for members in alike.values():
         yield f"{coverage_sentence(', '.join(modes for modes, _ in members), members[0][1])}."
@@ -164,7 +163,6 @@ def _device(panel: Panel, run: Run) -> Iterator[Text]:
 
 
 def _asked(panel: Panel, several: bool, ranked: bool) -> Iterator[Part]:
-    """Where the time goes, and what an option of the run asked for."""
     phases = None if several or ranked else phases_table(panel)
     crossings = swept(panel)
     tables = [*([phases] if phases else []), *sustained(panel), *energy_of_phases(panel), *capacity(panel)]
@@ -174,7 +172,6 @@ def _asked(panel: Panel, several: bool, ranked: bool) -> Iterator[Part]:
 
 
 def _cases(panel: Panel, width: int) -> Table:
-    """A row a precision: the word, how many times as fast, times, error, memory."""
     error = main_error(panel)
     cols: list[Col[tuple[ResultGroup, Result, Figures]]] = [
         Col("case", lambda row: row[1].mode),
@@ -200,7 +197,6 @@ def _error(value: float | None, result: Result) -> str | None:
 
 
 def _memory(group: ResultGroup, result: Result) -> str | None:
-    """Of the reference what it takes, of the others how many times that."""
     if result.record.is_reference:
         return units.size(peak) if (peak := peak_of(result)) else None
     share = share_of(group, result)
@@ -215,7 +211,6 @@ def _energy(group: ResultGroup, result: Result) -> str | None:
 
 
 def _grid(panel: Panel) -> Table:
-    """A row a group, a column a precision."""
     modes = list(dict.fromkeys(result.mode for result in panel.results if result.mode != panel.reference))
     rows = [
         (
@@ -315,7 +310,6 @@ def _shares(members: Sequence[_Member]) -> str:
 
 
 def _grounds(panel: Panel) -> Iterator[tuple[str, str]]:
-    """Why it is so, how sure that is, and which labels cast doubt."""
     if len(panel.groups) == 1:
         (group,) = panel.groups
         yield from (("why", words) for result in group.results if (words := _why(result, group.lead)))
@@ -333,7 +327,6 @@ def _grounds(panel: Panel) -> Iterator[tuple[str, str]]:
 
 
 def _reservations(panel: Panel) -> Iterator[tuple[str, str, str]]:
-    """Why a case has no verdict, what a reader may hold against the verdict it has, and what of it could not be had."""
     for group, result in panel.members:
         if result.finding and result.finding.why and not emulated(result):
             yield f"{result.mode} {status_words(result)}", result.finding.why, group.place
@@ -371,7 +364,6 @@ def _changes(own: Finding, base: Finding) -> list[tuple[str, float]]:
 
 
 def _sureness(panel: Panel) -> Iterator[str]:
-    """The floor, how many times that the effects are, and what the intervals hold."""
     alone = len(panel.groups) == 1
     floor = noise_floor(panel.groups[0]) if alone else floor_of(panel.results) or "not measured"
     yield f"noise floor (A/A): {floor}"

@@ -162,7 +162,6 @@ def where(trend: Trend) -> str:
 
 
 def _last_cells(ending: Ending) -> tuple[str, ...]:
-    """A trend in one line: its last commit, against the one before that has a number."""
     trend, last, before, points = ending
     return trend.name, str(points), last.commit[:8], _shown(trend, last), _change(last, before)
 
@@ -214,7 +213,6 @@ def _figure_rows(trend: Trend, gone: Collection[str]) -> Iterable[tuple[Field, .
 
 
 def _new_conditions(before: Conditions, now: Conditions) -> Iterable[str]:
-    """What else than the commit may be why a number changed."""
     old, new = dict(before), dict(now)
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     for name in changed:
@@ -249,6 +247,5 @@ def _samples(trends: Sequence[Trend]) -> str:
 
 
 def _left_out(left: Mapping[str, int]) -> list[Part]:
-    """Runs that are in no line, and why, the most frequent reason first."""
     reasons = sorted(left.items(), key=lambda pair: (-pair[1], pair[0]))[:_MOST_WORDS]
     return list_of("left", "not in it", (f"{count_of(count, 'run')}: {why}" for why, count in reasons))

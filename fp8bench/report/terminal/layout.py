@@ -78,7 +78,6 @@ def render(page: Page, width: int = 100, color: bool = False, explain: bool = Tr
 
 
 def _part(part: Part, width: int, paint: Paint) -> Iterator[list[str]]:
-    """Its paragraphs: the heading with what follows it, and each table with what is said of it."""
     block = [paint(line, Tone.STRONG) for line in wrap(part.title, width, hang=INDENT)] if part.title else []
     indent = INDENT if part.title else ""
     block += wrap(part.lead, width, indent, INDENT) if part.lead else []
@@ -145,7 +144,6 @@ def _shared(columns: Sequence[Column], row: Iterable[Field]) -> str:
 
 
 def _folded(columns: Sequence[Column], fields: Sequence[Field], width: int) -> list[str]:
-    """What found no room in the grid, without the empty fields."""
     pairs = [
         f"{column.title}: {' '.join(field.text.split())}".removeprefix(": ")
         for column, field in zip(columns, fields, strict=True)
@@ -155,7 +153,6 @@ def _folded(columns: Sequence[Column], fields: Sequence[Field], width: int) -> l
 
 
 def _room_for_name(widths: Sequence[int], width: int) -> int:
-    """How wide the first column may be when the others are as wide as they need."""
     return width - len(INDENT) - sum(len(GAP) + one for one in widths[1:])
 
 

@@ -31,7 +31,6 @@ def page_of(plan: Plan, facts: Sequence[DeviceFacts], expected: str = "") -> Pag
 
 
 def _overview(panels: Sequence[Sequence[Group]]) -> Part:
-    """Of many suites a row each; what a single one would do, its own plan says."""
     cols: list[Col[Sequence[Group]]] = [
         Col("suite", lambda groups: groups[0].cases[0].case.workload),
         Col("on", lambda groups: groups[0].cases[0].case.device),

@@ -67,7 +67,6 @@ def page_of(run: Run, findings: Mapping[str, Finding], width: int, report: str =
 
 
 def detail_of(name: str, run: Run, findings: Mapping[str, Finding], width: int, report: str = "") -> Page:
-    """What an option of `fp8bench show` prints beside the answer, of every panel."""
     width, panels = max(width, layout.MIN_WIDTH), panels_of(run, findings)
     parts = [part for panel in panels for part in _DETAILS[name](panel, run, width)]
     parts += [Part("ending", "", tuple(ending))] if (ending := _ending(name, run, panels)) else []
@@ -148,7 +147,6 @@ _DETAILS: dict[str, Callable[[Panel, Run, int], Iterator[Part]]] = {
 
 
 def _reference_line(panel: Panel) -> str:
-    """What the others are held against; the noise floor too where one line can say it for all."""
     measured = any(result.record.is_reference for result in panel.results)
     reference = panel.reference if measured else f"none ({panel.reference or 'none planned'} was not measured)"
     intervals = f"; [low, high]: {words}" if (words := what_intervals_hold(panel.results)) else ""
@@ -251,7 +249,6 @@ def _ratio_legends(panels: Sequence[Panel]) -> list[str]:
 
 
 def _error_legends(panels: Sequence[Panel]) -> list[str]:
-    """What the error column holds; with the suites where it is not the same in all."""
     told = []
     for panel in panels:
         metric = main_error(panel)
@@ -276,7 +273,6 @@ def _number_legends(panels: Sequence[Panel]) -> list[str]:
 
 
 def _told_elsewhere(panel: Panel) -> str:
-    """The metric that has a table of its own; '' where it has none."""
     return PEAK if tells_memory(panel) else ""
 
 
@@ -296,7 +292,6 @@ def _energy_legends(panels: Sequence[Panel]) -> list[str]:
 
 
 def _ending(name: str, run: Run, panels: Sequence[Panel]) -> list[Text]:
-    """What is said of the whole run, beside its panels."""
     if name not in ("energy", "notes", "all"):
         return []
     absent = [*map(Text, absences(run))]

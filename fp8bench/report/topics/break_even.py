@@ -24,7 +24,6 @@ _MARKED = "break-even"
 
 
 def swept(panel: Panel) -> list[Swept]:
-    """Every number that varies alone in a panel, with what each precision comes to over it."""
     groups = [[(result.record, result.finding) for result in group.results] for group in panel.groups]
     sweeps = sweeps_of([group.case.params for group in panel.groups])
     found = ((sweep, tuple(swept_modes(sweep, groups))) for sweep in sweeps)
@@ -159,7 +158,6 @@ def break_even_section(material: Material) -> Iterator[Element]:
 
 
 def _chart(number: int, title: str, panel: Panel, found: Swept) -> Iterator[Scatter]:
-    """What is done in a second, a line for each precision, and a mark where one begins or ends to pay."""
     sweep, modes = found
     curves: dict[str, list[ChartPoint]] = {}
     unit = ""
@@ -310,7 +308,6 @@ def _hint(case: NamedCase | None) -> str:
 
 
 def _description(grid: _Grid) -> str:
-    """The best and the worst, how many gain, and how many are in doubt."""
     found = [(speed, case) for row in grid for case in row if case and (speed := _value(case)) is not None]
     least, most = (choose(found, key=lambda pair: pair[0]) for choose in (min, max))
     gain = sum(speed > 1 for speed, _ in found)

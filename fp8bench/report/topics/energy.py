@@ -55,7 +55,6 @@ _close = partial(units.joules, digits=4)
 
 
 def energy(panel: Panel) -> Iterator[Element]:
-    """What a step of each case takes in joules, and its device in watts; nothing where there are no windows."""
     sources = sources_of(panel.results)
     if not sources:
         return
@@ -220,7 +219,6 @@ def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Eleme
 
 
 def _joules(kind: str, title: str, found: Sequence[_Measured]) -> Stacks:
-    """A bar for each case, parted into idling and what comes on top."""
     rows = []
     for case, figures in found:
         gross, net = figures.gross.middle, figures.net.middle if figures.net else None
@@ -243,7 +241,6 @@ def _named(case: NamedCase, figures: EnergyFigures) -> str:
 
 
 def _ratios(title: str, panel: Panel, found: Sequence[_Measured]) -> Iterator[Bars]:
-    """Bars from 1x: to the left of it a case takes less than the reference."""
     marks = [(case.place, mark) for case, _ in found if (mark := _mark(case)) is not None]
     if not marks:
         return

@@ -56,7 +56,6 @@ def _side_by_side(entries: Sequence[Entry]) -> Table:
 
 
 def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
-    """Names and what they are; what is not known has no line."""
     run = entry.run
     # Told as 'gemm +-0.4%; mlp +-1.1% to +-1.7%'.
     floors = together((panel.case.workload, floor) for panel in entry.panels if (floor := floor_of(panel.results)))
@@ -155,7 +154,6 @@ def _remarks(entry: Entry) -> Iterator[Element]:
 
 
 def _levels(entry: Entry) -> Iterator[Text]:
-    """What was emulated, skipped and failed; a line for each reason, for emulations one that says what they are."""
     results = [result for panel in entry.panels for result in panel.results]
     found = [result for result in results if standing(result) is Standing.EMULATED]
     if found:

@@ -43,7 +43,6 @@ def history_section(material: Material) -> Iterator[Element]:
 
 
 def _values(series: PastSeries) -> list[PastFigure]:
-    """The figures that are numbers."""
     return [figure for figure in series.figures if math.isfinite(figure.value)]
 
 
@@ -194,7 +193,6 @@ def across_section(material: Material) -> Iterator[Element]:
 
 
 def _collect(material: Material) -> tuple[list[str], _Found]:
-    """The columns, one for each run and device, and the timed cases that stand in them."""
     titles: list[str] = []
     found: _Found = {}
     for entry in material.entries:
@@ -212,7 +210,6 @@ def _collect(material: Material) -> tuple[list[str], _Found]:
 
 
 def _settings(keys: Sequence[_Key]) -> dict[_Key, str]:
-    """What tells the cases of a workload apart; their versions too where there are several."""
     settings = {}
     for workload in dict.fromkeys(key.workload for key in keys):
         members = [key for key in keys if key.workload == workload]

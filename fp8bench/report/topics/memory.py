@@ -93,7 +93,6 @@ def _base(group: ResultGroup) -> float:
 
 
 def sentences(panel: Panel, cases: Iterable[NamedCase]) -> Iterator[str]:
-    """What each precision takes against the reference, and what that comes from as far as it is known."""
     shares = ((case, share_of(case.group, case.result)) for case in cases)
     by_mode = together((case.result.mode, (case, share)) for case, share in shares if share is not None)
     for mode, found in by_mode.items():
@@ -107,7 +106,6 @@ def sentences(panel: Panel, cases: Iterable[NamedCase]) -> Iterator[str]:
 
 
 def _why(case: NamedCase, share: float, several: bool) -> str:
-    """That it is emulated, where it is and saves nothing; then what stays and what differs, as far as it is known."""
     told = _told(case)
     place = f"at {case.place} " if several and case.place else ""
     text = f"{place}{told}" if told else ""
@@ -143,7 +141,6 @@ def _staying(before: Mapping[MemoryRole, int], after: Mapping[MemoryRole, int]) 
 
 
 def _changes(before: Mapping[MemoryRole, int], after: Mapping[MemoryRole, int]) -> Iterator[str]:
-    """The largest differences, the largest first."""
     changes = {role: after.get(role, 0) - before.get(role, 0) for role in MemoryRole}
     moved, total = sum(map(abs, changes.values())), sum(before.values())
     least = max(_LEAST_OF_CHANGES * moved, _LEAST_OF_PEAK * total, 1)
@@ -190,7 +187,6 @@ def room(found: Capacity) -> str:
 
 
 def place_of(panel: Panel, group: ResultGroup, found: Capacity) -> str:
-    """What tells a group from the others, its own batch aside."""
     return show_params(pair for pair in group.case.params if pair not in panel.shared and pair[0] != found.axis)
 
 
@@ -202,7 +198,6 @@ def show_batch(found: Capacity) -> str:
 
 
 def share_within(group: ResultGroup, result: Result) -> float | None:
-    """How many times the reference's batch a case fits; None where that says nothing."""
     return capacity_ratio(result.record, group.lead.record if group.lead is not None else None)
 
 
@@ -235,7 +230,6 @@ def counted(panel: Panel) -> list[MetricSpec]:
 
 
 def memory(panel: Panel) -> Iterator[Element]:
-    """What a step's memory is for at its highest point, and a sentence for each precision; nothing without roles."""
     if not tells_memory(panel):
         return
     present, others = {role for result in panel.results for role in roles_of(result)}, counted(panel)
@@ -266,7 +260,6 @@ def _figure(row: tuple[ResultGroup, Result, MemoryUse, Figures], name: str) -> f
 
 
 def capacity(panel: Panel) -> Iterator[Element]:
-    """The largest batches that fit, and what it comes to; nothing where nobody asked."""
     found = searched(panel)
     if not found:
         return
@@ -293,7 +286,6 @@ _Row = tuple[NamedCase, MemoryUse, Figures]
 
 
 def _lead(material: Material) -> str:
-    """With the words of the device's own count."""
     results = (result for _, panel in timed_panels(material) for result in panel.results)
     measured = (result.record.measurement(PEAK) for result in results)
     described = next((one.description for one in measured if one and one.description), "")
@@ -338,7 +330,6 @@ def _parts(case: NamedCase) -> dict[str, float]:
 
 
 def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], description: str) -> Stacks | Bars:
-    """By what the memory is for, where that is known of any case."""
     name = f"memory-{cases[0].result.record.case.workload}"
     if not _known(cases):
         groups = grouped((case.place, _mark(case)) for case in cases)

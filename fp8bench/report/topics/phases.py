@@ -177,7 +177,6 @@ def _description(cases: Sequence[NamedCase]) -> str:
 
 
 def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
-    """Phases too short to be known, labels, and why compiled steps have so few phases."""
     judged = [(case.name, case.result.finding) for case in cases if case.result.finding]
     below = together((phase_words(phase), name) for name, finding in judged for phase in finding.below_floor)
     if below:

@@ -49,7 +49,6 @@ def boards(panel: Panel) -> Iterator[Table]:
 
 
 def remarks(panel: Panel) -> Iterator[str]:
-    """What signs and words in its boards mean, and what is not to be read from them."""
     if any(cheapest(panel)):
         yield UNBEATEN
     if any(_COMPOSED[0] in dict(group.case.params) for group in panel.groups) and len(panel.groups) > 1:
@@ -124,7 +123,6 @@ class _Line:
 
     @property
     def cost(self) -> tuple[float, float] | None:
-        """Bytes on the wire and decibels."""
         wire, sqnr = (self.middle(name).value for name in (specs.WIRE_BYTES, _SQNR))
         return None if wire is None or sqnr is None else (wire, sqnr)
 

@@ -58,7 +58,6 @@ def within(
 
 
 def reasons(what: str, figures: Iterable[tuple[str, Middle | Untold]]) -> Iterator[str]:
-    """Why there is no `what` of these cases, and what the words mean that stand in its place: each once."""
     untold = [(why, mode) for mode, why in figures if isinstance(why, Untold)]
     for why, modes in together(untold).items():
         if why.word == units.NONE:
@@ -145,7 +144,6 @@ _WithMemory = tuple[ResultGroup, Result, MemoryUse]
 
 
 def _memory(panel: Panel) -> Table:
-    """A column a rank, where they are few."""
     each = range(panel.case.ranks) if panel.case.ranks <= _MOST_COLUMNS else ()
     cols: list[Col[_WithMemory]] = [
         *case_cols(""),
@@ -291,7 +289,6 @@ def ranks_section(material: Material) -> Iterator[Element]:
 
 
 def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
-    """Bytes on the wire beside the error, of each collective that has more than one way."""
     for collective, costs in wire_costs(panel).items():
         shown = [cost for cost in costs if cost.sqnr < _ALL_BUT_EXACT_DB]
         if len(shown) < _LEAST_WAYS:
@@ -306,7 +303,6 @@ def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
 
 
 def _over_time(number: int, panel: Panel) -> Iterator[Lines]:
-    """Each rank's median of a round, of the case whose ranks are furthest apart."""
     timed = panel.known(lambda one: one.record.timing)
     apart = [(far, *case) for case in timed if (far := skew(case[2])) is not None]
     if not apart:

@@ -44,7 +44,6 @@ _Case = tuple[ResultGroup, Result, Figures]
 
 
 def main_table(panel: Panel) -> Table:
-    """Case by case: verdict, speed-up, times, error, throughput. What has no room left is told last."""
     error, floors = main_error(panel), len(panel.groups) > 1
     cols: list[Col[_Case]] = [
         Col("group", lambda row: f"{row[0].place}  noise floor (A/A): {noise_floor(row[0])}" * floors,
@@ -91,8 +90,6 @@ def noise_floor(group: ResultGroup) -> str:
 
 @dataclass(frozen=True)
 class _ShownCase:
-    """A case with all that it stands under, and what its run says of its step."""
-
     entry: Entry
     panel: Panel
     result: Result
@@ -149,7 +146,6 @@ def _own(result: Result, shared: Params) -> str:
 
 
 def _table(rows: Sequence[_ShownCase], alone: bool) -> Table:
-    """The columns that say something; suite, run and device only where there are several."""
     several = {
         "run": not alone,
         "device": len({row.panel.case.device for row in rows}) > 1,
@@ -210,7 +206,6 @@ def _labels(row: _ShownCase) -> Field:
 
 
 def _setting(row: _ShownCase) -> Field:
-    """What tells it from others; in the hint all of it, and how its cache came to be so."""
     record = row.result.record
     words = filter(None, (show_params(record.case.params), cache_of(record, row.entry.run.devices)))
     return Field(row.setting, hint="; ".join(words))
@@ -238,7 +233,6 @@ def _seen(row: _ShownCase) -> Field | None:
 
 
 def _why(result: Result) -> str:
-    """The reason it was not measured, or is not to be trusted."""
     if result.record.status is not Status.OK:
         return result.record.reason
     return "; ".join(part for part in (*case_status.doubts(result), result.record.detail) if part)

@@ -36,7 +36,6 @@ def bound_words(roof: PhaseRoof) -> str:
 
 
 def sentences(panel: Panel) -> Iterator[str]:
-    """Of each case what its phases wait for, then of each native precision what it could give."""
     for group in panel.groups:
         place = f" at {group.place}" if len(panel.groups) > 1 else ""
         for result in group.results:
@@ -63,7 +62,6 @@ def how_to_know(results: Iterable[Result], run: Run) -> str:
 
 
 def gain_in(group: ResultGroup, result: Result) -> Gain | None:
-    """What a case's precision could give at most on its group's reference; None of those without speed or ceilings."""
     lead = group.lead
     if lead is None or standing(lead) is not Standing.REFERENCE or lead.finding is None or result.finding is None:
         return None
@@ -73,7 +71,6 @@ def gain_in(group: ResultGroup, result: Result) -> Gain | None:
 
 
 def sources(results: Sequence[Result]) -> Iterator[str]:
-    """By what phases are held against the most there is: the rates measured here with their spreads, and the sheet."""
     ceiling = next((result.record.ceiling for result in results if result.record.ceiling is not None), None)
     sheet = datasheet_of(ceiling.device) if ceiling is not None else None
     if ceiling is not None and ceiling.rates:
@@ -186,7 +183,6 @@ def _panel(title: str, panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Ele
 
 
 def _chart(title: str, cases: Sequence[NamedCase]) -> Scatter:
-    """Phases that multiply, by precision; and over their intensities the roofs of each kind of products."""
     points = [
         ChartPoint(case.result.mode, _label(case, roof), roof.intensity, roof.flop_rate, hint=bound_words(roof))
         for case in cases
@@ -227,7 +223,6 @@ _LEGEND = (
 
 
 def lines_of(found: Ceilings, history: Sequence[Ceilings] = ()) -> Iterator[str]:
-    """When and under which settings, then a line a rate, with what it was before under the same ones."""
     settings = settings_words(found)
     yield f"measured {found.when}{f' ({settings})' if settings else ''}; other software or settings need their own"
     earlier, names = alike(found, history), list(map(rate_words, found.rates))
@@ -278,7 +273,6 @@ def _said(rate: Rate) -> str:
 
 
 def ceilings_page(history: Sequence[Ceilings], store: str) -> Page:
-    """A part for each device with its settings: its newest rates beside those of before."""
     parts = [
         Part("ceilings", _title(some), (_table(some),))
         for some in together(((one.device, one.under), one) for one in history).values()

@@ -37,7 +37,6 @@ _MOST_KINDS, _OTHERS = 6, "others"
 
 
 def page_of(run: Run, parts: Sequence[StepShares]) -> Page:
-    """A part for each setting: its precisions side by side."""
     found = [
         Part(f"setting-{place}", setting, tuple(_elements(some)))
         for place, (setting, some) in enumerate(together((part.case.setting, part) for part in parts).items())
@@ -87,7 +86,6 @@ def _cell(parts: StepShares, share: float | None) -> Field:
 
 
 def value_of(parts: Sequence[StepShares]) -> dict[str, object]:
-    """Every case with its parts and what is left of its step, or why nobody knows them."""
     return {
         "shares": [
             {"case": part.case.id, "precision": part.case.mode, "why": part.why, "seconds": part.seconds,

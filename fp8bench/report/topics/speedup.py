@@ -31,7 +31,6 @@ _REFERENCE = Interval(1.0, 1.0, 1.0, 1.0)
 
 
 def sustained(panel: Panel) -> Iterator[Table]:
-    """What each case sustains, beside its time in slots; nothing where nobody asked."""
     known = panel.known(lambda one: sustained_figures(one.record, one.finding))
     if not known:
         return
@@ -135,7 +134,6 @@ def _mark(bar: _Case) -> Mark:
 
 
 def _description(bars: Sequence[_Case]) -> str:
-    """How many are faster and slower as a fact, which is the most, and how many are in doubt."""
     found = together((tone_of(bar.result), (bar.speed.point, bar.name)) for bar in bars if bar.speed)
     good, bad, doubtful = (found.get(tone, []) for tone in (Tone.GOOD, Tone.BAD, Tone.DOUBT))
     sentences = [f"{many(len(bars), 'case')}: {len(good)} faster, {len(bad)} slower, {len(doubtful)} in doubt (grey)."]
@@ -198,7 +196,6 @@ def _outdone(spots: Sequence[_Case]) -> dict[_Case, _Case]:
 
 
 def _ranges(spots: Sequence[_Case], outdone: Mapping[_Case, _Case], metric: str) -> str:
-    """The range of errors by precision, and which cases are outdone."""
     by_mode = together((spot.result.mode, spot.error) for spot in spots)
     ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in by_mode.items()]
     sentences = [f"{many(len(spots), 'case')}. {metric}: {listed(ranges, 12)}."]

@@ -33,7 +33,6 @@ _OF_CSV = (
 
 
 def remarks(tape: Tape) -> list[str]:
-    """What has no formula, what nobody saw written, and what a compiler fused."""
     unknown = together((operator.operator, operator.calls) for operator in tape.operators if operator.flops is None)
     found = [f"unknown x {sum(calls)}: {operator} has no formula" for operator, calls in unknown.items()]
     if tape.unwritten:
@@ -42,7 +41,6 @@ def remarks(tape: Tape) -> list[str]:
 
 
 def page_of(title: str, taped: Sequence[Taped]) -> Page:
-    """A part for each setting: its modes side by side."""
     parts = [
         Part(f"setting-{place}", setting, tuple(_elements(some, [])))
         for place, (setting, some) in enumerate(together((one.setting, one) for one in taped).items())
@@ -73,7 +71,6 @@ def _elements(taped: Sequence[Taped], where_alike: list[Text]) -> list[Element]:
 
 
 def _counts(known: Sequence[tuple[Taped, Tape]]) -> Table:
-    """A row for each tape: its sums, and what follows from them."""
     cols: list[Col[tuple[Taped, Tape]]] = [
         Col("tape", lambda row: row[0].name),
         Col("FLOPs", lambda row: row[1].flops, number=True, show=units.count),
@@ -126,7 +123,6 @@ _Counted = tuple[NamedCase, Tape | PhaseCount]
 
 
 def _cols() -> Iterator[Col[_Counted]]:
-    """Of a step, and of each of its phases."""
     yield PRECISION
     yield Col("phase", lambda row: phase_words(row[1].phase) if isinstance(row[1], PhaseCount)
               else Field("step", tone=Tone.STRONG))  # fmt: skip

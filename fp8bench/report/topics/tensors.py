@@ -81,7 +81,6 @@ class TensorCell:
 
 
 def about_tensors(panel: Panel) -> bool:
-    """Whether its cases have the figures of a rounded tensor."""
     return {SQNR, WORST_BLOCKS, UNDERFLOW} <= {*panel.metrics}
 
 
@@ -119,7 +118,6 @@ def _rounding(precision: Precision) -> str:
 
 
 def tensor_name(panel: Panel, group: ResultGroup) -> str:
-    """What a group's tensor is called, with what else tells it from others of that name."""
     own = dict(group.case.params)
     if _NAME not in own:
         return group.place or panel.case.workload
@@ -131,7 +129,6 @@ def tensor_name(panel: Panel, group: ResultGroup) -> str:
 
 
 def figure(result: Result, metric: str) -> tuple[str, float | None]:
-    """One figure of a case as text and as a number; a dash where it has none."""
     measured = result.record.measurement(metric)
     value = value_of(measured)
     if measured is None or value is None:
@@ -182,7 +179,6 @@ def _sentence(bits: int, found: Sequence[Mapping[str, float]], suite: str) -> st
 
 
 def tensors(panel: Panel, width: int) -> Iterator[Element]:
-    """A table of the figures of each tensor, or of many tensors one of the SQNR by precision and tensor."""
     if len(panel.groups) > _MOST_IN_FULL:
         yield from _overview(panel, width)
         return
@@ -242,7 +238,6 @@ def tensors_section(material: Material) -> Iterator[Element]:
 
 
 def _grid(title: str, tensor: str, group: ResultGroup) -> Iterator[Element]:
-    """Scalings down, formats across; the best scaling of each format stands out."""
     cells = {(cell.scaling, cell.fmt): result for result in group.results for cell in [cell_of(result)]}
     scalings, formats = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
     cols: list[Col[str]] = [
@@ -257,7 +252,6 @@ def _grid(title: str, tensor: str, group: ResultGroup) -> Iterator[Element]:
 
 
 def _best(fmt: str, cells: Mapping[tuple[str, str], Result]) -> float | None:
-    """The highest SQNR of a format that has several scalings."""
     found = [figure(cell, SQNR)[1] for (_, own), cell in cells.items() if own == fmt]
     values = [value for value in found if value is not None]
     return max(values) if len(values) > 1 else None
@@ -280,7 +274,6 @@ def _sqnr(scaling: str, cells: Mapping[tuple[str, str], Result], fmt: str, best:
 
 
 def _all_figures(title: str, panel: Panel) -> Table:
-    """A row for each case, a column for each figure that any of them has."""
     present = [metric for metric in FIGURES if metric in panel.metrics]
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         Col("tensor", lambda row: tensor_name(panel, row[0])),

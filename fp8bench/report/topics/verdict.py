@@ -59,12 +59,10 @@ class ReportedCase:
 
     @property
     def reason(self) -> str:
-        """Its reason in one line that is not too long."""
         return shortened(self.result.record.reason, LONGEST_REASON) or "no reason was given"
 
 
 def outcomes(panels: Iterable[Panel]) -> list[ReportedCase]:
-    """Every case, in order."""
     return [
         ReportedCase(result, setting_of(group), metric)
         for panel in panels
@@ -128,7 +126,6 @@ def _place(alike: Sequence[ReportedCase], found: Sequence[ReportedCase], name_de
 
 
 def _errors(alike: Iterable[ReportedCase]) -> dict[tuple[str, str], list[float]]:
-    """The errors of each suite, by suite and metric."""
     return together(
         ((one.suite, one.metric), value)
         for one in alike
@@ -141,7 +138,6 @@ def _finite(alike: Iterable[ReportedCase]) -> bool:
 
 
 def _numbers(alike: Sequence[ReportedCase]) -> str:
-    """That the numbers count, with the errors of a few suites."""
     errors = _errors(alike)
     if not _finite(alike):
         return "its errors are not all finite"
@@ -172,7 +168,6 @@ def verdict_section(material: Material) -> Iterator[Element]:
 
 
 def _rows(entry: Entry) -> Iterator[tuple[str, tuple[Field, ...]]]:
-    """For each precision of a run whether it is faster, right, small and thrifty."""
     by_mode = together(
         (result.mode, (panel, group, result))
         for panel in entry.panels
@@ -233,7 +228,6 @@ def _of_reference(cases: Sequence[_Case], words: set[str], shares: Sequence[floa
 
 
 def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
-    """What one run says, under its label where there are several."""
     if not alone:
         yield Text(entry.label, Tone.STRONG)
     yield from losses(entry)
@@ -255,7 +249,6 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
 
 
 def losses(entry: Entry) -> Iterator[Element]:
-    """What failed, what is missing, or that there is nothing at all."""
     failed = failures(outcomes(entry.panels))
     if failed:
         number = sum(record.status is Status.FAILED for record in entry.run.records)
@@ -269,7 +262,6 @@ def losses(entry: Entry) -> Iterator[Element]:
 
 
 def few(sentences: list[str]) -> list[str]:
-    """The first ones, and how many more there are."""
     if len(sentences) <= _MOST:
         return sentences
     return [*sentences[: _MOST - 1], f"and {len(sentences) - _MOST + 1} more like these: the table has every case"]

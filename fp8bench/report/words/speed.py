@@ -51,7 +51,6 @@ class ComparedAs:
 
 
 def kind_of(result: Result) -> ComparedAs:
-    """How a native case that ran compares."""
     found, timed = standing(result), result.finding
     return ComparedAs(found, Verdict.NONE if found is Standing.UNTIMED or timed is None else timed.verdict)
 
@@ -109,7 +108,6 @@ def _single(
 
 
 def _claim(kind: ComparedAs, result: Result, reference: str, subject: str) -> str:
-    """The sentence without reasons."""
     speed = show_speed_up(result)
     if speed and kind.verdict is Verdict.FASTER:
         perhaps = "perhaps " if kind.standing is Standing.DOUBTED else ""
@@ -144,7 +142,6 @@ def _opening(kind: ComparedAs, mode: str, reference: str) -> str:
 
 
 def _speeds(kind: ComparedAs, members: Sequence[tuple[str, Result]]) -> str:
-    """Of a few cases each one with its place, of more the range."""
     if kind.verdict is Verdict.SAME:
         return f" ({_WITHIN})"
     speeds = [(place, speed.point) for place, result in members if (speed := speed_up(result)) is not None]
@@ -164,7 +161,6 @@ def of_all_calls(finding: Finding) -> str:
 
 
 def would_have_seen(finding: Finding) -> str:
-    """Of calls that are slower than others, in a case that is called the same."""
     if finding.rarest is None:
         return "too few calls to have seen some that take twice as long"
     rarer = (
@@ -184,7 +180,6 @@ def span(speeds: Sequence[float]) -> str:
 
 
 def _doubt(kind: ComparedAs, results: Sequence[Result], said: frozenset[Label]) -> str:
-    """Why it says 'perhaps', or why nothing is clear."""
     reasons, because = "", _because(results, said)
     if kind.standing is Standing.DOUBTED:
         return f", but {because}" if because else ""

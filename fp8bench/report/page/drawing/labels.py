@@ -52,7 +52,6 @@ class Hint:
 
 
 def width(text: str, size: float, bold: bool = False) -> float:
-    """About how many pixels a line of text takes in letters of `size` pixels."""
     return sum(_letter(letter) for letter in text) * size * (_BOLD if bold else 1.0)
 
 
@@ -76,7 +75,6 @@ def shortened(text: str, room: float, size: float, bold: bool = False) -> str:
 
 
 def _fitting(text: str, room: float, size: float, bold: bool) -> int:
-    """How many letters from the start fit into `room`."""
     return sum(used <= room for used in accumulate(width(letter, size, bold) for letter in text))
 
 
@@ -87,7 +85,6 @@ def escaped(text: str) -> str:
 
 
 def ends(mark: Mark, log: bool = False) -> list[float]:
-    """The ends of the interval if both can be drawn, else none."""
     found = [value for value in (mark.low, mark.high) if value is not None and drawable(value, log)]
     return sorted(found) if len(found) == 2 else []
 

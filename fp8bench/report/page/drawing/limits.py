@@ -45,7 +45,6 @@ def bars_drawn(chart: Bars) -> tuple[tuple[str, tuple[Mark, ...]], ...]:
 
 
 def stack_rows(chart: Stacks) -> tuple[tuple[str, tuple[float, ...]], ...]:
-    """The rows that have a part to draw."""
     return tuple(row for row in chart.rows if any(map(part_drawable, row[1])))
 
 
@@ -55,18 +54,15 @@ def part_drawable(value: float) -> bool:
 
 
 def strip_rows(chart: Strips) -> tuple[tuple[str, tuple[float, ...], str], ...]:
-    """The rows that have a sample to draw, each with those samples alone."""
     rows = ((label, tuple(filter(drawable, samples)), tone.value) for label, samples, tone in chart.rows)
     return tuple(row for row in rows if row[1])
 
 
 def cells_drawn(chart: Heat) -> list[list[float | None]]:
-    """The values of a map that find room; None where there is none with a place."""
     return [[value if drawable(value, log=True) else None for value in row[:CELLS]] for row in chart.values[:CELLS]]
 
 
 def points_placed(chart: Scatter) -> list[ChartPoint]:
-    """The points that have a place on the axes, or in the margin."""
     return [
         point
         for point in chart.points
@@ -84,5 +80,4 @@ def numbers_of(marks: Iterable[Mark]) -> list[float]:
 
 
 def placeless(values: Iterable[float], log: bool = False) -> int:
-    """How many of them have no place on an axis."""
     return sum(not drawable(value, log) for value in values)

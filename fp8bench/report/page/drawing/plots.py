@@ -59,7 +59,6 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
 
 
 def _across(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]], y: Scale, places: int) -> Scale:
-    """Where places stand: between the ticks on the left and the last values on the right."""
     left = max(sheet.measure(text) for _, text in y.ticks(6)) + 14
     last = [mark for _, marks in series if (mark := _last(marks))]
     room = max(sheet.measure(shown(mark.value, chart.axis.unit), bold=True) for mark in last) + _GAP + 4
@@ -84,7 +83,6 @@ def _line_axes(sheet: Sheet, places: Sequence[str], x: Scale, y: Scale) -> None:
 
 
 def _series(sheet: Sheet, chart: Lines, places: Sequence[str], number: int, marks: Marks, x: Scale, y: Scale) -> None:
-    """One series: band or whiskers, a line that breaks where there is no mark, the marks."""
     style, runs = f"s{number + 1}", _runs(marks)
     for run in runs:
         spans = [(x.at(place), [y.at(end) for end in ends(mark)]) for place, mark in run]
@@ -261,7 +259,6 @@ def _hint(chart: Scatter, point: ChartPoint) -> Hint:
 def _labels(
     sheet: Sheet, points: Sequence[ChartPoint], spots: Sequence[tuple[float, float]], frames: Sequence[_Box]
 ) -> None:
-    """Names points that have room for a name beside them."""
     taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
     written = 0
     # The strong ones, then the first of each series, then the second of each.
@@ -283,7 +280,6 @@ def _labels(
 
 
 def _around(x: float, y: float, wide: float, size: float) -> Iterable[tuple[_Box, str, float]]:
-    """Places for a label beside a point: right, left, above, below."""
     half = size * 0.6
     yield _Box(x + 9, y - half, x + 9 + wide, y + half), "start", x + 9
     yield _Box(x - 9 - wide, y - half, x - 9, y + half), "end", x - 9

@@ -182,7 +182,6 @@ def _start_lines(rows: Rows, narrow: bool) -> list[tuple[float, float]]:
 
 
 def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale, start: float | None) -> None:
-    """One row: a band to point at, the bar or the dot, its interval, its value."""
     unit, style = chart.axis.unit, mark.tone.value
     sheet.box("mark band", 0, row.top, sheet.width, row.height, layer=1, hint=hint(mark, unit))
     end = scale.at(mark.value)
@@ -208,7 +207,6 @@ def _box(sheet: Sheet, style: str, row: Row, start: float, end: float, back: boo
 
 
 def draw_waterfall(sheet: Sheet, chart: Waterfall) -> float:
-    """A bar for either whole, and between them each change where the one before it ended."""
     changes, unit = [mark for mark in chart.changes if drawable(mark.value)], chart.axis.unit
     sheet.omit(len(chart.changes) - len(changes), len(changes) - ROWS)
     if not all(drawable(whole) and whole >= 0 for _, whole in (chart.before, chart.after)):
@@ -265,12 +263,10 @@ def _written(whole: float, unit: str) -> str:
 
 
 def _style(chart: Stacks, number: int) -> str:
-    """The class of a part, by its place among the parts."""
     return "rest" if chart.parts[number] in _RESTS else f"part s{number % SERIES + 1}"
 
 
 def _stack(sheet: Sheet, chart: Stacks, label: str, values: tuple[float, ...], place: Row, scale: Scale) -> None:
-    """The parts of one whole, side by side, each with its share where it has room for it."""
     whole, before = sum(value for value in values if part_drawable(value)), 0.0
     top, unit = place.y - _STACKED / 2, chart.axis.unit
     for number, (part, value) in enumerate(zip(chart.parts, values, strict=True)):

@@ -50,7 +50,6 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
-        """About `most` round values with their texts."""
         values = _log_ticks(self.low, self.high, most, self.unit) if self.log else []
         if len(values) < 2:
             values = _linear_ticks(self.low, self.high, most, self.unit)
@@ -79,7 +78,6 @@ def _bounded(logarithm: float) -> float:
 
 
 def shown(value: float, unit: str) -> str:
-    """A value as the reader of a chart sees it."""
     if unit == "%":
         return _plain(units.significant(value)) + "%"
     if unit:
@@ -132,7 +130,6 @@ def _powers(base: float, low: float, high: float, most: int) -> list[float]:
 
 
 def _texts(values: Sequence[float], unit: str, log: bool) -> list[str]:
-    """The ticks' texts with as few digits as tell them apart."""
     size = max((abs(value) for value in values), default=0.0)
     texts: list[str] = []
     exact = [_number(_tick(value, unit, 15, value if log else size)) for value in values]
@@ -153,7 +150,6 @@ def _number(text: str) -> float:
 
 
 def _tick(value: float, unit: str, digits: int, size: float) -> str:
-    """One tick, in the unit that suits `size`."""
     if unit in ("x", "%"):
         return _plain(units.significant(value, digits)) + unit
     if size and not unit and not _EXPONENT_BELOW <= abs(size) < 1e18:

@@ -61,12 +61,10 @@ class Sheet:
     def box(
         self, style: str, x: float, y: float, wide: float, high: float, layer: int = 1, hint: Hint | None = None
     ) -> None:
-        """A rectangle from its upper left corner."""
         corners = [(x, y), (x + wide, y), (x + wide, y + high), (x, y + high)]
         self.lines(style, [corners], layer, hint, closed=True)
 
     def hatch(self, style: str, x: float, y: float, wide: float, high: float, layer: int = 1) -> None:
-        """Slanted lines that fill a rectangle."""
         offsets = takewhile(lambda offset: offset < wide + high, count(3.0, 6.0))
         ends = ((offset, min(offset, wide), max(0.0, offset - high)) for offset in offsets)
         lines = [[(x + right, y + offset - right), (x + left, y + offset - left)] for offset, right, left in ends]
@@ -91,7 +89,6 @@ class Sheet:
         self._drawn.append((3, f"<text{attributes}>{escaped(text)}</text>"))
 
     def measure(self, text: str, bold: bool = False) -> float:
-        """About how wide a text comes out."""
         return width(text, self.size, bold)
 
     def omit(self, missing: int, left: int, note: str = "") -> None:
@@ -104,7 +101,6 @@ class Sheet:
             self._omitted.append(f"{left} more {'is' if left == 1 else 'are'} in the table only.")
 
     def svg(self, height: float) -> str:
-        """The sheet as an element of a page, cut off at `height`."""
         paths = "".join(f'<path id="{name}" d="{path}"/>' for path, name in self._markers.items())
         content = [f"<defs>{paths}</defs>"] if paths else []
         content += [element for _, element in sorted(self._drawn, key=lambda one: one[0])]
@@ -134,7 +130,6 @@ class Sheet:
 
 @cache
 def _marker(shape: str, size: float) -> str:
-    """The path of one of matplotlib's markers."""
     marker, size = MarkerStyle(shape, "full"), size * _SHAPE_SIZES[shape]
     path = marker.get_path().transformed(marker.get_transform() + Affine2D().scale(size, -size))
     steps = ((_COMMANDS[int(code)], numbers.tolist()) for numbers, code in path.iter_segments(simplify=False))
