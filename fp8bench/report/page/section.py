@@ -245,6 +245,10 @@ class PastFigure:
     unkept: bool = False
     order: float = 0.0
 
+    @property
+    def rough(self) -> bool:
+        return self.hasty or self.unkept
+
 
 @dataclass(frozen=True)
 class PastSeries:

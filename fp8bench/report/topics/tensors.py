@@ -11,7 +11,6 @@ from functools import cache, partial
 from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model.specs import spec_of
-from fp8bench.protocols import Precision
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Field, Table, Text, Tone
@@ -105,16 +104,12 @@ def _cell(word: str) -> TensorCell:
     chosen = precision.chosen
     if not {_FORMAT, _SCALING} <= {*chosen} or any(chosen.get(role, _SAME) != _SAME for role in _ROLES):
         return TensorCell(word, OWN if hasattr(precision, "recipe") else _NONE, word)
-    fmt, scaling = str(chosen[_FORMAT]), f"{chosen[_SCALING]} {_rounding(precision)}".strip()
-    return TensorCell(fmt, scaling, f"{fmt} {scaling}")
-
-
-def _rounding(precision: Precision) -> str:
-    """How its scales are rounded, where they are: an MX format without that word may be any of four."""
     recipe = getattr(precision, "recipe", None)
-    scaling = recipe.input.scaling if recipe is not None else None
-    word = str(scaling.rounding) if scaling is not None else ""
-    return "" if word == _EXACT else word
+    own = recipe.input.scaling if recipe is not None else None
+    # How scales are rounded: an MX format without that word may be any of four.
+    rounding = "" if own is None or str(own.rounding) == _EXACT else str(own.rounding)
+    fmt, scaling = str(chosen[_FORMAT]), f"{chosen[_SCALING]} {rounding}".strip()
+    return TensorCell(fmt, scaling, f"{fmt} {scaling}")
 
 
 def tensor_name(panel: Panel, group: ResultGroup) -> str:
@@ -203,14 +198,11 @@ def _overview(panel: Panel, width: int) -> Iterator[Element]:
     label = max(len(cell_of(mode).words) for mode in modes.values())
     for number, places in enumerate(_fitting([len(name) for name in names], width - len(INDENT) - label)):
         cols: list[Col[Result]] = [
-            Col("precision", lambda one: cell_of(one).words),
-            *(Col(names[place], partial(_of_mode, found[place]), number=True) for place in places),
-        ]
+            Col("precision", lambda result: cell_of(result).words),
+            *(Col(names[place], partial(lambda own, result: own.get(result.mode), found[place]), number=True)
+              for place in places),
+        ]  # fmt: skip
         yield table("sqnr", "" if number else _OVERVIEW, cols, modes.values())
-
-
-def _of_mode(found: Mapping[str, str], result: Result) -> str | None:
-    return found.get(result.mode)
 
 
 def _fitting(widths: Sequence[int], room: int) -> list[list[int]]:
