@@ -152,7 +152,9 @@ class Figures(dict[str, Metric]):
 
     def __init__(self, group: ResultGroup, result: Result) -> None:
         super().__init__()
-        self._sound = _counted(result)
+        # Whether rates are of work that somebody else than its suite has seen.
+        unseen = result.record.tape is None and result.record.ceiling is None and Label.FEW_SAMPLES in result.labels
+        self._sound = not unseen and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {*result.labels}
         for one in metrics_within(group, result):
             if one.phase == STEP and (one.name != ENERGY or one.source):
                 self.setdefault(one.name, one)
@@ -171,12 +173,6 @@ class Figures(dict[str, Metric]):
 
     def shown(self, name: str) -> str:
         return self[name].shown
-
-
-def _counted(result: Result) -> bool:
-    """Whether its rates are of work that somebody else than its suite has seen."""
-    unseen = result.record.tape is None and result.record.ceiling is None and Label.FEW_SAMPLES in result.labels
-    return not unseen and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {*result.labels}
 
 
 def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:

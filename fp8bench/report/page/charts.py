@@ -112,7 +112,13 @@ def numbers_table(chart: AnyChart) -> Table:
     heads, numbers, rows = _content(chart)
     columns = [*heads, *(Column(title, number=True, unit=unit) for title, unit in numbers)]
     fields = [
-        (*words, *(_field(value, unit) for value, (_, unit) in zip(values, numbers, strict=True)))
+        (
+            *words,
+            *(
+                Field(units.NONE) if value is None else Field(units.shown(value, unit), value)
+                for value, (_, unit) in zip(values, numbers, strict=True)
+            ),
+        )
         for words, values, _ in rows
     ]
     if any(hint for _, _, hint in rows):  # the words that show on hovering
@@ -188,7 +194,3 @@ def _summary(samples: Iterable[float]) -> Sequence[float | None]:
     if len(finite) < 2:
         return [finite[0] if finite else None] * 5
     return [min(finite), *statistics.quantiles(finite, n=4, method="inclusive"), max(finite)]
-
-
-def _field(value: float | None, unit: str) -> Field:
-    return Field(units.NONE) if value is None else Field(units.shown(value, unit), value)

@@ -100,16 +100,12 @@ def _lines(element: Element, width: int, paint: Paint, indent: str) -> list[str]
         case Facts():
             return [line for name, what in element.pairs for line in wrap(f"{name}: {what}", width, INDENT, INDENT)]
         case Code():
-            return _command(element.text, width)
+            # Something to type, gone on behind a backslash where a line does not hold it.
+            *begun, last = wrap(element.text, width - 2, INDENT, INDENT)
+            return [*(f"{line} \\" for line in begun), last]
         case Table():
             return _table(element, width, paint)
     raise TypeError(f"a terminal draws no {type(element).__name__}: give its numbers as a Table")
-
-
-def _command(text: str, width: int) -> list[str]:
-    """Something to type, gone on behind a backslash where a line does not hold it."""
-    lines = wrap(text, width - 2, INDENT, INDENT)
-    return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
 
 
 def _table(found: Table, width: int, paint: Paint) -> list[str]:
@@ -128,7 +124,12 @@ def _table(found: Table, width: int, paint: Paint) -> list[str]:
     widths[0] = max([min(len(columns[0].title), room), *(len(row[0].text) for row in rows if len(row[0].text) <= room)])
     titles = [Field(column.title[:size], tone=Tone.STRONG) for column, size in zip(columns, widths, strict=True)]
     lines = _row(titles[:shown], columns, widths, width, paint)
-    for words, alike in groupby(zip(found.rows, rows, strict=True), lambda pair: _shared(found.columns, pair[0])):
+    shared = [place for place, column in enumerate(found.columns) if column.shared]
+    by_words = groupby(
+        zip(found.rows, rows, strict=True),
+        lambda pair: "  ".join(pair[0][place].text for place in shared if pair[0][place].text),
+    )
+    for words, alike in by_words:
         lines += wrap(words, width, hang=INDENT) if words else []
         for whole, row in alike:
             lines += _row(row[:shown], columns, widths, width, paint)
@@ -137,10 +138,6 @@ def _table(found: Table, width: int, paint: Paint) -> list[str]:
             texts = [text for many in below for text in many.split("\n") if text]
             lines += [paint(line, Tone.DOUBT) for text in texts for line in wrap(text, width, INDENT * 3, INDENT)]
     return lines
-
-
-def _shared(columns: Sequence[Column], row: Iterable[Field]) -> str:
-    return "  ".join(field.text for column, field in zip(columns, row, strict=True) if column.shared and field.text)
 
 
 def _folded(columns: Sequence[Column], fields: Sequence[Field], width: int) -> list[str]:

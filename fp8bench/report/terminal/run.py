@@ -82,23 +82,6 @@ def _titled(panel: Panel, run: Run, elements: Iterable[Element], lead: str = "")
         yield Part("panel", heading(panel.case.workload, panel.shared, panel.case.device, run.devices), found, lead)
 
 
-def _memory(panel: Panel, run: Run, width: int) -> Iterator[Part]:
-    yield from _titled(panel, run, () if about_tensors(panel) else (*memory(panel), *capacity(panel)))
-
-
-def _data(panel: Panel, run: Run, width: int) -> Iterator[Part]:
-    yield from _titled(panel, run, data(panel))
-
-
-def _of_energy(panel: Panel, run: Run, width: int) -> Iterator[Part]:
-    yield from _titled(panel, run, () if about_tensors(panel) else (*energy(panel), *energy_of_phases(panel)))
-
-
-def _of_numbers(panel: Panel, run: Run, width: int) -> Iterator[Part]:
-    numbers = [] if about_tensors(panel) else _numbers(panel)
-    yield from _titled(panel, run, [Facts(tuple(numbers))] if numbers else [])
-
-
 def _of_notes(panel: Panel, run: Run, width: int) -> Iterator[Part]:
     yield from layout.list_of("notes", "notes", merge_notes(_notes(panel, run), len(panel.groups)))
 
@@ -136,11 +119,15 @@ def _timed(panel: Panel, run: Run) -> Iterator[Part]:
         yield Part("roofline", "what bounds it", (Items(tuple(bounds)),))
 
 
+def _of_timed(elements: Callable[[Panel], Iterable[Element]]) -> Callable[[Panel, Run, int], Iterator[Part]]:
+    return lambda panel, run, width: _titled(panel, run, () if about_tensors(panel) else elements(panel))
+
+
 _DETAILS: dict[str, Callable[[Panel, Run, int], Iterator[Part]]] = {
-    "memory": _memory,
-    "data": _data,
-    "numbers": _of_numbers,
-    "energy": _of_energy,
+    "memory": _of_timed(lambda panel: (*memory(panel), *capacity(panel))),
+    "data": lambda panel, run, width: _titled(panel, run, data(panel)),
+    "numbers": _of_timed(lambda panel: [Facts(tuple(found))] if (found := _numbers(panel)) else ()),
+    "energy": _of_timed(lambda panel: (*energy(panel), *energy_of_phases(panel))),
     "notes": _of_notes,
     "all": _whole,
 }
@@ -232,7 +219,11 @@ def _legend(panels: Sequence[Panel], whole: bool = False) -> list[str]:
     lines += [rank_boards.LEGEND] if any(any(rank_boards.boards(panel)) for panel in timed) else []
     lines += [f"pays: {legend.BREAK_EVEN}"] if any(map(swept, timed)) else []
     lines += [legend.ERRORS]
-    lines += [*_number_legends(timed), *_energy_legends(timed), *_memory_legends(timed)] if whole else []
+    if whole:
+        lines += [*_number_legends(timed), *_energy_legends(timed)]
+        in_memory = [panel for panel in timed if tells_memory(panel)]
+        known = dict.fromkeys(f"{spec.heading}: {spec.description}" for panel in in_memory for spec in counted(panel))
+        lines += [legend.MEMORY, *filter(None, ["; ".join(known)])] if in_memory else []
     seen = {label for result in results for label in result.labels if whole or label.casts_doubt}
     return [*lines, *of_tensors, *of_data, *(f"{label}: {legend.LABELS[label]}" for label in Label if label in seen)]
 
@@ -274,13 +265,6 @@ def _number_legends(panels: Sequence[Panel]) -> list[str]:
 
 def _told_elsewhere(panel: Panel) -> str:
     return PEAK if tells_memory(panel) else ""
-
-
-def _memory_legends(panels: Sequence[Panel]) -> list[str]:
-    told = [panel for panel in panels if tells_memory(panel)]
-    others = dict.fromkeys(spec for panel in told for spec in counted(panel))
-    known = "; ".join(f"{spec.heading}: {spec.description}" for spec in others)
-    return list(filter(None, (legend.MEMORY, known))) if told else []
 
 
 def _energy_legends(panels: Sequence[Panel]) -> list[str]:
