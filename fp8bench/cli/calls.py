@@ -67,7 +67,6 @@ def _signature(options: Mapping[str, argparse.Action]) -> inspect.Signature:
 
 
 def _words(name: str, action: argparse.Action, value: Any) -> list[str]:
-    """A keyword as words of the command line; None is its default."""
     if not action.option_strings:
         return [_text(name, word) for word in (value if action.nargs == "*" else (value,)) if word is not None]
     option = action.option_strings[0]
@@ -84,7 +83,6 @@ def _words(name: str, action: argparse.Action, value: Any) -> list[str]:
 
 
 def _text(name: str, value: Any) -> str:
-    """A value as it is typed: names with commas, pairs with =, a function by where it is defined."""
     if isinstance(value, tuple) and len(value) == 2 and name == "set":
         return f"{value[0]}={','.join(texts(value[1]))}"
     if isinstance(value, Mapping):

@@ -91,7 +91,6 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{_nearest(self, message)} See `{self.prog} --help`.")
 
     def show_first(self, examples: Sequence[str], options: str) -> None:
-        """Of many `options` these; all others by --help-all."""
         self.examples, self.first = examples, options
         if options:
             words = f"show all {sum(bool(action.option_strings) for action in self._actions) + 1} options"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import Field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,10 @@ def arguments_of(kind: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
         if said is None or not said.group:
             continue
         word = (said.called or field.name).replace("_", "-")
-        known: dict[str, Any] = {"dest": field.name, "help": _words(field, said)}
+        words = said.help.replace("{default}", f"{field.default}")
+        if "{backends}" in words:
+            words = words.replace("{backends}", ", ".join((AUTO, *backends.names())))
+        known: dict[str, Any] = {"dest": field.name, "help": words}
         if isinstance(field.default, bool):
             word = f"no-{word}" if field.default else word
             known |= {"action": "store_false" if field.default else "store_true"}
@@ -95,18 +98,23 @@ _READERS: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
 }  # fmt: skip
 
 
-def _words(field: Field[Any], said: RequestOption) -> str:
-    """The help, with the names or the default that it asks for."""
-    words = said.help.replace("{default}", f"{field.default}")
-    return words.replace("{backends}", ", ".join((AUTO, *backends.names()))) if "{backends}" in words else words
-
-
 def shared(group: argparse._ActionsContainer, *options: str, **other: str) -> None:
     """Options that several commands have. `other` is what a command says differently: its help, say."""
     asked = arguments_of()
     for option in options:
         known = asked[option][1] if option in asked else _SHARED[option]
         group.add_argument(option, *_OTHER_NAMES.get(option, ()), **{**known, **other})
+
+
+def subcommands(parser: argparse.ArgumentParser) -> Callable[..., argparse.ArgumentParser]:
+    """What adds a command of a command: its name, what it is for, and its exit codes."""
+    commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
+
+    def add(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:
+        described = words[:1].upper() + words[1:] + "."
+        return commands.add_parser(name, help=words, description=described, epilog=epilog, allow_abbrev=False)
+
+    return add
 
 
 def asked_in(group: argparse._ArgumentGroup, kind: type = Request) -> None:
@@ -116,7 +124,6 @@ def asked_in(group: argparse._ArgumentGroup, kind: type = Request) -> None:
 
 
 def check_alone(words: Sequence[str], beside: Collection[str], given: Sequence[str] = ()) -> None:
-    """Raise for what was said beside --resume or --plan and does not go with it. `given` are no options."""
     options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
     others = [*given, *(word for word in options if word not in beside)]
     if others:

@@ -89,7 +89,6 @@ def label_legend(comparisons: Iterable[Comparison]) -> list[str]:
 
 
 def page_of(compared: Compared, everything: bool = False) -> Page:
-    """The sides, what else differs between them, every figure worth a line (or `everything`), and what is in doubt."""
     found = compared.comparisons
     shown = [one for one in found if everything or one.metric in TIMES or one.direction is not Direction.SAME]
     hidden = len(found) - len(shown)

@@ -132,7 +132,6 @@ def _at_another_pace(result: Result) -> Iterator[str]:
 
 
 def _of_phases(result: Result) -> Iterator[str]:
-    """What of a step its measured phases leave over, or why none is measured; and which of them are estimates."""
     found, figures = phases_of(result), figures_of(result)
     asked = result.record.energy is not None and bool(result.record.energy.phases)
     if found is None or figures is None or not asked:
@@ -176,7 +175,6 @@ def energy_clause(pairs: Sequence[tuple[Result, Result | None]]) -> str:
 
 
 def energy_sentences(panel: Panel) -> list[Text]:
-    """One for each precision: what it takes of the reference's energy, and what its speed alone would give."""
     modes = dict.fromkeys(result.mode for result in panel.results if figures_of(result) is not None)
     return [text for mode in modes for text in _of_mode(panel, mode)]
 

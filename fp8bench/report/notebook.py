@@ -19,7 +19,7 @@ from fp8bench.report.case_status import inverse
 from fp8bench.report.data.plain import Rows, csv_text, frame
 from fp8bench.report.data.run import run_rows
 from fp8bench.report.elements import Code, Element, Facts, Field, Items, Page, Table, Text, Verdicts
-from fp8bench.report.page.drawing.labels import escaped
+from fp8bench.report.page.drawing.scale import escaped
 from fp8bench.report.page.section import material_of, page_of
 from fp8bench.report.panels import shared_params, show_params
 from fp8bench.report.topics.break_even import BreakEvenRow, break_even_rows

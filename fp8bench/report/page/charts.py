@@ -137,7 +137,6 @@ _Rows = Sequence[tuple[Sequence[Field], Sequence[float | None], str]]
 
 
 def _content(chart: AnyChart) -> tuple[Sequence[Column], _Numbers, _Rows]:
-    """Columns of words, columns of numbers with their units, and of each row words, numbers and hint."""
     match chart:
         case Bars():
             named = any(title for title, _ in chart.groups)

@@ -79,8 +79,6 @@ _sections: dict[str, Section] = {}
 def section(
     name: str, title: str, rank: int, lead: str | Callable[[Material], str] = "", repeats: bool = False
 ) -> Callable[[Elements], Elements]:
-    """Decorates what yields a section's elements; its docstring is the lead, unless that is given."""
-
     def register(elements: Elements) -> Elements:
         said = lead or " ".join((elements.__doc__ or "").split())
         _sections[name] = Section(name, title, rank, elements, said, repeats)
@@ -170,7 +168,6 @@ def page_of(material: Material) -> Page:
 
 
 def _title(runs: Sequence[Run]) -> str:
-    """'gemm, transformer on NVIDIA H200'."""
     suites, devices = (
         list(dict.fromkeys(shortened(name, _LONGEST_NAME) for run in runs for name in names_of(run)))
         for names_of in (suites_of, devices_of)
@@ -325,7 +322,6 @@ _SOURCES: tuple[Callable[[Run], str], ...] = (
 
 
 def titled_panels(material: Material) -> Iterator[tuple[str, Panel]]:
-    """Every panel under a short title: the suite, and device, run and reference where those tell it from others."""
     panels, suites = list(material.panels()), []
     for entry, panel in panels:
         device = f" on {panel.case.device}" if len({one.case.device for one in entry.panels}) > 1 else ""

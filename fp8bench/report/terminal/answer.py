@@ -139,7 +139,6 @@ def _of_panel(panel: Panel, entry: Entry, width: int) -> Iterator[Part]:
 
 
 def _device(panel: Panel, run: Run) -> Iterator[Text]:
-    """Power cap, clocks and what held them back, as the device said; loud where somebody has lowered the cap."""
     watches = [result.record.watch for result in panel.results if result.record.watch is not None]
     cap, default, highest = (run.environment.get(f"{panel.case.device} {name}")
                              for name in ("power_cap", "power_cap_default", "sm_clock_max"))  # fmt: skip
@@ -175,21 +174,14 @@ def _cases(panel: Panel, width: int) -> Table:
         Col("speed-up", lambda row: show_speed_up(row[1]) or None, tone=lambda row: tone_of(row[1])),
         Col("best", lambda row: row[2][TIME].best, number=True, unit="s"),
         Col("replayed", lambda row: row[2][REPLAY].best, number=True, unit="s"),
-        Col("error", lambda row: _error(value_of(row[1].record.measurement(error)), row[1])),
+        Col("error", lambda row: None if (value := value_of(row[1].record.measurement(error))) is None else
+            f"{error_word([value])} " * (not row[1].record.is_reference) + units.relative_error(value)),
         Col("memory", lambda row: _memory(row[0], row[1]), number=True),
         Col("energy", lambda row: _energy(row[0], row[1]), number=True),
         Col("throughput", lambda row: row[2].shown(row[2].rate), number=True, when=width >= _ROOM_FOR_RATES),
     ]  # fmt: skip
     rows = [(*member, Figures(*member)) for member in panel.members]
     return table("cases", "", cols, rows, kept={"case", "verdict", "best"})
-
-
-def _error(value: float | None, result: Result) -> str | None:
-    """'small 5.4e-03'; the reference's needs no word."""
-    if value is None:
-        return None
-    shown = units.relative_error(value)
-    return shown if result.record.is_reference else f"{error_word([value])} {shown}"
 
 
 def _memory(group: ResultGroup, result: Result) -> str | None:
@@ -280,7 +272,6 @@ def _verdict(members: Sequence[_Member], reference: str) -> str:
 
 
 def _errors(members: Sequence[_Member], panel: Panel) -> str:
-    """'error small (2.9e-03)', the largest of several cases."""
     known = (value_of(result.record.measurement(main_error(panel))) for _, result in members)
     values = [value for value in known if value is not None]
     if not values:
@@ -333,7 +324,6 @@ def _why(result: Result, lead: Result | None) -> str:
 
 
 def _changes(own: Finding, base: Finding) -> list[tuple[str, float]]:
-    """Seconds of each phase that can be told, above the reference's; the largest first."""
     seconds: Mapping[str, float] = dict(own.phases)
     before: Mapping[str, float] = dict(base.phases)
     unknown = {*own.below_floor, *base.below_floor, UNATTRIBUTED}

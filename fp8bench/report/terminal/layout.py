@@ -55,13 +55,11 @@ def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
 
 
 def list_of(name: str, title: str, sentences: Iterable[str]) -> list[Part]:
-    """A part that lists them under its title; none where there are none."""
     texts = tuple(map(Text, sentences))
     return [Part(name, title, (Items(texts),))] if texts else []
 
 
 def render(page: Page, width: int = 100, color: bool = False, explain: bool = True) -> str:
-    """A whole page, parts and paragraphs apart by blank lines. The footer, how to read it, is for who asks."""
     width, paint = max(width, MIN_WIDTH), painter(color)
     head = [paint(line, Tone.STRONG) for line in wrap(page.title, width, hang=INDENT)] if page.title else []
     head += wrap(page.subtitle, width, hang=INDENT) if page.subtitle else []

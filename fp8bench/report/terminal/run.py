@@ -51,7 +51,6 @@ _REST = (
 def render(
     run: Run, findings: Mapping[str, Finding], width: int = 100, color: bool = False, whole: bool = False
 ) -> str:
-    """The answer of a run, or all that is known of it. Without colour it depends on nothing but its arguments."""
     page = detail_of("all", run, findings, width) if whole else page_of(run, findings, width)
     return layout.render(page, width, color)
 
@@ -175,7 +174,6 @@ def _conditions(record: Record, run: Run) -> Iterator[str]:
 
 
 def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
-    """(about, text, place) of everything that was skipped, failed or has no clear verdict."""
     for group in panel.groups:
         place = group.place
         for result in group.results:
@@ -199,7 +197,6 @@ def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
 
 
 def _legend(panels: Sequence[Panel], whole: bool = False) -> list[str]:
-    """A line for every word of the answer, or of the whole, that needs one, and only for those that occur."""
     timed = [panel for panel in panels if not about_tensors(panel)]
     results = [result for panel in timed for result in panel.results]
     of_tensors = [LEGEND] if len(timed) < len(panels) else []

@@ -87,7 +87,6 @@ def _marks(series: PastSeries, places: Sequence[str]) -> tuple[Mark | None, ...]
 
 
 def _mark(series: PastSeries, figure: PastFigure, first: float) -> Mark | None:
-    """A figure over the oldest; None where that is no length of time."""
     if first <= 0 or figure.value <= 0:
         return None
     low, high = ((end / first if end is not None else None) for end in (figure.low, figure.high))
@@ -105,7 +104,12 @@ _Row = tuple[PastSeries, PastFigure | None, PastFigure, float | None]
 
 def _table(known: Sequence[PastSeries]) -> Table:
     """Where figures changed most stands first; emulations last."""
-    told = [(series, *_last_two(series)) for series in known if not series.metric.startswith(_PER_WORK)]
+    told: list[_Row] = []
+    for series in known:
+        before, last = [None, *_values(series)][-2:]
+        assert last is not None  # a series without a figure is not shown
+        ratio = last.value / before.value if before and before.value > 0 and last.value > 0 else None
+        told += [] if series.metric.startswith(_PER_WORK) else [(series, before, last, ratio)]
     places = together((series.suite, series.place) for series, *_ in told)
 
     def case(row: _Row) -> str:
@@ -130,13 +134,6 @@ def _table(known: Sequence[PastSeries]) -> Table:
     ordered = sorted(told, key=lambda row: (row[0].emulated, -abs(math.log(row[3] or 1.0))))
     caption = "The last two figures of every series, the largest changes first"
     return table("history-of-all", caption, cols, ordered)
-
-
-def _last_two(series: PastSeries) -> tuple[PastFigure | None, PastFigure, float | None]:
-    """The figure before the last one, the last one, and their ratio; None where there is none."""
-    before, last = [None, *_values(series)][-2:]
-    assert last is not None  # a series without a figure is not shown
-    return before, last, last.value / before.value if before and before.value > 0 and last.value > 0 else None
 
 
 def _notes(known: Sequence[PastSeries]) -> Iterator[Element]:
@@ -253,7 +250,6 @@ def _speed(results: dict[int, Result], number: int) -> tuple[float | None, str]:
 
 
 def _speed_charts(titles: Sequence[str], found: _Found, settings: dict[_Key, str]) -> Iterator[Bars]:
-    """Speed against the first column, a heading a case; none where nothing has a speed in both."""
     groups = []
     for key, results in found.items():
         marks = tuple(

@@ -84,7 +84,6 @@ def about_tensors(panel: Panel) -> bool:
 
 
 def timed_panels(material: Material) -> Iterator[tuple[str, Panel]]:
-    """The others under their titles: those whose times are worth a chart."""
     return ((title, panel) for title, panel in titled_panels(material) if not about_tensors(panel))
 
 
@@ -132,7 +131,6 @@ def figure(result: Result, metric: str) -> tuple[str, float | None]:
 
 
 def shown(value: float, unit: str) -> str:
-    """Without the unit, for a column whose title has it: '31.6', '0.64%'."""
     if unit == "dB":
         return units.decibels(value).removesuffix(" dB")
     if unit == units.RATIO:
@@ -191,7 +189,6 @@ def _of_case(row: tuple[ResultGroup, Result], metric: str) -> Field:
 
 
 def _overview(panel: Panel, width: int) -> Iterator[Element]:
-    """As many tensors beside each other as fit, the others below."""
     modes = {result.mode: result for group in panel.groups for result in group.results}
     found = [{result.mode: figure(result, SQNR)[0] for result in group.results} for group in panel.groups]
     names = [tensor_name(panel, group) for group in panel.groups]

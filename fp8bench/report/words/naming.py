@@ -110,7 +110,6 @@ def notes_of(run: Run) -> list[str]:
 
 
 def _unchecked(run: Run) -> str:
-    """What foreign code may say of itself and nobody looked at, because of --quick; '' where there is nothing."""
     timed = [record for record in run.records if record.timing is not None]
     left_out = {
         "declared work (--tape counts it)": [record for record in timed if record.tape is None],

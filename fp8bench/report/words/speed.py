@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fp8bench import units
 from fp8bench.analysis.verdicts import SAME
-from fp8bench.model import Finding, Label, Scalar, Status, Verdict
+from fp8bench.model import Finding, Label, Status, Verdict
 from fp8bench.protocols.axes import VALUES
 from fp8bench.report.case_status import Standing, emulated, show_speed, show_speed_up, speed_up, standing, tone_of
 from fp8bench.report.elements import Text
@@ -192,7 +192,6 @@ def _doubt(kind: ComparedAs, results: Sequence[Result], said: frozenset[Label]) 
 
 
 def _because(results: Sequence[Result], said: frozenset[Label]) -> str:
-    """'other processes took the CPU in 2 of them (contended) and it rests on few rounds (few-samples)'."""
     numbers = {label: sum(label in _doubts(result) for result in results) for label in Label}
     reasons = [
         f"{legend.REASONS[label]}{f' in {number} of them' if number < len(results) else ''} ({label})"
@@ -219,7 +218,6 @@ def _pace(results: Sequence[Result]) -> str:
 
 
 def _alone(panel: Panel, where: str) -> Iterator[str]:
-    """That the reference was measured and nothing else was, where it was."""
     timed = [
         result
         for result in panel.results
@@ -239,7 +237,11 @@ def over_values(panel: Panel) -> Iterator[str]:
 
     Its groups were measured one after the other, so that this is no verdict.
     """
-    alike = together((_rest(result), result) for result in panel.results if result.best and not emulated(result))
+    alike = together(
+        ((result.mode, tuple(pair for pair in result.record.case.params if pair[0] != VALUES.name)), result)
+        for result in panel.results
+        if result.best and not emulated(result)
+    )
     for (mode, rest), results in alike.items():
         # The default is no parameter of a case.
         kinds = dict.fromkeys(
@@ -253,8 +255,3 @@ def over_values(panel: Panel) -> Iterator[str]:
             told.append(f"speed-up {units.span(speeds, units.speed_up)}")
         place = show_params(pair for pair in rest if pair not in panel.shared)
         yield f"{' '.join(filter(None, (mode, place)))} by values ({', '.join(kinds)}): {'; '.join(told)}"
-
-
-def _rest(result: Result) -> tuple[str, tuple[tuple[str, Scalar], ...]]:
-    case = result.record.case
-    return case.mode, tuple(pair for pair in case.params if pair[0] != VALUES.name)

@@ -13,22 +13,27 @@ from itertools import accumulate, pairwise
 
 from fp8bench import units
 from fp8bench.report.elements import Bars, ChartAxis, Mark, Stacks, Strips, Tone, Waterfall
-from fp8bench.report.page.drawing.labels import ends, hint, shortened, worded
-from fp8bench.report.page.drawing.limits import (
+from fp8bench.report.page.drawing.scale import (
     BARS,
     DOTS,
     ROWS,
     SERIES,
+    Scale,
     bars_drawn,
     drawable,
+    ends,
+    fitted,
+    hint,
     numbers_of,
     on_ratios,
     part_drawable,
     placeless,
+    shortened,
+    shown,
     stack_rows,
     strip_rows,
+    worded,
 )
-from fp8bench.report.page.drawing.scale import Scale, fitted, shown
 from fp8bench.report.page.drawing.sheet import Sheet
 
 _LABELS_SHARE = 0.4
@@ -101,7 +106,6 @@ def foot(sheet: Sheet, scale: Scale, axis: ChartAxis, rows: Rows) -> float:
 
 
 def along(sheet: Sheet, places: Sequence[tuple[float, str]], y: float) -> None:
-    """Writes the texts along a line that do not run into one before them."""
     before, reach = -math.inf, 0.0
     for x, text in sorted(places):
         half = sheet.measure(text) / 2
@@ -158,7 +162,6 @@ def draw_bars(sheet: Sheet, chart: Bars) -> float:
 
 
 def _scale(chart: Bars, marks: list[Mark], start: float | None, sheet: Sheet, left: float) -> Scale:
-    """An axis with room for the values at the ends of the bars, on the side to which these point."""
     log = on_ratios(chart)
     values = [value for mark in marks for value in (mark.value, *ends(mark, log))]
     values += [] if start is None else [start]
@@ -171,7 +174,6 @@ def _scale(chart: Bars, marks: list[Mark], start: float | None, sheet: Sheet, le
 
 
 def _start_lines(rows: Rows, narrow: bool) -> list[tuple[float, float]]:
-    """From where to where the start is marked: along rows, not through the labels and headings above them."""
     if narrow:
         return [(row.y - 12, row.y + 12) for row in rows.rows]
     spans: list[tuple[float, float]] = []
@@ -314,7 +316,6 @@ def draw_strips(sheet: Sheet, chart: Strips) -> float:
 
 
 def chosen(samples: Sequence[float]) -> list[float]:
-    """At most DOTS of the samples, evenly over their sorted order, the ends among them."""
     ordered = sorted(samples)
     if len(ordered) <= DOTS:
         return ordered

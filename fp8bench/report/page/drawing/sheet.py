@@ -13,7 +13,7 @@ from matplotlib.markers import MarkerStyle
 from matplotlib.transforms import Affine2D
 
 from fp8bench.report.elements import Chart
-from fp8bench.report.page.drawing.labels import Hint, escaped, width
+from fp8bench.report.page.drawing.scale import Hint, escaped, width
 
 # A chart is drawn twice, for a window and for a telephone; charts.css shows the one that fits.
 WIDE, NARROW = 880.0, 340.0
@@ -44,13 +44,11 @@ class Sheet:
 
     @property
     def grown(self) -> bool:
-        """Whether it is wider than the sheets that the page expects."""
         return self.width > (NARROW if self.narrow else WIDE)
 
     def lines(
         self, style: str, lines: Sequence[Line], layer: int = 1, hint: Hint | None = None, closed: bool = False
     ) -> None:
-        """Lines, or closed shapes, all of them one path."""
         steps = [
             (command, point)
             for line in lines
@@ -92,7 +90,6 @@ class Sheet:
         return width(text, self.size, bold)
 
     def omit(self, missing: int, left: int, note: str = "") -> None:
-        """So many numbers have no place on the axis, and so many marks with one find no room."""
         self._omitted += [note] if note else []
         if missing:
             numbers = "1 number is" if missing == 1 else f"{missing} numbers are"
